@@ -1,0 +1,36 @@
+"""specdec: composable, provably lossless speculative decoding for Hugging Face causal language models."""
+
+from specdec import drafts, verifiers
+from specdec.builder import Builder, decoder
+from specdec.decoder import Decoder, Piece
+from specdec.drafts import chain_draft
+from specdec.generation import Generation
+from specdec.models import HFModel, TableModel
+from specdec.rng import Philox
+from specdec.sampling import Sampling
+from specdec.types import Context, Proposal, Round, Scores, Verdict
+from specdec.verifiers import Coupled, Rejection
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Builder",
+    "Context",
+    "Coupled",
+    "Decoder",
+    "Generation",
+    "HFModel",
+    "Philox",
+    "Piece",
+    "Proposal",
+    "Rejection",
+    "Round",
+    "Sampling",
+    "Scores",
+    "TableModel",
+    "Verdict",
+    "chain_draft",
+    "decoder",
+    "drafts",
+    "verifiers",
+]

@@ -1,0 +1,125 @@
+"""Composition in a few lines: an immutable builder whose ``build`` makes every cross-check."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from specdec import drafts
+from specdec.decoder import Decoder
+from specdec.executors.serial import Serial
+from specdec.protocols import Draft, Executor, LanguageModel, Verifier
+from specdec.sampling import Sampling
+from specdec.verifiers.rejection import Rejection
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class Builder:
+    """Every method returns a new builder, so ``base.draft(a)`` and ``base.draft(b)`` fork safely."""
+
+    _target: LanguageModel
+    _draft: Draft[Any] = drafts.Nothing()
+    _length: int = 4
+    _sampling: Sampling = Sampling()
+    _verifier: Verifier = Rejection()
+    _executor: Executor = Serial()
+
+    def draft(self, draft: Draft[Any] | LanguageModel | PreTrainedModel | str, length: int = 4) -> Builder:
+        """Who proposes, and the longest path a round. A model, a hub id or a folder becomes ``drafts.Model``."""
+        if not hasattr(draft, "propose"):
+            draft = drafts.Model(as_model(draft, "draft"))
+        return replace(self, _draft=draft, _length=length)  # type: ignore[arg-type]
+
+    def sampling(self, sampling: Sampling | None = None, **settings: Any) -> Builder:
+        """How tokens are drawn: a ``Sampling``, or its settings (``temperature=0.7, top_p=0.9``)."""
+        if sampling is not None and settings:
+            raise ValueError("sampling: give a Sampling object or settings, not both")
+        return replace(self, _sampling=sampling or Sampling(**settings))
+
+    def greedy(self) -> Builder:
+        """The same as ``sampling(temperature=0)``."""
+        return replace(self, _sampling=replace(self._sampling, temperature=0.0))
+
+    def verifier(self, verifier: Verifier) -> Builder:
+        """How proposed tokens are verified: ``Rejection()`` (default) or ``Coupled()``."""
+        return replace(self, _verifier=verifier)
+
+    def executor(self, executor: Executor) -> Builder:
+        """In which order the parts run (default ``Serial()``)."""
+        return replace(self, _executor=executor)
+
+    def build(self) -> Decoder:
+        """Check that the parts fit together and return the decoder.
+
+        Raises:
+            ValueError: a length below 1, vocabularies or tokenizers that differ, a tree draft over a target that takes chains
+                only, models on different devices, a logits processor that keeps state.
+        """
+        target, draft = self._target, self._draft
+        if not isinstance(self._length, int) or self._length < 1:
+            raise ValueError(
+                f"length is {self._length}: a draft proposes at least 1 token (use drafts.Nothing() for plain decoding)"
+            )
+        if getattr(draft, "trees", False) and not target.supports_trees:
+            raise ValueError(
+                f"draft {getattr(draft, 'name', draft)!r} proposes trees but this target family takes chains only: use "
+                "drafts.Model"
+            )
+        model = getattr(draft, "model", None)
+        if model is not None:
+            _fits(target, model)
+            if getattr(draft, "trees", False) and not model.supports_trees:
+                raise ValueError(
+                    "draft: this model family takes chains only, so it cannot draft a tree: use drafts.Model"
+                )
+        self._sampling.probe(target.vocab_size)
+        if hasattr(draft, "bind"):
+            draft = draft.bind(target, self._sampling)
+        return Decoder(target, draft, self._length, self._sampling, self._verifier, self._executor)
+
+
+def decoder(target: LanguageModel | PreTrainedModel | str) -> Builder:
+    """Start a composition. ``target`` is an ``HFModel``, a transformers model, a hub id, a folder, or any ``LanguageModel``."""
+    return Builder(as_model(target, "target"))
+
+
+def as_model(model: Any, who: str) -> LanguageModel:
+    """A ``LanguageModel`` from whatever the user has."""
+    if hasattr(model, "score") and hasattr(model, "cache"):
+        return model
+    from specdec.models import HFModel
+
+    if isinstance(model, (str, os.PathLike)):
+        return HFModel.from_pretrained(str(model))
+    if hasattr(model, "config") and hasattr(model, "forward"):
+        return HFModel(model)
+    raise TypeError(
+        f"{who} is a {type(model).__name__}: give an HFModel, a transformers causal LM, a hub id, a folder, or an object with "
+        "cache() and score()"
+    )
+
+
+def _fits(target: LanguageModel, draft: LanguageModel) -> None:
+    ours, theirs = getattr(target, "tokenizer", None), getattr(draft, "tokenizer", None)
+    if ours is not None and theirs is not None:
+        a, b = ours.get_vocab(), theirs.get_vocab()
+        if a != b:
+            differ = sum(1 for token in a.keys() | b.keys() if a.get(token) != b.get(token))
+            raise ValueError(
+                f"target and draft have different tokenizers: {differ} of {len(a)} and {len(b)} tokens differ: a draft must "
+                "share the target's tokenizer (padded vocabularies are fine)"
+            )
+    elif target.vocab_size != draft.vocab_size and ours is None and theirs is None:
+        raise ValueError(
+            f"the target's vocabulary has {target.vocab_size} entries and the draft's {draft.vocab_size}, and neither model has "
+            "a tokenizer to show that they are paddings of the same one: pass HFModel(model, tokenizer) for both"
+        )
+    a_device, b_device = getattr(target, "device", None), getattr(draft, "device", None)
+    if a_device is not None and b_device is not None and a_device != b_device:
+        raise ValueError(
+            f"the target is on {a_device} and the draft on {b_device}: move one of them, e.g. draft.to({str(a_device)!r})"
+        )

@@ -1,0 +1,5 @@
+"""Corpus and held-out prompts."""
+
+from .corpus import corpus
+
+__all__ = ["corpus"]

@@ -1,0 +1,110 @@
+"""What one Python file contributes to each domain of the corpus: itself, its prose, its tables."""
+
+import ast
+import re
+import warnings
+
+MIN_BYTES, MAX_BYTES = 200, 300_000
+_GENERATED = re.compile(r"auto-?\s?generated|generated (by|from|automatically)|do not edit", re.IGNORECASE)
+_LEGAL = re.compile(r"copyright|licen[sc]e|spdx", re.IGNORECASE)
+
+
+def clean(raw: bytes) -> str | None:
+    """The text of a file worth learning from, or None.
+
+    Refused: under 200 or over 300 000 bytes, not UTF-8, more than 10 % outside ASCII (a vocabulary of 4096 has no
+    room for other scripts), a header that says "generated", lines too long to have been typed.
+    """
+    if not MIN_BYTES <= len(raw) <= MAX_BYTES:
+        return None
+    try:
+        text = raw.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
+    except UnicodeDecodeError:
+        return None
+    lines = text.split("\n")
+    if "\0" in text or max(map(len, lines)) > 1000 or len(text) > 120 * len(lines):
+        return None
+    if len(text) < 0.9 * len(raw) or _GENERATED.search(text[:600]):
+        return None
+    return text
+
+
+def parse(text: str) -> ast.Module | None:
+    """The syntax tree, or None for what this interpreter cannot parse (old syntax, templates)."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+
+
+def prose(text: str, tree: ast.Module) -> str:
+    """Docstrings and comment blocks of at least 80 characters, in file order, blank lines between.
+
+    Legal headers are left out: every file of a package carries the same one. A '#' inside a string is not a
+    comment; the strings' line ranges come from the tree, which is much faster than `tokenize`.
+    """
+    pieces: list[tuple[int, str]] = []
+    inside: set[int] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Constant, ast.JoinedStr)) and node.end_lineno > node.lineno:
+            inside.update(
+                range(node.lineno, node.end_lineno)
+            )  # the closing line may carry a comment, never a block
+        elif isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            doc = ast.get_docstring(node)
+            if doc:
+                pieces.append((node.body[0].lineno, doc))
+    block: list[str] = []
+    for number, line in enumerate([*text.split("\n"), ""], 1):
+        stripped = line.strip()
+        if stripped.startswith("#") and number not in inside:
+            block.append(stripped.lstrip("#!:").removeprefix(" "))
+        elif block:
+            if len(block) > 1:
+                pieces.append((number, "\n".join(block)))
+            block = []
+    kept = [piece for _, piece in sorted(pieces) if len(piece) >= 80 and not _LEGAL.search(piece)]
+    return "\n\n".join(kept)
+
+
+def tables(text: str, tree: ast.Module, minimum: int = 24) -> str:
+    """Statements whose value is a large literal collection (`minimum` constants or more, nine leaves in ten
+    constant), as whole source lines with their indentation removed, blank lines between."""
+    lines = text.split("\n")
+    kept: list[str] = []
+    stack: list[ast.AST] = [tree]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, (ast.Assign, ast.AnnAssign, ast.Expr, ast.Return)) and _is_table(
+            node.value, minimum
+        ):
+            rows = lines[node.lineno - 1 : node.end_lineno]
+            indent = len(rows[0]) - len(rows[0].lstrip())
+            kept.append("\n".join(row[indent:] if row[:indent].isspace() else row for row in rows))
+        else:
+            stack.extend(
+                reversed([child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt)])
+            )
+            stack.extend(getattr(node, "handlers", ()))
+    return "\n\n".join(kept)
+
+
+def _is_table(node: ast.AST | None, minimum: int) -> bool:
+    """Whether an expression is a display made of constants, at any depth."""
+    if not isinstance(node, (ast.Dict, ast.List, ast.Tuple, ast.Set)):
+        return False
+    constants = others = 0
+    stack: list[ast.AST] = [node]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, ast.UnaryOp):
+            item = item.operand
+        if isinstance(item, (ast.Dict, ast.List, ast.Tuple, ast.Set)):
+            stack.extend(child for child in ast.iter_child_nodes(item) if isinstance(child, ast.expr))
+        elif isinstance(item, ast.Constant):
+            constants += 1
+        else:
+            others += 1
+    return constants >= minimum and others * 9 <= constants

@@ -1,0 +1,250 @@
+"""The composed decoder: prompts in, texts, ids and statistics out. Made by ``builder.decoder(target)...build()``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from specdec.executors.serial import Serial
+from specdec.generation import Generation
+from specdec.limits import Limits
+from specdec.protocols import Draft, Executor, LanguageModel, Verifier
+from specdec.rng import Philox, Rng, seeds
+from specdec.sampling import Sampling
+from specdec.stats import Record, Stats
+from specdec.types import Context, Round
+
+Prompts = str | Sequence[Any] | Tensor
+
+
+class Piece(NamedTuple):
+    """What one round added to one row: new ids, new text (complete characters only), and why the row ended, if it did."""
+
+    row: int
+    ids: list[int]
+    text: str | None
+    finish: str | None
+
+
+@dataclass(frozen=True, eq=False)
+class Decoder:
+    """An immutable composition of parts; ``generate`` and ``stream`` may be called any number of times.
+
+    Attributes:
+        target, draft, verifier, executor: the parts. length: longest path drafted a round. sampling: how tokens are drawn.
+    """
+
+    target: LanguageModel
+    draft: Draft[Any]
+    length: int
+    sampling: Sampling
+    verifier: Verifier
+    executor: Executor = Serial()
+
+    def generate(
+        self,
+        prompts: Prompts,
+        max_new_tokens: int | Sequence[int] = 128,
+        *,
+        seed: int | Sequence[int] | None = None,
+        eos_token_id: int | Sequence[int] | None = None,
+        stop_strings: str | Sequence[str] = (),
+        stopping_criteria: Sequence[Callable[..., Any]] = (),
+        progress: bool = False,
+        rng: Rng | None = None,
+        on_round: Callable[[Round], None] | None = None,
+    ) -> Generation:
+        """Decode a ragged batch.
+
+        Args:
+            prompts: one text, a list of texts, a chat (list of ``{"role", "content"}``), a list of chats, ids (a list or a
+                tensor ``[L]``) or rows of ids (lists of any lengths, or a tensor ``[B, L]``).
+            max_new_tokens: one budget, or one for each row.
+            seed: one int (spread over the rows), or one seed a row: then a row's output does not depend on the batch that
+                it is in. ``None`` draws from torch's default generator.
+            eos_token_id: ids that end a row; ``None`` takes the target's, ``()`` none.
+            stop_strings: end a row when its generated text contains one of them. The text keeps it, as in transformers.
+            stopping_criteria: transformers ``StoppingCriteria``, asked after every token, inside blocks too.
+            progress: show a bar.
+            rng: random decisions to use instead of ``seed`` (the certifier's door).
+            on_round: called with every round as it happens.
+        Returns:
+            ``Generation`` with ids, texts and statistics.
+        Raises:
+            ValueError: an empty batch or prompt, a budget below 1 or beyond the model's positions, ids outside the vocabulary.
+        """
+        rows = self._rows(prompts)
+        context, limits = self._prepare(rows, max_new_tokens, eos_token_id, stop_strings, stopping_criteria)
+        records: list[Record] = []
+        ids: list[list[int]] = [[] for _ in rows]
+        with _bar(progress, int((limits.max_length - context.length).sum())) as bar:
+            for round in self._run(context, limits, seed, rng):
+                records.append(Record.of(round))
+                new = round.verdict.tokens.tolist()
+                for b, (row, n) in enumerate(zip(records[-1].request, records[-1].kept)):
+                    ids[row] += new[b][:n]
+                if on_round is not None:
+                    on_round(round)
+                if bar is not None:
+                    bar.update(sum(records[-1].kept))
+                    if round.number % 16 == 0:
+                        bar.set_postfix_str(f"tau {Stats.of(records).tau:.2f}")
+        tokenizer = getattr(self.target, "tokenizer", None)
+        return Generation(
+            ids=ids,
+            texts=[tokenizer.decode(i, skip_special_tokens=True) for i in ids] if tokenizer else None,
+            prompt_ids=rows,
+            finish=[limits.reasons[b] for b in range(len(rows))],
+            stats=Stats.of(records),
+            row_stats=[Stats.of(records, b) for b in range(len(rows))],
+        )
+
+    def stream(
+        self,
+        prompts: Prompts,
+        max_new_tokens: int | Sequence[int] = 128,
+        *,
+        seed: int | Sequence[int] | None = None,
+        eos_token_id: int | Sequence[int] | None = None,
+        stop_strings: str | Sequence[str] = (),
+        stopping_criteria: Sequence[Callable[..., Any]] = (),
+    ) -> Iterator[Piece]:
+        """As ``generate``, but yields a ``Piece`` for each row as soon as a round has committed its tokens."""
+        rows = self._rows(prompts)
+        context, limits = self._prepare(rows, max_new_tokens, eos_token_id, stop_strings, stopping_criteria)
+        return self._pieces(context, limits, seed)
+
+    def _pieces(self, context: Context, limits: Limits, seed: int | Sequence[int] | None) -> Iterator[Piece]:
+        tokenizer = getattr(self.target, "tokenizer", None)
+        ids: dict[int, list[int]] = {b: [] for b in range(context.batch)}
+        shown = dict.fromkeys(ids, 0)
+        for round in self._run(context, limits, seed, None):
+            for b, row in enumerate(round.context.request.tolist()):
+                new = round.verdict.tokens[b, : int(round.kept[b])].tolist()
+                ids[row] += new
+                finish = limits.reasons.get(row) if bool(round.finished[b]) else None
+                text = None
+                if tokenizer is not None:
+                    whole = tokenizer.decode(ids[row], skip_special_tokens=True)
+                    if finish is None:
+                        whole = whole.rstrip("\ufffd")  # a character whose last bytes are still to come
+                    text, shown[row] = whole[shown[row] :], max(shown[row], len(whole))
+                yield Piece(row, new, text, finish)
+
+    @torch.inference_mode()  # as a decorator it is off between the steps, in the consumer's code
+    def _run(
+        self, context: Context, limits: Limits, seed: int | Sequence[int] | None, rng: Rng | None
+    ) -> Iterator[Round]:
+        keyed = Philox(seeds(seed, context.batch)) if rng is None else rng
+        yield from self.executor.run(self, context, keyed, limits)
+
+    def _rows(self, prompts: Prompts) -> list[list[int]]:
+        """Any form of prompts as rows of ids."""
+        if isinstance(prompts, Tensor):
+            prompts = prompts.tolist()
+        if not isinstance(prompts, str) and len(prompts) == 0:
+            raise ValueError("prompts is empty: give at least one prompt")
+        batch: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
+        if isinstance(batch[0], int) or (isinstance(batch[0], Mapping)):
+            batch = [batch]  # one row of ids, or one chat
+        rows = [self._ids(b, prompt) for b, prompt in enumerate(batch)]
+        for b, row in enumerate(rows):
+            if not row:
+                raise ValueError(
+                    f"prompt {b} is empty: give at least one token (the tokenizer's BOS token will do)"
+                )
+            if min(row) < 0 or max(row) >= self.target.vocab_size:
+                raise ValueError(
+                    f"prompt {b} has an id outside the target's vocabulary of {self.target.vocab_size}: was it made with "
+                    "another tokenizer?"
+                )
+        return rows
+
+    def _ids(self, b: int, prompt: Any) -> list[int]:
+        tokenizer = getattr(self.target, "tokenizer", None)
+        chat = isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+        if isinstance(prompt, str) or chat:
+            if tokenizer is None:
+                raise ValueError(
+                    f"prompt {b} is text but the target has no tokenizer: pass ids, or HFModel(model, tokenizer)"
+                )
+            if isinstance(prompt, str):
+                return list(tokenizer(prompt)["input_ids"]) if prompt else []
+            if getattr(tokenizer, "chat_template", None) is None:
+                raise ValueError(
+                    f"prompt {b} is a chat but the tokenizer has no chat template: pass a text, or set tokenizer.chat_template"
+                )
+            said = tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, tokenize=False)
+            return list(tokenizer(said, add_special_tokens=False)["input_ids"])  # the template has its own
+        ids = prompt.tolist() if isinstance(prompt, Tensor) else list(prompt)
+        if not all(isinstance(i, int) for i in ids):
+            raise TypeError(
+                f"prompt {b} is a {type(prompt).__name__} of {type(ids[0]).__name__}: give text, chat messages or ids"
+            )
+        return ids
+
+    def _prepare(
+        self,
+        rows: list[list[int]],
+        max_new_tokens: int | Sequence[int],
+        eos_token_id: int | Sequence[int] | None,
+        stop_strings: str | Sequence[str],
+        criteria: Sequence[Callable[..., Any]],
+    ) -> tuple[Context, Limits]:
+        budgets = [max_new_tokens] * len(rows) if isinstance(max_new_tokens, int) else list(max_new_tokens)
+        if len(budgets) != len(rows):
+            raise ValueError(
+                f"max_new_tokens has {len(budgets)} entries for {len(rows)} prompts: give one, or one for each"
+            )
+        if min(budgets) < 1:
+            raise ValueError(
+                f"max_new_tokens is {min(budgets)} for row {budgets.index(min(budgets))}: it must be >= 1"
+            )
+        for who, model in (("target", self.target), ("draft", getattr(self.draft, "model", None))):
+            limit = getattr(model, "max_positions", None)
+            for b, (row, budget) in enumerate(zip(rows, budgets)):
+                if limit is not None and len(row) + budget > limit:
+                    raise ValueError(
+                        f"prompt {b} has {len(row)} tokens and max_new_tokens is {budget}: {len(row) + budget} positions, but "
+                        f"the {who} has {limit}: shorten the prompt, or ask for at most {limit - len(row)} new tokens"
+                    )
+        eos = getattr(self.target, "eos_token_ids", ()) if eos_token_id is None else eos_token_id
+        strings = (stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings)
+        tokenizer = getattr(self.target, "tokenizer", None)
+        if strings and tokenizer is None:
+            raise ValueError("stop_strings needs a tokenizer: use HFModel(model, tokenizer), or eos_token_id")
+        if any(not s for s in strings):
+            raise ValueError("stop_strings contains an empty string: every text contains it; remove it")
+        nodes = getattr(self.draft, "nodes", lambda length: length)(self.length)
+        longest = max(len(row) + budget for row, budget in zip(rows, budgets))
+        context = Context.of(rows, capacity=longest + nodes)
+        limits = Limits(
+            max_length=context.length + torch.tensor(budgets),
+            eos=(eos,) if isinstance(eos, int) else tuple(eos),
+            stop_strings=strings,
+            criteria=tuple(criteria),
+            tokenizer=tokenizer,
+        )
+        return context, limits
+
+
+class _bar:
+    """A progress bar over tokens, or nothing."""
+
+    def __init__(self, wanted: bool, total: int):
+        self.wanted, self.total, self.bar = wanted, total, None
+
+    def __enter__(self) -> Any:
+        if self.wanted:
+            from tqdm.auto import tqdm
+
+            self.bar = tqdm(total=self.total, unit="tok", desc="decoding")
+        return self.bar
+
+    def __exit__(self, *error: object) -> None:
+        if self.bar is not None:
+            self.bar.close()

@@ -1,0 +1,9 @@
+"""Drafts: who proposes. One algorithm a file."""
+
+from specdec.drafts.function import FunctionDraft, chain_draft
+from specdec.drafts.model import Model
+from specdec.drafts.ngram import NGram
+from specdec.drafts.nothing import Nothing
+from specdec.drafts.tree import Tree
+
+__all__ = ["FunctionDraft", "Model", "NGram", "Nothing", "Tree", "chain_draft"]

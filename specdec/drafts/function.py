@@ -1,0 +1,74 @@
+"""A function ``prefix -> logits`` as a draft: the library draws the tokens and records the distribution."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec.drafts.model import fit
+from specdec.protocols import LanguageModel
+from specdec.rng import Key, Rng
+from specdec.sampling import Sampling
+from specdec.types import Context, Proposal, Round
+
+
+@dataclass(frozen=True)
+class FunctionDraft:
+    """Made by ``chain_draft``: calls ``logits(prefix)`` for each row and depth."""
+
+    logits: Callable[[list[int]], Tensor | Sequence[float]]
+    sampling: Sampling | None = None
+    vocab_size: int | None = None
+    name = "function"
+    trees = False
+
+    def bind(self, target: LanguageModel, sampling: Sampling) -> FunctionDraft:
+        return replace(self, sampling=self.sampling or sampling, vocab_size=target.vocab_size)
+
+    def init(self, context: Context, target_cache: Any) -> None:
+        return None
+
+    def propose(self, state: None, context: Context, budget: Tensor, rng: Rng) -> tuple[Proposal, None]:
+        sampling = self.sampling or Sampling()
+        B, N = context.batch, int(budget.max())
+        if N == 0:
+            return Proposal.none(B), None
+        tokens = torch.zeros(B, N, dtype=torch.long)
+        laws = []
+        prefixes = [context.row(b) for b in range(B)]
+        for n in range(N):
+            sofar = Proposal.chain(tokens[:, :n], budget.clamp(max=n))
+            said = torch.stack([self._ask(prefixes[b]) for b in range(B)])[:, None]
+            q = sampling(fit(said, self.vocab_size), context, sofar, first=n - 1)[:, 0]
+            tokens[:, n] = rng.categorical(q, Key(context.length, n))
+            laws.append(q)
+            for b in range(B):
+                prefixes[b].append(int(tokens[b, n]))
+        return Proposal.chain(tokens, budget.clone(), torch.stack(laws, 1), "sampled"), None
+
+    def _ask(self, prefix: list[int]) -> Tensor:
+        said = torch.as_tensor(self.logits(list(prefix)))
+        if said.dim() != 1:
+            raise ValueError(
+                f"chain_draft: the function returned shape {list(said.shape)} for one prefix: return [V] logits"
+            )
+        return said if said.dtype == torch.float64 else said.float()
+
+    def observe(self, state: None, round: Round) -> None:
+        return None
+
+    def select(self, state: None, rows: Tensor) -> None:
+        return None
+
+
+def chain_draft(function: Callable[[list[int]], Tensor | Sequence[float]]) -> FunctionDraft:
+    """Decorator: turn ``prefix (list of ids) -> logits [V]`` into a draft.
+
+    The library draws from the logits with the decoder's sampling and keeps the exact distribution with each token, so the
+    result is lossless whatever the function says.
+    """
+    return FunctionDraft(function)

@@ -1,0 +1,88 @@
+"""An independent smaller model proposes a chain (Leviathan et al., arXiv 2211.17192)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from specdec.protocols import LanguageModel
+from specdec.rng import Key, Rng
+from specdec.sampling import Sampling
+from specdec.types import Context, Proposal, Round
+
+
+class ModelState(NamedTuple):
+    cache: Any
+    proposal: Proposal | None  # the one whose nodes are in the cache
+
+
+@dataclass(frozen=True)
+class Model:
+    """Draws a chain from ``model``, one forward a token; at temperature 0 the chain is the model's greedy one.
+
+    Args:
+        model: any ``LanguageModel`` with the target's tokenizer; a padded vocabulary is cut or filled to the target's size.
+        sampling: how the draft's tokens are drawn; ``None`` (the usual choice) takes the decoder's. Whatever it is, the
+            proposal carries the distribution that was used, so the output keeps the target's law.
+    """
+
+    model: LanguageModel
+    sampling: Sampling | None = None
+    vocab_size: int | None = None
+    name = "model"
+    trees = False
+
+    def bind(self, target: LanguageModel, sampling: Sampling) -> Model:
+        return replace(self, sampling=self.sampling or sampling, vocab_size=target.vocab_size)
+
+    def init(self, context: Context, target_cache: Any) -> ModelState:
+        cache = self.model.cache(context.batch, context.tokens.shape[1])
+        self.model.prefill(cache, context)  # type: ignore[attr-defined]
+        return ModelState(cache, None)
+
+    def propose(
+        self, state: ModelState, context: Context, budget: Tensor, rng: Rng
+    ) -> tuple[Proposal, ModelState]:
+        sampling = self.sampling or Sampling()
+        B, N = context.batch, int(budget.max())
+        device = getattr(self.model, "device", "cpu")
+        tokens = torch.zeros(B, N, dtype=torch.long, device=device)
+        drawn: list[Tensor] = []
+        uniform = int(budget.min()) == N
+        sofar: Proposal | None = None
+        for n in range(N):
+            rows = None if uniform else (budget > n).nonzero()[:, 0]
+            start = n - 1 if n else None
+            logits = self.model.score(state.cache, context, sofar, start=start, rows=rows).logits
+            logits = fit(logits, self.vocab_size)
+            if sampling.greedy:
+                tokens[:, n] = sampling.argmax(logits, context, sofar, first=n - 1)[:, 0]
+            else:
+                q = sampling(logits, context, sofar, first=n - 1)[:, 0]
+                tokens[:, n] = rng.categorical(q, Key(context.length, n))
+                drawn.append(q)
+            sofar = Proposal.chain(tokens[:, : n + 1], budget.clamp(max=n + 1))
+        if sofar is None:
+            return Proposal.none(B, device), ModelState(state.cache, None)
+        proposal = replace(sofar, probs=torch.stack(drawn, 1), provenance="sampled") if drawn else sofar
+        return proposal, ModelState(state.cache, proposal)
+
+    def observe(self, state: ModelState, round: Round) -> ModelState:
+        if state.proposal is round.proposal:  # otherwise the cache holds another tree: sync will notice
+            state.cache.commit(round.context, round.verdict)
+        return ModelState(state.cache, None)
+
+    def select(self, state: ModelState, rows: Tensor) -> ModelState:
+        return ModelState(state.cache.select(rows), None)
+
+
+def fit(logits: Tensor, vocab_size: int | None) -> Tensor:
+    """Logits over the target's vocabulary: surplus entries (padding) are cut, missing ones cannot be drawn."""
+    if vocab_size is None or logits.shape[-1] == vocab_size:
+        return logits
+    if logits.shape[-1] > vocab_size:
+        return logits[..., :vocab_size]
+    return torch.nn.functional.pad(logits, (0, vocab_size - logits.shape[-1]), value=float("-inf"))

@@ -1,0 +1,67 @@
+"""Prompt lookup: what followed the last few tokens when they occurred before (Saxena 2023, "Prompt lookup decoding")."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specdec.rng import Rng
+from specdec.types import Context, Proposal, Round
+
+
+@dataclass(frozen=True)
+class NGram:
+    """Continues the longest match of the last ``min_match`` ... ``max_match`` tokens; of equally long ones, the latest.
+
+    Needs no model. A row without a match proposes nothing and still gets its token from the target.
+    """
+
+    max_match: int = 3
+    min_match: int = 1
+    name = "ngram"
+    trees = False
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.min_match <= self.max_match:
+            raise ValueError(
+                f"min_match is {self.min_match}, max_match {self.max_match}: need 1 <= min_match <= max_match"
+            )
+
+    def init(self, context: Context, target_cache: Any) -> None:
+        return None
+
+    def propose(self, state: None, context: Context, budget: Tensor, rng: Rng) -> tuple[Proposal, None]:
+        B, N = context.batch, int(budget.max())
+        tokens, size = np.zeros((B, N), dtype=np.int64), np.zeros(B, dtype=np.int64)
+        text, length, allowed = context.tokens.numpy(), context.length.tolist(), budget.tolist()
+        for b in range(B):
+            found = self.lookup(text[b, : length[b]], allowed[b])
+            size[b] = len(found)
+            tokens[b, : len(found)] = found
+        return Proposal.chain(torch.from_numpy(tokens), torch.from_numpy(size)), None
+
+    def lookup(self, ids: np.ndarray, count: int) -> np.ndarray:
+        """Up to ``count`` tokens that followed the best earlier match of the end of ``ids [l]``."""
+        ends = np.flatnonzero(ids[:-1] == ids[-1])  # where a match could end
+        best = None
+        for n in range(1, self.max_match + 1):
+            if not len(ends):
+                break
+            if n >= self.min_match:
+                best = ends
+            ends = ends[ends >= n]
+            ends = ends[ids[ends - n] == ids[-1 - n]] if n < len(ids) else ends[:0]
+        if best is None or count == 0:
+            return ids[:0]
+        at = int(best[-1]) + 1
+        return ids[at : at + count]
+
+    def observe(self, state: None, round: Round) -> None:
+        return None
+
+    def select(self, state: None, rows: Tensor) -> None:
+        return None

@@ -1,0 +1,98 @@
+"""A model proposes a tree: several candidates a node (SpecInfer, Miao et al., arXiv 2305.09781).
+
+Candidates are drawn independently; at temperature 0 they are the most probable tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec.drafts.model import Model, ModelState, fit
+from specdec.protocols import LanguageModel
+from specdec.rng import Key, Rng
+from specdec.sampling import Sampling
+from specdec.types import Context, Proposal, Round
+
+
+@dataclass(frozen=True)
+class Tree:
+    """Every node at depth d gets ``widths[d]`` children; one forward a level.
+
+    Args:
+        model, sampling: as for ``Model``.
+        widths: children a node, by depth: ``(3, 2, 1)`` has 3 + 6 + 6 nodes.
+    """
+
+    model: LanguageModel
+    widths: tuple[int, ...] = (2, 2, 1)
+    sampling: Sampling | None = None
+    vocab_size: int | None = None
+    name = "tree"
+    trees = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "widths", tuple(self.widths))
+        if not self.widths or min(self.widths) < 1:
+            raise ValueError(
+                f"widths is {self.widths}: give at least one depth, each with at least one child a node"
+            )
+
+    def bind(self, target: LanguageModel, sampling: Sampling) -> Tree:
+        return replace(self, sampling=self.sampling or sampling, vocab_size=target.vocab_size)
+
+    def nodes(self, length: int) -> int:
+        """Nodes of a tree whose longest path is ``length``."""
+        return sum(prod(self.widths[: d + 1]) for d in range(min(length, len(self.widths))))
+
+    def init(self, context: Context, target_cache: Any) -> ModelState:
+        return Model(self.model).init(context, target_cache)
+
+    def propose(
+        self, state: ModelState, context: Context, budget: Tensor, rng: Rng
+    ) -> tuple[Proposal, ModelState]:
+        sampling = self.sampling or Sampling()
+        B = context.batch
+        device = getattr(self.model, "device", "cpu")
+        upto = torch.tensor([self.nodes(d) for d in range(len(self.widths) + 1)])
+        size = upto[budget.clamp(max=len(self.widths))]
+        depth = int(budget.clamp(max=len(self.widths)).max())
+        if depth == 0:
+            return Proposal.none(B, device), ModelState(state.cache, None)
+        tokens = torch.zeros(B, 0, dtype=torch.long, device=device)
+        parents = torch.zeros(B, 0, dtype=torch.long)
+        laws: list[Tensor] = []
+        level = torch.tensor([-1])  # the nodes whose children come next
+        sofar: Proposal | None = None
+        for d in range(depth):
+            rows = (budget > d).nonzero()[:, 0]
+            start = int(level[0]) if d else None
+            logits = self.model.score(state.cache, context, sofar, start=start, rows=rows).logits
+            logits = fit(logits, self.vocab_size)
+            width, first = self.widths[d], int(level[0])
+            scores = sampling.scores(logits, context, sofar, first=first)
+            if sampling.greedy:
+                children = scores.topk(width, -1).indices.reshape(B, -1)
+            else:
+                q = sampling(logits, context, sofar, first=first)
+                q = q.repeat_interleave(width, 1)
+                lane = torch.arange(q.shape[1])
+                children = rng.categorical(q, Key(context.length[:, None], d, lane.expand(B, -1)))
+                laws.append(q)
+            tokens = torch.cat([tokens, children], 1)
+            parents = torch.cat([parents, level.repeat_interleave(width).expand(B, -1)], 1)
+            level = torch.arange(tokens.shape[1] - children.shape[1], tokens.shape[1])
+            sofar = Proposal(tokens, parents, size.clamp(max=tokens.shape[1]))
+        assert sofar is not None
+        proposal = replace(sofar, probs=torch.cat(laws, 1), provenance="sampled") if laws else sofar
+        return proposal, ModelState(state.cache, proposal)
+
+    def observe(self, state: ModelState, round: Round) -> ModelState:
+        return Model(self.model).observe(state, round)
+
+    def select(self, state: ModelState, rows: Tensor) -> ModelState:
+        return Model(self.model).select(state, rows)

@@ -1,0 +1,116 @@
+"""One round after another: draft, score, verify, commit. The executor that the others must equal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from specdec import tree
+from specdec.rng import Rng
+from specdec.types import Context, Proposal, Round
+
+if TYPE_CHECKING:
+    from specdec.decoder import Decoder
+    from specdec.limits import Limits
+
+
+@dataclass(frozen=True)
+class Serial:
+    """All rows draft, then all rows verify; rows that finish leave the batch."""
+
+    def run(self, decoder: Decoder, context: Context, rng: Rng, limits: Limits) -> Iterator[Round]:
+        target, draft, verifier = decoder.target, decoder.draft, decoder.verifier
+        cache = target.cache(context.batch, context.tokens.shape[1])
+        state = None
+        number = 0
+        while context.batch:
+            clock = [perf_counter()]
+            room = limits.room(context)
+            budget = (room - 1).clamp(max=decoder.length) if number else torch.zeros_like(room)
+            if number:
+                proposal, state = draft.propose(state, context, budget, verifier.for_draft(rng))
+                check(proposal, budget, target.vocab_size)
+                verifier.check(proposal)
+            else:
+                proposal = Proposal.none(context.batch)
+            clock.append(perf_counter())
+            scores = target.score(cache, context, proposal if proposal.nodes else None)
+            clock.append(perf_counter())
+            probs = decoder.sampling(scores.logits, context, proposal)
+            verdict = verifier(proposal, probs, context, rng)
+            clock.append(perf_counter())
+            if not number:
+                state = draft.init(context, cache)
+            clock.append(perf_counter())
+            cache.commit(context, verdict)
+            kept, finished = limits.apply(context, verdict)
+            short = budget < decoder.length if number else torch.zeros_like(finished)
+            d, t, v, i = (b - a for a, b in zip(clock, clock[1:]))
+            round = Round(
+                context=context,
+                proposal=proposal,
+                scores=scores,
+                probs=probs,
+                verdict=verdict,
+                kept=kept,
+                finished=finished,
+                budget=budget,
+                cut=(kept <= verdict.accepted) | short,
+                arm=torch.zeros_like(kept),
+                arm_prob=torch.ones(context.batch),
+                number=number,
+                seconds={"draft": d, "target": t, "verify": v} if number else {"prefill": d + t + v + i},
+            )
+            state = draft.observe(state, round)
+            context = context.append(verdict.tokens, kept)
+            if bool(finished.any()):
+                stay = (~finished).nonzero()[:, 0]
+                context, rng = context.select(stay), rng.select(stay)
+                if len(stay):
+                    cache, state = cache.select(stay), draft.select(state, stay)
+            round.seconds["total"] = perf_counter() - clock[0]  # type: ignore[index]
+            number += 1
+            yield round
+
+
+def check(proposal: Proposal, budget: Tensor, vocab_size: int) -> None:
+    """Raise ValueError for a proposal that breaks the contract: too long, malformed, or tokens that do not exist."""
+    if not proposal.nodes:
+        return
+    B, N = proposal.tokens.shape
+    live = torch.arange(N) < proposal.size[:, None]
+    if tree.is_chain(proposal.parents):
+        longest = proposal.size
+    else:
+        tree.check(proposal.parents, proposal.size)
+        longest = ((tree.depths(proposal.parents) + 1) * live).amax(1)
+    if bool((longest > budget).any()) or int(proposal.size.max()) > N:
+        b = int((longest - budget).argmax())
+        raise ValueError(
+            f"the draft proposed a path of {int(longest[b])} tokens in row {b}, more than its budget of {int(budget[b])}: "
+            "propose() must respect budget[b]"
+        )
+    tokens = proposal.tokens.cpu()
+    if bool(((tokens < 0) | (tokens >= vocab_size))[live].any()):
+        raise ValueError(
+            f"the draft proposed a token outside the target's vocabulary of {vocab_size}: pad or cut its logits"
+        )
+    if proposal.probs is not None:
+        if proposal.probs.shape != (B, N, vocab_size):
+            raise ValueError(
+                f"the draft's probs have shape {list(proposal.probs.shape)}: expected {[B, N, vocab_size]}"
+            )
+        if proposal.provenance == "declared":
+            total = proposal.probs.double().sum(-1).cpu()
+            off = ((total - 1).abs() > 1e-3) | (proposal.probs < 0).any(-1).cpu() | total.isnan()
+            if bool((off & live).any()):
+                b, n = (off & live).nonzero()[0].tolist()
+                raise ValueError(
+                    f"the draft's probs of row {b}, node {n} sum to {float(total[b, n]):.4g} or have a negative entry: "
+                    "give probabilities that sum to 1 (logits need a softmax)"
+                )

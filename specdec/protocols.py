@@ -1,0 +1,130 @@
+"""The contracts of the parts. They are structural: a part is any object with these methods, no base class needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
+
+from torch import Tensor
+
+from specdec.types import Context, Feedback, Proposal, Round, Scores, Verdict
+
+if TYPE_CHECKING:
+    from specdec.decoder import Decoder
+    from specdec.limits import Limits
+    from specdec.rng import Rng
+
+S = TypeVar("S")
+
+
+class Cache(Protocol):
+    """A memo of what a model has consumed: for each row, a prefix of its committed tokens."""
+
+    length: Tensor  # [B] host: slots of each row that hold committed tokens
+
+    def sync(self, context: Context) -> Tensor:
+        """Keep the longest prefix that still matches; returns ``[B]`` how many tokens are held. Never a copy."""
+        ...
+
+    def commit(self, context: Context, verdict: Verdict) -> None:
+        """Take the accepted nodes of the last scored proposal into the memo. ``context`` is the one they were scored in."""
+        ...
+
+    def select(self, rows: Tensor) -> Cache:
+        """The cache of some rows; the old object must not be used any more."""
+        ...
+
+
+@runtime_checkable
+class LanguageModel(Protocol):
+    """Anything that gives next-token logits for ragged rows and trees of proposed tokens."""
+
+    vocab_size: int
+    supports_trees: bool
+
+    def cache(self, batch: int, capacity: int) -> Any:
+        """An empty cache for ``batch`` rows of up to ``capacity`` tokens (tree nodes included)."""
+        ...
+
+    def score(
+        self,
+        cache: Any,
+        context: Context,
+        proposal: Proposal | None = None,
+        start: int | None = None,
+        rows: Tensor | None = None,
+        taps: Sequence[int] = (),
+    ) -> Scores:
+        """Logits after the last committed token and after every node; feeds only what the cache lacks.
+
+        Args:
+            cache: from ``cache``; nodes enter its memo only through ``cache.commit``.
+            start: when given, nodes before ``start`` were fed by an earlier call for the same context and are in the cache;
+                only nodes from ``start`` on are fed and scored, and ``logits[:, 0]`` belongs to node ``start``.
+            rows: ``[R]`` the rows to work on (default all); the others are not fed and their logits are zero.
+            taps: layers whose activations are wanted at every fed position (``Scores.fed``).
+        Returns:
+            logits ``[B, N + 1, V]``, or ``[B, N - start, V]`` when ``start`` is given.
+        """
+        ...
+
+
+@runtime_checkable
+class Draft(Protocol[S]):
+    """Proposes continuations. Part of what it does may depend on anything it has seen, its own tree included."""
+
+    def init(self, context: Context, target_cache: Any) -> S:
+        """State for these rows, after the target's prefill (so that views of its cache are possible)."""
+        ...
+
+    def propose(self, state: S, context: Context, budget: Tensor, rng: Rng) -> tuple[Proposal, S]:
+        """A tree whose longest path in row ``b`` is at most ``budget[b]`` tokens. Decisions come from ``rng`` only.
+
+        How many nodes are submitted may depend on what was drawn before, never on the value of a node that is dropped.
+        """
+        ...
+
+    def observe(self, state: S, round: Round) -> S:
+        """Called after every round, whether or not this draft was chosen."""
+        ...
+
+    def select(self, state: S, rows: Tensor) -> S:
+        """The state of some rows."""
+        ...
+
+
+class Verifier(Protocol):
+    """Decides which nodes stand, so that what is committed has the target's law."""
+
+    name: str
+    lossless: bool
+
+    def __call__(self, proposal: Proposal, probs: Tensor, context: Context, rng: Rng) -> Verdict:
+        """``probs [B, N + 1, V]`` is the target's law after the last committed token and after every node."""
+        ...
+
+    def check(self, proposal: Proposal) -> None:
+        """Raise ValueError for a proposal that cannot be verified exactly, saying what would be needed."""
+        ...
+
+    def for_draft(self, rng: Rng) -> Rng:
+        """The random decisions that a draft is given under this verifier."""
+        ...
+
+
+class Selector(Protocol[S]):
+    """Chooses an arm for each request and learns from what came of it."""
+
+    def init(self, arms: int) -> S: ...
+
+    def select(
+        self, state: S, requests: Tensor, capacities: Tensor, rng: Rng
+    ) -> tuple[Tensor, Tensor, S]: ...
+
+    def update(self, state: S, feedback: Feedback) -> S: ...
+
+
+class Executor(Protocol):
+    """Runs rounds until every row is done; the only part that knows about time."""
+
+    def run(self, decoder: Decoder, context: Context, rng: Rng, limits: Limits) -> Iterator[Round]: ...

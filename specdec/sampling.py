@@ -1,0 +1,178 @@
+"""Logits to probabilities: temperature, top-k, top-p, min-p and any stateless Hugging Face ``LogitsProcessor``.
+
+The same object is applied to target and draft, at every node of a tree, with that node's true prefix. The truncations
+are transformers' own warpers, in the order in which ``generate`` applies them, so that settings mean what they mean there.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor
+from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from specdec.types import Context, Proposal
+
+# Processors that remember earlier calls: what they do at a node would depend on what was tried elsewhere.
+_STATEFUL = {
+    "SynthIDTextWatermarkLogitsProcessor": "it keeps the contexts that it has marked",
+    "UnbatchedClassifierFreeGuidanceLogitsProcessor": "it runs a model with a key-value cache of its own",
+    "ClassifierFreeGuidanceLogitsProcessor": "it needs conditional and unconditional rows in one batch",
+    "DiaEOSDelayPatternLogitsProcessor": "it counts the steps since the end of a channel",
+    "DiaClassifierFreeGuidanceLogitsProcessor": "it needs conditional and unconditional rows in one batch",
+    "MinNewTokensLengthLogitsProcessor": "it has one prompt length for all rows; use MinLengthLogitsProcessor",
+}
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a token is drawn from logits.
+
+    Args:
+        temperature: 0 is greedy: all probability on the largest logit (the first of several).
+        top_k, top_p, min_p: truncations with transformers' meaning; ``None`` leaves them out.
+        processors: stateless ``LogitsProcessor`` objects or functions ``(ids [B, L], scores [B, V]) -> scores``, applied before
+            the truncations.
+    Raises:
+        ValueError: a setting is out of range, or a processor keeps state between calls.
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    processors: tuple[Callable[[Tensor, Tensor], Tensor], ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "processors", tuple(self.processors))
+        if not self.temperature >= 0 or self.temperature == float("inf"):
+            raise ValueError(
+                f"temperature is {self.temperature}: it must be a finite number >= 0 (0 is greedy)"
+            )
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k is {self.top_k}: it must be at least 1 (None keeps every token)")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p is {self.top_p}: it must be in (0, 1] (None or 1 keeps every token)")
+        if self.min_p is not None and not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p is {self.min_p}: it must be in [0, 1] (None or 0 keeps every token)")
+        for processor in self.processors:
+            why = _STATEFUL.get(type(processor).__name__)
+            if why:
+                raise ValueError(
+                    f"processors: {type(processor).__name__} cannot be used with speculation: {why}"
+                )
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    @cached_property
+    def _warpers(self) -> list[LogitsProcessor]:
+        made: list[LogitsProcessor] = []
+        if not self.greedy:  # none of them moves the largest logit
+            if self.temperature != 1:
+                made.append(TemperatureLogitsWarper(float(self.temperature)))
+            if self.top_k is not None:
+                made.append(TopKLogitsWarper(self.top_k))
+            if self.top_p is not None and self.top_p < 1:
+                made.append(TopPLogitsWarper(float(self.top_p)))
+            if self.min_p is not None and self.min_p > 0:
+                made.append(MinPLogitsWarper(self.min_p))
+        return made
+
+    def probe(self, vocab_size: int) -> None:
+        """Refuse processors that answer differently when asked again, or that change as they are called."""
+        scores = torch.linspace(-2, 2, vocab_size).repeat(2, 1)
+        a, b = torch.zeros(2, 4, dtype=torch.long), torch.ones(2, 7, dtype=torch.long)
+        for processor in self.processors:
+            trial = copy.deepcopy(processor)
+            first = trial(a, scores.clone())
+            before = _state(trial)
+            trial(b, scores.clone())
+            again = trial(a, scores.clone())
+            if not torch.equal(first, again) or before != _state(trial):
+                raise ValueError(
+                    f"processors: {type(processor).__name__} keeps state between calls, so what it does to one node would "
+                    "depend on nodes that were tried and dropped: make it a pure function of (ids, scores)"
+                )
+
+    def scores(self, logits: Tensor, context: Context, proposal: Proposal | None, first: int = -1) -> Tensor:
+        """``logits [B, R, V]`` after processors and truncations; row r belongs to node ``first + r`` (-1: no node).
+
+        Raises:
+            ValueError: a row has NaN, +inf, or nothing but -inf.
+        """
+        if self.processors:
+            logits = self._process(logits, context, proposal, first)
+        flat = logits.reshape(-1, logits.shape[-1])
+        none = torch.empty(flat.shape[0], 0, dtype=torch.long, device=flat.device)
+        for warper in self._warpers:
+            flat = warper(none, flat)
+        return flat.view(logits.shape)
+
+    def argmax(
+        self, logits: Tensor, context: Context, proposal: Proposal | None = None, first: int = -1
+    ) -> Tensor:
+        """``[B, R]`` the most probable tokens, without making a distribution."""
+        top, token = self.scores(logits, context, proposal, first).max(-1)
+        _finite(top)
+        return token
+
+    def __call__(
+        self, logits: Tensor, context: Context, proposal: Proposal | None = None, first: int = -1
+    ) -> Tensor:
+        """Probabilities ``[B, R, V]`` in float32 (float64 for float64 logits); arguments as for ``scores``."""
+        wide = logits if logits.dtype == torch.float64 else logits.float()
+        scores = self.scores(wide, context, proposal, first)
+        top, token = scores.max(-1)
+        _finite(top)
+        if self.greedy:
+            return torch.zeros_like(scores).scatter_(-1, token[..., None], 1)
+        return scores.softmax(-1)
+
+    def _process(self, logits: Tensor, context: Context, proposal: Proposal | None, first: int) -> Tensor:
+        out = logits.clone()
+        for b in range(logits.shape[0]):
+            ids = context.tokens[b, : int(context.length[b])].to(logits.device)
+            for r in range(logits.shape[1]):
+                node = first + r
+                if node >= 0 and (proposal is None or node >= int(proposal.size[b])):
+                    continue
+                path: list[int] = []
+                while node >= 0:
+                    path.append(node)
+                    node = int(proposal.parents[b, node])  # type: ignore[union-attr]
+                prefix = torch.cat([ids, proposal.tokens[b, path[::-1]]]) if path else ids  # type: ignore[union-attr]
+                scores = logits[b, r][None]
+                for processor in self.processors:
+                    scores = processor(prefix[None], scores)
+                out[b, r] = scores[0]
+        return out
+
+
+def _finite(top: Tensor) -> None:
+    """``top`` is the largest logit of each row; it shows NaN, +inf and rows of nothing but -inf."""
+    if not bool(torch.isfinite(top).all()):
+        where = (~torch.isfinite(top)).nonzero()[0].tolist()
+        raise ValueError(
+            f"logits of row {where[0]}, entry {where[1]} contain {float(top[tuple(where)])} as their maximum: NaN or inf logits have "
+            "no distribution (a model in float16 may need bfloat16 or float32; a processor may have masked every token)"
+        )
+
+
+def _state(processor: object) -> bytes:
+    try:
+        return pickle.dumps(vars(processor))
+    except Exception:  # closures and slots: only the equality of the answers is checked then
+        return b""

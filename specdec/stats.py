@@ -1,0 +1,137 @@
+"""What a run measured. The definitions are fixed here, because everybody's differ.
+
+A *round* is one pass of one row through draft, target and verifier. The prefill round is not counted. A round is *cut* when
+a stop discarded some of its tokens or when the end of the row's budget shortened its draft; cut rounds are left out of tau.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from specdec import tree
+from specdec.types import Round
+
+
+class Record(NamedTuple):
+    """The countable part of a round, as plain lists: keeping it does not keep logits alive."""
+
+    number: int
+    request: list[int]
+    kept: list[int]
+    accepted: list[int]
+    size: list[int]
+    cut: list[bool]
+    parents: list[list[int]] | None  # None for chains
+    path: list[list[int]]
+    seconds: dict[str, float]
+
+    @staticmethod
+    def of(round: Round) -> Record:
+        proposal, verdict = round.proposal, round.verdict
+        chain = tree.is_chain(proposal.parents)
+        seconds = dict(round.seconds)
+        total = seconds.pop("total")
+        if round.number == 0:
+            seconds = {"prefill": total}
+        else:
+            seconds["other"] = total - sum(seconds.values())
+        return Record(
+            round.number,
+            round.context.request.tolist(),
+            round.kept.tolist(),
+            verdict.accepted.tolist(),
+            proposal.size.tolist(),
+            round.cut.tolist(),
+            None if chain else proposal.parents.tolist(),
+            [] if chain else verdict.path.tolist(),
+            seconds,
+        )
+
+
+@dataclass
+class Stats:
+    """Counts over all rows, and seconds by stage.
+
+    Attributes:
+        rounds: counted rounds, cut ones included. full_rounds, full_tokens: without the cut ones.
+        drafted: proposed nodes. accepted: accepted nodes (before a stop cut them).
+        reached, stood: by depth: how often some node of that depth was asked, and how often one was accepted. A position
+            is reached when everything before it was accepted.
+        tokens: committed tokens, the first one of each row (which the prefill gives) included.
+        seconds: by stage: prefill (draft's too), draft, target, verify, other.
+    """
+
+    rounds: int = 0
+    full_rounds: int = 0
+    full_tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    tokens: int = 0
+    prefill_tokens: int = 0
+    reached: Counter[int] = field(default_factory=Counter)
+    stood: Counter[int] = field(default_factory=Counter)
+    seconds: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def tau(self) -> float:
+        """Block efficiency: tokens a round, bonus included, over full rounds. NaN when there was none."""
+        return self.full_tokens / self.full_rounds if self.full_rounds else float("nan")
+
+    @property
+    def acceptance(self) -> list[float]:
+        """By position in the block: the share of nodes accepted *given that the position was reached*."""
+        return [self.stood[d] / self.reached[d] for d in sorted(self.reached)]
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Decoded tokens a second, all rows together: without the prefill round's tokens and seconds."""
+        spent = sum(s for stage, s in self.seconds.items() if stage != "prefill")
+        return (self.tokens - self.prefill_tokens) / spent if spent else float("nan")
+
+    @staticmethod
+    def of(records: list[Record], request: int | None = None) -> Stats:
+        """Count all rows, or those of one request (then without seconds: the rows of a batch share them)."""
+        stats = Stats()
+        for record in records:
+            rows = range(len(record.request))
+            if request is None:
+                stats.seconds.update(record.seconds)
+            else:
+                rows = [b for b in rows if record.request[b] == request]  # type: ignore[assignment]
+            for b in rows:
+                stats._add(record, b)
+        return stats
+
+    def _add(self, record: Record, b: int) -> None:
+        self.tokens += record.kept[b]
+        if record.number == 0:
+            self.prefill_tokens += record.kept[b]
+            return
+        accepted, size = record.accepted[b], record.size[b]
+        self.rounds += 1
+        self.drafted += size
+        self.accepted += accepted
+        if not record.cut[b]:
+            self.full_rounds += 1
+            self.full_tokens += accepted + 1
+        if record.parents is None:
+            self.reached.update(range(min(accepted + 1, size)))
+        else:
+            asked = set(record.parents[b][:size])
+            self.reached.update(d for d, node in enumerate([-1, *record.path[b][:accepted]]) if node in asked)
+        self.stood.update(range(accepted))
+
+    def row(self) -> dict[str, Any]:
+        """Flat figures, units in the names."""
+        return {
+            "tau": self.tau,
+            "tokens_per_second": self.tokens_per_second,
+            "tokens": self.tokens,
+            "rounds": self.rounds,
+            "drafted": self.drafted,
+            "accepted": self.accepted,
+            "acceptance_by_position": self.acceptance,
+            **{f"{stage}_seconds": s for stage, s in sorted(self.seconds.items())},
+        }

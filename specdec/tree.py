@@ -1,0 +1,97 @@
+"""Token trees as parent lists: ancestors, depths, chains and merging, for ragged batches.
+
+``parents[b, n]`` is -1 for a child of the last committed token and otherwise a node stored before ``n``
+(SpecInfer, Miao et al., arXiv 2305.09781, verifies such trees in one pass).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from specdec.types import Proposal
+
+
+def is_chain(parents: Tensor) -> bool:
+    """Whether every row of ``parents [B, N]`` is -1, 0, 1, ..."""
+    return bool((parents == torch.arange(-1, parents.shape[1] - 1)).all())
+
+
+def check(parents: Tensor, size: Tensor) -> None:
+    """Raise ValueError unless each existing node's parent is -1 or an earlier node."""
+    n = torch.arange(parents.shape[1])
+    bad = ((parents < -1) | (parents >= n)) & (n < size[:, None])
+    if bool(bad.any()):
+        b, i = bad.nonzero()[0].tolist()
+        raise ValueError(
+            f"parents[{b}, {i}] is {int(parents[b, i])}: a parent is -1 (the last committed token) or a node stored before"
+        )
+
+
+def depths(parents: Tensor) -> Tensor:
+    """``[B, N]`` depth of each node; 0 for a child of the last committed token. Position = length + depth."""
+    depth = torch.zeros_like(parents)
+    for n in range(1, parents.shape[1]):
+        up = parents[:, n : n + 1]
+        depth[:, n : n + 1] = torch.where(up >= 0, depth.gather(1, up.clamp(min=0)) + 1, 0)
+    return depth
+
+
+def ancestors(parents: Tensor) -> Tensor:
+    """``[B, N, N]`` bool: entry ``[b, n, m]`` says that node ``m`` is ``n`` itself or above it."""
+    B, N = parents.shape
+    above = torch.eye(N, dtype=torch.bool).expand(B, N, N).clone()
+    rows = torch.arange(B)
+    for n in range(1, N):
+        up = parents[:, n]
+        above[:, n] |= torch.where((up >= 0)[:, None], above[rows, up.clamp(min=0)], False)
+    return above
+
+
+def sibling_numbers(parents: Tensor) -> Tensor:
+    """``[B, N]`` number of each node among all nodes of its depth: with the depth, a name no other node has."""
+    depth = depths(parents)
+    same = depth[:, :, None] == depth[:, None, :]
+    return torch.tril(same, -1).sum(-1)
+
+
+def merge(a: Proposal, b: Proposal) -> Proposal:
+    """One tree holding the nodes of both: ``a``'s first, then ``b``'s.
+
+    Two trees of point masses share equal prefixes. Nodes that were drawn keep their own distribution and are never merged:
+    a second draw of the same token is another candidate, and recursive rejection accounts for it.
+    """
+    if a.tokens.shape[0] != b.tokens.shape[0]:
+        raise ValueError(f"cannot merge proposals of {a.tokens.shape[0]} and {b.tokens.shape[0]} rows")
+    if (a.probs is None) != (b.probs is None):
+        raise ValueError(
+            "cannot merge point masses with drawn nodes: give the point masses one-hot probs first"
+        )
+    B, N, M = a.tokens.shape[0], a.nodes, b.nodes
+    tokens = torch.nn.functional.pad(a.tokens, (0, M))
+    parents = torch.nn.functional.pad(a.parents, (0, M), value=-1)
+    probs = None if a.probs is None else torch.nn.functional.pad(a.probs, (0, 0, 0, M))
+    size, place = a.size.clone(), torch.full((B, M), -1)
+    rows, slots = torch.arange(B), torch.arange(N + M)
+    for m in range(M):
+        up = b.parents[:, m]
+        up = torch.where(up >= 0, place[rows, up.clamp(min=0)], -1)
+        token, live = b.tokens[:, m], m < b.size
+        same = (tokens == token[:, None]).cpu() & (parents == up[:, None]) & (slots < size[:, None])
+        found = same.any(1) if probs is None else torch.zeros(B, dtype=torch.bool)
+        place[:, m] = torch.where(found, same.int().argmax(1), size)
+        new = (live & ~found).nonzero()[:, 0]
+        at = place[new, m]
+        tokens[new, at], parents[new, at] = token[new], up[new]
+        if probs is not None and b.probs is not None:
+            probs[new, at] = b.probs[new, m].to(probs)
+        size[new] += 1
+    width = int(size.max()) if B else 0
+    provenance = "declared" if "declared" in (a.provenance, b.provenance) else a.provenance
+    return Proposal(
+        tokens[:, :width],
+        parents[:, :width],
+        size,
+        None if probs is None else probs[:, :width],
+        provenance,
+    )

@@ -1,0 +1,237 @@
+"""The values that cross a boundary between parts: context, proposal, scores, verdict, round, feedback.
+
+One alphabet everywhere: ``B`` rows, ``L`` token buffer, ``N`` nodes, ``V`` vocabulary, ``S`` cache slots, ``H`` KV heads,
+``D`` head size, ``E`` hidden size, ``F`` fed tokens. *Structure lives on the host, values on the device*: lengths, sizes,
+parents, paths and committed tokens are CPU tensors, so that no part waits for the device to learn a shape; proposed
+tokens, probabilities and logits live where the model lives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Provenance = Literal["point", "sampled", "declared"]
+
+
+@dataclass(frozen=True, eq=False)
+class Context:
+    """The committed tokens of every row; nothing else in the library is the truth about a text.
+
+    Attributes:
+        tokens: ``[B, L]`` int64 on the host, right-padded with anything.
+        length: ``[B]`` int64, committed tokens of each row (prompt included).
+        prompt_length: ``[B]`` int64.
+        request: ``[B]`` int64, the caller's number of each row; it stays with the row when others leave.
+    """
+
+    tokens: Tensor
+    length: Tensor
+    prompt_length: Tensor
+    request: Tensor
+
+    @staticmethod
+    def of(rows: list[list[int]], capacity: int | None = None, request: Tensor | None = None) -> Context:
+        """A context from ragged lists of ids, with room for ``capacity`` tokens a row (default: the longest row)."""
+        if not rows:
+            raise ValueError("rows is empty: give at least one prompt")
+        if any(len(row) == 0 for row in rows):
+            raise ValueError(
+                f"prompt {[len(r) for r in rows].index(0)} is empty: give at least one token (a BOS token will do)"
+            )
+        length = torch.tensor([len(row) for row in rows])
+        tokens = torch.zeros(len(rows), max(int(length.max()), capacity or 0), dtype=torch.long)
+        for b, row in enumerate(rows):
+            tokens[b, : len(row)] = torch.as_tensor(row, dtype=torch.long)
+        return Context(
+            tokens, length, length.clone(), torch.arange(len(rows)) if request is None else request
+        )
+
+    @property
+    def batch(self) -> int:
+        return self.tokens.shape[0]
+
+    def row(self, b: int) -> list[int]:
+        """The committed ids of row ``b``."""
+        return self.tokens[b, : int(self.length[b])].tolist()
+
+    def append(self, tokens: Tensor, count: Tensor) -> Context:
+        """A context with ``tokens[b, :count[b]]`` committed after row ``b``; the buffer grows when it must."""
+        at = torch.arange(tokens.shape[1])
+        keep = at < count[:, None]
+        need = int((self.length + count).max()) if self.batch else 0
+        buffer = self.tokens.clone()
+        if need > buffer.shape[1]:
+            buffer = torch.nn.functional.pad(buffer, (0, max(need - buffer.shape[1], 64)))
+        b, m = keep.nonzero(as_tuple=True)
+        buffer[b, self.length[b] + m] = tokens[b, m]
+        return replace(self, tokens=buffer, length=self.length + count)
+
+    def select(self, rows: Tensor) -> Context:
+        """The context of some rows, in the order given."""
+        return Context(self.tokens[rows], self.length[rows], self.prompt_length[rows], self.request[rows])
+
+
+@dataclass(frozen=True, eq=False)
+class Proposal:
+    """A tree of proposed tokens for every row; a chain is the tree with parents -1, 0, 1, ...
+
+    Nodes are stored parent before child; node ``n`` of row ``b`` exists iff ``n < size[b]``. Size 0 means "no
+    speculation". Siblings are tried in the order in which they are stored.
+
+    Attributes:
+        tokens: ``[B, N]`` int64 on the model's device.
+        parents: ``[B, N]`` int64 on the host; -1 is the last committed token.
+        size: ``[B]`` int64 on the host.
+        probs: ``[B, N, V]``, the distribution that each node was *actually* drawn from, given its prefix and its earlier
+            siblings; ``None`` says that every node is a point mass (chosen without randomness that matters).
+        provenance: where ``probs`` comes from. ``"sampled"``: the library drew the tokens from exactly these
+            probabilities. ``"point"``: no probabilities. ``"declared"``: somebody says so, which verifiers refuse unless told
+            to trust it.
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    size: Tensor
+    probs: Tensor | None = None
+    provenance: Provenance = "point"
+
+    def __post_init__(self) -> None:
+        if (self.probs is None) != (self.provenance == "point"):
+            raise ValueError(
+                f"provenance is {self.provenance!r} but probs is {'absent' if self.probs is None else 'given'}: "
+                "a point mass has no probs, and every other node carries the distribution it was drawn from"
+            )
+
+    @staticmethod
+    def none(batch: int, device: torch.device | str = "cpu") -> Proposal:
+        """No speculation for any row."""
+        return Proposal(
+            torch.zeros(batch, 0, dtype=torch.long, device=device),
+            torch.zeros(batch, 0, dtype=torch.long),
+            torch.zeros(batch, dtype=torch.long),
+        )
+
+    @staticmethod
+    def chain(
+        tokens: Tensor, size: Tensor, probs: Tensor | None = None, provenance: Provenance | None = None
+    ) -> Proposal:
+        """One candidate continuation a row: ``tokens[b, :size[b]]``."""
+        B, N = tokens.shape
+        parents = torch.arange(-1, N - 1).expand(B, N)
+        return Proposal(
+            tokens, parents, size, probs, provenance or ("point" if probs is None else "declared")
+        )
+
+    @property
+    def nodes(self) -> int:
+        """``N``, the widest row."""
+        return self.tokens.shape[1]
+
+    def select(self, rows: Tensor) -> Proposal:
+        """The proposal of some rows, in the order given."""
+        at = rows.to(self.tokens.device)
+        return Proposal(
+            self.tokens[at],
+            self.parents[rows],
+            self.size[rows],
+            None if self.probs is None else self.probs[at],
+            self.provenance,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Fed:
+    """Activations of every position that a model consumed in one call (``F`` of them, all rows packed).
+
+    Attributes:
+        layers: layer number -> ``[F, E]``; ``l`` is the output of block ``l`` counted from 1, 0 the embedding.
+        row: ``[F]`` batch row. position: ``[F]`` position in the text. node: ``[F]`` tree node, -1 for committed tokens.
+    """
+
+    layers: Mapping[int, Tensor]
+    row: Tensor
+    position: Tensor
+    node: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Scores:
+    """What a model says: ``logits[b, 0]`` after the last committed token, ``logits[b, 1 + n]`` after node ``n``.
+
+    When ``score`` was asked to start at node ``n``, row 0 is node ``n``. Entries of nodes that do not exist are zero.
+    """
+
+    logits: Tensor
+    fed: Fed | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Verdict:
+    """What a verifier decided, on the host.
+
+    Attributes:
+        path: ``[B, N]`` accepted node ids in order, padded with -1.
+        accepted: ``[B]`` how many.
+        bonus: ``[B]`` the token after them (drawn from the target's residual or, when all was accepted, from the target).
+        tokens: ``[B, N + 1]`` the tokens that this round commits: the accepted nodes', then the bonus, then zeros.
+    """
+
+    path: Tensor
+    accepted: Tensor
+    bonus: Tensor
+    tokens: Tensor
+
+    @staticmethod
+    def of(proposal: Proposal, path: Tensor, accepted: Tensor, bonus: Tensor) -> Verdict:
+        """A verdict on the host from decisions on any device; the one device synchronisation of a round."""
+        path, accepted, bonus, drafted = (t.cpu() for t in (path, accepted, bonus, proposal.tokens))
+        taken = torch.where(path >= 0, drafted.gather(1, path.clamp(min=0)), 0)
+        tokens = torch.cat([taken, torch.zeros_like(bonus)[:, None]], 1)
+        return Verdict(path, accepted, bonus, tokens.scatter_(1, accepted[:, None], bonus[:, None]))
+
+
+@dataclass(frozen=True, eq=False)
+class Round:
+    """All that happened in one round. It is observed, never carried: no part may keep state in it.
+
+    Attributes:
+        context: before the round. kept: ``[B]`` tokens of ``verdict.tokens`` that were committed (fewer than accepted + 1
+            where a stop cut the block). finished: ``[B]`` bool. budget: ``[B]`` longest path that the draft was allowed.
+        cut: ``[B]`` bool, the block was shortened by a stop or by the end of the row's budget.
+        arm, arm_prob: ``[B]`` the selector's choice and its probability. seconds: by stage.
+    """
+
+    context: Context
+    proposal: Proposal
+    scores: Scores
+    probs: Tensor
+    verdict: Verdict
+    kept: Tensor
+    finished: Tensor
+    budget: Tensor
+    cut: Tensor
+    arm: Tensor
+    arm_prob: Tensor
+    number: int = 0
+    seconds: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class Feedback:
+    """What a selector may learn from: never a token's value beyond what was committed.
+
+    ``tokens[B]`` committed, ``drafted[B]`` submitted, ``seconds`` of the round charged to the row, ``reward[B]`` (or
+    ``[B, arms]`` with full information).
+    """
+
+    request: Tensor
+    arm: Tensor
+    tokens: Tensor
+    drafted: Tensor
+    seconds: Tensor
+    reward: Tensor

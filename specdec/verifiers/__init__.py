@@ -1,0 +1,6 @@
+"""Verifiers: which proposed nodes stand."""
+
+from specdec.verifiers.coupled import Coupled
+from specdec.verifiers.rejection import Rejection
+
+__all__ = ["Coupled", "Rejection"]

@@ -1,0 +1,78 @@
+"""Coupled verification: the target's own keyed draw at each position decides, so the draft changes nothing but the speed.
+
+Gumbel coupling, "drafter-invariant speculative decoding" (Daliri, Musco, Suresh, arXiv 2408.07978).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specdec import tree
+from specdec.rng import Key, Rng
+from specdec.types import Context, Proposal, Verdict
+
+
+@dataclass(frozen=True)
+class Coupled:
+    """Accept a node iff it equals the target's draw there: output bit-identical to plain sampling with the same seeds.
+
+    Holds for every draft, tree, length, selector and executor, whatever they have seen, as long as the target's logits do
+    not depend on the batch (float32 and float64 barring ties). Accepts at most 1 - TV, at least (1 - TV) / (1 + TV) when the
+    draft draws with the same keys, as the library's own do.
+    """
+
+    name = "coupled"
+    lossless = True
+
+    def check(self, proposal: Proposal) -> None:
+        pass
+
+    def for_draft(self, rng: Rng) -> Rng:
+        return _Shared(rng)
+
+    def __call__(self, proposal: Proposal, probs: Tensor, context: Context, rng: Rng) -> Verdict:
+        B, N = proposal.tokens.shape
+        device = probs.device
+        depth = torch.cat([torch.zeros(B, 1, dtype=torch.long), tree.depths(proposal.parents) + 1], 1)
+        draw = rng.race(probs, context.length[:, None] + depth)
+        parents, size = proposal.parents.to(device), proposal.size.to(device)
+        rows = torch.arange(B, device=device)
+        here = torch.full((B,), -1, device=device)
+        want = draw[:, 0]
+        path = torch.full((B, N), -1, device=device)
+        accepted = torch.zeros(B, dtype=torch.long, device=device)
+        for n in range(N):
+            yes = (parents[:, n] == here) & (n < size) & (proposal.tokens[:, n] == want)
+            path[rows[yes], accepted[yes]] = n
+            accepted = accepted + yes
+            here = torch.where(yes, n, here)
+            want = torch.where(yes, draw[:, n + 1], want)
+        return Verdict.of(proposal, path, accepted, want)
+
+
+class _Shared:
+    """Gives drafts the target's numbers: the first candidate at a depth races with the key of the token's position."""
+
+    def __init__(self, rng: Rng):
+        self.rng = rng
+
+    def categorical(self, probs: Tensor, key: Key) -> Tensor:
+        sibling = torch.as_tensor(key.sibling)
+        if bool((sibling > 0).any()):  # further candidates are drawn on their own
+            first = self.rng.race(probs, key.at + key.depth)
+            return torch.where(
+                (sibling == 0).to(first.device), first, self.rng.categorical(probs, key).to(first.device)
+            )
+        return self.rng.race(probs, (key.at + key.depth).expand(probs.shape[:-1]))
+
+    def accept(self, prob: Tensor, key: Key) -> Tensor:
+        return self.rng.accept(prob, key)
+
+    def race(self, probs: Tensor, position: Tensor) -> Tensor:
+        return self.rng.race(probs, position)
+
+    def select(self, rows: Tensor) -> _Shared:
+        return _Shared(self.rng.select(rows))
