@@ -51,7 +51,7 @@ class Settings:
     site: str = ""  # more site-packages folders, separated by commas
     vocabulary: int = 4096  # tokens of the BPE tokenizer
     tokenizer_megabytes: float = 24.0  # text that the tokenizer learns from
-    token_limit: int = 80_000_000  # tokens kept per domain
+    token_limit: int = 32_000_000  # training tokens to prepare, shared among the domains like the mixture
     mixture: str = "0.7,0.2,0.1"  # shares of code, prose, tabular among the training sequences
     length: int = 1024  # tokens of a training sequence
     micro_batch: int = 4  # sequences in one forward
@@ -134,7 +134,7 @@ def make_shards(s: Settings) -> PreTrainedTokenizerFast:
     for split in ("train", "validation"):
         if split == "validation":
             documents = None
-        for domain in DOMAINS:
+        for domain, share in zip(DOMAINS, map(float, s.mixture.split(",")), strict=True):
             path = folder / f"{split}-{domain}.npy"
             if path.exists():
                 continue
@@ -145,7 +145,7 @@ def make_shards(s: Settings) -> PreTrainedTokenizerFast:
                 for ids in encode(tokenizer, documents[domain][start : start + 256]):
                     stream.append(np.array(ids, np.uint16))
                     total += len(ids)
-                if total > s.token_limit:
+                if total > share * s.token_limit:
                     break
             write(path, lambda file, stream=stream: np.save(file, np.concatenate(stream)))
     return tokenizer
@@ -293,14 +293,14 @@ def train(
                     for i in range(2 * s.micro_batch)
                 ]
                 parts = torch.stack(each).to(device).split(s.micro_batch)
-                yield label, sum(float(compiled(part)) for part in parts) / len(parts)
+                yield label, sum(float(loss_of(part)) for part in parts) / len(parts)
 
     refresh()
     compiled = torch.compile(loss_of) if s.compile else loss_of
     budget, before = 60 * minutes, elapsed
     start = saved = time.monotonic()
     snapshot = s.snapshot_minutes * 60 if name.endswith("target") else 0
-    running, marks = [], len(curve)
+    running, marks, recent = [], len(curve), math.nan
     bar = tqdm(total=round(budget), initial=round(elapsed), desc=name, unit="s", mininterval=20)
     while elapsed < budget:
         factor = rate(s, elapsed / budget)
@@ -325,7 +325,8 @@ def train(
         previous, elapsed = elapsed, before + time.monotonic() - start
         bar.update(min(round(budget), round(elapsed)) - bar.n)
         if step % 10 == 0:
-            recent = float(torch.stack(running[-50:]).mean())
+            running = running[-50:]
+            recent = float(torch.stack(running).mean())
             bar.set_postfix(step=step, loss=f"{recent:.3f}", tokens=f"{step * s.batch * s.length / 1e6:.1f}M")
             if not math.isfinite(recent):
                 raise FloatingPointError(

@@ -100,7 +100,7 @@ class Decoder:
             prompt_ids=rows,
             finish=[limits.reasons[b] for b in range(len(rows))],
             stats=Stats.of(records),
-            row_stats=[Stats.of(records, b) for b in range(len(rows))],
+            row_stats=Stats.by_request(records, len(rows)),
         )
 
     def stream(
@@ -149,7 +149,7 @@ class Decoder:
         if not isinstance(prompts, str) and len(prompts) == 0:
             raise ValueError("prompts is empty: give at least one prompt")
         batch: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
-        if isinstance(batch[0], int) or (isinstance(batch[0], Mapping)):
+        if isinstance(batch[0], (int, Mapping)):
             batch = [batch]  # one row of ids, or one chat
         rows = [self._ids(b, prompt) for b, prompt in enumerate(batch)]
         for b, row in enumerate(rows):

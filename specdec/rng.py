@@ -94,7 +94,7 @@ def seeds(seed: int | Sequence[int] | None, rows: int) -> Tensor:
 def pick(probs: Tensor, u: Tensor) -> Tensor:
     """The token at quantile ``u [...]`` (float64, in [0, 1)) of ``probs [..., V]``, in float64; never one of probability 0."""
     cdf = probs.double().cumsum(-1)
-    total = cdf[..., -1:]
+    total = cdf[..., -1:].contiguous()
     last = torch.searchsorted(cdf, total)  # the last token with any probability
     return torch.minimum(torch.searchsorted(cdf, u.to(cdf.device)[..., None] * total, right=True), last)[
         ..., 0

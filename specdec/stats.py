@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from specdec import tree
 from specdec.types import Round
@@ -91,17 +91,22 @@ class Stats:
         return (self.tokens - self.prefill_tokens) / spent if spent else float("nan")
 
     @staticmethod
-    def of(records: list[Record], request: int | None = None) -> Stats:
-        """Count all rows, or those of one request (then without seconds: the rows of a batch share them)."""
+    def of(records: list[Record]) -> Stats:
+        """Counts and seconds of a whole batch."""
         stats = Stats()
         for record in records:
-            rows = range(len(record.request))
-            if request is None:
-                stats.seconds.update(record.seconds)
-            else:
-                rows = [b for b in rows if record.request[b] == request]  # type: ignore[assignment]
-            for b in rows:
+            stats.seconds.update(record.seconds)
+            for b in range(len(record.request)):
                 stats._add(record, b)
+        return stats
+
+    @staticmethod
+    def by_request(records: list[Record], requests: int) -> list[Stats]:
+        """Counts of each row, without seconds: the rows of a batch share them."""
+        stats = [Stats() for _ in range(requests)]
+        for record in records:
+            for b, request in enumerate(record.request):
+                stats[request]._add(record, b)
         return stats
 
     def _add(self, record: Record, b: int) -> None:

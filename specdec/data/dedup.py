@@ -47,7 +47,9 @@ def keep_first(texts: Iterable[str], guarded: int = 0, threshold: float = 0.5) -
         else:
             if index == guarded and held_out:
                 guard = np.unique(np.concatenate(held_out))
-            fresh = fresh and not (len(guard) and np.isin(hashes, guard).mean() > threshold)
+            if len(guard):
+                place = np.searchsorted(guard, hashes).clip(max=len(guard) - 1)
+                fresh = fresh and (guard[place] == hashes).mean() <= threshold
         if fresh:
             for band in bands:
                 buckets.setdefault(band, index)

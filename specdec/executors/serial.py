@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -50,7 +51,7 @@ class Serial:
             cache.commit(context, verdict)
             kept, finished = limits.apply(context, verdict)
             short = budget < decoder.length if number else torch.zeros_like(finished)
-            d, t, v, i = (b - a for a, b in zip(clock, clock[1:]))
+            d, t, v, i = (b - a for a, b in pairwise(clock))
             round = Round(
                 context=context,
                 proposal=proposal,

@@ -1,0 +1,256 @@
+"""specdec against transformers on the same pair of models: speed, block efficiency, share of the ideal, memory.
+
+transformers: plain ``generate``, assisted generation with its default schedule and with a constant number of drafted tokens,
+prompt lookup. It assists one row at a time, so its batches are run row by row. Only decode time counts: from the end of the
+first token's round to the end of the last. All methods take turns, repeated; figures are medians within this one run.
+
+share_of_ideal = speed / (plain speed x tau / (k c_d + c_v)), with c_d and c_v the draft's one-token forward and the target's
+(k+1)-token forward over the target's one-token forward, bare (no sampling, no bookkeeping), measured alone in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import torch
+from _measure import Case, Sample, bare_forward, decode, interleave, table
+from _report import write
+
+import specdec as sd
+from specdec import zoo
+from specdec.data import prompts
+
+
+@dataclass
+class Settings:
+    target: str = "pocket-target"
+    draft: str = "pocket-vanilla"
+    batches: tuple[int, ...] = (1, 4, 16)
+    temperatures: tuple[float, ...] = (0.0, 1.0)
+    context: int = 512
+    new_tokens: int = 96
+    length: int = 4
+    repeats: int = 3
+    threads: int = 1
+    seed: int = 0
+    json: str | None = None
+
+
+def main(s: Settings) -> None:
+    torch.set_num_threads(s.threads)
+    (model, tokenizer), (small, _) = load(s.target), load(s.draft)
+    for m in (model, small):  # both engines decode the full budget
+        m.generation_config.eos_token_id = None
+        m.generation_config.pad_token_id = 0
+    target, draft = sd.HFModel(model, tokenizer), sd.HFModel(small, tokenizer)
+    ids = [tokenizer(text)["input_ids"][: s.context] for text in prompts(tokens=None)]
+    ids = [i for i in ids if len(i) == s.context][: max(*s.batches, 4)]
+    if len(ids) < max(s.batches):
+        raise SystemExit(f"only {len(ids)} prompts have {s.context} tokens: choose a smaller --context or --batches")
+
+    cases = []
+    for temperature in s.temperatures:
+        for batch in s.batches:
+            some = ids[: max(batch, 4)]
+            for make in (ours, theirs):
+                cases += make(s, target, draft, model, small, some, batch, temperature)
+    interleave(cases, s.repeats, lambda line: print(f"\r\033[K{line}", end="", flush=True))
+    print("\r\033[K", end="")
+
+    forwards = {}
+    for batch in s.batches:
+        at = s.context + s.new_tokens // 2
+        plain, verify = bare_forward(target, batch, at, (1, s.length + 1))
+        (small_one,) = bare_forward(draft, batch, at, (1,))
+        forwards[batch] = (plain, verify, small_one)
+
+    rows = []
+    for case in cases:
+        plain_case = find(cases, case.engine, "plain", case)
+        share = None
+        if case.engine == "specdec" and case.method == "vanilla" and case.tau:
+            plain, verify, small_one = forwards[case.batch]
+            cost = (s.length * small_one + verify) / plain
+            share = case.speed / (plain_case.speed * case.tau / cost)
+        rows.append(case.row(plain_case, share))
+    shown = ("engine", "method", "k", "batch", "temperature", "tau", "tokens_per_second", "ratio_to_plain")
+    print(table(rows, (*shown, "share_of_ideal", "peak_bytes")))
+    print("\nbare forwards, milliseconds (batch: plain, verify, draft; c_v, c_d):")
+    for batch, (plain, verify, small_one) in forwards.items():
+        print(
+            f"  {batch:>3}: {plain * 1e3:.2f}, {verify * 1e3:.2f}, {small_one * 1e3:.2f};"
+            f"  {verify / plain:.2f}, {small_one / plain:.2f}"
+        )
+    for temperature in s.temperatures:
+        print(f"\ntemperature {temperature:g}:")
+        for batch in s.batches:
+            ref = Case("", "", batch, 0, temperature, lambda: None)  # type: ignore[arg-type, return-value]
+            mine = find(cases, "specdec", "vanilla", ref).speed
+            assisted = max(c.speed for c in cases if c.method == "assisted" and match(c, ref))
+            plain_speed = find(cases, "transformers", "plain", ref).speed
+            print(
+                f"  batch {batch:>2}: vanilla is {mine / assisted:.2f} x the faster assisted generation, "
+                f"{mine / plain_speed:.2f} x plain generate"
+            )
+    if s.json:
+        write(s.json, rows, s.seed)
+
+
+def load(name: str) -> tuple[Any, Any]:
+    """A pocket model by name, or anything that transformers can load."""
+    if name in zoo.names():
+        return zoo.load(name)
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    return AutoModelForCausalLM.from_pretrained(name).eval(), AutoTokenizer.from_pretrained(name)
+
+
+def ours(
+    s: Settings, target: Any, draft: Any, model: Any, small: Any, some: list, batch: int, temperature: float
+) -> list[Case]:
+    base = sd.decoder(target).sampling(temperature=temperature)
+    decoders = {
+        "plain": base,
+        "ngram": base.draft(sd.drafts.NGram(), length=s.length),
+        "vanilla": base.draft(draft, length=s.length),
+    }
+    return [
+        Case(
+            "specdec",
+            method,
+            batch,
+            s.context,
+            temperature,
+            lambda d=builder.build(): decode(d, some, batch, s.new_tokens, s.seed),
+            None if method == "plain" else s.length,
+        )
+        for method, builder in decoders.items()
+    ]
+
+
+def theirs(
+    s: Settings, target: Any, draft: Any, model: Any, small: Any, some: list, batch: int, temperature: float
+) -> list[Case]:
+    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
+
+    def constant() -> Any:
+        return schedule(small, s.length, "constant")
+
+    variants: list[tuple[str, int | str | None, dict[str, Any], Callable[[], Any]]] = [
+        ("plain", None, {}, contextlib.nullcontext),
+        ("assisted", "default", {"assistant_model": small}, contextlib.nullcontext),
+        ("assisted", s.length, {"assistant_model": small}, constant),
+        ("prompt_lookup", s.length, {"prompt_lookup_num_tokens": s.length}, contextlib.nullcontext),
+    ]
+    return [
+        Case(
+            "transformers",
+            method,
+            batch,
+            s.context,
+            temperature,
+            lambda o=options, c=context, m=method: generate(
+                model, some, batch if m == "plain" else 1, s, {**sampling, **o}, c
+            ),
+            k,
+        )
+        for method, k, options, context in variants
+    ]
+
+
+def generate(
+    model: Any, some: list, rows: int, s: Settings, options: dict[str, Any], context: Callable[[], Any]
+) -> Sample:
+    """transformers' ``generate``, timed by a stopping criterion that only looks at the clock."""
+    tokens, seconds, ids = 0, 0.0, []
+    rounds = 0
+    torch.manual_seed(s.seed)
+    for i in range(0, len(some), rows):
+        batch = torch.tensor(some[i : i + rows])
+        marks: list[tuple[int, float]] = []
+
+        def look(input_ids: torch.Tensor, scores: Any, marks: list = marks, **_: Any) -> torch.Tensor:
+            marks.append((input_ids.shape[1], perf_counter()))
+            return torch.zeros(input_ids.shape[0], dtype=torch.bool)
+
+        with context(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            out = model.generate(
+                batch,
+                attention_mask=torch.ones_like(batch),
+                max_new_tokens=s.new_tokens,
+                stopping_criteria=[look],
+                **options,
+            )
+        (first, start), (last, end) = marks[0], marks[-1]
+        tokens += (last - first) * len(batch)
+        seconds += end - start
+        rounds += len(marks) - 1
+        ids += out[:, s.context :].tolist()
+    plain = not ({"assistant_model", "prompt_lookup_num_tokens"} & options.keys())
+    return Sample(tokens, seconds, ids, 1.0 if plain else tokens / rounds)
+
+
+@contextlib.contextmanager
+def schedule(small: Any, count: int, kind: str) -> Any:
+    """Let the assistant draft ``count`` tokens every round, and put its settings back afterwards."""
+    config = small.generation_config
+    kept = {name: getattr(config, name, None) for name in _ASSISTANT}
+    try:
+        config.num_assistant_tokens, config.num_assistant_tokens_schedule = count, kind
+        config.assistant_confidence_threshold = 0.0
+        yield
+    finally:
+        for name, value in kept.items():
+            setattr(config, name, value)
+
+
+_ASSISTANT = ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")
+
+
+def match(case: Case, like: Case) -> bool:
+    return (case.batch, case.temperature) == (like.batch, like.temperature)
+
+
+def find(cases: list[Case], engine: str, method: str, like: Case) -> Case:
+    return next(c for c in cases if (c.engine, c.method) == (engine, method) and match(c, like))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    d = Settings()
+    parser.add_argument("--target", default=d.target, help="pocket model, hub id or folder (default: %(default)s)")
+    parser.add_argument("--draft", default=d.draft, help="the same for the draft (default: %(default)s)")
+    parser.add_argument("--batches", type=int, nargs="+", default=list(d.batches), help="default: 1 4 16")
+    parser.add_argument("--temperatures", type=float, nargs="+", default=list(d.temperatures), help="default: 0 1")
+    parser.add_argument("--context", type=int, default=d.context, help="prompt tokens (default: %(default)s)")
+    parser.add_argument("--new-tokens", type=int, default=d.new_tokens, help="default: %(default)s")
+    parser.add_argument("--length", type=int, default=d.length, help="k, drafted a round (default: %(default)s)")
+    parser.add_argument("--repeats", type=int, default=d.repeats, help="default: %(default)s")
+    parser.add_argument("--threads", type=int, default=d.threads, help="torch threads (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=d.seed)
+    parser.add_argument("--json", metavar="FILE", help="write the rows as JSON")
+    a = parser.parse_args()
+    main(
+        Settings(
+            a.target,
+            a.draft,
+            tuple(a.batches),
+            tuple(a.temperatures),
+            a.context,
+            a.new_tokens,
+            a.length,
+            a.repeats,
+            a.threads,
+            a.seed,
+            a.json,
+        )
+    )

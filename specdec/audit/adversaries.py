@@ -1,0 +1,197 @@
+"""Lawful drafts that do all they can to bias a decoder: what they propose depends on everything that they may see."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from specdec.rng import SELECT, Key, Rng
+from specdec.types import Context, Proposal, Round
+
+
+class Seen(NamedTuple):
+    """``memory [B]``: a hash of all that a row has shown so far, dropped nodes and verdicts included."""
+
+    memory: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Adversary:
+    """Length, shape, and the law of every node are pseudo-random functions of the whole past and of the nodes drawn so far.
+
+    A drawn node is always submitted: that is the rule, and all that it may not do.
+
+    Args:
+        laws: ``[M, V]`` the menu that each node's law is chosen from (disjoint supports, zeros, one-hot laws, ... welcome).
+        nodes: the largest tree. trees: several candidates a node, or chains only. salt: which function of the past.
+        replacement: draw siblings from the law without the tokens of their elders, or independently.
+        point: choose the tokens instead of drawing them, and say so.
+        stops: 1 in ``stops`` nodes is the last of its tree (0: only the budget ends it).
+    """
+
+    laws: Tensor
+    limit: int = 3
+    trees: bool = True
+    salt: int = 0
+    replacement: bool = True
+    point: bool = False
+    stops: int = 4
+    name = "adversary"
+
+    def nodes(self, length: int) -> int:
+        return self.limit
+
+    def init(self, context: Context, target_cache: Any) -> Seen:
+        memory = torch.full((context.batch,), 0x5EED + self.salt)
+        for column in range(int(context.length.max())):
+            memory = _mix(memory, context.tokens[:, column], column < context.length)
+        return Seen(memory)
+
+    def propose(self, state: Seen, context: Context, budget: Tensor, rng: Rng) -> tuple[Proposal, Seen]:
+        B, N, V = context.batch, self.limit, self.laws.shape[-1]
+        rows = torch.arange(B)
+        tokens, parents = torch.zeros(B, N, dtype=torch.long), torch.full((B, N), -1)
+        depth, size = torch.zeros(B, N, dtype=torch.long), torch.zeros(B, dtype=torch.long)
+        probs = torch.zeros(B, N, V, dtype=self.laws.dtype)
+        memory, nothing = state.memory, torch.zeros(V, dtype=self.laws.dtype).index_fill(0, torch.tensor(0), 1)
+        for n in range(N):
+            # -1 or any node above the budget's end may be the parent; in a chain only the last one.
+            above = torch.cat([torch.full((B, 1), -1), depth[:, :n]], 1)
+            fits = (above + 1 < budget[:, None]) & ((torch.arange(n + 1) == n) | self.trees)
+            go = (size == n) & fits.any(1)
+            if self.stops:
+                go &= _choose(memory, 3 * n, self.stops) != 0
+            nth = _choose(memory, 3 * n + 1, fits.sum(1).clamp(min=1))
+            place = (fits.long().cumsum(1) > nth[:, None]).int().argmax(1)
+            parents[:, n], depth[:, n] = torch.where(go, place - 1, -1), torch.where(go, above[rows, place] + 1, 0)
+            q = self.laws[_choose(memory, 3 * n + 2, len(self.laws))]
+            if not self.replacement:
+                elder = (parents[:, :n] == parents[:, n : n + 1]) & go[:, None]
+                taken = torch.zeros(B, V, dtype=q.dtype).scatter_add(1, tokens[:, :n], elder.to(q))
+                q = torch.where(taken > 0, 0, q)
+                go = go & (q.sum(1) > 0)  # every token was tried: nothing is drawn, so nothing is dropped
+                q = q / q.sum(1, keepdim=True)
+            q = torch.where(go[:, None], q, nothing)
+            sibling = (depth[:, :n] == depth[:, n : n + 1]).sum(1)
+            if self.point:
+                token = _choose(memory, 3 * n + 2, V)
+            else:
+                token = rng.categorical(q, Key(context.length, depth[:, n], sibling))
+            tokens[:, n], probs[:, n] = torch.where(go, token, 0), q
+            size += go
+            memory = _mix(memory, token * (N + 1) + parents[:, n] + 1, go)
+        if self.point:
+            return Proposal(tokens, parents, size), state
+        return Proposal(tokens, parents, size, probs, "sampled"), state
+
+    def observe(self, state: Seen, round: Round) -> Seen:
+        memory, proposal, verdict = state.memory, round.proposal, round.verdict
+        memory = _mix(memory, proposal.size * 64 + verdict.accepted)
+        for n in range(proposal.nodes):  # a row must not notice how wide its mates are
+            memory = _mix(memory, proposal.tokens[:, n].cpu() * 64 + proposal.parents[:, n] + 1, n < proposal.size)
+        for n in range(verdict.tokens.shape[1]):
+            memory = _mix(memory, verdict.tokens[:, n], n < round.kept)
+        return Seen(memory)
+
+    def select(self, state: Seen, rows: Tensor) -> Seen:
+        return Seen(state.memory[rows])
+
+
+class Dropped(NamedTuple):
+    """``token [B]``: the last node that was proposed and dropped without being tried, -1 if there is none."""
+
+    token: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Remembers:
+    """A chain of two from ``law [V]``, or nothing when the token that was dropped untried last time is in ``unwanted``.
+
+    Lawful when every draw has its own key. When draws are keyed by position alone, it has seen what it would draw now.
+    """
+
+    law: Tensor
+    unwanted: Sequence[int]
+    name = "remembers"
+
+    def init(self, context: Context, target_cache: Any) -> Dropped:
+        return Dropped(torch.full((context.batch,), -1))
+
+    def propose(self, state: Dropped, context: Context, budget: Tensor, rng: Rng) -> tuple[Proposal, Dropped]:
+        bad = torch.isin(state.token, torch.tensor(self.unwanted))
+        size = torch.where(bad, 0, budget.clamp(max=2))
+        q = self.law.expand(context.batch, 2, -1)
+        tokens = rng.categorical(q, Key(context.length[:, None], torch.arange(2).expand(context.batch, 2)))
+        return Proposal.chain(tokens, size, q, "sampled"), state
+
+    def observe(self, state: Dropped, round: Round) -> Dropped:
+        untried = (round.proposal.size == 2) & (round.verdict.accepted == 0)
+        second = round.proposal.tokens[:, 1] if round.proposal.nodes > 1 else torch.zeros_like(untried).long()
+        return Dropped(torch.where(untried, second, -1))
+
+    def select(self, state: Dropped, rows: Tensor) -> Dropped:
+        return Dropped(state.token[rows])
+
+
+@dataclass(frozen=True)
+class Everything:
+    """Every tree of up to ``limit`` nodes over ``vocab_size`` tokens, by free choices that the certifier walks one by one."""
+
+    vocab_size: int
+    limit: int = 3
+    name = "everything"
+    trees = True
+
+    def nodes(self, length: int) -> int:
+        return self.limit
+
+    def init(self, context: Context, target_cache: Any) -> None:
+        return None
+
+    def propose(self, state: None, context: Context, budget: Tensor, rng: Rng) -> tuple[Proposal, None]:
+        B, N = context.batch, self.limit
+        rows = torch.arange(B)
+        one = torch.ones(B, dtype=torch.long)
+        size = self._choice(rng, context, 0, torch.where(budget > 0, N + 1, 1))
+        tokens, parents = torch.zeros(B, N, dtype=torch.long), torch.full((B, N), -1)
+        depth = torch.zeros(B, N, dtype=torch.long)
+        for n in range(N):
+            live = n < size
+            above = torch.cat([torch.full((B, 1), -1), depth[:, :n]], 1)
+            fits = above + 1 < budget[:, None]
+            nth = self._choice(rng, context, 2 * n + 1, torch.where(live, fits.sum(1), one))
+            place = (fits.long().cumsum(1) > nth[:, None]).int().argmax(1)
+            parents[:, n] = torch.where(live, place - 1, -1)
+            depth[:, n] = torch.where(live, above[rows, place] + 1, 0)
+            tokens[:, n] = self._choice(rng, context, 2 * n + 2, torch.where(live, self.vocab_size, one))
+        return Proposal(tokens, parents, size), None
+
+    def _choice(self, rng: Rng, context: Context, what: int, options: Tensor) -> Tensor:
+        """``[B]`` below ``options [B]``. ``accept`` reaches the walk under every verifier; draws may be the verifier's own."""
+        answer = torch.full_like(options, -1)
+        for option in range(int(options.max())):
+            prob = torch.where((answer < 0) & (option < options), 1 / (options - option).clamp(min=1).double(), 0)
+            answer[rng.accept(prob, Key(context.length, what, option, SELECT))] = option
+        return answer
+
+    def observe(self, state: None, round: Round) -> None:
+        return None
+
+    def select(self, state: None, rows: Tensor) -> None:
+        return None
+
+
+def _mix(memory: Tensor, value: Tensor, where: Tensor | bool = True) -> Tensor:
+    """Fold ``value [B]`` into ``memory [B]`` for some rows (a multiply and xor-shift hash; products wrap)."""
+    h = (memory ^ (value + 0x9E3779B9)) * -7046029254386353131
+    h = (h ^ ((h >> 31) & 0x1FFFFFFFF)) * -4658895280553007687
+    return torch.where(torch.as_tensor(where), h ^ ((h >> 29) & 0x7FFFFFFFF), memory)
+
+
+def _choose(memory: Tensor, what: int, options: Tensor | int) -> Tensor:
+    """``[B]`` a number below ``options`` that depends on all of ``memory``."""
+    return (_mix(memory, torch.full_like(memory, what)) >> 33) % options

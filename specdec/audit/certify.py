@@ -1,0 +1,245 @@
+"""Exact losslessness: all randomness of a composed decoder is walked, and the law of what it emits compared with the target's.
+
+The decoder runs through its own ``generate``; only the random numbers are replaced (``walk.py``). Branches are the rows of a
+batch. The target's law is enumerated over plain prefixes, without the decoder (``plain.py``).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from math import fsum
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+
+from specdec.audit.adversaries import Everything
+from specdec.audit.plain import Ids, Law, Logits, Numbered, Plain, enumerate_plain, total_variation
+from specdec.audit.walk import Branches, Walk, pack, race_key
+from specdec.decoder import Decoder
+from specdec.rng import Rng
+from specdec.sampling import Sampling
+
+
+@dataclass(frozen=True, eq=False)
+class Certificate:
+    """What was found.
+
+    Attributes:
+        total_variation: between the joint law of the emitted tokens (truncated at stops) and the target's, the largest over
+            the rows; mass that is unaccounted for counts as wrong.
+        mass: unaccounted, ``|1 - sum of the branches' measures|``, the largest over the rows.
+        branches: how many were run. seconds: wall clock.
+        law, target: for each row, tokens -> probability.
+        astray: share of the branches (by measure) whose tokens are not the target's own draws; ``certify_coupled`` only.
+    """
+
+    total_variation: float
+    mass: float
+    branches: int
+    seconds: float
+    law: tuple[Law, ...] = field(default=(), repr=False)
+    target: tuple[Law, ...] = field(default=(), repr=False)
+    astray: float | None = None
+
+    @property
+    def lossless(self) -> bool:
+        """Whether the law is the target's up to float64 rounding (1e-9), and every path is, where paths were followed."""
+        return self.total_variation <= 1e-9 and not self.astray
+
+    def __repr__(self) -> str:
+        paths = "" if self.astray is None else f"{self.astray:.1e} astray, "
+        return (
+            f"Certificate(total variation {self.total_variation:.1e}, {paths}{self.mass:.1e} unaccounted, "
+            f"{self.branches} branches, {self.seconds:.1f} s)"
+        )
+
+
+def certify(
+    decoder: Decoder,
+    prompts: Sequence[Sequence[int]] = ((0,),),
+    max_new_tokens: int | Sequence[int] = 3,
+    *,
+    eos_token_id: Sequence[int] = (),
+    stopping_criteria: Sequence[Callable[..., Any]] = (),
+    sampling: Sampling | None = None,
+    logits: Logits | None = None,
+    wrap: Callable[[Rng], Rng] = lambda rng: rng,
+    batch: int = 2048,
+    limit: int = 2_000_000,
+) -> Certificate:
+    """The exact distance of a decoder's output from its target's law.
+
+    Args:
+        decoder: composed as usual. prompts: rows of ids; the branches of all rows share every batch.
+        max_new_tokens, eos_token_id, stopping_criteria: as for ``generate``.
+        sampling: what the target's law is taken under, by default the decoder's.
+        logits: ``prefixes -> [R, V]``, the target's word on plain prefixes, by default its own ``score`` with a fresh cache.
+        wrap: put around the scripted random decisions.
+        batch: branches in a run. limit: branches after which to give up.
+    Raises:
+        RuntimeError: more than ``limit`` branches, or the output of a row depends on its batch mates.
+    """
+    run = _Run(decoder, prompts, max_new_tokens, eos_token_id, stopping_criteria, wrap)
+    return _walk(run, run.plain(sampling, logits), None, batch, limit)
+
+
+def certify_coupled(
+    decoder: Decoder,
+    prompts: Sequence[Sequence[int]] = ((0,),),
+    max_new_tokens: int | Sequence[int] = 3,
+    *,
+    nodes: int | None = 3,
+    eos_token_id: Sequence[int] = (),
+    stopping_criteria: Sequence[Callable[..., Any]] = (),
+    batch: int = 2048,
+    limit: int = 2_000_000,
+) -> Certificate:
+    """Path by path: whatever the target's draws and whatever is proposed, the draws are what is committed.
+
+    A race keyed by position is a function of the position and the law; each of the target's laws gets a free choice at
+    each position, and all choices are walked. The draft is replaced by one that proposes every tree of up to ``nodes``
+    nodes, so that no draft, however much it knows, is left out; ``nodes=None`` keeps the decoder's own.
+    """
+    if nodes is not None:
+        decoder = replace(decoder, draft=Everything(decoder.target.vocab_size, nodes))
+    run = _Run(decoder, prompts, max_new_tokens, eos_token_id, stopping_criteria)
+    plain = run.plain()
+    return _walk(run, plain, Numbered(plain), batch, limit)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What is run: branches of some prompts as the rows of one ``generate``."""
+
+    decoder: Decoder
+    prompts: Sequence[Sequence[int]]
+    max_new_tokens: int | Sequence[int]
+    eos: Sequence[int] = ()
+    criteria: Sequence[Callable[..., Any]] = ()
+    wrap: Callable[[Rng], Rng] = lambda rng: rng
+
+    @property
+    def budgets(self) -> list[int]:
+        if isinstance(self.max_new_tokens, int):
+            return [self.max_new_tokens] * len(self.prompts)
+        return list(self.max_new_tokens)
+
+    def plain(self, sampling: Sampling | None = None, logits: Logits | None = None) -> list[Plain]:
+        sampling = sampling or self.decoder.sampling
+        return [
+            enumerate_plain(self.decoder.target, sampling, prompt, budget, self.eos, self.criteria, logits)
+            for prompt, budget in zip(self.prompts, self.budgets)
+        ]
+
+    def __call__(self, walk: Walk, owner: np.ndarray) -> list[Ids]:
+        """The ids that each branch emits; ``owner`` is each branch's prompt."""
+        out = self.decoder.generate(
+            [list(self.prompts[row]) for row in owner],
+            [self.budgets[row] for row in owner],
+            rng=self.wrap(walk.rng()),
+            eos_token_id=tuple(self.eos),
+            stopping_criteria=tuple(self.criteria),
+        )
+        return [tuple(ids) for ids in out.ids]
+
+
+def _walk(run: _Run, plain: list[Plain], numbered: Numbered | None, batch: int, limit: int) -> Certificate:
+    start, rows = perf_counter(), range(len(plain))
+    stacks = [[Branches.root()] for _ in rows]
+    masses: list[dict[Ids, list[float]]] = [defaultdict(list) for _ in rows]
+    astray: list[list[float]] = [[] for _ in rows]
+    sample: list[tuple[Branches, np.ndarray, list[Ids]]] = []
+    count = 0
+    while any(stacks):
+        # A prompt that is through stays as a batch mate, so that every branch runs next to every prompt.
+        mate = [not stack for stack in stacks]
+        parts = [_take(stack, max(1, batch // len(rows))) if stack else Branches.root() for stack in stacks]
+        owner = np.repeat(np.arange(len(rows)), [part.count for part in parts])
+        walk = Walk(Branches.join(parts), numbered)
+        ids = run(walk, owner)
+        measure = walk.branches.measure()
+        for b, row in enumerate(owner):
+            if not mate[row]:
+                masses[row][ids[b]].append(float(measure[b]))
+        for from_row, scripts in walk.left:
+            for row in rows:
+                if not mate[row]:
+                    mine = (owner[from_row] == row).nonzero()[0]
+                    if len(mine):
+                        stacks[row].append(scripts[mine])
+        if numbered is not None:
+            wrong = _off_path(walk.branches, owner, ids, plain, numbered)
+            for row in rows:
+                if not mate[row]:
+                    astray[row].append(float(measure[wrong & (owner == row)].sum()))
+        some = np.linspace(0, len(owner) - 1, min(len(owner), 64)).astype(int)
+        sample.append((walk.branches[some], owner[some], [ids[b] for b in some]))
+        count += sum(part.count for part, through in zip(parts, mate) if not through)
+        if count > limit:
+            raise RuntimeError(
+                f"more than {limit} branches: use fewer nodes or tokens, a smaller vocabulary, or laws with zeros"
+            )
+    _again(run, numbered, sample[-32:] + sample[: min(8, len(sample))])
+    laws = tuple({ids: fsum(parts) for ids, parts in mass.items()} for mass in masses)
+    return Certificate(
+        total_variation=max(total_variation(law, one.law) for law, one in zip(laws, plain)),
+        mass=max(abs(1 - fsum(law.values())) for law in laws),
+        branches=count,
+        seconds=perf_counter() - start,
+        law=laws,
+        target=tuple(one.law for one in plain),
+        astray=None if numbered is None else max(fsum(parts) for parts in astray),
+    )
+
+
+def _take(stack: list[Branches], count: int) -> Branches:
+    """Remove up to ``count`` branches from the top, the most decided ones: the stack stays small."""
+    parts, have = [], 0
+    while stack and have < count:
+        top = stack.pop()
+        if top.count > count - have:
+            stack.append(top[: top.count - (count - have)])
+            top = top[top.count - (count - have) :]
+        parts.append(top)
+        have += top.count
+    return Branches.join(parts)
+
+
+def _again(
+    run: _Run, numbered: Numbered | None, sample: list[tuple[Branches, np.ndarray, list[Ids]]]
+) -> None:
+    """Run some finished branches once more, among other mates: a row's output must be a function of its own numbers."""
+    branches = Branches.join([part for part, _, _ in sample])
+    owner = np.concatenate([part for _, part, _ in sample])
+    before = [ids for _, _, part in sample for ids in part]
+    order = np.random.default_rng(0).permutation(len(owner))
+    after = run(Walk(branches[order], numbered), owner[order])
+    for b, ids in zip(order, after):
+        if before[b] != ids:
+            raise RuntimeError(
+                f"the same random numbers gave {list(before[b])} and then, among other batch mates, {list(ids)}: some part of the "
+                "decoder depends on the batch or keeps state between calls, so its law cannot be certified"
+            )
+
+
+def _off_path(
+    branches: Branches, owner: np.ndarray, ids: list[Ids], plain: list[Plain], numbered: Numbered
+) -> np.ndarray:
+    """``[R]`` whether what was committed differs from the target's draws along the path that they make."""
+    wrong = np.zeros(len(owner), dtype=bool)
+    every = np.arange(len(owner))
+    for step in range(max(len(one) for one in ids)):
+        here = np.array([step < len(one) for one in ids])
+        number = np.array([numbered.of[r].get(one[:step], -1) if h else 0 for r, one, h in zip(owner, ids, here)])
+        position = torch.tensor([len(plain[r].prompt) + step for r in owner])
+        slot = branches.key == pack(race_key(position, number))[:, None]
+        middle = 0.5 * (branches.low + branches.high)[every, slot.argmax(1)]
+        cdf = np.stack(numbered.laws)[number].cumsum(1)
+        draw = (cdf <= (middle * cdf[:, -1])[:, None]).sum(1)
+        said = np.array([one[step] if h else 0 for one, h in zip(ids, here)])
+        wrong |= here & ((draw != said) | ~slot.any(1) | (number < 0))
+    return wrong

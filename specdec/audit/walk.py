@@ -1,0 +1,180 @@
+"""A scripted ``Rng`` that visits every outcome of the random decisions of a real run, each with its exact measure.
+
+Each key of a row owns one number in [0, 1), of which the script knows an interval. A decision cuts the interval at the
+points where its answer changes; the run goes on with the first piece, and every other piece becomes a new branch that is run
+from the start. A key that is asked again refines the *same* interval: a part that uses a number twice is walked as it is.
+The pieces always partition the unit cube, so the measures of all branches sum to 1 whatever the parts ask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specdec.rng import TARGET, Key
+
+SLIVER = 1e-13  # pieces this thin are rounding of equal cut points; what is lost shows up as unaccounted mass
+_BITS = (16, 12, 12, 8, 12)  # of Key's fields in one int64
+
+
+def pack(key: Key) -> np.ndarray:
+    """One int64 for all five fields of a key, in their broadcast shape."""
+    fields = np.broadcast_arrays(*(np.asarray(f, dtype=np.int64) for f in key))
+    code = np.zeros_like(fields[0])
+    for name, bits, field in zip(Key._fields, _BITS, fields):
+        if field.size and (field.min() < 0 or field.max() >= 1 << bits):
+            raise ValueError(f"a key's {name} is {int(field.min())}..{int(field.max())}: need 0..{(1 << bits) - 1}")
+        code = (code << bits) | field
+    return code
+
+
+class Branches(NamedTuple):
+    """``R`` scripts of up to ``M`` keys: ``key [R, M]`` (-1 where there is none) and intervals ``low``, ``high [R, M]``."""
+
+    key: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+
+    @staticmethod
+    def root() -> Branches:
+        """The one branch that has decided nothing."""
+        return Branches(np.full((1, 1), -1), np.zeros((1, 1)), np.ones((1, 1)))
+
+    def __getitem__(self, rows) -> Branches:  # type: ignore[override]
+        return Branches(*(np.ascontiguousarray(array[rows]) for array in tuple(self)))
+
+    @property
+    def count(self) -> int:
+        return tuple(self)[0].shape[0]
+
+    def wider(self, width: int) -> Branches:
+        """The same scripts with room for ``width`` keys."""
+        more = ((0, 0), (0, width - self.key.shape[1]))
+        return Branches(
+            np.pad(self.key, more, constant_values=-1),
+            np.pad(self.low, more),
+            np.pad(self.high, more, constant_values=1.0),
+        )
+
+    @staticmethod
+    def join(parts: list[Branches]) -> Branches:
+        width = max(part.key.shape[1] for part in parts)
+        wide = [part.wider(width) for part in parts]
+        return Branches(*(np.concatenate([getattr(w, name) for w in wide]) for name in Branches._fields))
+
+    def measure(self) -> np.ndarray:
+        """``[R]`` the product of the lengths of each script's intervals."""
+        return (self.high - self.low).prod(1)
+
+
+class Walk:
+    """The branches of one run, a row each, and the alternatives that they leave for later.
+
+    Args:
+        branches: one script a row.
+        law_number: ``[..., V] -> [...]`` gives a law its number, -1 for one that is not the target's; needed for ``race``.
+    """
+
+    def __init__(self, branches: Branches, law_number: Callable[[np.ndarray], np.ndarray] | None = None):
+        self.key, self.low, self.high = (array.copy() for array in tuple(branches))
+        self.used = (self.key >= 0).sum(1)
+        self.law_number = law_number
+        self.left: list[tuple[np.ndarray, Branches]] = []  # rows they come from, scripts
+
+    @property
+    def branches(self) -> Branches:
+        """The scripts, with all that was decided so far."""
+        return Branches(self.key, self.low, self.high)
+
+    def rng(self) -> ScriptedRng:
+        return ScriptedRng(self, np.arange(len(self.used)))
+
+    def decide(self, row: np.ndarray, code: np.ndarray, cuts: np.ndarray) -> np.ndarray:
+        """Answers ``[R]``: in which piece of ``cuts [R, C + 1]`` (0 ... 1, ascending) the number of key ``code [R]`` lies."""
+        known = self.key[row] == code[:, None]
+        found = known.any(1)
+        slot = np.where(found, known.argmax(1), self.used[row])
+        if slot.max(initial=0) >= self.key.shape[1]:
+            self.key, self.low, self.high = self.branches.wider(2 * self.key.shape[1])
+        fresh = row[~found]
+        self.key[fresh, slot[~found]] = code[~found]
+        self.used[fresh] += 1
+        low = np.maximum(cuts[:, :-1], self.low[row, slot][:, None])
+        high = np.minimum(cuts[:, 1:], self.high[row, slot][:, None])
+        real = high - low > SLIVER
+        answer = np.where(real.any(1), real.argmax(1), (high - low).argmax(1))
+        width = int(self.used.max(initial=0))
+        for piece in range(real.shape[1]):
+            other = (real[:, piece] & (piece > answer)).nonzero()[0]
+            if len(other):
+                scripts = Branches(self.key[:, :width], self.low[:, :width], self.high[:, :width])[row[other]]
+                scripts.low[np.arange(len(other)), slot[other]] = low[other, piece]
+                scripts.high[np.arange(len(other)), slot[other]] = high[other, piece]
+                self.left.append((row[other], scripts))
+        every = np.arange(len(row))
+        self.low[row, slot], self.high[row, slot] = low[every, answer], high[every, answer]
+        return answer
+
+
+class ScriptedRng:
+    """The ``Rng`` that a decoder is run with: the decisions of ``rows`` of a walk."""
+
+    def __init__(self, walk: Walk, rows: np.ndarray):
+        self.walk, self.rows = walk, rows
+
+    def select(self, rows: Tensor) -> ScriptedRng:
+        return ScriptedRng(self.walk, self.rows[rows.numpy()])
+
+    def categorical(self, probs: Tensor, key: Key) -> Tensor:
+        return self._ask(_cuts(probs), key).to(probs.device)
+
+    def accept(self, prob: Tensor, key: Key) -> Tensor:
+        p = np.nan_to_num(prob.double().cpu().numpy(), nan=0.0).clip(0, 1)[..., None]
+        return (self._ask(np.concatenate([np.zeros_like(p), p, np.ones_like(p)], -1), key) == 0).to(prob.device)
+
+    def race(self, probs: Tensor, position: Tensor) -> Tensor:
+        """Any function of (position, law) is a possible outcome of the races: one free choice for each such pair.
+
+        A race over something that is not one of the target's laws steers only proposals; it answers its first possible token.
+        """
+        if self.walk.law_number is None:
+            raise ValueError("races are not walked here: certify a Coupled decoder with certify_coupled")
+        number = self.walk.law_number(probs.double().cpu().numpy())
+        certain = torch.nn.functional.one_hot((probs > 0).int().argmax(-1), probs.shape[-1])
+        ours = torch.from_numpy(number >= 0).to(probs.device)
+        law = torch.where(ours[..., None], probs, certain.to(probs))
+        at = position.cpu().expand(probs.shape[:-1])
+        return self._ask(_cuts(law), race_key(at, number)).to(probs.device)
+
+    def _ask(self, cuts: np.ndarray, key: Key) -> Tensor:
+        code, shape = pack(key), cuts.shape[:-1]
+        if code.shape != shape or shape[0] != len(self.rows):
+            raise ValueError(
+                f"a key of shape {list(code.shape)} for decisions of shape {list(shape)} of {len(self.rows)} rows: give every "
+                "decision of every row its own key, rows first"
+            )
+        code, cuts = code.reshape(shape[0], -1), cuts.reshape(shape[0], -1, cuts.shape[-1])
+        answer = np.zeros(code.shape, dtype=np.int64)
+        for question in range(code.shape[1]):
+            answer[:, question] = self.walk.decide(self.rows, code[:, question], cuts[:, question])
+        return torch.from_numpy(answer.reshape(shape))
+
+
+def race_key(position: Tensor, number: np.ndarray) -> Key:
+    """The key of the race for law ``number`` at a position (all laws that are not the target's share one)."""
+    return Key(position, torch.from_numpy(np.asarray(number) + 1), 0, TARGET)
+
+
+def _cuts(probs: Tensor) -> np.ndarray:
+    """``[..., V + 1]`` the ends of the tokens' pieces of [0, 1), normalised as ``rng.pick`` does."""
+    cdf = probs.double().cpu().numpy().cumsum(-1)
+    total = cdf[..., -1:]
+    if not (np.isfinite(total).all() and (total > 0).all() and (np.diff(cdf, axis=-1) >= 0).all()):
+        raise ValueError("a categorical decision was asked for a law with negative, NaN or no probabilities")
+    cuts = np.concatenate([np.zeros_like(total), cdf / total], -1)
+    cuts[..., -1] = 1
+    return cuts

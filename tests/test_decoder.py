@@ -1,0 +1,406 @@
+"""The composed decoder against plain decoding: every draft, ragged batches, stops, streams, bad input."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny import FAMILIES, byte_tokenizer, tiny
+from transformers import LogitsProcessor
+
+import specdec as sd
+from specdec.models import SUPPORTED
+
+PROMPTS = [[5], [7, 8, 9], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11] * 2, [50] * 9, [3, 1], [90, 4, 5, 6], list(range(17)), [11, 12] * 5]
+BUDGETS = [64, 3, 70, 1, 40, 66, 2, 65]
+
+
+@pytest.fixture(scope="module")
+def target():
+    return sd.HFModel(tiny("llama", 0), byte_tokenizer())
+
+
+@pytest.fixture(scope="module")
+def small():
+    return sd.HFModel(tiny("llama", 0, num_hidden_layers=1), byte_tokenizer())
+
+
+def half_random(prefix):
+    g = torch.Generator().manual_seed(hash(tuple(prefix[-2:])) % 2**31)
+    return torch.rand(97, generator=g, dtype=torch.float64) * 4
+
+
+def all_drafts(target, small):
+    return {
+        "plain": sd.drafts.Nothing(),
+        "model": sd.drafts.Model(small),
+        "itself": sd.drafts.Model(target),
+        "ngram": sd.drafts.NGram(),
+        "tree": sd.drafts.Tree(small, (3, 2, 1)),
+        "function": sd.chain_draft(half_random),
+    }
+
+
+DRAFTS = ["plain", "model", "itself", "ngram", "tree", "function"]
+
+
+def greedy_by_transformers(model, prompt, budget, eos=None):
+    out = model.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        max_new_tokens=budget,
+        do_sample=False,
+        eos_token_id=eos,
+        pad_token_id=0,
+    )
+    return out[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_greedy_equals_transformers_generate(family):
+    model = tiny(family, 1)
+    target = sd.HFModel(model)
+    plain = [greedy_by_transformers(model, p, b) for p, b in zip(PROMPTS, BUDGETS)]
+    eos = plain[0][20]  # ends some rows early, inside blocks
+    expected = [greedy_by_transformers(model, p, b, eos) for p, b in zip(PROMPTS, BUDGETS)]
+    assert any(len(e) < len(p) for e, p in zip(expected, plain))
+    drafts = all_drafts(target, sd.HFModel(tiny(family, 1, **_shallow(family))))
+    if not target.supports_trees:
+        assert SUPPORTED[family] == "padded, chains only"
+        del drafts["tree"]
+    for name, draft in drafts.items():
+        out = sd.decoder(target).draft(draft, length=3).greedy().build()
+        got = out.generate(PROMPTS, BUDGETS, eos_token_id=eos)
+        assert got.ids == expected, name
+        assert [f == "eos" for f in got.finish] == [e[-1] == eos for e in expected]
+    assert got.stats.tokens == sum(map(len, expected))
+
+
+def _shallow(family):
+    """The same model cut to fewer layers: a draft that agrees sometimes."""
+    key = {"gpt2": "n_layer", "codegen": "n_layer", "gptj": "n_layer", "mpt": "n_layers"}.get(family, "num_hidden_layers")
+    if family == "gpt_neo":
+        return {"num_layers": 1, "attention_types": [[["global"], 1]]}
+    return {key: 1}
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+@pytest.mark.parametrize("settings_", [{"temperature": 1.0}, {"temperature": 0.7, "top_k": 20, "top_p": 0.9}])
+def test_coupled_equals_plain_sampling_bit_for_bit(target, small, name, settings_):
+    base = sd.decoder(target).sampling(**settings_).verifier(sd.Coupled())
+    plain = base.build().generate(PROMPTS, BUDGETS, seed=3)
+    out = base.draft(all_drafts(target, small)[name], length=4).build().generate(PROMPTS, BUDGETS, seed=3)
+    assert out.ids == plain.ids
+    assert plain.ids != base.build().generate(PROMPTS, BUDGETS, seed=4).ids
+    if name == "itself":
+        assert out.stats.accepted == out.stats.drafted  # shared numbers: the target agrees with itself
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    rows=st.permutations(range(len(PROMPTS))).flatmap(lambda p: st.integers(1, len(p)).map(lambda n: p[:n])),
+    name=st.sampled_from(DRAFTS),
+    coupled=st.booleans(),
+)
+def test_a_row_does_not_depend_on_its_batch(target, small, rows, name, coupled):
+    decoder = (
+        sd.decoder(target)
+        .draft(all_drafts(target, small)[name], length=3)
+        .verifier(sd.Coupled() if coupled else sd.Rejection())
+        .build()
+    )
+    budgets = [min(b, 24) for b in BUDGETS]
+    seeds = [100 + b for b in range(len(PROMPTS))]
+    together = decoder.generate([PROMPTS[b] for b in rows], [budgets[b] for b in rows], seed=[seeds[b] for b in rows])
+    for i, b in enumerate(rows):
+        alone = decoder.generate([PROMPTS[b]], budgets[b], seed=[seeds[b]])
+        assert together.ids[i] == alone.ids[0]
+
+
+class RepeatLess(LogitsProcessor):
+    """Stateless: looks at the prefix it is given."""
+
+    def __call__(self, input_ids, scores):
+        out = scores.clone()
+        for b in range(len(out)):
+            out[b, input_ids[b, -6:]] -= 3.0
+        return out
+
+
+class Counts(LogitsProcessor):
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, input_ids, scores):
+        self.calls += 1
+        return scores + self.calls
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+def test_processors_see_the_true_prefix_at_every_node(target, small, name):
+    decoder = (
+        sd.decoder(target)
+        .sampling(temperature=0, processors=(RepeatLess(),))
+        .draft(all_drafts(target, small)[name], length=3)
+        .build()
+    )
+    out = decoder.generate(PROMPTS[:3], 24)
+    for prompt, got in zip(PROMPTS, out.ids):
+        expected = tiny("llama", 0).generate(
+            torch.tensor([prompt]), max_new_tokens=24, do_sample=False, logits_processor=[RepeatLess()], pad_token_id=0
+        )
+        assert got == expected[0, len(prompt) :].tolist()
+
+
+def test_stateful_processors_are_refused(target):
+    with pytest.raises(ValueError, match="keeps state between calls"):
+        sd.decoder(target).sampling(processors=(Counts(),)).build()
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+def test_stop_strings_and_criteria_inside_blocks(target, small, name):
+    base = sd.decoder(target).greedy()
+    plain = base.build().generate(PROMPTS, 40)
+    stop = plain.texts[0][10:12]
+    limit = 17
+    decoder = base.draft(all_drafts(target, small)[name], length=4).build()
+    out = decoder.generate(PROMPTS, 40, stop_strings=stop)
+    for text, got, why in zip(plain.texts, out.texts, out.finish):
+        at = text.find(stop)
+        assert got == (text if at < 0 else text[: at + len(stop)])
+        assert why == ("length" if at < 0 else "stop_string")
+    out = decoder.generate(PROMPTS, 40, stopping_criteria=[lambda ids, scores: ids.shape[1] >= limit])
+    for prompt, p, got, why in zip(PROMPTS, plain.ids, out.ids, out.finish):
+        assert got == p[: max(1, limit - len(prompt))]
+        assert why == "criteria"
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+def test_stream_equals_generate(target, small, name):
+    decoder = sd.decoder(target).draft(all_drafts(target, small)[name], length=3).build()
+    out = decoder.generate(PROMPTS, BUDGETS, seed=1)
+    ids, texts, finish = [[] for _ in PROMPTS], [""] * len(PROMPTS), [None] * len(PROMPTS)
+    for piece in decoder.stream(PROMPTS, BUDGETS, seed=1):
+        assert not torch.is_inference_mode_enabled()
+        ids[piece.row] += piece.ids
+        texts[piece.row] += piece.text
+        finish[piece.row] = piece.finish or finish[piece.row]
+    assert (ids, texts, finish) == (out.ids, out.texts, out.finish)
+
+
+def test_statistics_of_a_run_that_can_be_counted_by_hand(target):
+    out = sd.decoder(target).greedy().draft(sd.drafts.Model(target), length=3).build().generate([[5], [6, 7]], 14)
+    # 1 token from the prefill, three full rounds of 4, and one round cut to the last token
+    assert out.stats.tokens == 28
+    assert (out.stats.rounds, out.stats.full_rounds) == (8, 6)
+    assert out.stats.tau == 4.0
+    assert (out.stats.drafted, out.stats.accepted) == (18, 18)
+    assert out.stats.acceptance == [1.0, 1.0, 1.0]
+    assert [s.tau for s in out.row_stats] == [4.0, 4.0]
+    assert {"prefill", "draft", "target", "verify", "other"} == set(out.stats.seconds)
+    frame = out.frame()
+    assert list(frame["new_tokens"]) == [14, 14]
+    assert "tau 4.00" in repr(out)
+    assert "<table>" in out._repr_html_()
+
+
+def test_acceptance_is_conditional_on_reaching_the_position():
+    table = sd.TableModel.random(vocab=5, order=2, seed=0)
+    other = sd.TableModel.random(vocab=5, order=2, seed=1)
+    stats = sd.decoder(table).draft(sd.drafts.Model(other), length=3).build().generate([[1]] * 200, 30, seed=0).stats
+    assert stats.reached[1] == stats.stood[0] - sum(  # everything that stood at 0 was asked at 1, unless the budget ended
+        0 for _ in ()
+    ) or stats.reached[1] <= stats.stood[0]
+    assert stats.accepted == sum(stats.stood.values())
+    assert all(0 < a < 1 for a in stats.acceptance)
+
+
+def test_prompts_in_every_form(target):
+    decoder = sd.decoder(target).greedy().build()
+    text = decoder.generate("hello", 5)
+    assert text.prompt_ids == [target.tokenizer("hello")["input_ids"]]
+    assert decoder.generate(["hello", "you"], 5).ids[0] == text.ids[0]
+    ids = text.prompt_ids[0]
+    assert decoder.generate(ids, 5).ids == decoder.generate(torch.tensor([ids]), 5).ids == text.ids
+    with pytest.raises(ValueError, match="no chat template"):
+        decoder.generate([{"role": "user", "content": "hi"}], 5)
+    target.tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+    try:
+        chat = decoder.generate([[{"role": "user", "content": "hi"}]], 5)
+        one = decoder.generate([{"role": "user", "content": "hi"}], 5)
+    finally:
+        target.tokenizer.chat_template = None
+    assert chat.prompt_ids == one.prompt_ids == [target.tokenizer("[user]hi[assistant]")["input_ids"]]
+
+
+def test_the_builder_forks(target, small):
+    base = sd.decoder(target).greedy()
+    a, b = base.draft(small, length=2), base.draft(sd.drafts.NGram(), length=5)
+    assert (a.build().length, b.build().length) == (2, 5)
+    assert a.build().draft.name == "model"
+    assert base.build().draft.name == "plain"
+
+
+def fingerprint(model):
+    digest = hashlib.sha256()
+    for name, tensor in model.state_dict().items():
+        digest.update(name.encode() + tensor.numpy().tobytes())
+    digest.update(json.dumps([model.config.to_dict(), model.generation_config.to_dict()], default=str).encode())
+    return digest.hexdigest()
+
+
+def test_the_users_models_are_untouched():
+    model, draft = tiny("llama", 0), tiny("llama", 1)
+    before = fingerprint(model), fingerprint(draft)
+    expected = greedy_by_transformers(model, [5, 6, 7], 20)
+    decoder = sd.decoder(model).draft(draft).greedy().build()
+    pieces = decoder.stream([[5, 6, 7]], 20)
+    next(pieces)
+    assert greedy_by_transformers(model, [5, 6, 7], 20) == expected  # while a run of ours is under way
+    list(pieces)
+    assert greedy_by_transformers(model, [5, 6, 7], 20) == expected
+    assert (fingerprint(model), fingerprint(draft)) == before
+
+
+def test_padded_vocabularies_of_one_tokenizer():
+    tokenizer = byte_tokenizer()
+    target = sd.HFModel(tiny("llama", 0), tokenizer)
+    for vocab in (104, 97):
+        for big, little in ((tiny("llama", 0, vocab_size=104), tiny("llama", 1, vocab_size=vocab)),):
+            decoder = sd.decoder(sd.HFModel(big, tokenizer)).draft(sd.HFModel(little, tokenizer), 3).build()
+            out = decoder.generate(PROMPTS, 12, seed=0)
+            assert all(len(i) == 12 for i in out.ids)
+    decoder = sd.decoder(target).draft(sd.HFModel(tiny("llama", 1, vocab_size=104), tokenizer), 3)
+    plain = sd.decoder(target).verifier(sd.Coupled()).build().generate(PROMPTS, 12, seed=0)
+    assert decoder.verifier(sd.Coupled()).build().generate(PROMPTS, 12, seed=0).ids == plain.ids
+
+
+class TooLong:
+    name, trees = "too long", False
+
+    def init(self, context, target_cache):
+        return None
+
+    def propose(self, state, context, budget, rng):
+        n = int(budget.max()) + 1
+        return sd.Proposal.chain(torch.zeros(context.batch, n, dtype=torch.long), budget + 1), None
+
+    def observe(self, state, round):
+        return None
+
+    def select(self, state, rows):
+        return None
+
+
+class Declares(TooLong):
+    scale = 1.0
+
+    def propose(self, state, context, budget, rng):
+        n = int(budget.max())
+        q = torch.full((context.batch, n, 97), self.scale / 97, dtype=torch.float64)
+        return sd.Proposal.chain(torch.zeros(context.batch, n, dtype=torch.long), budget, q, "declared"), None
+
+
+class NotNormalised(Declares):
+    scale = 2.0
+
+
+class OutOfVocabulary(TooLong):
+    def propose(self, state, context, budget, rng):
+        return sd.Proposal.chain(torch.full((context.batch, int(budget.max())), 97), budget), None
+
+
+@pytest.mark.parametrize(
+    ("draft", "says"),
+    [
+        (TooLong(), "more than its budget"),
+        (Declares(), "trust_declared"),
+        (NotNormalised(), "sum to"),
+        (OutOfVocabulary(), "outside the target's vocabulary"),
+    ],
+)
+def test_drafts_that_break_the_contract(target, draft, says):
+    with pytest.raises(ValueError, match=says):
+        sd.decoder(target).draft(draft, length=2).build().generate([[1, 2]], 8)
+
+
+def test_declared_probabilities_can_be_trusted(target):
+    verifier = sd.Rejection(trust_declared=True)
+    out = sd.decoder(target).draft(Declares(), length=2).verifier(verifier).build().generate([[1, 2]], 8)
+    assert len(out.ids[0]) == 8
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda d: d.generate([], 5), "prompts is empty"),
+        (lambda d: d.generate("", 5), "prompt 0 is empty"),
+        (lambda d: d.generate([[1], []], 5), "prompt 1 is empty"),
+        (lambda d: d.generate([[1, 97]], 5), "outside the target's vocabulary"),
+        (lambda d: d.generate([[1] * 250], 20), "ask for at most 6 new tokens"),
+        (lambda d: d.generate([[1]], 0), "it must be >= 1"),
+        (lambda d: d.generate([[1], [2]], [5]), "1 entries for 2 prompts"),
+        (lambda d: d.generate([[1], [2]], 5, seed=[1]), "1 entries for 2 rows"),
+        (lambda d: d.generate([[1]], 5, stop_strings=[""]), "empty string"),
+    ],
+)
+def test_bad_calls(target, call, says):
+    decoder = sd.decoder(target).build()
+    with pytest.raises(ValueError, match=says):
+        call(decoder)
+
+
+@pytest.mark.parametrize(
+    ("settings_", "says"),
+    [
+        ({"temperature": -0.1}, "temperature is -0.1"),
+        ({"temperature": float("nan")}, "temperature is nan"),
+        ({"top_p": 0.0}, "top_p is 0.0"),
+        ({"top_p": 1.5}, "top_p is 1.5"),
+        ({"top_k": 0}, "top_k is 0"),
+        ({"min_p": 2.0}, "min_p is 2.0"),
+    ],
+)
+def test_bad_sampling(target, settings_, says):
+    with pytest.raises(ValueError, match=says):
+        sd.decoder(target).sampling(**settings_)
+
+
+def test_bad_compositions(target):
+    with pytest.raises(ValueError, match="length is 0"):
+        sd.decoder(target).draft(sd.drafts.NGram(), length=0).build()
+    with pytest.raises(ValueError, match="vocabulary has 97 entries and the draft's 50"):
+        sd.decoder(tiny("llama")).draft(tiny("llama", vocab_size=50)).build()
+    other = byte_tokenizer()
+    other.add_tokens(["new"])
+    with pytest.raises(ValueError, match="different tokenizers"):
+        sd.decoder(target).draft(sd.HFModel(tiny("llama", vocab_size=98), other)).build()
+    with pytest.raises(ValueError, match="takes chains only"):
+        sd.decoder(tiny("mpt")).draft(sd.drafts.Tree(sd.HFModel(tiny("mpt")))).build()
+    with pytest.raises(ValueError, match="the draft on meta"):
+        sd.decoder(tiny("llama")).draft(tiny("llama").to("meta")).build()
+    with pytest.raises(ValueError, match="no tokenizer"):
+        sd.decoder(tiny("llama")).build().generate("hello", 4)
+    with pytest.raises(ValueError, match="needs a tokenizer"):
+        sd.decoder(tiny("llama")).build().generate([[1]], 4, stop_strings="x")
+    with pytest.raises(TypeError, match="target is a int"):
+        sd.decoder(3)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_logits_that_are_not_numbers(bad, temperature):
+    model = tiny("llama", 0)
+    with torch.no_grad():
+        model.lm_head.weight[3, :] = bad
+    with pytest.raises(ValueError, match="NaN or inf logits"):
+        sd.decoder(model).sampling(temperature=temperature).build().generate([[1, 2]], 4)
+
+
+def test_the_progress_bar_counts_tokens(target, capsys):
+    sd.decoder(target).greedy().build().generate([[1, 2], [3]], 20, progress=True)
+    assert "40/40" in capsys.readouterr().err

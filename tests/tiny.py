@@ -1,0 +1,82 @@
+"""Tiny random models and a byte tokenizer for the tests: every supported family at the smallest useful size."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+_BASE: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8}
+_GPT = {"vocab_size": 97, "n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 256}
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": _BASE,
+    "qwen2": _BASE,
+    "qwen3": {**_BASE, "head_dim": 8},
+    "mistral": {**_BASE, "sliding_window": 8},
+    "gemma": {**_BASE, "head_dim": 8},
+    "gemma2": {**_BASE, "head_dim": 8, "sliding_window": 8},
+    "gemma3_text": {**_BASE, "head_dim": 8, "sliding_window": 8, "num_hidden_layers": 6},
+    "phi3": {**_BASE, "pad_token_id": 0},
+    "olmo2": _BASE,
+    "starcoder2": _BASE,
+    "gpt_neox": {**{k: v for k, v in _BASE.items() if k != "num_key_value_heads"}},
+    "opt": {**_BASE, "ffn_dim": 48, "word_embed_proj_dim": 32},
+    "gpt2": _GPT,
+    "mixtral": {**_BASE, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {**_BASE, **_MOE},
+    "gpt_oss": {**_BASE, "head_dim": 8, "sliding_window": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "falcon": {**_BASE, "alibi": False, "new_decoder_architecture": False},
+    "mpt": {"vocab_size": 97, "d_model": 32, "n_heads": 4, "n_layers": 2, "expansion_ratio": 2, "max_seq_len": 256},
+    "codegen": {**_GPT, "rotary_dim": 8},
+    "gptj": {**_GPT, "rotary_dim": 8},
+    "gpt_neo": {
+        "vocab_size": 97,
+        "hidden_size": 32,
+        "num_layers": 2,
+        "num_heads": 4,
+        "attention_types": [[["global", "local"], 1]],
+        "window_size": 8,
+        "max_position_embeddings": 256,
+    },
+}
+FLOAT32 = {"mixtral", "qwen3_moe", "gpt_oss"}  # their expert kernels have no float64
+
+
+def tiny(family: str = "llama", seed: int = 0, dtype: torch.dtype | None = None, **changes: Any) -> Any:
+    """A random model of a family, with logits spread enough for greedy text not to hang on rounding."""
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(family, **{**FAMILIES[family], **changes})
+    config.bos_token_id = config.eos_token_id = None
+    if getattr(config, "pad_token_id", None) is None:
+        config.pad_token_id = 0
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.dim() > 1:
+                p.mul_(4)
+    model.generation_config.eos_token_id = None
+    return model.to(dtype or (torch.float32 if family in FLOAT32 else torch.float64))
+
+
+def byte_tokenizer(eos: bool = True) -> PreTrainedTokenizerFast:
+    """One token a printable ASCII character (95) and two specials: 97 in all."""
+    characters = [chr(c) for c in range(32, 127)]
+    vocab = {c: i for i, c in enumerate([*characters, "<s>", "</s>"])}
+    backend = Tokenizer(models.BPE(vocab, [], unk_token="?"))
+    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    backend.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>" if eos else None, clean_up_tokenization_spaces=False
+    )
