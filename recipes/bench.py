@@ -52,7 +52,9 @@ def main(s: Settings) -> None:
     ids = [tokenizer(text)["input_ids"][: s.context] for text in prompts(tokens=None)]
     ids = [i for i in ids if len(i) == s.context][: max(*s.batches, 4)]
     if len(ids) < max(s.batches):
-        raise SystemExit(f"only {len(ids)} prompts have {s.context} tokens: choose a smaller --context or --batches")
+        raise SystemExit(
+            f"only {len(ids)} prompts have {s.context} tokens: choose a smaller --context or --batches"
+        )
 
     cases = []
     for temperature in s.temperatures:
@@ -137,7 +139,9 @@ def ours(
 def theirs(
     s: Settings, target: Any, draft: Any, model: Any, small: Any, some: list, batch: int, temperature: float
 ) -> list[Case]:
-    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
+    sampling = (
+        {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
+    )
 
     def constant() -> Any:
         return schedule(small, s.length, "constant")
@@ -227,13 +231,19 @@ if __name__ == "__main__":
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     d = Settings()
-    parser.add_argument("--target", default=d.target, help="pocket model, hub id or folder (default: %(default)s)")
+    parser.add_argument(
+        "--target", default=d.target, help="pocket model, hub id or folder (default: %(default)s)"
+    )
     parser.add_argument("--draft", default=d.draft, help="the same for the draft (default: %(default)s)")
     parser.add_argument("--batches", type=int, nargs="+", default=list(d.batches), help="default: 1 4 16")
-    parser.add_argument("--temperatures", type=float, nargs="+", default=list(d.temperatures), help="default: 0 1")
+    parser.add_argument(
+        "--temperatures", type=float, nargs="+", default=list(d.temperatures), help="default: 0 1"
+    )
     parser.add_argument("--context", type=int, default=d.context, help="prompt tokens (default: %(default)s)")
     parser.add_argument("--new-tokens", type=int, default=d.new_tokens, help="default: %(default)s")
-    parser.add_argument("--length", type=int, default=d.length, help="k, drafted a round (default: %(default)s)")
+    parser.add_argument(
+        "--length", type=int, default=d.length, help="k, drafted a round (default: %(default)s)"
+    )
     parser.add_argument("--repeats", type=int, default=d.repeats, help="default: %(default)s")
     parser.add_argument("--threads", type=int, default=d.threads, help="torch threads (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=d.seed)

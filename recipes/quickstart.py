@@ -87,7 +87,9 @@ def show_one(decoder: sd.Decoder, ids: list[int], s: Settings) -> None:
     for piece in decoder.stream([ids], s.new_tokens, seed=s.seed, eos_token_id=()):
         *drafted, bonus = piece.ids
         pieces.append(tokenizer.decode(drafted) + "\033[1m[" + tokenizer.decode([bonus]) + "]\033[0m")
-    print("\nOne completion: the end of the prompt, then what was generated; the target chose the [bold] tokens,")
+    print(
+        "\nOne completion: the end of the prompt, then what was generated; the target chose the [bold] tokens,"
+    )
     print("the draft proposed all others and the target agreed.\n")
     print("..." + tokenizer.decode(ids[-60:]) + "\033[36m" + "".join(pieces) + "\033[0m")
 
@@ -97,10 +99,16 @@ if __name__ == "__main__":
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     d = Settings()
-    parser.add_argument("--batches", type=int, nargs="+", default=list(d.batches), help="batch sizes (default: 1 16)")
+    parser.add_argument(
+        "--batches", type=int, nargs="+", default=list(d.batches), help="batch sizes (default: 1 16)"
+    )
     parser.add_argument("--context", type=int, default=d.context, help="prompt tokens (default: %(default)s)")
-    parser.add_argument("--new-tokens", type=int, default=d.new_tokens, help="tokens to decode (default: %(default)s)")
-    parser.add_argument("--length", type=int, default=d.length, help="tokens drafted a round (default: %(default)s)")
+    parser.add_argument(
+        "--new-tokens", type=int, default=d.new_tokens, help="tokens to decode (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--length", type=int, default=d.length, help="tokens drafted a round (default: %(default)s)"
+    )
     parser.add_argument("--repeats", type=int, default=d.repeats, help="timed repeats (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=d.threads, help="torch threads (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=d.seed)

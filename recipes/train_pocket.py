@@ -5,7 +5,10 @@
 
 Corpus, BPE tokenizer, token shards, training (draft first: it takes an eighth of the work), test bits per byte beside
 `xz -9`, export into specdec/zoo with a model card. Every stage is kept in the work folder and training resumes from
-its last checkpoint, so that the same command continues after an interruption. Runs on a CPU core or on a GPU.
+its last checkpoint, so that the same command continues after an interruption. Runs on a CPU core or on a GPU. On a CPU,
+huge pages that are kept (glibc) make it a quarter faster:
+
+    GLIBC_TUNABLES=glibc.malloc.hugetlb=1 MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=100000000000 python recipes/…
 """
 
 import argparse
@@ -24,14 +27,15 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import transformers
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from tqdm import tqdm
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from specdec.data.corpus import DOMAINS, corpus
+from specdec.data.corpus import DOMAINS, MANIFEST, corpus
+from specdec.data.prompts import FILE as PROMPTS
+from specdec.data.prompts import choose
+from specdec.data.tokens import Batches, encode, train_tokenizer, write, write_stream
 
-END = "<|endoftext|>"
 ZOO = Path(__file__).resolve().parents[1] / "specdec" / "zoo"
 SHAPES = {  # hidden, layers, heads, intermediate; the draft's body has exactly an eighth of the target's parameters
     "pocket-vanilla": (128, 4, 4, 320),
@@ -44,7 +48,7 @@ class Settings:
     """Every setting of a run; the field's comment is its help."""
 
     models: str = "pocket-vanilla,pocket-target"  # which to train, in order
-    minutes: str = "16,100"  # wall time of each model's training; the schedule follows the clock
+    minutes: str = "13,80"  # wall time of each model's training; the schedule follows the clock
     snapshot_minutes: float = 20.0  # export an early target after this long; 0: never
     work: str = "runs/pocket"  # folder of corpus, shards and checkpoints
     zoo: str = str(ZOO)  # folder to export to
@@ -55,9 +59,9 @@ class Settings:
     mixture: str = "0.7,0.2,0.1"  # shares of code, prose, tabular among the training sequences
     length: int = 1024  # tokens of a training sequence
     micro_batch: int = 4  # sequences in one forward
-    batch: int = 8  # sequences in one optimiser step
+    batch: int = 4  # sequences in one optimiser step
     muon_lr: float = 0.02  # body matrices
-    adam_lr: float = 0.004  # embedding and norms
+    adam_lr: float = 0.006  # embedding and norms
     weight_decay: float = 0.02  # times the learning rate, body matrices only
     warmup: float = 0.02  # share of the time to rise
     decay: float = 0.7  # share of the time to fall linearly to zero
@@ -66,7 +70,8 @@ class Settings:
     threads: int = 1  # CPU threads
     checkpoint_minutes: float = 4.0  # time between checkpoints
     evaluate: bool = True  # test bits per byte at the end
-    seed: int = 0
+    publish: bool = False  # also write the corpus's manifest and the held-out prompts into the package
+    seed: int = 0  # of initialisation and of the order of the data
     json: str = ""  # file for {"meta": …, "rows": […]}
 
 
@@ -84,31 +89,12 @@ def settings() -> Settings:
     return Settings(**vars(parser.parse_args()))
 
 
-def make_tokenizer(s: Settings, documents: dict[str, list[str]]) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer, learnt from the training documents in the mixture's proportions."""
-    folder = Path(s.work) / "tokenizer"
-    if not (folder / "tokenizer.json").exists():
-        tokenizer = Tokenizer(models.BPE())
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        tokenizer.decoder = decoders.ByteLevel()
-        alphabet = pre_tokenizers.ByteLevel.alphabet()
-        trainer = trainers.BpeTrainer(
-            vocab_size=s.vocabulary, special_tokens=[END], initial_alphabet=alphabet
-        )
-        sample = []
-        for domain, share in zip(DOMAINS, map(float, s.mixture.split(",")), strict=True):
-            room = share * s.tokenizer_megabytes * 1e6
-            for text in documents[domain]:
-                sample.append(text)
-                room -= len(text)
-                if room < 0:
-                    break
-        tokenizer.train_from_iterator(sample, trainer)
-        fast = PreTrainedTokenizerFast(
-            tokenizer_object=tokenizer, bos_token=END, eos_token=END, pad_token=END, model_max_length=2048
-        )
-        fast.save_pretrained(folder)
-    return PreTrainedTokenizerFast.from_pretrained(folder)
+def shares(s: Settings) -> list[float]:
+    return [float(share) for share in s.mixture.split(",")]
+
+
+def stream(s: Settings, split: str, domain: str) -> Path:
+    return Path(s.work) / "shards" / f"{split}-{domain}.npy"
 
 
 def load_documents(s: Settings, split: str) -> dict[str, list[str]]:
@@ -123,76 +109,38 @@ def load_documents(s: Settings, split: str) -> dict[str, list[str]]:
     return texts
 
 
-def make_shards(s: Settings) -> PreTrainedTokenizerFast:
-    """Writes one uint16 stream per split and domain, every document followed by END."""
-    folder = Path(s.work) / "shards"
-    folder.mkdir(parents=True, exist_ok=True)
-    documents = None
-    if not all((folder / f"train-{domain}.npy").exists() for domain in DOMAINS):
-        documents = load_documents(s, "train")
-    tokenizer = make_tokenizer(s, documents or {})
-    for split in ("train", "validation"):
-        if split == "validation":
-            documents = None
-        for domain, share in zip(DOMAINS, map(float, s.mixture.split(",")), strict=True):
-            path = folder / f"{split}-{domain}.npy"
-            if path.exists():
-                continue
-            documents = documents or load_documents(s, split)
-            stream, total = [], 0
-            bar = tqdm(range(0, len(documents[domain]), 256), desc=f"tokens {split} {domain}", mininterval=10)
-            for start in bar:
-                for ids in encode(tokenizer, documents[domain][start : start + 256]):
-                    stream.append(np.array(ids, np.uint16))
-                    total += len(ids)
-                if total > share * s.token_limit:
+def make_tokenizer(s: Settings, texts: dict[str, list[str]]) -> PreTrainedTokenizerFast:
+    """The tokenizer kept in the work folder, or a new one, learnt from text in the mixture's proportions."""
+    folder = Path(s.work) / "tokenizer"
+    if not (folder / "tokenizer.json").exists():
+        sample = []
+        for domain, share in zip(DOMAINS, shares(s), strict=True):
+            room = share * s.tokenizer_megabytes * 1e6
+            for text in texts[domain]:
+                sample.append(text)
+                room -= len(text)
+                if room < 0:
                     break
-            write(path, lambda file, stream=stream: np.save(file, np.concatenate(stream)))
-    return tokenizer
+        train_tokenizer(sample, s.vocabulary).save_pretrained(folder)
+    return PreTrainedTokenizerFast.from_pretrained(folder)
 
 
-def encode(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> list[list[int]]:
-    """Token ids of each text, END appended."""
-    end = tokenizer.eos_token_id
-    return [
-        item.ids + [end] for item in tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=False)
-    ]
+def make_streams(s: Settings) -> PreTrainedTokenizerFast:
+    """Writes the tokenizer and one stream of tokens per split and domain, where they are not there yet."""
+    tokenizer = None
+    for split in ("train", "validation"):
+        if all(stream(s, split, domain).exists() for domain in DOMAINS):
+            continue
+        texts = load_documents(s, split)
+        tokenizer = tokenizer or make_tokenizer(s, texts)
+        stream(s, split, "").parent.mkdir(parents=True, exist_ok=True)
+        for domain, share in zip(DOMAINS, shares(s), strict=True):
+            write_stream(stream(s, split, domain), tokenizer, texts[domain], share * s.token_limit)
+    return tokenizer or make_tokenizer(s, {})
 
 
-def write(path: Path, save) -> None:
-    """Writes a file all at once: an interruption leaves the old one."""
-    draft = path.with_name(path.name + ".part")
-    with open(draft, "wb") as file:
-        save(file)
-    os.replace(draft, path)
-
-
-class Batches:
-    """Sequences of length + 1 drawn from the domains' streams in the mixture's proportions; `cursor` is its state."""
-
-    def __init__(self, s: Settings, split: str) -> None:
-        folder = Path(s.work) / "shards"
-        self.streams = [np.load(folder / f"{split}-{domain}.npy", mmap_mode="r") for domain in DOMAINS]
-        self.shares = np.array([float(share) for share in s.mixture.split(",")])
-        self.length = s.length
-        self.cursor = np.zeros(len(DOMAINS), np.int64)
-
-    def take(self, count: int) -> Tensor:
-        """The next `count` sequences, `int64[count, length + 1]`; each from the domain most behind its share."""
-        rows = []
-        for _ in range(count):
-            domain = int(np.argmax(self.shares * (self.cursor.sum() + 1) - self.cursor))
-            rows.append(self.read(domain, int(self.cursor[domain])))
-            self.cursor[domain] += 1
-        return torch.from_numpy(np.stack(rows).astype(np.int64))
-
-    def read(self, domain: int, index: int) -> np.ndarray:
-        """Sequence `index` of a domain; later rounds over the stream start a little further on."""
-        stream = self.streams[domain]
-        each = (len(stream) - self.length - 1) // self.length
-        turn, place = divmod(index, each)
-        start = place * self.length + turn * 389 % self.length
-        return stream[start : start + self.length + 1]
+def batches_of(s: Settings, split: str) -> Batches:
+    return Batches([stream(s, split, domain) for domain in DOMAINS], shares(s), s.length, s.seed)
 
 
 def block_attention(
@@ -255,7 +203,7 @@ def train(
     muon = torch.optim.Muon(body, lr=s.muon_lr, momentum=0.95, weight_decay=s.weight_decay)
     adam = torch.optim.AdamW(rest, lr=s.adam_lr, betas=(0.9, 0.95), weight_decay=0.0, foreach=True)
     model.to(torch.bfloat16)
-    batches, step, elapsed, curve = Batches(s, "train"), 0, 0.0, []
+    batches, step, elapsed, curve = batches_of(s, "train"), 0, 0.0, []
     if path.exists():
         state = torch.load(path, map_location=device, weights_only=False)
         for key, value in state["master"].items():
@@ -285,15 +233,16 @@ def train(
         write(path, lambda file: torch.save({"master": master, **optimisers, **progress}, file))
 
     def validate() -> dict[str, float]:
-        held = Batches(s, "validation")
+        held = batches_of(s, "validation")
         with torch.no_grad():
             for domain, label in enumerate(DOMAINS):
-                each = [
-                    torch.from_numpy(held.read(domain, 7 * i).astype(np.int64))
-                    for i in range(2 * s.micro_batch)
-                ]
+                each = [held.read(domain, i) for i in range(2 * s.micro_batch)]
                 parts = torch.stack(each).to(device).split(s.micro_batch)
                 yield label, sum(float(loss_of(part)) for part in parts) / len(parts)
+
+    def summary() -> dict:
+        tokens = step * s.batch * s.length
+        return {"step": step, "tokens": tokens, "minutes": elapsed / 60, "budget": minutes, "curve": curve}
 
     refresh()
     compiled = torch.compile(loss_of) if s.compile else loss_of
@@ -344,16 +293,10 @@ def train(
             save()
             saved = time.monotonic()
         if previous < snapshot <= elapsed:
-            info = {
-                "step": step,
-                "tokens": step * s.batch * s.length,
-                "minutes": elapsed / 60,
-                "curve": curve,
-            }
-            export(s, name, model, tokenizer, info, {})
+            export(s, name, model, tokenizer, summary(), {})
             status(s, f"{name}: early snapshot exported ({elapsed / 60:.0f} minutes)")
     save()
-    return model, {"step": step, "tokens": step * s.batch * s.length, "minutes": elapsed / 60, "curve": curve}
+    return model, summary()
 
 
 @torch.no_grad()
@@ -425,14 +368,14 @@ def card(s: Settings, name: str, model, info: dict, test: dict) -> str:
         "**Data.** Python source of the standard library and of the packages in specdec/data/packages.txt (BSD, MIT,",
         "Apache, PSF and the like; none under the GPL or MPL), as code, prose (docstrings and comments) and tabular",
         f"(large literal collections), mixed {s.mixture.replace(',', ' / ')}. Whole packages are held out and near-duplicates",
-        "removed; specdec/data/manifest.json has the versions, splits and hashes.",
+        "removed; specdec/data/manifest.json has the versions, splits and hashes. A held-out file serves one domain only.",
         "",
         f"**Training.** {info['step']:,} steps of {s.batch * s.length:,} tokens, {info['tokens'] / 1e6:.1f} M tokens in "
         f"{info['minutes']:.0f} minutes on {machine}. Muon (lr {s.muon_lr}) for the",
         f"body matrices, AdamW (lr {s.adam_lr}) for embedding and norms, bf16 with float32 master weights, seed {s.seed}.",
         "",
         "```",
-        "python recipes/train_pocket.py --site SITE_PACKAGES" + command_options(s),
+        f"python recipes/train_pocket.py --site SITE_PACKAGES --models {name}{command_options(s, info)}",
         "```",
         "",
     ]
@@ -448,7 +391,7 @@ def card(s: Settings, name: str, model, info: dict, test: dict) -> str:
             ours, theirs = row["bits_per_byte"], row["xz_bits_per_byte"]
             lines.append(f"| {domain} | {row['bytes']:,} | {ours:.3f} | {theirs:.3f} | {ours / theirs:.2f} |")
     else:
-        lines.append("**An early snapshot, not the final model.**")
+        lines.append("**Not evaluated: an early snapshot, or a model whose evaluation still runs.**")
     lines += [
         "",
         "**Loss curve** (nats per token; validation on whole held-out packages):",
@@ -462,16 +405,30 @@ def card(s: Settings, name: str, model, info: dict, test: dict) -> str:
     return "\n".join(lines) + "\n"
 
 
-def command_options(s: Settings) -> str:
-    """The settings that differ from their defaults, as options; folders are left out."""
-    options = ""
+def command_options(s: Settings, info: dict) -> str:
+    """The settings that differ from their defaults, as options, without the folders."""
+    options = f" --minutes {info['budget']:g}"
     for field in fields(Settings):
         value = getattr(s, field.name)
-        if field.name in ("work", "zoo", "site", "json") or value == field.default:
+        if (
+            field.name in ("models", "minutes", "work", "zoo", "site", "json", "evaluate", "publish")
+            or value == field.default
+        ):
             continue
         flag = field.name.replace("_", "-")
         options += f" --{'' if value else 'no-'}{flag}" if field.type is bool else f" --{flag} {value}"
     return options
+
+
+def publish(s: Settings, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Writes specdec/data/manifest.json and prompts.json: what the corpus is, and prompts from its test packages."""
+    test = corpus(None, "test", [site for site in s.site.split(",") if site], s.work)
+    newest = max(Path(s.work).glob("corpus-*/manifest.json"), key=lambda path: path.stat().st_mtime)
+    manifest = json.loads(newest.read_text())
+    licences = {entry["package"]: entry["licence"] for entry in manifest["packages"]}
+    chosen = choose(test, licences, tokenizer)
+    MANIFEST.write_text(json.dumps(manifest, indent=0) + "\n")
+    PROMPTS.write_text(json.dumps({"prompts": chosen}, indent=1, ensure_ascii=False) + "\n")
 
 
 def status(s: Settings, text: str) -> None:
@@ -487,8 +444,10 @@ def main() -> None:
     began = datetime.datetime.now(datetime.UTC)
     torch.set_num_threads(s.threads)
     Path(s.work).mkdir(parents=True, exist_ok=True)
-    tokenizer = make_shards(s)
+    tokenizer = make_streams(s)
     status(s, "tokenizer and shards ready")
+    if s.publish:
+        publish(s, tokenizer)
     rows = []
     for name, minutes in zip(s.models.split(","), s.minutes.split(","), strict=True):
         model, info = train(s, name, float(minutes), tokenizer)

@@ -1,6 +1,6 @@
 """specdec: composable, provably lossless speculative decoding for Hugging Face causal language models."""
 
-from specdec import drafts, verifiers
+from specdec import drafts, tree, verifiers
 from specdec.builder import Builder, decoder
 from specdec.decoder import Decoder, Piece
 from specdec.drafts import chain_draft
@@ -32,5 +32,6 @@ __all__ = [
     "chain_draft",
     "decoder",
     "drafts",
+    "tree",
     "verifiers",
 ]

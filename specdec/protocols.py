@@ -46,6 +46,10 @@ class LanguageModel(Protocol):
         """An empty cache for ``batch`` rows of up to ``capacity`` tokens (tree nodes included)."""
         ...
 
+    def prefill(self, cache: Any, context: Context) -> None:
+        """Feed all but the last committed token of each row, without computing logits."""
+        ...
+
     def score(
         self,
         cache: Any,

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from specdec import tree
 from specdec.rng import SELECT, Key, Rng
 from specdec.types import Context, Proposal, Round
 
@@ -57,7 +58,10 @@ class Adversary:
         tokens, parents = torch.zeros(B, N, dtype=torch.long), torch.full((B, N), -1)
         depth, size = torch.zeros(B, N, dtype=torch.long), torch.zeros(B, dtype=torch.long)
         probs = torch.zeros(B, N, V, dtype=self.laws.dtype)
-        memory, nothing = state.memory, torch.zeros(V, dtype=self.laws.dtype).index_fill(0, torch.tensor(0), 1)
+        memory, nothing = (
+            state.memory,
+            torch.zeros(V, dtype=self.laws.dtype).index_fill(0, torch.tensor(0), 1),
+        )
         for n in range(N):
             # -1 or any node above the budget's end may be the parent; in a chain only the last one.
             above = torch.cat([torch.full((B, 1), -1), depth[:, :n]], 1)
@@ -67,7 +71,10 @@ class Adversary:
                 go &= _choose(memory, 3 * n, self.stops) != 0
             nth = _choose(memory, 3 * n + 1, fits.sum(1).clamp(min=1))
             place = (fits.long().cumsum(1) > nth[:, None]).int().argmax(1)
-            parents[:, n], depth[:, n] = torch.where(go, place - 1, -1), torch.where(go, above[rows, place] + 1, 0)
+            parents[:, n], depth[:, n] = (
+                torch.where(go, place - 1, -1),
+                torch.where(go, above[rows, place] + 1, 0),
+            )
             q = self.laws[_choose(memory, 3 * n + 2, len(self.laws))]
             if not self.replacement:
                 elder = (parents[:, :n] == parents[:, n : n + 1]) & go[:, None]
@@ -92,7 +99,9 @@ class Adversary:
         memory, proposal, verdict = state.memory, round.proposal, round.verdict
         memory = _mix(memory, proposal.size * 64 + verdict.accepted)
         for n in range(proposal.nodes):  # a row must not notice how wide its mates are
-            memory = _mix(memory, proposal.tokens[:, n].cpu() * 64 + proposal.parents[:, n] + 1, n < proposal.size)
+            memory = _mix(
+                memory, proposal.tokens[:, n].cpu() * 64 + proposal.parents[:, n] + 1, n < proposal.size
+            )
         for n in range(verdict.tokens.shape[1]):
             memory = _mix(memory, verdict.tokens[:, n], n < round.kept)
         return Seen(memory)
@@ -137,6 +146,47 @@ class Remembers:
         return Dropped(state.token[rows])
 
 
+@dataclass(frozen=True, eq=False)
+class TwoChains:
+    """Two chains of two, drawn from different tables ``[V, V]`` (laws after each token), merged into one tree."""
+
+    one: Tensor
+    two: Tensor
+    name = "two chains"
+    trees = True
+
+    def nodes(self, length: int) -> int:
+        return 4
+
+    def init(self, context: Context, target_cache: Any) -> None:
+        return None
+
+    def propose(self, state: None, context: Context, budget: Tensor, rng: Rng) -> tuple[Proposal, None]:
+        last = context.tokens[torch.arange(context.batch), context.length - 1]
+        chains = [
+            self._chain(table, last, n, context, budget, rng) for n, table in enumerate((self.one, self.two))
+        ]
+        return tree.merge(*chains), None
+
+    def _chain(
+        self, table: Tensor, last: Tensor, sibling: int, context: Context, budget: Tensor, rng: Rng
+    ) -> Proposal:
+        first = table[last]
+        a = rng.categorical(first, Key(context.length, 0, sibling))
+        second = torch.where(
+            (budget > 1)[:, None], table[a], torch.tensor([1.0, 0.0, 0.0])
+        )  # not asked for: certain
+        b = rng.categorical(second, Key(context.length, 1, sibling))
+        laws = torch.stack([first, second], 1)
+        return Proposal.chain(torch.stack([a, b], 1), budget.clamp(max=2), laws, "sampled")
+
+    def observe(self, state: None, round: Round) -> None:
+        return None
+
+    def select(self, state: None, rows: Tensor) -> None:
+        return None
+
+
 @dataclass(frozen=True)
 class Everything:
     """Every tree of up to ``limit`` nodes over ``vocab_size`` tokens, by free choices that the certifier walks one by one."""
@@ -174,7 +224,9 @@ class Everything:
         """``[B]`` below ``options [B]``. ``accept`` reaches the walk under every verifier; draws may be the verifier's own."""
         answer = torch.full_like(options, -1)
         for option in range(int(options.max())):
-            prob = torch.where((answer < 0) & (option < options), 1 / (options - option).clamp(min=1).double(), 0)
+            prob = torch.where(
+                (answer < 0) & (option < options), 1 / (options - option).clamp(min=1).double(), 0
+            )
             answer[rng.accept(prob, Key(context.length, what, option, SELECT))] = option
         return answer
 

@@ -158,11 +158,11 @@ def _walk(run: _Run, plain: list[Plain], numbered: Numbered | None, batch: int, 
         # A prompt that is through stays as a batch mate, so that every branch runs next to every prompt.
         mate = [not stack for stack in stacks]
         parts = [_take(stack, max(1, batch // len(rows))) if stack else Branches.root() for stack in stacks]
-        owner = np.repeat(np.arange(len(rows)), [part.count for part in parts])
+        owner = np.repeat(np.arange(len(rows)), [len(part) for part in parts])
         walk = Walk(Branches.join(parts), numbered)
         ids = run(walk, owner)
         measure = walk.branches.measure()
-        for b, row in enumerate(owner):
+        for b, row in enumerate(owner.tolist()):
             if not mate[row]:
                 masses[row][ids[b]].append(float(measure[b]))
         for from_row, scripts in walk.left:
@@ -170,15 +170,15 @@ def _walk(run: _Run, plain: list[Plain], numbered: Numbered | None, batch: int, 
                 if not mate[row]:
                     mine = (owner[from_row] == row).nonzero()[0]
                     if len(mine):
-                        stacks[row].append(scripts[mine])
+                        stacks[row].append(scripts.select(mine))
         if numbered is not None:
             wrong = _off_path(walk.branches, owner, ids, plain, numbered)
             for row in rows:
                 if not mate[row]:
                     astray[row].append(float(measure[wrong & (owner == row)].sum()))
         some = np.linspace(0, len(owner) - 1, min(len(owner), 64)).astype(int)
-        sample.append((walk.branches[some], owner[some], [ids[b] for b in some]))
-        count += sum(part.count for part, through in zip(parts, mate) if not through)
+        sample.append((walk.branches.select(some), owner[some], [ids[b] for b in some]))
+        count += sum(len(part) for part, through in zip(parts, mate) if not through)
         if count > limit:
             raise RuntimeError(
                 f"more than {limit} branches: use fewer nodes or tokens, a smaller vocabulary, or laws with zeros"
@@ -198,14 +198,15 @@ def _walk(run: _Run, plain: list[Plain], numbered: Numbered | None, batch: int, 
 
 def _take(stack: list[Branches], count: int) -> Branches:
     """Remove up to ``count`` branches from the top, the most decided ones: the stack stays small."""
-    parts, have = [], 0
+    parts: list[Branches] = []
+    have = 0
     while stack and have < count:
         top = stack.pop()
-        if top.count > count - have:
-            stack.append(top[: top.count - (count - have)])
-            top = top[top.count - (count - have) :]
+        if len(top) > count - have:
+            stack.append(top.select(slice(len(top) - (count - have))))
+            top = top.select(slice(len(top) - (count - have), None))
         parts.append(top)
-        have += top.count
+        have += len(top)
     return Branches.join(parts)
 
 
@@ -217,7 +218,7 @@ def _again(
     owner = np.concatenate([part for _, part, _ in sample])
     before = [ids for _, _, part in sample for ids in part]
     order = np.random.default_rng(0).permutation(len(owner))
-    after = run(Walk(branches[order], numbered), owner[order])
+    after = run(Walk(branches.select(order), numbered), owner[order])
     for b, ids in zip(order, after):
         if before[b] != ids:
             raise RuntimeError(
@@ -234,7 +235,9 @@ def _off_path(
     every = np.arange(len(owner))
     for step in range(max(len(one) for one in ids)):
         here = np.array([step < len(one) for one in ids])
-        number = np.array([numbered.of[r].get(one[:step], -1) if h else 0 for r, one, h in zip(owner, ids, here)])
+        number = np.array(
+            [numbered.of[r].get(one[:step], -1) if h else 0 for r, one, h in zip(owner, ids, here)]
+        )
         position = torch.tensor([len(plain[r].prompt) + step for r in owner])
         slot = branches.key == pack(race_key(position, number))[:, None]
         middle = 0.5 * (branches.low + branches.high)[every, slot.argmax(1)]

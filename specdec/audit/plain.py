@@ -60,7 +60,8 @@ def enumerate_plain(
                 to = (*ids, token)
                 ends = token in eos or step == max_new_tokens
                 ends = ends or any(
-                    bool(torch.as_tensor(stop(torch.tensor([[*prompt, *to]]), None)).all()) for stop in criteria
+                    bool(torch.as_tensor(stop(torch.tensor([[*prompt, *to]]), None)).all())
+                    for stop in criteria
                 )
                 (done if ends else grown)[to] = mass * float(law[token])
         alive = grown

@@ -8,8 +8,8 @@ The pieces always partition the unit cube, so the measures of all branches sum t
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -27,12 +27,15 @@ def pack(key: Key) -> np.ndarray:
     code = np.zeros_like(fields[0])
     for name, bits, field in zip(Key._fields, _BITS, fields):
         if field.size and (field.min() < 0 or field.max() >= 1 << bits):
-            raise ValueError(f"a key's {name} is {int(field.min())}..{int(field.max())}: need 0..{(1 << bits) - 1}")
+            raise ValueError(
+                f"a key's {name} is {int(field.min())}..{int(field.max())}: need 0..{(1 << bits) - 1}"
+            )
         code = (code << bits) | field
     return code
 
 
-class Branches(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Branches:
     """``R`` scripts of up to ``M`` keys: ``key [R, M]`` (-1 where there is none) and intervals ``low``, ``high [R, M]``."""
 
     key: np.ndarray
@@ -44,14 +47,14 @@ class Branches(NamedTuple):
         """The one branch that has decided nothing."""
         return Branches(np.full((1, 1), -1), np.zeros((1, 1)), np.ones((1, 1)))
 
-    def __getitem__(self, rows) -> Branches:  # type: ignore[override]
-        return Branches(*(np.ascontiguousarray(array[rows]) for array in tuple(self)))
+    def __len__(self) -> int:
+        return len(self.key)
 
-    @property
-    def count(self) -> int:
-        return tuple(self)[0].shape[0]
+    def select(self, rows: np.ndarray | slice, width: int | None = None) -> Branches:
+        """A copy of some scripts, of their first ``width`` keys."""
+        return Branches(*(a[rows, :width].copy() for a in (self.key, self.low, self.high)))
 
-    def wider(self, width: int) -> Branches:
+    def widen(self, width: int) -> Branches:
         """The same scripts with room for ``width`` keys."""
         more = ((0, 0), (0, width - self.key.shape[1]))
         return Branches(
@@ -61,10 +64,14 @@ class Branches(NamedTuple):
         )
 
     @staticmethod
-    def join(parts: list[Branches]) -> Branches:
-        width = max(part.key.shape[1] for part in parts)
-        wide = [part.wider(width) for part in parts]
-        return Branches(*(np.concatenate([getattr(w, name) for w in wide]) for name in Branches._fields))
+    def join(parts: Sequence[Branches]) -> Branches:
+        """The scripts of all parts, in order."""
+        wide = [part.widen(max(p.key.shape[1] for p in parts)) for part in parts]
+        return Branches(
+            np.concatenate([w.key for w in wide]),
+            np.concatenate([w.low for w in wide]),
+            np.concatenate([w.high for w in wide]),
+        )
 
     def measure(self) -> np.ndarray:
         """``[R]`` the product of the lengths of each script's intervals."""
@@ -80,43 +87,36 @@ class Walk:
     """
 
     def __init__(self, branches: Branches, law_number: Callable[[np.ndarray], np.ndarray] | None = None):
-        self.key, self.low, self.high = (array.copy() for array in tuple(branches))
-        self.used = (self.key >= 0).sum(1)
+        self.branches = branches.select(slice(None))
+        self.used = (branches.key >= 0).sum(1)
         self.law_number = law_number
         self.left: list[tuple[np.ndarray, Branches]] = []  # rows they come from, scripts
-
-    @property
-    def branches(self) -> Branches:
-        """The scripts, with all that was decided so far."""
-        return Branches(self.key, self.low, self.high)
 
     def rng(self) -> ScriptedRng:
         return ScriptedRng(self, np.arange(len(self.used)))
 
     def decide(self, row: np.ndarray, code: np.ndarray, cuts: np.ndarray) -> np.ndarray:
         """Answers ``[R]``: in which piece of ``cuts [R, C + 1]`` (0 ... 1, ascending) the number of key ``code [R]`` lies."""
-        known = self.key[row] == code[:, None]
+        every, known = np.arange(len(row)), self.branches.key[row] == code[:, None]
         found = known.any(1)
         slot = np.where(found, known.argmax(1), self.used[row])
-        if slot.max(initial=0) >= self.key.shape[1]:
-            self.key, self.low, self.high = self.branches.wider(2 * self.key.shape[1])
-        fresh = row[~found]
-        self.key[fresh, slot[~found]] = code[~found]
+        if slot.max(initial=0) >= known.shape[1]:
+            self.branches = self.branches.widen(2 * known.shape[1])
+        branches, fresh = self.branches, row[~found]
+        branches.key[fresh, slot[~found]] = code[~found]
         self.used[fresh] += 1
-        low = np.maximum(cuts[:, :-1], self.low[row, slot][:, None])
-        high = np.minimum(cuts[:, 1:], self.high[row, slot][:, None])
+        low = np.maximum(cuts[:, :-1], branches.low[row, slot][:, None])
+        high = np.minimum(cuts[:, 1:], branches.high[row, slot][:, None])
         real = high - low > SLIVER
         answer = np.where(real.any(1), real.argmax(1), (high - low).argmax(1))
-        width = int(self.used.max(initial=0))
         for piece in range(real.shape[1]):
             other = (real[:, piece] & (piece > answer)).nonzero()[0]
             if len(other):
-                scripts = Branches(self.key[:, :width], self.low[:, :width], self.high[:, :width])[row[other]]
-                scripts.low[np.arange(len(other)), slot[other]] = low[other, piece]
-                scripts.high[np.arange(len(other)), slot[other]] = high[other, piece]
+                scripts = branches.select(row[other], int(self.used.max()))
+                at = (np.arange(len(other)), slot[other])
+                scripts.low[at], scripts.high[at] = low[other, piece], high[other, piece]
                 self.left.append((row[other], scripts))
-        every = np.arange(len(row))
-        self.low[row, slot], self.high[row, slot] = low[every, answer], high[every, answer]
+        branches.low[row, slot], branches.high[row, slot] = low[every, answer], high[every, answer]
         return answer
 
 
@@ -134,7 +134,9 @@ class ScriptedRng:
 
     def accept(self, prob: Tensor, key: Key) -> Tensor:
         p = np.nan_to_num(prob.double().cpu().numpy(), nan=0.0).clip(0, 1)[..., None]
-        return (self._ask(np.concatenate([np.zeros_like(p), p, np.ones_like(p)], -1), key) == 0).to(prob.device)
+        return (self._ask(np.concatenate([np.zeros_like(p), p, np.ones_like(p)], -1), key) == 0).to(
+            prob.device
+        )
 
     def race(self, probs: Tensor, position: Tensor) -> Tensor:
         """Any function of (position, law) is a possible outcome of the races: one free choice for each such pair.

@@ -1,5 +1,6 @@
 """Corpus and held-out prompts."""
 
 from .corpus import corpus
+from .prompts import prompts
 
-__all__ = ["corpus"]
+__all__ = ["corpus", "prompts"]

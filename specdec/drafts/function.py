@@ -26,6 +26,13 @@ class FunctionDraft:
     name = "function"
     trees = False
 
+    @staticmethod
+    def example(model: LanguageModel) -> FunctionDraft:
+        """An instance for the contract tests: asks ``model`` about the whole prefix, every time."""
+        return FunctionDraft(
+            lambda ids: model.score(model.cache(1, len(ids)), Context.of([ids])).logits[0, 0]
+        )
+
     def bind(self, target: LanguageModel, sampling: Sampling) -> FunctionDraft:
         return replace(self, sampling=self.sampling or sampling, vocab_size=target.vocab_size)
 

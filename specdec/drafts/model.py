@@ -40,13 +40,14 @@ class Model:
 
     def init(self, context: Context, target_cache: Any) -> ModelState:
         cache = self.model.cache(context.batch, context.tokens.shape[1])
-        self.model.prefill(cache, context)  # type: ignore[attr-defined]
+        self.model.prefill(cache, readable(context, self.model))
         return ModelState(cache, None)
 
     def propose(
         self, state: ModelState, context: Context, budget: Tensor, rng: Rng
     ) -> tuple[Proposal, ModelState]:
         sampling = self.sampling or Sampling()
+        text = readable(context, self.model)
         B, N = context.batch, int(budget.max())
         device = getattr(self.model, "device", "cpu")
         tokens = torch.zeros(B, N, dtype=torch.long, device=device)
@@ -56,7 +57,7 @@ class Model:
         for n in range(N):
             rows = None if uniform else (budget > n).nonzero()[:, 0]
             start = n - 1 if n else None
-            logits = self.model.score(state.cache, context, sofar, start=start, rows=rows).logits
+            logits = self.model.score(state.cache, text, sofar, start=start, rows=rows).logits
             logits = fit(logits, self.vocab_size)
             if sampling.greedy:
                 tokens[:, n] = sampling.argmax(logits, context, sofar, first=n - 1)[:, 0]
@@ -77,6 +78,13 @@ class Model:
 
     def select(self, state: ModelState, rows: Tensor) -> ModelState:
         return ModelState(state.cache.select(rows), None)
+
+
+def readable(context: Context, model: LanguageModel) -> Context:
+    """The context as a draft with a smaller (less padded) vocabulary can read it: tokens that it lacks become its last one."""
+    if model.vocab_size > int(context.tokens.max()):
+        return context
+    return replace(context, tokens=context.tokens.clamp(max=model.vocab_size - 1))
 
 
 def fit(logits: Tensor, vocab_size: int | None) -> Tensor:

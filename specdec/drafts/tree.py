@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec.drafts.model import Model, ModelState, fit
+from specdec.drafts.model import Model, ModelState, fit, readable
 from specdec.protocols import LanguageModel
 from specdec.rng import Key, Rng
 from specdec.sampling import Sampling
@@ -56,6 +56,7 @@ class Tree:
         self, state: ModelState, context: Context, budget: Tensor, rng: Rng
     ) -> tuple[Proposal, ModelState]:
         sampling = self.sampling or Sampling()
+        text = readable(context, self.model)
         B = context.batch
         device = getattr(self.model, "device", "cpu")
         upto = torch.tensor([self.nodes(d) for d in range(len(self.widths) + 1)])
@@ -71,7 +72,7 @@ class Tree:
         for d in range(depth):
             rows = (budget > d).nonzero()[:, 0]
             start = int(level[0]) if d else None
-            logits = self.model.score(state.cache, context, sofar, start=start, rows=rows).logits
+            logits = self.model.score(state.cache, text, sofar, start=start, rows=rows).logits
             logits = fit(logits, self.vocab_size)
             width, first = self.widths[d], int(level[0])
             scores = sampling.scores(logits, context, sofar, first=first)

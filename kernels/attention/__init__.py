@@ -1,0 +1,6 @@
+"""Attention of packed ragged queries over KV slots: one function, several backends, all tested against a reference."""
+
+from specdec.kernels.attention.api import BACKENDS, attention
+from specdec.kernels.attention.plan import AttentionPlan, Tree
+
+__all__ = ["BACKENDS", "AttentionPlan", "Tree", "attention"]

@@ -1,0 +1,182 @@
+"""What every layer of one forward needs to know about its rows: built once on the host, shared by all layers.
+
+``T`` new tokens of ``R`` rows are packed without padding; row ``r`` has ``counts[r]`` of them, and they take the slots
+``first[r], first[r] + 1, ...`` of buffer row ``rows[r]``. A query sees the slots of its row up to its own (causal); where the
+last slots hold a tree of proposed tokens, it sees its ancestors among them instead (SpecInfer, arXiv 2305.09781). A sliding
+window is a matter of *positions*, which in a tree are not slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class Tree(NamedTuple):
+    """The proposed tokens at the end of each row, those of earlier calls included.
+
+    ``root [R]``: slot of node 0 (= its position when its depth is 0); ``ancestors [R, N, N]`` bool: entry ``[r, n, m]`` says
+    that node m is n itself or above it; ``depth [R, N]``. Entries of nodes that do not exist are never looked at.
+    """
+
+    root: np.ndarray
+    ancestors: np.ndarray
+    depth: np.ndarray
+
+
+class Segment(NamedTuple):
+    """Neighbouring buffer rows with equally many queries: one call of a batched kernel."""
+
+    r0: int  # rows r0:r1 of the plan
+    r1: int
+    b0: int  # buffer rows b0:b0 + (r1 - r0)
+    t0: int  # packed queries t0:t0 + (r1 - r0) * queries
+    queries: int
+    keys: int  # slots 0:keys hold all that any of its rows sees
+
+
+@dataclass
+class AttentionPlan:
+    """Where the packed tokens of one forward live, and what they see.
+
+    Args:
+        rows: ``[R]`` buffer row of each row, ascending. first: ``[R]`` slot of its first query. counts: ``[R]`` its queries,
+            at least 1.
+        capacity: slots of a buffer row.
+        tree: where the last slots are not causal.
+        slots: ``[T]`` numbers of the new tokens' slots in a buffer flattened to ``[B * capacity, H, D]``, where they are
+            known already.
+    """
+
+    rows: Sequence[int]
+    first: Sequence[int]
+    counts: Sequence[int]
+    capacity: int
+    tree: Tree | None = None
+    slots: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self.length = [f + c for f, c in zip(self.first, self.counts)]  # [R] slots in use, the new ones included
+        self.segments = self._segments()
+        self._masks: dict[Any, Tensor] = {}
+        self._lows: dict[Any, int] = {}
+        if self.slots is None:
+            runs = zip(self.rows, self.first, self.counts)
+            self.slots = torch.tensor([r * self.capacity + f + i for r, f, c in runs for i in range(c)])
+
+    def slots_on(self, device: torch.device) -> Tensor:
+        """``slots`` where a layer lives: a model may be spread over devices."""
+        assert self.slots is not None
+        if self.slots.device != device:
+            key = ("slots", device)
+            if key not in self._masks:
+                self._masks[key] = self.slots.to(device)
+            return self._masks[key]
+        return self.slots
+
+    def _segments(self) -> list[Segment]:
+        rows, counts, length = self.rows, self.counts, self.length
+        R, widest = len(rows), max(length)
+        if R == 1:
+            return [Segment(0, 1, rows[0], 0, counts[0], widest)]
+        # A batched call works on as many slots as its longest row has; where most of that would be masked, go row by row.
+        alone = R * widest > 2 * sum(length) + 64 * R
+        starts = [
+            r for r in range(R) if alone or not r or counts[r] != counts[r - 1] or rows[r] != rows[r - 1] + 1
+        ]
+        offsets = [0, *accumulate(counts)]
+        return [
+            Segment(a, b, rows[a], offsets[a], counts[a], max(length[a:b])) for a, b in pairwise([*starts, R])
+        ]
+
+    def _query_slots(self, s: Segment) -> np.ndarray:
+        """``[R, q]`` slot of each query."""
+        return np.array(self.first[s.r0 : s.r1])[:, None] + np.arange(s.queries)
+
+    def _query_positions(self, s: Segment) -> np.ndarray:
+        """``[R, q]`` position in the text of each query."""
+        slot = self._query_slots(s)
+        if self.tree is None:
+            return slot
+        root, depth = self.tree.root[s.r0 : s.r1, None], self.tree.depth[s.r0 : s.r1]
+        node = slot - root
+        return np.where(node < 0, slot, root + np.take_along_axis(depth, node.clip(0, depth.shape[1] - 1), 1))
+
+    def low(self, segment: Segment, window: int) -> int:
+        """Slots below are outside every query's window (never above the root of a tree)."""
+        key = (segment.r0, window)
+        if key not in self._lows:
+            if self.tree is None:
+                low = min(self.first[segment.r0 : segment.r1]) - window + 1
+            else:
+                low = int(self._query_positions(segment).min()) - window + 1
+                low = min(low, int(self.tree.root[segment.r0 : segment.r1].min()))
+            self._lows[key] = max(0, low)
+        return self._lows[key]
+
+    def visible(self, segment: Segment, window: int | None = None, low: int = 0) -> np.ndarray:
+        """``[R, q, keys - low]`` bool: which slots from ``low`` on each query of a segment sees.
+
+        Args:
+            window: a query at position p sees positions above p - window only.
+            low: must not be above the root of a tree.
+        """
+        s, tree, query = segment, self.tree, self._query_slots(segment)
+        if tree is None:
+            key = np.arange(low, s.keys)
+            seen = key <= query[:, :, None]
+            if window is not None:
+                seen &= key > query[:, :, None] - window
+            return seen
+        root, depth, ancestors = (t[s.r0 : s.r1] for t in tree)
+        N, r = depth.shape[1], np.arange(s.r1 - s.r0)[:, None]
+        # One spare column for each node, so that nodes beyond a row's end fall outside.
+        key = np.arange(low, s.keys + N)
+        seen = key <= query[:, :, None]
+        node, column = query - root[:, None], root[:, None] - low + np.arange(N)
+        above = ancestors[r, node.clip(0, N - 1)] & (node >= 0)[:, :, None]
+        seen[r[:, :, None], np.arange(s.queries)[:, None], column[:, None, :]] = above
+        if window is not None:
+            position = np.repeat(key[None], len(r), 0)
+            position[r, column] = root[:, None] + depth
+            seen &= position[:, None, :] > self._query_positions(s)[:, :, None] - window
+        return seen[:, :, : s.keys - low]
+
+    def mask(
+        self, segment: Segment, window: int | None, low: int, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """To add to scores: 0 where a query sees a slot, -inf elsewhere. Made once per forward.
+
+        Returns:
+            ``[R, 1, q, keys - low]``, or ``[q, keys - low]`` for a chain alone.
+        """
+        s = segment
+        key = (s.r0, window, low, dtype, device)
+        made = self._masks.get(key)
+        if made is None:
+            if self.tree is None and s.r1 - s.r0 == 1 and s.queries <= 32:
+                at = self.capacity - self.first[s.r0]
+                made = _band(s.queries, self.capacity, window, dtype, device)[:, at + low : at + s.keys]
+            else:
+                hidden = torch.from_numpy(~self.visible(s, window, low)[:, None])
+                made = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf")).to(device)
+            self._masks[key] = made
+        return made
+
+
+@lru_cache(maxsize=32)
+def _band(queries: int, capacity: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """``[q, capacity + q]``: what queries at slots ``capacity + i`` see; the mask of every chain is a slice of it."""
+    i, j = torch.arange(queries)[:, None], torch.arange(capacity + queries)
+    hidden = j > capacity + i
+    if window is not None:
+        hidden |= j <= capacity + i - window
+    with torch.inference_mode(False):
+        return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden.clone(), float("-inf")).to(device)

@@ -1,0 +1,283 @@
+"""What the certifier is run on: compositions that claim to be lossless, and planted biases that it must catch.
+
+Vocabulary 3, trees of up to 3 nodes and at least 3 tokens: round 0 commits a token without a draft and every round ends with a
+bonus, so that ``d`` drafted levels come into play when ``d + 2`` tokens are asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
+
+from specdec import drafts
+from specdec.audit import planted
+from specdec.audit.adversaries import Adversary, Everything, Remembers, TwoChains
+from specdec.audit.certify import Certificate, certify, certify_coupled
+from specdec.builder import Builder, decoder
+from specdec.models import HFModel, TableModel
+from specdec.sampling import Sampling
+from specdec.verifiers import Coupled, Rejection
+
+
+@dataclass(frozen=True)
+class Composition:
+    """Something to certify.
+
+    Attributes:
+        tokens: how many, one number or one for each of ``prompts``. settings: further arguments of ``certifier``.
+        lossless: what we claim; ``False`` is a planted bias.
+    """
+
+    name: str
+    builder: Builder
+    tokens: int | Sequence[int] = 3
+    prompts: Sequence[Sequence[int]] = ((0,),)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    lossless: bool = True
+    certifier: Callable[..., Certificate] = certify
+
+    def run(self) -> Certificate:
+        return self.certifier(self.builder.build(), self.prompts, self.tokens, **self.settings)
+
+    def stands(self, found: Certificate) -> bool:
+        """Whether what was found is what we claim: exact, or a bias that is visible (at least 1e-3)."""
+        return found.lossless if self.lossless else found.total_variation >= 1e-3
+
+
+def everything() -> list[Composition]:
+    """All claims, then all planted biases."""
+    parts = (chains, trees, samplings, shapes, stops, adversaries, coupled, hugging_face, biases)
+    return [composition for part in parts for composition in part()]
+
+
+MODEL, OTHER = TableModel.random(3, 1, seed=0), TableModel.random(3, 1, seed=1)
+BASE, CHAIN, TREE = decoder(MODEL), drafts.Model(OTHER), drafts.Tree(OTHER, (2, 1))
+RAGGED: dict[str, Any] = {"prompts": ((0, 1), (2,), (1, 1, 0)), "tokens": (3, 2, 4)}
+
+
+def chains() -> Iterator[Composition]:
+    """One candidate continuation."""
+    yield Composition("no draft", BASE)
+    for k in (1, 2, 3):
+        yield Composition(f"chain k={k}", BASE.draft(CHAIN, length=k), k + 2)
+    small = decoder(TableModel.random(2, 1, seed=3)).draft(TableModel.random(2, 1, seed=4), length=3)
+    yield Composition("chain k=3, vocabulary 2", small, 6)
+    yield Composition(
+        "chain k=2, target of order 2", decoder(TableModel.random(3, 2, 2)).draft(CHAIN, length=2), 4
+    )
+    yield Composition("self draft k=2", BASE.draft(MODEL, length=2), 4)
+    yield Composition("function draft k=2", BASE.draft(_function, length=2), 4)
+    yield Composition("n-gram k=3", BASE.draft(drafts.NGram(), length=3), 5, ((0, 1, 0), (2, 2)))
+    warm = BASE.draft(drafts.Model(OTHER, Sampling(temperature=0.5)), length=2).sampling(temperature=1.3)
+    yield Composition("chain k=2 drawn at its own temperature", warm, 4)
+
+
+def trees() -> Iterator[Composition]:
+    """Several candidates a node."""
+    yield Composition("3 candidates", BASE.draft(drafts.Tree(OTHER, (3,)), length=1))
+    yield Composition("tree (2, 1)", BASE.draft(TREE, length=2), 4)
+    yield Composition("tree (1, 2)", BASE.draft(drafts.Tree(OTHER, (1, 2)), length=2), 4)
+    yield Composition(
+        "tree of two drafts' chains, merged", BASE.draft(TwoChains(OTHER.probs, MODEL.probs)), 4
+    )
+    yield Composition("every point-mass tree", BASE.draft(Everything(3), length=2))
+    yield Composition("every point-mass tree of 2", BASE.draft(Everything(3, 2), length=2), 4)
+
+
+def samplings() -> Iterator[Composition]:
+    """Temperatures, truncations and processors."""
+    for name, settings in {
+        "temperature 0.7": {"temperature": 0.7},
+        "temperature 0": {"temperature": 0.0},
+        "top-k 2": {"top_k": 2},
+        "top-p 0.8": {"top_p": 0.8},
+        "min-p 0.3": {"min_p": 0.3},
+        "temperature 1.5, top-k 2, top-p 0.9": {"temperature": 1.5, "top_k": 2, "top_p": 0.9},
+        "repetition and prefix penalties": {"processors": PENALTIES},
+    }.items():
+        yield Composition(f"chain k=2, {name}", BASE.draft(CHAIN, length=2).sampling(**settings), 4)  # type: ignore[arg-type]
+    mild = Sampling(temperature=1.5, top_p=0.9, processors=PENALTIES)
+    yield Composition(
+        "tree (2, 1), penalties, temperature 1.5, top-p 0.9", BASE.draft(TREE, length=2).sampling(mild), 4
+    )
+    yield Composition("tree (2, 1), temperature 0", BASE.draft(TREE, length=2).greedy(), 4)
+
+
+def shapes() -> Iterator[Composition]:
+    """Laws with zeros, ties and disjoint supports."""
+    for name, target, law in (
+        ("zeros", TableModel.random(3, 1, 5, zeros=0.4), TableModel.random(3, 1, 6, zeros=0.4)),
+        ("ties", TableModel([1 / 3, 1 / 3, 1 / 3]), TableModel([0.5, 0.5, 0.0])),
+        ("disjoint supports", TableModel([0.4, 0.6, 0.0]), TableModel([0.0, 0.0, 1.0])),
+        ("a certain target", TableModel([0.0, 1.0, 0.0]), OTHER),
+        ("a certain draft", MODEL, TableModel([0.0, 1.0, 0.0])),
+    ):
+        yield Composition(
+            f"tree (2, 1), {name}", decoder(target).draft(drafts.Tree(law, (2, 1)), length=2), 4
+        )
+
+
+def stops() -> Iterator[Composition]:
+    """Prompts and budgets of different lengths in one batch; rows that end early."""
+    end, twice = {"eos_token_id": (2,)}, {"stopping_criteria": (_twice,)}
+    for name, draft in (("chain k=2", CHAIN), ("tree (2, 1)", TREE)):
+        builder = BASE.draft(draft, length=2)  # type: ignore[arg-type]
+        yield Composition(f"ragged rows, {name}", builder, **RAGGED)
+        yield Composition(
+            f"ragged rows, end of sequence inside blocks, {name}", builder, **RAGGED, settings=end
+        )
+        yield Composition(f"stopping criterion on the last two tokens, {name}", builder, 4, settings=twice)
+
+
+def adversaries() -> Iterator[Composition]:
+    """Lengths, shapes and laws chosen from everything that was seen, dropped nodes included."""
+    starts = ((0,), (1,), (2, 0))
+    for salt in range(3):
+        draft = Adversary(MENU, salt=salt)
+        yield Composition(f"adaptive trees {salt}", BASE.draft(draft, length=3), 4, starts)
+        draft = Adversary(MENU, salt=salt, replacement=False)
+        yield Composition(
+            f"adaptive trees {salt}, siblings without replacement", BASE.draft(draft, length=3), 4, starts
+        )
+    yield Composition("adaptive chains", BASE.draft(Adversary(MENU, trees=False), length=3), 5, starts)
+    yield Composition("adaptive point masses", BASE.draft(Adversary(MENU, point=True), length=3), 5, starts)
+    builder = BASE.draft(Adversary(MENU, salt=7), length=3).sampling(top_k=2)
+    yield Composition(
+        "adaptive trees, ragged, stops, top-k 2", builder, **RAGGED, settings={"eos_token_id": (0,)}
+    )
+    yield Composition("length adapted to dropped nodes", REMEMBERING, 5)
+
+
+def coupled() -> Iterator[Composition]:
+    """``Coupled``, path by path: whatever the draws and whatever is proposed, the draws are committed."""
+
+    def row(
+        name: str, builder: Builder, tokens: Any = 3, prompts: Any = ((0,),), **settings: Any
+    ) -> Composition:
+        builder = builder.verifier(Coupled())
+        return Composition(f"coupled, {name}", builder, tokens, prompts, settings, True, certify_coupled)
+
+    yield row("every tree", BASE)
+    zeros, small = TableModel.random(3, 1, 5, zeros=0.4), TableModel.random(2, 1, seed=3)
+    yield row("every tree of 2, zeros", decoder(zeros).draft(CHAIN, length=2), 4, nodes=2)
+    yield row("every tree, vocabulary 2", decoder(small).draft(drafts.NGram(), length=3), 4)
+    yield row(
+        "every tree, ragged, stops, top-k 2",
+        BASE.sampling(top_k=2),
+        (3, 2),
+        ((0, 1), (2,)),
+        eos_token_id=(2,),
+    )
+
+
+def hugging_face() -> Iterator[Composition]:
+    """A float64 Hugging Face pair; the target's law comes from transformers' own forward."""
+    target, draft = _llama(0), _llama(1)
+
+    def logits(prefixes: list[list[int]]) -> Tensor:
+        with torch.inference_mode():
+            return target(torch.tensor(prefixes)).logits[:, -1]
+
+    base, other, said = decoder(HFModel(target)), HFModel(draft), {"logits": logits, "batch": 256}
+    rest = ((4, 3), ((0, 1), (2,)), said)
+    yield Composition("float64 llama, chain k=2", base.draft(other, length=2), *rest)
+    yield Composition("float64 llama, tree (2, 1)", base.draft(drafts.Tree(other, (2, 1)), length=2), *rest)
+
+
+def biases() -> Iterator[Composition]:
+    """Mistakes that must be seen."""
+
+    def row(name: str, builder: Builder, tokens: int = 3, **settings: Any) -> Composition:
+        return Composition(name, builder, tokens, settings=settings, lossless=False)
+
+    p, q = _law(0.45, 0.45, 0.1), _law(0.2, 0.3, 0.5)
+    one, trust = BASE.draft(CHAIN, length=1), Rejection(trust_declared=True)
+    four, two, three = (decoder(TableModel(law)) for law in (_law(0.4, 0.3, 0.2, 0.1), _law(0.7, 0.3), p))
+    argmax, looks = (
+        planted.DeclaredArgmax(_law(0.1, 0.4, 0.3, 0.2)),
+        planted.LooksThenDrops(_law(0.5, 0.5), 1),
+    )
+    yield row("argmax declared as a sample of softmax(q)", four.draft(argmax).verifier(trust))
+    yield row("node dropped after looking at its value", two.draft(looks))
+    yield row("draws keyed by position alone, adaptive length", REMEMBERING, 4, wrap=planted.PositionKeyed)
+    yield row("one number for a draw and its acceptance", one, wrap=planted.StreamsShare)
+    pair = BASE.draft(drafts.Tree(OTHER, (2,)), length=1)
+    yield row("one number for all siblings", pair, wrap=planted.SiblingsShare)
+    for name, draft in {
+        "drawn at temperature 0.5, declared at 1": planted.DrawnElsewhere(q**2 / (q**2).sum(), q),
+        "drawn after top-k, declared before it": planted.DrawnElsewhere(_law(0, 0.375, 0.625), q),
+        "siblings without replacement, declared independent": planted.DrawnElsewhere(
+            q, q, 2, replacement=False
+        ),
+    }.items():
+        yield row(name, three.draft(draft).verifier(trust))
+    yield row("bonus from p instead of the residual", one.verifier(planted.BonusFromTarget()))
+    yield row(
+        "siblings tried against p instead of the residual", pair.verifier(planted.SiblingsForgetResidual())
+    )
+    yield row("greedy acceptance while sampling", one.verifier(planted.GreedyAcceptance()))
+    still = one.verifier(planted.StandsStill())
+    name = "coupled draws keyed by the start of the block"
+    yield Composition(name, still, 3, settings={"nodes": 1}, lossless=False, certifier=certify_coupled)
+    late = BASE.draft(CHAIN, length=2).executor(planted.LateStops())
+    yield row("stops seen only at the end of a block", late, 4, eos_token_id=(2,))
+    forgetful = one.sampling(planted.ForgetsNodes(processors=PENALTIES))
+    yield row(
+        "processors that forget the nodes on the way", forgetful, sampling=Sampling(processors=PENALTIES)
+    )
+
+
+def _law(*probs: float) -> Tensor:
+    return torch.tensor(probs, dtype=torch.float64)
+
+
+@drafts.chain_draft
+def _function(prefix: list[int]) -> Tensor:
+    return _law(0.3 * len(prefix), 0.5, prefix[-1] - 1)
+
+
+def _twice(ids: Tensor, scores: Any) -> bool:
+    return ids.shape[1] > 2 and bool(ids[0, -1] == ids[0, -2])
+
+
+def _prefix_penalty(ids: Tensor, scores: Tensor) -> Tensor:
+    """Needs every token of the prefix, in order."""
+    weighted = (ids * torch.arange(1, ids.shape[1] + 1)).sum(1, keepdim=True)
+    return scores - 0.3 * (weighted + torch.arange(scores.shape[1])).remainder(3)
+
+
+def _llama(seed: int) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=3,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+        initializer_range=0.8,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    return LlamaForCausalLM(config).double().eval()
+
+
+PENALTIES = (RepetitionPenaltyLogitsProcessor(1.7), _prefix_penalty)
+MENU = torch.stack(
+    [
+        _law(0.5, 0.3, 0.2),
+        _law(0.1, 0.2, 0.7),
+        _law(0, 0.5, 0.5),
+        _law(0.1, 0.9, 0),
+        _law(1 / 3, 1 / 3, 1 / 3),
+        _law(0, 0, 1),
+    ]
+)
+REMEMBERING = decoder(TableModel([0.5, 0.3, 0.2])).draft(Remembers(_law(0.2, 0.3, 0.5), (2,)), length=2)

@@ -1,0 +1,225 @@
+"""Planted biases: mistakes that real decoders make, each as one small wrong part. A certifier that misses one is worthless."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec import tree
+from specdec.executors.serial import Serial
+from specdec.rng import ACCEPT, BONUS, DRAFT, Key, Rng
+from specdec.sampling import Sampling
+from specdec.types import Context, Proposal, Round, Verdict
+from specdec.verifiers.coupled import Coupled
+from specdec.verifiers.rejection import Rejection, residual, verify_chain
+
+
+class _Stateless:
+    """A draft that remembers nothing."""
+
+    def init(self, context: Context, target_cache: Any) -> None:
+        return None
+
+    def observe(self, state: None, round: Round) -> None:
+        return None
+
+    def select(self, state: None, rows: Tensor) -> None:
+        return None
+
+
+@dataclass(frozen=True, eq=False)
+class DeclaredArgmax(_Stateless):
+    """Proposes the most probable token of ``law [V]`` and declares that it was drawn from ``law``."""
+
+    law: Tensor
+    name = "argmax declared as a sample"
+
+    def propose(self, state: None, context: Context, budget: Tensor, rng: Rng) -> tuple[Proposal, None]:
+        q = self.law.expand(context.batch, 1, -1)
+        return Proposal.chain(q.argmax(-1), budget.clamp(max=1), q, "declared"), None
+
+
+@dataclass(frozen=True, eq=False)
+class LooksThenDrops(_Stateless):
+    """Draws one token from ``law [V]`` and does not submit it when it is ``unwanted``."""
+
+    law: Tensor
+    unwanted: int
+    name = "drops a node after looking"
+
+    def propose(self, state: None, context: Context, budget: Tensor, rng: Rng) -> tuple[Proposal, None]:
+        q = self.law.expand(context.batch, -1)
+        token = rng.categorical(q, Key(context.length))
+        size = torch.where(token == self.unwanted, 0, budget.clamp(max=1))
+        return Proposal.chain(token[:, None], size, q[:, None], "sampled"), None
+
+
+@dataclass(frozen=True, eq=False)
+class DrawnElsewhere(_Stateless):
+    """Draws ``width`` tokens from ``drawn [V]`` and says ``said [V]``: another temperature, a law before its truncation, ...
+
+    With ``replacement=False`` siblings are drawn without their elders' tokens, which ``said`` does not know.
+    """
+
+    drawn: Tensor
+    said: Tensor
+    width: int = 1
+    replacement: bool = True
+    name = "drawn from another law than said"
+    trees = True
+
+    def nodes(self, length: int) -> int:
+        return self.width
+
+    def propose(self, state: None, context: Context, budget: Tensor, rng: Rng) -> tuple[Proposal, None]:
+        B, q = context.batch, self.drawn.expand(context.batch, -1)
+        tokens = torch.zeros(B, self.width, dtype=torch.long)
+        for n in range(self.width):
+            tokens[:, n] = rng.categorical(q, Key(context.length, 0, n))
+            if not self.replacement:
+                q = q.scatter(1, tokens[:, n : n + 1], 0)
+        size = torch.where(budget > 0, self.width, 0)
+        said = self.said.expand(B, self.width, -1)
+        return Proposal(tokens, torch.full((B, self.width), -1), size, said, "declared"), None
+
+
+class PositionKeyed:
+    """Draws keyed by (position, stream) alone: after a rejection, a draft draws again the number that somebody has seen."""
+
+    def __init__(self, rng: Rng):
+        self.rng = rng
+
+    def _key(self, key: Key) -> Key:
+        return Key(torch.as_tensor(key.at) + key.depth, 0, key.sibling, key.stream)
+
+    def categorical(self, probs: Tensor, key: Key) -> Tensor:
+        return self.rng.categorical(probs, self._key(key))
+
+    def accept(self, prob: Tensor, key: Key) -> Tensor:
+        return self.rng.accept(prob, self._key(key))
+
+    def race(self, probs: Tensor, position: Tensor) -> Tensor:
+        return self.rng.race(probs, position)
+
+    def select(self, rows: Tensor) -> Rng:
+        return type(self)(self.rng.select(rows))
+
+
+class SiblingsShare(PositionKeyed):
+    """Siblings get one number: "several candidates" are then the same candidate several times."""
+
+    def _key(self, key: Key) -> Key:
+        return Key(key.at, key.depth, 0 * torch.as_tensor(key.sibling), key.stream, key.attempt)
+
+
+class StreamsShare(PositionKeyed):
+    """Drawing a token and accepting it use one number."""
+
+    def _key(self, key: Key) -> Key:
+        return key._replace(stream=DRAFT) if key.stream == ACCEPT else key
+
+
+@dataclass(frozen=True)
+class BonusFromTarget(Rejection):
+    """After a rejection the next token comes from p instead of the residual."""
+
+    trust_declared: bool = True
+
+    def __call__(self, proposal: Proposal, probs: Tensor, context: Context, rng: Rng) -> Verdict:
+        rows = torch.arange(context.batch)
+        path, accepted, _ = verify_chain(proposal, probs, context, rng)
+        bonus = rng.categorical(probs[rows, accepted], Key(context.length, accepted, 0, BONUS))
+        return Verdict.of(proposal, path, accepted, bonus)
+
+
+@dataclass(frozen=True)
+class GreedyAcceptance(Rejection):
+    """A node stands iff it is the target's most probable token, although tokens are sampled."""
+
+    def __call__(self, proposal: Proposal, probs: Tensor, context: Context, rng: Rng) -> Verdict:
+        B, N = proposal.tokens.shape
+        stands = (proposal.tokens == probs[:, :N].argmax(-1)) & (torch.arange(N) < proposal.size[:, None])
+        accepted = stands.long().cumprod(1).sum(1)
+        path = torch.where(torch.arange(N) < accepted[:, None], torch.arange(N), -1)
+        bonus = rng.categorical(probs[torch.arange(B), accepted], Key(context.length, accepted, 0, BONUS))
+        return Verdict.of(proposal, path, accepted, bonus)
+
+
+@dataclass(frozen=True)
+class SiblingsForgetResidual(Rejection):
+    """Each sibling is tried against p itself rather than against what its elders left."""
+
+    def __call__(self, proposal: Proposal, probs: Tensor, context: Context, rng: Rng) -> Verdict:
+        if proposal.nodes == 0:
+            return super().__call__(proposal, probs, context, rng)
+        assert proposal.probs is not None
+        B, rows = context.batch, torch.arange(context.batch)
+        number = tree.sibling_numbers(proposal.parents)
+        law, taken = probs[:, 0], torch.full((B,), -1)
+        for n in range(proposal.nodes):
+            x, q = proposal.tokens[:, n], proposal.probs[:, n]
+            asked = (taken < 0) & (n < proposal.size)
+            ratio = torch.where(asked, probs[rows, 0, x] / q[rows, x], 0)
+            yes = asked & rng.accept(ratio, Key(context.length, 0, number[:, n], ACCEPT))
+            law = torch.where((asked & ~yes)[:, None], residual(law, q), law)
+            law = torch.where(yes[:, None], probs[:, n + 1], law)
+            taken = torch.where(yes, n, taken)
+        accepted = (taken >= 0).long()
+        path = torch.full_like(proposal.tokens, -1)
+        path[:, 0] = taken
+        return Verdict.of(
+            proposal, path, accepted, rng.categorical(law, Key(context.length, accepted, 0, BONUS))
+        )
+
+
+@dataclass(frozen=True)
+class StandsStill(Coupled):
+    """The target's draw is keyed by where the block starts, not by the position: one draw for all its tokens."""
+
+    def __call__(self, proposal: Proposal, probs: Tensor, context: Context, rng: Rng) -> Verdict:
+        return super().__call__(proposal, probs, context, _AtStart(rng, context.length))  # type: ignore[arg-type]
+
+
+class _AtStart:
+    def __init__(self, rng: Rng, start: Tensor):
+        self.rng, self.start = rng, start
+
+    def race(self, probs: Tensor, position: Tensor) -> Tensor:
+        return self.rng.race(probs, self.start[:, None].expand_as(position))
+
+
+@dataclass(frozen=True)
+class ForgetsNodes(Sampling):
+    """Processors see the committed prefix at every node, without the nodes on the way."""
+
+    def _process(self, logits: Tensor, context: Context, proposal: Proposal | None, first: int) -> Tensor:
+        rows = [
+            super(ForgetsNodes, self)._process(row[:, None], context, None, -1) for row in logits.unbind(1)
+        ]
+        return torch.cat(rows, 1)
+
+
+@dataclass(frozen=True)
+class LateStops(Serial):
+    """An end of sequence inside an accepted block is overlooked: only the last token of a block can end a row."""
+
+    def run(self, decoder: Any, context: Context, rng: Rng, limits: Any) -> Iterator[Round]:
+        return super().run(decoder, context, rng, _Late(limits))  # type: ignore[arg-type]
+
+
+class _Late:
+    def __init__(self, limits: Any):
+        self.limits = limits
+        self.room = limits.room
+
+    def apply(self, context: Context, verdict: Verdict) -> tuple[Tensor, Tensor]:
+        kept, finished = replace(self.limits, eos=(), reasons=self.limits.reasons).apply(context, verdict)
+        last = verdict.tokens.gather(1, kept[:, None] - 1)[:, 0]
+        ended = torch.isin(last, torch.tensor(self.limits.eos, dtype=torch.long))
+        for row in context.request[ended].tolist():
+            self.limits.reasons[row] = "eos"
+        return kept, finished | ended

@@ -1,0 +1,77 @@
+"""Prompts from the corpus's test packages, shipped so that results do not depend on what is installed."""
+
+import json
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from .corpus import DOMAINS
+
+FILE = Path(__file__).with_name("prompts.json")
+
+
+@cache
+def entries() -> tuple[dict[str, str], ...]:
+    """The shipped prompts with where they come from: text, domain, package, path, licence."""
+    return tuple(json.loads(FILE.read_text())["prompts"])
+
+
+def prompts(
+    domain: str | None = None, n: int | None = None, tokens: int | None = None, tokenizer: Any = None
+) -> list[str]:
+    """The held-out prompts of a domain, or of all domains in turn (code, prose, tabular, code, …).
+
+    `n` limits their number. `tokens` cuts each to its first `tokens` tokens under `tokenizer` (a Hugging Face fast
+    tokenizer); prompts with fewer are left out, so that all that are returned have the same length. About 1100
+    tokens of the pocket models' tokenizer is the most that there is.
+    """
+    if domain not in (None, *DOMAINS):
+        raise ValueError(f"domain must be None or one of {DOMAINS}, not {domain!r}")
+    if tokens is not None and tokenizer is None:
+        raise ValueError("`tokens` counts tokens of a tokenizer: pass `tokenizer=` too")
+    if (n is not None and n < 1) or (tokens is not None and tokens < 1):
+        raise ValueError(f"n and tokens must be at least 1, not {n} and {tokens}")
+    texts = [entry["text"] for entry in entries() if domain in (None, entry["domain"])]
+    if tokens is not None:
+        texts = [cut for text in texts if (cut := _cut(text, tokens, tokenizer)) is not None]
+    if n is not None and n > len(texts):
+        wish = f"{n} prompts" + (f" of {tokens} tokens" if tokens else "")
+        raise ValueError(
+            f"there are only {len(texts)} of the {wish} asked for (domain {domain!r}): ask for fewer"
+        )
+    return texts[:n]
+
+
+def _cut(text: str, tokens: int, tokenizer: Any) -> str | None:
+    """The text of the first `tokens` tokens, cut at a character's edge, or None for a shorter text."""
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    if len(encoded["input_ids"]) < tokens:
+        return None
+    return text[: encoded["offset_mapping"][tokens - 1][1]]
+
+
+def choose(
+    rows: Iterable[dict[str, str]],
+    licences: dict[str, str],
+    tokenizer: Any,
+    count: int = 24,
+    tokens: int = 1100,
+) -> list[dict[str, str]]:
+    """Picks `count` prompts a domain from test rows: first the start of every document, packages in turn, then
+    later parts of long documents (there are few large tables, and they are long)."""
+    rows = list(rows)
+    chosen: dict[str, list[dict[str, str]]] = {}
+    for domain in DOMAINS:
+        candidates = []
+        for row in sorted((row for row in rows if row["domain"] == domain), key=lambda row: row["sha256"]):
+            text, part = row["text"], 0
+            while (cut := _cut(text, tokens, tokenizer)) is not None and part < 6:
+                source = {"package": row["package"], "path": row["path"], "licence": licences[row["package"]]}
+                turn = sum(c[0] == part and c[2]["package"] == row["package"] for c in candidates)
+                candidates.append((part, turn, {"domain": domain, **source, "text": cut}))
+                rest = text[len(cut) :]
+                text, part = rest[rest.find("\n") + 1 :], part + 1
+        candidates.sort(key=lambda candidate: candidate[:2])
+        chosen[domain] = [entry for _, _, entry in candidates[:count]]
+    return [entry for group in zip(*chosen.values(), strict=True) for entry in group]

@@ -1,0 +1,88 @@
+"""From documents to training batches: a BPE tokenizer, one stream of tokens a domain, sequences drawn from them."""
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerFast
+
+END = "<|endoftext|>"
+
+
+def train_tokenizer(texts: Sequence[str], vocabulary: int, positions: int = 2048) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer with `vocabulary` tokens; END begins and ends a document and is the padding."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=vocabulary, special_tokens=[END], initial_alphabet=alphabet)
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=END, eos_token=END, pad_token=END, model_max_length=positions
+    )
+
+
+def encode(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> list[list[int]]:
+    """Token ids of each text, END appended."""
+    encoded = tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=False)
+    return [[*item.ids, tokenizer.eos_token_id] for item in encoded]
+
+
+def write(path: Path, save: Callable[[IO[bytes]], object]) -> None:
+    """Writes a file all at once: an interruption leaves the old one."""
+    draft = path.with_name(path.name + ".part")
+    with open(draft, "wb") as file:
+        save(file)
+    os.replace(draft, path)
+
+
+def write_stream(
+    path: Path, tokenizer: PreTrainedTokenizerFast, texts: Sequence[str], limit: float = float("inf")
+) -> None:
+    """Saves the texts' tokens, one after another with END between, as `uint16[n]`; stops after `limit` tokens."""
+    stream, total = [], 0
+    for start in tqdm(range(0, len(texts), 256), desc=f"tokens {path.stem}", mininterval=10):
+        for ids in encode(tokenizer, texts[start : start + 256]):
+            stream.append(np.array(ids, np.uint16))
+            total += len(ids)
+        if total > limit:
+            break
+    write(path, lambda file: np.save(file, np.concatenate(stream)))
+
+
+class Batches:
+    """Sequences of length + 1 tokens drawn from several streams in proportion to `shares`.
+
+    `cursor`, the number of sequences taken from each stream, is all the state that there is: set it to resume.
+    """
+
+    def __init__(self, streams: Sequence[Path], shares: Sequence[float], length: int, seed: int = 0) -> None:
+        self.streams = [np.load(path, mmap_mode="r") for path in streams]
+        self.shares = np.array(shares)
+        self.length = length
+        self.cursor = np.zeros(len(streams), np.int64)
+        counts = [(len(stream) - length - 1) // length for stream in self.streams]
+        # Neighbours in a stream belong to one document, and a batch of one document's pieces teaches little.
+        rng = np.random.default_rng(seed)
+        self.order = [rng.permutation(count) for count in counts]
+
+    def take(self, count: int) -> Tensor:
+        """The next `count` sequences, `int64[count, length + 1]`; each from the stream most behind its share."""
+        rows = []
+        for _ in range(count):
+            stream = int(np.argmax(self.shares * (self.cursor.sum() + 1) - self.cursor))
+            rows.append(self.read(stream, int(self.cursor[stream])))
+            self.cursor[stream] += 1
+        return torch.stack(rows)
+
+    def read(self, stream: int, index: int) -> Tensor:
+        """Sequence `index` of a stream, `int64[length + 1]`; later rounds start a little further on."""
+        turn, place = divmod(index, len(self.order[stream]))
+        start = int(self.order[stream][place]) * self.length + turn * 389 % self.length
+        return torch.from_numpy(self.streams[stream][start : start + self.length + 1].astype(np.int64))

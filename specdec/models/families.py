@@ -1,0 +1,94 @@
+"""Which Hugging Face families run, by which path, and why the others do not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_PACKED = "gemma gemma2 gemma3_text gpt2 gpt_neox gpt_oss llama mistral mixtral olmo2 opt phi3 qwen2 qwen3 qwen3_moe starcoder2"
+
+SUPPORTED: dict[str, str] = {
+    **dict.fromkeys(_PACKED.split(), "packed"),
+    "codegen": "padded",
+    "falcon": "padded",
+    "gpt_neo": "padded",
+    "gptj": "padded",
+    "mpt": "padded, chains only",
+}
+"""``model_type`` -> how its forward is run: packed tokens without padding, or padded rows with a mask."""
+
+_RECURRENT = (
+    "bamba falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear lfm2 lfm2_moe mamba mamba2 minimax nemotron_h olmo_hybrid "
+    "qwen3_5_moe_text qwen3_5_text qwen3_next recurrent_gemma rwkv xlstm zamba zamba2"
+)
+_LATENT = "deepseek_v2 deepseek_v3 deepseek_v32 glm4_moe_lite kimi_k2 longcat_flash minicpm3 youtu"
+_WHY: dict[str, str] = {
+    **dict.fromkeys(
+        _RECURRENT.split(), "it keeps a recurrent state, which cannot be rolled back by changing a length"
+    ),
+    **dict.fromkeys(_LATENT.split(), "its latent attention does not keep keys and values of whole heads"),
+    "bloom": "ALiBi makes its biases from a padding mask and not from positions",
+    "gemma3n_text": "its last layers share keys and values with earlier ones",
+    "llama4_text": "its chunked attention layers cut the text at multiples of the chunk",
+}
+
+
+class UnsupportedModel(ValueError):
+    """A model that cannot be run exactly; the message names the family, the reason where known, and what is supported."""
+
+
+def refuse(model_type: str, why: str | None = None, unlisted: bool = False) -> UnsupportedModel:
+    """The error for a family."""
+    text = f"{model_type!r} models are not supported"
+    text += f": {why}." if why else "."
+    if unlisted:
+        text += (
+            " If its attention goes through transformers' AttentionInterface, HFModel(model, unlisted='packed') tries it and "
+            "compares it with the model's own forward first."
+        )
+    return UnsupportedModel(f"{text} Supported: {', '.join(sorted(SUPPORTED))}.")
+
+
+def path_of(config: Any, unlisted: str | None = None) -> str:
+    """``"packed"``, ``"padded"`` or ``"padded, chains only"`` for a model's config.
+
+    Raises:
+        UnsupportedModel: the family, or this configuration of it, cannot be run exactly.
+    """
+    family = config.model_type
+    if getattr(config, "is_encoder_decoder", False):
+        raise refuse(family, "it is an encoder-decoder; only decoder-only language models are run")
+    if any(getattr(config, part, None) is not None for part in ("vision_config", "audio_config")):
+        raise refuse(family, "it is multimodal; its language model alone may be supported")
+    if family in _WHY:
+        raise refuse(family, _WHY[family])
+    if family == "falcon" and config.alibi:
+        raise refuse(
+            family, "this one uses ALiBi, which makes its biases from a padding mask and not from positions"
+        )
+    if getattr(config, "use_bidirectional_attention", False):
+        raise refuse(family, "this one attends in both directions")
+    if family in SUPPORTED:
+        return SUPPORTED[family]
+    if unlisted is None:
+        raise refuse(family, unlisted=True)
+    if unlisted != "packed":
+        raise ValueError(f"unlisted is {unlisted!r}: None or 'packed'")
+    return unlisted
+
+
+def positions_of(config: Any) -> int | None:
+    """How many positions a model can tell apart, or ``None`` when it does not say.
+
+    With dynamic or LongRoPE scaling the rotation of *all* positions changes once a text is longer than the original
+    length, so cached keys would be wrong from there on: such models are taken up to their original length.
+    """
+    text = config.get_text_config()
+    limit = getattr(text, "max_position_embeddings", None) or getattr(text, "max_seq_len", None)
+    rope = getattr(text, "rope_parameters", None) or {}
+    for one in [rope, *(v for v in rope.values() if isinstance(v, dict))]:
+        if one.get("rope_type") in ("longrope", "dynamic"):
+            original = one.get("original_max_position_embeddings") or getattr(
+                text, "original_max_position_embeddings", None
+            )
+            limit = min(limit or original, original or limit)
+    return limit

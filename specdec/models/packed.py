@@ -1,0 +1,81 @@
+"""Run a model's forward on packed ``(1, T)`` tokens: no padding and no mask; the plan travels to every attention layer.
+
+Transformers hands extra keyword arguments of a forward to the attention function that is registered by name, and makes no mask
+for a name that it has no mask function for. With ``use_cache=False`` nothing depends on its cache classes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface
+
+from specdec.kernels.attention import AttentionPlan, attention
+from specdec.models.families import refuse
+
+ATTENTION = "specdec_slots"  # the name under which ``slot_attention`` is registered; it must not look like sdpa or flash
+
+
+def slot_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    plan: AttentionPlan | None = None,
+    memo: Any = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Transformers' attention function: ``query [1, Hq, T, D]`` against the slots of ``memo`` -> ``[1, T, Hq, Dv]``."""
+    if plan is None or attention_mask is not None:
+        raise RuntimeError(
+            "this copy of the model belongs to an HFModel: call HFModel.score, or your own model"
+        )
+    keys, values = memo.append(module.layer_idx, plan.slots_on(key.device), key, value)
+    out = attention(
+        query, keys, values, plan, scale=scaling, window=sliding_window, softcap=softcap, sinks=s_aux
+    )
+    return out, None
+
+
+AttentionInterface.register(ATTENTION, slot_attention)
+
+
+class Packed:
+    """No padding and no mask: the plan travels to every attention layer."""
+
+    spare = 0
+    trees = True
+
+    def __init__(self, model: Any):
+        if any(getattr(m, "is_causal", True) is False for m in model.modules() if hasattr(m, "layer_idx")):
+            raise refuse(model.config.model_type, "it has layers that attend in both directions")
+        model.set_attn_implementation(ATTENTION)
+        self.model, self.body = model, model.base_model
+
+    def forward(
+        self, memo: Any, plan: AttentionPlan, ids: Tensor, positions: Tensor, keep: Any
+    ) -> Tensor | None:
+        """Feed packed ``ids [T]`` at ``positions [T]``.
+
+        Args:
+            keep: which of the T tokens' logits are wanted: a tensor of indices, ``None`` for all, ``False`` for none.
+        Returns:
+            ``[K, V]``, or ``None`` when none are wanted.
+        """
+        wanted: dict[str, Any] = {} if keep is None or keep is False else {"logits_to_keep": keep}
+        model = self.body if keep is False else self.model
+        out = model(
+            input_ids=ids[None], position_ids=positions[None], use_cache=False, plan=plan, memo=memo, **wanted
+        )
+        return None if keep is False else out.logits[0]
+
+    def unpack(self, hidden: Tensor) -> Tensor:
+        """Activations ``[T, E]`` of the packed tokens from what a layer gave in the last forward."""
+        return hidden[0]

@@ -1,0 +1,44 @@
+"""The pocket models that come with the package: small, really trained, no network needed."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+FOLDER = Path(__file__).parent
+_NEEDED = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
+
+
+def names() -> list[str]:
+    """The names that `load` takes."""
+    return sorted(path.parent.name for path in FOLDER.glob("*/tokenizer.json"))
+
+
+def load(name: str, folder: str | Path = FOLDER) -> tuple["PreTrainedModel", "PreTrainedTokenizerFast"]:
+    """A pocket model (float32, CPU, evaluation mode) and its tokenizer.
+
+    They are stored in bf16 and computed with in float32, where greedy decoding does not depend on the shape of a
+    batch. Raises ValueError for a name that does not exist, and FileNotFoundError or ValueError for a folder with
+    files missing or cut short.
+    """
+    path = Path(folder) / name
+    if not path.is_dir() or Path(name).name != name:
+        raise ValueError(f"there is no pocket model {name!r}; there are: {', '.join(names())}")
+    missing = [file for file in _NEEDED if not (path / file).exists()]
+    if missing:
+        raise FileNotFoundError(
+            f"pocket model {name!r} lacks {', '.join(missing)}: reinstall the package, or train it with "
+            "recipes/train_pocket.py"
+        )
+    import torch
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    try:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)
+    except Exception as error:  # safetensors, tokenizers and json each have their own
+        raise ValueError(
+            f"pocket model {name!r} has a damaged file ({error}): reinstall the package"
+        ) from error
+    return model.eval(), tokenizer

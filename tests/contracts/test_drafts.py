@@ -1,0 +1,388 @@
+"""What every draft promises, on an exact table. See ``contracts/__init__.py`` for how a draft gets here: by itself."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+import specdec as sd
+from contracts import build, modules, parts
+from specdec import tree
+from specdec.audit.certify import certify
+from specdec.audit.planted import DeclaredArgmax, LooksThenDrops
+from specdec.executors.serial import check
+from specdec.rng import ACCEPT, BONUS, TARGET, Key, seeds
+
+TARGET_MODEL = sd.TableModel.random(6, order=2, seed=0, zeros=0.2)
+SMALL = sd.TableModel.random(6, order=2, seed=1, zeros=0.2)
+PROMPTS = [[1], [2, 3, 2, 3, 2], [5, 4, 3, 2, 1, 0, 5, 4], [0, 0, 0]]
+BUDGETS = [[4, 4, 4, 4], [3, 0, 1, 2], [0, 0, 0, 0], [1, 5, 2, 0], [2, 2, 2, 2]]  # a line is a round
+SETTINGS = [{"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 0.6, "top_k": 3}]
+HALF = torch.tensor([0.5, 0.5, 0, 0, 0, 0], dtype=torch.float64)
+DRAFTS = parts(sd.drafts, "propose", "observe", "init", "select")
+
+every_draft = pytest.mark.parametrize("cls", DRAFTS.values(), ids=DRAFTS.keys())
+every_setting = pytest.mark.parametrize("settings", SETTINGS, ids=lambda s: f"T={s['temperature']}")
+
+
+class Decision(NamedTuple):
+    """One answered question: whose, under which name, and from which law."""
+
+    key: tuple[int, ...]
+    token: int
+    law: torch.Tensor
+
+
+@dataclass
+class Recorder:
+    """Real keyed decisions, written down; ``swap`` answers some of them otherwise."""
+
+    rng: Any
+    rows: list[int]
+    log: list[tuple[int, Decision]]
+    swap: dict[tuple[int, tuple[int, ...]], int]
+
+    def categorical(self, probs, key):
+        answer = self.rng.categorical(probs, key)
+        out = answer.reshape(-1).clone()
+        for i, (row, name) in enumerate(self._named(key, answer)):
+            out[i] = self.swap.get((row, name), int(out[i]))
+            self.log.append((row, Decision(name, int(out[i]), probs.reshape(-1, probs.shape[-1])[i])))
+        return out.reshape(answer.shape)
+
+    def accept(self, prob, key):
+        answer = self.rng.accept(prob, key)
+        self.log += [(row, Decision(name, -1, HALF)) for row, name in self._named(key, answer)]
+        return answer
+
+    def _named(self, key, answer):
+        """(row, key) of each decision."""
+        fields = [f.numpy() if isinstance(f, torch.Tensor) else f for f in key]
+        *names, flat = (f.reshape(-1) for f in np.broadcast_arrays(*fields, answer.numpy()))
+        assert len(flat) == answer.numel(), "a key must have the shape of the decisions that it names"
+        per_row = answer[0].numel()
+        return [(self.rows[i // per_row], tuple(int(f[i]) for f in names)) for i in range(len(flat))]
+
+    def race(self, probs, position):
+        raise AssertionError(
+            "races are the target's: a draft asks categorical, and Coupled turns that into a race"
+        )
+
+    def select(self, rows):
+        return Recorder(self.rng.select(rows), [self.rows[b] for b in rows.tolist()], self.log, self.swap)
+
+
+class Session:
+    """A draft among its surroundings, one round at a time, with every budget in the test's hands."""
+
+    def __init__(self, draft, settings, rows=(0, 1, 2, 3), seed=0, swap=None):
+        self.sampling = sd.Sampling(**settings)
+        self.draft = draft.bind(TARGET_MODEL, self.sampling) if hasattr(draft, "bind") else draft
+        self.context = sd.Context.of([PROMPTS[b] for b in rows], capacity=64, request=torch.tensor(rows))
+        self.cache = TARGET_MODEL.cache(len(rows), 64)
+        self.rng = sd.Philox(seeds(seed, len(PROMPTS))[list(rows)])
+        self.log: list[tuple[int, Decision]] = []
+        self.swap = swap or {}
+        self.state = None
+        self.number = 0
+
+    @property
+    def rows(self):
+        return self.context.request.tolist()
+
+    def round(self, budgets, foreign=False):
+        """Draft, verify, commit. ``budgets`` by request; ``foreign``: the round is another draft's."""
+        if not self.number:
+            self._finish(
+                sd.Proposal.none(self.context.batch), torch.zeros(self.context.batch, dtype=torch.long)
+            )
+        budget = torch.tensor([budgets[b] for b in self.rows])
+        self.log.clear()
+        proposal = sd.Proposal.none(self.context.batch)
+        if not foreign:
+            recorder = Recorder(self.rng, self.rows, self.log, self.swap)
+            before = self.context.tokens.clone(), self.context.length.clone(), budget.clone()
+            proposal, self.state = self.draft.propose(self.state, self.context, budget, recorder)
+            assert all(map(torch.equal, before, (self.context.tokens, self.context.length, budget)))
+        return self._finish(proposal, budget)
+
+    def _finish(self, proposal, budget):
+        context = self.context
+        scores = TARGET_MODEL.score(self.cache, context, proposal)
+        probs = self.sampling(scores.logits, context, proposal)
+        verdict = sd.Rejection(trust_declared=True)(proposal, probs, context, self.rng)
+        if not self.number:
+            self.state = self.draft.init(context, self.cache)
+        self.cache.commit(context, verdict)
+        kept = verdict.accepted + 1
+        round = sd.Round(
+            context=context,
+            proposal=proposal,
+            scores=scores,
+            probs=probs,
+            verdict=verdict,
+            kept=kept,
+            finished=torch.zeros(context.batch, dtype=torch.bool),
+            budget=budget,
+            cut=torch.zeros(context.batch, dtype=torch.bool),
+            arm=torch.zeros(context.batch, dtype=torch.long),
+            arm_prob=torch.ones(context.batch),
+            number=self.number,
+        )
+        self.state = self.draft.observe(self.state, round)
+        self.context = context.append(verdict.tokens, kept)
+        self.number += 1
+        return round
+
+    def keep(self, requests):
+        """Rows leave, and the others may change their order."""
+        at = torch.tensor([self.rows.index(b) for b in requests])
+        self.context, self.rng = self.context.select(at), self.rng.select(at)
+        self.cache, self.state = self.cache.select(at), self.draft.select(self.state, at)
+
+
+def play(draft, settings, **session):
+    """All rounds of ``BUDGETS``, and what each row saw of each."""
+    played = Session(draft, settings, **session)
+    return [seen(played.round(budgets)) for budgets in BUDGETS]
+
+
+def seen(round):
+    """Request -> (tokens, parents, probs, committed): what exists of a row, without the batch's padding."""
+    out = {}
+    for b, request in enumerate(round.context.request.tolist()):
+        n = int(round.proposal.size[b])
+        probs = None if round.proposal.probs is None else round.proposal.probs[b, :n].tolist()
+        tokens, parents = round.proposal.tokens[b, :n].tolist(), round.proposal.parents[b, :n].tolist()
+        out[request] = (
+            tokens,
+            parents,
+            probs or None,
+            round.verdict.tokens[b, : int(round.kept[b])].tolist(),
+        )
+    return out
+
+
+def contract(draft, proposal, budget):
+    """Everything that a proposal must be, for any draft and any budget."""
+    B, N = proposal.tokens.shape
+    assert proposal.parents.shape == (B, N)
+    assert proposal.size.shape == (B,)
+    assert proposal.tokens.dtype == proposal.parents.dtype == proposal.size.dtype == torch.long
+    assert proposal.parents.device == proposal.size.device == torch.device("cpu")
+    live = torch.arange(N) < proposal.size[:, None]
+    assert bool((proposal.size >= 0).all())
+    assert bool((proposal.size <= N).all())
+    tree.check(proposal.parents, proposal.size)
+    longest = ((tree.depths(proposal.parents) + 1) * live).amax(1) if N else torch.zeros(B, dtype=torch.long)
+    assert bool((longest <= budget).all()), "a path is longer than its budget"
+    bound = draft.nodes(int(budget.max())) if hasattr(draft, "nodes") else int(budget.max())
+    assert int(proposal.size.max()) <= bound, "more nodes than nodes() says"
+    assert bound >= N
+    if not getattr(draft, "trees", False):
+        assert tree.is_chain(proposal.parents)
+    assert bool(((proposal.tokens >= 0) & (proposal.tokens < TARGET_MODEL.vocab_size))[live].all())
+    if proposal.probs is None:
+        assert proposal.provenance == "point"
+    else:
+        assert proposal.provenance in ("sampled", "declared")
+        assert proposal.probs.shape == (B, N, TARGET_MODEL.vocab_size)
+        assert bool((proposal.probs >= 0).all())
+        total = proposal.probs[live].double().sum(-1)
+        torch.testing.assert_close(total, torch.ones_like(total), rtol=0, atol=1e-6)
+    check(proposal, budget, TARGET_MODEL.vocab_size)  # and the executor thinks so too
+
+
+def dropped(proposal, log, rows):
+    """Decisions that no submitted node shows; fails unless every sampled node is a decision from exactly its law."""
+    left = [entry for entry in log if entry[1].token >= 0]  # not the coins
+    assert len({(row, d.key) for row, d in log}) == len(log), "a key was used for two decisions"
+    streams = {d.key[Key._fields.index("stream")] for _, d in log}
+    assert not streams & {ACCEPT, BONUS, TARGET}, "these streams are the verifier's"
+    if proposal.provenance == "sampled":
+        depth = tree.depths(proposal.parents)
+        for b, row in enumerate(rows):
+            for n in range(int(proposal.size[b])):
+                token, q = int(proposal.tokens[b, n]), proposal.probs[b, n]
+                assert q[token] > 0
+                for i, (whose, d) in enumerate(left):
+                    mine = whose == row and d.token == token and d.key[1] == int(depth[b, n])
+                    if mine and torch.equal(d.law.to(q), q):
+                        del left[i]
+                        break
+                else:
+                    raise AssertionError(f"node {n} of row {row} was not drawn from the law that it carries")
+    return left
+
+
+def test_every_module_has_a_part():
+    found = Counter(cls.__module__ for cls in DRAFTS.values())
+    assert {m.__name__ for m in modules(sd.drafts)} == set(found), (
+        "a module without a class that has the methods"
+    )
+    assert {"Model", "NGram", "Tree", "FunctionDraft", "Nothing"} <= DRAFTS.keys()
+
+
+@every_draft
+def test_has_a_name_and_says_whether_it_draws_trees(cls):
+    draft = build(cls, SMALL)
+    assert isinstance(draft.name, str)
+    assert draft.name
+    assert getattr(draft, "trees", False) in (False, True)
+
+
+@every_setting
+@every_draft
+def test_proposals_keep_the_contract_for_every_budget(cls, settings):
+    session = Session(build(cls, SMALL), settings)
+    for budgets in BUDGETS * 2:
+        round = session.round(budgets)
+        contract(session.draft, round.proposal, torch.tensor(budgets))
+
+
+@every_setting
+@every_draft
+def test_sampled_nodes_carry_the_law_that_they_were_drawn_from(cls, settings):
+    session = Session(build(cls, SMALL), settings)
+    for budgets in BUDGETS * 2:
+        proposal = session.round(budgets).proposal
+        dropped(proposal, session.log, session.rows)
+        if proposal.provenance == "point" and not session.sampling.greedy:
+            assert not session.log, "tokens were drawn, but the proposal says that they were chosen"
+
+
+@every_setting
+@every_draft
+def test_what_is_submitted_does_not_depend_on_what_is_dropped(cls, settings):
+    anticipation(build(cls, SMALL), settings)
+
+
+def anticipation(draft, settings):
+    """Answer every dropped decision otherwise: what is submitted must stay as it is."""
+    session, unseen = Session(draft, settings), {}
+    for budgets in BUDGETS:
+        round = session.round(budgets)
+        for row, d in dropped(round.proposal, session.log, session.rows):
+            others = [t for t in d.law.nonzero()[:, 0].tolist() if t != d.token]
+            if others:
+                unseen[row, d.key] = others[0]
+    same = play(draft, settings, swap=unseen) == play(draft, settings)
+    assert same, "what is submitted depends on the value of a node that is dropped"
+
+
+@every_setting
+@every_draft
+def test_the_same_keys_give_the_same_proposal(cls, settings):
+    draft = build(cls, SMALL)  # one part serves any number of runs: what it remembers is in its state
+    once, between, again = (play(draft, settings, seed=seed) for seed in (7, 8, 7))
+    assert once == again
+    assert (between == once) == (settings["temperature"] == 0)
+
+
+@every_setting
+@every_draft
+def test_a_row_proposes_the_same_whoever_else_is_there(cls, settings):
+    """Left, alone, or in another order: the state stays aligned with its rows."""
+    whole = play(build(cls, SMALL), settings)
+    leaving = Session(build(cls, SMALL), settings)
+    got = [seen(leaving.round(BUDGETS[0]))]
+    leaving.keep([3, 2, 0])
+    got.append(seen(leaving.round(BUDGETS[1])))
+    leaving.keep([0, 3])
+    got += [seen(leaving.round(budgets)) for budgets in BUDGETS[2:]]
+    for there, all_of_them in zip(got, whole):
+        assert there == {request: all_of_them[request] for request in there}
+    for request in range(len(PROMPTS)):
+        alone = play(build(cls, SMALL), settings, rows=(request,))
+        assert [a[request] for a in alone] == [w[request] for w in whole]
+
+
+@every_setting
+@every_draft
+def test_rounds_of_other_drafts_do_no_harm(cls, settings):
+    session = Session(build(cls, SMALL), settings)
+    for number, budgets in enumerate(BUDGETS * 2):
+        round = session.round(budgets, foreign=number % 2 == 1)
+        contract(session.draft, round.proposal, torch.tensor(budgets))
+
+
+def texts(draft, settings, verifier, budgets, **call):
+    base = sd.decoder(TARGET_MODEL).sampling(**settings).verifier(verifier)
+    decoder = (base if draft is None else base.draft(draft, length=4)).build()
+    return decoder.generate(PROMPTS, budgets, **call).ids
+
+
+@pytest.mark.parametrize("budgets", [12, [1, 9, 2, 17]], ids=["even", "ragged"])
+@pytest.mark.parametrize("eos", [(), (3,)], ids=["no eos", "eos"])
+@every_draft
+def test_greedy_output_is_plain_decodings(cls, budgets, eos):
+    greedy = SETTINGS[0]
+    plain = texts(None, greedy, sd.Rejection(), budgets, seed=0, eos_token_id=eos)
+    assert texts(build(cls, SMALL), greedy, sd.Rejection(), budgets, seed=0, eos_token_id=eos) == plain
+    assert texts(build(cls, TARGET_MODEL), greedy, sd.Rejection(), budgets, seed=0, eos_token_id=eos) == plain
+
+
+@pytest.mark.parametrize("budgets", [12, [1, 9, 2, 17]], ids=["even", "ragged"])
+@pytest.mark.parametrize("settings", SETTINGS[1:], ids=lambda s: f"T={s['temperature']}")
+@every_draft
+def test_coupled_output_is_plain_samplings(cls, settings, budgets):
+    seed = [11, 12, 13, 14]
+    plain = texts(None, settings, sd.Coupled(), budgets, seed=seed)
+    assert texts(build(cls, SMALL), settings, sd.Coupled(), budgets, seed=seed) == plain
+    assert texts(None, settings, sd.Coupled(), budgets, seed=[1, 2, 3, 4]) != plain
+
+
+@every_draft
+def test_the_output_has_the_targets_law_exactly(cls):
+    target, small = sd.TableModel.random(3, seed=2, zeros=0.3), sd.TableModel.random(3, seed=3, zeros=0.3)
+    decoder = sd.decoder(target).draft(build(cls, small), length=2).build()
+    found = certify(decoder, prompts=[[0], [2, 1, 2]], max_new_tokens=[4, 3])
+    assert found.lossless, found
+
+
+def test_the_suite_sees_a_draft_that_looks_before_it_drops():
+    draft = LooksThenDrops(HALF, unwanted=1)
+    contract(draft, Session(draft, SETTINGS[1]).round(BUDGETS[0]).proposal, torch.tensor(BUDGETS[0]))
+    with pytest.raises(AssertionError, match="value of a node that is dropped"):
+        anticipation(draft, SETTINGS[1])
+
+
+def test_the_suite_sees_a_law_that_was_not_drawn_from():
+    class Lies(DeclaredArgmax):
+        def propose(self, state, context, budget, rng):
+            rng.categorical(self.law.expand(context.batch, 1, -1), Key(context.length[:, None]))
+            q = self.law.flip(0).expand(context.batch, 1, -1)
+            return sd.Proposal.chain(q.argmax(-1), budget.clamp(max=1), q, "sampled"), state
+
+    session = Session(Lies(HALF), SETTINGS[1])
+    proposal = session.round(BUDGETS[0]).proposal
+    with pytest.raises(AssertionError, match="was not drawn from the law"):
+        dropped(proposal, session.log, session.rows)
+
+
+def test_the_suite_sees_a_key_used_twice():
+    class Twice(LooksThenDrops):
+        def propose(self, state, context, budget, rng):
+            rng.categorical(self.law.expand(context.batch, -1), Key(context.length))
+            return super().propose(state, context, budget, rng)
+
+    session = Session(Twice(HALF, unwanted=5), SETTINGS[1])
+    proposal = session.round(BUDGETS[0]).proposal
+    with pytest.raises(AssertionError, match="used for two decisions"):
+        dropped(proposal, session.log, session.rows)
+
+
+def test_a_part_that_cannot_be_built_is_told_how():
+    class Needy:
+        def __init__(self, model, heads):
+            pass
+
+    with pytest.raises(
+        TypeError, match=r"Needy needs model, heads: give it a static method example\(model\)"
+    ):
+        build(Needy, SMALL)

@@ -1,0 +1,325 @@
+"""What every verifier promises, on plain tensors. See ``contracts/__init__.py`` for how a verifier gets here: by itself."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import chisquare
+
+import specdec as sd
+from contracts import build, modules, parts
+from specdec import tree
+from specdec.audit import planted
+from specdec.rng import Key, seeds
+
+V = 5
+TABLE = sd.TableModel.random(V, order=1, seed=4, zeros=0.25)
+VERIFIERS = parts(sd.verifiers, "__call__", "check", "for_draft")
+SHAPES = {  # parents of a row's nodes
+    "chain": [-1, 0, 1, 2],
+    "siblings": [-1, -1, -1],
+    "tree": [-1, -1, 0, 0, 1, 2, 2],
+    "one": [-1],
+}
+KINDS = ["point", "sampled", "same law", "disjoint", "greedy draft", "zeros"]
+
+LOSSLESS = {name: cls for name, cls in VERIFIERS.items() if build(cls, TABLE).lossless}
+
+every_verifier = pytest.mark.parametrize("cls", VERIFIERS.values(), ids=VERIFIERS.keys())
+every_lossless = pytest.mark.parametrize("cls", LOSSLESS.values(), ids=LOSSLESS.keys())
+every_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def instance(cls):
+    return build(cls, TABLE)
+
+
+def case(verifier, shape, kind, rows=64, seed=0, greedy=False):
+    """A proposal for ragged rows, the target's laws at its nodes, the context and the decisions that are left.
+
+    Node by node, the tokens are drawn with the draft's own keys, as a real draft would draw them.
+    """
+    N = len(shape)
+    context = sd.Context.of([[b % V] * (1 + b % 4) for b in range(rows)])
+    rng = sd.Philox(seeds(seed, rows))
+    drafts_rng = verifier.for_draft(rng)
+    parents = torch.tensor(shape).expand(rows, N).contiguous()
+    size = torch.arange(rows) % (N + 1)
+    depth, sibling = tree.depths(parents), tree.sibling_numbers(parents)
+    laws = np.random.default_rng(1).dirichlet([0.7] * V, size=(rows, N))
+    if kind == "zeros":
+        laws[..., ::2] = 0
+        laws[..., 1] += 1e-3
+        laws /= laws.sum(-1, keepdims=True)
+    q = torch.from_numpy(laws)
+    tokens = torch.zeros(rows, N, dtype=torch.long)
+    for n in range(N):
+        above = torch.where(
+            parents[:, n] >= 0, tokens.gather(1, parents[:, n : n + 1].clamp(min=0))[:, 0], -1
+        )
+        before = torch.where(above >= 0, above, context.tokens.gather(1, context.length[:, None] - 1)[:, 0])
+        target_law = TABLE.probs[before]
+        if kind == "same law":
+            q[:, n] = target_law
+        elif kind == "disjoint":
+            free = (target_law == 0).double()
+            uniform = torch.full_like(free, 1 / V)
+            q[:, n] = torch.where(free.sum(-1, keepdim=True) > 0, free / free.sum(-1, keepdim=True), uniform)
+        elif kind == "greedy draft":
+            q[:, n] = torch.nn.functional.one_hot(target_law.argmax(-1), V)
+        key = Key(context.length, depth[:, n], sibling[:, n])
+        tokens[:, n] = drafts_rng.categorical(q[:, n], key)
+    tokens = torch.where(torch.arange(N) < size[:, None], tokens, 0)
+    proposal = sd.Proposal(tokens, parents, size, q, "sampled")
+    if kind == "point":
+        proposal = sd.Proposal(tokens, parents, size)
+    logits = TABLE.score(TABLE.cache(rows, 16), context, proposal).logits
+    probs = sd.Sampling(temperature=0.0 if greedy else 1.0)(logits, context, proposal)
+    live = torch.cat([torch.ones(rows, 1, dtype=torch.bool), torch.arange(N) < size[:, None]], 1)
+    return proposal, torch.where(live[..., None], probs, 0), context, rng
+
+
+def equal(a, b):
+    return all(torch.equal(getattr(a, f), getattr(b, f)) for f in ("path", "accepted", "bonus", "tokens"))
+
+
+def committed(verdict):
+    """Row -> the tokens that the round commits."""
+    return [t[: n + 1] for t, n in zip(verdict.tokens.tolist(), verdict.accepted.tolist())]
+
+
+def test_every_module_has_a_part():
+    found = Counter(cls.__module__ for cls in VERIFIERS.values())
+    assert {m.__name__ for m in modules(sd.verifiers)} == set(found), (
+        "a module without a class that has the methods"
+    )
+    assert {"Rejection", "Coupled"} <= VERIFIERS.keys()
+
+
+@every_verifier
+def test_has_a_name_that_admits_a_loss(cls):
+    verifier = instance(cls)
+    assert isinstance(verifier.name, str)
+    assert isinstance(verifier.lossless, bool)
+    assert verifier.name
+    assert verifier.lossless or "lossy" in verifier.name
+
+
+@pytest.mark.parametrize("greedy", [False, True], ids=["sampled", "greedy"])
+@every_kind
+@every_shape
+@every_verifier
+def test_the_verdict_is_a_path_from_the_root(cls, shape, kind, greedy):
+    verifier = instance(cls)
+    proposal, probs, context, rng = case(verifier, shape, kind, greedy=greedy)
+    B, N = proposal.tokens.shape
+    copies = [t.clone() for t in (proposal.tokens, proposal.parents, proposal.size, probs, context.length)]
+    verdict = verifier(proposal, probs, context, rng)
+    untouched = (proposal.tokens, proposal.parents, proposal.size, probs, context.length)
+    assert all(map(torch.equal, copies, untouched))
+    assert verdict.path.shape == (B, N)
+    assert verdict.accepted.shape == verdict.bonus.shape == (B,)
+    assert verdict.tokens.shape == (B, N + 1)
+    for t in (verdict.path, verdict.accepted, verdict.bonus, verdict.tokens):
+        assert t.dtype == torch.long
+        assert t.device == torch.device("cpu")
+    for b in range(B):
+        n, at = int(verdict.accepted[b]), -1
+        path = verdict.path[b].tolist()
+        assert path[n:] == [-1] * (N - n)
+        for node in path[:n]:
+            assert 0 <= node < int(proposal.size[b])
+            assert int(proposal.parents[b, node]) == at
+            if verifier.lossless:
+                assert float(probs[b, at + 1, proposal.tokens[b, node]]) > 0
+            at = node
+        bonus = int(verdict.bonus[b])
+        assert 0 <= bonus < V
+        if verifier.lossless:
+            assert float(probs[b, at + 1, bonus]) > 0
+        drafted = [int(proposal.tokens[b, node]) for node in path[:n]]
+        assert verdict.tokens[b].tolist() == [*drafted, bonus, *[0] * (N - n)]
+
+
+@every_kind
+@every_shape
+@every_verifier
+def test_a_row_does_not_depend_on_its_batch(cls, shape, kind):
+    verifier = instance(cls)
+    proposal, probs, context, rng = case(verifier, shape, kind)
+    whole = verifier(proposal, probs, context, rng)
+    assert equal(whole, verifier(proposal, probs, context, rng))  # asked again, the same numbers
+    for rows in (torch.arange(64).flip(0), torch.tensor([5, 3, 60]), torch.tensor([4])):
+        some = verifier(proposal.select(rows), probs[rows], context.select(rows), rng.select(rows))
+        assert committed(some) == [committed(whole)[b] for b in rows.tolist()]
+        assert torch.equal(some.path, whole.path[rows])
+
+
+@every_kind
+@every_shape
+@every_verifier
+def test_nodes_that_do_not_exist_are_not_looked_at(cls, shape, kind):
+    verifier = instance(cls)
+    proposal, probs, context, rng = case(verifier, shape, kind)
+    N = proposal.nodes
+    dead = torch.arange(N) >= proposal.size[:, None]
+    junk = replace(
+        proposal,
+        tokens=torch.where(dead, V - 1, proposal.tokens),
+        parents=torch.where(dead, torch.arange(N) - 1, proposal.parents),
+        probs=None if proposal.probs is None else torch.where(dead[..., None], 1 / V, proposal.probs),
+    )
+    wider = replace(
+        junk,
+        tokens=torch.nn.functional.pad(junk.tokens, (0, 2), value=1),
+        parents=torch.nn.functional.pad(junk.parents, (0, 2), value=-1),
+        probs=None if junk.probs is None else torch.nn.functional.pad(junk.probs, (0, 0, 0, 2), value=1 / V),
+    )
+    probs_of_junk = torch.cat([probs[:, :1], torch.where(dead[..., None], 1 / V, probs[:, 1:])], 1)
+    expected = committed(verifier(proposal, probs, context, rng))
+    assert committed(verifier(junk, probs_of_junk, context, rng)) == expected
+    probs_of_wider = torch.nn.functional.pad(probs_of_junk, (0, 0, 0, 2), value=1 / V)
+    assert committed(verifier(wider, probs_of_wider, context, rng)) == expected
+
+
+@every_verifier
+def test_nothing_proposed_commits_one_token(cls):
+    verifier = instance(cls)
+    proposal, probs, context, rng = case(verifier, SHAPES["chain"], "sampled")
+    none = verifier(sd.Proposal.none(64), probs[:, :1], context, rng)
+    assert none.path.shape == (64, 0)
+    assert none.accepted.tolist() == [0] * 64
+    assert torch.equal(none.tokens[:, 0], none.bonus)
+    zero = replace(proposal, size=torch.zeros_like(proposal.size))
+    assert verifier(zero, probs, context, rng).accepted.tolist() == [0] * 64
+    assert torch.equal(verifier(zero, probs, context, rng).bonus, none.bonus)
+
+
+@every_kind
+@every_shape
+@every_lossless
+def test_a_greedy_target_takes_its_own_path_and_all_of_it(cls, shape, kind):
+    verifier = instance(cls)
+    proposal, probs, context, rng = case(verifier, shape, kind, greedy=True)
+    for b, got in enumerate(committed(verifier(proposal, probs, context, rng))):
+        at, said = -1, []
+        while True:
+            said.append(int(probs[b, at + 1].argmax()))
+            children = [
+                n
+                for n in range(int(proposal.size[b]))
+                if int(proposal.parents[b, n]) == at and int(proposal.tokens[b, n]) == said[-1]
+            ]
+            if not children:
+                break
+            at = children[0]
+        assert got[: len(said)] == said[: len(got)]
+        if len(set(zip(shape, proposal.tokens[b].tolist()))) == len(
+            shape
+        ):  # no two equal siblings to choose from
+            assert got == said
+
+
+@every_lossless
+def test_a_draft_that_is_the_target_stands(cls):
+    """Under shared laws nothing is ever rejected: p / q is 1, and a coupled draw is the same draw."""
+    verifier = instance(cls)
+    proposal, probs, context, rng = case(verifier, SHAPES["chain"], "same law")
+    assert torch.equal(verifier(proposal, probs, context, rng).accepted, proposal.size)
+
+
+@every_kind
+@every_shape
+@every_lossless
+def test_the_first_token_has_the_targets_law(cls, shape, kind):
+    """8,000 seeded rows; the exact law of whole texts is the certifier's business."""
+    first_token(instance(cls), shape, kind)
+
+
+def first_token(verifier, shape, kind, rows=8_000):
+    proposal, probs, context, rng = case(verifier, shape, kind, rows=rows, seed=3)
+    first = verifier(proposal, probs, context, rng).tokens[:, 0]
+    last = context.tokens.gather(1, context.length[:, None] - 1)[:, 0]
+    for token in range(V):
+        here = last == token
+        seen = torch.bincount(first[here], minlength=V).double()
+        law = TABLE.law([token])
+        assert float(seen[law == 0].sum()) == 0
+        assert chisquare(seen[law > 0], law[law > 0] * int(here.sum())).pvalue > 1e-4
+
+
+@pytest.mark.parametrize(
+    ("verifier", "shape", "kind"),
+    [
+        (planted.BonusFromTarget(), "one", "sampled"),
+        (planted.GreedyAcceptance(), "one", "greedy draft"),
+        (planted.SiblingsForgetResidual(), "siblings", "sampled"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_the_suite_sees_a_bias(verifier, shape, kind):
+    with pytest.raises(AssertionError):
+        first_token(verifier, SHAPES[shape], kind, rows=40_000)
+
+
+@every_verifier
+def test_what_the_library_drew_is_never_refused(cls):
+    verifier = instance(cls)
+    for kind in ("point", "sampled"):
+        verifier.check(case(verifier, SHAPES["tree"], kind)[0])
+    verifier.check(sd.Proposal.none(3))
+
+
+def refuses(verifier, proposal):
+    try:
+        verifier.check(proposal)
+    except ValueError:
+        return True
+    return False
+
+
+@every_lossless
+def test_a_false_declaration_is_refused_or_does_no_harm(cls):
+    """An argmax that is declared as a sample of its law, the field's most common mistake."""
+    verifier = instance(cls)
+    p = torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=torch.float64)
+    q = torch.tensor([0.1, 0.4, 0.3, 0.2], dtype=torch.float64)
+    rows = 20_000
+    context, rng = sd.Context.of([[0]] * rows), sd.Philox(seeds(0, rows))
+    tokens = q.argmax().expand(rows, 1)
+    declared = sd.Proposal.chain(tokens, torch.ones(rows, dtype=torch.long), q.expand(rows, 1, -1))
+    if refuses(verifier, declared):
+        with pytest.raises(ValueError, match="sampled"):  # the message names the remedy
+            verifier.check(declared)
+    else:
+        first = verifier(declared, p.expand(rows, 2, -1), context, rng).tokens[:, 0]
+        assert chisquare(torch.bincount(first, minlength=4).double(), p * rows).pvalue > 1e-4
+
+
+@every_verifier
+def test_the_decisions_for_drafts_are_draws_and_follow_their_rows(cls):
+    verifier = instance(cls)
+    rows = 20_000
+    rng = verifier.for_draft(sd.Philox(seeds(5, rows)))
+    p = torch.tensor([0.5, 0.0, 0.3, 0.2], dtype=torch.float64)
+    drawn = {}
+    for depth in (0, 1):
+        for sibling in (0, 1):
+            key = Key(torch.full((rows,), 7), depth, sibling)
+            drawn[depth, sibling] = rng.categorical(p.expand(rows, -1), key)
+            seen = torch.bincount(drawn[depth, sibling], minlength=4).double()
+            assert float(seen[1]) == 0
+            assert chisquare(seen[p > 0], p[p > 0] * rows).pvalue > 1e-4
+            assert torch.equal(drawn[depth, sibling], rng.categorical(p.expand(rows, -1), key))
+            some = torch.tensor([9, 2, 400])
+            part = rng.select(some).categorical(p.expand(3, -1), Key(torch.full((3,), 7), depth, sibling))
+            assert torch.equal(part, drawn[depth, sibling][some])
+    assert not torch.equal(drawn[0, 0], drawn[1, 0])
+    assert not torch.equal(drawn[0, 0], drawn[0, 1])
+    share = rng.accept(torch.full((rows,), 0.25), Key(torch.full((rows,), 7), 3)).double().mean()
+    assert abs(float(share) - 0.25) < 0.02

@@ -1,0 +1,197 @@
+"""The certifier: exact on what is lossless, not to be fooled by what is not. ``recipes/certify.py`` runs the whole catalogue."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+import specdec as sd
+from specdec.audit import catalogue
+from specdec.audit.adversaries import Adversary
+from specdec.audit.certify import Certificate, certify, certify_coupled
+from specdec.audit.plain import enumerate_plain, total_variation
+from specdec.audit.walk import Branches, Walk, pack
+from specdec.rng import ACCEPT, Key
+from specdec.types import Proposal
+
+ALL = catalogue.everything()
+SLOW = {  # left to the recipe
+    "chain k=3",
+    "chain k=3, vocabulary 2",
+    "tree of two drafts' chains, merged",
+    "every point-mass tree of 2",
+    "length adapted to dropped nodes",
+    "coupled, every tree of 2, zeros",
+    "coupled, every tree, vocabulary 2",
+    "float64 llama, tree (2, 1)",
+    "ragged rows, tree (2, 1)",
+    "tree (2, 1), penalties, temperature 1.5, top-p 0.9",
+}
+EXACT = {"argmax declared as a sample of softmax(q)": 0.45, "node dropped after looking at its value": 0.15}
+
+
+@pytest.mark.parametrize("composition", [c for c in ALL if c.name not in SLOW], ids=lambda c: c.name)
+def test_claims_are_exact_and_planted_biases_are_seen(composition):
+    found = composition.run()
+    assert composition.stands(found), found
+    assert found.mass < 1e-12
+    if composition.name in EXACT:
+        assert found.total_variation == pytest.approx(EXACT[composition.name], abs=1e-12)
+
+
+def test_the_catalogue_is_as_large_as_promised():
+    names = [c.name for c in ALL]
+    assert len(set(names)) == len(names)
+    assert set(names) >= SLOW
+    assert sum(c.lossless for c in ALL) >= 20
+    assert sum(not c.lossless for c in ALL) >= 3
+
+
+def test_a_certificate_says_what_was_found_in_one_line():
+    found = certify(catalogue.BASE.build())
+    assert found.lossless
+    assert repr(found).startswith("Certificate(total variation ")
+    assert "\n" not in repr(found)
+    assert found.branches == 27
+    assert found.law[0].keys() == found.target[0].keys()
+    assert not Certificate(0.0, 0.0, 1, 0.0, astray=0.5).lossless
+
+
+def test_the_targets_law_is_the_tables_joint_law():
+    plain = enumerate_plain(catalogue.MODEL, sd.Sampling(), [2, 1], 3)
+    joint = catalogue.MODEL.joint([2, 1], 3)
+    assert len(plain.law) == 27
+    assert all(p == pytest.approx(float(joint[ids]), abs=1e-15) for ids, p in plain.law.items())
+
+
+def test_total_variation_counts_missing_mass():
+    assert total_variation({(0,): 0.5, (1,): 0.5}, {(0,): 0.25, (1,): 0.75}) == pytest.approx(0.25)
+    assert total_variation({(0,): 0.5}, {(0,): 1.0}) == pytest.approx(0.5)
+    assert total_variation({(0,): 1.0}, {(1,): 1.0}) == pytest.approx(1.0)
+
+
+def _outcomes(decide) -> dict[tuple[int, ...], float]:
+    """All outcomes of ``decide(rng) -> tensors [R]`` with their measures."""
+    todo, law = [Branches.root()], {}
+    while todo:
+        walk = Walk(Branches.join(todo))
+        answers = torch.stack([torch.as_tensor(a).long() for a in decide(walk.rng())], 1).tolist()
+        for answer, measure in zip(answers, walk.branches.measure()):
+            law[tuple(answer)] = law.get(tuple(answer), 0.0) + float(measure)
+        todo = [scripts for _, scripts in walk.left]
+    return law
+
+
+def _law(rng, *probs):
+    return torch.tensor(probs, dtype=torch.float64).expand(len(rng.rows), -1)
+
+
+def _at(rng):
+    return torch.full((len(rng.rows),), 3)
+
+
+def test_a_key_that_is_asked_again_refines_the_same_number():
+    def twice(rng):
+        first = rng.categorical(_law(rng, 0.5, 0.5), Key(_at(rng)))
+        again = rng.categorical(_law(rng, 0.2, 0.6, 0.2), Key(_at(rng)))
+        below = rng.accept(_law(rng, 0.9)[:, 0], Key(_at(rng)))
+        return first, again, below
+
+    law = _outcomes(twice)
+    assert law == pytest.approx(
+        {(0, 0, 1): 0.2, (0, 1, 1): 0.3, (1, 1, 1): 0.3, (1, 2, 1): 0.1, (1, 2, 0): 0.1}
+    )
+
+
+def test_different_keys_are_independent_and_certain_decisions_do_not_branch():
+    def several(rng):
+        a = rng.accept(_law(rng, 0.3)[:, 0], Key(_at(rng), stream=ACCEPT))
+        b = rng.accept(torch.where(a, 0.5, 1.0).double(), Key(_at(rng), 1, stream=ACCEPT))
+        c = rng.accept(_law(rng, 0.0)[:, 0], Key(_at(rng), 2, stream=ACCEPT))
+        return a, b, c, rng.categorical(_law(rng, 0, 1, 0), Key(_at(rng)))
+
+    assert _outcomes(several) == pytest.approx({(1, 1, 0, 1): 0.15, (1, 0, 0, 1): 0.15, (0, 1, 0, 1): 0.7})
+
+
+def test_keys_are_packed_without_collisions():
+    keys = [
+        Key(torch.tensor(a), d, s, t, n)
+        for a in (0, 5)
+        for d in (0, 1)
+        for s in (0, 1)
+        for t in (0, 1)
+        for n in (0, 1)
+    ]
+    assert len({int(pack(key)) for key in keys}) == len(keys)
+    with pytest.raises(ValueError, match="depth"):
+        pack(Key(torch.tensor(0), 1 << 20))
+
+
+def test_a_key_of_the_wrong_shape_is_refused():
+    rng = Walk(Branches.root()).rng()
+    with pytest.raises(ValueError, match="rows first"):
+        rng.categorical(torch.ones(1, 2, 3), Key(torch.tensor([1])))
+    with pytest.raises(ValueError, match="no probabilities"):
+        rng.categorical(torch.zeros(1, 3), Key(torch.tensor([1])))
+
+
+def test_races_are_not_walked_by_accident():
+    with pytest.raises(ValueError, match="certify_coupled"):
+        certify(catalogue.BASE.verifier(sd.Coupled()).build())
+    found = certify_coupled(
+        catalogue.BASE.draft(catalogue.CHAIN, length=2).verifier(sd.Coupled()).build(), nodes=None
+    )
+    assert found.lossless
+
+
+def test_too_many_branches_are_refused_with_the_remedy():
+    with pytest.raises(RuntimeError, match="more than 100 branches: use fewer nodes"):
+        certify(catalogue.BASE.build(), max_new_tokens=6, limit=100)
+
+
+def test_each_prompt_of_a_ragged_batch_has_its_own_law():
+    prompts, budgets = [[0, 1], [2], [1, 1, 0]], [1, 3, 2]
+    decoder = catalogue.BASE.draft(catalogue.TREE, length=2).build()
+    together = certify(
+        decoder, prompts, budgets, batch=7
+    )  # many small batches, in which every prompt has mates
+    for row, (prompt, budget) in enumerate(zip(prompts, budgets)):
+        alone = certify(decoder, [prompt], budget)
+        assert together.law[row] == pytest.approx(alone.law[0], abs=1e-14)
+        assert alone.lossless
+    assert together.lossless
+
+
+@dataclass(frozen=True)
+class Forwards(Adversary):
+    """Proposes row 0's last token in every row: the law stays exact, but a row's text depends on its mates."""
+
+    def propose(self, state, context, budget, rng):
+        last = context.tokens[0, int(context.length[0]) - 1]
+        return Proposal.chain(last.repeat(context.batch, 1), budget.clamp(max=1)), state
+
+
+def test_a_row_that_depends_on_its_mates_is_not_certified():
+    builder = catalogue.BASE.draft(Forwards(catalogue.MENU), length=1)
+    with pytest.raises(RuntimeError, match="among other batch mates"):
+        certify(builder.build(), [[0], [1], [2]], 4, batch=64)
+
+
+def test_adversaries_use_their_freedom():
+    """They submit no tree, small ones and large ones, of different shapes, and adapt to what was dropped."""
+    shapes, rounds = set(), []
+    decoder = catalogue.BASE.draft(Adversary(catalogue.MENU, salt=1), length=3).build()
+    decoder.generate([[b % 3] for b in range(200)], 6, seed=0, on_round=rounds.append)
+    for round in rounds[1:]:
+        for b, size in enumerate(round.proposal.size.tolist()):
+            shapes.add(tuple(round.proposal.parents[b, :size].tolist()))
+    assert {(), (-1,), (-1, -1), (-1, 0), (-1, -1, -1), (-1, 0, 1), (-1, -1, 0), (-1, -1, 1)} <= shapes
+
+
+def test_measures_partition_the_cube():
+    branches = Branches(
+        np.array([[1, 2], [1, -1]]), np.array([[0.0, 0.5], [0.25, 0.0]]), np.array([[0.25, 1.0], [1.0, 1.0]])
+    )
+    assert branches.measure().tolist() == [0.125, 0.75]
+    assert Branches.join([branches, Branches.root()]).measure().tolist() == [0.125, 0.75, 1.0]

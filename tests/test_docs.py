@@ -1,0 +1,105 @@
+"""The documentation is true: its Python runs, its commands exist, and its tables are those of the code.
+
+Every fenced block that is marked ``python`` runs, page by page, each page in one namespace. A block whose first line is
+``# not run: <reason>`` does not.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from specdec.models import SUPPORTED
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FENCE = re.compile(r"^```(?P<kind>\S*)[^\n]*\n(?P<text>.*?)^```\s*$", re.MULTILINE | re.DOTALL)
+NOT_RUN = "# not run:"
+
+
+class Block(NamedTuple):
+    """A fenced block and the line on which its text begins."""
+
+    kind: str
+    text: str
+    line: int
+
+
+def blocks(page: Path, kind: str) -> list[Block]:
+    """The blocks of one kind that are to be run."""
+    text = page.read_text(encoding="utf-8")
+    found = [
+        Block(match["kind"], match["text"], text[: match.start("text")].count("\n") + 1)
+        for match in FENCE.finditer(text)
+    ]
+    return [block for block in found if block.kind == kind and not block.text.startswith(NOT_RUN)]
+
+
+def name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=name)
+def test_the_python_of_a_page_runs(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # what a block writes is not left in the repository
+    namespace = {"__name__": f"docs_{page.stem}"}
+    for block in blocks(page, "python"):
+        # The padding puts the page's own line numbers into a traceback.
+        exec(compile("\n" * (block.line - 1) + block.text, str(page), "exec"), namespace)
+
+
+def test_there_is_python_on_every_page_about_a_part():
+    pages = ("models", "drafts", "verifiers", "sampling", "decoder", "certifier", "pocket_models", "design", "index")
+    assert [page for page in pages if not blocks(ROOT / "docs" / f"{page}.md", "python")] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_what_is_not_run_says_why(page):
+    for match in FENCE.finditer(page.read_text(encoding="utf-8")):
+        assert match["kind"] in ("python", "bash", "text"), f"a block without a kind: {match['text'][:60]!r}"
+        if match["text"].startswith(NOT_RUN):
+            assert match["text"].splitlines()[0].removeprefix(NOT_RUN).strip()
+
+
+def test_the_table_of_families_is_the_codes():
+    rows = re.findall(r"^\| `(\w+)` \| (packed|padded) \| (.+?) \|$", (ROOT / "docs/models.md").read_text(), re.MULTILINE)
+    listed = {family: how if trees == "yes" else f"{how}, {trees}" for family, how, trees in rows}
+    assert len(rows) == len(listed)
+    assert listed == SUPPORTED
+
+
+def commands() -> list[tuple[str, str]]:
+    """(page, command line) of every recipe that a page tells its reader to run, in blocks, tables and text."""
+    return [
+        (name(page), command)
+        for page in [*PAGES, ROOT / "CONTRIBUTING.md"]
+        for command in re.findall(r"python (recipes/[^\n`]*)", page.read_text(encoding="utf-8"))
+    ]
+
+
+def test_the_commands_exist():
+    assert len(commands()) > 8
+    for page, command in commands():
+        script, *words = command.split()
+        source = (ROOT / script).read_text(encoding="utf-8")
+        for option in (word.partition("=")[0] for word in words if word.startswith("--")):
+            # train_pocket makes its options from the fields of its settings
+            field = rf"^    {option.removeprefix('--').replace('-', '_')}: "
+            assert f'"{option}"' in source or re.search(field, source, re.MULTILINE), f"{page}: {command}"
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "CONTRIBUTING.md"], ids=name)
+def test_the_links_outside_the_site_lead_somewhere(page):
+    """mkdocs checks those inside it."""
+    targets = re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text(encoding="utf-8"))
+    assert [target for target in targets if not (ROOT / target).exists()] == []
+
+
+def test_every_module_is_in_the_api():
+    """A part's package is shown with all its modules; the others are named one by one."""
+    shown = re.findall(r"^::: (\S+)$", "\n".join(p.read_text() for p in (ROOT / "docs/api").glob("*.md")), re.MULTILINE)
+    modules = {p.stem for p in (ROOT / "specdec").glob("*.py")} | {p.parent.name for p in (ROOT / "specdec").glob("*/__init__.py")}
+    assert {f"specdec.{module}" for module in modules - {"__init__"}} == {s for s in shown if s.startswith("specdec.")}

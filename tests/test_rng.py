@@ -1,0 +1,164 @@
+"""Philox on its published answers; draws that depend on their key alone and follow the laws they are asked for."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from specdec.rng import ACCEPT, BONUS, DRAFT, TARGET, Key, Philox, philox4x32, pick, seeds
+
+ONES = 0xFFFFFFFF
+KNOWN = [  # kat_vectors of Random123: philox4x32, 10 rounds
+    ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+    ((ONES,) * 4, (ONES,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+    (
+        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+        (0xA4093822, 0x299F31D0),
+        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+    ),
+]
+
+
+@pytest.mark.parametrize(("counter", "key", "answer"), KNOWN)
+def test_philox_gives_its_known_answers_on_ints_arrays_and_tensors(counter, key, answer):
+    assert tuple(philox4x32(counter, key)) == answer
+    with np.errstate(over="ignore"):
+        arrays = philox4x32([np.array([c, c]) for c in counter], [np.array([k, k]) for k in key])
+    assert [a.tolist() for a in arrays] == [[a, a] for a in answer]
+    tensors = philox4x32([torch.tensor([c, c]) for c in counter], [torch.tensor([k, k]) for k in key])
+    assert [t.tolist() for t in tensors] == [[a, a] for a in answer]
+
+
+@given(st.lists(st.integers(0, ONES), min_size=6, max_size=6))
+def test_philox_agrees_between_ints_arrays_and_tensors(words):
+    exact = philox4x32(words[:4], words[4:])
+    arrays = philox4x32([np.array([w]) for w in words[:4]], [np.array([w]) for w in words[4:]])
+    tensors = philox4x32([torch.tensor([w]) for w in words[:4]], [torch.tensor([w]) for w in words[4:]])
+    assert [int(a[0]) for a in arrays] == exact == [int(t[0]) for t in tensors]
+
+
+def _grid(seed: int = 0, rows: int = 8, at: int = 500) -> torch.Tensor:
+    return Philox(seeds(seed, rows)).uniform(Key(torch.arange(at).expand(rows, at)))
+
+
+def test_uniforms_are_uniform():
+    u = _grid()
+    assert u.dtype == torch.float64
+    assert float(u.min()) >= 0
+    assert float(u.max()) < 1
+    assert stats.kstest(u.flatten().numpy(), "uniform").pvalue > 1e-3
+
+
+def test_every_field_of_a_key_and_the_seed_give_another_independent_number():
+    rng, at = Philox(seeds(1, 1)), torch.arange(4000)[None]
+    base = rng.uniform(Key(at, 2, 3, DRAFT, 4))
+    others = [
+        rng.uniform(Key(at + 4000, 2, 3, DRAFT, 4)),
+        rng.uniform(Key(at, 3, 3, DRAFT, 4)),
+        rng.uniform(Key(at, 2, 4, DRAFT, 4)),
+        rng.uniform(Key(at, 2, 3, ACCEPT, 4)),
+        rng.uniform(Key(at, 2, 3, BONUS, 4)),
+        rng.uniform(Key(at, 2, 3, DRAFT, 5)),
+        rng.uniform(Key(at, 3, 2, DRAFT, 4)),
+        Philox(seeds(2, 1)).uniform(Key(at, 2, 3, DRAFT, 4)),
+    ]
+    for other in others:
+        assert not bool((other == base).any())
+        table = np.histogram2d(base[0].numpy(), other[0].numpy(), bins=4, range=[[0, 1]] * 2)[0]
+        assert stats.chi2_contingency(table).pvalue > 1e-3
+
+
+def test_a_key_that_is_asked_again_answers_from_the_same_number():
+    rng, key = Philox(seeds(3, 2)), Key(torch.tensor([5, 6]))
+    u = rng.uniform(key)
+    assert torch.equal(u, rng.uniform(key))
+    assert rng.accept(u + 1e-12, key).all()
+    assert not rng.accept(u, key).any()
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.permutations(range(6)), st.integers(1, 6))
+def test_decisions_do_not_depend_on_batch_mates_or_their_order(order, keep):
+    rows = torch.tensor(order[:keep])
+    probs = torch.rand(6, 4, 11, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    probs /= probs.sum(-1, keepdim=True)
+    at, lane = torch.arange(6)[:, None] * 3, torch.arange(4).expand(6, 4)
+    whole, part = Philox(seeds(7, 6)), Philox(seeds(7, 6)).select(rows)
+    key, some = Key(at, 1, lane), Key(at[rows], 1, lane[rows])
+    assert torch.equal(whole.uniform(key)[rows], part.uniform(some))
+    assert torch.equal(whole.categorical(probs, key)[rows], part.categorical(probs[rows], some))
+    assert torch.equal(whole.accept(probs[..., 0], key)[rows], part.accept(probs[rows][..., 0], some))
+    assert torch.equal(whole.race(probs, at + lane)[rows], part.race(probs[rows], (at + lane)[rows]))
+
+
+def test_seeds_are_one_a_row_and_an_int_spreads_over_rows_that_do_not_depend_on_the_batch():
+    assert seeds([3, 4, 5], 3).tolist() == [3, 4, 5]
+    assert torch.equal(seeds(9, 5)[:3], seeds(9, 3))
+    assert len(set(seeds(9, 1000).tolist())) == 1000
+    torch.manual_seed(0)
+    first = seeds(None, 4)
+    torch.manual_seed(0)
+    assert torch.equal(first, seeds(None, 4))
+    with pytest.raises(ValueError, match="seed has 2 entries for 3 rows"):
+        seeds([1, 2], 3)
+
+
+def test_pick_never_picks_what_has_no_probability():
+    law = torch.tensor([0, 0.3, 0, 0, 0.7, 0, 0], dtype=torch.float64)
+    u = torch.tensor([0, 1e-300, 0.3 - 1e-16, 0.3, 0.5, 1 - 2**-53])
+    assert set(pick(law.expand(6, 7), u).tolist()) <= {1, 4}
+    assert pick(law, torch.tensor(0.0)) == 1
+    assert pick(law, torch.tensor(1 - 2**-53)) == 4
+
+
+@given(
+    st.lists(st.sampled_from([0.0, 1e-38, 1e-12, 0.1, 1 / 3, 0.5]), min_size=2, max_size=9).filter(any),
+    st.floats(0, 1, exclude_max=True),
+    st.sampled_from([torch.float32, torch.float64]),
+)
+def test_pick_stays_in_the_support(law, u, dtype):
+    probs = torch.tensor(law, dtype=dtype)
+    assert probs[pick(probs, torch.tensor(u, dtype=torch.float64))] > 0
+
+
+def test_categorical_and_race_follow_the_law():
+    rows, law = 20_000, torch.tensor([0.05, 0.45, 0.0, 0.3, 0.2], dtype=torch.float64)
+    rng = Philox(seeds(11, rows))
+    at = torch.full((rows,), 17)
+    for drawn in (rng.categorical(law.expand(rows, 5), Key(at)), rng.race(law.expand(rows, 5), at)):
+        count = torch.bincount(drawn, minlength=5).numpy()
+        assert count[2] == 0
+        here = law.numpy() > 0
+        assert stats.chisquare(count[here], rows * law.numpy()[here]).pvalue > 1e-3
+
+
+def test_the_sparse_race_equals_the_dense_one():
+    rows, wide = 200, 64
+    law = torch.zeros(rows, wide, dtype=torch.float64)
+    law[:, 3], law[:, 40], law[:, 63] = 0.2, 0.5, 0.3
+    dense = law.clone()
+    dense[:, :20] += 1e-300  # more tokens to race, none of which can win
+    rng, at = Philox(seeds(0, rows)), torch.arange(rows)
+    assert torch.equal(rng.race(law, at), rng.race(dense, at))
+
+
+def test_races_of_two_laws_with_one_key_agree_as_often_as_promised():
+    rows = 20_000
+    p = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
+    q = torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64)
+    rng, at = Philox(seeds(5, rows)), torch.zeros(rows, dtype=torch.long)
+    agree = (rng.race(p.expand(rows, 3), at) == rng.race(q.expand(rows, 3), at)).double().mean()
+    apart = 0.5 * (p - q).abs().sum()
+    assert (1 - apart) / (1 + apart) - 0.02 <= agree <= 1 - apart + 0.02
+
+
+def test_races_do_not_share_numbers_with_other_decisions():
+    rows, law = 4000, torch.tensor([0.5, 0.5], dtype=torch.float64)
+    rng, at = Philox(seeds(6, rows)), torch.full((rows,), 9)
+    raced = rng.race(law.expand(rows, 2), at)
+    for stream in (DRAFT, ACCEPT, BONUS, TARGET):
+        drawn = rng.categorical(law.expand(rows, 2), Key(at, 1, 1, stream))
+        table = np.histogram2d(raced.numpy(), drawn.numpy(), bins=2)[0]
+        assert stats.chi2_contingency(table).pvalue > 1e-3

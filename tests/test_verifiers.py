@@ -1,0 +1,196 @@
+"""Verifiers on plain tensors: decisions against the reference, laws against the target's, refusals."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+import specdec as sd
+from specdec import tree
+from specdec.rng import DRAFT, Key, Philox, seeds
+from specdec.types import Context, Proposal
+from specdec.verifiers.rejection import residual, verify_chain, verify_tree
+
+
+def laws(*shape: int, seed: int, zeros: float = 0.0) -> torch.Tensor:
+    """Random laws, some entries impossible."""
+    made = torch.rand(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) + 1e-3
+    gone = torch.rand(*shape, generator=torch.Generator().manual_seed(seed + 1)) < zeros
+    made[gone & (made < made.max(-1, keepdim=True).values)] = 0
+    return made / made.sum(-1, keepdim=True)
+
+
+def context(rows: int, length: int = 1) -> Context:
+    return Context.of([[0] * (length + b % 3) for b in range(rows)])
+
+
+def drawn(
+    parents: torch.Tensor, size: torch.Tensor, q: torch.Tensor, where: Context, rng: Philox
+) -> Proposal:
+    depth, number = tree.depths(parents), tree.sibling_numbers(parents)
+    tokens = rng.categorical(q, Key(where.length[:, None], depth, number, DRAFT))
+    return Proposal(tokens, parents, size, q, "sampled")
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.integers(1, 5),
+    nodes=st.integers(1, 5),
+    vocab=st.integers(2, 6),
+    seed=st.integers(0, 10**6),
+    zeros=st.sampled_from([0.0, 0.4]),
+    point=st.booleans(),
+)
+def test_chains_and_trees_are_verified_decision_for_decision_alike(rows, nodes, vocab, seed, zeros, point):
+    where, rng = context(rows), Philox(seeds(seed, rows))
+    size = torch.from_numpy(np.random.default_rng(seed).integers(0, nodes + 1, rows))
+    p, q = (
+        laws(rows, nodes + 1, vocab, seed=seed, zeros=zeros),
+        laws(rows, nodes, vocab, seed=seed + 2, zeros=zeros),
+    )
+    proposal = drawn(torch.arange(-1, nodes - 1).expand(rows, nodes), size, q, where, rng)
+    if point:
+        proposal = Proposal.chain(proposal.tokens, size)
+    path, accepted, law = verify_chain(proposal, p, where, rng)
+    reference = verify_tree(proposal, p, where, rng)
+    assert torch.equal(path, reference[0])
+    assert torch.equal(accepted, reference[1])
+    assert torch.allclose(law, reference[2], rtol=0, atol=1e-12)
+    assert bool((accepted <= size).all())
+    assert torch.allclose(law.sum(-1), torch.ones(rows, dtype=torch.float64))
+
+
+def test_sampled_trees_of_two_depths_have_the_targets_law():
+    """The joint law of the first two tokens of a block and the one after, ragged widths, chi-square against the target's."""
+    rows, V = 40_000, 3
+    target = sd.TableModel.random(V, 1, seed=4, concentration=2.0)
+    where, rng = Context.of([[0]] * rows), Philox(seeds(123, rows))
+    parents = torch.tensor([-1, -1, 0, 0, 1]).expand(rows, 5)
+    size = torch.tensor([0, 1, 2, 4, 5]).repeat(rows // 5)
+    q = laws(5, V, seed=9).expand(rows, 5, V)
+    proposal = drawn(parents, size, q, where, rng)
+    probs = target.score(target.cache(rows, 8), where, proposal).logits.exp()
+    verdict = sd.Rejection()(proposal, probs, where, rng)
+    # finish every row with the target's own draws, so that all have three tokens
+    text = where.append(verdict.tokens, verdict.accepted + 1)
+    for step in range(3):
+        law = target.score(target.cache(rows, 8), text).logits[:, 0].exp()
+        token = rng.categorical(law, Key(text.length, 9, step, DRAFT))
+        text = text.append(token[:, None], (text.length < 4).long())
+    assert int(verdict.accepted.max()) == 2
+    drawn_tokens = text.tokens[:, 1:4]
+    expected = rows * target.joint([0], 3).flatten().numpy()
+    code = (drawn_tokens * torch.tensor([V * V, V, 1])).sum(1)
+    seen = torch.bincount(code, minlength=V**3).double().numpy()
+    small = expected < 5
+    if small.any():
+        expected = np.append(expected[~small], expected[small].sum())
+        seen = np.append(seen[~small], seen[small].sum())
+    assert stats.chisquare(seen, expected).pvalue > 1e-3
+
+
+def test_siblings_drawn_without_replacement_have_the_targets_law():
+    rows, V = 30_000, 4
+    p, q = laws(V, seed=1), laws(V, seed=3)
+    where, rng = Context.of([[0]] * rows), Philox(seeds(5, rows))
+    law, tokens, said = q.expand(rows, V), [], []
+    for n in range(3):
+        tokens.append(rng.categorical(law, Key(where.length, 0, n)))
+        said.append(law)
+        law = law.scatter(1, tokens[-1][:, None], 0)
+        law = law / law.sum(-1, keepdim=True)
+    proposal = Proposal(
+        torch.stack(tokens, 1),
+        torch.full((rows, 3), -1),
+        torch.full((rows,), 3),
+        torch.stack(said, 1),
+        "sampled",
+    )
+    verdict = sd.Rejection()(proposal, p.expand(rows, 4, V), where, rng)
+    seen = torch.bincount(verdict.tokens[:, 0], minlength=V).numpy()
+    assert stats.chisquare(seen, rows * p.numpy()).pvalue > 1e-3
+
+
+def test_a_residual_of_nothing_is_not_nan():
+    p = torch.tensor([[0.5, 0.5], [0.3, 0.7]], dtype=torch.float64)
+    assert torch.equal(residual(p, p), p)
+    assert torch.equal(
+        residual(p, torch.tensor([[0.5, 0.5], [0.4, 0.6]], dtype=torch.float64))[1],
+        torch.tensor([0.0, 1.0]).double(),
+    )
+    where, rng = context(2), Philox(seeds(0, 2))
+    proposal = Proposal.chain(torch.tensor([[0], [1]]), torch.tensor([1, 1]), p[:, None], "sampled")
+    verdict = sd.Rejection()(proposal, p[:, None].expand(2, 2, 2), where, rng)
+    assert verdict.accepted.tolist() == [1, 1]  # q = p is never rejected
+
+
+def test_impossible_tokens_are_rejected_and_never_the_bonus():
+    rows = 500
+    p = torch.tensor([0.5, 0.5, 0.0], dtype=torch.float64).expand(rows, 3, 3)
+    where, rng = context(rows), Philox(seeds(1, rows))
+    for parents in ([-1, 0], [-1, -1]):
+        proposal = Proposal(
+            torch.full((rows, 2), 2), torch.tensor(parents).expand(rows, 2), torch.full((rows,), 2)
+        )
+        verdict = sd.Rejection()(proposal, p, where, rng)
+        assert int(verdict.accepted.max()) == 0
+        assert set(verdict.bonus.tolist()) == {0, 1}
+
+
+def test_declared_probabilities_are_refused_unless_trusted():
+    q = torch.tensor([[[0.1, 0.9]]], dtype=torch.float64)
+    declared = Proposal.chain(torch.tensor([[1]]), torch.tensor([1]), q)
+    assert declared.provenance == "declared"
+    with pytest.raises(ValueError, match="trust_declared=True"):
+        sd.Rejection().check(declared)
+    sd.Rejection(trust_declared=True).check(declared)
+    sd.Coupled().check(declared)  # the target's own draw decides, whatever is declared
+    with pytest.raises(ValueError, match="point mass has no probs"):
+        Proposal(declared.tokens, declared.parents, declared.size, q, "point")
+    with pytest.raises(ValueError, match="probs is absent"):
+        Proposal(declared.tokens, declared.parents, declared.size, None, "sampled")
+
+
+@settings(max_examples=40, deadline=None)
+@given(nodes=st.integers(0, 5), vocab=st.integers(2, 4), seed=st.integers(0, 10**6))
+def test_coupled_commits_the_targets_draws_whatever_is_proposed(nodes, vocab, seed):
+    rows, random = 4, np.random.default_rng(seed)
+    target = sd.TableModel.random(vocab, 1, seed=seed, zeros=0.2)
+    where, rng = context(rows, 2), Philox(seeds(seed, rows))
+    parents = torch.tensor([[random.integers(-1, n) for n in range(nodes)] for _ in range(rows)]).reshape(
+        rows, nodes
+    )
+    proposal = Proposal(
+        torch.from_numpy(random.integers(0, vocab, (rows, nodes))),
+        parents.long(),
+        torch.from_numpy(random.integers(0, nodes + 1, rows)),
+    )
+    probs = target.score(target.cache(rows, 16), where, proposal).logits.exp()
+    verdict = sd.Coupled()(proposal, probs, where, rng)
+    text = where
+    for _ in range(nodes + 1):  # plain decoding with the same numbers
+        law = target.score(target.cache(rows, 16), text).logits[:, 0].exp()
+        text = text.append(rng.race(law, text.length)[:, None], torch.ones(rows, dtype=torch.long))
+    for b in range(rows):
+        block = verdict.tokens[b, : int(verdict.accepted[b]) + 1].tolist()
+        start = int(where.length[b])
+        assert block == text.tokens[b, start : start + len(block)].tolist()
+        nodes_taken = verdict.path[b, : int(verdict.accepted[b])].tolist()
+        assert [int(proposal.parents[b, n]) for n in nodes_taken] == [-1, *nodes_taken][: len(nodes_taken)]
+
+
+def test_a_verdict_does_not_depend_on_batch_mates():
+    rows, V = 6, 4
+    where, rng = context(rows), Philox(seeds(2, rows))
+    parents = torch.tensor([-1, -1, 0, 1]).expand(rows, 4)
+    size = torch.tensor([4, 0, 2, 3, 1, 4])
+    proposal = drawn(parents, size, laws(rows, 4, V, seed=0), where, rng)
+    probs = laws(rows, 5, V, seed=2)
+    for verifier in (sd.Rejection(), sd.Coupled()):
+        whole = verifier(proposal, probs, where, rng)
+        for some in (torch.tensor([5, 2]), torch.tensor([1]), torch.tensor([0, 3, 4])):
+            part = verifier(proposal.select(some), probs[some], where.select(some), rng.select(some))
+            assert torch.equal(part.tokens, whole.tokens[some])
+            assert torch.equal(part.path, whole.path[some])
