@@ -148,3 +148,25 @@ class Philox:
         u = ((((w[0] >> 5) << 26) | (w[1] >> 6)).double() + 0.5) * 2.0**-53
         arrival = -u.log() / p.double()
         return lane.gather(-1, arrival.argmin(-1, keepdim=True))[..., 0]
+
+
+class Attempt:
+    """The same rows' decisions under another attempt number: fresh numbers for a second draft of the same block.
+
+    Two drafts whose trees are merged must not draw from one number, or the second's candidates depend on the first's.
+    """
+
+    def __init__(self, rng: Rng, attempt: int):
+        self.rng, self.attempt = rng, attempt
+
+    def categorical(self, probs: Tensor, key: Key) -> Tensor:
+        return self.rng.categorical(probs, key._replace(attempt=self.attempt))
+
+    def accept(self, prob: Tensor, key: Key) -> Tensor:
+        return self.rng.accept(prob, key._replace(attempt=self.attempt))
+
+    def race(self, probs: Tensor, position: Tensor) -> Tensor:
+        return self.rng.race(probs, position)
+
+    def select(self, rows: Tensor) -> Attempt:
+        return Attempt(self.rng.select(rows), self.attempt)

@@ -59,7 +59,8 @@ def merge(a: Proposal, b: Proposal) -> Proposal:
     """One tree holding the nodes of both: ``a``'s first, then ``b``'s.
 
     Two trees of point masses share equal prefixes. Nodes that were drawn keep their own distribution and are never merged:
-    a second draw of the same token is another candidate, and recursive rejection accounts for it.
+    a second draw of the same token is another candidate, and recursive rejection accounts for it. Their draws must be
+    independent: give the second draft ``rng.Attempt(rng, 1)``.
     """
     if a.tokens.shape[0] != b.tokens.shape[0]:
         raise ValueError(f"cannot merge proposals of {a.tokens.shape[0]} and {b.tokens.shape[0]} rows")

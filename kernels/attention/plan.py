@@ -135,7 +135,7 @@ class AttentionPlan:
             if window is not None:
                 seen &= key > query[:, :, None] - window
             return seen
-        root, depth, ancestors = (t[s.r0 : s.r1] for t in tree)
+        root, ancestors, depth = (t[s.r0 : s.r1] for t in tree)
         N, r = depth.shape[1], np.arange(s.r1 - s.r0)[:, None]
         # One spare column for each node, so that nodes beyond a row's end fall outside.
         key = np.arange(low, s.keys + N)
