@@ -20,6 +20,7 @@ import os
 import platform
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -210,12 +211,8 @@ def train(
             master[key].data.copy_(value)
         muon.load_state_dict(state["muon"])
         adam.load_state_dict(state["adam"])
-        batches.cursor, step, elapsed, curve = (
-            state["cursor"],
-            state["step"],
-            state["elapsed"],
-            state["curve"],
-        )
+        batches.cursor, curve = state["cursor"], state["curve"]
+        step, elapsed = state["step"], state["elapsed"]
     pairs = [(value, master[key]) for key, value in model.named_parameters()]
 
     def refresh() -> None:
@@ -232,7 +229,7 @@ def train(
         progress = {"cursor": batches.cursor, "step": step, "elapsed": elapsed, "curve": curve}
         write(path, lambda file: torch.save({"master": master, **optimisers, **progress}, file))
 
-    def validate() -> dict[str, float]:
+    def validate() -> Iterator[tuple[str, float]]:
         held = batches_of(s, "validation")
         with torch.no_grad():
             for domain, label in enumerate(DOMAINS):
@@ -346,6 +343,7 @@ def export(s: Settings, name: str, model, tokenizer, info: dict, test: dict) -> 
     copy.load_state_dict({key: value.float().cpu() for key, value in model.state_dict().items()})
     copy.to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    (folder / "model.safetensors").chmod(0o644)  # safetensors writes it for its owner only
     (folder / "README.md").write_text(card(s, name, copy, info, test))
 
 
@@ -394,7 +392,7 @@ def card(s: Settings, name: str, model, info: dict, test: dict) -> str:
         lines.append("**Not evaluated: an early snapshot, or a model whose evaluation still runs.**")
     lines += [
         "",
-        "**Loss curve** (nats per token; validation on whole held-out packages):",
+        f"**Loss curve** (nats per token; validation: {2 * s.micro_batch} sequences a domain from held-out packages):",
         "",
         "| minutes | M tokens | train | code | prose | tabular |",
         "|---|---|---|---|---|---|",
@@ -457,9 +455,8 @@ def main() -> None:
         export(s, name, model, tokenizer, info, test)
         counts = {"tokens": info["tokens"], "steps": info["step"], "minutes": info["minutes"]}
         speed = info["tokens"] / info["minutes"] / 60
-        rows += [
-            {"model": name, "domain": d, **r, **counts, "tokens_per_second": speed} for d, r in test.items()
-        ]
+        for domain, row in test.items() or [(None, {})]:
+            rows.append({"model": name, "domain": domain, **row, **counts, "tokens_per_second": speed})
         status(s, f"{name}: evaluated {json.dumps(test)}")
     meta = {
         "command": "python " + " ".join(sys.argv),

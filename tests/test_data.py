@@ -6,11 +6,12 @@ import shutil
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from specdec import zoo
-from specdec.data import dedup, extract, prompts
+from specdec.data import dedup, extract, prompts, tokens
 from specdec.data.prompts import choose, entries
 
 corpus_module = importlib.import_module("specdec.data.corpus")  # the package exports a function of that name
@@ -98,6 +99,27 @@ def test_signatures_estimate_the_jaccard_index():
     )
     estimate = (dedup.signature(a) == dedup.signature(b)).mean()  # true value 1/2; 48 places: deviation 0.072
     assert abs(estimate - 0.5) < 4 * 0.072
+
+
+def test_streams_and_batches(tmp_path: Path):
+    texts = documents(3)
+    tokenizer = tokens.train_tokenizer(texts, vocabulary=300)
+    assert len(tokenizer) == 300
+    assert tokenizer.decode(tokens.encode(tokenizer, texts)[1][:-1]) == texts[1]
+    paths = [tmp_path / "a.npy", tmp_path / "b.npy"]
+    for path in paths:
+        tokens.write_stream(path, tokenizer, texts)
+    whole = [i for ids in tokens.encode(tokenizer, texts) for i in ids]
+    assert np.load(paths[0]).tolist() == whole
+    assert whole.count(tokenizer.eos_token_id) == len(texts)
+    batches = tokens.Batches(paths, (0.75, 0.25), length=32, seed=1)
+    first = batches.take(8)
+    assert first.shape == (8, 33)
+    assert batches.cursor.tolist() == [6, 2], "in proportion to the shares"
+    resumed = tokens.Batches(paths, (0.75, 0.25), length=32, seed=1)
+    resumed.cursor = batches.cursor.copy()
+    assert torch.equal(resumed.take(5), batches.take(5))
+    assert batches.take(500).shape == (500, 33), "the streams are read again, from other places"
 
 
 def test_splits_are_disjoint_by_package():

@@ -52,7 +52,17 @@ def test_the_python_of_a_page_runs(page, tmp_path, monkeypatch):
 
 
 def test_there_is_python_on_every_page_about_a_part():
-    pages = ("models", "drafts", "verifiers", "sampling", "decoder", "certifier", "pocket_models", "design", "index")
+    pages = (
+        "models",
+        "drafts",
+        "verifiers",
+        "sampling",
+        "decoder",
+        "certifier",
+        "pocket_models",
+        "design",
+        "index",
+    )
     assert [page for page in pages if not blocks(ROOT / "docs" / f"{page}.md", "python")] == []
 
 
@@ -65,7 +75,9 @@ def test_what_is_not_run_says_why(page):
 
 
 def test_the_table_of_families_is_the_codes():
-    rows = re.findall(r"^\| `(\w+)` \| (packed|padded) \| (.+?) \|$", (ROOT / "docs/models.md").read_text(), re.MULTILINE)
+    rows = re.findall(
+        r"^\| `(\w+)` \| (packed|padded) \| (.+?) \|$", (ROOT / "docs/models.md").read_text(), re.MULTILINE
+    )
     listed = {family: how if trees == "yes" else f"{how}, {trees}" for family, how, trees in rows}
     assert len(rows) == len(listed)
     assert listed == SUPPORTED
@@ -76,7 +88,7 @@ def commands() -> list[tuple[str, str]]:
     return [
         (name(page), command)
         for page in [*PAGES, ROOT / "CONTRIBUTING.md"]
-        for command in re.findall(r"python (recipes/[^\n`]*)", page.read_text(encoding="utf-8"))
+        for command in re.findall(r"""python (recipes/[^\n`"]*)""", page.read_text(encoding="utf-8"))
     ]
 
 
@@ -100,6 +112,12 @@ def test_the_links_outside_the_site_lead_somewhere(page):
 
 def test_every_module_is_in_the_api():
     """A part's package is shown with all its modules; the others are named one by one."""
-    shown = re.findall(r"^::: (\S+)$", "\n".join(p.read_text() for p in (ROOT / "docs/api").glob("*.md")), re.MULTILINE)
-    modules = {p.stem for p in (ROOT / "specdec").glob("*.py")} | {p.parent.name for p in (ROOT / "specdec").glob("*/__init__.py")}
-    assert {f"specdec.{module}" for module in modules - {"__init__"}} == {s for s in shown if s.startswith("specdec.")}
+    shown = re.findall(
+        r"^::: (\S+)$", "\n".join(p.read_text() for p in (ROOT / "docs/api").glob("*.md")), re.MULTILINE
+    )
+    modules = {p.stem for p in (ROOT / "specdec").glob("*.py")} | {
+        p.parent.name for p in (ROOT / "specdec").glob("*/__init__.py")
+    }
+    assert {f"specdec.{module}" for module in modules - {"__init__"}} == {
+        s for s in shown if s.startswith("specdec.")
+    }

@@ -22,4 +22,6 @@ def test_runs_from_top_to_bottom(path, tmp_path):
     assert len(cells) > 4
     NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
     assert all(cell.execution_count == number for number, cell in enumerate(cells, 1))
-    assert any("text/html" in output.get("data", {}) for cell in cells for output in cell.outputs)  # the frame
+    assert any(
+        "text/html" in output.get("data", {}) for cell in cells for output in cell.outputs
+    )  # the frame

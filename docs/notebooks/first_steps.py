@@ -70,8 +70,9 @@ tree = sd.decoder(target).draft(sd.drafts.Tree(small, widths=(3, 2)), length=2).
 rounds = []
 tree.generate([[0]], max_new_tokens=8, seed=1, on_round=rounds.append)
 first = rounds[1]  # round 0 is the prefill
+tokens, parents = first.proposal.tokens[0].tolist(), first.proposal.parents[0].tolist()
 path = first.verdict.path[0].tolist()
-for node, (token, parent) in enumerate(zip(first.proposal.tokens[0].tolist(), first.proposal.parents[0].tolist())):
+for node, (token, parent) in enumerate(zip(tokens, parents)):
     print(f"node {node}: token {token} after node {parent:2}{'   stands' if node in path else ''}")
 print("bonus token:", int(first.verdict.bonus[0]))
 
@@ -83,7 +84,8 @@ print("bonus token:", int(first.verdict.bonus[0]))
 
 # %%
 a, b = sd.TableModel.random(3, order=1, seed=0), sd.TableModel.random(3, order=1, seed=1)
-certificate = certify(sd.decoder(a).draft(sd.drafts.Tree(b, widths=(2, 1)), length=2).build(), max_new_tokens=4)
+small_tree = sd.decoder(a).draft(sd.drafts.Tree(b, widths=(2, 1)), length=2).build()
+certificate = certify(small_tree, max_new_tokens=4)
 print(certificate)
 assert certificate.lossless
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from specdec.kernels.attention import cpu, reference
 from specdec.kernels.attention.plan import AttentionPlan
+from torch import Tensor
 
 BACKENDS = {"cpu": cpu, "reference": reference}  # in the order in which they are preferred
 
@@ -49,5 +48,7 @@ def attention(
         chosen = BACKENDS[backend]
         why = chosen.supports(query, softcap, sinks)
         if why:
-            raise ValueError(f"backend {backend!r} cannot serve this call: {why}; leave backend out to have one chosen")
+            raise ValueError(
+                f"backend {backend!r} cannot serve this call: {why}; leave backend out to have one chosen"
+            )
     return chosen.attend(query, keys, values, plan, scale, window, softcap, sinks)

@@ -8,10 +8,9 @@ made once for all layers. The slots between a shorter row's end and the longest 
 
 from __future__ import annotations
 
+from specdec.kernels.attention.plan import AttentionPlan, Segment
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-
-from specdec.kernels.attention.plan import AttentionPlan, Segment
 
 
 def supports(query: Tensor, softcap: float | None, sinks: Tensor | None) -> str | None:
@@ -45,7 +44,13 @@ def attend(
 
 
 def _segment(
-    query: Tensor, keys: Tensor, values: Tensor, plan: AttentionPlan, s: Segment, scale: float, window: int | None
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    plan: AttentionPlan,
+    s: Segment,
+    scale: float,
+    window: int | None,
 ) -> Tensor:
     """``query [1, Hq, R * q, D]`` of one segment -> ``[1, R * q, Hq, Dv]``."""
     R, H, high, low, mask, causal = s.r1 - s.r0, query.shape[1], s.keys, 0, None, False
@@ -58,11 +63,11 @@ def _segment(
         causal = high > 1
     elif not (alone and s.queries == 1):
         mask = plan.mask(s, window, low, query.dtype, query.device)
-    if R != keys.shape[0]:
+    if keys.shape[0] != R:
         keys, values = keys[s.b0 : s.b0 + R], values[s.b0 : s.b0 + R]
     k, v = keys[:, low:high].transpose(1, 2), values[:, low:high].transpose(1, 2)
     q = query if R == 1 else query.view(H, R, s.queries, -1).transpose(0, 1)
     out = scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=H != k.shape[1]
+        q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=k.shape[1] != H
     ).transpose(1, 2)
     return out if R == 1 else out.reshape(1, R * s.queries, H, -1)

@@ -63,7 +63,9 @@ class AttentionPlan:
     slots: Tensor | None = None
 
     def __post_init__(self) -> None:
-        self.length = [f + c for f, c in zip(self.first, self.counts)]  # [R] slots in use, the new ones included
+        self.length = [
+            f + c for f, c in zip(self.first, self.counts)
+        ]  # [R] slots in use, the new ones included
         self.segments = self._segments()
         self._masks: dict[Any, Tensor] = {}
         self._lows: dict[Any, int] = {}
@@ -137,8 +139,8 @@ class AttentionPlan:
             return seen
         root, ancestors, depth = (t[s.r0 : s.r1] for t in tree)
         N, r = depth.shape[1], np.arange(s.r1 - s.r0)[:, None]
-        # One spare column for each node, so that nodes beyond a row's end fall outside.
-        key = np.arange(low, s.keys + N)
+        # Spare columns, so that nodes beyond a row's end (or the end of this piece of it) fall outside.
+        key = np.arange(low, max(s.keys, int(root.max())) + N)
         seen = key <= query[:, :, None]
         node, column = query - root[:, None], root[:, None] - low + np.arange(N)
         above = ancestors[r, node.clip(0, N - 1)] & (node >= 0)[:, :, None]
@@ -171,8 +173,10 @@ class AttentionPlan:
         return made
 
 
-@lru_cache(maxsize=32)
-def _band(queries: int, capacity: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
+@lru_cache(maxsize=16)
+def _band(
+    queries: int, capacity: int, window: int | None, dtype: torch.dtype, device: torch.device
+) -> Tensor:
     """``[q, capacity + q]``: what queries at slots ``capacity + i`` see; the mask of every chain is a slice of it."""
     i, j = torch.arange(queries)[:, None], torch.arange(capacity + queries)
     hidden = j > capacity + i

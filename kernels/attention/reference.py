@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
-
 from specdec.kernels.attention.plan import AttentionPlan, Segment
+from torch import Tensor
 
 
 def supports(query: Tensor, softcap: float | None, sinks: Tensor | None) -> str | None:

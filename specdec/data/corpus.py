@@ -18,9 +18,12 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import dedup, extract
+
+if TYPE_CHECKING:
+    import datasets
 
 DOMAINS = ("code", "prose", "tabular")
 SPLITS = ("train", "validation", "test")
@@ -89,8 +92,7 @@ def packages(site: str | Path | Sequence[str | Path] = ()) -> list[Package]:
     wanted = {re.split(r"[=<>~! ]", line)[0].lower() for line in requirements()}
     found = {package.name: package for package in _stdlib()}
     extra = [site] if isinstance(site, (str, Path)) else list(site)
-    where = {"path": [*map(str, extra), *sys.path]} if extra else {}
-    for distribution in importlib.metadata.distributions(**where):
+    for distribution in importlib.metadata.distributions(path=[*map(str, extra), *sys.path]):
         name = distribution.metadata["Name"].lower()
         licence = _licence(distribution.metadata)
         if name not in wanted or name in found or _COPYLEFT.search(licence):
@@ -100,7 +102,7 @@ def packages(site: str | Path | Sequence[str | Path] = ()) -> list[Package]:
             for file in distribution.files or ()
             if file.suffix == ".py" and not _SKIPPED & set(file.parts)
         ]
-        located = tuple((str(file), Path(distribution.locate_file(file))) for file in files)
+        located = tuple((str(file), Path(str(distribution.locate_file(file)))) for file in files)
         found[name] = Package(name, distribution.version, licence, located)
     return [found[name] for name in sorted(found)]
 
@@ -250,7 +252,7 @@ def corpus(
     split: str = "train",
     site: str | Path | Sequence[str | Path] = (),
     cache: str | Path | None = None,
-) -> "datasets.Dataset":  # noqa: F821  (imported late: datasets takes seconds)
+) -> "datasets.Dataset":
     """The documents of a split as a `datasets.Dataset` with columns text, domain, package, path, sha256.
 
     `domain` is "code", "prose", "tabular" or None for all; `site` adds folders of packages to those of the running
@@ -271,9 +273,8 @@ def corpus(
         for name in SPLITS:
             table = {column: [row[column] for row in rows if row["split"] == name] for column in columns}
             datasets.Dataset.from_dict(table).save_to_disk(folder / name)
-        (folder / "manifest.json").write_text(
-            json.dumps(manifest)
-        )  # last: its presence says the rest is whole
+        # Last: its presence says that the rest is whole.
+        (folder / "manifest.json").write_text(json.dumps(manifest))
     if MANIFEST.exists():
         here, there = (
             json.loads(path.read_text())["packages"] for path in (folder / "manifest.json", MANIFEST)

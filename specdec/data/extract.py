@@ -48,10 +48,9 @@ def prose(text: str, tree: ast.Module) -> str:
     pieces: list[tuple[int, str]] = []
     inside: set[int] = set()
     for node in ast.walk(tree):
-        if isinstance(node, (ast.Constant, ast.JoinedStr)) and node.end_lineno > node.lineno:
-            inside.update(
-                range(node.lineno, node.end_lineno)
-            )  # the closing line may carry a comment, never a block
+        if isinstance(node, (ast.Constant, ast.JoinedStr)):
+            # The closing line may carry a comment, but never begins with one.
+            inside.update(range(node.lineno, node.end_lineno or 0))
         elif isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             doc = ast.get_docstring(node)
             if doc:

@@ -63,7 +63,7 @@ def choose(
     rows = list(rows)
     chosen: dict[str, list[dict[str, str]]] = {}
     for domain in DOMAINS:
-        candidates = []
+        candidates: list[tuple[int, int, dict[str, str]]] = []
         for row in sorted((row for row in rows if row["domain"] == domain), key=lambda row: row["sha256"]):
             text, part = row["text"], 0
             while (cut := _cut(text, tokens, tokenizer)) is not None and part < 6:

@@ -7,8 +7,10 @@ because equal tokens do not mean equal ancestors.
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -123,6 +125,10 @@ class SlotCache:
                 self._lengths[b], self._fed[b] = new, 0  # the slots after the prefix are free again
         return [min(h, n - 1) for h, n in zip(held, committed)]
 
+    def forget_nodes(self, b: int) -> None:
+        """Row ``b`` is about to be fed over the nodes that it holds."""
+        self._fed[b] = 0
+
     def remember(self, b: int, text: np.ndarray, first: int, length: int, nodes: int) -> None:
         """Note that row ``b`` was fed ``text[first:length]`` and then ``nodes`` nodes of a proposal."""
         if first < length:
@@ -178,3 +184,36 @@ class SlotCache:
             new._blocks = [block.index_select(1, rows.to(block.device)) for block in self._blocks]
         new._hold(self._tokens[order], [self._lengths[b] for b in order], [self._fed[b] for b in order])
         return new
+
+
+def check_memory(shapes: Sequence[KVShape], batch: int, capacity: int, spare: int = 0) -> None:
+    """Raise MemoryError for a cache that would not fit, naming one that would."""
+    slots = capacity + spare
+    for device in {shape.device for shape in shapes}:
+        slot = sum(shape.bytes for shape in shapes if shape.device == device)
+        need, free = slot * batch * slots, free_bytes(device)
+        if free is not None and need > free:
+            rows, tokens = free // (slot * slots), max(free // (slot * batch) - spare, 0)
+            raise MemoryError(
+                f"a KV cache of {batch} rows x {capacity} tokens needs {need / 2**30:.2f} GiB on {device} and {free / 2**30:.2f} "
+                f"GiB are free: batch {rows} would fit at this capacity, capacity {tokens} at this batch"
+            )
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Memory that can still be taken on a device, or ``None`` where it cannot be told."""
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
+    if device.type != "cpu":
+        return None
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError, AttributeError):
+        return None

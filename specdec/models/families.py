@@ -90,5 +90,5 @@ def positions_of(config: Any) -> int | None:
             original = one.get("original_max_position_embeddings") or getattr(
                 text, "original_max_position_embeddings", None
             )
-            limit = min(limit or original, original or limit)
+            limit = min((n for n in (limit, original) if n), default=None)
     return limit

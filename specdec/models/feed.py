@@ -117,7 +117,8 @@ class Feed:
             return False
         if all(r.first >= r.length - 1 for r in rows):
             return None
-        keep, t = [], 0
+        keep: list[int] = []
+        t = 0
         for r in rows:
             keep += range(t + max(r.length - 1 - r.first, 0), t + r.end - r.first)
             t += r.end - r.first

@@ -6,24 +6,25 @@ docs/design.md), so that the user's ``generate`` works before, during and after.
 
 from __future__ import annotations
 
-import copy
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
 from specdec.kernels.attention import AttentionPlan
-from specdec.models.cache import KVShape, SlotCache
+from specdec.models.cache import KVShape, SlotCache, check_memory
+from specdec.models.clone import structural_clone
 from specdec.models.fallback import Padded
 from specdec.models.families import SUPPORTED, UnsupportedModel, path_of, positions_of, refuse
 from specdec.models.feed import Feed, feed
+from specdec.models.load import load, load_tokenizer
 from specdec.models.packed import Packed
+from specdec.models.taps import blocks_of, tapped
 from specdec.types import Context, Fed, Proposal, Scores
 
 __all__ = ["SUPPORTED", "HFModel", "UnsupportedModel"]
@@ -84,6 +85,7 @@ class HFModel:
         device_map: Any = None,
         tokenizer: Any = None,
         prefill_chunk: int = 512,
+        unlisted: str | None = None,
         **kwargs: Any,
     ) -> HFModel:
         """Load a hub id or a local folder, with its tokenizer if it has one; ``kwargs`` go to ``from_pretrained``.
@@ -92,35 +94,12 @@ class HFModel:
             FileNotFoundError: no such folder, or one without a config or weights.
             ValueError: files are cut off, or weights are missing from them.
         """
-        folder = Path(name).is_dir()
-        if folder:
-            _check_folder(Path(name))
-        elif Path(name).is_absolute() or str(name).startswith((".", "~")) or str(name).count("/") > 1:
-            raise FileNotFoundError(
-                f"there is no folder {str(name)!r}: give the folder of a saved model, or a hub id"
-            )
-        try:
-            model, report = AutoModelForCausalLM.from_pretrained(
-                name, dtype=dtype, device_map=device_map, output_loading_info=True, **kwargs
-            )
-        except Exception as error:
-            if not folder:
-                raise
-            raise ValueError(
-                f"the model in {str(name)!r} cannot be loaded ({type(error).__name__}: {error}): a file may be cut off; copy or "
-                "download the folder again"
-            ) from error
-        missing = sorted(report["missing_keys"])
-        if missing:
-            raise ValueError(
-                f"{len(missing)} weights are missing from {str(name)!r}, {missing[0]!r} for one, and would be random: copy or "
-                "download it again"
-            )
-        if tokenizer is None and (not folder or any(Path(name).glob("*token*"))):
-            tokenizer = AutoTokenizer.from_pretrained(name)
-        return cls(model, tokenizer, prefill_chunk=prefill_chunk)
+        model = load(name, dtype=dtype, device_map=device_map, **kwargs)
+        if tokenizer is None:
+            tokenizer = load_tokenizer(name)
+        return cls(model, tokenizer, prefill_chunk=prefill_chunk, unlisted=unlisted)
 
-    @cached_property
+    @cached_property  # asked for in every step
     def device(self) -> torch.device:
         """Where tokens go in and logits come out."""
         device = self.clone.get_input_embeddings().weight.device
@@ -171,17 +150,7 @@ class HFModel:
         Raises:
             MemoryError: it would not fit; estimated before anything is allocated.
         """
-        slots = capacity + self._path.spare
-        for device in {shape.device for shape in self._shapes}:
-            slot = sum(shape.bytes for shape in self._shapes if shape.device == device)
-            free = free_bytes(device)
-            if free is not None and slot * batch * slots > free:
-                rows, tokens = free // (slot * slots), free // (slot * max(batch, 1)) - self._path.spare
-                raise MemoryError(
-                    f"a KV cache of {batch} rows x {capacity} tokens needs {slot * batch * slots / 2**30:.2f} GiB on {device} and "
-                    f"{free / 2**30:.2f} GiB are free: batch {rows} would fit at this capacity, capacity {max(tokens, 0)} at "
-                    "this batch"
-                )
+        check_memory(self._shapes, batch, capacity, self._path.spare)
         return SlotCache(self._shapes, batch, capacity, self._path.spare)
 
     # -- forward -------------------------------------------------------------------------------------------------------
@@ -189,9 +158,8 @@ class HFModel:
     def prefill(self, cache: SlotCache, context: Context) -> None:
         """Feed what the cache lacks of each row, all but its last committed token; no logits are computed."""
         packed = self._feed(cache, context, None, cache.matched(context), (context.length - 1).tolist())
-        if packed.rows:
-            self._run(cache, packed, False, ())
-            self._remember(cache, context, packed)
+        self._run(cache, packed, False, ())
+        self._remember(cache, context, packed)
 
     def score(
         self,
@@ -213,7 +181,7 @@ class HFModel:
         """
         packed, width = self._plan(cache, context, proposal, start, rows)
         B, begin = context.batch, -1 if start is None else start
-        made, layers = self._run(cache, packed, True, taps) if packed.rows else (None, {})
+        made, layers = self._run(cache, packed, True, taps)
         if made is not None and made.shape[0] == B * width:
             logits = made.view(B, width, -1).clone()  # a tensor that may be changed: the forward's may not
         else:
@@ -229,8 +197,7 @@ class HFModel:
                 ]
                 logits.index_copy_(0, torch.tensor(at).to(device), made)
             logits = logits.view(B, width, V)
-        if packed.rows:
-            self._remember(cache, context, packed)
+        self._remember(cache, context, packed)
         return Scores(logits, Fed(layers, *packed.owners()) if taps else None)
 
     def _plan(
@@ -255,7 +222,10 @@ class HFModel:
             asked = set(rows.tolist())
             end = [e if b in asked else 0 for b, e in enumerate(end)]
         if start is None:
-            return self._feed(cache, context, proposal, cache.matched(context), end), nodes + 1
+            packed = self._feed(cache, context, proposal, cache.matched(context), end)
+            for row in packed.rows:
+                cache.forget_nodes(row.b)
+            return packed, nodes + 1
         if start < 0:
             raise ValueError(
                 f"start is {start}: the first node to feed, or None to begin with the committed tokens"
@@ -291,12 +261,15 @@ class HFModel:
         self, cache: SlotCache, packed: Feed, wanted: bool, taps: Sequence[int]
     ) -> tuple[Tensor | None, dict[int, Tensor]]:
         """Feed packed tokens; logits ``[K, V]`` after the last committed token and nodes of each row, and tapped activations."""
+        if not packed.rows:
+            width = self.clone.config.get_text_config().hidden_size
+            return None, {tap: torch.zeros(0, width, dtype=self.dtype, device=self.device) for tap in taps}
         # Only prompts are fed in pieces: a draft's nodes and the tokens before them are verified in one pass.
         limit = self.prefill_chunk
         if wanted and packed.tokens > limit:
             limit = max(limit, 2 * sum(r.end - max(r.first, r.length - 1) for r in packed.rows))
         logits: list[Tensor] = []
-        with torch.inference_mode(), self._tapped(taps) if taps else _NOTHING as caught:
+        with torch.inference_mode(), self._tapped(taps) as caught:
             for piece in packed.pieces(cache.slots, limit, wanted, self.device):
                 out = self._path.forward(cache, *piece)
                 if out is not None:
@@ -310,6 +283,9 @@ class HFModel:
         for b, first, length, end in packed.rows:
             cache.remember(b, text[b], first, min(length, end), max(end - length, 0))
 
+    def _tapped(self, taps: Sequence[int]) -> Any:
+        return tapped(blocks_of(self.clone), taps, self._path.unpack) if taps else _NOTHING
+
     def bare_step(
         self, cache: SlotCache, context: Context, proposal: Proposal | None = None
     ) -> Callable[[], Tensor | None]:
@@ -320,45 +296,6 @@ class HFModel:
         packed, _ = self._plan(cache, context, proposal, None, None)
         (piece,) = packed.pieces(cache.slots, packed.tokens, True, self.device)
         return lambda: self._path.forward(cache, *piece)
-
-    @cached_property
-    def _blocks(self) -> torch.nn.ModuleList:
-        layers = self.clone.config.get_text_config().num_hidden_layers
-        for module in self.clone.base_model.modules():
-            if isinstance(module, torch.nn.ModuleList) and len(module) == layers:
-                return module
-        raise ValueError(f"taps: no list of {layers} blocks found in a {type(self.clone).__name__}")
-
-    @contextmanager
-    def _tapped(self, taps: Sequence[int]) -> Iterator[dict[int, list[Tensor]]]:
-        """Collects what the tapped layers give, packed, one tensor a forward."""
-        caught: dict[int, list[Tensor]] = {tap: [] for tap in taps}
-        blocks, hooks = self._blocks, []
-        wrong = [tap for tap in caught if not 0 <= tap <= len(blocks)]
-        if wrong:
-            raise ValueError(
-                f"taps: layer {wrong[0]} does not exist; this model has 0 (the embedding) to {len(blocks)}"
-            )
-
-        def before(module: Any, args: Any, kwargs: Any) -> None:
-            caught[0].append(self._path.unpack(args[0] if args else kwargs["hidden_states"]))
-
-        def after(tap: int) -> Callable[[Any, Any, Any], None]:
-            def hook(module: Any, args: Any, out: Any) -> None:
-                caught[tap].append(self._path.unpack(out if isinstance(out, Tensor) else out[0]))
-
-            return hook
-
-        try:
-            for tap in caught:
-                if tap == 0:
-                    hooks.append(blocks[0].register_forward_pre_hook(before, with_kwargs=True))
-                else:
-                    hooks.append(blocks[tap - 1].register_forward_hook(after(tap)))
-            yield caught
-        finally:
-            for hook in hooks:
-                hook.remove()
 
 
 class _Probe:
@@ -372,44 +309,6 @@ class _Probe:
     def append(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         self.shapes[layer] = KVShape(key.shape[1], key.shape[3], value.shape[3], key.dtype, key.device)
         return key.transpose(1, 2), value.transpose(1, 2)
-
-
-def structural_clone(model: PreTrainedModel) -> Any:
-    """A model of the same structure on the same storage: its own modules and config, the user's parameters and buffers.
-
-    Rotary frequencies are copied, because dynamic scaling writes them in place.
-    """
-    shared: dict[int, Any] = {id(p): p for p in model.parameters()}
-    shared |= {id(b): b for name, b in model.named_buffers() if "inv_freq" not in name}
-    clone = copy.deepcopy(model, shared)
-    clone.eval()
-    config = clone.config
-    config.use_cache, config.output_hidden_states, config.output_attentions, config.return_dict = (
-        False,
-        False,
-        False,
-        True,
-    )
-    return clone
-
-
-def free_bytes(device: torch.device) -> int | None:
-    """Memory that can still be taken on a device, or ``None`` where it cannot be told."""
-    if device.type == "cuda":
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + unused
-    if device.type != "cpu":
-        return None
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError, AttributeError):
-        return None
 
 
 def self_check(wrapped: HFModel, tokens: int = 24, seed: int = 0) -> float:
@@ -439,12 +338,3 @@ def self_check(wrapped: HFModel, tokens: int = 24, seed: int = 0) -> float:
             f"its packed forward differs from its own by {error:.1e} (relative)",
         )
     return error
-
-
-def _check_folder(folder: Path) -> None:
-    if not (folder / "config.json").is_file():
-        raise FileNotFoundError(
-            f"{str(folder)!r} has no config.json: it is not the folder of a saved model, or is incomplete"
-        )
-    if not [*folder.glob("*.safetensors"), *folder.glob("*.bin")]:
-        raise FileNotFoundError(f"{str(folder)!r} has no weights (*.safetensors): copy or download it again")

@@ -1,14 +1,19 @@
-"""What every draft promises, on an exact table. See ``contracts/__init__.py`` for how a draft gets here: by itself."""
+"""What every draft promises, on an exact table. See ``contracts/__init__.py`` for how a draft gets here: by itself.
+
+What hangs on a draft's memory is asked of a tiny random Hugging Face model too, whose cache really remembers.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
+from tiny import tiny
 
 import specdec as sd
 from contracts import build, modules, parts
@@ -26,7 +31,15 @@ SETTINGS = [{"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 0.6, "to
 HALF = torch.tensor([0.5, 0.5, 0, 0, 0, 0], dtype=torch.float64)
 DRAFTS = parts(sd.drafts, "propose", "observe", "init", "select")
 
+
+@cache
+def small_model(kind: str) -> Any:
+    """What drafts are built from: ``SMALL``, or a model with a cache."""
+    return SMALL if kind == "table" else sd.HFModel(tiny("llama", seed=2, vocab_size=6))
+
+
 every_draft = pytest.mark.parametrize("cls", DRAFTS.values(), ids=DRAFTS.keys())
+every_model = pytest.mark.parametrize("kind", ["table", "llama"])
 every_setting = pytest.mark.parametrize("settings", SETTINGS, ids=lambda s: f"T={s['temperature']}")
 
 
@@ -153,11 +166,15 @@ def play(draft, settings, **session):
 
 
 def seen(round):
-    """Request -> (tokens, parents, probs, committed): what exists of a row, without the batch's padding."""
+    """Request -> (tokens, parents, probs, committed): what exists of a row, without the batch's padding or rounding."""
     out = {}
     for b, request in enumerate(round.context.request.tolist()):
         n = int(round.proposal.size[b])
-        probs = None if round.proposal.probs is None else round.proposal.probs[b, :n].tolist()
+        probs = (
+            None
+            if round.proposal.probs is None
+            else round.proposal.probs[b, :n].double().round(decimals=9).tolist()
+        )
         tokens, parents = round.proposal.tokens[b, :n].tolist(), round.proposal.parents[b, :n].tolist()
         out[request] = (
             tokens,
@@ -237,9 +254,10 @@ def test_has_a_name_and_says_whether_it_draws_trees(cls):
 
 
 @every_setting
+@every_model
 @every_draft
-def test_proposals_keep_the_contract_for_every_budget(cls, settings):
-    session = Session(build(cls, SMALL), settings)
+def test_proposals_keep_the_contract_for_every_budget(cls, settings, kind):
+    session = Session(build(cls, small_model(kind)), settings)
     for budgets in BUDGETS * 2:
         round = session.round(budgets)
         contract(session.draft, round.proposal, torch.tensor(budgets))
@@ -276,20 +294,24 @@ def anticipation(draft, settings):
 
 
 @every_setting
+@every_model
 @every_draft
-def test_the_same_keys_give_the_same_proposal(cls, settings):
-    draft = build(cls, SMALL)  # one part serves any number of runs: what it remembers is in its state
+def test_the_same_keys_give_the_same_proposal(cls, settings, kind):
+    draft = build(
+        cls, small_model(kind)
+    )  # one part serves any number of runs: what it remembers is in its state
     once, between, again = (play(draft, settings, seed=seed) for seed in (7, 8, 7))
     assert once == again
     assert (between == once) == (settings["temperature"] == 0)
 
 
 @every_setting
+@every_model
 @every_draft
-def test_a_row_proposes_the_same_whoever_else_is_there(cls, settings):
+def test_a_row_proposes_the_same_whoever_else_is_there(cls, settings, kind):
     """Left, alone, or in another order: the state stays aligned with its rows."""
-    whole = play(build(cls, SMALL), settings)
-    leaving = Session(build(cls, SMALL), settings)
+    whole = play(build(cls, small_model(kind)), settings)
+    leaving = Session(build(cls, small_model(kind)), settings)
     got = [seen(leaving.round(BUDGETS[0]))]
     leaving.keep([3, 2, 0])
     got.append(seen(leaving.round(BUDGETS[1])))
@@ -298,14 +320,15 @@ def test_a_row_proposes_the_same_whoever_else_is_there(cls, settings):
     for there, all_of_them in zip(got, whole):
         assert there == {request: all_of_them[request] for request in there}
     for request in range(len(PROMPTS)):
-        alone = play(build(cls, SMALL), settings, rows=(request,))
+        alone = play(build(cls, small_model(kind)), settings, rows=(request,))
         assert [a[request] for a in alone] == [w[request] for w in whole]
 
 
 @every_setting
+@every_model
 @every_draft
-def test_rounds_of_other_drafts_do_no_harm(cls, settings):
-    session = Session(build(cls, SMALL), settings)
+def test_rounds_of_other_drafts_do_no_harm(cls, settings, kind):
+    session = Session(build(cls, small_model(kind)), settings)
     for number, budgets in enumerate(BUDGETS * 2):
         round = session.round(budgets, foreign=number % 2 == 1)
         contract(session.draft, round.proposal, torch.tensor(budgets))
@@ -319,21 +342,26 @@ def texts(draft, settings, verifier, budgets, **call):
 
 @pytest.mark.parametrize("budgets", [12, [1, 9, 2, 17]], ids=["even", "ragged"])
 @pytest.mark.parametrize("eos", [(), (3,)], ids=["no eos", "eos"])
+@every_model
 @every_draft
-def test_greedy_output_is_plain_decodings(cls, budgets, eos):
+def test_greedy_output_is_plain_decodings(cls, budgets, eos, kind):
     greedy = SETTINGS[0]
     plain = texts(None, greedy, sd.Rejection(), budgets, seed=0, eos_token_id=eos)
-    assert texts(build(cls, SMALL), greedy, sd.Rejection(), budgets, seed=0, eos_token_id=eos) == plain
+    assert (
+        texts(build(cls, small_model(kind)), greedy, sd.Rejection(), budgets, seed=0, eos_token_id=eos)
+        == plain
+    )
     assert texts(build(cls, TARGET_MODEL), greedy, sd.Rejection(), budgets, seed=0, eos_token_id=eos) == plain
 
 
 @pytest.mark.parametrize("budgets", [12, [1, 9, 2, 17]], ids=["even", "ragged"])
 @pytest.mark.parametrize("settings", SETTINGS[1:], ids=lambda s: f"T={s['temperature']}")
+@every_model
 @every_draft
-def test_coupled_output_is_plain_samplings(cls, settings, budgets):
+def test_coupled_output_is_plain_samplings(cls, settings, budgets, kind):
     seed = [11, 12, 13, 14]
     plain = texts(None, settings, sd.Coupled(), budgets, seed=seed)
-    assert texts(build(cls, SMALL), settings, sd.Coupled(), budgets, seed=seed) == plain
+    assert texts(build(cls, small_model(kind)), settings, sd.Coupled(), budgets, seed=seed) == plain
     assert texts(None, settings, sd.Coupled(), budgets, seed=[1, 2, 3, 4]) != plain
 
 

@@ -1,0 +1,53 @@
+"""Load a causal LM from a hub id or a folder, and say plainly what is wrong with a folder that is missing or cut off."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+
+def load(name: str | os.PathLike[str], **kwargs: Any) -> PreTrainedModel:
+    """The model in a local folder, or of a hub id. Errors as for ``HFModel.from_pretrained``."""
+    folder = Path(name).is_dir()
+    if folder:
+        _check_folder(Path(name))
+    elif Path(name).is_absolute() or str(name).startswith((".", "~")) or str(name).count("/") > 1:
+        raise FileNotFoundError(
+            f"there is no folder {str(name)!r}: give the folder of a saved model, or a hub id"
+        )
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(name, output_loading_info=True, **kwargs)
+    except Exception as error:
+        if not folder:
+            raise
+        raise ValueError(
+            f"the model in {str(name)!r} cannot be loaded ({type(error).__name__}: {error}): a file may be cut off; copy or "
+            "download the folder again"
+        ) from error
+    model, report = loaded
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise ValueError(
+            f"{len(missing)} weights are missing from {str(name)!r}, {missing[0]!r} for one, and would be random: copy or "
+            "download it again"
+        )
+    return model
+
+
+def load_tokenizer(name: str | os.PathLike[str]) -> Any:
+    """The tokenizer next to a model, or ``None`` for a folder that has none."""
+    if Path(name).is_dir() and not any(Path(name).glob("*token*")):
+        return None
+    return AutoTokenizer.from_pretrained(name)
+
+
+def _check_folder(folder: Path) -> None:
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(
+            f"{str(folder)!r} has no config.json: it is not the folder of a saved model, or is incomplete"
+        )
+    if not [*folder.glob("*.safetensors"), *folder.glob("*.bin")]:
+        raise FileNotFoundError(f"{str(folder)!r} has no weights (*.safetensors): copy or download it again")

@@ -1,0 +1,60 @@
+"""Activations of chosen layers at every fed position, through hooks that live for one call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def blocks_of(model: Any) -> torch.nn.ModuleList:
+    """The decoder blocks of a model.
+
+    Raises:
+        ValueError: no list of as many modules as the config has layers.
+    """
+    layers = model.config.get_text_config().num_hidden_layers
+    for module in model.base_model.modules():
+        if isinstance(module, torch.nn.ModuleList) and len(module) == layers:
+            return module
+    raise ValueError(f"taps: no list of {layers} blocks found in a {type(model).__name__}")
+
+
+@contextmanager
+def tapped(
+    blocks: torch.nn.ModuleList, taps: Sequence[int], unpack: Callable[[Tensor], Tensor]
+) -> Iterator[dict[int, list[Tensor]]]:
+    """Collects, for each forward in its body, what the tapped layers give, as ``unpack`` packs it: ``[T, E]``.
+
+    Tap ``l`` is the output of block ``l``, counted from 1 (of the last one before the final norm); 0 is the input of block 1.
+    """
+    caught: dict[int, list[Tensor]] = {tap: [] for tap in taps}
+    wrong = [tap for tap in caught if not 0 <= tap <= len(blocks)]
+    if wrong:
+        raise ValueError(
+            f"taps: layer {wrong[0]} does not exist; this model has 0 (the embedding) to {len(blocks)}"
+        )
+
+    def before(module: Any, args: Any, kwargs: Any) -> None:
+        caught[0].append(unpack(args[0] if args else kwargs["hidden_states"]))
+
+    def after(tap: int) -> Callable[[Any, Any, Any], None]:
+        def hook(module: Any, args: Any, out: Any) -> None:
+            caught[tap].append(unpack(out if isinstance(out, Tensor) else out[0]))
+
+        return hook
+
+    hooks: list[Any] = []
+    try:
+        for tap in caught:
+            if tap == 0:
+                hooks.append(blocks[0].register_forward_pre_hook(before, with_kwargs=True))
+            else:
+                hooks.append(blocks[tap - 1].register_forward_hook(after(tap)))
+        yield caught
+    finally:
+        for hook in hooks:
+            hook.remove()
