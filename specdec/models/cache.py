@@ -169,10 +169,15 @@ class SlotCache:
                 flat.index_copy_(1, dst.to(block.device), flat.index_select(1, src.to(block.device)))
 
     def select(self, rows: Tensor) -> SlotCache:
-        """The cache of some rows, in the order given; the old object must not be used any more."""
+        """The cache of some rows, in the order given; the old object must not be used any more.
+
+        Where the rows that stay keep their numbers and only gaps are filled from the end (as the serial executor asks), just the
+        fillers are copied; otherwise everything is.
+        """
         order = rows.tolist()
         if order == list(range(self.batch)):
             return self
+        moved = [(new, old) for new, old in enumerate(order) if new != old]
         new = object.__new__(SlotCache)
         new.capacity, new.slots, new.shapes, new._places = (
             self.capacity,
@@ -181,7 +186,14 @@ class SlotCache:
             self._places,
         )
         with torch.inference_mode(False):
-            new._blocks = [block.index_select(1, rows.to(block.device)) for block in self._blocks]
+            if len(set(order)) == len(order) and all(old >= len(order) for _, old in moved):
+                for to, old in moved:
+                    top = self._lengths[old] + self._fed[old]
+                    for block in self._blocks:
+                        block[:, to, :top] = block[:, old, :top]
+                new._blocks = [block[:, : len(order)] for block in self._blocks]
+            else:
+                new._blocks = [block.index_select(1, rows.to(block.device)) for block in self._blocks]
         new._hold(self._tokens[order], [self._lengths[b] for b in order], [self._fed[b] for b in order])
         return new
 

@@ -334,6 +334,31 @@ def test_rounds_of_other_drafts_do_no_harm(cls, settings, kind):
         contract(session.draft, round.proposal, torch.tensor(budgets))
 
 
+def state_of(cls, kind="table"):
+    session = Session(build(cls, small_model(kind)), SETTINGS[1])
+    session.round(BUDGETS[0])
+    return session.state
+
+
+KEEPERS = {name: cls for name, cls in DRAFTS.items() if hasattr(state_of(cls), "cache")}
+
+
+@pytest.mark.parametrize("cls", KEEPERS.values(), ids=KEEPERS.keys())
+def test_what_a_draft_has_consumed_it_does_not_consume_again(cls):
+    """A cache that follows neither commits nor rows repairs itself, at the price of feeding everything once more."""
+    session = Session(build(cls, small_model("llama")), SETTINGS[1])
+    for budgets, stay in zip(BUDGETS, ([3, 2, 1, 0], [0, 3, 2], [0, 3, 2], [2, 3], [3])):
+        session.round(budgets)
+        session.keep(stay)
+        if min(budgets):
+            # New to it are the bonus token, and a last node that nothing was drafted after.
+            assert (session.state.cache.sync(session.context) >= session.context.length - 2).all()
+
+
+def test_some_drafts_have_a_cache():
+    assert {"Model", "Tree"} <= KEEPERS.keys()
+
+
 def texts(draft, settings, verifier, budgets, **call):
     base = sd.decoder(TARGET_MODEL).sampling(**settings).verifier(verifier)
     decoder = (base if draft is None else base.draft(draft, length=4)).build()
