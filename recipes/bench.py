@@ -118,9 +118,9 @@ def ours(
 ) -> list[Case]:
     base = sd.decoder(target).sampling(temperature=temperature)
     decoders = {
-        "plain": base,
-        "ngram": base.draft(sd.drafts.NGram(), length=s.length),
-        "vanilla": base.draft(draft, length=s.length),
+        "plain": base.build(),
+        "ngram": base.draft(sd.drafts.NGram(), length=s.length).build(),
+        "vanilla": base.draft(draft, length=s.length).build(),
     }
     return [
         Case(
@@ -129,10 +129,10 @@ def ours(
             batch,
             s.context,
             temperature,
-            lambda d=builder.build(): decode(d, some, batch, s.new_tokens, s.seed),
+            lambda d=decoder: decode(d, some, batch, s.new_tokens, s.seed),
             None if method == "plain" else s.length,
         )
-        for method, builder in decoders.items()
+        for method, decoder in decoders.items()
     ]
 
 

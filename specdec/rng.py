@@ -119,9 +119,14 @@ class Philox:
         return torch.from_numpy((((w[0] >> 5) << 26) | (w[1] >> 6)) * 2.0**-53)
 
     def categorical(self, probs: Tensor, key: Key) -> Tensor:
+        if bool(((probs > 0).sum(-1) == 1).all()):  # greedy: no number can change the answer
+            return probs.argmax(-1)
         return pick(probs, self.uniform(key))
 
     def accept(self, prob: Tensor, key: Key) -> Tensor:
+        sure = prob >= 1
+        if bool((sure | (prob <= 0)).all()):
+            return sure
         return self.uniform(key).to(prob.device) < prob
 
     def race(self, probs: Tensor, position: Tensor) -> Tensor:

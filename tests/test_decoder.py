@@ -10,7 +10,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import FAMILIES, byte_tokenizer, tiny
-from transformers import LogitsProcessor
+from transformers import (
+    LogitsProcessor,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+)
 
 import specdec as sd
 from specdec.models import SUPPORTED
@@ -174,6 +182,7 @@ def test_processors_see_the_true_prefix_at_every_node(target, small, name):
     for prompt, got in zip(PROMPTS, out.ids):
         expected = tiny("llama", 0).generate(
             torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
             max_new_tokens=24,
             do_sample=False,
             logits_processor=[RepeatLess()],
@@ -182,9 +191,33 @@ def test_processors_see_the_true_prefix_at_every_node(target, small, name):
         assert got == expected[0, len(prompt) :].tolist()
 
 
+def test_processors_of_transformers_mean_what_they_mean_there(target, small):
+    made = [
+        RepetitionPenaltyLogitsProcessor(1.3),
+        NoRepeatNGramLogitsProcessor(2),
+        SequenceBiasLogitsProcessor([[[5], 2.0], [[7, 8], 3.0]]),
+        MinLengthLogitsProcessor(12, 3),
+        SuppressTokensLogitsProcessor([1, 2]),
+    ]
+    expected = tiny("llama", 0).generate(
+        torch.tensor([PROMPTS[6]]),
+        attention_mask=torch.ones(1, 17, dtype=torch.long),
+        max_new_tokens=30,
+        do_sample=False,
+        logits_processor=[*made],
+        pad_token_id=0,
+        eos_token_id=3,
+    )
+    for name, draft in all_drafts(target, small).items():
+        decoder = sd.decoder(target).sampling(temperature=0, processors=made).draft(draft, length=3).build()
+        assert decoder.generate([PROMPTS[6]], 30, eos_token_id=3).ids[0] == expected[0, 17:].tolist(), name
+
+
 def test_stateful_processors_are_refused(target):
     with pytest.raises(ValueError, match="keeps state between calls"):
         sd.decoder(target).sampling(processors=(Counts(),)).build()
+    with pytest.raises(ValueError, match="one prompt length for all rows"):
+        sd.Sampling(processors=(MinNewTokensLengthLogitsProcessor(3, 5, 2),))
 
 
 @pytest.mark.parametrize("name", DRAFTS)

@@ -36,9 +36,22 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": _GPT,
     "mixtral": {**_BASE, "num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": {**_BASE, **_MOE},
-    "gpt_oss": {**_BASE, "head_dim": 8, "sliding_window": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "gpt_oss": {
+        **_BASE,
+        "head_dim": 8,
+        "sliding_window": 8,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    },
     "falcon": {**_BASE, "alibi": False, "new_decoder_architecture": False},
-    "mpt": {"vocab_size": 97, "d_model": 32, "n_heads": 4, "n_layers": 2, "expansion_ratio": 2, "max_seq_len": 256},
+    "mpt": {
+        "vocab_size": 97,
+        "d_model": 32,
+        "n_heads": 4,
+        "n_layers": 2,
+        "expansion_ratio": 2,
+        "max_seq_len": 256,
+    },
     "codegen": {**_GPT, "rotary_dim": 8},
     "gptj": {**_GPT, "rotary_dim": 8},
     "gpt_neo": {
@@ -78,5 +91,8 @@ def byte_tokenizer(eos: bool = True) -> PreTrainedTokenizerFast:
     backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     backend.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token="<s>", eos_token="</s>" if eos else None, clean_up_tokenization_spaces=False
+        tokenizer_object=backend,
+        bos_token="<s>",
+        eos_token="</s>" if eos else None,
+        clean_up_tokenization_spaces=False,
     )
