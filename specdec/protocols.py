@@ -75,7 +75,13 @@ class LanguageModel(Protocol):
 
 @runtime_checkable
 class Draft(Protocol[S]):
-    """Proposes continuations. Part of what it does may depend on anything it has seen, its own tree included."""
+    """Proposes continuations. What it does may depend on anything that it has seen, its own tree so far included.
+
+    Optional: ``name`` (for messages), ``trees`` (True when it proposes more than chains), ``nodes(length)`` (the most nodes of
+    a proposal whose longest path is ``length``; default ``length``), ``model`` (a ``LanguageModel`` whose vocabulary, tokenizer,
+    device and positions ``build`` compares with the target's), ``bind(target, sampling)`` (called once by ``build``; returns
+    the draft to use).
+    """
 
     def init(self, context: Context, target_cache: Any) -> S:
         """State for these rows, after the target's prefill (so that views of its cache are possible)."""

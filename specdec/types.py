@@ -188,7 +188,7 @@ class Verdict:
 
     @staticmethod
     def of(proposal: Proposal, path: Tensor, accepted: Tensor, bonus: Tensor) -> Verdict:
-        """A verdict on the host from decisions on any device; the one device synchronisation of a round."""
+        """A verdict on the host from decisions on any device (a device synchronisation, once a round)."""
         path, accepted, bonus, drafted = (t.cpu() for t in (path, accepted, bonus, proposal.tokens))
         taken = torch.where(path >= 0, drafted.gather(1, path.clamp(min=0)), 0)
         tokens = torch.cat([taken, torch.zeros_like(bonus)[:, None]], 1)

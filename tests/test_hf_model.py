@@ -268,23 +268,31 @@ def test_rows_that_were_not_scored_commit_nothing(llama):
     assert cache.length.tolist() == [0, 32, 14, 1]
 
 
+# repeated and reordered; gaps filled from the end; the end gone; one left
+@pytest.mark.parametrize("order", [[3, 1, 1], [0, 3, 2], [0, 1], [3], [2, 0, 1, 3]])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gptj"])
-def test_rows_may_be_selected_reordered_and_repeated(family):
+def test_rows_may_be_selected_reordered_and_repeated(family, order):
     model = tiny(family)
     target = HFModel(model)
-    context, proposal = Context.of(ROWS), propose(target, [6, 5, 0, 3])
+    context, proposal = Context.of(ROWS), propose(target, [6, 5, 4, 3])
     cache = target.cache(4, 64)
     target.score(cache, context, proposal)
     assert cache.select(torch.arange(4)) is cache
-    order = torch.tensor([3, 1, 1])
-    cache, context, proposal = cache.select(order), context.select(order), proposal.select(order)
+    rows = torch.tensor(order)
+    cache, context, proposal = cache.select(rows), context.select(rows), proposal.select(rows)
     leaf = [0, 2] if target.supports_trees else [0, 1]
-    verdict = accept(proposal, [[0], leaf, [0]])
+    verdict = accept(proposal, [[[0], leaf, [0], []][b] for b in order])
     cache.commit(context, verdict)
     context = context.append(verdict.tokens, verdict.accepted + 1)
-    assert cache.sync(context).tolist() == [3, 35, 34]
-    nodes = propose(target, [6, 6, 6], seed=2, rows=3)
+    assert [cache.row(b) for b in range(len(order))] == [row[:-1] for row in lists(context)]
+    nodes = propose(target, [6] * len(order), seed=2, rows=len(order))
+    calls = []
+    forward = target._path.forward
+    target._path.forward = lambda memo, plan, *rest: (
+        calls.append(sum(plan.counts)) or forward(memo, plan, *rest)
+    )
     assert error(model, lists(context), target.score(cache, context, nodes).logits, nodes) < TOLERANCE
+    assert calls == [7 * len(order)]  # the bonus token and six nodes of each row: the rest was kept
 
 
 @pytest.mark.parametrize("family", [f for f in FAMILIES if f not in {"gpt_oss", "mixtral"}])
@@ -511,10 +519,18 @@ def test_scaling_that_turns_all_keys_limits_the_positions(kind):
     else:
         rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0}
         model = tiny("llama", rope_parameters=rope, max_position_embeddings=24)
+    plain(model, list(range(30)))  # the user's own model is at its long scale now, and stays there
+    own = {name: value.clone() for name, value in model.named_buffers()}
     target = HFModel(model)
     assert target.max_positions == 24
     rows = [[5], list(range(20))]
-    assert error(model, rows, target.score(target.cache(2, 24), Context.of(rows)).logits) < TOLERANCE
+    assert (
+        error(copy.deepcopy(model), rows, target.score(target.cache(2, 24), Context.of(rows)).logits)
+        < TOLERANCE
+    )
+    assert own
+    for name, value in model.named_buffers():
+        torch.testing.assert_close(value, own[name], rtol=0, atol=0)
 
 
 def test_layers_of_different_shapes_share_no_buffer():

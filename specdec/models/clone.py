@@ -18,10 +18,6 @@ def structural_clone(model: PreTrainedModel) -> Any:
     clone = copy.deepcopy(model, shared)
     clone.eval()
     config = clone.config
-    config.use_cache, config.output_hidden_states, config.output_attentions, config.return_dict = (
-        False,
-        False,
-        False,
-        True,
-    )
+    config.use_cache = config.output_hidden_states = config.output_attentions = False
+    config.return_dict = True
     return clone

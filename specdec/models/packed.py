@@ -14,6 +14,7 @@ from transformers import AttentionInterface
 
 from specdec.kernels.attention import AttentionPlan, attention
 from specdec.models.families import refuse
+from specdec.models.lean import Lean
 
 ATTENTION = "specdec_slots"  # the name under which ``slot_attention`` is registered; it must not look like sdpa or flash
 
@@ -58,6 +59,7 @@ class Packed:
             raise refuse(model.config.model_type, "it has layers that attend in both directions")
         model.set_attn_implementation(ATTENTION)
         self.model, self.body = model, model.base_model
+        self.lean = Lean(model) if Lean.suits(model) else None
 
     def forward(
         self, memo: Any, plan: AttentionPlan, ids: Tensor, positions: Tensor, keep: Any
@@ -69,6 +71,8 @@ class Packed:
         Returns:
             ``[K, V]``, or ``None`` when none are wanted.
         """
+        if self.lean is not None and self.lean.usable:
+            return self.lean.forward(memo, plan, ids, positions, keep)
         wanted: dict[str, Any] = {} if keep is None or keep is False else {"logits_to_keep": keep}
         model = self.body if keep is False else self.model
         out = model(
