@@ -9,9 +9,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from specdec.kernels.attention import BACKENDS, AttentionPlan, Tree, attention
 
 from specdec import tree
+from specdec.kernels.attention import BACKENDS, AttentionPlan, Tree, attention
 
 PARENTS = [-1, 0, 0, 1, 1, 2, 5]
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from specdec.kernels.attention import cpu, reference
 from specdec.kernels.attention.plan import AttentionPlan
-from torch import Tensor
 
 BACKENDS = {"cpu": cpu, "reference": reference}  # in the order in which they are preferred
 

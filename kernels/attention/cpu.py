@@ -8,9 +8,10 @@ made once for all layers. The slots between a shorter row's end and the longest 
 
 from __future__ import annotations
 
-from specdec.kernels.attention.plan import AttentionPlan, Segment
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+
+from specdec.kernels.attention.plan import AttentionPlan, Segment
 
 
 def supports(query: Tensor, softcap: float | None, sinks: Tensor | None) -> str | None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
-from specdec.kernels.attention.plan import AttentionPlan, Segment
 from torch import Tensor
+
+from specdec.kernels.attention.plan import AttentionPlan, Segment
 
 
 def supports(query: Tensor, softcap: float | None, sinks: Tensor | None) -> str | None:
