@@ -106,12 +106,13 @@ def bare_forward(
 ) -> list[float]:
     """Median seconds of forwards that feed ``tokens[i]`` tokens to each of ``batch`` rows after ``context`` tokens.
 
-    Nothing but the packed forward of the model (no sampling, no bookkeeping): ``HFModel.step`` on a plan made beforehand.
+    Nothing but the packed forward of the model (no sampling, no bookkeeping): ``HFModel.bare_step``.
     The sizes are interleaved.
     """
     with torch.inference_mode():
         widest = max(tokens)
-        ids = torch.randint(0, model.vocab_size, (batch, context + widest))
+        draw = torch.Generator().manual_seed(0)
+        ids = torch.randint(0, model.vocab_size, (batch, context + widest), generator=draw)
         cache = model.cache(batch, context + 2 * widest)
         model.prefill(cache, sd.Context.of(ids[:, : context + 1].tolist(), capacity=context + widest))
         steps = []
@@ -141,7 +142,7 @@ class Peak:
 
     def __enter__(self) -> Peak:
         self.base = None
-        if torch.cuda.is_available():
+        if torch.cuda.is_initialized():  # something runs there
             torch.cuda.reset_peak_memory_stats()
             self.base = torch.cuda.memory_allocated()
         else:
@@ -155,7 +156,7 @@ class Peak:
     def __exit__(self, *error: object) -> None:
         if self.base is None:
             return
-        if torch.cuda.is_available():
+        if torch.cuda.is_initialized():
             self.bytes = torch.cuda.max_memory_allocated() - self.base
         else:
             self.bytes = max(0, self._resident("VmHWM") - self.base)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -28,10 +29,23 @@ class Builder:
     _verifier: Verifier = Rejection()
     _executor: Executor = Serial()
 
-    def draft(self, draft: Draft[Any] | LanguageModel | PreTrainedModel | str, length: int = 4) -> Builder:
-        """Who proposes, and the longest path a round. A model, a hub id or a folder becomes ``drafts.Model``."""
+    def __repr__(self) -> str:
+        return (
+            f"Builder({self._target!r}, draft {getattr(self._draft, 'name', self._draft)}, ...): call build()"
+        )
+
+    def draft(
+        self, draft: Draft[Any] | LanguageModel | PreTrainedModel | str, length: int | None = None
+    ) -> Builder:
+        """Who proposes, and the longest path a round (default: 4, or as deep as a tree's widths go).
+
+        A model, a hub id or a folder becomes ``drafts.Model``.
+        """
+        _made("draft", draft)
         if not hasattr(draft, "propose"):
             draft = drafts.Model(as_model(draft, "draft"))
+        if length is None:
+            length = len(getattr(draft, "widths", range(4)))
         return replace(self, _draft=draft, _length=length)  # type: ignore[arg-type]
 
     def sampling(self, sampling: Sampling | None = None, **settings: Any) -> Builder:
@@ -46,10 +60,12 @@ class Builder:
 
     def verifier(self, verifier: Verifier) -> Builder:
         """How proposed tokens are verified: ``Rejection()`` (default) or ``Coupled()``."""
+        _made("verifier", verifier)
         return replace(self, _verifier=verifier)
 
     def executor(self, executor: Executor) -> Builder:
         """In which order the parts run (default ``Serial()``)."""
+        _made("executor", executor)
         return replace(self, _executor=executor)
 
     def build(self) -> Decoder:
@@ -76,7 +92,14 @@ class Builder:
                 raise ValueError(
                     "draft: this model family takes chains only, so it cannot draft a tree: use drafts.Model"
                 )
-        self._sampling.probe(target.vocab_size)
+        self._sampling.probe(target.vocab_size, getattr(target, "device", "cpu"))
+        ignored = getattr(target, "generation_processors", {})
+        if ignored and not self._sampling.processors:
+            warnings.warn(
+                f"the target's generation_config asks for {ignored}, which transformers' generate would apply: give the "
+                "processors to sampling(processors=...), or clear these settings",
+                stacklevel=2,
+            )
         if hasattr(draft, "bind"):
             draft = draft.bind(target, self._sampling)
         return Decoder(target, draft, self._length, self._sampling, self._verifier, self._executor)
@@ -85,6 +108,11 @@ class Builder:
 def decoder(target: LanguageModel | PreTrainedModel | str) -> Builder:
     """Start a composition. ``target`` is an ``HFModel``, a transformers model, a hub id, a folder, or any ``LanguageModel``."""
     return Builder(as_model(target, "target"))
+
+
+def _made(who: str, part: Any) -> None:
+    if isinstance(part, type):
+        raise TypeError(f"{who} is the class {part.__name__}: give an object, {part.__name__}(...)")
 
 
 def as_model(model: Any, who: str) -> LanguageModel:
@@ -113,13 +141,14 @@ def _fits(target: LanguageModel, draft: LanguageModel) -> None:
                 f"target and draft have different tokenizers: {differ} of {len(a)} and {len(b)} tokens differ: a draft must "
                 "share the target's tokenizer (padded vocabularies are fine)"
             )
-    elif target.vocab_size != draft.vocab_size and ours is None and theirs is None:
+    elif target.vocab_size != draft.vocab_size:
         raise ValueError(
-            f"the target's vocabulary has {target.vocab_size} entries and the draft's {draft.vocab_size}, and neither model has "
-            "a tokenizer to show that they are paddings of the same one: pass HFModel(model, tokenizer) for both"
+            f"the target's vocabulary has {target.vocab_size} entries and the draft's {draft.vocab_size}, and without the "
+            "tokenizers of both nothing shows that they are paddings of the same one: pass HFModel(model, tokenizer) for both"
         )
     a_device, b_device = getattr(target, "device", None), getattr(draft, "device", None)
     if a_device is not None and b_device is not None and a_device != b_device:
         raise ValueError(
-            f"the target is on {a_device} and the draft on {b_device}: move one of them, e.g. draft.to({str(a_device)!r})"
+            f"the target is on {a_device} and the draft on {b_device}: load one of them elsewhere (HFModel.from_pretrained(..., "
+            "device_map=...)), or move the transformers model before wrapping it"
         )

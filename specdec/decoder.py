@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
@@ -44,6 +45,13 @@ class Decoder:
     sampling: Sampling
     verifier: Verifier
     executor: Executor = Serial()
+
+    def __repr__(self) -> str:
+        draft = getattr(self.draft, "name", type(self.draft).__name__)
+        return (
+            f"Decoder({self.target!r}, draft {draft}, length {self.length}, {self.sampling}, "
+            f"{self.verifier}, {self.executor})"
+        )
 
     def generate(
         self,
@@ -144,12 +152,17 @@ class Decoder:
 
     def _rows(self, prompts: Prompts) -> list[list[int]]:
         """Any form of prompts as rows of ids."""
-        if isinstance(prompts, Tensor):
+        if isinstance(prompts, Mapping):
+            raise TypeError(
+                f"prompts is a {type(prompts).__name__} with keys {sorted(prompts)}: pass its ids, without padding; one chat "
+                "is a list of messages"
+            )
+        if hasattr(prompts, "tolist"):
             prompts = prompts.tolist()
         if not isinstance(prompts, str) and len(prompts) == 0:
             raise ValueError("prompts is empty: give at least one prompt")
         batch: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
-        if isinstance(batch[0], (int, Mapping)):
+        if isinstance(batch[0], (Integral, Mapping)):
             batch = [batch]  # one row of ids, or one chat
         rows = [self._ids(b, prompt) for b, prompt in enumerate(batch)]
         for b, row in enumerate(rows):
@@ -180,12 +193,11 @@ class Decoder:
                 )
             said = tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, tokenize=False)
             return list(tokenizer(said, add_special_tokens=False)["input_ids"])  # the template has its own
-        ids = prompt.tolist() if isinstance(prompt, Tensor) else list(prompt)
-        if not all(isinstance(i, int) for i in ids):
-            raise TypeError(
-                f"prompt {b} is a {type(prompt).__name__} of {type(ids[0]).__name__}: give text, chat messages or ids"
-            )
-        return ids
+        ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+        if not isinstance(ids, Sequence) or not all(isinstance(i, Integral) for i in ids):
+            what = type(ids[0]).__name__ if isinstance(ids, Sequence) else type(ids).__name__
+            raise TypeError(f"prompt {b} holds {what}: give text, chat messages, or ids as integers")
+        return [int(i) for i in ids]
 
     def _prepare(
         self,
@@ -195,7 +207,11 @@ class Decoder:
         stop_strings: str | Sequence[str],
         criteria: Sequence[Callable[..., Any]],
     ) -> tuple[Context, Limits]:
-        budgets = [max_new_tokens] * len(rows) if isinstance(max_new_tokens, int) else list(max_new_tokens)
+        budgets = (
+            [int(max_new_tokens)] * len(rows)
+            if isinstance(max_new_tokens, (int, Integral))
+            else [int(budget) for budget in max_new_tokens]
+        )
         if len(budgets) != len(rows):
             raise ValueError(
                 f"max_new_tokens has {len(budgets)} entries for {len(rows)} prompts: give one, or one for each"
@@ -224,7 +240,7 @@ class Decoder:
         context = Context.of(rows, capacity=longest + nodes)
         limits = Limits(
             max_length=context.length + torch.tensor(budgets),
-            eos=(eos,) if isinstance(eos, int) else tuple(eos),
+            eos=(int(eos),) if isinstance(eos, (int, Integral)) else tuple(int(e) for e in eos),
             stop_strings=strings,
             criteria=tuple(criteria),
             tokenizer=tokenizer,

@@ -66,7 +66,7 @@ class Limits:
             ids.append(token)
             if self.stop_strings:
                 reach = max(len(s.encode()) for s in self.stop_strings) + 4  # a token has at least one byte
-                text = self.tokenizer.decode(ids[max(prompt, len(ids) - reach) :])
+                text = self.tokenizer.decode(ids[max(prompt, len(ids) - reach) :], skip_special_tokens=True)
                 if any(s in text for s in self.stop_strings):
                     return n, "stop_string"
             for criterion in self.criteria:

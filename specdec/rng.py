@@ -8,6 +8,7 @@ from the *same* number, and docs/design.md says why no key is ever used for two 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -80,7 +81,8 @@ def seeds(seed: int | Sequence[int] | None, rows: int) -> Tensor:
     """
     if seed is None:
         return torch.randint(0, 2**62, (rows,))
-    if isinstance(seed, int):
+    if isinstance(seed, (int, Integral)):
+        seed = int(seed)
         k = (seed & _WORD, (seed >> 32) & _WORD)
         words = [philox4x32((row, 0, 0, 0x5EED), k) for row in range(rows)]
         return torch.tensor([w[0] | ((w[1] >> 2) << 32) for w in words])

@@ -31,6 +31,9 @@ _STATEFUL = {
     "ClassifierFreeGuidanceLogitsProcessor": "it needs conditional and unconditional rows in one batch",
     "DiaEOSDelayPatternLogitsProcessor": "it counts the steps since the end of a channel",
     "DiaClassifierFreeGuidanceLogitsProcessor": "it needs conditional and unconditional rows in one batch",
+    "PrefixConstrainedLogitsProcessor": "it depends on the number of the row in the batch, which changes as rows finish",
+    "EncoderRepetitionPenaltyLogitsProcessor": "it keeps the prompts of a fixed batch",
+    "EncoderNoRepeatNGramLogitsProcessor": "it keeps the prompts of a fixed batch",
     "MinNewTokensLengthLogitsProcessor": "it has one prompt length for all rows; use MinLengthLogitsProcessor",
 }
 
@@ -60,8 +63,12 @@ class Sampling:
             raise ValueError(
                 f"temperature is {self.temperature}: it must be a finite number >= 0 (0 is greedy)"
             )
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k is {self.top_k}: it must be at least 1 (None keeps every token)")
+        if self.top_k is not None and (
+            not isinstance(self.top_k, int) or self.top_k is True or self.top_k < 1
+        ):
+            raise ValueError(
+                f"top_k is {self.top_k}: it must be a whole number >= 1 (None keeps every token)"
+            )
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p is {self.top_p}: it must be in (0, 1] (None or 1 keeps every token)")
         if self.min_p is not None and not 0 <= self.min_p <= 1:
@@ -91,16 +98,20 @@ class Sampling:
                 made.append(MinPLogitsWarper(self.min_p))
         return made
 
-    def probe(self, vocab_size: int) -> None:
+    def probe(self, vocab_size: int, device: torch.device | str = "cpu") -> None:
         """Refuse processors that answer differently when asked again, or that change as they are called."""
-        scores = torch.linspace(-2, 2, vocab_size).repeat(2, 1)
-        a, b = torch.zeros(2, 4, dtype=torch.long), torch.ones(2, 7, dtype=torch.long)
+        scores = torch.linspace(-2, 2, vocab_size, device=device)[None]
+        a = torch.zeros(1, 16, dtype=torch.long, device=device)
+        b = torch.ones(1, 24, dtype=torch.long, device=device)
         for processor in self.processors:
             trial = copy.deepcopy(processor)
-            first = trial(a, scores.clone())
-            before = _state(trial)
-            trial(b, scores.clone())
-            again = trial(a, scores.clone())
+            try:
+                first = trial(a, scores.clone())
+                before = _state(trial)
+                trial(b, scores.clone())
+                again = trial(a, scores.clone())
+            except Exception:  # it does not take made-up prefixes; a real error will show in the run
+                continue
             if not torch.equal(first, again) or before != _state(trial):
                 raise ValueError(
                     f"processors: {type(processor).__name__} keeps state between calls, so what it does to one node would "

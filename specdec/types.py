@@ -18,8 +18,18 @@ from torch import Tensor
 Provenance = Literal["point", "sampled", "declared"]
 
 
-@dataclass(frozen=True, eq=False)
-class Context:
+class _Shown:
+    """Tensors as shapes, so that a value can be looked at in a notebook."""
+
+    def __repr__(self) -> str:
+        def show(value: object) -> str:
+            return str(list(value.shape)) if isinstance(value, Tensor) else repr(value)
+
+        return f"{type(self).__name__}({', '.join(f'{k}={show(v)}' for k, v in vars(self).items())})"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Context(_Shown):
     """The committed tokens of every row; nothing else in the library is the truth about a text.
 
     Attributes:
@@ -76,8 +86,8 @@ class Context:
         return Context(self.tokens[rows], self.length[rows], self.prompt_length[rows], self.request[rows])
 
 
-@dataclass(frozen=True, eq=False)
-class Proposal:
+@dataclass(frozen=True, eq=False, repr=False)
+class Proposal(_Shown):
     """A tree of proposed tokens for every row; a chain is the tree with parents -1, 0, 1, ...
 
     Nodes are stored parent before child; node ``n`` of row ``b`` exists iff ``n < size[b]``. Size 0 means "no
@@ -127,6 +137,11 @@ class Proposal:
             tokens, parents, size, probs, provenance or ("point" if probs is None else "declared")
         )
 
+    def to(self, device: torch.device) -> Proposal:
+        """The same proposal with tokens and probabilities on ``device``."""
+        probs = None if self.probs is None else self.probs.to(device)
+        return replace(self, tokens=self.tokens.to(device), probs=probs)
+
     @property
     def nodes(self) -> int:
         """``N``, the widest row."""
@@ -144,8 +159,8 @@ class Proposal:
         )
 
 
-@dataclass(frozen=True, eq=False)
-class Fed:
+@dataclass(frozen=True, eq=False, repr=False)
+class Fed(_Shown):
     """Activations of every position that a model consumed in one call (``F`` of them, all rows packed).
 
     Attributes:
@@ -159,8 +174,8 @@ class Fed:
     node: Tensor
 
 
-@dataclass(frozen=True, eq=False)
-class Scores:
+@dataclass(frozen=True, eq=False, repr=False)
+class Scores(_Shown):
     """What a model says: ``logits[b, 0]`` after the last committed token, ``logits[b, 1 + n]`` after node ``n``.
 
     When ``score`` was asked to start at node ``n``, row 0 is node ``n``. Entries of nodes that do not exist are zero.
@@ -170,8 +185,8 @@ class Scores:
     fed: Fed | None = None
 
 
-@dataclass(frozen=True, eq=False)
-class Verdict:
+@dataclass(frozen=True, eq=False, repr=False)
+class Verdict(_Shown):
     """What a verifier decided, on the host.
 
     Attributes:
@@ -195,8 +210,8 @@ class Verdict:
         return Verdict(path, accepted, bonus, tokens.scatter_(1, accepted[:, None], bonus[:, None]))
 
 
-@dataclass(frozen=True, eq=False)
-class Round:
+@dataclass(frozen=True, eq=False, repr=False)
+class Round(_Shown):
     """All that happened in one round. It is observed, never carried: no part may keep state in it.
 
     Attributes:
@@ -221,8 +236,8 @@ class Round:
     seconds: Mapping[str, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, eq=False)
-class Feedback:
+@dataclass(frozen=True, eq=False, repr=False)
+class Feedback(_Shown):
     """What a selector may learn from: never a token's value beyond what was committed.
 
     ``tokens[B]`` committed, ``drafted[B]`` submitted, ``seconds`` of the round charged to the row, ``reward[B]`` (or

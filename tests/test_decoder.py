@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -298,6 +299,15 @@ def test_acceptance_is_conditional_on_reaching_the_position(draft):
 
 def test_prompts_in_every_form(target):
     decoder = sd.decoder(target).greedy().build()
+    rows = np.array([[1, 2, 3]])
+    numbers = decoder.generate(rows, np.int64(5), seed=np.int64(1), eos_token_id=np.int64(96))
+    assert numbers.ids == decoder.generate(rows.tolist(), 5, eos_token_id=96).ids
+    with pytest.raises(TypeError, match="is a list of messages"):
+        decoder.generate({"role": "user", "content": "hi"}, 5)
+    with pytest.raises(TypeError, match="pass its ids"):
+        decoder.generate(target.tokenizer(["abc", "defg"]), 5)
+    with pytest.raises(TypeError, match="as integers"):
+        decoder.generate(torch.tensor([[1.0, 2.0]]), 5)
     text = decoder.generate("hello", 5)
     assert text.prompt_ids == [target.tokenizer("hello")["input_ids"]]
     assert decoder.generate(["hello", "you"], 5).ids[0] == text.ids[0]
@@ -388,6 +398,20 @@ class NotNormalised(Declares):
     scale = 2.0
 
 
+class Lies(TooLong):
+    """Says "sampled", with probabilities that do not sum to 1, or that the token cannot have come from."""
+
+    def __init__(self, scale, first):
+        self.scale, self.first = scale, first
+
+    def propose(self, state, context, budget, rng):
+        n = int(budget.max())
+        q = torch.full((context.batch, n, 97), self.scale / 97, dtype=torch.float64)
+        if self.first == 0:
+            q[..., 0], q[..., 1] = 0, 2 / 97
+        return sd.Proposal.chain(torch.zeros(context.batch, n, dtype=torch.long), budget, q, "sampled"), None
+
+
 class OutOfVocabulary(TooLong):
     def propose(self, state, context, budget, rng):
         return sd.Proposal.chain(torch.full((context.batch, int(budget.max())), 97), budget), None
@@ -399,6 +423,9 @@ class OutOfVocabulary(TooLong):
         (TooLong(), "more than its budget"),
         (Declares(), "trust_declared"),
         (NotNormalised(), "sum to"),
+        (Lies(2.0, 1), "sum to 2"),
+        (Lies(float("nan"), 1), "sum to nan"),
+        (Lies(1.0, 0), "cannot have been drawn"),
         (OutOfVocabulary(), "outside the target's vocabulary"),
     ],
 )
@@ -468,6 +495,59 @@ def test_bad_compositions(target):
         sd.decoder(tiny("llama")).build().generate([[1]], 4, stop_strings="x")
     with pytest.raises(TypeError, match="target is a int"):
         sd.decoder(3)
+    with pytest.raises(TypeError, match="verifier is the class Coupled"):
+        sd.decoder(target).verifier(sd.Coupled)
+    with pytest.raises(TypeError, match="draft is the class NGram"):
+        sd.decoder(target).draft(sd.drafts.NGram)
+    with pytest.raises(ValueError, match="without the tokenizers of both"):
+        sd.decoder(target).draft(tiny("llama", vocab_size=50)).build()
+    with pytest.raises(ValueError, match="no node has more children"):
+        sd.decoder(target).draft(sd.drafts.Tree(target, (200,))).build()
+
+
+def test_settings_of_the_generation_config_are_not_dropped_in_silence():
+    model = tiny("llama", 0)
+    model.generation_config.repetition_penalty = 1.3
+    with pytest.warns(UserWarning, match="repetition_penalty"):
+        sd.decoder(model).build()
+    sd.decoder(model).sampling(processors=[RepetitionPenaltyLogitsProcessor(1.3)]).build()
+
+
+def test_a_model_that_was_changed_under_the_wrapper():
+    model = tiny("llama", 0)
+    decoder = sd.decoder(model).build()
+    decoder.generate([[1]], 2)
+    model.float()
+    with pytest.raises(RuntimeError, match="make a new HFModel"):
+        decoder.generate([[1]], 2)
+    model = tiny("llama", 0)
+    decoder = sd.decoder(model).build()
+    model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
+    with pytest.raises(RuntimeError, match="make a new HFModel"):
+        decoder.generate([[1]], 2)
+
+
+def test_plain_decoding_has_tau_1_and_trees_their_own_depth(target):
+    assert sd.decoder(target).greedy().build().generate([[1, 2]], 4).stats.tau == 1.0
+    tree = sd.decoder(target).greedy().draft(sd.drafts.Tree(target, (2, 1))).build()
+    assert tree.length == 2
+    assert tree.generate([[1, 2]], 7).stats.tau == 3.0
+
+
+def test_a_function_is_not_asked_beyond_a_rows_budget(target):
+    asked = []
+    draft = sd.chain_draft(lambda prefix: asked.append(len(prefix)) or [0.0] * 97)
+    sd.decoder(target).draft(draft, length=6).build().generate([[1] * 12, [3]], [3, 15], seed=0)
+    assert max(asked) < 16
+    assert sum(n >= 14 for n in asked) == sum(n >= 14 for n in asked if n < 15)
+
+
+def test_values_have_short_reprs(target):
+    rounds = []
+    decoder = sd.decoder(target).draft(sd.drafts.NGram()).build()
+    decoder.generate([[1, 2, 1, 2]], 6, on_round=rounds.append)
+    assert all(len(repr(value)) < 1200 for value in (rounds[-1], decoder, sd.decoder(target)))
+    assert "logits=[1, " in repr(rounds[-1].scores)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

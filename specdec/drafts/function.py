@@ -49,11 +49,16 @@ class FunctionDraft:
         prefixes = [context.row(b) for b in range(B)]
         for n in range(N):
             sofar = Proposal.chain(tokens[:, :n], budget.clamp(max=n))
-            said = torch.stack([self._ask(prefixes[b]) for b in range(B)])[:, None]
+            asked = (budget > n).nonzero()[:, 0].tolist()
+            answers = torch.stack([self._ask(prefixes[b]) for b in asked])
+            said = torch.zeros(
+                B, 1, answers.shape[1], dtype=answers.dtype
+            )  # rows that are through: any law will do
+            said[asked, 0] = answers
             q = sampling(fit(said, self.vocab_size), context, sofar, first=n - 1)[:, 0]
             tokens[:, n] = rng.categorical(q, Key(context.length, n))
             laws.append(q)
-            for b in range(B):
+            for b in asked:
                 prefixes[b].append(int(tokens[b, n]))
         return Proposal.chain(tokens, budget.clone(), torch.stack(laws, 1), "sampled"), None
 

@@ -21,6 +21,9 @@ class Nothing:
     def nodes(self, length: int) -> int:
         return 0
 
+    def reach(self, length: int) -> int:
+        return 0
+
     def init(self, context: Context, target_cache: Any) -> None:
         return None
 

@@ -43,11 +43,19 @@ class Tree:
             )
 
     def bind(self, target: LanguageModel, sampling: Sampling) -> Tree:
+        if max(self.widths) > target.vocab_size:
+            raise ValueError(
+                f"widths is {self.widths}: no node has more children than the vocabulary ({target.vocab_size})"
+            )
         return replace(self, sampling=self.sampling or sampling, vocab_size=target.vocab_size)
 
     def nodes(self, length: int) -> int:
         """Nodes of a tree whose longest path is ``length``."""
         return sum(prod(self.widths[: d + 1]) for d in range(min(length, len(self.widths))))
+
+    def reach(self, length: int) -> int:
+        """The longest path that it proposes."""
+        return min(length, len(self.widths))
 
     def init(self, context: Context, target_cache: Any) -> ModelState:
         return Model(self.model).init(context, target_cache)
@@ -75,8 +83,8 @@ class Tree:
             logits = self.model.score(state.cache, text, sofar, start=start, rows=rows).logits
             logits = fit(logits, self.vocab_size)
             width, first = self.widths[d], int(level[0])
-            scores = sampling.scores(logits, context, sofar, first=first)
             if sampling.greedy:
+                scores = sampling.scores(logits, context, sofar, first=first)
                 children = scores.topk(width, -1).indices.reshape(B, -1)
             else:
                 q = sampling(logits, context, sofar, first=first)

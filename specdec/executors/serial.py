@@ -27,6 +27,7 @@ class Serial:
     def run(self, decoder: Decoder, context: Context, rng: Rng, limits: Limits) -> Iterator[Round]:
         target, draft, verifier = decoder.target, decoder.draft, decoder.verifier
         cache = target.cache(context.batch, context.tokens.shape[1])
+        reach = getattr(draft, "reach", lambda length: length)(decoder.length)
         state = None
         number = 0
         while context.batch:
@@ -42,6 +43,8 @@ class Serial:
             clock.append(perf_counter())
             scores = target.score(cache, context, proposal if proposal.nodes else None)
             clock.append(perf_counter())
+            if proposal.tokens.device != scores.logits.device:  # drafts without a model work on the host
+                proposal = proposal.to(scores.logits.device)
             probs = decoder.sampling(scores.logits, context, proposal)
             verdict = verifier(proposal, probs, context, rng)
             clock.append(perf_counter())
@@ -50,7 +53,7 @@ class Serial:
             clock.append(perf_counter())
             cache.commit(context, verdict)
             kept, finished = limits.apply(context, verdict)
-            short = budget < decoder.length if number else torch.zeros_like(finished)
+            short = budget < reach if number else torch.zeros_like(finished)
             d, t, v, i = (b - a for a, b in pairwise(clock))
             round = Round(
                 context=context,
@@ -114,12 +117,18 @@ def check(proposal: Proposal, budget: Tensor, vocab_size: int) -> None:
             raise ValueError(
                 f"the draft's probs have shape {list(proposal.probs.shape)}: expected {[B, N, vocab_size]}"
             )
-        if proposal.provenance == "declared":
-            total = proposal.probs.double().sum(-1).cpu()
-            off = ((total - 1).abs() > 1e-3) | (proposal.probs < 0).any(-1).cpu() | total.isnan()
-            if bool((off & live).any()):
-                b, n = (off & live).nonzero()[0].tolist()
-                raise ValueError(
-                    f"the draft's probs of row {b}, node {n} sum to {float(total[b, n]):.4g} or have a negative entry: "
-                    "give probabilities that sum to 1 (logits need a softmax)"
-                )
+        total = proposal.probs.sum(-1, dtype=torch.float32).cpu()
+        off = ~((total - 1).abs() < 1e-3) & live  # NaN is off too
+        if bool(off.any()):
+            b, n = off.nonzero()[0].tolist()
+            raise ValueError(
+                f"the draft's probs of row {b}, node {n} sum to {float(total[b, n]):.4g}: give probabilities that sum to 1 "
+                "(logits need a softmax)"
+            )
+        drawn = proposal.probs.gather(2, proposal.tokens.clamp(0, vocab_size - 1)[..., None])[..., 0].cpu()
+        if bool(((drawn <= 0) & live).any()):
+            b, n = ((drawn <= 0) & live).nonzero()[0].tolist()
+            raise ValueError(
+                f"the draft's probs give probability {float(drawn[b, n]):.3g} to the token of row {b}, node {n}: it cannot have been "
+                "drawn from them"
+            )

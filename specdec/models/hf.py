@@ -36,12 +36,15 @@ class HFModel:
     """A transformers causal LM behind ``protocols.LanguageModel``.
 
     Args:
-        model: any ``...ForCausalLM`` of a family in ``SUPPORTED``. It is left as it is; later changes of its weights are seen.
+        model: any ``...ForCausalLM`` of a family in ``SUPPORTED``. It is left as it is. Later in-place changes of its weights are
+            seen; after moving, casting or replacing them (``load_state_dict(assign=True)``), wrap it again: ``cache`` refuses.
         tokenizer: needed for text and chat prompts only.
         prefill_chunk: tokens of a prompt that are fed in one forward, all rows together.
         unlisted: ``"packed"`` tries a family that is not listed, after comparing it with its own plain forward.
     Raises:
         UnsupportedModel: the family cannot be run exactly; the message says why and what can.
+
+    One thread at a time: families that run padded keep the call at hand in the object.
     """
 
     def __init__(
@@ -55,7 +58,8 @@ class HFModel:
         model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper
         if not isinstance(model, PreTrainedModel):
             raise TypeError(
-                f"model is a {type(model).__name__}: give a transformers model, or use HFModel.from_pretrained"
+                f"model is a {type(model).__name__}: give a transformers model (of a PEFT wrapper, what merge_and_unload() returns), "
+                "or use HFModel.from_pretrained"
             )
         if prefill_chunk < 1:
             raise ValueError(f"prefill_chunk is {prefill_chunk}: it must be at least 1")
@@ -71,6 +75,8 @@ class HFModel:
             Packed(self.clone) if path == "packed" else Padded(self.clone, trees="chains" not in path)
         )
         self.supports_trees = self._path.trees
+        where = self.clone.get_input_embeddings().weight
+        self._wrapped_as = (where.dtype, where.device)
         self.max_positions = positions_of(model.config)
         self.vocab_size: int = model.config.get_text_config().vocab_size
         if model.config.model_type not in SUPPORTED:
@@ -105,7 +111,9 @@ class HFModel:
         device = self.clone.get_input_embeddings().weight.device
         hook = getattr(self.clone, "_hf_hook", None)
         if device.type == "meta" and hook is not None:  # accelerate keeps the weights elsewhere
-            return torch.device(hook.execution_device)
+            hooks = [hook, *(getattr(m, "_hf_hook", None) for m in self.clone.modules())]
+            runs_on = [h.execution_device for h in hooks if getattr(h, "execution_device", None) is not None]
+            return torch.device(runs_on[0]) if runs_on else device
         return device
 
     @property
@@ -118,6 +126,17 @@ class HFModel:
         settings = getattr(self.model, "generation_config", None) or self.model.config
         eos = settings.eos_token_id
         return () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
+
+    @property
+    def generation_processors(self) -> dict[str, Any]:
+        """Settings of the model's generation config that transformers would turn into processors, and this library does not."""
+        settings = getattr(self.model, "generation_config", None)
+        neutral: dict[str, Any] = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "min_length": 0}
+        neutral |= dict.fromkeys(
+            ("suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "sequence_bias")
+        )
+        asked = {name: getattr(settings, name, None) for name in neutral}
+        return {name: value for name, value in asked.items() if value and value != neutral[name]}
 
     def __repr__(self) -> str:
         size = sum(p.numel() for p in self.clone.parameters())
@@ -140,6 +159,14 @@ class HFModel:
             )
         return [probe.shapes[i] for i in range(len(probe.shapes))]
 
+    def _check_storage(self) -> None:
+        mine, users = self.clone.parameters(), self.model.parameters()
+        where = self.clone.get_input_embeddings().weight
+        if any(a is not b for a, b in zip(mine, users)) or (where.dtype, where.device) != self._wrapped_as:
+            raise RuntimeError(
+                "the model was moved, cast or given other parameters after it was wrapped: make a new HFModel from it"
+            )
+
     def bytes_per_token(self) -> int:
         """KV bytes of one token of one row, all layers."""
         return sum(shape.bytes for shape in self._shapes)
@@ -149,7 +176,9 @@ class HFModel:
 
         Raises:
             MemoryError: it would not fit; estimated before anything is allocated.
+            RuntimeError: the user's model was moved, cast or given other parameters since it was wrapped.
         """
+        self._check_storage()
         check_memory(self._shapes, batch, capacity, self._path.spare)
         return SlotCache(self._shapes, batch, capacity, self._path.spare)
 
@@ -183,7 +212,9 @@ class HFModel:
         B, begin = context.batch, -1 if start is None else start
         made, layers = self._run(cache, packed, True, taps)
         if made is not None and made.shape[0] == B * width:
-            logits = made.view(B, width, -1).clone()  # a tensor that may be changed: the forward's may not
+            logits = made.view(B, width, -1)
+            if not torch.is_inference_mode_enabled():
+                logits = logits.clone()  # a tensor that may be changed: the forward's may not
         else:
             V, dtype, device = self.vocab_size, self.dtype, self.device
             if made is not None:
@@ -269,7 +300,8 @@ class HFModel:
         if wanted and packed.tokens > limit:
             limit = max(limit, 2 * sum(r.end - max(r.first, r.length - 1) for r in packed.rows))
         logits: list[Tensor] = []
-        with torch.inference_mode(), self._tapped(taps) as caught:
+        mode = _NOTHING if torch.is_inference_mode_enabled() else torch.inference_mode()
+        with mode, self._tapped(taps) as caught:
             for piece in packed.pieces(cache.slots, limit, wanted, self.device):
                 out = self._path.forward(cache, *piece)
                 if out is not None:

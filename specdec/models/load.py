@@ -41,7 +41,15 @@ def load_tokenizer(name: str | os.PathLike[str]) -> Any:
     """The tokenizer next to a model, or ``None`` for a folder that has none."""
     if Path(name).is_dir() and not any(Path(name).glob("*token*")):
         return None
-    return AutoTokenizer.from_pretrained(name)
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except Exception as error:
+        if not Path(name).is_dir():
+            raise
+        raise ValueError(
+            f"the tokenizer in {str(name)!r} cannot be loaded ({type(error).__name__}: {error}): a file may be cut off or missing; "
+            "copy or download the folder again"
+        ) from error
 
 
 def _check_folder(folder: Path) -> None:
@@ -49,5 +57,5 @@ def _check_folder(folder: Path) -> None:
         raise FileNotFoundError(
             f"{str(folder)!r} has no config.json: it is not the folder of a saved model, or is incomplete"
         )
-    if not [*folder.glob("*.safetensors"), *folder.glob("*.bin")]:
+    if not [*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]:
         raise FileNotFoundError(f"{str(folder)!r} has no weights (*.safetensors): copy or download it again")
