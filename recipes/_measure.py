@@ -14,6 +14,14 @@ import torch
 import specdec as sd
 
 
+def quiet() -> None:
+    """No progress bars and advice of transformers between the lines of a table."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
 @dataclass
 class Sample:
     """One timed run: decoded tokens and seconds, both from the end of the first round to the end of the last."""

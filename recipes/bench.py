@@ -19,7 +19,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from _measure import Case, Sample, bare_forward, decode, interleave, table
+from _measure import Case, Sample, bare_forward, decode, interleave, quiet, table
 from _report import write
 
 import specdec as sd
@@ -44,6 +44,7 @@ class Settings:
 
 def main(s: Settings) -> None:
     torch.set_num_threads(s.threads)
+    quiet()
     (model, tokenizer), (small, _) = load(s.target), load(s.draft)
     for m in (model, small):  # both engines decode the full budget
         m.generation_config.eos_token_id = None
@@ -80,9 +81,11 @@ def main(s: Settings) -> None:
             plain, verify, small_one = forwards[case.batch]
             cost = (s.length * small_one + verify) / plain
             share = case.speed / (plain_case.speed * case.tau / cost)
-        rows.append(case.row(plain_case, share))
+        greedy = find(cases, "specdec", "plain", case)
+        same = None if case.temperature else all(s.ids == greedy.samples[0].ids for s in case.samples)
+        rows.append({**case.row(plain_case, share), "same_ids_as_plain": same})
     shown = ("engine", "method", "k", "batch", "temperature", "tau", "tokens_per_second", "ratio_to_plain")
-    print(table(rows, (*shown, "share_of_ideal", "peak_bytes")))
+    print(table(rows, (*shown, "share_of_ideal", "peak_bytes", "same_ids_as_plain")))
     print("\nbare forwards, milliseconds (batch: plain, verify, draft; c_v, c_d):")
     for batch, (plain, verify, small_one) in forwards.items():
         print(

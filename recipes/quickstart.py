@@ -11,7 +11,7 @@ import argparse
 from dataclasses import dataclass
 
 import torch
-from _measure import Case, decode, interleave, table
+from _measure import Case, decode, interleave, quiet, table
 from _report import write
 
 import specdec as sd
@@ -33,6 +33,7 @@ class Settings:
 
 def main(s: Settings) -> None:
     torch.set_num_threads(s.threads)
+    quiet()
     target, draft = sd.HFModel(*zoo.load("pocket-target")), sd.HFModel(*zoo.load("pocket-vanilla"))
     base = sd.decoder(target).greedy()
     decoders = {
