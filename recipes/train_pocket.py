@@ -49,7 +49,7 @@ class Settings:
     """Every setting of a run; the field's comment is its help."""
 
     models: str = "pocket-vanilla,pocket-target"  # which to train, in order
-    minutes: str = "13,80"  # wall time of each model's training; the schedule follows the clock
+    minutes: str = "27,80"  # wall time of each model's training; the schedule follows the clock
     snapshot_minutes: float = 20.0  # export an early target after this long; 0: never
     work: str = "runs/pocket"  # folder of corpus, shards and checkpoints
     zoo: str = str(ZOO)  # folder to export to
