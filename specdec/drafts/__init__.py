@@ -4,6 +4,7 @@ from specdec.drafts.function import FunctionDraft, chain_draft
 from specdec.drafts.model import Model
 from specdec.drafts.ngram import NGram
 from specdec.drafts.nothing import Nothing
+from specdec.drafts.spire import Spire
 from specdec.drafts.tree import Tree
 
-__all__ = ["FunctionDraft", "Model", "NGram", "Nothing", "Tree", "chain_draft"]
+__all__ = ["FunctionDraft", "Model", "NGram", "Nothing", "Spire", "Tree", "chain_draft"]

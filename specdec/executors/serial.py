@@ -28,6 +28,7 @@ class Serial:
         target, draft, verifier = decoder.target, decoder.draft, decoder.verifier
         cache = target.cache(context.batch, context.tokens.shape[1])
         reach = getattr(draft, "reach", lambda length: length)(decoder.length)
+        wanted = {"taps": draft.taps} if getattr(draft, "taps", ()) else {}
         state = None
         number = 0
         while context.batch:
@@ -41,7 +42,7 @@ class Serial:
             else:
                 proposal = Proposal.none(context.batch)
             clock.append(perf_counter())
-            scores = target.score(cache, context, proposal if proposal.nodes else None)
+            scores = target.score(cache, context, proposal if proposal.nodes else None, **wanted)
             clock.append(perf_counter())
             if proposal.tokens.device != scores.logits.device:  # drafts without a model work on the host
                 proposal = proposal.to(scores.logits.device)

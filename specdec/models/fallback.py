@@ -15,6 +15,7 @@ from transformers.cache_utils import Cache
 
 from specdec.kernels.attention.plan import AttentionPlan, Segment
 from specdec.models.families import refuse
+from specdec.models.taps import tapped
 
 
 class Padded:
@@ -58,7 +59,13 @@ class Padded:
         return self._masks[window]
 
     def forward(
-        self, memo: Any, plan: AttentionPlan, ids: Tensor, positions: Tensor, keep: Any
+        self,
+        memo: Any,
+        plan: AttentionPlan,
+        ids: Tensor,
+        positions: Tensor,
+        keep: Any,
+        caught: dict[int, list[Tensor]] | None = None,
     ) -> Tensor | None:
         """As for ``Packed``."""
         rows, first, counts = (np.array(a) for a in (plan.rows, plan.first, plan.counts))
@@ -80,18 +87,16 @@ class Padded:
             r, c = (i[keep] for i in self._live)
             columns, c = torch.unique(c, return_inverse=True)
             wanted, pick = {"logits_to_keep": columns}, (r, c)
-        out = model(
-            input_ids=ids[at],
-            position_ids=positions[at],
-            attention_mask=self._mask(None),
-            past_key_values=_Slots(memo, plan, torch.from_numpy(slot.reshape(-1)).to(ids.device)),
-            use_cache=True,
-            **wanted,
-        )
+        with tapped(self.model, caught, lambda hidden: hidden[self._live]):
+            out = model(
+                input_ids=ids[at],
+                position_ids=positions[at],
+                attention_mask=self._mask(None),
+                past_key_values=_Slots(memo, plan, torch.from_numpy(slot.reshape(-1)).to(ids.device)),
+                use_cache=True,
+                **wanted,
+            )
         return None if keep is False else out.logits[pick]
-
-    def unpack(self, hidden: Tensor) -> Tensor:
-        return hidden[self._live]
 
 
 class _Slots(Cache):

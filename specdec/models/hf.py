@@ -24,7 +24,7 @@ from specdec.models.families import SUPPORTED, UnsupportedModel, path_of, positi
 from specdec.models.feed import Feed, feed
 from specdec.models.load import load, load_tokenizer
 from specdec.models.packed import Packed
-from specdec.models.taps import blocks_of, tapped
+from specdec.models.taps import listening
 from specdec.types import Context, Fed, Proposal, Scores
 
 __all__ = ["SUPPORTED", "HFModel", "UnsupportedModel"]
@@ -301,9 +301,10 @@ class HFModel:
             limit = max(limit, 2 * sum(r.end - max(r.first, r.length - 1) for r in packed.rows))
         logits: list[Tensor] = []
         mode = _NOTHING if torch.is_inference_mode_enabled() else torch.inference_mode()
-        with mode, self._tapped(taps) as caught:
+        caught = listening(self.clone, taps) if taps else {}
+        with mode:
             for piece in packed.pieces(cache.slots, limit, wanted, self.device):
-                out = self._path.forward(cache, *piece)
+                out = self._path.forward(cache, *piece, caught)
                 if out is not None:
                     logits.append(out)
             made = None if not logits else logits[0] if len(logits) == 1 else torch.cat(logits)
@@ -314,9 +315,6 @@ class HFModel:
         text = context.tokens.numpy()
         for b, first, length, end in packed.rows:
             cache.remember(b, text[b], first, min(length, end), max(end - length, 0))
-
-    def _tapped(self, taps: Sequence[int]) -> Any:
-        return tapped(blocks_of(self.clone), taps, self._path.unpack) if taps else _NOTHING
 
     def bare_step(
         self, cache: SlotCache, context: Context, proposal: Proposal | None = None

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
 
 from specdec.kernels.attention import AttentionPlan, attention
+from specdec.models.families import refuse
 
 _CLASSES = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
 
@@ -38,13 +39,42 @@ class Block(NamedTuple):
     window: int | None
 
 
+def block_of(layer: Any, model: Any) -> Block:
+    """What decoder block ``layer`` of a llama-like ``model`` computes with.
+
+    Raises:
+        UnsupportedModel: the block is not built like llama's.
+    """
+    a, m = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
+    parts = [(a, "q_proj"), (a, "k_proj"), (a, "v_proj"), (a, "o_proj"), (m, "gate_proj"), (m, "up_proj"), (m, "down_proj")]
+    if type(model) not in _CLASSES or not all(hasattr(*part) for part in parts):
+        raise refuse(
+            model.config.model_type,
+            f"its blocks cannot be copied; {', '.join(c.__name__ for c in _CLASSES)} can",
+        )
+    window = getattr(a, "sliding_window", None)
+    if isinstance(model, MistralForCausalLM):
+        window = getattr(model.config, "sliding_window", None)
+    return Block(
+        a.layer_idx,
+        layer.input_layernorm,
+        *(a.q_proj, a.k_proj, a.v_proj, a.o_proj),
+        *(getattr(a, "q_norm", None), getattr(a, "k_norm", None)),
+        layer.post_attention_layernorm,
+        *(m.gate_proj, m.up_proj, m.down_proj),
+        a.head_dim,
+        a.scaling,
+        window,
+    )
+
+
 class Lean:
     """``forward`` as ``packed.Packed``'s, for a model that ``suits``."""
 
     def __init__(self, model: Any):
         self.head, self.body = model.lm_head, model.model
         self.layers = list(model.model.layers)
-        self.blocks = [self._block(layer, model) for layer in self.layers]
+        self.blocks = [block_of(layer, model) for layer in self.layers]
 
     @staticmethod
     def suits(model: Any) -> bool:
@@ -63,32 +93,21 @@ class Lean:
             for m in model.modules()
         ) and all(p.dtype == torch.float32 for p in model.parameters())
 
-    @staticmethod
-    def _block(layer: Any, model: Any) -> Block:
-        a, m = layer.self_attn, layer.mlp
-        window = getattr(a, "sliding_window", None)
-        if isinstance(model, MistralForCausalLM):
-            window = getattr(model.config, "sliding_window", None)
-        return Block(
-            a.layer_idx,
-            layer.input_layernorm,
-            *(a.q_proj, a.k_proj, a.v_proj, a.o_proj),
-            *(getattr(a, "q_norm", None), getattr(a, "k_norm", None)),
-            layer.post_attention_layernorm,
-            *(m.gate_proj, m.up_proj, m.down_proj),
-            a.head_dim,
-            a.scaling,
-            window,
-        )
-
     @property
     def usable(self) -> bool:
-        """Not while somebody listens to the blocks (``taps``): they would not be called."""
+        """Not while somebody listens to the blocks: they would not be called."""
         return not any(layer._forward_hooks or layer._forward_pre_hooks for layer in self.layers)
 
     def forward(
-        self, memo: Any, plan: AttentionPlan, ids: Tensor, positions: Tensor, keep: Any
+        self,
+        memo: Any,
+        plan: AttentionPlan,
+        ids: Tensor,
+        positions: Tensor,
+        keep: Any,
+        caught: dict[int, list[Tensor]] | None = None,
     ) -> Tensor | None:
+        """As ``Packed.forward``; activations after the layers in ``caught`` (0: before the first) are added to its lists."""
         x = F.embedding(ids, self.body.embed_tokens.weight)[None]
         T, slots = x.shape[1], plan.slots_on(x.device)
         cos, sin = (t[:, :, None] for t in self.body.rotary_emb(x, positions[None]))
@@ -96,13 +115,15 @@ class Lean:
         turn = torch.cat(
             [-sin[..., :half], sin[..., half:]], -1
         )  # rotate_half(q) * sin == roll(q) * turn, to the bit
-        for b in self.blocks:
-            y = _norm(x, b.before)
+        for number, b in enumerate(self.blocks):
+            if caught and number in caught:
+                caught[number].append(x[0])
+            y = norm(x, b.before)
             q, k, v = (
                 F.linear(y, p.weight, p.bias).view(1, T, -1, b.size) for p in (b.query, b.key, b.value)
             )
             if b.query_norm is not None:
-                q, k = _norm(q, b.query_norm), _norm(k, b.key_norm)
+                q, k = norm(q, b.query_norm), norm(k, b.key_norm)
             q = q * cos + q.roll(half, -1) * turn
             k = k * cos + k.roll(half, -1) * turn
             keys, values = memo.append(b.layer, slots, k.transpose(1, 2), v.transpose(1, 2))
@@ -117,14 +138,17 @@ class Lean:
                 sinks=None,
             )
             x = x + F.linear(seen.reshape(1, T, -1), b.out.weight, b.out.bias)
-            y = _norm(x, b.after)
+            y = norm(x, b.after)
             gate, up = F.linear(y, b.gate.weight, b.gate.bias), F.linear(y, b.up.weight, b.up.bias)
             x = x + F.linear(F.silu(gate) * up, b.down.weight, b.down.bias)
+        if caught and len(self.blocks) in caught:
+            caught[len(self.blocks)].append(x[0])
         if keep is False:
             return None
         x = x[0] if keep is None else x[0, keep]
-        return F.linear(_norm(x, self.body.norm), self.head.weight, self.head.bias)
+        return F.linear(norm(x, self.body.norm), self.head.weight, self.head.bias)
 
 
-def _norm(x: Tensor, norm: Any) -> Tensor:
-    return F.rms_norm(x, (x.shape[-1],), norm.weight, norm.variance_epsilon)
+def norm(x: Tensor, module: Any) -> Tensor:
+    """A transformers RMSNorm ``module`` applied to ``x [..., E]``."""
+    return F.rms_norm(x, (x.shape[-1],), module.weight, module.variance_epsilon)

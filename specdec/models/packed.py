@@ -15,6 +15,7 @@ from transformers import AttentionInterface
 from specdec.kernels.attention import AttentionPlan, attention
 from specdec.models.families import refuse
 from specdec.models.lean import Lean
+from specdec.models.taps import tapped
 
 ATTENTION = "specdec_slots"  # the name under which ``slot_attention`` is registered; it must not look like sdpa or flash
 
@@ -62,24 +63,28 @@ class Packed:
         self.lean = Lean(model) if Lean.suits(model) else None
 
     def forward(
-        self, memo: Any, plan: AttentionPlan, ids: Tensor, positions: Tensor, keep: Any
+        self,
+        memo: Any,
+        plan: AttentionPlan,
+        ids: Tensor,
+        positions: Tensor,
+        keep: Any,
+        caught: dict[int, list[Tensor]] | None = None,
     ) -> Tensor | None:
         """Feed packed ``ids [T]`` at ``positions [T]``.
 
         Args:
             keep: which of the T tokens' logits are wanted: a tensor of indices, ``None`` for all, ``False`` for none.
+            caught: layer -> list, to which its activations ``[T, E]`` are added (``taps.tapped``).
         Returns:
             ``[K, V]``, or ``None`` when none are wanted.
         """
         if self.lean is not None and self.lean.usable:
-            return self.lean.forward(memo, plan, ids, positions, keep)
+            return self.lean.forward(memo, plan, ids, positions, keep, caught)
         wanted: dict[str, Any] = {} if keep is None or keep is False else {"logits_to_keep": keep}
         model = self.body if keep is False else self.model
-        out = model(
-            input_ids=ids[None], position_ids=positions[None], use_cache=False, plan=plan, memo=memo, **wanted
-        )
+        with tapped(self.model, caught, lambda hidden: hidden[0]):
+            out = model(
+                input_ids=ids[None], position_ids=positions[None], use_cache=False, plan=plan, memo=memo, **wanted
+            )
         return None if keep is False else out.logits[0]
-
-    def unpack(self, hidden: Tensor) -> Tensor:
-        """Activations ``[T, E]`` of the packed tokens from what a layer gave in the last forward."""
-        return hidden[0]

@@ -23,20 +23,31 @@ def blocks_of(model: Any) -> torch.nn.ModuleList:
     raise ValueError(f"taps: no list of {layers} blocks found in a {type(model).__name__}")
 
 
-@contextmanager
-def tapped(
-    blocks: torch.nn.ModuleList, taps: Sequence[int], unpack: Callable[[Tensor], Tensor]
-) -> Iterator[dict[int, list[Tensor]]]:
-    """Collects, for each forward in its body, what the tapped layers give, as ``unpack`` packs it: ``[T, E]``.
+def listening(model: Any, taps: Sequence[int]) -> dict[int, list[Tensor]]:
+    """An empty list for each tap. Tap ``l`` is the output of block ``l``, counted from 1 (of the last one before the final norm);
+    0 is the input of block 1.
 
-    Tap ``l`` is the output of block ``l``, counted from 1 (of the last one before the final norm); 0 is the input of block 1.
+    Raises:
+        ValueError: a layer that the model does not have.
     """
-    caught: dict[int, list[Tensor]] = {tap: [] for tap in taps}
-    wrong = [tap for tap in caught if not 0 <= tap <= len(blocks)]
+    blocks = len(blocks_of(model))
+    wrong = [tap for tap in taps if not 0 <= tap <= blocks]
     if wrong:
         raise ValueError(
-            f"taps: layer {wrong[0]} does not exist; this model has 0 (the embedding) to {len(blocks)}"
+            f"taps: layer {wrong[0]} does not exist; this model has 0 (the embedding) to {blocks}"
         )
+    return {tap: [] for tap in taps}
+
+
+@contextmanager
+def tapped(
+    model: Any, caught: dict[int, list[Tensor]] | None, unpack: Callable[[Tensor], Tensor]
+) -> Iterator[None]:
+    """Adds to ``caught`` what the tapped layers give in each forward in its body, as ``unpack`` packs it: ``[T, E]``."""
+    if not caught:
+        yield
+        return
+    blocks = blocks_of(model)
 
     def before(module: Any, args: Any, kwargs: Any) -> None:
         caught[0].append(unpack(args[0] if args else kwargs["hidden_states"]))
@@ -54,7 +65,7 @@ def tapped(
                 hooks.append(blocks[0].register_forward_pre_hook(before, with_kwargs=True))
             else:
                 hooks.append(blocks[tap - 1].register_forward_hook(after(tap)))
-        yield caught
+        yield
     finally:
         for hook in hooks:
             hook.remove()

@@ -1,0 +1,191 @@
+"""SPIRe: a few of the target's blocks over its own activations, sparse attention and feedback memory (arXiv 2504.06419).
+
+The KV cache has a constant size: sinks, window and the block at hand. At committed positions it holds what the target's activations
+give, taken from the verification pass that computed them anyway; no other forward of the target is needed. At positions of the block
+it holds what the draft's memory vectors give.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from specdec.models.ring import Ring
+from specdec.models.slots import KVShape
+from specdec.models.spire import SpireModel
+from specdec.protocols import LanguageModel
+from specdec.rng import Key, Rng
+from specdec.sampling import Sampling
+from specdec.types import Context, Proposal, Round
+
+
+class SpireState(NamedTuple):
+    ring: Ring
+
+
+@dataclass(frozen=True)
+class Spire:
+    """Draws a chain from a ``SpireModel``, one step a token; at temperature 0 the chain is the draft's greedy one.
+
+    Args:
+        model: made from the decoder's target and trained for it. block: the longest chain that it can be asked for; the KV cache
+            has ``sinks + window + block - 1`` slots a row.
+        sampling: how the draft's tokens are drawn; ``None`` takes the decoder's.
+    Raises:
+        ValueError (in ``bind``): the target is another one, or has no activations to read.
+    """
+
+    model: SpireModel
+    block: int = 8
+    sampling: Sampling | None = None
+    name = "spire"
+    trees = False
+
+    def __post_init__(self) -> None:
+        if self.block < 1:
+            raise ValueError(f"block is {self.block}: a draft proposes at least 1 token")
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """The target's activations that every verification must bring: the inputs of the blocks that the draft has copies of."""
+        return self.model.layers
+
+    @staticmethod
+    def example(model: Any) -> Spire:
+        """An untrained one over an ``HFModel`` (for the contract tests)."""
+        return Spire(SpireModel.from_target(model, layers=1, window=4))
+
+    def bind(self, target: LanguageModel, sampling: Sampling) -> Spire:
+        if not hasattr(target, "clone"):
+            raise ValueError(
+                f"draft 'spire' reads the target's activations, and the target is a {type(target).__name__}: give an HFModel"
+            )
+        self.model.check_target(target)
+        return replace(self, sampling=self.sampling or sampling)
+
+    def init(self, context: Context, target_cache: Any) -> SpireState:
+        """An empty cache; the prefill's activations come with the first ``observe``.
+
+        Raises:
+            ValueError: a row that is shorter than the sinks.
+        """
+        model, shortest = self.model, int(context.length.min())
+        if shortest < model.sinks:
+            raise ValueError(
+                f"row {int(context.length.argmin())} has {shortest} tokens and the draft {model.sinks} sinks: give a prompt of at "
+                "least as many, or use a draft with fewer sinks"
+            )
+        return SpireState(self.ring(context.batch, context.tokens.shape[1]))
+
+    def ring(self, batch: int, capacity: int) -> Ring:
+        """Empty slots for ``batch`` rows of texts of up to ``capacity`` tokens."""
+        model = self.model
+        shapes = [
+            KVShape(b.key.out_features // b.size, b.size, b.size, model.dtype, model.device) for b in model.blocks
+        ]
+        # Without a window everything is kept, and nothing is ever in the way.
+        return Ring(shapes, batch, model.sinks, capacity if model.window is None else model.window, self.block)
+
+    def propose(
+        self, state: SpireState, context: Context, budget: Tensor, rng: Rng
+    ) -> tuple[Proposal, SpireState]:
+        sampling, model = self.sampling or Sampling(), self.model
+        B, N = context.batch, int(budget.max())
+        if N == 0:
+            return Proposal.none(B, model.device), state
+        if N > self.block:
+            raise ValueError(f"a chain of {N} tokens is asked for and block is {self.block}: use Spire(model, block={N})")
+        step = _Steps(model, state.ring, context, N)
+        tokens = torch.zeros(B, N, dtype=torch.long, device=model.device)
+        last = context.tokens.gather(1, context.length[:, None] - 1)[:, 0].to(model.device)
+        drawn: list[Tensor] = []
+        sofar: Proposal | None = None
+        for n in range(N):
+            logits = step(n, last)[:, None]
+            if sampling.greedy:
+                last = sampling.argmax(logits, context, sofar, first=n - 1)[:, 0]
+            else:
+                q = sampling(logits, context, sofar, first=n - 1)[:, 0]
+                last = rng.categorical(q, Key(context.length, n))
+                drawn.append(q)
+            tokens[:, n] = last
+            sofar = Proposal.chain(tokens[:, : n + 1], budget.clamp(max=n + 1))
+        assert sofar is not None
+        return (replace(sofar, probs=torch.stack(drawn, 1), provenance="sampled") if drawn else sofar), state
+
+    def observe(self, state: SpireState, round: Round) -> SpireState:
+        """Entries of newly committed positions from the target's activations there (section 3.3: ``m_t^i = y_t`` )."""
+        fed = round.scores.fed
+        if fed is None:
+            raise ValueError("the round has no activations: the executor must score with taps=draft.taps")
+        which = _committed(fed, round, state.ring)
+        if not len(which):
+            return state
+        model, at = self.model, torch.from_numpy(which)
+        rows, positions = fed.row[at], fed.position[at]
+        slots, rotary = state.ring.at(rows, positions, model.device), model.rotary(positions.to(model.device))
+        at = at.to(model.device)
+        for i, layer in enumerate(model.layers):
+            activations = fed.layers[layer].to(model.device, model.dtype)
+            state.ring.write(i, slots, *model.keys_values(i, activations[at], rotary))
+        return state
+
+    def select(self, state: SpireState, rows: Tensor) -> SpireState:
+        return SpireState(state.ring.select(rows))
+
+
+class _Steps:
+    """The draft's forward for the n-th token of a block, all rows at once."""
+
+    def __init__(self, model: SpireModel, ring: Ring, context: Context, steps: int):
+        self.model, self.ring, self.steps = model, ring, steps
+        positions = context.length[:, None] - 1 + torch.arange(steps)  # [B, steps]
+        hidden = torch.from_numpy(~ring.visible(positions.numpy()))
+        mask = torch.zeros(hidden.shape, dtype=model.dtype).masked_fill_(hidden, float("-inf")).to(model.device)
+        self.masks = mask[:, None].unbind(2)  # [B, 1, S] of each step
+        rows = torch.arange(context.batch).repeat_interleave(steps)
+        self.slots = ring.at(rows, positions.flatten(), model.device).view(-1, steps).unbind(1)
+        cos, sin = model.rotary(positions.to(model.device))
+        self.rotary = list(zip(cos.unbind(1), sin.unbind(1)))
+
+    def __call__(self, n: int, tokens: Tensor) -> Tensor:
+        """Logits ``[B, V]`` after ``tokens [B]``."""
+        model, ring = self.model, self.ring
+        slots, rotary, mask = self.slots[n], self.rotary[n], self.masks[n][:, :, None]
+        x = model.embed(tokens)
+        activations = [x]
+        for i in range(len(model.layers)):
+
+            def attend(query: Tensor, key: Tensor, value: Tensor, i: int = i) -> Tensor:
+                ring.write(i, slots, key, value)
+                keys, values = (t.transpose(1, 2) for t in ring.layers[i])
+                q = query[:, :, None]
+                gqa = q.shape[1] != keys.shape[1]
+                return scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=gqa)[:, :, 0]
+
+            x, _, _ = model.run(i, x, rotary, attend)
+            activations.append(x)
+        if model.memory is not None and n + 1 < self.steps:  # the next steps see memory here, not the layers' own inputs
+            for i, memory in enumerate(model.memory(activations)):
+                ring.write(i, slots, *model.keys_values(i, memory, rotary))
+        return model.logits(x)
+
+
+def _committed(fed: Any, round: Round, ring: Ring) -> np.ndarray:
+    """Which fed positions hold text that is committed now and that the ring has room for."""
+    row, position, node = fed.row.numpy(), fed.position.numpy(), fed.node.numpy()
+    accepted, path = round.verdict.accepted.numpy(), round.verdict.path.numpy()
+    kept = node < 0
+    drafted = np.flatnonzero(~kept)
+    if len(drafted):
+        on_path = path[row[drafted]] == node[drafted, None]
+        kept[drafted] = (on_path & (np.arange(path.shape[1]) < accepted[row[drafted], None])).any(1)
+    last = np.zeros(len(accepted), dtype=np.int64)
+    np.maximum.at(last, row[kept], position[kept])
+    kept &= (position < ring.sinks) | (position > last[row] - ring.size)
+    return np.flatnonzero(kept)

@@ -1,0 +1,98 @@
+"""Keys and values of a batch in slots: plain tensors, one block for all layers of a kind."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class KVShape(NamedTuple):
+    """What one slot of one layer holds: keys ``[heads, key_size]`` and values ``[heads, value_size]``."""
+
+    heads: int
+    key_size: int
+    value_size: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def bytes(self) -> int:
+        return self.heads * (self.key_size + self.value_size) * self.dtype.itemsize
+
+
+class Slots:
+    """``slots`` slots for each of ``batch`` rows; what they mean is for others to say.
+
+    Args:
+        shapes: one for each layer.
+    Attributes:
+        layers: for each layer its keys ``[B, S, H, D]`` and values ``[B, S, H, Dv]``. Slot s of row b has the number
+            ``b * slots + s`` wherever slots are numbered flat.
+    """
+
+    def __init__(self, shapes: Sequence[KVShape], batch: int, slots: int):
+        self.shapes, self.slots = list(shapes), slots
+        # One tensor for all buffers of a kind: moving entries, or selecting rows, is one launch for all layers.
+        kinds: dict[tuple[int, int, torch.dtype, torch.device], list[tuple[int, int]]] = defaultdict(list)
+        for i, s in enumerate(self.shapes):
+            kinds[s.heads, s.key_size, s.dtype, s.device].append((i, 0))
+            kinds[s.heads, s.value_size, s.dtype, s.device].append((i, 1))
+        self._places = list(kinds.values())
+        with torch.inference_mode(False):
+            # Zeros, not empty: batched attention reads unused slots with weight 0, and 0 * NaN is NaN.
+            self._blocks = [
+                torch.zeros(len(at), batch, slots, heads, size, dtype=dtype, device=device)
+                for (heads, size, dtype, device), at in kinds.items()
+            ]
+        self._view()
+
+    def _view(self) -> None:
+        pairs: list[list[Tensor]] = [[torch.empty(0)] * 2 for _ in self.shapes]
+        flat: list[list[Tensor]] = [[torch.empty(0)] * 2 for _ in self.shapes]
+        with torch.inference_mode(False):
+            for block, at in zip(self._blocks, self._places):
+                for buffer, (layer, which) in zip(block.unbind(0), at):
+                    pairs[layer][which] = buffer
+                    flat[layer][which] = buffer.view(1, -1, *buffer.shape[2:])
+        self.layers, self._flat = [(k, v) for k, v in pairs], [(k, v) for k, v in flat]
+
+    def append(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Put ``key [1, H, T, D]`` and ``value [1, H, T, Dv]`` into flat ``slots [T]``; returns the layer's buffers."""
+        keys, values = self._flat[layer]
+        keys.index_copy_(1, slots, key.transpose(1, 2))
+        values.index_copy_(1, slots, value.transpose(1, 2))
+        return self.layers[layer]
+
+    def copy(self, source: Sequence[int], target: Sequence[int], other: Slots | None = None) -> None:
+        """Copy the entries of flat slots ``source`` (of ``other``, with the same shapes, or of these) into flat ``target``."""
+        if not len(source):
+            return
+        at = torch.tensor([list(source), list(target)])
+        for mine, theirs in zip(self._blocks, (other or self)._blocks):
+            src, dst = at.to(mine.device).unbind(0)
+            _flatten(mine).index_copy_(1, dst, _flatten(theirs).index_select(1, src))
+
+    def _gathered(self, rows: Tensor, used: Sequence[int]) -> list[Tensor]:
+        """The blocks of some rows, in the order given; ``used [B]``: slots of each row that matter.
+
+        Where the rows that stay keep their numbers and only gaps are filled from the end (as the serial executor asks), just the
+        fillers are copied; otherwise everything is.
+        """
+        order = rows.tolist()
+        moved = [(new, old) for new, old in enumerate(order) if new != old]
+        with torch.inference_mode(False):
+            if len(set(order)) == len(order) and all(old >= len(order) for _, old in moved):
+                for to, old in moved:
+                    for block in self._blocks:
+                        block[:, to, : used[old]] = block[:, old, : used[old]]
+                return [block[:, : len(order)] for block in self._blocks]
+            return [block.index_select(1, rows.to(block.device)) for block in self._blocks]
+
+
+def _flatten(block: Tensor) -> Tensor:
+    """``[layers, B, S, H, D]`` -> ``[layers, B * S, H, D]``, a view."""
+    return block.view(block.shape[0], -1, *block.shape[3:])

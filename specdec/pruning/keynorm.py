@@ -1,0 +1,31 @@
+"""Keep the keys of the smallest norm, which tend to get the most attention (Devoto et al., arXiv 2406.11430)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specdec.pruning.slots import check, top
+
+
+@dataclass(frozen=True)
+class KeyNorm:
+    """The slots whose keys have the smallest L2 norm, per KV head. A rotary embedding does not change norms.
+
+    The paper leaves its model's first two layers whole, where the correlation is weak.
+    """
+
+    def __call__(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        length: Tensor,
+        budget: int,
+        queries: Tensor | None = None,
+        attention: Tensor | None = None,
+    ) -> Tensor:
+        check(keys, values, length, budget)
+        wide = torch.promote_types(keys.dtype, torch.float32)
+        return top(-torch.linalg.vector_norm(keys, dim=-1, dtype=wide), length, budget)

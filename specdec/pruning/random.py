@@ -1,0 +1,36 @@
+"""Keep slots at random: the control that any other choice must beat (a baseline of H2O's, Zhang et al., arXiv 2306.14048)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specdec.pruning.slots import check, top
+from specdec.rng import Key, Philox, seeds
+
+
+@dataclass(frozen=True)
+class Random:
+    """Each head's own random slots, as a function of (seed, head, slot) alone: rows of equal length keep the same.
+
+    So a row's choice depends neither on its batch nor on the call. Another seed gives another choice.
+    """
+
+    seed: int = 0
+
+    def __call__(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        length: Tensor,
+        budget: int,
+        queries: Tensor | None = None,
+        attention: Tensor | None = None,
+    ) -> Tensor:
+        check(keys, values, length, budget)
+        B, H, S, _ = keys.shape
+        key = Key(torch.arange(S).expand(1, H, S), torch.arange(H)[:, None])
+        number = Philox(seeds(self.seed, 1)).uniform(key)  # [1, H, S]
+        return top(number.to(keys.device).expand(B, H, S), length, budget)

@@ -1,0 +1,58 @@
+"""Keep the first slots and the latest (StreamingLLM, Xiao et al., arXiv 2309.17453)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specdec.pruning.slots import check, top
+
+
+@dataclass(frozen=True)
+class StreamingLLM:
+    """``sinks`` first slots and a window of the latest; the same for all heads, and blind to what the slots hold.
+
+    Args:
+        sinks: 4 in the paper, 1 in SPIRe.
+        window: latest slots to keep; by default what the budget leaves.
+    Raises:
+        ValueError: negative sinks, a window below 1; when called, a budget that does not hold both, or a row that is shorter
+            than the sinks.
+    """
+
+    sinks: int = 4
+    window: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.sinks < 0:
+            raise ValueError(f"sinks is {self.sinks}: the number of first slots to keep; 0 keeps none")
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"window is {self.window}: keep at least the latest slot, or leave window out")
+
+    def __call__(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        length: Tensor,
+        budget: int,
+        queries: Tensor | None = None,
+        attention: Tensor | None = None,
+    ) -> Tensor:
+        lengths = check(keys, values, length, budget)
+        wanted = self.sinks + (1 if self.window is None else self.window)
+        if wanted > budget:
+            raise ValueError(
+                f"budget is {budget} and {self.sinks} sinks with a window of {wanted - self.sinks} take {wanted}: "
+                "raise the budget, or keep fewer sinks or a smaller window"
+            )
+        for b, n in enumerate(lengths):
+            if n < self.sinks:
+                raise ValueError(
+                    f"row {b} has {n} slots and there are {self.sinks} sinks: prune when the row is longer, or keep fewer sinks"
+                )
+        slot = torch.arange(keys.shape[2], device=keys.device)
+        score = torch.where(slot < self.sinks, len(slot), slot).expand(keys.shape[:3]).float()
+        kept = top(score, length, budget if self.window is None else wanted)
+        return torch.nn.functional.pad(kept, (0, min(budget, len(slot)) - kept.shape[-1]), value=-1)

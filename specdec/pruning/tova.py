@@ -1,0 +1,38 @@
+"""Keep what the last query looks at (TOVA, Oren et al., "Transformers are Multi-State RNNs", arXiv 2401.06104)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from specdec.pruning.slots import check, per_kv_head, top
+
+
+@dataclass(frozen=True)
+class TOVA:
+    """The slots with the highest weights of the last query, averaged over all heads of the layer: one choice for all of them.
+
+    Nothing is kept for being recent. ``attention [B, Hq, S]`` is the last query's weights.
+
+    Raises:
+        ValueError: when called without attention.
+    """
+
+    def __call__(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        length: Tensor,
+        budget: int,
+        queries: Tensor | None = None,
+        attention: Tensor | None = None,
+    ) -> Tensor:
+        check(keys, values, length, budget)
+        score = per_kv_head(
+            attention,
+            keys,
+            "TOVA",
+            "the weights of each row's last query (pruning.attention_weights(...)[:, :, -1])",
+        )
+        return top(score.mean(1, keepdim=True), length, budget).expand(-1, keys.shape[1], -1)

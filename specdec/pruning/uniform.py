@@ -1,0 +1,34 @@
+"""Keep evenly spaced slots: a control that knows nothing (the strided pattern of Child et al., arXiv 1904.10509, with gaps to fit)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specdec.pruning.slots import check
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """Slot ``i * (length - 1) // (k - 1)`` for i below ``k = min(budget, length)``: the first, the last, and evenly between.
+
+    A budget of 1 keeps the last.
+    """
+
+    def __call__(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        length: Tensor,
+        budget: int,
+        queries: Tensor | None = None,
+        attention: Tensor | None = None,
+    ) -> Tensor:
+        check(keys, values, length, budget)
+        n = length.to(keys.device)[:, None]
+        k = n.clamp(max=budget)
+        i = torch.arange(min(budget, keys.shape[2]), device=keys.device)
+        slot = torch.where(k == 1, n - 1, i * (n - 1) // (k - 1).clamp(min=1))
+        return torch.where(i < k, slot, -1)[:, None].expand(-1, keys.shape[1], -1)

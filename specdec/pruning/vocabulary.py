@@ -1,0 +1,118 @@
+"""The most frequent tokens as a draft's output vocabulary (FR-Spec, Zhao et al., arXiv 2502.14856).
+
+The unembedding of a large vocabulary can cost more than a small draft's layers. A draft may propose from a part of the
+vocabulary and stay lossless: what it never proposes has q = 0, and the verifier supplies it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec.pruning.rebuild import named_tensors, plain, rebuild
+
+
+def token_counts(tokens: Tensor, vocab_size: int, length: Tensor | None = None) -> Tensor:
+    """``[V]`` how often each token occurs in ``tokens [B, L]`` (right-padded, ``length [B]`` each) or in ``[L]``.
+
+    Raises:
+        ValueError: tokens outside the vocabulary.
+    """
+    if length is not None:
+        tokens = tokens[
+            torch.arange(tokens.shape[-1], device=tokens.device) < length.to(tokens.device)[:, None]
+        ]
+    tokens = tokens.flatten()
+    if tokens.numel() and (int(tokens.min()) < 0 or int(tokens.max()) >= vocab_size):
+        raise ValueError(
+            f"tokens go from {int(tokens.min())} to {int(tokens.max())} and vocab_size is {vocab_size}"
+        )
+    return torch.bincount(tokens, minlength=vocab_size)
+
+
+def frequent_tokens(counts: Tensor, keep: int, always: Sequence[int] = ()) -> list[int]:
+    """The ``keep`` tokens of the highest ``counts [V]``, ascending; of equal ones the lower id.
+
+    Args:
+        always: ids that are kept in any case, such as those that end a text.
+    Raises:
+        ValueError: fewer than 1, more than there are, or fewer than ``always`` holds.
+    """
+    V, forced = len(counts), sorted(set(always))
+    if forced and not 0 <= forced[0] <= forced[-1] < V:
+        raise ValueError(f"always is {forced}: the counts are of ids from 0 to {V - 1}")
+    if not max(1, len(forced)) <= keep <= V:
+        raise ValueError(
+            f"keep is {keep}: at least 1, at least the {len(forced)} of always, at most the {V} there are"
+        )
+    score = counts.double()
+    score[forced] = float("inf")
+    return sorted(score.argsort(descending=True, stable=True)[:keep].tolist())
+
+
+@dataclass(frozen=True, eq=False)
+class Trimmed:
+    """A model that gives logits of some tokens only. It reads all tokens: its input embedding is whole.
+
+    Attributes:
+        model: its logits are ``[..., K]``; its config's ``vocab_size`` is still that of the input, so ``save_pretrained`` it
+            untrimmed and trim again after loading. ids: ``[K]``, entry k is the token of logit k.
+    """
+
+    model: Any
+    ids: Tensor
+    vocab_size: int
+
+    def full(self, logits: Tensor) -> Tensor:
+        """``[..., V]`` from ``[..., K]``, with -inf for all other tokens."""
+        out = logits.new_full((*logits.shape[:-1], self.vocab_size), float("-inf"))
+        return out.index_copy_(-1, self.ids.to(logits.device), logits)
+
+
+def keep_tokens(model: Any, ids: Sequence[int] | Tensor) -> Trimmed:
+    """A model of the same class whose unembedding holds only the rows of ``ids``; nothing is shared with ``model``.
+
+    A tied unembedding becomes one of its own.
+
+    Args:
+        model: a transformers causal LM; it is only read. ids: distinct tokens, logit k is that of ``ids[k]``.
+    Raises:
+        TypeError: not a transformers model.
+        ValueError: ids that do not exist or come twice, or a model without an unembedding.
+    """
+    model = plain(model, "keep_tokens")
+    head = model.get_output_embeddings()
+    if not isinstance(head, torch.nn.Linear):
+        raise ValueError(
+            f"keep_tokens: {type(model).__name__} has no linear unembedding; load it with AutoModelForCausalLM"
+        )
+    V = head.weight.shape[0]
+    kept = torch.as_tensor(ids, dtype=torch.long).cpu()
+    if (
+        kept.dim() != 1
+        or not len(kept)
+        or len(kept.unique()) != len(kept)
+        or int(kept.min()) < 0
+        or int(kept.max()) >= V
+    ):
+        raise ValueError(f"ids: give distinct tokens from 0 to {V - 1}, at least one")
+    config = copy.deepcopy(model.config)
+    config.tie_word_embeddings = False
+    name = next(name for name, module in model.named_modules() if module is head)
+    tensors = {n: t for n, t in named_tensors(model).items() if not n.startswith(f"{name}.")}
+    rows = {n: t.index_select(0, kept.to(t.device)) for n, t in head.named_parameters()}
+    # Build with an unembedding of full size, which is never written to, then put the small one in its place.
+    whole = {f"{name}.{n}": t for n, t in head.named_parameters()}
+    new = rebuild(model, config, {**tensors, **whole}, "keep_tokens")
+    small = torch.nn.Linear(
+        head.in_features, len(kept), bias="bias" in rows, device=head.weight.device, dtype=head.weight.dtype
+    )
+    for n, parameter in small.named_parameters():
+        parameter.data = rows[n].detach().clone()
+    new.set_output_embeddings(small.train(model.training))
+    return Trimmed(new, kept, V)

@@ -1,0 +1,42 @@
+"""Attention weights of the last queries of each row, from which the scores of SnapKV, H2O and TOVA are made."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def attention_weights(queries: Tensor, keys: Tensor, length: Tensor, scale: float | None = None) -> Tensor:
+    """How much the last Q slots of each row look at each slot, causally.
+
+    H2O takes ``attention_weights(...).sum(2)`` with the queries of all slots, TOVA ``attention_weights(...)[:, :, -1]``.
+
+    Args:
+        queries: ``[B, Hq, Q, D]``; query j of row b is that of slot ``length[b] - Q + j``. Where that is negative, it may hold
+            anything. keys: ``[B, H, S, D]``, rotated as the queries are; H divides Hq. length: ``[B]`` slots in use.
+        scale: of the scores, by default ``D ** -0.5``.
+    Returns:
+        ``[B, Hq, Q, S]`` in float32 at least. Rows of queries that exist sum to 1, the others are 0.
+    Raises:
+        ValueError: shapes that do not fit.
+    """
+    B, H, S, D = keys.shape
+    if (
+        queries.dim() != 4
+        or queries.shape[0] != B
+        or queries.shape[3] != D
+        or queries.shape[1] % H
+        or not queries.shape[1]
+    ):
+        raise ValueError(
+            f"queries are {list(queries.shape)}; they must be [{B}, Hq, Q, {D}] with Hq a multiple of the {H} heads of the keys"
+        )
+    wide = torch.promote_types(keys.dtype, torch.float32)
+    Q = queries.shape[2]
+    q = queries.to(wide).view(B, H, -1, Q, D)  # query heads that share a KV head are neighbours
+    scores = torch.einsum("bhgqd,bhsd->bhgqs", q, keys.to(wide)) * (D**-0.5 if scale is None else scale)
+    slot = torch.arange(S, device=keys.device)
+    own = length.to(keys.device)[:, None] - Q + torch.arange(Q, device=keys.device)  # [B, Q]
+    seen = (slot <= own[:, :, None])[:, None, None]  # a query that does not exist sees nothing
+    weights = scores.masked_fill(~seen, float("-inf")).softmax(-1).masked_fill(~seen, 0)
+    return weights.view(B, -1, Q, S)

@@ -1,0 +1,139 @@
+"""What a draft's training needs of the target, computed once: final hidden states and the inputs of chosen layers, on disk.
+
+Logits would not fit (a row of V numbers a token); the final hidden state is E numbers, and the target's frozen head makes the
+logits of a batch again when they are needed (SPIRe, arXiv 2504.06419, section 3.3: "target activations can be cached").
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from specdec.models.fingerprint import fingerprint
+
+
+class Batch(NamedTuple):
+    """Training sequences and what the target made of them.
+
+    ``tokens [B, L + 1]`` int64; ``inputs``: layer -> ``[B, L, E]``, the target's activations before that layer (counted from 0,
+    so that 0 is the embedding and ``l`` the output of the l-th block); ``final [B, L, E]``: the input of the head.
+    """
+
+    tokens: Tensor
+    inputs: dict[int, Tensor]
+    final: Tensor
+
+    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Batch:
+        """The same batch elsewhere, its activations in another precision."""
+        inputs = {layer: x.to(device, dtype) for layer, x in self.inputs.items()}
+        return Batch(self.tokens.to(device), inputs, self.final.to(device, dtype))
+
+
+@torch.no_grad()
+def target_states(target: Any, tokens: Tensor, layers: Sequence[int]) -> Batch:
+    """One forward of the target over ``tokens[:, :-1]``.
+
+    Args:
+        target: a transformers causal LM. tokens: ``[B, L + 1]``. layers: whose inputs are wanted, counted from 0.
+    """
+    tokens = tokens.to(target.device)
+    made = target.base_model(input_ids=tokens[:, :-1], use_cache=False, output_hidden_states=bool(layers))
+    return Batch(tokens, {layer: made.hidden_states[layer] for layer in layers}, made.last_hidden_state)
+
+
+class States:
+    """Cached batches in a folder; ``States.write`` makes it, and continues where an interruption left off.
+
+    Args:
+        folder: written by ``write``. target: when given, must be the model that the states are of.
+    Raises:
+        FileNotFoundError: no states there. ValueError: states of another target, named by fingerprint.
+    """
+
+    def __init__(self, folder: str | Path, target: Any = None):
+        path = Path(folder) / "states.json"
+        if not path.exists():
+            raise FileNotFoundError(f"folder {folder} holds no states: make them with States.write")
+        self.folder, self.meta = Path(folder), json.loads(path.read_text())
+        if target is not None and fingerprint(target) != self.meta["target"]:
+            raise ValueError(
+                f"folder {folder} holds states of target {self.meta['target']}, and this target is {fingerprint(target)}: "
+                "write states of this one"
+            )
+        self.layers: list[int] = self.meta["layers"]
+        self.length: int = self.meta["length"]
+        E, L, n = self.meta["hidden"], self.length, len(self.layers) + 1
+        self.tokens = np.memmap(self.folder / "tokens.bin", np.int32, "r").reshape(-1, L + 1)
+        self.activations = np.memmap(self.folder / "activations.bin", np.int16, "r").reshape(-1, n, L, E)
+
+    def __len__(self) -> int:
+        """Sequences that are complete."""
+        return min(len(self.tokens), len(self.activations))
+
+    def take(self, which: Sequence[int]) -> Batch:
+        """The sequences of these numbers; activations in bf16."""
+        at = np.asarray(which)
+        tokens = torch.from_numpy(self.tokens[at].astype(np.int64))
+        kept = torch.from_numpy(self.activations[at]).view(torch.bfloat16)
+        inputs = {layer: kept[:, i] for i, layer in enumerate(self.layers)}
+        return Batch(tokens, inputs, kept[:, -1])
+
+    @classmethod
+    def write(
+        cls,
+        folder: str | Path,
+        target: Any,
+        sequences: Iterable[Tensor],
+        layers: Sequence[int],
+        total: int | None = None,
+        progress: bool = True,
+    ) -> States:
+        """Run the target over batches of sequences ``[B, L + 1]`` and keep the results, in bf16.
+
+        Args:
+            sequences: always the same ones in the same order, batches of any size; those that are there already are skipped.
+            layers: whose inputs to keep, counted from 0.
+            total: sequences to expect, for the progress bar.
+        """
+        folder, done, meta = Path(folder), 0, None
+        folder.mkdir(parents=True, exist_ok=True)
+        if (folder / "states.json").exists():
+            there = cls(folder, target)
+            done, meta = len(there), there.meta
+            if there.layers != list(layers):
+                raise ValueError(f"folder {folder} keeps layers {there.layers}, not {list(layers)}: use another folder")
+            _cut(folder / "tokens.bin", done * (there.length + 1) * 4)
+            _cut(folder / "activations.bin", done * there.activations[0].size * 2)
+        with (
+            open(folder / "tokens.bin", "ab") as token_file,
+            open(folder / "activations.bin", "ab") as file,
+            tqdm(total=total, initial=done, desc="target states", unit="seq", disable=not progress) as bar,
+        ):
+            seen = 0
+            for tokens in sequences:
+                skip = min(max(done - seen, 0), len(tokens))
+                seen += len(tokens)
+                if skip == len(tokens):
+                    continue
+                batch = target_states(target, tokens[skip:], layers)
+                if meta is None:
+                    length, hidden = batch.final.shape[1:]
+                    meta = {"target": fingerprint(target), "layers": list(layers), "length": length, "hidden": hidden}
+                    (folder / "states.json").write_text(json.dumps(meta))
+                kept = torch.stack([*batch.inputs.values(), batch.final], 1).to(torch.bfloat16).cpu()
+                token_file.write(tokens[skip:].numpy().astype(np.int32).tobytes())
+                file.write(kept.view(torch.int16).numpy().tobytes())
+                bar.update(len(tokens) - skip)
+        return cls(folder, target)
+
+
+def _cut(path: Path, size: int) -> None:
+    with open(path, "r+b") as file:
+        file.truncate(size)

@@ -1,0 +1,292 @@
+"""One call that trains a draft for a target: ``train(draft, target, data)``.
+
+Weights are kept in float32 and computed with in bf16; Muon (Jordan, 2024) steps the matrices of the blocks, AdamW the rest;
+gradients are clipped. A checkpoint holds everything, so that the same call continues after an interruption. Devices and data
+parallelism are accelerate's: under ``accelerate launch`` every process takes its share of each batch.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from specdec.models.fingerprint import unwrapped
+from specdec.training.forward import KPass, Parallel
+from specdec.training.losses import HardLoss, MixedLoss, acceptance
+from specdec.training.states import Batch, States, target_states
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Numbers of a training run.
+
+    Attributes:
+        steps: optimiser steps. batch: sequences of a step, all processes together. muon_lr, adam_lr: peak learning rates of the
+            blocks' matrices and of all other weights. weight_decay: of the matrices, times the rate. warmup, decay: shares of the
+            steps in which the rate rises and falls, linearly. clip: largest gradient norm. precision: of the arithmetic.
+        compile: torch.compile of the loss (its passes over the vocabulary cost as much as the draft on a CPU). seed: of the order of the sequences.
+        validate_every: steps between validations (0: at the end only). checkpoint_minutes: time between checkpoints.
+    """
+
+    steps: int = 1000
+    batch: int = 4
+    muon_lr: float = 0.01
+    adam_lr: float = 0.003
+    weight_decay: float = 0.02
+    warmup: float = 0.05
+    decay: float = 0.7
+    clip: float = 1.0
+    precision: torch.dtype = torch.bfloat16
+    compile: bool = False
+    seed: int = 0
+    validate_every: int = 0
+    checkpoint_minutes: float = 4.0
+
+    def rate(self, step: int) -> float:
+        """Factor of the learning rates at a step: up, level, down to zero."""
+        share = step / self.steps
+        return max(0.0, min(1.0, (share + 1 / self.steps) / self.warmup, (1 - share) / self.decay))
+
+
+@dataclass
+class Trained:
+    """What a run did: ``curve`` has a row a validation (step, loss, validation loss, acceptance, τ), and ``tokens`` were seen."""
+
+    settings: Settings
+    tokens: int = 0
+    seconds: float = 0.0
+    curve: list[dict[str, float]] = field(default_factory=list)
+
+
+class Live:
+    """Batches whose target states are computed when they are asked for.
+
+    Args:
+        target: a transformers causal LM, or ``None`` when only tokens are needed.
+        sequences: ``[N, L + 1]`` ids. layers: whose inputs are wanted.
+    """
+
+    def __init__(self, target: Any, sequences: Tensor, layers: Sequence[int]):
+        self.target, self.sequences, self.layers = target, sequences, layers
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def take(self, which: Sequence[int]) -> Batch:
+        tokens = self.sequences[torch.as_tensor(which)]
+        if self.target is None:
+            return Batch(tokens, {}, torch.empty(0))
+        return target_states(self.target, tokens, self.layers)
+
+
+def train(
+    draft: Any,
+    target: Any,
+    data: States | Tensor | Sequence[Sequence[int]],
+    *,
+    loss: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
+    forward: Callable[[Any, Batch], Tensor] | None = None,
+    settings: Settings | None = None,
+    validation: States | Tensor | Sequence[Sequence[int]] | None = None,
+    checkpoint: str | Path | None = None,
+    progress: bool = True,
+    on_validation: Callable[[dict[str, float]], None] | None = None,
+) -> Trained:
+    """Train ``draft`` in place to be accepted by ``target``, which is left as it is.
+
+    Args:
+        draft: a ``SpireModel``, or any transformers causal LM. target: a transformers causal LM; its head makes the logits.
+        data: ``States``, or sequences of equally many ids ``[N, L + 1]`` (the target then runs in every step). Sequences are drawn
+            without repetition until all were seen, then in another order.
+        loss: by default ``MixedLoss()``. forward: by default ``KPass()`` for a ``SpireModel`` and ``Parallel()`` otherwise.
+        validation: as ``data``. checkpoint: a file to continue from and to write.
+        on_validation: called with each row of the curve.
+    Raises:
+        ValueError: data without sequences or of another target, or a checkpoint of other settings.
+        FloatingPointError: the loss is not finite.
+    """
+    from accelerate import Accelerator
+
+    settings, loss = settings or Settings(), loss or MixedLoss()
+    forward = forward or (KPass() if hasattr(draft, "memory") else Parallel())
+    if hasattr(draft, "check_target"):
+        draft.check_target(target)
+    target = unwrapped(target)
+    accelerator = Accelerator()
+    device, world, rank = accelerator.device, accelerator.num_processes, accelerator.process_index
+    if settings.batch % world:
+        raise ValueError(f"batch is {settings.batch}: it must be a multiple of the {world} processes")
+    needs = getattr(loss, "needs_target", True)
+    source = _source(data, target if needs or forward.layers(draft) else None, forward.layers(draft))
+    held = None if validation is None else _source(validation, target, forward.layers(draft))
+    run = _Run(draft, settings, device)
+    head = target.get_output_embeddings()
+    weight = head.weight.detach().to(device, settings.precision)
+    bias = None if head.bias is None else head.bias.detach().to(device, settings.precision)
+
+    def compare(logits: Tensor, final: Tensor, tokens: Tensor) -> Tensor:
+        return loss(logits.float(), F.linear(final, weight, bias).float() if needs else logits, tokens)
+
+    compare = torch.compile(compare, dynamic=False) if settings.compile else compare
+
+    def validate() -> dict[str, float]:
+        return _validate(draft, held, forward, loss, weight, bias, settings, device) if held is not None else {}
+
+    report, path = Trained(settings), None if checkpoint is None else Path(checkpoint)
+    if path is not None and path.exists():
+        run.load(path, report)
+    started, saved, before = time.monotonic(), time.monotonic(), report.seconds
+    recent: list[Tensor] = []
+    bar = tqdm(
+        total=settings.steps, initial=run.step, desc="training", unit="step", disable=not (progress and rank == 0), mininterval=5
+    )
+    while run.step < settings.steps:
+        which = _order(len(source), settings, run.step)[rank :: world]
+        batch = source.take(which).to(device, settings.precision)
+        logits = forward(draft, batch)
+        T = logits.shape[1]
+        value = compare(logits, batch.final[:, :T], batch.tokens[:, 1 : T + 1])
+        value.backward()
+        recent = [*recent[-49:], value.detach()]
+        run.update(settings.rate(run.step), accelerator)
+        run.step += 1
+        report.tokens += settings.batch * (batch.tokens.shape[1] - 1)
+        report.seconds = before + time.monotonic() - started
+        bar.update()
+        last = run.step == settings.steps
+        if run.step % 10 == 0 or last:
+            mean = float(torch.stack(recent).mean())
+            if not math.isfinite(mean):
+                raise FloatingPointError(f"the loss is {mean} at step {run.step}: lower muon_lr and adam_lr")
+            bar.set_postfix(loss=f"{mean:.4f}")
+        if last or (settings.validate_every and run.step % settings.validate_every == 0):
+            mean = float(torch.stack(recent).mean())
+            report.curve.append({"step": run.step, "tokens": report.tokens, "loss": mean, **validate()})
+            if on_validation is not None:
+                on_validation(report.curve[-1])
+        if path is not None and rank == 0 and (last or time.monotonic() - saved > 60 * settings.checkpoint_minutes):
+            run.save(path, report)
+            saved = time.monotonic()
+    bar.close()
+    run.finish()
+    return report
+
+
+class _Run:
+    """Float32 weights, their optimisers, and the copy in low precision that the forward uses."""
+
+    def __init__(self, draft: Any, settings: Settings, device: torch.device):
+        self.draft, self.settings, self.step = draft, settings, 0
+        self.dtypes = {name: p.dtype for name, p in draft.named_parameters()}
+        draft.to(device)
+        self.master = {name: p.detach().float().clone().requires_grad_() for name, p in draft.named_parameters()}
+        draft.to(settings.precision).train()
+        for p in draft.parameters():
+            p.requires_grad_(True)
+        self.pairs = [(p, self.master[name]) for name, p in draft.named_parameters()]
+        self.matrices = [p for n, p in self.master.items() if p.ndim == 2 and "layers." in n]
+        rest = [p for n, p in self.master.items() if not (p.ndim == 2 and "layers." in n)]
+        self.muon = torch.optim.Muon(
+            self.matrices, lr=settings.muon_lr, momentum=0.95, weight_decay=settings.weight_decay
+        )
+        self.adam = torch.optim.AdamW(rest, lr=settings.adam_lr, betas=(0.9, 0.95), weight_decay=0.0)
+
+    def update(self, rate: float, accelerator: Any) -> None:
+        for low, high in self.pairs:
+            high.grad = torch.zeros_like(high) if low.grad is None else low.grad.float()
+            low.grad = None
+            if accelerator.num_processes > 1:
+                high.grad = accelerator.reduce(high.grad, "mean")
+        torch.nn.utils.clip_grad_norm_(self.master.values(), self.settings.clip)
+        self.muon.param_groups[0]["lr"] = self.settings.muon_lr * rate
+        self.adam.param_groups[0]["lr"] = self.settings.adam_lr * rate
+        self.muon.step()
+        self.adam.step()
+        with torch.no_grad():
+            torch._foreach_copy_([low for low, _ in self.pairs], [high for _, high in self.pairs])
+
+    def save(self, path: Path, report: Trained) -> None:
+        state = {"master": self.master, "muon": self.muon.state_dict(), "adam": self.adam.state_dict(), "step": self.step}
+        progress = {"tokens": report.tokens, "seconds": report.seconds, "curve": report.curve}
+        part = path.with_name(path.name + ".part")
+        torch.save({**state, **progress, "settings": asdict(self.settings)}, part)
+        part.replace(path)
+
+    def load(self, path: Path, report: Trained) -> None:
+        state = torch.load(path, map_location="cpu", weights_only=False)
+        ours, theirs = asdict(self.settings), state["settings"]
+        differ = [n for n in ours if n not in ("checkpoint_minutes", "compile", "validate_every") and ours[n] != theirs.get(n)]
+        if differ:
+            raise ValueError(
+                f"checkpoint {path} was made with {differ[0]} = {theirs.get(differ[0])}, and it is {ours[differ[0]]} now: use the "
+                "same settings, or another file"
+            )
+        with torch.no_grad():
+            for name, value in state["master"].items():
+                self.master[name].copy_(value)
+            torch._foreach_copy_([low for low, _ in self.pairs], [high for _, high in self.pairs])
+        self.muon.load_state_dict(state["muon"])
+        self.adam.load_state_dict(state["adam"])
+        self.step, report.tokens, report.seconds, report.curve = (state[n] for n in ("step", "tokens", "seconds", "curve"))
+
+    def finish(self) -> None:
+        """The float32 weights into the draft, in the precision that it came in."""
+        self.draft.eval()
+        with torch.no_grad():
+            for name, p in self.draft.named_parameters():
+                p.data = self.master[name].detach().to(self.dtypes[name])
+                p.grad = None
+
+
+def _source(data: Any, target: Any, layers: Sequence[int]) -> Any:
+    if hasattr(data, "take"):
+        if target is not None and isinstance(data, States):
+            States(data.folder, target)  # raises when they are another target's
+        lacking = [layer for layer in layers if layer not in getattr(data, "layers", layers)]
+        if lacking:
+            raise ValueError(f"data holds the target's inputs of layers {data.layers}, and the draft needs layer {lacking[0]} too")
+        if not len(data):
+            raise ValueError("data holds no sequences")
+        return data
+    sequences = torch.as_tensor(data)
+    if sequences.dim() != 2 or not len(sequences):
+        raise ValueError("data must be States, or sequences of equally many ids [N, L + 1]")
+    return Live(target, sequences, layers)
+
+
+def _order(count: int, settings: Settings, step: int) -> np.ndarray:
+    """Numbers of the sequences of a step."""
+    at = np.arange(step * settings.batch, (step + 1) * settings.batch)
+    turns = {turn: np.random.default_rng((settings.seed, int(turn))).permutation(count) for turn in np.unique(at // count)}
+    return np.array([turns[i // count][i % count] for i in at])
+
+
+@torch.no_grad()
+def _validate(draft, held, forward, loss, weight, bias, settings, device) -> dict[str, float]:
+    """Loss, mean acceptance, and τ estimated from natural text: ``1 + sum_j prod_{i <= j} a_i`` over whole blocks."""
+    k = getattr(forward, "k", 4)
+    totals = torch.zeros(3, dtype=torch.float64)
+    count = 0
+    draft.eval()
+    for start in range(0, len(held), settings.batch):
+        batch = held.take(range(start, min(start + settings.batch, len(held)))).to(device, settings.precision)
+        logits = forward(draft, batch).float()
+        T = logits.shape[1] // k * k
+        logits, wanted = logits[:, :T], F.linear(batch.final[:, :T], weight, bias).float()
+        accepted = acceptance(logits, wanted)
+        tau = 1 + accepted.view(len(logits), -1, k).cumprod(-1).sum(-1).mean()
+        n = len(logits)
+        totals += n * torch.tensor([float(loss(logits, wanted, batch.tokens[:, 1 : T + 1])), float(accepted.mean()), float(tau)])
+        count += n
+    draft.train()
+    return dict(zip(("validation_loss", "acceptance", "tau"), (totals / count).tolist()))

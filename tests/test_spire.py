@@ -1,0 +1,103 @@
+"""SPIRe's draft: training and inference are the same function, and it is the target where it should be."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny import tiny
+
+import specdec as sd
+from specdec.drafts.spire import _Steps
+from specdec.models.spire import SpireModel
+from specdec.training.passes import k_pass
+from specdec.types import Context
+
+FAMILIES = ["llama", "mistral", "qwen2", "qwen3"]
+
+
+def draft_of(target, layers=2, **settings):
+    """An untrained draft whose memory weights are not all equal."""
+    model = SpireModel.from_target(target, layers, **settings)
+    if model.memory is not None:
+        torch.manual_seed(1)
+        torch.nn.init.normal_(model.memory.weights)
+    return model
+
+
+def inputs_of(target, tokens, layers):
+    hidden = target(tokens, output_hidden_states=True).hidden_states
+    return {layer: hidden[layer] for layer in layers}
+
+
+def rolled_out(model, tokens, inputs, k, phase):
+    """Step by step with the inference code, teacher-forced: the logits ``[B, n * k, V]`` that ``k_pass`` must give."""
+    B, L = tokens.shape
+    spire = sd.drafts.Spire(model, block=k)
+    outputs = []
+    for start in range(phase, L - k + 1, k):
+        context = Context.of([row[: start + 1].tolist() for row in tokens], capacity=L)
+        ring = spire.ring(B, L)
+        if start:
+            first = [p for p in range(start) if p < ring.sinks or p > start - 1 - ring.size]
+            rows = torch.arange(B).repeat_interleave(len(first))
+            positions = torch.tensor(first).repeat(B)
+            at, turn = ring.at(rows, positions), model.rotary(positions)
+            for i, layer in enumerate(model.layers):
+                ring.write(i, at, *model.keys_values(i, inputs[layer][rows, positions], turn))
+        step = _Steps(model, ring, context, k)
+        outputs += [step(n, tokens[:, start + n]) for n in range(k)]
+    return torch.stack(outputs, 1)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("feedback", [True, False], ids=["feedback", "plain"])
+@pytest.mark.parametrize(("sinks", "window"), [(1, 8), (0, 5), (3, 4), (2, None)])
+@torch.no_grad()
+def test_training_and_inference_are_the_same_function(family, feedback, sinks, window):
+    target = tiny(family, num_hidden_layers=3)
+    model = draft_of(target, sinks=sinks, window=window, feedback=feedback)
+    tokens = torch.randint(0, 97, (2, 30), generator=torch.Generator().manual_seed(0))
+    inputs = inputs_of(target, tokens, model.layers)
+    for k, phase in ((4, 0), (4, 3), (1, 0), (3, 2)):
+        parallel = k_pass(model, tokens, inputs, k, phase)
+        steps = rolled_out(model, tokens, inputs, k, phase)
+        torch.testing.assert_close(parallel, steps, rtol=1e-10, atol=1e-10)
+        plain = k_pass(model, tokens, inputs, k, phase, dense=True)
+        torch.testing.assert_close(parallel, plain, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_all_layers_and_no_window_are_the_target(family):
+    target = tiny(family, num_hidden_layers=3)
+    model = draft_of(target, layers=3, sinks=0, window=None, feedback=False)
+    tokens = torch.randint(0, 97, (2, 24), generator=torch.Generator().manual_seed(0))
+    expected = target(tokens).logits
+    made = k_pass(model, tokens, inputs_of(target, tokens, model.layers), k=4)
+    # transformers' norms compute in float32 even in a float64 model
+    torch.testing.assert_close(made, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("feedback", [True, False], ids=["feedback", "plain"])
+@pytest.mark.parametrize("greedy", [True, False])
+def test_output_is_the_targets(feedback, greedy):
+    target = tiny("llama", num_hidden_layers=3)
+    spire = sd.drafts.Spire(draft_of(target, window=6, feedback=feedback))
+    base = sd.decoder(sd.HFModel(target)).verifier(sd.Coupled())
+    base = base.greedy() if greedy else base.sampling(temperature=0.7)
+    prompts = [[1, 2, 3], [4], [5] * 40, [7, 8, 9, 10, 11, 12, 13, 14, 15]]
+    budgets = [30, 7, 1, 22]
+    plain = base.build().generate(prompts, budgets, seed=3).ids
+    for length in (1, 4, 8):
+        assert base.draft(spire, length).build().generate(prompts, budgets, seed=3).ids == plain
+
+
+def test_rows_do_not_depend_on_their_company():
+    target = tiny("llama", num_hidden_layers=3)
+    decoder = sd.decoder(sd.HFModel(target)).draft(sd.drafts.Spire(draft_of(target, window=6))).build()
+    prompts = [[1, 2, 3], [4], [5] * 40]
+    together = decoder.generate(prompts, [20, 9, 20], seed=[1, 2, 3])
+    for b, prompt in enumerate(prompts):
+        alone = decoder.generate([prompt], [20, 9, 20][b], seed=[b + 1])
+        assert alone.ids[0] == together.ids[b]
+        assert alone.stats.tau == together.row_stats[b].tau
