@@ -25,17 +25,17 @@ def k_pass(
 
     Args:
         tokens: ``[B, L]``. inputs: layer of the target -> ``[B, L, E]``, its input (counted from 0), for ``model.layers``.
-        k: positions of a block. phase: where the first block starts; tokens before it are only looked back at.
+        k: positions of a block. phase: where the first block starts; positions before it are only looked back at.
         dense: attend through one mask over all positions (the plain form of the same function) instead of a band.
     Returns:
         ``[B, n * k, V]`` of positions ``phase .. phase + n * k - 1``, n whole blocks.
     Raises:
-        ValueError: no whole block, a phase outside the first block, a window shorter than a block, missing inputs.
+        ValueError: no whole block, a negative phase, a window shorter than a block, missing inputs.
     """
     B, L = tokens.shape
     n = (L - phase) // k
-    if not 0 <= phase < k:
-        raise ValueError(f"phase is {phase}: the first block starts among the first k = {k} positions")
+    if phase < 0:
+        raise ValueError(f"phase is {phase}: the position of the first block, 0 or later")
     if n < 1:
         raise ValueError(f"tokens has {L} positions: too few for a block of k = {k} at phase {phase}")
     if model.window is not None and model.window < k:

@@ -1,0 +1,122 @@
+"""Block efficiency τ without the noise of accepting: tokens a round of speculation, exact for given texts.
+
+On a text that was sampled from the target, the chance that a token was proposed and accepted, given that its position is reached
+by the draft, is ``min(p, q) / p = min(1, q / p)`` of that token (Leviathan et al., arXiv 2211.17192: a proposal is drawn with q and
+accepted with ``min(1, p / q)``, and the committed token has law p). Where a block ends decides where the next one starts, so the
+expected number of rounds is a small dynamic programme over block starts. The mean over texts is that of live decoding, with less
+variance: nothing is drawn but the texts.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from specdec.training.passes import k_pass
+
+
+class Efficiency(NamedTuple):
+    """``tokens, rounds [C]`` expected; ``reached, accepted [C, k]``: how often, in expectation, the draft's j-th token was submitted
+    after j accepted ones, and was accepted."""
+
+    tokens: Tensor
+    rounds: Tensor
+    reached: Tensor
+    accepted: Tensor
+
+    @property
+    def tau(self) -> float:
+        """Tokens a round over all texts, a ratio of sums."""
+        return float(self.tokens.sum() / self.rounds.sum())
+
+
+def efficiency(accept: Tensor, k: int | None = None, cut: bool = False) -> Efficiency:
+    """Expected rounds and tokens when a round proposes k tokens and adds one of the target's, over rounds that start among the
+    first n positions.
+
+    Args:
+        accept: ``[C, n, K]``: the chance that, in a block that starts after s tokens, token ``s + j`` is accepted when the j before
+            it were. k: at most K; default K.
+        cut: the text ends after n tokens and, as in the decoder, a round never proposes more than what is left less one; entries
+            past the end are not looked at. Otherwise all rounds are whole and the last one may end past n.
+    Raises:
+        ValueError: k outside 1 .. K, or chances outside 0 .. 1.
+    """
+    C, n, K = accept.shape
+    k = K if k is None else k
+    if not 1 <= k <= K:
+        raise ValueError(f"k is {k}: accept has chances for 1 to {K} proposed tokens")
+    inside = torch.arange(n)[:, None] + torch.arange(K) < (n if cut else n + K)
+    if not bool(((accept >= 0) & (accept <= 1))[:, inside].all()):
+        raise ValueError("accept has entries outside 0 .. 1: give probabilities, min(1, q / p)")
+    accept = accept.double()
+    starts = torch.zeros(C, n + k + 1, dtype=torch.float64)  # chance that a round starts after s tokens
+    starts[:, 0] = 1
+    reached, accepted = torch.zeros(2, C, k, dtype=torch.float64)
+    for s in range(n):
+        here = starts[:, s]
+        room = min(k, n - s - 1) if cut else k
+        for j in range(room):
+            reached[:, j] += here
+            through = here * accept[:, s, j]
+            accepted[:, j] += through
+            starts[:, s + j + 1] += here - through
+            here = through
+        starts[:, s + room + 1] += here
+    ends = starts[:, n:]
+    return Efficiency((ends * torch.arange(n, n + k + 1)).sum(1), starts[:, :n].sum(1), reached, accepted)
+
+
+def chances(p: Tensor, q: Tensor) -> Tensor:
+    """``min(1, q / p)``: that a token with these probabilities under target and draft came from the draft."""
+    return torch.where(q >= p, torch.ones_like(p), q / p)
+
+
+@torch.no_grad()
+def parallel_chances(target_logits: Tensor, draft_logits: Tensor, tokens: Tensor, start: int, k: int) -> Tensor:
+    """``accept [C, n, k]`` of a draft whose law at a position does not depend on where the block began.
+
+    Args:
+        target_logits, draft_logits: ``[C, T, V]`` after each of the tokens ``[C, T + 1]``'s first T. start: tokens before round one:
+            the prompt and the token that its prefill gave; n = T + 1 - start. Entries past the text's end are 1: for whole rounds
+            (``efficiency(..., cut=False)``) leave out the last k block starts, ``accept[:, :-k]``.
+    """
+    p, q = (_of_next(logits, tokens) for logits in (target_logits, draft_logits))
+    accept = chances(p, q)[:, start - 1 :]
+    n = accept.shape[1]
+    padded = torch.nn.functional.pad(accept, (0, k - 1), value=1.0)
+    return padded.unfold(1, k, 1)[:, :n]
+
+
+@torch.no_grad()
+def spire_chances(model, target_logits: Tensor, inputs, tokens: Tensor, start: int, k: int) -> Tensor:
+    """``accept [C, n, k]`` of a ``SpireModel``, whose law depends on the block's start: k passes with blocks that start at every
+    position in turn.
+
+    Args:
+        inputs: layer -> ``[C, T, E]``, as for ``k_pass``. The rest as for ``parallel_chances``.
+    """
+    C, T = tokens.shape[0], tokens.shape[1] - 1
+    n = T + 1 - start
+    p = _of_next(target_logits, tokens)
+    out = torch.ones(C, n, k, dtype=p.dtype)
+    spare = -(-n // k) * k + k  # whole blocks past the end, of which nothing is used
+    text = torch.nn.functional.pad(tokens, (0, spare))
+    known = {layer: torch.nn.functional.pad(x, (0, 0, 0, spare)) for layer, x in inputs.items()}
+    for offset in range(min(k, n)):
+        first = start - 1 + offset
+        blocks = -(-(n - offset) // k)
+        stop = first + blocks * k
+        logits = k_pass(model, text[:, :stop], {i: x[:, :stop] for i, x in known.items()}, k, first)
+        q = _of_next(logits, text[:, first : stop + 1])
+        wide = torch.nn.functional.pad(p, (0, max(0, stop - T)), value=1.0)[:, first:stop]
+        out[:, offset::k] = chances(wide, q).view(C, blocks, k)
+    return out
+
+
+def _of_next(logits: Tensor, tokens: Tensor) -> Tensor:
+    """``[C, T]``: the probability of each next token."""
+    next_ones = tokens[:, 1 : logits.shape[1] + 1, None]
+    return (logits.gather(-1, next_ones)[..., 0] - logits.logsumexp(-1)).exp()

@@ -1,0 +1,51 @@
+"""Modelled throughput: shapes, terms, hardware, decoding methods, and the settings of SPIRe's figures."""
+
+from specdec.cost.growth import growing
+from specdec.cost.hardware import A100_BF16, H100_FP8, H100_PAPER, H200_FP8, Hardware
+from specdec.cost.investment import Investment, training_share
+from specdec.cost.methods import (
+    AUTOREGRESSIVE,
+    Load,
+    Method,
+    Round,
+    Sparse,
+    View,
+    Window,
+    full,
+    magicdec,
+    spire,
+    vanilla,
+)
+from specdec.cost.shapes import Experts, Shape
+from specdec.cost.terms import FULL, PAPER, Forward, Step, Term, Work, step
+
+__all__ = [
+    "A100_BF16",
+    "AUTOREGRESSIVE",
+    "FULL",
+    "H100_FP8",
+    "H100_PAPER",
+    "H200_FP8",
+    "PAPER",
+    "Experts",
+    "Forward",
+    "Hardware",
+    "Investment",
+    "Load",
+    "Method",
+    "Round",
+    "Shape",
+    "Sparse",
+    "Step",
+    "Term",
+    "View",
+    "Window",
+    "Work",
+    "full",
+    "growing",
+    "magicdec",
+    "spire",
+    "step",
+    "training_share",
+    "vanilla",
+]

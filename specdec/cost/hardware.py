@@ -1,0 +1,60 @@
+"""Machines as two rates and two overheads, and the time of a step on them: the roofline of SPIRe (arXiv 2504.06419, §2)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from specdec.cost.terms import Step
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What a machine does at best, or what was measured on it.
+
+    Attributes:
+        name: shown in tables. flops: FLOP/s. bytes_per_second: of memory.
+        overhead: seconds for every step, whatever it does. overhead_per_layer: seconds for every layer of a step.
+        overlapped: memory moves while the machine computes, so that the longer of the two counts; if not, their sum.
+    Raises:
+        ValueError: a rate that is not positive, or a negative overhead.
+    """
+
+    name: str
+    flops: float
+    bytes_per_second: float
+    overhead: float = 0.0
+    overhead_per_layer: float = 0.0
+    overlapped: bool = True
+
+    def __post_init__(self) -> None:
+        for rate in ("flops", "bytes_per_second"):
+            if not getattr(self, rate) > 0:
+                raise ValueError(f"{rate} is {getattr(self, rate)}: give a positive number, per second")
+        for extra in ("overhead", "overhead_per_layer"):
+            if getattr(self, extra) < 0:
+                raise ValueError(f"{extra} is {getattr(self, extra)}: give seconds, at least 0")
+
+    @property
+    def intensity(self) -> float:
+        """FLOPs in the time of one byte (the paper's HOI): steps below it wait for memory."""
+        return self.flops / self.bytes_per_second
+
+    @property
+    def not_overlapped(self) -> Hardware:
+        """The same machine when computing waits for memory."""
+        return replace(self, overlapped=False)
+
+    def time(self, step: Step) -> float:
+        """Seconds for a step."""
+        compute, memory = step.flops / self.flops, step.bytes / self.bytes_per_second
+        roof = max(compute, memory) if self.overlapped else compute + memory
+        return roof + self.overhead + self.overhead_per_layer * step.layers
+
+
+H100_PAPER = Hardware("H100 SXM, FP8, as in the paper", flops=600 * 3.35e12, bytes_per_second=3.35e12)
+"""The paper's rounded ratio of 600 FLOPs a byte. Multipliers depend on nothing else."""
+
+# NVIDIA's data sheets. FP8 is given there with 2:4 sparsity, twice what dense matrices reach.
+H100_FP8 = Hardware("H100 SXM, FP8", flops=1979e12, bytes_per_second=3.35e12)
+H200_FP8 = Hardware("H200 SXM, FP8", flops=1979e12, bytes_per_second=4.8e12)
+A100_BF16 = Hardware("A100 80 GB SXM, BF16", flops=312e12, bytes_per_second=2.039e12)

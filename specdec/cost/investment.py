@@ -1,0 +1,53 @@
+"""What a trained draft costs and saves, in units of one training of the target (SPIRe, arXiv 2504.06419, section 5)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from specdec.cost.shapes import Shape
+
+
+@dataclass(frozen=True)
+class Investment:
+    """A draft of ``share`` of the target's training cost, and the throughput that it buys.
+
+    Attributes:
+        share: units to train the draft. multiplier: throughput with it over plain decoding's.
+        serving: units that plain serving costs over the target's life; the paper's 10.
+    Raises:
+        ValueError: a negative share, or a multiplier or serving that is not positive.
+    """
+
+    share: float
+    multiplier: float
+    serving: float = 10.0
+
+    def __post_init__(self) -> None:
+        if self.share < 0:
+            raise ValueError(f"share is {self.share}: give units of the target's training, at least 0")
+        for name in ("multiplier", "serving"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} is {getattr(self, name)}: give a positive number")
+
+    @property
+    def saved(self) -> float:
+        """Units of serving that are saved: serving · (1 - 1 / multiplier). Negative for a slowdown."""
+        return self.serving * (1 - 1 / self.multiplier)
+
+    @property
+    def net(self) -> float:
+        """Saved less invested."""
+        return self.saved - self.share
+
+    @property
+    def break_even(self) -> float:
+        """Units of plain serving from which on the draft pays; infinite for a slowdown."""
+        return self.share / (1 - 1 / self.multiplier) if self.multiplier > 1 else float("inf")
+
+
+def training_share(draft: Shape, target: Shape) -> float:
+    """Body parameters of the draft over the target's, at as many training tokens: the paper's 0.25 for SPIRe (§5).
+
+    The target's activations, which the draft learns from, are taken to be at hand.
+    """
+    return draft.body / target.body

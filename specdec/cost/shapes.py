@@ -1,0 +1,180 @@
+"""Model shapes: weights that a step multiplies and reads, keys and values that it keeps (SPIRe, arXiv 2504.06419, §2)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The feed-forward layers of a mixture of experts.
+
+    Attributes:
+        count: experts in a layer. chosen: of them, for each token. d_ff: width of one expert.
+        shared_d_ff: width of what every token goes through besides, 0 for nothing.
+        layers: how many of the model's layers have experts; ``None`` is all of them, the others are dense.
+    """
+
+    count: int
+    chosen: int
+    d_ff: int
+    shared_d_ff: int = 0
+    layers: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.chosen <= self.count:
+            raise ValueError(f"chosen is {self.chosen} of {self.count} experts: give 1 to count")
+
+    def distinct(self, tokens: float) -> float:
+        """Expected number of different experts that ``tokens`` tokens choose, if each chooses uniformly and on its own."""
+        return self.count * (1 - (1 - self.chosen / self.count) ** tokens)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A decoder-only Transformer, as far as its cost is concerned.
+
+    Attributes:
+        layers, d_model, heads (of queries), kv_heads, d_head: the usual. d_ff: width of a dense feed-forward layer.
+        vocab: ids, 0 if the (un)embedding is not looked at. tied: the unembedding is the embedding.
+        gated: three feed-forward matrices (SwiGLU), not two. experts: what replaces dense feed-forward layers.
+        window: positions that each of ``windowed_layers`` layers keeps; the other layers keep all.
+    Raises:
+        ValueError: a size below 1, heads that kv_heads do not divide, or a window without layers.
+    """
+
+    layers: int
+    d_model: int
+    heads: int
+    kv_heads: int
+    d_head: int
+    d_ff: int
+    vocab: int = 0
+    tied: bool = False
+    gated: bool = True
+    experts: Experts | None = None
+    window: int | None = None
+    windowed_layers: int = 0
+
+    def __post_init__(self) -> None:
+        for field in fields(self)[:6]:
+            if getattr(self, field.name) < 1:
+                raise ValueError(f"{field.name} is {getattr(self, field.name)}: give at least 1")
+        if self.vocab < 0:
+            raise ValueError(
+                f"vocab is {self.vocab}: give the number of ids, or 0 to leave the (un)embedding out"
+            )
+        if self.heads % self.kv_heads:
+            raise ValueError(
+                f"heads is {self.heads} and kv_heads {self.kv_heads}: each key-value head serves as many query heads"
+            )
+        if (self.window is None) != (
+            self.windowed_layers == 0
+        ) or not 0 <= self.windowed_layers <= self.layers:
+            raise ValueError(
+                f"window is {self.window} and windowed_layers {self.windowed_layers} of {self.layers}: give both or neither"
+            )
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"window is {self.window}: give at least 1 position, or None")
+        if self.experts is not None and not 0 <= self._layers_with_experts <= self.layers:
+            raise ValueError(
+                f"experts.layers is {self.experts.layers} of {self.layers} layers: give at most as many"
+            )
+
+    @classmethod
+    def of(cls, config: Any) -> Shape:
+        """The shape of a transformers config (or of a model that has one); see ``specdec.cost.configs``.
+
+        Raises:
+            ValueError: a config that lacks what is needed, or whose cost this model does not describe.
+        """
+        from specdec.cost.configs import read
+
+        return read(config)
+
+    def with_layers(self, layers: int) -> Shape:
+        """The same with another number of layers: SPIRe's draft is ``target.with_layers(2)`` (section 3.2).
+
+        Raises:
+            ValueError: layers of more than one kind, of which it would not be known which ones are kept.
+        """
+        if self.windowed_layers not in (0, self.layers) or self._layers_with_experts not in (0, self.layers):
+            raise ValueError(
+                "the layers are of more than one kind: use dataclasses.replace and say which are kept"
+            )
+        experts = None if self.experts is None else replace(self.experts, layers=None)
+        return replace(
+            self, layers=layers, experts=experts, windowed_layers=layers if self.windowed_layers else 0
+        )
+
+    @property
+    def body(self) -> int:
+        """Parameters without embedding, unembedding, biases and last norm: the paper's N."""
+        return self._per_token + self._unchosen * (
+            self.experts.count - self.experts.chosen if self.experts else 0
+        )
+
+    @property
+    def active(self) -> int:
+        """Body parameters that one token goes through: ``body`` but for experts."""
+        return self._per_token
+
+    def touched(self, tokens: float) -> float:
+        """Expected body parameters that a step over ``tokens`` tokens reads, each once: ``body`` but for experts."""
+        if self.experts is None:
+            return float(self.body)
+        return self._per_token + self._unchosen * (self.experts.distinct(tokens) - self.experts.chosen)
+
+    @property
+    def unembedding(self) -> int:
+        """Parameters of the unembedding (as many as the embedding's)."""
+        return self.vocab * self.d_model
+
+    @property
+    def parameters(self) -> int:
+        """Body, embedding and unembedding; tied ones count once."""
+        return self.body + self.unembedding * (1 if self.tied else 2)
+
+    @property
+    def kv_projection(self) -> int:
+        """Parameters of all layers' key and value projections."""
+        return 2 * self.layers * self.kv_heads * self.d_model * self.d_head
+
+    def positions(self, kv_length: float) -> float:
+        """Positions attended to, summed over the layers, by a query that may see ``kv_length`` of them."""
+        windowed = 0.0 if self.window is None else self.windowed_layers * min(kv_length, self.window)
+        return (self.layers - self.windowed_layers) * kv_length + windowed
+
+    def kv_values(self, kv_length: float) -> float:
+        """Keys and values (numbers, not bytes) of one sequence over ``kv_length`` positions."""
+        return 2 * self.kv_heads * self.d_head * self.positions(kv_length)
+
+    @property
+    def _matrices(self) -> int:
+        return 3 if self.gated else 2
+
+    @property
+    def _layers_with_experts(self) -> int:
+        if self.experts is None:
+            return 0
+        return self.layers if self.experts.layers is None else self.experts.layers
+
+    @property
+    def _unchosen(self) -> int:
+        """Parameters of one expert, in every layer that has experts."""
+        width = self.experts.d_ff if self.experts else 0
+        return self._layers_with_experts * self._matrices * self.d_model * width
+
+    @property
+    def _per_token(self) -> int:
+        norms = 2 * self.d_model
+        attention = 2 * (self.heads + self.kv_heads) * self.d_model * self.d_head
+        common = self.layers * (norms + attention)
+        sparse = self._layers_with_experts
+        dense = (self.layers - sparse) * self._matrices * self.d_model * self.d_ff
+        if self.experts is None:
+            return common + dense
+        router = sparse * self.d_model * self.experts.count
+        shared = sparse * self._matrices * self.d_model * self.experts.shared_d_ff
+        return common + dense + router + shared + self._unchosen * self.experts.chosen
