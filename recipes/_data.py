@@ -15,7 +15,9 @@ from specdec.models.fingerprint import fingerprint
 from specdec.training.states import States
 
 
-def sequences(tokenizer: Any, work: str, site: str, split: str, count: int, batch: int = 4) -> Iterator[Tensor]:
+def sequences(
+    tokenizer: Any, work: str, site: str, split: str, count: int, batch: int = 4
+) -> Iterator[Tensor]:
     """``count`` sequences of 1025 ids of the pocket corpus, in the order in which the pocket models saw them."""
     settings = train_pocket.Settings(work=work, site=site)
     made = train_pocket.make_streams(settings)
@@ -29,7 +31,15 @@ def sequences(tokenizer: Any, work: str, site: str, split: str, count: int, batc
         yield batches.take(min(batch, count - start))
 
 
-def states(target: Any, tokenizer: Any, work: str, site: str, layers: tuple[int, ...], tokens: int, split: str = "train") -> Any:
+def states(
+    target: Any,
+    tokenizer: Any,
+    work: str,
+    site: str,
+    layers: tuple[int, ...],
+    tokens: int,
+    split: str = "train",
+) -> First:
     """The target's states of the first ``tokens`` of the corpus, made in bf16 where they are not there yet."""
     count = max(1, tokens // 1024)
     folder = Path(work) / f"states-{split}-{fingerprint(target)}-{'-'.join(map(str, layers))}"
@@ -41,6 +51,54 @@ def states(target: Any, tokenizer: Any, work: str, site: str, layers: tuple[int,
         tqdm.write(f"target states of {count} sequences")
         States.write(folder, low, sequences(tokenizer, work, site, split, count), layers, count)
     return First(States(folder, target), count)
+
+
+def text_states(
+    target: Any,
+    tokenizer: Any,
+    work: str,
+    dataset: str,
+    column: str,
+    length: int,
+    layers: tuple[int, ...],
+    tokens: int,
+    skip: int = 0,
+) -> First:
+    """States of ``tokens`` of a data set's text, after the first ``skip`` sequences; documents are joined by the end token."""
+    count = max(1, tokens // length)
+    name = f"states-{Path(dataset).stem or dataset}-{skip}-{length}-{fingerprint(target)}-{'-'.join(map(str, layers))}"
+    folder = Path(work) / name.replace("/", "_")
+    if not (folder / "states.json").exists() or len(States(folder, target)) < count:
+        States.write(folder, target, packed(tokenizer, dataset, column, length, count, skip), layers, count)
+    return First(States(folder, target), count)
+
+
+def packed(tokenizer: Any, dataset: str, column: str, length: int, count: int, skip: int) -> Iterator[Tensor]:
+    """Sequences ``[1, length + 1]`` of a text data set: a .txt file, a saved or plain folder, or a hub id (read as a stream)."""
+    import datasets
+
+    path = Path(dataset)
+    if path.is_file():
+        rows: Any = [{column: path.read_text()}]
+    elif (path / "dataset_info.json").exists():
+        rows = datasets.load_from_disk(dataset)
+    else:
+        rows = datasets.load_dataset(dataset, split="train", streaming=True)
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    ids: list[int] = []
+    for row in rows:
+        if column not in row:
+            raise SystemExit(f"--column {column}: the data set has {', '.join(row)}")
+        ids += tokenizer(row[column], add_special_tokens=False, verbose=False)["input_ids"] + end
+        while len(ids) > length:
+            if skip:
+                skip -= 1
+            elif count:
+                count -= 1
+                yield torch.tensor(ids[: length + 1])[None]
+            else:
+                return
+            ids = ids[length:]
 
 
 class First:

@@ -35,7 +35,9 @@ class Texts:
     hidden: dict[int, Tensor]
 
 
-def contexts(tokenizer: Any, length: int, per_prompt: int, count: int | None) -> list[tuple[str, int, list[int]]]:
+def contexts(
+    tokenizer: Any, length: int, per_prompt: int, count: int | None
+) -> list[tuple[str, int, list[int]]]:
     """(domain, document, ids) of pieces of the shipped held-out prompts, domains in turn."""
     pieces = []
     for number, entry in enumerate(entries()[:count]):
@@ -43,13 +45,23 @@ def contexts(tokenizer: Any, length: int, per_prompt: int, count: int | None) ->
         starts = range(0, len(ids) - length + 1, length)
         pieces += [(entry["domain"], number, ids[a : a + length]) for a in starts[:per_prompt]]
     if not pieces:
-        raise SystemExit(f"no held-out prompt has {length} tokens: choose a smaller --contexts (about 1100 is the most)")
+        raise SystemExit(
+            f"no held-out prompt has {length} tokens: choose a smaller --contexts (about 1100 is the most)"
+        )
     return pieces
 
 
 @torch.no_grad()
 def sample(
-    target: Any, tokenizer: Any, length: int, new_tokens: int, k: int, layers: Sequence[int], seed: int, per_prompt: int, count: int | None
+    target: Any,
+    tokenizer: Any,
+    length: int,
+    new_tokens: int,
+    k: int,
+    layers: Sequence[int],
+    seed: int,
+    per_prompt: int,
+    count: int | None,
 ) -> Texts:
     """Continuations drawn from the target at temperature 1, and what the target says along them.
 
@@ -61,7 +73,9 @@ def sample(
     rows: list[list[int]] = []
     for i in range(0, len(pieces), 24):
         ids = [piece[2] for piece in pieces[i : i + 24]]
-        made = decoder.generate(ids, 1 + new_tokens + k, seed=[seed + i + j for j in range(len(ids))], eos_token_id=())
+        made = decoder.generate(
+            ids, 1 + new_tokens + k, seed=[seed + i + j for j in range(len(ids))], eos_token_id=()
+        )
         rows += [a + b for a, b in zip(ids, made.ids)]
     tokens = torch.tensor(rows)
     logits, hidden = [], []
@@ -81,7 +95,9 @@ def score(draft: Any, texts: Texts, forward: Parallel | None = None) -> Efficien
     for i in range(0, len(texts.tokens), 8):
         tokens, logits = texts.tokens[i : i + 8], texts.logits[i : i + 8]
         if isinstance(draft, SpireModel):
-            whole = torch.nn.functional.pad(logits, (0, 0, L, 0))  # positions of the context are not looked at
+            whole = torch.nn.functional.pad(
+                logits, (0, 0, L, 0)
+            )  # positions of the context are not looked at
             inputs = {layer: texts.hidden[layer][i : i + 8] for layer in draft.layers}
             made = spire_chances(draft, whole, inputs, tokens, L + 1, texts.k)
         else:
@@ -135,4 +151,3 @@ def rows_of(
             place = {"method": method, "context": texts.context, "k": texts.k, "domain": domain}
             out.append({**place, **figures, "acceptance": position, "texts": len(which)})
     return out
-

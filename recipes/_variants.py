@@ -36,16 +36,20 @@ def small(target: Any) -> Any:
     return model
 
 
-def variants(layers: int = 2, sinks: int = 1, window: int = 64, k: int = 4, weight: float = 0.5) -> dict[str, Variant]:
+def last_blocks(target: Any, layers: int) -> Any:
+    """The target's embedding, last blocks and head as an ordinary model: SPIRe without feedback and without activations."""
+    count = target.config.num_hidden_layers
+    return keep_layers(target, range(count - layers, count))
+
+
+def variants(
+    layers: int = 2, sinks: int = 1, window: int = 64, k: int = 4, weight: float = 0.5
+) -> dict[str, Variant]:
     """Every row by name; ``spire`` is the whole of it, and each other row changes one thing (the last of them two)."""
 
     def spire(**settings: Any) -> Callable[[Any], Any]:
         settings = {"sinks": sinks, "window": window, **settings}
         return lambda target: SpireModel.from_target(target, layers, **settings)
-
-    def last(target: Any) -> Any:
-        count = target.config.num_hidden_layers
-        return keep_layers(target, range(count - layers, count))
 
     mixed, passes, sparse = MixedLoss(weight), KPass(k), Parallel(window, sinks)
     return {
@@ -54,7 +58,9 @@ def variants(layers: int = 2, sinks: int = 1, window: int = 64, k: int = 4, weig
         "no_feedback": Variant(spire(feedback=False), passes, mixed, 3.352),
         "random_init": Variant(spire(random=True), passes, mixed, 3.105),
         "hard_loss": Variant(spire(), passes, HardLoss(), 3.069),
-        "no_feedback_no_activations": Variant(last, sparse, mixed, 2.959),
+        "no_feedback_no_activations": Variant(
+            lambda target: last_blocks(target, layers), sparse, mixed, 2.959
+        ),
         "no_sparse_kv": Variant(spire(window=None), passes, mixed),
         "vanilla": Variant(small, Parallel(), HardLoss(), 2.647),
         "windowed_vanilla": Variant(small, sparse, HardLoss()),

@@ -1,8 +1,8 @@
 """See speculative decoding work: real (small) models, real prompts, no network, about a minute on two CPU cores.
 
-Decodes held-out prompts with the pocket target alone, with n-gram lookup, and with the pocket draft model; prints a table of
-block efficiency (tau: tokens a round, bonus included), speed, and whether the text is the same as plain decoding's; then
-shows one completion, with the tokens that came from the draft marked.
+Decodes held-out prompts with the pocket target alone, with n-gram lookup, with the pocket draft model, with the target itself over
+a sparse view of its cache (MagicDec), and with the pocket SPIRe draft; prints a table of efficiency (tau: tokens a round, bonus included), speed, and whether the text is the same as plain decoding's; then shows one
+completion, with the tokens that came from the draft marked.
 """
 
 from __future__ import annotations
@@ -35,11 +35,14 @@ def main(s: Settings) -> None:
     torch.set_num_threads(s.threads)
     quiet()
     target, draft = sd.HFModel(*zoo.load("pocket-target")), sd.HFModel(*zoo.load("pocket-vanilla"))
+    spire, _ = zoo.load("pocket-spire")
     base = sd.decoder(target).greedy()
     decoders = {
         "plain": base.build(),
         "ngram": base.draft(sd.drafts.NGram(), length=s.length).build(),
         "vanilla": base.draft(draft, length=s.length).build(),
+        "magicdec": base.draft(sd.drafts.MagicDec(window=64, sinks=1), length=s.length).build(),
+        "spire": base.draft(sd.drafts.Spire(spire, block=max(8, s.length)), length=s.length).build(),
     }
     texts = prompts(n=max(s.batches))
     ids = [target.tokenizer(text)["input_ids"][: s.context] for text in texts]

@@ -81,6 +81,11 @@ class Draft(Protocol[S]):
     a proposal whose longest path is ``length``; default ``length``), ``model`` (a ``LanguageModel`` whose vocabulary, tokenizer,
     device and positions ``build`` compares with the target's), ``bind(target, sampling)`` (called once by ``build``; returns
     the draft to use).
+
+    Optional, for drafts that read their target: ``taps`` (layers whose activations every round's ``scores.fed`` must have), and
+    ``follow(state, target_cache)`` (returns the state; called after ``select`` with the target's cache of the same rows, because
+    ``cache.select`` gives another object: a draft that looks at the target's cache after ``init`` has it). The target's cache has
+    taken a round's commit when ``observe`` is called. It may be read and never written.
     """
 
     def init(self, context: Context, target_cache: Any) -> S:

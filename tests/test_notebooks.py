@@ -12,7 +12,7 @@ FOLDER = Path(__file__).parents[1] / "docs" / "notebooks"
 
 
 def test_there_is_one():
-    assert "first_steps.py" in {path.name for path in FOLDER.glob("*.py")}
+    assert {"first_steps.py", "spire.py"} <= {path.name for path in FOLDER.glob("*.py")}
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda path: path.name)

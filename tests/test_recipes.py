@@ -10,6 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from specdec import zoo
+from specdec.data.corpus import DOMAINS
+from specdec.data.prompts import prompts
+from specdec.data.tokens import write_stream
+
 ROOT = Path(__file__).parents[1]
 COLUMNS = {
     "engine",
@@ -34,7 +39,19 @@ def run(*words, timeout=300):
     return done.stdout
 
 
-@pytest.mark.parametrize("recipe", ["quickstart", "bench", "certify", "train_pocket"])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "quickstart",
+        "bench",
+        "certify",
+        "train_pocket",
+        "train_spire",
+        "evaluate_tau",
+        "spire_ablations",
+        "spire_measured",
+    ],
+)
 def test_help_says_what_and_how(recipe):
     said = run(f"recipes/{recipe}.py", "--help")
     assert "--json" in said
@@ -67,7 +84,7 @@ def test_quickstart(tmp_path):
     )
     rows = report(file)
     assert [(r["method"], r["batch"]) for r in rows] == [
-        (m, b) for b in (1, 2) for m in ("plain", "ngram", "vanilla")
+        (m, b) for b in (1, 2) for m in ("plain", "ngram", "vanilla", "magicdec", "spire")
     ]
     assert all(set(r) >= COLUMNS and r["engine"] == "specdec" for r in rows)
     assert {r["same_text_as_plain"] for r in rows} == {"yes"}
@@ -102,3 +119,69 @@ def test_bench(tmp_path):
     }
     assert all((r["share_of_ideal"] is not None) == (r["method"] == "vanilla") for r in rows)
     assert "bare forwards" in said
+
+
+def test_train_spire_continues_and_its_draft_is_evaluated(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("\n".join(prompts(n=9)))
+    draft, file = tmp_path / "draft", tmp_path / "t.json"
+    words = ["--dataset", str(text), "--length", "64", "--work", str(tmp_path / "work"), "--out", str(draft)]
+    words += ["--tokens", "0.002", "--epochs", "1", "--validation", "4", "--no-compile", "--json", str(file)]
+    run("recipes/train_spire.py", *words)
+    rows = report(file)
+    assert rows[-1]["step"] == 15
+    assert all(1 <= r["tau"] <= 5 and 0 < r["acceptance"] < 1 for r in rows)
+    assert run("recipes/train_spire.py", *words).count("step") == 0  # nothing left to do
+    file = tmp_path / "e.json"
+    options = ["--drafts", f"vanilla=pocket-vanilla,mine={draft}", "--contexts", "64", "--new-tokens", "8"]
+    said = run(
+        "recipes/evaluate_tau.py",
+        *options,
+        "--prompts",
+        "3",
+        "--per-prompt",
+        "1",
+        "--live",
+        "--json",
+        str(file),
+    )
+    rows = [r for r in report(file) if not r["method"].startswith("live")]
+    assert {r["method"] for r in rows} == {"vanilla", "windowed_vanilla", "mine", "magicdec"}
+    assert {r["domain"] for r in rows} == {"all", "code", "prose", "tabular"}
+    assert all(r["low"] <= r["tau"] <= r["high"] and r["ratio_low"] <= r["ratio_high"] for r in rows)
+    assert all(r["ratio_to_vanilla"] == 1 for r in rows if r["method"] == "vanilla")
+    assert "live mine" in said
+
+
+def test_ablations(tmp_path):
+    """Two rows, two seeds, on shards made here; the second run trains nothing again."""
+    _, tokenizer = zoo.load("pocket-target")
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    (tmp_path / "shards").mkdir()
+    for split in ("train", "validation"):
+        for domain in DOMAINS:
+            write_stream(tmp_path / "shards" / f"{split}-{domain}.npy", tokenizer, prompts(domain, n=6))
+    file = tmp_path / "a.json"
+    words = [
+        "--work",
+        str(tmp_path),
+        "--methods",
+        "spire,vanilla",
+        "--tokens",
+        "0.005",
+        "--seeds",
+        "2",
+        "--prompts",
+        "2",
+    ]
+    words += ["--per-prompt", "1", "--context", "64", "--new-tokens", "8", "--json", str(file)]
+    run("recipes/spire_ablations.py", *words)
+    rows = {r["method"]: r for r in report(file)}
+    assert set(rows) == {"spire", "vanilla", "magicdec"}
+    assert rows["spire"]["seeds"] == len(rows["spire"]["by_seed"]) == 2
+    assert rows["spire"]["paper_tau"] == 3.401
+    before = {path: path.stat().st_mtime for path in (tmp_path / "ablations").iterdir()}
+    run("recipes/spire_ablations.py", *words)
+    assert before == {path: path.stat().st_mtime for path in (tmp_path / "ablations").iterdir()}
+    again = {r["method"]: r for r in report(file)}
+    assert all(again[method] == rows[method] for method in ("spire", "vanilla"))

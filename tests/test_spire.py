@@ -101,3 +101,36 @@ def test_rows_do_not_depend_on_their_company():
         alone = decoder.generate([prompt], [20, 9, 20][b], seed=[b + 1])
         assert alone.ids[0] == together.ids[b]
         assert alone.stats.tau == together.row_stats[b].tau
+
+
+@torch.no_grad()
+def test_what_was_drafted_live_is_what_the_passes_give():
+    """Every node of every round of a ragged batch, rejections included, against k passes over the text as it then stood."""
+    target = tiny("llama", num_hidden_layers=3)
+    model = draft_of(target, window=7, sinks=2)
+    rounds = []
+    prompts = [[1, 2, 3], [4, 5], [5] * 40]
+    decoder = sd.decoder(sd.HFModel(target)).draft(sd.drafts.Spire(model), 3).build()
+    out = decoder.generate(prompts, [25, 12, 25], seed=0, on_round=rounds.append)
+    compared = 0
+    for b, prompt in enumerate(prompts):
+        text = torch.tensor([prompt + out.ids[b]])
+        inputs = inputs_of(target, text, model.layers)
+        for r in rounds[1:]:
+            rows = r.context.request.tolist()
+            if b not in rows or not int(r.proposal.size[rows.index(b)]):
+                continue
+            i = rows.index(b)
+            start, size = int(r.context.length[i]) - 1, int(r.proposal.size[i])
+            drafted = torch.cat(
+                [text[:, : start + 1], r.proposal.tokens[i][None], torch.zeros(1, 3).long()], 1
+            )
+            known = {
+                layer: torch.nn.functional.pad(x[:, : start + 1], (0, 0, 0, 9))[:, : start + 3]
+                for layer, x in inputs.items()
+            }
+            law = k_pass(model, drafted[:, : start + 3], known, 3, start).softmax(-1)[0, :size]
+            # the target's norms compute in float32, and its activations differ by that between two shapes
+            torch.testing.assert_close(r.proposal.probs[i, :size], law, rtol=1e-5, atol=1e-8)
+            compared += size
+    assert compared > 40

@@ -83,7 +83,11 @@ def test_same_mean_as_live_decoding(kind):
     k, G, C = 3, 14, 400
     prompts = torch.randint(0, 11, (C, 9), generator=torch.Generator().manual_seed(5)).tolist()
     wrapped = sd.HFModel(target)
-    model = SpireModel.from_target(target, 2, window=5) if kind == "spire" else tiny("llama", seed=1, vocab_size=11)
+    model = (
+        SpireModel.from_target(target, 2, window=5)
+        if kind == "spire"
+        else tiny("llama", seed=1, vocab_size=11)
+    )
     draft = sd.drafts.Spire(model) if kind == "spire" else sd.drafts.Model(sd.HFModel(model))
     live = sd.decoder(wrapped).draft(draft, k).build().generate(prompts, G, seed=1)
     counted = torch.tensor([s.rounds for s in live.row_stats], dtype=torch.float64)

@@ -1,6 +1,7 @@
 """Attention of packed ragged queries over KV slots: one function, several backends, all tested against a reference."""
 
 from specdec.kernels.attention.api import BACKENDS, attention
+from specdec.kernels.attention.explicit import ExplicitPlan
 from specdec.kernels.attention.plan import AttentionPlan, Tree
 
-__all__ = ["BACKENDS", "AttentionPlan", "Tree", "attention"]
+__all__ = ["BACKENDS", "AttentionPlan", "ExplicitPlan", "Tree", "attention"]

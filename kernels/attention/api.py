@@ -39,6 +39,8 @@ def attention(
     """
     if scale is None:
         scale = query.shape[-1] ** -0.5
+    if plan.watch is not None:
+        plan.watch(query)
     if query.shape[2] == 0:
         return query.new_empty(1, 0, query.shape[1], values.shape[-1])
     if backend is None:

@@ -55,8 +55,8 @@ def _segment(
 ) -> Tensor:
     """``query [1, Hq, R * q, D]`` of one segment -> ``[1, R * q, Hq, Dv]``."""
     R, H, high, low, mask, causal = s.r1 - s.r0, query.shape[1], s.keys, 0, None, False
-    alone = R == 1 and plan.tree is None
-    if window is not None and window >= high:
+    alone = R == 1 and plan.tree is None and plan.ordered
+    if window is not None and window >= high and plan.ordered:
         window = None
     if window is not None:
         low = plan.low(s, window)

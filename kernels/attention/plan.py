@@ -8,11 +8,11 @@ window is a matter of *positions*, which in a tree are not slots.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -53,6 +53,7 @@ class AttentionPlan:
         tree: where the last slots are not causal.
         slots: ``[T]`` numbers of the new tokens' slots in a buffer flattened to ``[B * capacity, H, D]``, where they are
             known already.
+        watch: is given the queries ``[1, Hq, T, D]`` of every layer, in order.
     """
 
     rows: Sequence[int]
@@ -61,6 +62,8 @@ class AttentionPlan:
     capacity: int
     tree: Tree | None = None
     slots: Tensor | None = None
+    watch: Callable[[Tensor], None] | None = None
+    ordered: ClassVar[bool] = True  # slot numbers are positions (but for a tree's nodes)
 
     def __post_init__(self) -> None:
         self.length = [
@@ -84,12 +87,17 @@ class AttentionPlan:
         return self.slots
 
     def _segments(self) -> list[Segment]:
-        rows, counts, length = self.rows, self.counts, self.length
-        R, widest = len(rows), max(length)
-        if R == 1:
-            return [Segment(0, 1, rows[0], 0, counts[0], widest)]
+        length = self.length
+        R, widest = len(length), max(length)
         # A batched call works on as many slots as its longest row has; where most of that would be masked, go row by row.
-        alone = R * widest > 2 * sum(length) + 64 * R
+        return self._runs(R * widest > 2 * sum(length) + 64 * R)
+
+    def _runs(self, alone: bool) -> list[Segment]:
+        """Neighbouring rows with equally many queries together, or each row ``alone``."""
+        rows, counts, length = self.rows, self.counts, self.length
+        R = len(rows)
+        if R == 1:
+            return [Segment(0, 1, rows[0], 0, counts[0], length[0])]
         starts = [
             r for r in range(R) if alone or not r or counts[r] != counts[r - 1] or rows[r] != rows[r - 1] + 1
         ]

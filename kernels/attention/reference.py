@@ -30,15 +30,15 @@ def attend(
     t = 0
     for r, (row, count, length) in enumerate(zip(plan.rows, plan.counts, plan.length)):
         one = Segment(r, r + 1, row, t, count, length)
-        visible = torch.from_numpy(plan.visible(one, window)[0]).to(query.device)  # [q, n]
-        used = visible.any(0)  # a tree's slots that this call's queries do not see may hold anything
+        visible = torch.as_tensor(plan.visible(one, window)[0]).to(query.device)  # [q, n], or [Hq, q, n]
+        used = visible.flatten(0, -2).any(0)  # slots that this call's queries do not see may hold anything
         q = query[0, :, t : t + count].to(wide)  # [Hq, q, D]
         k = keys[row, :length][used].to(wide).repeat_interleave(group, 1)  # [n, Hq, D]
         v = values[row, :length][used].to(wide).repeat_interleave(group, 1)
         scores = torch.einsum("hqd,nhd->hqn", q, k) * scale
         if softcap is not None:
             scores = torch.tanh(scores / softcap) * softcap
-        scores = scores.masked_fill(~visible[:, used], float("-inf"))
+        scores = scores.masked_fill(~visible[..., used], float("-inf"))
         if sinks is not None:  # a logit of its own for each head that takes weight and gives nothing
             scores = torch.cat([scores, sinks.to(wide)[:, None, None].expand(-1, count, 1)], -1)
         weights = scores.softmax(-1)[..., : k.shape[0]]

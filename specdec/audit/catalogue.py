@@ -20,7 +20,9 @@ from specdec.audit import planted
 from specdec.audit.adversaries import Adversary, Everything, Remembers, TwoChains
 from specdec.audit.certify import Certificate, certify, certify_coupled
 from specdec.builder import Builder, decoder
-from specdec.models import HFModel, TableModel
+from specdec.models import HFModel, TableModel, Windowed
+from specdec.models.spire import SpireModel
+from specdec.pruning import SnapKV
 from specdec.sampling import Sampling
 from specdec.verifiers import Coupled, Rejection
 
@@ -188,6 +190,20 @@ def hugging_face() -> Iterator[Composition]:
     rest = ((4, 3), ((0, 1), (2,)), said)
     yield Composition("float64 llama, chain k=2", base.draft(other, length=2), *rest)
     yield Composition("float64 llama, tree (2, 1)", base.draft(drafts.Tree(other, (2, 1)), length=2), *rest)
+    for name, sparse in {
+        "windowed chain k=2": drafts.Model(Windowed(other, window=2, block=2)),
+        "MagicDec k=2": drafts.MagicDec(window=2),
+        "MagicDec k=2, positions in the cache": drafts.MagicDec(window=1, positions="in_cache"),
+        "MagicDec k=2, SnapKV every 2 rounds": drafts.MagicDec(
+            window=1, pruner=SnapKV(), budget=2, observation=1, refresh=2
+        ),
+        "SPIRe k=2": drafts.Spire(SpireModel.from_target(target, 1, window=2), block=2),
+        "SPIRe k=2, all layers, no feedback": drafts.Spire(
+            SpireModel.from_target(target, 2, sinks=0, window=3, feedback=False), block=2
+        ),
+    }.items():
+        builder = base.draft(sparse, length=2)  # type: ignore[arg-type]
+        yield Composition(f"float64 llama, {name}", builder, (4, 3), ((0, 1, 2, 0, 1), (2, 1)), said)
 
 
 def biases() -> Iterator[Composition]:

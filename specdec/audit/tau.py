@@ -75,7 +75,9 @@ def chances(p: Tensor, q: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def parallel_chances(target_logits: Tensor, draft_logits: Tensor, tokens: Tensor, start: int, k: int) -> Tensor:
+def parallel_chances(
+    target_logits: Tensor, draft_logits: Tensor, tokens: Tensor, start: int, k: int
+) -> Tensor:
     """``accept [C, n, k]`` of a draft whose law at a position does not depend on where the block began.
 
     Args:

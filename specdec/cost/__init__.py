@@ -1,5 +1,6 @@
 """Modelled throughput: shapes, terms, hardware, decoding methods, and the settings of SPIRe's figures."""
 
+from specdec.cost.calibrate import Fitted, Host, calibrate
 from specdec.cost.growth import growing
 from specdec.cost.hardware import A100_BF16, H100_FP8, H100_PAPER, H200_FP8, Hardware
 from specdec.cost.investment import Investment, training_share
@@ -28,8 +29,10 @@ __all__ = [
     "H200_FP8",
     "PAPER",
     "Experts",
+    "Fitted",
     "Forward",
     "Hardware",
+    "Host",
     "Investment",
     "Load",
     "Method",
@@ -41,6 +44,7 @@ __all__ = [
     "View",
     "Window",
     "Work",
+    "calibrate",
     "full",
     "growing",
     "magicdec",

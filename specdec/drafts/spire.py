@@ -86,10 +86,13 @@ class Spire:
         """Empty slots for ``batch`` rows of texts of up to ``capacity`` tokens."""
         model = self.model
         shapes = [
-            KVShape(b.key.out_features // b.size, b.size, b.size, model.dtype, model.device) for b in model.blocks
+            KVShape(b.key.out_features // b.size, b.size, b.size, model.dtype, model.device)
+            for b in model.blocks
         ]
         # Without a window everything is kept, and nothing is ever in the way.
-        return Ring(shapes, batch, model.sinks, capacity if model.window is None else model.window, self.block)
+        return Ring(
+            shapes, batch, model.sinks, capacity if model.window is None else model.window, self.block
+        )
 
     def propose(
         self, state: SpireState, context: Context, budget: Tensor, rng: Rng
@@ -98,8 +101,10 @@ class Spire:
         B, N = context.batch, int(budget.max())
         if N == 0:
             return Proposal.none(B, model.device), state
-        if N > self.block:
-            raise ValueError(f"a chain of {N} tokens is asked for and block is {self.block}: use Spire(model, block={N})")
+        if self.block < N:
+            raise ValueError(
+                f"a chain of {N} tokens is asked for and block is {self.block}: use Spire(model, block={N})"
+            )
         step = _Steps(model, state.ring, context, N)
         tokens = torch.zeros(B, N, dtype=torch.long, device=model.device)
         last = context.tokens.gather(1, context.length[:, None] - 1)[:, 0].to(model.device)
@@ -146,7 +151,9 @@ class _Steps:
         self.model, self.ring, self.steps = model, ring, steps
         positions = context.length[:, None] - 1 + torch.arange(steps)  # [B, steps]
         hidden = torch.from_numpy(~ring.visible(positions.numpy()))
-        mask = torch.zeros(hidden.shape, dtype=model.dtype).masked_fill_(hidden, float("-inf")).to(model.device)
+        mask = (
+            torch.zeros(hidden.shape, dtype=model.dtype).masked_fill_(hidden, float("-inf")).to(model.device)
+        )
         self.masks = mask[:, None].unbind(2)  # [B, 1, S] of each step
         rows = torch.arange(context.batch).repeat_interleave(steps)
         self.slots = ring.at(rows, positions.flatten(), model.device).view(-1, steps).unbind(1)
@@ -170,7 +177,9 @@ class _Steps:
 
             x, _, _ = model.run(i, x, rotary, attend)
             activations.append(x)
-        if model.memory is not None and n + 1 < self.steps:  # the next steps see memory here, not the layers' own inputs
+        if (
+            model.memory is not None and n + 1 < self.steps
+        ):  # the next steps see memory here, not the layers' own inputs
             for i, memory in enumerate(model.memory(activations)):
                 ring.write(i, slots, *model.keys_values(i, memory, rotary))
         return model.logits(x)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -28,7 +28,8 @@ class Serial:
         target, draft, verifier = decoder.target, decoder.draft, decoder.verifier
         cache = target.cache(context.batch, context.tokens.shape[1])
         reach = getattr(draft, "reach", lambda length: length)(decoder.length)
-        wanted = {"taps": draft.taps} if getattr(draft, "taps", ()) else {}
+        taps = getattr(draft, "taps", ())
+        wanted: dict[str, Any] = {"taps": taps} if taps else {}
         state = None
         number = 0
         while context.batch:
@@ -78,6 +79,8 @@ class Serial:
                 context, rng = context.select(stay), rng.select(stay)
                 if len(stay):
                     cache, state = cache.select(stay), draft.select(state, stay)
+                    if hasattr(draft, "follow"):
+                        state = draft.follow(state, cache)
             round.seconds["total"] = perf_counter() - clock[0]  # type: ignore[index]
             number += 1
             yield round

@@ -31,11 +31,16 @@ def mix(activations: Sequence[Tensor], weights: Tensor) -> Tensor:
             "and the output of every layer"
         )
     if len({x.shape for x in activations}) != 1:
-        raise ValueError(f"activations have the shapes {[list(x.shape) for x in activations]}: they must agree")
+        raise ValueError(
+            f"activations have the shapes {[list(x.shape) for x in activations]}: they must agree"
+        )
     share = weights.softmax(-1)
     # A sum over a handful of tensors, not a matrix product: nothing is stacked.
     return sum(
-        (share[..., l].reshape(*share.shape[:-1], *[1] * x.dim()).to(x.dtype) * x for l, x in enumerate(activations)),
+        (
+            share[..., l].reshape(*share.shape[:-1], *[1] * x.dim()).to(x.dtype) * x
+            for l, x in enumerate(activations)
+        ),
         start=torch.zeros((), dtype=activations[0].dtype, device=activations[0].device),
     )
 

@@ -1,6 +1,7 @@
 """Target and draft models behind one interface: Hugging Face causal LMs, and exact tables for tests and notebooks."""
 
+from specdec.models.compact import Windowed
 from specdec.models.hf import SUPPORTED, HFModel, UnsupportedModel
 from specdec.models.table import TableModel
 
-__all__ = ["SUPPORTED", "HFModel", "TableModel", "UnsupportedModel"]
+__all__ = ["SUPPORTED", "HFModel", "TableModel", "UnsupportedModel", "Windowed"]

@@ -75,20 +75,25 @@ class Feed:
             wanted: whether logits are wanted, of the last committed token and of nodes.
         """
         flat = [r.b * slots + s for r in self.rows for s in range(r.first, r.end)]
-        ids, positions, at = torch.tensor([self.ids, self.positions, flat]).to(device).unbind(0)
+        ids, positions, at = self.tensors(device, flat)
+        if self.tokens <= limit:
+            yield Piece(
+                self._plan(self.rows, slots, at), ids, positions, self.keep(self.rows, wanted, device)
+            )
+            return
+        for low in range(0, self.tokens, limit):
+            part, rows = slice(low, low + limit), self.cut(low, low + limit)
+            plan, keep = self._plan(rows, slots, at[part]), self.keep(rows, wanted, device)
+            yield Piece(plan, ids[part], positions[part], keep)
+
+    def tensors(self, device: torch.device, *more: Sequence[int]) -> tuple[Tensor, ...]:
+        """Ids ``[T]``, positions ``[T]``, and ``more`` lists of T numbers, all in one copy to ``device``."""
+        ids, *others = torch.tensor([self.ids, self.positions, *more]).to(device).unbind(0)
         if self.drafted is not None:
             here = [(i, r.b, s - r.length) for i, (r, s) in enumerate(self._slots()) if s >= r.length]
             where, b, n = torch.tensor(here).to(device).unbind(1)
             ids.index_copy_(0, where, self.drafted[b, n])
-        if self.tokens <= limit:
-            yield Piece(
-                self._plan(self.rows, slots, at), ids, positions, self._keep(self.rows, wanted, device)
-            )
-            return
-        for low in range(0, self.tokens, limit):
-            part, rows = slice(low, low + limit), self._cut(low, low + limit)
-            plan, keep = self._plan(rows, slots, at[part]), self._keep(rows, wanted, device)
-            yield Piece(plan, ids[part], positions[part], keep)
+        return ids, *others
 
     def _slots(self) -> Iterator[tuple[Row, int]]:
         return ((r, s) for r in self.rows for s in range(r.first, r.end))
@@ -102,7 +107,7 @@ class Feed:
             [r.b for r in rows], [r.first for r in rows], [r.end - r.first for r in rows], slots, shape, at
         )
 
-    def _cut(self, low: int, high: int) -> list[Row]:
+    def cut(self, low: int, high: int) -> list[Row]:
         """The part of each row among packed tokens ``low:high``."""
         rows, t = [], 0
         for r in self.rows:
@@ -112,7 +117,8 @@ class Feed:
             t += r.end - r.first
         return rows
 
-    def _keep(self, rows: list[Row], wanted: bool, device: torch.device) -> Tensor | bool | None:
+    def keep(self, rows: list[Row], wanted: bool, device: torch.device) -> Tensor | bool | None:
+        """Whose logits are wanted, as in ``Piece.keep``: those of the last committed token and of nodes."""
         if not wanted:
             return False
         if all(r.first >= r.length - 1 for r in rows):

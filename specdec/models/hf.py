@@ -7,7 +7,7 @@ docs/design.md), so that the user's ``generate`` works before, during and after.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import cached_property
 from typing import Any
@@ -21,7 +21,7 @@ from specdec.models.cache import KVShape, SlotCache, check_memory
 from specdec.models.clone import structural_clone
 from specdec.models.fallback import Padded
 from specdec.models.families import SUPPORTED, UnsupportedModel, path_of, positions_of, refuse
-from specdec.models.feed import Feed, feed
+from specdec.models.feed import Feed, Piece, feed
 from specdec.models.load import load, load_tokenizer
 from specdec.models.packed import Packed
 from specdec.models.taps import listening
@@ -284,7 +284,7 @@ class HFModel:
         packed = feed(context, proposal, first, end)
         if packed.shape is not None and not self.supports_trees:
             raise ValueError(
-                f"{self.clone.config.model_type} takes chains only: its attention goes by slot, not by position"
+                f"{self.clone.config.model_type} takes chains only: what a query sees goes by slot or by a window here, not by ancestors"
             )
         return packed
 
@@ -303,12 +303,17 @@ class HFModel:
         mode = _NOTHING if torch.is_inference_mode_enabled() else torch.inference_mode()
         caught = listening(self.clone, taps) if taps else {}
         with mode:
-            for piece in packed.pieces(cache.slots, limit, wanted, self.device):
-                out = self._path.forward(cache, *piece, caught)
+            for memo, piece in self._pieces(cache, packed, limit, wanted):
+                out = self._path.forward(memo, *piece, caught)
                 if out is not None:
                     logits.append(out)
             made = None if not logits else logits[0] if len(logits) == 1 else torch.cat(logits)
         return made, {tap: torch.cat(parts).clone() for tap, parts in caught.items()} if taps else {}
+
+    def _pieces(self, cache: Any, packed: Feed, limit: int, wanted: bool) -> Iterator[tuple[Any, Piece]]:
+        """What to run, in order, each with what its keys and values go to."""
+        for piece in packed.pieces(cache.slots, limit, wanted, self.device):
+            yield cache, piece
 
     def _remember(self, cache: SlotCache, context: Context, packed: Feed) -> None:
         """Note what was fed in the memo; only after the forward, so that one that fails leaves the memo true."""
@@ -324,8 +329,8 @@ class HFModel:
         Everything is prepared beforehand, nothing is remembered afterwards; what the cache lacks must fit one forward.
         """
         packed, _ = self._plan(cache, context, proposal, None, None)
-        (piece,) = packed.pieces(cache.slots, packed.tokens, True, self.device)
-        return lambda: self._path.forward(cache, *piece)
+        ((memo, piece),) = self._pieces(cache, packed, packed.tokens, True)
+        return lambda: self._path.forward(memo, *piece)
 
 
 class _Probe:

@@ -45,8 +45,17 @@ def block_of(layer: Any, model: Any) -> Block:
     Raises:
         UnsupportedModel: the block is not built like llama's.
     """
-    a, m = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
-    parts = [(a, "q_proj"), (a, "k_proj"), (a, "v_proj"), (a, "o_proj"), (m, "gate_proj"), (m, "up_proj"), (m, "down_proj")]
+    a: Any = getattr(layer, "self_attn", None)
+    m: Any = getattr(layer, "mlp", None)
+    parts = [
+        (a, "q_proj"),
+        (a, "k_proj"),
+        (a, "v_proj"),
+        (a, "o_proj"),
+        (m, "gate_proj"),
+        (m, "up_proj"),
+        (m, "down_proj"),
+    ]
     if type(model) not in _CLASSES or not all(hasattr(*part) for part in parts):
         raise refuse(
             model.config.model_type,

@@ -85,6 +85,11 @@ class Packed:
         model = self.body if keep is False else self.model
         with tapped(self.model, caught, lambda hidden: hidden[0]):
             out = model(
-                input_ids=ids[None], position_ids=positions[None], use_cache=False, plan=plan, memo=memo, **wanted
+                input_ids=ids[None],
+                position_ids=positions[None],
+                use_cache=False,
+                plan=plan,
+                memo=memo,
+                **wanted,
             )
         return None if keep is False else out.logits[0]

@@ -30,6 +30,7 @@ from specdec.models.fingerprint import fingerprint, unwrapped
 from specdec.models.lean import Block, block_of, norm
 from specdec.models.load import load, load_tokenizer
 from specdec.pruning.layers import keep_layers
+from specdec.pruning.rebuild import llama_like
 
 FILE = "spire.json"
 
@@ -64,11 +65,15 @@ class SpireModel(nn.Module):
         if sinks < 0:
             raise ValueError(f"sinks is {sinks}: it must be at least 0")
         if window is not None and window < 1:
-            raise ValueError(f"window is {window}: a query must see at least itself (window=1), or None for all positions")
+            raise ValueError(
+                f"window is {window}: a query must see at least itself (window=1), or None for all positions"
+            )
         self.body, self.layers, self.tokenizer = body, tuple(layers), tokenizer
         self.sinks, self.window, self.target = sinks, window, target
         if len(self.layers) != body.config.num_hidden_layers:
-            raise ValueError(f"layers has {len(self.layers)} entries and the body {body.config.num_hidden_layers} blocks")
+            raise ValueError(
+                f"layers has {len(self.layers)} entries and the body {body.config.num_hidden_layers} blocks"
+            )
         self.blocks: list[Block] = [block_of(layer, body) for layer in body.model.layers]
         slides = [b.window for b in self.blocks if b.window is not None]
         if slides:  # what the target itself would not see
@@ -93,12 +98,10 @@ class SpireModel(nn.Module):
             layers: the last so many blocks, or their numbers, counted from 0. random: new weights of the same shape instead (an
                 ablation of the paper).
         Raises:
-            ValueError: layers that the target does not have. UnsupportedModel: a target without blocks that can be copied.
+            ValueError: layers that the target does not have, or a target without blocks that can be copied.
         """
         tokenizer = tokenizer or getattr(target, "tokenizer", None)
-        target = unwrapped(target)
-        if hasattr(target, "lm_head") is False:  # an inner model was given
-            raise TypeError(f"target is a {type(target).__name__}: give a causal LM, with its head")
+        target = llama_like(unwrapped(target), "SpireModel.from_target")
         count = target.config.num_hidden_layers
         if isinstance(layers, int):
             if not 1 <= layers <= count:
@@ -160,7 +163,9 @@ class SpireModel(nn.Module):
         y = norm(memory, b.before)
         return self._key(b, y, rotary), _heads(y, b.value, b.size)
 
-    def run(self, layer: int, x: Tensor, rotary: tuple[Tensor, Tensor], attend: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def run(
+        self, layer: int, x: Tensor, rotary: tuple[Tensor, Tensor], attend: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """One block over ``x [..., E]``.
 
         Args:
@@ -197,14 +202,18 @@ class SpireModel(nn.Module):
         """A transformers checkpoint of the blocks, and beside it ``spire.json`` and the memory's weights."""
         self.body.save_pretrained(folder)
         settings = {"layers": self.layers, "sinks": self.sinks, "window": self.window, "target": self.target}
-        (Path(folder) / FILE).write_text(json.dumps({**settings, "feedback": self.memory is not None}, indent=1) + "\n")
+        (Path(folder) / FILE).write_text(
+            json.dumps({**settings, "feedback": self.memory is not None}, indent=1) + "\n"
+        )
         if self.memory is not None:
             save_file(dict(self.memory.state_dict()), Path(folder) / "memory.safetensors")
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(folder)
 
     @classmethod
-    def from_pretrained(cls, folder: str | Path, target: Any = None, *, dtype: Any = "auto", **kwargs: Any) -> SpireModel:
+    def from_pretrained(
+        cls, folder: str | Path, target: Any = None, *, dtype: Any = "auto", **kwargs: Any
+    ) -> SpireModel:
         """Load what ``save_pretrained`` wrote.
 
         Args:
@@ -213,7 +222,9 @@ class SpireModel(nn.Module):
             FileNotFoundError: the folder is not a SPIRe checkpoint. ValueError: it is one of another target.
         """
         if not (Path(folder) / FILE).exists():
-            raise FileNotFoundError(f"{folder} has no {FILE}: it is not a SPIRe draft; make one with SpireModel.from_target")
+            raise FileNotFoundError(
+                f"{folder} has no {FILE}: it is not a SPIRe draft; make one with SpireModel.from_target"
+            )
         settings = json.loads((Path(folder) / FILE).read_text())
         body = load(str(folder), dtype=dtype, **kwargs)
         model = cls(body.eval(), tokenizer=load_tokenizer(str(folder)), **settings)

@@ -1,4 +1,4 @@
-"""For each layer the heads or channels to keep: those of the highest importance, equally many in all layers (Minitron, arXiv 2407.14679)."""
+"""For each layer the heads or channels to keep: the most important ones, equally many in all (Minitron, arXiv 2407.14679)."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class H2O:
             attention,
             keys,
             "H2O",
-            "the weights of all queries so far, summed over them (pruning.attention_weights(...).sum(2))",
+            "[B, Hq, S], the weights of all queries so far, summed over them (pruning.attention_weights(...).sum(2))",
         )
         recent = budget - budget // 2 if self.recent is None else self.recent
         if recent > budget:

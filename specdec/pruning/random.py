@@ -1,4 +1,4 @@
-"""Keep slots at random: the control that any other choice must beat (a baseline of H2O's, Zhang et al., arXiv 2306.14048)."""
+"""Keep slots at random: the control that any other choice must beat."""
 
 from __future__ import annotations
 

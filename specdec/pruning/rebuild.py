@@ -59,7 +59,9 @@ def llama_like(model: Any, what: str) -> Any:
 
 
 def rebuild(model: Any, config: Any, tensors: Mapping[str, Tensor], what: str) -> Any:
-    """A new model of the class of ``model`` with copies of ``tensors`` on their devices, in the mode of ``model``.
+    """A new model of the class of ``model`` with copies of ``tensors``, in the mode of ``model``.
+
+    All of it is on the device of the input embedding, also where the model was spread over several.
 
     Args:
         config: of the new model. tensors: name in the new model -> what it holds; exactly its parameters and buffers.
@@ -77,12 +79,13 @@ def rebuild(model: Any, config: Any, tensors: Mapping[str, Tensor], what: str) -
             f"{what}: {type(model).__name__} does not follow from its config ({min(wrong)}): modules that were added, tied or "
             "replaced after loading cannot be copied; merge or remove them first"
         )
+    where = model.get_input_embeddings().weight.device
     with torch.no_grad():
         for name, parameter in new.named_parameters():
-            parameter.data = tensors[name].detach().clone()
+            parameter.data = tensors[name].detach().to(where, copy=True)
         for name in dict(new.named_buffers()):
             path, _, own = name.rpartition(".")
-            new.get_submodule(path)._buffers[own] = tensors[name].detach().clone()
+            new.get_submodule(path)._buffers[own] = tensors[name].detach().to(where, copy=True)
     for module in new.modules():
         module._is_hf_initialized = True  # as after from_pretrained: nothing may draw these weights anew
     if getattr(model, "generation_config", None) is not None:

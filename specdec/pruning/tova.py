@@ -33,6 +33,6 @@ class TOVA:
             attention,
             keys,
             "TOVA",
-            "the weights of each row's last query (pruning.attention_weights(...)[:, :, -1])",
+            "[B, Hq, S], the weights of each row's last query (pruning.attention_weights(...)[:, :, -1])",
         )
         return top(score.mean(1, keepdim=True), length, budget).expand(-1, keys.shape[1], -1)

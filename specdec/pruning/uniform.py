@@ -1,4 +1,4 @@
-"""Keep evenly spaced slots: a control that knows nothing (the strided pattern of Child et al., arXiv 1904.10509, with gaps to fit)."""
+"""Keep evenly spaced slots: a control, the strided pattern of Child et al. (arXiv 1904.10509) with gaps to fit."""
 
 from __future__ import annotations
 

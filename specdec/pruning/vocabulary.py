@@ -60,8 +60,9 @@ class Trimmed:
     """A model that gives logits of some tokens only. It reads all tokens: its input embedding is whole.
 
     Attributes:
-        model: its logits are ``[..., K]``; its config's ``vocab_size`` is still that of the input, so ``save_pretrained`` it
-            untrimmed and trim again after loading. ids: ``[K]``, entry k is the token of logit k.
+        model: its logits are ``[..., K]`` and its config's ``vocab_size`` is K. No config can say that the input has more, so trim
+            after everything else: save the model that was trimmed, and trim again after loading.
+        ids: ``[K]``, entry k is the token of logit k. vocab_size: V, of the input.
     """
 
     model: Any
@@ -109,10 +110,19 @@ def keep_tokens(model: Any, ids: Sequence[int] | Tensor) -> Trimmed:
     # Build with an unembedding of full size, which is never written to, then put the small one in its place.
     whole = {f"{name}.{n}": t for n, t in head.named_parameters()}
     new = rebuild(model, config, {**tensors, **whole}, "keep_tokens")
-    small = torch.nn.Linear(
-        head.in_features, len(kept), bias="bias" in rows, device=head.weight.device, dtype=head.weight.dtype
+    small = torch.nn.utils.skip_init(  # draws no random numbers
+        torch.nn.Linear,
+        head.in_features,
+        len(kept),
+        bias="bias" in rows,
+        device=new.get_input_embeddings().weight.device,
+        dtype=head.weight.dtype,
     )
     for n, parameter in small.named_parameters():
-        parameter.data = rows[n].detach().clone()
+        parameter.data = rows[n].detach().to(parameter.device)  # index_select has copied it
     new.set_output_embeddings(small.train(model.training))
+    # What is compared with a target's, and what transformers' losses go by, is the width of the logits.
+    new.config.vocab_size = len(kept)
+    if hasattr(new, "vocab_size"):
+        new.vocab_size = len(kept)
     return Trimmed(new, kept, V)

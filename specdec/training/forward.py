@@ -39,7 +39,9 @@ class Parallel:
 
     def __post_init__(self) -> None:
         if self.window is not None and self.window < 1:
-            raise ValueError(f"window is {self.window}: a query must see at least itself (window=1), or None for all")
+            raise ValueError(
+                f"window is {self.window}: a query must see at least itself (window=1), or None for all"
+            )
 
     def layers(self, draft: Any) -> tuple[int, ...]:
         return ()
@@ -80,7 +82,10 @@ def band_attention(
     for start in range(0, L, block):
         stop = min(start + block, L)
         low = 0 if window is None else max(0, start - window + 1)
-        at, q = torch.arange(low, stop, device=query.device), torch.arange(start, stop, device=query.device)[:, None]
+        at, q = (
+            torch.arange(low, stop, device=query.device),
+            torch.arange(start, stop, device=query.device)[:, None],
+        )
         keys, values, seen = key[..., low:stop], value[:, :, low:stop], at <= q
         if window is not None:
             seen = seen & ((at > q - window) | (at < sinks))

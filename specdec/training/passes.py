@@ -19,7 +19,12 @@ from specdec.models.spire import SpireModel
 
 
 def k_pass(
-    model: SpireModel, tokens: Tensor, inputs: Mapping[int, Tensor], k: int = 4, phase: int = 0, dense: bool = False
+    model: SpireModel,
+    tokens: Tensor,
+    inputs: Mapping[int, Tensor],
+    k: int = 4,
+    phase: int = 0,
+    dense: bool = False,
 ) -> Tensor:
     """The draft's logits after every position of every whole block.
 
@@ -39,15 +44,23 @@ def k_pass(
     if n < 1:
         raise ValueError(f"tokens has {L} positions: too few for a block of k = {k} at phase {phase}")
     if model.window is not None and model.window < k:
-        raise ValueError(f"window is {model.window}: a window shorter than a block of k = {k} cannot be trained in passes")
+        raise ValueError(
+            f"window is {model.window}: a window shorter than a block of k = {k} cannot be trained in passes"
+        )
     lacking = [layer for layer in model.layers if layer not in inputs]
     if lacking:
-        raise ValueError(f"inputs lacks layer {lacking[0]}: the draft reads the target's inputs of layers {list(model.layers)}")
+        raise ValueError(
+            f"inputs lacks layer {lacking[0]}: the draft reads the target's inputs of layers {list(model.layers)}"
+        )
     T, layers = n * k, range(len(model.layers))
     cos, sin = model.rotary(torch.arange(L, device=tokens.device))
     past = [model.keys_values(i, inputs[layer], (cos, sin)) for i, layer in enumerate(model.layers)]
-    looks = _Band if model.window is not None and not dense else _Dense
-    look = [looks(*kv, model.sinks, model.window, k, phase, n) for kv in past]
+    look: list[_Band | _Dense] = [
+        _Dense(*kv, model.sinks, model.window, k, phase, n)
+        if model.window is None or dense
+        else _Band(*kv, model.sinks, model.window, k, phase, n)
+        for kv in past
+    ]
     x0 = model.embed(tokens[:, phase : phase + T]).view(B, n, k, -1)
     turns = [t[phase : phase + T].view(n, k, *t.shape[1:]) for t in (cos, sin)]
     block: list[tuple[list[Tensor], list[Tensor]]] = [([], []) for _ in layers]
@@ -75,7 +88,9 @@ def k_pass(
 class _Dense:
     """Attention of all blocks' j-th queries to the past through one mask, and to their own block."""
 
-    def __init__(self, keys: Tensor, values: Tensor, sinks: int, window: int | None, k: int, phase: int, n: int):
+    def __init__(
+        self, keys: Tensor, values: Tensor, sinks: int, window: int | None, k: int, phase: int, n: int
+    ):
         self.keys, self.values = keys.transpose(1, 2), values.transpose(1, 2)  # [B, H, L, D]
         self.sinks, self.window, self.k = sinks, window, k
         self.start = phase + k * torch.arange(n, device=keys.device)  # [n] first position of each block
@@ -110,8 +125,9 @@ class _Band:
         self.phase, self.span = phase, window - 1 + (G - 1) * k
         last = phase + (C - 1) * G * k + self.span
         stretch = [
-            pad(t.transpose(1, 2), (0, 0, window - 1, max(0, last - (window - 1) - t.shape[1])))[:, :, phase:]
-            .unfold(2, self.span, G * k)[:, :, :C]
+            pad(t.transpose(1, 2), (0, 0, window - 1, max(0, last - (window - 1) - t.shape[1])))[
+                :, :, phase:
+            ].unfold(2, self.span, G * k)[:, :, :C]
             for t in (keys, values)
         ]  # [B, H, C, D, span]: positions first - (window - 1) .. of a chunk whose first block starts at first
         self.keys, self.values = stretch[0], stretch[1].transpose(3, 4)
@@ -122,7 +138,9 @@ class _Band:
         start = k * torch.arange(G, device=device)[:, None]  # of each block, from its chunk's first
         offset = torch.arange(self.span, device=device) - (self.window - 1)
         first = self.phase + G * k * torch.arange(C, device=device)[:, None, None]
-        seen = (offset < start) & (offset > start + j - self.window) & (first + offset >= self.sinks)  # [C, G, span]
+        seen = (
+            (offset < start) & (offset > start + j - self.window) & (first + offset >= self.sinks)
+        )  # [C, G, span]
         block = self.phase + k * torch.arange(C * G, device=device)[:, None]
         sunk = torch.arange(self.sink_keys.shape[2], device=device) < block  # [C * G, sinks]
 

@@ -7,6 +7,7 @@ logits of a batch again when they are needed (SPIRe, arXiv 2504.06419, section 3
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -69,13 +70,28 @@ class States:
             )
         self.layers: list[int] = self.meta["layers"]
         self.length: int = self.meta["length"]
-        E, L, n = self.meta["hidden"], self.length, len(self.layers) + 1
-        self.tokens = np.memmap(self.folder / "tokens.bin", np.int32, "r").reshape(-1, L + 1)
-        self.activations = np.memmap(self.folder / "activations.bin", np.int16, "r").reshape(-1, n, L, E)
+        shapes = {
+            "tokens": (np.int32, (self.length + 1,)),
+            "activations": (np.int16, (len(self.layers) + 1, self.length, self.meta["hidden"])),
+        }
+        files = {name: self.folder / f"{name}.bin" for name in shapes}
+        # What an interruption cut short does not count.
+        sizes = {
+            name: int(np.prod(shape)) * np.dtype(kind).itemsize for name, (kind, shape) in shapes.items()
+        }
+        self.count = min(files[name].stat().st_size // size for name, size in sizes.items())
+        made = {
+            name: np.memmap(files[name], kind, "r", shape=(self.count, *shape))
+            if self.count
+            else np.zeros((0, *shape), kind)
+            for name, (kind, shape) in shapes.items()
+        }
+        self.tokens, self.activations = made["tokens"], made["activations"]
+        self.sizes = {files[name]: self.count * size for name, size in sizes.items()}
 
     def __len__(self) -> int:
         """Sequences that are complete."""
-        return min(len(self.tokens), len(self.activations))
+        return self.count
 
     def take(self, which: Sequence[int]) -> Batch:
         """The sequences of these numbers; activations in bf16."""
@@ -108,9 +124,11 @@ class States:
             there = cls(folder, target)
             done, meta = len(there), there.meta
             if there.layers != list(layers):
-                raise ValueError(f"folder {folder} keeps layers {there.layers}, not {list(layers)}: use another folder")
-            _cut(folder / "tokens.bin", done * (there.length + 1) * 4)
-            _cut(folder / "activations.bin", done * there.activations[0].size * 2)
+                raise ValueError(
+                    f"folder {folder} keeps layers {there.layers}, not {list(layers)}: use another folder"
+                )
+            for path, size in there.sizes.items():
+                os.truncate(path, size)
         with (
             open(folder / "tokens.bin", "ab") as token_file,
             open(folder / "activations.bin", "ab") as file,
@@ -125,15 +143,15 @@ class States:
                 batch = target_states(target, tokens[skip:], layers)
                 if meta is None:
                     length, hidden = batch.final.shape[1:]
-                    meta = {"target": fingerprint(target), "layers": list(layers), "length": length, "hidden": hidden}
+                    meta = {
+                        "target": fingerprint(target),
+                        "layers": list(layers),
+                        "length": length,
+                        "hidden": hidden,
+                    }
                     (folder / "states.json").write_text(json.dumps(meta))
                 kept = torch.stack([*batch.inputs.values(), batch.final], 1).to(torch.bfloat16).cpu()
                 token_file.write(tokens[skip:].numpy().astype(np.int32).tobytes())
                 file.write(kept.view(torch.int16).numpy().tobytes())
                 bar.update(len(tokens) - skip)
         return cls(folder, target)
-
-
-def _cut(path: Path, size: int) -> None:
-    with open(path, "r+b") as file:
-        file.truncate(size)

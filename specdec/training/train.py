@@ -22,7 +22,7 @@ from tqdm.auto import tqdm
 
 from specdec.models.fingerprint import unwrapped
 from specdec.training.forward import KPass, Parallel
-from specdec.training.losses import HardLoss, MixedLoss, acceptance
+from specdec.training.losses import MixedLoss, acceptance
 from specdec.training.states import Batch, States, target_states
 
 
@@ -95,7 +95,7 @@ def train(
     data: States | Tensor | Sequence[Sequence[int]],
     *,
     loss: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
-    forward: Callable[[Any, Batch], Tensor] | None = None,
+    forward: Any = None,
     settings: Settings | None = None,
     validation: States | Tensor | Sequence[Sequence[int]] | None = None,
     checkpoint: str | Path | None = None,
@@ -108,7 +108,8 @@ def train(
         draft: a ``SpireModel``, or any transformers causal LM. target: a transformers causal LM; its head makes the logits.
         data: ``States``, or sequences of equally many ids ``[N, L + 1]`` (the target then runs in every step). Sequences are drawn
             without repetition until all were seen, then in another order.
-        loss: by default ``MixedLoss()``. forward: by default ``KPass()`` for a ``SpireModel`` and ``Parallel()`` otherwise.
+        loss: by default ``MixedLoss()``. forward: ``(draft, batch) -> logits`` with ``layers(draft)``; by default ``KPass()`` for a
+            ``SpireModel`` and ``Parallel()`` otherwise.
         validation: as ``data``. checkpoint: a file to continue from and to write.
         on_validation: called with each row of the curve.
     Raises:
@@ -140,7 +141,9 @@ def train(
     compare = torch.compile(compare, dynamic=False) if settings.compile else compare
 
     def validate() -> dict[str, float]:
-        return _validate(draft, held, forward, loss, weight, bias, settings, device) if held is not None else {}
+        return (
+            _validate(draft, held, forward, loss, weight, bias, settings, device) if held is not None else {}
+        )
 
     report, path = Trained(settings), None if checkpoint is None else Path(checkpoint)
     if path is not None and path.exists():
@@ -148,10 +151,15 @@ def train(
     started, saved, before = time.monotonic(), time.monotonic(), report.seconds
     recent: list[Tensor] = []
     bar = tqdm(
-        total=settings.steps, initial=run.step, desc="training", unit="step", disable=not (progress and rank == 0), mininterval=5
+        total=settings.steps,
+        initial=run.step,
+        desc="training",
+        unit="step",
+        disable=not (progress and rank == 0),
+        mininterval=5,
     )
     while run.step < settings.steps:
-        which = _order(len(source), settings, run.step)[rank :: world]
+        which = _order(len(source), settings, run.step)[rank::world]
         batch = source.take(which).to(device, settings.precision)
         logits = forward(draft, batch)
         T = logits.shape[1]
@@ -174,7 +182,11 @@ def train(
             report.curve.append({"step": run.step, "tokens": report.tokens, "loss": mean, **validate()})
             if on_validation is not None:
                 on_validation(report.curve[-1])
-        if path is not None and rank == 0 and (last or time.monotonic() - saved > 60 * settings.checkpoint_minutes):
+        if (
+            path is not None
+            and rank == 0
+            and (last or time.monotonic() - saved > 60 * settings.checkpoint_minutes)
+        ):
             run.save(path, report)
             saved = time.monotonic()
     bar.close()
@@ -189,7 +201,9 @@ class _Run:
         self.draft, self.settings, self.step = draft, settings, 0
         self.dtypes = {name: p.dtype for name, p in draft.named_parameters()}
         draft.to(device)
-        self.master = {name: p.detach().float().clone().requires_grad_() for name, p in draft.named_parameters()}
+        self.master = {
+            name: p.detach().float().clone().requires_grad_() for name, p in draft.named_parameters()
+        }
         draft.to(settings.precision).train()
         for p in draft.parameters():
             p.requires_grad_(True)
@@ -216,7 +230,12 @@ class _Run:
             torch._foreach_copy_([low for low, _ in self.pairs], [high for _, high in self.pairs])
 
     def save(self, path: Path, report: Trained) -> None:
-        state = {"master": self.master, "muon": self.muon.state_dict(), "adam": self.adam.state_dict(), "step": self.step}
+        state = {
+            "master": self.master,
+            "muon": self.muon.state_dict(),
+            "adam": self.adam.state_dict(),
+            "step": self.step,
+        }
         progress = {"tokens": report.tokens, "seconds": report.seconds, "curve": report.curve}
         part = path.with_name(path.name + ".part")
         torch.save({**state, **progress, "settings": asdict(self.settings)}, part)
@@ -225,7 +244,11 @@ class _Run:
     def load(self, path: Path, report: Trained) -> None:
         state = torch.load(path, map_location="cpu", weights_only=False)
         ours, theirs = asdict(self.settings), state["settings"]
-        differ = [n for n in ours if n not in ("checkpoint_minutes", "compile", "validate_every") and ours[n] != theirs.get(n)]
+        differ = [
+            n
+            for n in ours
+            if n not in ("checkpoint_minutes", "compile", "validate_every") and ours[n] != theirs.get(n)
+        ]
         if differ:
             raise ValueError(
                 f"checkpoint {path} was made with {differ[0]} = {theirs.get(differ[0])}, and it is {ours[differ[0]]} now: use the "
@@ -237,7 +260,9 @@ class _Run:
             torch._foreach_copy_([low for low, _ in self.pairs], [high for _, high in self.pairs])
         self.muon.load_state_dict(state["muon"])
         self.adam.load_state_dict(state["adam"])
-        self.step, report.tokens, report.seconds, report.curve = (state[n] for n in ("step", "tokens", "seconds", "curve"))
+        self.step, report.tokens, report.seconds, report.curve = (
+            state[n] for n in ("step", "tokens", "seconds", "curve")
+        )
 
     def finish(self) -> None:
         """The float32 weights into the draft, in the precision that it came in."""
@@ -249,12 +274,14 @@ class _Run:
 
 
 def _source(data: Any, target: Any, layers: Sequence[int]) -> Any:
-    if hasattr(data, "take"):
+    if hasattr(data, "take") and not isinstance(data, Tensor):
         if target is not None and isinstance(data, States):
             States(data.folder, target)  # raises when they are another target's
         lacking = [layer for layer in layers if layer not in getattr(data, "layers", layers)]
         if lacking:
-            raise ValueError(f"data holds the target's inputs of layers {data.layers}, and the draft needs layer {lacking[0]} too")
+            raise ValueError(
+                f"data holds the target's inputs of layers {data.layers}, and the draft needs layer {lacking[0]} too"
+            )
         if not len(data):
             raise ValueError("data holds no sequences")
         return data
@@ -267,7 +294,10 @@ def _source(data: Any, target: Any, layers: Sequence[int]) -> Any:
 def _order(count: int, settings: Settings, step: int) -> np.ndarray:
     """Numbers of the sequences of a step."""
     at = np.arange(step * settings.batch, (step + 1) * settings.batch)
-    turns = {turn: np.random.default_rng((settings.seed, int(turn))).permutation(count) for turn in np.unique(at // count)}
+    turns = {
+        turn: np.random.default_rng((settings.seed, int(turn))).permutation(count)
+        for turn in np.unique(at // count)
+    }
     return np.array([turns[i // count][i % count] for i in at])
 
 
@@ -286,7 +316,9 @@ def _validate(draft, held, forward, loss, weight, bias, settings, device) -> dic
         accepted = acceptance(logits, wanted)
         tau = 1 + accepted.view(len(logits), -1, k).cumprod(-1).sum(-1).mean()
         n = len(logits)
-        totals += n * torch.tensor([float(loss(logits, wanted, batch.tokens[:, 1 : T + 1])), float(accepted.mean()), float(tau)])
+        totals += n * torch.tensor(
+            [float(loss(logits, wanted, batch.tokens[:, 1 : T + 1])), float(accepted.mean()), float(tau)]
+        )
         count += n
     draft.train()
     return dict(zip(("validation_loss", "acceptance", "tau"), (totals / count).tolist()))

@@ -1,10 +1,10 @@
 """The pocket models that come with the package: small, really trained, no network needed."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
 FOLDER = Path(__file__).parent
 _NEEDED = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
@@ -15,8 +15,8 @@ def names() -> list[str]:
     return sorted(path.parent.name for path in FOLDER.glob("*/tokenizer.json"))
 
 
-def load(name: str, folder: str | Path = FOLDER) -> tuple["PreTrainedModel", "PreTrainedTokenizerFast"]:
-    """A pocket model (float32, CPU, evaluation mode) and its tokenizer.
+def load(name: str, folder: str | Path = FOLDER) -> tuple[Any, "PreTrainedTokenizerFast"]:
+    """A pocket model (float32, CPU, evaluation mode) and its tokenizer: a transformers model, or a ``SpireModel``.
 
     They are stored in bf16 and computed with in float32, where greedy decoding does not depend on the shape of a
     batch. Raises ValueError for a name that does not exist, and FileNotFoundError or ValueError for a folder with
@@ -35,7 +35,12 @@ def load(name: str, folder: str | Path = FOLDER) -> tuple["PreTrainedModel", "Pr
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
+        if (path / "spire.json").exists():
+            from specdec.models.spire import SpireModel
+
+            model: Any = SpireModel.from_pretrained(path, dtype=torch.float32)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
         tokenizer = PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)
     except Exception as error:  # safetensors, tokenizers and json each have their own
         raise ValueError(

@@ -6,6 +6,8 @@ from the first of these that the class has:
 1. ``example(model)``, a static or class method on the part;
 2. construction without arguments;
 3. construction from a ``TableModel`` alone.
+
+A draft that reads its target, which it says by having ``taps`` or ``follow``, is built from the target: a tiny ``HFModel``.
 """
 
 from __future__ import annotations
@@ -15,8 +17,6 @@ import inspect
 import pkgutil
 from types import ModuleType
 from typing import Any
-
-import specdec as sd
 
 
 def modules(package: ModuleType) -> list[ModuleType]:
@@ -38,7 +38,12 @@ def parts(package: ModuleType, *methods: str) -> dict[str, type]:
     }
 
 
-def build(cls: type, model: sd.TableModel) -> Any:
+def reads_target(cls: type) -> bool:
+    """Whether a draft looks at its target's activations or at its cache, and so needs a target that has them."""
+    return hasattr(cls, "taps") or hasattr(cls, "follow")
+
+
+def build(cls: type, model: Any) -> Any:
     """An instance by the convention above; a ``TypeError`` that names it when there is none."""
     if hasattr(cls, "example"):
         return cls.example(model)

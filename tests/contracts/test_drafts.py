@@ -1,6 +1,7 @@
 """What every draft promises, on an exact table. See ``contracts/__init__.py`` for how a draft gets here: by itself.
 
-What hangs on a draft's memory is asked of a tiny random Hugging Face model too, whose cache really remembers.
+What hangs on a draft's memory is asked of a tiny random Hugging Face model too, whose cache really remembers. Drafts that read
+their target (``taps``, ``follow``) get such a model for a target, and are built from it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from tiny import tiny
 
 import specdec as sd
-from contracts import build, modules, parts
+from contracts import build, modules, parts, reads_target
 from specdec import tree
 from specdec.audit.certify import certify
 from specdec.audit.planted import DeclaredArgmax, LooksThenDrops
@@ -33,13 +34,27 @@ DRAFTS = parts(sd.drafts, "propose", "observe", "init", "select")
 
 
 @cache
-def small_model(kind: str) -> Any:
-    """What drafts are built from: ``SMALL``, or a model with a cache."""
-    return SMALL if kind == "table" else sd.HFModel(tiny("llama", seed=2, vocab_size=6))
+def model_of(kind: str) -> Any:
+    """``SMALL``, or a model with a cache."""
+    seed = {"llama": 2, "own target": 3}
+    return SMALL if kind == "table" else sd.HFModel(tiny("llama", seed=seed[kind], vocab_size=6))
+
+
+def kinds(cls: type) -> list[str]:
+    """The models to build a draft from."""
+    return ["own target"] if reads_target(cls) else ["table", "llama"]
+
+
+def target_of(cls: type) -> Any:
+    return model_of("own target") if reads_target(cls) else TARGET_MODEL
 
 
 every_draft = pytest.mark.parametrize("cls", DRAFTS.values(), ids=DRAFTS.keys())
-every_model = pytest.mark.parametrize("kind", ["table", "llama"])
+every_pair = pytest.mark.parametrize(
+    ("cls", "kind"),
+    [(cls, kind) for cls in DRAFTS.values() for kind in kinds(cls)],
+    ids=[f"{name}-{kind}" for name, cls in DRAFTS.items() for kind in kinds(cls)],
+)
 every_setting = pytest.mark.parametrize("settings", SETTINGS, ids=lambda s: f"T={s['temperature']}")
 
 
@@ -94,10 +109,10 @@ class Session:
     """A draft among its surroundings, one round at a time, with every budget in the test's hands."""
 
     def __init__(self, draft, settings, rows=(0, 1, 2, 3), seed=0, swap=None):
-        self.sampling = sd.Sampling(**settings)
-        self.draft = draft.bind(TARGET_MODEL, self.sampling) if hasattr(draft, "bind") else draft
+        self.sampling, self.target = sd.Sampling(**settings), target_of(type(draft))
+        self.draft = draft.bind(self.target, self.sampling) if hasattr(draft, "bind") else draft
         self.context = sd.Context.of([PROMPTS[b] for b in rows], capacity=64, request=torch.tensor(rows))
-        self.cache = TARGET_MODEL.cache(len(rows), 64)
+        self.cache = self.target.cache(len(rows), 64)
         self.rng = sd.Philox(seeds(seed, len(PROMPTS))[list(rows)])
         self.log: list[tuple[int, Decision]] = []
         self.swap = swap or {}
@@ -108,6 +123,7 @@ class Session:
     def rows(self):
         return self.context.request.tolist()
 
+    @torch.inference_mode()  # as the decoder does
     def round(self, budgets, foreign=False):
         """Draft, verify, commit. ``budgets`` by request; ``foreign``: the round is another draft's."""
         if not self.number:
@@ -126,7 +142,8 @@ class Session:
 
     def _finish(self, proposal, budget):
         context = self.context
-        scores = TARGET_MODEL.score(self.cache, context, proposal)
+        taps = {"taps": self.draft.taps} if getattr(self.draft, "taps", ()) else {}
+        scores = self.target.score(self.cache, context, proposal if proposal.nodes else None, **taps)
         probs = self.sampling(scores.logits, context, proposal)
         verdict = sd.Rejection(trust_declared=True)(proposal, probs, context, self.rng)
         if not self.number:
@@ -152,11 +169,14 @@ class Session:
         self.number += 1
         return round
 
+    @torch.inference_mode()
     def keep(self, requests):
         """Rows leave, and the others may change their order."""
         at = torch.tensor([self.rows.index(b) for b in requests])
         self.context, self.rng = self.context.select(at), self.rng.select(at)
         self.cache, self.state = self.cache.select(at), self.draft.select(self.state, at)
+        if hasattr(self.draft, "follow"):
+            self.state = self.draft.follow(self.state, self.cache)
 
 
 def play(draft, settings, **session):
@@ -247,17 +267,16 @@ def test_every_module_has_a_part():
 
 @every_draft
 def test_has_a_name_and_says_whether_it_draws_trees(cls):
-    draft = build(cls, SMALL)
+    draft = build(cls, model_of(kinds(cls)[0]))
     assert isinstance(draft.name, str)
     assert draft.name
     assert getattr(draft, "trees", False) in (False, True)
 
 
 @every_setting
-@every_model
-@every_draft
+@every_pair
 def test_proposals_keep_the_contract_for_every_budget(cls, settings, kind):
-    session = Session(build(cls, small_model(kind)), settings)
+    session = Session(build(cls, model_of(kind)), settings)
     for budgets in BUDGETS * 2:
         round = session.round(budgets)
         contract(session.draft, round.proposal, torch.tensor(budgets))
@@ -266,7 +285,7 @@ def test_proposals_keep_the_contract_for_every_budget(cls, settings, kind):
 @every_setting
 @every_draft
 def test_sampled_nodes_carry_the_law_that_they_were_drawn_from(cls, settings):
-    session = Session(build(cls, SMALL), settings)
+    session = Session(build(cls, model_of(kinds(cls)[0])), settings)
     for budgets in BUDGETS * 2:
         proposal = session.round(budgets).proposal
         dropped(proposal, session.log, session.rows)
@@ -277,7 +296,7 @@ def test_sampled_nodes_carry_the_law_that_they_were_drawn_from(cls, settings):
 @every_setting
 @every_draft
 def test_what_is_submitted_does_not_depend_on_what_is_dropped(cls, settings):
-    anticipation(build(cls, SMALL), settings)
+    anticipation(build(cls, model_of(kinds(cls)[0])), settings)
 
 
 def anticipation(draft, settings):
@@ -294,11 +313,10 @@ def anticipation(draft, settings):
 
 
 @every_setting
-@every_model
-@every_draft
+@every_pair
 def test_the_same_keys_give_the_same_proposal(cls, settings, kind):
     draft = build(
-        cls, small_model(kind)
+        cls, model_of(kind)
     )  # one part serves any number of runs: what it remembers is in its state
     once, between, again = (play(draft, settings, seed=seed) for seed in (7, 8, 7))
     assert once == again
@@ -306,12 +324,11 @@ def test_the_same_keys_give_the_same_proposal(cls, settings, kind):
 
 
 @every_setting
-@every_model
-@every_draft
+@every_pair
 def test_a_row_proposes_the_same_whoever_else_is_there(cls, settings, kind):
     """Left, alone, or in another order: the state stays aligned with its rows."""
-    whole = play(build(cls, small_model(kind)), settings)
-    leaving = Session(build(cls, small_model(kind)), settings)
+    whole = play(build(cls, model_of(kind)), settings)
+    leaving = Session(build(cls, model_of(kind)), settings)
     got = [seen(leaving.round(BUDGETS[0]))]
     leaving.keep([3, 2, 0])
     got.append(seen(leaving.round(BUDGETS[1])))
@@ -320,22 +337,21 @@ def test_a_row_proposes_the_same_whoever_else_is_there(cls, settings, kind):
     for there, all_of_them in zip(got, whole):
         assert there == {request: all_of_them[request] for request in there}
     for request in range(len(PROMPTS)):
-        alone = play(build(cls, small_model(kind)), settings, rows=(request,))
+        alone = play(build(cls, model_of(kind)), settings, rows=(request,))
         assert [a[request] for a in alone] == [w[request] for w in whole]
 
 
 @every_setting
-@every_model
-@every_draft
+@every_pair
 def test_rounds_of_other_drafts_do_no_harm(cls, settings, kind):
-    session = Session(build(cls, small_model(kind)), settings)
+    session = Session(build(cls, model_of(kind)), settings)
     for number, budgets in enumerate(BUDGETS * 2):
         round = session.round(budgets, foreign=number % 2 == 1)
         contract(session.draft, round.proposal, torch.tensor(budgets))
 
 
-def state_of(cls, kind="table"):
-    session = Session(build(cls, small_model(kind)), SETTINGS[1])
+def state_of(cls):
+    session = Session(build(cls, model_of(kinds(cls)[0])), SETTINGS[1])
     session.round(BUDGETS[0])
     return session.state
 
@@ -346,7 +362,7 @@ KEEPERS = {name: cls for name, cls in DRAFTS.items() if hasattr(state_of(cls), "
 @pytest.mark.parametrize("cls", KEEPERS.values(), ids=KEEPERS.keys())
 def test_what_a_draft_has_consumed_it_does_not_consume_again(cls):
     """A cache that follows neither commits nor rows repairs itself, at the price of feeding everything once more."""
-    session = Session(build(cls, small_model("llama")), SETTINGS[1])
+    session = Session(build(cls, model_of(kinds(cls)[-1])), SETTINGS[1])
     for budgets, stay in zip(BUDGETS, ([3, 2, 1, 0], [0, 3, 2], [0, 3, 2], [2, 3], [3])):
         session.round(budgets)
         session.keep(stay)
@@ -355,44 +371,42 @@ def test_what_a_draft_has_consumed_it_does_not_consume_again(cls):
             assert (session.state.cache.sync(session.context) >= session.context.length - 2).all()
 
 
-def test_some_drafts_have_a_cache():
-    assert {"Model", "Tree"} <= KEEPERS.keys()
+def test_some_drafts_have_a_cache_and_some_read_their_target():
+    assert {"MagicDec", "Model", "Tree"} <= KEEPERS.keys()
+    assert {"MagicDec", "Spire"} == {name for name, cls in DRAFTS.items() if reads_target(cls)}
 
 
-def texts(draft, settings, verifier, budgets, **call):
-    base = sd.decoder(TARGET_MODEL).sampling(**settings).verifier(verifier)
+def texts(target, draft, settings, verifier, budgets, **call):
+    base = sd.decoder(target).sampling(**settings).verifier(verifier)
     decoder = (base if draft is None else base.draft(draft, length=4)).build()
     return decoder.generate(PROMPTS, budgets, **call).ids
 
 
 @pytest.mark.parametrize("budgets", [12, [1, 9, 2, 17]], ids=["even", "ragged"])
 @pytest.mark.parametrize("eos", [(), (3,)], ids=["no eos", "eos"])
-@every_model
-@every_draft
+@every_pair
 def test_greedy_output_is_plain_decodings(cls, budgets, eos, kind):
-    greedy = SETTINGS[0]
-    plain = texts(None, greedy, sd.Rejection(), budgets, seed=0, eos_token_id=eos)
-    assert (
-        texts(build(cls, small_model(kind)), greedy, sd.Rejection(), budgets, seed=0, eos_token_id=eos)
-        == plain
-    )
-    assert texts(build(cls, TARGET_MODEL), greedy, sd.Rejection(), budgets, seed=0, eos_token_id=eos) == plain
+    target, call = target_of(cls), {"seed": 0, "eos_token_id": eos}
+    plain = texts(target, None, SETTINGS[0], sd.Rejection(), budgets, **call)
+    for model in (model_of(kind), target):
+        assert texts(target, build(cls, model), SETTINGS[0], sd.Rejection(), budgets, **call) == plain
 
 
 @pytest.mark.parametrize("budgets", [12, [1, 9, 2, 17]], ids=["even", "ragged"])
 @pytest.mark.parametrize("settings", SETTINGS[1:], ids=lambda s: f"T={s['temperature']}")
-@every_model
-@every_draft
+@every_pair
 def test_coupled_output_is_plain_samplings(cls, settings, budgets, kind):
-    seed = [11, 12, 13, 14]
-    plain = texts(None, settings, sd.Coupled(), budgets, seed=seed)
-    assert texts(build(cls, small_model(kind)), settings, sd.Coupled(), budgets, seed=seed) == plain
-    assert texts(None, settings, sd.Coupled(), budgets, seed=[1, 2, 3, 4]) != plain
+    seed, target = [11, 12, 13, 14], target_of(cls)
+    plain = texts(target, None, settings, sd.Coupled(), budgets, seed=seed)
+    assert texts(target, build(cls, model_of(kind)), settings, sd.Coupled(), budgets, seed=seed) == plain
+    assert texts(target, None, settings, sd.Coupled(), budgets, seed=[1, 2, 3, 4]) != plain
 
 
 @every_draft
 def test_the_output_has_the_targets_law_exactly(cls):
     target, small = sd.TableModel.random(3, seed=2, zeros=0.3), sd.TableModel.random(3, seed=3, zeros=0.3)
+    if reads_target(cls):
+        target = small = sd.HFModel(tiny("llama", seed=4, vocab_size=3))
     decoder = sd.decoder(target).draft(build(cls, small), length=2).build()
     found = certify(decoder, prompts=[[0], [2, 1, 2]], max_new_tokens=[4, 3])
     assert found.lossless, found

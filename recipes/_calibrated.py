@@ -1,0 +1,159 @@
+"""The throughput model with a machine's own constants: bare steps timed at some grid points, and rounds predicted at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from _steady import Group, Measured, clocked
+
+import specdec as sd
+from specdec.cost import AUTOREGRESSIVE, Fitted, Host, Load, Method, Round, Shape, Step, calibrate
+from specdec.drafts.spire import _Steps
+from specdec.types import Context, Proposal
+
+
+class Bare(NamedTuple):
+    """A timed step: ``what`` is a method's draft step, or the target's (``"target"``)."""
+
+    what: str
+    batch: int
+    context: int
+    tokens: int
+    step: Step
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Model:
+    """Shapes of what was measured, and from them the steps of a round.
+
+    Attributes:
+        methods: without plain decoding. bytes: of a weight and of a cached value.
+    """
+
+    target: Shape
+    methods: Mapping[str, Method]
+    bytes: int
+
+    def round(self, method: str, batch: int, context: float, k: int) -> Round:
+        load = Load(batch, context, max(k, 1), self.bytes, self.bytes).full
+        return self.methods.get(method, AUTOREGRESSIVE).round(self.target, load)
+
+
+class Around(NamedTuple):
+    """A method's host work: while it drafts k tokens, and in the rest of a round."""
+
+    draft: Host
+    rest: Host
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """A model with constants."""
+
+    model: Model
+    machine: Fitted
+    hosts: Mapping[str, Around]
+
+    def seconds(self, method: str, batch: int, context: float, k: int) -> float:
+        """Of a round."""
+        one, host = self.model.round(method, batch, context, k), self.hosts[method]
+        drafting = host.draft.seconds(batch, k) if k else 0.0
+        return one.seconds(self.machine) + drafting + host.rest.seconds(batch, k + 1)
+
+    def multiplier(self, method: str, batch: int, context: float, k: int, tau: float) -> float:
+        """Tokens a second over plain decoding's; ``tau`` is an input."""
+        plain = self.seconds("plain", batch, context, 0)
+        return tau * plain / self.seconds(method, batch, context, k)
+
+
+def bare_steps(
+    decoders: Mapping[str, sd.Decoder],
+    group: Group,
+    context: int,
+    k: Iterable[int],
+    repeats: int,
+    model: Model,
+) -> list[Bare]:
+    """Forwards alone (no sampling, no bookkeeping), all in turn: the target's over 1 and k + 1 tokens, each draft's over 1.
+
+    Args:
+        decoders: by method; ``group`` is what they are about to decode.
+    """
+    group.use()
+    target = decoders["plain"].target
+    B = group.context.batch
+    tokens = group.context.tokens.clone()
+    tokens[:, context] = tokens[:, context - 1]  # any token will do
+    text = Context(tokens, group.context.length + 1, group.context.prompt_length, group.context.request)
+    names: list[tuple[str, int]] = []
+    steps: list[Callable[[], Any]] = []
+    with torch.inference_mode():
+        cache = target.cache(B, tokens.shape[1])
+        cache.matched(group.context)
+        for n in sorted({1, *(length + 1 for length in k)}):
+            nodes = Proposal.chain(tokens[:, : n - 1], torch.full((B,), n - 1)) if n > 1 else None
+            names.append(("target", n))
+            steps.append(target.bare_step(cache, text, nodes))
+        for method, decoder in decoders.items():
+            if method != "plain":
+                names.append((method, 1))
+                steps.append(_draft_step(decoder.draft, cache, text, group.context))
+    seconds = clocked(steps, repeats)
+    return [
+        Bare(what, B, context, n, _step(model, what, B, context, n), s)
+        for (what, n), s in zip(names, seconds)
+    ]
+
+
+def _draft_step(draft: Any, target_cache: Any, text: Context, prompt: Context) -> Callable[[], Any]:
+    """One step of a draft after ``text``."""
+    if isinstance(draft, sd.drafts.Spire):
+        step = _Steps(draft.model, draft.ring(text.batch, text.tokens.shape[1]), text, 2)
+        tokens = text.tokens[:, 0].to(draft.model.device)
+        return lambda: step(0, tokens)
+    if isinstance(draft, sd.drafts.MagicDec):
+        return draft.view.bare_step(draft.view.of(target_cache), text)
+    cache = draft.model.cache(text.batch, text.tokens.shape[1])
+    draft.model.score(cache, prompt)  # a draft has fed all but the prompt's last token
+    return draft.model.bare_step(cache, text)
+
+
+def _step(model: Model, what: str, batch: int, context: int, tokens: int) -> Step:
+    if what != "target":
+        draft = model.round(what, batch, context, 1).draft
+        assert draft is not None
+        return draft
+    one = model.round(next(iter(model.methods)), batch, context, max(tokens - 1, 1))
+    return one.verify if tokens > 1 else one.target
+
+
+def fit(
+    model: Model, bare: Iterable[Bare], rounds: Mapping[tuple[int, int, float], Iterable[Measured]]
+) -> Calibrated:
+    """Constants from bare steps, and then each method's host work from what its rounds took beyond them.
+
+    Args:
+        rounds: measured at ``(batch, context, mean context while decoding)``.
+    """
+    machine = calibrate([(b.step, b.seconds) for b in bare], "this machine", cached_apart=True)
+    drafting: dict[str, list[tuple[int, int, float, float]]] = {}
+    rest: dict[str, list[tuple[int, int, float, float]]] = {}
+    for (batch, _, context), some in rounds.items():
+        for m in some:
+            one = model.round(m.method, batch, context, m.k)
+            bound = one.seconds(machine)
+            drawn = 0.0
+            if one.draft is not None and m.k:
+                drawn = machine.time(one.draft)
+                drafting.setdefault(m.method, []).append((batch, m.k, m.stage("draft"), m.k * drawn))
+            left = m.round_seconds - (m.stage("draft") if m.k else 0.0)
+            rest.setdefault(m.method, []).append((batch, m.k + 1, left, bound - m.k * drawn))
+    hosts = {
+        method: Around(Host.fit(drafting[method]) if method in drafting else Host(), Host.fit(samples))
+        for method, samples in rest.items()
+    }
+    return Calibrated(model, machine, hosts)

@@ -1,0 +1,182 @@
+"""A machine's constants from step times measured on it, and the host's work around steps from round times.
+
+The model is that of SPIRe (arXiv 2504.06419, section 2) with the overheads of ``Hardware``, so that a handful of measurements
+predicts steps of other sizes. Constants are fitted to *relative* errors, or else the largest steps would be all that counts, and none
+is negative. The problems are small and searched exhaustively: nothing here depends on a starting point.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import combinations
+
+import numpy as np
+
+from specdec.cost.hardware import Hardware
+from specdec.cost.terms import Step
+
+CACHED = ("kv_reads", "kv_writes")
+"""Terms that move cached keys and values."""
+
+
+@dataclass(frozen=True)
+class Fitted(Hardware):
+    """``Hardware`` that was fitted to measurements.
+
+    Attributes:
+        cached_bytes_per_second: rate at which cached keys and values move; ``None``: as fast as everything else. Weights that fit
+            a processor's cache are read faster than the keys and values of a long context, which do not.
+        residuals: modelled over measured seconds, less 1, of each sample in the order given.
+    """
+
+    cached_bytes_per_second: float | None = None
+    residuals: tuple[float, ...] = ()
+
+    @property
+    def error(self) -> float:
+        """Median relative error on the samples, without sign."""
+        return float(np.median(np.abs(self.residuals))) if self.residuals else float("nan")
+
+    def time(self, step: Step) -> float:
+        """Seconds for a step."""
+        compute, moved = step.flops / self.flops, step.bytes / self.bytes_per_second
+        if self.cached_bytes_per_second is not None:
+            cached = _cached(step)
+            moved += cached / self.cached_bytes_per_second - cached / self.bytes_per_second
+        roof = max(compute, moved) if self.overlapped else compute + moved
+        return roof + self.overhead + self.overhead_per_layer * step.layers
+
+
+@dataclass(frozen=True)
+class Host:
+    """What one side of a round does around its steps, in seconds: sampling, verification, bookkeeping, and caches gone cold.
+
+    ``fixed + per_row * rows + tokens * (per_token + per_row_token * rows)``: some work is done once, some for each row, some for each
+    step of a draft, and some (laws over the vocabulary) for each token of each row.
+
+    Raises:
+        ValueError: a negative part.
+    """
+
+    fixed: float = 0.0
+    per_row: float = 0.0
+    per_token: float = 0.0
+    per_row_token: float = 0.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if getattr(self, field.name) < 0:
+                raise ValueError(f"{field.name} is {getattr(self, field.name)}: give seconds, at least 0")
+
+    def seconds(self, rows: int, tokens: int = 1) -> float:
+        """Seconds for ``tokens`` tokens of each of ``rows`` rows."""
+        return self.fixed + self.per_row * rows + tokens * (self.per_token + self.per_row_token * rows)
+
+    @classmethod
+    def fit(cls, samples: Iterable[tuple[int, int, float, float]]) -> Host:
+        """From ``(rows, tokens, measured, explained)``: seconds measured, and those of them that steps explain.
+
+        Errors are relative to ``measured``. Where steps explain more than was measured, nothing is left for the host.
+
+        Raises:
+            ValueError: no samples, or seconds that are not positive.
+        """
+        some = list(samples)
+        _check([measured for _, _, measured, _ in some])
+        measured = np.array([m for _, _, m, _ in some])
+        left = np.array([m - e for _, _, m, e in some])
+        columns = np.array([[1.0, rows, tokens, rows * tokens] for rows, tokens, _, _ in some])
+        return cls(*_positive(columns / measured[:, None], left / measured).tolist())
+
+
+def calibrate(
+    samples: Iterable[tuple[Step, float]],
+    name: str = "measured",
+    *,
+    overlapped: bool | None = None,
+    cached_apart: bool = False,
+) -> Fitted:
+    """The machine that explains measured steps best.
+
+    Args:
+        samples: steps and their seconds. They must differ in FLOPs, bytes and layers: several batches, contexts and models.
+        overlapped: whether memory moves while the machine computes; ``None`` takes what fits better.
+        cached_apart: give cached keys and values a rate of their own.
+    Raises:
+        ValueError: fewer samples than constants, or seconds that are not positive.
+    """
+    some = list(samples)
+    _check([seconds for _, seconds in some])
+    needed = 5 if cached_apart else 4
+    if len(some) < needed:
+        raise ValueError(
+            f"{len(some)} samples for {needed} constants: measure at least {needed} steps of different batches, contexts and models"
+        )
+    kinds = (True, False) if overlapped is None else (overlapped,)
+    found = [made for kind in kinds for made in _machines(some, name, kind, cached_apart)]
+    return min(found, key=lambda made: sum(r * r for r in made.residuals))
+
+
+def _machines(
+    samples: Sequence[tuple[Step, float]], name: str, overlapped: bool, apart: bool
+) -> Iterable[Fitted]:
+    """Candidates: one without overlap; with it, some for each border in intensity between steps that wait for memory and the others.
+
+    With one rate for all bytes the right border is among those tried. With two it need not be, so each candidate says which of its
+    steps wait, and is fitted again until that stands.
+    """
+    seconds = np.array([s for _, s in samples])
+    flops = np.array([step.flops for step, _ in samples])
+    cached = np.array([_cached(step) if apart else 0.0 for step, _ in samples])
+    others = np.array([step.bytes for step, _ in samples]) - cached
+    layers = np.array([float(step.layers) for step, _ in samples])
+    every = np.ones(len(samples), dtype=bool)
+    parts = [(every, every)]
+    if overlapped:
+        intensity = flops / (others + cached)
+        parts = [(intensity > border, intensity <= border) for border in [0.0, *np.unique(intensity)]]
+    for computing, moving in parts:
+        for _ in range(8):
+            columns = [flops * computing, others * moving, cached * moving, np.ones_like(flops), layers]
+            x = _positive(np.stack(columns, 1) / seconds[:, None], np.ones_like(seconds))
+            made = _machine(name, x.tolist(), overlapped, apart)
+            yield replace(made, residuals=tuple(made.time(step) / s - 1 for step, s in samples))
+            now = flops * x[0] > others * x[1] + cached * x[2]
+            if not overlapped or (now == computing).all():
+                break
+            computing, moving = now, ~now
+
+
+def _machine(name: str, x: list[float], overlapped: bool, apart: bool) -> Fitted:
+    """From seconds a FLOP, a byte, a cached byte, a step and a layer. A rate that no step shows is no limit."""
+    flops, other, cached = (1 / v if v > 0 else float("inf") for v in x[:3])
+    return Fitted(name, flops, other, x[3], x[4], overlapped, cached if apart else None)
+
+
+def _positive(columns: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """The least-squares solution of ``columns @ x = values`` with ``x >= 0``: the best over all subsets of columns."""
+    count = columns.shape[1]
+    scale = np.abs(columns).max(0)
+    scale[scale == 0] = 1
+    best, error = np.zeros(count), float((values**2).sum())
+    for size in range(1, count + 1):
+        for chosen in combinations(range(count), size):
+            part = columns[:, chosen] / scale[list(chosen)]
+            x = np.linalg.lstsq(part, values, rcond=None)[0]
+            left = float(((part @ x - values) ** 2).sum())
+            if (x >= 0).all() and left < error - 1e-12 * len(values):  # no column for rounding's sake
+                best, error = np.zeros(count), left
+                best[list(chosen)] = x / scale[list(chosen)]
+    return best
+
+
+def _cached(step: Step) -> float:
+    return sum(w.bytes for w in step.work if w.name in CACHED)
+
+
+def _check(seconds: Sequence[float]) -> None:
+    if not seconds:
+        raise ValueError("samples is empty: give measured steps and their seconds")
+    if not all(0 < s < float("inf") for s in seconds):
+        raise ValueError("a sample has seconds that are not positive and finite: it was not measured")

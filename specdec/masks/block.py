@@ -1,0 +1,26 @@
+"""Block-local attention: a query sees the block of positions that it stands in (Blockwise BERT, Qiu et al., arXiv 1911.02972)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from specdec.masks.mask import Mask
+
+
+@dataclass(frozen=True, repr=False)
+class Block(Mask):
+    """``kv // size == q // size``: in both directions inside a block, unless it is taken with ``Causal()``.
+
+    Raises:
+        ValueError: a size below 1.
+    """
+
+    size: int
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise ValueError(f"Block({self.size}): a block holds at least 1 position")
+
+    def __call__(self, b: Any, h: Any, q_position: Any, kv_position: Any) -> Any:
+        return kv_position // self.size == q_position // self.size

@@ -1,0 +1,105 @@
+"""From a mask to what an attention kernel takes: a boolean tensor, FlexAttention's ``BlockMask``, or intervals of slots."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+
+if TYPE_CHECKING:
+    from specdec.masks.mask import MaskMod
+
+
+def dense(mask: MaskMod, q_positions: Tensor, kv_positions: Tensor, row: int = 0, head: int = 0) -> Tensor:
+    """Who sees whom, as SDPA's boolean ``attn_mask`` wants it.
+
+    Args:
+        q_positions: ``[Q]`` for one row, or ``[B, Q]``. kv_positions: ``[K]``, or ``[B, K]``. Where the mask holds tensors, on
+            their device.
+        row: whose mask, when both are of one row. head: whose mask, where heads differ.
+    Returns:
+        ``[Q, K]``, or ``[B, Q, K]`` when either has rows.
+    """
+    q, kv = q_positions[..., :, None], kv_positions[..., None, :]
+    shape = torch.broadcast_shapes(q.shape, kv.shape)
+    b: Any = torch.tensor(row, device=q.device)
+    if len(shape) == 3:
+        b = torch.arange(shape[0], device=q.device)[:, None, None]
+    seen = mask(b, torch.tensor(head, device=q.device), q, kv)
+    return torch.as_tensor(seen, dtype=torch.bool, device=q.device).expand(shape)
+
+
+def home(mask: MaskMod) -> torch.device:
+    """Where the tensors of a mask live; the CPU when it has none."""
+    for part in mask.parts() if hasattr(mask, "parts") else ():
+        for value in vars(part).values():
+            if isinstance(value, Tensor):
+                return value.device
+    return torch.device("cpu")
+
+
+def block_mask(
+    mask: MaskMod,
+    queries: int,
+    keys: int,
+    *,
+    first: int = 0,
+    rows: int | None = None,
+    heads: int | None = None,
+    device: Any = "cpu",
+    block: int | tuple[int, int] = 128,
+) -> BlockMask:
+    """For ``flex_attention``: query i stands at position (or slot) ``first + i``, key j at j.
+
+    Args:
+        rows, heads: as many as the mask tells apart; ``None`` where all are alike.
+        block: positions to a block, of queries and keys alike or one each.
+    Raises:
+        ValueError: nothing to attend from or to.
+    """
+    if queries < 1 or keys < 1:
+        raise ValueError(f"block_mask of {queries} queries and {keys} keys: both must be at least 1")
+    return create_block_mask(_moved(mask, first), rows, heads, queries, keys, device=device, BLOCK_SIZE=block)
+
+
+def _moved(mask: MaskMod, first: int) -> Callable[[Any, Any, Any, Any], Any]:
+    # Always a plain function of four arguments, which is how FlexAttention tells masks from score functions.
+    def mask_mod(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return mask(b, h, q + first, kv)
+
+    return mask_mod
+
+
+def intervals(
+    mask: MaskMod, q_position: int, slots: int | None = None, *, row: int = 0, head: int = 0, limit: int = 4
+) -> list[tuple[int, int]]:
+    """The slots that one query sees, as half-open intervals ``[start, end)``, ascending and apart from each other.
+
+    Sinks and a window give two. For an attention plan whose rows hold several ranges of slots.
+
+    Args:
+        slots: look at slots below; by default up to the query's own, which is all that a causal query can see.
+        limit: the most intervals that are worth a kernel call each.
+    Raises:
+        ValueError: a tree, or more intervals than the limit.
+    """
+    for part in mask.parts() if hasattr(mask, "parts") else ():
+        if part.no_intervals:
+            raise ValueError(f"{mask!r} has no intervals: {part.no_intervals}")
+    if q_position < 0:
+        raise ValueError(f"q_position is {q_position}: positions are counted from 0")
+    length = q_position + 1 if slots is None else slots
+    device = home(mask)
+    query, keys = torch.tensor([q_position], device=device), torch.arange(length, device=device)
+    seen = dense(mask, query, keys, row, head)[0].to("cpu", torch.int8)
+    edge = torch.nn.functional.pad(seen, (1, 1)).diff()
+    found = list(zip((edge == 1).nonzero()[:, 0].tolist(), (edge == -1).nonzero()[:, 0].tolist()))
+    if len(found) > limit:
+        raise ValueError(
+            f"{mask!r} gives the query at {q_position} {len(found)} intervals and the limit is {limit}: use dense or "
+            "block_mask, or raise the limit"
+        )
+    return found

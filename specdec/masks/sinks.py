@@ -1,0 +1,28 @@
+"""Attention sinks: the first positions, which every query keeps seeing (StreamingLLM, Xiao et al., arXiv 2309.17453)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from specdec.masks.mask import Mask
+
+
+@dataclass(frozen=True, repr=False)
+class Sinks(Mask):
+    """``kv < count``. StreamingLLM's mask is ``Causal() & (Sinks(4) | Window(w))``; SPIRe's has one sink and ``w = 64``.
+
+    Raises:
+        ValueError: a negative count.
+    """
+
+    count: int
+
+    def __post_init__(self) -> None:
+        if self.count < 0:
+            raise ValueError(
+                f"Sinks({self.count}): the number of first positions that stay visible; 0 leaves them out"
+            )
+
+    def __call__(self, b: Any, h: Any, q_position: Any, kv_position: Any) -> Any:
+        return kv_position < self.count

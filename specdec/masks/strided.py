@@ -1,0 +1,26 @@
+"""Strided attention: a query sees every so many positions back (Sparse Transformer, Child et al., arXiv 1904.10509)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from specdec.masks.mask import Mask
+
+
+@dataclass(frozen=True, repr=False)
+class Strided(Mask):
+    """``(q - kv) % stride == 0``; the paper's second head, whose first is ``Window(stride)``.
+
+    Raises:
+        ValueError: a stride below 1.
+    """
+
+    stride: int
+
+    def __post_init__(self) -> None:
+        if self.stride < 1:
+            raise ValueError(f"Strided({self.stride}): the distance between seen positions is at least 1")
+
+    def __call__(self, b: Any, h: Any, q_position: Any, kv_position: Any) -> Any:
+        return (q_position - kv_position) % self.stride == 0

@@ -1,0 +1,30 @@
+"""The sliding window: a query sees the latest positions only (Longformer, Beltagy et al., arXiv 2004.05150)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from specdec.masks.mask import Mask
+
+
+@dataclass(frozen=True, repr=False)
+class Window(Mask):
+    """``kv > q - size``: as many positions, the query's own included. The same as ``window`` of the attention plan.
+
+    It bounds the past alone, so use it as ``Causal() & Window(size)``.
+
+    Raises:
+        ValueError: a size below 1: a query must see itself.
+    """
+
+    size: int
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise ValueError(
+                f"Window({self.size}): a query sees itself, so the size is at least 1; for no window leave it out"
+            )
+
+    def __call__(self, b: Any, h: Any, q_position: Any, kv_position: Any) -> Any:
+        return kv_position > q_position - self.size

@@ -1,0 +1,507 @@
+"""What every pruner promises: of KV on plain tensors, of weights on tiny models. They get here by themselves.
+
+- A *pruner* of KV is a public class with the call of ``specdec.pruning.Pruner``; it is made without arguments, or by
+  ``example(model)``.
+- A *selection* is a public function that returns ``list[int]`` or ``list[list[int]]``; a *layer budget* is one with a ``budget``.
+- A *builder* is a public function ``keep_<what>(model, selection)``.
+- An *observation* is a public function ``(model, tokens, length)`` that returns a tensor, ``[layers, ...]``.
+- A *score* is any other public function that returns a tensor; tests/test_pruning.py compares those with their definitions.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import hashlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from tiny import tiny
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from contracts import build, modules
+from specdec import pruning
+
+# -- what there is -----------------------------------------------------------------------------------------------------
+
+HELPERS = {"observe", "rebuild"}  # what the parts are made with; nobody else calls it
+FOUND: dict[str, Any] = {
+    f"{module.__name__.rpartition('.')[2]}.{name}": thing
+    for module in modules(pruning)
+    for name, thing in vars(module).items()
+    if (inspect.isclass(thing) or inspect.isfunction(thing))
+    and thing.__module__ == module.__name__
+    and not name.startswith("_")
+    and module.__name__.rpartition(".")[2] not in HELPERS
+}
+CALL = list(inspect.signature(pruning.Pruner.__call__).parameters)
+
+
+def kind(name: str) -> str:
+    thing = FOUND[name]
+    if inspect.isclass(thing):
+        own = "__call__" in vars(thing) and list(inspect.signature(thing.__call__).parameters) == CALL
+        return "pruner" if own and not getattr(thing, "_is_protocol", False) else "value"
+    parameters, returns = (
+        list(inspect.signature(thing).parameters),
+        inspect.signature(thing).return_annotation,
+    )
+    own_name = name.partition(".")[2]
+    if own_name.startswith("check"):
+        return "check"
+    if own_name.startswith("keep_") and len(parameters) == 2 and parameters[0] == "model":
+        return "builder"
+    if parameters == ["model", "tokens", "length"] and returns == "Tensor":
+        return "observation"
+    if returns in ("list[int]", "list[list[int]]"):
+        return "budget" if "budget" in parameters else "selection"
+    return "score" if returns == "Tensor" else "unknown"
+
+
+def of_kind(which: str) -> dict[str, Any]:
+    return {name: thing for name, thing in FOUND.items() if kind(name) == which}
+
+
+PRUNERS, SELECTIONS, BUDGETS = of_kind("pruner"), of_kind("selection"), of_kind("budget")
+BUILDERS, OBSERVATIONS = of_kind("builder"), of_kind("observation")
+
+
+def test_everything_public_is_of_some_kind():
+    assert of_kind("unknown") == {}
+    assert set(of_kind("value")) == {"slots.Pruner", "vocabulary.Trimmed"}
+    with_parts = {name.partition(".")[0] for name in FOUND}
+    assert {m.__name__.rpartition(".")[2] for m in modules(pruning)} == with_parts | HELPERS
+    assert len(PRUNERS) >= 7
+    assert len(BUILDERS) >= 4
+    assert len(OBSERVATIONS) >= 3
+
+
+# -- pruners of KV -----------------------------------------------------------------------------------------------------
+
+B, H, S, D = 4, 2, 14, 6
+LENGTH = torch.tensor([9, 14, 5, 11])
+
+
+def case(dtype: torch.dtype = torch.float64, group: int = 2, seed: int = 0) -> dict[str, Tensor]:
+    torch.manual_seed(seed)
+    make = lambda *shape: torch.randn(*shape, dtype=dtype)  # noqa: E731
+    return {
+        "keys": make(B, H, S, D),
+        "values": make(B, H, S, D + 1),
+        "length": LENGTH.clone(),
+        "queries": make(B, H * group, 3, D),
+        "attention": torch.rand(B, H * group, S, dtype=dtype),
+    }
+
+
+def rows_of(kept: Tensor) -> list[list[list[int]]]:
+    """Row, head -> the slots, without the padding."""
+    return [[[slot for slot in head if slot >= 0] for head in row] for row in kept.tolist()]
+
+
+def check_keeps_ascending_slots_within_the_budget(pruner: Any) -> None:
+    for budget in (5, 7, 9, 14, 20):
+        for group in (1, 3):
+            given = case(group=group)
+            kept = pruner(budget=budget, **given)
+            K = min(budget, S)
+            assert kept.shape == (B, H, K)
+            assert kept.dtype == torch.long
+            for b, row in enumerate(rows_of(kept)):
+                for h, slots in enumerate(row):
+                    length = int(given["length"][b])
+                    assert slots == sorted(set(slots))
+                    assert all(slot < length for slot in slots)
+                    assert kept[b, h].tolist() == slots + [-1] * (K - len(slots))
+                    assert len(slots) == min(budget, length)
+
+
+def check_leaves_its_arguments_alone(pruner: Any) -> None:
+    given = case()
+    before = {name: t.clone() for name, t in given.items()}
+    pruner(budget=6, **given)
+    assert all(torch.equal(before[name], given[name]) for name in given)
+
+
+def check_never_looks_at_empty_slots(pruner: Any) -> None:
+    given, kept = case(), pruner(budget=6, **case())
+    for b, length in enumerate(LENGTH.tolist()):
+        given["keys"][b, :, length:] = float("nan")
+        given["values"][b, :, length:] = float("nan")
+        given["attention"][b, :, length:] = float("nan")
+    assert torch.equal(pruner(budget=6, **given), kept)
+
+
+def check_a_row_does_not_depend_on_its_batch(pruner: Any) -> None:
+    given, kept = case(), pruner(budget=6, **case())
+    for rows in (torch.tensor([2]), torch.tensor([3, 0, 0, 1])):
+        assert torch.equal(pruner(budget=6, **{name: t[rows] for name, t in given.items()}), kept[rows])
+    wide = {
+        name: torch.nn.functional.pad(given[name], pad, value=9.0)
+        for name, pad in (("keys", (0, 0, 0, 4)), ("values", (0, 0, 0, 4)), ("attention", (0, 4)))
+    }
+    assert torch.equal(pruner(budget=6, **{**given, **wide}), kept)
+
+
+def check_says_the_same_twice(pruner: Any) -> None:
+    given = case()
+    assert torch.equal(pruner(budget=6, **given), pruner(budget=6, **given))
+
+
+def check_works_in_low_precision(pruner: Any) -> None:
+    given = case(torch.bfloat16)
+    wide = {name: t.double() if t.is_floating_point() else t for name, t in given.items()}
+    kept, expected = (rows_of(pruner(budget=6, **g)) for g in (given, wide))
+    for b in range(B):
+        for h in range(H):  # sums in float32 may swap what is nearly equal
+            assert len(set(kept[b][h]) ^ set(expected[b][h])) <= 2
+
+
+def check_asks_for_what_it_needs(pruner: Any) -> None:
+    given = case()
+    for name in ("queries", "attention"):
+        less = {key: t for key, t in given.items() if key != name}
+        try:
+            pruner(budget=6, **less)
+        except ValueError as error:
+            assert f"needs {name}=: " in str(error)  # noqa: PT017
+            assert "[" in str(error)  # noqa: PT017  # the shape, or how to get it
+        else:
+            junk = torch.full_like(given[name], float("nan"))
+            assert torch.equal(pruner(budget=6, **less), pruner(budget=6, **{**given, name: junk}))
+
+
+def check_refuses_what_makes_no_sense(pruner: Any) -> None:
+    for change, message in (
+        ({"budget": 0}, "budget is 0: keep at least 1"),
+        ({"budget": -2}, "budget is -2: keep at least 1"),
+        ({"length": torch.tensor([9, 15, 5, 11])}, r"length\[1\] is 15 and a row has 14 slots"),
+        ({"length": torch.tensor([9, -1, 5, 11])}, r"length\[1\] is -1"),
+        ({"length": torch.tensor([9])}, r"length is \[1\]; it must be \[4\]"),
+        ({"keys": torch.zeros(B, H, S)}, "keys are"),
+        ({"values": torch.zeros(B, H, S + 1, D)}, "keys are"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            pruner(**{"budget": 6, **case(), **change})
+    for small in range(1, 5):  # what a pruner keeps in any case may not fit, and then it says so
+        try:
+            kept = pruner(budget=small, **case())
+        except ValueError as error:
+            assert f"budget is {small} and " in str(error)  # noqa: PT017
+            assert ": raise the budget, or " in str(error)  # noqa: PT017
+        else:
+            assert [[len(slots) for slots in row] for row in rows_of(kept)] == [[small] * H] * B
+
+
+def check_is_a_small_value(pruner: Any) -> None:
+    assert dataclasses.is_dataclass(pruner)
+    assert type(pruner).__dataclass_params__.frozen
+    assert pruner == copy.deepcopy(pruner)
+    assert "\n" not in repr(pruner)
+    about = inspect.getmodule(pruner).__doc__
+    assert "arXiv" in about or "control" in about  # each is linked to its paper, or says that it has none
+
+
+CHECKS = [thing for name, thing in list(globals().items()) if name.startswith("check_")]
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
+@pytest.mark.parametrize("cls", PRUNERS.values(), ids=PRUNERS.keys())
+def test_every_pruner(cls, check):
+    check(build(cls, None))
+
+
+# Mistakes that the suite must catch, as changes of a correct pruner.
+
+
+@dataclass(frozen=True)
+class Planted:
+    wrong: Callable[..., Tensor]
+
+    def __call__(self, keys, values, length, budget, queries=None, attention=None):
+        return self.wrong(pruning.KeyNorm(), keys, values, length, budget, queries, attention)
+
+
+def mutates(right, keys, values, length, budget, queries, attention):
+    kept = right(keys, values, length, budget)
+    keys.mul_(2)
+    return kept
+
+
+def unsorted(right, keys, values, length, budget, queries, attention):
+    return right(keys, values, length, budget).flip(-1)
+
+
+def pads_with_zeros(right, keys, values, length, budget, queries, attention):
+    return right(keys, values, length, budget).clamp(min=0)
+
+
+def whole_buffer(right, keys, values, length, budget, queries, attention):
+    return right(keys, values, torch.full_like(length, keys.shape[2]), budget)
+
+
+def one_short(right, keys, values, length, budget, queries, attention):
+    kept = right(keys, values, length, budget).clone()
+    kept[..., -1] = -1
+    return kept
+
+
+def by_the_batch(right, keys, values, length, budget, queries, attention):
+    return right(keys - keys[:1] * 0.5, values, length, budget)
+
+
+def by_chance(right, keys, values, length, budget, queries, attention):
+    return right(torch.rand_like(keys), values, length, budget)
+
+
+def by_the_padding(right, keys, values, length, budget, queries, attention):
+    keys = keys.nan_to_num(0)
+    return right(keys - keys.mean(2, keepdim=True), values, length, budget)
+
+
+def never_refuses(right, keys, values, length, budget, queries, attention):
+    return right(keys, values, length, max(budget, 1))
+
+
+def crashes_without(right, keys, values, length, budget, queries, attention):
+    if attention is None:
+        raise ValueError("no attention")
+    return right(keys, values, length, budget)
+
+
+PLANTED = {
+    mutates: check_leaves_its_arguments_alone,
+    unsorted: check_keeps_ascending_slots_within_the_budget,
+    pads_with_zeros: check_keeps_ascending_slots_within_the_budget,
+    one_short: check_keeps_ascending_slots_within_the_budget,
+    whole_buffer: check_keeps_ascending_slots_within_the_budget,
+    by_the_batch: check_a_row_does_not_depend_on_its_batch,
+    by_chance: check_says_the_same_twice,
+    by_the_padding: check_never_looks_at_empty_slots,
+    crashes_without: check_asks_for_what_it_needs,
+}
+
+
+@pytest.mark.parametrize(("wrong", "check"), PLANTED.items(), ids=lambda f: f.__name__)
+def test_planted_mistakes_are_caught(wrong, check):
+    with pytest.raises(AssertionError):
+        check(Planted(wrong))
+
+
+def test_a_planted_lenience_is_caught():
+    with pytest.raises(BaseException, match="DID NOT RAISE"):
+        check_refuses_what_makes_no_sense(Planted(never_refuses))
+
+
+# -- selections --------------------------------------------------------------------------------------------------------
+
+every_selection = pytest.mark.parametrize("select", SELECTIONS.values(), ids=SELECTIONS.keys())
+
+
+def from_what(select: Any, size: int) -> Any:
+    """The first argument of a selection: how many there are, or a score for each."""
+    first, nested = (
+        next(iter(inspect.signature(select).parameters.values())),
+        "list[list" in inspect.signature(select).return_annotation,
+    )
+    torch.manual_seed(1)
+    return size if first.annotation == "int" else torch.rand(3, size) if nested else torch.rand(size)
+
+
+@every_selection
+def test_a_selection_is_ascending_and_as_large_as_asked(select):
+    for keep in range(1, 9):
+        given = from_what(select, 8)
+        copies = copy.deepcopy(given)
+        chosen = select(given, keep)
+        assert given == copies if isinstance(given, int) else torch.equal(given, copies)
+        for one in chosen if isinstance(chosen[0], list) else [chosen]:
+            assert all(type(i) is int for i in one)
+            assert one == sorted(set(one))
+            assert len(one) == keep
+            assert 0 <= one[0] <= one[-1] < 8
+        if isinstance(given, Tensor):  # the best of a larger score
+            scores = given.view(-1, 8)
+            for one, score in zip(chosen if isinstance(chosen[0], list) else [chosen], scores):
+                rest = [i for i in range(8) if i not in one]
+                assert not rest or score[one].min() >= score[rest].max()
+
+
+@every_selection
+def test_a_selection_of_none_or_too_many_is_refused(select):
+    for keep in (0, -1, 9):
+        with pytest.raises(ValueError, match=f"keep is {keep}"):
+            select(from_what(select, 8), keep)
+
+
+@pytest.mark.parametrize("spread", BUDGETS.values(), ids=BUDGETS.keys())
+@pytest.mark.parametrize("layers", [1, 2, 3, 8, 31])
+@pytest.mark.parametrize("budget", [1, 2, 7, 64, 100])
+def test_layer_budgets_add_up(spread, layers, budget):
+    each = spread(layers, budget)
+    assert len(each) == layers
+    assert sum(each) == layers * budget
+    assert min(each) >= 1
+    assert each == sorted(each, reverse=True)
+    for wrong in ((0, 4), (4, 0), (4, -1)):
+        with pytest.raises(ValueError, match=r"layers is 0|budget is"):
+            spread(*wrong)
+
+
+# -- builders and observations -----------------------------------------------------------------------------------------
+
+LAYERS, KV_HEADS, CHANNELS, VOCABULARY = 3, 2, 48, 97
+WHOLE = {  # by the name of the selection's parameter: everything, and less
+    "layers": ([0, 1, 2], [0, 2]),
+    "heads": ([[0, 1]] * LAYERS, [[0], [1], [1]]),
+    "channels": ([list(range(CHANNELS))] * LAYERS, [[0, 5, 9], [1, 2, 40], [7, 8, 47]]),
+    "ids": (list(range(VOCABULARY)), [3, 5, 96]),
+}
+every_builder = pytest.mark.parametrize("builder", BUILDERS.values(), ids=BUILDERS.keys())
+every_observation = pytest.mark.parametrize("observe", OBSERVATIONS.values(), ids=OBSERVATIONS.keys())
+every_llama = pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+TOKENS = torch.arange(48).view(2, 24) * 7 % VOCABULARY
+
+
+def model_of(family: str, **changes: Any) -> Any:
+    return tiny(family, num_hidden_layers=LAYERS, **changes)
+
+
+def selections(builder: Any) -> tuple[Any, Any]:
+    name = list(inspect.signature(builder).parameters)[1]
+    assert name in WHOLE, f"add what {name} keeps in all, and in part, to WHOLE"
+    return WHOLE[name]
+
+
+def inside(built: Any) -> Any:
+    """The model that a builder gives, or gives back in a value."""
+    return getattr(built, "model", built) if not isinstance(built, torch.nn.Module) else built
+
+
+def fingerprint(model: Any) -> str:
+    digest = hashlib.sha256(model.config.to_json_string(use_diff=False).encode())
+    for name, tensor in sorted([*model.state_dict().items(), *model.named_buffers()]):
+        digest.update(name.encode() + tensor.detach().cpu().contiguous().numpy().tobytes())
+    digest.update(
+        str([(name, m.training, len(m._forward_hooks)) for name, m in model.named_modules()]).encode()
+    )
+    return digest.hexdigest()
+
+
+def logits(model: Any) -> Tensor:
+    with torch.no_grad():
+        return model(input_ids=TOKENS, use_cache=False).logits
+
+
+@every_llama
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@every_builder
+def test_a_builder_only_reads_and_shares_nothing(builder, family, tied):
+    model = model_of(family, tie_word_embeddings=tied)
+    before, state = fingerprint(model), torch.get_rng_state()
+    new = inside(builder(model, selections(builder)[1]))
+    assert torch.equal(torch.get_rng_state(), state)
+    mine = {t.untyped_storage().data_ptr() for t in [*model.parameters(), *model.buffers()]}
+    assert not mine & {t.untyped_storage().data_ptr() for t in [*new.parameters(), *new.buffers()]}
+    assert new.config is not model.config
+    assert new.generation_config is not model.generation_config
+    assert sum(p.numel() for p in new.parameters()) < sum(p.numel() for p in model.parameters()) or tied
+    with torch.no_grad():
+        for parameter in new.parameters():
+            parameter.add_(1)
+    new.config.vocab_size += 1
+    assert fingerprint(model) == before
+
+
+@every_llama
+@every_builder
+def test_keeping_everything_changes_nothing(builder, family):
+    model = model_of(family)
+    new = inside(builder(model, selections(builder)[0]))
+    assert type(new) is type(model)
+    assert torch.equal(logits(new), logits(model))
+    assert [p.dtype for p in new.parameters()] == [p.dtype for p in model.parameters()]
+    assert not new.training
+    assert inside(builder(model.train(), selections(builder)[0])).training
+
+
+@every_llama
+@every_builder
+def test_what_is_built_trains_saves_and_loads(builder, family, tmp_path):
+    built = builder(model_of(family).float(), selections(builder)[1])
+    new = inside(built)
+    assert all(p.requires_grad for p in new.parameters())
+    new(input_ids=TOKENS, use_cache=False).logits.square().mean().backward()
+    assert all(p.grad is not None for p in new.parameters())
+    if built is new:  # a trimmed unembedding is not something that a config can say
+        new.save_pretrained(tmp_path)
+        again = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+        assert torch.equal(logits(again), logits(new))
+        assert again.config.to_dict().get("layer_types") == new.config.to_dict().get("layer_types")
+
+
+@every_builder
+def test_a_builder_takes_low_precision_as_it_is(builder):
+    model = model_of("llama", dtype=torch.bfloat16)
+    new = inside(builder(model, selections(builder)[1]))
+    assert {p.dtype for p in new.parameters()} == {torch.bfloat16}
+    assert new.dtype == torch.bfloat16
+
+
+@every_builder
+def test_a_builder_refuses_what_it_cannot_copy(builder):
+    part = selections(builder)[1]
+    name = builder.__name__
+    with pytest.raises(TypeError, match=f"{name}: model is a Linear.*merge_and_unload"):
+        builder(torch.nn.Linear(2, 2), part)
+    altered = model_of("llama")
+    altered.model.layers[0].extra = torch.nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=f"{name}: LlamaForCausalLM does not follow from its config.*extra"):
+        builder(altered, part)
+    quantized = model_of("llama")
+    quantized.config.quantization_config = {"quant_method": "fp8"}
+    with pytest.raises(ValueError, match=f"{name}: the weights are quantized"):
+        builder(quantized, part)
+    offloaded = model_of("llama")
+    offloaded.model.norm.to("meta")
+    with pytest.raises(ValueError, match=f"{name}: some weights are offloaded"):
+        builder(offloaded, part)
+
+
+@every_llama
+@every_observation
+def test_an_observation_leaves_the_model_and_ignores_padding(observe, family):
+    model = model_of(family).train()
+    model.model.layers[0].eval()  # a mixture of modes is put back as it was
+    before, state = fingerprint(model), torch.get_rng_state()
+    length = torch.tensor([24, 9])
+    seen = observe(model, TOKENS, length)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert fingerprint(model) == before
+    assert seen.shape[0] == LAYERS
+    assert not seen.requires_grad
+    assert seen.isfinite().all()
+    junk = TOKENS.clone()
+    junk[1, 9:] = 5
+    assert torch.equal(observe(model, junk, length), seen)
+    assert not torch.equal(observe(model, TOKENS), seen)
+    apart = torch.stack([observe(model, TOKENS[:1]), observe(model, TOKENS[1:, :9])])
+    mean = (apart * torch.tensor([24, 9]).view(2, *[1] * (apart.dim() - 1))).sum(0) / 33
+    assert torch.allclose(mean, seen, atol=1e-12)  # every token counts once
+
+
+@every_observation
+def test_an_observation_that_fails_leaves_no_hooks(observe):
+    model = model_of("llama")
+    before = fingerprint(model)
+    with pytest.raises(IndexError):
+        observe(model, TOKENS + VOCABULARY)
+    assert fingerprint(model) == before
+    for tokens, length in ((TOKENS[0], None), (TOKENS, torch.tensor([3])), (TOKENS, torch.tensor([0, 0])), (TOKENS, torch.tensor([3, 25]))):  # fmt: skip
+        with pytest.raises(ValueError, match=r"tokens are|length is"):
+            observe(model, tokens, length)

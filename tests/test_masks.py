@@ -1,0 +1,259 @@
+"""Masks against their definitions, against the attention plan, and on hand-made cases."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from specdec import tree
+from specdec.kernels.attention import AttentionPlan, attention
+from specdec.kernels.attention import plan as planning
+from specdec.masks import (
+    Block,
+    Causal,
+    InCache,
+    Mask,
+    OriginalText,
+    Sinks,
+    Strided,
+    Tree,
+    Window,
+    block_mask,
+    dense,
+    intervals,
+)
+
+SPIRE = Causal() & (Sinks(1) | Window(64))
+AT = torch.arange(20)
+
+
+@pytest.mark.parametrize(
+    ("mask", "sees"),
+    [
+        (Causal(), lambda q, kv: kv <= q),
+        (Sinks(3), lambda q, kv: kv in (0, 1, 2)),
+        (Sinks(0), lambda q, kv: False),
+        (Window(1), lambda q, kv: kv >= q),
+        (Window(4), lambda q, kv: kv - q in (-3, -2, -1) or kv >= q),
+        (Block(4), lambda q, kv: [q in range(s, s + 4) for s in range(0, 20, 4)] == [kv in range(s, s + 4) for s in range(0, 20, 4)]),
+        (Strided(5), lambda q, kv: abs(q - kv) in (0, 5, 10, 15)),
+        (Causal() & (Sinks(2) | Window(3)), lambda q, kv: kv in {0, 1, q - 2, q - 1, q} and kv <= q),
+    ],
+    ids=lambda x: repr(x) if isinstance(x, Mask) else "as defined",  # the same in every process, for pytest-xdist
+)  # fmt: skip
+def test_what_a_mask_sees(mask, sees):
+    assert dense(mask, AT, AT).tolist() == [[sees(q, kv) for kv in range(20)] for q in range(20)]
+
+
+def test_spires_mask_sees_a_sink_and_64_positions():
+    """Section 3.1: a window of 64 and one sink, the query's own position in the window."""
+    seen = dense(SPIRE, torch.tensor([0, 63, 64, 500]), torch.arange(501))
+    assert seen.sum(1).tolist() == [1, 64, 65, 65]
+    assert seen[3].nonzero()[:, 0].tolist() == [0, *range(437, 501)]
+
+
+def chains() -> AttentionPlan:
+    return AttentionPlan(rows=[0, 1], first=[7, 7], counts=[4, 4], capacity=16)
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 9, 50])
+def test_a_window_is_the_plans(window):
+    plan = chains()
+    (segment,) = plan.segments
+    mask = Causal() if window is None else Causal() & Window(window)
+    q = torch.arange(7, 11).expand(2, -1)
+    expected = plan.visible(segment, window)
+    assert dense(mask, q, torch.arange(segment.keys)).tolist() == expected.tolist()
+
+
+PARENTS = torch.tensor([[-1, -1, 0, 0, 1, 3], [-1, 0, 0, 1, -1, 2]])
+ROOT = torch.tensor([5, 3])
+
+
+@pytest.mark.parametrize("window", [None, 1, 2, 3, 6])
+@pytest.mark.parametrize("before", [0, 2])
+def test_a_tree_is_the_plans(window, before):
+    """With ``before`` committed tokens fed in the same call, and a window of positions, in which siblings are equal."""
+    above, depth = tree.ancestors(PARENTS).numpy(), tree.depths(PARENTS).numpy()
+    for b in range(2):
+        root = int(ROOT[b])
+        held = planning.Tree(np.array([root]), above[b : b + 1], depth[b : b + 1])
+        plan = AttentionPlan([b], [root - before], [6 + before], 16, held)
+        (segment,) = plan.segments
+        mask = Tree(ROOT, PARENTS)
+        if window is not None:
+            mask = mask & OriginalText(Window(window), mask.positions(16))
+        q = torch.arange(root - before, root + 6)
+        seen = dense(mask, q, torch.arange(segment.keys), row=b)
+        assert seen.tolist() == plan.visible(segment, window)[0].tolist()
+
+
+def test_a_node_sees_nothing_behind_its_tree():
+    for b in range(2):
+        root = int(ROOT[b])
+        seen = dense(Tree(ROOT, PARENTS), torch.arange(root, root + 6), torch.arange(20), row=b)
+        assert not seen[:, root + 6 :].any()
+        assert seen[:, :root].all()
+
+
+def test_the_plans_attention_is_sdpa_with_the_dense_mask():
+    torch.manual_seed(0)
+    plan, q = chains(), torch.randn(1, 4, 8, 16, dtype=torch.float64)
+    keys, values = (torch.randn(2, 16, 2, 16, dtype=torch.float64) for _ in range(2))
+    out = attention(q, keys, values, plan, window=5)[0]  # [T, Hq, D]
+    seen = dense(Causal() & Window(5), torch.arange(7, 11), torch.arange(16))
+    for b in range(2):
+        k, v = (t[b].transpose(0, 1).repeat_interleave(2, 0) for t in (keys, values))
+        expected = scaled_dot_product_attention(q[0, :, 4 * b : 4 * b + 4], k, v, attn_mask=seen)
+        assert torch.allclose(out[4 * b : 4 * b + 4].transpose(0, 1), expected, atol=1e-12)
+
+
+def test_positions_of_a_tree():
+    mask = Tree(ROOT, PARENTS)
+    assert mask.positions(12).tolist() == [
+        [0, 1, 2, 3, 4, 5, 5, 6, 6, 6, 7, -1],
+        [0, 1, 2, 3, 4, 4, 5, 3, 5, -1, -1, -1],
+    ]
+    nothing = Tree(torch.tensor([3]), torch.zeros(1, 0, dtype=torch.long))
+    assert nothing.positions(5).tolist() == [[0, 1, 2, -1, -1]]
+    assert dense(nothing, AT[:3], AT[:3]).tolist() == dense(Causal(), AT[:3], AT[:3]).tolist()
+
+
+def test_intervals():
+    assert intervals(Causal(), 5) == [(0, 6)]
+    assert intervals(SPIRE, 0) == [(0, 1)]
+    assert intervals(SPIRE, 64) == [(0, 65)]  # the window has just reached the sink
+    assert intervals(SPIRE, 65) == [(0, 1), (2, 66)]
+    assert intervals(SPIRE, 1000) == [(0, 1), (937, 1001)]
+    assert intervals(Causal() & Block(8), 21) == [(16, 22)]
+    assert intervals(Block(8), 21, 40) == [(16, 24)]  # both directions: the slots must be said
+    assert intervals(Sinks(0) & Causal(), 9) == []
+    assert intervals(Causal() & Strided(4), 9, limit=3) == [(1, 2), (5, 6), (9, 10)]
+    kept = torch.tensor([[0, 1, 5, 6, 9, 10, 11, 12]])
+    assert intervals(OriginalText(Causal() & (Sinks(1) | Window(4)), kept), 7) == [(0, 1), (4, 8)]
+    assert intervals(lambda b, h, q, kv: kv == q, 4) == [(4, 5)]
+
+
+def test_what_has_no_intervals_is_refused():
+    with pytest.raises(ValueError, match=r"Strided\(4\).* 26 intervals .* limit is 4.*block_mask"):
+        intervals(Causal() & Strided(4), 100)
+    with pytest.raises(ValueError, match=r"AttentionPlan\(tree"):
+        intervals(Causal() & OriginalText(Tree(ROOT, PARENTS), torch.zeros(2, 9, dtype=torch.long)), 6)
+    with pytest.raises(ValueError, match="counted from 0"):
+        intervals(Causal(), -1)
+    with pytest.raises(ValueError, match="at least 1"):
+        block_mask(Causal(), 0, 4)
+
+
+KEPT = torch.tensor([[0, 1, 5, 6, 9, 10, 11, 12, -1, -1], [0, 2, 3, 4, 8, 9, 10, 20, 21, 22]])
+
+
+@pytest.mark.parametrize("wrapper", [OriginalText, InCache])
+def test_positions_in_the_text_or_in_the_cache(wrapper):
+    mask = wrapper(Causal() & (Sinks(2) | Window(4)), KEPT)
+    for b in range(2):
+        for q in range(10):
+            for kv in range(12):  # slots behind the end are empty
+                if q >= 8 and b == 0:
+                    continue  # there is nobody to ask
+                where = KEPT[b].tolist() if wrapper is OriginalText else list(range(10))
+                expected = (
+                    kv < 10
+                    and int(KEPT[b, kv]) >= 0
+                    and kv <= q
+                    and (where[kv] < 2 or where[kv] > where[q] - 4)
+                )
+                assert bool(mask(b, 0, q, kv)) == expected
+    assert (
+        dense(OriginalText(Window(4), KEPT), AT[7:8], AT[:10], 1).sum() == 3
+    )  # the text has gaps: 20, 21, 22
+    assert dense(InCache(Causal() & Window(4), KEPT), AT[7:8], AT[:10], 1).sum() == 4
+
+
+def test_heads_that_keep_different_tokens():
+    positions = torch.tensor([[[0, 1, 2, 9], [0, 7, 8, 9]]])
+    mask = OriginalText(Causal() & Window(3), positions)
+    assert dense(mask, AT[3:4], AT[:4], head=0).tolist() == [[False, False, False, True]]
+    assert dense(mask, AT[3:4], AT[:4], head=1).tolist() == [[False, True, True, True]]
+    blocks = block_mask(mask, 1, 4, first=3, rows=1, heads=2, block=1)
+    assert blocks.to_dense().tolist() == [[[[0, 0, 0, 1]], [[0, 1, 1, 1]]]]
+
+
+def rotated(x: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+    """RoPE on ``x [S, D]``."""
+    half = x.shape[-1] // 2
+    angle = position[:, None] * 100.0 ** -(torch.arange(half, dtype=x.dtype) / half)
+    a, b = x[:, :half], x[:, half:]
+    return torch.cat([a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()], -1)
+
+
+def test_for_sinks_and_a_window_only_rotations_differ():
+    """StreamingLLM's own example: tokens 0, 1, 2, 3, 6, 7, 8 are cached, and token 9 is decoded."""
+    kept = torch.tensor([[0, 1, 2, 3, 6, 7, 8, 9]])
+    streaming = Causal() & (Sinks(4) | Window(4))
+    text, cache = OriginalText(streaming, kept), InCache(streaming, kept)
+    query = torch.tensor([7])
+    assert torch.equal(dense(text, query, AT[:8]), dense(cache, query, AT[:8]))
+    assert dense(text, query, AT[:8]).all()
+    assert text.rotary.tolist() == kept.tolist()
+    assert cache.rotary.tolist() == [[0, 1, 2, 3, 4, 5, 6, 7]]
+    # Stored rotated by the text, the window's keys may stay, and the sinks turn by the number of evicted tokens, 2.
+    torch.manual_seed(0)
+    x = torch.randn(8, 16, dtype=torch.float64)
+    by_slot = rotated(x, cache.rotary[0]) @ rotated(x[7:], cache.rotary[0, 7:]).T
+    stored = rotated(x, kept[0])
+    stored[:4] = rotated(stored[:4], torch.full((4,), 2))
+    assert torch.allclose(by_slot, stored @ rotated(x[7:], kept[0, 7:]).T, atol=1e-12)
+    true = rotated(x, text.rotary[0]) @ rotated(x[7:], text.rotary[0, 7:]).T
+    assert torch.allclose(by_slot[4:], true[4:], atol=1e-12)
+    assert not torch.allclose(by_slot[:4], true[:4], atol=1e-3)
+
+
+def test_values_and_names():
+    assert Window(3) == Window(3) != Window(4)
+    assert len({SPIRE, Causal() & (Sinks(1) | Window(64))}) == 1
+    assert repr(SPIRE) == "Causal() & (Sinks(1) | Window(64))"
+    assert repr(Causal() & Window(3) | Sinks(1)) == "(Causal() & Window(3)) | Sinks(1)"
+    assert repr(OriginalText(Window(3), KEPT)) == "OriginalText(Window(3), positions[2, 10])"
+
+    def mine(b, h, q, kv):
+        return kv == q
+
+    assert repr(mine | Sinks(2)) == "mine | Sinks(2)"
+
+
+def test_the_picture():
+    assert str((Causal() & (Sinks(1) | Window(2))).show(5)) == "\n".join(
+        [
+            "Causal() & (Sinks(1) | Window(2))",
+            "     0 ██ · · · ·",
+            "     1 ████ · · ·",
+            "     2 ██████ · ·",
+            "     3 ██ ·████ ·",
+            "     4 ██ · ·████",
+            "queries down, keys across; ██ seen, ▒▒ partly; a cell is one position each way",
+        ]
+    )
+    assert len((Causal() & Window(1_000_000)).show().splitlines()) <= 26  # and it is quick
+    with pytest.raises(ValueError, match="at least 1 position"):
+        Causal().show(0)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Window(0), r"Window\(0\).*leave it out"),
+        (lambda: Window(-3), r"Window\(-3\)"),
+        (lambda: Sinks(-1), r"Sinks\(-1\).*0 leaves them out"),
+        (lambda: Block(0), r"Block\(0\)"),
+        (lambda: Strided(0), r"Strided\(0\)"),
+        (lambda: Tree(ROOT, PARENTS[:1]), r"Tree: root is \[2\] and parents \[1, 6\]"),
+        (lambda: OriginalText(Causal(), ROOT), r"OriginalText: positions is \[2\]"),
+        (lambda: InCache(Causal(), ROOT), r"InCache: positions is \[2\]"),
+    ],
+)  # fmt: skip
+def test_what_makes_no_sense_is_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()

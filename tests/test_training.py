@@ -1,0 +1,281 @@
+"""Losses against their definitions, cached states against the target, and one call that trains, stops, resumes and says no."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import tiny
+
+import specdec as sd
+from specdec.drafts import Spire
+from specdec.models.spire import SpireModel
+from specdec.training.forward import KPass, Parallel
+from specdec.training.losses import HardLoss, MixedLoss, acceptance, cross_entropy, distillation
+from specdec.training.passes import k_pass
+from specdec.training.states import States, target_states
+from specdec.training.train import Settings, train
+
+
+def hashed(model):
+    digest = hashlib.sha256(str(model.config.to_dict()).encode())
+    for name, value in sorted(model.state_dict().items()):
+        digest.update(name.encode() + value.contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def text(rows=12, length=17, seed=0):
+    """Sequences with something to learn: each token follows from the one before, mostly."""
+    draw = torch.Generator().manual_seed(seed)
+    step = torch.where(torch.rand(rows, length, generator=draw) < 0.9, 3, 11)
+    return (torch.randint(0, 97, (rows, 1), generator=draw) + step.cumsum(1)) % 97
+
+
+def test_losses_by_hand():
+    q, p = torch.tensor([[0.5, 0.3, 0.2]]).log(), torch.tensor([[0.2, 0.3, 0.5]]).log()
+    assert float(acceptance(q, p)) == pytest.approx(0.2 + 0.3 + 0.2)
+    expected = -(
+        0.2 * torch.tensor(0.5).log() + 0.3 * torch.tensor(0.3).log() + 0.5 * torch.tensor(0.2).log()
+    )
+    assert float(distillation(q, p)) == pytest.approx(float(expected))
+    token = torch.tensor([1])
+    assert float(cross_entropy(q, token)) == pytest.approx(-float(torch.tensor(0.3).log()))
+    for weight in (0.0, 0.5, 1.0):
+        mixed = weight * float(expected) - (1 - weight) * 0.7
+        assert float(MixedLoss(weight)(q, p, token)) == pytest.approx(mixed)
+    assert float(HardLoss()(q, p, token)) == pytest.approx(float(cross_entropy(q, token)))
+    with pytest.raises(ValueError, match=r"weight is 1\.5"):
+        MixedLoss(1.5)
+
+
+def test_acceptance_is_what_the_verifier_does():
+    draw = torch.Generator().manual_seed(0)
+    p, q = torch.randn(2, 6, generator=draw).softmax(-1)
+    kept = sum(float(q[v]) * min(1.0, float(p[v] / q[v])) for v in range(6))
+    assert float(acceptance(q.log(), p.log())) == pytest.approx(kept)
+
+
+@pytest.mark.parametrize("sinks", [0, 1, 3])
+@pytest.mark.parametrize("window", [None, 1, 5, 200])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@torch.no_grad()
+def test_parallel_forward_is_the_models_own_under_the_mask(family, window, sinks):
+    model = tiny(family, seed=3)
+    tokens = torch.randint(0, 97, (2, 150), generator=torch.Generator().manual_seed(1))
+    q, k = torch.arange(149)[:, None], torch.arange(149)
+    seen = k <= q
+    if window is not None:
+        seen &= (k > q - window) | (k < sinks)
+    mask = torch.zeros(seen.shape, dtype=model.dtype).masked_fill(~seen, torch.finfo(model.dtype).min)
+    expected = model(tokens[:, :-1], attention_mask=mask.expand(2, 1, -1, -1), use_cache=False).logits
+    batch = target_states(model, tokens, [])
+    torch.testing.assert_close(Parallel(window, sinks)(model, batch), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_states_are_the_targets_and_continue(tmp_path):
+    target, tokens = tiny("llama", num_hidden_layers=3).float(), text()
+    whole = States.write(tmp_path / "a", target, tokens.split(5), [1, 2], progress=False)
+    batch = whole.take([3, 0])
+    with torch.no_grad():
+        out = target(tokens[[3, 0], :-1], output_hidden_states=True)
+    assert torch.equal(batch.tokens, tokens[[3, 0]])
+    for layer in (1, 2):
+        assert torch.equal(batch.inputs[layer], out.hidden_states[layer].bfloat16())
+    logits = target.lm_head(batch.final.float())
+    torch.testing.assert_close(logits, out.logits, rtol=0.05, atol=0.05)
+
+    class Interrupted(Exception):
+        pass
+
+    def stops():
+        yield tokens[:5]
+        raise Interrupted
+
+    with pytest.raises(Interrupted):
+        States.write(tmp_path / "b", target, stops(), [1, 2], progress=False)
+    with open(tmp_path / "b" / "tokens.bin", "ab") as file:
+        file.write(b"half a sequence")
+    again = States.write(tmp_path / "b", target, tokens.split(2), [1, 2], progress=False)
+    assert len(again) == len(whole) == 12
+    assert (again.tokens == whole.tokens).all()
+    assert (
+        abs(again.activations.astype(int) - whole.activations).max() <= 1
+    )  # another batch size rounds otherwise
+    with pytest.raises(ValueError, match="holds states of target"):
+        States(tmp_path / "a", tiny("llama", seed=5, num_hidden_layers=3))
+    with pytest.raises(ValueError, match="keeps layers"):
+        States.write(tmp_path / "a", target, [tokens], [0], progress=False)
+    with pytest.raises(FileNotFoundError, match=r"States\.write"):
+        States(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize("kind", ["spire", "model"])
+def test_training_raises_acceptance_and_leaves_the_target(kind, tmp_path):
+    target, tokens = tiny("llama", num_hidden_layers=3).float(), text(24)
+    before = hashed(target)
+    if kind == "spire":
+        draft = SpireModel.from_target(target, 1, window=8)
+        states = States.write(tmp_path / "s", target, tokens.split(8), draft.layers, progress=False)
+    else:
+        draft, states = tiny("llama", seed=9).float(), tokens
+    assert hashed(target) == before
+    settings = Settings(
+        steps=40, batch=8, muon_lr=0.02, adam_lr=0.01, validate_every=40, precision=torch.float32
+    )
+    start = train(
+        copy.deepcopy(draft),
+        target,
+        states,
+        settings=Settings(steps=1, muon_lr=0, adam_lr=0),
+        validation=states,
+        progress=False,
+    )
+    made = train(draft, target, states, settings=settings, validation=states, progress=False)
+    assert made.tokens == 40 * 8 * 16
+    assert made.curve[-1]["acceptance"] > start.curve[-1]["acceptance"] + 0.05
+    assert made.curve[-1]["tau"] > start.curve[-1]["tau"]
+    assert hashed(target) == before
+    assert all(p.dtype == torch.float32 for p in draft.parameters())
+
+
+def test_an_interrupted_run_ends_as_a_whole_one(tmp_path):
+    target, tokens = tiny("llama", num_hidden_layers=3).float(), text()
+    settings = Settings(steps=8, batch=4, checkpoint_minutes=0)
+
+    def draft():
+        return SpireModel.from_target(target, 1, window=8)
+
+    whole = draft()
+    train(whole, target, tokens, settings=settings, progress=False)
+
+    class Stop(Exception):
+        pass
+
+    def stop(row):
+        if row["step"] == 5:
+            raise Stop
+
+    import dataclasses
+
+    path, part = tmp_path / "c.pt", draft()
+    each = dataclasses.replace(settings, validate_every=1)
+    with pytest.raises(Stop):
+        train(part, target, tokens, settings=each, checkpoint=path, on_validation=stop, progress=False)
+    part = draft()
+    report = train(part, target, tokens, settings=each, checkpoint=path, progress=False)
+    assert report.tokens == 8 * 4 * 16
+    for mine, theirs in zip(part.parameters(), whole.parameters()):
+        assert torch.equal(mine, theirs)
+    with pytest.raises(ValueError, match="muon_lr"):
+        train(
+            draft(),
+            target,
+            tokens,
+            settings=dataclasses.replace(each, muon_lr=1.0),
+            checkpoint=path,
+            progress=False,
+        )
+
+
+def test_saved_and_loaded(tmp_path):
+    target = tiny("qwen3", num_hidden_layers=3)
+    draft = SpireModel.from_target(target, [0, 2], sinks=2, window=9)
+    torch.nn.init.normal_(draft.memory.weights)
+    draft.save_pretrained(tmp_path)
+    again = SpireModel.from_pretrained(tmp_path, target)
+    assert (again.layers, again.sinks, again.window, again.target) == ((0, 2), 2, 9, draft.target)
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), draft.parameters()))
+    assert torch.equal(again.memory.weights, draft.memory.weights)
+    with pytest.raises(ValueError, match="fingerprints of the weights"):
+        SpireModel.from_pretrained(tmp_path, tiny("qwen3", seed=1, num_hidden_layers=3))
+    with pytest.raises(FileNotFoundError, match="from_target"):
+        SpireModel.from_pretrained(tmp_path / "nothing")
+
+
+def test_bad_input():
+    target, tokens = tiny("llama", num_hidden_layers=3), text()
+    for layers, message in ((4, "has 3 blocks"), (0, "has 3 blocks"), ([1, 5], "from 0 to 2")):
+        with pytest.raises(ValueError, match=message):
+            SpireModel.from_target(target, layers)
+    with pytest.raises(ValueError, match="window is 0"):
+        SpireModel.from_target(target, window=0)
+    with pytest.raises(ValueError, match="sinks is -1"):
+        SpireModel.from_target(target, sinks=-1)
+    with pytest.raises(ValueError, match="gpt2"):
+        SpireModel.from_target(tiny("gpt2"))
+    draft = SpireModel.from_target(target, 2, window=3)
+    inputs = {layer: torch.zeros(1, 8, 32, dtype=draft.dtype) for layer in draft.layers}
+    with pytest.raises(ValueError, match="shorter than a block"):
+        k_pass(draft, tokens[:1, :8], inputs, k=4)
+    with pytest.raises(ValueError, match="inputs lacks layer 1"):
+        k_pass(draft, tokens[:1, :8], {}, k=2)
+    with pytest.raises(ValueError, match="too few for a block"):
+        k_pass(draft, tokens[:1, :1], inputs, k=2)
+    wide = tiny("llama", num_hidden_layers=3, hidden_size=64)
+    with pytest.raises(ValueError, match="hidden size is 64 and the draft's 32"):
+        sd.decoder(sd.HFModel(wide)).draft(Spire(draft)).build()
+    with pytest.raises(ValueError, match="was made for target"):
+        sd.decoder(sd.HFModel(tiny("llama", seed=4, num_hidden_layers=3))).draft(Spire(draft)).build()
+    with pytest.raises(ValueError, match="give an HFModel"):
+        sd.decoder(sd.TableModel.random(97)).draft(Spire(draft)).build()
+    with pytest.raises(ValueError, match="was made for target"):
+        train(draft, tiny("llama", seed=4, num_hidden_layers=3), tokens)
+    with pytest.raises(ValueError, match="data must be"):
+        train(draft, target, tokens[0])
+    two = SpireModel.from_target(target, 2, sinks=4)
+    with pytest.raises(ValueError, match="row 1 has 2 tokens and the draft 4 sinks"):
+        sd.decoder(sd.HFModel(target)).draft(Spire(two)).build().generate([[1, 2, 3, 4], [1, 2]], 4)
+    with pytest.raises(ValueError, match=r"Spire\(model, block=6\)"):
+        sd.decoder(sd.HFModel(target)).draft(Spire(two, block=4), 6).build().generate([[1, 2, 3, 4]], 9)
+
+
+def test_processes_share_a_batch(tmp_path):
+    """Two CPU processes train as one does: the mean of their gradients is the whole batch's."""
+    import subprocess
+
+    script = tmp_path / "two.py"
+    script.write_text(
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "import torch; torch.set_num_threads(1)\n"
+        "from test_training import text\n"
+        "from tiny import tiny\n"
+        "from specdec.models.spire import SpireModel\n"
+        "from specdec.training.train import Settings, train\n"
+        "target = tiny('llama', num_hidden_layers=3).float()\n"
+        "draft = SpireModel.from_target(target, 1, window=8)\n"
+        "s = Settings(steps=4, batch=4, precision=torch.float32)\n"
+        "train(draft, target, text(), settings=s, progress=False)\n"
+        "import os\n"
+        "if os.environ.get('RANK', '0') == '0': torch.save(dict(draft.named_parameters()), sys.argv[2])\n"
+    )
+    here = str(Path(__file__).parent)
+    one, two = tmp_path / "one.pt", tmp_path / "two.pt"
+    subprocess.run([sys.executable, str(script), here, str(one)], check=True, timeout=300)
+    launch = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--cpu",
+        "--num_processes",
+        "2",
+        "--num_machines",
+        "1",
+    ]
+    launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
+    done = subprocess.run([*launch, str(script), here, str(two)], timeout=300, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    alone, shared = torch.load(one), torch.load(two)
+    for name in alone:
+        torch.testing.assert_close(shared[name], alone[name], rtol=1e-3, atol=1e-4)
+
+
+def test_k_pass_is_the_default_forward():
+    target = tiny("llama", num_hidden_layers=3)
+    draft = SpireModel.from_target(target, 1)
+    batch = target_states(target, text(2), draft.layers)
+    with torch.no_grad():
+        assert torch.equal(KPass(4)(draft, batch), k_pass(draft, batch.tokens[:, :-1], batch.inputs, 4))
