@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import stdev
 from typing import Any
 
 import torch
@@ -76,7 +76,16 @@ def main(s: Settings) -> None:
         each = [e.tau for e in scores.get(row["method"], [])]
         paper = rows_wanted[row["method"]].paper if row["method"] in rows_wanted else 3.891
         spread = stdev(each) if len(each) > 1 else None
-        rows.append({**row, "seeds": len(each), "by_seed": each, "seed_sd": spread, "tokens": data_tokens(s), "paper_tau": paper})
+        rows.append(
+            {
+                **row,
+                "seeds": len(each),
+                "by_seed": each,
+                "seed_sd": spread,
+                "tokens": data_tokens(s),
+                "paper_tau": paper,
+            }
+        )
     print(table(rows, ["method", "tau", "low", "high", "ratio_to_vanilla", "seeds", "seed_sd", "paper_tau"]))
     if s.json:
         write(s.json, rows, s.first_seed)
@@ -95,9 +104,7 @@ def trained(s: Settings, name: str, seed: int, target: Any, data: Any, texts: An
     if path.exists():
         return Efficiency(*torch.load(path))
     draft = started(variant, target, seed)
-    training = Training(
-        steps, s.batch, s.muon_lr, s.adam_lr, warmup=0.05, decay=0.8, compile=True, seed=seed
-    )
+    training = Training(steps, s.batch, s.muon_lr, s.adam_lr, warmup=0.05, decay=0.8, compile=True, seed=seed)
     train(draft, target, data, loss=variant.loss, forward=variant.forward, settings=training)
     made = score(draft, texts, variant.forward if not isinstance(draft, SpireModel) else None)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -106,20 +113,30 @@ def trained(s: Settings, name: str, seed: int, target: Any, data: Any, texts: An
 
 
 def settings() -> Settings:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     d = Settings()
     parser.add_argument("--target", default=d.target, help="a pocket model (default %(default)s)")
-    parser.add_argument("--work", default=d.work, help="folder of shards, states and results (default %(default)s)")
-    parser.add_argument("--site", default=d.site, help="more site-packages folders for the corpus, separated by commas")
+    parser.add_argument(
+        "--work", default=d.work, help="folder of shards, states and results (default %(default)s)"
+    )
+    parser.add_argument(
+        "--site", default=d.site, help="more site-packages folders for the corpus, separated by commas"
+    )
     parser.add_argument("--methods", default=d.methods, help="rows, separated by commas (default: all)")
-    parser.add_argument("--tokens", type=float, default=d.tokens, help="training tokens of each row, in millions")
+    parser.add_argument(
+        "--tokens", type=float, default=d.tokens, help="training tokens of each row, in millions"
+    )
     parser.add_argument("--seeds", type=int, default=d.seeds, help="trainings of each row")
     parser.add_argument("--first-seed", type=int, default=d.first_seed)
     parser.add_argument("--batch", type=int, default=d.batch, help="sequences of a step")
     parser.add_argument("--muon-lr", type=float, default=d.muon_lr)
     parser.add_argument("--adam-lr", type=float, default=d.adam_lr)
     parser.add_argument("--context", type=int, default=d.context, help="tokens before the sampled text")
-    parser.add_argument("--per-prompt", type=int, default=d.per_prompt, help="contexts cut from one held-out document")
+    parser.add_argument(
+        "--per-prompt", type=int, default=d.per_prompt, help="contexts cut from one held-out document"
+    )
     parser.add_argument("--prompts", type=int, default=d.prompts, help="held-out documents (default: all)")
     parser.add_argument("--new-tokens", type=int, default=d.new_tokens)
     parser.add_argument("--k", type=int, default=d.k, help="proposed tokens a round")

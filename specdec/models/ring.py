@@ -71,9 +71,7 @@ class Ring(Slots):
 
     def write(self, layer: int, at: Tensor, keys: Tensor, values: Tensor) -> None:
         """Put ``keys [T, H, D]`` and ``values [T, H, Dv]`` into flat slots ``at [T]``, on the layer's device."""
-        into_keys, into_values = self._flat[layer]
-        into_keys[0].index_copy_(0, at, keys)
-        into_values[0].index_copy_(0, at, values)
+        self.put(layer, at, keys, values)
 
     def held(self, queries: np.ndarray) -> np.ndarray:
         """``[..., sinks + W]``: the position that each slot holds, seen from queries at positions ``[...]``; not above the query.
