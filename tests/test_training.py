@@ -73,7 +73,9 @@ def test_parallel_forward_is_the_models_own_under_the_mask(family, window, sinks
     mask = torch.zeros(seen.shape, dtype=model.dtype).masked_fill(~seen, torch.finfo(model.dtype).min)
     expected = model(tokens[:, :-1], attention_mask=mask.expand(2, 1, -1, -1), use_cache=False).logits
     batch = target_states(model, tokens, [])
+    said = model.generate(tokens[:, :9], max_new_tokens=5, do_sample=False)
     torch.testing.assert_close(Parallel(window, sinks)(model, batch), expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(model.generate(tokens[:, :9], max_new_tokens=5, do_sample=False), said)
 
 
 def test_states_are_the_targets_and_continue(tmp_path):

@@ -113,7 +113,8 @@ class Slots:
                         block[:, to, : used[old]] = block[:, old, : used[old]]
                 return [block[:, : len(order)] for block in self._blocks]
             return [
-                block.transpose(2, 3).index_select(1, rows.to(block.device)).transpose(2, 3) for block in self._blocks
+                block.transpose(2, 3).index_select(1, rows.to(block.device)).transpose(2, 3)
+                for block in self._blocks
             ]
 
 

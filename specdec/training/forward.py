@@ -49,9 +49,12 @@ class Parallel:
     def __call__(self, draft: Any, batch: Batch) -> Tensor:
         """Logits ``[B, L, V]`` after every position."""
         tokens = batch.tokens[:, :-1]
-        if draft.config._attn_implementation != "specdec_band":
-            draft.set_attn_implementation("specdec_band")
-        made = draft.base_model(input_ids=tokens, use_cache=False, band=(self.sinks, self.window))
+        before = draft.config._attn_implementation
+        draft.set_attn_implementation("specdec_band")
+        try:  # the draft's own generate must find its own attention again
+            made = draft.base_model(input_ids=tokens, use_cache=False, band=(self.sinks, self.window))
+        finally:
+            draft.set_attn_implementation(before)
         head = draft.get_output_embeddings()
         return F.linear(made.last_hidden_state, head.weight, head.bias)
 
