@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import train_pocket
+from accelerate import PartialState
 from torch import Tensor
 from tqdm.auto import tqdm
 
 from specdec.models.fingerprint import fingerprint
 from specdec.training.states import States
+from specdec.training.train import hash_of
 
 
 def sequences(
@@ -43,13 +46,14 @@ def states(
     """The target's states of the first ``tokens`` of the corpus, made in bf16 where they are not there yet."""
     count = max(1, tokens // 1024)
     folder = Path(work) / f"states-{split}-{fingerprint(target)}-{'-'.join(map(str, layers))}"
-    there = len(States(folder, target)) if (folder / "states.json").exists() else 0
-    if there < count:
-        low = type(target)(target.config).to(torch.bfloat16).eval()
-        low.load_state_dict(target.state_dict())
-        low.set_attn_implementation("block")
-        tqdm.write(f"target states of {count} sequences")
-        States.write(folder, low, sequences(tokenizer, work, site, split, count), layers, count)
+    with PartialState().main_process_first():
+        if held(folder, target) < count:
+            low = copy.deepcopy(target).eval()
+            for p in low.parameters():
+                p.data = p.data.to(torch.bfloat16)
+            low.set_attn_implementation("block")
+            tqdm.write(f"target states of {count} sequences")
+            States.write(folder, low, sequences(tokenizer, work, site, split, count), layers, count)
     return First(States(folder, target), count)
 
 
@@ -66,11 +70,20 @@ def text_states(
 ) -> First:
     """States of ``tokens`` of a data set's text, after the first ``skip`` sequences; documents are joined by the end token."""
     count = max(1, tokens // length)
-    name = f"states-{Path(dataset).stem or dataset}-{skip}-{length}-{fingerprint(target)}-{'-'.join(map(str, layers))}"
-    folder = Path(work) / name.replace("/", "_")
-    if not (folder / "states.json").exists() or len(States(folder, target)) < count:
-        States.write(folder, target, packed(tokenizer, dataset, column, length, count, skip), layers, count)
+    which = hash_of((dataset, column, skip, length))
+    name = f"states-{which}-{fingerprint(target)}-{'-'.join(map(str, layers))}"
+    folder = Path(work) / name
+    with PartialState().main_process_first():
+        if held(folder, target) < count:
+            States.write(
+                folder, target, packed(tokenizer, dataset, column, length, count, skip), layers, count
+            )
     return First(States(folder, target), count)
+
+
+def held(folder: Path, target: Any) -> int:
+    """How many sequences' states are in a folder."""
+    return len(States(folder, target)) if (folder / "states.json").exists() else 0
 
 
 def packed(tokenizer: Any, dataset: str, column: str, length: int, count: int, skip: int) -> Iterator[Tensor]:

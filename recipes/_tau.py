@@ -22,7 +22,7 @@ from specdec.training.states import Batch
 class Texts:
     """``tokens [C, L + 1 + n + k]``: contexts, the token of the prefill, n positions where rounds start, k more for the last round.
 
-    ``prompt [C]`` tells which contexts come from one document; intervals are made over documents.
+    ``prompt [C]`` tells which contexts come from one source file; intervals are made over files.
     """
 
     tokens: Tensor
@@ -38,9 +38,11 @@ class Texts:
 def contexts(
     tokenizer: Any, length: int, per_prompt: int, count: int | None
 ) -> list[tuple[str, int, list[int]]]:
-    """(domain, document, ids) of pieces of the shipped held-out prompts, domains in turn."""
+    """(domain, number of the source file, ids) of pieces of the shipped held-out prompts, domains in turn."""
     pieces = []
-    for number, entry in enumerate(entries()[:count]):
+    files: dict[tuple[str, str], int] = {}  # several prompts are cut from one file
+    for entry in entries()[:count]:
+        number = files.setdefault((entry["package"], entry["path"]), len(files))
         ids = tokenizer(entry["text"], add_special_tokens=False)["input_ids"]
         starts = range(0, len(ids) - length + 1, length)
         pieces += [(entry["domain"], number, ids[a : a + length]) for a in starts[:per_prompt]]
@@ -114,7 +116,7 @@ def part(made: Efficiency, which: np.ndarray) -> Efficiency:
 def intervals(
     mine: Efficiency, other: Efficiency | None, documents: np.ndarray, draws: int = 2000, seed: int = 0
 ) -> dict[str, float | None]:
-    """τ, and its ratio to ``other``'s on the same texts, with 95 % intervals by bootstrap over documents (paired)."""
+    """τ, and its ratio to ``other``'s on the same texts, with 95 % intervals by bootstrap over source files (paired)."""
     names, place = np.unique(documents, return_inverse=True)
 
     def sums(t: Tensor) -> np.ndarray:

@@ -45,7 +45,7 @@ def last_blocks(target: Any, layers: int) -> Any:
 def variants(
     layers: int = 2, sinks: int = 1, window: int = 64, k: int = 4, weight: float = 0.5
 ) -> dict[str, Variant]:
-    """Every row by name; ``spire`` is the whole of it, and each other row changes one thing (the last of them two)."""
+    """Every row by name; ``spire`` is the whole of it, and each other SPIRe row changes one thing (``no_feedback_no_activations`` two)."""
 
     def spire(**settings: Any) -> Callable[[Any], Any]:
         settings = {"sinks": sinks, "window": window, **settings}

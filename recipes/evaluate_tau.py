@@ -5,7 +5,7 @@
 
 Texts are drawn from the target at temperature 1 after held-out contexts of each length. Along them the probability that a draft's token
 is accepted is known exactly (specdec/audit/tau.py), so that nothing but the texts is random. Rows are by method, context and domain,
-with acceptance by position; ratios to `vanilla` are paired, intervals are 95 % bootstraps over documents. --live decodes the same
+with acceptance by position; ratios to `vanilla` are paired, intervals are 95 % bootstraps over source files. --live decodes the same
 contexts with the real decoder and prints its τ beside the estimate.
 """
 
@@ -62,7 +62,9 @@ def main(s: Settings) -> None:
     target, tokenizer = zoo.load(s.target) if known.is_dir() else _target(s.target)
     drafts: dict[str, tuple[Any, Parallel | None]] = {}
     for entry in s.drafts.split(","):
-        method, _, name = entry.partition("=")
+        method, equals, name = entry.partition("=")
+        if not equals:
+            raise SystemExit(f"--drafts {entry}: write name=folder, for example mine={entry}")
         draft = load(name, target)
         drafts[method] = (draft, None if isinstance(draft, SpireModel) else Parallel())
         if method == "vanilla":
@@ -161,8 +163,10 @@ def settings() -> Settings:
     parser.add_argument(
         "--new-tokens", type=int, default=d.new_tokens, help="positions where rounds start, a context"
     )
-    parser.add_argument("--per-prompt", type=int, default=d.per_prompt, help="contexts cut from one document")
-    parser.add_argument("--prompts", type=int, default=d.prompts, help="documents (default: all)")
+    parser.add_argument(
+        "--per-prompt", type=int, default=d.per_prompt, help="contexts cut from one held-out prompt"
+    )
+    parser.add_argument("--prompts", type=int, default=d.prompts, help="held-out prompts (default: all)")
     parser.add_argument("--live", action="store_true", help="decode with the real decoder too")
     parser.add_argument("--threads", type=int, default=d.threads)
     parser.add_argument("--seed", type=int, default=d.seed)

@@ -4,8 +4,8 @@
     python recipes/spire_ablations.py --json ablations.json
 
 Each row changes one thing of SPIRe (`_variants.py`). Rows are trained with several seeds (initialisation and order of the data); a
-row's τ is the mean over its seeds, its interval the bootstrap over documents of that mean. Finished trainings are kept in the work
-folder: the same command continues after an interruption, and a larger --tokens or --seeds adds to what is there.
+row's τ is tokens over rounds of all its seeds, its interval the bootstrap over source files. Finished trainings' scores are kept in
+the work folder: the same command continues after an interruption, and a larger --seeds adds to what is there.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from _tau import Efficiency, rows_of, sample, score
 from _variants import started, variants
 
 from specdec import zoo
+from specdec.models.fingerprint import fingerprint
 from specdec.models.spire import SpireModel
 from specdec.training.train import Settings as Training
-from specdec.training.train import train
+from specdec.training.train import hash_of, train
 
 
 @dataclass
@@ -99,7 +100,10 @@ def trained(s: Settings, name: str, seed: int, target: Any, data: Any, texts: An
     """τ of one training; its scores are kept in the work folder."""
     variant = variants(k=s.k)[name]
     steps = round(s.tokens * 1e6) // 1024 // s.batch
-    key = f"{name}-{seed}-{steps}x{s.batch}-{s.muon_lr:g}-{s.context}-{len(texts.tokens)}"
+    which = hash_of(
+        (s.k, s.adam_lr, s.new_tokens, fingerprint(target), texts.tokens.sum(0).tolist(), len(texts.tokens))
+    )
+    key = f"{name}-{seed}-{steps}x{s.batch}-{s.muon_lr:g}-{s.context}-{which}"
     path = Path(s.work) / "ablations" / f"{key}.pt"
     if path.exists():
         return Efficiency(*torch.load(path))
@@ -137,7 +141,7 @@ def settings() -> Settings:
     parser.add_argument(
         "--per-prompt", type=int, default=d.per_prompt, help="contexts cut from one held-out document"
     )
-    parser.add_argument("--prompts", type=int, default=d.prompts, help="held-out documents (default: all)")
+    parser.add_argument("--prompts", type=int, default=d.prompts, help="held-out prompts (default: all)")
     parser.add_argument("--new-tokens", type=int, default=d.new_tokens)
     parser.add_argument("--k", type=int, default=d.k, help="proposed tokens a round")
     parser.add_argument("--threads", type=int, default=d.threads)

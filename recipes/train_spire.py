@@ -21,6 +21,7 @@ from _data import states, text_states
 from _measure import quiet
 from _report import write
 from _variants import Variant, last_blocks
+from accelerate import PartialState
 
 import specdec as sd
 from specdec import zoo
@@ -134,6 +135,10 @@ def main(s: Settings) -> None:
         checkpoint=folder.with_name(folder.name + ".pt"),
         on_validation=tell,
     )
+    if not PartialState().is_main_process:
+        return
+    for stale in ("spire.json", "memory.safetensors"):  # of another draft that was here
+        (folder / stale).unlink(missing_ok=True)
     draft.to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     seen = {

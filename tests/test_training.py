@@ -142,6 +142,9 @@ def test_training_raises_acceptance_and_leaves_the_target(kind, tmp_path):
     assert made.curve[-1]["tau"] > start.curve[-1]["tau"]
     assert hashed(target) == before
     assert all(p.dtype == torch.float32 for p in draft.parameters())
+    fresh = SpireModel.from_target(target, 1, window=8) if kind == "spire" else tiny("llama", seed=9).float()
+    for (name, mine), (_, theirs) in zip(draft.named_buffers(), fresh.named_buffers()):
+        assert torch.equal(mine, theirs), name  # rotary frequencies are not rounded on the way
 
 
 def test_an_interrupted_run_ends_as_a_whole_one(tmp_path):
@@ -172,6 +175,11 @@ def test_an_interrupted_run_ends_as_a_whole_one(tmp_path):
     assert report.tokens == 8 * 4 * 16
     for mine, theirs in zip(part.parameters(), whole.parameters()):
         assert torch.equal(mine, theirs)
+    other = SpireModel.from_target(target, 1, window=9)
+    with pytest.raises(ValueError, match="is of another run: its draft"):
+        train(other, target, tokens, settings=each, checkpoint=path, progress=False)
+    with pytest.raises(ValueError, match="is of another run: its loss"):
+        train(draft(), target, tokens, loss=HardLoss(), settings=each, checkpoint=path, progress=False)
     with pytest.raises(ValueError, match="muon_lr"):
         train(
             draft(),
@@ -226,6 +234,13 @@ def test_bad_input():
         sd.decoder(sd.TableModel.random(97)).draft(Spire(draft)).build()
     with pytest.raises(ValueError, match="was made for target"):
         train(draft, tiny("llama", seed=4, num_hidden_layers=3), tokens)
+    capped = tiny("gemma2", num_hidden_layers=3, final_logit_softcapping=0.5)
+    with pytest.raises(ValueError, match="does more to its logits than its head"):
+        train(tiny("llama"), capped, tokens)
+    with pytest.raises(ValueError, match="no blocks named 'layers"):
+        train(tiny("gpt2"), target, tokens)
+    with pytest.raises(ValueError, match="hidden_act is 'gelu'"):
+        SpireModel.from_target(tiny("llama", hidden_act="gelu"))
     with pytest.raises(ValueError, match="data must be"):
         train(draft, target, tokens[0])
     two = SpireModel.from_target(target, 2, sinks=4)

@@ -68,6 +68,10 @@ class SpireModel(nn.Module):
             raise ValueError(
                 f"window is {window}: a query must see at least itself (window=1), or None for all positions"
             )
+        if body.config.hidden_act not in ("silu", "swish"):
+            raise ValueError(
+                f"the target's hidden_act is {body.config.hidden_act!r}: only silu blocks can be copied"
+            )
         self.body, self.layers, self.tokenizer = body, tuple(layers), tokenizer
         self.sinks, self.window, self.target = sinks, window, target
         if len(self.layers) != body.config.num_hidden_layers:

@@ -66,6 +66,8 @@ def band_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     band: tuple[int, int | None] = (0, None),
     block: int = 128,
     **_: Any,
@@ -74,6 +76,10 @@ def band_attention(
 
     Plain matrix products: PyTorch's fused attention has a slow backward on CPUs in bf16. ``query [B, Hq, L, D]``.
     """
+    if softcap is not None or s_aux is not None:
+        raise ValueError(
+            "a draft with a soft cap on scores or with sink logits cannot be trained here: use a llama-like one"
+        )
     sinks, window = band
     group = query.shape[1] // key.shape[1]
     if group > 1:

@@ -1,12 +1,14 @@
 """One call that trains a draft for a target: ``train(draft, target, data)``.
 
 Weights are kept in float32 and computed with in bf16; Muon (Jordan, 2024) steps the matrices of the blocks, AdamW the rest;
-gradients are clipped. A checkpoint holds everything, so that the same call continues after an interruption. Devices and data
+gradients are clipped. A checkpoint holds weights, optimisers and the place in the data, so that the same call continues after an
+interruption and ends with the same weights (a draft with dropout: with others). Devices and data
 parallelism are accelerate's: under ``accelerate launch`` every process takes its share of each batch.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -20,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from specdec.models.fingerprint import unwrapped
+from specdec.models.fingerprint import fingerprint, unwrapped
 from specdec.training.forward import KPass, Parallel
 from specdec.training.losses import MixedLoss, acceptance
 from specdec.training.states import Batch, States, target_states
@@ -113,7 +115,7 @@ def train(
         validation: as ``data``. checkpoint: a file to continue from and to write.
         on_validation: called with each row of the curve.
     Raises:
-        ValueError: data without sequences or of another target, or a checkpoint of other settings.
+        ValueError: data without sequences or of another target, or a checkpoint of another run.
         FloatingPointError: the loss is not finite.
     """
     from accelerate import Accelerator
@@ -128,9 +130,11 @@ def train(
     if settings.batch % world:
         raise ValueError(f"batch is {settings.batch}: it must be a multiple of the {world} processes")
     needs = getattr(loss, "needs_target", True)
+    _same_head(target)
     source = _source(data, target if needs or forward.layers(draft) else None, forward.layers(draft))
     held = None if validation is None else _source(validation, target, forward.layers(draft))
     run = _Run(draft, settings, device)
+    run.share(accelerator)
     head = target.get_output_embeddings()
     weight = head.weight.detach().to(device, settings.precision)
     bias = None if head.bias is None else head.bias.detach().to(device, settings.precision)
@@ -145,6 +149,13 @@ def train(
             _validate(draft, held, forward, loss, weight, bias, settings, device) if held is not None else {}
         )
 
+    run.identity = {
+        "loss": repr(loss),
+        "forward": repr(forward),
+        "target": fingerprint(target),
+        "sequences": str(len(source)),
+        "draft": _described(draft),
+    }
     report, path = Trained(settings), None if checkpoint is None else Path(checkpoint)
     if path is not None and path.exists():
         run.load(path, report)
@@ -198,15 +209,22 @@ class _Run:
     """Float32 weights, their optimisers, and the copy in low precision that the forward uses."""
 
     def __init__(self, draft: Any, settings: Settings, device: torch.device):
+        if not any(p.ndim == 2 and "layers." in n for n, p in draft.named_parameters()):
+            raise ValueError(
+                f"draft: no blocks named 'layers.' in a {type(draft).__name__}: use a llama-like causal LM"
+            )
         self.draft, self.settings, self.step = draft, settings, 0
         self.dtypes = {name: p.dtype for name, p in draft.named_parameters()}
         draft.to(device)
         self.master = {
             name: p.detach().float().clone().requires_grad_() for name, p in draft.named_parameters()
         }
-        draft.to(settings.precision).train()
+        draft.train()
+        # Parameters only: draft.to(...) would round the rotary embedding's frequencies too.
         for p in draft.parameters():
+            p.data = p.data.to(settings.precision)
             p.requires_grad_(True)
+        self.identity: dict[str, str] = {}
         self.pairs = [(p, self.master[name]) for name, p in draft.named_parameters()]
         self.matrices = [p for n, p in self.master.items() if p.ndim == 2 and "layers." in n]
         rest = [p for n, p in self.master.items() if not (p.ndim == 2 and "layers." in n)]
@@ -214,6 +232,16 @@ class _Run:
             self.matrices, lr=settings.muon_lr, momentum=0.95, weight_decay=settings.weight_decay
         )
         self.adam = torch.optim.AdamW(rest, lr=settings.adam_lr, betas=(0.9, 0.95), weight_decay=0.0)
+
+    def share(self, accelerator: Any) -> None:
+        """All processes begin with the first one's weights."""
+        if accelerator.num_processes > 1:
+            from accelerate.utils import broadcast
+
+            with torch.no_grad():
+                for low, high in self.pairs:
+                    high.copy_(broadcast(high.detach()))
+                    low.copy_(high)
 
     def update(self, rate: float, accelerator: Any) -> None:
         for low, high in self.pairs:
@@ -238,7 +266,7 @@ class _Run:
         }
         progress = {"tokens": report.tokens, "seconds": report.seconds, "curve": report.curve}
         part = path.with_name(path.name + ".part")
-        torch.save({**state, **progress, "settings": asdict(self.settings)}, part)
+        torch.save({**state, **progress, "settings": asdict(self.settings), "identity": self.identity}, part)
         part.replace(path)
 
     def load(self, path: Path, report: Trained) -> None:
@@ -253,6 +281,12 @@ class _Run:
             raise ValueError(
                 f"checkpoint {path} was made with {differ[0]} = {theirs.get(differ[0])}, and it is {ours[differ[0]]} now: use the "
                 "same settings, or another file"
+            )
+        other = [n for n, mine in self.identity.items() if mine != state["identity"].get(n)]
+        if other:
+            raise ValueError(
+                f"checkpoint {path} is of another run: its {other[0]} is {state['identity'].get(other[0])}, and it is "
+                f"{self.identity[other[0]]} now: use another file"
             )
         with torch.no_grad():
             for name, value in state["master"].items():
@@ -271,6 +305,32 @@ class _Run:
             for name, p in self.draft.named_parameters():
                 p.data = self.master[name].detach().to(self.dtypes[name])
                 p.grad = None
+
+
+def _described(draft: Any) -> str:
+    """What of a draft a checkpoint does not hold: its parts and how it looks at the text."""
+    shapes = hash_of([(name, list(p.shape)) for name, p in draft.named_parameters()])
+    looks = {name: getattr(draft, name) for name in ("layers", "sinks", "window") if hasattr(draft, name)}
+    return f"{type(draft).__name__} {looks} {shapes}"
+
+
+def hash_of(value: Any) -> str:
+    """Eight hexadecimal digits of a value's ``repr``."""
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:8]
+
+
+@torch.no_grad()
+def _same_head(target: Any) -> None:
+    """Refuse a target whose logits are more than its head of the final hidden state (a scale, a soft cap)."""
+    table = target.get_input_embeddings().weight
+    ids = torch.arange(8, device=table.device)[None] % len(table)
+    final = target.base_model(input_ids=ids, use_cache=False).last_hidden_state
+    said, ours = target(input_ids=ids, use_cache=False).logits, target.get_output_embeddings()(final)
+    if not torch.allclose(said.float(), ours.float(), rtol=1e-2, atol=1e-2 * float(said.abs().max())):
+        raise ValueError(
+            f"target: a {type(target).__name__} does more to its logits than its head (a scale or a soft cap), which training "
+            "from final hidden states does not know: use a target without"
+        )
 
 
 def _source(data: Any, target: Any, layers: Sequence[int]) -> Any:
