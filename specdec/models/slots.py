@@ -33,8 +33,8 @@ class Slots:
         layers: for each layer its keys ``[B, S, H, D]`` and values ``[B, S, H, Dv]``. Slot s of row b has the number
             ``b * slots + s`` wherever slots are numbered flat.
 
-    In memory heads come before slots, so that what one head reads lies together: with slots first, one query over 1024 slots of
-    four heads takes twice as long on a CPU. ``layers`` and ``_blocks [layers, B, S, H, D]`` are views that hide this.
+    In memory heads come before slots, so that what one head reads lies together: a plain step over a long context
+    waits for that. ``layers`` and ``_blocks [layers, B, S, H, D]`` are views that hide this.
     """
 
     def __init__(self, shapes: Sequence[KVShape], batch: int, slots: int):
