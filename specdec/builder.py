@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from specdec import drafts
+from specdec.cost.arms import ArmCosts
 from specdec.decoder import Decoder
 from specdec.executors.serial import Serial
-from specdec.protocols import Draft, Executor, LanguageModel, Verifier
+from specdec.protocols import Draft, Executor, LanguageModel, Selector, Verifier
 from specdec.sampling import Sampling
+from specdec.selection import Arm, Reward, Selecting
 from specdec.verifiers.rejection import Rejection
 
 if TYPE_CHECKING:
@@ -28,6 +31,7 @@ class Builder:
     _sampling: Sampling = Sampling()
     _verifier: Verifier = Rejection()
     _executor: Executor = Serial()
+    _selecting: Selecting | None = None
 
     def __repr__(self) -> str:
         return (
@@ -46,7 +50,71 @@ class Builder:
             draft = drafts.Model(as_model(draft, "draft"))
         if length is None:
             length = len(getattr(draft, "widths", range(4)))
-        return replace(self, _draft=draft, _length=length)  # type: ignore[arg-type]
+        return replace(self, _draft=draft, _length=length, _selecting=None)  # type: ignore[arg-type]
+
+    def pool(
+        self,
+        arms: Mapping[str, Any],
+        selector: Selector[Any],
+        length: int = 4,
+        *,
+        capacities: Mapping[str, int] | None = None,
+        costs: ArmCosts | Literal["modelled", "wall"] = "modelled",
+        reward: Reward | None = None,
+    ) -> Builder:
+        """Several drafts, one of which a selector chooses for each row and round.
+
+        Args:
+            arms: name -> a draft, a model, ``Arm(draft, length)`` for a length of its own, or ``None``: do not speculate. Arms may share
+                a draft.
+            selector: from ``specdec.selectors``. length: of arms without one.
+            capacities: rows that an arm may draft at once (default: any number).
+            costs: seconds that a round is charged: ``"modelled"`` (by the models' weights: deterministic), ``"wall"`` (measured), or
+                ``ArmCosts``. reward: ``Round -> [B]``, for selectors that learn from bounded rewards.
+        Raises:
+            ValueError: no arms, or a capacity below 0 or of an arm that does not exist.
+        """
+        _made("selector", selector)
+        if not arms:
+            raise ValueError("arms is empty: give at least one draft, or None for 'do not speculate'")
+        if not hasattr(selector, "select") or not hasattr(selector, "update"):
+            raise TypeError(
+                f"selector is a {type(selector).__name__}: give one of specdec.selectors, or an object with init, select and update"
+            )
+        wanted = getattr(selector, "arms", None)
+        if isinstance(wanted, int) and wanted != len(arms):
+            raise ValueError(
+                f"selector {selector!r} is for {wanted} arms and there are {len(arms)}: {', '.join(arms)}"
+            )
+        unknown = sorted((capacities or {}).keys() - arms.keys())
+        if unknown or min((capacities or {}).values(), default=0) < 0:
+            raise ValueError(
+                f"capacities are {dict(capacities or {})}: give numbers >= 0 for arms of {', '.join(arms)}; without a number an arm takes any"
+            )
+        unique: list[Any] = []
+        numbers, lengths = [], []
+        for name, arm in arms.items():
+            part, own = (arm.draft, arm.length) if isinstance(arm, Arm) else (arm, None)
+            if part is None:
+                numbers.append(-1)
+                lengths.append(0)
+                continue
+            if not hasattr(part, "propose"):
+                _made(f"arm {name!r}", part)
+                part = drafts.Model(as_model(part, f"arm {name!r}"))
+            if not any(part is u or part == u for u in unique):
+                unique.append(part)
+            numbers.append(next(i for i, u in enumerate(unique) if part is u or part == u))
+            lengths.append(length if own is None else own)
+        held = None if capacities is None else tuple(capacities.get(name, 2**31) for name in arms)
+        charged = (
+            ArmCosts.of(self._target, [unique[d] if d >= 0 else None for d in numbers])
+            if costs == "modelled"
+            else costs
+        )
+        how = Selecting(selector, tuple(arms), tuple(lengths), held, charged, reward)
+        pool = drafts.Pool(tuple(unique), tuple(numbers))
+        return replace(self, _draft=pool, _length=max(1, *lengths), _selecting=how)
 
     def sampling(self, sampling: Sampling | None = None, **settings: Any) -> Builder:
         """How tokens are drawn: a ``Sampling``, or its settings (``temperature=0.7, top_p=0.9``)."""
@@ -73,7 +141,7 @@ class Builder:
 
         Raises:
             ValueError: a length below 1, vocabularies or tokenizers that differ, a tree draft over a target that takes chains
-                only, models on different devices, a logits processor that keeps state.
+                only, a logits processor that keeps state.
         """
         target, draft = self._target, self._draft
         if not isinstance(self._length, int) or self._length < 1:
@@ -85,13 +153,14 @@ class Builder:
                 f"draft {getattr(draft, 'name', draft)!r} proposes trees but this target family takes chains only: use "
                 "drafts.Model"
             )
-        model = getattr(draft, "model", None)
-        if model is not None:
-            _fits(target, model)
-            if getattr(draft, "trees", False) and not model.supports_trees:
-                raise ValueError(
-                    "draft: this model family takes chains only, so it cannot draft a tree: use drafts.Model"
-                )
+        for part in getattr(draft, "drafts", (draft,)):
+            model = getattr(part, "model", None)
+            if model is not None:
+                _fits(target, model)
+                if getattr(part, "trees", False) and not model.supports_trees:
+                    raise ValueError(
+                        "draft: this model family takes chains only, so it cannot draft a tree: use drafts.Model"
+                    )
         self._sampling.probe(target.vocab_size, getattr(target, "device", "cpu"))
         ignored = getattr(target, "generation_processors", {})
         if ignored and not self._sampling.processors:
@@ -102,7 +171,12 @@ class Builder:
             )
         if hasattr(draft, "bind"):
             draft = draft.bind(target, self._sampling)
-        return Decoder(target, draft, self._length, self._sampling, self._verifier, self._executor)
+        made = Decoder(
+            target, draft, self._length, self._sampling, self._verifier, self._executor, self._selecting
+        )
+        if hasattr(self._executor, "check"):
+            self._executor.check(made)
+        return made
 
 
 def decoder(target: LanguageModel | PreTrainedModel | str) -> Builder:
@@ -146,9 +220,8 @@ def _fits(target: LanguageModel, draft: LanguageModel) -> None:
             f"the target's vocabulary has {target.vocab_size} entries and the draft's {draft.vocab_size}, and without the "
             "tokenizers of both nothing shows that they are paddings of the same one: pass HFModel(model, tokenizer) for both"
         )
-    a_device, b_device = getattr(target, "device", None), getattr(draft, "device", None)
-    if a_device is not None and b_device is not None and a_device != b_device:
+    if str(getattr(draft, "device", "cpu")) == "meta" != str(getattr(target, "device", "cpu")):
         raise ValueError(
-            f"the target is on {a_device} and the draft on {b_device}: load one of them elsewhere (HFModel.from_pretrained(..., "
-            "device_map=...)), or move the transformers model before wrapping it"
+            f"the target is on {getattr(target, 'device', 'cpu')} and the draft on meta: its weights were never loaded; load them with "
+            "HFModel.from_pretrained(..., device_map=...)"
         )

@@ -16,6 +16,7 @@ from specdec.limits import Limits
 from specdec.protocols import Draft, Executor, LanguageModel, Verifier
 from specdec.rng import Philox, Rng, seeds
 from specdec.sampling import Sampling
+from specdec.selection import Selecting, Selection
 from specdec.stats import Record, Stats
 from specdec.types import Context, Round
 
@@ -36,7 +37,8 @@ class Decoder:
     """An immutable composition of parts; ``generate`` and ``stream`` may be called any number of times.
 
     Attributes:
-        target, draft, verifier, executor: the parts. length: longest path drafted a round. sampling: how tokens are drawn.
+        target, draft, verifier, executor: the parts. length: longest path drafted a round. sampling: how tokens are drawn. selecting: who chooses
+            among the arms of a pool, if the draft is one.
     """
 
     target: LanguageModel
@@ -45,6 +47,11 @@ class Decoder:
     sampling: Sampling
     verifier: Verifier
     executor: Executor = Serial()
+    selecting: Selecting | None = None
+
+    def begin(self, batch: int) -> Selection | None:
+        """A new run's choice among arms, if there is one."""
+        return None if self.selecting is None else self.selecting.begin(batch)
 
     def __repr__(self) -> str:
         draft = getattr(self.draft, "name", type(self.draft).__name__)
@@ -220,7 +227,10 @@ class Decoder:
             raise ValueError(
                 f"max_new_tokens is {min(budgets)} for row {budgets.index(min(budgets))}: it must be >= 1"
             )
-        for who, model in (("target", self.target), ("draft", getattr(self.draft, "model", None))):
+        for who, model in (
+            ("target", self.target),
+            *(("draft", getattr(d, "model", None)) for d in getattr(self.draft, "drafts", (self.draft,))),
+        ):
             limit = getattr(model, "max_positions", None)
             for b, (row, budget) in enumerate(zip(rows, budgets)):
                 if limit is not None and len(row) + budget > limit:

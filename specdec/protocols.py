@@ -46,8 +46,8 @@ class LanguageModel(Protocol):
         """An empty cache for ``batch`` rows of up to ``capacity`` tokens (tree nodes included)."""
         ...
 
-    def prefill(self, cache: Any, context: Context) -> None:
-        """Feed all but the last committed token of each row, without computing logits."""
+    def prefill(self, cache: Any, context: Context, rows: Tensor | None = None) -> None:
+        """Feed all but the last committed token of each row (or of ``rows [R]``), without computing logits."""
         ...
 
     def score(
@@ -86,6 +86,14 @@ class Draft(Protocol[S]):
     ``follow(state, target_cache)`` (returns the state; called after ``select`` with the target's cache of the same rows, because
     ``cache.select`` gives another object: a draft that looks at the target's cache after ``init`` has it). The target's cache has
     taken a round's commit when ``observe`` is called. It may be read and never written.
+
+    Optional, for several drafts at once (``drafts.Pool``): ``assign(state, arm [B])`` says which arm drafts each row from now on, and
+    ``prepare(state, context, arm [B])`` reads what those arms have not read yet; both return the state. ``empty(context)`` is ``init``
+    without reading the prompts, for a draft whose ``prepare(state, context, rows)`` reads them later.
+
+    Optional, for requests that join a running batch: ``join(state, other)`` returns the state of both batches' rows, in order.
+    Optional, for optimistic drafting: ``revocable = True`` says that ``observe`` may be told of a round that did not happen: the next
+    call's context is the truth, and the state repairs itself.
     """
 
     def init(self, context: Context, target_cache: Any) -> S:
@@ -128,15 +136,27 @@ class Verifier(Protocol):
 
 
 class Selector(Protocol[S]):
-    """Chooses an arm for each request and learns from what came of it."""
+    """Chooses an arm for each request and learns from what came of it. Arms are numbers; what they stand for is the builder's.
+
+    Optional: ``leave(state, requests)`` (these requests are finished; returns the state) and ``full_information`` (True: feedback's
+    reward is ``[B, arms]``).
+    """
 
     def init(self, arms: int) -> S: ...
 
-    def select(
-        self, state: S, requests: Tensor, capacities: Tensor, rng: Rng
-    ) -> tuple[Tensor, Tensor, S]: ...
+    def select(self, state: S, context: Context, capacities: Tensor, rng: Rng) -> tuple[Tensor, Tensor, S]:
+        """An arm for every row of ``context``, whose ``request`` and ``length`` name the decision.
 
-    def update(self, state: S, feedback: Feedback) -> S: ...
+        Args:
+            capacities: ``[arms]`` how many of these rows each arm may take; they hold all rows together.
+        Returns:
+            ``arm [B]`` int64, the probability with which each was chosen ``[B]``, and the state.
+        """
+        ...
+
+    def update(self, state: S, feedback: Feedback) -> S:
+        """Learn; feedback may come after further choices were made."""
+        ...
 
 
 class Executor(Protocol):

@@ -36,7 +36,8 @@ class Record(NamedTuple):
         if round.number == 0:
             seconds = {"prefill": total}
         else:
-            seconds["other"] = total - sum(seconds.values())
+            other = total - sum(seconds.values())
+            seconds["other" if other >= 0 else "overlapped"] = other
         return Record(
             round.number,
             round.context.request.tolist(),
@@ -60,7 +61,8 @@ class Stats:
         reached, stood: by depth: how often some node of that depth was asked, and how often one was accepted. A position
             is reached when everything before it was accepted.
         tokens: committed tokens, the first one of each row (which the prefill gives) included.
-        seconds: by stage: prefill (draft's too), draft, target, verify, other.
+        seconds: by stage: prefill (draft's too), draft, target, verify, other; ``overlapped`` is negative: what stages that ran at the
+            same time saved, so that all of them sum to the wall clock.
     """
 
     rounds: int = 0

@@ -25,6 +25,7 @@ class FunctionDraft:
     vocab_size: int | None = None
     name = "function"
     trees = False
+    revocable = True
 
     @staticmethod
     def example(model: LanguageModel) -> FunctionDraft:
@@ -74,6 +75,9 @@ class FunctionDraft:
         return None
 
     def select(self, state: None, rows: Tensor) -> None:
+        return None
+
+    def join(self, state: None, other: None) -> None:
         return None
 
 

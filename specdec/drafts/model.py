@@ -34,14 +34,22 @@ class Model:
     vocab_size: int | None = None
     name = "model"
     trees = False
+    revocable = True
 
     def bind(self, target: LanguageModel, sampling: Sampling) -> Model:
         return replace(self, sampling=self.sampling or sampling, vocab_size=target.vocab_size)
 
     def init(self, context: Context, target_cache: Any) -> ModelState:
-        cache = self.model.cache(context.batch, context.tokens.shape[1])
-        self.model.prefill(cache, readable(context, self.model))
-        return ModelState(cache, None)
+        return self.prepare(self.empty(context), context, None)
+
+    def empty(self, context: Context) -> ModelState:
+        """A state that has read nothing."""
+        return ModelState(self.model.cache(context.batch, context.tokens.shape[1]), None)
+
+    def prepare(self, state: ModelState, context: Context, rows: Tensor | None) -> ModelState:
+        """Read what was not read of ``rows`` (of all), so that the next ``propose`` need not."""
+        self.model.prefill(state.cache, readable(context, self.model), rows)
+        return state
 
     def propose(
         self, state: ModelState, context: Context, budget: Tensor, rng: Rng
@@ -78,6 +86,9 @@ class Model:
 
     def select(self, state: ModelState, rows: Tensor) -> ModelState:
         return ModelState(state.cache.select(rows), None)
+
+    def join(self, state: ModelState, other: ModelState) -> ModelState:
+        return ModelState(state.cache.join(other.cache), None)
 
 
 def readable(context: Context, model: LanguageModel) -> Context:

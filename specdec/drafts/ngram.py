@@ -24,6 +24,7 @@ class NGram:
     min_match: int = 1
     name = "ngram"
     trees = False
+    revocable = True
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_match <= self.max_match:
@@ -64,4 +65,7 @@ class NGram:
         return None
 
     def select(self, state: None, rows: Tensor) -> None:
+        return None
+
+    def join(self, state: None, other: None) -> None:
         return None

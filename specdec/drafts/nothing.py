@@ -17,6 +17,7 @@ class Nothing:
 
     name = "plain"
     trees = False
+    revocable = True
 
     def nodes(self, length: int) -> int:
         return 0
@@ -34,4 +35,7 @@ class Nothing:
         return None
 
     def select(self, state: None, rows: Tensor) -> None:
+        return None
+
+    def join(self, state: None, other: None) -> None:
         return None

@@ -34,6 +34,7 @@ class Tree:
     vocab_size: int | None = None
     name = "tree"
     trees = True
+    revocable = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "widths", tuple(self.widths))
@@ -59,6 +60,12 @@ class Tree:
 
     def init(self, context: Context, target_cache: Any) -> ModelState:
         return Model(self.model).init(context, target_cache)
+
+    def empty(self, context: Context) -> ModelState:
+        return Model(self.model).empty(context)
+
+    def prepare(self, state: ModelState, context: Context, rows: Tensor | None) -> ModelState:
+        return Model(self.model).prepare(state, context, rows)
 
     def propose(
         self, state: ModelState, context: Context, budget: Tensor, rng: Rng
@@ -105,3 +112,6 @@ class Tree:
 
     def select(self, state: ModelState, rows: Tensor) -> ModelState:
         return Model(self.model).select(state, rows)
+
+    def join(self, state: ModelState, other: ModelState) -> ModelState:
+        return Model(self.model).join(state, other)

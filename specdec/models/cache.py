@@ -11,6 +11,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -63,9 +64,45 @@ class SlotCache(Slots, Memo):
         new = object.__new__(SlotCache)
         vars(new).update(vars(self))
         new._blocks = self._gathered(rows, [n + fed for n, fed in zip(self._lengths, self._fed)])
+        new._whole = self._whole
         new._view()
         new._hold(*self._rows(order))
         return new
+
+    def join(self, other: SlotCache) -> SlotCache:
+        """A cache of both caches' rows, these first; neither may be used any more.
+
+        Where this one was made for more rows than it has now (rows have left it), the new ones take their place and nothing else is
+        copied.
+        """
+        mine, theirs, capacity = self.batch, other.batch, max(self.capacity, other.capacity)
+        used = [n + fed for n, fed in zip(other._lengths, other._fed)]
+        room = capacity == self.capacity and self._whole[0].shape[1] >= mine + theirs
+        new = object.__new__(SlotCache)
+        vars(new).update(vars(self))
+        if room:
+            new._blocks = [block[:, : mine + theirs] for block in self._whole]
+        else:
+            spare = self.slots - self.capacity
+            grown = SlotCache(self.shapes, mine + theirs, capacity, spare)
+            vars(new).update(vars(grown))
+            held = [n + fed for n, fed in zip(self._lengths, self._fed)]
+            _copy_rows(self._blocks, new._blocks, 0, held)
+        _copy_rows(other._blocks, new._blocks, mine, used)
+        new._view()
+        tokens = np.zeros((mine + theirs, capacity), dtype=np.int64)
+        tokens[:mine, : self.capacity], tokens[mine:, : other.capacity] = self._tokens, other._tokens
+        new.capacity = capacity
+        new._hold(tokens, [*self._lengths, *other._lengths], [*self._fed, *other._fed])
+        return new
+
+
+def _copy_rows(source: Sequence[Tensor], target: Sequence[Tensor], first: int, used: Sequence[int]) -> None:
+    """Copy the ``used [R]`` slots of all rows of ``source`` blocks to rows ``first`` on of ``target``."""
+    with torch.inference_mode(False), torch.no_grad():
+        for there, here in zip(source, target):
+            for b, n in enumerate(used):
+                here[:, first + b, :n] = there[:, b, :n]
 
 
 def check_memory(shapes: Sequence[KVShape], batch: int, capacity: int, spare: int = 0) -> None:

@@ -184,9 +184,13 @@ class HFModel:
 
     # -- forward -------------------------------------------------------------------------------------------------------
 
-    def prefill(self, cache: SlotCache, context: Context) -> None:
-        """Feed what the cache lacks of each row, all but its last committed token; no logits are computed."""
-        packed = self._feed(cache, context, None, cache.matched(context), (context.length - 1).tolist())
+    def prefill(self, cache: SlotCache, context: Context, rows: Tensor | None = None) -> None:
+        """Feed what the cache lacks of each row (or of ``rows [R]``), all but its last committed token; no logits are computed."""
+        end = (context.length - 1).tolist()
+        if rows is not None:
+            asked = set(rows.tolist())
+            end = [e if b in asked else 0 for b, e in enumerate(end)]
+        packed = self._feed(cache, context, None, cache.matched(context), end)
         self._run(cache, packed, False, ())
         self._remember(cache, context, packed)
 

@@ -51,6 +51,7 @@ class Slots:
                 torch.zeros(len(at), batch, heads, slots, size, dtype=dtype, device=device).transpose(2, 3)
                 for (heads, size, dtype, device), at in kinds.items()
             ]
+        self._whole = self._blocks  # all rows that were asked for, those that left included
         self._view()
 
     def _view(self) -> None:
@@ -112,10 +113,11 @@ class Slots:
                     for block in self._blocks:
                         block[:, to, : used[old]] = block[:, old, : used[old]]
                 return [block[:, : len(order)] for block in self._blocks]
-            return [
+            self._whole = [
                 block.transpose(2, 3).index_select(1, rows.to(block.device)).transpose(2, 3)
                 for block in self._blocks
             ]
+            return self._whole
 
 
 def _flatten(block: Tensor) -> Tensor:

@@ -68,7 +68,7 @@ class TableModel:
         """A memo with nothing to remember: it only counts what it was shown."""
         return TableCache(torch.zeros(batch, dtype=torch.long))
 
-    def prefill(self, cache: TableCache, context: Context) -> None:
+    def prefill(self, cache: TableCache, context: Context, rows: Tensor | None = None) -> None:
         """Nothing to do: a table needs no past beyond ``order`` tokens."""
 
     def score(
@@ -147,3 +147,6 @@ class TableCache:
 
     def select(self, rows: Tensor) -> TableCache:
         return TableCache(self.length[rows])
+
+    def join(self, other: TableCache) -> TableCache:
+        return TableCache(torch.cat([self.length, other.length]))

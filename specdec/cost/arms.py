@@ -1,0 +1,51 @@
+"""What an arm's round costs: modelled by weights read, or measured on this machine.
+
+One row's round is charged ``length * draft + verify``: what it would cost if all rows of the batch were on its arm, divided by the
+batch. Only ratios matter to a selector; the model's unit is one verification pass, the measured one's is the second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ArmCosts:
+    """``draft``: of one drafted token of one row, by arm. ``verify``: of one row's share of a verification."""
+
+    draft: tuple[float, ...]
+    verify: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.verify <= 0 or min(self.draft, default=0) < 0:
+            raise ValueError(
+                f"costs are draft {self.draft}, verify {self.verify}: need draft >= 0 and verify > 0"
+            )
+
+    def seconds(self, arm: Tensor, drafted: Tensor) -> Tensor:
+        """``[B]`` charged to rows of these arms that drafted so many tokens."""
+        return drafted * torch.tensor(self.draft, dtype=torch.float64)[arm] + self.verify
+
+    @staticmethod
+    def of(target: Any, drafts: Sequence[Any]) -> ArmCosts:
+        """Modelled: a pass costs what its weights are, in units of the target's; a draft without a model costs nothing.
+
+        A decoder that reads few tokens at a time waits for its weights, and for a small model's calls, whose number grows with its
+        weights too.
+        """
+        whole = weights(target)
+        return ArmCosts(
+            tuple(0.0 if whole == 0 else weights(getattr(d, "model", None)) / whole for d in drafts)
+        )
+
+
+def weights(model: Any) -> int:
+    """Numbers in a model's parameters; 0 for what has none."""
+    inner = getattr(model, "model", model)
+    parameters = getattr(inner, "parameters", None)
+    return sum(p.numel() for p in parameters()) if callable(parameters) else 0

@@ -1,0 +1,222 @@
+"""A lane: rows that go through their rounds together. Every executor is a way to run lanes.
+
+A round has two halves. Drafting needs the text and the draft's state (``Drafting``); verification needs the text, a proposal, and the
+target's cache (``Lane``). Both halves can run in different places, because the committed tokens are all that they share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from specdec import tree
+from specdec.rng import Rng
+from specdec.selection import Choice, Selection
+from specdec.types import Context, Proposal, Round
+
+if TYPE_CHECKING:
+    from specdec.decoder import Decoder
+    from specdec.limits import Limits
+
+
+class Drafted(NamedTuple):
+    """A proposal, its ``seconds``, and those of each arm (``None`` without arms)."""
+
+    proposal: Proposal
+    seconds: float
+    spent: tuple[float, ...] | None
+
+
+class Drafting:
+    """The drafting half of a lane: the draft's state."""
+
+    def __init__(self, decoder: Decoder):
+        self.draft, self.verifier, self.state = decoder.draft, decoder.verifier, None
+        self.vocab_size, self.started = decoder.target.vocab_size, False
+
+    def start(self, context: Context, target_cache: Any) -> None:
+        """After the target's prefill: the draft's own."""
+        self.state, self.started = self.draft.init(context, target_cache), True
+
+    def observe(self, round: Round) -> None:
+        self.state = self.draft.observe(self.state, round)
+
+    def select(self, stay: Tensor, target_cache: Any) -> None:
+        """Only these rows go on."""
+        self.state = self.draft.select(self.state, stay)
+        if hasattr(self.draft, "follow"):
+            self.state = self.draft.follow(self.state, target_cache)
+
+    def propose(self, context: Context, budget: Tensor, rng: Rng, arm: Tensor | None = None) -> Drafted:
+        """A proposal for the next round, checked."""
+        began, draft = perf_counter(), self.draft
+        if arm is not None:
+            self.state = draft.assign(self.state, arm)  # type: ignore[attr-defined]
+        proposal, self.state = draft.propose(self.state, context, budget, self.verifier.for_draft(rng))
+        check(proposal, budget, self.vocab_size)
+        self.verifier.check(proposal)
+        return Drafted(proposal, perf_counter() - began, getattr(self.state, "seconds", None))
+
+    def prepare(self, context: Context, arm: Tensor) -> None:
+        """Let the arms that are wanted next read their rows."""
+        self.state = self.draft.prepare(self.state, context, arm)  # type: ignore[attr-defined]
+
+
+class Lane:
+    """The verifying half: text, decisions and the target's cache of some rows.
+
+    Attributes:
+        choice: arms of the round at hand, and ``wish``: of the one after, where they are chosen a round ahead.
+    """
+
+    def __init__(self, decoder: Decoder, context: Context, rng: Rng, selection: Selection | None = None):
+        self.decoder, self.context, self.rng, self.selection = decoder, context, rng, selection
+        self.cache = decoder.target.cache(context.batch, context.tokens.shape[1])
+        self.number = 0
+        self.choice: Choice | None = None
+        self.wish: Choice | None = None
+        self.spent: Sequence[float] | None = None
+        taps = getattr(decoder.draft, "taps", ())
+        self.wanted: dict[str, Any] = {"taps": taps} if taps else {}
+
+    def __bool__(self) -> bool:
+        return self.context.batch > 0
+
+    def choose(self, ahead: bool = False) -> None:
+        """Arms for the next round; ``ahead``: those that were chosen a round ago, and new ones for the round after."""
+        if self.selection is None:
+            return
+        if not ahead:
+            self.choice = self.selection.choose(self.context, self.rng)
+            return
+        self.choice = self.wish or self.selection.choose(self.context, self.rng)
+        self.wish = self.selection.choose(self.context, self.rng)
+
+    def lengths(self) -> Tensor:
+        """``[B]`` the longest path that each row's draft proposes when nothing limits it."""
+        if self.choice is not None:
+            return self.choice.length
+        reach = getattr(self.decoder.draft, "reach", lambda length: length)(self.decoder.length)
+        return torch.full((self.context.batch,), reach)
+
+    def budget(self, limits: Limits) -> Tensor:
+        """``[B]`` the longest path that each row may be drafted now."""
+        longest = self.decoder.length if self.choice is None else self.choice.length
+        return (limits.room(self.context) - 1).clamp(max=longest)
+
+    def prefill(self, limits: Limits) -> Round:
+        """Round 0: one token from the target, without a draft."""
+        nothing = Proposal.none(self.context.batch)
+        return self.verify(limits, Drafted(nothing, 0.0, None), torch.zeros_like(self.context.length))
+
+    def verify(self, limits: Limits, drafted: Drafted, budget: Tensor) -> Round:
+        """Score, verify, commit; rows that are finished leave."""
+        decoder, context, proposal = self.decoder, self.context, drafted.proposal
+        target, device = decoder.target, getattr(decoder.target, "device", None)
+        clock = [perf_counter()]
+        if proposal.nodes and device is not None and proposal.tokens.device != device:
+            proposal = proposal.to(device)
+        scores = target.score(self.cache, context, proposal if proposal.nodes else None, **self.wanted)
+        clock.append(perf_counter())
+        if proposal.tokens.device != scores.logits.device:  # drafts without a model work on the host
+            proposal = proposal.to(scores.logits.device)
+        probs = decoder.sampling(scores.logits, context, proposal)
+        verdict = decoder.verifier(proposal, probs, context, self.rng)
+        self.cache.commit(context, verdict)
+        kept, finished = limits.apply(context, verdict)
+        clock.append(perf_counter())
+        t, v = (b - a for a, b in pairwise(clock))
+        short = (limits.room(context) - 1 < self.lengths()) if self.number else torch.zeros_like(finished)
+        choice = self.choice
+        round = Round(
+            context=context,
+            proposal=proposal,
+            scores=scores,
+            probs=probs,
+            verdict=verdict,
+            kept=kept,
+            finished=finished,
+            budget=budget,
+            cut=(kept <= verdict.accepted) | short,
+            arm=torch.zeros_like(kept) if choice is None else choice.arm,
+            arm_prob=torch.ones(context.batch) if choice is None else choice.prob,
+            number=self.number,
+            seconds={"draft": drafted.seconds, "target": t, "verify": v}
+            if self.number
+            else {"prefill": t + v},
+        )
+        self.spent = drafted.spent
+        return round
+
+    def settle(self, round: Round) -> Tensor | None:
+        """Take a round's tokens; rows that are finished leave. Returns those that stay, ``None`` when all do."""
+        if self.selection is not None and self.number:
+            self.selection.learn(round, self.spent)
+        self.context = self.context.append(round.verdict.tokens, round.kept)
+        self.number += 1
+        if not bool(round.finished.any()):
+            return None
+        stay = staying(round.finished)
+        self.context, self.rng = self.context.select(stay), self.rng.select(stay)
+        if self.wish is not None:
+            self.wish = self.wish.select(stay)
+        if len(stay):
+            self.cache = self.cache.select(stay)
+        return stay
+
+
+def staying(finished: Tensor) -> Tensor:
+    """The rows that go on, gaps filled from the end: a cache then has to move the fillers only."""
+    left = len(finished) - int(finished.sum())
+    stay = torch.arange(left)
+    stay[finished[:left]] = left + (~finished[left:]).nonzero()[:, 0]
+    return stay
+
+
+def check(proposal: Proposal, budget: Tensor, vocab_size: int) -> None:
+    """Raise ValueError for a proposal that breaks the contract: too long, malformed, or tokens that do not exist."""
+    if not proposal.nodes:
+        return
+    B, N = proposal.tokens.shape
+    live = torch.arange(N) < proposal.size[:, None]
+    if tree.is_chain(proposal.parents):
+        longest = proposal.size
+    else:
+        tree.check(proposal.parents, proposal.size)
+        longest = ((tree.depths(proposal.parents) + 1) * live).amax(1)
+    if bool((longest > budget).any()) or int(proposal.size.max()) > N:
+        b = int((longest - budget).argmax())
+        raise ValueError(
+            f"the draft proposed a path of {int(longest[b])} tokens in row {b}, more than its budget of {int(budget[b])}: "
+            "propose() must respect budget[b]"
+        )
+    tokens = proposal.tokens.cpu()
+    if bool(((tokens < 0) | (tokens >= vocab_size))[live].any()):
+        raise ValueError(
+            f"the draft proposed a token outside the target's vocabulary of {vocab_size}: pad or cut its logits"
+        )
+    if proposal.probs is not None:
+        if proposal.probs.shape != (B, N, vocab_size):
+            raise ValueError(
+                f"the draft's probs have shape {list(proposal.probs.shape)}: expected {[B, N, vocab_size]}"
+            )
+        total = proposal.probs.sum(-1, dtype=torch.float32).cpu()
+        off = ~((total - 1).abs() < 1e-3) & live  # NaN is off too
+        if bool(off.any()):
+            b, n = off.nonzero()[0].tolist()
+            raise ValueError(
+                f"the draft's probs of row {b}, node {n} sum to {float(total[b, n]):.4g}: give probabilities that sum to 1 "
+                "(logits need a softmax)"
+            )
+        drawn = proposal.probs.gather(2, proposal.tokens.clamp(0, vocab_size - 1)[..., None])[..., 0].cpu()
+        if bool(((drawn <= 0) & live).any()):
+            b, n = ((drawn <= 0) & live).nonzero()[0].tolist()
+            raise ValueError(
+                f"the draft's probs give probability {float(drawn[b, n]):.3g} to the token of row {b}, node {n}: it cannot have been "
+                "drawn from them"
+            )

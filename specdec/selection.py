@@ -1,0 +1,155 @@
+"""Arms and their selection: what a selector chooses among, what it is charged, and one run's use of it.
+
+An arm is a draft and a length, or "do not speculate" (SPIN, arXiv 2503.15921, section 4). Selectors see numbers only.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from specdec.cost.arms import ArmCosts
+from specdec.protocols import Selector
+from specdec.rng import Rng
+from specdec.types import Context, Feedback, Round
+
+Reward = Callable[[Round], Tensor]
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One of the things that a selector may choose: ``draft`` (``None``: do not speculate) and the longest path it drafts."""
+
+    draft: Any
+    length: int | None = None
+
+
+@dataclass(frozen=True)
+class Selecting:
+    """How a decoder chooses: the selector, and what its arms are called, may take and are charged.
+
+    Attributes:
+        names, lengths: of each arm. capacities: rows that each arm may draft at once, ``None`` without limit.
+        costs: modelled seconds, or ``"wall"`` for measured ones. reward: ``Round -> [B]`` in 0 .. 1 (or ``[B, arms]`` for selectors
+            with full information); by default the share of the longest block that was committed.
+    """
+
+    selector: Selector[Any]
+    names: tuple[str, ...]
+    lengths: tuple[int, ...]
+    capacities: tuple[int, ...] | None = None
+    costs: ArmCosts | Literal["wall"] = "wall"
+    reward: Reward | None = None
+
+    def begin(self, batch: int) -> Selection:
+        """For one run of at most ``batch`` rows at a time.
+
+        Raises:
+            ValueError: the capacities do not hold the batch.
+        """
+        if self.capacities is not None and sum(self.capacities) < batch:
+            held = ", ".join(f"{name} {n}" for name, n in zip(self.names, self.capacities))
+            raise ValueError(
+                f"capacities hold {sum(self.capacities)} rows together ({held}) and the batch has {batch}: raise them, add an arm "
+                "'do not speculate', or use a smaller batch"
+            )
+        return Selection(self)
+
+
+class Choice(NamedTuple):
+    """``arm [B]``, the probability of each ``prob [B]``, and the longest path that each row may draft ``length [B]``."""
+
+    arm: Tensor
+    prob: Tensor
+    length: Tensor
+
+    def select(self, rows: Tensor) -> Choice:
+        return Choice(self.arm[rows], self.prob[rows], self.length[rows])
+
+
+class Selection:
+    """A run's use of a selector: who is on which arm, and rounds turned into feedback.
+
+    Attributes:
+        seconds: spent in the selector so far, for the overhead.
+    """
+
+    def __init__(self, how: Selecting):
+        self.how, self.state = how, how.selector.init(len(how.names))
+        self.lengths = torch.tensor(how.lengths)
+        self.on: dict[int, int] = {}
+        self.seconds = 0.0
+
+    def choose(self, context: Context, rng: Rng) -> Choice:
+        """Arms for the rows of ``context``; rows that are elsewhere in flight keep theirs.
+
+        Raises:
+            ValueError: the selector chose an arm that does not exist, or more rows than an arm may take.
+        """
+        began, how = perf_counter(), self.how
+        requests = context.request.tolist()
+        capacities = self._left(requests)
+        arm, prob, self.state = how.selector.select(self.state, context, capacities, rng)
+        if arm.shape != (context.batch,) or bool(((arm < 0) | (arm >= len(how.names))).any()):
+            raise ValueError(
+                f"selector {how.selector!r} chose arms {arm.tolist()} for {context.batch} rows: there are arms 0 to {len(how.names) - 1}"
+            )
+        taken = torch.bincount(arm, minlength=len(how.names))
+        if bool((taken > capacities).any()):
+            over = int((taken - capacities).argmax())
+            raise ValueError(
+                f"selector {how.selector!r} gave arm {how.names[over]!r} {int(taken[over])} rows of the {int(capacities[over])} that it may take"
+            )
+        self.on.update(zip(requests, arm.tolist()))
+        self.seconds += perf_counter() - began
+        return Choice(arm, prob, self.lengths[arm])
+
+    def _left(self, requests: Sequence[int]) -> Tensor:
+        """``[arms]`` rows that each arm may take besides those of other requests."""
+        if self.how.capacities is None:
+            return torch.full((len(self.how.names),), len(requests))
+        mine = set(requests)
+        busy = Counter(arm for request, arm in self.on.items() if request not in mine)
+        return torch.tensor([c - busy[arm] for arm, c in enumerate(self.how.capacities)])
+
+    def learn(self, round: Round, spent: Sequence[float] | None = None) -> None:
+        """Feed a round back. Rows that a stop or the end of a budget cut say nothing about an arm, and are left out.
+
+        Args:
+            spent: measured seconds of drafting by arm.
+        """
+        began, how = perf_counter(), self.how
+        rows = (~round.cut).nonzero()[:, 0]
+        if len(rows):
+            if how.costs == "wall":
+                seconds = charge(round, spent or [0.0] * len(how.names))
+            else:
+                seconds = how.costs.seconds(round.arm, round.proposal.size)
+            drafted, tokens = round.proposal.size, round.verdict.accepted + 1
+            reward = how.reward(round) if how.reward else tokens / (1 + self.lengths.max())
+            parts = (round.context.request, round.arm, tokens, drafted, seconds, reward)
+            self.state = how.selector.update(self.state, Feedback(*(part[rows] for part in parts)))
+        gone = round.context.request[round.finished]
+        if len(gone):
+            for request in gone.tolist():
+                self.on.pop(request, None)
+            if hasattr(how.selector, "leave"):
+                self.state = how.selector.leave(self.state, gone)
+        self.seconds += perf_counter() - began
+
+
+def charge(round: Round, spent: Sequence[float]) -> Tensor:
+    """``[B]`` measured seconds of a round, shared: each row pays its part of its own arm's drafting and an equal part of the rest.
+
+    They sum to the round's seconds: a batch's round takes as long as its parts.
+    """
+    rows = torch.bincount(round.arm, minlength=len(spent)).clamp(min=1)
+    drafting = torch.tensor(spent, dtype=torch.float64) / rows
+    rest = (round.seconds.get("target", 0.0) + round.seconds.get("verify", 0.0)) / max(len(round.arm), 1)
+    return drafting[round.arm] + rest
