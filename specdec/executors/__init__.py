@@ -1,5 +1,8 @@
 """Executors: in which order, and on which workers, the parts of a round run."""
 
+from specdec.executors.pipelined import Pipelined
 from specdec.executors.serial import Serial
+from specdec.executors.timeline import Timeline
+from specdec.executors.tune import Tuned, profile, tune
 
-__all__ = ["Serial"]
+__all__ = ["Pipelined", "Serial", "Timeline", "Tuned", "profile", "tune"]

@@ -7,6 +7,7 @@ target's cache (``Lane``). Both halves can run in different places, because the 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -38,13 +39,17 @@ class Drafting:
     def __init__(self, decoder: Decoder):
         self.draft, self.verifier, self.state = decoder.draft, decoder.verifier, None
         self.vocab_size, self.started = decoder.target.vocab_size, False
+        self.proposal: Proposal | None = None
 
     def start(self, context: Context, target_cache: Any) -> None:
         """After the target's prefill: the draft's own."""
         self.state, self.started = self.draft.init(context, target_cache), True
 
     def observe(self, round: Round) -> None:
-        self.state = self.draft.observe(self.state, round)
+        """The last round; its proposal may have been copied on its way, and a draft knows its own."""
+        if self.proposal is not None and self.proposal is not round.proposal:
+            round = replace(round, proposal=self.proposal)
+        self.state, self.proposal = self.draft.observe(self.state, round), None
 
     def select(self, stay: Tensor, target_cache: Any) -> None:
         """Only these rows go on."""
@@ -60,6 +65,7 @@ class Drafting:
         proposal, self.state = draft.propose(self.state, context, budget, self.verifier.for_draft(rng))
         check(proposal, budget, self.vocab_size)
         self.verifier.check(proposal)
+        self.proposal = proposal
         return Drafted(proposal, perf_counter() - began, getattr(self.state, "seconds", None))
 
     def prepare(self, context: Context, arm: Tensor) -> None:

@@ -22,6 +22,7 @@ class Padded:
     """``[R, q]`` rows, padded at the end, and a 4-D mask; for families without a replaceable attention."""
 
     spare = 1
+    concurrent = False  # the call at hand is kept in the object
 
     def __init__(self, model: Any, trees: bool):
         self.model, self.body, self.trees = model, model.base_model, trees

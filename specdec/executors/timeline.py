@@ -1,0 +1,111 @@
+"""A time line of the stages: who worked on which lane when, as a picture and as Chrome-trace JSON (chrome://tracing, Perfetto)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+
+class Span(NamedTuple):
+    """One piece of work; ``began`` and ``ended`` in seconds of ``time.perf_counter``, the same clock in all workers."""
+
+    worker: str
+    stage: str
+    lane: int
+    began: float
+    ended: float
+
+
+class Timeline:
+    """Spans of a run. Give it to an executor: ``Pipelined(timeline=Timeline())``; it collects until it is cleared."""
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+
+    def __repr__(self) -> str:
+        return f"Timeline({len(self.spans)} spans of {', '.join(self.workers) or 'nobody'}, {self.seconds:.3f} s)"
+
+    def add(self, worker: str, stage: str, lane: int, began: float, ended: float) -> None:
+        self.spans.append(Span(worker, stage, lane, began, ended))
+
+    def clear(self) -> None:
+        self.spans.clear()
+
+    @property
+    def workers(self) -> list[str]:
+        return sorted({span.worker for span in self.spans}, reverse=True)
+
+    @property
+    def seconds(self) -> float:
+        """From the first beginning to the last end."""
+        if not self.spans:
+            return 0.0
+        return max(s.ended for s in self.spans) - min(s.began for s in self.spans)
+
+    def busy(self) -> dict[str, float]:
+        """Worker -> share of the time in which it worked."""
+        return {
+            worker: sum(s.ended - s.began for s in self.spans if s.worker == worker) / self.seconds
+            for worker in self.workers
+        }
+
+    def chrome(self, path: str | Path) -> None:
+        """Write the JSON that chrome://tracing and ui.perfetto.dev open; microseconds from the first span."""
+        Path(path).write_text(json.dumps({"traceEvents": self.events(), "displayTimeUnit": "ms"}))
+
+    def events(self) -> list[dict[str, Any]]:
+        start = min((s.began for s in self.spans), default=0.0)
+        names = {worker: i for i, worker in enumerate(self.workers)}
+        named = [
+            {"ph": "M", "name": "thread_name", "pid": 0, "tid": i, "args": {"name": worker}}
+            for worker, i in names.items()
+        ]
+        return named + [
+            {
+                "ph": "X",
+                "name": f"{s.stage} {s.lane}",
+                "cat": s.stage,
+                "pid": 0,
+                "tid": names[s.worker],
+                "ts": 1e6 * (s.began - start),
+                "dur": 1e6 * (s.ended - s.began),
+                "args": {"lane": s.lane},
+            }
+            for s in self.spans
+        ]
+
+    def plot(self, path: str | Path, seconds: tuple[float, float] | None = None) -> None:
+        """A picture: a line a worker, a colour a lane, stages by their letter. Needs matplotlib (the ``plots`` extra).
+
+        Args:
+            seconds: the part to show, from the first span; default all.
+        """
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as missing:
+            raise ImportError("plot() needs matplotlib: pip install 'specdec[plots]'") from missing
+        start = min((s.began for s in self.spans), default=0.0)
+        low, high = seconds or (0.0, self.seconds)
+        shown = [s for s in self.spans if s.ended - start >= low and s.began - start <= high]
+        figure = Figure(figsize=(11, 1.2 + 0.7 * len(self.workers)))
+        axes = figure.subplots()
+        lines = {worker: i for i, worker in enumerate(reversed(self.workers))}
+        shade = {"prefill": 0.45, "prepare": 0.3}
+        for s in shown:
+            box = axes.barh(
+                lines[s.worker], 1e3 * (s.ended - s.began), left=1e3 * (s.began - start), height=0.7,
+                color=f"C{s.lane % 10}", alpha=shade.get(s.stage, 0.85), edgecolor="white", linewidth=0.5,
+            )
+            if s.ended - s.began > 0.02 * (high - low):
+                axes.bar_label(box, [f"{s.stage[0]}{s.lane}"], label_type="center", fontsize=7, color="white")
+        axes.set_yticks(list(lines.values()), list(lines))
+        axes.set_xlim(1e3 * low, 1e3 * high)
+        axes.set_xlabel("milliseconds")
+        share = ", ".join(f"{worker} {part:.0%}" for worker, part in self.busy().items())
+        axes.set_title(f"a colour a micro-batch; busy: {share}", fontsize=9)
+        axes.spines[["top", "right"]].set_visible(False)
+        figure.tight_layout()
+        figure.savefig(path, dpi=150)
+
+

@@ -1,0 +1,91 @@
+"""How many micro-batches: a first guess from profiled rounds, then more while throughput rises (SPIN, arXiv 2503.15921, section 6)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from specdec.cost.pipeline import TimeModel
+from specdec.executors.pipelined import Pipelined
+from specdec.executors.serial import Serial
+from specdec.types import Round
+
+if TYPE_CHECKING:
+    from specdec.decoder import Decoder
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """``executor`` to use, the ``model`` of profiled rounds, and what was ``observed``: micro-batches -> tokens/s (1: serial)."""
+
+    executor: Serial | Pipelined
+    model: TimeModel
+    observed: dict[int, float]
+
+
+def profile(decoder: Decoder, prompts: Sequence[Any], rounds: int = 12, seed: int = 0) -> TimeModel:
+    """Time serial rounds of all prompts, of half, and of a quarter of them, and fit d(b) and v(b)."""
+    samples: list[tuple[int, float, float]] = []
+    serial = replace(decoder, executor=Serial())
+    sizes = sorted({max(1, len(prompts) // part) for part in (1, 2, 4)})
+    if len(sizes) < 2:
+        raise ValueError(f"there are {len(prompts)} prompts: profile needs at least 2")
+
+    def take(round: Round) -> None:
+        if round.number > 1 and not bool(round.finished.any()):  # the first round of all is not like the others
+            s = round.seconds
+            samples.append((len(round.kept), s["draft"], s["target"] + s["verify"]))
+
+    for size in sizes:
+        serial.generate(prompts[:size], decoder.length * rounds, seed=seed, eos_token_id=(), on_round=take)
+    return TimeModel.fit(samples)
+
+
+def tune(
+    decoder: Decoder,
+    prompts: Sequence[Any],
+    max_new_tokens: int = 64,
+    *,
+    executor: Pipelined | None = None,
+    repeats: int = 1,
+    seed: int = 0,
+) -> Tuned:
+    """The best executor for a decoder and a batch like ``prompts``: ``Pipelined`` with as many micro-batches as pay, or ``Serial``.
+
+    Args:
+        executor: a ``Pipelined`` whose other settings to use. repeats: runs of each candidate; the fastest counts.
+    """
+    how = executor or Pipelined()
+    model = profile(decoder, prompts, seed=seed)
+    observed: dict[int, float] = {}
+
+    def observe(m: int) -> float:
+        if m not in observed:
+            run = replace(decoder, executor=Serial() if m == 1 else replace(how, micro_batches=m))
+            observed[m] = max(_speed(run, prompts, max_new_tokens, seed) for _ in range(repeats))
+        return observed[m]
+
+    best = model.best(len(prompts))
+    observe(1)
+    while best < len(prompts) and observe(best + 1) > observe(best):
+        best += 1
+    while best > 1 and observe(best - 1) > observe(best):
+        best -= 1
+    return Tuned(Serial() if best == 1 else replace(how, micro_batches=best), model, observed)
+
+
+def _speed(decoder: Decoder, prompts: Sequence[Any], tokens: int, seed: int) -> float:
+    """Tokens a second after the prefill."""
+    marks: list[tuple[float, int, int]] = []
+    decoder.generate(
+        prompts,
+        tokens,
+        seed=seed,
+        eos_token_id=(),
+        on_round=lambda r: marks.append((perf_counter(), r.number, int(r.kept.sum()))),
+    )
+    start = max((at for at, number, _ in marks if number == 0), default=0.0)
+    spent = marks[-1][0] - start
+    return sum(kept for at, number, kept in marks if at > start) / spent if spent else 0.0

@@ -1,0 +1,258 @@
+"""Where the drafting halves of lanes run while the target verifies: a thread, or a forked process with shared tensors.
+
+Both take jobs in order and answer each with a proposal. An exception in the worker is raised where its answer is awaited; a process
+that dies is an exception too.
+"""
+
+from __future__ import annotations
+
+import io
+import multiprocessing
+import pickle
+import threading
+from collections.abc import Callable
+from multiprocessing.connection import wait
+from queue import SimpleQueue
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from specdec.executors.lane import Drafted, Drafting
+from specdec.executors.timeline import Span
+from specdec.rng import Philox, Rng
+from specdec.types import Context, Proposal, Round, Scores
+
+if TYPE_CHECKING:
+    from specdec.decoder import Decoder
+
+
+class Job(NamedTuple):
+    """What the drafting half of a lane is told: of the last round, and what to draft next (``None``: nothing, the lane is through)."""
+
+    lane: int
+    round: Round
+    stay: Tensor | None
+    context: Context
+    budget: Tensor
+    rng: Rng
+    arm: Tensor | None = None
+    wanted: Tensor | None = None
+    target_cache: Any = None
+    half: Drafting | None = None
+
+
+class Answer(NamedTuple):
+    """A proposal for a lane, and what the worker did since its last answer."""
+
+    lane: int
+    drafted: Drafted
+    spans: tuple[Span, ...]
+
+
+def work(decoder: Decoder, receive: Callable[[], Any], send: Callable[[Any], None]) -> None:
+    """Serve jobs until ``None`` comes; an exception is sent and ends the work."""
+    halves: dict[int, Drafting] = {}
+    spans: list[Span] = []
+    try:
+        with torch.inference_mode():
+            while (job := receive()) is not None:
+                began = perf_counter()
+                if not job.context.batch:
+                    halves.pop(job.lane, None)
+                    continue
+                half = halves.setdefault(job.lane, job.half or Drafting(decoder))
+                if not half.started:
+                    half.start(job.round.context, job.target_cache)
+                    began = _note(spans, "prefill", job.lane, began)
+                half.observe(job.round)
+                if job.stay is not None:
+                    half.select(job.stay, job.target_cache)
+                drafted = half.propose(job.context, job.budget, job.rng, job.arm)
+                _finish(drafted.proposal)
+                began = _note(spans, "draft", job.lane, began)
+                send(Answer(job.lane, drafted, tuple(spans)))
+                spans.clear()
+                if job.wanted is not None:
+                    half.prepare(job.context, job.wanted)
+                    _note(spans, "prepare", job.lane, began)
+    except BaseException as error:  # whatever it is, it belongs to whoever waits for the answer
+        send(error)
+
+
+def _note(spans: list[Span], stage: str, lane: int, began: float) -> float:
+    """Add a span that ends now; returns now."""
+    now = perf_counter()
+    spans.append(Span("drafts", stage, lane, began, now))
+    return now
+
+
+def _finish(proposal: Proposal) -> None:
+    """A proposal that is sent must be there: on a GPU, wait for this worker's stream."""
+    if proposal.tokens.is_cuda:
+        torch.cuda.current_stream(proposal.tokens.device).synchronize()
+
+
+class ThreadWorker:
+    """A thread of this process; on a GPU it has a stream of its own, so that its kernels run beside the target's."""
+
+    shares = True
+
+    def __init__(self, decoder: Decoder, lanes: int, rows: int):
+        self.inbox: SimpleQueue[Any] = SimpleQueue()
+        self.outbox: SimpleQueue[Any] = SimpleQueue()
+        device = getattr(decoder.target, "device", None)
+        stream = torch.cuda.Stream(device) if device is not None and device.type == "cuda" else None
+
+        def body() -> None:
+            with torch.cuda.stream(stream):  # None: nothing changes
+                work(decoder, self.inbox.get, self.outbox.put)
+
+        self.thread = threading.Thread(target=body, name="specdec-drafting", daemon=True)
+        self.thread.start()
+
+    def submit(self, job: Job) -> None:
+        self.inbox.put(job)
+
+    def answer(self) -> Answer:
+        """The next proposal. Raises what the worker raised."""
+        said = self.outbox.get()
+        if isinstance(said, BaseException):
+            raise said
+        return said
+
+    def stop(self) -> None:
+        self.inbox.put(None)
+        self.thread.join()
+
+
+class ProcessWorker:
+    """A forked process: it has the models at no cost, computes on one thread, and hands probabilities over in shared memory.
+
+    Forking is safe here because the child uses no thread pool (as PyTorch's own data loaders do); it cannot use CUDA.
+    """
+
+    shares = False
+
+    def __init__(self, decoder: Decoder, lanes: int, rows: int):
+        fork = multiprocessing.get_context("fork")
+        ours, theirs = fork.Pipe()
+        nodes = getattr(decoder.draft, "nodes", lambda length: length)(decoder.length)
+        size = max(1, rows * nodes * decoder.target.vocab_size * 8)
+        self.buffers = [torch.empty(size, dtype=torch.uint8).share_memory_() for _ in range(lanes)]
+        self.pipe = ours
+
+        def body() -> None:
+            torch.set_num_threads(1)
+            ours.close()
+            work(decoder, lambda: pickle.loads(theirs.recv_bytes()), lambda said: theirs.send_bytes(_dumps(self._lay(said))))
+
+        self.process = fork.Process(target=body, name="specdec-drafting", daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def submit(self, job: Job) -> None:
+        if not isinstance(job.rng, Philox):
+            raise ValueError(
+                f"rng is a {type(job.rng).__name__}: random decisions that are kept in this process cannot be made in another; use "
+                "Pipelined(workers='threads')"
+            )
+        round = job.round
+        nothing = torch.empty(0)
+        slim = Round(
+            **{
+                **vars(round),
+                "proposal": Proposal.none(round.context.batch),
+                "scores": Scores(nothing),
+                "probs": nothing,
+            }
+        )
+        try:
+            self.pipe.send_bytes(_dumps(job._replace(round=slim, target_cache=None, half=None)))
+        except OSError as broken:
+            raise self._dead() from broken
+
+    def answer(self) -> Answer:
+        """The next proposal. Raises what the worker raised, or RuntimeError when it died."""
+        wait([self.pipe, self.process.sentinel])
+        try:
+            if not self.pipe.poll():
+                raise EOFError
+            said = pickle.loads(self.pipe.recv_bytes())
+        except (EOFError, OSError) as broken:
+            raise self._dead() from broken
+        if isinstance(said, BaseException):
+            raise said
+        return self._take(said)
+
+    def _dead(self) -> RuntimeError:
+        self.process.join(1)
+        return RuntimeError(
+            f"the drafting worker died (exit code {self.process.exitcode}): nothing of the batch is lost that was yielded; look for a "
+            "crash or the out-of-memory killer, or use Pipelined(workers='threads')"
+        )
+
+    def _lay(self, said: Any) -> Any:
+        """An answer with its probabilities laid into shared memory."""
+        if isinstance(said, BaseException):
+            try:
+                pickle.loads(pickle.dumps(said))
+            except Exception:  # what cannot travel is told in words
+                return RuntimeError(f"{type(said).__name__} in the drafting worker: {said}")
+            return said
+        proposal = said.drafted.proposal
+        if proposal.probs is None:
+            return said
+        probs = proposal.probs.contiguous()
+        bytes_ = probs.view(-1).view(torch.uint8)
+        self.buffers[said.lane][: len(bytes_)].copy_(bytes_)
+        laid = Laid(proposal.tokens, proposal.parents, proposal.size, proposal.provenance, probs.dtype, tuple(probs.shape))
+        return said._replace(drafted=said.drafted._replace(proposal=laid))
+
+    def _take(self, said: Answer) -> Answer:
+        laid = said.drafted.proposal
+        if not isinstance(laid, Laid):
+            return said
+        count = torch.Size(laid.shape).numel() * laid.dtype.itemsize
+        probs = self.buffers[said.lane][:count].clone().view(laid.dtype).view(laid.shape)
+        proposal = Proposal(laid.tokens, laid.parents, laid.size, probs, laid.provenance)
+        return said._replace(drafted=said.drafted._replace(proposal=proposal))
+
+    def stop(self) -> None:
+        try:
+            self.pipe.send_bytes(pickle.dumps(None))
+        except OSError:
+            pass
+        self.pipe.close()
+        self.process.join(5)
+        if self.process.is_alive():
+            self.process.terminate()
+            self.process.join()
+        self.process.close()
+
+
+class Laid(NamedTuple):
+    """A proposal whose probabilities lie in shared memory."""
+
+    tokens: Tensor
+    parents: Tensor
+    size: Tensor
+    provenance: Any
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class _Pickler(pickle.Pickler):
+    """Host tensors as plain arrays: PyTorch's own way through a pipe opens a file for each."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is Tensor:
+            return torch.from_numpy, (value.contiguous().numpy(),)
+        return NotImplemented
+
+
+def _dumps(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    _Pickler(buffer, protocol=5).dump(value)
+    return buffer.getvalue()
