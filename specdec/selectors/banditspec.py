@@ -1,0 +1,123 @@
+"""UCBSpec and EXP3Spec: bandits that count tokens a round (Hou et al., "BanditSpec", arXiv 2505.15141, algorithms 2 and 3).
+
+Their regret is counted in rounds until the end of the text, not in seconds: arms should cost about the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specdec.rng import Rng
+from specdec.selectors.exp3 import Weighted, softmax, weigh
+from specdec.selectors.matching import assign, checked, draw
+from specdec.selectors.statistics import (
+    PULLS,
+    REWARD,
+    TOKENS,
+    Pending,
+    Pool,
+    Table,
+    mean,
+    optimistic,
+    positive,
+    seen,
+)
+from specdec.types import Context, Feedback
+
+
+@dataclass(frozen=True)
+class UCBSpec:
+    """``argmax mu_i + cr_i``: mean tokens a round and a radius that holds at all times with probability ``1 - delta``.
+
+    ``cr_i = L/2 sqrt((1 + n) / n^2 (1 + 2 log(K t^2 sqrt(1 + n) / delta)))``, n pulls of arm i, t rounds, K arms. Every arm is tried once
+    first. Deterministic.
+
+    Attributes:
+        length: L, drafted tokens a round (a round commits 1 to L + 1). delta: in (0, 1).
+        pool: None (each request its own), "global", or a function from a context to a hashable key a row.
+    """
+
+    length: int = 5
+    delta: float = 0.1
+    pool: Pool = None
+    full_information: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        positive("length", self.length)
+        if not 0 < self.delta < 1:
+            raise ValueError(f"delta is {self.delta}: give a probability between 0 and 1")
+
+    def init(self, arms: int) -> Table:
+        return Table.empty(arms)
+
+    def select(
+        self, state: Table, context: Context, capacities: Tensor, rng: Rng
+    ) -> tuple[Tensor, Tensor, Table]:
+        room = checked(capacities, state.arms, context.batch)
+        rows, state = state.seat(self.pool, context)
+        sums = state.sums[rows]
+        n = sums[..., PULLS]
+        index = optimistic(mean(sums, TOKENS) + radius(n, self.length, self.delta), n > 0)
+        return torch.from_numpy(assign(index, room)), torch.ones(context.batch), state
+
+    def update(self, state: Table, feedback: Feedback) -> Table:
+        arm, columns = seen(feedback, state.arms)
+        return state.add(state.rows(self.pool, feedback), arm, columns)
+
+    def leave(self, state: Table, requests: Tensor) -> Table:
+        return state.leave(self.pool, requests.tolist())
+
+
+def radius(pulls: np.ndarray, length: int, delta: float) -> np.ndarray:
+    """UCBSpec's ``cr_i [B, arms]`` from pulls ``[B, arms]``, t being their sum; an arm without pulls is taken as one with 1."""
+    K, n = pulls.shape[-1], np.maximum(pulls, 1)
+    t = np.maximum(pulls.sum(-1, keepdims=True), 1)
+    return length / 2 * np.sqrt((1 + n) / n**2 * (1 + 2 * np.log(K * t**2 * np.sqrt(1 + n) / delta)))
+
+
+@dataclass(frozen=True)
+class EXP3Spec:
+    """Arm i with probability proportional to ``exp(-eta_t sum Z_i)``, ``Z_i = (L + 1 - Y) / (L p_i)`` when i was chosen, else 0.
+
+    Y is the tokens of the round, ``eta_t = sqrt(log K / (t K))`` in round t. Without uniform exploration.
+
+    Attributes:
+        length: L, drafted tokens a round. pool: None (each request its own), "global", or a function from a context to a key a row.
+    """
+
+    length: int = 5
+    pool: Pool = None
+    full_information: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        positive("length", self.length)
+
+    def init(self, arms: int) -> Weighted:
+        return Weighted(Table.empty(arms), Pending({}))
+
+    def select(
+        self, state: Weighted, context: Context, capacities: Tensor, rng: Rng
+    ) -> tuple[Tensor, Tensor, Weighted]:
+        arms = state.table.arms
+        room = checked(capacities, arms, context.batch)
+        rows, table = state.table.seat(self.pool, context)
+        sums = table.sums[rows]
+        t = sums[..., PULLS].sum(-1, keepdims=True) + 1
+        law = softmax(-np.sqrt(np.log(arms) / (t * arms)) * sums[..., REWARD])
+        arm, prob = draw(law, room, rng, context.length)
+        pending = state.pending.remember(context.request.tolist(), arm, prob)
+        return torch.from_numpy(arm), torch.from_numpy(prob).float(), Weighted(table, pending)
+
+    def update(self, state: Weighted, feedback: Feedback) -> Weighted:
+        arm, columns = seen(feedback, state.table.arms)
+        lost = np.clip((self.length + 1 - columns[:, TOKENS]) / self.length, 0, 1)
+        return weigh(state, self.pool, feedback, arm, columns, lost)
+
+    def leave(self, state: Weighted, requests: Tensor) -> Weighted:
+        gone = requests.tolist()
+        return Weighted(state.table.leave(self.pool, gone), state.pending.leave(gone))

@@ -1,0 +1,57 @@
+"""Epsilon-greedy on goodput: mostly the best arm so far, now and then any (Sutton and Barto, "Reinforcement learning", section 2.2)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specdec.rng import Rng
+from specdec.selectors.matching import assign, checked, draw
+from specdec.selectors.statistics import PULLS, Pool, Table, goodput, optimistic, seen
+from specdec.types import Context, Feedback
+
+
+@dataclass(frozen=True)
+class EpsilonGreedy:
+    """With probability ``1 - epsilon`` the arm that a matching on estimated goodput gives the row, else a random arm.
+
+    Goodput is tokens over seconds, a ratio of sums. An arm that was never seen comes first.
+
+    Attributes:
+        epsilon: share of random choices, in [0, 1]; 0 is greedy. pool: whose observations count together: None (each request
+            its own), "global", or a function from a context to a hashable key a row.
+    """
+
+    epsilon: float = 0.1
+    pool: Pool = None
+    full_information: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.epsilon <= 1:
+            raise ValueError(f"epsilon is {self.epsilon}: give a probability")
+
+    def init(self, arms: int) -> Table:
+        return Table.empty(arms)
+
+    def select(
+        self, state: Table, context: Context, capacities: Tensor, rng: Rng
+    ) -> tuple[Tensor, Tensor, Table]:
+        room = checked(capacities, state.arms, context.batch)
+        rows, state = state.seat(self.pool, context)
+        sums = state.sums[rows]
+        scores = optimistic(goodput(sums), sums[..., PULLS] > 0)
+        law = np.full((context.batch, state.arms), self.epsilon / state.arms)
+        law[np.arange(context.batch), assign(scores, room)] += 1 - self.epsilon
+        arm, prob = draw(law, room, rng, context.length, scores)
+        return torch.from_numpy(arm), torch.from_numpy(prob).float(), state
+
+    def update(self, state: Table, feedback: Feedback) -> Table:
+        arm, columns = seen(feedback, state.arms, seconds=True)
+        return state.add(state.rows(self.pool, feedback), arm, columns)
+
+    def leave(self, state: Table, requests: Tensor) -> Table:
+        return state.leave(self.pool, requests.tolist())

@@ -1,0 +1,82 @@
+"""EXP3: exponential weights for rewards that an adversary may choose (Auer, Cesa-Bianchi, Freund, Schapire, SIAM J. Comput. 2002)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specdec.rng import Rng
+from specdec.selectors.matching import checked, draw
+from specdec.selectors.statistics import REWARD, Pending, Pool, Table, positive, seen, unit
+from specdec.types import Context, Feedback
+
+
+class Weighted(NamedTuple):
+    """Sums of importance-weighted rewards, and the probabilities of the choices whose feedback has not come yet."""
+
+    table: Table
+    pending: Pending
+
+
+@dataclass(frozen=True)
+class EXP3:
+    """Arm i with probability ``(1 - gamma) w_i / sum w + gamma / K``, ``w_i = exp(gamma / K * sum of reward / p)`` (figure 1 there).
+
+    The probability of a choice is remembered until its feedback comes, late or not; feedback without a choice is passed over.
+
+    Attributes:
+        gamma: share of uniform exploration and rate of learning, in (0, 1]. scale: rewards are divided by it and cut to [0, 1].
+        pool: None (each request its own), "global", or a function from a context to a hashable key a row.
+    """
+
+    gamma: float = 0.1
+    scale: float = 1.0
+    pool: Pool = None
+    full_information: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        positive("scale", self.scale)
+        if not 0 < self.gamma <= 1:
+            raise ValueError(f"gamma is {self.gamma}: give a number in (0, 1]")
+
+    def init(self, arms: int) -> Weighted:
+        return Weighted(Table.empty(arms), Pending({}))
+
+    def select(
+        self, state: Weighted, context: Context, capacities: Tensor, rng: Rng
+    ) -> tuple[Tensor, Tensor, Weighted]:
+        arms = state.table.arms
+        room = checked(capacities, arms, context.batch)
+        rows, table = state.table.seat(self.pool, context)
+        law = (1 - self.gamma) * softmax(self.gamma / arms * table.sums[rows][..., REWARD])
+        arm, prob = draw(law + self.gamma / arms, room, rng, context.length)
+        pending = state.pending.remember(context.request.tolist(), arm, prob)
+        return torch.from_numpy(arm), torch.from_numpy(prob).float(), Weighted(table, pending)
+
+    def update(self, state: Weighted, feedback: Feedback) -> Weighted:
+        arm, columns = seen(feedback, state.table.arms)
+        return weigh(state, self.pool, feedback, arm, columns, unit(columns[:, REWARD], self.scale))
+
+    def leave(self, state: Weighted, requests: Tensor) -> Weighted:
+        gone = requests.tolist()
+        return Weighted(state.table.leave(self.pool, gone), state.pending.leave(gone))
+
+
+def softmax(x: np.ndarray) -> np.ndarray:
+    """``[B, arms]``, exponentials over their sum."""
+    e = np.exp(x - x.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+def weigh(
+    state: Weighted, pool: Pool, feedback: Feedback, arm: np.ndarray, columns: np.ndarray, value: np.ndarray
+) -> Weighted:
+    """With ``value [B]`` over the probability of its choice added; feedback of unknown choices is passed over."""
+    prob, pending = state.pending.recall(feedback.request.tolist(), arm)
+    columns[:, REWARD] = value / prob
+    rows = np.where(np.isnan(prob), -1, state.table.rows(pool, feedback))
+    return Weighted(state.table.add(rows, arm, columns), pending)

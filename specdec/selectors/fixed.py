@@ -1,0 +1,53 @@
+"""Always the same arm: the baseline that every selector has to beat."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specdec.rng import Rng
+from specdec.selectors.matching import checked, within
+from specdec.selectors.statistics import at_least_one, seen
+from specdec.types import Context, Feedback
+
+
+class Arms(NamedTuple):
+    """The state of a selector that learns nothing: how many arms there are."""
+
+    arms: int
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """Arm ``arm`` for every row; the rows beyond its capacity go to the first arms with room.
+
+    Raises:
+        ValueError: (``init``) ``arm`` is not one of the arms.
+    """
+
+    arm: int = 0
+    full_information: ClassVar[bool] = False
+
+    def init(self, arms: int) -> Arms:
+        if not 0 <= self.arm < at_least_one(arms):
+            raise ValueError(f"arm is {self.arm}: there are arms 0..{arms - 1}")
+        return Arms(arms)
+
+    def select(
+        self, state: Arms, context: Context, capacities: Tensor, rng: Rng
+    ) -> tuple[Tensor, Tensor, Arms]:
+        room = checked(capacities, state.arms, context.batch)
+        scores = np.zeros((context.batch, state.arms))
+        arm = within(np.full(context.batch, self.arm), scores, room)
+        return torch.from_numpy(arm), torch.ones(context.batch), state
+
+    def update(self, state: Arms, feedback: Feedback) -> Arms:
+        seen(feedback, state.arms)  # only its checks
+        return state
+
+    def leave(self, state: Arms, requests: Tensor) -> Arms:
+        return state

@@ -1,0 +1,158 @@
+"""Requests to arms under capacities: maximum-weight matching (SPIN, arXiv 2503.15921, section 4), and keyed random choices.
+
+Everything here is on small arrays of the host: numpy, because a select has to take microseconds. CPU tensors are taken as well.
+"""
+
+from __future__ import annotations
+
+from math import lcm
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.optimize import linear_sum_assignment
+from torch import Tensor
+
+from specdec.rng import SELECT, Key, Rng
+
+TIE = 1e-9  # of the largest weight: totals closer than this count as equal
+
+
+def checked(capacities: Tensor | np.ndarray, arms: int, batch: int) -> np.ndarray:
+    """``capacities [arms]`` as int64; ValueError when they cannot serve ``batch`` rows."""
+    room = np.asarray(capacities)
+    if room.shape != (arms,):
+        raise ValueError(
+            f"capacities has shape {list(room.shape)}: give one number for each of the {arms} arms"
+        )
+    if room.min() < 0:
+        raise ValueError(f"capacities is {room.tolist()}: an arm that takes no row has capacity 0, not less")
+    if room.sum() < batch:
+        raise ValueError(
+            f"capacities {room.tolist()} serve {int(room.sum())} rows but {batch} need an arm: raise a capacity, or select for "
+            "fewer rows at a time"
+        )
+    return room.astype(np.int64, copy=False)
+
+
+def assign(weights: Any, capacities: Any) -> np.ndarray:
+    """The arm of every row in a matching of the largest total weight; exact (Jonker-Volgenant, through scipy).
+
+    Args:
+        weights: ``[B, arms]`` finite, in any unit: what is gained when the row has the arm.
+        capacities: ``[arms]`` how many rows each arm takes at most; their sum is at least B.
+    Returns:
+        ``[B]`` int64 array. Ties go to the first arm; totals within 1e-9 of the largest weight are ties.
+    Raises:
+        ValueError: weights are not finite, or the capacities serve fewer than B rows.
+    """
+    weights = np.asarray(weights, dtype=np.float64)
+    B, arms = weights.shape
+    best = weights.argmax(1)
+    room = checked(capacities, arms, B)
+    if not np.isfinite(weights).all():
+        raise ValueError(
+            "weights has NaN or infinite entries: give an arm that was never seen a large finite weight"
+        )
+    if not B or (np.bincount(best, minlength=arms) <= room).all():
+        return best  # every row has its best arm: no matching is better
+    slot_arm = np.repeat(np.arange(arms), np.minimum(room, B))
+    step = TIE * max(float(np.abs(weights).max()), 1e-300) / arms
+    _, slot = linear_sum_assignment((weights - step * np.arange(arms))[:, slot_arm], maximize=True)
+    return slot_arm[slot]
+
+
+def within(wish: Any, scores: Any, capacities: Any) -> np.ndarray:
+    """Keeps the wishes that fit and repairs the others.
+
+    Where more rows wish for an arm than it takes, those with the highest score for it keep it (ties: the first row). The
+    others are assigned to what is left, by the largest total score. Cheaper than ``assign``, and nobody else moves.
+
+    Args:
+        wish: ``[B]`` arm numbers. scores: ``[B, arms]`` finite. capacities: ``[arms]``.
+    Returns:
+        ``[B]`` int64 array.
+    """
+    wish, scores = np.asarray(wish, dtype=np.int64), np.asarray(scores, dtype=np.float64)
+    arms = scores.shape[1]
+    room = checked(capacities, arms, len(wish))
+    count = np.bincount(wish, minlength=arms)
+    if (count <= room).all():
+        return wish
+    out = np.zeros(len(wish), dtype=bool)
+    for arm in (count > room).nonzero()[0]:
+        rows = (wish == arm).nonzero()[0]
+        order = np.argsort(-scores[rows, arm], kind="stable")
+        out[rows[order[room[arm] :]]] = True
+    kept = np.bincount(wish[~out], minlength=arms)
+    wish = wish.copy()
+    wish[out] = assign(scores[out], room - kept)
+    return wish
+
+
+def draw(
+    probs: np.ndarray,
+    capacities: np.ndarray,
+    rng: Rng,
+    length: Tensor,
+    scores: np.ndarray | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """A keyed random arm for every row, and its probability *given the choices of the rows before it*.
+
+    Batch mates change nothing until an arm is full. From then on its share of a row's law belongs to the free arm with the best
+    score. Rows are served in their order.
+
+    Args:
+        probs: ``[B, arms]`` float64, rows sum to 1. capacities: ``[arms]`` that serve B rows (``checked``).
+        length: ``[B]`` committed lengths, the key of the decision (stream SELECT). scores: ``[B, arms]``; default ``probs``.
+    Returns:
+        arm ``[B]`` int64 and its conditional probability ``[B]`` float64.
+    """
+    B, arms = probs.shape
+    arm = rng.categorical(torch.from_numpy(probs), Key(length, 0, 0, SELECT)).numpy()
+    prob = probs[np.arange(B), arm]
+    if (np.bincount(arm, minlength=arms) < capacities).all():
+        return arm, prob
+    arm, prob, scores = arm.copy(), prob.copy(), probs if scores is None else scores
+    room, free = capacities.tolist(), capacities > 0
+    for b, wish in enumerate(arm.tolist()):
+        best = -1 if free.all() else int(np.where(free, scores[b], -np.inf).argmax())
+        if not free[wish]:
+            arm[b] = best
+        if arm[b] == best:
+            prob[b] = probs[b][~free].sum() + probs[b, best]
+        room[arm[b]] -= 1
+        free[arm[b]] = room[arm[b]] > 0
+    return arm, prob
+
+
+def scatter(capacities: np.ndarray, rng: Rng, length: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """A keyed arm for every row, uniform over those with room left for it; rows are served in their order.
+
+    One number a row serves whatever number of arms is free: it is asked for one of M equal parts, M a multiple of 1, ..., arms (up to
+    10 arms; above, shares differ by at most 1 / M and the probability is still the exact one), which f free arms divide among
+    themselves. While no arm is full the answer is that of a draw from ``arms`` equal parts.
+
+    Args:
+        capacities: ``[arms]`` that serve B rows (``checked``). length: ``[B]`` committed lengths, the key (stream SELECT).
+    Returns:
+        arm ``[B]`` int64 and its probability given the rows before it, ``[B]`` float64.
+    """
+    B, arms = len(length), len(capacities)
+    ample = capacities.min() >= B
+    parts = arms if ample else lcm(*range(1, min(arms, 10) + 1)) * (1 if arms <= 10 else arms)
+    law = torch.full((1, 1), 1 / parts, dtype=torch.float64).expand(B, parts)
+    part = rng.categorical(law, Key(length, 0, 0, SELECT)).numpy()
+    if ample:
+        return part, np.full(B, 1 / arms)
+    arm, prob = np.zeros(B, dtype=np.int64), np.zeros(B)
+    room, free = capacities.tolist(), [j for j, c in enumerate(capacities.tolist()) if c > 0]
+    for b, m in enumerate(part.tolist()):
+        f = len(free)
+        i = m * f // parts
+        arm[b] = j = free[i]
+        prob[b] = (-(-(i + 1) * parts // f) + (-i * parts // f)) / parts
+        room[j] -= 1
+        if not room[j]:
+            free.remove(j)
+    return arm, prob

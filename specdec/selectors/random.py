@@ -1,0 +1,39 @@
+"""A random arm for every row in every round: what exploration alone costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from specdec.rng import Rng
+from specdec.selectors.fixed import Arms
+from specdec.selectors.matching import checked, scatter
+from specdec.selectors.statistics import at_least_one, seen
+from specdec.types import Context, Feedback
+
+
+@dataclass(frozen=True)
+class Random:
+    """Uniform over the arms that have room left for the row."""
+
+    full_information: ClassVar[bool] = False
+
+    def init(self, arms: int) -> Arms:
+        return Arms(at_least_one(arms))
+
+    def select(
+        self, state: Arms, context: Context, capacities: Tensor, rng: Rng
+    ) -> tuple[Tensor, Tensor, Arms]:
+        room = checked(capacities, state.arms, context.batch)
+        arm, prob = scatter(room, rng, context.length)
+        return torch.from_numpy(arm), torch.from_numpy(prob).float(), state
+
+    def update(self, state: Arms, feedback: Feedback) -> Arms:
+        seen(feedback, state.arms)  # only its checks
+        return state
+
+    def leave(self, state: Arms, requests: Tensor) -> Arms:
+        return state

@@ -1,0 +1,204 @@
+"""SPIN's selection: epochs that explore, then exploit a maximum-weight matching for 2^k rounds (arXiv 2503.15921, section 4).
+
+No code was published. What the paper leaves open and is ours is said in docs/selectors.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specdec.rng import Rng
+from specdec.selectors.matching import assign, checked, scatter, within
+from specdec.selectors.statistics import PULLS, Index, Pending, Pool, Table, goodput, room, seen
+from specdec.types import Context, Feedback
+
+LONGEST = 2**40  # slots of an exploitation phase, so that nothing overflows
+
+
+class Phases(NamedTuple):
+    """Where each request is in its own epochs; arrays are indexed by the rows of ``requests``.
+
+    Attributes:
+        epoch: ``[R]`` 1, 2, ...; 0 before the first. explore, exploit: ``[R]`` slots left of this epoch. plan: ``[R]`` arm of the
+            exploitation phase, -1 until its matching. weight: ``[R, arms]`` the estimates of that matching.
+    """
+
+    requests: Index
+    epoch: np.ndarray
+    explore: np.ndarray
+    exploit: np.ndarray
+    plan: np.ndarray
+    weight: np.ndarray
+
+    @staticmethod
+    def empty(arms: int) -> Phases:
+        index = Index.empty()
+        zero = np.zeros(index.size, dtype=np.int64)
+        return Phases(index, zero, zero, zero, zero, np.zeros((index.size, arms)))
+
+    def enter(self, requests: list[int]) -> tuple[np.ndarray, Phases]:
+        """Rows of the requests, and a copy that may be written to."""
+        rows, index = self.requests.enter(requests)
+        return rows, Phases(index, *(room(a, index.size).copy() for a in self[1:]))
+
+    def leave(self, requests: list[int]) -> Phases:
+        rows, index = self.requests.drop(requests)
+        arrays = [a.copy() for a in self[1:]]
+        for a in arrays:
+            a[rows] = 0
+        return Phases(index, *arrays)
+
+
+class State(NamedTuple):
+    """``own``: what estimates are made of; ``shared``: the prior's observations; ``pending``: 1 for choices made to explore."""
+
+    own: Table
+    shared: Table
+    phases: Phases
+    pending: Pending
+
+
+@dataclass(frozen=True)
+class Spin:
+    """Epoch k of a request: ``exploration`` slots on random arms, then ``growth^k`` slots on the arm of a matching.
+
+    A slot is one round of the request. The matching maximises the sum of estimated goodputs (tokens over seconds, a ratio of sums; 0
+    for an arm never seen) under the capacities, over all rows that exploit. It is made when a row begins to exploit; other rows enter
+    it with the estimates of their own matching, so they move only for capacity's sake. Rows that explore choose first, from all arms
+    with room; an exploiting row that they displace has its next best arm for that slot. A row that has seen nothing at all when its
+    exploration ends explores on.
+
+    Attributes:
+        exploration: slots an epoch, at least 1. growth: at least 1; 2 is the paper's.
+        pool: whose observations count together: None (each request its own, the paper), "global", or a function from a context to a
+            hashable key a row. With a ``prior``, whose observations make the prior (None: everybody's).
+        prior: rounds that the pooled estimate of an arm counts for beside the request's own; 0 (the paper): no prior.
+        warm: pooled observations of every arm that make exploring unnecessary: an epoch that begins with them has no
+            exploration. None (the paper): always explore. Needs a ``pool`` or a ``prior``.
+        learn: "exploration" (the paper: estimates are of exploration slots) or "always" (of all slots).
+    """
+
+    exploration: int = 5
+    growth: float = 2.0
+    pool: Pool = None
+    prior: float = 0.0
+    warm: int | None = None
+    learn: Literal["exploration", "always"] = "exploration"
+    full_information: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if self.exploration < 1:
+            raise ValueError(
+                f"exploration is {self.exploration}: give at least one slot an epoch (warm spares them)"
+            )
+        if self.growth < 1:
+            raise ValueError(f"growth is {self.growth}: exploitation phases must not shrink, give at least 1")
+        if self.prior < 0:
+            raise ValueError(f"prior is {self.prior}: give a number of rounds, 0 for none")
+        if self.warm is not None and self.pool is None and not self.prior:
+            raise ValueError("warm counts pooled observations: give a pool, or a prior above 0")
+        if self.learn not in ("exploration", "always"):
+            raise ValueError(f'learn is {self.learn!r}: give "exploration" or "always"')
+
+    def init(self, arms: int) -> State:
+        table = Table.empty(arms)
+        return State(table, table, Phases.empty(arms), Pending({}))
+
+    def select(
+        self, state: State, context: Context, capacities: Tensor, rng: Rng
+    ) -> tuple[Tensor, Tensor, State]:
+        B, arms = context.batch, state.own.arms
+        free = checked(capacities, arms, B)
+        requests = context.request.tolist()
+        own, own_row, shared, shared_row = self._seat(state, context)
+        r, phases = state.phases.enter(requests)
+
+        begin = (phases.explore[r] == 0) & (phases.exploit[r] == 0)
+        if begin.any():
+            new = r[begin]
+            phases.epoch[new] += 1
+            phases.plan[new] = -1
+            phases.exploit[new] = np.minimum(self.growth ** np.minimum(phases.epoch[new], 256), LONGEST)
+            phases.explore[new] = self.exploration
+            if self.warm is not None:
+                pooled = shared.sums[shared_row[begin]] if self.prior else own.sums[own_row[begin]]
+                phases.explore[new[pooled[..., PULLS].min(1) >= self.warm]] = 0
+        explore = phases.explore[r] > 0
+        phases.explore[r[explore]] -= 1
+
+        starts = ~explore & (phases.plan[r] < 0)
+        if starts.any():
+            phases.weight[r[starts]] = self._estimate(own.sums[own_row], shared.sums[shared_row])[starts]
+            blind = starts & ~phases.weight[r].any(1)
+            explore, starts = explore | blind, starts & ~blind
+        go = ~explore
+        phases.exploit[r[go]] -= 1
+        if starts.any():
+            phases.plan[r[go]] = assign(phases.weight[r[go]], free)
+
+        arm, prob = np.zeros(B, dtype=np.int64), np.ones(B)
+        if explore.any():
+            those = explore.nonzero()[0]
+            at = torch.from_numpy(those)
+            arm[those], prob[those] = scatter(free, rng.select(at), context.length[at])
+            free = free - np.bincount(arm[those], minlength=arms)
+        if go.any():
+            arm[go] = within(phases.plan[r[go]], phases.weight[r[go]], free)
+        pending = state.pending
+        if self.learn == "exploration":
+            pending = pending.remember(requests, arm, explore.astype(float))
+        return (
+            torch.from_numpy(arm),
+            torch.from_numpy(prob).float(),
+            State(own, shared, phases, pending),
+        )
+
+    def update(self, state: State, feedback: Feedback) -> State:
+        arm, columns = seen(feedback, state.own.arms, seconds=True)
+        counts, pending = np.ones(len(arm), dtype=bool), state.pending
+        if self.learn == "exploration":
+            why, pending = pending.recall(feedback.request.tolist(), arm)
+            counts = why == 1
+        own, shared = state.own, state.shared
+        if counts.any():
+            own = own.add(np.where(counts, own.rows(self._pool, feedback), -1), arm, columns)
+            if self.prior:
+                shared = shared.add(np.where(counts, shared.rows(self._prior, feedback), -1), arm, columns)
+        return State(own, shared, state.phases, pending)
+
+    def leave(self, state: State, requests: Tensor) -> State:
+        gone = requests.tolist()
+        return State(
+            state.own.leave(self._pool, gone),
+            state.shared.leave(self._prior, gone),
+            state.phases.leave(gone),
+            state.pending.leave(gone),
+        )
+
+    @property
+    def _pool(self) -> Pool:
+        """Where a request's own observations go."""
+        return None if self.prior else self.pool
+
+    @property
+    def _prior(self) -> Pool:
+        return "global" if self.pool is None else self.pool
+
+    def _seat(self, state: State, context: Context) -> tuple[Table, np.ndarray, Table, np.ndarray]:
+        own_row, own = state.own.seat(self._pool, context)
+        if not self.prior:
+            return own, own_row, state.shared, np.zeros_like(own_row)
+        shared_row, shared = state.shared.seat(self._prior, context)
+        return own, own_row, shared, shared_row
+
+    def _estimate(self, own: np.ndarray, shared: np.ndarray) -> np.ndarray:
+        """Goodput ``[B, arms]``: the pooled sums, scaled down to ``prior`` pulls, count as observations of the request's own."""
+        if self.prior:
+            pulls = shared[..., PULLS : PULLS + 1]
+            own = own + shared * np.minimum(1, self.prior / np.maximum(pulls, 1))
+        return goodput(own)

@@ -1,0 +1,231 @@
+"""What a selector has seen: sums by request, by a user's key, or of everybody. States go in and come out, nothing is changed in place.
+
+Goodput is a ratio of sums (tokens over seconds), never a mean of ratios: a mean over rounds weighs a short round like a long one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from specdec.types import Context, Feedback
+
+PULLS, TOKENS, SECONDS, REWARD = range(4)  # columns of Table.sums
+Pool = Literal["global"] | Callable[[Context], Sequence[Hashable]] | None
+OUTSTANDING = 64  # choices of a request that wait for feedback; older ones are forgotten
+
+
+class Index(NamedTuple):
+    """Rows of arrays for hashable keys: a row is given out on arrival and is free again after ``drop``."""
+
+    of: dict[Hashable, int]
+    free: tuple[int, ...]
+    size: int
+
+    @staticmethod
+    def empty(size: int = 16) -> Index:
+        return Index({}, tuple(reversed(range(size))), size)
+
+    def find(self, keys: Sequence[Hashable]) -> np.ndarray:
+        """``[len(keys)]`` rows, -1 for a key that has none."""
+        of = self.of
+        return np.array([of.get(key, -1) for key in keys], dtype=np.int64)
+
+    def enter(self, keys: Sequence[Hashable]) -> tuple[np.ndarray, Index]:
+        """The keys' rows; a key without one gets one."""
+        of = self.of
+        if all(key in of for key in keys):
+            return np.array([of[key] for key in keys], dtype=np.int64), self
+        of, free, size = dict(of), list(self.free), self.size
+        for key in keys:
+            if key not in of:
+                if not free:
+                    free, size = list(reversed(range(size, 2 * size))), 2 * size
+                of[key] = free.pop()
+        return np.array([of[key] for key in keys], dtype=np.int64), Index(of, tuple(free), size)
+
+    def drop(self, keys: Sequence[Hashable]) -> tuple[np.ndarray, Index]:
+        """The rows that become free; keys without one are passed over."""
+        known = [key for key in dict.fromkeys(keys) if key in self.of]
+        of = dict(self.of)
+        rows = [of.pop(key) for key in known]
+        return np.array(rows, dtype=np.int64), Index(of, (*self.free, *rows), self.size)
+
+
+def room(array: np.ndarray, size: int) -> np.ndarray:
+    """The array with ``size`` rows, zeros in the new ones; itself when it has them."""
+    if len(array) >= size:
+        return array
+    return np.concatenate([array, np.zeros((size - len(array), *array.shape[1:]), array.dtype)])
+
+
+class Table(NamedTuple):
+    """Sums ``[R, arms, 4]`` (pulls, tokens, seconds, reward) and who writes to which row.
+
+    Attributes:
+        keys: key -> row; the key is the request itself without a pool. member: request -> row, for a user's keys only.
+    """
+
+    keys: Index
+    member: dict[int, int]
+    sums: np.ndarray
+
+    @staticmethod
+    def empty(arms: int) -> Table:
+        """Nothing seen. ValueError for fewer than one arm."""
+        index = Index.empty()
+        return Table(index, {}, np.zeros((index.size, at_least_one(arms), 4)))
+
+    @property
+    def arms(self) -> int:
+        return self.sums.shape[1]
+
+    def seat(self, pool: Pool, context: Context) -> tuple[np.ndarray, Table]:
+        """``[B]`` the row of each request; new ones get theirs. A user's key is asked for once, when its request is new."""
+        if pool == "global":
+            return np.zeros(context.batch, dtype=np.int64), self
+        requests = context.request.tolist()
+        if pool is None:
+            rows, index = self.keys.enter(requests)
+            return rows, self if index is self.keys else Table(index, {}, room(self.sums, index.size))
+        if all(r in self.member for r in requests):
+            return np.array([self.member[r] for r in requests], dtype=np.int64), self
+        named = list(pool(context))
+        if len(named) != len(requests):
+            raise ValueError(
+                f"pool gave {len(named)} keys for {len(requests)} rows: give one hashable key for every row of the context"
+            )
+        asked, index = self.keys.enter(named)
+        new = dict(zip(requests, asked.tolist()))
+        member = {**new, **self.member}  # a request stays where it is
+        rows = np.array([member[r] for r in requests], dtype=np.int64)
+        return rows, Table(index, member, room(self.sums, index.size))
+
+    def rows(self, pool: Pool, feedback: Feedback) -> np.ndarray:
+        """``[B]`` where feedback goes; -1 for requests that were never seen or have left."""
+        if pool == "global":
+            return np.zeros(len(feedback.request), dtype=np.int64)
+        requests = feedback.request.tolist()
+        if pool is None:
+            return self.keys.find(requests)
+        return np.array([self.member.get(r, -1) for r in requests], dtype=np.int64)
+
+    def add(self, rows: np.ndarray, arm: np.ndarray, seen: np.ndarray) -> Table:
+        """With ``seen [B, 4]`` added to ``(rows, arm)``; rows of -1 are dropped."""
+        sums, real = self.sums.copy(), rows >= 0
+        np.add.at(sums, (rows[real], arm[real]), seen[real])
+        return self._replace(sums=sums)
+
+    def leave(self, pool: Pool, requests: Sequence[int]) -> Table:
+        """Without the requests' own sums; what is shared stays."""
+        if pool == "global":
+            return self
+        if pool is not None:
+            gone = set(requests)
+            return self._replace(member={r: row for r, row in self.member.items() if r not in gone})
+        rows, index = self.keys.drop(requests)
+        sums = self.sums.copy()
+        sums[rows] = 0  # free rows are always empty
+        return Table(index, {}, sums)
+
+
+class Pending(NamedTuple):
+    """Choices that wait for their feedback, which may come late: request -> ((arm, value), ...), oldest first."""
+
+    of: dict[int, tuple[tuple[int, float], ...]]
+
+    def remember(self, requests: Sequence[int], arm: np.ndarray, value: np.ndarray) -> Pending:
+        """With one more choice of each request."""
+        of = dict(self.of)
+        for r, a, v in zip(requests, arm.tolist(), value.tolist()):
+            of[r] = (*of.get(r, ())[1 - OUTSTANDING :], (a, v))
+        return Pending(of)
+
+    def recall(self, requests: Sequence[int], arm: np.ndarray) -> tuple[np.ndarray, Pending]:
+        """``[B]`` the value of the oldest choice of this arm by the request, NaN when there is none; it waits no more."""
+        of, values = dict(self.of), np.full(len(requests), np.nan)
+        for b, (r, a) in enumerate(zip(requests, arm.tolist())):
+            waiting = of.get(r, ())
+            for i, (chosen, value) in enumerate(waiting):
+                if chosen == a:
+                    values[b] = value
+                    of[r] = waiting[:i] + waiting[i + 1 :]
+                    break
+        return values, Pending(of)
+
+    def leave(self, requests: Sequence[int]) -> Pending:
+        gone = set(requests)
+        return Pending({r: waiting for r, waiting in self.of.items() if r not in gone})
+
+
+def goodput(sums: np.ndarray) -> np.ndarray:
+    """Tokens a second as a ratio of sums: ``[..., arms]`` from ``[..., arms, 4]``; 0 for an arm that was never seen."""
+    seconds = sums[..., SECONDS]
+    return np.divide(sums[..., TOKENS], seconds, out=np.zeros_like(seconds), where=seconds > 0)
+
+
+def mean(sums: np.ndarray, column: int = REWARD) -> np.ndarray:
+    """Mean of a column a pull, ``[..., arms]``; 0 for an arm that was never seen."""
+    pulls = sums[..., PULLS]
+    return np.divide(sums[..., column], pulls, out=np.zeros_like(pulls), where=pulls > 0)
+
+
+def optimistic(values: np.ndarray, seen: np.ndarray) -> np.ndarray:
+    """Values in which an arm that was never seen is twice as good as anything: finite, so that a matching can add it up."""
+    return np.where(seen, values, 2 * (1 + np.abs(values).max(initial=0)))
+
+
+def seen(feedback: Feedback, arms: int, seconds: bool = False) -> tuple[np.ndarray, np.ndarray]:
+    """arm ``[B]`` and the increments ``[B, 4]`` of feedback, the reward as it is (with full information, the chosen arm's).
+
+    Raises:
+        ValueError: an arm out of range, or, where ``seconds`` are divided by, seconds that are not positive.
+    """
+    arm = feedback.arm.numpy()
+    if len(arm) and (arm.min() < 0 or arm.max() >= arms):
+        raise ValueError(
+            f"feedback.arm has {int(arm.min())}..{int(arm.max())}: the selector was made for arms 0..{arms - 1}"
+        )
+    columns = np.empty((len(arm), 4))
+    columns[:, PULLS] = 1
+    columns[:, TOKENS] = feedback.tokens.numpy()
+    columns[:, SECONDS] = feedback.seconds.numpy()
+    reward = feedback.reward.numpy()
+    columns[:, REWARD] = reward if reward.ndim == 1 else _chosen(reward, arm, arms)
+    if seconds and len(arm) and not columns[:, SECONDS].min() > 0:
+        raise ValueError(
+            "feedback.seconds has an entry that is not positive: charge every row its share of the round "
+            "(specdec.selectors.rewards.charge)"
+        )
+    return arm, columns
+
+
+def _chosen(reward: np.ndarray, arm: np.ndarray, arms: int) -> np.ndarray:
+    """``[B]`` the chosen arms' column of ``reward [B, arms]``; ValueError for another shape."""
+    if reward.shape != (len(arm), arms):
+        raise ValueError(
+            f"feedback.reward has shape {list(reward.shape)}: give [B] or, with full information, {[len(arm), arms]}"
+        )
+    return reward[np.arange(len(arm)), arm]
+
+
+def unit(reward: np.ndarray, scale: float) -> np.ndarray:
+    """Rewards in units of ``scale``, cut to [0, 1]."""
+    return np.clip(reward / scale, 0.0, 1.0)
+
+
+def at_least_one(arms: int) -> int:
+    """``arms``, or ValueError."""
+    if arms < 1:
+        raise ValueError(
+            f"arms is {arms}: give a selector at least one arm (not to speculate is an arm as well)"
+        )
+    return arms
+
+
+def positive(name: str, value: float) -> None:
+    """ValueError for a setting that must be above 0."""
+    if not value > 0:
+        raise ValueError(f"{name} is {value}: give a number above 0")

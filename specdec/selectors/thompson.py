@@ -1,0 +1,82 @@
+"""Thompson sampling: each arm with the probability that it is the best one (Thompson 1933; Agrawal, Goyal, AISTATS 2013)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import torch
+from scipy.special import ndtr
+from torch import Tensor
+
+from specdec.rng import Rng
+from specdec.selectors.matching import checked, draw
+from specdec.selectors.statistics import PULLS, REWARD, Pool, Table, positive, seen, unit
+from specdec.types import Context, Feedback
+
+_Z = np.linspace(-6, 6, 13)  # where each arm's posterior is cut, in its standard deviations
+_CDF = ndtr(
+    np.linspace(-8, 8, 4097)
+)  # a look-up is several times as fast as ndtr, and off by less than 0.001
+
+
+@dataclass(frozen=True)
+class Thompson:
+    """The Gaussian form for rewards in [0, 1]: arm i is best with respect to ``N(sum reward / (n + 1), spread^2 / (n + 1))``.
+
+    A draw from each arm's posterior and the argmax of the draws is one decision with a law, the probabilities of being the
+    argmax. They are computed (``best_of``, by quadrature), and the arm is drawn from them with one key. The law is thus known, and
+    ``arm_prob`` is exact.
+
+    Attributes:
+        scale: rewards are divided by it and cut to [0, 1]. spread: standard deviation of the prior, 1 in the paper; rewards that vary
+            less allow less. pool: None (each request its own), "global", or a function from a context to a hashable key a row.
+    """
+
+    scale: float = 1.0
+    spread: float = 1.0
+    pool: Pool = None
+    full_information: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        positive("scale", self.scale)
+        positive("spread", self.spread)
+
+    def init(self, arms: int) -> Table:
+        return Table.empty(arms)
+
+    def select(
+        self, state: Table, context: Context, capacities: Tensor, rng: Rng
+    ) -> tuple[Tensor, Tensor, Table]:
+        room = checked(capacities, state.arms, context.batch)
+        rows, state = state.seat(self.pool, context)
+        some, of = (rows[:1], np.zeros_like(rows)) if self.pool == "global" else (rows, slice(None))
+        n = state.sums[some][..., PULLS] + 1
+        law = best_of(state.sums[some][..., REWARD] / n, self.spread / np.sqrt(n))[of]
+        arm, prob = draw(law, room, rng, context.length)
+        return torch.from_numpy(arm), torch.from_numpy(prob).float(), state
+
+    def update(self, state: Table, feedback: Feedback) -> Table:
+        arm, columns = seen(feedback, state.arms)
+        columns[:, REWARD] = unit(columns[:, REWARD], self.scale)
+        return state.add(state.rows(self.pool, feedback), arm, columns)
+
+    def leave(self, state: Table, requests: Tensor) -> Table:
+        return state.leave(self.pool, requests.tolist())
+
+
+def best_of(mean: np.ndarray, deviation: np.ndarray) -> np.ndarray:
+    """``[B, arms]`` the probability that each of independent normal numbers is the largest.
+
+    ``P(i) = integral of dF_i prod_{j != i} F_j`` on the arms' own cut points (13 an arm, to 6 deviations: within 0.01), F_j taken in the middle of
+    a piece as the mean of its ends; then normalised.
+    """
+    x = (mean[..., None] + deviation[..., None] * _Z).reshape(len(mean), 1, mean.shape[1] * len(_Z))
+    x.sort(-1)
+    steps = 256 / deviation[..., None]  # of _CDF
+    cdf = _CDF.take((x * steps + (2048.5 - mean[..., None] * steps)).astype(np.int64), mode="clip")
+    low, high = cdf[..., :-1], cdf[..., 1:]  # [B, arms, pieces], never 0
+    twice = low + high
+    probs = ((high - low) / twice * twice.prod(1, keepdims=True)).sum(-1)
+    return probs / probs.sum(1, keepdims=True)

@@ -1,0 +1,69 @@
+"""UCB1: the arm whose reward could still be the highest (Auer, Cesa-Bianchi, Fischer, Machine Learning 47, 2002)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specdec.rng import Rng
+from specdec.selectors.matching import assign, checked
+from specdec.selectors.statistics import (
+    PULLS,
+    REWARD,
+    Pool,
+    Table,
+    mean,
+    optimistic,
+    positive,
+    seen,
+    unit,
+)
+from specdec.types import Context, Feedback
+
+
+@dataclass(frozen=True)
+class UCB1:
+    """``mean reward + sqrt(2 ln t / n)`` (figure 1 of the paper); every arm is tried once first. Deterministic.
+
+    Attributes:
+        scale: rewards are divided by it and cut to [0, 1], where the bound holds: give the largest possible reward.
+        pool: whose observations count together: None (each request its own), "global", or a function from a context to a key a row.
+    """
+
+    scale: float = 1.0
+    pool: Pool = None
+    full_information: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        positive("scale", self.scale)
+
+    def init(self, arms: int) -> Table:
+        return Table.empty(arms)
+
+    def select(
+        self, state: Table, context: Context, capacities: Tensor, rng: Rng
+    ) -> tuple[Tensor, Tensor, Table]:
+        room = checked(capacities, state.arms, context.batch)
+        rows, state = state.seat(self.pool, context)
+        arm = assign(bounds(state.sums[rows]), room)
+        return torch.from_numpy(arm), torch.ones(context.batch), state
+
+    def update(self, state: Table, feedback: Feedback) -> Table:
+        arm, columns = seen(feedback, state.arms)
+        columns[:, REWARD] = unit(columns[:, REWARD], self.scale)
+        return state.add(state.rows(self.pool, feedback), arm, columns)
+
+    def leave(self, state: Table, requests: Tensor) -> Table:
+        return state.leave(self.pool, requests.tolist())
+
+
+def bounds(sums: np.ndarray) -> np.ndarray:
+    """UCB1's indices ``[B, arms]`` from sums ``[B, arms, 4]`` of rewards in [0, 1]."""
+    n = sums[..., PULLS]
+    t = n.sum(-1, keepdims=True)
+    wide = np.sqrt(2 * np.log(np.maximum(t, 1)) / np.maximum(n, 1))
+    return optimistic(mean(sums) + wide, n > 0)
