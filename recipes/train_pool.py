@@ -1,9 +1,9 @@
-"""Trains the pool of small drafts for the pocket target: one that knows everything a little, and three that know one domain.
+"""Trains the pool of small drafts for the pocket target: one that knows everything a little, and three that know one domain well.
 
     python recipes/train_pool.py --site SITE_PACKAGES --work runs/pocket
 
-Each is distilled from the target (MixedLoss) on text of its domains. The specialists begin as the first and the last block of
-pocket-vanilla. The same command continues an interrupted run; finished drafts are exported into specdec/zoo with a model card.
+Each is distilled from the target (MixedLoss) on text of its domains. The specialists begin as two blocks of
+another draft. The same command continues an interrupted run; finished drafts are exported into specdec/zoo with a model card.
 """
 
 from __future__ import annotations
@@ -38,19 +38,20 @@ MIXTURE = (0.4, 0.3, 0.3)
 
 @dataclass(frozen=True)
 class Member:
-    """A draft of the pool: its shares of code, prose and tabular text; ``hidden`` 0 takes blocks of pocket-vanilla."""
+    """A draft of the pool: its shares of code, prose and tabular text; ``hidden`` 0 begins as the first and last block of ``start``."""
 
     shares: tuple[float, float, float]
     hidden: int = 0
     layers: int = 2
     heads: int = 2
     intermediate: int = 0
+    start: str = "pocket-vanilla"
 
 
 POOL = {
-    "pocket-tabular": Member((0, 0, 1)),
-    "pocket-prose": Member((0, 1, 0)),
     "pocket-code": Member((1, 0, 0)),
+    "pocket-prose": Member((0, 1, 0)),
+    "pocket-tabular": Member((0.3, 0, 0.7), start="pocket-code"),  # tables are written in code, and the corpus has few
     "pocket-tiny": Member(MIXTURE, 64, 2, 2, 160),
 }
 
@@ -75,10 +76,10 @@ class Settings:
     json: str | None = None
 
 
-def started(member: Member, seed: int) -> Any:
+def started(member: Member, s: Settings) -> Any:
     """The untrained draft, in float32."""
-    vanilla, _ = zoo.load("pocket-vanilla")
-    torch.manual_seed(seed)
+    vanilla, _ = zoo.load(member.start, s.zoo if (Path(s.zoo) / member.start).is_dir() else zoo.FOLDER)
+    torch.manual_seed(s.seed)
     if not member.hidden:
         return keep_layers(vanilla, [0, vanilla.config.num_hidden_layers - 1])
     config = vanilla.config.to_dict() | {
@@ -118,7 +119,7 @@ def sequences(s: Settings, member: Member, split: str, count: int) -> Iterator[T
 def fit(s: Settings, name: str, target: Any) -> tuple[Any, Trained]:
     """Train one draft; its checkpoint is in the work folder."""
     member, count = POOL[name], max(1, round(s.tokens * 1e6) // 1024)
-    draft = started(member, s.seed)
+    draft = started(member, s)
     data, validation = (
         states(s, target, member, "train", count),
         states(s, target, member, "validation", s.validation),
@@ -169,7 +170,7 @@ def card(s: Settings, name: str, draft: Any, report: Trained) -> str:
     """The model card, in Markdown."""
     member, c = POOL[name], draft.config
     total = sum(p.numel() for p in draft.parameters())
-    start = "new weights" if member.hidden else "the first and the last block of pocket-vanilla"
+    start = "new weights" if member.hidden else f"the first and the last block of {member.start}"
     shares = ", ".join(f"{share:.0%} {domain}" for share, domain in zip(member.shares, DOMAINS) if share)
     made = meta(s.seed)
     lines = [

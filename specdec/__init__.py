@@ -6,6 +6,7 @@ from specdec.decoder import Decoder, Piece
 from specdec.drafts import chain_draft
 from specdec.generation import Generation
 from specdec.models import HFModel, TableModel
+from specdec.requests import Finished, Request, Summary
 from specdec.rng import Philox
 from specdec.sampling import Sampling
 from specdec.types import Context, Proposal, Round, Scores, Verdict
@@ -18,15 +19,18 @@ __all__ = [
     "Context",
     "Coupled",
     "Decoder",
+    "Finished",
     "Generation",
     "HFModel",
     "Philox",
     "Piece",
     "Proposal",
     "Rejection",
+    "Request",
     "Round",
     "Sampling",
     "Scores",
+    "Summary",
     "TableModel",
     "Verdict",
     "chain_draft",

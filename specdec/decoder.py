@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,9 +14,11 @@ from specdec.executors.serial import Serial
 from specdec.generation import Generation
 from specdec.limits import Limits
 from specdec.protocols import Draft, Executor, LanguageModel, Verifier
+from specdec.requests import Finished, Request
 from specdec.rng import Philox, Rng, seeds
 from specdec.sampling import Sampling
 from specdec.selection import Selecting, Selection
+from specdec.serving import Server, Settings, check
 from specdec.stats import Record, Stats
 from specdec.types import Context, Round
 
@@ -132,6 +134,41 @@ class Decoder:
         rows = self._rows(prompts)
         context, limits = self._prepare(rows, max_new_tokens, eos_token_id, stop_strings, stopping_criteria)
         return self._pieces(context, limits, seed)
+
+    def serve(
+        self,
+        requests: Iterable[Request],
+        limit: int = 16,
+        *,
+        seed: int | None = None,
+        eos_token_id: int | Sequence[int] | None = None,
+        stop_strings: str | Sequence[str] = (),
+        clock: Literal["wall", "rounds"] = "wall",
+        capacity: int | None = None,
+        on_round: Callable[[Round], None] | None = None,
+    ) -> Iterator[Finished]:
+        """Decode a stream of requests that come and go; yields each as soon as it is finished.
+
+        What a request says does not depend on who else is in flight: it is what ``generate`` says to it alone with the same seed.
+
+        Args:
+            requests: in the order of their arrival, taken one at a time: a generator may go on for ever.
+            limit: rows in flight at most; further requests wait.
+            seed: of requests without one of their own: request i gets the seed of row i of a batch.
+            eos_token_id, stop_strings: as for ``generate``.
+            clock: what arrivals and times are measured in: ``"wall"`` (seconds) or ``"rounds"`` (of the running batch; prefills take
+                none), which does not depend on the machine.
+            capacity: make the target's cache for ``limit`` rows of so many tokens (prompt, budget and a draft's block) at the start, and
+                refuse longer requests; ``None``: caches grow as needed.
+            on_round: called with every round; a request's prefill is round 0 of a batch of its own.
+        Raises:
+            ValueError: at once, for a part that cannot take in rows on the way, an executor other than ``Serial``, or a limit,
+                clock or capacity that makes no sense; on its arrival, for a request that ``generate`` would refuse or that needs
+                more than ``capacity``.
+        """
+        settings = Settings(limit, seed, eos_token_id, stop_strings, clock, capacity, on_round)
+        check(self, settings)
+        return Server(self, requests, settings).run()
 
     def _pieces(self, context: Context, limits: Limits, seed: int | Sequence[int] | None) -> Iterator[Piece]:
         tokenizer = getattr(self.target, "tokenizer", None)

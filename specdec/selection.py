@@ -24,10 +24,20 @@ Reward = Callable[[Round], Tensor]
 
 @dataclass(frozen=True)
 class Arm:
-    """One of the things that a selector may choose: ``draft`` (``None``: do not speculate) and the longest path it drafts."""
+    """One of the things that a selector may choose: ``draft`` (``None``: do not speculate) and the longest path it drafts.
+
+    Raises:
+        ValueError: a length below 1.
+    """
 
     draft: Any
     length: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.length is not None and self.length < 1:
+            raise ValueError(
+                f"length is {self.length}: at least 1; an arm that does not speculate is None, or Arm(None)"
+            )
 
 
 @dataclass(frozen=True)
@@ -96,10 +106,7 @@ class Selection:
         requests = context.request.tolist()
         capacities = self._left(requests)
         arm, prob, self.state = how.selector.select(self.state, context, capacities, rng)
-        if arm.shape != (context.batch,) or bool(((arm < 0) | (arm >= len(how.names))).any()):
-            raise ValueError(
-                f"selector {how.selector!r} chose arms {arm.tolist()} for {context.batch} rows: there are arms 0 to {len(how.names) - 1}"
-            )
+        self._check(context.batch, arm, prob)
         taken = torch.bincount(arm, minlength=len(how.names))
         if bool((taken > capacities).any()):
             over = int((taken - capacities).argmax())
@@ -109,6 +116,21 @@ class Selection:
         self.on.update(zip(requests, arm.tolist()))
         self.seconds += perf_counter() - began
         return Choice(arm, prob, self.lengths[arm])
+
+    def _check(self, batch: int, arm: Any, prob: Any) -> None:
+        """Raise ValueError for answers that are not an arm and a probability for every row."""
+        selector, arms = self.how.selector, len(self.how.names)
+        whole = isinstance(arm, Tensor) and not arm.is_floating_point() and arm.shape == (batch,)
+        if not whole or bool(((arm < 0) | (arm >= arms)).any()):
+            said = arm.tolist() if isinstance(arm, Tensor) else arm
+            raise ValueError(
+                f"selector {selector!r} chose arms {said} for {batch} rows: give an int64 tensor [{batch}] of arms 0 to {arms - 1}"
+            )
+        if not (isinstance(prob, Tensor) and prob.shape == (batch,) and bool(((prob > 0) & (prob <= 1 + 1e-6)).all())):
+            said = prob.tolist() if isinstance(prob, Tensor) else prob
+            raise ValueError(
+                f"selector {selector!r} gave probabilities {said} of its choices for {batch} rows: give a tensor [{batch}] in (0, 1]"
+            )
 
     def _left(self, requests: Sequence[int]) -> Tensor:
         """``[arms]`` rows that each arm may take besides those of other requests."""

@@ -138,7 +138,7 @@ def test_nothing_leaks_from_slots_that_are_not_seen(name, window):
     torch.testing.assert_close(out, expected, rtol=0, atol=0)
     for buffer in (keys, values):  # those that it does read have to be finite, and then never count
         buffer[~used & ~far] = 1e30
-    out = attention(query, keys, values, plan, window=window, backend="cpu")
+    out = attention(query, keys, values, plan, window=window, backend="packed")
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-13)
 
 
@@ -150,7 +150,7 @@ def test_rows_of_a_batch_alone_do_not_read_each_other():
         end = dict(zip(plan.rows, plan.length)).get(b, 0)
         keys[b, end:], values[b, end:] = float("nan"), float("nan")
     torch.testing.assert_close(
-        attention(query, keys, values, plan, backend="cpu"), expected, rtol=0, atol=1e-13
+        attention(query, keys, values, plan, backend="packed"), expected, rtol=0, atol=1e-13
     )
 
 
@@ -181,8 +181,9 @@ def test_long_pieces(first, count):
     plan = AttentionPlan([1], [first], [count], 128)
     args = case(plan)
     for window in (None, 16):
-        a, b = (attention(*args, plan, window=window, backend=name) for name in BACKENDS)
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-13)
+        a, *others = (attention(*args, plan, window=window, backend=name) for name in BACKENDS)
+        for b in others:
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-13)
     torch.testing.assert_close(a, naive(*args, plan, window=16), rtol=0, atol=1e-13)
 
 
@@ -192,7 +193,7 @@ def test_low_precision_is_as_good_as_the_reference(dtype):
     args = case(plan, D=64, dtype=dtype)
     exact = naive(*args, plan)
     error = {b: (attention(*args, plan, backend=b).double() - exact).abs().max() for b in BACKENDS}
-    assert 0 < error["cpu"] <= 2 * error["reference"] + torch.finfo(dtype).eps
+    assert 0 < error["packed"] <= 2 * error["reference"] + torch.finfo(dtype).eps
 
 
 def test_the_steady_state_is_one_call_and_a_decoding_row_needs_no_mask():
@@ -201,16 +202,16 @@ def test_the_steady_state_is_one_call_and_a_decoding_row_needs_no_mask():
     assert len(PLANS["uneven lengths"].segments) == 4  # one call would be masked almost everywhere
     for window in (None, 4):
         plan = AttentionPlan([3], [11], [1], 24)
-        attention(*case(plan), plan, window=window, backend="cpu")
+        attention(*case(plan), plan, window=window, backend="packed")
         assert not plan._masks
 
 
 def test_masks_are_made_once_per_forward():
     plan = AttentionPlan([0, 1], [5, 3], [2, 2], 24)
     for _ in range(3):  # layers
-        attention(*case(plan), plan, backend="cpu")
-        attention(*case(plan), plan, window=2, backend="cpu")
-    assert len(plan._masks) == 2
+        attention(*case(plan), plan, backend="packed")
+        attention(*case(plan), plan, window=2, backend="packed")
+    assert len(plan._masks) == 4  # one a window, and one folded for the heads that share keys
 
 
 def test_slots_are_numbered_by_row():
@@ -226,10 +227,10 @@ def test_no_queries():
 def test_backends_by_name():
     plan = PLANS["one"]
     args = case(plan)
-    with pytest.raises(ValueError, match="'gpu': there are cpu, reference"):
+    with pytest.raises(ValueError, match="'gpu': there are auto, packed, padded, decomposed, reference"):
         attention(*args, plan, backend="gpu")
     with pytest.raises(ValueError, match="no soft cap"):
-        attention(*args, plan, backend="cpu", softcap=1.0)
+        attention(*args, plan, backend="packed", softcap=1.0)
     with pytest.raises(ValueError, match="no sink logits"):
-        attention(*args, plan, backend="cpu", sinks=torch.zeros(4))
+        attention(*args, plan, backend="packed", sinks=torch.zeros(4))
     assert math.isfinite(float(attention(*args, plan).sum()))

@@ -1,7 +1,21 @@
 """Attention of packed ragged queries over KV slots: one function, several backends, all tested against a reference."""
 
 from specdec.kernels.attention.api import BACKENDS, attention
+from specdec.kernels.attention.costs import CostModel, fit
+from specdec.kernels.attention.decompose import Fragments, decompose
 from specdec.kernels.attention.explicit import ExplicitPlan
+from specdec.kernels.attention.merge import merge
 from specdec.kernels.attention.plan import AttentionPlan, Tree
 
-__all__ = ["BACKENDS", "AttentionPlan", "ExplicitPlan", "Tree", "attention"]
+__all__ = [
+    "BACKENDS",
+    "AttentionPlan",
+    "CostModel",
+    "ExplicitPlan",
+    "Fragments",
+    "Tree",
+    "attention",
+    "decompose",
+    "fit",
+    "merge",
+]

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from specdec.kernels.attention import cpu, reference
+from specdec.kernels.attention import decomposed, packed, padded, reference
 from specdec.kernels.attention.plan import AttentionPlan
 
-BACKENDS = {"cpu": cpu, "reference": reference}  # in the order in which they are preferred
+BACKENDS = {"packed": packed, "padded": padded, "decomposed": decomposed, "reference": reference}
+"""Ways to compute the same: ``auto`` is ``packed`` where it can serve the call, and else ``reference``."""
+
+
+def check(backend: str, name: str = "backend") -> None:
+    """Raise ValueError for an argument ``name`` that is not ``"auto"`` or one of ``BACKENDS``."""
+    if backend != "auto" and backend not in BACKENDS:
+        raise ValueError(f"{name} is {backend!r}: there are auto, {', '.join(BACKENDS)}")
 
 
 def attention(
@@ -31,7 +38,7 @@ def attention(
         window: a query at position p sees positions above ``p - window`` only.
         softcap: scores become ``softcap * tanh(scores / softcap)``.
         sinks: ``[Hq]`` one more logit a head, which takes weight and contributes nothing.
-        backend: a name of ``BACKENDS``; by default the first that can serve the call.
+        backend: a name of ``BACKENDS``, which serves the call or refuses it; ``None`` or ``"auto"`` chooses one that can.
     Returns:
         ``[1, T, Hq, Dv]``.
     Raises:
@@ -43,15 +50,14 @@ def attention(
         plan.watch(query)
     if query.shape[2] == 0:
         return query.new_empty(1, 0, query.shape[1], values.shape[-1])
-    if backend is None:
-        chosen = cpu if softcap is None and sinks is None else reference
+    if backend is None or backend == "auto":
+        chosen = packed if softcap is None and sinks is None else reference
     else:
-        if backend not in BACKENDS:
-            raise ValueError(f"backend is {backend!r}: there are {', '.join(BACKENDS)}")
+        check(backend)
         chosen = BACKENDS[backend]
         why = chosen.supports(query, softcap, sinks)
         if why:
             raise ValueError(
-                f"backend {backend!r} cannot serve this call: {why}; leave backend out to have one chosen"
+                f"backend {backend!r} cannot serve this call: {why}; 'auto' chooses one that can"
             )
     return chosen.attend(query, keys, values, plan, scale, window, softcap, sinks)

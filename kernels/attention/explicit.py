@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from specdec.kernels.attention.plan import AttentionPlan, Segment
+from specdec.kernels.attention.plan import additive as additive
 
 
 class ExplicitPlan(AttentionPlan):
@@ -37,7 +37,7 @@ class ExplicitPlan(AttentionPlan):
         super().__init__(rows, [S - n for n in counts], counts, S, slots=slots)
 
     def _segments(self) -> list[Segment]:
-        return self._runs(alone=False)  # every row has S slots: nothing is wasted on the longest
+        return self.runs()  # every row has S slots: nothing is wasted on the longest
 
     def low(self, segment: Segment, window: int) -> int:
         """0: slots are in no order."""
@@ -50,18 +50,3 @@ class ExplicitPlan(AttentionPlan):
         if window is not None:
             seen = seen & (self.distance[segment.t0 : t1] < window)
         return seen.reshape(-1, segment.queries, seen.shape[1])[:, :, low:]
-
-    def mask(
-        self, segment: Segment, window: int | None, low: int, dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
-        """``[R, 1, q, S - low]`` to add to scores; made once per forward."""
-        key = (segment.r0, window, low, dtype, device)
-        if key not in self._masks:
-            seen = torch.from_numpy(self.visible(segment, window, low)[:, None])
-            self._masks[key] = additive(seen, dtype).to(device)
-        return self._masks[key]
-
-
-def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    """To add to scores: 0 where ``seen``, -inf elsewhere."""
-    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, float("-inf"))

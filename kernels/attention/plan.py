@@ -42,6 +42,11 @@ class Segment(NamedTuple):
     keys: int  # slots 0:keys hold all that any of its rows sees
 
 
+def mostly_padding(length: Sequence[int]) -> bool:
+    """Whether a batched call, which works on as many slots as its longest row has, would be masked in most of them."""
+    return len(length) * max(length) > 2 * sum(length) + 64 * len(length)
+
+
 @dataclass
 class AttentionPlan:
     """Where the packed tokens of one forward live, and what they see.
@@ -54,6 +59,7 @@ class AttentionPlan:
         slots: ``[T]`` numbers of the new tokens' slots in a buffer flattened to ``[B * capacity, H, D]``, where they are
             known already.
         watch: is given the queries ``[1, Hq, T, D]`` of every layer, in order.
+        fragment: slots of a fragment, where decomposition is not to choose fragments itself.
     """
 
     rows: Sequence[int]
@@ -63,6 +69,7 @@ class AttentionPlan:
     tree: Tree | None = None
     slots: Tensor | None = None
     watch: Callable[[Tensor], None] | None = None
+    fragment: int | None = None
     ordered: ClassVar[bool] = True  # slot numbers are positions (but for a tree's nodes)
 
     def __post_init__(self) -> None:
@@ -70,8 +77,8 @@ class AttentionPlan:
             f + c for f, c in zip(self.first, self.counts)
         ]  # [R] slots in use, the new ones included
         self.segments = self._segments()
-        self._masks: dict[Any, Tensor] = {}
-        self._lows: dict[Any, int] = {}
+        self._masks: dict[Any, Any] = {}
+        self.known: dict[Any, Any] = {}  # what else layers ask for again and again
         if self.slots is None:
             runs = zip(self.rows, self.first, self.counts)
             self.slots = torch.tensor([r * self.capacity + f + i for r, f, c in runs for i in range(c)])
@@ -81,18 +88,15 @@ class AttentionPlan:
         assert self.slots is not None
         if self.slots.device != device:
             key = ("slots", device)
-            if key not in self._masks:
-                self._masks[key] = self.slots.to(device)
-            return self._masks[key]
+            if key not in self.known:
+                self.known[key] = self.slots.to(device)
+            return self.known[key]
         return self.slots
 
     def _segments(self) -> list[Segment]:
-        length = self.length
-        R, widest = len(length), max(length)
-        # A batched call works on as many slots as its longest row has; where most of that would be masked, go row by row.
-        return self._runs(R * widest > 2 * sum(length) + 64 * R)
+        return self.runs(mostly_padding(self.length))
 
-    def _runs(self, alone: bool) -> list[Segment]:
+    def runs(self, alone: bool = False) -> list[Segment]:
         """Neighbouring rows with equally many queries together, or each row ``alone``."""
         rows, counts, length = self.rows, self.counts, self.length
         R = len(rows)
@@ -105,6 +109,11 @@ class AttentionPlan:
         return [
             Segment(a, b, rows[a], offsets[a], counts[a], max(length[a:b])) for a, b in pairwise([*starts, R])
         ]
+
+    def at(self, s: Segment, r0: int, r1: int, keys: int) -> Segment:
+        """Rows ``r0:r1`` of a segment, and another end of their slots."""
+        skipped = r0 - s.r0
+        return Segment(r0, r1, s.b0 + skipped, s.t0 + skipped * s.queries, s.queries, keys)
 
     def _query_slots(self, s: Segment) -> np.ndarray:
         """``[R, q]`` slot of each query."""
@@ -121,22 +130,55 @@ class AttentionPlan:
 
     def low(self, segment: Segment, window: int) -> int:
         """Slots below are outside every query's window (never above the root of a tree)."""
-        key = (segment.r0, window)
-        if key not in self._lows:
+        key = ("low", segment.r0, segment.r1, window)
+        if key not in self.known:
             if self.tree is None:
                 low = min(self.first[segment.r0 : segment.r1]) - window + 1
             else:
                 low = int(self._query_positions(segment).min()) - window + 1
                 low = min(low, int(self.tree.root[segment.r0 : segment.r1].min()))
-            self._lows[key] = max(0, low)
-        return self._lows[key]
+            self.known[key] = max(0, low)
+        return self.known[key]
+
+    def causal(self, segment: Segment, window: int | None, low: int) -> bool:
+        """Whether a segment is a text from its beginning, so that a kernel's own causal mask serves it."""
+        s = segment
+        alone = s.r1 - s.r0 == 1 and self.ordered and self.tree is None and window is None
+        return alone and low == 0 and 1 < s.queries == s.keys
+
+    def overhangs(self, segment: Segment) -> bool:
+        """Whether a call for a segment reads slots beyond the end of one of its rows."""
+        key = ("overhangs", segment)
+        if key not in self.known:
+            self.known[key] = min(self.length[segment.r0 : segment.r1]) < segment.keys
+        return self.known[key]
+
+    def _open(self, s: Segment, window: int | None, low: int) -> bool:
+        """Whether every query of a segment sees all of ``low:s.keys``."""
+        key = ("open", s, window, low)
+        if key not in self.known:
+            rows, tree = slice(s.r0, s.r1), self.tree
+            all_seen = self.ordered and min(self.first[rows]) + 1 >= s.keys
+            if tree is not None:
+                all_seen = all_seen and window is None and int(tree.root[rows].min()) >= s.keys
+            if window is not None:
+                all_seen = all_seen and max(self.length[rows]) - 1 - window < low
+            self.known[key] = all_seen
+        return self.known[key]
+
+    def blind(self, segment: Segment, window: int | None, low: int, device: torch.device) -> Tensor | None:
+        """``[R, 1, q]`` bool: which queries see none of ``low:segment.keys``; ``None``: all see something."""
+        key = ("blind", segment, window, low, device)
+        if key not in self.known:
+            blind = torch.from_numpy(~self.visible(segment, window, low)).all(-1)[:, None]
+            self.known[key] = blind.to(device) if bool(blind.any()) else None
+        return self.known[key]
 
     def visible(self, segment: Segment, window: int | None = None, low: int = 0) -> np.ndarray:
         """``[R, q, keys - low]`` bool: which slots from ``low`` on each query of a segment sees.
 
         Args:
             window: a query at position p sees positions above p - window only.
-            low: must not be above the root of a tree.
         """
         s, tree, query = segment, self.tree, self._query_slots(segment)
         if tree is None:
@@ -147,6 +189,7 @@ class AttentionPlan:
             return seen
         root, ancestors, depth = (t[s.r0 : s.r1] for t in tree)
         N, r = depth.shape[1], np.arange(s.r1 - s.r0)[:, None]
+        wanted, low = low, min(low, int(root.min()))
         # Spare columns, so that nodes beyond a row's end (or the end of this piece of it) fall outside.
         key = np.arange(low, max(s.keys, int(root.max())) + N)
         seen = key <= query[:, :, None]
@@ -157,28 +200,56 @@ class AttentionPlan:
             position = np.repeat(key[None], len(r), 0)
             position[r, column] = root[:, None] + depth
             seen &= position[:, None, :] > self._query_positions(s)[:, :, None] - window
-        return seen[:, :, : s.keys - low]
+        return seen[:, :, wanted - low : s.keys - low]
 
     def mask(
         self, segment: Segment, window: int | None, low: int, dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
+    ) -> Tensor | None:
         """To add to scores: 0 where a query sees a slot, -inf elsewhere. Made once per forward.
 
         Returns:
-            ``[R, 1, q, keys - low]``, or ``[q, keys - low]`` for a chain alone.
+            ``[R, 1, q, keys - low]``, or ``[q, keys - low]`` for a chain alone; ``None`` where all is seen.
         """
         s = segment
-        key = (s.r0, window, low, dtype, device)
+        key = (s, window, low, dtype, device)
         made = self._masks.get(key)
-        if made is None:
-            if self.tree is None and s.r1 - s.r0 == 1 and s.queries <= 32:
+        if made is None and not self._open(s, window, low):
+            if self._band_serves(s):
                 at = self.capacity - self.first[s.r0]
                 made = _band(s.queries, self.capacity, window, dtype, device)[:, at + low : at + s.keys]
             else:
-                hidden = torch.from_numpy(~self.visible(s, window, low)[:, None])
-                made = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf")).to(device)
+                made = additive(torch.from_numpy(self.visible(s, window, low)[:, None]), dtype).to(device)
             self._masks[key] = made
         return made
+
+    def folded_mask(
+        self,
+        segment: Segment,
+        window: int | None,
+        low: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        group: int,
+    ) -> Tensor | None:
+        """``mask`` where the ``group`` heads that share keys are folded into queries: ``[..., group * q, keys - low]``."""
+        mask = self.mask(segment, window, low, dtype, device)
+        if mask is None:
+            return None
+        if mask.dim() == 4 and mask.shape[1] > 1:  # a mask for each head
+            return mask.view(mask.shape[0], mask.shape[1] // group, -1, mask.shape[3])
+        key = ("folded", segment, window, low, dtype, device, group)
+        if key not in self._masks:
+            self._masks[key] = mask.repeat(*(1,) * (mask.dim() - 2), group, 1)
+        return self._masks[key]
+
+    def _band_serves(self, s: Segment) -> bool:
+        alone = self.ordered and self.tree is None and s.r1 - s.r0 == 1
+        return alone and s.queries <= 32 and s.keys <= self.length[s.r0]
+
+
+def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    """To add to scores: 0 where ``seen``, -inf elsewhere."""
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, float("-inf"))
 
 
 @lru_cache(maxsize=16)

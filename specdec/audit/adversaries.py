@@ -11,7 +11,7 @@ from torch import Tensor
 
 from specdec import tree
 from specdec.rng import SELECT, Key, Rng
-from specdec.types import Context, Proposal, Round
+from specdec.types import Context, Feedback, Proposal, Round
 
 
 class Seen(NamedTuple):
@@ -108,6 +108,22 @@ class Adversary:
 
     def select(self, state: Seen, rows: Tensor) -> Seen:
         return Seen(state.memory[rows])
+
+
+@dataclass(frozen=True, eq=False)
+class Hindsight(Adversary):
+    """An adversary that also remembers all that it drew for texts that did not come (``executors.Optimistic``)."""
+
+    trees: bool = False
+    name = "hindsight"
+    revocable = True
+
+    def propose(self, state: Seen, context: Context, budget: Tensor, rng: Rng) -> tuple[Proposal, Seen]:
+        proposal, state = super().propose(state, context, budget, rng)
+        memory = state.memory
+        for n in range(proposal.nodes):
+            memory = _mix(memory, proposal.tokens[:, n] + 1, n < proposal.size)
+        return proposal, Seen(memory)
 
 
 class Dropped(NamedTuple):
@@ -235,6 +251,50 @@ class Everything:
 
     def select(self, state: None, rows: Tensor) -> None:
         return None
+
+
+@dataclass(frozen=True)
+class AdversarialSelector:
+    """Arms are pseudo-random functions of the row's whole text and of all feedback on it; ``dropped`` as a reward tells even more.
+
+    Args:
+        salt: which function.
+    """
+
+    salt: int = 0
+
+    def init(self, arms: int) -> tuple[int, Tensor]:
+        return arms, torch.zeros(0, dtype=torch.long)
+
+    def select(
+        self, state: tuple[int, Tensor], context: Context, capacities: Tensor, rng: Rng
+    ) -> tuple[Tensor, Tensor, tuple[int, Tensor]]:
+        arms, memory = state
+        new = max(int(context.request.max()) + 1 - len(memory), 0)
+        memory = torch.cat([memory, torch.full((new,), 0x5EED + self.salt)])
+        seen = memory[context.request]
+        for column in range(int(context.length.max())):
+            seen = _mix(seen, context.tokens[:, column], column < context.length)
+        arm, left = _choose(seen, 0, arms), capacities.clone()
+        for b in range(context.batch):  # without capacities below the batch, no row notices its mates
+            arm[b] = next(a for step in range(arms) if left[a := (int(arm[b]) + step) % arms] > 0)
+            left[arm[b]] -= 1
+        return arm, torch.ones(context.batch), (arms, memory)
+
+    def update(self, state: tuple[int, Tensor], feedback: Feedback) -> tuple[int, Tensor]:
+        arms, memory = state
+        told = memory[feedback.request]
+        for part in (feedback.arm, feedback.tokens, feedback.drafted, (feedback.reward * 2**30).long()):
+            told = _mix(told, part)
+        return arms, memory.index_copy(0, feedback.request, told)
+
+
+def dropped(round: Round) -> Tensor:
+    """A reward ``[B]`` in 0 .. 1 that is a hash of the proposal's tokens, so that feedback tells a selector what was dropped."""
+    memory = round.verdict.accepted + 0x5EED
+    for n in range(round.proposal.nodes):
+        memory = _mix(memory, round.proposal.tokens[:, n].cpu(), n < round.proposal.size)
+    return ((memory >> 33) % 1024).double() / 1024
 
 
 def _mix(memory: Tensor, value: Tensor, where: Tensor | bool = True) -> Tensor:

@@ -17,13 +17,23 @@ from transformers.generation.logits_process import RepetitionPenaltyLogitsProces
 
 from specdec import drafts
 from specdec.audit import planted
-from specdec.audit.adversaries import Adversary, Everything, Remembers, TwoChains
+from specdec.audit.adversaries import (
+    AdversarialSelector,
+    Adversary,
+    Everything,
+    Hindsight,
+    Remembers,
+    TwoChains,
+    dropped,
+)
 from specdec.audit.certify import Certificate, certify, certify_coupled
 from specdec.builder import Builder, decoder
+from specdec.executors import Optimistic, Pipelined
 from specdec.models import HFModel, TableModel, Windowed
 from specdec.models.spire import SpireModel
 from specdec.pruning import SnapKV
 from specdec.sampling import Sampling
+from specdec.selection import Arm
 from specdec.verifiers import Coupled, Rejection
 
 
@@ -54,7 +64,20 @@ class Composition:
 
 def everything() -> list[Composition]:
     """All claims, then all planted biases."""
-    parts = (chains, trees, samplings, shapes, stops, adversaries, coupled, hugging_face, biases)
+    parts = (
+        chains,
+        trees,
+        samplings,
+        shapes,
+        stops,
+        adversaries,
+        selectors,
+        optimistic,
+        pipelined,
+        coupled,
+        hugging_face,
+        biases,
+    )
     return [composition for part in parts for composition in part()]
 
 
@@ -156,6 +179,49 @@ def adversaries() -> Iterator[Composition]:
     yield Composition("length adapted to dropped nodes", REMEMBERING, 5)
 
 
+def selectors() -> Iterator[Composition]:
+    """Arms chosen from everything that was seen, dropped nodes included."""
+    for salt in range(3):
+        yield Composition(f"adversarial selector {salt}", _pool(salt), 4, ((0,), (1,)))
+    yield Composition(
+        "adversarial selector, ragged, stops", _pool(3), **RAGGED, settings={"eos_token_id": (2,)}
+    )
+
+
+def optimistic() -> Iterator[Composition]:
+    """Blocks drafted ahead on a thread, guesses and blocks that were dropped remembered by those who can."""
+    starts = ((0,), (1,))
+    builder = BASE.draft(CHAIN, length=1).executor(Optimistic())
+    yield Composition("optimistic, chain k=1", builder, 5)
+    two = decoder(TableModel.random(2, 1, seed=3)).draft(TableModel.random(2, 1, seed=4), length=2)
+    builder = two.executor(Optimistic())
+    yield Composition("optimistic, chain k=2, vocabulary 2", builder, 6)
+    for salt in range(3):
+        builder = BASE.draft(Hindsight(MENU, salt=salt), length=2).executor(Optimistic())
+        yield Composition(f"optimistic, hindsight {salt}", builder, 5, starts)
+        arms = {"a": TableModel.random(2, 1, seed=4), "b": TableModel.random(2, 1, seed=6), "none": None}
+        builder = two.pool(arms, AdversarialSelector(salt), 2, reward=dropped).executor(Optimistic())
+        yield Composition(f"optimistic, adversarial selector {salt}", builder, 5)
+    builder = two.executor(Optimistic())
+    prompts, stops = ((0, 1), (1,), (1, 1, 0)), {"eos_token_id": (1,)}
+    yield Composition("optimistic, chain k=2, ragged, stops", builder, (6, 3, 5), prompts, settings=stops)
+
+
+def pipelined() -> Iterator[Composition]:
+    """Micro-batches that are drafted on a thread while others are verified; arms chosen a round ahead, and late."""
+    starts, early, late = ((0,), (1,)), Pipelined(), Pipelined(ahead=False)
+    yield Composition("pipelined, chain k=2", BASE.draft(CHAIN, length=2).executor(early), 4, starts)
+    yield Composition("pipelined, tree (2, 1)", BASE.draft(TREE, length=2).executor(early), 3, starts)
+    barrier = BASE.draft(Adversary(MENU, salt=3), length=3).executor(Pipelined(barrier=True))
+    yield Composition("pipelined behind a barrier, adaptive trees", barrier, 4, starts)
+    builder, stops = _pool(4).executor(Pipelined(3)), {"eos_token_id": (2,)}
+    yield Composition("pipelined, adversarial selector, ragged, stops", builder, **RAGGED, settings=stops)
+    for salt, how in ((1, early), (2, late)):
+        name = f"pipelined, adversarial selector {salt}, arms chosen {'ahead' if how.ahead else 'late'}"
+        yield Composition(name, _everything(salt).executor(how), (3, 4), starts)
+    yield Composition("adversarial selector, point masses, chains and trees", _everything(2), (3, 4), starts)
+
+
 def coupled() -> Iterator[Composition]:
     """``Coupled``, path by path: whatever the draws and whatever is proposed, the draws are committed."""
 
@@ -247,6 +313,19 @@ def biases() -> Iterator[Composition]:
     yield row(
         "processors that forget the nodes on the way", forgetful, sampling=Sampling(processors=PENALTIES)
     )
+
+
+def _pool(salt: int) -> Builder:
+    """Two drafts and none, chosen among by an adversary who is told of dropped nodes."""
+    arms = {"a": drafts.Model(OTHER), "b": drafts.Model(TableModel.random(3, 1, seed=8)), "none": None}
+    return BASE.pool(arms, AdversarialSelector(salt), 2, reward=dropped)
+
+
+def _everything(salt: int) -> Builder:
+    """Point masses, chains and trees in one pool; what is drafted for some rows is merged with what is for others."""
+    point = Adversary(MENU, limit=2, point=True)
+    arms = {"chain": CHAIN, "short": Arm(CHAIN, 1), "tree": TREE, "point": point, "none": None}
+    return BASE.pool(arms, AdversarialSelector(salt), 2, reward=dropped)
 
 
 def _law(*probs: float) -> Tensor:

@@ -4,12 +4,16 @@ Each key of a row owns one number in [0, 1), of which the script knows an interv
 points where its answer changes; the run goes on with the first piece, and every other piece becomes a new branch that is run
 from the start. A key that is asked again refines the *same* interval: a part that uses a number twice is walked as it is.
 The pieces always partition the unit cube, so the measures of all branches sum to 1 whatever the parts ask.
+
+Parts may ask from several threads: decisions are made one at a time, and since those of one row come in an order of their own (a
+row is drafted or verified, never both), what is found does not depend on how the threads take turns.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from threading import Lock
 
 import numpy as np
 import torch
@@ -90,13 +94,23 @@ class Walk:
         self.branches = branches.select(slice(None))
         self.used = (branches.key >= 0).sum(1)
         self.law_number = law_number
-        self.left: list[tuple[np.ndarray, Branches]] = []  # rows they come from, scripts
+        self._left: list[tuple[np.ndarray, Branches]] = []
+        self._lock = Lock()
+
+    @property
+    def left(self) -> list[tuple[np.ndarray, Branches]]:
+        """The alternatives: rows that they come from, and scripts; in an order that the threads' turns do not change."""
+        return sorted(self._left, key=lambda entry: int(entry[0][0]))
 
     def rng(self) -> ScriptedRng:
         return ScriptedRng(self, np.arange(len(self.used)))
 
     def decide(self, row: np.ndarray, code: np.ndarray, cuts: np.ndarray) -> np.ndarray:
         """Answers ``[R]``: in which piece of ``cuts [R, C + 1]`` (0 ... 1, ascending) the number of key ``code [R]`` lies."""
+        with self._lock:
+            return self._decide(row, code, cuts)
+
+    def _decide(self, row: np.ndarray, code: np.ndarray, cuts: np.ndarray) -> np.ndarray:
         every, known = np.arange(len(row)), self.branches.key[row] == code[:, None]
         found = known.any(1)
         slot = np.where(found, known.argmax(1), self.used[row])
@@ -115,7 +129,7 @@ class Walk:
                 scripts = branches.select(row[other], int(self.used.max()))
                 at = (np.arange(len(other)), slot[other])
                 scripts.low[at], scripts.high[at] = low[other, piece], high[other, piece]
-                self.left.append((row[other], scripts))
+                self._left.append((row[other], scripts))
         branches.low[row, slot], branches.high[row, slot] = low[every, answer], high[every, answer]
         return answer
 

@@ -33,15 +33,15 @@ class ArmCosts:
 
     @staticmethod
     def of(target: Any, drafts: Sequence[Any]) -> ArmCosts:
-        """Modelled: a pass costs what its weights are, in units of the target's; a draft without a model costs nothing.
+        """Modelled: a pass costs what its weights are, in units of the target's; a draft without a model costs nothing, and one that
+        looks at the target's cache with the target's own weights (``drafts.MagicDec``) what the target does.
 
         A decoder that reads few tokens at a time waits for its weights, and for a small model's calls, whose number grows with its
         weights too.
         """
         whole = weights(target)
-        return ArmCosts(
-            tuple(0.0 if whole == 0 else weights(getattr(d, "model", None)) / whole for d in drafts)
-        )
+        used = [getattr(d, "model", target if hasattr(d, "view") else None) for d in drafts]
+        return ArmCosts(tuple(0.0 if whole == 0 else weights(model) / whole for model in used))
 
 
 def weights(model: Any) -> int:

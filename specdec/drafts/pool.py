@@ -132,9 +132,13 @@ class Pool:
         return tuple(spent[d] * n / of[d] if d >= 0 and of[d] else 0.0 for d, n in zip(self.arms, rows))
 
     def observe(self, state: PoolState, round: Round) -> PoolState:
-        """Every draft sees the round; those that took part see it as their own."""
+        """Every draft sees the round, with what it proposed itself: in rows of other drafts, nothing.
+
+        Whether batch mates are on a draft must not show in what it sees of a row.
+        """
+        nothing = Proposal.none(round.context.batch)
         states = tuple(
-            d.observe(s, round if p is None else replace(round, proposal=p))
+            d.observe(s, replace(round, proposal=nothing if p is None else p))
             for d, s, p in zip(self.drafts, state.states, state.proposals)
         )
         return state._replace(states=states, proposals=(None,) * len(states))
@@ -172,7 +176,9 @@ def merged(parts: Sequence[tuple[Proposal, Tensor]], batch: int) -> Proposal:
     parents = torch.arange(-1, N - 1).repeat(batch, 1)
     size = torch.zeros(batch, dtype=torch.long)
     laws = [p.probs for p, _ in parts if p.probs is not None]
-    probs = None if not laws else laws[0].new_zeros(batch, N, laws[0].shape[-1], device=device)
+    # The widest type: no law is rounded after its tokens were drawn.
+    kind = max((law.dtype for law in laws), key=lambda dtype: dtype.itemsize, default=torch.float32)
+    probs = None if not laws else torch.zeros(batch, N, laws[0].shape[-1], dtype=kind, device=device)
     for p, rows in parts:
         here, n = rows.to(device), p.nodes
         if n == 0:

@@ -100,8 +100,10 @@ class Lane:
         if not ahead:
             self.choice = self.selection.choose(self.context, self.rng)
             return
-        self.choice = self.wish or self.selection.choose(self.context, self.rng)
-        self.wish = self.selection.choose(self.context, self.rng)
+        if self.wish is None:  # the first arms serve two rounds, so that other lanes know who is where
+            self.choice = self.wish = self.selection.choose(self.context, self.rng)
+        else:
+            self.choice, self.wish = self.wish, self.selection.choose(self.context, self.rng)
 
     def lengths(self) -> Tensor:
         """``[B]`` the longest path that each row's draft proposes when nothing limits it."""

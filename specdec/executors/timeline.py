@@ -100,7 +100,7 @@ class Timeline:
             if s.ended - s.began > 0.02 * (high - low):
                 axes.bar_label(box, [f"{s.stage[0]}{s.lane}"], label_type="center", fontsize=7, color="white")
         axes.set_yticks(list(lines.values()), list(lines))
-        axes.set_xlim(1e3 * low, 1e3 * high)
+        axes.set_xlim(1e3 * low, 1e3 * max(high, low + 1e-6))
         axes.set_xlabel("milliseconds")
         share = ", ".join(f"{worker} {part:.0%}" for worker, part in self.busy().items())
         axes.set_title(f"a colour a micro-batch; busy: {share}", fontsize=9)

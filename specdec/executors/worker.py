@@ -10,7 +10,9 @@ import io
 import multiprocessing
 import pickle
 import threading
+import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import wait
 from queue import SimpleQueue
 from time import perf_counter
@@ -78,7 +80,8 @@ def work(decoder: Decoder, receive: Callable[[], Any], send: Callable[[Any], Non
                     half.prepare(job.context, job.wanted)
                     _note(spans, "prepare", job.lane, began)
     except BaseException as error:  # whatever it is, it belongs to whoever waits for the answer
-        send(error)
+        with suppress(OSError):  # nobody may wait any more
+            send(error)
 
 
 def _note(spans: list[Span], stage: str, lane: int, began: float) -> float:
@@ -104,16 +107,25 @@ class ThreadWorker:
         self.outbox: SimpleQueue[Any] = SimpleQueue()
         device = getattr(decoder.target, "device", None)
         stream = torch.cuda.Stream(device) if device is not None and device.type == "cuda" else None
+        self.stream = stream
+
+        def receive() -> Any:
+            job, ready = self.inbox.get()
+            if ready is not None:
+                stream.wait_event(ready)
+            return job
 
         def body() -> None:
             with torch.cuda.stream(stream):  # None: nothing changes
-                work(decoder, self.inbox.get, self.outbox.put)
+                work(decoder, receive, self.outbox.put)
 
         self.thread = threading.Thread(target=body, name="specdec-drafting", daemon=True)
         self.thread.start()
 
     def submit(self, job: Job) -> None:
-        self.inbox.put(job)
+        # On a GPU the job waits for what the target's stream was given: activations, and cache rows that move.
+        ready = None if self.stream is None else torch.cuda.current_stream(self.stream.device).record_event()
+        self.inbox.put((job, ready))
 
     def answer(self) -> Answer:
         """The next proposal. Raises what the worker raised."""
@@ -123,7 +135,7 @@ class ThreadWorker:
         return said
 
     def stop(self) -> None:
-        self.inbox.put(None)
+        self.inbox.put((None, None))
         self.thread.join()
 
 
@@ -170,8 +182,9 @@ class ProcessWorker:
         )
         try:
             self.pipe.send_bytes(_dumps(job._replace(round=slim, target_cache=None, half=None)))
-        except OSError as broken:
-            raise self._dead() from broken
+        except OSError:
+            while True:  # it has ended: what it said last tells why
+                self.answer()
 
     def answer(self) -> Answer:
         """The next proposal. Raises what the worker raised, or RuntimeError when it died."""
@@ -196,16 +209,23 @@ class ProcessWorker:
     def _lay(self, said: Any) -> Any:
         """An answer with its probabilities laid into shared memory."""
         if isinstance(said, BaseException):
+            told = "".join(traceback.format_exception(said))
             try:
                 pickle.loads(pickle.dumps(said))
             except Exception:  # what cannot travel is told in words
-                return RuntimeError(f"{type(said).__name__} in the drafting worker: {said}")
+                said = RuntimeError(f"{type(said).__name__} in the drafting worker: {said}")
+            said.add_note(f"in the drafting worker:\n{told}")
             return said
         proposal = said.drafted.proposal
         if proposal.probs is None:
             return said
         probs = proposal.probs.contiguous()
         bytes_ = probs.view(-1).view(torch.uint8)
+        if len(bytes_) > len(self.buffers[said.lane]):
+            return RuntimeError(
+                f"the draft proposed {proposal.nodes} nodes a row, more than its nodes(length) says: a draft of trees has a method "
+                "nodes(length) that gives the most nodes of a proposal"
+            )
         self.buffers[said.lane][: len(bytes_)].copy_(bytes_)
         laid = Laid(proposal.tokens, proposal.parents, proposal.size, proposal.provenance, probs.dtype, tuple(probs.shape))
         return said._replace(drafted=said.drafted._replace(proposal=laid))

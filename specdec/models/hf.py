@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specdec.kernels.attention import AttentionPlan
+from specdec.kernels.attention.api import check as check_backend
 from specdec.models.cache import KVShape, SlotCache, check_memory
 from specdec.models.clone import structural_clone
 from specdec.models.fallback import Padded
@@ -41,8 +42,11 @@ class HFModel:
         tokenizer: needed for text and chat prompts only.
         prefill_chunk: tokens of a prompt that are fed in one forward, all rows together.
         unlisted: ``"packed"`` tries a family that is not listed, after comparing it with its own plain forward.
+        attention: how it is computed, a name of ``kernels.attention.BACKENDS``: ``"packed"``, ``"padded"`` to the longest row, or
+            ``"decomposed"`` into fragments (docs/decomposition.md); all give the same. ``"auto"`` takes what can serve each layer.
     Raises:
         UnsupportedModel: the family cannot be run exactly; the message says why and what can.
+        ValueError: no such ``attention``, or one that this model's layers cannot be computed by.
 
     One thread at a time: families that run padded keep the call at hand in the object.
     """
@@ -54,6 +58,7 @@ class HFModel:
         *,
         prefill_chunk: int = 512,
         unlisted: str | None = None,
+        attention: str = "auto",
     ):
         model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper
         if not isinstance(model, PreTrainedModel):
@@ -63,6 +68,7 @@ class HFModel:
             )
         if prefill_chunk < 1:
             raise ValueError(f"prefill_chunk is {prefill_chunk}: it must be at least 1")
+        check_backend(attention, "attention")
         path = path_of(model.config, unlisted)
         if model.get_output_embeddings() is None:
             raise refuse(
@@ -72,13 +78,24 @@ class HFModel:
         self.model, self.tokenizer, self.prefill_chunk = model, tokenizer, prefill_chunk
         self.clone = structural_clone(model)
         self._path = (
-            Packed(self.clone) if path == "packed" else Padded(self.clone, trees="chains" not in path)
+            Packed(self.clone, attention)
+            if path == "packed"
+            else Padded(self.clone, trees="chains" not in path)
         )
+        self.attention = attention
+        if path != "packed" and attention not in ("auto", "padded"):
+            raise ValueError(
+                f"attention is {attention!r} but {model.config.model_type} computes its own, on padded rows: leave it 'auto'"
+            )
         self.supports_trees = self._path.trees
         where = self.clone.get_input_embeddings().weight
         self._wrapped_as = (where.dtype, where.device)
         self.max_positions = positions_of(model.config)
         self.vocab_size: int = model.config.get_text_config().vocab_size
+        if attention != "auto" and path == "packed":
+            _ = (
+                self._shapes
+            )  # a token through all layers: one that the backend cannot compute is refused here
         if model.config.model_type not in SUPPORTED:
             self_check(self)
 
@@ -92,6 +109,7 @@ class HFModel:
         tokenizer: Any = None,
         prefill_chunk: int = 512,
         unlisted: str | None = None,
+        attention: str = "auto",
         **kwargs: Any,
     ) -> HFModel:
         """Load a hub id or a local folder, with its tokenizer if it has one; ``kwargs`` go to ``from_pretrained``.
@@ -103,7 +121,7 @@ class HFModel:
         model = load(name, dtype=dtype, device_map=device_map, **kwargs)
         if tokenizer is None:
             tokenizer = load_tokenizer(name)
-        return cls(model, tokenizer, prefill_chunk=prefill_chunk, unlisted=unlisted)
+        return cls(model, tokenizer, prefill_chunk=prefill_chunk, unlisted=unlisted, attention=attention)
 
     @cached_property  # asked for in every step
     def device(self) -> torch.device:

@@ -78,9 +78,10 @@ def block_of(layer: Any, model: Any) -> Block:
 
 
 class Lean:
-    """``forward`` as ``packed.Packed``'s, for a model that ``suits``."""
+    """``forward`` as ``packed.Packed``'s, for a model that ``suits``; ``backend``: of ``kernels.attention``."""
 
-    def __init__(self, model: Any):
+    def __init__(self, model: Any, backend: str = "auto"):
+        self.backend = backend
         self.head, self.body = model.lm_head, model.model
         self.layers = list(model.model.layers)
         self.blocks = [block_of(layer, model) for layer in self.layers]
@@ -145,6 +146,7 @@ class Lean:
                 window=b.window,
                 softcap=None,
                 sinks=None,
+                backend=self.backend,
             )
             x = x + F.linear(seen.reshape(1, T, -1), b.out.weight, b.out.bias)
             y = norm(x, b.after)

@@ -32,6 +32,7 @@ def slot_attention(
     s_aux: Tensor | None = None,
     plan: AttentionPlan | None = None,
     memo: Any = None,
+    backend: str = "auto",
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Transformers' attention function: ``query [1, Hq, T, D]`` against the slots of ``memo`` -> ``[1, T, Hq, Dv]``."""
@@ -41,7 +42,15 @@ def slot_attention(
         )
     keys, values = memo.append(module.layer_idx, plan.slots_on(key.device), key, value)
     out = attention(
-        query, keys, values, plan, scale=scaling, window=sliding_window, softcap=softcap, sinks=s_aux
+        query,
+        keys,
+        values,
+        plan,
+        scale=scaling,
+        window=sliding_window,
+        softcap=softcap,
+        sinks=s_aux,
+        backend=backend,
     )
     return out, None
 
@@ -50,17 +59,18 @@ AttentionInterface.register(ATTENTION, slot_attention)
 
 
 class Packed:
-    """No padding and no mask: the plan travels to every attention layer."""
+    """No padding and no mask: the plan travels to every attention layer, which computes it by ``backend`` (``kernels.attention``)."""
 
     spare = 0
     trees = True
 
-    def __init__(self, model: Any):
+    def __init__(self, model: Any, backend: str = "auto"):
         if any(getattr(m, "is_causal", True) is False for m in model.modules() if hasattr(m, "layer_idx")):
             raise refuse(model.config.model_type, "it has layers that attend in both directions")
         model.set_attn_implementation(ATTENTION)
         self.model, self.body = model, model.base_model
-        self.lean = Lean(model) if Lean.suits(model) else None
+        self.backend = backend
+        self.lean = Lean(model, backend) if Lean.suits(model) else None
 
     def forward(
         self,
@@ -90,6 +100,7 @@ class Packed:
                 use_cache=False,
                 plan=plan,
                 memo=memo,
+                backend=self.backend,
                 **wanted,
             )
         return None if keep is False else out.logits[0]

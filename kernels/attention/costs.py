@@ -1,0 +1,155 @@
+"""What a batched attention call costs here: constants that a machine's own timings give, and defaults for one not measured.
+
+seconds = call + rows * row + rows * slots * (bytes of a slot / bandwidth + queries * FLOPs of a slot and query / rate), and
+for a merge of two fragments: merge + rows * queries * merged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+
+from specdec.kernels.attention.fused import fused
+from specdec.kernels.attention.merge import merge_two
+from specdec.kernels.attention.plan import AttentionPlan, Segment
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Seconds of the parts of a call, for one shape of heads.
+
+    Attributes:
+        call: of every call, whatever its size. row: of each row in it. slot: of each slot of each row, keys and values moved.
+        query: of each slot of each row and query, multiplied and added. merge: of every merge of two fragments. merged: of each
+        row and query in it.
+    Raises:
+        ValueError: a negative part.
+    """
+
+    call: float
+    row: float
+    slot: float
+    query: float
+    merge: float
+    merged: float
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            if not getattr(self, f.name) >= 0:
+                raise ValueError(f"{f.name} is {getattr(self, f.name)}: give seconds, at least 0")
+
+    def block(self, rows: Any, slots: Any, queries: int) -> Any:
+        """Seconds of one call: ``rows`` rows of ``slots`` slots each; arrays broadcast."""
+        return self.call + rows * (self.row + slots * (self.slot + queries * self.query))
+
+    def merging(self, rows: int, queries: int) -> float:
+        """Seconds to merge two fragments of ``rows`` rows."""
+        return self.merge + rows * queries * self.merged
+
+    @classmethod
+    def of(
+        cls,
+        heads: int,
+        kv_heads: int,
+        size: int,
+        itemsize: int = 4,
+        *,
+        bandwidth: float = 1.5e10,
+        rate: float = 6e10,
+        call: float = 1.5e-5,
+        row: float = 1e-6,
+    ) -> CostModel:
+        """From bytes and FLOPs a second; the defaults are those of one core of a server's CPU in float32."""
+        slot, query = 2 * kv_heads * size * itemsize / bandwidth, 4 * heads * size / rate
+        return cls(call, row, slot, query, 1.5e-5, 3 * heads * size * itemsize / bandwidth)
+
+
+_FITTED: dict[tuple[Any, ...], CostModel] = {}
+
+
+def cost_model(heads: int, kv_heads: int, size: int, dtype: torch.dtype) -> CostModel:
+    """What ``fit`` found in this process for this shape and as many threads; the defaults where it was not called."""
+    key = (heads, kv_heads, size, dtype, torch.get_num_threads())
+    if key not in _FITTED and len(_FITTED) < 256:
+        _FITTED[key] = CostModel.of(heads, kv_heads, size, dtype.itemsize)
+    return _FITTED[key]
+
+
+def fit(
+    heads: int,
+    kv_heads: int | None = None,
+    size: int = 64,
+    dtype: torch.dtype = torch.float32,
+    *,
+    repeats: int = 7,
+) -> CostModel:
+    """Time a few calls on this machine (under 2 s), and plan with what they show from now on in this process.
+
+    Args:
+        heads: query heads. kv_heads: as many by default. size: of a head.
+        repeats: of each call, of which the fastest counts.
+    """
+    kv_heads = kv_heads or heads
+    samples = list(_calls(heads, kv_heads, size, dtype, repeats))
+    columns = np.array([[1.0, n, n * slots, n * slots * q] for n, slots, q, _ in samples])
+    seconds = np.array([s for *_, s in samples])
+    call, row, slot, query = _positive(columns / seconds[:, None], np.ones_like(seconds))  # relative errors
+    small, large = (_merges(n, 5, heads, size, dtype, repeats) for n in (1, 16))
+    merged = max(large - small, 0.0) / (15 * 5)
+    model = CostModel(call, row, slot, query, max(small - 5 * merged, 0.0), merged)
+    _FITTED[heads, kv_heads, size, dtype, torch.get_num_threads()] = model
+    return model
+
+
+def _calls(
+    heads: int, kv_heads: int, size: int, dtype: torch.dtype, repeats: int
+) -> Iterator[tuple[int, int, int, float]]:
+    """(rows, slots, queries, seconds) of calls on buffers that have left the caches, as a model's layers find them."""
+    rows, capacity, layers = 8, 1040, 6
+    made = torch.Generator().manual_seed(0)
+    with torch.inference_mode():
+        buffer = torch.randn(layers, 2, rows, kv_heads, capacity, size, generator=made, dtype=dtype)
+        for n, slots, q in [(n, s, q) for n in (1, 4, 8) for s in (16, 128, 512, 1024) for q in (1, 5, 9)]:
+            query = torch.randn(1, heads, n * q, size, generator=made, dtype=dtype)
+            plan = AttentionPlan(range(n), [slots - q if slots > q else 0] * n, [q] * n, capacity)
+            s = Segment(0, n, 0, 0, q, max(plan.length))
+            best = float("inf")
+            for turn in range(repeats):
+                key, value = (b.transpose(1, 2) for b in buffer[turn % layers])
+                start = perf_counter()
+                fused(query, key, value, plan, s, 0, size**-0.5, None)
+                took = perf_counter() - start
+                best = best if not turn else min(best, took)  # the first makes the mask
+            yield n, s.keys, q, best
+
+
+def _merges(n: int, q: int, heads: int, size: int, dtype: torch.dtype, repeats: int) -> float:
+    """Seconds of one merge into a part of a larger output, as decomposition does it."""
+    with torch.inference_mode():
+        a, b = torch.zeros(2, n, heads, q, size, dtype=dtype)
+        lse_a, lse_b = torch.zeros(2, n, heads, q, dtype=dtype)
+        best = float("inf")
+        for _ in range(4 * repeats):
+            start = perf_counter()
+            out, lse = merge_two(a, lse_a, b, lse_b)
+            a[:n], lse_a[:n] = out, lse
+            best = min(best, perf_counter() - start)
+    return best
+
+
+def _positive(columns: np.ndarray, values: np.ndarray) -> list[float]:
+    """Least squares without negative parts: columns whose part would be negative are left out, one after the other."""
+    x, kept = np.zeros(columns.shape[1]), list(range(columns.shape[1]))
+    scale = np.abs(columns).max(0)
+    while kept:
+        part = np.linalg.lstsq(columns[:, kept] / scale[kept], values, rcond=None)[0]
+        if (part >= 0).all():
+            x[kept] = part / scale[kept]
+            break
+        kept.pop(int(part.argmin()))
+    return [float(v) for v in x]

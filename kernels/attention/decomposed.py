@@ -1,0 +1,104 @@
+"""Runs a verify pass by the blocks that ``decompose`` chose: exact, on views, partial outputs merged by their log-sum-exps.
+
+As elsewhere, a call covers slots beyond the end of its shorter rows with weight 0; should they not be finite, it is repeated row
+by row. Rows are cut only on the CPU, and only where keys and values have one size: elsewhere no kernel says its log-sum-exp, and
+just which rows share a call is chosen. Prompts (more than ``PROMPT`` queries a row) and slots in no order run ``packed``.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from specdec.kernels.attention import packed
+from specdec.kernels.attention.costs import cost_model
+from specdec.kernels.attention.decompose import Block, Fragments, decompose
+from specdec.kernels.attention.fused import fused_supports, fused_with_lse
+from specdec.kernels.attention.merge import merge_two
+from specdec.kernels.attention.packed import careful, finite, join
+from specdec.kernels.attention.plan import AttentionPlan, Segment
+
+PROMPT = 32
+
+supports = fused_supports
+
+
+def attend(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    plan: AttentionPlan,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Arguments and result as for ``api.attention``."""
+    if not plan.ordered or max(plan.counts) > PROMPT:
+        return packed.attend(query, keys, values, plan, scale, window)
+    if window is not None and window >= max(plan.length):
+        window = None
+    parts = []
+    for block, s in _chosen(query, keys, values, plan, window):
+        if block.above:
+            parts.append(_cut(query, keys, values, plan, block, s, scale, window)[0])
+        else:
+            parts.append(careful(query, keys, values, plan, s, block.low, scale, window))
+    return join(parts)
+
+
+def fragments(
+    query: Tensor, keys: Tensor, values: Tensor, plan: AttentionPlan, window: int | None
+) -> Fragments:
+    """What ``decompose`` chooses for a layer."""
+    model = cost_model(query.shape[1], keys.shape[2], query.shape[3], query.dtype)
+    low = None if window is None else [plan.low(s, window) for s in _alone(plan)]
+    cut = query.is_cpu and values.shape[-1] == keys.shape[-1]
+    return decompose(
+        plan.length,
+        plan.counts,
+        model,
+        lows=low,
+        rows=plan.rows,
+        fragment=plan.fragment if cut else None,
+        cut=cut,
+    )
+
+
+def _alone(plan: AttentionPlan) -> list[Segment]:
+    return plan.runs(alone=True)
+
+
+def _chosen(
+    query: Tensor, keys: Tensor, values: Tensor, plan: AttentionPlan, window: int | None
+) -> list[tuple[Block, Segment]]:
+    """The blocks at the bottom and what each covers; layers with the same heads share them."""
+    key = ("fragments", window, query.shape[1], keys.shape[2:], values.shape[-1], query.dtype)
+    if key not in plan.known:
+        blocks = fragments(query, keys, values, plan, window).blocks
+        each = _alone(plan)
+        plan.known[key] = [(b, plan.at(each[b.r0], b.r0, b.r1, b.high)) for b in blocks]
+    return plan.known[key]
+
+
+def _cut(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    plan: AttentionPlan,
+    block: Block,
+    s: Segment,
+    scale: float,
+    window: int | None,
+) -> tuple[Tensor, Tensor]:
+    """A block and all above it: output ``[R, Hq, q, D]`` and log-sum-exp ``[R, Hq, q]``."""
+    out, lse = fused_with_lse(query, keys, values, plan, s, block.low, scale, window)
+    if s.r1 - s.r0 > 1 and plan.overhangs(s) and not finite(out):
+        for r in range(s.r0, s.r1):
+            one = plan.at(s, r, r + 1, min(s.keys, plan.length[r]))
+            part = fused_with_lse(query, keys, values, plan, one, block.low, scale, window)
+            out[r - s.r0], lse[r - s.r0] = part[0][0], part[1][0]
+    for b in block.above:
+        rows = slice(b.r0 - block.r0, b.r1 - block.r0)
+        more = _cut(query, keys, values, plan, b, plan.at(s, b.r0, b.r1, b.high), scale, window)
+        out[rows], lse[rows] = merge_two(out[rows], lse[rows], *more)
+    return out, lse

@@ -1,0 +1,132 @@
+"""One call of PyTorch's fused attention: neighbouring rows with equally many queries over a range of slots, on views.
+
+Nothing is copied but what is small: where several query heads share keys and values (GQA) and queries are few, the heads are
+*folded* into the queries, so that one pass over the keys serves them all (up to twice as fast as the kernel's own grouping).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from specdec.kernels.attention.plan import AttentionPlan, Segment
+
+FOLD = (
+    16  # queries a row up to which folding pays; its mask is as many times larger as there are heads to fold
+)
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # the only one that says its log-sum-exp
+
+
+def fused_supports(query: Tensor, softcap: float | None, sinks: Tensor | None) -> str | None:
+    """Why fused attention cannot serve a call, or ``None``. It runs on every device, but is written for the CPU."""
+    if softcap is not None:
+        return "fused attention has no soft cap on scores"
+    if sinks is not None:
+        return "fused attention has no sink logits"
+    return None
+
+
+def fused(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    plan: AttentionPlan,
+    s: Segment,
+    low: int,
+    scale: float,
+    window: int | None,
+) -> Tensor:
+    """Attention of one segment over the slots ``low:s.keys`` of its rows: ``[R, Hq, q, Dv]``.
+
+    Arguments as for ``api.attention``; ``query [1, Hq, T, D]`` are all packed queries. Slots beyond a row's end are read, with
+    weight 0, if ``s.keys`` is beyond it.
+    """
+    group = query.shape[1] // keys.shape[2]
+    if s.queries > FOLD:
+        group = 1
+    key = (
+        "call",
+        s,
+        low,
+        window,
+        query.dtype,
+        query.device,
+        group,
+    )  # one look-up: small models wait for Python
+    known = plan.known.get(key)
+    if known is None:
+        causal = plan.causal(s, window, low)
+        mask = None if causal else _mask(query, plan, s, window, low, group)
+        known = mask, causal, 1 if causal else group
+        if plan.ordered:  # slots in no order may be seen differently by each layer
+            plan.known[key] = known
+    mask, causal, group = known
+    q, k, v = _views(query, keys, values, s, low, group)
+    out = scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=k.shape[1] != q.shape[1]
+    )
+    return out if group == 1 else out.reshape(q.shape[0], -1, s.queries, out.shape[-1])
+
+
+def fused_with_lse(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    plan: AttentionPlan,
+    s: Segment,
+    low: int,
+    scale: float,
+    window: int | None,
+) -> tuple[Tensor, Tensor]:
+    """As ``fused``, with the log-sum-exp ``[R, Hq, q]`` of the scores; on the CPU, for keys and values of one size.
+
+    A query that sees none of the slots gets 0 and -inf.
+    """
+    group = query.shape[1] // keys.shape[2] if s.queries <= FOLD else 1
+    q, k, v = _views(query, keys, values, s, low, group)
+    mask = _mask(query, plan, s, window, low, group)
+    out, lse = _flash(q, k, v, 0.0, False, attn_mask=mask, scale=scale)
+    out, lse = (t.reshape(q.shape[0], -1, s.queries, *t.shape[3:]) for t in (out, lse))
+    if mask is not None:
+        blind = plan.blind(s, window, low, query.device)
+        if blind is not None:  # the kernel says 0 for both
+            lse = lse.masked_fill(blind, float("-inf"))
+    return out, lse
+
+
+def _mask(
+    query: Tensor, plan: AttentionPlan, s: Segment, window: int | None, low: int, group: int
+) -> Tensor | None:
+    if group == 1:
+        return plan.mask(s, window, low, query.dtype, query.device)
+    return plan.folded_mask(s, window, low, query.dtype, query.device, group)
+
+
+def _views(
+    query: Tensor, keys: Tensor, values: Tensor, s: Segment, low: int, group: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``[R, Hq / group, group * q, D]`` queries, ``[R, Hkv, high - low, D]`` keys and values."""
+    r0, r1, b0, t0, n, high = s
+    rows, slots = r1 - r0, high - low
+    _, heads, _, size = query.shape
+    _, by_head, by_query, by_size = query.stride()
+    at = query.storage_offset() + t0 * by_query
+    if group > 1:
+        q = query.as_strided(
+            (rows, keys.shape[2], group, n, size),
+            (n * by_query, group * by_head, by_head, by_query, by_size),
+            at,
+        ).reshape(rows, keys.shape[2], group * n, size)
+    else:
+        q = query.as_strided((rows, heads, n, size), (n * by_query, by_head, by_query, by_size), at)
+    return q, _slots(keys, b0, rows, low, slots), _slots(values, b0, rows, low, slots)
+
+
+def _slots(buffer: Tensor, b0: int, rows: int, low: int, slots: int) -> Tensor:
+    """``[B, S, H, D]`` -> ``[rows, H, slots, D]``: one operation instead of three, since there is one for each call and layer."""
+    by_row, by_slot, by_head, by_size = buffer.stride()
+    _, _, heads, size = buffer.shape
+    at = buffer.storage_offset() + b0 * by_row + low * by_slot
+    return buffer.as_strided((rows, heads, slots, size), (by_row, by_head, by_slot, by_size), at)

@@ -1,0 +1,79 @@
+"""No work on padding to speak of: rows of about one length in one fused call on views of the slots, or else row by row.
+
+In the steady state (decoding, verification) all rows have equally many queries and one call serves the batch, cut to its
+longest row; where more than half of that would be masked, each row has a call of its own. The slots between a shorter row's end
+and the longest row's are read with weight 0; on the CPU, if the result shows that something there was not finite, the rows are
+computed again one by one, which never reads them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from specdec.kernels.attention.fused import fused, fused_supports
+from specdec.kernels.attention.plan import AttentionPlan, Segment
+
+supports = fused_supports
+
+
+def attend(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    plan: AttentionPlan,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Arguments and result as for ``api.attention``."""
+    if window is not None and plan.ordered and window >= max(plan.length):
+        window = None
+    segments = plan.segments
+    if len(segments) == 1:
+        s = segments[0]
+        low = 0 if window is None else plan.low(s, window)
+        return _flat(careful(query, keys, values, plan, s, low, scale, window))
+    parts = [
+        careful(query, keys, values, plan, s, 0 if window is None else plan.low(s, window), scale, window)
+        for s in segments
+    ]
+    return join(parts)
+
+
+def careful(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    plan: AttentionPlan,
+    s: Segment,
+    low: int,
+    scale: float,
+    window: int | None,
+) -> Tensor:
+    """``fused``, and row by row if a slot that nothing sees was not finite: ``[R, Hq, q, Dv]``."""
+    out = fused(query, keys, values, plan, s, low, scale, window)
+    if s.r1 - s.r0 > 1 and out.is_cpu and plan.overhangs(s) and not finite(out):
+        for r in range(s.r0, s.r1):
+            one = plan.at(s, r, r + 1, min(s.keys, plan.length[r]))
+            out[r - s.r0] = fused(query, keys, values, plan, one, low, scale, window)[0]
+    return out
+
+
+def finite(out: Tensor) -> bool:
+    """Whether a sum over all of it is: NaN and infinities do not cancel, and 0 times either is NaN."""
+    total = float(out.sum())
+    return total - total == 0
+
+
+def join(parts: list[Tensor]) -> Tensor:
+    """``[R, Hq, q, Dv]`` of neighbouring segments -> ``[1, T, Hq, Dv]``."""
+    if len(parts) == 1:
+        return _flat(parts[0])
+    return torch.cat([_flat(part) for part in parts], 1)
+
+
+def _flat(part: Tensor) -> Tensor:
+    part = part.transpose(1, 2)
+    return part if part.shape[0] == 1 else part.reshape(1, -1, part.shape[2], part.shape[3])

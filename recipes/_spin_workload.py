@@ -1,0 +1,56 @@
+"""The mixed workload of SPIN's experiments: held-out prompts of three domains, cut to ragged lengths, and what kind of text each is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from specdec.data.corpus import DOMAINS
+from specdec.data.prompts import prompts
+from specdec.types import Context
+
+
+class Workload(NamedTuple):
+    """``rows`` of ids and the ``domain`` of each."""
+
+    rows: list[list[int]]
+    domain: list[str]
+
+
+def workload(tokenizer: Any, batch: int, longest: int = 900, seed: int = 0) -> Workload:
+    """``batch`` prompts, domains in turn; lengths are lognormal (median 200, sigma 0.8), cut to 32 ... ``longest`` tokens."""
+    rng = np.random.default_rng((seed, batch))
+    lengths = np.clip(np.exp(rng.normal(np.log(200), 0.8, batch)), 32, longest).astype(int)
+    texts = {domain: prompts(domain) for domain in DOMAINS}
+    order = {domain: rng.permutation(len(texts[domain])) for domain in DOMAINS}
+    rows, domains = [], []
+    for i, length in enumerate(lengths.tolist()):
+        domain = DOMAINS[i % len(DOMAINS)]
+        text = texts[domain][order[domain][i // len(DOMAINS) % len(texts[domain])]]
+        rows.append(tokenizer(text, add_special_tokens=False)["input_ids"][:length])
+        domains.append(domain)
+    return Workload(rows, domains)
+
+
+class Kind:
+    """What a prompt looks like, from its characters alone: a key for pooled statistics that needs no labels.
+
+    Tables are full of digits and quotes, code of brackets and operators, prose of neither.
+    """
+
+    def __init__(self, tokenizer: Any):
+        self.tokenizer = tokenizer
+
+    def __call__(self, context: Context) -> Sequence[str]:
+        return [self.of(context.tokens[b, : int(n)].tolist()) for b, n in enumerate(context.prompt_length)]
+
+    def of(self, ids: list[int]) -> str:
+        text = self.tokenizer.decode(ids[-128:])  # what the text is now
+        solid = max(1, sum(not c.isspace() for c in text))
+        digits = sum(c.isdigit() for c in text) / solid
+        marks = sum(c in "()[]{}=:._'\"," for c in text) / solid
+        if digits > 0.1 or (marks > 0.22 and text.count("(") < 0.012 * solid):
+            return "table"
+        return "code" if marks > 0.08 else "text"

@@ -1,0 +1,325 @@
+"""SPIN step by step on a mixed workload: the smallest draft, then selection, decomposition and the pipeline, beside their baselines.
+
+    python recipes/spin_end_to_end.py --json docs/results/spin_end_to_end.json --plots docs/figures
+
+Requests of three domains with ragged prompts decode in one batch. Rows: `configuration, batch, goodput` (decoded tokens a second after
+the prefill, median of interleaved repeats), its range, tau, and the seconds of its stages:
+
+- `smallest`: the smallest draft, padded verification, serial; `smallest_packed`: with packed verification;
+- `fixed:NAME`: every draft alone, padded; `best_fixed`: the best of them in hindsight; `best_fixed_packed`: that one, packed;
+- `oracle`: each domain's best draft, padded (from the fixed runs of the same repeats); `selection`: Spin with statistics pooled by what
+  a prompt looks like; `selection_per_request`: the paper's, without anything pooled;
+- `selection+decomposition`; `spin`: with the pipeline too (drafting in a process of its own, on the other core);
+  `selection+decomposition, 2 threads`: what both cores do without a pipeline.
+
+One row more for each round window, domain and draft says who was chosen (`configuration = "choice"`).
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+from _measure import quiet
+from _report import write
+from _spin_workload import Kind, Workload, workload
+from torch import Tensor
+
+import specdec as sd
+from specdec import selectors, zoo
+from specdec.data.corpus import DOMAINS
+from specdec.executors import Pipelined
+from specdec.types import Context, Round
+
+POOL = ("pocket-tiny", "pocket-code", "pocket-prose", "pocket-tabular", "pocket-vanilla")  # the smallest first
+WINDOW = 5  # rounds
+
+
+@dataclass
+class Settings:
+    """Every setting of a run."""
+
+    batches: str = "8,16"
+    tokens: int = 128
+    k: int = 4
+    repeats: int = 5
+    micro_batches: int = 2
+    longest: int = 900
+    threads: int = 1
+    seed: int = 0
+    quick: bool = False
+    json: str | None = None
+    plots: str | None = None
+
+
+class ByDomain:
+    """Always the arm of a request's domain: the oracle's choice."""
+
+    def __init__(self, arm: list[int]):
+        self.arm = torch.tensor(arm)
+
+    def init(self, arms: int) -> None:
+        return None
+
+    def select(self, state: None, context: Context, capacities: Tensor, rng: Any) -> tuple[Tensor, Tensor, None]:
+        return self.arm[context.request], torch.ones(context.batch), None
+
+    def update(self, state: None, feedback: Any) -> None:
+        return None
+
+
+@dataclass
+class Run:
+    """One timed decode: tokens and seconds after the prefill, and what every round did."""
+
+    tokens: int
+    seconds: float
+    stats: Any
+    rounds: list[Round]
+    ids: list[list[int]]
+
+    @property
+    def goodput(self) -> float:
+        return self.tokens / self.seconds
+
+
+def decode(decoder: Any, work: Workload, tokens: int, seed: int) -> Run:
+    """Decode all requests to the same number of new tokens."""
+    marks: list[tuple[float, int, int]] = []
+    rounds: list[Round] = []
+
+    def mark(round: Round) -> None:
+        marks.append((perf_counter(), round.number, int(round.kept.sum())))
+        rounds.append(round)
+
+    out = decoder.generate(work.rows, tokens, seed=seed, eos_token_id=(), on_round=mark)
+    start = max(at for at, number, _ in marks if number == 0)
+    made = sum(kept for at, _, kept in marks if at > start)
+    return Run(made, marks[-1][0] - start, out.stats, rounds, out.ids)
+
+
+class Parts:
+    """Models and the decoders made of them."""
+
+    def __init__(self, s: Settings):
+        model, tokenizer = zoo.load("pocket-target")
+        self.s, self.tokenizer = s, tokenizer
+        self.targets = {
+            name: sd.HFModel(model, tokenizer, attention=name) for name in ("padded", "packed", "decomposed")
+        }
+        self.drafts = {name: sd.drafts.Model(sd.HFModel(*zoo.load(name))) for name in POOL}
+
+    def fixed(self, name: str, attention: str = "padded") -> Any:
+        return sd.decoder(self.targets[attention]).draft(self.drafts[name], self.s.k).build()
+
+    def chosen(self, selector: Any, attention: str = "padded", executor: Any = None) -> Any:
+        base = sd.decoder(self.targets[attention]).pool(self.drafts, selector, self.s.k, costs="wall")
+        return (base if executor is None else base.executor(executor)).build()
+
+    def selector(self) -> Any:
+        return selectors.Spin(exploration=4, pool=Kind(self.tokenizer), warm=6, learn="always")
+
+
+def repeat(parts: Parts, work: Workload, seed: int, tokens: int) -> dict[str, Run]:
+    """All configurations once, in one order."""
+    s = parts.s
+    pipeline = Pipelined(min(s.micro_batches, len(work.rows)), workers="processes")
+    runs = {f"fixed:{name}": decode(parts.fixed(name), work, tokens, seed) for name in POOL}
+    best = max(POOL, key=lambda name: runs[f"fixed:{name}"].goodput)
+    plans: dict[str, Callable[[], Any]] = {
+        "smallest_packed": lambda: parts.fixed(POOL[0], "packed"),
+        "best_fixed_packed": lambda: parts.fixed(best, "packed"),
+        "oracle": lambda: parts.chosen(ByDomain(best_by_domain(runs, work))),
+        "selection": lambda: parts.chosen(parts.selector()),
+        "selection_per_request": lambda: parts.chosen(selectors.Spin()),
+        "selection+decomposition": lambda: parts.chosen(parts.selector(), "decomposed"),
+        "spin": lambda: parts.chosen(parts.selector(), "decomposed", pipeline),
+    }
+    for name, make in plans.items():
+        runs[name] = decode(make(), work, tokens, seed)
+    torch.set_num_threads(2)  # the pipeline has two cores: what would the serial run do with both?
+    runs["selection+decomposition, 2 threads"] = decode(plans["selection+decomposition"](), work, tokens, seed)
+    torch.set_num_threads(s.threads)
+    runs["smallest"] = runs[f"fixed:{POOL[0]}"]
+    return runs
+
+
+def best_by_domain(runs: dict[str, Run], work: Workload) -> list[int]:
+    """``[requests]`` the arm whose fixed run made the most tokens a second for the request's domain."""
+
+    def rate(name: str, domain: str) -> float:
+        run, kept, rows = runs[f"fixed:{name}"], 0, 0
+        for round in run.rounds:
+            if round.number:
+                mine = torch.tensor([work.domain[r] == domain for r in round.context.request.tolist()]) & ~round.cut
+                kept += int(round.kept[mine].sum())
+                rows += int(mine.sum())
+        counted = sum(len(r.kept) for r in run.rounds if r.number)
+        return kept / max(rows, 1) / (run.seconds / counted)
+
+    best = {d: max(range(len(POOL)), key=lambda a: rate(POOL[a], d)) for d in set(work.domain)}
+    return [best[d] for d in work.domain]
+
+
+def main(s: Settings) -> list[dict[str, Any]]:
+    torch.set_num_threads(s.threads)
+    quiet()
+    parts = Parts(s)
+    rows: list[dict[str, Any]] = []
+    for batch in [int(b) for b in s.batches.split(",")]:
+        kept: dict[str, list[Run]] = defaultdict(list)
+        for turn in range(1 + s.repeats):
+            work = workload(parts.tokenizer, batch, s.longest, s.seed + turn)
+            runs = repeat(parts, work, s.seed + turn, 24 if turn == 0 else s.tokens)
+            if turn:  # the first warms up
+                for name, run in runs.items():
+                    kept[name].append(run)
+                rows += choices(runs["selection"], work, batch, turn)
+        rows += table(kept, batch)
+        show(rows, batch)
+    if s.json:
+        write(s.json, rows, s.seed)
+    if s.plots:
+        plot(rows, Path(s.plots))
+    return rows
+
+
+def table(kept: dict[str, list[Run]], batch: int) -> list[dict[str, Any]]:
+    """A row a configuration; `best_fixed` is the fixed draft with the best median."""
+    middle = {name: median(run.goodput for run in runs) for name, runs in kept.items()}
+    fixed = max((n for n in middle if n.startswith("fixed:")), key=lambda n: middle[n])
+    out = []
+    for name, runs in {**kept, "best_fixed": kept[fixed]}.items():
+        speeds = sorted(run.goodput for run in runs)
+        rounds = sum(run.stats.rounds for run in runs) / batch
+        stages: Counter[str] = sum((run.stats.seconds for run in runs), Counter())
+        ratios = [run.goodput / base.goodput for run, base in zip(runs, kept["smallest"])]
+        out.append(
+            {
+                "configuration": name,
+                "batch": batch,
+                "goodput": middle.get(name, middle[fixed]),
+                "low": speeds[0],
+                "high": speeds[-1],
+                "ratio_to_smallest": median(ratios),
+                "ratio_to_oracle": median(run.goodput / base.goodput for run, base in zip(runs, kept["oracle"])),
+                "tau": median(run.stats.tau for run in runs),
+                "repeats": len(runs),
+                "is": fixed if name == "best_fixed" else None,
+                **{f"{stage}_milliseconds": 1e3 * stages[stage] / rounds for stage in ("draft", "target", "verify")},
+            }
+        )
+    return out
+
+
+def choices(run: Run, work: Workload, batch: int, turn: int) -> list[dict[str, Any]]:
+    """Share of each arm by domain and window of rounds."""
+    counts: dict[tuple[int, str], Counter[int]] = defaultdict(Counter)
+    for round in run.rounds:
+        if round.number:
+            for request, arm in zip(round.context.request.tolist(), round.arm.tolist()):
+                counts[round.number // WINDOW * WINDOW, work.domain[request]][arm] += 1
+    return [
+        {
+            "configuration": "choice",
+            "batch": batch,
+            "repeat": turn,
+            "round": at,
+            "domain": domain,
+            "draft": POOL[arm],
+            "share": n / sum(arms.values()),
+        }
+        for (at, domain), arms in sorted(counts.items())
+        for arm, n in arms.items()
+    ]
+
+
+def show(rows: list[dict[str, Any]], batch: int) -> None:
+    print(f"\nbatch {batch:3}                    tokens/s      range        x smallest  x oracle   tau   draft  target+verify ms")
+    for r in rows:
+        if r["configuration"] != "choice" and r["batch"] == batch:
+            print(
+                f"{r['configuration']:26} {r['goodput']:8.0f}  {r['low']:6.0f}-{r['high']:<6.0f}   {r['ratio_to_smallest']:8.2f}"
+                f"  {r['ratio_to_oracle']:9.2f}  {r['tau']:5.2f}  {r['draft_milliseconds']:6.1f}  {r['target_milliseconds'] + r['verify_milliseconds']:6.1f}"
+                + (f"   {r['is']}" if r["is"] else "")
+            )
+
+
+def plot(rows: list[dict[str, Any]], folder: Path) -> None:
+    """Goodput by configuration, and who was chosen by domain over rounds."""
+    from matplotlib.figure import Figure
+
+    folder.mkdir(parents=True, exist_ok=True)
+    batches = sorted({r["batch"] for r in rows})
+    order = ["smallest", "smallest_packed", "best_fixed", "best_fixed_packed", "oracle", "selection_per_request", "selection",
+             "selection+decomposition", "spin"]
+    figure = Figure(figsize=(9, 3.6))
+    axes = figure.subplots(1, len(batches), squeeze=False)[0]
+    for axis, batch in zip(axes, batches):
+        found = {r["configuration"]: r for r in rows if r["batch"] == batch}
+        values = [found[name]["goodput"] for name in order]
+        low = [found[name]["goodput"] - found[name]["low"] for name in order]
+        high = [found[name]["high"] - found[name]["goodput"] for name in order]
+        colors = ["C0" if name in ("smallest", "selection", "selection+decomposition", "spin") else "0.7" for name in order]
+        axis.barh(order[::-1], values[::-1], xerr=[low[::-1], high[::-1]], color=colors[::-1], error_kw={"lw": 0.8})
+        axis.set_title(f"batch {batch}", fontsize=9)
+        axis.set_xlabel("tokens/s", fontsize=8)
+        axis.tick_params(labelsize=8)
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(folder / "spin_end_to_end.png", dpi=150)
+    batch = batches[-1]
+    figure = Figure(figsize=(9, 2.8))
+    axes = figure.subplots(1, len(DOMAINS), sharey=True)
+    for axis, domain in zip(axes, DOMAINS):
+        mine = [r for r in rows if r["configuration"] == "choice" and r["batch"] == batch and r["domain"] == domain]
+        windows = sorted({r["round"] for r in mine})
+        repeats = max((r["repeat"] for r in mine), default=1)
+        bottom = [0.0] * len(windows)
+        for i, name in enumerate(POOL):
+            part = [sum(r["share"] for r in mine if r["round"] == w and r["draft"] == name) for w in windows]
+            total = [sum(r["share"] for r in mine if r["round"] == w) or repeats for w in windows]
+            share = [p / t for p, t in zip(part, total)]
+            axis.bar(windows, share, WINDOW * 0.9, bottom, color=f"C{i}", align="edge", label=name.removeprefix("pocket-"))
+            bottom = [b + x for b, x in zip(bottom, share)]
+        axis.set_title(domain, fontsize=9)
+        axis.set_xlabel("round", fontsize=8)
+        axis.tick_params(labelsize=8)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].set_ylabel("share of rows", fontsize=8)
+    axes[-1].legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+    figure.tight_layout()
+    figure.savefig(folder / "spin_choices.png", dpi=150)
+
+
+def settings() -> Settings:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    d = Settings()
+    parser.add_argument("--batches", default=d.batches, help="rows at once (default %(default)s)")
+    parser.add_argument("--tokens", type=int, default=d.tokens, help="new tokens of each request")
+    parser.add_argument("--k", type=int, default=d.k, help="drafted tokens a round")
+    parser.add_argument("--repeats", type=int, default=d.repeats, help="workloads, each of all configurations")
+    parser.add_argument("--micro-batches", type=int, default=d.micro_batches, help="of the pipeline")
+    parser.add_argument("--longest", type=int, default=d.longest, help="tokens of the longest prompt")
+    parser.add_argument("--threads", type=int, default=d.threads, help="of the target's process")
+    parser.add_argument("--seed", type=int, default=d.seed)
+    parser.add_argument("--quick", action="store_true", help="a minute: one repeat, few tokens")
+    parser.add_argument("--json")
+    parser.add_argument("--plots", help="folder for the figures")
+    s = Settings(**vars(parser.parse_args()))
+    if s.quick:
+        s.batches, s.repeats, s.tokens = "6", 1, 16
+    return s
+
+
+if __name__ == "__main__":
+    main(settings())

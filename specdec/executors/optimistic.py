@@ -1,0 +1,296 @@
+"""Optimistic drafting: while the target verifies a block, the draft goes on as if all of it stood (PEARL, arXiv 2408.11850).
+
+While round r is verified, a worker thread guesses the bonus token (a proposal of one token after the whole block) and drafts the
+block after it (a second proposal). Rows in which everything was accepted and the bonus is the guess have their next block already; the
+others draft anew.
+
+**Why the output keeps the target's law under ``Rejection``.** Call a block that is drafted at committed length ``a`` of a row its try
+0, 1, ... at ``a``: a block that was drafted ahead and dropped is one try, the one drafted instead another (it has the same start when
+only the guess was wrong, or when later rounds happen to end there). Try c of a block draws with attempt 2c, the guess before it with
+attempt 2c + 1, so that no number is ever drawn with twice. Whether a block is kept depends on the numbers of the round before (its
+acceptance, its bonus) and on the guess, never on the block; given that it is kept, its tokens are therefore draws from the
+probabilities that they carry, with numbers that nothing else has seen, as if they were drafted now. Blocks and guesses that are dropped
+are noise that a draft may remember, but nothing asks their numbers again. Verification asks every key once, as always: rounds of a
+row start at different lengths.
+
+**Under ``Coupled``** draws are races keyed by position: everything committed equals the serial run bit for bit. The guess of the bonus
+is then drawn with the target's own number and holds as often as a node is accepted. Under ``Rejection`` try 0 has the serial executor's keys,
+and greedy text is the serial executor's.
+
+**Arms** of a pool are chosen one round ahead for all rows, before the verdict that would tell whose guess held: if only rows that missed
+were to choose anew, arms would be kept exactly when they did well. Capacities hold in every round.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from specdec.drafts.pool import merged
+from specdec.executors.lane import Drafted, Drafting, Lane
+from specdec.rng import Key, Rng
+from specdec.types import Context, Proposal, Round
+
+if TYPE_CHECKING:
+    from specdec.decoder import Decoder
+    from specdec.limits import Limits
+
+OWN = 64  # attempt numbers below this are a draft's own
+
+
+@dataclass(eq=False)
+class Guesses:
+    """How often it paid to be optimistic, over all runs of the executor that it was given to.
+
+    Attributes:
+        made: blocks drafted ahead, one a row and round. stood: those whose round was accepted as a whole and not the row's last, so
+            that the guess of the bonus decided. held: those that became the next proposal.
+    """
+
+    made: int = 0
+    stood: int = 0
+    held: int = 0
+
+    @property
+    def rate(self) -> float:
+        """The share of blocks drafted ahead that were used. NaN when there was none."""
+        return self.held / self.made if self.made else float("nan")
+
+
+@dataclass(frozen=True)
+class Optimistic:
+    """The draft works for the next round while the target verifies this one; all rows are one lane.
+
+    For drafts of chains that are ``revocable``. Times of the draft and the target overlap, so ``stats.seconds`` has what that saved
+    as a negative ``"overlapped"``. A draft that forgets the past (``Windowed``) must be able to go back over two blocks:
+    give it ``block=2 * length``, or it reads its prompt again.
+
+    Args:
+        threads: draft ahead on a thread (with a stream of its own on CUDA); ``False`` does it between two steps, with the same
+            output and no gain, to be debugged or timed.
+        guesses: a counter to fill: ``Optimistic(guesses=(counter := Guesses()))``.
+    """
+
+    threads: bool = True
+    guesses: Guesses | None = field(default=None, compare=False)
+
+    def check(self, decoder: Decoder) -> None:
+        """Called by ``build``.
+
+        Raises:
+            ValueError: a draft that cannot take back what it did, that proposes trees, or that shares the target's object
+                where that can only do one thing at a time.
+        """
+        for draft in getattr(decoder.draft, "drafts", (decoder.draft,)):
+            name = getattr(draft, "name", type(draft).__name__)
+            if getattr(draft, "trees", False):
+                raise ValueError(
+                    f"draft {name!r} proposes trees and Optimistic goes on from a chain: use drafts.Model, or executor Serial()"
+                )
+            if not getattr(draft, "revocable", False):
+                raise ValueError(
+                    f"draft {name!r} cannot take back a block that was drafted for a text that did not come (it has no revocable = "
+                    "True): use drafts.Model, NGram or a function, or executor Serial()"
+                )
+            path = getattr(getattr(draft, "model", None), "_path", None)
+            shared = path is getattr(decoder.target, "_path", None)
+            if self.threads and shared and not getattr(path, "concurrent", True):
+                raise ValueError(
+                    f"draft {name!r} runs on the target's own object, and this family does one thing at a time: give the draft a "
+                    "wrapper of its own, HFModel(model.model, model.tokenizer), or use Optimistic(threads=False)"
+                )
+
+    def run(self, decoder: Decoder, context: Context, rng: Rng, limits: Limits) -> Iterator[Round]:
+        lane, drafting = Lane(decoder, context, rng, decoder.begin(context.batch)), Drafting(decoder)
+        tries: Counter[tuple[int, int]] = Counter()  # (request, length): blocks drafted ahead from there
+        ready: _Ready | None = None
+        # Leaving the block waits for what the worker has at hand, however the run ends.
+        with ThreadPoolExecutor(1, "specdec-optimistic") as worker:
+            while lane:
+                began = perf_counter()
+                if lane.number:
+                    lane.choose(ahead=True)
+                    budget = lane.budget(limits)
+                    drafted = _draft(lane, drafting, budget, ready, tries)
+                    bet = _Bet.on(lane, drafted.proposal, limits, tries)
+                    later = worker.submit(bet.draft, drafting) if self.threads and bet else None
+                    round = lane.verify(limits, drafted, budget)
+                    ready = later.result() if later else bet.draft(drafting) if bet else None
+                    if ready is not None:
+                        round.seconds["draft"] += ready.drafted.seconds  # type: ignore[index]
+                        ready = self._keep(ready, round)
+                else:
+                    round = lane.prefill(limits)
+                    drafting.start(lane.context, lane.cache)
+                    round.seconds["prefill"] = perf_counter() - began  # type: ignore[index]
+                drafting.observe(round)
+                stay = lane.settle(round)
+                if stay is not None and lane:
+                    drafting.select(stay, lane.cache)
+                    ready = ready and ready.select(stay)
+                round.seconds["total"] = perf_counter() - began  # type: ignore[index]
+                yield round
+
+    def _keep(self, ready: _Ready, round: Round) -> _Ready:
+        """What was drafted ahead, for the rows whose guess held."""
+        verdict = round.verdict
+        stood = ready.good & (verdict.accepted == round.proposal.size) & ~round.finished
+        good = stood & (verdict.bonus == ready.guess)
+        if self.guesses is not None:
+            self.guesses.made += int(ready.good.sum())
+            self.guesses.stood += int(stood.sum())
+            self.guesses.held += int(good.sum())
+        return ready._replace(good=good)
+
+
+class _Ready(NamedTuple):
+    """Blocks drafted ahead: of the rows ``good [B]``, for the bonus ``guess [B]``."""
+
+    drafted: Drafted
+    guess: Tensor
+    good: Tensor
+
+    def select(self, rows: Tensor) -> _Ready:
+        proposal = self.drafted.proposal.select(rows)
+        return _Ready(self.drafted._replace(proposal=proposal), self.guess[rows], self.good[rows])
+
+
+class _Bet(NamedTuple):
+    """What to draft ahead: the text if all of a block stands, and the longest block after it and its bonus ``budget [B]``."""
+
+    context: Context
+    budget: Tensor
+    arm: Tensor | None
+    guess: _Attempts
+    block: _Attempts
+    inference: bool
+    stream: Any
+
+    def __bool__(self) -> bool:
+        return bool((self.budget > 0).any())
+
+    @staticmethod
+    def on(lane: Lane, proposal: Proposal, limits: Limits, tries: Counter[tuple[int, int]]) -> _Bet:
+        """Rows that would be through, or whose next block would be empty, are left alone."""
+        at = torch.arange(proposal.nodes)
+        if bool(((proposal.parents != at - 1) & (at < proposal.size[:, None])).any()):
+            raise ValueError(
+                "the draft proposed a tree and Optimistic goes on from a chain: set trees = True on the draft, so that build() refuses "
+                "it, and use executor Serial()"
+            )
+        context = lane.context.append(proposal.tokens.cpu(), proposal.size)
+        longest = lane.decoder.length if lane.wish is None else lane.wish.length
+        budget = (limits.room(context) - 2).clamp(min=0).clamp(max=longest)
+        starts = [*zip(context.request.tolist(), (context.length + 1).tolist())]
+        attempt = 2 * torch.tensor([tries[start] for start in starts])
+        tries.update(start for start, n in zip(starts, budget.tolist()) if n)
+        device = getattr(lane.decoder.target, "device", None)
+        stream = torch.cuda.current_stream(device) if device is not None and device.type == "cuda" else None
+        arm = None if lane.wish is None else lane.wish.arm
+        guess, block = _Attempts(lane.rng, attempt + 1), _Attempts(lane.rng, attempt)
+        return _Bet(context, budget, arm, guess, block, torch.is_inference_mode_enabled(), stream)
+
+    def draft(self, drafting: Drafting) -> _Ready:
+        """Guess the bonus, then draft the block after it; anywhere, while ``drafting`` is left alone."""
+        began = perf_counter()
+        with torch.inference_mode(self.inference), self._own_stream():  # both belong to a thread
+            first = drafting.propose(self.context, (self.budget > 0).long(), self.guess, self.arm)
+            good = first.proposal.size > 0  # an n-gram draft may have no guess
+            guess = torch.zeros_like(self.budget)
+            if first.proposal.nodes:
+                guess = torch.where(good, first.proposal.tokens[:, 0].cpu(), guess)
+            context = self.context.append(guess[:, None], good.long())
+            second = drafting.propose(context, self.budget * good, self.block, self.arm)
+            drafting.proposal = None  # the next round to be observed is of an earlier one
+        seconds = perf_counter() - began
+        return _Ready(Drafted(second.proposal, seconds, _sum(first.spent, second.spent)), guess, good)
+
+    @contextmanager
+    def _own_stream(self) -> Iterator[None]:
+        """On CUDA: beside the target's stream, after what that was given so far, and done when this is left."""
+        if self.stream is None:
+            yield
+            return
+        own = torch.cuda.Stream(self.stream.device)
+        own.wait_event(self.stream.record_event())
+        with torch.cuda.stream(own):
+            yield
+        own.synchronize()
+
+
+class _Attempts:
+    """The rows' decisions under attempt numbers of their own, ``attempt [B]``, besides those that a draft gives itself."""
+
+    def __init__(self, rng: Rng, attempt: Tensor):
+        self.rng, self.attempt = rng, attempt
+
+    def categorical(self, probs: Tensor, key: Key) -> Tensor:
+        return self._ask(lambda rng, p, k: rng.categorical(p, k), probs, key, probs.shape[:-1])
+
+    def accept(self, prob: Tensor, key: Key) -> Tensor:
+        return self._ask(lambda rng, p, k: rng.accept(p, k), prob, key, prob.shape)
+
+    def race(self, probs: Tensor, position: Tensor) -> Tensor:
+        return self.rng.race(probs, position)
+
+    def select(self, rows: Tensor) -> _Attempts:
+        return _Attempts(self.rng.select(rows), self.attempt[rows])
+
+    def _ask(
+        self, ask: Callable[[Rng, Tensor, Key], Tensor], probs: Tensor, key: Key, shape: torch.Size
+    ) -> Tensor:
+        """The rows of one attempt number at a time: a key has one for all its rows."""
+        groups = self.attempt.unique().tolist()
+        if len(groups) == 1:
+            return ask(self.rng, probs, key._replace(attempt=key.attempt + OWN * groups[0]))
+        names = [torch.as_tensor(part).expand(shape) for part in key[:3]]
+        answer: Tensor | None = None
+        for attempt in groups:
+            rows = (self.attempt == attempt).nonzero()[:, 0]
+            at, depth, sibling = (name[rows] for name in names)
+            mine = Key(at, depth, sibling, key.stream, key.attempt + OWN * attempt)
+            part = ask(self.rng.select(rows), probs[rows.to(probs.device)], mine)
+            answer = part.new_zeros(shape) if answer is None else answer
+            answer[rows.to(part.device)] = part
+        assert answer is not None
+        return answer
+
+
+def _draft(
+    lane: Lane,
+    drafting: Drafting,
+    budget: Tensor,
+    ready: _Ready | None,
+    tries: Mapping[tuple[int, int], int],
+) -> Drafted:
+    """The next proposal: what is ready, and new blocks for the other rows."""
+    context, arm = lane.context, None if lane.choice is None else lane.choice.arm
+    good = torch.zeros(context.batch, dtype=torch.bool) if ready is None else ready.good
+    anew = budget.masked_fill(good, 0)
+    old = Drafted(Proposal.none(context.batch), 0.0, None if ready is None else ready.drafted.spent)
+    if ready is not None and bool(good.any()):
+        kept = ready.drafted.proposal
+        old = old._replace(proposal=replace(kept, size=kept.size.masked_fill(~good, 0)))
+    if ready is not None and not bool((anew > 0).any()):
+        return old
+    starts = zip(context.request.tolist(), context.length.tolist())
+    attempt = 2 * torch.tensor([tries.get(start, 0) for start in starts])
+    new = drafting.propose(context, anew, _Attempts(lane.rng, attempt), arm)
+    proposal = new.proposal
+    if bool(good.any()):
+        parts = [(old.proposal, good.nonzero()[:, 0]), (new.proposal, (~good).nonzero()[:, 0])]
+        proposal = merged(parts, context.batch)
+    return Drafted(proposal, new.seconds, _sum(old.spent, new.spent))
+
+
+def _sum(one: tuple[float, ...] | None, other: tuple[float, ...] | None) -> tuple[float, ...] | None:
+    """Seconds of each arm, together."""
+    return other if one is None else one if other is None else tuple(a + b for a, b in zip(one, other))

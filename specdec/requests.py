@@ -1,0 +1,124 @@
+"""Requests that come one after another, and what became of them: times for latency figures, counts for tau."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from specdec.stats import Stats
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """One prompt of a stream.
+
+    Args:
+        prompt: a text, a chat, or ids, as for ``generate``. max_new_tokens: its budget.
+        arrival: when it comes, since the start: seconds, or rounds where the clock counts rounds.
+        seed: its random numbers, those of ``generate(prompt, seed=seed)``; ``None`` takes them from the stream's seed.
+        key: anything that the caller wants to find again in the result.
+    Raises:
+        ValueError: a negative arrival.
+    """
+
+    prompt: Any
+    max_new_tokens: int = 128
+    arrival: float = 0.0
+    seed: int | None = None
+    key: Any = None
+
+    def __post_init__(self) -> None:
+        if not self.arrival >= 0:
+            raise ValueError(
+                f"arrival is {self.arrival}: a time since the start of the stream, 0 for one that is there at once"
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class Finished:
+    """A request that is through. Times are in the units of the stream's clock, since its start.
+
+    Attributes:
+        index: its number in the stream. ids: generated, with the token that ended it. text: ``None`` without a tokenizer.
+        finish: ``"length"``, ``"eos"`` or ``"stop_string"``. stats: counts (no seconds: the rows of a batch share them).
+        arrived: when it was due. started: when its prefill began. first_token: when that was done. finished: when its last
+            token was committed.
+    """
+
+    request: Request
+    index: int
+    ids: list[int]
+    text: str | None
+    finish: str
+    stats: Stats = field(repr=False)
+    arrived: float
+    started: float
+    first_token: float
+    finished: float
+
+    @property
+    def queueing(self) -> float:
+        """Waiting for a free row."""
+        return self.started - self.arrived
+
+    @property
+    def latency(self) -> float:
+        """From its arrival to its last token."""
+        return self.finished - self.arrived
+
+    @property
+    def to_first_token(self) -> float:
+        """From its arrival to its first token."""
+        return self.first_token - self.arrived
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A stream in figures; times in the units of its clock.
+
+    Attributes:
+        requests, tokens: finished, generated. span: from the first arrival to the last end. throughput: tokens a unit of time.
+        tau: block efficiency over all full rounds. queueing, to_first_token, latency: ``mean``, ``p50``, ``p95``, ``max``.
+    """
+
+    requests: int
+    tokens: int
+    span: float
+    throughput: float
+    tau: float
+    queueing: dict[str, float]
+    to_first_token: dict[str, float]
+    latency: dict[str, float]
+
+    @staticmethod
+    def of(finished: Iterable[Finished]) -> Summary:
+        """The figures of some finished requests.
+
+        Raises:
+            ValueError: there are none.
+        """
+        done = list(finished)
+        if not done:
+            raise ValueError("finished is empty: a summary needs at least one finished request")
+        tokens = sum(len(one.ids) for one in done)
+        span = max(one.finished for one in done) - min(one.arrived for one in done)
+        rounds = sum(one.stats.full_rounds for one in done)
+        full = sum(one.stats.full_tokens for one in done)
+        return Summary(
+            requests=len(done),
+            tokens=tokens,
+            span=span,
+            throughput=tokens / span if span else float("nan"),
+            tau=full / rounds if rounds else float("nan"),
+            queueing=_spread([one.queueing for one in done]),
+            to_first_token=_spread([one.to_first_token for one in done]),
+            latency=_spread([one.latency for one in done]),
+        )
+
+
+def _spread(values: list[float]) -> dict[str, float]:
+    p50, p95 = np.percentile(values, [50, 95])
+    return {"mean": float(np.mean(values)), "p50": float(p50), "p95": float(p95), "max": max(values)}
