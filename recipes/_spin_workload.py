@@ -19,10 +19,10 @@ class Workload(NamedTuple):
     domain: list[str]
 
 
-def workload(tokenizer: Any, batch: int, longest: int = 900, seed: int = 0) -> Workload:
-    """``batch`` prompts, domains in turn; lengths are lognormal (median 200, sigma 0.8), cut to 32 ... ``longest`` tokens."""
+def workload(tokenizer: Any, batch: int, longest: int = 900, seed: int = 0, median: int = 200) -> Workload:
+    """``batch`` prompts, domains in turn; lengths are lognormal (``median``, sigma 0.8), cut to 32 ... ``longest`` tokens."""
     rng = np.random.default_rng((seed, batch))
-    lengths = np.clip(np.exp(rng.normal(np.log(200), 0.8, batch)), 32, longest).astype(int)
+    lengths = np.clip(np.exp(rng.normal(np.log(median), 0.8, batch)), 32, longest).astype(int)
     texts = {domain: prompts(domain) for domain in DOMAINS}
     order = {domain: rng.permutation(len(texts[domain])) for domain in DOMAINS}
     rows, domains = [], []

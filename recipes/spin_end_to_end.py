@@ -8,7 +8,8 @@ the prefill, median of interleaved repeats), its range, tau, and the seconds of 
 - `smallest`: the smallest draft, padded verification, serial; `smallest_packed`: with packed verification;
 - `fixed:NAME`: every draft alone, padded; `best_fixed`: the best of them in hindsight; `best_fixed_packed`: that one, packed;
 - `oracle`: each domain's best draft, padded (from the fixed runs of the same repeats); `selection`: Spin with statistics pooled by what
-  a prompt looks like; `selection_per_request`: the paper's, without anything pooled;
+  a prompt looks like and kept from batch to batch; `selection_cold`: the same, forgotten after every batch; `selection_per_request`: the
+  paper's, nothing pooled and nothing kept. The three specialists are drafted together (`stacked`);
 - `selection+decomposition`; `spin`: with the pipeline too (drafting in a process of its own, on the other core);
   `selection+decomposition, 2 threads`: what both cores do without a pipeline.
 
@@ -38,7 +39,13 @@ from specdec.data.corpus import DOMAINS
 from specdec.executors import Pipelined
 from specdec.types import Context, Round
 
-POOL = ("pocket-tiny", "pocket-code", "pocket-prose", "pocket-tabular", "pocket-vanilla")  # the smallest first
+POOL = (
+    "pocket-tiny",
+    "pocket-code",
+    "pocket-prose",
+    "pocket-tabular",
+    "pocket-vanilla",
+)  # the smallest first
 WINDOW = 5  # rounds
 
 
@@ -51,7 +58,8 @@ class Settings:
     k: int = 4
     repeats: int = 5
     micro_batches: int = 2
-    longest: int = 900
+    median: int = 300
+    longest: int = 1000
     threads: int = 1
     seed: int = 0
     quick: bool = False
@@ -68,7 +76,9 @@ class ByDomain:
     def init(self, arms: int) -> None:
         return None
 
-    def select(self, state: None, context: Context, capacities: Tensor, rng: Any) -> tuple[Tensor, Tensor, None]:
+    def select(
+        self, state: None, context: Context, capacities: Tensor, rng: Any
+    ) -> tuple[Tensor, Tensor, None]:
         return self.arm[context.request], torch.ones(context.batch), None
 
     def update(self, state: None, feedback: Any) -> None:
@@ -90,7 +100,7 @@ class Run:
         return self.tokens / self.seconds
 
 
-def decode(decoder: Any, work: Workload, tokens: int, seed: int) -> Run:
+def decode(decoder: Any, work: Workload, tokens: int, seed: int, selection: Any = None) -> Run:
     """Decode all requests to the same number of new tokens."""
     marks: list[tuple[float, int, int]] = []
     rounds: list[Round] = []
@@ -99,7 +109,7 @@ def decode(decoder: Any, work: Workload, tokens: int, seed: int) -> Run:
         marks.append((perf_counter(), round.number, int(round.kept.sum())))
         rounds.append(round)
 
-    out = decoder.generate(work.rows, tokens, seed=seed, eos_token_id=(), on_round=mark)
+    out = decoder.generate(work.rows, tokens, seed=seed, eos_token_id=(), on_round=mark, selection=selection)
     start = max(at for at, number, _ in marks if number == 0)
     made = sum(kept for at, _, kept in marks if at > start)
     return Run(made, marks[-1][0] - start, out.stats, rounds, out.ids)
@@ -120,15 +130,17 @@ class Parts:
         return sd.decoder(self.targets[attention]).draft(self.drafts[name], self.s.k).build()
 
     def chosen(self, selector: Any, attention: str = "padded", executor: Any = None) -> Any:
-        base = sd.decoder(self.targets[attention]).pool(self.drafts, selector, self.s.k, costs="wall")
+        base = sd.decoder(self.targets[attention]).pool(
+            self.drafts, selector, self.s.k, costs="wall", stacked=True
+        )
         return (base if executor is None else base.executor(executor)).build()
 
     def selector(self) -> Any:
         return selectors.Spin(exploration=4, pool=Kind(self.tokenizer), warm=6, learn="always")
 
 
-def repeat(parts: Parts, work: Workload, seed: int, tokens: int) -> dict[str, Run]:
-    """All configurations once, in one order."""
+def repeat(parts: Parts, work: Workload, seed: int, tokens: int, learned: dict[str, Any]) -> dict[str, Run]:
+    """All configurations once, in one order; ``learned`` has what selectors carry from batch to batch."""
     s = parts.s
     pipeline = Pipelined(min(s.micro_batches, len(work.rows)), workers="processes")
     runs = {f"fixed:{name}": decode(parts.fixed(name), work, tokens, seed) for name in POOL}
@@ -138,14 +150,20 @@ def repeat(parts: Parts, work: Workload, seed: int, tokens: int) -> dict[str, Ru
         "best_fixed_packed": lambda: parts.fixed(best, "packed"),
         "oracle": lambda: parts.chosen(ByDomain(best_by_domain(runs, work))),
         "selection": lambda: parts.chosen(parts.selector()),
+        "selection_cold": lambda: parts.chosen(parts.selector()),
         "selection_per_request": lambda: parts.chosen(selectors.Spin()),
         "selection+decomposition": lambda: parts.chosen(parts.selector(), "decomposed"),
         "spin": lambda: parts.chosen(parts.selector(), "decomposed", pipeline),
     }
+    keeps = ("selection", "selection+decomposition", "spin")
     for name, make in plans.items():
-        runs[name] = decode(make(), work, tokens, seed)
+        decoder = make()
+        if name in keeps and name not in learned:
+            learned[name] = decoder.begin(len(work.rows))
+        runs[name] = decode(decoder, work, tokens, seed, learned.get(name))
     torch.set_num_threads(2)  # the pipeline has two cores: what would the serial run do with both?
-    runs["selection+decomposition, 2 threads"] = decode(plans["selection+decomposition"](), work, tokens, seed)
+    name = "selection+decomposition"
+    runs[f"{name}, 2 threads"] = decode(plans[name](), work, tokens, seed, learned[name])
     torch.set_num_threads(s.threads)
     runs["smallest"] = runs[f"fixed:{POOL[0]}"]
     return runs
@@ -158,7 +176,10 @@ def best_by_domain(runs: dict[str, Run], work: Workload) -> list[int]:
         run, kept, rows = runs[f"fixed:{name}"], 0, 0
         for round in run.rounds:
             if round.number:
-                mine = torch.tensor([work.domain[r] == domain for r in round.context.request.tolist()]) & ~round.cut
+                mine = (
+                    torch.tensor([work.domain[r] == domain for r in round.context.request.tolist()])
+                    & ~round.cut
+                )
                 kept += int(round.kept[mine].sum())
                 rows += int(mine.sum())
         counted = sum(len(r.kept) for r in run.rounds if r.number)
@@ -175,9 +196,10 @@ def main(s: Settings) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for batch in [int(b) for b in s.batches.split(",")]:
         kept: dict[str, list[Run]] = defaultdict(list)
+        learned: dict[str, Any] = {}
         for turn in range(1 + s.repeats):
-            work = workload(parts.tokenizer, batch, s.longest, s.seed + turn)
-            runs = repeat(parts, work, s.seed + turn, 24 if turn == 0 else s.tokens)
+            work = workload(parts.tokenizer, batch, s.longest, s.seed + turn, s.median)
+            runs = repeat(parts, work, s.seed + turn, s.tokens // 2 if turn == 0 else s.tokens, learned)
             if turn:  # the first warms up
                 for name, run in runs.items():
                     kept[name].append(run)
@@ -209,11 +231,16 @@ def table(kept: dict[str, list[Run]], batch: int) -> list[dict[str, Any]]:
                 "low": speeds[0],
                 "high": speeds[-1],
                 "ratio_to_smallest": median(ratios),
-                "ratio_to_oracle": median(run.goodput / base.goodput for run, base in zip(runs, kept["oracle"])),
+                "ratio_to_oracle": median(
+                    run.goodput / base.goodput for run, base in zip(runs, kept["oracle"])
+                ),
                 "tau": median(run.stats.tau for run in runs),
                 "repeats": len(runs),
                 "is": fixed if name == "best_fixed" else None,
-                **{f"{stage}_milliseconds": 1e3 * stages[stage] / rounds for stage in ("draft", "target", "verify")},
+                **{
+                    f"{stage}_milliseconds": 1e3 * stages[stage] / rounds
+                    for stage in ("draft", "target", "verify")
+                },
             }
         )
     return out
@@ -242,7 +269,9 @@ def choices(run: Run, work: Workload, batch: int, turn: int) -> list[dict[str, A
 
 
 def show(rows: list[dict[str, Any]], batch: int) -> None:
-    print(f"\nbatch {batch:3}                    tokens/s      range        x smallest  x oracle   tau   draft  target+verify ms")
+    print(
+        f"\nbatch {batch:3}                    tokens/s      range        x smallest  x oracle   tau   draft  target+verify ms"
+    )
     for r in rows:
         if r["configuration"] != "choice" and r["batch"] == batch:
             print(
@@ -258,8 +287,18 @@ def plot(rows: list[dict[str, Any]], folder: Path) -> None:
 
     folder.mkdir(parents=True, exist_ok=True)
     batches = sorted({r["batch"] for r in rows})
-    order = ["smallest", "smallest_packed", "best_fixed", "best_fixed_packed", "oracle", "selection_per_request", "selection",
-             "selection+decomposition", "spin"]
+    order = [
+        "smallest",
+        "smallest_packed",
+        "best_fixed",
+        "best_fixed_packed",
+        "oracle",
+        "selection_per_request",
+        "selection_cold",
+        "selection",
+        "selection+decomposition",
+        "spin",
+    ]
     figure = Figure(figsize=(9, 3.6))
     axes = figure.subplots(1, len(batches), squeeze=False)[0]
     for axis, batch in zip(axes, batches):
@@ -267,8 +306,13 @@ def plot(rows: list[dict[str, Any]], folder: Path) -> None:
         values = [found[name]["goodput"] for name in order]
         low = [found[name]["goodput"] - found[name]["low"] for name in order]
         high = [found[name]["high"] - found[name]["goodput"] for name in order]
-        colors = ["C0" if name in ("smallest", "selection", "selection+decomposition", "spin") else "0.7" for name in order]
-        axis.barh(order[::-1], values[::-1], xerr=[low[::-1], high[::-1]], color=colors[::-1], error_kw={"lw": 0.8})
+        colors = [
+            "C0" if name in ("smallest", "selection", "selection+decomposition", "spin") else "0.7"
+            for name in order
+        ]
+        axis.barh(
+            order[::-1], values[::-1], xerr=[low[::-1], high[::-1]], color=colors[::-1], error_kw={"lw": 0.8}
+        )
         axis.set_title(f"batch {batch}", fontsize=9)
         axis.set_xlabel("tokens/s", fontsize=8)
         axis.tick_params(labelsize=8)
@@ -279,7 +323,11 @@ def plot(rows: list[dict[str, Any]], folder: Path) -> None:
     figure = Figure(figsize=(9, 2.8))
     axes = figure.subplots(1, len(DOMAINS), sharey=True)
     for axis, domain in zip(axes, DOMAINS):
-        mine = [r for r in rows if r["configuration"] == "choice" and r["batch"] == batch and r["domain"] == domain]
+        mine = [
+            r
+            for r in rows
+            if r["configuration"] == "choice" and r["batch"] == batch and r["domain"] == domain
+        ]
         windows = sorted({r["round"] for r in mine})
         repeats = max((r["repeat"] for r in mine), default=1)
         bottom = [0.0] * len(windows)
@@ -287,7 +335,15 @@ def plot(rows: list[dict[str, Any]], folder: Path) -> None:
             part = [sum(r["share"] for r in mine if r["round"] == w and r["draft"] == name) for w in windows]
             total = [sum(r["share"] for r in mine if r["round"] == w) or repeats for w in windows]
             share = [p / t for p, t in zip(part, total)]
-            axis.bar(windows, share, WINDOW * 0.9, bottom, color=f"C{i}", align="edge", label=name.removeprefix("pocket-"))
+            axis.bar(
+                windows,
+                share,
+                WINDOW * 0.9,
+                bottom,
+                color=f"C{i}",
+                align="edge",
+                label=name.removeprefix("pocket-"),
+            )
             bottom = [b + x for b, x in zip(bottom, share)]
         axis.set_title(domain, fontsize=9)
         axis.set_xlabel("round", fontsize=8)
@@ -307,8 +363,11 @@ def settings() -> Settings:
     parser.add_argument("--batches", default=d.batches, help="rows at once (default %(default)s)")
     parser.add_argument("--tokens", type=int, default=d.tokens, help="new tokens of each request")
     parser.add_argument("--k", type=int, default=d.k, help="drafted tokens a round")
-    parser.add_argument("--repeats", type=int, default=d.repeats, help="workloads, each of all configurations")
+    parser.add_argument(
+        "--repeats", type=int, default=d.repeats, help="workloads, each of all configurations"
+    )
     parser.add_argument("--micro-batches", type=int, default=d.micro_batches, help="of the pipeline")
+    parser.add_argument("--median", type=int, default=d.median, help="tokens of the median prompt")
     parser.add_argument("--longest", type=int, default=d.longest, help="tokens of the longest prompt")
     parser.add_argument("--threads", type=int, default=d.threads, help="of the target's process")
     parser.add_argument("--seed", type=int, default=d.seed)

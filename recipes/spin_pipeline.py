@@ -48,7 +48,9 @@ class Settings:
     plots: str | None = None
 
 
-def timed(decoder: Any, rows: list[list[int]], rounds: int, micro: int, seed: int) -> tuple[float, list[tuple[int, float, float]]]:
+def timed(
+    decoder: Any, rows: list[list[int]], rounds: int, micro: int, seed: int
+) -> tuple[float, list[tuple[int, float, float]]]:
     """Seconds of a round of all rows, over the middle of a run in which no row ends, and (rows, draft, verify) of its parts."""
     marks: list[float] = []
     parts: list[tuple[int, float, float]] = []
@@ -108,7 +110,11 @@ def one(s: Settings, name: str, decoder: Any, rows: list[list[int]]) -> list[dic
     base = median(times["serial", "", 1])
     out = []
     for (mode, workers, m), seconds in times.items():
-        predicted = {"serial": model.serial(batch), "barrier": model.barrier(batch, m), "steady": model.steady(batch, m)}[mode]
+        predicted = {
+            "serial": model.serial(batch),
+            "barrier": model.barrier(batch, m),
+            "steady": model.steady(batch, m),
+        }[mode]
         measured, said = median(seconds), model.serial(batch) / predicted
         gain = median(a / b for a, b in zip(times["serial", "", 1], seconds))
         d, v = (median(p[i] for p in parts[mode, workers, m]) for i in (1, 2))
@@ -136,7 +142,9 @@ def one(s: Settings, name: str, decoder: Any, rows: list[list[int]]) -> list[dic
 
 
 def show(batch: int, name: str, rows: list[dict[str, Any]]) -> None:
-    print(f"\n{name}, batch {batch}: mode            m   ms/round  predicted  ratio   gain  (said)  share   d x   v x")
+    print(
+        f"\n{name}, batch {batch}: mode            m   ms/round  predicted  ratio   gain  (said)  share   d x   v x"
+    )
     for r in rows:
         if (r["draft"], r["batch"]) == (name, batch):
             share = "" if r["share_of_gain"] is None else f"{r['share_of_gain']:6.0%}"
@@ -155,7 +163,9 @@ def picture(s: Settings, folder: Path, target: Any) -> None:
     rows = workload(target.tokenizer, 8, s.longest, s.seed).rows
     draft = sd.HFModel(*zoo.load(s.drafts.split(",")[-1]))
     executor = Pipelined(2, workers="processes", timeline=line)
-    sd.decoder(target).draft(draft, s.k).executor(executor).build().generate(rows, 40, seed=s.seed, eos_token_id=())
+    sd.decoder(target).draft(draft, s.k).executor(executor).build().generate(
+        rows, 40, seed=s.seed, eos_token_id=()
+    )
     end = line.seconds
     line.plot(folder / "spin_timeline.png", (0.4 * end, 0.8 * end))
     line.chrome(folder / "spin_timeline.json")

@@ -87,7 +87,14 @@ def summary(rows: list[dict[str, Any]], names: list[str]) -> list[dict[str, Any]
     choices = {f"best_{d}": name for d, name in best.items()}
     return [
         *out,
-        {"draft": "oracle", "domain": "all", "goodput": oracle, "best_fixed": fixed, "headroom": oracle / mixed[fixed], **choices},
+        {
+            "draft": "oracle",
+            "domain": "all",
+            "goodput": oracle,
+            "best_fixed": fixed,
+            "headroom": oracle / mixed[fixed],
+            **choices,
+        },
     ]
 
 

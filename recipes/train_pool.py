@@ -51,7 +51,9 @@ class Member:
 POOL = {
     "pocket-code": Member((1, 0, 0)),
     "pocket-prose": Member((0, 1, 0)),
-    "pocket-tabular": Member((0.3, 0, 0.7), start="pocket-code"),  # tables are written in code, and the corpus has few
+    "pocket-tabular": Member(
+        (0.3, 0, 0.7), start="pocket-code"
+    ),  # tables are written in code, and the corpus has few
     "pocket-tiny": Member(MIXTURE, 64, 2, 2, 160),
 }
 

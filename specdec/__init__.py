@@ -1,6 +1,6 @@
 """specdec: composable, provably lossless speculative decoding for Hugging Face causal language models."""
 
-from specdec import drafts, tree, verifiers
+from specdec import drafts, executors, selectors, tree, verifiers
 from specdec.builder import Builder, decoder
 from specdec.decoder import Decoder, Piece
 from specdec.drafts import chain_draft
@@ -9,12 +9,14 @@ from specdec.models import HFModel, TableModel
 from specdec.requests import Finished, Request, Summary
 from specdec.rng import Philox
 from specdec.sampling import Sampling
+from specdec.selection import Arm
 from specdec.types import Context, Proposal, Round, Scores, Verdict
 from specdec.verifiers import Coupled, Rejection
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Arm",
     "Builder",
     "Context",
     "Coupled",
@@ -36,6 +38,8 @@ __all__ = [
     "chain_draft",
     "decoder",
     "drafts",
+    "executors",
+    "selectors",
     "tree",
     "verifiers",
 ]

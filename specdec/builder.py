@@ -61,6 +61,7 @@ class Builder:
         capacities: Mapping[str, int] | None = None,
         costs: ArmCosts | Literal["modelled", "wall"] = "modelled",
         reward: Reward | None = None,
+        stacked: bool = False,
     ) -> Builder:
         """Several drafts, one of which a selector chooses for each row and round.
 
@@ -71,6 +72,8 @@ class Builder:
             capacities: rows that an arm may draft at once (default: any number).
             costs: seconds that a round is charged: ``"modelled"`` (by the models' weights: deterministic), ``"wall"`` (measured), or
                 ``ArmCosts``. reward: ``Round -> [B]``, for selectors that learn from bounded rewards.
+            stacked: draft the rows of models that differ in nothing but their weights together (``drafts.Stacked``): one call for all,
+                but a row that changes from one to another is read again.
         Raises:
             ValueError: no arms, or a capacity below 0 or of an arm that does not exist.
         """
@@ -99,12 +102,12 @@ class Builder:
                 numbers.append(-1)
                 lengths.append(0)
                 continue
+            _made(f"arm {name!r}", part)
             if not hasattr(part, "propose"):
-                _made(f"arm {name!r}", part)
                 part = drafts.Model(as_model(part, f"arm {name!r}"))
-            if not any(part is u or part == u for u in unique):
-                unique.append(part)
-            numbers.append(next(i for i, u in enumerate(unique) if part is u or part == u))
+            number = next((i for i, u in enumerate(unique) if _same(part, u)), len(unique))
+            unique += [part] if number == len(unique) else []
+            numbers.append(number)
             lengths.append(length if own is None else own)
         held = None if capacities is None else tuple(capacities.get(name, 2**31) for name in arms)
         charged = (
@@ -113,7 +116,7 @@ class Builder:
             else costs
         )
         how = Selecting(selector, tuple(arms), tuple(lengths), held, charged, reward)
-        pool = drafts.Pool(tuple(unique), tuple(numbers))
+        pool = drafts.Pool(*(_stacked(unique, numbers) if stacked else (tuple(unique), tuple(numbers))))
         return replace(self, _draft=pool, _length=max(1, *lengths), _selecting=how)
 
     def sampling(self, sampling: Sampling | None = None, **settings: Any) -> Builder:
@@ -177,6 +180,30 @@ class Builder:
         if hasattr(self._executor, "check"):
             self._executor.check(made)
         return made
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether two arms share a draft: the same object, or the same model drafting alike."""
+    alike = type(a) is type(b) is drafts.Model
+    return a is b or (alike and a.model is b.model and a.sampling == b.sampling)
+
+
+def _stacked(parts: list[Any], numbers: list[int]) -> tuple[Any, ...]:
+    """Drafts, arms and members of a ``Pool`` in which models of one shape are one draft."""
+    from specdec.models.stacked import StackedModel, shape_of, stackable
+
+    kinds: dict[Any, list[int]] = {}
+    for i, part in enumerate(parts):
+        alike = type(part) is drafts.Model and stackable(part.model)
+        kinds.setdefault((shape_of(part.model), part.sampling) if alike else i, []).append(i)
+    together: list[Any] = []
+    at: dict[int, tuple[int, int]] = {-1: (-1, 0)}
+    for group in kinds.values():
+        at |= {i: (len(together), member) for member, i in enumerate(group)}
+        one = parts[group[0]]
+        model = StackedModel([parts[i].model for i in group]) if len(group) > 1 else None
+        together.append(one if model is None else drafts.Stacked(model, one.sampling))
+    return tuple(together), tuple(at[n][0] for n in numbers), tuple(at[n][1] for n in numbers)
 
 
 def decoder(target: LanguageModel | PreTrainedModel | str) -> Builder:

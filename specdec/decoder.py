@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Any, Literal, NamedTuple
 
@@ -50,10 +50,11 @@ class Decoder:
     verifier: Verifier
     executor: Executor = Serial()
     selecting: Selecting | None = None
+    learned: Selection | None = None
 
     def begin(self, batch: int) -> Selection | None:
-        """A new run's choice among arms, if there is one."""
-        return None if self.selecting is None else self.selecting.begin(batch)
+        """A run's choice among arms, if there is one: a new one, or the one that ``generate`` was given."""
+        return self.learned or (None if self.selecting is None else self.selecting.begin(batch))
 
     def __repr__(self) -> str:
         draft = getattr(self.draft, "name", type(self.draft).__name__)
@@ -74,6 +75,7 @@ class Decoder:
         progress: bool = False,
         rng: Rng | None = None,
         on_round: Callable[[Round], None] | None = None,
+        selection: Selection | None = None,
     ) -> Generation:
         """Decode a ragged batch.
 
@@ -89,6 +91,7 @@ class Decoder:
             progress: show a bar.
             rng: random decisions to use instead of ``seed`` (the certifier's door).
             on_round: called with every round as it happens.
+            selection: what a selector has learned so far, from ``begin``: it goes on learning, from one call to the next.
         Returns:
             ``Generation`` with ids, texts and statistics.
         Raises:
@@ -99,7 +102,8 @@ class Decoder:
         records: list[Record] = []
         ids: list[list[int]] = [[] for _ in rows]
         with _bar(progress, int((limits.max_length - context.length).sum())) as bar:
-            for round in self._run(context, limits, seed, rng):
+            decoder = self if selection is None else replace(self, learned=selection.again(context.batch))
+            for round in decoder._run(context, limits, seed, rng):
                 records.append(Record.of(round))
                 new = round.verdict.tokens.tolist()
                 for b, (row, n) in enumerate(zip(records[-1].request, records[-1].kept)):

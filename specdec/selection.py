@@ -17,6 +17,7 @@ from torch import Tensor
 from specdec.cost.arms import ArmCosts
 from specdec.protocols import Selector
 from specdec.rng import Rng
+from specdec.selectors.rewards import charge
 from specdec.types import Context, Feedback, Round
 
 Reward = Callable[[Round], Tensor]
@@ -96,6 +97,12 @@ class Selection:
         self.on: dict[int, int] = {}
         self.seconds = 0.0
 
+    def again(self, batch: int) -> Selection:
+        """For another run, of at most ``batch`` rows: what was learned stays."""
+        self.how.begin(batch)  # its checks
+        self.on.clear()
+        return self
+
     def choose(self, context: Context, rng: Rng) -> Choice:
         """Arms for the rows of ``context``; rows that are elsewhere in flight keep theirs.
 
@@ -126,7 +133,11 @@ class Selection:
             raise ValueError(
                 f"selector {selector!r} chose arms {said} for {batch} rows: give an int64 tensor [{batch}] of arms 0 to {arms - 1}"
             )
-        if not (isinstance(prob, Tensor) and prob.shape == (batch,) and bool(((prob > 0) & (prob <= 1 + 1e-6)).all())):
+        if not (
+            isinstance(prob, Tensor)
+            and prob.shape == (batch,)
+            and bool(((prob > 0) & (prob <= 1 + 1e-6)).all())
+        ):
             said = prob.tolist() if isinstance(prob, Tensor) else prob
             raise ValueError(
                 f"selector {selector!r} gave probabilities {said} of its choices for {batch} rows: give a tensor [{batch}] in (0, 1]"
@@ -150,7 +161,8 @@ class Selection:
         rows = (~round.cut).nonzero()[:, 0]
         if len(rows):
             if how.costs == "wall":
-                seconds = charge(round, spent or [0.0] * len(how.names))
+                rest = round.seconds.get("target", 0.0) + round.seconds.get("verify", 0.0)
+                seconds = charge(round.arm, torch.tensor(spent or [0.0] * len(how.names)), rest)
             else:
                 seconds = how.costs.seconds(round.arm, round.proposal.size)
             drafted, tokens = round.proposal.size, round.verdict.accepted + 1
@@ -164,14 +176,3 @@ class Selection:
             if hasattr(how.selector, "leave"):
                 self.state = how.selector.leave(self.state, gone)
         self.seconds += perf_counter() - began
-
-
-def charge(round: Round, spent: Sequence[float]) -> Tensor:
-    """``[B]`` measured seconds of a round, shared: each row pays its part of its own arm's drafting and an equal part of the rest.
-
-    They sum to the round's seconds: a batch's round takes as long as its parts.
-    """
-    rows = torch.bincount(round.arm, minlength=len(spent)).clamp(min=1)
-    drafting = torch.tensor(spent, dtype=torch.float64) / rows
-    rest = (round.seconds.get("target", 0.0) + round.seconds.get("verify", 0.0)) / max(len(round.arm), 1)
-    return drafting[round.arm] + rest

@@ -227,8 +227,17 @@ def test_the_draft_has_an_eighth_of_the_targets_body():
 
 
 def test_load_says_what_is_wrong(tmp_path: Path):
-    assert zoo.names() == ["pocket-spire", "pocket-target", "pocket-vanilla"]
-    with pytest.raises(ValueError, match="there are: pocket-spire, pocket-target, pocket-vanilla"):
+    pool = [
+        "pocket-code",
+        "pocket-prose",
+        "pocket-spire",
+        "pocket-tabular",
+        "pocket-target",
+        "pocket-tiny",
+        "pocket-vanilla",
+    ]
+    assert zoo.names() == pool
+    with pytest.raises(ValueError, match="there are: " + ", ".join(pool)):
         zoo.load("pocket-giant")
     with pytest.raises(ValueError, match="no pocket model"):
         zoo.load("../zoo")

@@ -50,6 +50,13 @@ def run(*words, timeout=300):
         "evaluate_tau",
         "spire_ablations",
         "spire_measured",
+        "train_pool",
+        "spin_pool",
+        "spin_regret",
+        "spin_decompose",
+        "spin_pipeline",
+        "spin_switching",
+        "spin_end_to_end",
     ],
 )
 def test_help_says_what_and_how(recipe):
@@ -185,3 +192,57 @@ def test_ablations(tmp_path):
     assert before == {path: path.stat().st_mtime for path in (tmp_path / "ablations").iterdir()}
     again = {r["method"]: r for r in report(file)}
     assert all(again[method] == rows[method] for method in ("spire", "vanilla"))
+
+
+@pytest.mark.parametrize(
+    "recipe", ["spin_regret", "spin_decompose", "spin_pipeline", "spin_switching", "spin_end_to_end"]
+)
+def test_spins_recipes_at_toy_size(recipe, tmp_path):
+    file = tmp_path / "s.json"
+    words = [] if recipe == "spin_switching" else ["--plots", str(tmp_path)]
+    run(f"recipes/{recipe}.py", "--quick", "--json", str(file), *words)
+    rows = report(file)
+    columns = {
+        "spin_regret": {"scenario", "selector", "slots", "regret", "low", "high"},
+        "spin_decompose": {"lengths", "batch", "method", "milliseconds", "peak_bytes"},
+        "spin_pipeline": {"mode", "batch", "micro_batches", "milliseconds", "predicted", "gain"},
+        "spin_switching": {"executor", "prepared", "context", "stall_milliseconds", "ordinary_milliseconds"},
+        "spin_end_to_end": {"configuration", "batch"},
+    }[recipe]
+    assert rows
+    assert columns <= set(rows[0])
+    assert not words or list(tmp_path.glob("*.png"))
+    if recipe == "spin_end_to_end":
+        named = {r["configuration"] for r in rows}
+        wanted = [
+            "smallest",
+            "smallest_packed",
+            "best_fixed",
+            "oracle",
+            "selection",
+            "selection+decomposition",
+            "spin",
+        ]
+        assert named >= set(wanted)
+        assert all(r["goodput"] > 0 for r in rows if r["configuration"] != "choice")
+
+
+def test_the_pools_table(tmp_path):
+    file = tmp_path / "p.json"
+    words = [
+        "--drafts",
+        "pocket-tiny,pocket-code",
+        "--batch",
+        "2",
+        "--context",
+        "48",
+        "--tokens",
+        "8",
+        "--repeats",
+        "1",
+    ]
+    said = run("recipes/spin_pool.py", *words, "--json", str(file))
+    rows = report(file)
+    assert rows[-1]["draft"] == "oracle"
+    assert rows[-1]["headroom"] >= 1
+    assert "oracle" in said

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import os
+import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -252,8 +255,6 @@ def test_bad_input():
 
 def test_processes_share_a_batch(tmp_path):
     """Two CPU processes train as one does: the mean of their gradients is the whole batch's."""
-    import subprocess
-
     script = tmp_path / "two.py"
     script.write_text(
         "import sys; sys.path.insert(0, sys.argv[1])\n"
@@ -268,23 +269,39 @@ def test_processes_share_a_batch(tmp_path):
         "train(draft, target, text(), settings=s, progress=False)\n"
         "import os\n"
         "if os.environ.get('RANK', '0') == '0': torch.save(dict(draft.named_parameters()), sys.argv[2])\n"
+        "from pathlib import Path\n"
+        "from accelerate import PartialState\n"
+        "Path(sys.argv[2]).with_suffix('.world').write_text(str(PartialState().num_processes))\n"
     )
     here = str(Path(__file__).parent)
     one, two = tmp_path / "one.pt", tmp_path / "two.pt"
     subprocess.run([sys.executable, str(script), here, str(one)], check=True, timeout=300)
-    launch = [
-        sys.executable,
-        "-m",
-        "accelerate.commands.launch",
-        "--cpu",
-        "--num_processes",
-        "2",
-        "--num_machines",
-        "1",
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    # What a launcher tells its processes; accelerate's own starts one on CPUs, whatever it is asked for.
+    world = {
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "ACCELERATE_USE_CPU": "true",
+    }
+    started = [
+        subprocess.Popen(
+            [sys.executable, str(script), here, str(two)],
+            env={**os.environ, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
     ]
-    launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
-    done = subprocess.run([*launch, str(script), here, str(two)], timeout=300, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
+    try:
+        said = [process.communicate(timeout=200)[1] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert [process.returncode for process in started] == [0, 0], "\n".join(said)[-3000:]
+    assert two.with_suffix(".world").read_text() == "2"
     alone, shared = torch.load(one), torch.load(two)
     for name in alone:
         torch.testing.assert_close(shared[name], alone[name], rtol=1e-3, atol=1e-4)

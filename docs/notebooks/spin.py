@@ -70,7 +70,7 @@ def count(round):
 
 out = builder.build().generate(mixed, 48, seed=0, on_round=count)
 print(chosen)
-out
+out.frame()[["row", "new_tokens", "tau", "rounds"]]
 
 # %% [markdown]
 # ## 3. The choice changes the speed, not the text

@@ -7,6 +7,18 @@ from specdec.drafts.nothing import Nothing
 from specdec.drafts.pool import Pool
 from specdec.drafts.self_speculative import MagicDec
 from specdec.drafts.spire import Spire
+from specdec.drafts.stacked import Stacked
 from specdec.drafts.tree import Tree
 
-__all__ = ["FunctionDraft", "MagicDec", "Model", "NGram", "Nothing", "Pool", "Spire", "Tree", "chain_draft"]
+__all__ = [
+    "FunctionDraft",
+    "MagicDec",
+    "Model",
+    "NGram",
+    "Nothing",
+    "Pool",
+    "Spire",
+    "Stacked",
+    "Tree",
+    "chain_draft",
+]

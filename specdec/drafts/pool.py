@@ -31,7 +31,7 @@ class PoolState(NamedTuple):
 
 @dataclass(frozen=True)
 class Pool:
-    """Drafts behind arms; ``arms[a]`` is the number of arm a's draft, -1 for none.
+    """Drafts behind arms; ``arms[a]`` is the number of arm a's draft, -1 for none, and ``members[a]`` its member of a ``Stacked`` one.
 
     Without ``assign`` every row is on arm 0.
 
@@ -41,6 +41,7 @@ class Pool:
 
     drafts: tuple[Draft[Any], ...]
     arms: tuple[int, ...] = (0,)
+    members: tuple[int, ...] | None = None
     name = "pool"
 
     def __post_init__(self) -> None:
@@ -89,13 +90,31 @@ class Pool:
 
     def assign(self, state: PoolState, arm: Tensor) -> PoolState:
         """Row b is drafted by ``arm[b]`` from now on."""
-        return state._replace(arm=arm)
+        return self._seated(state, arm, arm >= 0)._replace(arm=arm)
+
+    def _seated(self, state: PoolState, arm: Tensor, here: Tensor) -> PoolState:
+        """Tell drafts with members which one drafts each row of ``here [B]``."""
+        if self.members is None:
+            return state
+        draft, member = torch.tensor(self.arms)[arm], torch.tensor(self.members)[arm]
+        states = tuple(
+            d.assign(s, torch.where(here & (draft == i), member, -1)) if hasattr(d, "assign") else s
+            for i, (d, s) in enumerate(zip(self.drafts, state.states))
+        )
+        return state._replace(states=states)
 
     def prepare(self, state: PoolState, context: Context, arm: Tensor) -> PoolState:
-        """Let the drafts of ``arm [B]`` read what they have not read of their rows."""
+        """Let the drafts of ``arm [B]`` read what they have not read of their rows.
+
+        A row that only changes its member of a stack cannot be prepared: both members would write to one cache.
+        """
+        arms = torch.tensor(self.arms)
+        stays = (arms[arm] == arms[state.arm]) & (arm != state.arm)
+        state = self._seated(state, arm, ~stays)
         states = list(state.states)
         for d, rows in self._groups(arm):
-            if hasattr(self.drafts[d], "prepare"):
+            rows = rows[~stays[rows]] if hasattr(self.drafts[d], "assign") else rows
+            if hasattr(self.drafts[d], "prepare") and len(rows):
                 states[d] = self.drafts[d].prepare(states[d], context, rows)  # type: ignore[attr-defined]
         return state._replace(states=tuple(states))
 

@@ -70,7 +70,8 @@ class Drafting:
 
     def prepare(self, context: Context, arm: Tensor) -> None:
         """Let the arms that are wanted next read their rows."""
-        self.state = self.draft.prepare(self.state, context, arm)  # type: ignore[attr-defined]
+        if hasattr(self.draft, "prepare"):
+            self.state = self.draft.prepare(self.state, context, arm)
 
 
 class Lane:

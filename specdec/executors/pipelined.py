@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from specdec.decoder import Decoder
     from specdec.limits import Limits
 
-WORKERS = {"threads": ThreadWorker, "processes": ProcessWorker}
+WORKERS: dict[str, Any] = {"threads": ThreadWorker, "processes": ProcessWorker}
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,9 @@ class Pipelined:
                     "Pipelined(workers='threads')"
                 )
             if not sys.platform.startswith("linux"):
-                raise ValueError("workers='processes' forks, which is safe on Linux only: use workers='threads'")
+                raise ValueError(
+                    "workers='processes' forks, which is safe on Linux only: use workers='threads'"
+                )
             if any(getattr(m, "device", torch.device("cpu")).type != "cpu" for m in models(decoder)):
                 raise ValueError("workers='processes' cannot use a GPU in the worker: use workers='threads'")
             return
@@ -178,4 +180,7 @@ def reading(decoder: Decoder) -> list[Any]:
 
 def models(decoder: Decoder) -> list[Any]:
     """The target and the drafts' models."""
-    return [decoder.target, *(m for d in members(decoder.draft) if (m := getattr(d, "model", None)) is not None)]
+    return [
+        decoder.target,
+        *(m for d in members(decoder.draft) if (m := getattr(d, "model", None)) is not None),
+    ]

@@ -26,18 +26,25 @@ class Serial:
         lane, drafting = Lane(decoder, context, rng, decoder.begin(context.batch)), Drafting(decoder)
         while lane:
             began = perf_counter()
-            if lane.number:
-                lane.choose()
+            first = not lane.number
+            if first:
+                round = lane.prefill(limits)
+                drafting.start(lane.context, lane.cache)
+            else:
                 budget = lane.budget(limits)
                 arm = None if lane.choice is None else lane.choice.arm
                 round = lane.verify(limits, drafting.propose(lane.context, budget, lane.rng, arm), budget)
-            else:
-                round = lane.prefill(limits)
-                drafting.start(lane.context, lane.cache)
-                round.seconds["prefill"] = perf_counter() - began  # type: ignore[index]
             drafting.observe(round)
             stay = lane.settle(round)
-            if stay is not None and lane:
-                drafting.select(stay, lane.cache)
+            if lane:
+                if stay is not None:
+                    drafting.select(stay, lane.cache)
+                lane.choose()
+                if (
+                    first and lane.choice is not None
+                ):  # reading the prompt is prefill, whichever draft does it
+                    drafting.prepare(lane.context, lane.choice.arm)
             round.seconds["total"] = perf_counter() - began  # type: ignore[index]
+            if first:
+                round.seconds["prefill"] = round.seconds["total"]  # type: ignore[index]
             yield round

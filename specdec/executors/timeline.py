@@ -94,8 +94,14 @@ class Timeline:
         shade = {"prefill": 0.45, "prepare": 0.3}
         for s in shown:
             box = axes.barh(
-                lines[s.worker], 1e3 * (s.ended - s.began), left=1e3 * (s.began - start), height=0.7,
-                color=f"C{s.lane % 10}", alpha=shade.get(s.stage, 0.85), edgecolor="white", linewidth=0.5,
+                lines[s.worker],
+                1e3 * (s.ended - s.began),
+                left=1e3 * (s.began - start),
+                height=0.7,
+                color=f"C{s.lane % 10}",
+                alpha=shade.get(s.stage, 0.85),
+                edgecolor="white",
+                linewidth=0.5,
             )
             if s.ended - s.began > 0.02 * (high - low):
                 axes.bar_label(box, [f"{s.stage[0]}{s.lane}"], label_type="center", fontsize=7, color="white")
@@ -107,5 +113,3 @@ class Timeline:
         axes.spines[["top", "right"]].set_visible(False)
         figure.tight_layout()
         figure.savefig(path, dpi=150)
-
-

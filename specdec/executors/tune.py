@@ -34,7 +34,9 @@ def profile(decoder: Decoder, prompts: Sequence[Any], rounds: int = 12, seed: in
         raise ValueError(f"there are {len(prompts)} prompts: profile needs at least 2")
 
     def take(round: Round) -> None:
-        if round.number > 1 and not bool(round.finished.any()):  # the first round of all is not like the others
+        if round.number > 1 and not bool(
+            round.finished.any()
+        ):  # the first round of all is not like the others
             s = round.seconds
             samples.append((len(round.kept), s["draft"], s["target"] + s["verify"]))
 

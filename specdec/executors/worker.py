@@ -111,7 +111,7 @@ class ThreadWorker:
 
         def receive() -> Any:
             job, ready = self.inbox.get()
-            if ready is not None:
+            if stream is not None:
                 stream.wait_event(ready)
             return job
 
@@ -122,7 +122,7 @@ class ThreadWorker:
         self.thread = threading.Thread(target=body, name="specdec-drafting", daemon=True)
         self.thread.start()
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: Job | None) -> None:
         # On a GPU the job waits for what the target's stream was given: activations, and cache rows that move.
         ready = None if self.stream is None else torch.cuda.current_stream(self.stream.device).record_event()
         self.inbox.put((job, ready))
@@ -135,7 +135,7 @@ class ThreadWorker:
         return said
 
     def stop(self) -> None:
-        self.inbox.put((None, None))
+        self.submit(None)
         self.thread.join()
 
 
@@ -158,7 +158,11 @@ class ProcessWorker:
         def body() -> None:
             torch.set_num_threads(1)
             ours.close()
-            work(decoder, lambda: pickle.loads(theirs.recv_bytes()), lambda said: theirs.send_bytes(_dumps(self._lay(said))))
+            work(
+                decoder,
+                lambda: pickle.loads(theirs.recv_bytes()),
+                lambda said: theirs.send_bytes(_dumps(self._lay(said))),
+            )
 
         self.process = fork.Process(target=body, name="specdec-drafting", daemon=True)
         self.process.start()
@@ -227,7 +231,14 @@ class ProcessWorker:
                 "nodes(length) that gives the most nodes of a proposal"
             )
         self.buffers[said.lane][: len(bytes_)].copy_(bytes_)
-        laid = Laid(proposal.tokens, proposal.parents, proposal.size, proposal.provenance, probs.dtype, tuple(probs.shape))
+        laid = Laid(
+            proposal.tokens,
+            proposal.parents,
+            proposal.size,
+            proposal.provenance,
+            probs.dtype,
+            tuple(probs.shape),
+        )
         return said._replace(drafted=said.drafted._replace(proposal=laid))
 
     def _take(self, said: Answer) -> Answer:
@@ -240,10 +251,8 @@ class ProcessWorker:
         return said._replace(drafted=said.drafted._replace(proposal=proposal))
 
     def stop(self) -> None:
-        try:
+        with suppress(OSError):
             self.pipe.send_bytes(pickle.dumps(None))
-        except OSError:
-            pass
         self.pipe.close()
         self.process.join(5)
         if self.process.is_alive():

@@ -2,6 +2,7 @@
 
 from specdec.models.compact import Windowed
 from specdec.models.hf import SUPPORTED, HFModel, UnsupportedModel
+from specdec.models.stacked import StackedModel
 from specdec.models.table import TableModel
 
-__all__ = ["SUPPORTED", "HFModel", "TableModel", "UnsupportedModel", "Windowed"]
+__all__ = ["SUPPORTED", "HFModel", "StackedModel", "TableModel", "UnsupportedModel", "Windowed"]

@@ -74,6 +74,10 @@ class Memo:
         """Row ``b`` is about to be fed over the nodes that it holds."""
         self._fed[b] = 0
 
+    def forget(self, b: int) -> None:
+        """Row ``b`` holds nothing any more."""
+        self._lengths[b] = self._fed[b] = 0
+
     def remember(self, b: int, text: np.ndarray, first: int, length: int, nodes: int) -> None:
         """Note that row ``b`` was fed ``text[first:length]`` and then ``nodes`` nodes of a proposal."""
         if first < length:

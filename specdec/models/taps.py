@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -43,18 +44,23 @@ def listening(model: Any, taps: Sequence[int]) -> dict[int, list[Tensor]]:
 def tapped(
     model: Any, caught: dict[int, list[Tensor]] | None, unpack: Callable[[Tensor], Tensor]
 ) -> Iterator[None]:
-    """Adds to ``caught`` what the tapped layers give in each forward in its body, as ``unpack`` packs it: ``[T, E]``."""
+    """Adds to ``caught`` what the tapped layers give in each forward in its body, as ``unpack`` packs it: ``[T, E]``.
+
+    Forwards of other threads, whose draft may share the module, are not listened to.
+    """
     if not caught:
         yield
         return
-    blocks = blocks_of(model)
+    blocks, mine = blocks_of(model), get_ident()
 
     def before(module: Any, args: Any, kwargs: Any) -> None:
-        caught[0].append(unpack(args[0] if args else kwargs["hidden_states"]))
+        if get_ident() == mine:
+            caught[0].append(unpack(args[0] if args else kwargs["hidden_states"]))
 
     def after(tap: int) -> Callable[[Any, Any, Any], None]:
         def hook(module: Any, args: Any, out: Any) -> None:
-            caught[tap].append(unpack(out if isinstance(out, Tensor) else out[0]))
+            if get_ident() == mine:
+                caught[tap].append(unpack(out if isinstance(out, Tensor) else out[0]))
 
         return hook
 

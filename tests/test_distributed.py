@@ -1,0 +1,191 @@
+"""Processes that share a batch give what one process gives; and what each of them is given."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import subprocess
+import sys
+from collections import Counter
+from itertools import product
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny import byte_tokenizer, tiny
+
+import specdec as sd
+from specdec import selectors
+from specdec.distributed import generate, joined, shares, total
+from specdec.stats import Stats
+
+PROMPTS = [[5, 6], [7, 8, 9], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11] * 2, [50] * 9, [3, 1, 3, 1, 3]]
+BUDGETS = [14, 1, 9, 12, 2]
+
+
+def decoders():
+    target, small = (sd.HFModel(tiny("llama", 0, num_hidden_layers=n), byte_tokenizer()) for n in (2, 1))
+    base = sd.decoder(target)
+    pool = base.pool({"model": small, "ngram": sd.drafts.NGram(), "none": None}, selectors.Random(), 3)
+    return {
+        "model": base.draft(small, 3).build(),
+        "tree, in a pipeline": base.draft(sd.drafts.Tree(small, (2, 1)), 2)
+        .executor(sd.executors.Pipelined())
+        .build(),
+        "pool": pool.verifier(sd.Coupled()).build(),
+    }
+
+
+def runs(generate):
+    """Everything that is compared: (name, result)."""
+    out = {}
+    for name, decoder in decoders().items():
+        out[name] = generate(decoder, PROMPTS, BUDGETS, seed=3)
+        out[f"{name}, stops"] = generate(decoder, PROMPTS, 12, seed=list(range(5)), eos_token_id=[5, 40, 77])
+        out[f"{name}, one prompt"] = generate(decoder, ["a text"], 9, seed=1, stop_strings="x")
+    return out
+
+
+class Broken:
+    """A draft that fails for one prompt."""
+
+    def init(self, context, target_cache):
+        if 50 in context.tokens:
+            raise KeyError("fifty")
+
+    def propose(self, state, context, budget, rng):
+        return sd.Proposal.none(context.batch), None
+
+    def observe(self, state, round):
+        return None
+
+    def select(self, state, rows):
+        return None
+
+
+def process(folder):
+    """What each process of the launched script does."""
+    from accelerate import PartialState
+
+    found = runs(generate)
+    assert PartialState().num_processes == 2
+    decoder = next(iter(decoders().values()))
+    free = generate(decoder, PROMPTS, 5)  # process 0's seeds are everybody's
+    broken = sd.decoder(decoder.target).draft(Broken()).build()
+    said = []
+    for call in (
+        lambda: generate(broken, PROMPTS, 5, seed=0),
+        lambda: generate(decoder, PROMPTS, 0),
+        lambda: generate(decoder, PROMPTS[: 2 + PartialState().process_index], 5),
+    ):
+        try:
+            call()
+        except (RuntimeError, ValueError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+    path = Path(folder) / f"{PartialState().process_index}.pkl"
+    path.write_bytes(pickle.dumps((found, free.ids, said)))
+
+
+def test_two_processes_give_what_one_gives(tmp_path):
+    script = tmp_path / "two.py"
+    script.write_text(
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "import torch; torch.set_num_threads(1)\n"
+        "from test_distributed import process\n"
+        "process(sys.argv[2])\n"
+    )
+    with socket.socket() as free_port:
+        free_port.bind(("127.0.0.1", 0))
+        port = free_port.getsockname()[1]
+    # What a launcher tells its processes; accelerate's own starts one on CPUs, whatever it is asked for.
+    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    started = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(Path(__file__).parent), str(tmp_path)],
+            env={**os.environ, "OMP_NUM_THREADS": "1", **world, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        said_by = [one.communicate(timeout=120)[1] for one in started]
+    finally:
+        for one in started:
+            one.kill()
+    assert [one.returncode for one in started] == [0, 0], "\n".join(said_by)[-3000:]
+    (found, free, said), other = (pickle.loads((tmp_path / f"{p}.pkl").read_bytes()) for p in (0, 1))
+    expected = runs(lambda decoder, *args, **settings: decoder.generate(*args, **settings))
+    assert found.keys() == expected.keys() == other[0].keys()
+    for name, one in expected.items():
+        for two in (found[name], other[0][name]):
+            assert two.ids == one.ids, name
+            assert two.texts == one.texts
+            assert two.finish == one.finish
+            assert two.prompt_ids == one.prompt_ids
+            if not name.startswith("pool"):  # arms are chosen in each process
+                assert two.row_stats == one.row_stats
+                assert (two.stats.rounds, two.stats.accepted) == (one.stats.rounds, one.stats.accepted)
+                assert two.stats.tau == pytest.approx(one.stats.tau, nan_ok=True)
+                assert two.stats.stood == one.stats.stood
+        assert found[name].stats == other[0][name].stats
+        assert found[name].stats.tokens_per_second > 0
+    assert "eos" in found["model, stops"].finish
+    assert free == other[1]
+    assert said == other[2]
+    assert said[0] in (
+        "RuntimeError: process 0 of 2 failed: KeyError: 'fifty'",
+        "RuntimeError: process 1 of 2 failed: KeyError: 'fifty'",
+    )
+    assert said[1] == "ValueError: max_new_tokens is 0 for row 0: it must be >= 1"
+    assert said[2].startswith(
+        "ValueError: prompts or max_new_tokens differ between the processes: give every process all"
+    )
+
+
+def test_alone_it_is_the_decoders_own():
+    decoder = decoders()["model"]
+    one, two = generate(decoder, PROMPTS, BUDGETS, seed=3), decoder.generate(PROMPTS, BUDGETS, seed=3)
+    assert (one.ids, one.texts, one.finish, one.row_stats) == (two.ids, two.texts, two.finish, two.row_stats)
+
+
+@given(st.lists(st.integers(1, 1000), min_size=1, max_size=30), st.integers(1, 8))
+def test_shares_are_all_rows_once_and_balanced(lengths, processes):
+    out = shares(lengths, processes)
+    assert len(out) == processes
+    assert sorted(b for share in out for b in share) == list(range(len(lengths)))
+    assert all(share == sorted(share) for share in out)
+    loads = [sum(lengths[b] for b in share) for share in out]
+    assert max(loads) - min(loads) <= max(lengths)
+    assert min(len(lengths), processes) == sum(bool(share) for share in out)
+
+
+def test_shares_against_brute_force():
+    for lengths in product((1, 3, 8), repeat=5):
+        best = min(
+            max(sum(n for n, p in zip(lengths, where) if p == q) for q in range(2))
+            for where in product(range(2), repeat=5)
+        )
+        found = max(sum(lengths[b] for b in share) for share in shares(lengths, 2))
+        assert found <= 7 / 6 * best  # Graham's bound for the longest first
+
+
+def test_sums_and_order():
+    fast = Stats(
+        rounds=2, tokens=5, reached=Counter({0: 2, 1: 1}), seconds=Counter(draft=1.0, overlapped=-0.5)
+    )
+    slow = Stats(rounds=3, tokens=7, reached=Counter({0: 3}), seconds=Counter(target=2.0))
+    both = total([fast, slow])
+    assert (both.rounds, both.tokens, both.reached) == (5, 12, Counter({0: 5, 1: 1}))
+    assert both.seconds == slow.seconds
+    decoder = decoders()["model"]
+    whole = decoder.generate(PROMPTS[:3], 6, seed=[1, 2, 3])
+    parts = [
+        ([0, 2], decoder.generate([PROMPTS[0], PROMPTS[2]], 6, seed=[1, 3])),
+        ([1], decoder.generate([PROMPTS[1]], 6, seed=[2])),
+    ]
+    made = joined(parts)
+    assert (made.ids, made.texts, made.row_stats) == (whole.ids, whole.texts, whole.row_stats)
+    assert made.stats.tokens == whole.stats.tokens

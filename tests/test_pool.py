@@ -1,0 +1,476 @@
+"""Pools of drafts behind arms: who drafts which row, what a selector is told, what it may not do, and that nothing is lost."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from tiny import byte_tokenizer, tiny
+from torch import Tensor
+
+import specdec as sd
+from specdec.audit import catalogue
+from specdec.audit.adversaries import AdversarialSelector
+from specdec.audit.certify import certify, certify_coupled
+from specdec.cost.arms import ArmCosts, weights
+from specdec.drafts.pool import Pool, PoolState, merged
+from specdec.executors import Pipelined, Serial
+from specdec.executors.lane import Lane
+from specdec.models.spire import SpireModel
+from specdec.selection import Arm, Selecting
+from specdec.selectors import Fixed, Random, Spin
+from specdec.selectors.rewards import charge
+
+PROMPTS = [
+    [5, 6],
+    [7, 8, 9],
+    [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11] * 2,
+    [50] * 9,
+    [3, 1, 3, 1, 3],
+    [90, 4, 5, 6],
+]
+BUDGETS = [14, 1, 9, 12, 2, 13]
+TABLE = sd.TableModel.random(5, 1, seed=0)
+SMALL, OTHER = sd.TableModel.random(5, 1, seed=1), sd.TableModel.random(5, 1, seed=2)
+
+
+class Told(NamedTuple):
+    """How often each request chose, what came back, and who left."""
+
+    chosen: dict[int, int]
+    feedback: list[Any]
+    left: list[int]
+
+
+@dataclass(frozen=True)
+class Script:
+    """Arm ``number of the row's choice + its request``, round and round, whatever comes of it. ``states``: those of all runs."""
+
+    states: list[Told] = field(default_factory=list, compare=False)
+    pause: float = 0.0
+
+    def init(self, arms: int) -> tuple[int, Told]:
+        self.states.append(Told({}, [], []))
+        return arms, self.states[-1]
+
+    def select(self, state: Any, context: Any, capacities: Tensor, rng: Any) -> tuple[Tensor, Tensor, Any]:
+        arms, told = state
+        time.sleep(self.pause)
+        arm = []
+        for request in context.request.tolist():
+            n = told.chosen[request] = told.chosen.get(request, -1) + 1
+            arm.append((n + request) % arms)
+        return torch.tensor(arm), torch.full((context.batch,), 0.5), state
+
+    def update(self, state: Any, feedback: Any) -> Any:
+        state[1].feedback.append(feedback)
+        return state
+
+    def leave(self, state: Any, requests: Tensor) -> Any:
+        state[1].left.extend(requests.tolist())
+        return state
+
+
+@dataclass(frozen=True)
+class Says(Script):
+    """Gives a fixed answer, sensible or not."""
+
+    answer: Any = None
+
+    def select(self, state: Any, context: Any, capacities: Tensor, rng: Any) -> Any:
+        arm, prob = self.answer(context.batch)
+        return arm, prob, state
+
+
+@pytest.fixture(scope="module")
+def models():
+    target = sd.HFModel(tiny("llama", 0))
+    return target, *(sd.HFModel(tiny("llama", seed, num_hidden_layers=1)) for seed in (0, 1))
+
+
+EXECUTORS = {
+    "serial": Serial(),
+    "threads": Pipelined(2),
+    "threads, not ahead": Pipelined(3, ahead=False),
+    "processes": Pipelined(2, "processes"),
+    "barrier": Pipelined(3, barrier=True),
+}
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_every_arm_proposes_what_it_would_alone(models, executor):
+    """However rows change their drafts, each proposal is the one of a fresh draft that has just read the text."""
+    target, one, two = models
+    arms: dict[str, Any] = {
+        "one": sd.drafts.Model(one),
+        "two": sd.drafts.Model(two),
+        "ngram": sd.drafts.NGram(),
+        "tree": sd.drafts.Tree(one, (2, 2)),
+        "short": Arm(sd.drafts.Model(two), 1),
+        "none": None,
+    }
+    lengths = [3, 3, 3, 3, 1, 0]
+    rounds: list[Any] = []
+    decoder = sd.decoder(target).pool(arms, Script(), 3).greedy().executor(EXECUTORS[executor]).build()
+    out = decoder.generate(PROMPTS, BUDGETS, on_round=rounds.append)
+    assert out.ids == sd.decoder(target).greedy().build().generate(PROMPTS, BUDGETS).ids
+    assert {int(a) for r in rounds if r.number for a in r.arm} == set(range(6))
+    pool = decoder.draft
+    for r in rounds:
+        if not r.number:
+            assert not r.proposal.nodes
+            continue
+        room = torch.tensor([len(PROMPTS[q]) + BUDGETS[q] for q in r.context.request]) - r.context.length
+        longest = torch.tensor([lengths[a] for a in r.arm])
+        assert torch.equal(r.budget, torch.minimum(room - 1, longest))
+        assert r.arm_prob.tolist() == [0.5] * len(r.arm)
+        for b, arm in enumerate(r.arm.tolist()):
+            size = int(r.proposal.size[b])
+            if arm == 5:
+                assert size == 0
+                continue
+            draft, text = pool.drafts[pool.arms[arm]], r.context.select(torch.tensor([b]))
+            fresh, _ = draft.propose(draft.init(text, None), text, r.budget[b : b + 1], None)
+            assert size == int(fresh.size[0])
+            assert torch.equal(r.proposal.tokens[b, :size], fresh.tokens[0, :size])
+            assert torch.equal(r.proposal.parents[b, :size], fresh.parents[0, :size])
+
+
+def test_arms_may_share_a_draft():
+    shared = sd.drafts.Model(SMALL)
+    arms = {
+        "a": Arm(shared, 1),
+        "b": Arm(shared, 4),
+        "c": Arm(sd.drafts.Model(SMALL), 2),
+        "d": OTHER,
+        "none": None,
+    }
+    decoder = sd.decoder(TABLE).pool(arms, Script(), 3).build()
+    assert decoder.draft.arms == (0, 0, 0, 1, -1)
+    assert len(decoder.draft.drafts) == 2
+    assert decoder.selecting.lengths == (1, 4, 2, 3, 0)
+    assert decoder.length == 4
+    out = decoder.generate([[1], [2], [3]], 30, seed=0)
+    plain = sd.decoder(TABLE).build().generate([[1], [2], [3]], 30, seed=0)
+    assert [len(i) for i in out.ids] == [len(i) for i in plain.ids]
+
+
+def test_seconds_of_arms_that_share_a_draft_go_by_their_rows():
+    pool = Pool((sd.drafts.Model(SMALL), sd.drafts.NGram()), (0, 0, 1, -1))
+    assert pool._by_arm(torch.tensor([0, 1, 1, 1, 2, 3]), [8.0, 3.0]) == (2.0, 6.0, 3.0, 0.0)
+    assert pool._by_arm(torch.tensor([3, 3]), [0.0, 0.0]) == (0.0, 0.0, 0.0, 0.0)
+
+
+def test_merging_keeps_what_each_node_was_drawn_from():
+    half = torch.full((3, 2, 4), 0.25)
+    sampled = sd.Proposal.chain(
+        torch.tensor([[1, 2], [3, 3], [0, 0]]), torch.tensor([2, 0, 1]), half, "sampled"
+    )
+    point = sd.Proposal.chain(torch.tensor([[0], [3], [0]]), torch.tensor([0, 1, 0]))
+    whole = merged([(sampled, torch.tensor([0, 2])), (point, torch.tensor([1]))], 3)
+    assert whole.provenance == "sampled"
+    assert whole.size.tolist() == [2, 1, 1]
+    assert whole.tokens[0].tolist() == [1, 2]
+    assert whole.tokens[1, 0] == 3
+    assert whole.probs[1, 0].tolist() == [0, 0, 0, 1]
+    assert whole.probs[0].tolist() == [[0.25] * 4] * 2
+    declared = replace(sampled, provenance="declared")
+    assert merged([(declared, torch.tensor([0])), (point, torch.tensor([1]))], 3).provenance == "declared"
+    assert merged([(point, torch.tensor([1])), (point, torch.tensor([0, 2]))], 3).probs is None
+    assert merged([], 3).nodes == 0
+    exact = replace(sampled, probs=half.double() / 3 * 3)
+    for order in ((sampled, exact), (exact, sampled)):
+        both = merged([(order[0], torch.tensor([0])), (order[1], torch.tensor([2]))], 3)
+        assert both.probs.dtype == torch.float64  # no law is rounded after its draw
+    bush = sd.Proposal(
+        torch.tensor([[1, 2, 3]] * 3), torch.tensor([[-1, -1, 0]] * 3), torch.tensor([3, 3, 3])
+    )
+    whole = merged([(sampled, torch.tensor([0])), (bush, torch.tensor([1, 2]))], 3)
+    assert whole.parents.tolist() == [[-1, 0, 1], [-1, -1, 0], [-1, -1, 0]]
+
+
+def test_proposals_are_moved_to_where_the_target_is(monkeypatch):
+    moved = []
+    original = sd.Proposal.to
+    monkeypatch.setattr(sd.Proposal, "to", lambda self, device: moved.append(device) or original(self, "cpu"))
+
+    class Elsewhere(type(TABLE)):
+        device = torch.device("cuda", 1)  # as accelerate's device_map may have it; not real here
+
+    target = object.__new__(Elsewhere)
+    vars(target).update({k: v for k, v in vars(TABLE).items() if k != "device"})
+    base = sd.decoder(TABLE).draft(SMALL, 2)
+    expected = base.build().generate([[1], [2]], 9, seed=0)
+    assert not moved
+    for executor in (Serial(), Pipelined(2)):
+        decoder = replace(base.executor(executor).build(), target=target)
+        if isinstance(executor, Pipelined):
+            monkeypatch.setattr("torch.cuda.Stream", lambda device: None)
+        out = decoder.generate([[1], [2]], 9, seed=0)
+        assert out.ids == expected.ids
+        assert set(moved) == {torch.device("cuda", 1)}
+        moved.clear()
+
+
+# -- what a selector is told --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("executor", ["serial", "threads", "processes"])
+def test_feedback_is_what_happened_without_cut_rows(executor):
+    script, rounds = Script(), []
+    arms = {"a": SMALL, "short": Arm(OTHER, 1), "none": None}
+    costs = ArmCosts((0.5, 0.25, 0.0), verify=2.0)
+    base = sd.decoder(TABLE).pool(arms, script, 3, costs=costs).executor(EXECUTORS[executor])
+    base.build().generate(
+        [[1], [2], [3], [0]], [20, 1, 9, 14], seed=0, eos_token_id=(4,), on_round=rounds.append
+    )
+    told = script.states[-1]
+    counted = [(r, b) for r in rounds if r.number for b in range(len(r.kept)) if not r.cut[b]]
+    assert any(bool(r.cut.any()) for r in rounds)
+    seen = [
+        tuple(part[i].item() for part in vars(f).values()) for f in told.feedback for i in range(len(f.arm))
+    ]
+    expected = []
+    for r, b in counted:
+        arm, tokens, size = int(r.arm[b]), int(r.verdict.accepted[b]) + 1, int(r.proposal.size[b])
+        seconds = size * costs.draft[arm] + 2.0
+        expected.append((int(r.context.request[b]), arm, tokens, size, seconds, pytest.approx(tokens / 4)))
+    assert seen == expected
+    assert sorted(told.left) == sorted(set(told.chosen))  # who ended in the prefill never came
+
+
+def test_a_cut_row_is_one_that_could_not_do_its_best():
+    rounds: list[Any] = []
+    arms = {"a": Arm(TABLE, 3), "none": None}
+    decoder = (
+        sd.decoder(TABLE).pool(arms, Says(answer=lambda n: (torch.zeros(n).long(), torch.ones(n))), 3).build()
+    )
+    decoder.generate([[1]], 8, seed=0, on_round=rounds.append)  # 1, then 4, then 3 of 4
+    assert [(int(r.kept[0]), bool(r.cut[0])) for r in rounds] == [(1, False), (4, False), (3, True)]
+    rounds.clear()
+    none = sd.decoder(TABLE).pool({"none": None}, Script()).build()
+    none.generate([[1]], 4, seed=0, on_round=rounds.append)
+    assert [bool(r.cut[0]) for r in rounds] == [False] * 4
+
+
+def test_measured_seconds_add_up():
+    rounds: list[Any] = []
+    decoder = (
+        sd.decoder(TABLE).pool({"a": SMALL, "b": OTHER, "none": None}, Script(), 2, costs="wall").build()
+    )
+    decoder.generate([[1], [2], [3], [4]], 12, seed=0, on_round=rounds.append)
+    for r in rounds[1:]:
+        spent, rest = [0.5, 0.25, 0.0], r.seconds["target"] + r.seconds["verify"]
+        paid = charge(r.arm, torch.tensor(spent, dtype=torch.float64), rest)
+        used = sum(s for arm, s in enumerate(spent) if bool((r.arm == arm).any()))
+        assert float(paid.sum()) == pytest.approx(used + rest)
+    script = Script()
+    sd.decoder(TABLE).pool({"a": SMALL, "none": None}, script, 2, costs="wall").build().generate(
+        [[1], [2]], 12, seed=0
+    )
+    told = script.states[-1].feedback
+    assert all(bool((f.seconds > 0).all()) for f in told)
+
+
+def test_the_selectors_own_time_is_kept():
+    decoder = sd.decoder(TABLE).pool({"a": SMALL, "none": None}, Script(pause=0.01), 2).build()
+    begun, selection = [], Selecting.begin
+
+    def begin(self, batch):
+        begun.append(selection(self, batch))
+        return begun[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Selecting, "begin", begin)
+        out = decoder.generate([[1]], 12, seed=0)
+    assert 0.01 * out.stats.rounds <= begun[0].seconds <= sum(out.stats.seconds.values())
+
+
+def test_a_reward_of_the_users():
+    script = Script()
+    base = sd.decoder(TABLE).pool(
+        {"a": SMALL, "none": None}, script, 2, reward=lambda r: r.verdict.accepted * 10.0
+    )
+    base.build().generate([[1], [2]], 9, seed=0)
+    for f in script.states[-1].feedback:
+        assert torch.equal(f.reward, (f.tokens - 1) * 10.0)
+
+
+@pytest.mark.parametrize("executor", [*EXECUTORS, "a row each"])
+def test_capacities_hold_over_all_micro_batches(executor, monkeypatch):
+    """At no time do more rows draft with an arm than it may take, whichever lanes they are in."""
+    capacities = {"a": 2, "b": 1, "none": 3}
+    flying: dict[int, int] = {}
+    fullest: Counter[int] = Counter()
+    choose, settle = Lane.choose, Lane.settle
+
+    def chosen(self, ahead=False):
+        choose(self, ahead)
+        flying.update(zip(self.context.request.tolist(), self.choice.arm.tolist()))
+        for arm, n in Counter(flying.values()).items():
+            fullest[arm] = max(fullest[arm], n)
+
+    def settled(self, round):
+        for request in round.context.request[round.finished].tolist():
+            flying.pop(request, None)
+        return settle(self, round)
+
+    monkeypatch.setattr(Lane, "choose", chosen)
+    monkeypatch.setattr(Lane, "settle", settled)
+    how = EXECUTORS.get(executor, Pipelined(6))
+    for selector in (Fixed(0), Fixed(1), AdversarialSelector(), Random(), Spin(exploration=2)):
+        base = sd.decoder(TABLE).pool(
+            {"a": SMALL, "b": OTHER, "none": None}, selector, 2, capacities=capacities
+        )
+        out = base.executor(how).build().generate([[b % 5] for b in range(6)], [30, 4, 20, 1, 30, 9], seed=0)
+        assert [len(i) for i in out.ids] == [30, 4, 20, 1, 30, 9]
+    assert fullest == {0: 2, 1: 1, 2: 3}
+    assert not flying
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        (lambda n: (torch.full((n,), 2), torch.ones(n)), r"chose arms \[2, 2\] for 2 rows: .* arms 0 to 1"),
+        (lambda n: (torch.full((n,), -1), torch.ones(n)), "arms 0 to 1"),
+        (lambda n: (torch.zeros(n + 1).long(), torch.ones(n)), r"give an int64 tensor \[2\]"),
+        (lambda n: (torch.zeros(n), torch.ones(n)), "give an int64 tensor"),
+        (lambda n: ([0] * n, torch.ones(n)), r"chose arms \[0, 0\] for 2 rows: give an int64 tensor"),
+        (lambda n: (None, None), "chose arms None"),
+        (lambda n: (torch.zeros(n).long(), torch.zeros(n)), r"gave probabilities \[0.0, 0.0\]"),
+        (lambda n: (torch.zeros(n).long(), torch.full((n,), float("nan"))), "gave probabilities"),
+        (lambda n: (torch.zeros(n).long(), None), "gave probabilities None"),
+        (lambda n: (torch.zeros(n).long(), torch.ones(n + 1)), r"give a tensor \[2\] in \(0, 1\]"),
+    ],
+)
+@pytest.mark.parametrize("executor", ["serial", "threads", "processes"])
+def test_a_selector_that_talks_nonsense(answer, says, executor):
+    arms = {"a": SMALL, "none": None}
+    how = EXECUTORS[executor] if executor == "serial" else replace(EXECUTORS[executor], micro_batches=1)
+    decoder = sd.decoder(TABLE).pool(arms, Says(answer=answer)).executor(how).build()
+    with pytest.raises(ValueError, match=says):
+        decoder.generate([[1], [2]], 9, seed=0)
+
+
+def test_a_selector_that_takes_too_many():
+    greedy = Says(answer=lambda n: (torch.zeros(n).long(), torch.ones(n)))
+    base = sd.decoder(TABLE).pool({"a": SMALL, "none": None}, greedy, capacities={"a": 1, "none": 9})
+    with pytest.raises(ValueError, match="gave arm 'a' 2 rows of the 1 that it may take"):
+        base.build().generate([[1], [2]], 9, seed=0)
+    with pytest.raises(ValueError, match="gave arm 'a' 1 rows of the 0 that it may take"):
+        base.executor(Pipelined(2)).build().generate([[1], [2]], 9, seed=0)
+
+
+# -- compositions that cannot be ----------------------------------------------------------------------------------------
+
+
+def test_clear_refusals(models):
+    base, script = sd.decoder(TABLE), Script()
+    with pytest.raises(ValueError, match="arms is empty: give at least one draft, or None"):
+        base.pool({}, script)
+    with pytest.raises(ValueError, match="arms is empty"):
+        Pool((), ())
+    with pytest.raises(ValueError, match=r"arms are drafts \(0,\) of 0: give numbers of drafts, or -1"):
+        Pool(())
+    with pytest.raises(TypeError, match="selector is the class Script: give an object"):
+        base.pool({"a": SMALL}, Script)
+    with pytest.raises(TypeError, match="selector is a int: give one of"):
+        base.pool({"a": SMALL}, 3)
+
+    class ForThree(Script):
+        arms = 3
+
+    with pytest.raises(ValueError, match="is for 3 arms and there are 2: a, none"):
+        base.pool({"a": SMALL, "none": None}, ForThree())
+    with pytest.raises(ValueError, match=r"arm is 5: there are arms 0\.\.1"):
+        base.pool({"a": SMALL, "none": None}, Fixed(5)).build().generate([[1]], 4)
+    for capacities in ({"b": 3}, {"a": -1}):
+        with pytest.raises(ValueError, match="give numbers >= 0 for arms of a, none"):
+            base.pool({"a": SMALL, "none": None}, script, capacities=capacities)
+    tight = base.pool({"a": SMALL, "b": OTHER}, script, capacities={"a": 2, "b": 1})
+    says = r"capacities hold 3 rows together \(a 2, b 1\) and the batch has 4: raise them, add an arm 'do not speculate'"
+    for builder in (tight, tight.executor(Pipelined(4)), tight.executor(Pipelined(2, "processes"))):
+        with pytest.raises(ValueError, match=says):
+            builder.build().generate([[1], [2], [3], [4]], 5)
+    with pytest.raises(ValueError, match="vocabulary has 5 entries and the draft's 6"):
+        base.pool({"a": SMALL, "b": sd.TableModel.random(6, 1)}, script).build()
+    target, longer = sd.HFModel(tiny("llama", 0), byte_tokenizer()), byte_tokenizer()
+    longer.add_tokens(["zz"])
+    with pytest.raises(ValueError, match="target and draft have different tokenizers"):
+        sd.decoder(target).pool({"a": target, "b": sd.HFModel(tiny("llama", 1), longer)}, script).build()
+    for length in (0, -1):
+        with pytest.raises(
+            ValueError, match=f"length is {length}: at least 1; an arm that does not speculate is None"
+        ):
+            Arm(SMALL, length)
+    chains = sd.HFModel(tiny("mpt"))
+    with pytest.raises(ValueError, match="proposes trees but this target family takes chains only"):
+        sd.decoder(chains).pool({"a": sd.drafts.Tree(chains, (2,))}, script).build()
+
+
+def test_modelled_costs(models):
+    target, one, _ = models
+    spire = sd.drafts.Spire(SpireModel.from_target(target.model, 1, window=4), block=4)
+    arms = [
+        sd.drafts.Model(target),
+        sd.drafts.Model(one),
+        sd.drafts.NGram(),
+        None,
+        sd.drafts.MagicDec(),
+        spire,
+    ]
+    costs = ArmCosts.of(target, arms)
+    share = weights(one) / weights(target)
+    assert 0 < share < 1
+    assert costs.draft[:5] == (1.0, share, 0.0, 0.0, 1.0)
+    assert 0 < costs.draft[5] < 1
+    assert costs.seconds(torch.tensor([1, 3, 4]), torch.tensor([4, 0, 2])).tolist() == pytest.approx(
+        [4 * share + 1, 1, 3]
+    )
+    assert ArmCosts.of(TABLE, [SMALL]).draft == (0.0,)
+    with pytest.raises(ValueError, match="need draft >= 0 and verify > 0"):
+        ArmCosts((1.0,), verify=0.0)
+    with pytest.raises(ValueError, match="need draft >= 0"):
+        ArmCosts((-1.0,))
+
+
+def test_a_pool_without_a_selector_is_its_first_arm():
+    pool = Pool((sd.drafts.Model(SMALL), sd.drafts.NGram()), (0, 1, -1))
+    base = sd.decoder(TABLE)
+    one, other = (
+        b.build().generate([[1], [2]], 20, seed=0) for b in (base.draft(pool, 3), base.draft(SMALL, 3))
+    )
+    assert one.ids == other.ids
+    assert one.row_stats == other.row_stats
+    state = pool.bind(TABLE, sd.Sampling()).init(sd.Context.of([[1], [2]], 8), None)
+    assert isinstance(state, PoolState)
+    assert state.arm.tolist() == [0, 0]
+
+
+def test_rows_that_join():
+    pool = Pool((sd.drafts.NGram(), sd.drafts.Nothing()), (0, 1))
+    context = sd.Context.of([[1, 2, 1], [3]], 9)
+    state = pool.assign(pool.init(context, None), torch.tensor([1, 0]))
+    both = pool.join(state, pool.init(context, None))
+    assert both.arm.tolist() == [1, 0, 0, 0]
+    assert len(both.proposals) == 2
+
+
+# -- exactness ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("executor", ["serial", "threads", "threads, not ahead"])
+def test_a_pool_of_everything_is_certified(executor):
+    how = Serial() if executor == "serial" else Pipelined(ahead=executor == "threads")
+    found = certify(catalogue._everything(2).executor(how).build(), ((0,), (1,)), (3, 3))
+    assert found.lossless, found
+    assert found.mass < 1e-12
+
+
+def test_a_pool_follows_the_targets_draws():
+    builder = catalogue._everything(2).verifier(sd.Coupled()).executor(Pipelined())
+    assert certify_coupled(builder.build(), ((0,), (1,)), 3, nodes=None).lossless

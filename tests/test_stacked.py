@@ -1,0 +1,93 @@
+"""Models of one shape behind one forward: each row's logits are its member's, and nothing that comes out changes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny import tiny
+
+import specdec as sd
+from specdec.drafts import Stacked
+from specdec.executors import Pipelined
+from specdec.models import StackedModel
+from specdec.types import Context, Proposal
+
+PROMPTS = [[5], [7, 8, 9], [1, 2, 3, 4, 5, 6] * 3, [50] * 9, [3, 1], [90, 4, 5, 6]]
+BUDGETS = [30, 3, 40, 1, 20, 25]
+
+
+def members(family="llama", dtype=None, **changes):
+    return [sd.HFModel(tiny(family, seed, dtype, num_hidden_layers=2, **changes)) for seed in (0, 3, 4)]
+
+
+class Rotates:
+    """Arm (request + length // every) mod arms."""
+
+    def __init__(self, every):
+        self.every = every
+
+    def init(self, arms):
+        return None
+
+    def select(self, state, context, capacities, rng):
+        arm = (context.request + context.length // self.every) % len(capacities)
+        return arm, torch.ones(len(arm)), state
+
+    def update(self, state, feedback):
+        return state
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize("member", [[0, 1, 2, 0, 2, 1], [1] * 6], ids=["mixed", "one"])
+def test_every_row_is_read_by_its_member(family, member):
+    models = members(family, torch.float32)
+    stack, context = StackedModel(models), Context.of(PROMPTS, capacity=64)
+    stack.read_as(torch.tensor(member))
+    cache = stack.cache(6, 64)
+    stack.prefill(cache, context)
+    proposal = Proposal.chain(torch.arange(12).view(6, 2), torch.tensor([2, 0, 1, 2, 2, 1]))
+    got = stack.score(cache, context, proposal).logits
+    for b, m in enumerate(member):
+        alone = Context.of([PROMPTS[b]], capacity=64)
+        chain = proposal.select(torch.tensor([b]))
+        own = models[m].score(models[m].cache(1, 64), alone, chain).logits[0]
+        n = int(proposal.size[b]) + 1
+        torch.testing.assert_close(got[b, :n], own[:n], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("every", [1, 5, 1000])
+@pytest.mark.parametrize("executor", [sd.executors.Serial(), Pipelined(2), Pipelined(3, workers="processes")])
+def test_texts_are_those_of_separate_drafts(every, executor):
+    target, (a, b, c) = sd.HFModel(tiny("llama", 0)), members()
+    arms = {"a": a, "b": b, "ngram": sd.drafts.NGram(), "c": sd.Arm(c, 2), "none": None}
+    base = sd.decoder(target).verifier(sd.Coupled())
+    plain = base.build().generate(PROMPTS, BUDGETS, seed=0, eos_token_id=(5, 40))
+    stacked = base.pool(arms, Rotates(every), 3, stacked=True).executor(executor).build()
+    assert [type(d).__name__ for d in stacked.draft.drafts] == ["Stacked", "NGram"]
+    assert stacked.generate(PROMPTS, BUDGETS, seed=0, eos_token_id=(5, 40)).ids == plain.ids
+
+
+def test_what_is_proposed_is_what_separate_drafts_propose():
+    target, (a, b, c) = sd.HFModel(tiny("llama", 0)), members()
+    base = sd.decoder(target)
+    apart, together = (
+        base.pool({"a": a, "b": b, "c": c}, Rotates(4), 3, stacked=s)
+        .build()
+        .generate(PROMPTS, BUDGETS, seed=0)
+        for s in (False, True)
+    )
+    assert together.ids == apart.ids
+    assert together.stats.accepted == apart.stats.accepted
+
+
+def test_what_cannot_be_stacked_is_refused_or_left_alone():
+    a, b, _ = members()
+    with pytest.raises(ValueError, match="needs at least two"):
+        StackedModel([a])
+    with pytest.raises(ValueError, match="member 1 has another shape"):
+        StackedModel([a, sd.HFModel(tiny("llama", 1, num_hidden_layers=1))])
+    with pytest.raises(ValueError, match="member 1 is a"):
+        StackedModel([a, sd.HFModel(tiny("qwen2", 1))])
+    other = sd.HFModel(tiny("llama", 1, num_hidden_layers=1))
+    pool = sd.decoder(a).pool({"b": b, "other": other}, Rotates(1), stacked=True).build().draft
+    assert not any(isinstance(d, Stacked) for d in pool.drafts)
