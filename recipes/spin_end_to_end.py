@@ -6,12 +6,15 @@ Requests of three domains with ragged prompts decode in one batch. Rows: `config
 the prefill, median of interleaved repeats), its range, tau, and the seconds of its stages:
 
 - `smallest`: the smallest draft, padded verification, serial; `smallest_packed`: with packed verification;
-- `fixed:NAME`: every draft alone, padded; `best_fixed`: the best of them in hindsight; `best_fixed_packed`: that one, packed;
+- `fixed:NAME`: every draft alone, padded; `best_fixed`: the best of them in hindsight; `best_fixed_packed`: the best
+  of earlier batches, packed;
 - `oracle`: each domain's best draft, padded (from the fixed runs of the same repeats); `selection`: Spin with statistics pooled by what
   a prompt looks like and kept from batch to batch; `selection_cold`: the same, forgotten after every batch; `selection_per_request`: the
-  paper's, nothing pooled and nothing kept. The three specialists are drafted together (`stacked`);
-- `selection+decomposition`; `spin`: with the pipeline too (drafting in a process of its own, on the other core);
-  `selection+decomposition, 2 threads`: what both cores do without a pipeline.
+  paper's settings, nothing pooled and nothing kept. The three specialists are drafted together (`stacked`);
+- `selection+decomposition`; `selection+decomposition+pipeline`: with a pipeline of `--micro-batches` (drafting in a process of its own, on
+  the other core); `spin`: with as many micro-batches, that or one, as were faster in the batches before (the paper finds their number by
+  observation too); `... 2 threads`: what both cores do without a pipeline. The fixed runs' drafts read their prompts before the clock
+  starts, and so do the serial selectors' first choices.
 
 One row more for each round window, domain and draft says who was chosen (`configuration = "choice"`).
 """
@@ -25,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from _measure import quiet
@@ -54,9 +57,9 @@ class Settings:
     """Every setting of a run."""
 
     batches: str = "8,16"
-    tokens: int = 128
+    tokens: int = 96
     k: int = 4
-    repeats: int = 5
+    repeats: int = 3
     micro_batches: int = 2
     median: int = 300
     longest: int = 1000
@@ -85,6 +88,16 @@ class ByDomain:
         return None
 
 
+class Brief(NamedTuple):
+    """What is kept of a round: whole rounds hold logits, and memory would grow with the repeats."""
+
+    number: int
+    request: Tensor
+    arm: Tensor
+    kept: Tensor
+    cut: Tensor
+
+
 @dataclass
 class Run:
     """One timed decode: tokens and seconds after the prefill, and what every round did."""
@@ -92,8 +105,9 @@ class Run:
     tokens: int
     seconds: float
     stats: Any
-    rounds: list[Round]
+    rounds: list[Brief]
     ids: list[list[int]]
+    selector_seconds: float = 0.0
 
     @property
     def goodput(self) -> float:
@@ -103,16 +117,20 @@ class Run:
 def decode(decoder: Any, work: Workload, tokens: int, seed: int, selection: Any = None) -> Run:
     """Decode all requests to the same number of new tokens."""
     marks: list[tuple[float, int, int]] = []
-    rounds: list[Round] = []
+    rounds: list[Brief] = []
 
     def mark(round: Round) -> None:
         marks.append((perf_counter(), round.number, int(round.kept.sum())))
-        rounds.append(round)
+        rounds.append(Brief(round.number, round.context.request, round.arm, round.kept, round.cut))
 
+    if selection is None and decoder.selecting is not None:
+        selection = decoder.begin(len(work.rows))
+    before = selection.seconds if selection else 0.0
     out = decoder.generate(work.rows, tokens, seed=seed, eos_token_id=(), on_round=mark, selection=selection)
     start = max(at for at, number, _ in marks if number == 0)
     made = sum(kept for at, _, kept in marks if at > start)
-    return Run(made, marks[-1][0] - start, out.stats, rounds, out.ids)
+    spent = selection.seconds - before if selection else 0.0
+    return Run(made, marks[-1][0] - start, out.stats, rounds, out.ids, spent)
 
 
 class Parts:
@@ -139,32 +157,51 @@ class Parts:
         return selectors.Spin(exploration=4, pool=Kind(self.tokenizer), warm=6, learn="always")
 
 
-def repeat(parts: Parts, work: Workload, seed: int, tokens: int, learned: dict[str, Any]) -> dict[str, Run]:
-    """All configurations once, in one order; ``learned`` has what selectors carry from batch to batch."""
-    s = parts.s
+def repeat(
+    parts: Parts, work: Workload, turn: int, learned: dict[str, Any], seen: dict[str, list[float]]
+) -> dict[str, Run]:
+    """All configurations once, in an order that turns; ``learned``: what selectors carry from batch to batch, ``seen``: past goodput."""
+    s, seed = parts.s, parts.s.seed + turn
     pipeline = Pipelined(min(s.micro_batches, len(work.rows)), workers="processes")
-    runs = {f"fixed:{name}": decode(parts.fixed(name), work, tokens, seed) for name in POOL}
-    best = max(POOL, key=lambda name: runs[f"fixed:{name}"].goodput)
-    plans: dict[str, Callable[[], Any]] = {
-        "smallest_packed": lambda: parts.fixed(POOL[0], "packed"),
-        "best_fixed_packed": lambda: parts.fixed(best, "packed"),
-        "oracle": lambda: parts.chosen(ByDomain(best_by_domain(runs, work))),
-        "selection": lambda: parts.chosen(parts.selector()),
-        "selection_cold": lambda: parts.chosen(parts.selector()),
-        "selection_per_request": lambda: parts.chosen(selectors.Spin()),
-        "selection+decomposition": lambda: parts.chosen(parts.selector(), "decomposed"),
-        "spin": lambda: parts.chosen(parts.selector(), "decomposed", pipeline),
+    runs = {f"fixed:{name}": decode(parts.fixed(name), work, s.tokens, seed) for name in POOL}
+    # As every real choice, these are made from what was seen before; in the first batch from the fixed runs of the batch itself.
+    past = seen if turn else {name: [run.goodput] for name, run in runs.items()}
+    best = max(POOL, key=lambda name: median(past[f"fixed:{name}"]))
+    serial, piped = (median(past.get(f"selection+decomposition{p}", [1.0])) for p in ("", "+pipeline"))
+    plans: dict[str, tuple[int, Callable[[], Any]]] = {
+        "smallest_packed": (1, lambda: parts.fixed(POOL[0], "packed")),
+        "best_fixed_packed": (1, lambda: parts.fixed(best, "packed")),
+        "oracle": (1, lambda: parts.chosen(ByDomain(best_by_domain(runs, work)))),
+        "selection": (1, lambda: parts.chosen(parts.selector())),
+        "selection_cold": (1, lambda: parts.chosen(parts.selector())),
+        "selection_per_request": (1, lambda: parts.chosen(selectors.Spin())),
+        "selection+decomposition": (1, lambda: parts.chosen(parts.selector(), "decomposed")),
+        "selection+decomposition+pipeline": (
+            1,
+            lambda: parts.chosen(parts.selector(), "decomposed", pipeline),
+        ),
+        "spin": (
+            1,
+            lambda: parts.chosen(parts.selector(), "decomposed", pipeline if piped > serial else None),
+        ),
+        "smallest, 2 threads": (2, lambda: parts.fixed(POOL[0])),
+        "best_fixed_packed, 2 threads": (2, lambda: parts.fixed(best, "packed")),
+        "selection+decomposition, 2 threads": (2, lambda: parts.chosen(parts.selector(), "decomposed")),
     }
-    keeps = ("selection", "selection+decomposition", "spin")
-    for name, make in plans.items():
+    names = list(plans)
+    for name in names[turn % len(names) :] + names[: turn % len(names)]:
+        threads, make = plans[name]
         decoder = make()
-        if name in keeps and name not in learned:
+        keeps = decoder.selecting is not None and name not in (
+            "oracle",
+            "selection_cold",
+            "selection_per_request",
+        )
+        if keeps and name not in learned:
             learned[name] = decoder.begin(len(work.rows))
-        runs[name] = decode(decoder, work, tokens, seed, learned.get(name))
-    torch.set_num_threads(2)  # the pipeline has two cores: what would the serial run do with both?
-    name = "selection+decomposition"
-    runs[f"{name}, 2 threads"] = decode(plans[name](), work, tokens, seed, learned[name])
-    torch.set_num_threads(s.threads)
+        torch.set_num_threads(threads)
+        runs[name] = decode(decoder, work, s.tokens, seed, learned.get(name))
+        torch.set_num_threads(s.threads)
     runs["smallest"] = runs[f"fixed:{POOL[0]}"]
     return runs
 
@@ -176,10 +213,7 @@ def best_by_domain(runs: dict[str, Run], work: Workload) -> list[int]:
         run, kept, rows = runs[f"fixed:{name}"], 0, 0
         for round in run.rounds:
             if round.number:
-                mine = (
-                    torch.tensor([work.domain[r] == domain for r in round.context.request.tolist()])
-                    & ~round.cut
-                )
+                mine = torch.tensor([work.domain[r] == domain for r in round.request.tolist()]) & ~round.cut
                 kept += int(round.kept[mine].sum())
                 rows += int(mine.sum())
         counted = sum(len(r.kept) for r in run.rounds if r.number)
@@ -197,9 +231,12 @@ def main(s: Settings) -> list[dict[str, Any]]:
     for batch in [int(b) for b in s.batches.split(",")]:
         kept: dict[str, list[Run]] = defaultdict(list)
         learned: dict[str, Any] = {}
+        seen: dict[str, list[float]] = defaultdict(list)
         for turn in range(1 + s.repeats):
             work = workload(parts.tokenizer, batch, s.longest, s.seed + turn, s.median)
-            runs = repeat(parts, work, s.seed + turn, s.tokens // 2 if turn == 0 else s.tokens, learned)
+            runs = repeat(parts, work, turn, learned, seen)
+            for name, run in runs.items():
+                seen[name].append(run.goodput)
             if turn:  # the first warms up
                 for name, run in runs.items():
                     kept[name].append(run)
@@ -235,6 +272,8 @@ def table(kept: dict[str, list[Run]], batch: int) -> list[dict[str, Any]]:
                     run.goodput / base.goodput for run, base in zip(runs, kept["oracle"])
                 ),
                 "tau": median(run.stats.tau for run in runs),
+                "selector_share": median(run.selector_seconds / run.seconds for run in runs),
+                "cores": 2 if "2 threads" in name or "pipeline" in name or name == "spin" else 1,
                 "repeats": len(runs),
                 "is": fixed if name == "best_fixed" else None,
                 **{
@@ -251,7 +290,7 @@ def choices(run: Run, work: Workload, batch: int, turn: int) -> list[dict[str, A
     counts: dict[tuple[int, str], Counter[int]] = defaultdict(Counter)
     for round in run.rounds:
         if round.number:
-            for request, arm in zip(round.context.request.tolist(), round.arm.tolist()):
+            for request, arm in zip(round.request.tolist(), round.arm.tolist()):
                 counts[round.number // WINDOW * WINDOW, work.domain[request]][arm] += 1
     return [
         {
@@ -288,6 +327,9 @@ def plot(rows: list[dict[str, Any]], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     batches = sorted({r["batch"] for r in rows})
     order = [
+        "smallest, 2 threads",
+        "best_fixed_packed, 2 threads",
+        "selection+decomposition, 2 threads",
         "smallest",
         "smallest_packed",
         "best_fixed",
@@ -297,6 +339,7 @@ def plot(rows: list[dict[str, Any]], folder: Path) -> None:
         "selection_cold",
         "selection",
         "selection+decomposition",
+        "selection+decomposition+pipeline",
         "spin",
     ]
     figure = Figure(figsize=(9, 3.6))

@@ -5,7 +5,7 @@
 Drafting ``d(b)`` and verification ``v(b)`` are fitted to serial rounds of other sizes in the same run (``cost.pipeline.TimeModel``); the
 other rounds are predicted from them. Two cores: the target's process and, for ``workers=processes``, a drafting process. Rows:
 `draft, batch, mode, workers, micro_batches, milliseconds` (a round of all rows, median of interleaved repeats), `predicted`, `ratio`,
-`gain` (serial / this), `predicted_gain`, `share_of_gain`. `alone`, `together`: how much a stage slows down while the other core works.
+`gain` (serial / this), `predicted_gain`, `share_of_gain`, and `draft_slowdown`, `verify_slowdown`: a stage's seconds over the model's.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from specdec.types import Round
 class Settings:
     """Every setting of a run."""
 
-    drafts: str = "pocket-tiny,pocket-vanilla"
+    drafts: str = "pocket-code,pocket-vanilla"
     batches: str = "8,16"
-    micro_batches: str = "2,3,4,6,8"
+    micro_batches: str = "2,4"
     workers: str = "processes,threads"
-    rounds: int = 16
+    rounds: int = 12
     k: int = 4
     longest: int = 600
-    repeats: int = 5
+    repeats: int = 3
     seed: int = 0
     quick: bool = False
     json: str | None = None
@@ -101,12 +101,13 @@ def one(s: Settings, name: str, decoder: Any, rows: list[list[int]]) -> list[dic
         for size in sorted({max(1, batch // part) for part in (2, 4, 8)}):
             found = timed(serial, rows[:: batch // size][:size], s.rounds // 2, 1, s.seed + turn)[1]
             samples += found if turn else []
-        for key, executor in modes.items():
+        order = list(modes.items())
+        for key, executor in order[turn % len(order) :] + order[: turn % len(order)]:
             seconds, found = timed(replace(decoder, executor=executor), rows, s.rounds, key[2], s.seed + turn)
             if turn:
                 times[key].append(seconds)
                 parts[key] += found
-    model = TimeModel.fit(samples + parts["serial", "", 1])
+    model = TimeModel.fit(samples)
     base = median(times["serial", "", 1])
     out = []
     for (mode, workers, m), seconds in times.items():

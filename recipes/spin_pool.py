@@ -31,8 +31,8 @@ class Settings:
     """Every setting of a run."""
 
     drafts: str = ",".join(POOL)
-    batch: int = 8
-    context: int = 256
+    batch: int = 16
+    context: int = 512
     tokens: int = 96
     k: int = 4
     repeats: int = 5

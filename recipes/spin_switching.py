@@ -183,12 +183,12 @@ def settings() -> Settings:
     parser.add_argument("--threads", type=int, default=d.threads)
     parser.add_argument("--seed", type=int, default=d.seed)
     parser.add_argument(
-        "--quick", action="store_true", help="two short contexts, two repeats: to see that it runs"
+        "--quick", action="store_true", help="one short context, one repeat: to see that it runs"
     )
     parser.add_argument("--json")
     s = Settings(**vars(parser.parse_args()))
     if s.quick:
-        s.contexts, s.repeats, s.batch = "64,256", 2, 4
+        s.contexts, s.repeats, s.batch = "64", 1, 4
     return s
 
 

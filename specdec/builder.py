@@ -78,6 +78,14 @@ class Builder:
             ValueError: no arms, or a capacity below 0 or of an arm that does not exist.
         """
         _made("selector", selector)
+        if not isinstance(length, int) or length < 1:
+            raise ValueError(
+                f"length is {length}: an arm drafts at least 1 token (None is the arm that does not speculate)"
+            )
+        if isinstance(costs, ArmCosts) and len(costs.draft) != len(arms):
+            raise ValueError(
+                f"costs are of {len(costs.draft)} arms and there are {len(arms)}: {', '.join(arms)}"
+            )
         if not arms:
             raise ValueError("arms is empty: give at least one draft, or None for 'do not speculate'")
         if not hasattr(selector, "select") or not hasattr(selector, "update"):
@@ -116,7 +124,9 @@ class Builder:
             else costs
         )
         how = Selecting(selector, tuple(arms), tuple(lengths), held, charged, reward)
-        pool = drafts.Pool(*(_stacked(unique, numbers) if stacked else (tuple(unique), tuple(numbers))))
+        pool = drafts.Pool(
+            *(_stacked(self._target, unique, numbers) if stacked else (tuple(unique), tuple(numbers)))
+        )
         return replace(self, _draft=pool, _length=max(1, *lengths), _selecting=how)
 
     def sampling(self, sampling: Sampling | None = None, **settings: Any) -> Builder:
@@ -188,11 +198,14 @@ def _same(a: Any, b: Any) -> bool:
     return a is b or (alike and a.model is b.model and a.sampling == b.sampling)
 
 
-def _stacked(parts: list[Any], numbers: list[int]) -> tuple[Any, ...]:
+def _stacked(target: LanguageModel, parts: list[Any], numbers: list[int]) -> tuple[Any, ...]:
     """Drafts, arms and members of a ``Pool`` in which models of one shape are one draft."""
     from specdec.models.stacked import StackedModel, shape_of, stackable
 
     kinds: dict[Any, list[int]] = {}
+    for part in parts:
+        if type(part) is drafts.Model:
+            _fits(target, part.model)
     for i, part in enumerate(parts):
         alike = type(part) is drafts.Model and stackable(part.model)
         kinds.setdefault((shape_of(part.model), part.sampling) if alike else i, []).append(i)

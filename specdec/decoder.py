@@ -102,7 +102,7 @@ class Decoder:
         records: list[Record] = []
         ids: list[list[int]] = [[] for _ in rows]
         with _bar(progress, int((limits.max_length - context.length).sum())) as bar:
-            decoder = self if selection is None else replace(self, learned=selection.again(context.batch))
+            decoder = self if selection is None else self._with(selection, context.batch)
             for round in decoder._run(context, limits, seed, rng):
                 records.append(Record.of(round))
                 new = round.verdict.tokens.tolist()
@@ -153,7 +153,8 @@ class Decoder:
     ) -> Iterator[Finished]:
         """Decode a stream of requests that come and go; yields each as soon as it is finished.
 
-        What a request says does not depend on who else is in flight: it is what ``generate`` says to it alone with the same seed.
+        What a request says does not depend on who else is in flight: it is what ``generate`` says to it alone with the same seed
+        (under ``Rejection`` with a selector that learns, its law does not; the tokens may).
 
         Args:
             requests: in the order of their arrival, taken one at a time: a generator may go on for ever.
@@ -173,6 +174,16 @@ class Decoder:
         settings = Settings(limit, seed, eos_token_id, stop_strings, clock, capacity, on_round)
         check(self, settings)
         return Server(self, requests, settings).run()
+
+    def _with(self, selection: Selection, batch: int) -> Decoder:
+        ours, theirs = self.selecting, selection.how
+        parts = ("names", "lengths", "capacities")
+        if ours is None or any(getattr(ours, part) != getattr(theirs, part) for part in parts):
+            raise ValueError(
+                f"selection is of a pool of {', '.join(theirs.names)}, and this decoder's arms differ in number, length or capacity: give one "
+                "that decoder.begin(batch) made"
+            )
+        return replace(self, learned=selection.again(batch))
 
     def _pieces(self, context: Context, limits: Limits, seed: int | Sequence[int] | None) -> Iterator[Piece]:
         tokenizer = getattr(self.target, "tokenizer", None)

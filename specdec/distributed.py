@@ -59,10 +59,23 @@ def generate(
     state = PartialState(cpu=where is None or where.type == "cpu")  # or it looks for GPUs to talk through
     if state.num_processes == 1:
         return decoder.generate(prompts, max_new_tokens, seed=seed, **settings)
-    rows = decoder._rows(prompts)
-    # What is wrong with the call is found here, in every process alike.
-    context, limits = decoder._prepare(rows, max_new_tokens, eos_token_id, stop_strings, stopping_criteria)
-    budgets = (limits.max_length - context.length).tolist()
+    rows, budgets, wrong = [], [], None
+    try:
+        rows = decoder._rows(prompts)
+        context, limits = decoder._prepare(
+            rows, max_new_tokens, eos_token_id, stop_strings, stopping_criteria
+        )
+        budgets = (limits.max_length - context.length).tolist()
+    except (TypeError, ValueError) as error:
+        wrong = error
+    # What is wrong with the call in one process is known to all before any of them waits.
+    heard: list[bool] = gather_object([wrong is not None])
+    if wrong is not None:
+        raise wrong
+    if any(heard):
+        raise ValueError(
+            f"process {heard.index(True)} of {len(heard)} was given a call that it refused: give all processes the same"
+        )
     _agree(rows, budgets)
     keys = broadcast_object_list([seeds(seed, len(rows)).tolist()])[0]
     mine = shares([len(row) for row in rows], state.num_processes)[state.process_index]

@@ -98,8 +98,10 @@ class Selection:
         self.seconds = 0.0
 
     def again(self, batch: int) -> Selection:
-        """For another run, of at most ``batch`` rows: what was learned stays."""
+        """For another run, of at most ``batch`` rows: what was learned stays, but of requests that an aborted run left behind."""
         self.how.begin(batch)  # its checks
+        if self.on and hasattr(self.how.selector, "leave"):
+            self.state = self.how.selector.leave(self.state, torch.tensor(list(self.on)))
         self.on.clear()
         return self
 
@@ -127,7 +129,7 @@ class Selection:
     def _check(self, batch: int, arm: Any, prob: Any) -> None:
         """Raise ValueError for answers that are not an arm and a probability for every row."""
         selector, arms = self.how.selector, len(self.how.names)
-        whole = isinstance(arm, Tensor) and not arm.is_floating_point() and arm.shape == (batch,)
+        whole = isinstance(arm, Tensor) and arm.dtype == torch.long and arm.shape == (batch,)
         if not whole or bool(((arm < 0) | (arm >= arms)).any()):
             said = arm.tolist() if isinstance(arm, Tensor) else arm
             raise ValueError(

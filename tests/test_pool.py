@@ -474,3 +474,44 @@ def test_a_pool_of_everything_is_certified(executor):
 def test_a_pool_follows_the_targets_draws():
     builder = catalogue._everything(2).verifier(sd.Coupled()).executor(Pipelined())
     assert certify_coupled(builder.build(), ((0,), (1,)), 3, nodes=None).lossless
+
+
+def test_what_was_learned_goes_from_call_to_call():
+    decoder = sd.decoder(TABLE).pool({"a": SMALL, "none": None}, Spin(exploration=1, pool="global"), 2).build()
+    learned = decoder.begin(2)
+    decoder.generate([[1], [2]], 12, seed=0, selection=learned)
+    once = float(learned.state.own.sums.sum())
+    decoder.generate([[1], [2]], 12, seed=1, selection=learned)
+    assert float(learned.state.own.sums.sum()) > once > 0
+
+
+def test_an_aborted_run_leaves_no_requests_behind():
+    def fail(round):
+        if round.number == 2:
+            raise KeyError("enough")
+
+    decoder = sd.decoder(TABLE).pool({"a": SMALL, "none": None}, Spin(pool=lambda c: c.row(0)[:1] * c.batch), 2).build()
+    learned = decoder.begin(1)
+    with pytest.raises(KeyError):
+        decoder.generate([[1]], 30, seed=0, on_round=fail, selection=learned)
+    assert learned.state.own.member == {0: learned.state.own.keys.of[1]}
+    rounds: list[Any] = []
+    decoder.generate([[2]], 30, seed=0, on_round=rounds.append, selection=learned)
+    assert {1, 2} <= set(learned.state.own.keys.of)  # the new request 0 is seen under its own key
+
+
+def test_a_selection_of_another_pool_is_refused():
+    make = lambda **arms: sd.decoder(TABLE).pool(arms, Random(), 2).build()  # noqa: E731
+    other = make(a=SMALL, b=OTHER).begin(1)
+    with pytest.raises(ValueError, match="selection is of a pool of a, b"):
+        make(a=SMALL).generate([[1]], 4, selection=other)
+    with pytest.raises(ValueError, match="selection is of a pool of a, b"):
+        sd.decoder(TABLE).build().generate([[1]], 4, selection=other)
+
+
+def test_lengths_and_costs_of_a_pool_are_checked():
+    base = sd.decoder(TABLE)
+    with pytest.raises(ValueError, match="length is 0"):
+        base.pool({"a": SMALL}, Random(), 0)
+    with pytest.raises(ValueError, match="costs are of 1 arms and there are 2"):
+        base.pool({"a": SMALL, "none": None}, Random(), 2, costs=ArmCosts((0.5,)))

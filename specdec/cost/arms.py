@@ -1,7 +1,7 @@
-"""What an arm's round costs: modelled by weights read, or measured on this machine.
+"""What an arm's round costs: modelled by weights read, or given.
 
 One row's round is charged ``length * draft + verify``: what it would cost if all rows of the batch were on its arm, divided by the
-batch. Only ratios matter to a selector; the model's unit is one verification pass, the measured one's is the second.
+batch. Only ratios matter to a selector; the model's unit is one verification pass. A tree is charged by its nodes.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ class Pool:
 
     def assign(self, state: PoolState, arm: Tensor) -> PoolState:
         """Row b is drafted by ``arm[b]`` from now on."""
-        return self._seated(state, arm, arm >= 0)._replace(arm=arm)
+        return self._seated(state, arm, torch.ones_like(arm, dtype=torch.bool))._replace(arm=arm)
 
     def _seated(self, state: PoolState, arm: Tensor, here: Tensor) -> PoolState:
         """Tell drafts with members which one drafts each row of ``here [B]``."""
@@ -106,10 +106,11 @@ class Pool:
     def prepare(self, state: PoolState, context: Context, arm: Tensor) -> PoolState:
         """Let the drafts of ``arm [B]`` read what they have not read of their rows.
 
-        A row that only changes its member of a stack cannot be prepared: both members would write to one cache.
+        A row that is being drafted and only changes its member of a stack cannot be prepared: both members would write to one cache.
         """
         arms = torch.tensor(self.arms)
-        stays = (arms[arm] == arms[state.arm]) & (arm != state.arm)
+        busy = torch.tensor([p is not None for p in state.proposals] + [False])[arms[state.arm]]
+        stays = busy & (arms[arm] == arms[state.arm]) & (arm != state.arm)
         state = self._seated(state, arm, ~stays)
         states = list(state.states)
         for d, rows in self._groups(arm):

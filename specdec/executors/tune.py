@@ -59,6 +59,8 @@ def tune(
     Args:
         executor: a ``Pipelined`` whose other settings to use. repeats: runs of each candidate; the fastest counts.
     """
+    if repeats < 1:
+        raise ValueError(f"repeats is {repeats}: each candidate runs at least once")
     how = executor or Pipelined()
     model = profile(decoder, prompts, seed=seed)
     observed: dict[int, float] = {}

@@ -71,6 +71,11 @@ def work(decoder: Decoder, receive: Callable[[], Any], send: Callable[[Any], Non
                 half.observe(job.round)
                 if job.stay is not None:
                     half.select(job.stay, job.target_cache)
+                if (
+                    not job.round.number and job.arm is not None
+                ):  # reading the prompt is prefill, whichever draft does it
+                    half.prepare(job.context, job.arm)
+                    began = _note(spans, "prefill", job.lane, began)
                 drafted = half.propose(job.context, job.budget, job.rng, job.arm)
                 _finish(drafted.proposal)
                 began = _note(spans, "draft", job.lane, began)

@@ -84,6 +84,7 @@ class SlotCache(Slots, Memo):
             new._blocks = [block[:, : mine + theirs] for block in self._whole]
         else:
             spare = self.slots - self.capacity
+            check_memory(self.shapes, mine + theirs, capacity, spare)
             grown = SlotCache(self.shapes, mine + theirs, capacity, spare)
             vars(new).update(vars(grown))
             held = [n + fed for n, fed in zip(self._lengths, self._fed)]

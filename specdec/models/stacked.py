@@ -67,6 +67,10 @@ def stackable(model: Any) -> bool:
         and clone.config.hidden_act == "silu"
         and clone.dtype in (torch.float32, torch.float64)
         and not any("bias" in name for name, _ in clone.named_parameters())
+        and all(type(p) is torch.nn.Parameter for p in clone.parameters())
+        and not any(
+            hasattr(m, "_hf_hook") or m._forward_hooks or m._forward_pre_hooks for m in clone.modules()
+        )
     )
 
 
@@ -81,6 +85,8 @@ def shape_of(model: HFModel) -> tuple[Any, ...]:
         settings,
         str(config.rope_parameters),
         getattr(config, "sliding_window", None),
+        model.max_positions,
+        model.device,
     )
 
 
