@@ -477,7 +477,9 @@ def test_a_pool_follows_the_targets_draws():
 
 
 def test_what_was_learned_goes_from_call_to_call():
-    decoder = sd.decoder(TABLE).pool({"a": SMALL, "none": None}, Spin(exploration=1, pool="global"), 2).build()
+    decoder = (
+        sd.decoder(TABLE).pool({"a": SMALL, "none": None}, Spin(exploration=1, pool="global"), 2).build()
+    )
     learned = decoder.begin(2)
     decoder.generate([[1], [2]], 12, seed=0, selection=learned)
     once = float(learned.state.own.sums.sum())
@@ -490,7 +492,11 @@ def test_an_aborted_run_leaves_no_requests_behind():
         if round.number == 2:
             raise KeyError("enough")
 
-    decoder = sd.decoder(TABLE).pool({"a": SMALL, "none": None}, Spin(pool=lambda c: c.row(0)[:1] * c.batch), 2).build()
+    decoder = (
+        sd.decoder(TABLE)
+        .pool({"a": SMALL, "none": None}, Spin(pool=lambda c: c.row(0)[:1] * c.batch), 2)
+        .build()
+    )
     learned = decoder.begin(1)
     with pytest.raises(KeyError):
         decoder.generate([[1]], 30, seed=0, on_round=fail, selection=learned)
