@@ -419,7 +419,7 @@ def settings() -> Settings:
     parser.add_argument("--plots", help="folder for the figures")
     s = Settings(**vars(parser.parse_args()))
     if s.quick:
-        s.batches, s.repeats, s.tokens = "6", 1, 16
+        s.batches, s.repeats, s.tokens = "3", 1, 8
     return s
 
 

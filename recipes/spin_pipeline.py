@@ -191,7 +191,7 @@ def settings() -> Settings:
     parser.add_argument("--plots", help="folder for the time line")
     s = Settings(**vars(parser.parse_args()))
     if s.quick:
-        s.drafts, s.batches, s.micro_batches, s.rounds, s.repeats = "pocket-vanilla", "4", "2,3", 4, 1
+        s.drafts, s.batches, s.micro_batches, s.rounds, s.repeats = "pocket-vanilla", "4", "2", 4, 1
     return s
 
 

@@ -272,6 +272,8 @@ def test_processes_share_a_batch(tmp_path):
         "from pathlib import Path\n"
         "from accelerate import PartialState\n"
         "Path(sys.argv[2]).with_suffix('.world').write_text(str(PartialState().num_processes))\n"
+        "import torch.distributed as dist\n"
+        "if dist.is_initialized(): dist.barrier(); dist.destroy_process_group()\n"
     )
     here = str(Path(__file__).parent)
     one, two = tmp_path / "one.pt", tmp_path / "two.pt"
