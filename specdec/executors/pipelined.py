@@ -33,7 +33,7 @@ class Pipelined:
     """Micro-batches whose drafting runs in a worker beside the target's verification.
 
     Args:
-        micro_batches: how many; ``None``: 2, or ask a ``cost.pipeline.TimeModel`` for the best. Fewer than the rows.
+        micro_batches: how many; ``None``: 2, or ask ``executors.tune`` for the best. At most the rows.
         workers: ``"threads"`` (on a GPU with a stream of its own; on a CPU two threads share Python's lock, which small models wait
             for) or ``"processes"`` (forked, CPU only: each on a core of its own).
         ahead: with a selector, arms are chosen a round ahead, and a draft that a row will change to reads the row's text while the old
