@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 
-def meta(seed: int | None = None) -> dict[str, Any]:
-    """How the figures were made: command line (file names without folders), UTC date, versions, machine, seed."""
+def meta(seed: int | None = None, packages: Iterable[str] = ()) -> dict[str, Any]:
+    """How the figures were made: command line (file names without folders), UTC date, versions (of more ``packages``), machine, seed."""
     versions = {"python": platform.python_version()}
-    for package in ("torch", "transformers", "specdec"):
+    for package in ("torch", "transformers", "specdec", *packages):
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
@@ -73,19 +73,25 @@ def _cpu() -> str:
     return platform.processor() or platform.machine()
 
 
-def write(path: str | Path, rows: Iterable[Mapping[str, Any]], seed: int | None = None) -> None:
-    """Write flat ``rows`` with ``meta(seed)`` to ``path``; numbers that JSON does not know (NaN, inf) become null."""
-    report = {"meta": meta(seed), "rows": [{k: _plain(v) for k, v in row.items()} for row in rows]}
+def write(
+    path: str | Path,
+    rows: Iterable[Mapping[str, Any]],
+    seed: int | None = None,
+    packages: Iterable[str] = (),
+) -> None:
+    """Write flat ``rows`` with ``meta(seed, packages)`` to ``path``; numbers that JSON does not know (NaN, inf) become null."""
+    report = {"meta": meta(seed, packages), "rows": [{k: plain(v) for k, v in row.items()} for row in rows]}
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """A value as JSON knows it."""
     if hasattr(value, "item"):  # numpy and torch scalars
         value = value.item()
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
+        return [plain(v) for v in value]
     return value

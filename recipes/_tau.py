@@ -82,9 +82,9 @@ def sample(
     tokens = torch.tensor(rows)
     logits, hidden = [], []
     for part in tokens.split(8):
-        out = target.base_model(part[:, :-1], use_cache=False, output_hidden_states=True)
-        hidden.append({layer: out.hidden_states[layer] for layer in layers})
-        logits.append(target.get_output_embeddings()(out.last_hidden_state[:, length:]))
+        out = target.base_model(part[:, :-1].to(target.device), use_cache=False, output_hidden_states=True)
+        hidden.append({layer: out.hidden_states[layer].cpu() for layer in layers})
+        logits.append(target.get_output_embeddings()(out.last_hidden_state[:, length:]).cpu())
     inputs = {layer: torch.cat([h[layer] for h in hidden]) for layer in layers}
     domains, documents = [p[0] for p in pieces], np.array([p[1] for p in pieces])
     return Texts(tokens, length, new_tokens, k, domains, documents, torch.cat(logits), inputs)
@@ -94,18 +94,19 @@ def sample(
 def score(draft: Any, texts: Texts, forward: Parallel | None = None) -> Efficiency:
     """A draft's expected rounds and tokens on each text: a ``SpireModel`` by passes, a causal LM by its parallel forward."""
     accept, L = [], texts.context
+    device = next(draft.parameters()).device
     for i in range(0, len(texts.tokens), 8):
-        tokens, logits = texts.tokens[i : i + 8], texts.logits[i : i + 8]
+        tokens, logits = (t[i : i + 8].to(device) for t in (texts.tokens, texts.logits))
         if isinstance(draft, SpireModel):
             whole = torch.nn.functional.pad(
                 logits, (0, 0, L, 0)
             )  # positions of the context are not looked at
-            inputs = {layer: texts.hidden[layer][i : i + 8] for layer in draft.layers}
+            inputs = {layer: texts.hidden[layer][i : i + 8].to(device) for layer in draft.layers}
             made = spire_chances(draft, whole, inputs, tokens, L + 1, texts.k)
         else:
             theirs = (forward or Parallel())(draft, Batch(tokens, {}, torch.empty(0)))
             made = parallel_chances(logits, theirs[:, L:], tokens[:, L:], 1, texts.k)
-        accept.append(made[:, : texts.new_tokens])
+        accept.append(made[:, : texts.new_tokens].cpu())
     return efficiency(torch.cat(accept), texts.k)
 
 

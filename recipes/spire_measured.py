@@ -55,6 +55,8 @@ class Settings:
     device: str = "cpu"
     dtype: str = "float32"
     seed: int = 0
+    joined: bool = False
+    graphs: str = ""
     profile: tuple[int, int] | None = None
     json: str | None = None
     plots: str | None = None
@@ -158,11 +160,14 @@ class Lab:
             target.dtype.itemsize,
         )
         self.decoders: dict[tuple[str, int], sd.Decoder] = {}
-        every = [target.tokenizer(text)["input_ids"][: max(s.contexts)] for text in prompts()]
-        self.prompts = [ids for ids in every if len(ids) == max(s.contexts)]
+        every = [target.tokenizer(text)["input_ids"] for text in prompts()]
+        if s.joined:
+            stream, longest = [i for ids in every for i in ids], max(s.contexts)
+            every = [stream[n : n + longest] for n in range(0, len(stream), longest)]
+        self.prompts = [ids[: max(s.contexts)] for ids in every if len(ids) >= max(s.contexts)]
         if not self.prompts:
             raise SystemExit(
-                f"no prompt has {max(s.contexts)} tokens: choose smaller --contexts (about 1100 is the most)"
+                f"no prompt has {max(s.contexts)} tokens: choose smaller --contexts (about 1100 is the most), or --joined"
             )
 
     def spire(self, target: sd.HFModel) -> SpireModel:
@@ -262,7 +267,7 @@ def load(name: str, s: Settings) -> sd.HFModel:
 
         model = AutoModelForCausalLM.from_pretrained(name).eval()
         tokenizer = AutoTokenizer.from_pretrained(name)
-    return sd.HFModel(model.to(s.device, dtype), tokenizer)
+    return sd.HFModel(model.to(s.device, dtype), tokenizer, graphs=s.graphs or False)
 
 
 if __name__ == "__main__":
@@ -306,6 +311,15 @@ if __name__ == "__main__":
     )
     parser.add_argument("--seed", type=int, default=d.seed)
     parser.add_argument(
+        "--joined", action="store_true", help="join prompts where a context is longer than one of them"
+    )
+    parser.add_argument(
+        "--graphs",
+        default=d.graphs,
+        choices=["", "auto", "eager"],
+        help="CUDA graphs of small steps (auto), or the same steps without capturing them (default: neither)",
+    )
+    parser.add_argument(
         "--profile",
         type=int,
         nargs=2,
@@ -332,6 +346,8 @@ if __name__ == "__main__":
             device=a.device,
             dtype=a.dtype,
             seed=a.seed,
+            joined=a.joined,
+            graphs=a.graphs,
             profile=tuple(a.profile) if a.profile else None,
             json=a.json,
             plots=a.plots,

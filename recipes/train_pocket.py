@@ -38,7 +38,8 @@ from specdec.data.prompts import choose
 from specdec.data.tokens import Batches, encode, train_tokenizer, write, write_stream
 
 ZOO = Path(__file__).resolve().parents[1] / "specdec" / "zoo"
-SHAPES = {  # hidden, layers, heads, intermediate; the draft's body has exactly an eighth of the target's parameters
+# hidden, layers, heads, intermediate; the draft's body has exactly an eighth of the target's parameters
+SHAPES: dict[str, tuple[int, ...]] = {
     "pocket-vanilla": (128, 4, 4, 320),
     "pocket-target": (256, 8, 4, 640),
 }
@@ -166,13 +167,14 @@ AttentionInterface.register("block", block_attention)
 
 
 def new_model(s: Settings, name: str) -> LlamaForCausalLM:
-    hidden, layers, heads, intermediate = SHAPES[name]
+    hidden, layers, heads, intermediate, *size = SHAPES[name]  # a head's size, where it is not hidden / heads
     config = LlamaConfig(
         vocab_size=s.vocabulary,
         hidden_size=hidden,
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=heads,
+        head_dim=size[0] if size else hidden // heads,
         intermediate_size=intermediate,
         max_position_embeddings=2048,
         rms_norm_eps=1e-6,
@@ -349,7 +351,7 @@ def export(s: Settings, name: str, model, tokenizer, info: dict, test: dict) -> 
 
 def card(s: Settings, name: str, model, info: dict, test: dict) -> str:
     """The model card, in Markdown."""
-    hidden, layers, heads, intermediate = SHAPES[name]
+    hidden, layers, heads, intermediate, *_ = SHAPES[name]
     total = sum(value.numel() for value in model.parameters())
     body = total - model.get_input_embeddings().weight.numel()
     machine = (

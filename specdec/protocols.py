@@ -117,7 +117,11 @@ class Draft(Protocol[S]):
 
 
 class Verifier(Protocol):
-    """Decides which nodes stand, so that what is committed has the target's law."""
+    """Decides which nodes stand, so that what is committed has the target's law.
+
+    Optional: ``from_logits(proposal, logits, sampling, context, rng)``, which is then called with the target's logits instead of
+    ``__call__`` with its probabilities, where ``sampling.only_temperature``. Such a round's ``probs`` is ``None``.
+    """
 
     name: str
     lossless: bool

@@ -7,13 +7,20 @@ from the *same* number, and docs/design.md says why no key is ever used for two 
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from collections.abc import Sequence
+from functools import cache
 from numbers import Integral
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from specdec.device import sent
+from specdec.kernels.native import library
+from specdec.kernels.native.ops import race_numbers
 
 DRAFT, ACCEPT, BONUS, TARGET, SELECT = range(5)  # streams: who asks
 _WORD = 0xFFFFFFFF
@@ -85,51 +92,109 @@ def seeds(seed: int | Sequence[int] | None, rows: int) -> Tensor:
         seed = int(seed)
         k = (seed & _WORD, (seed >> 32) & _WORD)
         words = [philox4x32((row, 0, 0, 0x5EED), k) for row in range(rows)]
-        return torch.tensor([w[0] | ((w[1] >> 2) << 32) for w in words])
+        return torch.tensor([w[0] | ((w[1] >> 2) << 32) for w in words], dtype=torch.long)
     if len(seed) != rows:
         raise ValueError(
             f"seed has {len(seed)} entries for {rows} rows: give one int, or one seed for every row"
         )
-    return torch.tensor([int(s) & (2**63 - 1) for s in seed])
+    return torch.tensor([int(s) & (2**63 - 1) for s in seed], dtype=torch.long)
 
 
 def pick(probs: Tensor, u: Tensor) -> Tensor:
-    """The token at quantile ``u [...]`` (float64, in [0, 1)) of ``probs [..., V]``, in float64; never one of probability 0."""
-    cdf = probs.double().cumsum(-1)
+    """The token at quantile ``u [...]`` (float64, in [0, 1)) of ``probs [..., V]``.
+
+    That is the first whose cumulative sum exceeds ``u * total``. Sums are float64, in the order of the vocabulary. A token of
+    probability 0 is never picked, whatever is rounded.
+    """
+    cdf = probs.cumsum(-1, dtype=torch.float64)
     total = cdf[..., -1:].contiguous()
     last = torch.searchsorted(cdf, total)  # the last token with any probability
-    return torch.minimum(torch.searchsorted(cdf, u.to(cdf.device)[..., None] * total, right=True), last)[
-        ..., 0
-    ]
+    at = torch.searchsorted(cdf, sent(u, cdf.device)[..., None] * total, right=True)
+    return torch.minimum(at, last)[..., 0]
 
 
 class Philox:
-    """Keyed decisions of a batch of rows, each with its own 64-bit seed (``seed [B]``)."""
+    """Keyed decisions of a batch of rows, each with its own 64-bit seed (``seed [B]``).
+
+    Small batches wait for Python, not for arithmetic. So the numbers of a whole block (three streams, a few depths) are made
+    when the first is asked for, and looked up by the rest. They are functions of their keys: when they are made changes nothing.
+    """
 
     def __init__(self, seed: Tensor):
         self.seed = seed
+        self._keys: np.ndarray | None = None  # the round keys, [10, 2, B]
+        self._blocks: tuple[_Block, ...] = ()  # the last two; replaced as a whole, since lanes share threads
+        self._reach = 4  # depths in a block
+
+    def __reduce__(self) -> tuple[type[Philox], tuple[Tensor]]:
+        return Philox, (self.seed,)
 
     def select(self, rows: Tensor) -> Philox:
-        return Philox(self.seed[rows])
+        chosen = Philox(self.seed[rows])
+        chosen._reach = self._reach
+        return chosen
 
     def uniform(self, key: Key) -> Tensor:
         """float64 in [0, 1) with 53 random bits, in the broadcast shape of the key's fields."""
-        at, depth, sibling = np.broadcast_arrays(*(np.asarray(f, dtype=np.int64) for f in key[:3]))
-        seed = self.seed.numpy().reshape(-1, *[1] * (at.ndim - 1))
-        counter = (at, depth | (sibling << 16), np.int64(key.stream | (key.attempt << 8)), np.int64(0))
-        w = philox4x32(counter, (seed & _WORD, (seed >> 32) & _WORD))
-        return torch.from_numpy((((w[0] >> 5) << 26) | (w[1] >> 6)) * 2.0**-53)
+        found = self._look_up(key)
+        if found is None:
+            at, depth, sibling = (np.asarray(f, dtype=np.int64) for f in key[:3])
+            found = self._numbers(at, depth | (sibling << 16), key.stream | (key.attempt << 8))
+        return torch.from_numpy(found)
+
+    def _numbers(self, at: Any, node: Any, who: Any) -> np.ndarray:
+        """Numbers of broadcast counter words, rows first: ``at``, ``depth | sibling << 16``, ``stream | attempt << 8``."""
+        if self._keys is None:
+            self._keys = _round_keys(self.seed.numpy())
+        shape = np.broadcast_shapes(np.shape(at), np.shape(node), np.shape(who)) or (1,)
+        keys = self._keys.reshape(10, 2, -1, *[1] * (len(shape) - 1))
+        shape = np.broadcast_shapes(shape, keys.shape[2:])
+        word, low = np.empty((2, *shape), np.uint64), np.zeros((2, *shape), np.uint32)
+        word[0], word[1], low[0] = at, who, node
+        return _in_unit_interval(*_two_words(word, low, keys))
+
+    def _look_up(self, key: Key) -> np.ndarray | None:
+        """The answer to a chain's question; ``None`` to any other."""
+        at, depth, sibling, stream, attempt = key
+        if not (isinstance(sibling, int) and sibling == 0 and stream in (DRAFT, ACCEPT, BONUS)):
+            return None
+        B = len(self.seed)
+        if not (
+            isinstance(at, Tensor) and at.dtype == torch.long and at.shape in ((B,), (B, 1)) and B <= 256
+        ):
+            return None
+        if isinstance(depth, int):
+            if not 0 <= depth < 64:
+                return None
+            numbers = self._block(at, attempt, depth)[:, stream, depth].copy()
+            return numbers if at.dim() == 1 else numbers[:, None]
+        depths = np.asarray(depth)
+        if depths.dtype != np.int64 or depths.ndim != 1 or (at.dim() == 1 and len(depths) != B):
+            return None
+        deepest = int(depths.view(np.uint64).max(initial=0))  # negative ones are huge
+        if deepest >= 64:
+            return None
+        numbers = self._block(at, attempt, deepest)[:, stream]
+        return numbers[np.arange(B), depths] if at.dim() == 1 else numbers[:, depths]
+
+    def _block(self, at: Tensor, attempt: int, deepest: int) -> np.ndarray:
+        """``[B, 3, D]`` the numbers of a block's chain: streams DRAFT, ACCEPT, BONUS, depths 0 to at least ``deepest``."""
+        start = at.numpy()
+        name = (attempt, start.tobytes())
+        for block in self._blocks:
+            if block.name == name and block.numbers.shape[2] > deepest:
+                return block.numbers
+        self._reach = max(self._reach, deepest // 4 * 4 + 4)
+        streams = np.array([DRAFT, ACCEPT, BONUS])[:, None] | (attempt << 8)
+        numbers = self._numbers(start.reshape(-1, 1, 1), np.arange(self._reach), streams)
+        self._blocks = (_Block(name, numbers), *(b for b in self._blocks[:1] if b.name != name))
+        return numbers
 
     def categorical(self, probs: Tensor, key: Key) -> Tensor:
-        if bool(((probs > 0).sum(-1) == 1).all()):  # greedy: no number can change the answer
-            return probs.argmax(-1)
         return pick(probs, self.uniform(key))
 
     def accept(self, prob: Tensor, key: Key) -> Tensor:
-        sure = prob >= 1
-        if bool((sure | (prob <= 0)).all()):
-            return sure
-        return self.uniform(key).to(prob.device) < prob
+        return sent(self.uniform(key), prob.device) < prob
 
     def race(self, probs: Tensor, position: Tensor) -> Tensor:
         """Argmin of ``E_v / p_v`` with ``E_v`` exponential, keyed by (seed, position, v): a draw from ``probs [B, ..., V]``.
@@ -138,23 +203,162 @@ class Philox:
         "Coupling without communication and drafter-invariant speculative decoding", arXiv 2408.07978). Only tokens with
         positive probability are drawn for, so a greedy or truncated law is cheap.
         """
-        support = probs > 0
-        widest = int(support.sum(-1).max())
+        shape, V = probs.shape[:-1], probs.shape[-1]
+        flat = probs.reshape(-1, V)
+        seed = self.seed.reshape(-1, *[1] * (len(shape) - 1)).expand(shape).reshape(-1)
+        at = position.expand(shape).reshape(-1)
+        if probs.is_cuda and triton_kernels():
+            from specdec.kernels.philox import race
+
+            return race(flat, seed, at).view(shape)
+        widest = int((flat > 0).sum(-1).max())
         if widest <= 1:
             return probs.argmax(-1)
-        device = probs.device
-        if widest <= probs.shape[-1] // 8:
-            p, lane = probs.topk(widest, -1)
+        token = None
+        if widest <= V // 8:
+            flat, token = flat.topk(widest, -1)
+        won = _race(flat, seed, at, token)
+        return (won if token is None else token.gather(1, won[:, None])[:, 0]).view(shape)
+
+
+class _Block(NamedTuple):
+    name: tuple[int, bytes]  # attempt, at
+    numbers: np.ndarray
+
+
+def _race(probs: Tensor, seed: Tensor, position: Tensor, token: Tensor | None) -> Tensor:
+    """``[R]`` the columns that arrive first, tile by tile, so that what is worked on stays in the processor's cache."""
+    R, V = probs.shape
+    if probs.device.type != "cpu":
+        return race_arrivals(probs, seed, position, token).argmin(-1)
+    won, best = torch.zeros(R, dtype=torch.long), torch.full((R,), float("inf"), dtype=torch.float64)
+    wide = min(V, _TILE)
+    rows = _TILE // wide
+    numbers = torch.arange(V)
+    for v in range(0, V, wide):
+        for r in range(0, R, rows):
+            here, there = slice(r, r + rows), slice(v, v + wide)
+            lane = numbers[there] if token is None else token[here, there]
+            arrival = race_arrivals(probs[here, there], seed[here], position[here], lane)
+            first = torch.from_numpy(arrival.numpy().argmin(-1))
+            time = arrival.gather(1, first[:, None])[:, 0]
+            sooner = time < best[here]
+            best[here] = torch.where(sooner, time, best[here])
+            won[here] = torch.where(sooner, first + v, won[here])
+    return won
+
+
+def race_arrivals(probs: Tensor, seed: Tensor, position: Tensor, token: Tensor | None = None) -> Tensor:
+    """When each token arrives in a race: ``-log(u) / p`` in float64, ``[R, V]``; the first to arrive is drawn.
+
+    u is (k + 1/2) 2^-53, k the number of key (seed, position, token), and at most 1 - 2^-53: what has no probability arrives at
+    infinity. This is the seam for compiled versions; the CPU's and the others' agree to the bit.
+
+    Args:
+        probs: ``[R, V]``. seed, position: ``[R]`` int64. token: ``[V]`` or ``[R, V]`` int64, the numbers of the columns (default
+            0 ... V - 1), where probs are.
+    """
+    if token is None:
+        token = torch.arange(probs.shape[1], device=probs.device)
+    if probs.device.type == "cpu":
+        if library() is not None:
+            u = race_numbers(token, position, seed, probs.shape[1])
         else:
-            p, lane = probs, torch.arange(probs.shape[-1], device=device).expand_as(probs)
-        shape = (-1, *[1] * (probs.dim() - 1))
-        seed = self.seed.to(device).reshape(shape)
-        at = position.to(device)[..., None]
-        c2 = torch.full_like(lane[..., :1], TARGET)
-        w = philox4x32((at, lane, c2, torch.zeros_like(c2)), (seed & _WORD, (seed >> 32) & _WORD))
+            u = torch.from_numpy(
+                _race_numbers(token.numpy(), position.numpy()[:, None], seed.numpy()[:, None])
+            )
+    else:
+        at, k = position.to(probs.device)[:, None], seed.to(probs.device)[:, None]
+        who, zero = torch.full_like(at, TARGET), torch.zeros_like(at)
+        w = philox4x32((at, token.expand(probs.shape), who, zero), (k & _WORD, (k >> 32) & _WORD))
         u = ((((w[0] >> 5) << 26) | (w[1] >> 6)).double() + 0.5) * 2.0**-53
-        arrival = -u.log() / p.double()
-        return lane.gather(-1, arrival.argmin(-1, keepdim=True))[..., 0]
+    return u.clamp_(max=1 - 2.0**-53).log_().neg_().div_(probs.double())
+
+
+_TILE = 1 << 14  # numbers at a time: six arrays of 128 KiB
+_LITTLE = sys.byteorder == "little"
+_MULTIPLIERS = np.array([0xD2511F53, 0xCD9E8D57], dtype=np.uint64)
+_STEPS = np.arange(10, dtype=np.uint64)[:, None] * np.array([0x9E3779B9, 0xBB67AE85], dtype=np.uint64)
+
+
+def _round_keys(seed: np.ndarray) -> np.ndarray:
+    """``[10, 2, B]`` uint32: both key words of every round."""
+    words = np.stack([seed & _WORD, (seed >> 32) & _WORD]).astype(np.uint64)
+    return ((words + _STEPS[..., None]) & np.uint64(_WORD)).astype(np.uint32)
+
+
+def _two_words(word: np.ndarray, low: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Words 0 and 1 of ``philox4x32`` in three array operations a round, for small arrays, where operations are what costs.
+
+    Args:
+        word: ``[2, ...]`` uint64, counter words 0 and 2; overwritten. low: ``[2, ...]`` uint32, words 1 and 3. keys: as from
+            ``_round_keys``, broadcast.
+    """
+    into = _halves(word)[0]  # word's high halves stay 0
+    multiplier = _MULTIPLIERS.reshape(2, *[1] * (word.ndim - 1))
+    products = [np.empty_like(word), np.empty_like(word)]  # one is read while the other is written
+    halves = [tuple(half[::-1] for half in _halves(p)) for p in products]
+    for step in range(10):
+        np.multiply(word, multiplier, out=products[step & 1])
+        below, above = halves[step & 1]
+        np.bitwise_xor(above, low, out=into)
+        np.bitwise_xor(into, keys[step], out=into)
+        low = below
+    return word[0], low[0]
+
+
+def _halves(words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Views of the lower and the upper 32 bits of uint64 words."""
+    pairs = words.view(np.uint32)
+    first, second = pairs[..., ::2], pairs[..., 1::2]
+    return (first, second) if _LITTLE else (second, first)
+
+
+def _in_unit_interval(w0: np.ndarray, w1: np.ndarray) -> np.ndarray:
+    """float64 in [0, 1) from 27 and 26 bits of two words, as ``k * 2^-53``."""
+    return (((w0 >> 5) << 26) | (w1 >> 6)).view(np.int64) * 2.0**-53
+
+
+def _race_numbers(token: np.ndarray, at: np.ndarray, seed: np.ndarray) -> np.ndarray:
+    """``(k + 1/2) 2^-53`` of counters (at, token, TARGET, 0), float64 ``[R, V]``: few passes, for large arrays.
+
+    In the first three rounds half of the words do not depend on the token; the plain generator's broadcasting makes use of it.
+    """
+    at, seed = at.astype(np.uint64), seed.astype(np.uint64)
+    mask, shift = np.uint64(_WORD), np.uint64(32)
+    keys = [((seed >> s) + _STEPS[:, i, None, None]) & mask for i, s in enumerate((np.uint64(0), shift))]
+    begun = philox4x32(
+        (at, token.astype(np.uint64), np.uint64(TARGET), np.uint64(0)), (keys[0][0], keys[1][0]), rounds=3
+    )
+    c0, c1, c2, c3 = begun
+    c3 = c3 ^ np.zeros_like(c0)
+    p0, p1 = np.empty_like(c0), np.empty_like(c0)
+    for step in range(3, 10):
+        np.multiply(c2, _MULTIPLIERS[1], out=p1)
+        if step < 9:  # words 2 and 3 end with the last round but one
+            np.multiply(c0, _MULTIPLIERS[0], out=p0)
+            np.right_shift(p0, shift, out=c2)
+            c2 ^= c3
+            c2 ^= keys[1][step]
+            np.bitwise_and(p0, mask, out=c3)
+        np.right_shift(p1, shift, out=c0)
+        c0 ^= c1
+        c0 ^= keys[0][step]
+        np.bitwise_and(p1, mask, out=c1)
+    c0 >>= np.uint64(5)
+    c0 <<= np.uint64(26)
+    c1 >>= np.uint64(6)
+    c0 |= c1
+    u = c0.view(np.int64).astype(np.float64)
+    u += 0.5
+    u *= 2.0**-53
+    return u
+
+
+@cache
+def triton_kernels() -> bool:
+    """Whether races on a GPU can run in one kernel."""
+    return importlib.util.find_spec("triton") is not None
 
 
 class Attempt:

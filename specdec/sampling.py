@@ -84,6 +84,11 @@ class Sampling:
     def greedy(self) -> bool:
         return self.temperature == 0
 
+    @property
+    def only_temperature(self) -> bool:
+        """Whether the law is the softmax of ``logits / temperature``: no processors, no truncations."""
+        return not self.processors and all(isinstance(w, TemperatureLogitsWarper) for w in self._warpers)
+
     @cached_property
     def _warpers(self) -> list[LogitsProcessor]:
         made: list[LogitsProcessor] = []

@@ -162,6 +162,9 @@ class Server:
         lane = Lane(
             self.decoder, joined(contexts, self.settings.capacity), Philox(torch.cat(own)), self.selection
         )
+        running = self.lane.cache if self.lane else self.spare
+        if hasattr(running, "beside"):  # pages: joining them later copies nothing
+            lane.cache = running.beside(len(contexts), max(context.tokens.shape[1] for context in contexts))
         drafting = Drafting(self.decoder)
         round = lane.prefill(self.limits)
         drafting.start(lane.context, lane.cache)

@@ -15,6 +15,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from specdec.device import fetched
+
 Provenance = Literal["point", "sampled", "declared"]
 
 
@@ -204,7 +206,7 @@ class Verdict(_Shown):
     @staticmethod
     def of(proposal: Proposal, path: Tensor, accepted: Tensor, bonus: Tensor) -> Verdict:
         """A verdict on the host from decisions on any device (a device synchronisation, once a round)."""
-        path, accepted, bonus, drafted = (t.cpu() for t in (path, accepted, bonus, proposal.tokens))
+        path, accepted, bonus, drafted = fetched(path, accepted, bonus, proposal.tokens)
         taken = torch.where(path >= 0, drafted.gather(1, path.clamp(min=0)), 0)
         tokens = torch.cat([taken, torch.zeros_like(bonus)[:, None]], 1)
         return Verdict(path, accepted, bonus, tokens.scatter_(1, accepted[:, None], bonus[:, None]))
@@ -217,6 +219,7 @@ class Round(_Shown):
     Attributes:
         context: before the round. kept: ``[B]`` tokens of ``verdict.tokens`` that were committed (fewer than accepted + 1
             where a stop cut the block). finished: ``[B]`` bool. budget: ``[B]`` longest path that the draft was allowed.
+        probs: ``[B, N + 1, V]`` the target's laws; ``None`` where the verifier took the logits themselves.
         cut: ``[B]`` bool, the block was shortened by a stop or by the end of the row's budget.
         arm, arm_prob: ``[B]`` the selector's choice and its probability. seconds: by stage.
     """
@@ -224,7 +227,7 @@ class Round(_Shown):
     context: Context
     proposal: Proposal
     scores: Scores
-    probs: Tensor
+    probs: Tensor | None
     verdict: Verdict
     kept: Tensor
     finished: Tensor

@@ -1,4 +1,4 @@
-"""The lean forward against transformers' own modules: the same bits, or out of the way."""
+"""The lean and the native forward against transformers' own modules: the same bits or up to rounding, or out of the way."""
 
 from __future__ import annotations
 
@@ -7,25 +7,31 @@ import torch
 from tiny import tiny
 
 import specdec as sd
+from specdec.kernels.native import library, reason
+from specdec.models.lean import Lean
+from specdec.models.native import Native
 
 
-def both(model, context, proposal=None):
+def both(model, context, proposal=None, kind=Lean):
     """Logits by the lean path and by transformers' modules, prompts of different lengths in slots."""
     wrapped = sd.HFModel(model)
     out = []
-    for lean in (True, False):
-        if not lean:
-            assert wrapped._path.lean is not None
-            wrapped._path.lean = None
+    for lean in (kind(wrapped.clone), None):
+        wrapped._path.lean = lean
         cache = wrapped.cache(context.batch, context.tokens.shape[1])
         wrapped.prefill(cache, context)
         out.append(wrapped.score(cache, context, proposal).logits)
     return out
 
 
+@pytest.mark.parametrize("kind", [Lean, Native])
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
 @pytest.mark.parametrize("rope", ["default", "linear"])
-def test_same_bits_as_the_modules(family, rope):
+def test_same_numbers_as_the_modules(family, rope, kind):
+    if kind is Native and library() is None:
+        assert not Native.suits(tiny(family, 0, torch.float32))
+        assert reason()
+        return
     changes = (
         {}
         if rope == "default"
@@ -44,8 +50,11 @@ def test_same_bits_as_the_modules(family, rope):
     chain = sd.Proposal.chain(nodes, torch.tensor([4, 2, 0]))
     tree = sd.Proposal(nodes, torch.tensor([[-1, -1, 0, 2]] * 3), torch.tensor([4, 3, 4]))
     for proposal in (None, chain, tree):
-        lean, own = both(model, context, proposal)
-        assert torch.equal(lean, own)
+        lean, own = both(model, context, proposal, kind)
+        if kind is Native:
+            torch.testing.assert_close(lean, own, rtol=0, atol=5e-6 * float(own.abs().max()))
+        else:
+            assert torch.equal(lean, own)
 
 
 def test_it_stays_out_of_the_way():

@@ -57,6 +57,7 @@ def run(*words, timeout=300):
         "spin_pipeline",
         "spin_switching",
         "spin_end_to_end",
+        "gpu_suite",
     ],
 )
 def test_help_says_what_and_how(recipe):
@@ -246,3 +247,55 @@ def test_the_pools_table(tmp_path):
     assert rows[-1]["draft"] == "oracle"
     assert rows[-1]["headroom"] >= 1
     assert "oracle" in said
+
+
+def test_the_gpu_suite_at_toy_size(tmp_path):
+    """All stages on the CPU, by the code that a GPU would run; Triton's kernels are interpreted."""
+    pytest.importorskip("triton")
+    file = tmp_path / "g.json"
+    said = run("recipes/gpu_suite.py", "--toy", "--minutes", "5", "--json", str(file), timeout=900)
+    rows = report(file)
+    columns = {"stage", "case", "seconds", "floor_seconds", "share_of_floor", "max_error"}
+    assert {r["stage"] for r in rows} == {*"abcdef", "bars"}
+    measured = [r for r in rows if r["stage"] != "bars"]
+    assert all(set(r) >= columns and not r.get("failed") for r in measured)
+    assert not [r for r in measured if "not run" in r.get("note", "")]
+    correct = {r["case"]: r for r in measured if r["stage"] == "a" and r["max_error"] is not None}
+    for case in ("ragged verify", "tree in a window", "pages", "soft cap", "sink logits", "ring: verify"):
+        assert correct[f"{case}, bfloat16: triton"]["max_error"] < 1e-2
+    assert correct["rejection, logits, temperature 0.7, float32"]["max_error"] < 1e-5
+    timed = [r for r in measured if r["stage"] in "bc" and r["floor_seconds"] is not None]
+    assert all(r["share_of_floor"] == pytest.approx(r["floor_seconds"] / r["seconds"]) for r in timed)
+    assert {r["kind"] for r in timed if "kind" in r} >= {"eager"}
+    texts = [r for r in measured if r["case"].startswith("sampled text")]
+    assert {r["differ"] for r in texts if r.get("bar") == "invariant"} == {0.0}
+    assert {"tau", "multiplier", "gain"} <= {name for r in measured for name in r}
+    bars = [r for r in rows if r["stage"] == "bars"]
+    assert len(bars) == 6
+    assert {r["verdict"] for r in bars} == {"not measured"}  # times at toy size are worth nothing
+    assert said.count("not measured") == len(bars)
+    table = file.with_suffix(".md").read_text()
+    assert "| stage | case | seconds | floor_seconds | share_of_floor | max_error | note |" in table
+
+
+def test_the_gpu_suite_stops_in_time_and_goes_on_after_a_failure(tmp_path):
+    """A stage that cannot be had is a row and an exit code; the next one, a process of its own, has no time."""
+    pytest.importorskip("triton")
+    files = tmp_path / "a.json", tmp_path / "b.json"
+    code = f"""
+import sys
+sys.path.insert(0, "recipes")
+import gpu_suite as g
+g.STAGES["a"] = "no_such_module"
+common = dict(toy=True, device="cpu", minutes=1e-4)
+assert g.main(g.Settings("a", isolated=False, json={str(files[0])!r}, **common)) == 1
+assert g.main(g.Settings("b", isolated=True, json={str(files[1])!r}, **common)) == 0
+"""
+    said = run("-c", code)
+    failed, rows = (report(file) for file in files)
+    assert [r["case"] for r in failed if r.get("failed")] == ["stage"]
+    assert "no_such_module" in failed[0]["note"]
+    assert "FAILED a stage" in said
+    rows = [r for r in rows if r["stage"] == "b"]
+    assert {r["case"] for r in rows} >= {"copy", "matmul bf16"}
+    assert all("not run: its share" in r["note"] for r in rows if r["seconds"] is None)

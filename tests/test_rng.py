@@ -1,5 +1,7 @@
 """Philox on its published answers; draws that depend on their key alone and follow the laws they are asked for."""
 
+import pickle
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +9,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from specdec.rng import ACCEPT, BONUS, DRAFT, TARGET, Key, Philox, philox4x32, pick, seeds
+import specdec.rng as module
+from specdec.rng import (
+    ACCEPT,
+    BONUS,
+    DRAFT,
+    SELECT,
+    TARGET,
+    Key,
+    Philox,
+    philox4x32,
+    pick,
+    race_arrivals,
+    seeds,
+)
 
 ONES = 0xFFFFFFFF
 KNOWN = [  # kat_vectors of Random123: philox4x32, 10 rounds
@@ -37,6 +52,105 @@ def test_philox_agrees_between_ints_arrays_and_tensors(words):
     arrays = philox4x32([np.array([w]) for w in words[:4]], [np.array([w]) for w in words[4:]])
     tensors = philox4x32([torch.tensor([w]) for w in words[:4]], [torch.tensor([w]) for w in words[4:]])
     assert [int(a[0]) for a in arrays] == exact == [int(t[0]) for t in tensors]
+
+
+def plain(seed: torch.Tensor, key: Key) -> torch.Tensor:
+    """What ``uniform`` says in words, number by number, with Python's integers."""
+    fields = torch.broadcast_tensors(*(torch.as_tensor(f) for f in key[:3]))
+    if not fields[0].dim():
+        fields = [f[None] for f in fields]
+    rows = seed.view(-1, *[1] * (fields[0].dim() - 1))
+    shape = torch.broadcast_shapes(rows.shape, fields[0].shape)
+    made = []
+    for at, depth, sibling, s in zip(*(f.expand(shape).flatten().tolist() for f in (*fields, rows))):
+        counter = (at, depth | sibling << 16, key.stream | key.attempt << 8, 0)
+        w = philox4x32(counter, (s & ONES, s >> 32))
+        made.append(((w[0] >> 5) << 26 | w[1] >> 6) * 2.0**-53)
+    return torch.tensor(made, dtype=torch.float64).view(shape)
+
+
+@st.composite
+def requests(draw, rows: int):
+    """A key such as drafts, verifiers and others ask for, at one of few places, so that blocks are met again and left."""
+    number = st.integers(0, 70)
+    at = torch.arange(rows) * 3 + draw(st.sampled_from([0, 0, 0, 1, 7]))
+    width = draw(st.integers(0, 6))
+    some = st.lists(st.integers(0, 9), min_size=width, max_size=width).map(lambda v: torch.tensor(v).long())
+    each = st.lists(number, min_size=rows, max_size=rows).map(torch.tensor)
+    shapes = {
+        "depth": lambda: (at, draw(st.integers(0, 70)), 0),
+        "depth of each row": lambda: (at, draw(each), 0),
+        "depths": lambda: (at[:, None], draw(some), 0),
+        "column": lambda: (at[:, None], draw(st.integers(0, 9)), 0),
+        "tree": lambda: (at[:, None], draw(some).expand(rows, -1), draw(some).expand(rows, -1)),
+        "sibling": lambda: (at, 2, draw(st.integers(0, 3))),
+        "narrow": lambda: (at.int(), 1, 0),
+        "numpy": lambda: (at, np.int64(draw(st.integers(0, 9))), 0),
+        "one place": lambda: (draw(number), 2, 0),
+    }
+    key = shapes[draw(st.sampled_from(sorted(shapes)))]()
+    stream = draw(st.sampled_from([DRAFT, ACCEPT, BONUS, TARGET, SELECT]))
+    return Key(*key, stream, draw(st.sampled_from([0, 0, 0, 1, 5])))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.integers(1, 5), st.integers(0, 2**63 - 1))
+def test_uniforms_are_those_of_their_keys_whatever_was_asked_before(data, rows, seed):
+    rng = Philox(torch.tensor([(seed + 2**40 * b) % 2**63 for b in range(rows)]))
+    for _ in range(data.draw(st.integers(1, 8))):
+        key = data.draw(requests(len(rng.seed)))
+        got, expected = rng.uniform(key), plain(rng.seed, key)
+        assert got.shape == expected.shape
+        assert torch.equal(got, expected)
+        got.zero_()  # nobody else's numbers
+        if data.draw(st.integers(0, 5)) == 0:
+            keep = data.draw(st.permutations(range(len(rng.seed))))
+            rng = rng.select(torch.tensor(keep[: data.draw(st.integers(1, len(keep)))]))
+
+
+def test_a_large_batch_and_a_copy_from_another_process_have_the_same_numbers():
+    rows = 300  # more than are kept in blocks
+    rng, key = Philox(seeds(4, rows)), Key(torch.arange(rows)[:, None], torch.arange(3), 0, ACCEPT)
+    assert torch.equal(rng.uniform(key), plain(rng.seed, key))
+    few = rng.select(torch.arange(4))
+    key = Key(torch.arange(4), 1)
+    u = few.uniform(key)
+    there = pickle.dumps(few)
+    assert len(there) < len(pickle.dumps(few.seed)) + 200  # seeds travel, numbers do not
+    assert torch.equal(pickle.loads(there).uniform(key), u)
+
+
+def test_certain_acceptances_need_no_luck():
+    rng, key = Philox(seeds(0, 5)), Key(torch.arange(5))
+    prob = torch.tensor([1.0, 2.0, 0.0, -1.0, float("nan")])
+    assert rng.accept(prob, key).tolist() == [True, True, False, False, False]
+    assert rng.accept(torch.full((5,), float("inf")), key).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("tile", [4, 64, 1 << 14])
+def test_races_are_the_same_tile_by_tile_as_number_by_number(tile, dtype, monkeypatch):
+    monkeypatch.setattr(module, "_TILE", tile)
+    for rows, shape in ((3, (3, 50)), (2, (2, 4, 33)), (1, (1, 1)), (5, (5, 1, 7))):
+        seed, place = (
+            seeds(tile, rows),
+            torch.arange(rows).view(-1, *[1] * (len(shape) - 2)).expand(shape[:-1]),
+        )
+        law = torch.rand(shape, generator=torch.Generator().manual_seed(tile), dtype=dtype)
+        sparse = torch.where(torch.arange(shape[-1]) % 12 == 0, law, 0)
+        for p in (law, sparse, torch.where(law > 0.5, law, 0) + sparse):
+            expected = torch.zeros(shape[:-1], dtype=torch.long)
+            for at in np.ndindex(*shape[:-1]):
+                times = []
+                for token in range(shape[-1]):
+                    s = int(seed[at[0]])
+                    w = philox4x32((int(place[at]), token, TARGET, 0), (s & ONES, s >> 32))
+                    u = torch.tensor(((w[0] >> 5) << 26 | w[1] >> 6) + 0.5, dtype=torch.float64) * 2.0**-53
+                    times.append(-u.log() / p[at][token].double())
+                expected[at] = torch.stack(times).argmin()
+                got = race_arrivals(p[at][None], seed[at[0]][None], place[at][None])
+                assert torch.equal(got[0], torch.stack(times))
+            assert torch.equal(Philox(seed).race(p, place), expected)
 
 
 def _grid(seed: int = 0, rows: int = 8, at: int = 500) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """Attention of packed ragged queries over KV slots: one function, several backends, all tested against a reference."""
 
-from specdec.kernels.attention.api import BACKENDS, attention
+from specdec.kernels.attention.api import BACKENDS, attention, available, choose, explain
 from specdec.kernels.attention.costs import CostModel, fit
 from specdec.kernels.attention.decompose import Fragments, decompose
 from specdec.kernels.attention.explicit import ExplicitPlan
@@ -15,7 +15,10 @@ __all__ = [
     "Fragments",
     "Tree",
     "attention",
+    "available",
+    "choose",
     "decompose",
+    "explain",
     "fit",
     "merge",
 ]

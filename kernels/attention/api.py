@@ -2,19 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, Literal, overload
+
+import torch
 from torch import Tensor
 
-from specdec.kernels.attention import decomposed, packed, padded, reference
+from specdec.kernels.attention.choice import BACKENDS, available, check, choose, explain, why_not
 from specdec.kernels.attention.plan import AttentionPlan
 
-BACKENDS = {"packed": packed, "padded": padded, "decomposed": decomposed, "reference": reference}
-"""Ways to compute the same: ``auto`` is ``packed`` where it can serve the call, and else ``reference``."""
+__all__ = ["BACKENDS", "attention", "available", "check", "choose", "explain"]
 
 
-def check(backend: str, name: str = "backend") -> None:
-    """Raise ValueError for an argument ``name`` that is not ``"auto"`` or one of ``BACKENDS``."""
-    if backend != "auto" and backend not in BACKENDS:
-        raise ValueError(f"{name} is {backend!r}: there are auto, {', '.join(BACKENDS)}")
+@overload
+def attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    plan: AttentionPlan,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    backend: str | None = None,
+    lse: Literal[False] = False,
+) -> Tensor: ...
+
+
+@overload
+def attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    plan: AttentionPlan,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    backend: str | None = None,
+    lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
 
 
 def attention(
@@ -28,36 +57,140 @@ def attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     backend: str | None = None,
-) -> Tensor:
+    lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
     """Each packed query over the slots that it sees; the new keys and values are in their slots already.
 
     Args:
-        query: ``[1, Hq, T, D]``. keys: ``[B, S, Hkv, D]`` and values: ``[B, S, Hkv, Dv]``, slots; ``Hkv`` divides ``Hq``.
+        query: ``[1, Hq, T, D]``. keys: ``[B, S, Hkv, D]`` and values: ``[B, S, Hkv, Dv]``, slots; ``Hkv`` divides ``Hq``. With
+            pages in the plan, ``[pages, page, Hkv, D]`` and ``[pages, page, Hkv, Dv]``.
         plan: which row each query belongs to and what it sees.
         scale: of the scores, by default ``D ** -0.5``.
         window: a query at position p sees positions above ``p - window`` only.
         softcap: scores become ``softcap * tanh(scores / softcap)``.
         sinks: ``[Hq]`` one more logit a head, which takes weight and contributes nothing.
-        backend: a name of ``BACKENDS``, which serves the call or refuses it; ``None`` or ``"auto"`` chooses one that can.
+        backend: a name of ``BACKENDS``, which serves the call or refuses it; ``None`` or ``"auto"`` chooses one that can
+            (``explain`` says which and why).
+        lse: whether to return the log-sum-exp as well, by which parts of a row are merged (``merge``).
     Returns:
-        ``[1, T, Hq, Dv]``.
+        ``[1, T, Hq, Dv]``; with ``lse`` also ``[1, T, Hq]``, natural logarithms of the sum of the exponentiated scores, a sink
+        logit included: -inf for a query that sees nothing.
     Raises:
-        ValueError: no such backend, or it cannot serve this call.
+        ValueError: no such backend, or it cannot serve this call; arguments that do not fit each other.
+        ImportError: the backend needs a package that is not installed.
     """
     if scale is None:
         scale = query.shape[-1] ** -0.5
+    if plan.attend is not None and not lse:  # a captured step has its numbers in tensors
+        return plan.attend(query, keys, values, scale, window, softcap, sinks)
     if plan.watch is not None:
         plan.watch(query)
-    if query.shape[2] == 0:
-        return query.new_empty(1, 0, query.shape[1], values.shape[-1])
-    if backend is None or backend == "auto":
-        chosen = packed if softcap is None and sinks is None else reference
-    else:
+    grad = torch.is_grad_enabled() and (query.requires_grad or keys.requires_grad or values.requires_grad)
+    key = (
+        *(backend, query.shape, query.dtype, keys.shape, keys.dtype, keys.stride(-1)),
+        *(values.shape, values.dtype, values.stride(-1), window, softcap, lse, grad),
+        None if sinks is None else sinks.shape,
+    )
+    serve = plan.known.get(key)  # layers of one kind are looked at once
+    if serve is None:
+        serve = plan.known[key] = _serve(query, keys, values, plan, window, softcap, sinks, backend, lse)
+    return serve(query, keys, values, plan, scale, window, softcap, sinks)
+
+
+def _serve(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    plan: AttentionPlan,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    backend: str | None,
+    lse: bool,
+) -> Callable[..., Any]:
+    """The function of a backend that serves such calls."""
+    if backend is not None:
         check(backend)
-        chosen = BACKENDS[backend]
-        why = chosen.supports(query, softcap, sinks)
+    if query.shape[2] == 0:
+        return _nothing_with_lse if lse else _nothing
+    _check(query, keys, values, plan, window, softcap, sinks)
+    if backend is None or backend == "auto":
+        backend = choose(query, keys, values, plan, window, softcap, sinks, lse)
+    else:
+        why = why_not(backend, query, keys, values, plan, window, softcap, sinks, lse)
         if why:
             raise ValueError(
                 f"backend {backend!r} cannot serve this call: {why}; 'auto' chooses one that can"
             )
-    return chosen.attend(query, keys, values, plan, scale, window, softcap, sinks)
+    module = BACKENDS[backend]
+    return module.attend_with_lse if lse else module.attend
+
+
+def _nothing(query: Tensor, keys: Tensor, values: Tensor, *_: Any) -> Tensor:
+    return query.new_empty(1, 0, query.shape[1], values.shape[-1])
+
+
+def _nothing_with_lse(query: Tensor, keys: Tensor, values: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    wide = torch.promote_types(query.dtype, torch.float32)
+    return _nothing(query, keys, values), query.new_empty(1, 0, query.shape[1], dtype=wide)
+
+
+def _check(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    plan: AttentionPlan,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> None:
+    """Raise ValueError for arguments that do not fit each other."""
+    if query.dim() != 4 or query.shape[0] != 1:
+        raise ValueError(f"query is {tuple(query.shape)}: give packed queries, [1, heads, tokens, size]")
+    if keys.dim() != 4 or values.dim() != 4 or keys.shape[:3] != values.shape[:3]:
+        raise ValueError(
+            f"keys is {tuple(keys.shape)} and values {tuple(values.shape)}: give [rows, slots, heads, size] of as "
+            "many rows, slots and heads"
+        )
+    for name, other in (("keys", keys), ("values", values)):
+        if other.dtype != query.dtype:
+            raise ValueError(f"query is {query.dtype} and {name} {other.dtype}: give both in one dtype")
+        if other.device != query.device:
+            raise ValueError(
+                f"query is on {query.device} and {name} on {other.device}: move them to one device"
+            )
+        if other.shape[-1] > 1 and other.stride(-1) != 1:
+            raise ValueError(
+                f"{name} has stride {other.stride(-1)} in its last dimension: allocate it so that a head's numbers lie together"
+            )
+    (_, heads, tokens, size), (rows, slots, shared, _) = query.shape, keys.shape
+    if keys.shape[-1] != size:
+        raise ValueError(f"query has heads of {size} and keys of {keys.shape[-1]}: give one size")
+    if shared == 0 or heads % shared:
+        raise ValueError(
+            f"query has {heads} heads and keys {shared}: give a multiple of the heads of the keys"
+        )
+    if tokens != sum(plan.counts):
+        raise ValueError(f"query has {tokens} tokens and the plan {sum(plan.counts)}: give those of the plan")
+    if window is not None and window < 1:
+        raise ValueError(f"window is {window}: give at least 1, or None for no window")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap is {softcap}: give a number above 0, or None for no cap")
+    if sinks is not None and sinks.shape != (heads,):
+        raise ValueError(
+            f"sinks is {tuple(sinks.shape)}: give a logit for each of the {heads} heads of the query"
+        )
+    if plan.table is None:
+        if max(plan.rows) >= rows or min(plan.rows) < 0:
+            raise ValueError(
+                f"the plan has row {max(plan.rows)} and keys {rows} rows: allocate more, or plan fewer"
+            )
+        if max(plan.length) > slots:
+            raise ValueError(
+                f"the plan has a row of {max(plan.length)} slots and keys {slots}: allocate a larger capacity"
+            )
+    elif slots != plan.page or any(p < 0 or p >= rows for row in plan.table for p in row):
+        raise ValueError(
+            f"the plan has pages of {plan.page} slots with numbers up to {max(max(row) for row in plan.table)}, and keys "
+            f"{rows} pages of {slots}: give the pool that the table speaks of"
+        )

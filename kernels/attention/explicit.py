@@ -20,9 +20,12 @@ class ExplicitPlan(AttentionPlan):
         seen: ``[T, S]`` bool, which of its row's S slots each query sees.
         distance: ``[T, S]`` how far behind the query the position of a slot is, for layers with a window of their own.
         slots: ``[T]`` flat numbers of the new tokens' slots.
+    Attributes:
+        layer: which layer is attending, in a subclass whose ``visible`` depends on it.
     """
 
     ordered: ClassVar[bool] = False
+    layer: int = 0
 
     def __init__(
         self,

@@ -37,11 +37,12 @@ def fused(
     low: int,
     scale: float,
     window: int | None,
+    begin: int = 0,
 ) -> Tensor:
     """Attention of one segment over the slots ``low:s.keys`` of its rows: ``[R, Hq, q, Dv]``.
 
     Arguments as for ``api.attention``; ``query [1, Hq, T, D]`` are all packed queries. Slots beyond a row's end are read, with
-    weight 0, if ``s.keys`` is beyond it.
+    weight 0, if ``s.keys`` is beyond it. ``begin``: the slot with which rows of ``keys`` and ``values`` begin, at most ``low``.
     """
     group = query.shape[1] // keys.shape[2]
     if s.queries > FOLD:
@@ -63,7 +64,7 @@ def fused(
         if plan.ordered:  # slots in no order may be seen differently by each layer
             plan.known[key] = known
     mask, causal, group = known
-    q, k, v = _views(query, keys, values, s, low, group)
+    q, k, v = _views(query, keys, values, s, low, group, begin)
     out = scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=k.shape[1] != q.shape[1]
     )
@@ -105,7 +106,7 @@ def _mask(
 
 
 def _views(
-    query: Tensor, keys: Tensor, values: Tensor, s: Segment, low: int, group: int
+    query: Tensor, keys: Tensor, values: Tensor, s: Segment, low: int, group: int, begin: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``[R, Hq / group, group * q, D]`` queries, ``[R, Hkv, high - low, D]`` keys and values."""
     r0, r1, b0, t0, n, high = s
@@ -121,7 +122,7 @@ def _views(
         ).reshape(rows, keys.shape[2], group * n, size)
     else:
         q = query.as_strided((rows, heads, n, size), (n * by_query, by_head, by_query, by_size), at)
-    return q, _slots(keys, b0, rows, low, slots), _slots(values, b0, rows, low, slots)
+    return q, _slots(keys, b0, rows, low - begin, slots), _slots(values, b0, rows, low - begin, slots)
 
 
 def _slots(buffer: Tensor, b0: int, rows: int, low: int, slots: int) -> Tensor:

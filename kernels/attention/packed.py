@@ -4,6 +4,9 @@ In the steady state (decoding, verification) all rows have equally many queries 
 longest row; where more than half of that would be masked, each row has a call of its own. The slots between a shorter row's end
 and the longest row's are read with weight 0; on the CPU, if the result shows that something there was not finite, the rows are
 computed again one by one, which never reads them.
+
+Pages are copied together first, those of a segment's rows at a time, from the first that a window reaches: a pass over memory more
+for each layer, which a prompt does not notice. Only the CPU, where what is not finite is noticed, takes several rows of pages at once.
 """
 
 from __future__ import annotations
@@ -14,7 +17,12 @@ from torch import Tensor
 from specdec.kernels.attention.fused import fused, fused_supports
 from specdec.kernels.attention.plan import AttentionPlan, Segment
 
-supports = fused_supports
+
+def supports(
+    query: Tensor, softcap: float | None, sinks: Tensor | None, plan: AttentionPlan | None = None
+) -> str | None:
+    """Why this backend cannot serve a call, or ``None``. Slots or pages are the same to it."""
+    return fused_supports(query, softcap, sinks)
 
 
 def attend(
@@ -31,6 +39,13 @@ def attend(
     if window is not None and plan.ordered and window >= max(plan.length):
         window = None
     segments = plan.segments
+    if plan.table is not None:
+        return join(
+            [
+                _paged(query, keys, values, plan, s, scale, window)
+                for s in (segments if query.is_cpu else plan.runs(alone=True))
+            ]
+        )
     if len(segments) == 1:
         s = segments[0]
         low = 0 if window is None else plan.low(s, window)
@@ -51,19 +66,58 @@ def careful(
     low: int,
     scale: float,
     window: int | None,
+    begin: int = 0,
 ) -> Tensor:
     """``fused``, and row by row if a slot that nothing sees was not finite: ``[R, Hq, q, Dv]``."""
-    out = fused(query, keys, values, plan, s, low, scale, window)
+    out = fused(query, keys, values, plan, s, low, scale, window, begin)
     if s.r1 - s.r0 > 1 and out.is_cpu and plan.overhangs(s) and not finite(out):
         for r in range(s.r0, s.r1):
             one = plan.at(s, r, r + 1, min(s.keys, plan.length[r]))
-            out[r - s.r0] = fused(query, keys, values, plan, one, low, scale, window)[0]
+            out[r - s.r0] = fused(query, keys, values, plan, one, low, scale, window, begin)[0]
     return out
+
+
+def _paged(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    plan: AttentionPlan,
+    s: Segment,
+    scale: float,
+    window: int | None,
+) -> Tensor:
+    """``careful`` on copies of the pages of a segment's rows."""
+    low = 0 if window is None else plan.low(s, window)
+    first = low // plan.page
+    key = ("pages", s, first, query.device)
+    if key not in plan.known:
+        plan.known[key] = _pages(plan, s, first).to(query.device)
+    at, rows = plan.known[key], s.r1 - s.r0
+    keys, values = _gathered(keys, at, rows), _gathered(values, at, rows)
+    return careful(query, keys, values, plan, s._replace(b0=0), low, scale, window, first * plan.page)
+
+
+def _pages(plan: AttentionPlan, s: Segment, first: int) -> Tensor:
+    """``[R * P]`` pages of a segment's rows from their ``first`` on; a shorter row's last one is repeated."""
+    assert plan.table is not None
+    end = -(-s.keys // plan.page)
+    rows = []
+    for pages, length in zip(plan.table[s.r0 : s.r1], plan.length[s.r0 : s.r1]):
+        last = -(-length // plan.page) - 1
+        rows.append([pages[min(p, last)] for p in range(first, end)])
+    return torch.tensor(rows).flatten()
+
+
+def _gathered(buffer: Tensor, pages: Tensor, rows: int) -> Tensor:
+    """``[pages, page, H, D]`` -> ``[rows, P * page, H, D]``, in memory heads before slots."""
+    heads, size = buffer.shape[2:]
+    copied = buffer.permute(2, 0, 1, 3).index_select(1, pages)  # [H, R * P, page, D]
+    return copied.view(heads, rows, -1, size).permute(1, 2, 0, 3)
 
 
 def finite(out: Tensor) -> bool:
     """Whether a sum over all of it is: NaN and infinities do not cancel, and 0 times either is NaN."""
-    total = float(out.sum())
+    total = float(out.detach().sum())
     return total - total == 0
 
 

@@ -60,6 +60,11 @@ class AttentionPlan:
             known already.
         watch: is given the queries ``[1, Hq, T, D]`` of every layer, in order.
         fragment: slots of a fragment, where decomposition is not to choose fragments itself.
+        table: ``[R][...]`` pages of each row, where buffers are ``[pages, page, H, D]``: slot s of row r is slot ``s % page`` of
+            page ``table[r][s // page]``. ``rows`` then only say whose row it is, and ``capacity`` is not looked at.
+        page: slots of a page; 0 without a table.
+    Raises:
+        ValueError: a table without a page size or the other way round, or with too few pages for a row.
     """
 
     rows: Sequence[int]
@@ -70,6 +75,11 @@ class AttentionPlan:
     slots: Tensor | None = None
     watch: Callable[[Tensor], None] | None = None
     fragment: int | None = None
+    table: Sequence[Sequence[int]] | None = None
+    page: int = 0
+    attend: ClassVar[Callable[..., Tensor] | None] = (
+        None  # computes every layer, where no backend is to be chosen
+    )
     ordered: ClassVar[bool] = True  # slot numbers are positions (but for a tree's nodes)
 
     def __post_init__(self) -> None:
@@ -79,9 +89,39 @@ class AttentionPlan:
         self.segments = self._segments()
         self._masks: dict[Any, Any] = {}
         self.known: dict[Any, Any] = {}  # what else layers ask for again and again
+        if self.table is not None or self.page:
+            self._check_table()
         if self.slots is None:
             runs = zip(self.rows, self.first, self.counts)
-            self.slots = torch.tensor([r * self.capacity + f + i for r, f, c in runs for i in range(c)])
+            if self.table is None:
+                flat = [r * self.capacity + f + i for r, f, c in runs for i in range(c)]
+            else:
+                p = self.page
+                flat = [
+                    pages[s // p] * p + s % p
+                    for pages, (_, f, c) in zip(self.table, runs)
+                    for s in range(f, f + c)
+                ]
+            self.slots = torch.tensor(flat)
+
+    def _check_table(self) -> None:
+        if self.table is None or self.page < 1:
+            raise ValueError(
+                f"page is {self.page} and table is {'not ' if self.table is None else ''}given: give both, or neither"
+            )
+        if len(self.table) != len(self.rows):
+            raise ValueError(
+                f"table has {len(self.table)} rows and the plan {len(self.rows)}: give the pages of each row"
+            )
+        for r, (pages, length) in enumerate(zip(self.table, self.length)):
+            if len(pages) * self.page < length:
+                raise ValueError(
+                    f"table[{r}] has {len(pages)} pages of {self.page} slots and the row {length} slots in use: give more pages"
+                )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but what is remembered for layers, which may hold addresses."""
+        return {**vars(self), "known": {}, "_masks": {}}
 
     def slots_on(self, device: torch.device) -> Tensor:
         """``slots`` where a layer lives: a model may be spread over devices."""
@@ -244,7 +284,7 @@ class AttentionPlan:
 
     def _band_serves(self, s: Segment) -> bool:
         alone = self.ordered and self.tree is None and s.r1 - s.r0 == 1
-        return alone and s.queries <= 32 and s.keys <= self.length[s.r0]
+        return alone and s.queries <= 32 and s.keys <= self.length[s.r0] <= self.capacity
 
 
 def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:

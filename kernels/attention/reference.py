@@ -8,7 +8,9 @@ from torch import Tensor
 from specdec.kernels.attention.plan import AttentionPlan, Segment
 
 
-def supports(query: Tensor, softcap: float | None, sinks: Tensor | None) -> str | None:
+def supports(
+    query: Tensor, softcap: float | None, sinks: Tensor | None, plan: AttentionPlan | None = None
+) -> str | None:
     """Why this backend cannot serve a call; ``None``: it can serve every call."""
     return None
 
@@ -24,24 +26,58 @@ def attend(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Arguments and result as for ``api.attention``. Slots that no query of a row sees are never read."""
+    return attend_with_lse(query, keys, values, plan, scale, window, softcap, sinks)[0]
+
+
+def attend_with_lse(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    plan: AttentionPlan,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """As ``attend``, with the log-sum-exp of the scores, which merges parts of a row (``merge``).
+
+    Returns:
+        output ``[1, T, Hq, Dv]`` and lse ``[1, T, Hq]`` (float32, or float64 for a float64 query), natural logarithms, a
+        sink logit included. A query that sees nothing gets 0 and -inf (with a sink: 0 and the sink's logit).
+    """
     wide = torch.promote_types(query.dtype, torch.float32)
-    out = query.new_empty(query.shape[2], query.shape[1], values.shape[-1])
-    group = query.shape[1] // keys.shape[2]
+    heads, total = query.shape[1:3]
+    out = query.new_empty(total, heads, values.shape[-1])
+    lse = query.new_empty(total, heads, dtype=wide)
+    group = heads // keys.shape[2]
     t = 0
     for r, (row, count, length) in enumerate(zip(plan.rows, plan.counts, plan.length)):
         one = Segment(r, r + 1, row, t, count, length)
         visible = torch.as_tensor(plan.visible(one, window)[0]).to(query.device)  # [q, n], or [Hq, q, n]
         used = visible.flatten(0, -2).any(0)  # slots that this call's queries do not see may hold anything
         q = query[0, :, t : t + count].to(wide)  # [Hq, q, D]
-        k = keys[row, :length][used].to(wide).repeat_interleave(group, 1)  # [n, Hq, D]
-        v = values[row, :length][used].to(wide).repeat_interleave(group, 1)
+        k = _slots(keys, plan, r, used).to(wide).repeat_interleave(group, 1)  # [n, Hq, D]
+        v = _slots(values, plan, r, used).to(wide).repeat_interleave(group, 1)
         scores = torch.einsum("hqd,nhd->hqn", q, k) * scale
         if softcap is not None:
             scores = torch.tanh(scores / softcap) * softcap
         scores = scores.masked_fill(~visible[..., used], float("-inf"))
-        if sinks is not None:  # a logit of its own for each head that takes weight and gives nothing
-            scores = torch.cat([scores, sinks.to(wide)[:, None, None].expand(-1, count, 1)], -1)
-        weights = scores.softmax(-1)[..., : k.shape[0]]
+        # A logit of its own for each head that takes weight and gives nothing; -inf takes none.
+        extra = query.new_full((heads,), float("-inf")) if sinks is None else sinks
+        scores = torch.cat([scores, extra.to(wide)[:, None, None].expand(-1, count, 1)], -1)
+        top = scores.logsumexp(-1)
+        blind = top == float("-inf")
+        weights = scores.softmax(-1).masked_fill(blind[..., None], 0.0)[..., : k.shape[0]]
         out[t : t + count] = torch.einsum("hqn,nhd->qhd", weights, v).to(query.dtype)
+        lse[t : t + count] = top.transpose(0, 1)
         t += count
-    return out[None]
+    return out[None], lse[None]
+
+
+def _slots(buffer: Tensor, plan: AttentionPlan, r: int, used: Tensor) -> Tensor:
+    """``[n, H, D]``: the slots of row ``r`` that ``used [length]`` marks, from a buffer of slots or of pages."""
+    if plan.table is None:
+        return buffer[plan.rows[r], : len(used)][used]
+    slot = used.nonzero()[:, 0]
+    page = torch.tensor(list(plan.table[r]), device=buffer.device)[slot // plan.page]
+    return buffer[page, slot % plan.page]

@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from specdec.models import chains
 from specdec.protocols import LanguageModel
 from specdec.rng import Key, Rng
 from specdec.sampling import Sampling
-from specdec.types import Context, Proposal, Round
+from specdec.types import Context, Proposal, Provenance, Round
 
 
 class ModelState(NamedTuple):
@@ -22,6 +23,8 @@ class ModelState(NamedTuple):
 @dataclass(frozen=True)
 class Model:
     """Draws a chain from ``model``, one forward a token; at temperature 0 the chain is the model's greedy one.
+
+    With a model that has captured steps (``HFModel(graphs=...)``) the whole chain is one of them (``models.chains``).
 
     Args:
         model: any ``LanguageModel`` with the target's tokenizer; a padded vocabulary is cut or filled to the target's size.
@@ -58,6 +61,11 @@ class Model:
         text = readable(context, self.model)
         B, N = context.batch, int(budget.max())
         device = getattr(self.model, "device", "cpu")
+        chain = chains.propose(self.model, state.cache, text, budget, rng, sampling, self.vocab_size)
+        if chain is not None:
+            how: Provenance = "point" if chain.probs is None else "sampled"
+            proposal = Proposal.chain(chain.tokens, budget, chain.probs, how)
+            return proposal, ModelState(state.cache, proposal)
         tokens = torch.zeros(B, N, dtype=torch.long, device=device)
         drawn: list[Tensor] = []
         uniform = int(budget.min()) == N

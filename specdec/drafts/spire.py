@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
+from specdec.kernels.attention import ExplicitPlan, attention
 from specdec.models.ring import Ring
 from specdec.models.slots import KVShape
 from specdec.models.spire import SpireModel
@@ -150,30 +150,28 @@ class _Steps:
     def __init__(self, model: SpireModel, ring: Ring, context: Context, steps: int):
         self.model, self.ring, self.steps = model, ring, steps
         positions = context.length[:, None] - 1 + torch.arange(steps)  # [B, steps]
-        hidden = torch.from_numpy(~ring.visible(positions.numpy()))
-        mask = (
-            torch.zeros(hidden.shape, dtype=model.dtype).masked_fill_(hidden, float("-inf")).to(model.device)
-        )
-        self.masks = mask[:, None].unbind(2)  # [B, 1, S] of each step
-        rows = torch.arange(context.batch).repeat_interleave(steps)
-        self.slots = ring.at(rows, positions.flatten(), model.device).view(-1, steps).unbind(1)
-        cos, sin = model.rotary(positions.to(model.device))
-        self.rotary = list(zip(cos.unbind(1), sin.unbind(1)))
+        queries, rows = positions.numpy(), range(context.batch)
+        at = ring.at(torch.arange(context.batch).repeat_interleave(steps), positions.flatten(), model.device)
+        seen, behind = ring.visible(queries), queries[..., None] - ring.held(queries)
+        self.plans = [
+            ExplicitPlan(rows, [1] * context.batch, seen[:, n], behind[:, n], slots)
+            for n, slots in enumerate(at.view(-1, steps).t().contiguous())
+        ]
+        cos, sin = model.rotary(positions.t().contiguous().to(model.device))
+        self.rotary = list(zip(cos, sin))
 
     def __call__(self, n: int, tokens: Tensor) -> Tensor:
         """Logits ``[B, V]`` after ``tokens [B]``."""
         model, ring = self.model, self.ring
-        slots, rotary, mask = self.slots[n], self.rotary[n], self.masks[n][:, :, None]
+        plan, rotary = self.plans[n], self.rotary[n]
+        slots = plan.slots_on(model.device)
         x = model.embed(tokens)
         activations = [x]
         for i in range(len(model.layers)):
 
             def attend(query: Tensor, key: Tensor, value: Tensor, i: int = i) -> Tensor:
                 ring.write(i, slots, key, value)
-                keys, values = (t.transpose(1, 2) for t in ring.layers[i])
-                q = query[:, :, None]
-                gqa = q.shape[1] != keys.shape[1]
-                return scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=gqa)[:, :, 0]
+                return attention(query.transpose(0, 1)[None], *ring.layers[i], plan)[0]
 
             x, _, _ = model.run(i, x, rotary, attend)
             activations.append(x)

@@ -134,8 +134,13 @@ class Lane:
         clock.append(perf_counter())
         if proposal.tokens.device != scores.logits.device:  # drafts without a model work on the host
             proposal = proposal.to(scores.logits.device)
-        probs = decoder.sampling(scores.logits, context, proposal)
-        verdict = decoder.verifier(proposal, probs, context, self.rng)
+        fused = getattr(decoder.verifier, "from_logits", None) if decoder.sampling.only_temperature else None
+        if fused is not None:
+            probs = None
+            verdict = fused(proposal, scores.logits, decoder.sampling, context, self.rng)
+        else:
+            probs = decoder.sampling(scores.logits, context, proposal)
+            verdict = decoder.verifier(proposal, probs, context, self.rng)
         self.cache.commit(context, verdict)
         kept, finished = limits.apply(context, verdict)
         clock.append(perf_counter())
@@ -204,27 +209,32 @@ def check(proposal: Proposal, budget: Tensor, vocab_size: int) -> None:
             f"the draft proposed a path of {int(longest[b])} tokens in row {b}, more than its budget of {int(budget[b])}: "
             "propose() must respect budget[b]"
         )
-    tokens = proposal.tokens.cpu()
-    if bool(((tokens < 0) | (tokens >= vocab_size))[live].any()):
+    tokens, probs = proposal.tokens, proposal.probs
+    wrong = [(tokens < 0) | (tokens >= vocab_size)]
+    if probs is not None and probs.shape == (B, N, vocab_size):
+        total = probs.sum(-1, dtype=torch.float32)
+        drawn = probs.gather(2, tokens.clamp(0, vocab_size - 1)[..., None])[..., 0]
+        wrong += [~((total - 1).abs() < 1e-3), drawn <= 0]  # NaN is off too
+    outside, *unlike = torch.stack(wrong).cpu() & live  # the only wait for the device
+    if bool(outside.any()):
         raise ValueError(
-            f"the draft proposed a token outside the target's vocabulary of {vocab_size}: pad or cut its logits"
+            f"the draft proposed a token outside the target's vocabulary of {vocab_size}: pad or cut its logits (a captured draft says "
+            "-1 where its logits are not finite)"
         )
-    if proposal.probs is not None:
-        if proposal.probs.shape != (B, N, vocab_size):
+    if probs is not None:
+        if not unlike:
             raise ValueError(
-                f"the draft's probs have shape {list(proposal.probs.shape)}: expected {[B, N, vocab_size]}"
+                f"the draft's probs have shape {list(probs.shape)}: expected {[B, N, vocab_size]}"
             )
-        total = proposal.probs.sum(-1, dtype=torch.float32).cpu()
-        off = ~((total - 1).abs() < 1e-3) & live  # NaN is off too
+        off, never = unlike
         if bool(off.any()):
             b, n = off.nonzero()[0].tolist()
             raise ValueError(
                 f"the draft's probs of row {b}, node {n} sum to {float(total[b, n]):.4g}: give probabilities that sum to 1 "
                 "(logits need a softmax)"
             )
-        drawn = proposal.probs.gather(2, proposal.tokens.clamp(0, vocab_size - 1)[..., None])[..., 0].cpu()
-        if bool(((drawn <= 0) & live).any()):
-            b, n = ((drawn <= 0) & live).nonzero()[0].tolist()
+        if bool(never.any()):
+            b, n = never.nonzero()[0].tolist()
             raise ValueError(
                 f"the draft's probs give probability {float(drawn[b, n]):.3g} to the token of row {b}, node {n}: it cannot have been "
                 "drawn from them"

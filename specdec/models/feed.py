@@ -7,7 +7,7 @@ different array operations.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from specdec import tree
+from specdec.device import sent
 from specdec.kernels.attention import AttentionPlan, Tree
 from specdec.types import Context, Proposal
 
@@ -68,43 +69,67 @@ class Feed:
         node = torch.tensor([max(s - r.length, -1) for r in self.rows for s in range(r.first, r.end)])
         return row, torch.tensor(self.positions), node
 
-    def pieces(self, slots: int, limit: int, wanted: bool, device: torch.device) -> Iterator[Piece]:
+    def pieces(
+        self,
+        slots: int,
+        limit: int,
+        wanted: bool,
+        device: torch.device,
+        table: Mapping[int, list[int]] | None = None,
+        page: int = 0,
+    ) -> Iterator[Piece]:
         """What to run, in order, over a cache of ``slots`` slots a row: at most ``limit`` tokens at a time.
 
         Args:
             wanted: whether logits are wanted, of the last committed token and of nodes.
+            table: row -> its pages of ``page`` slots, over a cache in pages; ``slots`` is then what a row can have at most.
         """
-        flat = [r.b * slots + s for r in self.rows for s in range(r.first, r.end)]
+        if table is None:
+            flat = [r.b * slots + s for r in self.rows for s in range(r.first, r.end)]
+        else:
+            flat = [table[r.b][s // page] * page + s % page for r in self.rows for s in range(r.first, r.end)]
         ids, positions, at = self.tensors(device, flat)
         if self.tokens <= limit:
             yield Piece(
-                self._plan(self.rows, slots, at), ids, positions, self.keep(self.rows, wanted, device)
+                self._plan(self.rows, slots, at, table, page),
+                ids,
+                positions,
+                self.keep(self.rows, wanted, device),
             )
             return
         for low in range(0, self.tokens, limit):
             part, rows = slice(low, low + limit), self.cut(low, low + limit)
-            plan, keep = self._plan(rows, slots, at[part]), self.keep(rows, wanted, device)
-            yield Piece(plan, ids[part], positions[part], keep)
+            plan = self._plan(rows, slots, at[part], table, page)
+            yield Piece(plan, ids[part], positions[part], self.keep(rows, wanted, device))
 
     def tensors(self, device: torch.device, *more: Sequence[int]) -> tuple[Tensor, ...]:
         """Ids ``[T]``, positions ``[T]``, and ``more`` lists of T numbers, all in one copy to ``device``."""
-        ids, *others = torch.tensor([self.ids, self.positions, *more]).to(device).unbind(0)
+        ids, *others = sent(torch.tensor([self.ids, self.positions, *more]), device).unbind(0)
         if self.drafted is not None:
             here = [(i, r.b, s - r.length) for i, (r, s) in enumerate(self._slots()) if s >= r.length]
-            where, b, n = torch.tensor(here).to(device).unbind(1)
+            where, b, n = sent(torch.tensor(here), device).unbind(1)
             ids.index_copy_(0, where, self.drafted[b, n])
         return ids, *others
 
     def _slots(self) -> Iterator[tuple[Row, int]]:
         return ((r, s) for r in self.rows for s in range(r.first, r.end))
 
-    def _plan(self, rows: list[Row], slots: int, at: Tensor) -> AttentionPlan:
+    def _plan(
+        self, rows: list[Row], slots: int, at: Tensor, table: Mapping[int, list[int]] | None, page: int
+    ) -> AttentionPlan:
         shape = None
         if self.shape is not None:
             which = [r.b for r in rows]
             shape = Tree(np.array([r.length for r in rows]), *(table[which] for table in self.shape))
         return AttentionPlan(
-            [r.b for r in rows], [r.first for r in rows], [r.end - r.first for r in rows], slots, shape, at
+            [r.b for r in rows],
+            [r.first for r in rows],
+            [r.end - r.first for r in rows],
+            slots,
+            shape,
+            at,
+            table=None if table is None else [table[r.b] for r in rows],
+            page=page,
         )
 
     def cut(self, low: int, high: int) -> list[Row]:
@@ -128,7 +153,7 @@ class Feed:
         for r in rows:
             keep += range(t + max(r.length - 1 - r.first, 0), t + r.end - r.first)
             t += r.end - r.first
-        return torch.tensor(keep).to(device) if keep else False
+        return sent(torch.tensor(keep), device) if keep else False
 
 
 def feed(context: Context, proposal: Proposal | None, first: Sequence[int], end: Sequence[int]) -> Feed:

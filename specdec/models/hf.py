@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from specdec.device import sent
 from specdec.kernels.attention import AttentionPlan
 from specdec.kernels.attention.api import check as check_backend
 from specdec.models.cache import KVShape, SlotCache, check_memory
@@ -25,12 +26,15 @@ from specdec.models.families import SUPPORTED, UnsupportedModel, path_of, positi
 from specdec.models.feed import Feed, Piece, feed
 from specdec.models.load import load, load_tokenizer
 from specdec.models.packed import Packed
+from specdec.models.paged import PagedCache, Pool
+from specdec.models.steps import Steps, steps_for
 from specdec.models.taps import listening
 from specdec.types import Context, Fed, Proposal, Scores
 
 __all__ = ["SUPPORTED", "HFModel", "UnsupportedModel"]
 
 _NOTHING: Any = nullcontext()
+Cache = SlotCache | PagedCache
 
 
 class HFModel:
@@ -42,14 +46,26 @@ class HFModel:
         tokenizer: needed for text and chat prompts only.
         prefill_chunk: tokens of a prompt that are fed in one forward, all rows together.
         unlisted: ``"packed"`` tries a family that is not listed, after comparing it with its own plain forward.
-        attention: how it is computed, a name of ``kernels.attention.BACKENDS``: ``"packed"``, ``"padded"`` to the longest row, or
-            ``"decomposed"`` into fragments (docs/decomposition.md); all give the same. ``"auto"`` takes what can serve each layer.
+        attention: how it is computed, a name of ``kernels.attention.BACKENDS``: ``"packed"``, ``"padded"`` to the longest row,
+            ``"decomposed"`` into fragments (docs/decomposition.md), ``"native"`` (C, on the CPU), or, on a GPU, ``"triton"``,
+            ``"torch_flash"`` and ``"flash_attn"``; all give the same. ``"auto"`` takes what can serve each layer
+            (``kernels.attention.explain`` says what, and why not the others).
+        page: slots of a page, for KV in pages that rows take as they grow (docs/models.md); ``None``: as many slots for every row.
+        graphs: whether small steps (decoding, verification, a draft's tokens) are captured once for each shape and replayed as CUDA graphs.
+            ``"auto"`` does it where it can be done, ``True`` refuses a model that cannot. ``"eager"`` runs the same steps without
+            capturing them and ``"recorded"`` by a recording of their operators, on any device, for tests (docs/models.md).
+        invariant: whether a row's logits must not depend, to the bit, on what else is in the batch or in the step, prompts included
+            (docs/kernels.md). Llama-like models on a CPU with C kernels can be so, at a price; others are refused.
     Raises:
         UnsupportedModel: the family cannot be run exactly; the message says why and what can.
-        ValueError: no such ``attention``, or one that this model's layers cannot be computed by.
+        ValueError: no such ``attention``, or one that this model's layers cannot be computed by, or not over pages of this size;
+            pages for a family that runs padded; graphs for a model that cannot have them.
+        ImportError: ``attention`` needs a package that is not installed; the message says which.
 
-    One thread at a time: families that run padded keep the call at hand in the object.
+    One thread at a time: families that run padded keep the call at hand in the object, and so do captured steps.
     """
+
+    steps: Steps | None = None  # captured steps, where there are any
 
     def __init__(
         self,
@@ -59,6 +75,9 @@ class HFModel:
         prefill_chunk: int = 512,
         unlisted: str | None = None,
         attention: str = "auto",
+        page: int | None = None,
+        graphs: bool | str = False,
+        invariant: bool = False,
     ):
         model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper
         if not isinstance(model, PreTrainedModel):
@@ -78,7 +97,7 @@ class HFModel:
         self.model, self.tokenizer, self.prefill_chunk = model, tokenizer, prefill_chunk
         self.clone = structural_clone(model)
         self._path = (
-            Packed(self.clone, attention)
+            Packed(self.clone, attention, invariant)
             if path == "packed"
             else Padded(self.clone, trees="chains" not in path)
         )
@@ -87,9 +106,26 @@ class HFModel:
             raise ValueError(
                 f"attention is {attention!r} but {model.config.model_type} computes its own, on padded rows: leave it 'auto'"
             )
+        if invariant and not getattr(getattr(self._path, "lean", None), "invariant", False):
+            raise ValueError(
+                f"invariant is True but this {model.config.model_type} cannot be: llama-like models in float32 or bfloat16, with sizes that are "
+                "multiples of 16, can, on a CPU where specdec.kernels.native.reason() is None; leave it False"
+            )
+        if invariant and page is not None and page % 16:
+            raise ValueError(f"page is {page}: with invariant=True give a multiple of 16, or None")
+        if page is not None and page < 1:
+            raise ValueError(f"page is {page}: slots of a page, at least 1, or None for slots of every row")
+        if page is not None and path != "packed":
+            raise ValueError(
+                f"page is {page} but {model.config.model_type} computes its own attention, on padded rows of slots: leave it None"
+            )
+        self.page = page
         self.supports_trees = self._path.trees
         where = self.clone.get_input_embeddings().weight
         self._wrapped_as = (where.dtype, where.device)
+        self.steps = steps_for(graphs, self._path, self.clone, self.device, attention, page)
+        if self.steps is not None:
+            self._path.concurrent = False
         self.max_positions = positions_of(model.config)
         self.vocab_size: int = model.config.get_text_config().vocab_size
         if attention != "auto" and path == "packed":
@@ -110,6 +146,9 @@ class HFModel:
         prefill_chunk: int = 512,
         unlisted: str | None = None,
         attention: str = "auto",
+        page: int | None = None,
+        graphs: bool | str = False,
+        invariant: bool = False,
         **kwargs: Any,
     ) -> HFModel:
         """Load a hub id or a local folder, with its tokenizer if it has one; ``kwargs`` go to ``from_pretrained``.
@@ -121,7 +160,16 @@ class HFModel:
         model = load(name, dtype=dtype, device_map=device_map, **kwargs)
         if tokenizer is None:
             tokenizer = load_tokenizer(name)
-        return cls(model, tokenizer, prefill_chunk=prefill_chunk, unlisted=unlisted, attention=attention)
+        return cls(
+            model,
+            tokenizer,
+            prefill_chunk=prefill_chunk,
+            unlisted=unlisted,
+            attention=attention,
+            page=page,
+            graphs=graphs,
+            invariant=invariant,
+        )
 
     @cached_property  # asked for in every step
     def device(self) -> torch.device:
@@ -166,8 +214,11 @@ class HFModel:
     @cached_property
     def _shapes(self) -> list[KVShape]:
         """What each layer keeps, found by feeding one token."""
-        probe = _Probe()
-        plan = AttentionPlan([0], [0], [1], 1 + self._path.spare)
+        probe = _Probe(self.page or 1)
+        if self.page is None:
+            plan = AttentionPlan([0], [0], [1], 1 + self._path.spare)
+        else:
+            plan = AttentionPlan([0], [0], [1], self.page, table=[[0]], page=self.page)
         token = torch.zeros(1, dtype=torch.long, device=self.device)
         with torch.inference_mode():
             self._path.forward(probe, plan, token, token, False)
@@ -189,20 +240,24 @@ class HFModel:
         """KV bytes of one token of one row, all layers."""
         return sum(shape.bytes for shape in self._shapes)
 
-    def cache(self, batch: int, capacity: int) -> SlotCache:
-        """An empty cache for ``batch`` rows of up to ``capacity`` tokens, nodes included.
+    def cache(self, batch: int, capacity: int) -> Cache:
+        """An empty cache for ``batch`` rows of up to ``capacity`` tokens, nodes included; in pages where the model has a ``page``.
 
         Raises:
-            MemoryError: it would not fit; estimated before anything is allocated.
+            MemoryError: it would not fit; estimated before anything is allocated. (Pages are allocated when rows are fed.)
             RuntimeError: the user's model was moved, cast or given other parameters since it was wrapped.
         """
         self._check_storage()
+        if self.page is not None:
+            return PagedCache(Pool(self._shapes, self.page), batch, capacity)
+        if self.steps is not None:
+            return self.steps.cache(self._shapes, batch, capacity)
         check_memory(self._shapes, batch, capacity, self._path.spare)
         return SlotCache(self._shapes, batch, capacity, self._path.spare)
 
     # -- forward -------------------------------------------------------------------------------------------------------
 
-    def prefill(self, cache: SlotCache, context: Context, rows: Tensor | None = None) -> None:
+    def prefill(self, cache: Cache, context: Context, rows: Tensor | None = None) -> None:
         """Feed what the cache lacks of each row (or of ``rows [R]``), all but its last committed token; no logits are computed."""
         end = (context.length - 1).tolist()
         if rows is not None:
@@ -214,7 +269,7 @@ class HFModel:
 
     def score(
         self,
-        cache: SlotCache,
+        cache: Cache,
         context: Context,
         proposal: Proposal | None = None,
         start: int | None = None,
@@ -235,8 +290,9 @@ class HFModel:
         made, layers = self._run(cache, packed, True, taps)
         if made is not None and made.shape[0] == B * width:
             logits = made.view(B, width, -1)
-            if not torch.is_inference_mode_enabled():
-                logits = logits.clone()  # a tensor that may be changed: the forward's may not
+            if self.steps is not None or not torch.is_inference_mode_enabled():
+                # One that may be changed: the forward's may not, and a step's will be.
+                logits = logits.clone()
         else:
             V, dtype, device = self.vocab_size, self.dtype, self.device
             if made is not None:
@@ -248,14 +304,14 @@ class HFModel:
                     for r in packed.rows
                     for node in range(max(r.first - r.length, -1), r.end - r.length)
                 ]
-                logits.index_copy_(0, torch.tensor(at).to(device), made)
+                logits.index_copy_(0, sent(torch.tensor(at), device), made)
             logits = logits.view(B, width, V)
         self._remember(cache, context, packed)
         return Scores(logits, Fed(layers, *packed.owners()) if taps else None)
 
     def _plan(
         self,
-        cache: SlotCache,
+        cache: Cache,
         context: Context,
         proposal: Proposal | None,
         start: int | None,
@@ -292,7 +348,7 @@ class HFModel:
 
     def _feed(
         self,
-        cache: SlotCache,
+        cache: Cache,
         context: Context,
         proposal: Proposal | None,
         first: Sequence[int],
@@ -311,7 +367,7 @@ class HFModel:
         return packed
 
     def _run(
-        self, cache: SlotCache, packed: Feed, wanted: bool, taps: Sequence[int]
+        self, cache: Cache, packed: Feed, wanted: bool, taps: Sequence[int]
     ) -> tuple[Tensor | None, dict[int, Tensor]]:
         """Feed packed tokens; logits ``[K, V]`` after the last committed token and nodes of each row, and tapped activations."""
         if not packed.rows:
@@ -325,6 +381,10 @@ class HFModel:
         mode = _NOTHING if torch.is_inference_mode_enabled() else torch.inference_mode()
         caught = listening(self.clone, taps) if taps else {}
         with mode:
+            if self.steps is not None and not taps:
+                step = self.steps.step(cache, packed, wanted)
+                if step is not None:
+                    return step(), {}
             for memo, piece in self._pieces(cache, packed, limit, wanted):
                 out = self._path.forward(memo, *piece, caught)
                 if out is not None:
@@ -334,25 +394,41 @@ class HFModel:
 
     def _pieces(self, cache: Any, packed: Feed, limit: int, wanted: bool) -> Iterator[tuple[Any, Piece]]:
         """What to run, in order, each with what its keys and values go to."""
-        for piece in packed.pieces(cache.slots, limit, wanted, self.device):
+        if isinstance(cache, PagedCache):
+            table = cache.hold(packed.rows)
+            pieces = packed.pieces(cache.capacity, limit, wanted, self.device, table, cache.page)
+        else:
+            pieces = packed.pieces(cache.slots, limit, wanted, self.device)
+        for piece in pieces:
             yield cache, piece
 
-    def _remember(self, cache: SlotCache, context: Context, packed: Feed) -> None:
+    def _remember(self, cache: Cache, context: Context, packed: Feed) -> None:
         """Note what was fed in the memo; only after the forward, so that one that fails leaves the memo true."""
         text = context.tokens.numpy()
         for b, first, length, end in packed.rows:
             cache.remember(b, text[b], first, min(length, end), max(end - length, 0))
 
     def bare_step(
-        self, cache: SlotCache, context: Context, proposal: Proposal | None = None
+        self, cache: Cache, context: Context, proposal: Proposal | None = None
     ) -> Callable[[], Tensor | None]:
         """The model's forward for ``score(cache, context, proposal)`` and nothing else, to be timed and called repeatedly.
 
         Everything is prepared beforehand, nothing is remembered afterwards; what the cache lacks must fit one forward.
         """
         packed, _ = self._plan(cache, context, proposal, None, None)
+        if self.steps is not None:
+            for _ in range(2):  # shapes are captured when they are met again
+                with torch.inference_mode():
+                    step = self.steps.step(cache, packed, True)
+                if step is not None:
+                    return step
         ((memo, piece),) = self._pieces(cache, packed, packed.tokens, True)
-        return lambda: self._path.forward(memo, *piece)
+
+        @torch.inference_mode()
+        def step() -> Tensor | None:
+            return self._path.forward(memo, *piece)
+
+        return step
 
 
 class _Probe:
@@ -360,12 +436,15 @@ class _Probe:
 
     capacity = 1
 
-    def __init__(self) -> None:
+    def __init__(self, slots: int) -> None:
+        self.slots = slots
         self.shapes: dict[int, KVShape] = {}
 
     def append(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         self.shapes[layer] = KVShape(key.shape[1], key.shape[3], value.shape[3], key.dtype, key.device)
-        return key.transpose(1, 2), value.transpose(1, 2)
+        spare = (0, 0, 0, 0, 0, self.slots - 1)  # a page is whole
+        keys, values = (torch.nn.functional.pad(t.transpose(1, 2), spare) for t in (key, value))
+        return keys, values
 
 
 def self_check(wrapped: HFModel, tokens: int = 24, seed: int = 0) -> float:

@@ -87,8 +87,8 @@ class Lean:
         self.blocks = [block_of(layer, model) for layer in self.layers]
 
     @staticmethod
-    def suits(model: Any) -> bool:
-        """Whether this path computes exactly what the model's own forward does."""
+    def suits(model: Any, dtype: torch.dtype = torch.float32) -> bool:
+        """Whether this path computes exactly what the model's own forward does, for a model in ``dtype``."""
         if type(model) not in _CLASSES or model.config.hidden_act != "silu":
             return False
         plain = {"Linear", "Embedding", "ModuleList", "SiLU", "SiLUActivation"}
@@ -101,7 +101,7 @@ class Lean:
             type(m).__name__ in plain | own
             and not (m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m))
             for m in model.modules()
-        ) and all(p.dtype == torch.float32 for p in model.parameters())
+        ) and all(p.dtype == dtype for p in model.parameters())
 
     @property
     def usable(self) -> bool:

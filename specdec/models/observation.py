@@ -30,6 +30,10 @@ def last_queries(model: HFModel, source: SlotCache, rows: Sequence[int], count: 
 
     A forward of these tokens over the cache, which stays as it is: pruners want to know what they look at.
     """
+    if not isinstance(source, SlotCache):
+        raise TypeError(
+            f"the cache is a {type(source).__name__} and its slots are read row by row: make the model without page"
+        )
     first = [source._lengths[b] - count for b in rows]
     text = [source._tokens[b, f : f + count] for b, f in zip(rows, first)]
     ids = torch.from_numpy(np.concatenate(text)).to(model.device)

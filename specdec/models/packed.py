@@ -15,6 +15,7 @@ from transformers import AttentionInterface
 from specdec.kernels.attention import AttentionPlan, attention
 from specdec.models.families import refuse
 from specdec.models.lean import Lean
+from specdec.models.native import Native
 from specdec.models.taps import tapped
 
 ATTENTION = "specdec_slots"  # the name under which ``slot_attention`` is registered; it must not look like sdpa or flash
@@ -58,19 +59,31 @@ def slot_attention(
 AttentionInterface.register(ATTENTION, slot_attention)
 
 
+def _nothing(*_: Any) -> None:
+    pass
+
+
 class Packed:
     """No padding and no mask: the plan travels to every attention layer, which computes it by ``backend`` (``kernels.attention``)."""
 
     spare = 0
     trees = True
+    concurrent = True  # several threads may call it at once
 
-    def __init__(self, model: Any, backend: str = "auto"):
+    def __init__(self, model: Any, backend: str = "auto", invariant: bool = False):
         if any(getattr(m, "is_causal", True) is False for m in model.modules() if hasattr(m, "layer_idx")):
             raise refuse(model.config.model_type, "it has layers that attend in both directions")
         model.set_attn_implementation(ATTENTION)
+        for part in model.modules():  # packed ids have no padding, and looking for it waits for the device
+            if hasattr(part, "warn_if_padding_and_no_attention_mask"):
+                part.warn_if_padding_and_no_attention_mask = _nothing
         self.model, self.body = model, model.base_model
         self.backend = backend
-        self.lean = Lean(model, backend) if Lean.suits(model) else None
+        self.lean: Lean | None = None
+        if Native.suits(model):
+            self.lean = Native(model, backend, invariant)
+        elif Lean.suits(model):
+            self.lean = Lean(model, backend)
 
     def forward(
         self,

@@ -9,6 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from specdec.kernels.native import library
+from specdec.kernels.native.ops import keep
+
 
 class KVShape(NamedTuple):
     """What one slot of one layer holds: keys ``[heads, key_size]`` and values ``[heads, value_size]``."""
@@ -72,6 +75,17 @@ class Slots:
 
     def put(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Put ``keys [T, H, D]`` and ``values [T, H, Dv]`` into flat ``slots [T]``, on the layer's device."""
+        into = self.layers[layer]
+        plain = (
+            keys.is_cpu
+            and keys.stride(-1) == 1 == values.stride(-1)
+            and slots.dtype == torch.long
+            and not (torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad))
+        )
+        if plain and library() is not None:
+            keep(into[0], slots, keys)
+            keep(into[1], slots, values)
+            return
         into_keys, into_values = self._flat[layer]
         at = self._numbers(slots, keys.shape[1])
         into_keys.index_copy_(0, at, keys.reshape(-1, keys.shape[-1]))

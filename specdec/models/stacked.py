@@ -45,7 +45,7 @@ class StackedModel(HFModel):
                 raise ValueError(
                     f"member {i} has another shape than member 0: only models that differ in nothing but their weights can be stacked"
                 )
-        super().__init__(first.model, first.tokenizer, prefill_chunk=first.prefill_chunk)
+        super().__init__(first.model, first.tokenizer, prefill_chunk=first.prefill_chunk, page=first.page)
         self._path: Any = _Path([model.clone for model in members])
         self.members = len(members)
 

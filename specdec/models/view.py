@@ -151,6 +151,7 @@ class View(Windowed):
         extra: slots a head for entries that a pruner chooses.
     Raises:
         UnsupportedModel: ``in_cache`` for a family whose keys cannot be turned; see ``Rotation``.
+        ValueError: the model keeps its KV in pages.
     """
 
     def __init__(
@@ -163,6 +164,10 @@ class View(Windowed):
         extra: int = 0,
     ):
         super().__init__(model, window, sinks, block=block)
+        if model.page is not None:
+            raise ValueError(
+                f"the target's KV is in pages of {model.page} tokens and a view of it reads slots: make the target without page"
+            )
         self.extra = extra
         self.rotation = Rotation(self) if in_cache else None
 

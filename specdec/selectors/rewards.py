@@ -28,7 +28,7 @@ def block_divergence(round: Round) -> Tensor:
     probabilities with which the nodes would be accepted, of nodes after a rejection too. Rows without a draft have 0.
 
     Raises:
-        ValueError: the proposal is not a chain.
+        ValueError: the proposal is not a chain, or the verifier made no probabilities.
     """
     proposal = round.proposal
     B, N = proposal.tokens.shape
@@ -37,6 +37,10 @@ def block_divergence(round: Round) -> Tensor:
     if not tree.is_chain(proposal.parents):
         raise ValueError(
             "block_divergence is defined for chains: use tokens_per_round or Goodput for trees of proposals"
+        )
+    if round.probs is None:
+        raise ValueError(
+            "block_divergence needs the target's probabilities, which this verifier does not make: use verifiers.Rejection"
         )
     p = round.probs[:, :N].double().cpu()
     if proposal.probs is None:

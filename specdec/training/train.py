@@ -174,7 +174,8 @@ def train(
         batch = source.take(which).to(device, settings.precision)
         logits = forward(draft, batch)
         T = logits.shape[1]
-        value = compare(logits, batch.final[:, :T], batch.tokens[:, 1 : T + 1])
+        final = batch.final[:, :T] if needs else batch.final  # empty where no target ran
+        value = compare(logits, final, batch.tokens[:, 1 : T + 1])
         value.backward()
         recent = [*recent[-49:], value.detach()]
         run.update(settings.rate(run.step), accelerator)

@@ -1,6 +1,7 @@
 """Verifiers: which proposed nodes stand."""
 
 from specdec.verifiers.coupled import Coupled
+from specdec.verifiers.fused import FusedRejection
 from specdec.verifiers.rejection import Rejection
 
-__all__ = ["Coupled", "Rejection"]
+__all__ = ["Coupled", "FusedRejection", "Rejection"]

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from specdec import tree
-from specdec.rng import ACCEPT, BONUS, Key, Rng
+from specdec.device import sent
+from specdec.rng import ACCEPT, BONUS, Key, Philox, Rng, pick
 from specdec.types import Context, Proposal, Verdict
 
 
@@ -48,7 +49,12 @@ class Rejection:
             path, accepted, law = verify_chain(proposal, probs, context, rng)
         else:
             path, accepted, law = verify_tree(proposal, probs, context, rng)
-        bonus = rng.categorical(law, Key(context.length, accepted.cpu(), 0, BONUS))
+        if type(rng) is Philox and not law.is_cpu:  # all that it may be: nobody waits to learn which
+            nodes = torch.arange(proposal.nodes + 1)
+            numbers = sent(rng.uniform(Key(context.length[:, None], nodes, 0, BONUS)), law.device)
+            bonus = pick(law, numbers.gather(1, sent(accepted, law.device)[:, None])[:, 0])
+        else:
+            bonus = rng.categorical(law, Key(context.length, accepted.cpu(), 0, BONUS))
         return Verdict.of(proposal, path, accepted, bonus)
 
 
@@ -102,7 +108,7 @@ def verify_chain(
     B, N = proposal.tokens.shape
     device = probs.device
     rows, n = torch.arange(B, device=device), torch.arange(N, device=device)
-    size = proposal.size.to(device)
+    size = sent(proposal.size, device)
     p = probs[:, :N].gather(2, proposal.tokens[..., None])[..., 0]
     q = (
         torch.ones_like(p)
@@ -115,6 +121,13 @@ def verify_chain(
     accepted = stands.long().cumprod(1).sum(1)
     path = torch.where(n < accepted[:, None], n, -1)
     law = probs[rows, accepted]
+    if not probs.is_cpu:  # for all rows, so that nobody waits to learn which rejected a node
+        at = accepted.clamp(max=N - 1)
+        if proposal.probs is None:
+            drafted = torch.zeros_like(law).scatter_(1, proposal.tokens.gather(1, at[:, None]), 1)
+        else:
+            drafted = proposal.probs[rows, at].to(law)
+        return path, accepted, torch.where((accepted < size)[:, None], residual(law, drafted), law)
     cut = (accepted < size).nonzero()[:, 0]  # rows that rejected a node
     if len(cut):
         at = accepted[cut]

@@ -1,0 +1,204 @@
+"""Which backend serves a call: the backends that there are, what each cannot do, and which is tried first."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec.kernels.attention.plan import AttentionPlan
+
+SMALL = 64  # queries of a row up to which a call is decoding or verification, and not a prompt
+
+_MODULES = {
+    "packed": "packed",
+    "padded": "padded",
+    "decomposed": "decomposed",
+    "reference": "reference",
+    "native": "native",
+    "torch_flash": "torch_flash",
+    "flash_attn": "flash_attn",
+    "triton": "triton_backend",
+}
+_HERE = __package__
+
+# Tried in this order by "auto", and why. Others are served by name only.
+_CPU = {
+    "native": "C kernels: each slot is read once, nothing is padded (prompts run packed)",
+    "packed": "PyTorch's fused attention, on views of the slots",
+    "reference": "serves every call, row by row",
+}
+_DECODE = {
+    "triton": "one launch for ragged rows, trees and windows",
+    "flash_attn": "splits keys over the device, knows soft caps",
+    "torch_flash": "splits keys over the device, nothing to install",
+    "packed": "PyTorch's fused attention, any dtype",
+    "reference": "serves every call, row by row",
+}
+_PROMPT = {
+    "flash_attn": "made for many queries, knows soft caps",
+    "torch_flash": "made for many queries, nothing to install",
+    "triton": "serves ragged rows of any length in one launch",
+    "packed": "PyTorch's fused attention, any dtype",
+    "reference": "serves every call, row by row",
+}
+
+
+class _Backends(Mapping[str, Any]):
+    """Name -> module, imported when it is asked for; an ImportError says what to install."""
+
+    def __init__(self) -> None:
+        self._names = [name for name, module in _MODULES.items() if find_spec(f"{_HERE}.{module}")]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._names:
+            raise KeyError(name)
+        return _load(name)
+
+
+BACKENDS: Mapping[str, Any] = _Backends()
+"""Ways to compute the same, by name; modules are imported when they are asked for."""
+
+
+@lru_cache(maxsize=32)
+def _load(name: str) -> Any:
+    if name == "triton" and find_spec("triton") is None:
+        raise ImportError("triton is not installed: pip install specdec[triton]")
+    module = import_module(f"{_HERE}.{_MODULES[name]}")
+    if name == "flash_attn":
+        module.package()
+    return module
+
+
+def check(backend: str, name: str = "backend") -> None:
+    """Refuse an argument ``name`` that is not ``"auto"`` or one of ``BACKENDS``, or that is not installed.
+
+    Raises:
+        ValueError: there is no such backend.
+        ImportError: it needs a package that is not there; the message says which.
+    """
+    if backend != "auto" and backend not in BACKENDS:
+        raise ValueError(f"{name} is {backend!r}: there are auto, {', '.join(BACKENDS)}")
+    if backend != "auto":
+        try:
+            _load(backend)
+        except ImportError as error:
+            raise ImportError(f"{name} is {backend!r} but {error}") from error
+
+
+def why_not(
+    backend: str,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    plan: AttentionPlan,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    lse: bool = False,
+) -> str | None:
+    """Why a backend cannot serve a call, or ``None``. Arguments as for ``api.attention``."""
+    try:
+        module = _load(backend)
+    except ImportError as error:
+        return str(error)
+    if lse and not hasattr(module, "attend_with_lse"):
+        return "it does not say the log-sum-exp"
+    if _takes_plan(module):
+        why = module.supports(query, softcap, sinks, plan)
+    else:
+        why = module.supports(query, softcap, sinks)
+        if plan.table is not None:
+            why = why or "it reads slots, not pages"
+    if why is None and hasattr(module, "fits"):
+        why = module.fits(query, keys, values, plan, window)
+    return why
+
+
+@lru_cache(maxsize=32)
+def _takes_plan(module: Any) -> bool:
+    return "plan" in inspect.signature(module.supports).parameters
+
+
+def order(device: torch.device, plan: AttentionPlan) -> dict[str, str]:
+    """What ``"auto"`` tries, in order: name -> why it is there."""
+    if device.type != "cuda":
+        tried = _CPU
+    else:
+        tried = _DECODE if max(plan.counts) <= SMALL else _PROMPT
+    return {name: reason for name, reason in tried.items() if name in BACKENDS}
+
+
+def choose(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    plan: AttentionPlan,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    lse: bool = False,
+) -> str:
+    """The backend that ``"auto"`` takes: the first in ``order`` that can serve the call."""
+    for name in order(query.device, plan):
+        if why_not(name, query, keys, values, plan, window, softcap, sinks, lse) is None:
+            return name
+    raise ValueError("no backend can serve this call: " + explain(query, keys, values, plan, window, softcap))
+
+
+def explain(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    plan: AttentionPlan,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    lse: bool = False,
+) -> str:
+    """A line for each backend: chosen and why, could serve the call, or why not. To be printed."""
+    tried, chosen, lines = order(query.device, plan), False, []
+    for name in [*tried, *(n for n in BACKENDS if n not in tried)]:
+        why = why_not(name, query, keys, values, plan, window, softcap, sinks, lse)
+        if why is not None:
+            lines.append((name, "cannot", why))
+        elif name in tried and not chosen:
+            chosen = True
+            lines.append((name, "chosen", tried[name]))
+        else:
+            lines.append((name, "could", tried.get(name, "by name only")))
+    wide = max(len(name) for name, *_ in lines)
+    return "\n".join(f"{name:<{wide}}  {state:<6}  {reason}" for name, state, reason in lines)
+
+
+def available(device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> list[str]:
+    """Names of the backends that can serve a plain call on a device.
+
+    Args:
+        dtype: by default float32 on a CPU and bfloat16 elsewhere.
+    Raises:
+        ValueError: a CUDA device where PyTorch sees none.
+    """
+    device = torch.device(device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device is {device} and PyTorch sees no CUDA device")
+    if dtype is None:
+        dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    query = torch.zeros(1, 1, 1, 64, dtype=dtype, device=device)
+    plan = AttentionPlan([0], [0], [1], 1)
+    return [name for name in BACKENDS if why_not(name, query, query, query, plan) is None]

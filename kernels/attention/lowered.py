@@ -1,0 +1,149 @@
+"""A plan's numbers where a kernel can read them: a few integers a row, copied to the device once per forward.
+
+What a query sees follows from them: slots below its row's ``root`` up to its own, and of the slots from ``root`` on those
+whose bit is set in its word of ancestors (one word, so a tree has at most 64 nodes). What does not fit into that is written
+out slot by slot.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specdec.kernels.attention.plan import AttentionPlan
+
+NODES = 64  # of a tree whose ancestors fit into one word
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """What kernels read of a plan: int32 tensors on one device, unless said otherwise.
+
+    Attributes:
+        starts: ``[R + 1]`` first packed query of each row, cumulative counts.
+        length: ``[R]`` slots in use, the new ones included.
+        rows: ``[R]`` buffer row.
+        root: ``[R]`` slot of node 0; without a tree ``length``, so that no slot is a node.
+        words: ``[T]`` int64, bit m says that node m is the query itself or above it; 0 for a query below the root. ``None``
+            without a tree, or with ``seen``.
+        depth: ``[R, N]`` of each node; ``None`` where ``words`` is.
+        table: ``[R, P]`` pages of each row, 0 beyond its last; ``None`` for slots.
+        seen: ``[1 or Hq, T, S]`` uint8, which slots of its row each query sees, a window included, where that does not
+            follow from the rest (slots in no order; trees of more than 64 nodes). ``S`` is ``max_length``.
+        max_count, max_length: queries and slots of the largest row, on the host. They may be larger than that, so that one
+            captured launch serves many steps.
+    """
+
+    starts: Tensor
+    length: Tensor
+    rows: Tensor
+    root: Tensor
+    words: Tensor | None
+    depth: Tensor | None
+    table: Tensor | None
+    seen: Tensor | None
+    max_count: int
+    max_length: int
+
+
+def lower(plan: AttentionPlan, device: torch.device | str, window: int | None = None) -> Lowered:
+    """The numbers of ``plan`` on ``device``, remembered in ``plan.known``; only ``seen`` depends on ``window``."""
+    device = torch.device(device)
+    known = plan.known.get(("lowered", device))
+    if known is None:
+        known = plan.known["lowered", device] = _numbers(plan, device)
+    if not written_out(plan):
+        return known
+    layer = getattr(plan, "layer", None)  # only the latest layer's mask is kept
+    key = ("lowered", device, window)
+    if key not in plan.known or plan.known[key][0] != layer:
+        plan.known[key] = layer, replace(known, seen=_seen(plan, window, device))
+    return plan.known[key][1]
+
+
+def written_out(plan: AttentionPlan) -> bool:
+    """Whether what a query sees has to be said slot by slot."""
+    return not plan.ordered or _nodes(plan) > NODES
+
+
+def _nodes(plan: AttentionPlan) -> int:
+    """Nodes of the largest tree; entries beyond these are never looked at."""
+    if plan.tree is None:
+        return 0
+    used = max(n - int(root) for n, root in zip(plan.length, plan.tree.root))
+    return max(0, min(used, plan.tree.depth.shape[1]))
+
+
+def _numbers(plan: AttentionPlan, device: torch.device) -> Lowered:
+    counts, length = np.asarray(plan.counts), np.asarray(plan.length)
+    parts: dict[str, np.ndarray] = {}
+    if plan.tree is not None and not written_out(plan):
+        nodes = max(1, _nodes(plan))
+        parts["words"] = _words(plan, nodes)
+        parts["depth"] = np.asarray(plan.tree.depth)[:, :nodes]
+    parts["starts"] = np.concatenate([[0], np.cumsum(counts)])
+    parts["length"] = length
+    parts["rows"] = np.asarray(plan.rows)
+    parts["root"] = length if plan.tree is None else np.asarray(plan.tree.root)
+    if plan.table is not None:
+        parts["table"] = np.zeros((len(plan.table), max(map(len, plan.table))), dtype=np.int32)
+        for row, pages in zip(parts["table"], plan.table):
+            row[: len(pages)] = pages
+    made: dict[str, Any] = {"words": None, "depth": None, "table": None}
+    made.update(_copy(parts, device))
+    return Lowered(**made, seen=None, max_count=int(counts.max()), max_length=int(length.max()))
+
+
+def _words(plan: AttentionPlan, nodes: int) -> np.ndarray:
+    """``[T]`` int64."""
+    assert plan.tree is not None
+    bits = np.zeros((*plan.tree.ancestors.shape[:2], NODES), dtype=bool)
+    bits[:, :, :nodes] = plan.tree.ancestors[:, :, :nodes]
+    words = np.packbits(bits, axis=-1, bitorder="little").view("<i8")[..., 0]  # [R, N]
+    row = np.repeat(np.arange(len(plan.rows)), plan.counts)
+    slot = np.concatenate([np.arange(f, f + n) for f, n in zip(plan.first, plan.counts)])
+    node = slot - np.asarray(plan.tree.root)[row]
+    return np.where(node < 0, 0, words[row, node.clip(0, words.shape[1] - 1)])
+
+
+def _copy(parts: dict[str, np.ndarray], device: torch.device) -> dict[str, Tensor]:
+    """All of them in one copy; each begins at a multiple of 16 bytes, which is what kernels are specialised for."""
+    ints = {
+        name: np.ascontiguousarray(part, dtype=np.int64 if name == "words" else np.int32)
+        for name, part in parts.items()
+    }
+    ends = np.cumsum([-(-part.nbytes // 16) * 4 for part in ints.values()])
+    packed = np.zeros(int(ends[-1]), dtype=np.int32)
+    begins = [0, *ends[:-1].tolist()]
+    for begin, part in zip(begins, ints.values()):
+        flat = part.reshape(-1).view(np.int32)
+        packed[begin : begin + len(flat)] = flat
+    there = to_device(torch.from_numpy(packed), device)
+    made = {}
+    for begin, (name, part) in zip(begins, ints.items()):
+        own = there[begin : begin + part.nbytes // 4]
+        made[name] = (own.view(torch.int64) if name == "words" else own).view(part.shape)
+    return made
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy that the host does not wait for, where there is a device to wait for."""
+    if device.type == "cuda" and tensor.is_cpu:
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
+def _seen(plan: AttentionPlan, window: int | None, device: torch.device) -> Tensor:
+    """``[1 or Hq, T, S]`` uint8."""
+    wide = max(plan.length)
+    parts = []
+    for s in plan.runs():
+        seen = torch.as_tensor(plan.visible(s, window)).to(torch.uint8)  # [R, q, n] or [R, Hq, q, n]
+        seen = seen[:, None] if seen.dim() == 3 else seen
+        seen = seen.transpose(0, 1).reshape(seen.shape[1], -1, seen.shape[-1])
+        parts.append(torch.nn.functional.pad(seen, (0, wide - seen.shape[-1])))
+    return to_device(parts[0] if len(parts) == 1 else torch.cat(parts, 1), device).contiguous()

@@ -1,0 +1,242 @@
+"""C kernels for decoding and verification on the CPU: every slot is read once, and nothing is padded, masked or repeated.
+
+One call serves a ragged batch of any shape: a task is a row and a KV head, its queries and all query heads that share the head
+are served by one pass over the slots (``kernels/native/attention.c``). Slots that no query of a row sees are not read, and a
+query's result depends on its own row alone: not on batch mates, nor on how many queries the call has. Prompts (more than
+``PROMPT`` queries by head group; over pages ``PAGED_PROMPT``) go to PyTorch, whose matrix products are faster there.
+"""
+
+from __future__ import annotations
+
+from ctypes import POINTER, Structure, byref, c_float, c_int, c_int64, c_void_p
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specdec.kernels.attention import packed
+from specdec.kernels.attention.plan import AttentionPlan
+from specdec.kernels.native import library, reason
+
+PROMPT = 64  # queries of a row, times the query heads of a KV head, from which on a call is a prompt, and PyTorch clearly faster
+PAGED_PROMPT = 1024  # the same over pages, which PyTorch needs copied together first
+_LANES = 16
+
+
+def _fields(kind: Any, names: str) -> list[tuple[str, Any]]:
+    return [(name, kind) for name in names.split()]
+
+
+class _Plan(Structure):
+    _fields_ = [
+        *_fields(c_void_p, "rows starts length low high mask mask_from mask_at mask_head table"),
+        *_fields(c_int64, "rows_count pages page"),
+    ]
+
+
+class _Call(Structure):
+    _fields_ = [
+        *_fields(c_void_p, "keys values query out lse sinks"),
+        *_fields(c_int64, "k_row k_slot k_head v_row v_slot v_head q_token q_head o_token o_head"),
+        *_fields(c_int64, "heads kv_heads size value_size half"),
+        *_fields(c_float, "scale softcap"),
+    ]
+
+
+def supports(
+    query: Tensor, softcap: float | None, sinks: Tensor | None, plan: AttentionPlan | None = None
+) -> str | None:
+    """Why this backend cannot serve a call, or ``None``."""
+    if not query.is_cpu:
+        return "the C kernels run on the CPU"
+    if query.dtype not in (torch.float32, torch.bfloat16):
+        return f"the C kernels compute float32 and bfloat16, not {str(query.dtype).removeprefix('torch.')}"
+    if query.shape[-1] % _LANES or query.shape[-1] > 256:
+        return f"the C kernels need heads of a multiple of {_LANES} up to 256, not {query.shape[-1]}"
+    if library() is None:
+        return f"the C kernels are not there: {reason()}"
+    return None
+
+
+def fits(
+    query: Tensor, keys: Tensor, values: Tensor, plan: AttentionPlan, window: int | None = None
+) -> str | None:
+    """Why the kernel cannot read these buffers, or ``None``."""
+    if torch.is_grad_enabled() and (query.requires_grad or keys.requires_grad or values.requires_grad):
+        return "the C kernels have no gradients"
+    size = values.shape[-1]
+    if size % _LANES or size > 256:
+        return f"the C kernels need values of a multiple of {_LANES} up to 256, not {size}"
+    if plan.page % _LANES:
+        return f"the C kernels need pages of a multiple of {_LANES} slots, not {plan.page}"
+    return None
+
+
+def attend(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    plan: AttentionPlan,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Arguments and result as for ``api.attention``."""
+    return _run(query, keys, values, plan, scale, window, softcap, sinks, None)
+
+
+def attend_with_lse(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    plan: AttentionPlan,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """As ``attend``, with the log-sum-exp of the scores ``[1, T, Hq]``, -inf for a query that sees nothing."""
+    lse = query.new_empty(1, query.shape[2], query.shape[1], dtype=torch.float32)
+    return _run(query, keys, values, plan, scale, window, softcap, sinks, lse), lse
+
+
+def always(plan: AttentionPlan) -> None:
+    """Compute prompts here, too: slower, and then a prompt's entries do not depend on what else is in the batch either."""
+    plan.known["always"] = True
+
+
+def _run(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    plan: AttentionPlan,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    lse: Tensor | None,
+) -> Tensor:
+    group = query.shape[1] // keys.shape[2]
+    prompt = plan.known.get(("prompt", group))
+    if prompt is None:
+        most = PROMPT if plan.table is None else PAGED_PROMPT
+        prompt = "always" not in plan.known and max(plan.counts) * group > most
+        plan.known["prompt", group] = prompt
+    if prompt and lse is None and softcap is None and sinks is None:
+        return packed.attend(query, keys, values, plan, scale, window)
+    if query.stride(-1) != 1:
+        query = query.contiguous()
+    out = query.new_empty(1, query.shape[2], query.shape[1], values.shape[-1])
+    key = (
+        query.dtype,
+        query.stride(),
+        query.shape[1],
+        keys.shape[2:],
+        keys.stride(),
+        values.stride(),
+        scale,
+        softcap,
+        out.stride(),
+    )
+    call = plan.known.get(key)
+    if call is None:  # the kernel itself checks nothing
+        why = supports(query, softcap, sinks, plan) or fits(query, keys, values, plan, window)
+        if why:
+            raise ValueError(why)
+        call = plan.known[key] = _call(query, keys, values, out, scale, softcap)
+    call = _Call.from_buffer_copy(call)  # other threads may be at this plan
+    layer = getattr(plan, "layer", None)  # plans that differ between layers say so
+    lowered = plan.known.get(("native", window, layer))
+    if lowered is None:
+        lowered = plan.known["native", window, layer] = lower(plan, window)
+    call.keys, call.values = keys.data_ptr(), values.data_ptr()
+    call.query, call.out = query.data_ptr(), out.data_ptr()
+    call.lse = None if lse is None else lse.data_ptr()
+    if sinks is not None:
+        sinks = sinks.float().contiguous()
+    call.sinks = None if sinks is None else sinks.data_ptr()
+    if _kernel()(byref(lowered[0]), byref(call), torch.get_num_threads()):
+        raise MemoryError("attention: no memory for the accumulators of a row")
+    return out
+
+
+@lru_cache(maxsize=1)
+def _kernel() -> Any:
+    lib = library()
+    assert lib is not None
+    lib.attend.argtypes, lib.attend.restype = [POINTER(_Plan), POINTER(_Call), c_int], c_int
+    return lib.attend
+
+
+def _call(
+    query: Tensor, keys: Tensor, values: Tensor, out: Tensor, scale: float, softcap: float | None
+) -> _Call:
+    """All of a call but its addresses, which differ from layer to layer."""
+    k_row, k_slot, k_head, _ = keys.stride()
+    v_row, v_slot, v_head, _ = values.stride()
+    _, q_head, q_token, _ = query.stride()
+    _, o_token, o_head, _ = out.stride()
+    half = query.dtype == torch.bfloat16
+    return _Call(
+        *(None,) * 6,
+        *(k_row, k_slot, k_head, v_row, v_slot, v_head, q_token, q_head, o_token, o_head),
+        *(query.shape[1], keys.shape[2], query.shape[3], values.shape[3], half),
+        *(scale, softcap or 0.0),
+    )
+
+
+def lower(plan: AttentionPlan, window: int | None) -> tuple[_Plan, list[Any]]:
+    """A plan as the kernel reads it, and the arrays that must live as long."""
+    counts = np.array(plan.counts, dtype=np.int32)
+    starts = np.concatenate([[0], counts.cumsum()]).astype(np.int32)
+    length = np.array(plan.length, dtype=np.int32)
+    rows = np.array(plan.rows, dtype=np.int32)
+    first = np.array(plan.first, dtype=np.int32)
+    T = int(starts[-1])
+    slot = np.repeat(first - starts[:-1], counts) + np.arange(T, dtype=np.int32)
+    low, mask = np.zeros(T, dtype=np.int32), None
+    if window is not None and plan.ordered:
+        window = min(window, max(plan.length) + 1)
+    if not plan.ordered:
+        high, begin = np.zeros(T, dtype=np.int32), np.zeros(len(rows), dtype=np.int32)
+        mask = [_bytes(plan.visible(s, window)) for s in plan.runs()]
+        per_row = [m[i] for m in mask for i in range(len(m))]  # [heads or none, q, S]
+    elif plan.tree is None:
+        high = slot + 1
+        if window is not None:
+            low = np.maximum(slot - (window - 1), 0)
+    else:
+        root = np.minimum(plan.tree.root, length).astype(np.int32)
+        high = np.minimum(slot + 1, np.repeat(root, counts))
+        each = plan.runs(alone=True)
+        if window is not None:
+            position = np.concatenate([plan._query_positions(s)[0] for s in each])
+            low = np.maximum(position - (window - 1), 0).astype(np.int32)
+        per_row = [_bytes(plan.visible(s, window, int(b)))[0] for s, b in zip(each, root)]
+        begin, mask = root, per_row
+    lowered = _Plan(rows_count=len(rows), pages=0, page=0)
+    alive: list[Any] = [rows, starts, length, low, high.astype(np.int32)]
+    for name, array in zip(("rows", "starts", "length", "low", "high"), alive):
+        setattr(lowered, name, array.ctypes.data)
+    if mask is not None:
+        at = np.cumsum([0, *(m.size for m in per_row)])[:-1].astype(np.int64)
+        head = np.array([m.strides[0] if m.ndim == 3 else 0 for m in per_row], dtype=np.int64)
+        flat = np.concatenate([*(m.ravel() for m in per_row), np.zeros(_LANES, dtype=np.uint8)])
+        more = [flat, begin, at, head]
+        for name, array in zip(("mask", "mask_from", "mask_at", "mask_head"), more):
+            setattr(lowered, name, array.ctypes.data)
+        alive += more
+    if plan.table is not None:
+        table = np.zeros((len(rows), max(map(len, plan.table))), dtype=np.int32)
+        for r, pages in enumerate(plan.table):
+            table[r, : len(pages)] = pages
+        lowered.table, lowered.pages, lowered.page = table.ctypes.data, table.shape[1], plan.page
+        alive.append(table)
+    return lowered, alive
+
+
+def _bytes(seen: Any) -> np.ndarray:
+    return np.ascontiguousarray(seen.numpy() if isinstance(seen, Tensor) else seen).view(np.uint8)

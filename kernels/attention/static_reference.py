@@ -1,0 +1,94 @@
+"""Attention written out over ``[rows, slots]`` from the tensors of a ``Lowered`` alone: no shape and no branch depends on a number.
+
+What a CUDA graph asks of a step, in plain PyTorch on any device. It is what captured steps use where Triton's kernels do not run, in
+tests above all: every row is worked on up to ``max_length`` slots, whatever its length.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from specdec.kernels.attention.lowered import Lowered
+
+
+def attend(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    lowered: Lowered,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Arguments as for ``api.attention``, with the plan's numbers in tensors.
+
+    ``query`` may have more tokens than the rows take, and ``lowered`` rows without a query (equal ``starts``). Slots that no query of a
+    row sees may hold anything.
+
+    Returns:
+        ``[1, T, Hq, Dv]``; 0 for tokens of no row.
+    Raises:
+        ValueError: ``lowered`` says slot by slot what is seen (``seen``), which has no fixed shape.
+    """
+    if lowered.seen is not None:
+        raise ValueError("lowered.seen is given: what is seen must follow from lengths, roots and words")
+    wide = torch.promote_types(query.dtype, torch.float32)
+    heads, T = query.shape[1:3]
+    group, C, S = heads // keys.shape[2], lowered.max_count, lowered.max_length
+    starts, ends = lowered.starts[:-1].long(), lowered.starts[1:].long()
+    column = torch.arange(C, device=query.device)
+    packed = starts[:, None] + column  # [R, C] the row's queries, and others where it has fewer
+    live = packed < ends[:, None]
+    at = packed.clamp(max=T - 1)
+    seen = visible(lowered, at, window)  # [R, C, S]
+    used = (seen & live[:, :, None]).any(1)[:, :, None, None]  # a weight of 0 times NaN would be NaN
+    k, v = (
+        _slots(t, lowered, S).to(wide).masked_fill(~used, 0).repeat_interleave(group, 2)
+        for t in (keys, values)
+    )
+    q = query[0].transpose(0, 1)[at].to(wide)  # [R, C, Hq, D]
+    scores = torch.einsum("rchd,rshd->rhcs", q, k) * scale
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores.masked_fill(~seen[:, None], float("-inf"))
+    extra = query.new_full((heads,), float("-inf")) if sinks is None else sinks
+    scores = torch.cat([scores, extra.to(wide)[None, :, None, None].expand(*scores.shape[:3], 1)], -1)
+    blind = scores.amax(-1, keepdim=True) == float("-inf")
+    weights = scores.softmax(-1).masked_fill(blind, 0)[..., :S]
+    out = torch.einsum("rhcs,rshd->rchd", weights, v).to(query.dtype)
+    into = query.new_zeros(T + 1, heads, values.shape[-1])  # the last one takes what belongs to no query
+    into.index_copy_(0, torch.where(live, packed, T).flatten(), out.flatten(0, 1))
+    return into[None, :T]
+
+
+def visible(lowered: Lowered, at: Tensor, window: int | None = None) -> Tensor:
+    """``[R, C, S]`` bool: which slots the queries ``at [R, C]`` (packed) see, each as a query of its row."""
+    length, starts = lowered.length.long()[:, None], lowered.starts.long()
+    slot = length - (starts[1:] - starts[:-1])[:, None] + at - starts[:-1, None]  # [R, C] of each query
+    key = torch.arange(lowered.max_length, device=at.device)
+    seen = key <= slot[:, :, None]
+    place: Tensor = key.expand(slot.shape[0], -1)  # [R, S] the position that a slot holds
+    position = slot
+    if lowered.words is not None and lowered.depth is not None:
+        root = lowered.root.long()[:, None]
+        node, last = key - root, lowered.depth.shape[1] - 1  # [R, S]
+        bit = (lowered.words[at][:, :, None] >> node.clamp(0, 63)[:, None]) & 1
+        seen = torch.where((node >= 0)[:, None], (bit != 0) & (node < 64)[:, None], seen)
+        depth = lowered.depth.long()
+        place = torch.where(node >= 0, root + depth.gather(1, node.clamp(0, last)), place)
+        mine = slot - root
+        position = torch.where(mine >= 0, root + depth.gather(1, mine.clamp(0, last)), slot)
+    if window is not None:
+        seen = seen & (place[:, None] > position[:, :, None] - window)
+    return seen
+
+
+def _slots(buffer: Tensor, lowered: Lowered, count: int) -> Tensor:
+    """``[R, count, H, D]``: the first slots of every row, from a buffer of slots or of pages."""
+    if lowered.table is None:
+        return buffer[:, :count].index_select(0, lowered.rows)
+    slot = torch.arange(count, device=buffer.device)
+    page = lowered.table.long()[:, slot // buffer.shape[1]]
+    return buffer[page, slot % buffer.shape[1]]

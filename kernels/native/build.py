@@ -1,0 +1,133 @@
+"""The C kernels of this folder, compiled at first use by the machine's own C compiler and kept in the user's cache folder.
+
+They need a compiler (gcc 12 or clang 14, or newer) and nothing of Python or torch: plain functions on pointers, called by ctypes. Where
+there is none, or with ``SPECDEC_NATIVE=0`` in the environment, ``library`` returns ``None`` and ``reason`` says why; everything then
+runs on PyTorch alone. ``SPECDEC_CACHE`` names another folder for what is compiled, ``CC`` another compiler.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+_HERE = Path(__file__).parent
+_FLAGS = ["-O3", "-std=gnu11", "-shared", "-fPIC", "-fno-math-errno", "-fno-trapping-math"]
+
+
+@lru_cache(maxsize=1)
+def _made() -> tuple[ctypes.CDLL | None, str | None]:
+    if os.environ.get("SPECDEC_NATIVE", "1") == "0":
+        return None, "SPECDEC_NATIVE=0 is set in the environment"
+    try:
+        made = _compile()
+        try:
+            return ctypes.CDLL(str(made)), None
+        except OSError:  # cut off, or made on a machine like this with other libraries
+            made.unlink(missing_ok=True)
+            return ctypes.CDLL(str(_compile())), None
+    except (OSError, RuntimeError, ValueError, subprocess.SubprocessError) as error:
+        return None, str(error)
+
+
+def library() -> ctypes.CDLL | None:
+    """The compiled kernels, or ``None``."""
+    return _made()[0]
+
+
+def reason() -> str | None:
+    """Why there are no compiled kernels; ``None`` where there are."""
+    return _made()[1]
+
+
+def _compile() -> Path:
+    """Path of the compiled library, which is made if the cache has none of these sources, this compiler and this processor."""
+    if os.name == "nt":
+        raise RuntimeError("there are no C kernels on Windows")
+    command = os.environ.get("CC") or next((c for c in ("cc", "gcc", "clang") if shutil.which(c)), None)
+    if command is None:
+        raise RuntimeError("there is no C compiler: install gcc or clang, or set CC to one")
+    compiler = shlex.split(command)
+    try:
+        version = _run([*compiler, "--version"], check=True).stdout
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise RuntimeError(f"the C compiler {command!r} does not run: {error}") from None
+    openmp = (
+        _openmp() if "Free Software Foundation" in version else []
+    )  # clang brings another pool of threads
+    sources, headers = sorted(_HERE.glob("*.c")), sorted(_HERE.glob("*.h"))
+    what = hashlib.sha256()
+    for part in (
+        command,
+        version,
+        " ".join(_FLAGS),
+        openmp,
+        _processor(),
+        *(s.read_text() for s in [*sources, *headers]),
+    ):
+        what.update(str(part).encode() + b"\0")
+    made = _folder() / f"native-{what.hexdigest()[:20]}.so"
+    if made.exists():
+        return made
+    tuned = ["-mcpu=native"] if platform.machine() in ("arm64", "aarch64") else ["-march=native"]
+    with tempfile.TemporaryDirectory(dir=made.parent) as folder:
+        out = Path(folder) / made.name
+        for more in ([*tuned, *openmp], tuned, []):  # the best that this compiler takes
+            line = [*compiler, *_FLAGS, *more, *map(str, sources), "-o", str(out), "-lm"]
+            done = _run(line)
+            if done.returncode == 0:
+                os.replace(out, made)  # at once: another process may be making the same
+                return made
+    raise RuntimeError(f"{command!r} cannot compile the C kernels: {done.stderr.strip()[:400]}")
+
+
+def _run(line: list[str], check: bool = False) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(line, capture_output=True, text=True, errors="replace", timeout=300, check=check)
+
+
+def _openmp() -> list[str]:
+    """Options to share PyTorch's own pool of threads: two pools would wait for each other's cores."""
+    found = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
+    found += sorted((Path(torch.__file__).parents[1] / "torch.libs").glob("libgomp*.so*"))
+    return ["-fopenmp", str(found[0])] if found else []
+
+
+def _processor() -> str:
+    """What ``-march=native`` depends on: a cache folder may be shared by different machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return f"{platform.machine()} {platform.node()}"
+    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.machine())
+
+
+def _folder() -> Path:
+    """A folder of this user's alone: what lies there is loaded and run."""
+    root = (
+        os.environ.get("SPECDEC_CACHE")
+        or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specdec"
+    )
+    folder = Path(root)
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if hasattr(os, "getuid") and folder.stat().st_uid != os.getuid():
+            raise RuntimeError(f"{folder} is somebody else's: give SPECDEC_CACHE a folder of your own")
+        if folder.stat().st_mode & 0o022:
+            folder.chmod(0o700)
+        if os.access(folder, os.W_OK):
+            return folder
+    except OSError:
+        pass
+    folder = Path(tempfile.mkdtemp(prefix="specdec-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder

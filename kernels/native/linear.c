@@ -1,0 +1,78 @@
+/* x [M, E] times weight [O, E] transposed, for few rows: a batch of new tokens, not a prompt.
+
+   Sixteen outputs at a time against up to six rows, so that a weight is read from memory once, and sums run over the lanes of
+   vectors in one order: a row's result does not depend, to the bit, on how many rows there are. */
+
+#include <stdint.h>
+#include <stdlib.h>
+
+#include "vector.h"
+
+#define ROWS 6
+
+#define TILE(N)                                                                                                     \
+    static inline __attribute__((always_inline)) void tile##N(const float *x, const void *w, int64_t at, int64_t E, \
+                                                              const int half, vec *out, const char *soon, int64_t each) { \
+        vec part[N][W];                                                                                             \
+        for (int j = 0; j < W; j += 4) {                                                                            \
+            vec acc[N][4];                                                                                          \
+            for (int i = 0; i < N; i++)                                                                             \
+                for (int o = 0; o < 4; o++) acc[i][o] = (vec){0};                                                   \
+            for (int64_t b = 0; b < each; b += 64) __builtin_prefetch(soon + j / 4 * each + b, 0, 2);               \
+            for (int64_t e = 0; e < E; e += W) {                                                                    \
+                vec y[4];                                                                                           \
+                for (int o = 0; o < 4; o++) y[o] = load(w, at + (j + o) * E + e, half);                             \
+                for (int i = 0; i < N; i++) {                                                                       \
+                    const vec z = *(const vec *)(x + i * E + e);                                                    \
+                    for (int o = 0; o < 4; o++) acc[i][o] += z * y[o];                                              \
+                }                                                                                                   \
+            }                                                                                                       \
+            for (int i = 0; i < N; i++)                                                                             \
+                for (int o = 0; o < 4; o++) part[i][j + o] = acc[i][o];                                             \
+        }                                                                                                           \
+        for (int i = 0; i < N; i++) out[i] = sums(part[i]);                                                         \
+    }
+TILE(1)
+TILE(2)
+TILE(3)
+TILE(4)
+TILE(5)
+TILE(6)
+
+static inline __attribute__((always_inline)) void outputs(const float *x, const void *weight, const void *bias, void *out,
+                                                          int64_t M, int64_t O, int64_t E, int64_t o, const int half) {
+    const vec more = bias ? load(bias, o, half) : splat(0);
+    const int64_t bytes = W * E * (half ? 2 : 4), tiles = (M + ROWS - 1) / ROWS;
+    const int64_t each = tiles > 1 && o + W < O ? bytes / tiles / 4 / 64 * 64 : 0; /* of the next weights, asked for early */
+    const char *next = (const char *)weight + (o / W + 1) * bytes;
+    vec made[ROWS] = {{0}};
+    for (int64_t m = 0; m < M; m += ROWS, next += 4 * each) {
+        const int n = M - m < ROWS ? (int)(M - m) : ROWS;
+#define CASE(N) case N: tile##N(x + m * E, weight, o * E, E, half, made, next, each); break;
+        switch (n) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) }
+        for (int i = 0; i < n; i++) store(out, (m + i) * O + o, made[i] + more, half);
+    }
+}
+
+/* out [M, O]; E and O multiples of W; bias [O] or NULL. Returns 0, or 1 where there is no memory. */
+int linear(const void *x, const void *weight, const void *bias, void *out, int64_t M, int64_t O, int64_t E, int half, int threads) {
+    float *wide = NULL;
+    const float *rows = x;
+    if (half) {
+        wide = malloc(sizeof(float) * M * E);
+        if (!wide) return 1;
+        for (int64_t i = 0; i < M * E; i += W) *(vec *)(wide + i) = load(x, i, 1);
+        rows = wide;
+    }
+    if (M * O * E < 1 << 18) threads = 1;
+#ifdef _OPENMP
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+#endif
+    for (int64_t o = 0; o < O; o += W) {
+        if (half) outputs(rows, weight, bias, out, M, O, E, o, 1);
+        else outputs(rows, weight, bias, out, M, O, E, o, 0);
+    }
+    (void)threads;
+    free(wide);
+    return 0;
+}

@@ -1,0 +1,172 @@
+"""The C kernels of ``ops.c`` on contiguous tensors, float32 or bfloat16 where nothing else is said. They need ``library()``."""
+
+from __future__ import annotations
+
+from ctypes import c_float, c_int, c_int64, c_void_p
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec.kernels.native.build import library, reason
+
+MOST = 512  # size of a head that can be turned
+_DTYPES = (torch.float32, torch.bfloat16)
+_TAKES = {
+    "add_norm": [c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_float, c_int],
+    "turn": [c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int],
+    "keep": [c_void_p, c_void_p, c_void_p, *[c_int64] * 10],
+    "linear": [c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int, c_int],
+    "race_numbers": [c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64],
+    "silu_mul": [c_void_p, c_void_p, c_int64, c_int],
+}
+
+
+@cache
+def _function(name: str) -> Any:
+    lib = library()
+    if lib is None:
+        raise RuntimeError(f"there are no C kernels: {reason()}")
+    function = getattr(lib, name)
+    function.argtypes = _TAKES[name]
+    return function
+
+
+def _check(name: str, *tensors: Tensor | None) -> bool:
+    """Whether numbers are bfloat16; the kernels themselves check nothing.
+
+    Raises:
+        ValueError: tensors that are not contiguous, on the CPU, and of one dtype, float32 or bfloat16.
+    """
+    first = tensors[0]
+    assert first is not None
+    dtype = first.dtype
+    if dtype not in _DTYPES or any(
+        t is not None and (t.dtype != dtype or not t.is_contiguous() or not t.is_cpu) for t in tensors
+    ):
+        found = [(str(t.dtype), tuple(t.stride()), str(t.device)) for t in tensors if t is not None]
+        raise ValueError(
+            f"{name}: give contiguous tensors on the CPU, all float32 or all bfloat16, not {found}; a model that was cast or moved after "
+            "it was wrapped needs a new HFModel"
+        )
+    return dtype == torch.bfloat16
+
+
+def _shape(name: str, right: bool, *tensors: Tensor | None) -> None:
+    if not right:
+        raise ValueError(
+            f"{name}: shapes {[tuple(t.shape) for t in tensors if t is not None]} do not go together"
+        )
+
+
+def add_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    """``x [..., n] += y`` in place (where there is a y), and the RMS norm of the sum times ``weight [n]``."""
+    half, n = _check("add_norm", x, y, weight), x.shape[-1]
+    _shape("add_norm", weight.shape == (n,) and (y is None or y.shape == x.shape), x, y, weight)
+    out = torch.empty_like(x)
+    _function("add_norm")(
+        x.data_ptr(),
+        None if y is None else y.data_ptr(),
+        weight.data_ptr(),
+        out.data_ptr(),
+        *(x.numel() // n, n, eps, half),
+    )
+    return out
+
+
+def turn(x: Tensor, cos: Tensor, sin: Tensor, size: int) -> Tensor:
+    """Rotary embedding of ``x [T, heads * size]`` in place, by float32 ``cos`` and ``sin [T, size]``, as transformers' llama."""
+    half, (T, wide) = _check("turn", x), x.shape
+    _check("turn", cos, sin)
+    right = cos.shape == sin.shape == (T, size) and cos.dtype == torch.float32
+    _shape("turn", right and wide % size == 0 == size % 2 and size <= MOST, x, cos, sin)
+    _function("turn")(x.data_ptr(), cos.data_ptr(), sin.data_ptr(), T, wide // size, size, half)
+    return x
+
+
+def keep(buffer: Tensor, slots: Tensor, new: Tensor) -> None:
+    """``new [T, H, D]`` into flat ``slots [T]`` (int64) of ``buffer [B, S, H, D]``, any dtype; last dimensions contiguous.
+
+    Raises:
+        IndexError: slots that the buffer does not have; nothing is written then.
+        ValueError: shapes, dtypes or strides that do not go together.
+    """
+    T, heads, size = new.shape
+    same = new.dtype == buffer.dtype and slots.dtype == torch.long and new.is_cpu and buffer.is_cpu
+    lie = new.stride(-1) == 1 == buffer.stride(-1) or size == 1
+    if not (same and lie and slots.shape == (T,) and buffer.shape[2:] == (heads, size)):
+        raise ValueError(
+            f"new entries {tuple(new.shape)} {new.dtype} for slots {tuple(slots.shape)} {slots.dtype} do not fit a buffer "
+            f"{tuple(buffer.shape)} {buffer.dtype}"
+        )
+    by_row, by_slot, by_head, _ = buffer.stride()
+    by_token, by_source, _ = new.stride()
+    b, slots = buffer.element_size(), slots.contiguous()
+    outside = _function("keep")(
+        buffer.data_ptr(),
+        new.data_ptr(),
+        slots.data_ptr(),
+        *(T, heads, size * b, buffer.shape[0], buffer.shape[1]),
+        *(by_row * b, by_slot * b, by_head * b, by_token * b, by_source * b),
+    )
+    if outside:
+        raise IndexError(
+            f"slots {slots.tolist()} are not all in a buffer of {buffer.shape[0]} x {buffer.shape[1]}"
+        )
+
+
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """``gate = silu(gate) * up`` in place."""
+    half = _check("silu_mul", gate, up)
+    _shape("silu_mul", gate.shape == up.shape, gate, up)
+    _function("silu_mul")(gate.data_ptr(), up.data_ptr(), gate.numel(), half)
+    return gate
+
+
+def linear_takes(weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether ``linear`` can multiply by ``weight [O, E]``: sizes are multiples of 16, and numbers lie together."""
+    plain = weight.dtype in (torch.float32, torch.bfloat16) and weight.is_cpu and weight.is_contiguous()
+    same = bias is None or (bias.dtype == weight.dtype and bias.is_contiguous())
+    return plain and same and weight.dim() == 2 and weight.shape[0] % 16 == 0 == weight.shape[1] % 16
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``x [T, E]`` times ``weight [O, E]`` transposed, plus ``bias [O]``, of one dtype: ``[T, O]``, for few rows.
+
+    A row's result does not depend, to the bit, on how many rows there are.
+    """
+    half, (T, E), O = _check("linear", x, weight, bias), x.shape, weight.shape[0]
+    right = weight.shape == (O, E) and E % 16 == 0 == O % 16 and (bias is None or bias.shape == (O,))
+    _shape("linear", right, x, weight, bias)
+    out = x.new_empty(T, O)
+    failed = _function("linear")(
+        x.data_ptr(),
+        weight.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        out.data_ptr(),
+        *(T, O, E, half, torch.get_num_threads()),
+    )
+    if failed:
+        raise MemoryError(f"linear: no memory for {T} rows of {E} numbers")
+    return out
+
+
+def race_numbers(token: Tensor, position: Tensor, seed: Tensor, columns: int) -> Tensor:
+    """``(k + 1/2) 2^-53``, float64 ``[R, columns]``, k being 53 bits of Philox at (seed, position, token, the target's stream).
+
+    Args:
+        token: ``[columns]`` or ``[R, columns]``. position, seed: ``[R]``. All int64 on the CPU.
+    """
+    token, position, seed = (t.to("cpu", torch.long).contiguous() for t in (token, position, seed))
+    R = len(position)
+    if token.shape not in ((columns,), (R, columns)) or seed.shape != (R,):
+        raise ValueError(
+            f"token is {tuple(token.shape)}, position {tuple(position.shape)} and seed {tuple(seed.shape)}"
+        )
+    out = torch.empty(R, columns, dtype=torch.float64)
+    by_row = columns if token.dim() == 2 else 0
+    _function("race_numbers")(
+        out.data_ptr(), token.data_ptr(), by_row, position.data_ptr(), seed.data_ptr(), R, columns
+    )
+    return out

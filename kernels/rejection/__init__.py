@@ -1,0 +1,6 @@
+"""Rejection verification of drafted chains on logits: probabilities are never written to memory."""
+
+from specdec.kernels.rejection.fused import BACKENDS, verify
+from specdec.kernels.rejection.reference import Decision, decide
+
+__all__ = ["BACKENDS", "Decision", "decide", "verify"]

@@ -1,0 +1,193 @@
+"""One function for the verification of chains on logits, its backends, and what they ask of their arguments.
+
+A step over ``[B, N + 1, V]`` logits reads each once for its row's mass, and the rows at the cut twice more; nothing of that size
+is written. Trees have no kernel: a node's siblings are tried against what their elders left, residual after residual, so every
+rejected node costs a pass over a row that a chain does not need. ``verifiers.Rejection`` does that on probabilities.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from specdec.kernels.rejection.reference import Decision, check, decide
+from specdec.rng import pick
+
+BACKENDS = ("reference", "triton")
+BLOCK = 2048  # tokens of one load
+STEPS = 4  # loads of one program in the pass over all rows
+_HALVES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def verify(
+    logits: Tensor,
+    tokens: Tensor,
+    size: Tensor,
+    accept_u: Tensor,
+    bonus_u: Tensor,
+    draft: Tensor | None = None,
+    *,
+    draft_logits: bool = False,
+    temperature: float = 1.0,
+    backend: str | None = None,
+) -> Decision:
+    """How many nodes of each chain stand, and the token after them, as ``reference.py`` says: a function of the numbers given.
+
+    Args:
+        logits: ``[B, N + 1, V]``, what the target says after the last committed token and after every node; rows of nodes that do
+            not exist are not looked at.
+        tokens: ``[B, N]`` int64 drafted. size: ``[B]`` int64 how many of them exist.
+        accept_u: ``[B, N]`` float64 in [0, 1): node n stands if its number is below its ratio. bonus_u: ``[B]`` quantiles, or
+            ``[B, N + 1]``, one for each number of accepted nodes.
+        draft: ``[B, N, V]`` what the tokens were drawn from; ``None``: point masses. draft_logits: it holds logits, to be divided
+            by the same temperature, and not probabilities.
+        temperature: 0 takes the largest logit, the first of several; no number is looked at.
+        backend: ``"reference"``, ``"triton"``, or ``None``: Triton for CUDA tensors where it is installed.
+    Raises:
+        ValueError: shapes or types do not fit; logits that are no distribution.
+        ImportError: Triton is asked for and not installed.
+    """
+    B, R, V = logits.shape
+    N = R - 1
+    expected = {"tokens": (tokens, [B, N]), "size": (size, [B]), "accept_u": (accept_u, [B, N])}
+    if bonus_u.dim() != 1:
+        expected["bonus_u"] = (bonus_u, [B, R])
+    else:
+        expected["bonus_u"] = (bonus_u, [B])
+    if draft is not None:
+        expected["draft"] = (draft, [B, N, V])
+    for name, (given, shape) in expected.items():
+        if list(given.shape) != shape:
+            raise ValueError(f"{name} has shape {list(given.shape)}: logits {[B, R, V]} need {shape}")
+    if not 0 <= temperature < float("inf"):
+        raise ValueError(f"temperature is {temperature}: it must be a finite number >= 0 (0 is greedy)")
+    if backend is None:
+        fits = logits.is_cuda and supports(logits, draft) is None
+        backend = "triton" if fits and importlib.util.find_spec("triton") else "reference"
+    if backend not in BACKENDS:
+        raise ValueError(f"backend is {backend!r}: choose one of {', '.join(BACKENDS)}")
+    if backend == "triton":
+        why = supports(logits, draft)
+        if why is not None:
+            raise ValueError(f"{why}: use backend='reference'")
+        return _triton(logits, tokens, size, accept_u, bonus_u, draft, draft_logits, temperature)
+
+    def quantile(accepted: Tensor) -> Tensor:
+        return (
+            bonus_u if bonus_u.dim() == 1 else bonus_u.gather(1, accepted[:, None].to(bonus_u.device))[:, 0]
+        )
+
+    return decide(
+        logits,
+        tokens,
+        size,
+        lambda ratio: accept_u.to(ratio.device) < ratio,
+        lambda weights, accepted: pick(weights, quantile(accepted)),
+        draft,
+        draft_logits,
+        temperature,
+    )
+
+
+def supports(logits: Tensor, draft: Tensor | None = None) -> str | None:
+    """Why the kernels cannot serve a call, or ``None``."""
+    for name, given in {"logits": logits, "draft": draft}.items():
+        if given is not None and given.dtype not in (
+            _HALVES if name == "logits" else (*_HALVES, torch.float64)
+        ):
+            return f"the kernels compute in float32, and {name} are {str(given.dtype).removeprefix('torch.')}"
+    return None
+
+
+def _triton(
+    logits: Tensor,
+    tokens: Tensor,
+    size: Tensor,
+    accept_u: Tensor,
+    bonus_u: Tensor,
+    draft: Tensor | None,
+    draft_logits: bool,
+    temperature: float,
+) -> Decision:
+    kernels = _kernels()
+    B, R, V = logits.shape
+    device = logits.device
+    accepted = torch.empty(B, dtype=torch.long, device=device)
+    token = torch.empty(B, dtype=torch.long, device=device)
+    if not B:
+        return Decision(accepted, token)
+    logits = _rows(logits)
+    tokens, size, accept_u, bonus_u = (t.to(device).contiguous() for t in (tokens, size, accept_u, bonus_u))
+    hot, divisor = temperature not in (0, 1), float(temperature or 1)
+    splits = -(-V // (BLOCK * STEPS))
+    split_pad = 1 << (splits - 1).bit_length()
+    node_pad = 1 << (R - 1).bit_length()
+
+    def mass(x: Tensor, extra: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Largest values, masses and (where it is greedy) the places of the largest: ``[B * rows, splits]``."""
+        shape = (B * x.shape[1], splits)
+        top, total = (torch.empty(shape, dtype=torch.float32, device=device) for _ in range(2))
+        place = torch.empty(shape if temperature == 0 else (0,), dtype=torch.int32, device=device)
+        if shape[0]:
+            kernels.mass_kernel[shape](
+                x, size, top, total, place, V, x.shape[1], x.stride(0), x.stride(1), splits, divisor,
+                EXTRA=extra, HOT=hot, GREEDY=temperature == 0, STEPS=STEPS, BLOCK=BLOCK, num_warps=8,
+            )  # fmt: skip
+        return top, total, place
+
+    top, total, place = mass(logits, 1)
+    if temperature == 0:
+        kernels.greedy_kernel[(B,)](
+            tokens, size, top, total, place, accepted, token, R, splits, NODES=node_pad, SPLITS=split_pad
+        )
+        check(accepted >= 0)
+        return Decision(accepted, token)
+    kind, q, qtop, qtotal = 0, logits, top, total  # what a kernel does not read may be anything
+    if draft is not None:
+        kind, q = 1 + draft_logits, _rows(draft)
+        if draft_logits:
+            qtop, qtotal, _ = mass(q, 0)
+    blocks = -(-V // BLOCK)
+    cut = torch.empty(B, 4, dtype=torch.float32, device=device)
+    rest, whole = (torch.empty(B, blocks, dtype=torch.float64, device=device) for _ in range(2))
+    where = (
+        tokens,
+        size,
+        accepted,
+        cut,
+        R,
+        logits.stride(0),
+        logits.stride(1),
+        q.stride(0),
+        q.stride(1),
+        divisor,
+    )
+    kernels.accept_kernel[(B,)](
+        logits, q, accept_u, top, total, qtop, qtotal, splits, *where,
+        NODES=node_pad, SPLITS=split_pad, KIND=kind, HOT=hot,
+    )  # fmt: skip
+    kernels.residual_kernel[(B, blocks)](
+        logits, q, rest, whole, V, blocks, *where, KIND=kind, HOT=hot, BLOCK=BLOCK, num_warps=8
+    )
+    by_row, by_depth = (bonus_u.stride(0), bonus_u.stride(1)) if bonus_u.dim() == 2 else (1, 0)
+    kernels.pick_kernel[(B,)](
+        logits, q, rest, whole, bonus_u, token, V, blocks, by_row, by_depth, *where,
+        KIND=kind, HOT=hot, BLOCK=BLOCK, BLOCKS=1 << (blocks - 1).bit_length(), num_warps=8,
+    )  # fmt: skip
+    check(accepted >= 0)
+    return Decision(accepted, token)
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x if x.stride(2) == 1 else x.contiguous()
+
+
+def _kernels() -> ModuleType:
+    try:
+        from specdec.kernels.rejection import triton_kernels
+    except ImportError as error:
+        raise ImportError("backend 'triton' needs Triton: pip install specdec[triton]") from error
+    return triton_kernels

@@ -1,0 +1,243 @@
+"""Stage c of the GPU suite: steps of a Llama-3-8B-shaped model with random weights, plain and verify, and whole decoding.
+
+Keys and values are random: what they are does not change how long a step takes. The floor of a step is that of its matrix
+products (all weights once, or their FLOPs) plus that of its attention (all keys and values once, or its FLOPs): one layer's cannot
+begin before the other's has ended.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterator
+from time import perf_counter
+from typing import Any
+
+import torch
+from _gpu_lab import Lab, Part
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.utils import logging
+
+import specdec as sd
+from specdec.cost import FULL, Forward, Shape, step
+
+VERIFY = 6  # tokens a row
+# Batch and context, most telling first: time may run out.
+POINTS = (
+    (16, 8192),
+    (1, 1024),
+    (64, 8192),
+    (16, 1024),
+    (64, 1024),
+    (128, 1024),
+    (1, 32768),
+    (16, 32768),
+    (128, 4096),
+)
+TOY_POINTS = ((2, 24), (1, 40))
+EAGER, GRAPHS, FORWARD = "eager", "graphs", "forward alone"
+
+
+def run(lab: Lab) -> None:
+    logging.set_verbosity_error()
+    _ = lab.rates
+    model = llama(lab)
+    if model is None:
+        return
+    lab.parts(
+        {
+            "steps": Part(0.55, lambda lab: steps(lab, model)),
+            "generate": Part(0.45, lambda lab: generate(lab, model)),
+        }
+    )
+
+
+def config(toy: bool, layers: int = 32) -> LlamaConfig:
+    """Llama-3-8B's, or a tiny one of the same make."""
+    sizes = {"vocab_size": 128_256, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": layers,
+             "num_attention_heads": 32, "num_key_value_heads": 8}  # fmt: skip
+    if toy:
+        sizes = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+                 "num_attention_heads": 2, "num_key_value_heads": 1}  # fmt: skip
+    return LlamaConfig(
+        **sizes, max_position_embeddings=65_536, rope_theta=500_000.0, bos_token_id=0, eos_token_id=None,
+        tie_word_embeddings=False, attn_implementation="sdpa",
+    )  # fmt: skip
+
+
+def llama(lab: Lab, layers: int = 32) -> LlamaForCausalLM | None:
+    """The model, made on the device in bf16; ``None`` where it does not fit."""
+    made = config(lab.toy, layers)
+    if not lab.room("Llama-3-8B-shaped model", 2.2 * Shape.of(made).parameters):
+        return None
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        torch.manual_seed(lab.seed)
+        with torch.inference_mode(False), torch.no_grad(), lab.device:
+            model = LlamaForCausalLM(made)
+            for p in model.parameters():  # whatever the version's own initialisation does with bf16
+                if p.dim() > 1:
+                    p.normal_(std=0.02)
+    finally:
+        torch.set_default_dtype(before)
+    return model.eval().requires_grad_(False)
+
+
+def wrapped(model: Any) -> dict[str, Any]:
+    """The model as decoders use it: step by step from Python, and by CUDA graphs (the same steps, not captured, on a CPU)."""
+    made: dict[str, Any] = {EAGER: sd.HFModel(model, prefill_chunk=2048)}
+    if "graphs" in inspect.signature(sd.HFModel).parameters:
+        how = True if next(model.parameters()).is_cuda else "eager"
+        made[GRAPHS] = sd.HFModel(model, prefill_chunk=2048, graphs=how)
+    return made
+
+
+# -- steps ------------------------------------------------------------------------------------------------------------------
+
+
+def floor(lab: Lab, shape: Shape, batch: int, tokens: int, context: int) -> tuple[float, float, float]:
+    """Seconds that a step cannot beat, and its bytes and FLOPs."""
+    work = {w.name: w for w in step(Forward(shape, batch, tokens, context, 2, 2), FULL).work}
+    attention = [work.pop(name) for name in ("kv_reads", "kv_writes", "attention")]
+    parts = [(sum(w.bytes for w in some), sum(w.flops for w in some)) for some in (attention, work.values())]
+    return sum(lab.floor(*p) for p in parts), sum(p[0] for p in parts), sum(p[1] for p in parts)
+
+
+def steps(lab: Lab, model: Any) -> None:
+    shape, models = Shape.of(model.config), wrapped(model)
+    slot = models[EAGER].bytes_per_token()
+    for batch, context in TOY_POINTS if lab.toy else POINTS:
+        for kind, one in models.items():
+            name = f"{batch} x {context}: {kind}"
+            if lab.late(name, 0.0 if lab.toy else 5.0):
+                continue
+            logits = 4 * batch * VERIFY * shape.vocab * 4
+            if not lab.room(name, slot * batch * (context + 64) + logits):
+                continue
+            with lab.case(name):
+                point(lab, one, kind, shape, batch, context)
+            if kind == GRAPHS and one.steps is not None:
+                one.steps.release()
+            lab.empty()
+
+
+def point(lab: Lab, model: Any, kind: str, shape: Shape, batch: int, context: int) -> None:
+    """Plain and verify steps at one batch and context."""
+    cache, text = filled(lab, model, batch, context, VERIFY + 2)
+    for tokens in (1, VERIFY):
+        nodes = None
+        if tokens > 1:
+            drafted = torch.randint(0, model.vocab_size, (batch, tokens - 1))
+            nodes = sd.Proposal.chain(drafted.to(model.device), torch.full((batch,), tokens - 1))
+        what = "plain step" if tokens == 1 else f"verify {tokens}"
+        least, bytes, flops = floor(lab, shape, batch, tokens, context)
+        more: dict[str, Any] = {"batch": batch, "context": context, "tokens": tokens, "kind": kind}
+        more |= {"bytes": bytes, "flops": flops}
+        for how, run in calls(model, cache, text, nodes, kind):
+            case = f"{what}, {batch} x {context}: {how}"
+            with lab.case(case):
+                time = lab.clock([run], seconds=0.5, graph=how == FORWARD)
+                bar = {"bar": "decode_step"} if tokens == 1 and kind == GRAPHS else {}
+                lab.row(
+                    case, time.seconds, least, eager_seconds=time.eager, clock=time.how,
+                    share_of_copy=bytes / time.seconds / lab.rates.copy, **more, **bar,
+                )  # fmt: skip
+
+
+def calls(
+    model: Any, cache: Any, text: sd.Context, nodes: sd.Proposal | None, kind: str
+) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """What is timed: the forward alone, prepared beforehand (replayed where it can be), and the whole of ``score``."""
+    if kind == EAGER:
+        yield FORWARD, model.bare_step(cache, text, nodes)
+    yield f"score, {kind}", lambda: model.score(cache, text, nodes)
+
+
+def filled(lab: Lab, model: Any, batch: int, context: int, more: int) -> tuple[Any, sd.Context]:
+    """A cache that holds all but the last token of random texts, its keys and values random."""
+    cache = model.cache(batch, context + more)
+    for keys, values in cache.layers:
+        for buffer in (keys, values):
+            buffer.normal_(generator=lab.draw)
+    host = torch.Generator().manual_seed(lab.seed)
+    ids = torch.randint(0, model.vocab_size, (batch, context + more), generator=host)
+    length = torch.full((batch,), context)
+    text = sd.Context(ids, length, length.clone(), torch.arange(batch))
+    for b in range(batch):
+        cache.remember(b, ids[b].numpy(), 0, context - 1, 0)
+    return cache, text
+
+
+# -- whole decoding -----------------------------------------------------------------------------------------------------------
+
+
+def generate(lab: Lab, model: Any) -> None:
+    """Greedy decoding at batch 16 from the end of the prompt on: ours, and transformers' with sdpa and a static cache."""
+    batch, context, new = (2, 16, 4) if lab.toy else (16, 1024, 64)
+    host = torch.Generator().manual_seed(lab.seed)
+    ids = torch.randint(0, model.config.vocab_size, (batch, context), generator=host)
+    shape = Shape.of(model.config)
+    least, *_ = floor(lab, shape, batch, 1, context + new // 2)
+    speeds: dict[str, float] = {}
+
+    def report(name: str, seconds: float) -> None:
+        speeds[name] = batch / seconds
+        lab.row(
+            f"a token of {batch} rows after {context}: {name}",
+            seconds,
+            least,
+            tokens_per_second=batch / seconds,
+        )
+
+    for kind, own in wrapped(model).items():
+        name = f"ours, {kind}"
+        if not lab.late(name):
+            with lab.case(name):
+                report(name, ours(lab, own, ids, new))
+    mine = max(speeds.values(), default=None)
+    for name, options in {
+        "transformers, as it is called": {"disable_compile": True},
+        "transformers, compiled": {},
+    }.items():
+        if lab.late(name, 0.0 if lab.toy else 30.0) or (lab.toy and not options):
+            continue
+        if not lab.room(name, 12 * batch * context * shape.d_ff):
+            continue
+        with lab.case(name):
+            report(name, theirs(lab, model, ids.to(lab.device), new, options))
+            if mine is not None:
+                lab.row(f"tokens a second: ours over {name}", ratio=mine / speeds[name], bar="generate",
+                        note=f"{mine:.0f} over {speeds[name]:.0f}")  # fmt: skip
+
+
+def ours(lab: Lab, model: Any, ids: torch.Tensor, new: int) -> float:
+    """Seconds of a round of plain decoding; once to warm up."""
+    decoder = sd.decoder(model).greedy().build()
+    for turn in range(1 if lab.toy else 2):
+        marks: list[float] = []
+
+        def mark(_: Any, marks: list[float] = marks) -> None:
+            marks.append(perf_counter())
+
+        decoder.generate(ids, new, seed=turn, eos_token_id=(), on_round=mark)
+    return (marks[-1] - marks[0]) / (len(marks) - 1)
+
+
+def theirs(lab: Lab, model: Any, ids: torch.Tensor, new: int, options: dict[str, Any]) -> float:
+    """Seconds of a token of transformers' ``generate``, timed by a stopping criterion that only looks at the clock."""
+    for _ in range(1 if lab.toy else 2):
+        marks: list[float] = []
+
+        def look(input_ids: torch.Tensor, scores: Any, marks: list[float] = marks, **_: Any) -> torch.Tensor:
+            lab.sync()
+            marks.append(perf_counter())
+            return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, min_new_tokens=new, do_sample=False,
+                cache_implementation="static", stopping_criteria=[look], pad_token_id=0, **options,
+            )  # fmt: skip
+    return (marks[-1] - marks[0]) / (len(marks) - 1)

@@ -1,0 +1,168 @@
+"""How far a round is from what the machine must do for it: matrix products, and reading keys and values.
+
+The floor of a round is measured in the same run, in turn with the rounds: the time of its matrix products alone (the models' own
+weights, in order, with as many tokens, nothing between them) and the bytes of keys and values that its queries see, over the
+bandwidth of a copy (bytes read and written). Sampling, verification, Python and everything between the products are above the floor.
+Rounds are steady: prompts are fed before the clock starts and no row leaves.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from _measure import quiet, table
+from _report import write
+from _steady import capacity, group, kept, steady
+from bench import load
+
+import specdec as sd
+from specdec.data import prompts
+
+
+@dataclass
+class Settings:
+    target: str = "pocket-target"
+    draft: str = "pocket-vanilla"
+    batches: tuple[int, ...] = (1, 16)
+    contexts: tuple[int, ...] = (1024,)
+    length: int = 4
+    new_tokens: int = 24
+    repeats: int = 5
+    threads: int = 1
+    seed: int = 0
+    json: str | None = None
+
+
+def main(s: Settings) -> None:
+    torch.set_num_threads(s.threads)
+    quiet()
+    (model, tokenizer), (small, _) = load(s.target), load(s.draft)
+    for m in (model, small):
+        m.generation_config.eos_token_id = None
+    target, draft = kept(sd.HFModel(model, tokenizer), taps=(0,)), kept(sd.HFModel(small, tokenizer))
+    decoders = {
+        "plain": sd.decoder(target).build(),
+        "vanilla": sd.decoder(target).draft(draft, length=s.length).build(),
+    }
+    rows = []
+    for context in s.contexts:
+        for batch in s.batches:
+            some = long_enough(tokenizer, context, batch)
+            room = capacity(context, s.new_tokens, s.length)
+            prefilled = group(some, list(range(s.seed, s.seed + batch)), room, target, [draft])
+            seconds: dict[str, list[float]] = {}
+            for repeat in range(s.repeats + 1):
+                for name, decoder in decoders.items():
+                    run = steady(decoder, [prefilled], s.new_tokens)
+                    at = context + s.new_tokens // 2
+                    floor = floors(target, draft, batch, at, s.length if name == "vanilla" else 0)
+                    if repeat:  # the first is warm-up
+                        for key, value in {"round": run.round_seconds, **floor}.items():
+                            seconds.setdefault(f"{name} {key}", []).append(value)
+                        for stage in ("draft", "target", "verify", "other"):
+                            seconds.setdefault(f"{name} {stage}", []).append(run.stage(stage))
+            for name in decoders:
+                found = {key: median(seconds[f"{name} {key}"]) for key in KEYS}
+                floor_seconds = found["products"] + found["reading"]
+                rows.append(
+                    {
+                        "method": name,
+                        "batch": batch,
+                        "context": context,
+                        "k": s.length if name == "vanilla" else 0,
+                        "round_ms": found["round"] * 1e3,
+                        "floor_ms": floor_seconds * 1e3,
+                        "times_floor": median(
+                            r / (p + b)
+                            for r, p, b in zip(*(seconds[f"{name} {key}"] for key in ("round", *PARTS)))
+                        ),
+                        **{f"{key}_ms": found[key] * 1e3 for key in KEYS if key != "round"},
+                    }
+                )
+                print(f"\r\033[K{name}, batch {batch}, context {context}", end="", flush=True)
+    print("\r\033[K", end="")
+    print(table(rows, tuple(rows[0])))
+    if s.json:
+        write(s.json, rows, s.seed)
+
+
+PARTS = ("products", "reading")
+KEYS = ("round", *PARTS, "draft", "target", "verify", "other")
+
+
+def long_enough(tokenizer: Any, context: int, count: int) -> list[list[int]]:
+    """``count`` prompts of ``context`` tokens: the evaluation prompts, the short ones repeated."""
+    out = []
+    for text in prompts(tokens=None):
+        ids = tokenizer(text)["input_ids"]
+        out.append((ids * (context // len(ids) + 1))[:context])
+        if len(out) == count:
+            break
+    return out
+
+
+def floors(target: Any, draft: Any, batch: int, length: int, k: int) -> dict[str, float]:
+    """Seconds of a round's matrix products and of reading its keys and values; ``k`` drafted tokens a row, 0 without a draft."""
+    seen = batch * (length + k) * target.bytes_per_token()
+    products = multiply(target, batch * (k + 1))
+    for step in range(
+        k
+    ):  # a draft's first step feeds the token that the target added, too; one is what it must
+        seen += batch * (length + step) * draft.bytes_per_token()
+        products += multiply(draft, batch)
+    return {"products": products, "reading": seen / copy_bandwidth(seen)}
+
+
+def multiply(model: Any, tokens: int) -> float:
+    """Seconds of all linear layers of a model on ``tokens`` tokens, one after the other."""
+    layers = [m for m in model.clone.modules() if isinstance(m, torch.nn.Linear)]
+    inputs = [torch.randn(tokens, m.in_features) for m in layers]
+    with torch.inference_mode():
+        for x, m in zip(inputs, layers):  # as in a round, the weights have been read a moment ago
+            F.linear(x, m.weight, m.bias)
+        start = perf_counter()
+        for x, m in zip(inputs, layers):
+            F.linear(x, m.weight, m.bias)
+        return perf_counter() - start
+
+
+def copy_bandwidth(size: int) -> float:
+    """Bytes read and written a second by copies of about ``size`` bytes."""
+    here, there = (torch.ones(max(size // 8, 1 << 16)) for _ in range(2))  # half of the bytes each
+    times = []
+    for _ in range(5):
+        start = perf_counter()
+        there.copy_(here)
+        times.append(perf_counter() - start)
+    return 2 * here.numel() * here.element_size() / median(times[1:])
+
+
+if __name__ == "__main__":
+    d = Settings()
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--target", default=d.target, help="pocket model, hub id or folder (default: %(default)s)"
+    )
+    parser.add_argument("--draft", default=d.draft, help="the same for the draft (default: %(default)s)")
+    parser.add_argument("--batches", type=int, nargs="+", default=list(d.batches), help="default: 1 16")
+    parser.add_argument("--contexts", type=int, nargs="+", default=list(d.contexts), help="default: 1024")
+    parser.add_argument(
+        "--length", type=int, default=d.length, help="k, drafted a round (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--new-tokens", type=int, default=d.new_tokens, help="a row and repeat (default: %(default)s)"
+    )
+    parser.add_argument("--repeats", type=int, default=d.repeats, help="default: %(default)s")
+    parser.add_argument("--threads", type=int, default=d.threads, help="torch threads (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=d.seed)
+    parser.add_argument("--json", metavar="FILE", help="write the rows as JSON")
+    a = parser.parse_args()
+    main(Settings(**{**vars(a), "batches": tuple(a.batches), "contexts": tuple(a.contexts)}))

@@ -1,0 +1,134 @@
+"""The forward of Llama-like blocks on the CPU with everything but large matrix products in C (``kernels.native``).
+
+Norms, rotary embedding, activation, attention and the way into the slots are one call each instead of two dozen operators a block,
+and make no pass over memory that they do not need. Matrix products of a few tokens are the library's too, in float32 because
+PyTorch's are slower for 6 to 60 rows of a small model, and because a row's result then does not depend, to the bit, on what else is
+in the step: over the same prompt's entries a token's logits are the same in a plain step and in a verification. Prompts are
+PyTorch's, and so are products in bfloat16 beyond a few rows, which processors have units for; with ``invariant`` everything is ours,
+and nothing depends on company.
+
+Same numbers as ``lean.Lean`` up to rounding. bfloat16 models are rounded less often than by PyTorch.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specdec.kernels.attention import AttentionPlan, attention
+from specdec.kernels.attention.native import always
+from specdec.kernels.native import library
+from specdec.kernels.native.ops import MOST, add_norm, linear_takes, silu_mul, turn
+from specdec.kernels.native.ops import linear as own
+from specdec.models.lean import Lean
+
+
+def fast(x: Tensor) -> bool:
+    """Whether the C kernels may compute what is made of ``x``: float32 on the CPU, and nobody wants gradients."""
+    plain = x.dtype == torch.float32 and x.device.type == "cpu" and not torch.is_grad_enabled()
+    return plain and x.is_contiguous() and library() is not None
+
+
+STEP = 256  # tokens of a forward up to which it is a step, and not a prompt
+FEW = 6  # the same in bfloat16, where PyTorch is faster from there on
+WIDE = 2048  # inputs of a product up to which ours is as fast
+_FIXED = {"default", "linear", "llama3", "yarn"}  # rotary embeddings that depend on the position alone
+
+
+class Native(Lean):
+    """As ``Lean``, for models on the CPU where there are C kernels."""
+
+    def __init__(self, model: Any, backend: str = "auto", invariant: bool = False):
+        super().__init__(model, backend)
+        rotary = self.body.rotary_emb
+        self._fixed = getattr(rotary, "rope_type", None) in _FIXED
+        self._table: tuple[Tensor, Tensor] | None = None
+        half = self.head.weight.dtype == torch.bfloat16
+        self._always = invariant
+        self._few = sys.maxsize if invariant else FEW if half else STEP
+        self._projections = [
+            [(p.weight, p.bias) for p in (b.query, b.key, b.value, b.out, b.gate, b.up, b.down)]
+            for b in self.blocks
+        ]
+        every = [p for block in self._projections for p in block] + [(self.head.weight, self.head.bias)]
+        sizes = {linear_takes(*p) and (invariant or p[0].shape[1] <= WIDE) for p in every}
+        self._own = sizes == {True}
+        sizes = {b.size % 16 == 0 and b.size <= 256 for b in self.blocks}
+        self.invariant = invariant and self._own and sizes == {True} and backend in ("auto", "native")
+        if self.invariant:
+            self.backend = "native"  # nothing else may step in
+
+    @staticmethod
+    def suits(model: Any, dtype: torch.dtype | None = None) -> bool:
+        """Whether the model is one that this path computes: llama-like, in float32 or bfloat16, on a CPU with C kernels."""
+        found = {(p.device.type, p.dtype) for p in model.parameters()}
+        plain = found in ({("cpu", torch.float32)}, {("cpu", torch.bfloat16)})
+        if not plain or library() is None or not Lean.suits(model, found.pop()[1]):
+            return False
+        return all(b.self_attn.head_dim <= MOST and b.self_attn.head_dim % 2 == 0 for b in model.model.layers)
+
+    def rotary(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines ``[T, D]`` of ``positions [T]``."""
+        if not self._fixed:
+            cos, sin = self.body.rotary_emb(x, positions[None])
+            return cos[0].float(), sin[0].float()
+        top = int(positions.max()) + 1
+        table = self._table
+        if table is None or len(table[0]) < top:
+            every = torch.arange(max(2 * top, 1024))
+            with torch.inference_mode(False), torch.no_grad():
+                cos, sin = self.body.rotary_emb(torch.empty(1, dtype=x.dtype), every[None])
+                self._table = table = cos[0].float(), sin[0].float()
+        return table[0].index_select(0, positions), table[1].index_select(0, positions)
+
+    def forward(
+        self,
+        memo: Any,
+        plan: AttentionPlan,
+        ids: Tensor,
+        positions: Tensor,
+        keep: Any,
+        caught: dict[int, list[Tensor]] | None = None,
+    ) -> Tensor | None:
+        """As ``Lean.forward``."""
+        x = F.embedding(ids, self.body.embed_tokens.weight)
+        T = len(ids)
+        linear: Any = own if self._own and self._few >= T else F.linear
+        assert plan.slots is not None
+        if self._always:
+            always(plan)
+        cos, sin = self.rotary(x, positions)
+        more: Tensor | None = None  # what the block before adds to x
+        for number, (b, projections) in enumerate(zip(self.blocks, self._projections)):
+            query, key, value, out, gate, up, down = projections
+            y = add_norm(x, more, b.before.weight, b.before.variance_epsilon)
+            if caught and number in caught:
+                caught[number].append(x.clone())
+            q, k, v = linear(y, *query), linear(y, *key), linear(y, *value)
+            if b.query_norm is not None:
+                q = add_norm(q.view(-1, b.size), None, b.query_norm.weight, b.query_norm.variance_epsilon)
+                k = add_norm(k.view(-1, b.size), None, b.key_norm.weight, b.key_norm.variance_epsilon)
+                q, k = q.view(T, -1), k.view(T, -1)
+            q, k, v = (
+                t.view(1, T, -1, b.size).transpose(1, 2)
+                for t in (turn(q, cos, sin, b.size), turn(k, cos, sin, b.size), v)
+            )
+            keys, values = memo.append(b.layer, plan.slots, k, v)
+            seen = attention(q, keys, values, plan, scale=b.scale, window=b.window, backend=self.backend)
+            y = add_norm(x, linear(seen.reshape(T, -1), *out), b.after.weight, b.after.variance_epsilon)
+            more = linear(silu_mul(linear(y, *gate), linear(y, *up)), *down)
+        if more is not None:
+            x += more
+        if caught and len(self.blocks) in caught:
+            caught[len(self.blocks)].append(x)
+        if keep is False:
+            return None
+        if keep is not None:
+            x = x[keep]
+        norm = self.body.norm
+        y = add_norm(x, None, norm.weight, norm.variance_epsilon)
+        return linear(y, self.head.weight, self.head.bias)

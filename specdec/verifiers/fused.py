@@ -1,0 +1,73 @@
+"""Rejection verification straight from logits, by fused kernels on a GPU: no probabilities are made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specdec import tree
+from specdec.kernels.rejection import decide, verify
+from specdec.kernels.rejection.fused import supports
+from specdec.rng import ACCEPT, BONUS, Key, Philox, Rng, triton_kernels
+from specdec.sampling import Sampling
+from specdec.types import Context, Proposal, Verdict
+from specdec.verifiers.rejection import Rejection
+
+
+@dataclass(frozen=True)
+class FusedRejection(Rejection):
+    """``Rejection`` that takes the target's logits where sampling is a temperature and nothing else.
+
+    Its decisions are those of ``Rejection`` with the same numbers, up to the rounding of probabilities; how rarely they differ,
+    ``kernels/rejection/reference.py`` says. ``Round.probs`` is then ``None``. Under other sampling, and for trees,
+    probabilities are made and it is ``Rejection``. On the CPU nothing is fused, and nothing gained.
+
+    Args:
+        trust_declared: as for ``Rejection``.
+    """
+
+    name = "fused rejection"
+
+    def from_logits(
+        self, proposal: Proposal, logits: Tensor, sampling: Sampling, context: Context, rng: Rng
+    ) -> Verdict:
+        """``__call__`` with ``logits [B, N + 1, V]`` and a ``sampling`` of which only the temperature counts.
+
+        Raises:
+            ValueError: logits that are no distribution.
+        """
+        if not tree.is_chain(proposal.parents):
+            return self(proposal, sampling(logits, context, proposal), context, rng)
+        at, N = context.length, proposal.nodes
+        accepts = Key(at[:, None], torch.arange(N), 0, ACCEPT)
+        if isinstance(rng, Philox) and _fused(logits, proposal.probs):
+            numbers = rng.uniform(accepts), rng.uniform(Key(at[:, None], torch.arange(N + 1), 0, BONUS))
+            decision = verify(
+                logits,
+                proposal.tokens,
+                proposal.size,
+                *numbers,
+                draft=proposal.probs,
+                temperature=sampling.temperature,
+                backend="triton",
+            )
+        else:  # decisions, so that any ``Rng`` serves, the certifier's too
+            decision = decide(
+                logits,
+                proposal.tokens,
+                proposal.size,
+                lambda ratio: rng.accept(ratio, accepts),
+                lambda weights, accepted: rng.categorical(weights, Key(at, accepted.cpu(), 0, BONUS)),
+                draft=proposal.probs,
+                temperature=sampling.temperature,
+            )
+        accepted = decision.accepted
+        nodes = torch.arange(N, device=accepted.device)
+        path = torch.where(nodes < accepted[:, None], nodes, -1)
+        return Verdict.of(proposal, path, accepted, decision.token)
+
+
+def _fused(logits: Tensor, draft: Tensor | None) -> bool:
+    return logits.is_cuda and triton_kernels() and supports(logits, draft) is None

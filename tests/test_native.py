@@ -1,0 +1,430 @@
+"""The C kernels against attention written out and against PyTorch's operators; and life without them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from test_attention import PLANS, case, make_tree, naive
+from tiny import tiny
+
+from specdec.kernels.attention import AttentionPlan, ExplicitPlan, attention
+from specdec.kernels.attention import native as backend
+from specdec.kernels.native import library, ops, reason
+from specdec.models.native import Native
+
+needed = pytest.mark.skipif(library() is None, reason=f"no C kernels: {reason()}")
+
+
+def close(out, expected, dtype=torch.float32):
+    rtol = {torch.float32: 3e-6, torch.bfloat16: 2e-2}[dtype]
+    error = float((out.double() - expected).norm() / expected.norm().clamp_min(1e-30))
+    assert error < rtol, error
+
+
+def doubles(*tensors):
+    return [t.double() for t in tensors]
+
+
+def test_a_machine_with_a_compiler_has_them():
+    """So that the tests below do not skip where it matters."""
+    import shutil
+
+    if any(shutil.which(c) for c in ("cc", "gcc", "clang")) and os.environ.get("SPECDEC_NATIVE") != "0":
+        assert library() is not None, reason()
+
+
+@needed
+@pytest.mark.parametrize("window", [None, 1, 3, 100])
+@pytest.mark.parametrize("name", list(PLANS))
+def test_every_plan(name, window):
+    plan = PLANS[name]
+    args = case(plan, D=16, dtype=torch.float32)
+    out = attention(*args, plan, window=window, backend="native")
+    close(out, naive(*doubles(*args), plan, window=window))
+
+
+@needed
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("heads", [(4, 4), (8, 2), (8, 1)])
+@pytest.mark.parametrize("sizes", [(64, 64), (128, 128), (80, 48), (256, 256)])
+def test_head_groups_and_sizes(sizes, heads, dtype):
+    D, Dv = sizes
+    plan = AttentionPlan([0, 2, 3], [150, 0, 61], [3, 1, 5], 200)  # borders of blocks and of vectors
+    args = case(plan, *heads, D=D, Dv=Dv, dtype=dtype)
+    out = attention(*args, plan, scale=0.3, backend="native")
+    close(out, naive(*doubles(*args), plan, scale=0.3), dtype)
+
+
+@needed
+@pytest.mark.parametrize("length", [*range(1, 19), 63, 64, 65, 79, 80, 127, 128, 129])
+def test_lengths_at_borders(length):
+    plan = AttentionPlan([0], [length - 1], [1], 130)
+    args = case(plan, D=16, dtype=torch.float32)
+    close(attention(*args, plan, backend="native"), naive(*doubles(*args), plan))
+
+
+@needed
+@pytest.mark.parametrize("softcap", [None, 0.7])
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("name", ["verify", "ragged tree", "one"])
+def test_softcap_sinks_and_log_sum_exp(name, sinks, softcap):
+    plan = PLANS[name]
+    args = case(plan, D=16, dtype=torch.float32)
+    s_aux = torch.tensor([0.5, -1.0, 3.0, 0.0]) if sinks else None
+    more = {"softcap": softcap, "window": 4}
+    out, lse = attention(*args, plan, sinks=s_aux, **more, backend="native", lse=True)
+    wide = doubles(*args)
+    close(out, naive(*wide, plan, sinks=None if s_aux is None else s_aux.double(), **more))
+    ones = [wide[0], wide[1], torch.ones_like(wide[2])]  # a uniform value: the reference's own log-sum-exp
+    expected = attention(*ones, plan, sinks=s_aux, **more, backend="reference", lse=True)[1]
+    torch.testing.assert_close(lse.double(), expected.double(), rtol=1e-5, atol=1e-5)
+
+
+@needed
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("name", list(PLANS))
+def test_what_is_not_seen_is_not_read(name, window):
+    plan = PLANS[name]
+    query, keys, values = case(plan, D=16, dtype=torch.float32)
+    expected = attention(query, keys, values, plan, window=window, backend="native")
+    seen = torch.zeros(4, plan.capacity, dtype=torch.bool)
+    for s in plan.runs(alone=True):
+        seen[s.b0, : s.keys] = torch.from_numpy(plan.visible(s, window)[0]).any(0)
+    for buffer in (keys, values):
+        buffer[~seen] = float("nan")
+    out = attention(query, keys, values, plan, window=window, backend="native")
+    torch.testing.assert_close(out, expected, rtol=0, atol=0)
+
+
+@needed
+def test_scores_that_are_not_numbers_show():
+    plan = PLANS["decode"]
+    query, keys, values = case(plan, D=16, dtype=torch.float32)
+    keys[0, :3] = float("nan")  # seen by the first row alone
+    query[0, :, 1] = float("nan")
+    out, lse = attention(query, keys, values, plan, backend="native", lse=True)
+    for made in (out, lse):
+        assert made[0, :2].isnan().all()
+        assert made[0, 2].isfinite().all()
+
+
+@needed
+def test_what_is_seen_and_not_finite_shows():
+    plan = PLANS["verify"]
+    query, keys, values = case(plan, D=16, dtype=torch.float32)
+    values[0, 3] = float("nan")
+    out = attention(query, keys, values, plan, backend="native")
+    assert out[0, :4].isnan().all()
+    assert out[0, 4:].isfinite().all()
+
+
+@needed
+@pytest.mark.parametrize("by_head", [False, True])
+def test_slots_in_no_order(by_head):
+    rows, counts, S = [0, 1, 3], [2, 1, 3], 45
+    draw = np.random.default_rng(0)
+    seen = draw.random((6, S)) < 0.4
+    seen[5] = False  # a query that sees nothing
+    plan = ExplicitPlan(rows, counts, seen, draw.integers(0, 30, (6, S)), torch.arange(6))
+    if by_head:
+        each = draw.random((3, 4, 3, S)) < 0.5
+        plan.visible = lambda s, window=None, low=0: torch.from_numpy(each[s.r0 : s.r1, :, : s.queries])
+        plan.layer = 0
+    g = torch.Generator().manual_seed(0)
+    query = torch.randn(1, 4, 6, 16, generator=g)
+    keys, values = torch.randn(2, 4, S, 2, 16, generator=g).unbind(0)
+    for window in (None, 12):
+        out = attention(query, keys, values, plan, window=window, backend="native")
+        expected = attention(*doubles(query, keys, values), plan, window=window, backend="reference")
+        expected = expected.nan_to_num(0.0)
+        close(out, expected)
+
+
+@needed
+def test_pages():
+    table = [[4, 1, 0], [2, 5], [3]]
+    plan = AttentionPlan([0, 1, 2], [35, 20, 0], [3, 5, 1], 48, table=table, page=16)
+    g = torch.Generator().manual_seed(0)
+    query = torch.randn(1, 4, 9, 16, generator=g)
+    keys, values = torch.randn(2, 6, 16, 2, 16, generator=g).unbind(0)
+    close(
+        attention(query, keys, values, plan, backend="native"),
+        attention(*doubles(query, keys, values), plan, backend="reference"),
+    )
+
+
+@needed
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_result_does_not_depend_on_company(dtype):
+    """To the bit: one query alone, in a verification, in a tree, beside other rows, and on more threads."""
+    D, first = 64, 150
+    g = torch.Generator().manual_seed(0)
+    keys, values = torch.randn(2, 4, 170, 2, D, generator=g).to(dtype).unbind(0)
+    query = torch.randn(1, 4, 8, D, generator=g).to(dtype)
+
+    def run(plan, q):
+        return attention(q, keys, values, plan, backend="native")
+
+    alone = [run(AttentionPlan([1], [first + i], [1], 170), query[:, :, i : i + 1]) for i in range(8)]
+    together = run(AttentionPlan([1], [first], [8], 170), query)
+    assert torch.equal(together, torch.cat(alone, 1))
+    others = torch.cat([query.flip(2), query], 2)
+    beside = run(AttentionPlan([0, 1], [40, first], [8, 8], 170), others)
+    assert torch.equal(beside[:, 8:], together)
+    chain = make_tree([0], [first])  # nodes 0 1 3 are a chain in it: the first three of the row's slots are
+    tree = run(AttentionPlan([1], [first], [2], 170, chain), query[:, :, :2])
+    assert torch.equal(tree, together[:, :2])
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        assert torch.equal(run(AttentionPlan([0, 1], [40, first], [8, 8], 170), others), beside)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_refusals():
+    plan = PLANS["one"]
+    for args, why in (
+        (case(plan, D=16), "float64"),
+        (case(plan, D=24, dtype=torch.float32), "multiple of 16"),
+        (case(plan, D=16, Dv=24, dtype=torch.float32), "multiple of 16"),
+    ):
+        with pytest.raises(ValueError, match=why if library() is not None else "C kernels"):
+            attention(*args, plan, backend="native")
+
+
+@needed
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_operators(dtype):
+    near = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 8e-3, "atol": 1e-6}
+    g = torch.Generator().manual_seed(0)
+    x, y, w = (torch.randn(*shape, generator=g).to(dtype) for shape in ((5, 100), (5, 100), (100,)))
+    before = x.clone()
+    out = ops.add_norm(x, y, w, 1e-6)
+    assert torch.equal(x, before + y)
+    expected = F.rms_norm((before + y).float(), (100,), w.float(), 1e-6).to(dtype)
+    torch.testing.assert_close(out, expected, **near)
+    assert torch.equal(ops.add_norm(x, None, w, 1e-6), out)
+    gate, up = (torch.randn(5, 77, generator=g) * 30).to(dtype), torch.randn(5, 77, generator=g).to(dtype)
+    expected = (F.silu(gate.float()) * up.float()).to(dtype)
+    torch.testing.assert_close(ops.silu_mul(gate.clone(), up), expected, **near)
+    extreme = torch.tensor([0.0, -0.0, 1e30, -1e30, 80.5, -80.5, float("nan")]).to(dtype)
+    got, expected = (
+        ops.silu_mul(extreme.clone(), torch.ones(7, dtype=dtype)),
+        F.silu(extreme.float()).to(dtype),
+    )
+    torch.testing.assert_close(got, expected, **near | {"atol": 1e-30}, equal_nan=True)
+    q, angle = torch.randn(5, 3 * 8, generator=g).to(dtype), torch.randn(5, 4, generator=g).repeat(1, 2)
+    cos, sin = angle.cos(), angle.sin()
+    heads = q.view(5, 3, 8).float()
+    half = torch.cat([-heads[..., 4:], heads[..., :4]], -1)
+    expected = (heads * cos[:, None] + half * sin[:, None]).to(dtype)
+    torch.testing.assert_close(ops.turn(q, cos, sin, 8).view(5, 3, 8), expected, **near)
+
+
+@needed
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_bfloat16_models(family):
+    """As near to the model in float32 as its own bfloat16 forward is."""
+    import specdec as sd
+
+    model = tiny(family, 0, torch.bfloat16)
+    context = sd.Context.of([[1], list(range(20)), [5, 6, 7] * 5])
+    wrapped = sd.HFModel(model)
+    assert type(wrapped._path.lean) is Native
+    logits = [wrapped.score(wrapped.cache(3, 32), context).logits]
+    wrapped._path.lean = None
+    logits.append(wrapped.score(wrapped.cache(3, 32), context).logits)
+    wide = sd.HFModel(tiny(family, 0, torch.bfloat16).float())
+    exact = wide.score(wide.cache(3, 32), context).logits
+    mine, own = (float((made - exact).norm() / exact.norm()) for made in logits)
+    assert mine < max(1.5 * own, 1e-2)
+
+
+@needed
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_entries_into_slots(dtype):
+    buffer = torch.zeros(2, 3, 7, 4, dtype=dtype).transpose(1, 2)
+    new = torch.randn(3, 5, 4).to(dtype).transpose(0, 1)
+    slots = torch.tensor([[13, 0, 8, 2, 6], [0] * 5]).t()[:, 0]  # not contiguous
+    ops.keep(buffer, slots, new)
+    expected = torch.zeros(14, 3, 4, dtype=dtype)
+    expected[slots] = new
+    assert torch.equal(buffer.reshape(14, 3, 4), expected)
+    for bad in (14, -1):
+        with pytest.raises(IndexError, match="not all in a buffer of 2 x 7"):
+            ops.keep(buffer, torch.tensor([0, 1, 2, 3, bad]), new)
+    assert torch.equal(buffer.reshape(14, 3, 4), expected)
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"SPECDEC_NATIVE": "0"}, "SPECDEC_NATIVE=0"),
+        ({"CC": "no-such-compiler"}, "no-such-compiler"),
+        ({"CC": "false"}, "false"),
+        ({"CC": 'gcc "'}, "quotation"),
+    ],
+)
+def test_without_them_everything_runs_on_pytorch(settings, why, tmp_path):
+    code = """
+import torch, specdec as sd
+from tiny import tiny
+from specdec.kernels.native import library, reason
+assert library() is None
+print(reason())
+model = tiny("llama", 0, torch.float32)
+made = sd.decoder(sd.HFModel(model)).build().generate([[1, 2, 3]], max_new_tokens=4)
+assert len(made) == 1
+"""
+    env = {**os.environ, "SPECDEC_CACHE": str(tmp_path), "PYTHONPATH": os.path.dirname(__file__), **settings}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert why in done.stdout
+
+
+def test_the_choice_can_be_explained():
+    plan = PLANS["one"]
+    args = case(plan, D=16, dtype=torch.float32)
+    why = backend.supports(args[0], None, None, plan)
+    assert why is None or "not there" in why
+
+
+@needed
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("E", "O"), [(16, 16), (80, 48), (256, 64)])
+def test_matrix_products(E, O, dtype):
+    g = torch.Generator().manual_seed(0)
+    w, b = torch.randn(O, E, generator=g).to(dtype), torch.randn(O, generator=g).to(dtype)
+    x = torch.randn(20, E, generator=g).to(dtype)
+    assert ops.linear_takes(w, b)
+    for bias in (b, None):
+        out = ops.linear(x, w, bias)
+        close(out, F.linear(*doubles(x, w), None if bias is None else bias.double()), dtype)
+        for T in (1, 2, 5, 6, 7, 13):
+            assert torch.equal(ops.linear(x[:T], w, bias), out[:T])
+    assert not ops.linear_takes(w[:, :8].contiguous(), None)
+    assert not ops.linear_takes(w.t()[:, :16], None)
+
+
+@needed
+@pytest.mark.parametrize("page", [None, 16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
+def test_logits_do_not_depend_on_company(family, dtype, page):
+    """To the bit: one row token by token, and verified in one pass beside other rows, after prompts fed together."""
+    import specdec as sd
+
+    changes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "vocab_size": 96}
+    changes |= {"num_attention_heads": 16, "num_key_value_heads": 1}
+    wrapped = sd.HFModel(tiny(family, 0, dtype, **changes), invariant=True, page=page)
+    rows = [[n % 90 + 3 for n in range(130)], [5, 6, 7] * 5, [1]]
+    nodes = torch.tensor([[3, 4, 5, 6, 7, 8]] * 3)
+    context = sd.Context.of(rows, capacity=140)
+    cache = wrapped.cache(3, 140)
+    wrapped.prefill(cache, context)
+    together = wrapped.score(cache, context, sd.Proposal.chain(nodes, torch.tensor([6, 2, 3]))).logits
+    for b, row in enumerate(rows):
+        alone = wrapped.cache(1, 140)
+        wrapped.prefill(alone, sd.Context.of([row]))
+        for n in range((6, 2, 3)[b] + 1):
+            text = sd.Context.of([row + nodes[b, :n].tolist()])
+            assert torch.equal(wrapped.score(alone, text).logits[0, 0], together[b, n])
+
+
+@needed
+def test_a_verification_gives_the_logits_of_plain_steps():
+    """To the bit, over the same prompts, in float32 without being asked to."""
+    import specdec as sd
+
+    changes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "vocab_size": 96}
+    wrapped = sd.HFModel(tiny("llama", 0, torch.float32, **changes))
+    rows, nodes = [list(range(40)), [5, 6, 7] * 5], torch.tensor([[3, 4, 5, 6]] * 2)
+    caches = [wrapped.cache(2, 48) for _ in range(2)]
+    for cache in caches:
+        wrapped.prefill(cache, sd.Context.of(rows, capacity=48))
+    whole = wrapped.score(
+        caches[0], sd.Context.of(rows, capacity=48), sd.Proposal.chain(nodes, torch.tensor([4, 4]))
+    ).logits
+    for n in range(5):
+        text = sd.Context.of([row + nodes[b, :n].tolist() for b, row in enumerate(rows)])
+        assert torch.equal(wrapped.score(caches[1], text).logits[:, 0], whole[:, n])
+
+
+@needed
+def test_what_the_kernels_cannot_take_is_refused():
+    x, w = torch.randn(4, 16), torch.ones(16)
+    bad = [
+        lambda: ops.add_norm(x.t().contiguous().t(), None, w, 1e-6),
+        lambda: ops.add_norm(x, x[:2], w, 1e-6),
+        lambda: ops.add_norm(x, None, w.bfloat16(), 1e-6),
+        lambda: ops.add_norm(x.half(), None, w.half(), 1e-6),
+        lambda: ops.silu_mul(x, torch.randn(4, 8)),
+        lambda: ops.silu_mul(x.double(), x.double()),
+        lambda: ops.turn(x, torch.ones(4, 4), torch.ones(4, 4), 8),
+        lambda: ops.turn(torch.randn(1, 1024), torch.ones(1, 1024), torch.ones(1, 1024), 1024),
+        lambda: ops.linear(x, torch.randn(16, 32), None),
+        lambda: ops.linear(x, torch.randn(8, 16), None),
+    ]
+    slots, new = torch.arange(3), torch.randn(3, 2, 4)
+    buffer = torch.zeros(2, 5, 2, 4)
+    bad += [
+        lambda: ops.keep(buffer, slots[:2], new),
+        lambda: ops.keep(buffer, slots.int(), new),
+        lambda: ops.keep(buffer, slots, new.double()),
+        lambda: ops.keep(buffer, slots, torch.randn(3, 5, 4)),
+    ]
+    for call in bad:
+        with pytest.raises(ValueError, match=r"give contiguous|do not go together|do not fit"):
+            call()
+    assert not buffer.any()
+
+
+@needed
+def test_gradients_go_through_pytorch():
+    plan = PLANS["verify"]
+    query, keys, values = case(plan, D=16, dtype=torch.float32)
+    attention(query, keys, values, plan)  # what was chosen once is not kept for calls that want gradients
+    assert attention(query.requires_grad_(), keys, values, plan).requires_grad
+
+
+@needed
+def test_threads_may_share_a_plan():
+    from concurrent.futures import ThreadPoolExecutor
+
+    plan = PLANS["ragged"]
+    cases = [case(plan, D=64, dtype=torch.float32, seed=i) for i in range(4)]
+    expected = [attention(*c, plan, backend="native") for c in cases]
+    with ThreadPoolExecutor(4) as pool:
+        jobs = [(i % 4, pool.submit(attention, *cases[i % 4], plan, backend="native")) for i in range(400)]
+        assert all(torch.equal(job.result(), expected[i]) for i, job in jobs)
+
+
+@needed
+def test_a_damaged_library_is_made_again(tmp_path):
+    from specdec.kernels.native import build
+
+    code = "from specdec.kernels.native import library; assert library() is not None"
+    for name in Path(build.library()._name).parent.glob("native-*.so"):
+        (tmp_path / name.name).write_bytes(b"")
+    tmp_path.chmod(0o700)
+    env = {**os.environ, "SPECDEC_CACHE": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_models_that_cannot_be_invariant_say_so():
+    import specdec as sd
+
+    for model in (tiny("gpt2", 0, torch.float32), tiny("llama", 0), tiny("llama", 0, torch.float32)):
+        with pytest.raises(
+            ValueError, match="invariant is True but this"
+        ):  # the last has sizes that do not fit
+            sd.HFModel(model, invariant=True)

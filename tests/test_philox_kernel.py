@@ -1,0 +1,147 @@
+"""The generator on the GPU: bits of the CPU's, and its races. Triton's interpreter has to run in a process of its own."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+from specdec.kernels import philox
+from specdec.rng import ACCEPT, BONUS, Key, Philox, race_arrivals, seeds
+
+HERE = os.environ.get("TRITON_INTERPRET") == "1"
+TRITON = importlib.util.find_spec("triton") is not None
+KERNELS = Path(philox.__file__).with_name("triton_kernels.py")
+GPU = TRITON and torch.cuda.is_available()
+interpreted = pytest.mark.skipif(not HERE, reason="run by test_the_kernels_in_the_interpreter")
+needs_triton = pytest.mark.skipif(not TRITON, reason="needs triton")
+
+SEEDS = torch.tensor([0, 1, 2**31, 2**32 - 1, 2**63 - 1])
+AT = torch.tensor([0, 5, 4095, 2**20, 2**31])
+KEYS = {
+    "one a row": Key(AT, 3),
+    "chain": Key(AT[:, None], torch.arange(7), 0, ACCEPT, 3),
+    "tree": Key(AT[:, None], torch.arange(7), torch.arange(35).view(5, 7), BONUS),
+    "more than a block": Key(AT[:, None], torch.arange(1500)),
+    "none": Key(AT[:, None], torch.arange(0)),
+}
+
+
+def same_uniforms(key, device):
+    got = philox.uniforms(SEEDS, key, device)
+    assert got.device.type == device
+    assert torch.equal(got.cpu(), Philox(SEEDS).uniform(key))
+
+
+def same_race(rows, V, device, dtype=torch.float32, holes=0.3):
+    """The first arrival, or one that arrives with it to the last bits."""
+    g = torch.Generator().manual_seed(V)
+    p = torch.rand(rows, V, generator=g) ** 4 * (torch.rand(rows, V, generator=g) >= holes)
+    p[:, V // 2] = 0.1
+    p, seed, at = p.to(dtype), seeds(V, rows), torch.arange(rows) * 3
+    arrival = race_arrivals(p, seed, at)
+    got = philox.race(p.to(device), seed, at).cpu()
+    mine = arrival.gather(1, got[:, None])[:, 0]
+    assert bool((mine <= arrival.amin(1) * (1 + 1e-14)).all())
+    assert bool((p.gather(1, got[:, None]) > 0).all())
+
+
+@needs_triton
+@pytest.mark.skipif(HERE, reason="this is the process with the interpreter")
+def test_the_kernels_in_the_interpreter():
+    env = {**os.environ, "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "interpreted", __file__]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+
+
+@interpreted
+@pytest.mark.parametrize("name", KEYS)
+def test_interpreted_uniforms_are_the_same_to_the_bit(name):
+    same_uniforms(KEYS[name], "cpu")
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("rows", "V"), [(3, 1), (4, 7), (2, 1024), (2, 5000), (0, 9)])
+def test_interpreted_races_have_the_same_winners(rows, V, dtype):
+    same_race(rows, V, "cpu", dtype)
+
+
+@interpreted
+def test_interpreted_races_read_strided_laws_and_refuse_shapes_that_do_not_fit():
+    law = torch.rand(4, 6, 50, generator=torch.Generator().manual_seed(0))
+    seed, at = seeds(0, 4), torch.arange(4)
+    for view in (law[:, 2], law.transpose(1, 2)[:, :, 0]):
+        assert torch.equal(philox.race(view, seed, at), Philox(seed).race(view, at))
+    with pytest.raises(ValueError, match=r"needs \[4\] of each"):
+        philox.race(law[:, 0], seed[:3], at)
+
+
+@pytest.mark.skipif(not GPU, reason="needs triton and a GPU")
+def test_on_a_gpu_numbers_and_winners_are_the_same():
+    for key in KEYS.values():
+        same_uniforms(key, "cuda")
+    for rows, V in ((5, 50_000), (80, 4096), (3, 151_936)):
+        same_race(rows, V, "cuda")
+        same_race(rows, V, "cuda", torch.bfloat16, 0.99)
+    law = torch.rand(4, 3, 5000)
+    at = torch.arange(12).view(4, 3)
+    assert torch.equal(Philox(SEEDS[:4]).race(law.cuda(), at.cuda()).cpu(), Philox(SEEDS[:4]).race(law, at))
+
+
+COMPILE = """
+    import importlib.util, os, re, subprocess, sys, tempfile
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    spec = importlib.util.spec_from_file_location("kernels", sys.argv[1])  # Triton is all that it needs
+    k = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(k)
+
+    TYPES = dict.fromkeys(["AT", "NODE", "WHO", "SEED", "TOKEN"], "*i64") | dict.fromkeys(["OUT", "TIME"], "*fp64")
+    TOOL = os.path.join(os.path.dirname(triton.__file__), "backends/nvidia/bin/cuobjdump")
+
+    def build(kernel, arch, law, **const):
+        types = {**TYPES, "P": "*" + law}
+        sig = {a: "constexpr" if a in const else types.get(a, "i32") for a in kernel.arg_names}
+        aligned = [i for i, (a, t) in enumerate(sig.items()) if t[0] == "*" or a in ("V", "stride")]
+        const = {(kernel.arg_names.index(a),): value for a, value in const.items()}
+        source = ASTSource(kernel, sig, const, {(i,): [["tt.divisibility", 16]] for i in aligned})
+        made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": 4})
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
+            f.write(made.asm["cubin"])
+            f.flush()
+            said = subprocess.run([TOOL, "--dump-resource-usage", f.name], capture_output=True, text=True).stdout
+        registers, spilled = (int(re.search(name + r":(\\d+)", said)[1]) for name in ("REG", "LOCAL"))
+        print(kernel.__name__, arch, law, registers, spilled)
+        assert registers <= 255 and spilled == 0, said
+
+    for arch in (80, 90):
+        build(k.uniform_kernel, arch, "fp32", BLOCK=1024)
+        for law in ("fp32", "bf16"):
+            build(k.race_kernel, arch, law, TARGET=3, STEPS=4, BLOCK=1024)
+        build(k.race_kernel, arch, "fp64", TARGET=3, STEPS=4, BLOCK=1024, splits=1)
+"""
+
+
+@needs_triton
+@pytest.mark.skipif(HERE, reason="the interpreter does not compile")
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton's compiler is for Linux")
+def test_the_kernels_compile_for_gpus_without_spilling(tmp_path):
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    env["TRITON_CACHE_DIR"] = str(tmp_path)
+    script = tmp_path / "compile_all.py"
+    script.write_text(textwrap.dedent(COMPILE))
+    done = subprocess.run(
+        [sys.executable, str(script), str(KERNELS)], env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert done.stdout.count("race_kernel") == 6

@@ -1,0 +1,385 @@
+"""Verification on logits: the plain reference against ``Rejection``, the kernels against both, and the verifier built on them.
+
+Kernels run in Triton's interpreter, which must be chosen before Triton is imported: their tests run in a process of their own.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import byte_tokenizer, tiny
+from torch import Tensor
+
+import specdec as sd
+from specdec import drafts
+from specdec.audit.certify import certify
+from specdec.kernels import rejection
+from specdec.kernels.rejection import verify
+from specdec.rng import ACCEPT, BONUS, Key, Philox, seeds
+from specdec.selectors.rewards import block_divergence
+from specdec.types import Context, Proposal
+from specdec.verifiers import FusedRejection, Rejection
+
+HERE = os.environ.get("TRITON_INTERPRET") == "1"
+TRITON = importlib.util.find_spec("triton") is not None
+KERNELS = Path(rejection.__file__).with_name("triton_kernels.py")
+GPU = TRITON and torch.cuda.is_available()
+interpreted = pytest.mark.skipif(not HERE, reason="run by test_the_kernels_in_the_interpreter")
+needs_triton = pytest.mark.skipif(not TRITON, reason="needs triton")
+F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
+
+
+def case(B, N, V, dtype=F32, seed=0, holes=0.0, kind="probs", temperature=1.0):
+    """Logits, a proposal for ragged rows with what it was drawn from, and the decisions' numbers."""
+    g = torch.Generator().manual_seed(seed)
+    logits = torch.randn(B, N + 1, V, generator=g, dtype=F64) * 2
+    said = logits[:, :N] + torch.randn(B, N, V, generator=g, dtype=F64)
+    if holes:
+        gone = torch.rand(B, N + 1, V, generator=g) < holes
+        gone[..., seed % V] = False
+        logits[gone] = float("-inf")
+        gone = torch.rand(B, N, V, generator=g) < holes
+        gone[..., (seed + 1) % V] = False
+        said[gone] = float("-inf")
+    logits, said = logits.to(dtype), said.to(dtype)
+    q = sd.Sampling(temperature=temperature or 1.0)(said, None) if N else said.float()
+    tokens = q.reshape(-1, V).multinomial(1, generator=g).view(B, N) if N else torch.zeros(B, 0).long()
+    size = torch.randint(0, N + 1, (B,), generator=g)
+    size[-1] = N
+    if kind == "point":
+        tokens = torch.where(torch.rand(B, N, generator=g) < 0.5, logits[:, :N].argmax(-1), tokens)
+    proposal = Proposal.chain(tokens, size, None if kind == "point" else q)
+    context, rng = Context.of([[0] * (1 + b % 3) for b in range(B)]), Philox(seeds(seed, B))
+    draft = {"point": None, "probs": q, "logits": said}[kind]
+    return logits, proposal, draft, context, rng
+
+
+def numbers(context: Context, rng: Philox, N: int) -> tuple[Tensor, Tensor]:
+    at = context.length[:, None]
+    return rng.uniform(Key(at, torch.arange(N), 0, ACCEPT)), rng.uniform(
+        Key(at, torch.arange(N + 1), 0, BONUS)
+    )
+
+
+def margin(logits, proposal, accept_u, bonus_u, temperature):
+    """``[B]`` how far the nearest number is from a threshold of its decision, in float64."""
+    B = len(proposal.tokens)
+    if temperature == 0:
+        return torch.full((B,), 1.0)
+    p = (logits.double() / temperature).softmax(-1)
+    out = torch.full((B,), 1.0, dtype=F64)
+    for b in range(B):
+        n = 0
+        while True:
+            if n == int(proposal.size[b]):
+                law = p[b, n]
+                break
+            x = proposal.tokens[b, n]
+            q = (
+                torch.zeros_like(p[b, n]).index_fill(0, x, 1)
+                if proposal.probs is None
+                else proposal.probs[b, n].double()
+            )
+            ratio = p[b, n, x] / q[x]
+            out[b] = min(out[b], (accept_u[b, n] - ratio).abs())
+            if accept_u[b, n] >= ratio:
+                law = (p[b, n] - q).clamp(min=0)
+                break
+            n += 1
+        cdf = law.cumsum(0)
+        out[b] = min(out[b], (cdf / cdf[-1] - bonus_u[b, n]).abs().min())
+    return out
+
+
+def agrees(backend, B, N, V, dtype=F32, seed=0, holes=0.0, kind="probs", temperature=1.0):
+    """The backend's decisions are ``Rejection``'s, except next to a threshold. Returns how many rows were exempt."""
+    logits, proposal, draft, context, rng = case(B, N, V, dtype, seed, holes, kind, temperature)
+    us = numbers(context, rng, N)
+    probs = sd.Sampling(temperature=temperature)(logits, context, proposal)
+    expected = Rejection()(proposal, probs, context, rng)
+    got = verify(
+        logits,
+        proposal.tokens,
+        proposal.size,
+        *us,
+        draft,
+        draft_logits=kind == "logits",
+        temperature=temperature,
+        backend=backend,
+    )
+    close = margin(logits, proposal, *us, temperature) < (1e-13 if dtype == F64 else 1e-5)
+    same = (got.accepted.cpu() == expected.accepted) & (got.token.cpu() == expected.bonus)
+    assert bool((same | close).all())
+    return int(close.sum())
+
+
+KINDS = pytest.mark.parametrize("kind", ["point", "probs", "logits"])
+
+
+@KINDS
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 0.0])
+@pytest.mark.parametrize("dtype", [F64, F32, BF16], ids=str)
+def test_the_reference_decides_as_rejection_does(dtype, temperature, kind):
+    for seed, (B, N, V) in enumerate([(50, 4, 97), (40, 1, 3), (9, 0, 50), (20, 7, 500), (1, 3, 2)]):
+        exempt = agrees("reference", B, N, V, dtype, seed, 0.3 * (seed % 2), kind, temperature)
+        assert exempt <= (0 if dtype == F64 else 1 + B // 10)
+
+
+def test_a_draft_that_is_the_target_leaves_nothing_and_draws_from_the_target():
+    """p = q: the ratio is 1, and no number rejects; a number that does (declared as 1) falls back on p."""
+    logits = torch.randn(6, 3, 20, dtype=F64)
+    q = logits[:, :2].softmax(-1)
+    tokens, size = q.argmax(-1), torch.full((6,), 2)
+    u, bonus = torch.full((6, 2), 1.5, dtype=F64), torch.rand(6, dtype=F64)
+    got = verify(logits, tokens, size, u, bonus, q.clone() * 1.0001)
+    assert got.accepted.tolist() == [0] * 6
+    assert torch.equal(got.token, sd.rng.pick(logits[:, 0].softmax(-1), bonus))
+
+
+def test_bad_input_is_refused():
+    logits, tokens, size = torch.zeros(2, 3, 5), torch.zeros(2, 2).long(), torch.tensor([2, 1])
+    u, bonus = torch.zeros(2, 2).double(), torch.zeros(2).double()
+    with pytest.raises(ValueError, match="accept_u has shape"):
+        verify(logits, tokens, size, u[:, :1], bonus)
+    with pytest.raises(ValueError, match="draft has shape"):
+        verify(logits, tokens, size, u, bonus, torch.zeros(2, 3, 5))
+    with pytest.raises(ValueError, match="bonus_u has shape"):
+        verify(logits, tokens, size, u, bonus[:1])
+    with pytest.raises(ValueError, match="temperature is -1"):
+        verify(logits, tokens, size, u, bonus, temperature=-1)
+    with pytest.raises(ValueError, match="choose one of reference, triton"):
+        verify(logits, tokens, size, u, bonus, backend="cuda")
+    with pytest.raises(ValueError, match="logits are float64: use backend='reference'"):
+        verify(logits.double(), tokens, size, u, bonus, backend="triton")
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_no_distribution_are_refused_where_they_count(bad, temperature):
+    refuses("reference", bad, temperature)
+
+
+def refuses(backend, bad, temperature):
+    logits, tokens, size = torch.zeros(3, 3, 70), torch.zeros(3, 2).long(), torch.tensor([2, 2, 1])
+    u, bonus = torch.zeros(3, 2).double(), torch.zeros(3).double()
+    logits[2, 2] = bad  # of a node that does not exist
+    verify(logits, tokens, size, u, bonus, temperature=temperature, backend=backend)
+    for row in (0, 2):
+        wrong = logits.clone()
+        wrong[1, row, 66] = bad
+        with pytest.raises(ValueError, match="logits of row 1 have NaN"):
+            verify(wrong, tokens, size, u, bonus, temperature=temperature, backend=backend)
+    logits[0, 0] = float("-inf")
+    with pytest.raises(ValueError, match="logits of row 0 have NaN"):
+        verify(logits, tokens, size, u, bonus, temperature=temperature, backend=backend)
+
+
+# -- the verifier ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
+@pytest.mark.parametrize("draft", ["model", "point", "tree"])
+def test_it_is_lossless(draft, temperature):
+    target, other = (sd.TableModel.random(3, 1, seed=s, zeros=0.2) for s in (1, 2))
+    made = {
+        "model": drafts.Model(other),
+        "point": drafts.NGram(),
+        "tree": drafts.Tree(other, widths=(2, 1)),
+    }[draft]
+    decoder = sd.decoder(target).draft(made, length=2).sampling(temperature=temperature)
+    found = certify(decoder.verifier(FusedRejection()).build(), max_new_tokens=3)
+    assert found.lossless
+
+
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.6}, {"temperature": 0.0}, {"top_k": 5}], ids=str)
+def test_it_decodes_as_rejection_does(settings):
+    models = (tiny("llama", seed, dtype=torch.float32) for seed in (0, 1))
+    target, small = (sd.HFModel(made, byte_tokenizer()) for made in models)
+    builder = sd.decoder(target).draft(drafts.Model(small), length=4).sampling(**settings)
+    prompts, outputs = [[5, 6, 7], [8, 9], [1, 2, 3, 4, 5, 6]], []
+    for verifier in (Rejection(), FusedRejection()):
+        outputs.append(builder.verifier(verifier).build().generate(prompts, 24, seed=3))
+    assert outputs[0].ids == outputs[1].ids
+
+
+def test_rounds_without_probabilities_say_so():
+    target = sd.TableModel.random(4, 1, seed=1)
+    builder = sd.decoder(target).draft(drafts.Model(sd.TableModel.random(4, 1, seed=2)), length=2)
+    for sampling, there in ((sd.Sampling(top_k=2), True), (sd.Sampling(), False)):
+        rounds = []
+        decoder = builder.sampling(sampling).verifier(FusedRejection()).build()
+        decoder.generate([[0]], 6, seed=0, on_round=rounds.append)
+        assert all((r.probs is not None) == there for r in rounds)
+    with pytest.raises(ValueError, match=r"use verifiers\.Rejection"):
+        block_divergence(rounds[1])
+
+
+def test_a_row_does_not_depend_on_its_batch_nor_on_nodes_that_do_not_exist():
+    logits, proposal, _, context, rng = case(12, 4, 30, F64, seed=5)
+    whole = FusedRejection().from_logits(proposal, logits, sd.Sampling(), context, rng)
+    rows = torch.tensor([7, 2, 11])
+    logits[:, 1:][torch.arange(4) >= proposal.size[:, None]] = float("nan")
+    part = FusedRejection().from_logits(
+        proposal.select(rows), logits[rows], sd.Sampling(), context.select(rows), rng.select(rows)
+    )
+    assert torch.equal(part.tokens, whole.tokens[rows])
+    assert torch.equal(part.path, whole.path[rows])
+
+
+# -- the kernels -------------------------------------------------------------------------------------------------------
+
+
+@needs_triton
+@pytest.mark.skipif(HERE, reason="this is the process with the interpreter")
+def test_the_kernels_in_the_interpreter():
+    env = {**os.environ, "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "interpreted", __file__]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout or "100%" in done.stdout
+
+
+@interpreted
+@KINDS
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 0.0])
+def test_interpreted_kernels_decide_as_rejection_does(kind, temperature, monkeypatch):
+    import specdec.kernels.rejection.fused as fused
+
+    monkeypatch.setattr(fused, "BLOCK", 32)
+    monkeypatch.setattr(fused, "STEPS", 2)
+    shapes = [(3, 3, 70, F32), (2, 0, 64, F32), (2, 4, 100, BF16), (2, 1, 31, F16)]
+    for seed, (B, N, V, dtype) in enumerate(shapes):
+        agrees("triton", B, N, V, dtype, seed, 0.3 * (seed % 2), kind, temperature)
+
+
+@interpreted
+def test_interpreted_kernels_take_strided_logits_and_one_quantile_a_row(monkeypatch):
+    import specdec.kernels.rejection.fused as fused
+
+    monkeypatch.setattr(fused, "BLOCK", 32)
+    logits, proposal, draft, context, rng = case(3, 2, 50, seed=8)
+    u, bonus = numbers(context, rng, 2)
+    at = (proposal.tokens, proposal.size, u)
+    plain = verify(logits, *at, bonus[:, 1], draft, backend="reference")
+    wide = torch.zeros(5, 3, 80)
+    wide[:3, :, 7:57] = logits.transpose(0, 1)
+    views = [
+        wide[:3, :, 7:57].transpose(0, 1),
+        logits.transpose(1, 2).contiguous().transpose(1, 2),
+    ]
+    for view in views:
+        assert torch.equal(view, logits)
+        got = verify(view, *at, bonus[:, 1], draft, backend="triton")
+        assert torch.equal(got.accepted, plain.accepted)
+        assert torch.equal(got.token, plain.token)
+
+
+@interpreted
+def test_interpreted_kernels_draw_from_the_target_where_nothing_is_left(monkeypatch):
+    import specdec.kernels.rejection.fused as fused
+
+    monkeypatch.setattr(fused, "BLOCK", 32)
+    logits = torch.randn(2, 2, 70, generator=torch.Generator().manual_seed(0))
+    q = logits[:, :1].softmax(-1)
+    args = (
+        q.argmax(-1),
+        torch.ones(2).long(),
+        torch.full((2, 1), 1.5).double(),
+        torch.tensor([0.3, 0.9]).double(),
+    )
+    got, plain = (verify(logits, *args, q * 1.01, backend=name) for name in ("triton", "reference"))
+    assert got.accepted.tolist() == [0, 0]
+    assert torch.equal(got.token, plain.token)
+
+
+@interpreted
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_interpreted_kernels_refuse_logits_that_are_no_distribution(temperature, monkeypatch):
+    import specdec.kernels.rejection.fused as fused
+
+    monkeypatch.setattr(fused, "BLOCK", 64)
+    for bad in (float("nan"), float("inf")):
+        refuses("triton", bad, temperature)
+
+
+@pytest.mark.skipif(not GPU, reason="needs triton and a GPU")
+@KINDS
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 0.0])
+def test_on_a_gpu_the_kernels_decide_as_the_reference_does(kind, temperature):
+    for seed, (B, N, V, dtype) in enumerate([(8, 5, 50_000, F32), (3, 0, 2048, BF16), (5, 3, 151_936, BF16)]):
+        logits, proposal, draft, context, rng = case(B, N, V, dtype, seed, 0.1, kind, temperature)
+        args = (logits, proposal.tokens, proposal.size, *numbers(context, rng, N), draft)
+        how = {"draft_logits": kind == "logits", "temperature": temperature}
+        plain = verify(*args, **how)
+        got = verify(*(None if a is None else a.cuda() for a in args), **how, backend="triton")
+        assert torch.equal(got.accepted.cpu(), plain.accepted)
+        assert float((got.token.cpu() != plain.token).double().mean()) <= 0.2  # next to a threshold
+
+
+COMPILE = """
+    import importlib.util, os, re, subprocess, sys, tempfile
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    spec = importlib.util.spec_from_file_location("kernels", sys.argv[1])  # Triton is all that it needs
+    k = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(k)
+
+    TYPES = dict(Q="*fp32", U="*fp64", REST="*fp64", WHOLE="*fp64", PLACE="*i32", divisor="fp32")
+    TYPES |= dict.fromkeys(["TOP", "TOTAL", "QTOP", "QTOTAL", "CUT"], "*fp32")
+    TYPES |= dict.fromkeys(["TOKENS", "SIZE", "ACCEPTED", "TOKEN"], "*i64")
+    TOOL = os.path.join(os.path.dirname(triton.__file__), "backends/nvidia/bin/cuobjdump")
+
+    def build(kernel, arch, logits, warps, **const):
+        types = {**TYPES, "X": "*" + logits}
+        sig = {a: "constexpr" if a in const else types.get(a, "i32") for a in kernel.arg_names}
+        aligned = [i for i, (a, t) in enumerate(sig.items()) if t[0] == "*" or a in ("V", "sb", "sr", "qb", "qr")]
+        const = {(kernel.arg_names.index(a),): value for a, value in const.items()}
+        source = ASTSource(kernel, sig, const, {(i,): [["tt.divisibility", 16]] for i in aligned})
+        made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": warps})
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
+            f.write(made.asm["cubin"])
+            f.flush()
+            said = subprocess.run([TOOL, "--dump-resource-usage", f.name], capture_output=True, text=True).stdout
+        registers, spilled = (int(re.search(name + r":(\\d+)", said)[1]) for name in ("REG", "LOCAL"))
+        print(kernel.__name__, arch, logits, registers, spilled)
+        assert registers <= 255 and spilled == 0, said
+
+    for arch in (80, 90):
+        for logits in ("bf16", "fp32"):
+            for greedy in (False, True):
+                build(k.mass_kernel, arch, logits, 8, EXTRA=1, HOT=not greedy, GREEDY=greedy, STEPS=4, BLOCK=2048)
+        build(k.mass_kernel, arch, "fp16", 8, EXTRA=1, HOT=True, GREEDY=False, STEPS=4, BLOCK=2048, R=1, splits=1)
+        build(k.greedy_kernel, arch, "bf16", 4, NODES=8, SPLITS=32)
+        for kind in (0, 1, 2):
+            build(k.accept_kernel, arch, "bf16", 4, NODES=8, SPLITS=32, KIND=kind, HOT=True)
+            build(k.residual_kernel, arch, "bf16", 8, KIND=kind, HOT=True, BLOCK=2048)
+            build(k.pick_kernel, arch, "bf16", 8, KIND=kind, HOT=True, BLOCK=2048, BLOCKS=128)
+        one = dict(R=1, splits=1)
+        build(k.accept_kernel, arch, "fp32", 4, NODES=1, SPLITS=1, KIND=0, HOT=False, **one)
+        build(k.pick_kernel, arch, "fp32", 8, KIND=0, HOT=False, BLOCK=2048, BLOCKS=1, R=1, blocks=1, ub=1)
+"""
+
+
+@needs_triton
+@pytest.mark.skipif(HERE, reason="the interpreter does not compile")
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton's compiler is for Linux")
+def test_the_kernels_compile_for_gpus_without_spilling(tmp_path):
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    env["TRITON_CACHE_DIR"] = str(tmp_path)
+    script = tmp_path / "compile_all.py"
+    script.write_text(textwrap.dedent(COMPILE))
+    done = subprocess.run(
+        [sys.executable, str(script), str(KERNELS)], env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert done.stdout.count("pick_kernel") == 8

@@ -1,0 +1,524 @@
+"""Steps of fixed shapes and what captures them: recorded graphs on the CPU stand for CUDA graphs, a fake device for a real one."""
+
+from __future__ import annotations
+
+import gc
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from fake_device import FakeDevice, onto
+from tiny import tiny
+
+import specdec as sd
+from specdec import tree
+from specdec.kernels.attention import AttentionPlan, Tree, reference, static_reference
+from specdec.kernels.attention.lowered import Lowered, lower
+from specdec.kernels.native import library
+from specdec.models import capture, chains
+from specdec.models.recorded import NotCapturable, record
+from specdec.models.static import ALL, bucket_of
+from specdec.rng import Attempt, Philox
+from specdec.sampling import Sampling
+
+PARENTS = [-1, -1, 0, 2, 0]
+
+
+# -- attention ---------------------------------------------------------------------------------------------------------
+
+
+def plan_of(kind, paged):
+    rows, first, counts = [0, 2, 3], [7, 0, 11], [3, 6, 5]
+    shape = None
+    if kind == "tree":
+        parents = torch.tensor([[-1, 0, 0, 1, 0], PARENTS, PARENTS])
+        root = np.array([8, 1, 11])
+        shape = Tree(root, tree.ancestors(parents).numpy(), tree.depths(parents).numpy())
+    table = [[3, 1, 8, 4], [0, 7], [2, 6, 9, 5]] if paged else None
+    return AttentionPlan(rows, first, counts, 20, shape, table=table, page=5 if paged else 0)
+
+
+def padded(lowered, rows, tokens, length):
+    """As many rows without queries, and tokens of no row, as make it so many."""
+    more = rows - len(lowered.rows)
+    pad = torch.nn.functional.pad
+    parts = {name: pad(getattr(lowered, name), (0, more)) for name in ("length", "rows", "root")}
+    parts["starts"] = torch.cat([lowered.starts, lowered.starts[-1:].expand(more)])
+    for name in ("depth", "table"):
+        part = getattr(lowered, name)
+        parts[name] = None if part is None else pad(part, (0, 0, 0, more))
+    words = None if lowered.words is None else pad(lowered.words, (0, tokens - len(lowered.words)))
+    return Lowered(**parts, words=words, seen=None, max_count=8, max_length=length)
+
+
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("kind", ["chain", "tree"])
+@pytest.mark.parametrize("extras", [{}, {"window": 4}, {"softcap": 2.0, "sinks": True}])
+def test_attention_from_tensors_alone(kind, paged, extras):
+    torch.manual_seed(0)
+    plan = plan_of(kind, paged)
+    extras = {**extras, "sinks": torch.randn(4)} if extras.get("sinks") else extras
+    query = torch.randn(1, 4, 14, 8)
+    keys, values = (torch.randn(10 if paged else 4, 5 if paged else 20, 2, size) for size in (8, 6))
+    wanted = reference.attend(query, keys, values, plan, 0.3, **extras)
+    low = lower(plan, "cpu")
+    wide = torch.cat([query, torch.full((1, 4, 3, 8), float("nan"))], 2)
+    seen = torch.zeros(keys.shape[:2], dtype=torch.bool)
+    for r, (row, length) in enumerate(zip(plan.rows, plan.length)):
+        for s in range(length):
+            seen[(plan.table[r][s // 5], s % 5) if paged else (row, s)] = True
+    for buffer in (keys, values):
+        buffer[~seen] = float("nan")  # nobody sees these
+    for q, lowered in ((query, low), (wide, padded(low, 5, 17, 20))):
+        out = static_reference.attend(q, keys, values, lowered, 0.3, **extras)
+        torch.testing.assert_close(out[:, :14], wanted)
+        assert not out[:, 14:].any()
+    with pytest.raises(ValueError, match="seen"):
+        everything = torch.ones(1, 14, 20, dtype=torch.uint8)
+        static_reference.attend(
+            query, keys, values, SimpleNamespace(**{**vars(low), "seen": everything}), 0.3
+        )
+
+
+@pytest.mark.parametrize("kind", ["chain", "tree"])
+def test_triton_ignores_padding(kind):
+    pytest.importorskip("triton")
+    from test_triton_attention import DEVICE, interpreter, triton_backend
+
+    torch.manual_seed(0)
+    query, keys, values = (torch.randn(*s, 16) for s in ((1, 4, 17), (4, 20, 2), (4, 20, 2)))
+    low = padded(lower(plan_of(kind, False), "cpu"), 5, 17, 20)
+    wanted = static_reference.attend(query, keys, values, low, 0.3)
+    low = Lowered(**{k: v.to(DEVICE) if isinstance(v, torch.Tensor) else v for k, v in vars(low).items()})
+    with interpreter() if DEVICE.type == "cpu" else nullcontext():
+        out = triton_backend.launch(*(t.to(DEVICE) for t in (query, keys, values)), low, 0.3).cpu()
+    torch.testing.assert_close(out[:, :14], wanted[:, :14], rtol=1e-4, atol=1e-5)
+
+
+# -- recordings --------------------------------------------------------------------------------------------------------
+
+X = torch.arange(12.0).view(3, 4)
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        (lambda: X.sum().item(), "waits for the device"),
+        (lambda: bool(X.any()), "waits for the device"),
+        (lambda: X[X > 3], "index of torch.bool"),
+        (lambda: X.nonzero(), "waits for the device"),
+        (lambda: X.tolist(), "tolist.*waits"),
+        (lambda: X.cpu(), "cpu.*waits"),
+        (lambda: X.numpy(), "numpy.*waits"),
+        (lambda: X.to("meta"), "one device to another"),
+        (lambda: X + torch.tensor([1.0]), "brings numbers from the host"),
+        (lambda: X + torch.from_numpy(np.ones(4, "f4")), "brings numbers from the host"),
+        (lambda: X + torch.rand(4), "random"),
+        (lambda: torch.repeat_interleave(X, torch.tensor([1, 2, 3]), 0), "lift_fresh"),
+    ],
+)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_what_cannot_be_captured_is_refused(body, why, mode):
+    with mode(), pytest.raises(NotCapturable, match=why):
+        record(body)
+
+
+def test_a_recording_does_the_work_again():
+    x, weight, slots = torch.randn(3, 4), torch.randn(5, 4), torch.tensor([0, 2, 4])
+    buffer = torch.zeros(6, 5)
+    calls = []
+
+    def body():
+        calls.append(1)
+        y = torch.nn.functional.linear(x[None], weight)[0]
+        buffer.index_copy_(0, slots, y)
+        return torch.softmax(buffer.reshape(-1)[:10].view(2, 5), -1) + torch.arange(5), y * 2
+
+    with torch.inference_mode():
+        replay = record(body)
+        assert len(calls) == 2
+        x.normal_()
+        slots.copy_(torch.tensor([1, 3, 5]))
+        buffer.zero_()
+        out = replay()
+        mine = [t.clone() for t in (*out, buffer)]
+        buffer.zero_()
+        assert all(torch.equal(a, b) for a, b in zip(mine, (*body(), buffer)))
+        assert all(a is b for a, b in zip(out, replay()))
+        assert len(calls) == 3
+
+
+def test_what_python_remembers_is_noticed():
+    known = {}
+
+    def memo():
+        if "sum" not in known:
+            known["sum"] = X.sum(0)
+        return X + known["sum"]
+
+    with pytest.raises(NotCapturable, match="must not depend on what Python"):
+        record(memo)
+
+
+# -- steps of a model --------------------------------------------------------------------------------------------------
+
+
+SCRIPT = (
+    "chain ragged tree none two tree none two chain back ragged leave chain tree none two chain tree none two"
+)
+
+
+def rounds(model, seed=0):
+    """Logits of verified chains (ragged, after a rollback, with two new tokens a row), of trees and plain steps; a row leaves."""
+    draw = torch.Generator().manual_seed(seed)
+    text = [torch.randint(0, 97, (n,), generator=draw).tolist() for n in (20, 3, 9)]
+    cache, out = model.cache(3, 64), []
+    model.prefill(cache, sd.Context.of(text, 64))
+    for step in SCRIPT.split():
+        if step == "leave":
+            cache, text = cache.select(torch.tensor([0, 2])), [text[0], text[2]]
+        if step == "back":
+            text[0] = [*text[0][:-4], 1]
+        if step == "two":
+            text = [row + torch.randint(0, 97, (1,), generator=draw).tolist() for row in text]
+        B, N = len(text), 3
+        size = torch.tensor([3, 0, 2])[:B] if step == "ragged" else torch.full((B,), N)
+        parents = torch.tensor([[-1, 0, 0]] * B) if step == "tree" else torch.arange(-1, N - 1).expand(B, N)
+        proposal = sd.Proposal(torch.randint(0, 97, (B, N), generator=draw), parents, size)
+        out.append(model.score(cache, sd.Context.of(text, 64), None if step == "none" else proposal).logits)
+        text = [row + torch.randint(0, 97, (1,), generator=draw).tolist() for row in text]
+    return out
+
+
+def same(a, b, tolerance):
+    assert len(a) == len(b)
+    for x, y in zip(a, b):
+        assert x.shape == y.shape
+        assert float((x - y).abs().max()) <= tolerance * max(1.0, float(y.abs().max()))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "mistral", "gpt2", "gpt_oss", "qwen3_moe"])
+def test_steps_say_what_the_model_says(family):
+    model = tiny(family, 0, torch.float32)
+    plain = rounds(sd.HFModel(model))
+    eager, recorded = (sd.HFModel(model, graphs=how) for how in ("eager", "recorded"))
+    a, b = rounds(eager), rounds(recorded)
+    assert recorded.steps.why is None
+    buckets = [key[0] for key in recorded.steps._storages[0].programs]
+    assert {(b.rows, b.queries, b.kept, b.nodes) for b in buckets} == {
+        *((4, 4, ALL, 0), (4, 4, ALL, 4), (4, 1, ALL, 0), (4, 5, 4, 0)),
+        *((2, 4, ALL, 0), (2, 4, ALL, 4), (2, 1, ALL, 0), (2, 5, 4, 0)),
+    }
+    same(a, plain, 5e-5)
+    same(b, a, 0)  # the recording is the function, bit for bit
+    same(rounds(recorded, 1), rounds(eager, 1), 0)  # other numbers through the same recordings
+
+
+def test_padding_touches_nothing():
+    model = sd.HFModel(tiny("llama", 0, torch.float32), graphs="recorded")
+    text = [[1, 2, 3, 4], [5, 6], [7, 8, 9]]
+    cache = model.cache(3, 32)
+    fresh = sd.HFModel(tiny("llama", 0, torch.float32))
+    other = fresh.cache(3, 32)
+    for _ in range(4):
+        context = sd.Context.of(text, 32)
+        for block in cache._whole:  # the spare slots, and all that is not in use
+            block[:, :, -1] = float("nan")
+            for b, row in enumerate(text):
+                block[:, b, len(row) + 3 :] = float("nan")
+        proposal = sd.Proposal.chain(torch.tensor([[3, 4, 5]] * 3), torch.tensor([3, 0, 2]))
+        before = [[t.clone() for t in pair] for pair in cache.layers]
+        out = model.score(cache, context, proposal).logits
+        same([out], [fresh.score(other, context, proposal).logits], 5e-5)
+        for (a, b), (c, d) in zip(cache.layers, before):
+            for now, then in ((a, c), (b, d)):
+                for r, row in enumerate(text):
+                    end = len(row) + int(proposal.size[r])
+                    assert torch.equal(now[r, :end].isnan().any(), torch.tensor(False))
+                    rest = slice(end, cache.slots - 1)
+                    assert now[r, rest].nan_to_num(7).equal(then[r, rest].nan_to_num(7))
+        text = [[*row, 1] for row in text]
+    assert model.steps._storages[0].programs
+
+
+def test_buckets():
+    assert bucket_of([1], [1], 3, 500) == (1, 1, ALL, 256, 0)
+    assert bucket_of([2, 5, 1], [1, 5, 1], 300, 500, 5) == (4, 5, 5, 500, 8)
+    assert bucket_of([1] * 9, [0] * 9, 300, 5000) == (16, 1, 0, 512, 0)
+    assert bucket_of([1, 2], [1, 2], 1, 64).tokens == 4
+
+
+def test_least_recently_used_steps_are_dropped():
+    model = sd.HFModel(tiny("llama", 0, torch.float32), graphs="eager")
+    model.steps.most = 2
+    cache = model.cache(1, 64)
+
+    def score(nodes):
+        context = sd.Context.of([[1, 2, 3, 4]], 64)
+        proposal = sd.Proposal.chain(torch.ones(1, nodes, dtype=torch.long), torch.tensor([nodes]))
+        model.score(cache, context, proposal)
+        return [key[0].queries for key in model.steps._storages[0].programs]
+
+    model.prefill(cache, sd.Context.of([[1, 2, 3, 4]], 64))
+    assert score(1) == []  # captured when met again
+    assert score(1) == [2]
+    assert score(2) == [2]
+    assert score(2) == [2, 3]
+    assert score(1) == [3, 2]
+    assert score(3) == [3, 2]
+    assert score(3) == [2, 4]  # 3 was used least recently
+    assert "2 captured" in repr(model.steps)
+    model.steps.release()
+    assert score(3) == []
+
+
+def test_memory_serves_the_next_cache():
+    model = sd.HFModel(tiny("llama", 0, torch.float32), graphs="eager")
+    first = model.cache(3, 40)
+    where = first._whole[0].data_ptr()
+    second = model.cache(3, 40)  # the first is in use
+    assert second._whole[0].data_ptr() != where
+    left = first.select(torch.tensor([0, 2]))
+    del first, second
+    gc.collect()
+    third = model.cache(2, 40)
+    assert third._whole[0].data_ptr() != where  # what select made is still there
+    del left, third
+    gc.collect()
+    kept = {s.whole[0].data_ptr() for s in model.steps._storages}
+    again = model.cache(2, 30)
+    assert again._whole[0].data_ptr() in kept
+    assert again.batch == 2
+    assert again.capacity == 30
+    assert not any(block.any() for block in again._blocks)
+    larger = model.cache(5, 400)
+    assert larger.capacity == 400
+    del again, larger
+    gc.collect()
+    model.cache(6, 4000)
+    assert len(model.steps._storages) == 1  # free memory goes before more is taken
+    copied = model.cache(3, 40).select(torch.tensor([2, 2, 0]))
+    storage = model.steps._of(copied)
+    assert storage.whole is copied._whole
+
+
+def test_what_cannot_be_captured_runs_without():
+    scaled = {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}
+    model = tiny("llama", 0, torch.float32, **scaled)
+    wrapped = sd.HFModel(model, graphs="recorded")
+    with pytest.warns(RuntimeWarning, match="runs without graphs: NotCapturable.*waits for the device"):
+        out = rounds(wrapped)
+    assert wrapped.steps.why
+    assert "stopped" in repr(wrapped.steps)
+    same(out, rounds(sd.HFModel(model)), 5e-5)
+    rounds(wrapped)  # and says so once
+
+
+def test_graphs_where_there_can_be_none():
+    llama = tiny("llama", 0, torch.float32)
+    assert sd.HFModel(llama).steps is None
+    assert sd.HFModel(llama, graphs="auto").steps is None
+    for how, message in (
+        ({"graphs": True}, "model is on cpu"),
+        ({"graphs": "cuda"}, "model is on cpu"),
+        ({"graphs": "some"}, "graphs is 'some': False, True"),
+        ({"graphs": "eager", "page": 8}, "pages move"),
+        ({"graphs": "eager", "attention": "packed"}, "only the Triton kernel"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            sd.HFModel(llama, **how)
+    if library() is not None:
+        sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "vocab_size": 96}
+        with pytest.raises(ValueError, match="computed in C"):
+            sd.HFModel(tiny("llama", 0, torch.float32, **sizes), invariant=True, graphs="eager")
+    with pytest.raises(ValueError, match="runs padded"):
+        sd.HFModel(tiny("gptj", 0), graphs="eager")
+    step = sd.HFModel(llama, graphs="eager")
+    assert not step._path.concurrent
+    context = sd.Context.of([[1, 2, 3]], 16)
+    run = step.bare_step(step.cache(1, 16), context)
+    with torch.inference_mode():
+        same([run()], [sd.HFModel(llama).score(step.cache(1, 16), context).logits[0]], 5e-5)
+
+
+# -- drafts ------------------------------------------------------------------------------------------------------------
+
+LAWS = [Sampling(0), Sampling(0.7), Sampling(1.0, top_k=5), Sampling(1.3, top_p=0.8, min_p=0.01)]
+
+
+@pytest.mark.parametrize("sampling", LAWS)
+@pytest.mark.parametrize("how", ["eager", "recorded"])
+def test_a_captured_chain_is_the_loop(sampling, how):
+    model = tiny("llama", 1, torch.float32)
+    loop, chain = (
+        sd.drafts.Model(sd.HFModel(model, graphs=g), sampling, vocab_size=97) for g in (False, how)
+    )
+    text = [[1, 2, 3, 4, 5, 6], [7, 8], [9, 10, 11]]
+    context = sd.Context.of(text, 64)
+    rng = Philox(torch.tensor([5, 6, 7]))
+    one, two = loop.init(context, None), chain.init(context, None)
+    replayed = 0
+    for step in range(12):
+        budget = torch.tensor([[3, 3, 3], [3, 1, 2], [0, 2, 3]][step % 3 if step > 5 else 0])[: context.batch]
+        if step == 10:
+            rng = Attempt(rng, 2)
+        a, one = loop.propose(one, context, budget, rng)
+        b, two = chain.propose(two, context, budget, rng)
+        replayed += any(
+            isinstance(p, chains.Chain) for s in chain.model.steps._storages for p in s.programs.values()
+        )
+        live = torch.arange(a.nodes) < budget[:, None]
+        assert a.tokens[live].equal(b.tokens[live])
+        assert not b.tokens[~live].any() or a.probs is not None
+        assert a.provenance == b.provenance
+        assert a.size.equal(b.size)
+        if a.probs is not None:
+            same([b.probs[live]], [a.probs[live]], 1e-5)
+        caches = one.cache, two.cache
+        assert caches[0]._lengths == caches[1]._lengths
+        assert caches[0]._fed == caches[1]._fed
+        text = [row + [int(t)] + ([9] if step % 2 else []) for row, t in zip(text, a.tokens[:, 0])]
+        if step == 5:
+            stay = torch.tensor([0, 2])
+            text, rng = [text[0], text[2]], rng.select(stay)
+            one, two = loop.select(one, stay), chain.select(two, stay)
+        context = sd.Context.of(text, 64)
+    assert replayed > 6
+    assert chain.model.steps.why is None
+
+
+def test_chains_that_are_drawn_one_by_one():
+    model = sd.HFModel(tiny("llama", 1, torch.float32), graphs="eager")
+    context, cache = sd.Context.of([[1, 2, 3]], 8), model.cache(1, 8)
+    rng = Philox(torch.tensor([1]))
+
+    def draws(budget=2, rng=rng, **sampling):
+        args = model, cache, context, torch.tensor([budget]), rng, Sampling(**sampling), None
+        return [chains.propose(*args) for _ in range(4)][-1]
+
+    assert draws() is not None
+    assert draws(0) is None
+    assert draws(7) is None  # no room: the loop says so
+    assert draws(processors=[lambda ids, scores: scores]) is None
+    assert draws(rng=sd.Coupled().for_draft(rng)) is None
+    assert draws(rng=sd.Coupled().for_draft(rng), temperature=0) is not None
+
+
+@pytest.mark.parametrize("temperature", [0, 1.0])
+def test_logits_that_are_no_distribution(temperature):
+    bad = tiny("llama", 1, torch.float32)
+    draft = sd.HFModel(bad, graphs="eager")
+    decoder = sd.decoder(sd.HFModel(tiny("llama", 0, torch.float32))).draft(draft, 3)
+    decoder = decoder.sampling(temperature=temperature).build()
+
+    def spoil(round):
+        if round.number == 6:
+            with torch.no_grad():
+                bad.lm_head.weight.fill_(float("nan"))
+
+    with pytest.raises(ValueError, match=r"not finite|contain nan"):
+        decoder.generate([[1, 2, 3]], 30, seed=0, on_round=spoil)
+
+
+@pytest.mark.parametrize("temperature", [0, 1.0])
+def test_whole_runs(temperature):
+    target, small = tiny("llama", 0, torch.float32), tiny("llama", 1, torch.float32)
+    prompts, said = [[1, 2, 3, 4, 5] * 4, [7, 8], [9] * 11], []
+    for how in (False, "recorded"):
+        t, d = (sd.HFModel(m, graphs=how) for m in (target, small))
+        chain = sd.decoder(t).draft(d, 3).sampling(temperature=temperature).build()
+        bush = sd.decoder(t).draft(sd.drafts.Tree(d, (2, 1, 1)), 3).sampling(temperature=temperature).build()
+        said += [[x.generate(prompts, [20, 9, 14], seed=3).ids for x in (chain, bush, chain)]]
+    assert said[0] == said[1]
+
+
+# -- devices -----------------------------------------------------------------------------------------------------------
+
+
+def waits(graphs, draft, temperature):
+    """What a fake device is waited for in a steady round, and what is said."""
+    seen = []
+    with FakeDevice() as device:
+        on = [
+            sd.HFModel(onto(tiny("llama", i, torch.float32, num_hidden_layers=1)), graphs=graphs)
+            for i in (0, 1)
+        ]
+        builder = sd.decoder(on[0])
+        decoder = (builder.draft(on[1], 3) if draft else builder).sampling(temperature=temperature).build()
+        ids = decoder.generate(
+            [[1, 2, 3, 4], [7, 8]], 16, seed=3, on_round=lambda r: seen.append(device.waits.total())
+        ).ids
+    middle = len(seen) // 2
+    return seen[middle] - seen[middle - 1], ids
+
+
+@pytest.mark.parametrize("temperature", [0, 1.0])
+@pytest.mark.parametrize("draft", [False, True])
+def test_waits_of_a_round(draft, temperature):
+    on = [sd.HFModel(tiny("llama", i, torch.float32, num_hidden_layers=1)) for i in (0, 1)]
+    builder = sd.decoder(on[0])
+    decoder = (builder.draft(on[1], 3) if draft else builder).sampling(temperature=temperature).build()
+    expected = decoder.generate([[1, 2, 3, 4], [7, 8]], 16, seed=3).ids
+    # Are the logits finite, what was decided; and, of a draft, is the proposal sound: nothing else.
+    number, ids = waits("eager", draft, temperature)
+    assert number == (3 if draft else 2)
+    assert ids == expected
+    number, ids = waits(False, draft, temperature)
+    assert number <= (10 if draft else 3)
+    assert ids == expected
+
+
+def test_cuda_graphs_in_the_right_order(monkeypatch):
+    """The calls of a capture, on a stand-in for ``torch.cuda``: warm-up beside the stream, one pool, the graph's own replay."""
+    log = []
+
+    class Stream:
+        def wait_stream(self, other):
+            log.append("wait")
+
+    class Graph:
+        def replay(self):
+            log.append("replay")
+
+    class Capturing:
+        def __init__(self, graph, **how):
+            log.append(("capture", how["pool"], how["capture_error_mode"]))
+
+        __enter__ = __exit__ = lambda *_: None
+
+    cuda = SimpleNamespace(
+        device=lambda device: nullcontext(),
+        stream=lambda stream: nullcontext(),
+        current_stream=Stream,
+        Stream=Stream,
+        graph_pool_handle=lambda: log.append("pool") or "handle",
+        CUDAGraph=Graph,
+        graph=Capturing,
+    )
+    monkeypatch.setattr(capture.torch, "cuda", cuda)
+    graphs = capture.CudaGraphs(torch.device("cuda"))
+    first = graphs(lambda: log.append("body") or "out")
+    assert log == ["wait", "body", "body", "wait", "pool", ("capture", "handle", "thread_local"), "body"]
+    assert first() == first() == "out"
+    assert log[-2:] == ["replay", "replay"]
+    graphs(lambda: None)
+    assert log.count("pool") == 1
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_cuda_graphs_on_a_gpu(dtype):
+    models = [tiny("llama", i, dtype).cuda() for i in (0, 1)]
+    out = rounds(sd.HFModel(models[0]))
+    replayed = sd.HFModel(models[0], graphs=True)
+    same(rounds(replayed), out, 1e-3 if dtype == torch.float32 else 0.1)
+    assert replayed.steps.why is None
+    if dtype == torch.float32:
+        said = []
+        for graphs in (False, True):
+            t, d = (sd.HFModel(m, graphs=graphs) for m in models)
+            decoder = sd.decoder(t).draft(d, 3).sampling(temperature=1.0).build()
+            said.append(decoder.generate([[1, 2, 3] * 5, [4, 5]], 30, seed=1).ids)
+        assert said[0] == said[1]

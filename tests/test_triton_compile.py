@@ -1,0 +1,173 @@
+"""The Triton attention kernel compiles for sm_80 and sm_90, in each mode with its tile, without spilling a register.
+
+Neither a GPU nor a driver is needed: Triton brings its assembler, and cuobjdump, which says what a kernel takes. This runs in a
+process of its own, since the interpreter (``test_triton_attention``) is a choice for a whole process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any
+
+SHARED = {80: 163 << 10, 90: 227 << 10}  # bytes of shared memory that a program may have
+STRIDES = {"q_t", "q_h", "k_b", "k_s", "k_h", "v_b", "v_s", "v_h", "o_c", "o_t", "o_h"}  # multiples of 16
+STRIDES |= {"p_n", "p_f", "p_q", "o_n", "o_q"}
+
+CASES: dict[str, dict[str, Any]] = {
+    "decode": {"packed": 4, "direct": False},
+    "verify": {"packed": 24, "sinks": True},
+    "verify, window and soft cap": {"packed": 48, "softcap": True, "window": True},
+    "tree": {"packed": 24, "tree": True},
+    "tree, window, in chunks": {"packed": 48, "tree": True, "window": True, "direct": False},
+    "mask": {"packed": 32, "seen": True},
+    "pages": {"packed": 24, "page": 64},
+    "small pages, equal bits": {"packed": 24, "page": 16, "tree": True, "direct": False, "fixed": True},
+    "head size 64": {"packed": 48, "size": 64, "tree": True},
+    "head size 256": {"packed": 48, "size": 256, "tree": True},
+    "head size 256, mask": {"packed": 16, "size": 256, "seen": True},
+    "float32": {"packed": 24, "dtype": "fp32", "tree": True},
+}
+
+
+def attend_job(
+    packed: int,
+    size: int = 128,
+    dtype: str = "bf16",
+    group: int = 4,
+    tree: bool = False,
+    window: bool = False,
+    softcap: bool = False,
+    seen: bool = False,
+    sinks: bool = False,
+    page: int = 0,
+    direct: bool = True,
+    fixed: bool = False,
+) -> dict[str, Any]:
+    """What ``triton_backend.launch`` would compile."""
+    from specdec.kernels.attention import triton_backend
+
+    c = triton_backend.config(size, packed, 4 if dtype == "fp32" else 2, fixed, seen)
+    wide = triton_backend._power(size)
+    given = dict.fromkeys(("Query", "Keys", "Values"), f"*{dtype}")
+    given |= dict.fromkeys(("Starts", "Length", "Rows", "Root"), "*i32")
+    given |= {"Out": f"*{dtype}" if direct else "*fp32", "Lse": None if direct else "*fp32"}
+    given |= {"Words": "*i64" if tree else None, "Depth": "*i32" if tree else None}
+    given |= {"Table": "*i32" if page else None, "Seen": "*u8" if seen else None}
+    given |= {"Sinks": f"*{dtype}" if sinks else None, "factor": "fp32", "bend": "fp32"}
+    constants = {"G": group, "D": size, "DV": size, "BD": wide, "BDV": wide, "BM": c.queries, "BN": c.slots}
+    constants |= {"PAGE": page, "WINDOW": window, "SOFTCAP": softcap, "DIRECT": direct, "UPCAST": False}
+    return {
+        "kernel": "attend_kernel",
+        "given": given,
+        "constants": constants,
+        "warps": c.warps,
+        "stages": c.stages,
+    }
+
+
+def merge_job() -> dict[str, Any]:
+    given = {"Parts": "*fp32", "PartLse": "*fp32", "Out": "*bf16", "Lse": "*fp32", "Sinks": "*bf16"}
+    constants = {"DV": 128, "BDV": 128, "NATURAL": False}
+    return {"kernel": "merge_kernel", "given": given, "constants": constants, "warps": 2, "stages": 1}
+
+
+def build(kernels: Any, job: dict[str, Any], arch: int) -> dict[str, Any]:
+    """Registers, stack and shared memory of a compiled job."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kernel, given = getattr(kernels, job["kernel"]), job["given"]
+    constants = job["constants"] | {name: None for name, kind in given.items() if kind is None}
+    signature = {a: "constexpr" if a in constants else given.get(a, "i32") for a in kernel.arg_names}
+    places = {a: (i,) for i, a in enumerate(kernel.arg_names)}
+    aligned = {
+        places[a]: [["tt.divisibility", 16]]
+        for a, kind in signature.items()
+        if kind[0] == "*" or a in STRIDES
+    }
+    source = ASTSource(kernel, signature, {places[a]: value for a, value in constants.items()}, aligned)
+    options = {"num_warps": job["warps"], "num_stages": job["stages"]}
+    made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    ptx = made.asm["ptx"]
+    tensor_cores = "wgmma.mma_async" in ptx or "mma.sync" in ptx
+    return {
+        "shared": made.metadata.shared,
+        "tensor_cores": tensor_cores,
+        "copies": "cp.async" in ptx,
+        **resources(made.asm["cubin"]),
+    }
+
+
+def resources(cubin: bytes) -> dict[str, int]:
+    """Registers of a thread, and bytes of its stack and local memory: those of spilled registers."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        said = subprocess.run(
+            [tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
+        )
+    found = {key: int(n) for key, n in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", said.stdout)}
+    return {"registers": found["REG"], "stack": found["STACK"], "local": found["LOCAL"]}
+
+
+def main() -> None:
+    """Jobs from standard input; the kernels' file needs nothing but triton."""
+    path, jobs = json.load(sys.stdin)
+    spec = spec_from_file_location("triton_kernels", path)
+    assert spec is not None
+    assert spec.loader is not None
+    kernels = module_from_spec(spec)
+    sys.modules["triton_kernels"] = kernels
+    spec.loader.exec_module(kernels)
+    print(
+        json.dumps(
+            {f"{name} {arch}": build(kernels, job, arch) for name, job in jobs.items() for arch in SHARED}
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
+else:
+    import pytest
+
+    @pytest.fixture(scope="module")
+    def results(tmp_path_factory):
+        pytest.importorskip("triton")
+        import specdec.kernels.attention as package
+
+        path = Path(package.__file__).parent / "triton_kernels.py"
+        jobs = {name: attend_job(**case) for name, case in CASES.items()} | {"merge": merge_job()}
+        environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+        environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("cache"))
+        done = subprocess.run(
+            [sys.executable, __file__],
+            input=json.dumps([str(path), jobs]),
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        return json.loads(done.stdout.splitlines()[-1])
+
+    @pytest.mark.parametrize("arch", list(SHARED))
+    @pytest.mark.parametrize("name", [*CASES, "merge"])
+    def test_compiles_without_spills(results, name, arch):
+        got = results[f"{name} {arch}"]
+        assert got["registers"] <= 255
+        assert got["stack"] == got["local"] == 0
+        assert got["shared"] <= SHARED[arch]
+        if name != "merge":
+            assert got["copies"]  # slots are loaded ahead
+            assert got["tensor_cores"] == (name != "float32")
