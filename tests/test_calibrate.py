@@ -11,6 +11,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+from one_process import each
 
 from specdec.cost import (
     AUTOREGRESSIVE,
@@ -246,13 +247,14 @@ def test_the_recipe_explains_a_round():
 
 
 def test_the_recipe_refuses_what_it_cannot_do():
-    for words, why in (
-        (("--contexts", "1024", "--new-tokens", "400"), "positions"),
-        (("--contexts", "1500", "--new-tokens", "2"), "no prompt has 1500 tokens"),
-        (("--spire", "nowhere"), "untrained"),
-        (("--lengths", "0"), "at least 1"),
-    ):
-        done = recipe(*TOY, *words)
+    wrong = [
+        (["--contexts", "1024", "--new-tokens", "400"], "positions"),
+        (["--contexts", "1500", "--new-tokens", "2"], "no prompt has 1500 tokens"),
+        (["--spire", "nowhere"], "untrained"),
+        (["--lengths", "0"], "at least 1"),
+    ]
+    lines = [["recipes/spire_measured.py", *TOY, *words] for words, _ in wrong]
+    for (_, why), done in zip(wrong, each(*lines)):
         assert done.returncode != 0
         assert why in done.stderr
         assert "Traceback" not in done.stderr

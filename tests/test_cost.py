@@ -17,6 +17,7 @@ import tiny
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from one_process import each
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from specdec import cost, zoo
@@ -550,16 +551,13 @@ def test_the_recipe_without_matplotlib_says_what_to_install(tmp_path):
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("wrong", [("--tau-context", "100"), ("--new-tokens", "0")])
-def test_the_recipe_refuses(wrong):
-    done = run(*wrong)
-    assert done.returncode == 1
-    assert wrong[0] in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-def test_the_recipe_says_what_and_how():
-    said = run("--help").stdout
-    assert "--json" in said
-    assert "--plots" in said
-    assert len(said) > 400
+def test_the_recipe_refuses_and_says_what_and_how():
+    wrong = [["--tau-context", "100"], ["--new-tokens", "0"]]
+    *refused, said = each(*(["recipes/spire_throughput.py", *words] for words in [*wrong, ["--help"]]))
+    for words, done in zip(wrong, refused):
+        assert done.returncode == 1
+        assert words[0] in done.stderr
+        assert "Traceback" not in done.stderr
+    assert "--json" in said.stdout
+    assert "--plots" in said.stdout
+    assert len(said.stdout) > 400

@@ -428,3 +428,22 @@ def test_models_that_cannot_be_invariant_say_so():
             ValueError, match="invariant is True but this"
         ):  # the last has sizes that do not fit
             sd.HFModel(model, invariant=True)
+
+
+@needed
+def test_a_model_that_was_cast_after_it_was_wrapped_is_refused():
+    import specdec as sd
+
+    context = sd.Context.of([[1, 2, 3]])
+    for change in (lambda m: m.half(), lambda m: m.double(), _relaid):
+        model = tiny("llama", 0, torch.float32)
+        wrapped = sd.HFModel(model)
+        cache = wrapped.cache(1, 8)
+        change(model)
+        with pytest.raises((RuntimeError, ValueError), match="HFModel"):
+            wrapped.score(cache, context)
+
+
+def _relaid(model):
+    weight = model.model.layers[0].self_attn.q_proj.weight
+    weight.data = weight.data.t().contiguous().t()

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from one_process import each
 
 from specdec import zoo
 from specdec.data.corpus import DOMAINS
@@ -39,31 +40,33 @@ def run(*words, timeout=300):
     return done.stdout
 
 
-@pytest.mark.parametrize(
-    "recipe",
-    [
-        "quickstart",
-        "bench",
-        "certify",
-        "train_pocket",
-        "train_spire",
-        "evaluate_tau",
-        "spire_ablations",
-        "spire_measured",
-        "train_pool",
-        "spin_pool",
-        "spin_regret",
-        "spin_decompose",
-        "spin_pipeline",
-        "spin_switching",
-        "spin_end_to_end",
-        "gpu_suite",
-    ],
-)
-def test_help_says_what_and_how(recipe):
-    said = run(f"recipes/{recipe}.py", "--help")
-    assert "--json" in said
-    assert len(said) > 400
+RECIPES = [
+    "quickstart",
+    "bench",
+    "cpu_floor",
+    "certify",
+    "train_pocket",
+    "train_spire",
+    "evaluate_tau",
+    "spire_ablations",
+    "spire_measured",
+    "train_pool",
+    "spin_pool",
+    "spin_regret",
+    "spin_decompose",
+    "spin_pipeline",
+    "spin_switching",
+    "spin_end_to_end",
+    "gpu_suite",
+]
+
+
+def test_help_says_what_and_how():
+    assert {p.stem for p in (ROOT / "recipes").glob("[a-z]*.py")} == {*RECIPES, "spire_throughput"}
+    for name, ran in zip(RECIPES, each(*([f"recipes/{name}.py", "--help"] for name in RECIPES))):
+        assert ran.returncode == 0, (name, ran.stderr)
+        assert "--json" in ran.stdout, name
+        assert len(ran.stdout) > 400, name
 
 
 def report(path):
@@ -98,6 +101,18 @@ def test_quickstart(tmp_path):
     assert {r["same_text_as_plain"] for r in rows} == {"yes"}
     assert all(r["tau"] == 1 for r in rows if r["method"] == "plain")
     assert "One completion" in said
+
+
+def test_cpu_floor(tmp_path):
+    file = tmp_path / "f.json"
+    sizes = ["--batches", "1", "2", "--contexts", "40", "--new-tokens", "4", "--repeats", "1"]
+    said = run("recipes/cpu_floor.py", *sizes, "--json", str(file))
+    rows = report(file)
+    assert [(r["method"], r["batch"]) for r in rows] == [(m, b) for b in (1, 2) for m in ("plain", "vanilla")]
+    for r in rows:
+        assert r["round_ms"] > r["draft_ms"] + r["target_ms"] > 0
+        assert abs(r["floor_ms"] - r["products_ms"] - r["reading_ms"]) < 1e-9
+    assert "times floor" in said
 
 
 def test_bench(tmp_path):

@@ -136,16 +136,25 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
     A row's result does not depend, to the bit, on how many rows there are.
     """
-    half, (T, E), O = _check("linear", x, weight, bias), x.shape, weight.shape[0]
+    _check("linear", x, weight, bias)
+    _, E = x.shape
+    O = weight.shape[0]
     right = weight.shape == (O, E) and E % 16 == 0 == O % 16 and (bias is None or bias.shape == (O,))
     _shape("linear", right, x, weight, bias)
+    return unchecked_linear(x, weight, bias)
+
+
+def unchecked_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``linear`` for callers that have checked their arguments: a small model spends more time on checks than on products."""
+    T, E = x.shape
+    O = weight.shape[0]
     out = x.new_empty(T, O)
     failed = _function("linear")(
         x.data_ptr(),
         weight.data_ptr(),
         None if bias is None else bias.data_ptr(),
         out.data_ptr(),
-        *(T, O, E, half, torch.get_num_threads()),
+        *(T, O, E, x.dtype == torch.bfloat16, torch.get_num_threads()),
     )
     if failed:
         raise MemoryError(f"linear: no memory for {T} rows of {E} numbers")

@@ -425,10 +425,10 @@ class HFModel:
         ((memo, piece),) = self._pieces(cache, packed, packed.tokens, True)
 
         @torch.inference_mode()
-        def step() -> Tensor | None:
+        def forward() -> Tensor | None:
             return self._path.forward(memo, *piece)
 
-        return step
+        return forward
 
 
 class _Probe:

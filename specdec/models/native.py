@@ -23,7 +23,7 @@ from specdec.kernels.attention import AttentionPlan, attention
 from specdec.kernels.attention.native import always
 from specdec.kernels.native import library
 from specdec.kernels.native.ops import MOST, add_norm, linear_takes, silu_mul, turn
-from specdec.kernels.native.ops import linear as own
+from specdec.kernels.native.ops import unchecked_linear as own
 from specdec.models.lean import Lean
 
 
@@ -57,6 +57,7 @@ class Native(Lean):
         every = [p for block in self._projections for p in block] + [(self.head.weight, self.head.bias)]
         sizes = {linear_takes(*p) and (invariant or p[0].shape[1] <= WIDE) for p in every}
         self._own = sizes == {True}
+        self._weights = [p[0] for p in every]
         sizes = {b.size % 16 == 0 and b.size <= 256 for b in self.blocks}
         self.invariant = invariant and self._own and sizes == {True} and backend in ("auto", "native")
         if self.invariant:
@@ -101,6 +102,10 @@ class Native(Lean):
         assert plan.slots is not None
         if self._always:
             always(plan)
+        if any(w.dtype is not x.dtype or not w.is_contiguous() for w in self._weights):
+            raise RuntimeError(
+                "the model was cast or laid out anew after it was wrapped: make a new HFModel from it"
+            )
         cos, sin = self.rotary(x, positions)
         more: Tensor | None = None  # what the block before adds to x
         for number, (b, projections) in enumerate(zip(self.blocks, self._projections)):
