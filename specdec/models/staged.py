@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
@@ -63,7 +64,7 @@ class Staged:
             self._sent[self._turn].record()
 
 
-class Program:
+class Program(ABC):
     """A body over staged numbers, captured once they are there.
 
     Attributes:
@@ -73,9 +74,9 @@ class Program:
     staged: Staged
     _replay: Any = None
 
+    @abstractmethod
     def body(self) -> Any:
         """What is captured: a function of tensors that stay where they are."""
-        raise NotImplementedError
 
     def capture(self, capture: Capture) -> None:
         """Capture the body on the numbers that were sent last, which it may be run on more than once."""
