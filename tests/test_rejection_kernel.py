@@ -9,13 +9,13 @@ import importlib.util
 import os
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
 import torch
 from tiny import byte_tokenizer, tiny
 from torch import Tensor
+from without_a_gpu import compiled
 
 import specdec as sd
 from specdec import drafts
@@ -325,48 +325,26 @@ def test_on_a_gpu_the_kernels_decide_as_the_reference_does(kind, temperature):
 
 
 COMPILE = """
-    import importlib.util, os, re, subprocess, sys, tempfile
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    spec = importlib.util.spec_from_file_location("kernels", sys.argv[1])  # Triton is all that it needs
-    k = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(k)
-
     TYPES = dict(Q="*fp32", U="*fp64", REST="*fp64", WHOLE="*fp64", PLACE="*i32", divisor="fp32")
     TYPES |= dict.fromkeys(["TOP", "TOTAL", "QTOP", "QTOTAL", "CUT"], "*fp32")
     TYPES |= dict.fromkeys(["TOKENS", "SIZE", "ACCEPTED", "TOKEN"], "*i64")
-    TOOL = os.path.join(os.path.dirname(triton.__file__), "backends/nvidia/bin/cuobjdump")
 
-    def build(kernel, arch, logits, warps, **const):
-        types = {**TYPES, "X": "*" + logits}
-        sig = {a: "constexpr" if a in const else types.get(a, "i32") for a in kernel.arg_names}
-        aligned = [i for i, (a, t) in enumerate(sig.items()) if t[0] == "*" or a in ("V", "sb", "sr", "qb", "qr")]
-        const = {(kernel.arg_names.index(a),): value for a, value in const.items()}
-        source = ASTSource(kernel, sig, const, {(i,): [["tt.divisibility", 16]] for i in aligned})
-        made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": warps})
-        with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
-            f.write(made.asm["cubin"])
-            f.flush()
-            said = subprocess.run([TOOL, "--dump-resource-usage", f.name], capture_output=True, text=True).stdout
-        registers, spilled = (int(re.search(name + r":(\\d+)", said)[1]) for name in ("REG", "LOCAL"))
-        print(kernel.__name__, arch, logits, registers, spilled)
-        assert registers <= 255 and spilled == 0, said
+    def one(kernel, arch, logits, warps, **const):
+        build(kernel, arch, {**TYPES, "X": "*" + logits}, ("V", "sb", "sr", "qb", "qr"), warps, **const)
 
     for arch in (80, 90):
         for logits in ("bf16", "fp32"):
             for greedy in (False, True):
-                build(k.mass_kernel, arch, logits, 8, EXTRA=1, HOT=not greedy, GREEDY=greedy, STEPS=4, BLOCK=2048)
-        build(k.mass_kernel, arch, "fp16", 8, EXTRA=1, HOT=True, GREEDY=False, STEPS=4, BLOCK=2048, R=1, splits=1)
-        build(k.greedy_kernel, arch, "bf16", 4, NODES=8, SPLITS=32)
+                one(k.mass_kernel, arch, logits, 8, EXTRA=1, HOT=not greedy, GREEDY=greedy, STEPS=4, BLOCK=2048)
+        one(k.mass_kernel, arch, "fp16", 8, EXTRA=1, HOT=True, GREEDY=False, STEPS=4, BLOCK=2048, R=1, splits=1)
+        one(k.greedy_kernel, arch, "bf16", 4, NODES=8, SPLITS=32)
         for kind in (0, 1, 2):
-            build(k.accept_kernel, arch, "bf16", 4, NODES=8, SPLITS=32, KIND=kind, HOT=True)
-            build(k.residual_kernel, arch, "bf16", 8, KIND=kind, HOT=True, BLOCK=2048)
-            build(k.pick_kernel, arch, "bf16", 8, KIND=kind, HOT=True, BLOCK=2048, BLOCKS=128)
-        one = dict(R=1, splits=1)
-        build(k.accept_kernel, arch, "fp32", 4, NODES=1, SPLITS=1, KIND=0, HOT=False, **one)
-        build(k.pick_kernel, arch, "fp32", 8, KIND=0, HOT=False, BLOCK=2048, BLOCKS=1, R=1, blocks=1, ub=1)
+            one(k.accept_kernel, arch, "bf16", 4, NODES=8, SPLITS=32, KIND=kind, HOT=True)
+            one(k.residual_kernel, arch, "bf16", 8, KIND=kind, HOT=True, BLOCK=2048)
+            one(k.pick_kernel, arch, "bf16", 8, KIND=kind, HOT=True, BLOCK=2048, BLOCKS=128)
+        single = dict(R=1, splits=1)
+        one(k.accept_kernel, arch, "fp32", 4, NODES=1, SPLITS=1, KIND=0, HOT=False, **single)
+        one(k.pick_kernel, arch, "fp32", 8, KIND=0, HOT=False, BLOCK=2048, BLOCKS=1, R=1, blocks=1, ub=1)
 """
 
 
@@ -374,12 +352,5 @@ COMPILE = """
 @pytest.mark.skipif(HERE, reason="the interpreter does not compile")
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton's compiler is for Linux")
 def test_the_kernels_compile_for_gpus_without_spilling(tmp_path):
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    env["TRITON_CACHE_DIR"] = str(tmp_path)
-    script = tmp_path / "compile_all.py"
-    script.write_text(textwrap.dedent(COMPILE))
-    done = subprocess.run(
-        [sys.executable, str(script), str(KERNELS)], env=env, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    assert done.stdout.count("pick_kernel") == 8
+    said = compiled(COMPILE, KERNELS, tmp_path)
+    assert said.count("pick_kernel") == 8
