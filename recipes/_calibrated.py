@@ -11,7 +11,7 @@ from _steady import Group, Measured, clocked
 
 import specdec as sd
 from specdec.cost import AUTOREGRESSIVE, Fitted, Host, Load, Method, Round, Shape, Step, calibrate
-from specdec.drafts.spire import _Steps
+from specdec.models.spire_steps import SpireSteps
 from specdec.types import Context, Proposal
 
 
@@ -112,7 +112,7 @@ def bare_steps(
 def _draft_step(draft: Any, target_cache: Any, text: Context, prompt: Context) -> Callable[[], Any]:
     """One step of a draft after ``text``."""
     if isinstance(draft, sd.drafts.Spire):
-        step = _Steps(draft.model, draft.ring(text.batch, text.tokens.shape[1]), text, 2)
+        step = SpireSteps(draft.model, draft.ring(text.batch, text.tokens.shape[1]), text, 2)
         tokens = text.tokens[:, 0].to(draft.model.device)
         return lambda: step(0, tokens)
     if isinstance(draft, sd.drafts.MagicDec):

@@ -12,7 +12,7 @@ from _steady import Group, steady, sync
 
 import specdec as sd
 from specdec.drafts import spire
-from specdec.models import packed
+from specdec.models import packed, spire_steps
 from specdec.models.compact import RingCache
 from specdec.models.hf import HFModel
 from specdec.models.view import ViewCache
@@ -25,8 +25,8 @@ from specdec.verifiers import Rejection
 # Innermost wins: a forward inside the draft's step counts as the forward. Names that appear twice are summed.
 PLACES: tuple[tuple[Any, str, str], ...] = (
     (packed.Packed, "forward", "forward"),
-    (spire._Steps, "__call__", "forward"),
-    (spire._Steps, "__init__", "SPIRe: masks, slots"),
+    (spire_steps.SpireSteps, "__call__", "forward"),
+    (spire_steps.SpireSteps, "__init__", "SPIRe: masks, slots"),
     (Sampling, "__call__", "laws (softmax)"),
     (Philox, "categorical", "draws"),
     (Philox, "accept", "draws"),

@@ -7,8 +7,8 @@ import torch
 from tiny import tiny
 
 import specdec as sd
-from specdec.drafts.spire import _Steps
 from specdec.models.spire import SpireModel
+from specdec.models.spire_steps import SpireSteps
 from specdec.training.passes import k_pass
 from specdec.types import Context
 
@@ -44,7 +44,7 @@ def rolled_out(model, tokens, inputs, k, phase):
             at, turn = ring.at(rows, positions), model.rotary(positions)
             for i, layer in enumerate(model.layers):
                 ring.write(i, at, *model.keys_values(i, inputs[layer][rows, positions], turn))
-        step = _Steps(model, ring, context, k)
+        step = SpireSteps(model, ring, context, k)
         outputs += [step(n, tokens[:, start + n]) for n in range(k)]
     return torch.stack(outputs, 1)
 

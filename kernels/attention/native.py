@@ -29,7 +29,9 @@ def _fields(kind: Any, names: str) -> list[tuple[str, Any]]:
     return [(name, kind) for name in names.split()]
 
 
-class _Plan(Structure):
+class PlanStruct(Structure):
+    """A plan as the kernel reads it."""
+
     _fields_ = [
         *_fields(c_void_p, "rows starts length low high mask mask_from mask_at mask_head table"),
         *_fields(c_int64, "rows_count pages page"),
@@ -119,13 +121,7 @@ def _run(
     sinks: Tensor | None,
     lse: Tensor | None,
 ) -> Tensor:
-    group = query.shape[1] // keys.shape[2]
-    prompt = plan.known.get(("prompt", group))
-    if prompt is None:
-        most = PROMPT if plan.table is None else PAGED_PROMPT
-        prompt = "always" not in plan.known and max(plan.counts) * group > most
-        plan.known["prompt", group] = prompt
-    if prompt and lse is None and softcap is None and sinks is None:
+    if lse is None and softcap is None and sinks is None and prompt(plan, query.shape[1] // keys.shape[2]):
         return packed.attend(query, keys, values, plan, scale, window)
     if query.stride(-1) != 1:
         query = query.contiguous()
@@ -148,26 +144,42 @@ def _run(
             raise ValueError(why)
         call = plan.known[key] = _call(query, keys, values, out, scale, softcap)
     call = _Call.from_buffer_copy(call)  # other threads may be at this plan
-    layer = getattr(plan, "layer", None)  # plans that differ between layers say so
-    lowered = plan.known.get(("native", window, layer))
-    if lowered is None:
-        lowered = plan.known["native", window, layer] = lower(plan, window)
+    made = lowered(plan, window)
     call.keys, call.values = keys.data_ptr(), values.data_ptr()
     call.query, call.out = query.data_ptr(), out.data_ptr()
     call.lse = None if lse is None else lse.data_ptr()
     if sinks is not None:
         sinks = sinks.float().contiguous()
     call.sinks = None if sinks is None else sinks.data_ptr()
-    if _kernel()(byref(lowered[0]), byref(call), torch.get_num_threads()):
+    if _kernel()(byref(made), byref(call), torch.get_num_threads()):
         raise MemoryError("attention: no memory for the accumulators of a row")
     return out
+
+
+def prompt(plan: AttentionPlan, group: int) -> bool:
+    """Whether a call of ``group`` query heads a KV head is PyTorch's."""
+    known = plan.known.get(("prompt", group))
+    if known is None:
+        most = PROMPT if plan.table is None else PAGED_PROMPT
+        known = "always" not in plan.known and max(plan.counts) * group > most
+        plan.known["prompt", group] = known
+    return known
+
+
+def lowered(plan: AttentionPlan, window: int | None) -> PlanStruct:
+    """``lower``, remembered with the plan."""
+    layer = getattr(plan, "layer", None)  # plans that differ between layers say so
+    made = plan.known.get(("native", window, layer))
+    if made is None:
+        made = plan.known["native", window, layer] = lower(plan, window)
+    return made[0]
 
 
 @lru_cache(maxsize=1)
 def _kernel() -> Any:
     lib = library()
     assert lib is not None
-    lib.attend.argtypes, lib.attend.restype = [POINTER(_Plan), POINTER(_Call), c_int], c_int
+    lib.attend.argtypes, lib.attend.restype = [POINTER(PlanStruct), POINTER(_Call), c_int], c_int
     return lib.attend
 
 
@@ -188,7 +200,7 @@ def _call(
     )
 
 
-def lower(plan: AttentionPlan, window: int | None) -> tuple[_Plan, list[Any]]:
+def lower(plan: AttentionPlan, window: int | None) -> tuple[PlanStruct, list[Any]]:
     """A plan as the kernel reads it, and the arrays that must live as long."""
     counts = np.array(plan.counts, dtype=np.int32)
     starts = np.concatenate([[0], counts.cumsum()]).astype(np.int32)
@@ -217,7 +229,7 @@ def lower(plan: AttentionPlan, window: int | None) -> tuple[_Plan, list[Any]]:
             low = np.maximum(position - (window - 1), 0).astype(np.int32)
         per_row = [_bytes(plan.visible(s, window, int(b)))[0] for s, b in zip(each, root)]
         begin, mask = root, per_row
-    lowered = _Plan(rows_count=len(rows), pages=0, page=0)
+    lowered = PlanStruct(rows_count=len(rows), pages=0, page=0)
     alive: list[Any] = [rows, starts, length, low, high.astype(np.int32)]
     for name, array in zip(("rows", "starts", "length", "low", "high"), alive):
         setattr(lowered, name, array.ctypes.data)

@@ -10,38 +10,26 @@ call. */
 #include <stdlib.h>
 #include <string.h>
 
+#include "calls.h"
 #include "vector.h"
 
 #define KC 64 /* slots of a block; a page holds a multiple of W */
 #define QT 6  /* queries that share registers */
 
-typedef struct {
-    const int32_t *rows, *starts, *length; /* [R], [R + 1], [R]: buffer row, first packed query, slots in use */
-    const int32_t *low, *high;             /* [T]: a query sees the slots low <= s < high, */
-    const uint8_t *mask;                   /* and, where its row's mask says so, slots from mask_from on, or NULL */
-    const int32_t *mask_from;              /* [R] */
-    const int64_t *mask_at;                /* [R]: where the row's mask [heads or 1, queries, length - mask_from] begins */
-    const int64_t *mask_head;              /* [R]: bytes between the heads of a row's mask, 0 for one mask for all */
-    const int32_t *table;                  /* [R, pages]: page numbers, or NULL for slots */
-    int64_t rows_count, pages, page;
-} Plan;
-
-typedef struct {
-    const void *keys, *values, *query; /* strides in elements */
-    void *out;
-    float *lse;
-    const float *sinks;
-    int64_t k_row, k_slot, k_head, v_row, v_slot, v_head, q_token, q_head, o_token, o_head;
-    int64_t heads, kv_heads, size, value_size, half; /* half: keys, values, queries and output are bfloat16 */
-    float scale, softcap;
-} Call;
+/* Asks memory for an entry that is read a block later, a slot at a time between the arithmetic: of itself a processor does not look that
+   far ahead past so many instructions. */
+static inline __attribute__((always_inline)) void soon(const void *from, int64_t at, int D, int half) {
+    const int64_t bytes = half ? 2 : 4;
+    for (int64_t b = 0; b < D * bytes; b += 64) __builtin_prefetch((const char *)from + at * bytes + b, 0, 2);
+}
 
 /* scores [QT][W] of QT queries against W keys, `stride` apart */
 #define DOTS(NQ)                                                                                   \
     static inline __attribute__((always_inline)) void dots##NQ(                                    \
-        const float *q, const void *k, int64_t at, int64_t stride, int D, int half, vec *scores) { \
+        const float *q, const void *k, int64_t at, int64_t stride, int64_t ahead, int D, int half, vec *scores) { \
         vec part[NQ][W];                                                                           \
         for (int j = 0; j < W; j++) {                                                              \
+            soon(k, at + ahead + j * stride, D, half);                                             \
             vec acc[NQ];                                                                           \
             for (int i = 0; i < NQ; i++) acc[i] = (vec){0};                                        \
             for (int d = 0; d < D; d += W) {                                                       \
@@ -63,7 +51,7 @@ DOTS(6)
 #define MIX(NQ)                                                                                               \
     static inline __attribute__((always_inline)) void mix##NQ(float *acc, const float *p, const int32_t *live, \
                                                               const void *v, int64_t at, int64_t stride,     \
-                                                              int n, int D, int half) {                      \
+                                                              int64_t ahead, int n, int D, int half) {        \
         for (int d = 0; d < D; d += 4 * W) {                                                                  \
             int parts = D - d < 4 * W ? (D - d) / W : 4;                                                      \
             vec sum[NQ][4] = {{{0}}};                                                                                 \
@@ -72,6 +60,7 @@ DOTS(6)
                     if (c < parts) sum[i][c] = *(vec *)(acc + i * D + d + c * W);                             \
             for (int s = 0; s < n; s++) {                                                                     \
                 if (!live[s]) continue;                                                                       \
+                if (!d) soon(v, at + ahead + s * stride, D, half);                                            \
                 for (int c = 0; c < 4; c++)                                                                   \
                     if (c < parts) {                                                                          \
                         vec x = load(v, at + s * stride + d + c * W, half);                                   \
@@ -149,6 +138,7 @@ static inline __attribute__((always_inline)) void task(const Plan *p, const Call
             for (int64_t s = a; s < b; s += W) {
                 const int64_t slot = s0 + s;
                 const int64_t at = locate(p, r, slot, c->k_row, c->k_slot) + h * c->k_head;
+                const int64_t ahead = i0 || slot + KC + W > high ? 0 : locate(p, r, slot + KC, c->k_row, c->k_slot) + h * c->k_head - at;
                 ivec seen[QT];
                 int some = 0, all = 1;
                 for (int i = 0; i < nq; i++) {
@@ -181,7 +171,7 @@ static inline __attribute__((always_inline)) void task(const Plan *p, const Call
                 }
                 vec score[QT];
                 if (slot + W <= end) {
-#define DOT(NQ) case NQ: dots##NQ(q + i0 * D, c->keys, at, c->k_slot, D, half, score); break;
+#define DOT(NQ) case NQ: dots##NQ(q + i0 * D, c->keys, at, c->k_slot, ahead, D, half, score); break;
                     switch (nq) { DOT(1) DOT(2) DOT(3) DOT(4) DOT(5) DOT(6) }
                 } else { /* the row ends here: what lies behind is not read */
                     for (int i = 0; i < nq; i++) {
@@ -238,12 +228,13 @@ static inline __attribute__((always_inline)) void task(const Plan *p, const Call
             for (int64_t s = a; s < b; s += W) {
                 const int64_t slot = s0 + s;
                 const int64_t at = locate(p, r, slot, c->v_row, c->v_slot) + h * c->v_head;
+                const int64_t ahead = i0 || slot + KC + W > high ? 0 : locate(p, r, slot + KC, c->v_row, c->v_slot) + h * c->v_head - at;
                 vec any = {0};
                 for (int i = 0; i < nq; i++) any += *(vec *)(w + i * KC + s);
                 int32_t live[W] __attribute__((aligned(4 * W)));
                 *(ivec *)live = any != 0;
                 const int some = b - s < W ? (int)(b - s) : W;
-#define ADD(NQ) case NQ: mix##NQ(acc + i0 * DV, w + s, live, c->values, at, c->v_slot, some, DV, half); break;
+#define ADD(NQ) case NQ: mix##NQ(acc + i0 * DV, w + s, live, c->values, at, c->v_slot, ahead, some, DV, half); break;
                 switch (nq) { ADD(1) ADD(2) ADD(3) ADD(4) ADD(5) ADD(6) }
             }
         }

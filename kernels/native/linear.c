@@ -6,6 +6,7 @@
 #include <stdint.h>
 #include <stdlib.h>
 
+#include "calls.h"
 #include "vector.h"
 
 #define ROWS 6

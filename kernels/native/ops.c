@@ -5,6 +5,7 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "calls.h"
 #include "vector.h"
 
 #define MOST 512 /* size of a head that is turned */

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.kernels.attention import ExplicitPlan, attention
 from specdec.models.ring import Ring
 from specdec.models.slots import KVShape
 from specdec.models.spire import SpireModel
+from specdec.models.spire_steps import SpireSteps, remember
 from specdec.protocols import LanguageModel
 from specdec.rng import Key, Rng
 from specdec.sampling import Sampling
@@ -105,7 +105,7 @@ class Spire:
             raise ValueError(
                 f"a chain of {N} tokens is asked for and block is {self.block}: use Spire(model, block={N})"
             )
-        step = _Steps(model, state.ring, context, N)
+        step = SpireSteps(model, state.ring, context, N)
         tokens = torch.zeros(B, N, dtype=torch.long, device=model.device)
         last = context.tokens.gather(1, context.length[:, None] - 1)[:, 0].to(model.device)
         drawn: list[Tensor] = []
@@ -135,52 +135,12 @@ class Spire:
         rows, positions = fed.row[at], fed.position[at]
         slots, rotary = state.ring.at(rows, positions, model.device), model.rotary(positions.to(model.device))
         at = at.to(model.device)
-        for i, layer in enumerate(model.layers):
-            activations = fed.layers[layer].to(model.device, model.dtype)
-            state.ring.write(i, slots, *model.keys_values(i, activations[at], rotary))
+        activations = [fed.layers[layer].to(model.device, model.dtype)[at] for layer in model.layers]
+        remember(model, state.ring, slots, activations, rotary)
         return state
 
     def select(self, state: SpireState, rows: Tensor) -> SpireState:
         return SpireState(state.ring.select(rows))
-
-
-class _Steps:
-    """The draft's forward for the n-th token of a block, all rows at once."""
-
-    def __init__(self, model: SpireModel, ring: Ring, context: Context, steps: int):
-        self.model, self.ring, self.steps = model, ring, steps
-        positions = context.length[:, None] - 1 + torch.arange(steps)  # [B, steps]
-        queries, rows = positions.numpy(), range(context.batch)
-        at = ring.at(torch.arange(context.batch).repeat_interleave(steps), positions.flatten(), model.device)
-        seen, behind = ring.visible(queries), queries[..., None] - ring.held(queries)
-        self.plans = [
-            ExplicitPlan(rows, [1] * context.batch, seen[:, n], behind[:, n], slots)
-            for n, slots in enumerate(at.view(-1, steps).t().contiguous())
-        ]
-        cos, sin = model.rotary(positions.t().contiguous().to(model.device))
-        self.rotary = list(zip(cos, sin))
-
-    def __call__(self, n: int, tokens: Tensor) -> Tensor:
-        """Logits ``[B, V]`` after ``tokens [B]``."""
-        model, ring = self.model, self.ring
-        plan, rotary = self.plans[n], self.rotary[n]
-        slots = plan.slots_on(model.device)
-        x = model.embed(tokens)
-        activations = [x]
-        for i in range(len(model.layers)):
-
-            def attend(query: Tensor, key: Tensor, value: Tensor, i: int = i) -> Tensor:
-                ring.write(i, slots, key, value)
-                return attention(query.transpose(0, 1)[None], *ring.layers[i], plan)[0]
-
-            x, _, _ = model.run(i, x, rotary, attend)
-            activations.append(x)
-        if (
-            model.memory is not None and n + 1 < self.steps
-        ):  # the next steps see memory here, not the layers' own inputs
-            for i, memory in enumerate(model.memory(activations)):
-                ring.write(i, slots, *model.keys_values(i, memory, rotary))
-        return model.logits(x)
 
 
 def _committed(fed: Any, round: Round, ring: Ring) -> np.ndarray:

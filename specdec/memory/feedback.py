@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 
-def mix(activations: Sequence[Tensor], weights: Tensor) -> Tensor:
+def mix(activations: Sequence[Tensor] | Tensor, weights: Tensor) -> Tensor:
     """``sum_l softmax(weights)_l * activations[l]`` (Fan et al., equation 2).
 
     Args:
-        activations: ``n + 1`` tensors ``[..., E]``: the input of layer 1, then every layer's output.
+        activations: ``n + 1`` tensors ``[..., E]``: the input of layer 1, then every layer's output. They may be stacked.
         weights: ``[n + 1]`` logits of one memory vector, or ``[m, n + 1]`` of m of them.
     Returns:
         ``[..., E]``, or ``[m, ..., E]``.
@@ -35,6 +35,9 @@ def mix(activations: Sequence[Tensor], weights: Tensor) -> Tensor:
             f"activations have the shapes {[list(x.shape) for x in activations]}: they must agree"
         )
     share = weights.softmax(-1)
+    if isinstance(activations, Tensor):
+        made = share.to(activations.dtype) @ activations.flatten(1)
+        return made.view(*share.shape[:-1], *activations.shape[1:])
     # A sum over a handful of tensors, not a matrix product: nothing is stacked.
     return sum(
         (
@@ -56,7 +59,7 @@ class SharedMemory(nn.Module):
         super().__init__()
         self.weights = nn.Parameter(torch.zeros(_at_least_one(layers) + 1))
 
-    def forward(self, activations: Sequence[Tensor]) -> Tensor:
+    def forward(self, activations: Sequence[Tensor] | Tensor) -> Tensor:
         """``n + 1`` activations ``[..., E]`` -> memory ``[n, ..., E]``: the same vector for every layer (a view)."""
         made = mix(activations, self.weights)
         return made.expand(len(activations) - 1, *made.shape)
@@ -74,7 +77,7 @@ class FeedbackMemory(nn.Module):
         layers = _at_least_one(layers)
         self.weights = nn.Parameter(torch.zeros(layers, layers + 1))
 
-    def forward(self, activations: Sequence[Tensor]) -> Tensor:
+    def forward(self, activations: Sequence[Tensor] | Tensor) -> Tensor:
         """``n + 1`` activations ``[..., E]`` -> memory ``[n, ..., E]``, one vector a layer."""
         return mix(activations, self.weights)
 

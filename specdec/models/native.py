@@ -19,23 +19,23 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specdec.kernels.attention import AttentionPlan, attention
-from specdec.kernels.attention.native import always
+from specdec.kernels.attention.native import always, lowered, prompt
 from specdec.kernels.native import library
+from specdec.kernels.native.blocks import Blocks
 from specdec.kernels.native.ops import MOST, add_norm, linear_takes, silu_mul, turn
 from specdec.kernels.native.ops import unchecked_linear as own
 from specdec.models.lean import Lean
-
-
-def fast(x: Tensor) -> bool:
-    """Whether the C kernels may compute what is made of ``x``: float32 on the CPU, and nobody wants gradients."""
-    plain = x.dtype == torch.float32 and x.device.type == "cpu" and not torch.is_grad_enabled()
-    return plain and x.is_contiguous() and library() is not None
-
 
 STEP = 256  # tokens of a forward up to which it is a step, and not a prompt
 FEW = 6  # the same in bfloat16, where PyTorch is faster from there on
 WIDE = 2048  # inputs of a product up to which ours is as fast
 _FIXED = {"default", "linear", "llama3", "yarn"}  # rotary embeddings that depend on the position alone
+
+
+def small(x: Tensor) -> bool:
+    """Whether ``x [T, E]`` is few enough tokens, on the CPU and without gradients, for products in C."""
+    limit = {torch.float32: STEP, torch.bfloat16: FEW}.get(x.dtype, 0)
+    return len(x) <= limit and x.is_cpu and x.is_contiguous() and not torch.is_grad_enabled()
 
 
 class Native(Lean):
@@ -58,6 +58,9 @@ class Native(Lean):
         self._own = sizes == {True}
         self._weights = [p[0] for p in every]
         sizes = {b.size % 16 == 0 and b.size <= 256 for b in self.blocks}
+        takes = self._own and backend in ("auto", "native") and Blocks.takes(self.blocks)
+        ordered = [b.layer for b in self.blocks] == list(range(len(self.blocks)))
+        self._whole = Blocks(self.blocks) if takes and ordered else None
         self.invariant = invariant and self._own and sizes == {True} and backend in ("auto", "native")
         if self.invariant:
             self.backend = "native"  # nothing else may step in
@@ -106,6 +109,8 @@ class Native(Lean):
                 "the model was cast or laid out anew after it was wrapped: make a new HFModel from it"
             )
         cos, sin = self.rotary(x, positions)
+        if linear is own and self._at_once(memo, plan, x, cos, sin, caught):
+            return self._logits(x, keep, own)
         more: Tensor | None = None  # what the block before adds to x
         for number, (b, projections) in enumerate(zip(self.blocks, self._projections)):
             query, key, value, out, gate, up, down = projections
@@ -129,6 +134,9 @@ class Native(Lean):
             x += more
         if caught and len(self.blocks) in caught:
             caught[len(self.blocks)].append(x)
+        return self._logits(x, keep, linear)
+
+    def _logits(self, x: Tensor, keep: Any, linear: Any) -> Tensor | None:
         if keep is False:
             return None
         if keep is not None:
@@ -136,3 +144,39 @@ class Native(Lean):
         norm = self.body.norm
         y = add_norm(x, None, norm.weight, norm.variance_epsilon)
         return linear(y, self.head.weight, self.head.bias)
+
+    def _at_once(
+        self,
+        memo: Any,
+        plan: AttentionPlan,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        caught: dict[int, list[Tensor]] | None,
+    ) -> bool:
+        """All blocks over ``x [T, E]`` in one call, where memo and plan allow it: the same to the bit."""
+        held = getattr(memo, "buffers", None)
+        if held is None or self._whole is None or plan.watch is not None or plan.attend is not None:
+            return False
+        first = self.blocks[0]
+        if prompt(plan, first.query.out_features // first.key.out_features) or not _inside(plan, memo, x):
+            return False
+        assert plan.slots is not None
+        plans = {w: lowered(plan, w) for w in {b.window for b in self.blocks}}
+        taps = {number: torch.empty_like(x) for number in caught or ()}
+        self._whole(x, cos, sin, plan.slots, held, [plans[b.window] for b in self.blocks], taps)
+        for number, tap in taps.items():
+            assert caught is not None
+            caught[number].append(tap)
+        return True
+
+
+def _inside(plan: AttentionPlan, memo: Any, x: Tensor) -> bool:
+    """Whether a plan speaks of rows, slots and pages that ``memo`` has; where not, attention itself says what is wrong."""
+    keys = memo.layers[0][0]
+    rows, slots = keys.shape[:2]
+    if keys.dtype != x.dtype or sum(plan.counts) != len(x):
+        return False
+    if plan.table is None:
+        return max(plan.rows) < rows and max(plan.length) <= slots
+    return plan.page == slots and slots % 16 == 0 and max(map(max, plan.table)) < rows

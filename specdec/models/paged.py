@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specdec.kernels.native.blocks import Buffers
 from specdec.models.cache import free_bytes
 from specdec.models.feed import Row
 from specdec.models.memo import Memo
@@ -146,6 +147,11 @@ class PagedCache(Memo):
     def layers(self) -> list[tuple[Tensor, Tensor]]:
         """Those of the pool, of all pages, whoever holds them: rows are found through ``table``."""
         return self.pool.layers
+
+    @property
+    def buffers(self) -> Buffers | None:
+        """``layers`` as C kernels take them, or ``None`` where they cannot."""
+        return self.pool.buffers
 
     def table(self, b: int) -> list[int]:
         """The pages that row ``b`` holds, in the order of its slots."""

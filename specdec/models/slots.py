@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from specdec.kernels.native import library
+from specdec.kernels.native.blocks import Buffers, buffers
 from specdec.kernels.native.ops import keep
 
 
@@ -67,6 +68,14 @@ class Slots:
                     flat[layer][which] = buffer.transpose(1, 2).view(-1, buffer.shape[-1])
         self.layers, self._flat = [(k, v) for k, v in pairs], [(k, v) for k, v in flat]
         self._numbered: dict[tuple[torch.device, int], tuple[Tensor, Tensor]] = {}
+        self._buffers: tuple[Buffers | None] | None = None
+
+    @property
+    def buffers(self) -> Buffers | None:
+        """``layers`` as C kernels take them, or ``None`` where they cannot."""
+        if self._buffers is None:
+            self._buffers = (buffers(self.layers),)
+        return self._buffers[0]
 
     def append(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Put ``key [1, H, T, D]`` and ``value [1, H, T, Dv]`` into flat ``slots [T]``; returns the layer's buffers."""

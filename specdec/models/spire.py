@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,14 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from specdec.kernels.native.ops import add_norm, silu_mul, turn
+from specdec.kernels.native.blocks import Blocks
+from specdec.kernels.native.ops import linear, linear_takes
 from specdec.memory import FeedbackMemory
 from specdec.models.families import positions_of
 from specdec.models.fingerprint import fingerprint, unwrapped
 from specdec.models.lean import Block, block_of, norm
 from specdec.models.load import load, load_tokenizer
-from specdec.models.native import fast
+from specdec.models.native import small
 from specdec.pruning.layers import keep_layers
 from specdec.pruning.rebuild import llama_like
 
@@ -151,6 +153,14 @@ class SpireModel(nn.Module):
             f"window {self.window}, feedback {self.memory is not None})"
         )
 
+    def fast(self, x: Tensor) -> Blocks | None:
+        """All blocks in one call of C, where there is one for inputs ``x [T, E]``: few tokens on a CPU, and no gradients."""
+        return self._fast if small(x) else None
+
+    @cached_property
+    def _fast(self) -> Blocks | None:
+        return Blocks(self.blocks) if Blocks.takes(self.blocks) else None
+
     # -- arithmetic ----------------------------------------------------------------------------------------------------
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -166,7 +176,7 @@ class SpireModel(nn.Module):
     def keys_values(self, layer: int, memory: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Keys and values ``[..., H, D]`` of layer ``layer`` at positions where its input is, or stands for, ``memory [..., E]``."""
         b = self.blocks[layer]
-        y = _norm(memory, b.before)
+        y = norm(memory, b.before)
         return self._key(b, y, rotary), _heads(y, b.value, b.size)
 
     def run(
@@ -181,27 +191,27 @@ class SpireModel(nn.Module):
             the block's output ``[..., E]``, its own keys and its own values.
         """
         b = self.blocks[layer]
-        y = _norm(x, b.before)
+        y = norm(x, b.before)
         query = _heads(y, b.query, b.size)
         if b.query_norm is not None:
-            query = _norm(query, b.query_norm)
+            query = norm(query, b.query_norm)
         key, value = self._key(b, y, rotary), _heads(y, b.value, b.size)
         seen = attend(_turn(query, rotary), key, value)
         x = x + F.linear(seen.flatten(-2), b.out.weight, b.out.bias)
-        y = _norm(x, b.after)
+        y = norm(x, b.after)
         gate, up = F.linear(y, b.gate.weight, b.gate.bias), F.linear(y, b.up.weight, b.up.bias)
-        gated = silu_mul(gate, up) if fast(gate) else F.silu(gate) * up
-        return x + F.linear(gated, b.down.weight, b.down.bias), key, value
+        return x + F.linear(F.silu(gate) * up, b.down.weight, b.down.bias), key, value
 
     def logits(self, x: Tensor) -> Tensor:
         """``[..., E]`` after the last block -> ``[..., V]``."""
         head = self.body.lm_head
-        return F.linear(_norm(x, self.body.model.norm), head.weight, head.bias)
+        product = linear if self.fast(x) and linear_takes(head.weight, head.bias) else F.linear
+        return product(norm(x, self.body.model.norm), head.weight, head.bias)
 
     @staticmethod
     def _key(b: Block, y: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
         key = _heads(y, b.key, b.size)
-        return _turn(key if b.key_norm is None else _norm(key, b.key_norm), rotary)
+        return _turn(key if b.key_norm is None else norm(key, b.key_norm), rotary)
 
     # -- on disk -------------------------------------------------------------------------------------------------------
 
@@ -261,16 +271,8 @@ def _heads(y: Tensor, projection: Any, size: int) -> Tensor:
     return F.linear(y, projection.weight, projection.bias).unflatten(-1, (-1, size))
 
 
-def _norm(x: Tensor, module: Any) -> Tensor:
-    plain = fast(x) and module.weight.dtype == x.dtype
-    return add_norm(x, None, module.weight, module.variance_epsilon) if plain else norm(x, module)
-
-
 def _turn(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotary embedding of ``x [..., H, D]``, which it may change, as in transformers' llama."""
+    """Rotary embedding of ``x [..., H, D]`` as in transformers' llama."""
     cos, sin = rotary
-    heads, size = x.shape[-2:]
-    if fast(x) and cos.numel() * heads == x.numel() and cos.is_contiguous() and sin.is_contiguous():
-        return turn(x.view(-1, heads * size), cos.view(-1, size), sin.view(-1, size), size).view(x.shape)
     half = x.shape[-1] // 2
     return x * cos + torch.cat([-x[..., half:], x[..., :half]], -1) * sin

@@ -1,0 +1,34 @@
+/* What the kernels take, and what they call of each other. */
+
+#pragma once
+#include <stdint.h>
+
+/* Which slots each packed query sees. */
+typedef struct {
+    const int32_t *rows, *starts, *length; /* [R], [R + 1], [R]: buffer row, first packed query, slots in use */
+    const int32_t *low, *high;             /* [T]: a query sees the slots low <= s < high, */
+    const uint8_t *mask;                   /* and, where its row's mask says so, slots from mask_from on, or NULL */
+    const int32_t *mask_from;              /* [R] */
+    const int64_t *mask_at;                /* [R]: where the row's mask [heads or 1, queries, length - mask_from] begins */
+    const int64_t *mask_head;              /* [R]: bytes between the heads of a row's mask, 0 for one mask for all */
+    const int32_t *table;                  /* [R, pages]: page numbers, or NULL for slots */
+    int64_t rows_count, pages, page;
+} Plan;
+
+typedef struct {
+    const void *keys, *values, *query; /* strides in elements */
+    void *out;
+    float *lse;
+    const float *sinks;
+    int64_t k_row, k_slot, k_head, v_row, v_slot, v_head, q_token, q_head, o_token, o_head;
+    int64_t heads, kv_heads, size, value_size, half; /* half: keys, values, queries and output are bfloat16 */
+    float scale, softcap;
+} Call;
+
+int attend(const Plan *plan, const Call *call, int threads);
+void add_norm(void *x, const void *y, const void *weight, void *out, int64_t rows, int64_t n, float eps, int half);
+void turn(void *x, const float *cos, const float *sin, int64_t T, int64_t heads, int64_t size, int half);
+int keep(char *into, const char *from, const int64_t *slots, int64_t T, int64_t heads, int64_t bytes, int64_t rows,
+         int64_t capacity, int64_t to_row, int64_t to_slot, int64_t to_head, int64_t from_token, int64_t from_head);
+void silu_mul(void *gate, const void *up, int64_t n, int half);
+int linear(const void *x, const void *weight, const void *bias, void *out, int64_t M, int64_t O, int64_t E, int half, int threads);
