@@ -131,6 +131,8 @@ class Sampling:
         """
         if self.processors:
             logits = self._process(logits, context, proposal, first)
+        if not self._warpers:
+            return logits
         flat = logits.reshape(-1, logits.shape[-1])
         none = torch.empty(flat.shape[0], 0, dtype=torch.long, device=flat.device)
         for warper in self._warpers:

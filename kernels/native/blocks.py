@@ -17,6 +17,8 @@ from specdec.kernels.native.ops import MOST, linear_takes
 _NORMS = ("before", "after", "query_norm", "key_norm")
 _PRODUCTS = ("query", "key", "value", "out", "gate", "up", "down")
 
+CAST = "the model was cast or laid out anew after it was wrapped: make a new HFModel from it"
+
 
 def _fields(kind: Any, names: str) -> list[tuple[str, Any]]:
     return [(name, kind) for name in names.split()]
@@ -154,9 +156,7 @@ class Blocks:
         at = [t.data_ptr() for t in self._tensors]
         if at != self._at or x.dtype != self._dtype:
             if any(t.dtype != x.dtype or not t.is_contiguous() or not t.is_cpu for t in self._tensors):
-                raise RuntimeError(
-                    "the model was cast or laid out anew after it was wrapped: make a new HFModel from it"
-                )
+                raise RuntimeError(CAST)
             for (block, name), address in zip(self._where, at):
                 setattr(block, name, address)
             self._at, self._dtype = at, x.dtype

@@ -11,18 +11,26 @@
 
 #define ROWS 6
 
+/* The next sixteen outputs' weights are asked for early: all of them spread over the only tile (alone), or `each` bytes for each quarter
+   of one of several tiles. */
 #define TILE(N)                                                                                                     \
     static inline __attribute__((always_inline)) void tile##N(const float *x, const void *w, int64_t at, int64_t E, \
-                                                              const int half, vec *out, const char *soon, int64_t each) { \
+                                                              const int half, vec *out, const char *soon,           \
+                                                              int64_t each, const int alone) {                      \
+        const int64_t bytes = half ? 2 : 4;                                                                         \
         vec part[N][W];                                                                                             \
         for (int j = 0; j < W; j += 4) {                                                                            \
             vec acc[N][4];                                                                                          \
             for (int i = 0; i < N; i++)                                                                             \
                 for (int o = 0; o < 4; o++) acc[i][o] = (vec){0};                                                   \
-            for (int64_t b = 0; b < each; b += 64) __builtin_prefetch(soon + j / 4 * each + b, 0, 2);               \
+            if (!alone)                                                                                             \
+                for (int64_t b = 0; b < each; b += 64) __builtin_prefetch(soon + j / 4 * each + b, 0, 2);           \
             for (int64_t e = 0; e < E; e += W) {                                                                    \
                 vec y[4];                                                                                           \
-                for (int o = 0; o < 4; o++) y[o] = load(w, at + (j + o) * E + e, half);                             \
+                for (int o = 0; o < 4; o++) {                                                                       \
+                    if (alone) __builtin_prefetch(soon + ((j + o) * E + e) * bytes, 0, 2);                          \
+                    y[o] = load(w, at + (j + o) * E + e, half);                                                     \
+                }                                                                                                   \
                 for (int i = 0; i < N; i++) {                                                                       \
                     const vec z = *(const vec *)(x + i * E + e);                                                    \
                     for (int o = 0; o < 4; o++) acc[i][o] += z * y[o];                                              \
@@ -40,17 +48,20 @@ TILE(4)
 TILE(5)
 TILE(6)
 
+#define CASE(N, ALONE) case N: tile##N(x + m * E, weight, o * E, E, half, made, next, each, ALONE); break;
+#define CASES(ALONE) switch (n) { CASE(1, ALONE) CASE(2, ALONE) CASE(3, ALONE) CASE(4, ALONE) CASE(5, ALONE) CASE(6, ALONE) }
+
 static inline __attribute__((always_inline)) void outputs(const float *x, const void *weight, const void *bias, void *out,
                                                           int64_t M, int64_t O, int64_t E, int64_t o, const int half) {
     const vec more = bias ? load(bias, o, half) : splat(0);
-    const int64_t bytes = W * E * (half ? 2 : 4), tiles = (M + ROWS - 1) / ROWS;
-    const int64_t each = tiles > 1 && o + W < O ? bytes / tiles / 4 / 64 * 64 : 0; /* of the next weights, asked for early */
-    const char *next = (const char *)weight + (o / W + 1) * bytes;
+    const int64_t bytes = W * E * (half ? 2 : 4), tiles = (M + ROWS - 1) / ROWS, last = o + W >= O;
+    const int64_t each = last ? 0 : bytes / tiles / 4 / 64 * 64;
+    const char *next = (const char *)weight + (o / W + !last) * bytes;
     vec made[ROWS] = {{0}};
     for (int64_t m = 0; m < M; m += ROWS, next += 4 * each) {
         const int n = M - m < ROWS ? (int)(M - m) : ROWS;
-#define CASE(N) case N: tile##N(x + m * E, weight, o * E, E, half, made, next, each); break;
-        switch (n) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) }
+        if (tiles == 1) CASES(1)
+        else CASES(0)
         for (int i = 0; i < n; i++) store(out, (m + i) * O + o, made[i] + more, half);
     }
 }

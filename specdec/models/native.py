@@ -21,13 +21,15 @@ from torch import Tensor
 from specdec.kernels.attention import AttentionPlan, attention
 from specdec.kernels.attention.native import always, lowered, prompt
 from specdec.kernels.native import library
-from specdec.kernels.native.blocks import Blocks
+from specdec.kernels.native.blocks import CAST, Blocks
 from specdec.kernels.native.ops import MOST, add_norm, linear_takes, silu_mul, turn
 from specdec.kernels.native.ops import unchecked_linear as own
+from specdec.models.families import positions_of
 from specdec.models.lean import Lean
 
 STEP = 256  # tokens of a forward up to which it is a step, and not a prompt
 FEW = 6  # the same in bfloat16, where PyTorch is faster from there on
+TABLE = 8192  # positions whose cosines are computed beforehand, at least, where the model has as many
 WIDE = 2048  # inputs of a product up to which ours is as fast
 _FIXED = {"default", "linear", "llama3", "yarn"}  # rotary embeddings that depend on the position alone
 
@@ -46,6 +48,7 @@ class Native(Lean):
         rotary = self.body.rotary_emb
         self._fixed = getattr(rotary, "rope_type", None) in _FIXED
         self._table: tuple[Tensor, Tensor] | None = None
+        self._positions = positions_of(model.config) or sys.maxsize
         half = self.head.weight.dtype == torch.bfloat16
         self._always = invariant
         self._few = sys.maxsize if invariant else FEW if half else STEP
@@ -79,10 +82,9 @@ class Native(Lean):
         if not self._fixed:
             cos, sin = self.body.rotary_emb(x, positions[None])
             return cos[0].float(), sin[0].float()
-        top = int(positions.max()) + 1
         table = self._table
-        if table is None or len(table[0]) < top:
-            every = torch.arange(max(2 * top, 1024))
+        if table is None or (len(table[0]) < self._positions and len(table[0]) <= int(positions.max())):
+            every = torch.arange(min(self._positions, max(2 * int(positions.max()) + 2, TABLE)))
             with torch.inference_mode(False), torch.no_grad():
                 cos, sin = self.body.rotary_emb(torch.empty(1, dtype=x.dtype), every[None])
                 self._table = table = cos[0].float(), sin[0].float()
@@ -104,13 +106,13 @@ class Native(Lean):
         assert plan.slots is not None
         if self._always:
             always(plan)
-        if any(w.dtype is not x.dtype or not w.is_contiguous() for w in self._weights):
-            raise RuntimeError(
-                "the model was cast or laid out anew after it was wrapped: make a new HFModel from it"
-            )
+        if self.head.weight.dtype is not x.dtype or not self.head.weight.is_contiguous():
+            raise RuntimeError(CAST)
         cos, sin = self.rotary(x, positions)
         if linear is own and self._at_once(memo, plan, x, cos, sin, caught):
             return self._logits(x, keep, own)
+        if any(w.dtype is not x.dtype or not w.is_contiguous() for w in self._weights):
+            raise RuntimeError(CAST)
         more: Tensor | None = None  # what the block before adds to x
         for number, (b, projections) in enumerate(zip(self.blocks, self._projections)):
             query, key, value, out, gate, up, down = projections
