@@ -21,6 +21,12 @@ from specdec.models.native import Native
 
 needed = pytest.mark.skipif(library() is None, reason=f"no C kernels: {reason()}")
 
+KINDS = [
+    (torch.float32, 16),
+    (torch.bfloat16, 16),
+    (torch.bfloat16, 32),
+]  # the last by matrix units, where there are any
+
 
 def close(out, expected, dtype=torch.float32):
     rtol = {torch.float32: 3e-6, torch.bfloat16: 2e-2}[dtype]
@@ -41,13 +47,14 @@ def test_a_machine_with_a_compiler_has_them():
 
 
 @needed
+@pytest.mark.parametrize(("dtype", "D"), KINDS)
 @pytest.mark.parametrize("window", [None, 1, 3, 100])
 @pytest.mark.parametrize("name", list(PLANS))
-def test_every_plan(name, window):
+def test_every_plan(name, window, dtype, D):
     plan = PLANS[name]
-    args = case(plan, D=16, dtype=torch.float32)
+    args = case(plan, D=D, dtype=dtype)
     out = attention(*args, plan, window=window, backend="native")
-    close(out, naive(*doubles(*args), plan, window=window))
+    close(out, naive(*doubles(*args), plan, window=window), dtype)
 
 
 @needed
@@ -63,36 +70,39 @@ def test_head_groups_and_sizes(sizes, heads, dtype):
 
 
 @needed
+@pytest.mark.parametrize(("dtype", "D"), KINDS)
 @pytest.mark.parametrize("length", [*range(1, 19), 63, 64, 65, 79, 80, 127, 128, 129])
-def test_lengths_at_borders(length):
+def test_lengths_at_borders(length, dtype, D):
     plan = AttentionPlan([0], [length - 1], [1], 130)
-    args = case(plan, D=16, dtype=torch.float32)
-    close(attention(*args, plan, backend="native"), naive(*doubles(*args), plan))
+    args = case(plan, D=D, dtype=dtype)
+    close(attention(*args, plan, backend="native"), naive(*doubles(*args), plan), dtype)
 
 
 @needed
+@pytest.mark.parametrize(("dtype", "D"), KINDS)
 @pytest.mark.parametrize("softcap", [None, 0.7])
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("name", ["verify", "ragged tree", "one"])
-def test_softcap_sinks_and_log_sum_exp(name, sinks, softcap):
+def test_softcap_sinks_and_log_sum_exp(name, sinks, softcap, dtype, D):
     plan = PLANS[name]
-    args = case(plan, D=16, dtype=torch.float32)
+    args = case(plan, D=D, dtype=dtype)
     s_aux = torch.tensor([0.5, -1.0, 3.0, 0.0]) if sinks else None
     more = {"softcap": softcap, "window": 4}
     out, lse = attention(*args, plan, sinks=s_aux, **more, backend="native", lse=True)
     wide = doubles(*args)
-    close(out, naive(*wide, plan, sinks=None if s_aux is None else s_aux.double(), **more))
+    close(out, naive(*wide, plan, sinks=None if s_aux is None else s_aux.double(), **more), dtype)
     ones = [wide[0], wide[1], torch.ones_like(wide[2])]  # a uniform value: the reference's own log-sum-exp
     expected = attention(*ones, plan, sinks=s_aux, **more, backend="reference", lse=True)[1]
     torch.testing.assert_close(lse.double(), expected.double(), rtol=1e-5, atol=1e-5)
 
 
 @needed
+@pytest.mark.parametrize(("dtype", "D"), KINDS)
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("name", list(PLANS))
-def test_what_is_not_seen_is_not_read(name, window):
+def test_what_is_not_seen_is_not_read(name, window, dtype, D):
     plan = PLANS[name]
-    query, keys, values = case(plan, D=16, dtype=torch.float32)
+    query, keys, values = case(plan, D=D, dtype=dtype)
     expected = attention(query, keys, values, plan, window=window, backend="native")
     seen = torch.zeros(4, plan.capacity, dtype=torch.bool)
     for s in plan.runs(alone=True):
@@ -104,9 +114,10 @@ def test_what_is_not_seen_is_not_read(name, window):
 
 
 @needed
-def test_scores_that_are_not_numbers_show():
+@pytest.mark.parametrize(("dtype", "D"), KINDS)
+def test_scores_that_are_not_numbers_show(dtype, D):
     plan = PLANS["decode"]
-    query, keys, values = case(plan, D=16, dtype=torch.float32)
+    query, keys, values = case(plan, D=D, dtype=dtype)
     keys[0, :3] = float("nan")  # seen by the first row alone
     query[0, :, 1] = float("nan")
     out, lse = attention(query, keys, values, plan, backend="native", lse=True)
@@ -116,9 +127,10 @@ def test_scores_that_are_not_numbers_show():
 
 
 @needed
-def test_what_is_seen_and_not_finite_shows():
+@pytest.mark.parametrize(("dtype", "D"), KINDS)
+def test_what_is_seen_and_not_finite_shows(dtype, D):
     plan = PLANS["verify"]
-    query, keys, values = case(plan, D=16, dtype=torch.float32)
+    query, keys, values = case(plan, D=D, dtype=dtype)
     values[0, 3] = float("nan")
     out = attention(query, keys, values, plan, backend="native")
     assert out[0, :4].isnan().all()
@@ -126,8 +138,9 @@ def test_what_is_seen_and_not_finite_shows():
 
 
 @needed
+@pytest.mark.parametrize(("dtype", "D"), KINDS)
 @pytest.mark.parametrize("by_head", [False, True])
-def test_slots_in_no_order(by_head):
+def test_slots_in_no_order(by_head, dtype, D):
     rows, counts, S = [0, 1, 3], [2, 1, 3], 45
     draw = np.random.default_rng(0)
     seen = draw.random((6, S)) < 0.4
@@ -138,25 +151,27 @@ def test_slots_in_no_order(by_head):
         plan.visible = lambda s, window=None, low=0: torch.from_numpy(each[s.r0 : s.r1, :, : s.queries])
         plan.layer = 0
     g = torch.Generator().manual_seed(0)
-    query = torch.randn(1, 4, 6, 16, generator=g)
-    keys, values = torch.randn(2, 4, S, 2, 16, generator=g).unbind(0)
+    query = torch.randn(1, 4, 6, D, generator=g).to(dtype)
+    keys, values = torch.randn(2, 4, S, 2, D, generator=g).to(dtype).unbind(0)
     for window in (None, 12):
         out = attention(query, keys, values, plan, window=window, backend="native")
         expected = attention(*doubles(query, keys, values), plan, window=window, backend="reference")
         expected = expected.nan_to_num(0.0)
-        close(out, expected)
+        close(out, expected, dtype)
 
 
 @needed
-def test_pages():
+@pytest.mark.parametrize(("dtype", "D"), KINDS)
+def test_pages(dtype, D):
     table = [[4, 1, 0], [2, 5], [3]]
     plan = AttentionPlan([0, 1, 2], [35, 20, 0], [3, 5, 1], 48, table=table, page=16)
     g = torch.Generator().manual_seed(0)
-    query = torch.randn(1, 4, 9, 16, generator=g)
-    keys, values = torch.randn(2, 6, 16, 2, 16, generator=g).unbind(0)
+    query = torch.randn(1, 4, 9, D, generator=g).to(dtype)
+    keys, values = torch.randn(2, 6, 16, 2, D, generator=g).to(dtype).unbind(0)
     close(
         attention(query, keys, values, plan, backend="native"),
         attention(*doubles(query, keys, values), plan, backend="reference"),
+        dtype,
     )
 
 

@@ -11,6 +11,7 @@ call. */
 #include <string.h>
 
 #include "calls.h"
+#include "tiles.h"
 #include "vector.h"
 
 #define KC 64 /* slots of a block; a page holds a multiple of W */
@@ -274,7 +275,13 @@ int attend(const Plan *p, const Call *c, int threads) {
         if (n > most) most = n;
     }
     most *= c->heads / c->kv_heads;
-    const size_t need = sizeof(float) * (most * (c->size + c->value_size + 2) + QT * KC + W);
+    size_t need = sizeof(float) * (most * (c->size + c->value_size + 2) + QT * KC + W);
+#if TILES
+    const int by_tiles = tiles_fit(c);
+    if (by_tiles) need = tiles_need(most, c->size, c->value_size);
+#else
+    const int by_tiles = 0;
+#endif
     const int64_t tasks = p->rows_count * c->kv_heads;
     int failed = 0;
     int64_t work = 0;
@@ -286,11 +293,18 @@ int attend(const Plan *p, const Call *c, int threads) {
     {
         float *space = malloc(need);
         if (!space) failed = 1;
+#if TILES
+        if (by_tiles) begin_tiles();
+#endif
 #ifdef _OPENMP
 #pragma omp for schedule(dynamic, 1)
 #endif
         for (int64_t i = 0; i < tasks; i++)
-            if (space) run(p, c, i / c->kv_heads, i % c->kv_heads, space);
+            if (space && !by_tiles) run(p, c, i / c->kv_heads, i % c->kv_heads, space);
+#if TILES
+            else if (space) attend_tiles(p, c, i / c->kv_heads, i % c->kv_heads, (char *)space);
+        if (by_tiles) end_tiles();
+#endif
         free(space);
     }
     (void)threads;

@@ -32,3 +32,7 @@ int keep(char *into, const char *from, const int64_t *slots, int64_t T, int64_t 
          int64_t capacity, int64_t to_row, int64_t to_slot, int64_t to_head, int64_t from_token, int64_t from_head);
 void silu_mul(void *gate, const void *up, int64_t n, int half);
 int linear(const void *x, const void *weight, const void *bias, void *out, int64_t M, int64_t O, int64_t E, int half, int threads);
+int linear_tiles(const void *x, const void *weight, const void *bias, void *out, int64_t M, int64_t O, int64_t E, int threads);
+int tiles_fit(const Call *call);
+int64_t tiles_need(int64_t n, int64_t size, int64_t value_size);
+void attend_tiles(const Plan *plan, const Call *call, int64_t r, int64_t h, char *space);

@@ -7,6 +7,7 @@
 #include <stdlib.h>
 
 #include "calls.h"
+#include "tiles.h"
 #include "vector.h"
 
 #define ROWS 6
@@ -70,13 +71,16 @@ static inline __attribute__((always_inline)) void outputs(const float *x, const 
 int linear(const void *x, const void *weight, const void *bias, void *out, int64_t M, int64_t O, int64_t E, int half, int threads) {
     float *wide = NULL;
     const float *rows = x;
+    if (M * O * E < 1 << 18) threads = 1;
+#if TILES
+    if (half && E % 32 == 0 && tiles()) return linear_tiles(x, weight, bias, out, M, O, E, threads);
+#endif
     if (half) {
         wide = malloc(sizeof(float) * M * E);
         if (!wide) return 1;
         for (int64_t i = 0; i < M * E; i += W) *(vec *)(wide + i) = load(x, i, 1);
         rows = wide;
     }
-    if (M * O * E < 1 << 18) threads = 1;
 #ifdef _OPENMP
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
 #endif

@@ -33,6 +33,13 @@ def _function(name: str) -> Any:
     return function
 
 
+@cache
+def tiles() -> bool:
+    """Whether bfloat16 is multiplied by the processor's matrix units (AMX)."""
+    lib = library()
+    return lib is not None and bool(lib.units())
+
+
 def _check(name: str, *tensors: Tensor | None) -> bool:
     """Whether numbers are bfloat16; the kernels themselves check nothing.
 

@@ -22,13 +22,13 @@ from specdec.kernels.attention import AttentionPlan, attention
 from specdec.kernels.attention.native import always, lowered, prompt
 from specdec.kernels.native import library
 from specdec.kernels.native.blocks import CAST, Blocks
-from specdec.kernels.native.ops import MOST, add_norm, linear_takes, silu_mul, turn
+from specdec.kernels.native.ops import MOST, add_norm, linear_takes, silu_mul, tiles, turn
 from specdec.kernels.native.ops import unchecked_linear as own
 from specdec.models.families import positions_of
 from specdec.models.lean import Lean
 
 STEP = 256  # tokens of a forward up to which it is a step, and not a prompt
-FEW = 6  # the same in bfloat16, where PyTorch is faster from there on
+FEW = 6  # the same in bfloat16 without matrix units, where PyTorch is faster from there on
 TABLE = 8192  # positions whose cosines are computed beforehand, at least, where the model has as many
 WIDE = 2048  # inputs of a product up to which ours is as fast
 _FIXED = {"default", "linear", "llama3", "yarn"}  # rotary embeddings that depend on the position alone
@@ -36,8 +36,12 @@ _FIXED = {"default", "linear", "llama3", "yarn"}  # rotary embeddings that depen
 
 def small(x: Tensor) -> bool:
     """Whether ``x [T, E]`` is few enough tokens, on the CPU and without gradients, for products in C."""
-    limit = {torch.float32: STEP, torch.bfloat16: FEW}.get(x.dtype, 0)
-    return len(x) <= limit and x.is_cpu and x.is_contiguous() and not torch.is_grad_enabled()
+    return len(x) <= most(x.dtype) and x.is_cpu and x.is_contiguous() and not torch.is_grad_enabled()
+
+
+def most(dtype: torch.dtype) -> int:
+    """Tokens of a step, at most, whose products C is faster at."""
+    return {torch.float32: STEP, torch.bfloat16: STEP if tiles() else FEW}.get(dtype, 0)
 
 
 class Native(Lean):
@@ -49,9 +53,8 @@ class Native(Lean):
         self._fixed = getattr(rotary, "rope_type", None) in _FIXED
         self._table: tuple[Tensor, Tensor] | None = None
         self._positions = positions_of(model.config) or sys.maxsize
-        half = self.head.weight.dtype == torch.bfloat16
         self._always = invariant
-        self._few = sys.maxsize if invariant else FEW if half else STEP
+        self._few = sys.maxsize if invariant else most(self.head.weight.dtype)
         self._projections = [
             [(p.weight, p.bias) for p in (b.query, b.key, b.value, b.out, b.gate, b.up, b.down)]
             for b in self.blocks
