@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,7 @@ RECIPES = [
     "quickstart",
     "bench",
     "cpu_floor",
+    "cpu_kernels",
     "certify",
     "train_pocket",
     "train_spire",
@@ -113,6 +115,31 @@ def test_cpu_floor(tmp_path):
         assert r["round_ms"] > r["draft_ms"] + r["target_ms"] > 0
         assert abs(r["floor_ms"] - r["products_ms"] - r["reading_ms"]) < 1e-9
     assert "times floor" in said
+
+
+def test_cpu_kernels(tmp_path):
+    file = tmp_path / "k.json"
+    sizes = [
+        "--tokens",
+        "1",
+        "5",
+        "--widths",
+        "64",
+        "--batches",
+        "1",
+        "2",
+        "--contexts",
+        "40",
+        "--queries",
+        "1",
+        "5",
+    ]
+    said = run("recipes/cpu_kernels.py", *sizes, "--threads", "1", "--repeats", "1", "--json", str(file))
+    rows = report(file)
+    assert Counter(r["part"] for r in rows) == {"product": 4, "attention": 8, "step": 8}
+    assert all(r["ours_ms"] > 0 for r in rows)
+    assert all((r["times_faster"] is None) == (r["part"] == "step") for r in rows)
+    assert "times faster" in said
 
 
 def test_bench(tmp_path):

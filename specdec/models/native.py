@@ -1,10 +1,8 @@
-"""The forward of Llama-like blocks on the CPU with everything but large matrix products in C (``kernels.native``).
+"""The forward of Llama-like blocks on the CPU with everything but the products of prompts in C (``kernels.native``).
 
-Norms, rotary embedding, activation, attention and the way into the slots are one call each instead of two dozen operators a block,
-and make no pass over memory that they do not need. Matrix products of a few tokens are the library's too, in float32
-because a row's result then does not depend, to the bit, on what else is in the step: over the same prompt's entries a token's logits are the same in a plain step and in a verification. Prompts are
-PyTorch's, and so are products in bfloat16 beyond a few rows, which processors have units for; with ``invariant`` everything is ours,
-and nothing depends on company.
+A step is one call for all blocks where its plan and its cache allow it, and one call an operator otherwise, with the same bits.
+Over the same prompt's entries a token's logits are the same in a plain step and in a verification. Prompts are PyTorch's; with
+``invariant`` everything is ours, and nothing depends on company.
 
 Same numbers as ``lean.Lean`` up to rounding. bfloat16 models are rounded less often than by PyTorch.
 """
