@@ -39,8 +39,17 @@ class Rotates:
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 @pytest.mark.parametrize("member", [[0, 1, 2, 0, 2, 1], [1] * 6], ids=["mixed", "one"])
-def test_every_row_is_read_by_its_member(family, member):
-    models = members(family, torch.float32)
+@pytest.mark.parametrize(
+    ("dtype", "sizes"),
+    [
+        (torch.float64, {}),
+        (torch.float32, {}),
+        (torch.float32, {"vocab_size": 96, "hidden_size": 64, "head_dim": 16}),
+    ],
+    ids=["PyTorch", "by operators", "at once"],
+)
+def test_every_row_is_read_by_its_member(dtype, sizes, family, member):
+    models = members(family, dtype, **sizes)
     stack, context = StackedModel(models), Context.of(PROMPTS, capacity=64)
     stack.read_as(torch.tensor(member))
     cache = stack.cache(6, 64)

@@ -133,6 +133,27 @@ class AttentionPlan:
             return self.known[key]
         return self.slots
 
+    def part(self, rows: Sequence[int]) -> tuple[AttentionPlan, Tensor]:
+        """The plan of ``rows`` of this one (ascending, counted from 0), and which of its packed tokens are theirs ``[T']``."""
+        starts = [0, *accumulate(self.counts)]
+        at = torch.tensor([t for r in rows for t in range(starts[r], starts[r + 1])])
+        assert self.slots is not None
+        tree, which = self.tree, list(rows)
+        if tree is not None:
+            tree = Tree(tree.root[which], tree.ancestors[which], tree.depth[which])
+        made = AttentionPlan(
+            [self.rows[r] for r in rows],
+            [self.first[r] for r in rows],
+            [self.counts[r] for r in rows],
+            self.capacity,
+            tree,
+            self.slots[at.to(self.slots.device)],
+            fragment=self.fragment,
+            table=None if self.table is None else [self.table[r] for r in rows],
+            page=self.page,
+        )
+        return made, at
+
     def _segments(self) -> list[Segment]:
         return self.runs(mostly_padding(self.length))
 

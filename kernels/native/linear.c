@@ -69,6 +69,7 @@ static inline __attribute__((always_inline)) void outputs(const float *x, const 
 
 /* out [M, O]; E and O multiples of W; bias [O] or NULL. Returns 0, or 1 where there is no memory. */
 int linear(const void *x, const void *weight, const void *bias, void *out, int64_t M, int64_t O, int64_t E, int half, int threads) {
+    if (!M) return 0;
     float *wide = NULL;
     const float *rows = x;
     if (M * O * E < 1 << 18) threads = 1;

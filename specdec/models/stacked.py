@@ -1,7 +1,8 @@
 """Several models of one shape as one: every row is read by its own member, and the calls of a step are paid once.
 
 Small drafts wait for calls, not for arithmetic. Three specialists that draft five rows each cost almost what three batches do; stacked,
-their projections are small products one after another in one forward, and attention, rotations and sampling are shared.
+their projections are small products one after another in one forward, and attention, rotations and sampling are shared. Where a step of
+a member is one call of C (``models.native``), its rows are one such call, and only what lies around the forward is shared.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ from transformers import LlamaForCausalLM, MistralForCausalLM
 from specdec.kernels.attention import AttentionPlan, attention
 from specdec.models.hf import HFModel
 from specdec.models.lean import Lean
+from specdec.models.native import Native
 
 
 class StackedModel(HFModel):
     """``HFModel`` whose rows belong to members: ``read_as(member [B])`` says to which, before each call.
 
     A row's keys and values are those of the member that read it; who changes a row's member forgets them (``drafts.Stacked`` does).
-    The members' weights are copied: later changes of the users' models are not seen. One thread at a time.
+    Without C kernels the members' weights are copied, and later changes of the users' models are not seen. One thread at a time.
 
     Args:
         members: ``HFModel`` of plain llama or mistral models, equal in everything but their weights.
@@ -103,6 +105,9 @@ class _Path:
         self.eps = leans[0].body.norm.variance_epsilon
         self.vocabulary = models[0].config.vocab_size
         self.member: list[int] = [0]  # the probe for shapes feeds one row
+        self.natives = [Native(model) for model in models] if all(map(Native.suits, models)) else None
+        if self.natives:
+            return
 
         def stacked(*weights: Tensor) -> Tensor:
             return torch.stack([w.detach() for w in weights])
@@ -134,6 +139,8 @@ class _Path:
         """As ``Packed.forward``. Tokens are computed member by member and put into the plan's order for attention only."""
         if caught:
             raise ValueError("taps: a stack of models has no layers to tap")
+        if self.natives:
+            return self._by_member(self.natives, memo, plan, ids, positions, keep)
         device = ids.device
         of = torch.tensor([self.member[b] for b, n in zip(plan.rows, plan.counts) for _ in range(n)])
         order, back, mixed = _sorted(of)
@@ -174,6 +181,27 @@ class _Path:
         order, back, mixed = _sorted(mine)
         x = x[there[keep][order.to(device)]]
         return _linear(x, self.head, _groups(mine[order]))[back.to(device)]
+
+    def _by_member(
+        self, natives: list[Native], memo: Any, plan: AttentionPlan, ids: Tensor, positions: Tensor, keep: Any
+    ) -> Tensor | None:
+        """Each member's rows through its own forward, over the cache that they share."""
+        of = [self.member[b] for b in plan.rows]
+        if len(set(of)) == 1:
+            return natives[of[0]].forward(memo, plan, ids, positions, keep)
+        logits: Tensor | None = None
+        for m in sorted(set(of)):
+            part, at = plan.part([r for r, other in enumerate(of) if other == m])
+            mine, asked = at, keep
+            if isinstance(keep, Tensor):
+                mine = torch.isin(keep, at).nonzero()[:, 0]
+                asked = torch.searchsorted(at, keep[mine])
+            made = natives[m].forward(memo, part, ids[at], positions[at], asked)
+            if made is not None:
+                if logits is None:
+                    logits = made.new_empty(len(ids if keep is None else keep), made.shape[1])
+                logits[mine] = made
+        return logits
 
 
 _PARTS = (
