@@ -150,3 +150,10 @@ def test_what_does_not_fit_is_refused():
         with pytest.raises(RuntimeError, match="cast"):
             lean._whole.remember(0, x.bfloat16(), turn, turn, slots, buffers(layers))
     assert buffers([(torch.zeros(1, 8, 16, 4).transpose(2, 3), torch.zeros(1, 8, 4, 16))]) is None
+
+
+def test_training_and_validation_have_more_dimensions():
+    model = SpireModel.from_target(made(num_hidden_layers=2), layers=1)
+    x = torch.randn(2, 3, 64)
+    with torch.no_grad():
+        torch.testing.assert_close(model.logits(x)[1], model.logits(x[1]), rtol=1e-5, atol=1e-5)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from specdec.models import chains
+from specdec.models.following import Following, following
 from specdec.protocols import LanguageModel
 from specdec.rng import Key, Rng
 from specdec.sampling import Sampling
@@ -70,10 +71,16 @@ class Model:
         drawn: list[Tensor] = []
         uniform = int(budget.min()) == N
         sofar: Proposal | None = None
+        more: Following | None = None  # the steps after the first, where they are known beforehand
         for n in range(N):
-            rows = None if uniform else (budget > n).nonzero()[:, 0]
-            start = n - 1 if n else None
-            logits = self.model.score(state.cache, text, sofar, start=start, rows=rows).logits
+            if more is not None:
+                logits = more(n, tokens[:, n - 1])[:, None]
+            else:
+                rows = None if uniform else (budget > n).nonzero()[:, 0]
+                start = n - 1 if n else None
+                logits = self.model.score(state.cache, text, sofar, start=start, rows=rows).logits
+            if n == 0:
+                more = following(self.model, state.cache, context.length, budget)
             logits = fit(logits, self.vocab_size)
             if sampling.greedy:
                 tokens[:, n] = sampling.argmax(logits, context, sofar, first=n - 1)[:, 0]
@@ -81,9 +88,12 @@ class Model:
                 q = sampling(logits, context, sofar, first=n - 1)[:, 0]
                 tokens[:, n] = rng.categorical(q, Key(context.length, n))
                 drawn.append(q)
-            sofar = Proposal.chain(tokens[:, : n + 1], budget.clamp(max=n + 1))
+            if more is None or sampling.processors or n + 1 == N:
+                sofar = Proposal.chain(tokens[:, : n + 1], budget.clamp(max=n + 1))
         if sofar is None:
             return Proposal.none(B, device), ModelState(state.cache, None)
+        if more is not None:
+            more.remember()
         proposal = replace(sofar, probs=torch.stack(drawn, 1), provenance="sampled") if drawn else sofar
         return proposal, ModelState(state.cache, proposal)
 

@@ -34,7 +34,7 @@ _FIXED = {"default", "linear", "llama3", "yarn"}  # rotary embeddings that depen
 
 def small(x: Tensor) -> bool:
     """Whether ``x [T, E]`` is few enough tokens, on the CPU and without gradients, for products in C."""
-    return len(x) <= most(x.dtype) and x.is_cpu and x.is_contiguous() and not torch.is_grad_enabled()
+    return x.dim() == 2 and len(x) <= most(x.dtype) and x.is_cpu and x.is_contiguous() and not torch.is_grad_enabled()
 
 
 def most(dtype: torch.dtype) -> int:
@@ -147,6 +147,10 @@ class Native(Lean):
         norm = self.body.norm
         y = add_norm(x, None, norm.weight, norm.variance_epsilon)
         return linear(y, self.head.weight, self.head.bias)
+
+    def at_once(self, tokens: int) -> bool:
+        """Whether a forward of so many tokens can be one call."""
+        return self._whole is not None and self._few >= tokens and self.usable and self._fixed
 
     def _at_once(
         self,

@@ -1,0 +1,96 @@
+"""A chain's later steps, prepared at once, against scoring every token: the same bits, and the same memory of what was fed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny import tiny
+
+import specdec as sd
+from specdec.drafts import model as drafts_model
+from specdec.kernels.native import library, reason
+from specdec.models import StackedModel
+from specdec.models.following import Following, following
+from specdec.rng import Philox
+from specdec.sampling import Sampling
+from specdec.types import Context
+
+pytestmark = pytest.mark.skipif(library() is None, reason=f"no C kernels: {reason()}")
+SIZES = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+PROMPTS = [[5, 6, 7], [1, 2, 3, 4, 5, 6, 7, 8, 9], [50], [3, 1]]
+
+
+def models(kind):
+    family = "mistral" if kind == "window" else "llama"
+    page = 16 if kind == "pages" else None
+    made = [sd.HFModel(tiny(family, seed, torch.float32, **SIZES), page=page) for seed in (0, 3)]
+    if kind != "stack":
+        return made[0]
+    stack = StackedModel(made)
+    stack.read_as(torch.tensor([0, 1, 1, 0]))
+    return stack
+
+
+@pytest.mark.parametrize("budget", [[4, 4, 4, 4], [4, 1, 0, 3]], ids=["uniform", "ragged"])
+@pytest.mark.parametrize("temperature", [0, 1])
+@pytest.mark.parametrize("kind", ["slots", "pages", "window", "stack"])
+def test_proposals_are_those_of_scoring(kind, temperature, budget, monkeypatch):
+    model = models(kind)
+    draft = sd.drafts.Model(model, Sampling(temperature=temperature), 96)
+    context, rng = Context.of(PROMPTS, capacity=32), Philox(torch.arange(4))
+    used = []
+
+    def proposed():
+        state = draft.init(context, None)
+        for _ in range(2):  # the second time over its own nodes
+            proposal, state = draft.propose(state, context, torch.tensor(budget), rng)
+        held = state.cache
+        keys = [torch.stack([k, v]) for k, v in held.layers]
+        return proposal, held._lengths, held._fed, keys
+
+    def spied(*args):
+        found = following(*args)
+        used.append(found)
+        return found
+
+    monkeypatch.setattr(drafts_model, "following", spied)
+    fast, *memory = proposed()
+    assert all(isinstance(f, Following) for f in used)
+    monkeypatch.setattr(drafts_model, "following", lambda *_: None)
+    slow, *expected = proposed()
+    live = torch.arange(fast.nodes) < fast.size[:, None]
+    assert torch.equal(fast.size, slow.size)
+    assert torch.equal(fast.tokens[live], slow.tokens[live])
+    if temperature:
+        assert torch.equal(fast.probs[live], slow.probs[live])
+    assert memory[:2] == expected[:2]
+    if kind != "pages":
+        assert all(torch.equal(a, b) for a, b in zip(memory[2], expected[2]))
+
+
+def test_processors_see_the_nodes_before():
+    model = models("slots")
+
+    def no_repeats(ids, scores):
+        return scores.scatter(1, ids, -torch.inf)
+
+    decoder = sd.decoder(model).sampling(temperature=0, processors=(no_repeats,))
+    plain = decoder.build().generate(PROMPTS, 12, seed=0, eos_token_id=())
+    drafted = decoder.draft(model, length=4).build().generate(PROMPTS, 12, seed=0, eos_token_id=())
+    assert plain.ids == drafted.ids
+    assert drafted.stats.tau > 4
+
+
+def test_only_where_it_can_be_done():
+    budget, length = torch.tensor([3]), torch.tensor([2])
+    model = models("slots")
+    cache = model.cache(1, 8)
+    assert following(model, cache, length, budget) is not None
+    assert following(model, cache, length, torch.tensor([1])) is None  # there are no later steps
+    assert following(model, model.cache(1, 3), length, budget) is None  # no room: scoring says so
+    assert following(sd.TableModel([0.5, 0.5]), None, length, budget) is None
+    wide = sd.HFModel(tiny("llama"))  # float64
+    assert following(wide, wide.cache(1, 8), length, budget) is None
+    handle = model.clone.model.layers[0].register_forward_hook(lambda *_: None)
+    assert following(model, cache, length, budget) is None  # somebody listens to the blocks
+    handle.remove()
