@@ -39,10 +39,19 @@ class Following:
     """Forwards of node ``n - 1`` of every row that has one, for n = 1, 2, ..., one after the other; ``following`` makes it.
 
     Args:
+        leans, member: models, and which of them reads each row ``[B]``.
         length, budget: ``[B]``: committed tokens, all of which ``cache`` holds, and tokens to be drawn.
     """
 
-    def __init__(self, model: HFModel, cache: Any, length: Sequence[int], budget: Sequence[int]):
+    def __init__(
+        self,
+        leans: Sequence[Native],
+        member: Sequence[int],
+        cache: Any,
+        length: Sequence[int],
+        budget: Sequence[int],
+    ):
+        self.leans, self.member = leans, member
         self.cache, self.length, self.budget = cache, length, budget
         self.batch = len(length)
         table = None
@@ -51,17 +60,17 @@ class Following:
                 [Row(b, n, n, n + k - 1) for b, (n, k) in enumerate(zip(length, budget)) if k > 1]
             )
         self.buffers = cache.buffers
-        self.steps = [self._parts(model, table, n) for n in range(1, max(budget))]
+        self.steps = [self._parts(table, n) for n in range(1, max(budget))]
 
-    def _parts(self, model: HFModel, table: dict[int, list[int]] | None, n: int) -> list[_Part]:
-        path, page = model._path, getattr(self.cache, "page", 0)
+    def _parts(self, table: dict[int, list[int]] | None, n: int) -> list[_Part]:
+        page = getattr(self.cache, "page", 0)
         of: dict[int, list[int]] = {}
         for b, k in enumerate(self.budget):
             if k > n:
-                of.setdefault(path.member[b] if isinstance(model, StackedModel) else 0, []).append(b)
+                of.setdefault(self.member[b], []).append(b)
         parts = []
         for member, rows in of.items():
-            lean = path.natives[member] if isinstance(model, StackedModel) else path.lean
+            lean = self.leans[member]
             at = [self.length[b] + n - 1 for b in rows]
             if table is None:
                 flat = [b * self.cache.slots + s for b, s in zip(rows, at)]
@@ -118,11 +127,14 @@ def following(model: Any, cache: Any, length: Tensor, budget: Tensor) -> Followi
     """
     if type(model) not in (HFModel, StackedModel) or model.steps is not None or int(budget.max()) < 2:
         return None
-    path = model._path
-    leans = path.natives if isinstance(model, StackedModel) else [getattr(path, "lean", None)]
-    at_once = leans and all(isinstance(lean, Native) and lean.at_once(len(length)) for lean in leans)
-    if not at_once or getattr(cache, "buffers", None) is None:
+    path: Any = model._path
+    leans, member = [getattr(path, "lean", None)], [0] * len(length)
+    if isinstance(model, StackedModel):
+        leans, member = path.natives or [None], path.member
+    if not all(isinstance(lean, Native) and lean.at_once(len(length)) for lean in leans):
+        return None
+    if getattr(cache, "buffers", None) is None:
         return None
     if int((length + budget).max()) - 1 > cache.capacity:
         return None  # scoring says what is wrong
-    return Following(model, cache, length.tolist(), budget.tolist())
+    return Following(leans, member, cache, length.tolist(), budget.tolist())

@@ -34,7 +34,13 @@ _FIXED = {"default", "linear", "llama3", "yarn"}  # rotary embeddings that depen
 
 def small(x: Tensor) -> bool:
     """Whether ``x [T, E]`` is few enough tokens, on the CPU and without gradients, for products in C."""
-    return x.dim() == 2 and len(x) <= most(x.dtype) and x.is_cpu and x.is_contiguous() and not torch.is_grad_enabled()
+    return (
+        x.dim() == 2
+        and len(x) <= most(x.dtype)
+        and x.is_cpu
+        and x.is_contiguous()
+        and not torch.is_grad_enabled()
+    )
 
 
 def most(dtype: torch.dtype) -> int:
