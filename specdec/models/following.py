@@ -128,7 +128,8 @@ def following(model: Any, cache: Any, length: Tensor, budget: Tensor) -> Followi
     if type(model) not in (HFModel, StackedModel) or model.steps is not None or int(budget.max()) < 2:
         return None
     path: Any = model._path
-    leans, member = [getattr(path, "lean", None)], [0] * len(length)
+    leans: list[Any] = [getattr(path, "lean", None)]
+    member = [0] * len(length)
     if isinstance(model, StackedModel):
         leans, member = path.natives or [None], path.member
     if not all(isinstance(lean, Native) and lean.at_once(len(length)) for lean in leans):
