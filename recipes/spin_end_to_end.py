@@ -13,7 +13,8 @@ the prefill, median of interleaved repeats), its range, tau, and the seconds of 
   paper's settings, nothing pooled and nothing kept. The three specialists are drafted together (`stacked`);
 - `selection+decomposition`; `selection+decomposition+pipeline`: with a pipeline of `--micro-batches` (drafting in a process of its own, on
   the other core); `spin`: with as many micro-batches, that or one, as were faster in the batches before (the paper finds their number by
-  observation too); `... 2 threads`: what both cores do without a pipeline. The fixed runs' drafts read their prompts before the clock
+  observation too); `best_fixed_auto`, `selection_auto`: on the attention that the library itself would choose (C kernels on a CPU), which
+  has nothing to pad; `... 2 threads`: what both cores do without a pipeline. The fixed runs' drafts read their prompts before the clock
   starts, and so do the serial selectors' first choices.
 
 One row more for each round window, domain and draft says who was chosen (`configuration = "choice"`).
@@ -140,7 +141,8 @@ class Parts:
         model, tokenizer = zoo.load("pocket-target")
         self.s, self.tokenizer = s, tokenizer
         self.targets = {
-            name: sd.HFModel(model, tokenizer, attention=name) for name in ("padded", "packed", "decomposed")
+            name: sd.HFModel(model, tokenizer, attention=name)
+            for name in ("padded", "packed", "decomposed", "auto")
         }
         self.drafts = {name: sd.drafts.Model(sd.HFModel(*zoo.load(name))) for name in POOL}
 
@@ -184,6 +186,8 @@ def repeat(
             1,
             lambda: parts.chosen(parts.selector(), "decomposed", pipeline if piped > serial else None),
         ),
+        "best_fixed_auto": (1, lambda: parts.fixed(best, "auto")),
+        "selection_auto": (1, lambda: parts.chosen(parts.selector(), "auto")),
         "smallest, 2 threads": (2, lambda: parts.fixed(POOL[0])),
         "best_fixed_packed, 2 threads": (2, lambda: parts.fixed(best, "packed")),
         "selection+decomposition, 2 threads": (2, lambda: parts.chosen(parts.selector(), "decomposed")),
@@ -334,6 +338,8 @@ def plot(rows: list[dict[str, Any]], folder: Path) -> None:
         "smallest_packed",
         "best_fixed",
         "best_fixed_packed",
+        "best_fixed_auto",
+        "selection_auto",
         "oracle",
         "selection_per_request",
         "selection_cold",
@@ -342,7 +348,7 @@ def plot(rows: list[dict[str, Any]], folder: Path) -> None:
         "selection+decomposition+pipeline",
         "spin",
     ]
-    figure = Figure(figsize=(9, 3.6))
+    figure = Figure(figsize=(9, 4.2))
     axes = figure.subplots(1, len(batches), squeeze=False)[0]
     for axis, batch in zip(axes, batches):
         found = {r["configuration"]: r for r in rows if r["batch"] == batch}
