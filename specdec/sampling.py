@@ -153,11 +153,14 @@ class Sampling:
         """Probabilities ``[B, R, V]`` in float32 (float64 for float64 logits); arguments as for ``scores``."""
         wide = logits if logits.dtype == torch.float64 else logits.float()
         scores = self.scores(wide, context, proposal, first)
-        top, token = scores.max(-1)
-        _finite(top)
         if self.greedy:
+            top, token = scores.max(-1)
+            _finite(top)
             return torch.zeros_like(scores).scatter_(-1, token[..., None], 1)
-        return scores.softmax(-1)
+        probs = scores.softmax(-1)
+        if not bool(torch.isfinite(probs[..., 0]).all()):  # NaN everywhere in a row that has no distribution
+            _finite(scores.amax(-1))
+        return probs
 
     def _process(self, logits: Tensor, context: Context, proposal: Proposal | None, first: int) -> Tensor:
         out = logits.clone()

@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from specdec.kernels.native.blocks import Blocks
-from specdec.kernels.native.ops import linear, linear_takes
+from specdec.kernels.native.ops import add_norm, linear, linear_takes
 from specdec.memory import FeedbackMemory
 from specdec.models.families import positions_of
 from specdec.models.fingerprint import fingerprint, unwrapped
@@ -204,9 +204,10 @@ class SpireModel(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """``[..., E]`` after the last block -> ``[..., V]``."""
-        head = self.body.lm_head
-        product = linear if self.fast(x) and linear_takes(head.weight, head.bias) else F.linear
-        return product(norm(x, self.body.model.norm), head.weight, head.bias)
+        head, last = self.body.lm_head, self.body.model.norm
+        if self.fast(x) and linear_takes(head.weight, head.bias):
+            return linear(add_norm(x, None, last.weight, last.variance_epsilon), head.weight, head.bias)
+        return F.linear(norm(x, last), head.weight, head.bias)
 
     @staticmethod
     def _key(b: Block, y: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
