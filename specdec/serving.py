@@ -1,24 +1,30 @@
 """Continuous batching: requests join a running batch as they arrive and leave it as they finish (Orca, Yu et al., OSDI 2022).
 
-New rows are prefilled as a lane of their own, which then joins the running one. A row's decisions are keyed by its own seed and length,
-so that what it says does not depend on who else is in flight.
+New rows are prefilled as a lane of their own, which then joins a running one between two of its rounds. The serial executor has one
+lane, the pipeline as many as micro-batches. A row's decisions are keyed by its own seed and length, so that what it says does not depend
+on who else is in flight.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from time import perf_counter, sleep
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
-from specdec.executors.lane import Drafting, Lane
+from specdec.executors.flow import Flow, members
+from specdec.executors.lane import Lane
+from specdec.executors.pipelined import Pipelined
 from specdec.executors.serial import Serial
+from specdec.executors.worker import InlineWorker, Job
 from specdec.limits import Limits
 from specdec.requests import Finished, Request
 from specdec.rng import Philox, seeds
+from specdec.selection import Choice
 from specdec.stats import Record, Stats
 from specdec.types import Context, Round
 
@@ -45,8 +51,8 @@ def check(decoder: Decoder, settings: Settings) -> None:
     """Refuse what cannot be served, before anything is done.
 
     Raises:
-        ValueError: a limit or a capacity below 1, another clock, an executor that is not ``Serial``, or a part whose state cannot take
-            in new rows.
+        ValueError: a limit or a capacity below 1, another clock, an executor that is neither ``Serial`` nor ``Pipelined``, more
+            micro-batches than rows, or a part whose state cannot take in new rows.
     """
     if settings.limit < 1:
         raise ValueError(f"limit is {settings.limit}: rows in flight, at least 1")
@@ -54,11 +60,16 @@ def check(decoder: Decoder, settings: Settings) -> None:
         raise ValueError(f"clock is {settings.clock!r}: 'wall' (seconds) or 'rounds'")
     if settings.capacity is not None and settings.capacity < 1:
         raise ValueError(f"capacity is {settings.capacity}: tokens of a row, or None to grow as needed")
-    if not isinstance(decoder.executor, Serial):
+    if not isinstance(decoder.executor, (Serial, Pipelined)):
         raise ValueError(
-            f"serve runs its rows in one lane and the executor is {decoder.executor}: build with Serial()"
+            f"rows cannot join those in flight under the executor {decoder.executor}: build with Serial() or Pipelined(micro_batches)"
         )
-    for draft in getattr(decoder.draft, "drafts", (decoder.draft,)):
+    if lanes_of(decoder, settings) > settings.limit:
+        raise ValueError(
+            f"micro_batches is {lanes_of(decoder, settings)} and limit is {settings.limit}: a micro-batch needs a row; use at most "
+            f"{settings.limit}, or raise limit"
+        )
+    for draft in members(decoder.draft):
         name = getattr(draft, "name", type(draft).__name__)
         model = getattr(draft, "model", None)
         if not hasattr(draft, "join") or not (model is None or hasattr(model.cache(1, 1), "join")):
@@ -72,6 +83,12 @@ def check(decoder: Decoder, settings: Settings) -> None:
         )
 
 
+def lanes_of(decoder: Decoder, settings: Settings) -> int:
+    """How many lanes share the rows in flight."""
+    executor = decoder.executor
+    return executor.lanes(settings.limit) if isinstance(executor, Pipelined) else 1
+
+
 @dataclass(eq=False)
 class _Open:
     """A request in flight."""
@@ -83,44 +100,95 @@ class _Open:
     first_token: float = 0.0
 
 
-class Server:
-    """The running lane, and the requests in it.
+@dataclass(eq=False)
+class Place:
+    """Where a lane runs, over and over again.
 
     Attributes:
-        lane, drafting: the two halves of the rows in flight. time: of the stream's clock.
+        lane: the one that runs, if any. spare: the target's cache for all rows of a lane, while nobody is in it.
+        waiting: requests that will join the lane when it has been verified; at once where there is none.
     """
+
+    number: int
+    lane: Lane | None = None
+    spare: Any = None
+    waiting: list[tuple[int, Request]] = field(default_factory=list)
+
+    @property
+    def load(self) -> int:
+        """Rows, with those to come."""
+        return len(self.waiting) + (self.lane.context.batch if self.lane else 0)
+
+
+class Server:
+    """The running lanes, and the requests in them.
+
+    Attributes:
+        places: of the lanes. flow: runs them. time: of the stream's clock.
+    """
+
+    flow: Flow
 
     def __init__(self, decoder: Decoder, requests: Iterable[Request], settings: Settings):
         self.decoder, self.settings, self.selection = decoder, settings, decoder.begin(settings.limit)
         self.source = enumerate(requests)
         self.next: tuple[int, Request] | None = None
-        self.lane: Lane | None = None
-        self.drafting = Drafting(decoder)
+        self.places = [Place(number) for number in range(lanes_of(decoder, settings))]
+        self.rows = -(-settings.limit // len(self.places))  # of a lane at most
         self.limits = Limits(torch.zeros(64, dtype=torch.long))
         self.open: dict[int, _Open] = {}
-        self.seeds, self.rounds, self.began = torch.zeros(0, dtype=torch.long), 0.0, perf_counter()
-        self.spare: Any = None  # the target's cache for `limit` rows, while nobody is in it
+        self.seeds, self.rounds, self.began = torch.zeros(0, dtype=torch.long), Fraction(0), perf_counter()
         if settings.capacity is not None:
-            whole = decoder.target.cache(settings.limit, settings.capacity)
-            self.spare = whole.select(torch.arange(0))
+            self._provide(settings.capacity)
+
+    def _provide(self, capacity: int) -> None:
+        """Caches for the rows of all lanes; pages come from one pool."""
+        first: Any = None
+        for place in self.places:
+            if hasattr(first, "beside"):
+                place.spare = first.beside(0, capacity)
+            else:
+                first = self.decoder.target.cache(self.rows, capacity)
+                place.spare = first = first.select(torch.arange(0))
+
+    @property
+    def lane(self) -> Lane | None:
+        """The first lane: with the serial executor, the only one."""
+        return self.places[0].lane
+
+    @property
+    def spare(self) -> Any:
+        """The first lane's cache while nobody is in it."""
+        return self.places[0].spare
 
     @property
     def time(self) -> float:
-        return self.rounds if self.settings.clock == "rounds" else perf_counter() - self.began
+        return float(self.rounds) if self.settings.clock == "rounds" else perf_counter() - self.began
 
     @torch.inference_mode()  # as a decorator it is off between the steps, in the consumer's code
     def run(self) -> Iterator[Finished]:
         """Everything, in the order in which requests finish."""
-        while True:
-            arrived = self._arrived()
-            if arrived:
-                yield from self._admit(arrived)
-            if self.lane:
-                yield from self._round(self.lane)
-            elif self._peek() is None:
-                return
-            elif not arrived:
-                self._wait()
+        executor, decoder = self.decoder.executor, self.decoder
+        if isinstance(executor, Pipelined):
+            self.flow = executor.flow(decoder, len(self.places), self.rows)
+        else:
+            self.flow = Flow(InlineWorker(decoder))
+        try:
+            while True:
+                self._deal()
+                for place in self.places:
+                    if place.waiting and not place.lane:
+                        job = yield from self._admit(place)
+                        if job is not None and place.lane:
+                            self.flow.go_on(place.lane, job, self.limits)
+                if self.flow.running:
+                    yield from self._round()
+                elif self._peek() is None:
+                    return
+                else:
+                    self._wait()
+        finally:
+            self.flow.stop()
 
     # -- arrivals ------------------------------------------------------------------------------------------------------
 
@@ -133,49 +201,55 @@ class Server:
                 raise TypeError(f"request {index} is a {type(wrong).__name__}: give Request(prompt, ...)")
         return self.next
 
-    def _arrived(self) -> list[tuple[int, Request]]:
-        """Requests that are due, as many as there is room for; one that is listed before an earlier one holds it up."""
-        out: list[tuple[int, Request]] = []
-        while len(self.open) + len(out) < self.settings.limit:
+    def _deal(self) -> None:
+        """Requests that are due, as many as there is room for, each to the lane with the fewest rows.
+
+        One that is listed before an earlier one holds it up. No lane gets more than its share of the limit.
+        """
+        while sum(place.load for place in self.places) < self.settings.limit:
             one = self._peek()
             if one is None or one[1].arrival > self.time:
                 break
-            out.append(one)
+            place = min(self.places, key=lambda place: (place.load, place.number in self.flow.running))
+            place.waiting.append(one)
             self.next = None
-        return out
 
     def _wait(self) -> None:
         """Nobody is in flight: until the next request is due."""
         assert self.next is not None
         arrival = self.next[1].arrival
         if self.settings.clock == "rounds":
-            self.rounds = arrival
+            self.rounds = max(self.rounds, Fraction(arrival))
         else:
             sleep(max(arrival - self.time, 0))
+        self.flow.clock = perf_counter()
 
-    def _admit(self, arrived: list[tuple[int, Request]]) -> Iterator[Finished]:
-        """Prefill new rows as a lane of their own, and let it join the running one."""
-        started, began = self.time, perf_counter()
+    def _admit(self, place: Place) -> Generator[Finished, None, Job | None]:
+        """Prefill those that wait as a lane of their own, and let it join the running one; returns what the drafts are to be told."""
+        arrived, place.waiting = place.waiting, []
+        started = self.time
         contexts, own = zip(*(self._prepared(index, request) for index, request in arrived))
         for index, request in arrived:
             self.open[index] = _Open(request, started, [], Stats())
         lane = Lane(
             self.decoder, joined(contexts, self.settings.capacity), Philox(torch.cat(own)), self.selection
         )
-        running = self.lane.cache if self.lane else self.spare
+        running: Any = next((cache for cache in self._caches(place) if cache is not None), None)
         if hasattr(running, "beside"):  # pages: joining them later copies nothing
             lane.cache = running.beside(len(contexts), max(context.tokens.shape[1] for context in contexts))
-        drafting = Drafting(self.decoder)
-        round = lane.prefill(self.limits)
-        drafting.start(lane.context, lane.cache)
-        round.seconds["prefill"] = perf_counter() - began  # type: ignore[index]
-        drafting.observe(round)
-        self._settle(lane, drafting, round, began)
+        job = self.flow.prefill(place.number, lane, self.limits)
+        self._count(job.round)
         for index, _ in arrived:
             self.open[index].first_token = self.time
         if lane:
-            self._join(lane, drafting)
-        yield from self._finished(round)
+            self._join(place, lane)
+        yield from self._finished(job.round)
+        return job if lane else None
+
+    def _caches(self, place: Place) -> Iterator[Any]:
+        """The target's caches: that of a place first."""
+        for one in (place, *self.places):
+            yield one.lane.cache if one.lane else one.spare
 
     def _prepared(self, index: int, request: Request) -> tuple[Context, Tensor]:
         """A row of its own and its seed.
@@ -215,45 +289,43 @@ class Server:
             self.seeds = seeds(self.settings.seed, max(64, 2 * index))
         return self.seeds[index : index + 1]
 
-    def _join(self, lane: Lane, drafting: Drafting) -> None:
-        """The rows of ``lane`` go on with the running ones, after them."""
-        if not self.lane:
-            if self.spare is not None:
-                lane.cache, self.spare = self.spare.join(lane.cache), None
-            self.lane, self.drafting = lane, drafting
-        else:
-            running, draft = self.lane, self.drafting.draft
-            running.context = joined([running.context, lane.context])
-            running.rng = Philox(torch.cat([running.rng.seed, lane.rng.seed]))  # type: ignore[attr-defined]
-            running.cache = running.cache.join(lane.cache)
-            self.drafting.state = draft.join(self.drafting.state, drafting.state)  # type: ignore[attr-defined]
-        if hasattr(self.drafting.draft, "follow"):
-            self.drafting.state = self.drafting.draft.follow(self.drafting.state, self.lane.cache)
+    def _join(self, place: Place, lane: Lane) -> None:
+        """The rows of ``lane`` go on with those that run, after them."""
+        running = place.lane
+        if running is None:
+            if place.spare is not None:
+                lane.cache, place.spare = place.spare.join(lane.cache), None
+            place.lane = lane
+            return
+        running.context = joined([running.context, lane.context])
+        running.rng = Philox(torch.cat([running.rng.seed, lane.rng.seed]))  # type: ignore[attr-defined]
+        running.cache = running.cache.join(lane.cache)
+        if running.wish is not None:  # arms are chosen a round ahead: new rows begin with some of their own
+            lane.choose(ahead=True)
+            assert lane.wish is not None
+            running.wish = Choice._make(map(torch.cat, zip(running.wish, lane.wish)))
 
     # -- rounds --------------------------------------------------------------------------------------------------------
 
-    def _round(self, lane: Lane) -> Iterator[Finished]:
-        """One round of the rows in flight, as the serial executor runs it."""
-        began = perf_counter()
-        lane.choose()
-        budget = lane.budget(self.limits)
-        arm = None if lane.choice is None else lane.choice.arm
-        drafted = self.drafting.propose(lane.context, budget, lane.rng, arm)
-        round = lane.verify(self.limits, drafted, budget)
-        self.drafting.observe(round)
-        self.rounds += 1
-        self._settle(lane, self.drafting, round, began)
+    def _round(self) -> Iterator[Finished]:
+        """Verify the next proposal; those that wait for its lane join it, and it goes on."""
+        running = len(self.flow.running)
+        lane, job = self.flow.verify(self.limits)
+        place = self.places[job.lane]
+        self.rounds += Fraction(1, running)
+        self._count(job.round)
         if not lane:
-            self.lane = None
+            place.lane = None
             if self.settings.capacity is not None:
-                self.spare = lane.cache.select(torch.arange(0))
-        yield from self._finished(round)
+                place.spare = lane.cache.select(torch.arange(0))
+        yield from self._finished(job.round)
+        self._deal()
+        joins = None
+        if lane and place.waiting:
+            joins = yield from self._admit(place)
+        self.flow.go_on(lane, job, self.limits, joins)
 
-    def _settle(self, lane: Lane, drafting: Drafting, round: Round, began: float) -> None:
-        stay = lane.settle(round)
-        if stay is not None and lane:
-            drafting.select(stay, lane.cache)
-        round.seconds["total"] = perf_counter() - began  # type: ignore[index]
+    def _count(self, round: Round) -> None:
         record, new = Record.of(round), round.verdict.tokens.tolist()
         for b, index in enumerate(record.request):
             one = self.open[index]
@@ -278,6 +350,7 @@ class Server:
                 first_token=one.first_token,
                 finished=time,
             )
+        self.flow.clock = perf_counter()  # the consumer's time is no round's
 
 
 def joined(contexts: Sequence[Context], capacity: int | None = None) -> Context:

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import itertools
+import multiprocessing
+import os
+import signal
+import threading
 import time
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
+from test_pool import Script
 from tiny import byte_tokenizer, tiny
 
 import specdec as sd
 from specdec.audit.adversaries import AdversarialSelector, Adversary
 from specdec.audit.catalogue import MENU
-from specdec.executors import Optimistic
-from specdec.serving import joined
+from specdec.executors import Optimistic, Pipelined, Timeline
+from specdec.serving import Server, Settings, joined
 
 PROMPTS = [[5], [7, 8, 9], [1, 2, 3, 4] * 6, [50] * 9, [3, 1], [90, 4, 5, 6], list(range(17)), [11, 12] * 5]
 BUDGETS = [12, 3, 16, 1, 9, 14, 2, 13]
@@ -207,7 +215,7 @@ def test_what_cannot_be_served_is_refused_at_once(target, small):
     ):
         with pytest.raises(ValueError, match=message):
             decoder.serve([], **wrong)
-    with pytest.raises(ValueError, match="build with Serial"):
+    with pytest.raises(ValueError, match=r"Optimistic.*build with Serial\(\) or Pipelined\(micro_batches\)"):
         sd.decoder(target).draft(small).executor(Optimistic()).build().serve([])
     with pytest.raises(ValueError, match="'adversary' cannot take in rows"):
         sd.decoder(sd.TableModel.random(3)).draft(Adversary(MENU), length=2).build().serve([])
@@ -251,3 +259,307 @@ def test_contexts_join_row_by_row():
     assert [both.row(n) for n in range(3)] == [[1, 2], [3], [5] * 6]
     assert both.request.tolist() == [0, 1, 9]
     assert joined([a], 12).tokens.shape == (2, 12)
+
+
+# -- in a pipeline ---------------------------------------------------------------------------------------------------------
+
+PIPES = {
+    "threads": Pipelined(2),
+    "three": Pipelined(3),
+    "barrier": Pipelined(3, barrier=True),
+    "processes": Pipelined(2, "processes"),
+}
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left():
+    yield
+    assert not [t.name for t in threading.enumerate() if "specdec" in t.name]
+    assert not multiprocessing.active_children()
+
+
+def same(done, alone):
+    assert sorted(one.index for one in done) == list(range(len(alone.ids)))
+    for one in done:
+        assert one.ids == alone.ids[one.index]
+        assert one.finish == alone.finish[one.index]
+        assert one.stats == alone.row_stats[one.index]
+
+
+@pytest.mark.parametrize("how", PIPES)
+@pytest.mark.parametrize("verifier", [sd.Coupled(), sd.Rejection()], ids=["coupled", "rejection"])
+def test_a_pipeline_serves_what_serial_serves(target, small, verifier, how):
+    for name in ("model", "ngram", "tree"):
+        base = sd.decoder(target).draft(drafts_of(small)[name], length=2).verifier(verifier)
+        stop = base.build().generate(PROMPTS, BUDGETS, seed=3, eos_token_id=()).ids[2][7]
+        settings: dict[str, Any] = {"seed": 3, "eos_token_id": stop}
+        alone = base.build().generate(PROMPTS, BUDGETS, **settings)
+        assert "eos" in alone.finish
+        same(list(base.build().serve(requests(), 4, clock="rounds", **settings)), alone)
+        decoder = base.executor(PIPES[how]).build()
+        for limit, capacity in ((3, None), (5, 60)):
+            done = list(decoder.serve(requests(), limit, clock="rounds", capacity=capacity, **settings))
+            same(done, alone)
+            for one in done:
+                assert one.arrived <= one.started <= one.first_token <= one.finished
+
+
+@pytest.mark.parametrize("how", PIPES)
+def test_pages_are_served_in_a_pipeline(how):
+    model, draft = (tiny("llama", 0, num_hidden_layers=n) for n in (2, 1))
+    base = sd.decoder(sd.HFModel(model, page=16)).draft(sd.HFModel(draft, page=16), length=2)
+    alone = sd.decoder(sd.HFModel(model)).draft(sd.HFModel(draft), length=2).build()
+    expected = alone.generate(PROMPTS, BUDGETS, seed=3)
+    decoder = base.executor(PIPES[how]).build()
+    server, done = Server(decoder, requests(), Settings(4, 3, clock="rounds")), []
+    for one in server.run():
+        done.append(one)
+        assert len({id(place.lane.cache.pool) for place in server.places if place.lane}) <= 1
+    same(done, expected)
+    server = Server(decoder, requests(), Settings(4, 3, clock="rounds", capacity=60))
+    same(list(server.run()), expected)
+    pools = {id(place.spare.pool): place.spare.pool for place in server.places}
+    assert len(pools) == 1  # it serves all lanes, and in the end everything is there again
+    (pool,) = pools.values()
+    assert sorted(pool.free) == list(range(pool.pages))
+
+
+@pytest.mark.parametrize("how", PIPES)
+def test_a_pool_is_served_in_a_pipeline(target, small, how):
+    arms = {"model": small, "ngram": sd.drafts.NGram(), "none": None}
+    plain = sd.decoder(target).verifier(sd.Coupled())
+    alone = plain.build().generate(PROMPTS, BUDGETS, seed=5)
+    for ahead in (True, False):
+        pool = plain.pool(arms, AdversarialSelector(1), 3, capacities={"model": 3, "ngram": 2})
+        rounds = []
+        decoder = pool.executor(replace(PIPES[how], ahead=ahead)).build()
+        done = list(decoder.serve(requests(), 6, seed=5, clock="rounds", on_round=rounds.append))
+        assert all(one.ids == alone.ids[one.index] for one in done)
+        assert len(done) == 8
+        assert len({arm for round in rounds for arm in round.arm.tolist()}) == 3
+        for round in rounds:
+            if round.number:
+                assert bool((torch.bincount(round.arm, minlength=3)[:2] <= torch.tensor([3, 2])).all())
+    # Arms that depend on nobody else are the serial executor's, and so is every number under Rejection.
+    scripted = sd.decoder(target).pool(arms, Script(), 3)
+    serial = scripted.build().generate(PROMPTS, BUDGETS, seed=5)
+    piped = scripted.executor(replace(PIPES[how], ahead=False)).build()
+    same(list(piped.serve(requests(), 4, seed=5, clock="rounds")), serial)
+
+
+def test_arms_that_are_chosen_ahead_are_the_rows_own(target, small):
+    """The first choice of rows that begin a lane serves two rounds; rows that join it have made two when they are drafted first."""
+    arms = {"model": small, "ngram": sd.drafts.NGram(), "none": None}
+    decoder = sd.decoder(target).pool(arms, Script(), 3).executor(Pipelined(2)).build()
+    served: dict[int, list[int]] = {}
+    _, rounds = watched(decoder, requests(), 4, clock="rounds")
+    for round in rounds:
+        if round.number:
+            for request, arm in zip(round.context.request.tolist(), round.arm.tolist()):
+                served.setdefault(request, []).append(arm)
+    began = 0
+    for request, found in served.items():
+        begins = [(max(n - 1, 0) + request) % 3 for n in range(len(found))]
+        joins = [(n + request) % 3 for n in range(len(found))]
+        assert found in (begins, joins)
+        began += found == begins != joins
+    assert 2 <= began < sum(len(found) > 1 for found in served.values())
+
+
+def watched(decoder, requests, limit, **settings):
+    """What is served, and the rounds."""
+    rounds: list[Any] = []
+    done = list(decoder.serve(requests, limit, seed=0, on_round=rounds.append, **settings))
+    return done, rounds
+
+
+def test_rows_are_spread_over_the_lanes(small):
+    decoder = sd.decoder(small).executor(Pipelined(3)).build()
+    done, rounds = watched(decoder, [sd.Request([n], 4) for n in range(7)], 20, clock="rounds")
+    assert sorted(round.context.batch for round in rounds if not round.number) == [2, 2, 3]
+    assert len(done) == 7
+    late = [sd.Request([n], 9, arrival=n // 4) for n in range(40)]
+    done, rounds = watched(decoder, late, 7, clock="rounds")
+    assert max(round.context.batch for round in rounds) == 3
+    flying = set()
+    for round in rounds:
+        flying.update(round.context.request.tolist())
+        assert len(flying) <= 7
+        flying.difference_update(round.context.request[round.finished].tolist())
+    assert len(done) == 40
+
+
+def test_a_round_of_every_lane_in_flight_is_one_of_the_clock(small):
+    decoder = sd.decoder(small).executor(Pipelined(2)).build()
+    done, _ = watched(decoder, [sd.Request([n], n) for n in (4, 4, 3, 6)], 4, clock="rounds")
+    # Rows 0, 2 and 1, 3: halves while both lanes run, whole rounds from the end of the first lane on.
+    assert [(one.index, one.finished) for one in done] == [(2, 1.5), (0, 2.5), (1, 3.5), (3, 5.5)]
+
+
+def test_a_pipeline_sleeps_only_when_nobody_is_there(small, monkeypatch):
+    now, slept = [0.0], []
+
+    def sleep(seconds):
+        assert not server.flow.running
+        slept.append(seconds)
+        now[0] += seconds
+
+    monkeypatch.setattr("specdec.serving.sleep", sleep)
+    monkeypatch.setattr("specdec.serving.perf_counter", lambda: now[0])
+    decoder = sd.decoder(small).draft(small, length=1).executor(Pipelined(2)).build()
+    late = [sd.Request([n], 4, arrival=time) for n, time in enumerate((0, 0, 2.5, 2.5, 2.5, 9))]
+    server = Server(decoder, late, Settings(4))
+    done = list(server.run())
+    assert slept == [2.5, 6.5]
+    assert [one.started for one in sorted(done, key=lambda one: one.index)] == [0, 0, 2.5, 2.5, 2.5, 9]
+    assert list(decoder.serve([], 2)) == []
+
+
+def test_a_time_line_of_a_served_stream(target, small):
+    line = Timeline()
+    decoder = sd.decoder(target).draft(small, 2).executor(Pipelined(2, timeline=line)).build()
+    _, rounds = watched(decoder, requests(), 4, clock="rounds")
+    assert line.workers == ["target", "drafts"]
+    for worker in line.workers:
+        spans = sorted((s for s in line.spans if s.worker == worker), key=lambda s: s.began)
+        assert all(a.ended <= b.began for a, b in pairwise(spans))
+    stages = [s.stage for s in line.spans if s.worker == "target"]
+    assert stages.count("verify") == sum(round.number > 0 for round in rounds)
+    assert stages.count("prefill") == sum(round.number == 0 for round in rounds)
+
+
+@dataclass(frozen=True)
+class Reads:
+    """A draft of nothing that has the target's cache in its state: it must be that of its rows whenever it is asked."""
+
+    name = "reads"
+    taps = (0,)
+
+    def _see(self, cache, context):
+        assert cache.batch == context.batch
+        for b in range(context.batch):
+            n = min(int(cache._lengths[b]), int(context.length[b]))
+            assert n >= int(context.length[b]) - 1
+            assert cache._tokens[b, :n].tolist() == context.row(b)[:n]
+
+    def init(self, context, target_cache):
+        self._see(target_cache, context)  # before rows leave it
+        return target_cache
+
+    def propose(self, state, context, budget, rng):
+        self._see(state, context)
+        return sd.Proposal.none(context.batch), state
+
+    def observe(self, state, round):
+        assert round.scores.fed is not None
+        return state
+
+    def select(self, state, rows):
+        return None  # until it is told where they are
+
+    def follow(self, state, target_cache):
+        return target_cache
+
+    def join(self, state, other):
+        return None
+
+
+def test_a_draft_that_reads_the_targets_cache_sees_its_own_rows(target):
+    base = sd.decoder(target).draft(Reads(), length=2)
+    alone = sd.decoder(target).build().generate(PROMPTS, BUDGETS, seed=3)
+    for builder in (base, base.executor(Pipelined(2)), base.executor(Pipelined(3))):
+        for capacity in (None, 60):
+            done = list(builder.build().serve(requests(), 4, seed=3, clock="rounds", capacity=capacity))
+            assert all(one.ids == alone.ids[one.index] for one in done)
+    with pytest.raises(ValueError, match="draft 'reads' reads the target's cache"):
+        base.executor(Pipelined(2, "processes")).build()
+
+
+@dataclass
+class Breaks:
+    """A draft of nothing that does something bad when rows join for the second time, or at once."""
+
+    action: Any
+    when: str = "join"
+    joined: int = 0
+    name = "breaks"
+
+    def init(self, context, target_cache):
+        if self.when == "init":
+            self.action()
+
+    def propose(self, state, context, budget, rng):
+        return sd.Proposal.none(context.batch), None
+
+    def observe(self, state, round):
+        return None
+
+    def select(self, state, rows):
+        return None
+
+    def join(self, state, other):
+        self.joined += 1
+        if self.joined == 2:
+            self.action()
+
+
+def boom():
+    raise KeyError("no such luck")
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("when", ["init", "join"])
+def test_what_a_worker_raises_ends_the_stream(small, when):
+    for how in PIPES.values():
+        decoder = sd.decoder(small).draft(Breaks(boom, when), 2).executor(how).build()
+        with pytest.raises(KeyError, match="no such luck"):
+            list(decoder.serve([sd.Request([n], 9, arrival=n) for n in range(12)], 6, clock="rounds"))
+    dying = sd.decoder(small).draft(Breaks(die, when), 2).executor(Pipelined(2, "processes")).build()
+    began = time.perf_counter()
+    with pytest.raises(RuntimeError, match=r"drafting worker died \(exit code -9\)"):
+        list(dying.serve([sd.Request([n], 9, arrival=n) for n in range(12)], 6, clock="rounds"))
+    assert time.perf_counter() - began < 5
+
+
+@pytest.mark.parametrize("how", PIPES)
+def test_a_consumer_that_stops_leaves_no_worker(small, how):
+    def stop(round):
+        if round.number == 2:
+            raise ZeroDivisionError
+
+    def left():
+        return [t for t in threading.enumerate() if "specdec" in t.name] + multiprocessing.active_children()
+
+    decoder = sd.decoder(small).draft(small, 2).executor(PIPES[how]).build()
+    many = [sd.Request([n], 2 + n, arrival=n) for n in range(9)]
+    decoder.serve(many, 4)  # never begun: there is nothing to stop
+    for count in (1, 4):
+        stream = decoder.serve(many, 4, clock="rounds", seed=0)
+        assert len(list(itertools.islice(stream, count))) == count
+        assert left()
+        stream.close()
+        assert not left()
+    with pytest.raises(ZeroDivisionError):
+        list(decoder.serve(many, 4, clock="rounds", on_round=stop))
+    assert not left()
+    wrong = decoder.serve([many[0], sd.Request([97], 3, arrival=1)], 4, clock="rounds", seed=0)
+    with pytest.raises(ValueError, match="request 1: its prompt has an id outside"):
+        list(wrong)
+    assert not left()
+
+
+def test_what_a_pipeline_cannot_serve(target, small):
+    base = sd.decoder(target).executor(Pipelined(3))
+    with pytest.raises(
+        ValueError, match=r"micro_batches is 3 and limit is 2: .* use at most 2, or raise limit"
+    ):
+        base.draft(small).build().serve([], 2)
+    with pytest.raises(ValueError, match="'magicdec' cannot take in rows"):
+        base.draft(sd.drafts.MagicDec()).build().serve([])
+    alone = sd.decoder(target).executor(Pipelined()).build()  # two lanes where there is room for them
+    assert [one.ids for one in alone.serve([sd.Request([5], 3)], 1, seed=0)] == alone.generate(
+        [[5]], 3, seed=0
+    ).ids

@@ -9,15 +9,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from time import perf_counter
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor
 
-from specdec.executors.lane import Drafting, Lane
+from specdec.executors.flow import Flow, members, reading
+from specdec.executors.lane import Lane
 from specdec.executors.timeline import Timeline
-from specdec.executors.worker import Answer, Job, ProcessWorker, ThreadWorker
+from specdec.executors.worker import ProcessWorker, ThreadWorker
 from specdec.rng import Rng
 from specdec.types import Context, Round
 
@@ -83,7 +82,7 @@ class Pipelined:
                 )
 
     def run(self, decoder: Decoder, context: Context, rng: Rng, limits: Limits) -> Iterator[Round]:
-        count = min(2, context.batch) if self.micro_batches is None else self.micro_batches
+        count = self.lanes(context.batch)
         if count > context.batch:
             raise ValueError(
                 f"micro_batches is {count} and there are {context.batch} rows: a micro-batch needs a row; use at most {context.batch}"
@@ -91,92 +90,27 @@ class Pipelined:
         selection = decoder.begin(context.batch)
         parts = [torch.arange(context.batch)[i::count] for i in range(count)]
         lanes = [Lane(decoder, context.select(rows), rng.select(rows), selection) for rows in parts]
-        worker = WORKERS[self.workers](decoder, count, len(parts[0]))
-        flow = _Flow(self, lanes, limits, worker)
+        flow = self.flow(decoder, count, len(parts[0]))
         try:
-            yield from flow.rounds()
+            for number, lane in enumerate(lanes):
+                job = flow.prefill(number, lane, limits)
+                flow.go_on(lane, job, limits)
+                yield job.round
+            while flow.running:
+                lane, job = flow.verify(limits)
+                flow.go_on(lane, job, limits)
+                yield job.round
         finally:
-            worker.stop()
+            flow.stop()
 
+    def lanes(self, rows: int) -> int:
+        """Micro-batches of so many rows."""
+        return min(2, rows) if self.micro_batches is None else self.micro_batches
 
-class _Flow:
-    """One run: jobs out, answers in, rounds in the order in which they are verified."""
-
-    def __init__(self, how: Pipelined, lanes: list[Lane], limits: Limits, worker: Any):
-        self.how, self.lanes, self.limits, self.worker = how, lanes, limits, worker
-        self.budgets: dict[int, Tensor] = {}
-        self.waiting: list[Job] = []  # behind the barrier
-        self.clock = perf_counter()
-
-    def rounds(self) -> Iterator[Round]:
-        for number, lane in enumerate(self.lanes):
-            began = perf_counter()
-            round = lane.prefill(self.limits)
-            self._note("target", "prefill", number, began)
-            yield self._go_on(number, round)
-            self._release()
-        while self.budgets:
-            answer = self.worker.answer()
-            lane = self.lanes[answer.lane]
-            self._note_all(answer)
-            began = perf_counter()
-            round = lane.verify(self.limits, answer.drafted, self.budgets.pop(answer.lane))
-            self._note("target", "verify", answer.lane, began)
-            yield self._go_on(answer.lane, round)
-            self._release()
-
-    def _go_on(self, number: int, round: Round) -> Round:
-        """Settle a lane's round and ask for its next proposal."""
-        lane, shares = self.lanes[number], self.worker.shares
-        half = None
-        if shares and not round.number and reading(lane.decoder):
-            # The draft must see the target's cache before rows leave it, so its state begins in this thread.
-            half = Drafting(lane.decoder)
-            half.start(round.context, lane.cache)
-        stay = lane.settle(round)
-        cache = lane.cache if shares else None
-        if lane:
-            lane.choose(ahead=self.how.ahead)
-            budget = self.budgets[number] = lane.budget(self.limits)
-            arm = None if lane.choice is None else lane.choice.arm
-            wanted = None if lane.wish is None else lane.wish.arm
-            job = Job(number, round, stay, lane.context, budget, lane.rng, arm, wanted, cache, half)
-            if self.how.barrier and round.number:
-                self.waiting.append(job)
-            else:
-                self.worker.submit(job)
-        else:
-            self.worker.submit(Job(number, round, stay, lane.context, round.budget, lane.rng))
-        now = perf_counter()
-        round.seconds["total"], self.clock = now - self.clock, now  # type: ignore[index]
-        if not round.number:
-            round.seconds["prefill"] = round.seconds["total"]  # type: ignore[index]
-        return round
-
-    def _release(self) -> None:
-        """Behind a barrier: let the next round begin when all lanes are through with this one."""
-        if self.waiting and len(self.waiting) == len(self.budgets):
-            for job in self.waiting:
-                self.worker.submit(job)
-            self.waiting = []
-
-    def _note(self, worker: str, stage: str, lane: int, began: float) -> None:
-        if self.how.timeline is not None:
-            self.how.timeline.add(worker, stage, lane, began, perf_counter())
-
-    def _note_all(self, answer: Answer) -> None:
-        if self.how.timeline is not None:
-            self.how.timeline.spans += answer.spans
-
-
-def members(draft: Any) -> tuple[Any, ...]:
-    """The drafts of a pool, or the draft itself."""
-    return tuple(getattr(draft, "drafts", (draft,)))
-
-
-def reading(decoder: Decoder) -> list[Any]:
-    """The drafts that look at the target's cache or activations."""
-    return [d for d in members(decoder.draft) if getattr(d, "taps", ()) or hasattr(d, "follow")]
+    def flow(self, decoder: Decoder, lanes: int, rows: int) -> Flow:
+        """What runs so many lanes of at most ``rows`` rows each; its worker starts now, and ends with ``stop``."""
+        worker = WORKERS[self.workers](decoder, lanes, rows)
+        return Flow(worker, ahead=self.ahead, barrier=self.barrier, timeline=self.timeline)
 
 
 def models(decoder: Decoder) -> list[Any]:

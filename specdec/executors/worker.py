@@ -31,7 +31,15 @@ if TYPE_CHECKING:
 
 
 class Job(NamedTuple):
-    """What the drafting half of a lane is told: of the last round, and what to draft next (``None``: nothing, the lane is through)."""
+    """What the drafting half of a lane is told: of the last round, and what to draft next (no rows: nothing, the lane is through).
+
+    Attributes:
+        round, stay: the last round, and the rows of it that go on (``None``: all do).
+        context, budget, rng, arm: of the rows to be drafted. wanted: arms of the round after.
+        target_cache: where the worker shares memory with the target. half: the drafting half, where it had to begin in the target's
+            thread: it knows the round already.
+        joins: new rows, which come after the others: told as a lane of their own, whose last round is their prefill.
+    """
 
     lane: int
     round: Round
@@ -43,6 +51,7 @@ class Job(NamedTuple):
     wanted: Tensor | None = None
     target_cache: Any = None
     half: Drafting | None = None
+    joins: Job | None = None
 
 
 class Answer(NamedTuple):
@@ -53,53 +62,108 @@ class Answer(NamedTuple):
     spans: tuple[Span, ...]
 
 
+class Desk:
+    """The drafting halves of all lanes, by number, and what was done for them since the last answer."""
+
+    def __init__(self, decoder: Decoder):
+        self.decoder = decoder
+        self.halves: dict[int, Drafting] = {}
+        self.spans: list[Span] = []
+
+    def draft(self, job: Job) -> Answer | None:
+        """Hear of the last round and draft for the next; ``None`` for a lane that is through."""
+        if not job.context.batch:
+            self.halves.pop(job.lane, None)
+            return None
+        half = self.halves[job.lane] = self._told(job, self.halves.get(job.lane))
+        if not job.round.number:
+            self._read(half, job, job.arm)
+        began = perf_counter()
+        drafted = half.propose(job.context, job.budget, job.rng, job.arm)
+        _finish(drafted.proposal)
+        self._note("draft", job.lane, began)
+        spans, self.spans = tuple(self.spans), []
+        return Answer(job.lane, drafted, spans)
+
+    def prepare(self, job: Job) -> None:
+        """After the answer: let the arms that are wanted next read their rows."""
+        if job.wanted is not None:
+            began = perf_counter()
+            self.halves[job.lane].prepare(job.context, job.wanted)
+            self._note("prepare", job.lane, began)
+
+    def _told(self, job: Job, half: Drafting | None) -> Drafting:
+        """A half (``None``: of rows that begin) after the round of ``job``, with the rows that join."""
+        begins = job.half is not None
+        if job.half is not None:
+            half = job.half
+        else:
+            if half is None:
+                began, half = perf_counter(), Drafting(self.decoder)
+                half.start(job.round.context, job.target_cache)
+                self._note("prefill", job.lane, began)
+            half.observe(job.round)
+            if job.stay is not None:
+                half.state = half.draft.select(half.state, job.stay)
+        if job.joins is not None:
+            new = self._told(job.joins, None)
+            self._read(new, job.joins, None if job.arm is None else job.arm[-job.joins.context.batch :])
+            half.state = half.draft.join(half.state, new.state)  # type: ignore[attr-defined]
+        if (begins or job.joins is not None or job.stay is not None) and hasattr(half.draft, "follow"):
+            half.state = half.draft.follow(half.state, job.target_cache)
+        return half
+
+    def _read(self, half: Drafting, job: Job, arm: Tensor | None) -> None:
+        """Reading the prompt is prefill, whichever draft does it."""
+        if arm is not None:
+            began = perf_counter()
+            half.prepare(job.context, arm)
+            self._note("prefill", job.lane, began)
+
+    def _note(self, stage: str, lane: int, began: float) -> None:
+        self.spans.append(Span("drafts", stage, lane, began, perf_counter()))
+
+
 def work(decoder: Decoder, receive: Callable[[], Any], send: Callable[[Any], None]) -> None:
     """Serve jobs until ``None`` comes; an exception is sent and ends the work."""
-    halves: dict[int, Drafting] = {}
-    spans: list[Span] = []
     try:
+        desk = Desk(decoder)
         with torch.inference_mode():
             while (job := receive()) is not None:
-                began = perf_counter()
-                if not job.context.batch:
-                    halves.pop(job.lane, None)
-                    continue
-                half = halves.setdefault(job.lane, job.half or Drafting(decoder))
-                if not half.started:
-                    half.start(job.round.context, job.target_cache)
-                    began = _note(spans, "prefill", job.lane, began)
-                half.observe(job.round)
-                if job.stay is not None:
-                    half.select(job.stay, job.target_cache)
-                if (
-                    not job.round.number and job.arm is not None
-                ):  # reading the prompt is prefill, whichever draft does it
-                    half.prepare(job.context, job.arm)
-                    began = _note(spans, "prefill", job.lane, began)
-                drafted = half.propose(job.context, job.budget, job.rng, job.arm)
-                _finish(drafted.proposal)
-                began = _note(spans, "draft", job.lane, began)
-                send(Answer(job.lane, drafted, tuple(spans)))
-                spans.clear()
-                if job.wanted is not None:
-                    half.prepare(job.context, job.wanted)
-                    _note(spans, "prepare", job.lane, began)
+                answer = desk.draft(job)
+                if answer is not None:
+                    send(answer)
+                    desk.prepare(job)
     except BaseException as error:  # whatever it is, it belongs to whoever waits for the answer
         with suppress(OSError):  # nobody may wait any more
             send(error)
-
-
-def _note(spans: list[Span], stage: str, lane: int, began: float) -> float:
-    """Add a span that ends now; returns now."""
-    now = perf_counter()
-    spans.append(Span("drafts", stage, lane, began, now))
-    return now
 
 
 def _finish(proposal: Proposal) -> None:
     """A proposal that is sent must be there: on a GPU, wait for this worker's stream."""
     if proposal.tokens.is_cuda:
         torch.cuda.current_stream(proposal.tokens.device).synchronize()
+
+
+class InlineWorker:
+    """No worker: drafts in the caller's thread, as soon as it is told to; for one lane, as the serial executor has it."""
+
+    shares = True
+
+    def __init__(self, decoder: Decoder, lanes: int = 1, rows: int = 0):
+        self.desk = Desk(decoder)
+        self.said: Answer | None = None
+
+    def submit(self, job: Job) -> None:
+        self.said = self.desk.draft(job)
+
+    def answer(self) -> Answer:
+        """The proposal."""
+        assert self.said is not None
+        return self.said
+
+    def stop(self) -> None:
+        """There is nothing to stop."""
 
 
 class ThreadWorker:
@@ -179,18 +243,8 @@ class ProcessWorker:
                 f"rng is a {type(job.rng).__name__}: random decisions that are kept in this process cannot be made in another; use "
                 "Pipelined(workers='threads')"
             )
-        round = job.round
-        nothing = torch.empty(0)
-        slim = Round(
-            **{
-                **vars(round),
-                "proposal": Proposal.none(round.context.batch),
-                "scores": Scores(nothing),
-                "probs": nothing,
-            }
-        )
         try:
-            self.pipe.send_bytes(_dumps(job._replace(round=slim, target_cache=None, half=None)))
+            self.pipe.send_bytes(_dumps(_slim(job)))
         except OSError:
             while True:  # it has ended: what it said last tells why
                 self.answer()
@@ -264,6 +318,21 @@ class ProcessWorker:
             self.process.terminate()
             self.process.join()
         self.process.close()
+
+
+def _slim(job: Job) -> Job:
+    """A job without what only the target's process needs."""
+    nothing, round = torch.empty(0), job.round
+    slim = Round(
+        **{
+            **vars(round),
+            "proposal": Proposal.none(round.context.batch),
+            "scores": Scores(nothing),
+            "probs": nothing,
+        }
+    )
+    joins = None if job.joins is None else _slim(job.joins)
+    return job._replace(round=slim, target_cache=None, half=None, joins=joins)
 
 
 class Laid(NamedTuple):
