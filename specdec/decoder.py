@@ -161,14 +161,14 @@ class Decoder:
             limit: rows in flight at most; further requests wait.
             seed: of requests without one of their own: request i gets the seed of row i of a batch.
             eos_token_id, stop_strings: as for ``generate``.
-            clock: what arrivals and times are measured in: ``"wall"`` (seconds) or ``"rounds"`` (of the running batch; prefills take
-                none), which does not depend on the machine.
+            clock: what arrivals and times are measured in: ``"wall"`` (seconds) or ``"rounds"`` (prefills take none; with k
+                lanes of a pipeline in flight, the round of one is 1/k), which does not depend on the machine.
             capacity: make the target's cache for ``limit`` rows of so many tokens (prompt, budget and a draft's block) at the start, and
                 refuse longer requests; ``None``: caches grow as needed.
             on_round: called with every round; a request's prefill is round 0 of a batch of its own.
         Raises:
-            ValueError: at once, for a part that cannot take in rows on the way, an executor other than ``Serial``, or a limit,
-                clock or capacity that makes no sense; on its arrival, for a request that ``generate`` would refuse or that needs
+            ValueError: at once, for a part that cannot take in rows on the way, an executor other than ``Serial`` and
+                ``Pipelined``, or a limit, clock or capacity that makes no sense; on its arrival, for a request that ``generate`` would refuse or that needs
                 more than ``capacity``.
         """
         settings = Settings(limit, seed, eos_token_id, stop_strings, clock, capacity, on_round)

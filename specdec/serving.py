@@ -152,16 +152,6 @@ class Server:
                 place.spare = first = first.select(torch.arange(0))
 
     @property
-    def lane(self) -> Lane | None:
-        """The first lane: with the serial executor, the only one."""
-        return self.places[0].lane
-
-    @property
-    def spare(self) -> Any:
-        """The first lane's cache while nobody is in it."""
-        return self.places[0].spare
-
-    @property
     def time(self) -> float:
         return float(self.rounds) if self.settings.clock == "rounds" else perf_counter() - self.began
 

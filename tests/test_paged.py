@@ -230,10 +230,10 @@ def test_a_stream_takes_and_returns_pages(llama, limit, capacity, monkeypatch):
         )
         for one in server.run():
             assert one.ids == expected[one.index]
-            if server.lane:
-                pools.add(server.lane.cache.pool)
+            if server.places[0].lane:
+                pools.add(server.places[0].lane.cache.pool)
         assert len(pools) <= 1
-        pool = server.spare.pool
+        pool = server.places[0].spare.pool
         assert sorted(pool.free) == list(range(pool.pages))
         assert pool.pages < 1.5 * (170 + limit * 30) / 8 + limit
     else:
