@@ -8,6 +8,7 @@ import pickle
 import pytest
 import torch
 from tiny import tiny
+from torch.nn.utils import prune
 
 import specdec as sd
 from specdec.kernels.native import library, reason
@@ -27,7 +28,7 @@ SIZES = {
 
 
 def made(family="llama", dtype=torch.float32, **more):
-    return tiny(family, **SIZES, **more).to(dtype)
+    return tiny(family, **{**SIZES, **more}).to(dtype)
 
 
 def scores(model, taps=()):
@@ -53,7 +54,7 @@ def test_one_call_gives_the_bits_of_many(family, dtype, page, monkeypatch):
     monkeypatch.setattr(Blocks, "__call__", counted(Blocks.__call__, calls))
     taps = (0, 1, len(lean.blocks))
     at_once = scores(model, taps)
-    assert calls
+    assert len(calls) == 2  # prefill and verification
     lean._whole, before = None, len(calls)
     one_by_one = scores(model, taps)
     assert len(calls) == before
@@ -145,7 +146,7 @@ def test_what_does_not_fit_is_refused():
             lean._whole.remember(0, x, turn, turn, torch.tensor([0, 8]), buffers(layers))
         with pytest.raises(ValueError, match="do not go together"):
             lean._whole.remember(0, x, turn[:1], turn, slots, buffers(layers))
-        with pytest.raises(ValueError, match="buffers"):
+        with pytest.raises(ValueError, match="cache"):
             lean._whole(x, turn, turn, slots, buffers(layers[:1]), [])
         with pytest.raises(RuntimeError, match="cast"):
             lean._whole.remember(0, x.bfloat16(), turn, turn, slots, buffers(layers))
@@ -157,3 +158,73 @@ def test_training_and_validation_have_more_dimensions():
     x = torch.randn(2, 3, 64)
     with torch.no_grad():
         torch.testing.assert_close(model.logits(x)[1], model.logits(x[1]), rtol=1e-5, atol=1e-5)
+
+
+def test_a_cache_of_another_model_or_dtype_is_refused():
+    ours, theirs = sd.HFModel(made()), sd.HFModel(made(num_key_value_heads=1))
+    context = Context.of([[3, 1, 4]])
+    with pytest.raises(ValueError, match="cache"):
+        ours.score(theirs.cache(1, 8), context)
+    with pytest.raises(ValueError, match="buffer"):
+        ours.score(sd.HFModel(made(dtype=torch.bfloat16)).cache(1, 8), context)
+
+
+def test_weights_of_another_layout_or_shape_are_refused():
+    for change in (lambda w: w.t(), lambda w: w[:48]):
+        model = sd.HFModel(made())
+        before = scores(model)
+        assert before[0].isfinite().all()
+        weight = model.clone.model.layers[0].self_attn.q_proj.weight
+        weight.data = change(weight.data)
+        with pytest.raises(RuntimeError, match="new HFModel"):
+            scores(model)
+
+
+def test_replaced_and_parametrised_weights_of_a_spire_draft_are_seen():
+    model = SpireModel.from_target(made(num_hidden_layers=2), layers=1)
+    context, ids = Context.of([[3, 1, 4]]), torch.tensor([5])
+
+    def logits():
+        ring = sd.drafts.Spire(model).ring(1, 16)
+        return SpireSteps(model, ring, context, 1)(0, ids)
+
+    with torch.inference_mode():
+        before = logits()
+    state = {k: torch.randn_like(v) for k, v in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+    for change in (
+        lambda: None,
+        lambda: prune.l1_unstructured(model.blocks[0].up, "weight", 0.5),
+    ):
+        change()
+        with torch.inference_mode():
+            assert (model.fast(model.embed(ids)) is None) == hasattr(model.blocks[0].up, "weight_orig")
+            found = logits()
+            assert not torch.equal(found, before)
+            expected = model.__dict__.pop("_fast", None)
+            model.__dict__["_fast"] = None
+            torch.testing.assert_close(found, logits(), rtol=1e-4, atol=1e-4)
+            model.__dict__["_fast"] = expected
+
+
+def test_used_caches_can_be_copied():
+    model, context = sd.HFModel(made()), Context.of([[3, 1, 4]])
+    cache = model.cache(1, 8)
+    expected = model.score(cache, context).logits
+    for other in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
+        assert torch.equal(model.score(other, context).logits, expected)
+
+
+def test_positions_beyond_the_models_own():
+    ids = [(7 * i) % 96 for i in range(300)]  # the model says 256
+    wide, fast = (sd.HFModel(made(dtype=dtype)) for dtype in (torch.float64, torch.float32))
+    a, b = (m.score(m.cache(1, 301), Context.of([ids])).logits for m in (wide, fast))
+    torch.testing.assert_close(b.double(), a, rtol=1e-3, atol=1e-3)
+
+
+def test_bfloat16_heads_that_matrix_units_take():
+    model = sd.HFModel(made("qwen3", torch.bfloat16, head_dim=64), invariant=True)
+    at_once = scores(model, (0,))
+    model._path.lean._whole = None
+    for a, b in zip(at_once, scores(model, (0,)), strict=True):
+        assert torch.equal(a, b)

@@ -260,9 +260,11 @@ static inline __attribute__((always_inline)) void task(const Plan *p, const Call
 
 static void run(const Plan *p, const Call *c, int64_t r, int64_t h, float *space) {
     const int64_t size = c->size == c->value_size ? c->size : 0;
+#ifdef __AVX512F__ /* elsewhere compilers take minutes over them */
     if (size == 64 && !c->half) return task(p, c, r, h, 64, 64, 0, space);
     if (size == 128 && !c->half) return task(p, c, r, h, 128, 128, 0, space);
-#if !TILES
+#endif
+#if defined(__AVX512F__) && !TILES
     if (size == 64) return task(p, c, r, h, 64, 64, 1, space);
     if (size == 128) return task(p, c, r, h, 128, 128, 1, space);
 #endif

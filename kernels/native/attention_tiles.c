@@ -1,7 +1,8 @@
 /* attention.c's task by matrix units, for bfloat16: what is computed and over which blocks of slots is the same.
 
 Sixteen keys, as they lie in memory, are the left operand and up to sixteen queries, packed once, the right one, and weights, rounded to
-bfloat16 as in FlashAttention, the left one against pairs of values. A query's result does not depend on which other queries or rows are in the call. */
+bfloat16 as in FlashAttention, the left one against pairs of values. Over finite keys and values a query's result does not depend on which other queries or rows
+are in the call. */
 
 #include <math.h>
 #include <string.h>
@@ -126,6 +127,7 @@ static inline __attribute__((always_inline)) void task(const Plan *p, const Call
                     stride = D;
                 }
                 _tile_zero(0);
+                WRITTEN();
                 for (int64_t part = 0; part < parts; part++) {
                     _tile_loadd(4, k + part * 32, stride * 2);
                     _tile_loadd(5, asked + (i0 * parts + part) * TILE, 64);
@@ -207,6 +209,7 @@ static inline __attribute__((always_inline)) void task(const Plan *p, const Call
                 _tile_zero(1);
                 _tile_zero(2);
                 _tile_zero(3);
+                WRITTEN();
                 for (int s = 0; s < KC; s += 32) {
                     const uint16_t *v = value + s * DV + d / W * 512;
                     _tile_loadd(7, weight + s, KC * 2);

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from ctypes import POINTER, Array, Structure, addressof, c_float, c_int, c_int64, c_void_p
 from functools import cache
 from typing import Any
@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from specdec.kernels.attention.native import PlanStruct
-from specdec.kernels.native.build import library
-from specdec.kernels.native.ops import MOST, linear_takes
+from specdec.kernels.native.build import library, reason
+from specdec.kernels.native.ops import linear_takes
 
 _NORMS = ("before", "after", "query_norm", "key_norm")
 _PRODUCTS = ("query", "key", "value", "out", "gate", "up", "down")
 
-CAST = "the model was cast or laid out anew after it was wrapped: make a new HFModel from it"
+CAST = "the model was cast, laid out anew or changed in shape after it was wrapped: make a new HFModel (or SpireModel) from it"
 
 
 def _fields(kind: Any, names: str) -> list[tuple[str, Any]]:
@@ -40,21 +40,29 @@ class _Buffer(Structure):
     ]
 
 
-Buffers = Array[_Buffer]
+class Buffers:
+    """Keys and values ``[B, S, H, D]`` of each layer as the kernel takes them, and the tensors, so that addresses mean something.
+
+    Attributes:
+        kinds: heads, sizes and dtypes of each layer.
+    """
+
+    def __init__(self, layers: Sequence[tuple[Tensor, Tensor]]):
+        self.layers = list(layers)
+        self.kinds = [(*k.shape[2:], *v.shape[2:], k.dtype, v.dtype) for k, v in layers]
+        self.table = (_Buffer * len(layers))(
+            *(
+                _Buffer(k.data_ptr(), v.data_ptr(), *k.stride()[:3], *v.stride()[:3], *k.shape[:2])
+                for k, v in layers
+            )
+        )
 
 
 def buffers(layers: Sequence[tuple[Tensor, Tensor]]) -> Buffers | None:
-    """Keys and values ``[B, S, H, D]`` of each layer as the kernel takes them, while these tensors live; ``None`` if it cannot."""
+    """``Buffers``, or ``None`` where the kernel cannot read these tensors."""
     if any(t.stride(-1) != 1 or not t.is_cpu for pair in layers for t in pair):
         return None
-    return (_Buffer * len(layers))(
-        *(
-            _Buffer(
-                keys.data_ptr(), values.data_ptr(), *keys.stride()[:3], *values.stride()[:3], *keys.shape[:2]
-            )
-            for keys, values in layers
-        )
-    )
+    return Buffers(layers)
 
 
 class Blocks:
@@ -66,37 +74,42 @@ class Blocks:
 
     def __init__(self, blocks: Sequence[Any]):
         self._blocks, self._table = list(blocks), (_Block * len(blocks))()
-        self._tensors: list[Tensor] = []
-        self._where: list[tuple[_Block, str]] = []  # whose field each tensor's address goes to
+        self._places: list[
+            tuple[_Block, str, Any, str]
+        ] = []  # a field, and the module and name of what is there
+        self._shapes: list[torch.Size] = []
         for b, made in zip(blocks, self._table):
             made.heads, made.kv_heads = (p.out_features // b.size for p in (b.query, b.key))
             made.size, made.inner, made.scale = b.size, b.gate.out_features, b.scale
             for name in _NORMS:
                 norm = getattr(b, name)
                 if norm is not None:
-                    self._add(made, name, norm.weight)
+                    self._add(made, name, norm, "weight")
                     setattr(made, f"{name}_eps", norm.variance_epsilon)
             for name in _PRODUCTS:
                 product = getattr(b, name)
-                self._add(made, name, product.weight)
+                self._add(made, name, product, "weight")
                 if product.bias is not None:
-                    self._add(made, f"{name}_bias", product.bias)
-        self._at: list[int] = []
+                    self._add(made, f"{name}_bias", product, "bias")
+        self._seen: list[Any] = []
         self._dtype: torch.dtype | None = None
 
     def __reduce__(self) -> Any:  # addresses mean nothing in another process, or to a copy
         return Blocks, (self._blocks,)
 
-    def _add(self, block: _Block, name: str, tensor: Tensor) -> None:
-        self._tensors.append(tensor)
-        self._where.append((block, name))
+    def _add(self, block: _Block, field: str, module: Any, name: str) -> None:
+        self._places.append((block, field, module, name))
+        self._shapes.append(getattr(module, name).shape)
+
+    @property
+    def plain(self) -> bool:
+        """Whether all weights are still plain parameters of their modules (and not pruned or parametrised, say)."""
+        return all(module._parameters.get(name) is not None for _, _, module, name in self._places)
 
     @staticmethod
     def takes(blocks: Sequence[Any]) -> bool:
         """Whether the C kernels are there and take all sizes."""
-        return library() is not None and all(
-            b.size % 16 == 0 and b.size <= min(256, MOST) and _fits(b) for b in blocks
-        )
+        return library() is not None and all(b.size % 16 == 0 and b.size <= 256 and _fits(b) for b in blocks)
 
     def __call__(
         self,
@@ -114,13 +127,15 @@ class Blocks:
             cos, sin: ``[T, size]``, float32. plans: of each block, ``attention.native.lowered``.
             taps: ``[T, E]`` tensors for the inputs of blocks by number, and for the result.
         Raises:
-            IndexError: slots that the buffers do not have. ValueError: arguments that do not fit.
+            IndexError: slots that the buffers do not have. ValueError: arguments that do not fit. RuntimeError: weights that
+                have changed their shape, layout or dtype.
         """
         table, (T, E), half = self._weights(x), x.shape, x.dtype == torch.bfloat16
         count = len(self._blocks)
         _check(x, cos, sin, slots, self._blocks[0].size)
-        if len(held) != count or len(plans) != count:
-            raise ValueError(f"{count} blocks have {len(held)} buffers and {len(plans)} plans: give as many")
+        self._check_buffers(x, held, range(count))
+        if len(plans) != count:
+            raise ValueError(f"{count} blocks have {len(plans)} plans: give as many")
         at = None
         if taps:
             at = (c_void_p * (count + 1))()
@@ -131,7 +146,7 @@ class Blocks:
         lowered = (c_void_p * count)(*map(addressof, plans))
         _done(
             _function("blocks")(
-                *(table, held, lowered, at, count, x.data_ptr(), T, E, cos.data_ptr(), sin.data_ptr()),
+                *(table, held.table, lowered, at, count, x.data_ptr(), T, E, cos.data_ptr(), sin.data_ptr()),
                 *(slots.data_ptr(), half, torch.get_num_threads()),
             ),
             slots,
@@ -143,9 +158,17 @@ class Blocks:
         """Only keys and values of block ``number`` for inputs ``x [T, E]``."""
         table, (T, E), half = self._weights(x), x.shape, x.dtype == torch.bfloat16
         _check(x, cos, sin, slots, self._blocks[number].size)
+        self._check_buffers(x, held, (number,))
         _done(
             _function("remember")(
-                *(addressof(table[number]), addressof(held[number]), x.data_ptr(), T, E, cos.data_ptr()),
+                *(
+                    addressof(table[number]),
+                    addressof(held.table[number]),
+                    x.data_ptr(),
+                    T,
+                    E,
+                    cos.data_ptr(),
+                ),
                 *(sin.data_ptr(), slots.data_ptr(), half, torch.get_num_threads()),
             ),
             slots,
@@ -153,14 +176,28 @@ class Blocks:
 
     def _weights(self, x: Tensor) -> Array[_Block]:
         """The table, with today's addresses."""
-        at = [t.data_ptr() for t in self._tensors]
-        if at != self._at or x.dtype != self._dtype:
-            if any(t.dtype != x.dtype or not t.is_contiguous() or not t.is_cpu for t in self._tensors):
-                raise RuntimeError(CAST)
-            for (block, name), address in zip(self._where, at):
-                setattr(block, name, address)
-            self._at, self._dtype = at, x.dtype
+        tensors = [module._parameters[name] for _, _, module, name in self._places]
+        seen = [(t.data_ptr(), t.shape, t.stride()) for t in tensors]
+        if seen != self._seen or x.dtype != self._dtype:
+            for t, shape in zip(tensors, self._shapes):
+                if t.shape != shape or t.dtype != x.dtype or not t.is_contiguous() or not t.is_cpu:
+                    raise RuntimeError(CAST)
+            for (block, field, _, _), (address, _, _) in zip(self._places, seen):
+                setattr(block, field, address)
+            self._seen, self._dtype = seen, x.dtype
         return self._table
+
+    def _check_buffers(self, x: Tensor, held: Buffers, numbers: Iterable[int]) -> None:
+        """Raise ValueError for a cache that was made for another model or dtype."""
+        for i in numbers:
+            heads, size = self._table[i].kv_heads, self._table[i].size
+            kind = (heads, size, heads, size, x.dtype, x.dtype)
+            if i >= len(held.kinds) or held.kinds[i] != kind:
+                found = held.kinds[i] if i < len(held.kinds) else "missing"
+                raise ValueError(
+                    f"the cache's layer {i} is {found} and this model's keys and values are {kind} (heads, size, heads, size, dtypes): "
+                    "give the cache that this model made"
+                )
 
 
 def _fits(b: Any) -> bool:
@@ -196,7 +233,8 @@ def _done(code: int, slots: Tensor) -> None:
 @cache
 def _function(name: str) -> Any:
     lib = library()
-    assert lib is not None
+    if lib is None:
+        raise RuntimeError(f"there are no C kernels: {reason()}")
     function = getattr(lib, name)
     end = [c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_int, c_int]
     if name == "blocks":

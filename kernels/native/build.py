@@ -84,7 +84,10 @@ def _compile() -> Path:
         out = Path(folder) / made.name
         for more in ([*tuned, *openmp], tuned, []):  # the best that this compiler takes
             line = [*compiler, *_FLAGS, *more, *map(str, sources), "-o", str(out), "-lm"]
-            done = _run(line)
+            try:
+                done = _run(line)
+            except subprocess.TimeoutExpired:
+                raise RuntimeError(f"{command!r} did not compile the C kernels in 5 minutes") from None
             if done.returncode == 0:
                 os.replace(out, made)  # at once: another process may be making the same
                 return made

@@ -59,6 +59,7 @@ static inline __attribute__((always_inline)) void square(const uint32_t *x, cons
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
+    WRITTEN();
     for (int64_t k = 0; k < each; k++, w += 32, x += W * W) {
         if (columns == 1) {
             _tile_loadd(7, x, 64);

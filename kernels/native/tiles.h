@@ -4,11 +4,14 @@
 #pragma once
 #include <stdint.h>
 
-#if defined(__AMX_BF16__) && defined(__linux__) && !defined(NO_TILES)
+#if defined(__AMX_BF16__) && defined(__AVX512F__) && defined(__AVX512BW__) && defined(__linux__) && !defined(NO_TILES)
 #define TILES 1
 #include <immintrin.h>
 
 int tiles(void);
+
+/* What was written before is there when tiles are loaded: compilers do not know that a load reads memory. */
+#define WRITTEN() __asm__ volatile("" ::: "memory")
 
 static inline void begin_tiles(void) {
     struct {
@@ -20,6 +23,7 @@ static inline void begin_tiles(void) {
         all.bytes[i] = 64;
         all.rows[i] = 16;
     }
+    WRITTEN();
     _tile_loadconfig(&all);
 }
 

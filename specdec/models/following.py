@@ -134,7 +134,7 @@ def following(model: Any, cache: Any, length: Tensor, budget: Tensor) -> Followi
         leans, member = path.natives or [None], path.member
     if not all(isinstance(lean, Native) and lean.at_once(len(length)) for lean in leans):
         return None
-    if getattr(cache, "buffers", None) is None:
+    if getattr(cache, "buffers", None) is None or getattr(cache, "page", 0) % 16:
         return None
     if int((length + budget).max()) - 1 > cache.capacity:
         return None  # scoring says what is wrong

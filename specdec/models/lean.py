@@ -99,9 +99,10 @@ class Lean:
         own |= {family + "RotaryEmbedding"}
         return all(
             type(m).__name__ in plain | own
+            and type(m).__module__.partition(".")[0] in ("torch", "transformers")
             and not (m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m))
             for m in model.modules()
-        ) and all(p.dtype == dtype for p in model.parameters())
+        ) and all(p.dtype == dtype and type(p.data) is Tensor for p in model.parameters())
 
     @property
     def usable(self) -> bool:

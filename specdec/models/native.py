@@ -95,7 +95,11 @@ class Native(Lean):
             with torch.inference_mode(False), torch.no_grad():
                 cos, sin = self.body.rotary_emb(torch.empty(1, dtype=x.dtype), every[None])
                 self._table = table = cos[0].float(), sin[0].float()
-        return table[0].index_select(0, positions), table[1].index_select(0, positions)
+        try:
+            return table[0].index_select(0, positions), table[1].index_select(0, positions)
+        except IndexError:  # beyond what the model says that it can tell apart
+            cos, sin = self.body.rotary_emb(x, positions[None])
+            return cos[0].float(), sin[0].float()
 
     def forward(
         self,
@@ -156,7 +160,8 @@ class Native(Lean):
 
     def at_once(self, tokens: int) -> bool:
         """Whether a forward of so many tokens can be one call."""
-        return self._whole is not None and self._few >= tokens and self.usable and self._fixed
+        whole = self._whole
+        return whole is not None and whole.plain and self._few >= tokens and self.usable
 
     def _at_once(
         self,
@@ -169,7 +174,10 @@ class Native(Lean):
     ) -> bool:
         """All blocks over ``x [T, E]`` in one call, where memo and plan allow it: the same to the bit."""
         held = getattr(memo, "buffers", None)
-        if held is None or self._whole is None or plan.watch is not None or plan.attend is not None:
+        whole = self._whole
+        if held is None or whole is None or plan.watch is not None or plan.attend is not None:
+            return False
+        if not whole.plain:
             return False
         first = self.blocks[0]
         if prompt(plan, first.query.out_features // first.key.out_features) or not _inside(plan, memo, x):
@@ -177,7 +185,7 @@ class Native(Lean):
         assert plan.slots is not None
         plans = {w: lowered(plan, w) for w in {b.window for b in self.blocks}}
         taps = {number: torch.empty_like(x) for number in caught or ()}
-        self._whole(x, cos, sin, plan.slots, held, [plans[b.window] for b in self.blocks], taps)
+        whole(x, cos, sin, plan.slots, held, [plans[b.window] for b in self.blocks], taps)
         for number, tap in taps.items():
             assert caught is not None
             caught[number].append(tap)

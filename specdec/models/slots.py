@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -76,6 +76,10 @@ class Slots:
         if self._buffers is None:
             self._buffers = (buffers(self.layers),)
         return self._buffers[0]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but addresses, which mean nothing to a copy."""
+        return {**vars(self), "_buffers": None}
 
     def append(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Put ``key [1, H, T, D]`` and ``value [1, H, T, Dv]`` into flat ``slots [T]``; returns the layer's buffers."""

@@ -155,7 +155,11 @@ class SpireModel(nn.Module):
 
     def fast(self, x: Tensor) -> Blocks | None:
         """All blocks in one call of C, where there is one for inputs ``x [T, E]``: few tokens on a CPU, and no gradients."""
-        return self._fast if small(x) else None
+        return self._fast if small(x) and self._fast is not None and self._fast.plain else None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but what the machine has compiled."""
+        return {name: value for name, value in vars(self).items() if name != "_fast"}
 
     @cached_property
     def _fast(self) -> Blocks | None:
