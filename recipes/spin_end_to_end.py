@@ -9,8 +9,9 @@ the prefill, median of interleaved repeats), its range, tau, and the seconds of 
 - `fixed:NAME`: every draft alone, padded; `best_fixed`: the best of them in hindsight; `best_fixed_packed`: the best
   of earlier batches, packed;
 - `oracle`: each domain's best draft, padded (from the fixed runs of the same repeats); `selection`: Spin with statistics pooled by what
-  a prompt looks like and kept from batch to batch; `selection_cold`: the same, forgotten after every batch; `selection_per_request`: the
-  paper's settings, nothing pooled and nothing kept. The three specialists are drafted together (`stacked`);
+  a prompt looks like and kept from batch to batch, after `--learn` batches that are not counted; `selection_cold`: the same, forgotten after every batch; `selection_per_request`: the
+  paper's settings, nothing pooled and nothing kept. The three specialists are drafted together (`stacked`); seconds are charged by a
+  profile of each draft alone, made before;
 - `selection+decomposition`; `selection+decomposition+pipeline`: with a pipeline of `--micro-batches` (drafting in a process of its own, on
   the other core); `spin`: with as many micro-batches, that or one, as were faster in the batches before (the paper finds their number by
   observation too); `best_fixed_auto`, `selection_auto`: on the attention that the library itself would choose (C kernels on a CPU), which
@@ -39,6 +40,7 @@ from torch import Tensor
 
 import specdec as sd
 from specdec import selectors, zoo
+from specdec.cost.arms import ArmCosts
 from specdec.data.corpus import DOMAINS
 from specdec.executors import Pipelined
 from specdec.types import Context, Round
@@ -51,6 +53,14 @@ POOL = (
     "pocket-vanilla",
 )  # the smallest first
 WINDOW = 5  # rounds
+LEARNS = (  # what a selector has learned is kept from batch to batch
+    "selection",
+    "selection+decomposition",
+    "selection+decomposition+pipeline",
+    "spin",
+    "selection_auto",
+    "selection+decomposition, 2 threads",
+)
 
 
 @dataclass
@@ -61,6 +71,7 @@ class Settings:
     tokens: int = 96
     k: int = 4
     repeats: int = 3
+    learn: int = 2
     micro_batches: int = 2
     median: int = 300
     longest: int = 1000
@@ -145,30 +156,45 @@ class Parts:
             for name in ("padded", "packed", "decomposed", "auto")
         }
         self.drafts = {name: sd.drafts.Model(sd.HFModel(*zoo.load(name))) for name in POOL}
+        self.costs = ArmCosts((0.0,) * len(POOL))
+
+    def profile(self, work: Workload) -> None:
+        """Seconds of each draft alone, which its rounds are charged from now on: measured ones depend on who else is in the batch."""
+        runs = [decode(self.fixed(name), work, self.s.tokens, self.s.seed) for name in POOL]
+        draft = tuple(run.stats.seconds["draft"] / run.stats.drafted for run in runs)
+        verify = median(
+            sum(run.stats.seconds[k] for k in ("target", "verify")) / run.stats.rounds for run in runs
+        )
+        self.costs = ArmCosts(draft, verify)
 
     def fixed(self, name: str, attention: str = "padded") -> Any:
         return sd.decoder(self.targets[attention]).draft(self.drafts[name], self.s.k).build()
 
     def chosen(self, selector: Any, attention: str = "padded", executor: Any = None) -> Any:
         base = sd.decoder(self.targets[attention]).pool(
-            self.drafts, selector, self.s.k, costs="wall", stacked=True
+            self.drafts, selector, self.s.k, costs=self.costs, stacked=True
         )
         return (base if executor is None else base.executor(executor)).build()
 
     def selector(self) -> Any:
-        return selectors.Spin(exploration=4, pool=Kind(self.tokenizer), warm=6, learn="always")
+        return selectors.Spin(exploration=4, pool=Kind(self.tokenizer), warm=20, learn="always")
 
 
 def repeat(
     parts: Parts, work: Workload, turn: int, learned: dict[str, Any], seen: dict[str, list[float]]
 ) -> dict[str, Run]:
     """All configurations once, in an order that turns; ``learned``: what selectors carry from batch to batch, ``seen``: past goodput."""
-    s, seed = parts.s, parts.s.seed + turn
+    s, seed = parts.s, parts.s.seed + abs(turn)
     pipeline = Pipelined(min(s.micro_batches, len(work.rows)), workers="processes")
-    runs = {f"fixed:{name}": decode(parts.fixed(name), work, s.tokens, seed) for name in POOL}
+    learning = turn < 0
+    runs = (
+        {}
+        if learning
+        else {f"fixed:{name}": decode(parts.fixed(name), work, s.tokens, seed) for name in POOL}
+    )
     # As every real choice, these are made from what was seen before; in the first batch from the fixed runs of the batch itself.
     past = seen if turn else {name: [run.goodput] for name, run in runs.items()}
-    best = max(POOL, key=lambda name: median(past[f"fixed:{name}"]))
+    best = POOL[0] if learning else max(POOL, key=lambda name: median(past[f"fixed:{name}"]))
     serial, piped = (median(past.get(f"selection+decomposition{p}", [1.0])) for p in ("", "+pipeline"))
     plans: dict[str, tuple[int, Callable[[], Any]]] = {
         "smallest_packed": (1, lambda: parts.fixed(POOL[0], "packed")),
@@ -192,21 +218,18 @@ def repeat(
         "best_fixed_packed, 2 threads": (2, lambda: parts.fixed(best, "packed")),
         "selection+decomposition, 2 threads": (2, lambda: parts.chosen(parts.selector(), "decomposed")),
     }
-    names = list(plans)
+    names = [name for name in plans if not learning or name in LEARNS]
     for name in names[turn % len(names) :] + names[: turn % len(names)]:
         threads, make = plans[name]
         decoder = make()
-        keeps = decoder.selecting is not None and name not in (
-            "oracle",
-            "selection_cold",
-            "selection_per_request",
-        )
+        keeps = name in LEARNS
         if keeps and name not in learned:
             learned[name] = decoder.begin(len(work.rows))
         torch.set_num_threads(threads)
         runs[name] = decode(decoder, work, s.tokens, seed, learned.get(name))
         torch.set_num_threads(s.threads)
-    runs["smallest"] = runs[f"fixed:{POOL[0]}"]
+    if not learning:
+        runs["smallest"] = runs[f"fixed:{POOL[0]}"]
     return runs
 
 
@@ -236,9 +259,13 @@ def main(s: Settings) -> list[dict[str, Any]]:
         kept: dict[str, list[Run]] = defaultdict(list)
         learned: dict[str, Any] = {}
         seen: dict[str, list[float]] = defaultdict(list)
-        for turn in range(1 + s.repeats):
-            work = workload(parts.tokenizer, batch, s.longest, s.seed + turn, s.median)
+        parts.profile(workload(parts.tokenizer, batch, s.longest, s.seed + 1000, s.median))
+        for turn in range(-s.learn, 1 + s.repeats):
+            draw = s.seed + turn if turn >= 0 else s.seed + 1000 - turn
+            work = workload(parts.tokenizer, batch, s.longest, draw, s.median)
             runs = repeat(parts, work, turn, learned, seen)
+            if turn < 0:
+                continue
             for name, run in runs.items():
                 seen[name].append(run.goodput)
             if turn:  # the first warms up
@@ -415,6 +442,9 @@ def settings() -> Settings:
     parser.add_argument(
         "--repeats", type=int, default=d.repeats, help="workloads, each of all configurations"
     )
+    parser.add_argument(
+        "--learn", type=int, default=d.learn, help="batches from which the selectors learn beforehand"
+    )
     parser.add_argument("--micro-batches", type=int, default=d.micro_batches, help="of the pipeline")
     parser.add_argument("--median", type=int, default=d.median, help="tokens of the median prompt")
     parser.add_argument("--longest", type=int, default=d.longest, help="tokens of the longest prompt")
@@ -425,7 +455,7 @@ def settings() -> Settings:
     parser.add_argument("--plots", help="folder for the figures")
     s = Settings(**vars(parser.parse_args()))
     if s.quick:
-        s.batches, s.repeats, s.tokens = "3", 1, 8
+        s.batches, s.repeats, s.learn, s.tokens = "3", 1, 1, 8
     return s
 
 
