@@ -1,4 +1,4 @@
-"""The C kernels beside PyTorch's operators, from which their limits come: up to how many tokens which is faster, in which dtype, on how many threads.
+"""The C kernels beside PyTorch's operators, to see their limits: up to how many tokens which is faster, in which dtype, on how many threads.
 
 Rows: `part` = `product` (`[tokens, inputs] x [outputs, inputs]`), `attention` (`queries` tokens of each of `batch` rows over `context` slots) or
 `step` (a bare forward of the pocket target); milliseconds of `ours` and of `pytorch`, medians of calls in turn, between which other

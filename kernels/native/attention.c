@@ -14,7 +14,6 @@ call. */
 #include "tiles.h"
 #include "vector.h"
 
-#define KC 64 /* slots of a block; a page holds a multiple of W */
 #define QT 6  /* queries that share registers */
 
 /* Asks memory for an entry that is read a block later, a slot at a time between the arithmetic: of itself a processor does not look that
@@ -79,26 +78,6 @@ MIX(3)
 MIX(4)
 MIX(5)
 MIX(6)
-
-static inline float top(vec x) {
-    float m = x[0];
-    for (int i = 1; i < W; i++) m = x[i] > m ? x[i] : m;
-    return m;
-}
-
-static inline float total(vec x) {
-    float s = 0;
-    for (int i = 0; i < W; i++) s += x[i];
-    return s;
-}
-
-static const ivec LANES = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-
-/* where a slot is, counted in elements */
-static inline int64_t locate(const Plan *p, int64_t r, int64_t slot, int64_t row, int64_t stride) {
-    if (p->table) return p->table[r * p->pages + slot / p->page] * row + slot % p->page * stride;
-    return p->rows[r] * row + slot * stride;
-}
 
 /* one row and KV head; D, DV and half are constants where this is inlined */
 static inline __attribute__((always_inline)) void task(const Plan *p, const Call *c, int64_t r, int64_t h, int D,
@@ -188,12 +167,7 @@ static inline __attribute__((always_inline)) void task(const Plan *p, const Call
                     }
                 }
                 for (int i = 0; i < nq; i++) {
-                    if (c->softcap != 0) { /* cap tanh(x / cap), tanh(y) = sign(y) (1 - e) / (1 + e), e = exp(-2 |y|) */
-                        const vec y = score[i] / c->softcap;
-                        const ivec sign = (ivec)y & (int32_t)0x80000000;
-                        const vec e = exp_neg((vec)((ivec)y & 0x7fffffff) * -2.0f);
-                        score[i] = (vec)((ivec)((1.0f - e) / (1.0f + e)) | sign) * c->softcap;
-                    }
+                    if (c->softcap != 0) score[i] = capped(score[i], c->softcap);
                     if (!all) score[i] = (vec)(((ivec)score[i] & seen[i]) | ((ivec)splat(none) & ~seen[i]));
                     odd[i] |= score[i] != score[i];
                     ivec more = score[i] > best[i];

@@ -13,7 +13,6 @@ are in the call. */
 
 #if TILES
 
-#define KC 64
 #define TILE (W * W) /* 4-byte entries of a tile */
 
 /* bytes of memory for a task of n queries, in lines of 64 */
@@ -23,27 +22,7 @@ int64_t tiles_need(int64_t n, int64_t size, int64_t value_size) {
            4 * KC + 64;
 }
 
-/* where a slot is, counted in elements */
-static inline int64_t locate(const Plan *p, int64_t r, int64_t slot, int64_t row, int64_t stride) {
-    if (p->table) return p->table[r * p->pages + slot / p->page] * row + slot % p->page * stride;
-    return p->rows[r] * row + slot * stride;
-}
-
 static inline vec choose(ivec where, vec a, vec b) { return (vec)(((ivec)a & where) | ((ivec)b & ~where)); }
-
-static inline float top(vec x) {
-    float m = x[0];
-    for (int i = 1; i < W; i++) m = x[i] > m ? x[i] : m;
-    return m;
-}
-
-static inline float total(vec x) {
-    float s = 0;
-    for (int i = 0; i < W; i++) s += x[i];
-    return s;
-}
-
-static const ivec LANES = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
 /* pairs of rows a and b [32] of bfloat16: two lines of 16 */
 static inline void pairs(__m512i a, __m512i b, uint16_t *low, uint16_t *high) {
@@ -137,12 +116,7 @@ static inline __attribute__((always_inline)) void task(const Plan *p, const Call
                 for (int i = 0; i < count; i++) {
                     const int64_t x = i0 * W + i, t = t0 + x / group, lo = p->low[t], hi = p->high[t];
                     vec y = (vec)_mm512_i32gather_ps((__m512i)(LANES * W), made + i, 4) * c->scale;
-                    if (c->softcap != 0) { /* cap tanh(x / cap), tanh(y) = sign(y) (1 - e) / (1 + e), e = exp(-2 |y|) */
-                        y /= c->softcap;
-                        const ivec sign = (ivec)y & (int32_t)0x80000000;
-                        const vec e = exp_neg((vec)((ivec)y & 0x7fffffff) * -2.0f);
-                        y = (vec)((ivec)((1.0f - e) / (1.0f + e)) | sign) * c->softcap;
-                    }
+                    if (c->softcap != 0) y = capped(y, c->softcap);
                     if (slot < lo || slot + W > hi) {
                         const uint8_t *line = mask ? mask + (h * group + x % group) * p->mask_head[r] + (t - t0) * wide - from : NULL;
                         y = choose(sees(slot, lo, hi, line, from, end), y, splat(none));

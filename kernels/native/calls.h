@@ -25,6 +25,14 @@ typedef struct {
     float scale, softcap;
 } Call;
 
+#define KC 64 /* slots of a block of attention; a page holds a multiple of 16 */
+
+/* where a slot is, counted in elements */
+static inline int64_t locate(const Plan *p, int64_t r, int64_t slot, int64_t row, int64_t stride) {
+    if (p->table) return p->table[r * p->pages + slot / p->page] * row + slot % p->page * stride;
+    return p->rows[r] * row + slot * stride;
+}
+
 int attend(const Plan *plan, const Call *call, int threads);
 void add_norm(void *x, const void *y, const void *weight, void *out, int64_t rows, int64_t n, float eps, int half);
 void turn(void *x, const float *cos, const float *sin, int64_t T, int64_t heads, int64_t size, int half);

@@ -34,15 +34,13 @@ static void pack(const uint32_t *x, int64_t M, int64_t E, uint32_t *into) {
     }
 }
 
-static const ivec DOWN = {0, 16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240};
-
 /* sums [16 outputs][16 rows] of one tile, plus bias, to rows m.. of out */
 static inline __attribute__((always_inline)) void put_rows(const float *sums, const void *bias, uint16_t *out, int64_t m, int64_t M,
                                                            int64_t O, int64_t o) {
     const vec more = bias ? load(bias, o, 1) : splat(0);
     const int rows = M - m < W ? (int)(M - m) : W;
     for (int n = 0; n < rows; n++) {
-        const vec made = (vec)_mm512_i32gather_ps((__m512i)DOWN, sums + n, 4);
+        const vec made = (vec)_mm512_i32gather_ps((__m512i)(LANES * W), sums + n, 4);
         store(out, (m + n) * O + o, made + more, 1);
     }
 }

@@ -31,6 +31,28 @@ static inline vec exp_neg(vec x) {
     return (vec)((ivec)made & ~small);
 }
 
+/* cap tanh(x / cap); tanh(y) = sign(y) (1 - e) / (1 + e), e = exp(-2 |y|) */
+static inline vec capped(vec x, float cap) {
+    const vec y = x / cap;
+    const ivec sign = (ivec)y & (int32_t)0x80000000;
+    const vec e = exp_neg((vec)((ivec)y & 0x7fffffff) * -2.0f);
+    return (vec)((ivec)((1.0f - e) / (1.0f + e)) | sign) * cap;
+}
+
+static inline float top(vec x) {
+    float m = x[0];
+    for (int i = 1; i < W; i++) m = x[i] > m ? x[i] : m;
+    return m;
+}
+
+static inline float total(vec x) {
+    float s = 0;
+    for (int i = 0; i < W; i++) s += x[i];
+    return s;
+}
+
+static const ivec LANES = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+
 /* Numbers are float32, or bfloat16 where half is set. */
 
 static inline vec load(const void *p, int64_t at, int half) {

@@ -67,11 +67,10 @@ class Native(Lean):
         sizes = {linear_takes(*p) and (invariant or p[0].shape[1] <= WIDE) for p in every}
         self._own = sizes == {True}
         self._weights = [p[0] for p in every]
-        sizes = {b.size % 16 == 0 and b.size <= 256 for b in self.blocks}
         takes = self._own and backend in ("auto", "native") and Blocks.takes(self.blocks)
         ordered = [b.layer for b in self.blocks] == list(range(len(self.blocks)))
         self._whole = Blocks(self.blocks) if takes and ordered else None
-        self.invariant = invariant and self._own and sizes == {True} and backend in ("auto", "native")
+        self.invariant = invariant and takes
         if self.invariant:
             self.backend = "native"  # nothing else may step in
 
