@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,13 +25,19 @@ def quiet() -> None:
 
 @dataclass
 class Sample:
-    """One timed run: decoded tokens and seconds, both from the end of the first round to the end of the last."""
+    """One timed run: decoded tokens and seconds, both from the end of the first round to the end of the last.
+
+    ``full``: seconds, tokens and passes of rows of the rounds in which no row of the batch had ended, or was about to; ``stages``: what
+    these rounds' seconds went to.
+    """
 
     tokens: int
     seconds: float
     ids: list[list[int]]
     tau: float | None = None
     peak_bytes: int | None = None
+    full: tuple[float, int, int] = (0.0, 0, 0)
+    stages: Counter[str] = field(default_factory=Counter)
 
     @property
     def speed(self) -> float:
@@ -92,21 +99,38 @@ def decode(
     """All prompts through ``decoder`` in batches, timed from the end of each batch's prefill round."""
     tokens, seconds, ids = 0, 0.0, []
     full_tokens = full_rounds = 0
+    full, stages = (0.0, 0, 0), Counter[str]()
     for i in range(0, len(prompts), batch):
         marks: list[float] = []
+        all_in: list[tuple[int, int]] = []  # of each round: tokens and passes, while all rows are in flight
+
+        def look(round: sd.Round, marks: list = marks, all_in: list = all_in) -> None:
+            marks.append(perf_counter())
+            if round.context.batch == batch and not bool(round.finished.any()):
+                all_in.append((int(round.kept.sum()), batch))
+                if round.number:
+                    parts = dict(round.seconds)
+                    stages.update({**parts, "rounds": 1, "other": 2 * parts["total"] - sum(parts.values())})
+
         out = decoder.generate(
             [list(p) for p in prompts[i : i + batch]],
             new_tokens,
             seed=[seed + i + j for j in range(len(prompts[i : i + batch]))],
             eos_token_id=(),
-            on_round=lambda _: marks.append(perf_counter()),  # noqa: B023 (called before the next turn)
+            on_round=look,
         )
         seconds += marks[-1] - marks[0]
+        n = len(all_in) - 1  # the first is the prefill
+        if n > 0:
+            more = (marks[n] - marks[0], *map(sum, zip(*all_in[1:])))
+            full = tuple(a + b for a, b in zip(full, more))  # type: ignore[assignment]
         tokens += out.stats.tokens - out.stats.prefill_tokens
         full_tokens += out.stats.full_tokens
         full_rounds += out.stats.full_rounds
         ids += out.ids
-    return Sample(tokens, seconds, ids, full_tokens / full_rounds if full_rounds else None)
+    return Sample(
+        tokens, seconds, ids, full_tokens / full_rounds if full_rounds else None, full=full, stages=stages
+    )
 
 
 def bare_forward(

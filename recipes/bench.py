@@ -6,6 +6,8 @@ first token's round to the end of the last. All methods take turns, repeated; fi
 
 share_of_ideal = speed / (plain speed x tau / (k c_d + c_v)), with c_d and c_v the draft's one-token forward and the target's
 (k+1)-token forward over the target's one-token forward, bare (no sampling, no bookkeeping), measured alone in the same run.
+share_while_full is the same of the rounds in which all rows of the batch are still in flight: c_d and c_v are those of a whole batch, and
+rows that accept less go on when others have ended.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import contextlib
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from statistics import median
 from time import perf_counter
 from typing import Any
 
@@ -76,16 +79,24 @@ def main(s: Settings) -> None:
     rows = []
     for case in cases:
         plain_case = find(cases, case.engine, "plain", case)
-        share = None
+        share = steady = None
         if case.engine == "specdec" and case.method == "vanilla" and case.tau:
             plain, verify, small_one = forwards[case.batch]
             cost = (s.length * small_one + verify) / plain
             share = case.speed / (plain_case.speed * case.tau / cost)
+            parts = [s.full for s in case.samples if s.full[0]]
+            if parts:
+                tau = parts[0][1] / parts[0][2]
+                steady = median(n / t for t, n, _ in parts) / (plain_case.speed * tau / cost)
         greedy = find(cases, "specdec", "plain", case)
         same = None if case.temperature else all(s.ids == greedy.samples[0].ids for s in case.samples)
-        rows.append({**case.row(plain_case, share), "same_ids_as_plain": same})
+        row = {**case.row(plain_case, share), "share_while_full": steady, "same_ids_as_plain": same}
+        rows.append({**row, **profile(case, s.length, forwards.get(case.batch))})
     shown = ("engine", "method", "k", "batch", "temperature", "tau", "tokens_per_second", "ratio_to_plain")
-    print(table(rows, (*shown, "share_of_ideal", "peak_bytes", "same_ids_as_plain")))
+    print(table(rows, (*shown, "share_of_ideal", "share_while_full", "peak_bytes", "same_ids_as_plain")))
+    print("\nmilliseconds of a round while all rows are in flight, beside bare forwards:")
+    parts = [r for r in rows if r["method"] in ("plain", "vanilla") and r.get("draft_ms") is not None]
+    print(table(parts, ("method", "batch", "temperature", *STAGES, "bare_draft_ms", "bare_target_ms")))
     print("\nbare forwards, milliseconds (batch: plain, verify, draft; c_v, c_d):")
     for batch, (plain, verify, small_one) in forwards.items():
         print(
@@ -105,6 +116,22 @@ def main(s: Settings) -> None:
             )
     if s.json:
         write(s.json, rows, s.seed)
+
+
+STAGES = ("draft_ms", "target_ms", "verify_ms", "other_ms")
+
+
+def profile(case: Case, k: int, bare: tuple[float, float, float] | None) -> dict[str, float | None]:
+    """Mean milliseconds of a round by stage, and of the bare forwards in it."""
+    stages = [s.stages for s in case.samples if s.stages]
+    out: dict[str, float | None] = dict.fromkeys((*STAGES, "bare_draft_ms", "bare_target_ms"))
+    for name in STAGES if stages else ():
+        out[name] = median(1e3 * s[name[:-3]] / s["rounds"] for s in stages)
+    if stages and bare is not None and case.method in ("plain", "vanilla"):
+        plain, verify, small = (1e3 * t for t in bare)
+        drafts = case.method == "vanilla"
+        out |= {"bare_draft_ms": k * small * drafts, "bare_target_ms": verify if drafts else plain}
+    return out
 
 
 def load(name: str) -> tuple[Any, Any]:

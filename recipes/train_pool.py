@@ -50,7 +50,7 @@ class Member:
 
 POOL = {
     "pocket-code": Member((1, 0, 0)),
-    "pocket-prose": Member((0, 1, 0)),
+    "pocket-prose": Member((0, 1, 0), start="pocket-code"),
     "pocket-tabular": Member(
         (0.3, 0, 0.7), start="pocket-code"
     ),  # tables are written in code, and the corpus has few

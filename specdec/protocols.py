@@ -120,7 +120,9 @@ class Verifier(Protocol):
     """Decides which nodes stand, so that what is committed has the target's law.
 
     Optional: ``from_logits(proposal, logits, sampling, context, rng)``, which is then called with the target's logits instead of
-    ``__call__`` with its probabilities, where ``sampling.only_temperature``. Such a round's ``probs`` is ``None``.
+    ``__call__`` with its probabilities, where ``sampling.only_temperature``. Such a round's ``probs`` is ``None``. And
+    ``greedy(proposal, tokens)``, in the class that has the ``__call__``: at temperature 0 it is called with the target's tokens ``[B, N + 1]``, on
+    which its laws lie, and no laws are made.
     """
 
     name: str

@@ -143,7 +143,7 @@ class Sampling:
         self, logits: Tensor, context: Context, proposal: Proposal | None = None, first: int = -1
     ) -> Tensor:
         """``[B, R]`` the most probable tokens, without making a distribution."""
-        top, token = self.scores(logits, context, proposal, first).max(-1)
+        top, token = _largest(self.scores(logits, context, proposal, first))
         _finite(top)
         return token
 
@@ -154,7 +154,7 @@ class Sampling:
         wide = logits if logits.dtype == torch.float64 else logits.float()
         scores = self.scores(wide, context, proposal, first)
         if self.greedy:
-            top, token = scores.max(-1)
+            top, token = _largest(scores)
             _finite(top)
             return torch.zeros_like(scores).scatter_(-1, token[..., None], 1)
         probs = scores.softmax(-1)
@@ -180,6 +180,15 @@ class Sampling:
                     scores = processor(prefix[None], scores)
                 out[b, r] = scores[0]
         return out
+
+
+def _largest(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """``scores.max(-1)``: the first of equal ones, NaN above all. NumPy looks at many numbers at once on a CPU, PyTorch at one."""
+    if not scores.is_cpu or scores.dtype not in (torch.float32, torch.float64):
+        top, token = scores.max(-1)
+        return top, token
+    token = torch.from_numpy(scores.detach().numpy().argmax(-1))
+    return scores.gather(-1, token[..., None])[..., 0], token
 
 
 def _finite(top: Tensor) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specdec.types import Proposal
+from specdec.device import fetched
+from specdec.types import Proposal, Verdict
 
 
 def is_chain(parents: Tensor) -> bool:
@@ -96,3 +97,31 @@ def merge(a: Proposal, b: Proposal) -> Proposal:
         None if probs is None else probs[:, :width],
         provenance,
     )
+
+
+def follow(proposal: Proposal, wanted: Tensor) -> Verdict:
+    """Accept, from the root on, the first child that is the token wanted there; the token wanted after the last one is the bonus.
+
+    Args:
+        wanted: ``[B, N + 1]`` int64, after the last committed token and after every node.
+    """
+    B, N = proposal.tokens.shape
+    drafted, wanted = fetched(proposal.tokens, wanted)  # the only wait for a device
+    parents, size = proposal.parents, proposal.size
+    nodes = torch.arange(N)
+    live = nodes < size[:, None]
+    if is_chain(parents):
+        accepted = ((drafted == wanted[:, :N]) & live).long().cumprod(1).sum(1)
+        path = torch.where(nodes < accepted[:, None], nodes, -1)
+        bonus = wanted.gather(1, accepted[:, None])[:, 0]
+        return Verdict.of(Proposal(drafted, parents, size), path, accepted, bonus)
+    rows = torch.arange(B)
+    here, want = torch.full((B,), -1), wanted[:, 0]
+    path, accepted = torch.full((B, N), -1), torch.zeros(B, dtype=torch.long)
+    for n in range(N):
+        yes = (parents[:, n] == here) & live[:, n] & (drafted[:, n] == want)
+        path[rows[yes], accepted[yes]] = n
+        accepted = accepted + yes
+        here = torch.where(yes, n, here)
+        want = torch.where(yes, wanted[:, n + 1], want)
+    return Verdict.of(Proposal(drafted, parents, size), path, accepted, want)

@@ -565,3 +565,18 @@ def test_logits_that_are_not_numbers(bad, temperature):
 def test_the_progress_bar_counts_tokens(target, capsys):
     sd.decoder(target).greedy().build().generate([[1, 2], [3]], 20, progress=True)
     assert "40/40" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_the_first_of_equal_largest_logits_is_taken(dtype):
+    logits = torch.randint(0, 6, (7, 3, 50), generator=torch.Generator().manual_seed(0)).to(dtype)
+    logits[0, 1] = float("-inf")
+    logits[0, 1, 17] = -4
+    first = (logits == logits.amax(-1, keepdim=True)).int().argmax(-1)
+    none = sd.Context.of([[0]] * 7)
+    strided = logits.transpose(0, 1).contiguous().transpose(0, 1)
+    for some in (logits, strided):
+        assert torch.equal(sd.Sampling(temperature=0.0).argmax(some, none), first)
+    logits[2, 1, 40] = float("nan")
+    with pytest.raises(ValueError, match="row 2, entry 1 contain nan"):
+        sd.Sampling(temperature=0.0).argmax(logits, none)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import permutations, product
 
 import numpy as np
@@ -540,6 +541,15 @@ def test_block_divergence():
         0,
         0,
     ]
+    tops = torch.tensor([[1, 2, 0], [0, 0, 0], [0, 0, 0]])  # at temperature 0
+    laws = torch.nn.functional.one_hot(tops, 3).float()
+    for proposal in (
+        Proposal.chain(tokens, size),
+        Proposal.chain(tokens, size, q.expand(3, 2, 3), "sampled"),
+    ):
+        made = replace(one_round(laws, proposal, [1, 2, 1]), probs=None, tops=tops)
+        expected = rewards.block_divergence(one_round(laws, proposal, [1, 2, 1]))
+        assert rewards.block_divergence(made).tolist() == pytest.approx(expected.tolist())
     tree = Proposal(tokens, torch.tensor([[-1, -1]] * 3), size)
     with pytest.raises(ValueError, match="chains"):
         rewards.block_divergence(one_round(probs, tree, [1, 1, 1]))

@@ -11,6 +11,7 @@ import specdec as sd
 from specdec import tree
 from specdec.rng import DRAFT, Key, Philox, seeds
 from specdec.types import Context, Proposal
+from specdec.verifiers import Rejection
 from specdec.verifiers.rejection import residual, verify_chain, verify_tree
 
 
@@ -194,3 +195,23 @@ def test_a_verdict_does_not_depend_on_batch_mates():
             part = verifier(proposal.select(some), probs[some], where.select(some), rng.select(some))
             assert torch.equal(part.tokens, whole.tokens[some])
             assert torch.equal(part.path, whole.path[some])
+
+
+def test_a_verifier_of_its_own_is_asked_at_temperature_0_too():
+    class Never(Rejection):
+        """Accepts nothing."""
+
+        def __call__(self, proposal, probs, context, rng):
+            return super().__call__(sd.Proposal.none(context.batch), probs[:, :1], context, rng)
+
+    target = sd.TableModel.random(5, order=1, seed=0)
+    greedy = sd.decoder(target).greedy().draft(sd.drafts.Model(target), length=3)
+    rounds = {kind: [] for kind in (Rejection, Never)}
+    said = [
+        greedy.verifier(kind()).build().generate([[0], [1, 2]], 8, seed=0, on_round=rounds[kind].append).ids
+        for kind in rounds
+    ]
+    assert said[0] == said[1]
+    assert all(r.tops is not None and r.probs is None for r in rounds[Rejection])
+    assert all(r.tops is None and r.probs is not None for r in rounds[Never])
+    assert len(rounds[Rejection]) < len(rounds[Never])

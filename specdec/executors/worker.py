@@ -329,6 +329,7 @@ def _slim(job: Job) -> Job:
             "proposal": Proposal.none(round.context.batch),
             "scores": Scores(nothing),
             "probs": nothing,
+            "tops": None,
         }
     )
     joins = None if job.joins is None else _slim(job.joins)

@@ -38,6 +38,14 @@ def block_divergence(round: Round) -> Tensor:
         raise ValueError(
             "block_divergence is defined for chains: use tokens_per_round or Goodput for trees of proposals"
         )
+    live = torch.arange(N) < proposal.size[:, None]
+    if round.tops is not None:  # temperature 0: laws on one token each
+        top = round.tops[:, :N].cpu()
+        if proposal.probs is None:
+            overlap = (top == proposal.tokens.cpu()).double()
+        else:
+            overlap = proposal.probs.cpu().gather(2, top[..., None])[..., 0].double()
+        return (overlap * live).sum(1) / proposal.size.clamp(min=1)
     if round.probs is None:
         raise ValueError(
             "block_divergence needs the target's probabilities, which this verifier does not make: use verifiers.Rejection"
@@ -47,7 +55,6 @@ def block_divergence(round: Round) -> Tensor:
         overlap = p.gather(2, proposal.tokens.cpu()[..., None])[..., 0]
     else:
         overlap = torch.minimum(p, proposal.probs.double().cpu()).sum(-1)
-    live = torch.arange(N) < proposal.size[:, None]
     return (overlap * live).sum(1) / proposal.size.clamp(min=1)
 
 

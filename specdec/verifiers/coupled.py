@@ -34,23 +34,13 @@ class Coupled:
         return _Shared(rng)
 
     def __call__(self, proposal: Proposal, probs: Tensor, context: Context, rng: Rng) -> Verdict:
-        B, N = proposal.tokens.shape
-        device = probs.device
+        B = context.batch
         depth = torch.cat([torch.zeros(B, 1, dtype=torch.long), tree.depths(proposal.parents) + 1], 1)
-        draw = rng.race(probs, context.length[:, None] + depth)
-        parents, size = proposal.parents.to(device), proposal.size.to(device)
-        rows = torch.arange(B, device=device)
-        here = torch.full((B,), -1, device=device)
-        want = draw[:, 0]
-        path = torch.full((B, N), -1, device=device)
-        accepted = torch.zeros(B, dtype=torch.long, device=device)
-        for n in range(N):
-            yes = (parents[:, n] == here) & (n < size) & (proposal.tokens[:, n] == want)
-            path[rows[yes], accepted[yes]] = n
-            accepted = accepted + yes
-            here = torch.where(yes, n, here)
-            want = torch.where(yes, draw[:, n + 1], want)
-        return Verdict.of(proposal, path, accepted, want)
+        return tree.follow(proposal, rng.race(probs, context.length[:, None] + depth))
+
+    def greedy(self, proposal: Proposal, tokens: Tensor) -> Verdict:
+        """``__call__`` at temperature 0, where every law lies on one token: ``tokens [B, N + 1]``."""
+        return tree.follow(proposal, tokens)
 
 
 class _Shared:

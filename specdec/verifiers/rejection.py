@@ -57,6 +57,13 @@ class Rejection:
             bonus = rng.categorical(law, Key(context.length, accepted.cpu(), 0, BONUS))
         return Verdict.of(proposal, path, accepted, bonus)
 
+    def greedy(self, proposal: Proposal, tokens: Tensor) -> Verdict:
+        """``__call__`` at temperature 0, where every law lies on one token: ``tokens [B, N + 1]``.
+
+        Whatever q was, that token is accepted (p / q >= 1), any other is not (p = 0), and the residual is that token again.
+        """
+        return tree.follow(proposal, tokens)
+
 
 def residual(p: Tensor, q: Tensor) -> Tensor:
     """norm(max(p - q, 0)) of ``[B, V]`` laws; p itself where nothing is left (then rejection has probability 0)."""

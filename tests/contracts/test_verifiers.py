@@ -148,6 +148,15 @@ def test_the_verdict_is_a_path_from_the_root(cls, shape, kind, greedy):
 
 @every_kind
 @every_shape
+@every_lossless
+def test_comparing_tokens_at_temperature_0_is_the_same_verdict(cls, shape, kind):
+    verifier = instance(cls)
+    proposal, probs, context, rng = case(verifier, shape, kind, greedy=True)
+    assert equal(verifier.greedy(proposal, probs.argmax(-1)), verifier(proposal, probs, context, rng))
+
+
+@every_kind
+@every_shape
 @every_verifier
 def test_a_row_does_not_depend_on_its_batch(cls, shape, kind):
     verifier = instance(cls)
