@@ -115,35 +115,33 @@ class Selection:
         requests = context.request.tolist()
         capacities = self._left(requests)
         arm, prob, self.state = how.selector.select(self.state, context, capacities, rng)
-        self._check(context.batch, arm, prob)
-        taken = torch.bincount(arm, minlength=len(how.names))
-        if bool((taken > capacities).any()):
-            over = int((taken - capacities).argmax())
-            raise ValueError(
-                f"selector {how.selector!r} gave arm {how.names[over]!r} {int(taken[over])} rows of the {int(capacities[over])} that it may take"
-            )
-        self.on.update(zip(requests, arm.tolist()))
+        chosen = self._check(context.batch, arm, prob)
+        room = capacities.tolist()
+        for a, n in Counter(chosen).items():
+            if n > room[a]:
+                raise ValueError(
+                    f"selector {how.selector!r} gave arm {how.names[a]!r} {n} rows of the {room[a]} that it may take"
+                )
+        self.on.update(zip(requests, chosen))
         self.seconds += perf_counter() - began
         return Choice(arm, prob, self.lengths[arm])
 
-    def _check(self, batch: int, arm: Any, prob: Any) -> None:
-        """Raise ValueError for answers that are not an arm and a probability for every row."""
+    def _check(self, batch: int, arm: Any, prob: Any) -> list[int]:
+        """The arms as a list; raise ValueError for answers that are not an arm and a probability for every row."""
         selector, arms = self.how.selector, len(self.how.names)
+        said = arm.tolist() if isinstance(arm, Tensor) else arm
         whole = isinstance(arm, Tensor) and arm.dtype == torch.long and arm.shape == (batch,)
-        if not whole or bool(((arm < 0) | (arm >= arms)).any()):
-            said = arm.tolist() if isinstance(arm, Tensor) else arm
+        if not whole or not all(0 <= a < arms for a in said):
             raise ValueError(
                 f"selector {selector!r} chose arms {said} for {batch} rows: give an int64 tensor [{batch}] of arms 0 to {arms - 1}"
             )
-        if not (
-            isinstance(prob, Tensor)
-            and prob.shape == (batch,)
-            and bool(((prob > 0) & (prob <= 1 + 1e-6)).all())
-        ):
-            said = prob.tolist() if isinstance(prob, Tensor) else prob
+        odds = prob.tolist() if isinstance(prob, Tensor) else prob
+        right = isinstance(prob, Tensor) and prob.shape == (batch,) and all(0 < x <= 1 + 1e-6 for x in odds)
+        if not right:
             raise ValueError(
-                f"selector {selector!r} gave probabilities {said} of its choices for {batch} rows: give a tensor [{batch}] in (0, 1]"
+                f"selector {selector!r} gave probabilities {odds} of its choices for {batch} rows: give a tensor [{batch}] in (0, 1]"
             )
+        return said
 
     def _left(self, requests: Sequence[int]) -> Tensor:
         """``[arms]`` rows that each arm may take besides those of other requests."""
@@ -170,7 +168,9 @@ class Selection:
             drafted, tokens = round.proposal.size, round.verdict.accepted + 1
             reward = how.reward(round) if how.reward else tokens / (1 + self.lengths.max())
             parts = (round.context.request, round.arm, tokens, drafted, seconds, reward)
-            self.state = how.selector.update(self.state, Feedback(*(part[rows] for part in parts)))
+            if len(rows) < len(round.cut):
+                parts = tuple(part[rows] for part in parts)  # type: ignore[assignment]
+            self.state = how.selector.update(self.state, Feedback(*parts))
         gone = round.context.request[round.finished]
         if len(gone):
             for request in gone.tolist():

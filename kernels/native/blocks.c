@@ -6,21 +6,6 @@
 
 #include "calls.h"
 
-typedef struct {
-    const void *before, *after, *query_norm, *key_norm; /* norms: [E], [E], and [size] or NULL */
-    const void *query, *query_bias, *key, *key_bias, *value, *value_bias, *out, *out_bias; /* weights; biases may be NULL */
-    const void *gate, *gate_bias, *up, *up_bias, *down, *down_bias;
-    int64_t heads, kv_heads, size, inner;
-    float before_eps, after_eps, query_norm_eps, key_norm_eps, scale;
-} Block;
-
-typedef struct { /* keys and values of one layer, [rows, capacity, kv_heads, size]; strides in elements */
-    void *keys, *values;
-    int64_t k_row, k_slot, k_head, v_row, v_slot, v_head, rows, capacity;
-} Buffer;
-
-enum { FINE, NO_MEMORY, NO_SLOT };
-
 /* keys and values of T inputs y, normed already, into their slots; k and v: room for them */
 static int entries(const Block *b, const Buffer *into, const void *y, char *k, char *v, int64_t T, int64_t E, const float *cos,
                    const float *sin, const int64_t *slots, int half, int threads) {

@@ -20,23 +20,24 @@ _PRODUCTS = ("query", "key", "value", "out", "gate", "up", "down")
 CAST = "the model was cast, laid out anew or changed in shape after it was wrapped: make a new HFModel (or SpireModel) from it"
 
 
-def _fields(kind: Any, names: str) -> list[tuple[str, Any]]:
+def fields(kind: Any, names: str) -> list[tuple[str, Any]]:
+    """Fields of one kind, of a ``Structure``."""
     return [(name, kind) for name in names.split()]
 
 
 class _Block(Structure):
     _fields_ = [
-        *_fields(c_void_p, " ".join(_NORMS)),
-        *_fields(c_void_p, " ".join(f"{name} {name}_bias" for name in _PRODUCTS)),
-        *_fields(c_int64, "heads kv_heads size inner"),
-        *_fields(c_float, "before_eps after_eps query_norm_eps key_norm_eps scale"),
+        *fields(c_void_p, " ".join(_NORMS)),
+        *fields(c_void_p, " ".join(f"{name} {name}_bias" for name in _PRODUCTS)),
+        *fields(c_int64, "heads kv_heads size inner"),
+        *fields(c_float, "before_eps after_eps query_norm_eps key_norm_eps scale"),
     ]
 
 
 class _Buffer(Structure):
     _fields_ = [
-        *_fields(c_void_p, "keys values"),
-        *_fields(c_int64, "k_row k_slot k_head v_row v_slot v_head rows capacity"),
+        *fields(c_void_p, "keys values"),
+        *fields(c_int64, "k_row k_slot k_head v_row v_slot v_head rows capacity"),
     ]
 
 
@@ -102,6 +103,11 @@ class Blocks:
         self._shapes.append(getattr(module, name).shape)
 
     @property
+    def size(self) -> int:
+        """Of a head."""
+        return self._blocks[0].size
+
+    @property
     def plain(self) -> bool:
         """Whether all weights are still plain parameters of their modules (and not pruned or parametrised, say)."""
         return all(module._parameters.get(name) is not None for _, _, module, name in self._places)
@@ -130,10 +136,10 @@ class Blocks:
             IndexError: slots that the buffers do not have. ValueError: arguments that do not fit. RuntimeError: weights that
                 have changed their shape, layout or dtype.
         """
-        table, (T, E), half = self._weights(x), x.shape, x.dtype == torch.bfloat16
+        table, (T, E), half = self.table(x.dtype), x.shape, x.dtype == torch.bfloat16
         count = len(self._blocks)
         _check(x, cos, sin, slots, self._blocks[0].size)
-        self._check_buffers(x, held, range(count))
+        self.check_buffers(x.dtype, held, range(count))
         if len(plans) != count:
             raise ValueError(f"{count} blocks have {len(plans)} plans: give as many")
         at = None
@@ -156,9 +162,9 @@ class Blocks:
         self, number: int, x: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, held: Buffers
     ) -> None:
         """Only keys and values of block ``number`` for inputs ``x [T, E]``."""
-        table, (T, E), half = self._weights(x), x.shape, x.dtype == torch.bfloat16
+        table, (T, E), half = self.table(x.dtype), x.shape, x.dtype == torch.bfloat16
         _check(x, cos, sin, slots, self._blocks[number].size)
-        self._check_buffers(x, held, (number,))
+        self.check_buffers(x.dtype, held, (number,))
         _done(
             _function("remember")(
                 *(
@@ -174,24 +180,27 @@ class Blocks:
             slots,
         )
 
-    def _weights(self, x: Tensor) -> Array[_Block]:
-        """The table, with today's addresses."""
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def table(self, dtype: torch.dtype) -> Array[_Block]:
+        """The blocks as the kernel takes them, with today's addresses, for inputs of ``dtype``."""
         tensors = [module._parameters[name] for _, _, module, name in self._places]
         seen = [(t.data_ptr(), t.shape, t.stride()) for t in tensors]
-        if seen != self._seen or x.dtype != self._dtype:
+        if seen != self._seen or dtype != self._dtype:
             for t, shape in zip(tensors, self._shapes):
-                if t.shape != shape or t.dtype != x.dtype or not t.is_contiguous() or not t.is_cpu:
+                if t.shape != shape or t.dtype != dtype or not t.is_contiguous() or not t.is_cpu:
                     raise RuntimeError(CAST)
             for (block, field, _, _), (address, _, _) in zip(self._places, seen):
                 setattr(block, field, address)
-            self._seen, self._dtype = seen, x.dtype
+            self._seen, self._dtype = seen, dtype
         return self._table
 
-    def _check_buffers(self, x: Tensor, held: Buffers, numbers: Iterable[int]) -> None:
+    def check_buffers(self, dtype: torch.dtype, held: Buffers, numbers: Iterable[int]) -> None:
         """Raise ValueError for a cache that was made for another model or dtype."""
         for i in numbers:
             heads, size = self._table[i].kv_heads, self._table[i].size
-            kind = (heads, size, heads, size, x.dtype, x.dtype)
+            kind = (heads, size, heads, size, dtype, dtype)
             if i >= len(held.kinds) or held.kinds[i] != kind:
                 found = held.kinds[i] if i < len(held.kinds) else "missing"
                 raise ValueError(
@@ -205,10 +214,15 @@ def _fits(b: Any) -> bool:
 
 
 def _check(x: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, size: int) -> None:
-    T = len(x)
+    if not x.is_contiguous():
+        raise ValueError(f"blocks: x {tuple(x.shape)} is not contiguous")
+    check_inputs(len(x), cos, sin, slots, size)
+
+
+def check_inputs(T: int, cos: Tensor, sin: Tensor, slots: Tensor, size: int) -> None:
+    """Raise ValueError unless they are rotations of ``size`` and slots of ``T`` tokens, as the kernels take them."""
     right = (
-        x.is_contiguous()
-        and cos.shape == sin.shape == (T, size)
+        cos.shape == sin.shape == (T, size)
         and cos.is_contiguous()
         and sin.is_contiguous()
         and cos.dtype == sin.dtype == torch.float32
@@ -218,7 +232,7 @@ def _check(x: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, size: int) -> Non
     )
     if not right:
         raise ValueError(
-            f"blocks: x {tuple(x.shape)}, cos {tuple(cos.shape)} {cos.dtype}, sin {tuple(sin.shape)} {sin.dtype} and slots "
+            f"blocks: {T} tokens, cos {tuple(cos.shape)} {cos.dtype}, sin {tuple(sin.shape)} {sin.dtype} and slots "
             f"{tuple(slots.shape)} {slots.dtype} do not go together"
         )
 

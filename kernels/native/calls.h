@@ -25,6 +25,21 @@ typedef struct {
     float scale, softcap;
 } Call;
 
+typedef struct {
+    const void *before, *after, *query_norm, *key_norm; /* norms: [E], [E], and [size] or NULL */
+    const void *query, *query_bias, *key, *key_bias, *value, *value_bias, *out, *out_bias; /* weights; biases may be NULL */
+    const void *gate, *gate_bias, *up, *up_bias, *down, *down_bias;
+    int64_t heads, kv_heads, size, inner;
+    float before_eps, after_eps, query_norm_eps, key_norm_eps, scale;
+} Block;
+
+typedef struct { /* keys and values of one layer, [rows, capacity, kv_heads, size]; strides in elements */
+    void *keys, *values;
+    int64_t k_row, k_slot, k_head, v_row, v_slot, v_head, rows, capacity;
+} Buffer;
+
+enum { FINE, NO_MEMORY, NO_SLOT, NO_TOKEN };
+
 #define KC 64 /* slots of a block of attention; a page holds a multiple of 16 */
 
 /* where a slot is, counted in elements */
@@ -44,3 +59,5 @@ int linear_tiles(const void *x, const void *weight, const void *bias, void *out,
 int tiles_fit(const Call *call);
 int64_t tiles_need(int64_t n, int64_t size, int64_t value_size);
 void attend_tiles(const Plan *plan, const Call *call, int64_t r, int64_t h, char *space);
+int blocks(const Block *some, const Buffer *buffers, const Plan *const *plans, void *const *taps, int64_t count, void *x, int64_t T,
+           int64_t E, const float *cos, const float *sin, const int64_t *slots, int half, int threads);

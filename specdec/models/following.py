@@ -7,32 +7,17 @@ drawn, and a small model's step is not much longer than finding out.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from specdec.kernels.attention import AttentionPlan
-from specdec.kernels.attention.native import PlanStruct, lowered
-from specdec.kernels.native.ops import unchecked_linear
+from specdec.kernels.native.step import Steps
 from specdec.models.feed import Row
 from specdec.models.hf import HFModel
 from specdec.models.native import Native
 from specdec.models.paged import PagedCache
 from specdec.models.stacked import StackedModel
-
-
-class _Part(NamedTuple):
-    """Rows of one step that one model reads: ``at [R]``, or ``None`` for all."""
-
-    lean: Native
-    at: Tensor | None
-    cos: Tensor
-    sin: Tensor
-    slots: Tensor
-    plans: list[PlanStruct]
-    alive: AttentionPlan  # ``plans`` are addresses in what it remembers
 
 
 class Following:
@@ -54,63 +39,42 @@ class Following:
         self.leans, self.member = leans, member
         self.cache, self.length, self.budget = cache, length, budget
         self.batch = len(length)
-        table = None
+        self.table: dict[int, list[int]] | None = None
         if isinstance(cache, PagedCache):
-            table = cache.hold(
+            self.table = cache.hold(
                 [Row(b, n, n, n + k - 1) for b, (n, k) in enumerate(zip(length, budget)) if k > 1]
             )
-        self.buffers = cache.buffers
-        self.steps = [self._parts(table, n) for n in range(1, max(budget))]
+        self.steps: list[tuple[Steps, int]] = []  # of each step: who makes it, and its number there
+        for k in sorted({k for k in budget if k > 1}):  # the shortest chains end first
+            first, count = len(self.steps) + 1, k - 1 - len(self.steps)
+            made = self._made([b for b, longest in enumerate(budget) if longest >= k], first, count)
+            self.steps += [(made, n) for n in range(count)]
 
-    def _parts(self, table: dict[int, list[int]] | None, n: int) -> list[_Part]:
-        page = getattr(self.cache, "page", 0)
+    def _made(self, rows: list[int], first: int, count: int) -> Steps:
+        """Step ``first`` and the ``count - 1`` after it, of the same ``rows``."""
         of: dict[int, list[int]] = {}
-        for b, k in enumerate(self.budget):
-            if k > n:
-                of.setdefault(self.member[b], []).append(b)
-        parts = []
-        for member, rows in of.items():
-            lean = self.leans[member]
-            at = [self.length[b] + n - 1 for b in rows]
-            if table is None:
-                flat = [b * self.cache.slots + s for b, s in zip(rows, at)]
-                held = None
+        for b in rows:
+            of.setdefault(self.member[b], []).append(b)
+        readers = []
+        for member, mine in of.items():
+            at = [self.length[b] + first - 1 for b in mine]
+            where = [(b, s + n) for n in range(count) for b, s in zip(mine, at)]
+            page, pages = 0, None
+            if self.table is None:
+                flat = [b * self.cache.slots + s for b, s in where]
             else:
-                flat = [table[b][s // page] * page + s % page for b, s in zip(rows, at)]
-                held = [table[b] for b in rows]
-            positions, slots = torch.tensor([at, flat]).unbind(0)
-            plan = AttentionPlan(
-                rows,
-                at,
-                [1] * len(rows),
-                self.cache.capacity,
-                slots=slots,
-                table=held,
-                page=page if held else 0,
-            )
-            plans = [lowered(plan, b.window) for b in lean.blocks]
-            which = None if len(rows) == self.batch else torch.tensor(rows)
-            cos, sin = lean.rotary(lean.head.weight, positions)
-            parts.append(_Part(lean, which, cos, sin, slots, plans, plan))
-        return parts
+                page, pages = self.cache.page, [self.table[b] for b in mine]
+                flat = [self.table[b][s // page] * page + s % page for b, s in where]
+            positions, slots = torch.tensor([[s for _, s in where], flat]).unbind(0)
+            every = len(mine) == self.batch
+            lean, held = self.leans[member], self.cache.buffers
+            readers.append(lean.reader(mine, at, count, positions, slots, held, every, pages, page))
+        return Steps(readers, self.batch, count)
 
     def __call__(self, n: int, tokens: Tensor) -> Tensor:
         """Logits ``[B, V]`` after ``tokens [B]``, node ``n - 1`` of each row; zeros for rows without one."""
-        logits: Tensor | None = None
-        with torch.inference_mode():
-            for lean, at, cos, sin, slots, plans, _ in self.steps[n - 1]:
-                x = F.embedding(tokens if at is None else tokens[at], lean.body.embed_tokens.weight)
-                assert lean._whole is not None
-                lean._whole(x, cos, sin, slots, self.buffers, plans)
-                made = lean._logits(x, None, unchecked_linear)
-                assert made is not None
-                if at is None:
-                    return made
-                if logits is None:
-                    logits = made.new_zeros(self.batch, made.shape[1])
-                logits[at] = made
-        assert logits is not None
-        return logits
+        steps, number = self.steps[n - 1]
+        return steps(number, tokens)
 
     def remember(self) -> None:
         """Note what was fed, when all steps are through."""

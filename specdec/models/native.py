@@ -17,11 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specdec.kernels.attention import AttentionPlan, attention
-from specdec.kernels.attention.native import always, lowered, prompt
+from specdec.kernels.attention.native import always, lowered, prompt, series
 from specdec.kernels.native import library
-from specdec.kernels.native.blocks import CAST, Blocks
+from specdec.kernels.native.blocks import CAST, Blocks, Buffers
 from specdec.kernels.native.ops import MOST, add_norm, linear_takes, silu_mul, tiles, turn
 from specdec.kernels.native.ops import unchecked_linear as own
+from specdec.kernels.native.step import Reader
 from specdec.models.families import positions_of
 from specdec.models.lean import Lean
 
@@ -161,6 +162,42 @@ class Native(Lean):
         """Whether a forward of so many tokens can be one call."""
         whole = self._whole
         return whole is not None and whole.plain and self._few >= tokens and self.usable
+
+    def reader(
+        self,
+        rows: list[int],
+        first: list[int],
+        steps: int,
+        positions: Tensor,
+        slots: Tensor,
+        held: Buffers,
+        every: bool,
+        table: list[list[int]] | None = None,
+        page: int = 0,
+    ) -> Reader:
+        """The model as ``kernels.native.step`` takes it, for ``steps`` steps of ``rows``, the first at slots ``first``.
+
+        ``at_once`` says whether it can.
+
+        Args:
+            positions, slots: ``[steps * rows]``. every: whether ``rows`` are all of the batch. table, page: pages of each row.
+        """
+        whole, head, norm = self._whole, self.head, self.body.norm
+        assert whole is not None
+        cos, sin = self.rotary(head.weight, positions)
+        made = {w: series(rows, first, steps, w, table, page) for w in {b.window for b in self.blocks}}
+        return Reader(
+            *(
+                whole,
+                self.body.embed_tokens.weight,
+                norm.weight,
+                norm.variance_epsilon,
+                head.weight,
+                head.bias,
+            ),
+            *(cos, sin, slots, held, [made[b.window][0] for b in self.blocks], made),
+            None if every else torch.tensor(rows),
+        )
 
     def _at_once(
         self,
