@@ -12,7 +12,8 @@ from torch.nn.utils import prune
 
 import specdec as sd
 from specdec.kernels.native import library, reason
-from specdec.kernels.native.blocks import Blocks, buffers
+from specdec.kernels.native.blocks import buffers
+from specdec.kernels.native.step import Steps
 from specdec.models.spire import SpireModel
 from specdec.models.spire_steps import SpireSteps
 from specdec.types import Context, Proposal
@@ -51,7 +52,7 @@ def test_one_call_gives_the_bits_of_many(family, dtype, page, monkeypatch):
     lean = model._path.lean
     assert lean._whole is not None
     calls = []
-    monkeypatch.setattr(Blocks, "__call__", counted(Blocks.__call__, calls))
+    monkeypatch.setattr(Steps, "__call__", counted(Steps.__call__, calls))
     taps = (0, 1, len(lean.blocks))
     at_once = scores(model, taps)
     assert len(calls) == 2  # prefill and verification

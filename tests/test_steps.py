@@ -62,9 +62,9 @@ def test_bad_input():
     tokens = torch.tensor([3, 4])
     with pytest.raises(ValueError, match="step 3 of 3"):
         case.steps(3, tokens)
-    with pytest.raises(ValueError, match="an int64 for each of 2 rows"):
+    with pytest.raises(ValueError, match="give 2 as int64"):
         case.steps(0, tokens[:1])
-    with pytest.raises(ValueError, match="an int64 for each of 2 rows"):
+    with pytest.raises(ValueError, match="give 2 as int64"):
         case.steps(0, tokens.int())
     for bad in (-1, 96):
         with pytest.raises(IndexError, match="not all tokens"):
@@ -74,30 +74,32 @@ def test_bad_input():
 def test_readers_that_do_not_fit():
     case = made()
     ((reader,),) = case.steps._alive[:1]
-    assert Steps([reader], 2, 3)(0, torch.tensor([3, 4])).shape == (2, 96)
+    assert Steps([reader], 2, 2, 3)(0, torch.tensor([3, 4])).shape == (2, 96)
     for wrong in (
         {"rows": torch.tensor([0, 2])},  # the batch has two
-        {"rows": torch.tensor([0])},  # its plans are of two
+        {"source": torch.tensor([0, -1])},
+        {"source": torch.tensor([0])},  # it reads two
+        {"keep": torch.tensor([2])},
         {"plans": reader.plans[:1]},
         {"norm": reader.norm[:32]},
         {"head": reader.head[:, :32].contiguous()},
     ):
         with pytest.raises(ValueError, match="does not go with the others, or with itself"):
-            Steps([reader._replace(**wrong)], 2, 3)
+            Steps([reader._replace(**wrong)], 2, 2, 3)
     with pytest.raises(ValueError, match="do not go together"):
-        Steps([reader], 2, 2)  # rotations of three steps
+        Steps([reader._replace(cos=reader.cos[1:])], 2, 2, 3)
     with pytest.raises(ValueError, match="cache's layer"):
-        Steps([reader._replace(held=made(num_hidden_layers=1).cache.buffers)], 2, 3)
+        Steps([reader._replace(held=made(num_hidden_layers=1).cache.buffers)], 2, 2, 3)
     for name in ("embedding", "head", "norm"):
         with pytest.raises(RuntimeError, match="cast"):
-            Steps([reader._replace(**{name: getattr(reader, name).double()})], 2, 3)
+            Steps([reader._replace(**{name: getattr(reader, name).double()})], 2, 2, 3)
 
 
 def test_a_slot_that_is_not_there_writes_nothing():
     case = made()
     ((reader,),) = case.steps._alive[:1]
     before = [t.clone() for pair in case.cache.layers for t in pair]
-    far = Steps([reader._replace(slots=torch.full_like(reader.slots, 10**6))], 2, 3)
+    far = Steps([reader._replace(slots=torch.full_like(reader.slots, 10**6))], 2, 2, 3)
     with pytest.raises(IndexError, match="slots are not all in the buffers"):
         far(0, torch.tensor([3, 4]))
     assert all(map(torch.equal, before, [t for pair in case.cache.layers for t in pair]))

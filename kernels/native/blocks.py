@@ -142,13 +142,7 @@ class Blocks:
         self.check_buffers(x.dtype, held, range(count))
         if len(plans) != count:
             raise ValueError(f"{count} blocks have {len(plans)} plans: give as many")
-        at = None
-        if taps:
-            at = (c_void_p * (count + 1))()
-            for number, into in taps.items():
-                if into.shape != x.shape or into.dtype != x.dtype or not into.is_contiguous():
-                    raise ValueError(f"taps[{number}] is {tuple(into.shape)} {into.dtype}: make it as x is")
-                at[number] = into.data_ptr()
+        at = tapped(taps, count, (T, E), x.dtype)
         lowered = (c_void_p * count)(*map(addressof, plans))
         _done(
             _function("blocks")(
@@ -217,6 +211,20 @@ def _check(x: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, size: int) -> Non
     if not x.is_contiguous():
         raise ValueError(f"blocks: x {tuple(x.shape)} is not contiguous")
     check_inputs(len(x), cos, sin, slots, size)
+
+
+def tapped(
+    taps: dict[int, Tensor] | None, count: int, shape: tuple[int, int], dtype: torch.dtype
+) -> Array[c_void_p] | None:
+    """Where the kernel puts the inputs of ``count`` blocks, and the result; ``None`` for no taps."""
+    if not taps:
+        return None
+    at = (c_void_p * (count + 1))()
+    for number, into in taps.items():
+        if into.shape != shape or into.dtype != dtype or not into.is_contiguous():
+            raise ValueError(f"taps[{number}] is {tuple(into.shape)} {into.dtype}: make it {shape} {dtype}")
+        at[number] = into.data_ptr()
+    return at
 
 
 def check_inputs(T: int, cos: Tensor, sin: Tensor, slots: Tensor, size: int) -> None:

@@ -1,29 +1,32 @@
-/* One token of each row through whole models, from its embedding to its logits: the steps of a chain, each row by its own model. */
+/* Packed tokens through whole models, from their embeddings to their logits, each token by its own model. */
 
 #include <stdlib.h>
 #include <string.h>
 
 #include "calls.h"
 
-typedef struct { /* one model, and the rows that it reads; where steps differ, they lie one after another */
+typedef struct { /* one model, and the T tokens that it reads; where steps of a chain differ, they lie one after another */
     const Block *blocks;
     const Buffer *buffers;
     const Plan *const *plans;
+    void *const *taps;                          /* as for blocks */
     const void *embedding, *norm, *head, *bias; /* [tokens, E], [E], [V, E], [V] or NULL */
-    const float *cos, *sin;      /* [steps, T, size] */
-    const int64_t *slots, *rows; /* [steps, T]; [T]: rows of `ids` and of `logits`, or NULL for 0 .. T - 1 */
-    int64_t count, T, E, V, size, tokens;
+    const float *cos, *sin;                     /* [steps, T, size] */
+    const int64_t *slots;                       /* [steps, T] */
+    const int64_t *from;                        /* [T]: which of the ids, or NULL for 0 .. T - 1 */
+    const int64_t *keep, *rows;                 /* [kept]: whose logits are wanted, or NULL for all T; where they go, or NULL for 0 .. kept - 1 */
+    int64_t count, T, kept, E, V, size, tokens;
     float eps;
 } Reader;
 
 static int reads(const Reader *r, int64_t at, const int64_t *ids, char *logits, int half, int threads) {
-    const int64_t bytes = half ? 2 : 4, wide = r->E * bytes, each = r->V * bytes;
-    char *x = malloc(2 * r->T * wide + (r->rows ? r->T * each : 0));
+    const int64_t bytes = half ? 2 : 4, wide = r->E * bytes, each = r->V * bytes, turned = at * r->T * r->size;
+    char *x = malloc((r->T + 2 * r->kept) * wide + (r->rows ? r->kept * each : 0));
     if (!x) return NO_MEMORY;
-    char *y = x + r->T * wide, *made = r->rows ? y + r->T * wide : logits;
+    char *y = x + r->T * wide, *z = y + r->kept * wide, *made = r->rows ? z + r->kept * wide : logits;
     int done = FINE;
     for (int64_t t = 0; t < r->T && done == FINE; t++) {
-        const int64_t id = ids[r->rows ? r->rows[t] : t];
+        const int64_t id = ids[r->from ? r->from[t] : t];
         if (id < 0 || id >= r->tokens) done = NO_TOKEN;
         else memcpy(x + t * wide, (const char *)r->embedding + id * wide, wide);
     }
@@ -31,26 +34,29 @@ static int reads(const Reader *r, int64_t at, const int64_t *ids, char *logits, 
     const Plan *plans[r->count];
     for (int64_t i = 0; i < r->count; i++) {
         now[i] = *r->plans[i];
-        now[i].length += at * r->T;
-        now[i].low += at * r->T;
-        now[i].high += at * r->T;
+        if (at) { /* one token a row */
+            now[i].length += at * r->T;
+            now[i].low += at * r->T;
+            now[i].high += at * r->T;
+        }
         plans[i] = now + i;
     }
-    const int64_t turned = at * r->T * r->size;
     if (done == FINE)
-        done = blocks(r->blocks, r->buffers, plans, NULL, r->count, x, r->T, r->E, r->cos + turned, r->sin + turned,
+        done = blocks(r->blocks, r->buffers, plans, r->taps, r->count, x, r->T, r->E, r->cos + turned, r->sin + turned,
                       r->slots + at * r->T, half, threads);
-    if (done == FINE) {
-        add_norm(x, NULL, r->norm, y, r->T, r->E, r->eps, half);
-        done = linear(y, r->head, r->bias, made, r->T, r->V, r->E, half, threads);
+    if (done == FINE && r->kept) {
+        if (r->keep)
+            for (int64_t i = 0; i < r->kept; i++) memcpy(y + i * wide, x + r->keep[i] * wide, wide);
+        add_norm(r->keep ? y : x, NULL, r->norm, z, r->kept, r->E, r->eps, half);
+        done = linear(z, r->head, r->bias, made, r->kept, r->V, r->E, half, threads);
+        if (done == FINE && r->rows)
+            for (int64_t i = 0; i < r->kept; i++) memcpy(logits + r->rows[i] * each, made + i * each, each);
     }
-    if (done == FINE && r->rows)
-        for (int64_t t = 0; t < r->T; t++) memcpy(logits + r->rows[t] * each, made + t * each, each);
     free(x);
     return done;
 }
 
-/* Step number `at`: ids [B]; logits [B, V], of which the rows of all readers are written. */
+/* Step number `at`: ids of all readers; logits [.., V], of which the rows of all readers are written. */
 int step(const Reader *all, int64_t count, int64_t at, const int64_t *ids, void *logits, int half, int threads) {
     int done = FINE;
     for (int64_t i = 0; i < count && done == FINE; i++) done = reads(all + i, at, ids, logits, half, threads);

@@ -1,4 +1,4 @@
-"""One token of each row through whole models in one call of C, ``step.c``: all that can be known before the tokens is found out before."""
+"""Packed tokens through whole models in one call of C, ``step.c``: from ids to logits."""
 
 from __future__ import annotations
 
@@ -11,19 +11,22 @@ import torch
 from torch import Tensor
 
 from specdec.kernels.attention.native import PlanStruct
-from specdec.kernels.native.blocks import CAST, Blocks, Buffers, check_inputs, fields
+from specdec.kernels.native.blocks import CAST, Blocks, Buffers, check_inputs, fields, tapped
 from specdec.kernels.native.build import library, reason
 from specdec.kernels.native.ops import linear_takes
 
 
 class Reader(NamedTuple):
-    """A model, and the ``T`` rows that it reads in each of some steps.
+    """A model, and the ``T`` tokens that it reads in each of some steps.
 
     Attributes:
         embedding: ``[tokens, E]``. norm: ``[E]`` weights of the last norm, and its ``eps``. head: ``[V, E]``. bias: ``[V]`` or ``None``.
         cos, sin: ``[steps * T, size]``. slots: ``[steps * T]``. held: keys and values.
-        plans: of each block, ``attention.native.series``; ``alive``: what they point to.
-        rows: ``[T]`` int64, which rows they are; ``None``: all of the batch.
+        plans: of each block, ``attention.native.lowered``, or of more steps ``series``; ``alive``: what they point to.
+        source: ``[T]`` int64, which of the ids it reads; ``None``: the first T.
+        keep: ``[K]`` int64, which of its tokens' logits are wanted; ``None``: all. rows: ``[K]`` int64, which rows of the logits they
+            are; ``None``: the first K.
+        taps: ``[T, E]`` tensors for the inputs of blocks by number, and for the last one's result.
     """
 
     blocks: Blocks
@@ -37,38 +40,46 @@ class Reader(NamedTuple):
     slots: Tensor
     held: Buffers
     plans: Sequence[PlanStruct]
-    alive: Any
+    alive: Any = None
+    source: Tensor | None = None
+    keep: Tensor | None = None
     rows: Tensor | None = None
+    taps: dict[int, Tensor] | None = None
 
 
 class _Reader(Structure):
     _fields_ = [
-        *fields(c_void_p, "blocks buffers plans embedding norm head bias cos sin slots rows"),
-        *fields(c_int64, "count T E V size tokens"),
+        *fields(
+            c_void_p, "blocks buffers plans taps embedding norm head bias cos sin slots source keep rows"
+        ),
+        *fields(c_int64, "count T kept E V size tokens"),
         *fields(c_float, "eps"),
     ]
 
 
 class Steps:
-    """``(n, ids [B]) -> logits [B, V]``, every row by its reader and rows of none zero: what ``Native.forward`` computes, to the bit.
+    """``(n, ids [N]) -> logits [R, V]``, every token by its reader, rows of none zero: what ``Native.forward`` computes, to the bit.
 
     Addresses are taken once: for use at once, while nobody changes the models' weights or frees what the readers hold.
 
+    Args:
+        ids, rows: how many there are. steps: of one token a row each, where there are more than one.
     Raises:
         ValueError: readers that do not fit. RuntimeError: weights that have changed their shape, layout or dtype.
     """
 
-    def __init__(self, readers: Sequence[Reader], batch: int, steps: int):
+    def __init__(self, readers: Sequence[Reader], ids: int, rows: int, steps: int = 1):
         first = readers[0]
-        self._batch, self._steps, self._dtype = batch, steps, first.embedding.dtype
-        self._vocabulary = len(first.head)
+        self._ids, self._rows, self._steps = ids, rows, steps
+        self._dtype, self._vocabulary = first.embedding.dtype, len(first.head)
         self._alive: list[Any] = [readers]
         self._table = (_Reader * len(readers))(*map(self._lowered, readers))
-        self._every = sum(r.T for r in self._table) == batch
+        self._every = sum(r.kept for r in self._table) == rows
 
     def _lowered(self, r: Reader) -> _Reader:
-        E, dtype = r.embedding.shape[1], self._dtype
-        T = self._batch if r.rows is None else len(r.rows)
+        E, dtype, count = r.embedding.shape[1], self._dtype, len(r.blocks)
+        T = len(r.slots) // self._steps
+        kept = T if r.keep is None else len(r.keep)
         weights = [r.embedding, r.norm, r.head, *([] if r.bias is None else [r.bias])]
         if any(w.dtype != dtype or not w.is_contiguous() or not w.is_cpu for w in weights):
             raise RuntimeError(CAST)
@@ -76,46 +87,53 @@ class Steps:
             linear_takes(r.head, r.bias)
             and r.head.shape == (self._vocabulary, E)
             and r.norm.shape == (E,)
-            and len(r.plans) == len(r.blocks)
-            and all(plan.rows_count == T for plan in r.plans)
-            and (r.rows is None or _within(r.rows, self._batch))
+            and len(r.plans) == count
+            and (self._steps == 1 or all(plan.rows_count == T for plan in r.plans))
+            and _within(r.source, T, self._ids)
+            and _within(r.keep, kept, T)
+            and _within(r.rows, kept, self._rows)
         )
         if not fits:
             raise ValueError(
-                f"a reader of {T} of {self._batch} rows with head {tuple(r.head.shape)}, norm {tuple(r.norm.shape)} and "
-                f"{len(r.plans)} plans does not go with the others, or with itself"
+                f"a reader of {T} of {self._ids} ids, for {kept} of {self._rows} rows, with head {tuple(r.head.shape)}, norm "
+                f"{tuple(r.norm.shape)} and {len(r.plans)} plans does not go with the others, or with itself"
             )
         table = r.blocks.table(dtype)
         check_inputs(self._steps * T, r.cos, r.sin, r.slots, r.blocks.size)
-        r.blocks.check_buffers(dtype, r.held, range(len(r.blocks)))
-        plans = (c_void_p * len(r.plans))(*map(addressof, r.plans))
-        self._alive.append(plans)
+        r.blocks.check_buffers(dtype, r.held, range(count))
+        plans, taps = (c_void_p * count)(*map(addressof, r.plans)), tapped(r.taps, count, (T, E), dtype)
+        self._alive += (plans, taps)
+        some = (r.embedding, r.norm, r.head, r.bias, r.cos, r.sin, r.slots, r.source, r.keep, r.rows)
         return _Reader(
-            *(addressof(table), addressof(r.held.table), addressof(plans)),
-            *(None if t is None else t.data_ptr() for t in (r.embedding, r.norm, r.head, r.bias)),
-            *(None if t is None else t.data_ptr() for t in (r.cos, r.sin, r.slots, r.rows)),
-            *(len(r.blocks), T, E, self._vocabulary, r.blocks.size, len(r.embedding), r.eps),
+            *(
+                addressof(table),
+                addressof(r.held.table),
+                addressof(plans),
+                None if taps is None else addressof(taps),
+            ),
+            *(None if t is None else t.data_ptr() for t in some),
+            *(count, T, kept, E, self._vocabulary, r.blocks.size, len(r.embedding), r.eps),
         )
 
     def __call__(self, n: int, ids: Tensor) -> Tensor:
-        """Logits ``[B, V]`` after ``ids [B]`` int64, in step ``n``, counted from 0.
+        """Logits ``[R, V]`` after ``ids [N]`` int64, in step ``n``, counted from 0.
 
         Raises:
             ValueError: a step that there is not, or ids of another shape. IndexError: ids or slots that there are not.
         """
-        if not 0 <= n < self._steps or ids.shape != (self._batch,) or ids.dtype != torch.long:
+        if not 0 <= n < self._steps or ids.shape != (self._ids,) or ids.dtype != torch.long:
             raise ValueError(
-                f"step {n} of {self._steps}, ids {tuple(ids.shape)} {ids.dtype}: give an int64 for each of {self._batch} rows"
+                f"step {n} of {self._steps}, ids {tuple(ids.shape)} {ids.dtype}: give {self._ids} as int64"
             )
         ids = ids.cpu().contiguous()
         make = torch.empty if self._every else torch.zeros
-        logits = make(self._batch, self._vocabulary, dtype=self._dtype)
+        logits = make(self._rows, self._vocabulary, dtype=self._dtype)
         code = _function()(
             *(self._table, len(self._table), n, ids.data_ptr(), logits.data_ptr()),
             *(self._dtype == torch.bfloat16, torch.get_num_threads()),
         )
         if code == 1:
-            raise MemoryError(f"no memory for a step of {self._batch} rows")
+            raise MemoryError(f"no memory for a step of {self._ids} tokens")
         if code:
             what = (
                 "slots are not all in the buffers" if code == 2 else f"ids {ids.tolist()} are not all tokens"
@@ -124,9 +142,12 @@ class Steps:
         return logits
 
 
-def _within(rows: Tensor, batch: int) -> bool:
-    plain = rows.dim() == 1 and rows.dtype == torch.long and rows.is_contiguous() and rows.is_cpu
-    return plain and len(rows) > 0 and int(rows.min()) >= 0 and int(rows.max()) < batch
+def _within(numbers: Tensor | None, count: int, limit: int) -> bool:
+    """Whether there are ``count`` numbers below ``limit``, laid out as the kernel takes them; ``None``: 0, 1, ..."""
+    if numbers is None:
+        return count <= limit
+    plain = numbers.dtype == torch.long and numbers.is_contiguous() and numbers.is_cpu
+    return plain and numbers.shape == (count,) and all(0 <= i < limit for i in numbers.tolist())
 
 
 @cache

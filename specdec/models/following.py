@@ -68,8 +68,8 @@ class Following:
             positions, slots = torch.tensor([[s for _, s in where], flat]).unbind(0)
             every = len(mine) == self.batch
             lean, held = self.leans[member], self.cache.buffers
-            readers.append(lean.reader(mine, at, count, positions, slots, held, every, pages, page))
-        return Steps(readers, self.batch, count)
+            readers.append(lean.chain(mine, at, count, positions, slots, held, every, pages, page))
+        return Steps(readers, self.batch, self.batch, count)
 
     def __call__(self, n: int, tokens: Tensor) -> Tensor:
         """Logits ``[B, V]`` after ``tokens [B]``, node ``n - 1`` of each row; zeros for rows without one."""

@@ -22,7 +22,7 @@ from specdec.kernels.native import library
 from specdec.kernels.native.blocks import CAST, Blocks, Buffers
 from specdec.kernels.native.ops import MOST, add_norm, linear_takes, silu_mul, tiles, turn
 from specdec.kernels.native.ops import unchecked_linear as own
-from specdec.kernels.native.step import Reader
+from specdec.kernels.native.step import Reader, Steps
 from specdec.models.families import positions_of
 from specdec.models.lean import Lean
 
@@ -84,6 +84,11 @@ class Native(Lean):
             return False
         return all(b.self_attn.head_dim <= MOST and b.self_attn.head_dim % 2 == 0 for b in model.model.layers)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights."""
+        return self.head.weight.dtype
+
     def rotary(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines ``[T, D]`` of ``positions [T]``."""
         if not self._fixed:
@@ -111,17 +116,24 @@ class Native(Lean):
         caught: dict[int, list[Tensor]] | None = None,
     ) -> Tensor | None:
         """As ``Lean.forward``."""
-        x = F.embedding(ids, self.body.embed_tokens.weight)
         T = len(ids)
-        linear: Any = own if self._own and self._few >= T else F.linear
-        assert plan.slots is not None
+        few = self._own and self._few >= T
         if self._always:
             always(plan)
+        if few:
+            reader = self.reader(memo, plan, positions, keep, caught)
+            if reader is not None:
+                logits = Steps([reader], T, T if reader.keep is None else len(reader.keep))(0, ids)
+                for number, tap in (reader.taps or {}).items():
+                    assert caught is not None
+                    caught[number].append(tap)
+                return None if keep is False else logits
+        x = F.embedding(ids, self.body.embed_tokens.weight)
+        linear: Any = own if few else F.linear
+        assert plan.slots is not None
         if self.head.weight.dtype is not x.dtype or not self.head.weight.is_contiguous():
             raise RuntimeError(CAST)
         cos, sin = self.rotary(x, positions)
-        if linear is own and self._at_once(memo, plan, x, cos, sin, caught):
-            return self._logits(x, keep, own)
         if any(w.dtype is not x.dtype or not w.is_contiguous() for w in self._weights):
             raise RuntimeError(CAST)
         more: Tensor | None = None  # what the block before adds to x
@@ -165,6 +177,33 @@ class Native(Lean):
 
     def reader(
         self,
+        memo: Any,
+        plan: AttentionPlan,
+        positions: Tensor,
+        keep: Any,
+        caught: dict[int, list[Tensor]] | None = None,
+    ) -> Reader | None:
+        """A forward of few tokens as ``kernels.native.step`` takes it, or ``None`` where memo or plan do not allow it."""
+        held, whole = getattr(memo, "buffers", None), self._whole
+        if held is None or whole is None or plan.watch is not None or plan.attend is not None:
+            return None
+        if not whole.plain or self._few < len(positions):
+            return None
+        first = self.blocks[0]
+        group = first.query.out_features // first.key.out_features
+        if prompt(plan, group) or not _inside(plan, memo, self.dtype, len(positions)):
+            return None
+        assert plan.slots is not None
+        plans = {w: lowered(plan, w) for w in {b.window for b in self.blocks}}
+        wide = self.body.embed_tokens.weight.shape[1]
+        return self._reader(
+            *(positions, plan.slots, held, [plans[b.window] for b in self.blocks], plan),
+            keep=None if keep is None else torch.empty(0, dtype=torch.long) if keep is False else keep,
+            taps={number: torch.empty(len(positions), wide, dtype=self.dtype) for number in caught or ()},
+        )
+
+    def chain(
+        self,
         rows: list[int],
         first: list[int],
         steps: int,
@@ -175,64 +214,31 @@ class Native(Lean):
         table: list[list[int]] | None = None,
         page: int = 0,
     ) -> Reader:
-        """The model as ``kernels.native.step`` takes it, for ``steps`` steps of ``rows``, the first at slots ``first``.
-
-        ``at_once`` says whether it can.
+        """``steps`` forwards of one token of each of ``rows``, the first at slots ``first``; ``at_once`` says whether it can be.
 
         Args:
             positions, slots: ``[steps * rows]``. every: whether ``rows`` are all of the batch. table, page: pages of each row.
         """
-        whole, head, norm = self._whole, self.head, self.body.norm
+        made = {w: series(rows, first, steps, w, table, page) for w in {b.window for b in self.blocks}}
+        mine = None if every else torch.tensor(rows)
+        plans = [made[b.window][0] for b in self.blocks]
+        return self._reader(positions, slots, held, plans, made, source=mine, rows=mine)
+
+    def _reader(
+        self, positions: Tensor, slots: Tensor, held: Buffers, plans: list[Any], alive: Any, **which: Any
+    ) -> Reader:
+        whole, head, norm, table = self._whole, self.head, self.body.norm, self.body.embed_tokens.weight
         assert whole is not None
         cos, sin = self.rotary(head.weight, positions)
-        made = {w: series(rows, first, steps, w, table, page) for w in {b.window for b in self.blocks}}
-        return Reader(
-            *(
-                whole,
-                self.body.embed_tokens.weight,
-                norm.weight,
-                norm.variance_epsilon,
-                head.weight,
-                head.bias,
-            ),
-            *(cos, sin, slots, held, [made[b.window][0] for b in self.blocks], made),
-            None if every else torch.tensor(rows),
-        )
-
-    def _at_once(
-        self,
-        memo: Any,
-        plan: AttentionPlan,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        caught: dict[int, list[Tensor]] | None,
-    ) -> bool:
-        """All blocks over ``x [T, E]`` in one call, where memo and plan allow it: the same to the bit."""
-        held = getattr(memo, "buffers", None)
-        whole = self._whole
-        if held is None or whole is None or plan.watch is not None or plan.attend is not None:
-            return False
-        if not whole.plain:
-            return False
-        first = self.blocks[0]
-        if prompt(plan, first.query.out_features // first.key.out_features) or not _inside(plan, memo, x):
-            return False
-        assert plan.slots is not None
-        plans = {w: lowered(plan, w) for w in {b.window for b in self.blocks}}
-        taps = {number: torch.empty_like(x) for number in caught or ()}
-        whole(x, cos, sin, plan.slots, held, [plans[b.window] for b in self.blocks], taps)
-        for number, tap in taps.items():
-            assert caught is not None
-            caught[number].append(tap)
-        return True
+        last = (norm.weight, norm.variance_epsilon, head.weight, head.bias)
+        return Reader(whole, table, *last, cos, sin, slots, held, plans, alive, **which)
 
 
-def _inside(plan: AttentionPlan, memo: Any, x: Tensor) -> bool:
+def _inside(plan: AttentionPlan, memo: Any, dtype: torch.dtype, tokens: int) -> bool:
     """Whether a plan speaks of rows, slots and pages that ``memo`` has; where not, attention itself says what is wrong."""
     keys = memo.layers[0][0]
     rows, slots = keys.shape[:2]
-    if keys.dtype != x.dtype or sum(plan.counts) != len(x):
+    if keys.dtype != dtype or sum(plan.counts) != tokens:
         return False
     if plan.table is None:
         return max(plan.rows) < rows and max(plan.length) <= slots

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM, MistralForCausalLM
 
 from specdec.kernels.attention import AttentionPlan, attention
+from specdec.kernels.native.step import Steps
 from specdec.models.hf import HFModel
 from specdec.models.lean import Lean
 from specdec.models.native import Native
@@ -189,18 +190,30 @@ class _Path:
         of = [self.member[b] for b in plan.rows]
         if len(set(of)) == 1:
             return natives[of[0]].forward(memo, plan, ids, positions, keep)
-        logits: Tensor | None = None
+        parts = []
         for m in sorted(set(of)):
             part, at = plan.part([r for r, other in enumerate(of) if other == m])
             mine, asked = at, keep
             if isinstance(keep, Tensor):
                 mine = torch.isin(keep, at).nonzero()[:, 0]
                 asked = torch.searchsorted(at, keep[mine])
-            made = natives[m].forward(memo, part, ids[at], positions[at], asked)
-            if made is not None:
+            parts.append((natives[m], part, at, mine, asked))
+        count = len(ids) if keep is None else 0 if keep is False else len(keep)
+        readers = [lean.reader(memo, part, positions[at], asked) for lean, part, at, _, asked in parts]
+        if all(readers):
+            placed = [
+                r._replace(source=at, rows=mine if count else None)  # type: ignore[union-attr]
+                for r, (*_, at, mine, _) in zip(readers, parts)
+            ]
+            made = Steps(placed, len(ids), count)(0, ids)
+            return made if count else None
+        logits: Tensor | None = None
+        for lean, part, at, mine, asked in parts:
+            out = lean.forward(memo, part, ids[at], positions[at], asked)
+            if out is not None:
                 if logits is None:
-                    logits = made.new_empty(len(ids if keep is None else keep), made.shape[1])
-                logits[mine] = made
+                    logits = out.new_empty(count, out.shape[1])
+                logits[mine] = out
         return logits
 
 
