@@ -9,7 +9,7 @@ the prefill, median of interleaved repeats), its range, tau, and the seconds of 
 - `fixed:NAME`: every draft alone, padded; `best_fixed`: the best of them in hindsight; `best_fixed_packed`: the best
   of earlier batches, packed;
 - `oracle`: each domain's best draft, padded (from the fixed runs of the same repeats); `selection`: Spin with statistics pooled by what
-  a prompt looks like and kept from batch to batch, after `--learn` batches that are not counted; `selection_cold`: the same, forgotten after every batch; `selection_per_request`: the
+  a prompt looks like and kept from batch to batch, after batches of `--learn` requests that are not counted; `selection_cold`: the same, forgotten after every batch; `selection_per_request`: the
   paper's settings, nothing pooled and nothing kept. The three specialists are drafted together (`stacked`); seconds are charged by a
   profile of each draft alone, made before;
 - `selection+decomposition`; `selection+decomposition+pipeline`: with a pipeline of `--micro-batches` (drafting in a process of its own, on
@@ -24,6 +24,7 @@ One row more for each round window, domain and draft says who was chosen (`confi
 from __future__ import annotations
 
 import argparse
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -41,7 +42,6 @@ from torch import Tensor
 import specdec as sd
 from specdec import selectors, zoo
 from specdec.cost.arms import ArmCosts
-from specdec.data.corpus import DOMAINS
 from specdec.executors import Pipelined
 from specdec.types import Context, Round
 
@@ -71,7 +71,7 @@ class Settings:
     tokens: int = 96
     k: int = 4
     repeats: int = 3
-    learn: int = 2
+    learn: int = 48
     micro_batches: int = 2
     median: int = 300
     longest: int = 1000
@@ -260,7 +260,7 @@ def main(s: Settings) -> list[dict[str, Any]]:
         learned: dict[str, Any] = {}
         seen: dict[str, list[float]] = defaultdict(list)
         parts.profile(workload(parts.tokenizer, batch, s.longest, s.seed + 1000, s.median))
-        for turn in range(-s.learn, 1 + s.repeats):
+        for turn in range(-math.ceil(s.learn / batch), 1 + s.repeats):
             draw = s.seed + turn if turn >= 0 else s.seed + 1000 - turn
             work = workload(parts.tokenizer, batch, s.longest, draw, s.median)
             runs = repeat(parts, work, turn, learned, seen)
@@ -277,7 +277,9 @@ def main(s: Settings) -> list[dict[str, Any]]:
     if s.json:
         write(s.json, rows, s.seed)
     if s.plots:
-        plot(rows, Path(s.plots))
+        from _spin_end_to_end_plots import draw
+
+        draw(rows, Path(s.plots), POOL, WINDOW)
     return rows
 
 
@@ -351,86 +353,6 @@ def show(rows: list[dict[str, Any]], batch: int) -> None:
             )
 
 
-def plot(rows: list[dict[str, Any]], folder: Path) -> None:
-    """Goodput by configuration, and who was chosen by domain over rounds."""
-    from matplotlib.figure import Figure
-
-    folder.mkdir(parents=True, exist_ok=True)
-    batches = sorted({r["batch"] for r in rows})
-    order = [
-        "smallest, 2 threads",
-        "best_fixed_packed, 2 threads",
-        "selection+decomposition, 2 threads",
-        "smallest",
-        "smallest_packed",
-        "best_fixed",
-        "best_fixed_packed",
-        "best_fixed_auto",
-        "selection_auto",
-        "oracle",
-        "selection_per_request",
-        "selection_cold",
-        "selection",
-        "selection+decomposition",
-        "selection+decomposition+pipeline",
-        "spin",
-    ]
-    figure = Figure(figsize=(9, 4.2))
-    axes = figure.subplots(1, len(batches), squeeze=False)[0]
-    for axis, batch in zip(axes, batches):
-        found = {r["configuration"]: r for r in rows if r["batch"] == batch}
-        values = [found[name]["goodput"] for name in order]
-        low = [found[name]["goodput"] - found[name]["low"] for name in order]
-        high = [found[name]["high"] - found[name]["goodput"] for name in order]
-        colors = [
-            "C0" if name in ("smallest", "selection", "selection+decomposition", "spin") else "0.7"
-            for name in order
-        ]
-        axis.barh(
-            order[::-1], values[::-1], xerr=[low[::-1], high[::-1]], color=colors[::-1], error_kw={"lw": 0.8}
-        )
-        axis.set_title(f"batch {batch}", fontsize=9)
-        axis.set_xlabel("tokens/s", fontsize=8)
-        axis.tick_params(labelsize=8)
-        axis.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
-    figure.savefig(folder / "spin_end_to_end.png", dpi=150)
-    batch = batches[-1]
-    figure = Figure(figsize=(9, 2.8))
-    axes = figure.subplots(1, len(DOMAINS), sharey=True)
-    for axis, domain in zip(axes, DOMAINS):
-        mine = [
-            r
-            for r in rows
-            if r["configuration"] == "choice" and r["batch"] == batch and r["domain"] == domain
-        ]
-        windows = sorted({r["round"] for r in mine})
-        repeats = max((r["repeat"] for r in mine), default=1)
-        bottom = [0.0] * len(windows)
-        for i, name in enumerate(POOL):
-            part = [sum(r["share"] for r in mine if r["round"] == w and r["draft"] == name) for w in windows]
-            total = [sum(r["share"] for r in mine if r["round"] == w) or repeats for w in windows]
-            share = [p / t for p, t in zip(part, total)]
-            axis.bar(
-                windows,
-                share,
-                WINDOW * 0.9,
-                bottom,
-                color=f"C{i}",
-                align="edge",
-                label=name.removeprefix("pocket-"),
-            )
-            bottom = [b + x for b, x in zip(bottom, share)]
-        axis.set_title(domain, fontsize=9)
-        axis.set_xlabel("round", fontsize=8)
-        axis.tick_params(labelsize=8)
-        axis.spines[["top", "right"]].set_visible(False)
-    axes[0].set_ylabel("share of rows", fontsize=8)
-    axes[-1].legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
-    figure.tight_layout()
-    figure.savefig(folder / "spin_choices.png", dpi=150)
-
-
 def settings() -> Settings:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -443,7 +365,7 @@ def settings() -> Settings:
         "--repeats", type=int, default=d.repeats, help="workloads, each of all configurations"
     )
     parser.add_argument(
-        "--learn", type=int, default=d.learn, help="batches from which the selectors learn beforehand"
+        "--learn", type=int, default=d.learn, help="requests from which the selectors learn beforehand"
     )
     parser.add_argument("--micro-batches", type=int, default=d.micro_batches, help="of the pipeline")
     parser.add_argument("--median", type=int, default=d.median, help="tokens of the median prompt")
@@ -455,7 +377,7 @@ def settings() -> Settings:
     parser.add_argument("--plots", help="folder for the figures")
     s = Settings(**vars(parser.parse_args()))
     if s.quick:
-        s.batches, s.repeats, s.learn, s.tokens = "3", 1, 1, 8
+        s.batches, s.repeats, s.learn, s.tokens = "3", 1, 3, 8
     return s
 
 
