@@ -121,8 +121,8 @@ class Verifier(Protocol):
 
     Optional: ``from_logits(proposal, logits, sampling, context, rng)``, which is then called with the target's logits instead of
     ``__call__`` with its probabilities, where ``sampling.only_temperature``. Such a round's ``probs`` is ``None``. And
-    ``greedy(proposal, tokens)``, in the class that has the ``__call__``: at temperature 0 it is called with the target's tokens ``[B, N + 1]``, on
-    which its laws lie, and no laws are made.
+    ``greedy(proposal, tokens)``, in the class that has ``__call__`` (or ``from_logits``): at temperature 0 it is called instead of both, with the
+    target's tokens ``[B, N + 1]``, on which its laws lie, and no laws are made.
     """
 
     name: str

@@ -143,6 +143,8 @@ class Sampling:
         self, logits: Tensor, context: Context, proposal: Proposal | None = None, first: int = -1
     ) -> Tensor:
         """``[B, R]`` the most probable tokens, without making a distribution."""
+        if self.processors and logits.dtype not in (torch.float32, torch.float64):
+            logits = logits.float()  # as ``__call__`` gives them to processors
         top, token = _largest(self.scores(logits, context, proposal, first))
         _finite(top)
         return token

@@ -168,9 +168,7 @@ class Selection:
             drafted, tokens = round.proposal.size, round.verdict.accepted + 1
             reward = how.reward(round) if how.reward else tokens / (1 + self.lengths.max())
             parts = (round.context.request, round.arm, tokens, drafted, seconds, reward)
-            if len(rows) < len(round.cut):
-                parts = tuple(part[rows] for part in parts)  # type: ignore[assignment]
-            self.state = how.selector.update(self.state, Feedback(*parts))
+            self.state = how.selector.update(self.state, Feedback(*(part[rows] for part in parts)))
         gone = round.context.request[round.finished]
         if len(gone):
             for request in gone.tolist():

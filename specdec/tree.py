@@ -106,7 +106,7 @@ def follow(proposal: Proposal, wanted: Tensor) -> Verdict:
         wanted: ``[B, N + 1]`` int64, after the last committed token and after every node.
     """
     B, N = proposal.tokens.shape
-    drafted, wanted = fetched(proposal.tokens, wanted)  # the only wait for a device
+    drafted, wanted = fetched(proposal.tokens, wanted)  # one copy from a device
     parents, size = proposal.parents, proposal.size
     nodes = torch.arange(N)
     live = nodes < size[:, None]

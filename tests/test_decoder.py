@@ -577,6 +577,11 @@ def test_the_first_of_equal_largest_logits_is_taken(dtype):
     strided = logits.transpose(0, 1).contiguous().transpose(0, 1)
     for some in (logits, strided):
         assert torch.equal(sd.Sampling(temperature=0.0).argmax(some, none), first)
+    few = torch.zeros(1, 1, 10, dtype=torch.bfloat16)
+    few[0, 0, 3], few[0, 0, 7] = 3.0, 3.015625  # equal when divided in bfloat16: processors are given float32
+    divided = sd.Sampling(temperature=0.0, processors=(lambda ids, scores: scores / 1.3,))
+    assert divided.argmax(few, sd.Context.of([[0]])).tolist() == [[7]]
+    assert divided(few, sd.Context.of([[0]])).argmax(-1).tolist() == [[7]]
     logits[2, 1, 40] = float("nan")
     with pytest.raises(ValueError, match="row 2, entry 1 contain nan"):
         sd.Sampling(temperature=0.0).argmax(logits, none)

@@ -168,6 +168,11 @@ def test_bench(tmp_path):
         *(("transformers", m) for m in ("plain", "assisted", "prompt_lookup")),
     }
     assert all((r["share_of_ideal"] is not None) == (r["method"] == "vanilla") for r in rows)
+    ours = [r for r in rows if r["engine"] == "specdec"]
+    assert all((r["share_while_full"] is not None) == (r["method"] == "vanilla") for r in rows)
+    assert all(r[f"{part}_ms"] >= 0 for r in ours for part in ("draft", "target", "verify", "other"))
+    vanilla = [r for r in ours if r["method"] == "vanilla"]
+    assert all(r["draft_ms"] > 0.3 * r["bare_draft_ms"] > 0 < r["bare_target_ms"] for r in vanilla)
     assert "bare forwards" in said
 
 

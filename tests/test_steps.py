@@ -11,6 +11,7 @@ from tiny import tiny
 import specdec as sd
 from specdec.kernels.native import library, reason
 from specdec.kernels.native.step import Steps
+from specdec.models import StackedModel
 from specdec.models.following import following
 from specdec.types import Context, Proposal
 
@@ -81,8 +82,7 @@ def test_readers_that_do_not_fit():
         {"source": torch.tensor([0])},  # it reads two
         {"keep": torch.tensor([2])},
         {"plans": reader.plans[:1]},
-        {"norm": reader.norm[:32]},
-        {"head": reader.head[:, :32].contiguous()},
+        {"bias": torch.zeros(16)},
     ):
         with pytest.raises(ValueError, match="does not go with the others, or with itself"):
             Steps([reader._replace(**wrong)], 2, 2, 3)
@@ -90,9 +90,54 @@ def test_readers_that_do_not_fit():
         Steps([reader._replace(cos=reader.cos[1:])], 2, 2, 3)
     with pytest.raises(ValueError, match="cache's layer"):
         Steps([reader._replace(held=made(num_hidden_layers=1).cache.buffers)], 2, 2, 3)
-    for name in ("embedding", "head", "norm"):
+    short = {"norm": reader.norm[:32], "head": reader.head[:, :32].contiguous()}
+    wide = {
+        name: torch.zeros(*getattr(reader, name).shape[:-1], 128) for name in ("embedding", "norm", "head")
+    }
+    cast = [{name: getattr(reader, name).double()} for name in ("embedding", "head", "norm")]
+    for wrong in ({"norm": short["norm"]}, {"head": short["head"]}, wide, *cast):
         with pytest.raises(RuntimeError, match="cast"):
-            Steps([reader._replace(**{name: getattr(reader, name).double()})], 2, 2, 3)
+            Steps([reader._replace(**wrong)], 2, 2, 3)
+
+
+def test_rows_that_nobody_writes_are_zero():
+    case = made()
+    ((reader,),) = case.steps._alive[:1]
+    logits = Steps([reader._replace(rows=torch.tensor([1, 1]))], 2, 2, 3)(0, torch.tensor([3, 4]))
+    assert not logits[0].any()
+    assert logits[1].any()
+
+
+def test_an_embedding_that_does_not_lie_together():
+    plain = tiny("llama", 0, torch.float32, **SIZES, tie_word_embeddings=False)
+    strided = tiny("llama", 0, torch.float32, **SIZES, tie_word_embeddings=False)
+    table = strided.model.embed_tokens
+    table.weight = torch.nn.Parameter(table.weight.detach().t().contiguous().t())
+    prompts = [[5, 6, 7], [1, 2]]
+    said = [
+        sd.decoder(sd.HFModel(model))
+        .greedy()
+        .draft(sd.HFModel(model), length=3)
+        .build()
+        .generate(prompts, 8)
+        .ids
+        for model in (plain, strided)
+    ]
+    assert said[0] == said[1]
+
+
+def test_a_stack_is_one_call(monkeypatch):
+    stack = StackedModel([sd.HFModel(tiny("llama", seed, torch.float32, **SIZES)) for seed in (0, 3)])
+    stack.read_as(torch.tensor([1, 0]))
+    calls, step = [], Steps.__call__
+    monkeypatch.setattr(Steps, "__call__", lambda self, *args: calls.append(1) or step(self, *args))
+    context = Context.of(ROWS, capacity=20)
+    at_once = stack.score(stack.cache(2, 20), context).logits
+    assert len(calls) == 1
+    for lean in stack._path.natives:
+        lean._whole = None
+    assert torch.equal(at_once, stack.score(stack.cache(2, 20), context).logits)
+    assert len(calls) == 1
 
 
 def test_a_slot_that_is_not_there_writes_nothing():

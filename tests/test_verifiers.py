@@ -11,7 +11,7 @@ import specdec as sd
 from specdec import tree
 from specdec.rng import DRAFT, Key, Philox, seeds
 from specdec.types import Context, Proposal
-from specdec.verifiers import Rejection
+from specdec.verifiers import FusedRejection, Rejection
 from specdec.verifiers.rejection import residual, verify_chain, verify_tree
 
 
@@ -215,3 +215,28 @@ def test_a_verifier_of_its_own_is_asked_at_temperature_0_too():
     assert all(r.tops is not None and r.probs is None for r in rounds[Rejection])
     assert all(r.tops is None and r.probs is not None for r in rounds[Never])
     assert len(rounds[Rejection]) < len(rounds[Never])
+
+
+def test_a_way_from_logits_of_its_own_and_a_setting_called_greedy():
+    asked = []
+
+    class Logits(FusedRejection):
+        """Says when it is asked."""
+
+        def from_logits(self, *args):
+            asked.append(1)
+            return super().from_logits(*args)
+
+    class Setting:
+        """Has a setting, not a method."""
+
+        name, lossless, greedy = "setting", True, False
+        check, for_draft, __call__ = Rejection.check, Rejection.for_draft, Rejection.__call__
+        trust_declared = False
+
+    target = sd.TableModel.random(5, order=1, seed=0)
+    decoder = sd.decoder(target).greedy().draft(sd.drafts.Model(target), length=3)
+    plain = decoder.build().generate([[0], [1, 2]], 8, seed=0).ids
+    assert decoder.verifier(Logits()).build().generate([[0], [1, 2]], 8, seed=0).ids == plain
+    assert asked
+    assert decoder.verifier(Setting()).build().generate([[0], [1, 2]], 8, seed=0).ids == plain

@@ -27,7 +27,8 @@ PAGED_PROMPT = 1024  # the same over pages, which PyTorch needs copied together 
 _LANES = 16
 
 
-def _fields(kind: Any, names: str) -> list[tuple[str, Any]]:
+def fields(kind: Any, names: str) -> list[tuple[str, Any]]:
+    """Fields of one kind, of a ``Structure``."""
     return [(name, kind) for name in names.split()]
 
 
@@ -35,17 +36,17 @@ class PlanStruct(Structure):
     """A plan as the kernel reads it."""
 
     _fields_ = [
-        *_fields(c_void_p, "rows starts length low high mask mask_from mask_at mask_head table"),
-        *_fields(c_int64, "rows_count pages page"),
+        *fields(c_void_p, "rows starts length low high mask mask_from mask_at mask_head table"),
+        *fields(c_int64, "rows_count pages page"),
     ]
 
 
 class _Call(Structure):
     _fields_ = [
-        *_fields(c_void_p, "keys values query out lse sinks"),
-        *_fields(c_int64, "k_row k_slot k_head v_row v_slot v_head q_token q_head o_token o_head"),
-        *_fields(c_int64, "heads kv_heads size value_size half"),
-        *_fields(c_float, "scale softcap"),
+        *fields(c_void_p, "keys values query out lse sinks"),
+        *fields(c_int64, "k_row k_slot k_head v_row v_slot v_head q_token q_head o_token o_head"),
+        *fields(c_int64, "heads kv_heads size value_size half"),
+        *fields(c_float, "scale softcap"),
     ]
 
 

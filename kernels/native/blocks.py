@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec.kernels.attention.native import PlanStruct
+from specdec.kernels.attention.native import PlanStruct, fields
 from specdec.kernels.native.build import library, reason
 from specdec.kernels.native.ops import linear_takes
 
@@ -18,11 +18,6 @@ _NORMS = ("before", "after", "query_norm", "key_norm")
 _PRODUCTS = ("query", "key", "value", "out", "gate", "up", "down")
 
 CAST = "the model was cast, laid out anew or changed in shape after it was wrapped: make a new HFModel (or SpireModel) from it"
-
-
-def fields(kind: Any, names: str) -> list[tuple[str, Any]]:
-    """Fields of one kind, of a ``Structure``."""
-    return [(name, kind) for name in names.split()]
 
 
 class _Block(Structure):
@@ -101,6 +96,11 @@ class Blocks:
     def _add(self, block: _Block, field: str, module: Any, name: str) -> None:
         self._places.append((block, field, module, name))
         self._shapes.append(getattr(module, name).shape)
+
+    @property
+    def width(self) -> int:
+        """Of what goes in."""
+        return self._blocks[0].query.in_features
 
     @property
     def size(self) -> int:

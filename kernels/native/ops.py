@@ -135,7 +135,9 @@ def linear_takes(weight: Tensor, bias: Tensor | None) -> bool:
     """Whether ``linear`` can multiply by ``weight [O, E]``: sizes are multiples of 16, and numbers lie together."""
     plain = weight.dtype in (torch.float32, torch.bfloat16) and weight.is_cpu and weight.is_contiguous()
     plain = plain and type(weight.data) is Tensor  # a subclass may have its numbers elsewhere
-    same = bias is None or (bias.dtype == weight.dtype and bias.is_contiguous())
+    same = bias is None or (
+        bias.dtype == weight.dtype and bias.is_contiguous() and bias.shape == weight.shape[:1]
+    )
     return plain and same and weight.dim() == 2 and weight.shape[0] % 16 == 0 == weight.shape[1] % 16
 
 

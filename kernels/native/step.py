@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from specdec.kernels.attention.native import PlanStruct
-from specdec.kernels.native.blocks import CAST, Blocks, Buffers, check_inputs, fields, tapped
+from specdec.kernels.attention.native import PlanStruct, fields
+from specdec.kernels.native.blocks import CAST, Blocks, Buffers, check_inputs, tapped
 from specdec.kernels.native.build import library, reason
 from specdec.kernels.native.ops import linear_takes
 
@@ -22,7 +22,8 @@ class Reader(NamedTuple):
     Attributes:
         embedding: ``[tokens, E]``. norm: ``[E]`` weights of the last norm, and its ``eps``. head: ``[V, E]``. bias: ``[V]`` or ``None``.
         cos, sin: ``[steps * T, size]``. slots: ``[steps * T]``. held: keys and values.
-        plans: of each block, ``attention.native.lowered``, or of more steps ``series``; ``alive``: what they point to.
+        plans: of each block, ``attention.native.lowered``, or of more steps ``series``; ``alive``: what they point to. They are believed:
+            who makes them looks that they speak of ``T`` tokens, and of rows and slots that there are.
         source: ``[T]`` int64, which of the ids it reads; ``None``: the first T.
         keep: ``[K]`` int64, which of its tokens' logits are wanted; ``None``: all. rows: ``[K]`` int64, which rows of the logits they
             are; ``None``: the first K.
@@ -74,19 +75,24 @@ class Steps:
         self._dtype, self._vocabulary = first.embedding.dtype, len(first.head)
         self._alive: list[Any] = [readers]
         self._table = (_Reader * len(readers))(*map(self._lowered, readers))
-        self._every = sum(r.kept for r in self._table) == rows
+        written = {
+            i
+            for r, made in zip(readers, self._table)
+            for i in (range(made.kept) if r.rows is None else r.rows.tolist())
+        }
+        self._every = len(written) == rows
 
     def _lowered(self, r: Reader) -> _Reader:
         E, dtype, count = r.embedding.shape[1], self._dtype, len(r.blocks)
         T = len(r.slots) // self._steps
         kept = T if r.keep is None else len(r.keep)
         weights = [r.embedding, r.norm, r.head, *([] if r.bias is None else [r.bias])]
-        if any(w.dtype != dtype or not w.is_contiguous() or not w.is_cpu for w in weights):
+        shapes = [r.norm.shape == (E,), r.head.shape[1:] == (E,), r.blocks.width == E]
+        if not all(shapes) or any(w.dtype != dtype or not w.is_contiguous() or not w.is_cpu for w in weights):
             raise RuntimeError(CAST)
         fits = (
             linear_takes(r.head, r.bias)
-            and r.head.shape == (self._vocabulary, E)
-            and r.norm.shape == (E,)
+            and len(r.head) == self._vocabulary
             and len(r.plans) == count
             and (self._steps == 1 or all(plan.rows_count == T for plan in r.plans))
             and _within(r.source, T, self._ids)
@@ -95,8 +101,8 @@ class Steps:
         )
         if not fits:
             raise ValueError(
-                f"a reader of {T} of {self._ids} ids, for {kept} of {self._rows} rows, with head {tuple(r.head.shape)}, norm "
-                f"{tuple(r.norm.shape)} and {len(r.plans)} plans does not go with the others, or with itself"
+                f"a reader of {T} of {self._ids} ids, for {kept} of {self._rows} rows, with head {tuple(r.head.shape)} "
+                f"and {len(r.plans)} plans does not go with the others, or with itself"
             )
         table = r.blocks.table(dtype)
         check_inputs(self._steps * T, r.cos, r.sin, r.slots, r.blocks.size)

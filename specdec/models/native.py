@@ -67,6 +67,7 @@ class Native(Lean):
         every = [p for block in self._projections for p in block] + [(self.head.weight, self.head.bias)]
         sizes = {linear_takes(*p) and (invariant or p[0].shape[1] <= WIDE) for p in every}
         self._own = sizes == {True}
+        self._shape = self.head.weight.shape
         self._weights = [p[0] for p in every]
         takes = self._own and backend in ("auto", "native") and Blocks.takes(self.blocks)
         ordered = [b.layer for b in self.blocks] == list(range(len(self.blocks)))
@@ -117,7 +118,7 @@ class Native(Lean):
     ) -> Tensor | None:
         """As ``Lean.forward``."""
         T = len(ids)
-        few = self._own and self._few >= T
+        few = self._own and self._few >= T and ids.dtype == torch.long
         if self._always:
             always(plan)
         if few:
@@ -167,13 +168,22 @@ class Native(Lean):
         if keep is not None:
             x = x[keep]
         norm = self.body.norm
+        if self.head.weight.shape != self._shape:
+            raise RuntimeError(CAST)
         y = add_norm(x, None, norm.weight, norm.variance_epsilon)
         return linear(y, self.head.weight, self.head.bias)
 
     def at_once(self, tokens: int) -> bool:
-        """Whether a forward of so many tokens can be one call."""
+        """Whether forwards of so many tokens can be one call each, whatever their positions."""
         whole = self._whole
-        return whole is not None and whole.plain and self._few >= tokens and self.usable
+        ready = whole is not None and whole.plain and self._laid and self.usable
+        return ready and self._fixed and self._few >= tokens
+
+    @property
+    def _laid(self) -> bool:
+        """Whether the weights around the blocks lie as the kernels take them."""
+        around = (self.body.embed_tokens.weight, self.body.norm.weight)
+        return all(w.is_contiguous() for w in around)
 
     def reader(
         self,
@@ -187,8 +197,12 @@ class Native(Lean):
         held, whole = getattr(memo, "buffers", None), self._whole
         if held is None or whole is None or plan.watch is not None or plan.attend is not None:
             return None
-        if not whole.plain or self._few < len(positions):
+        if not whole.plain or self._few < len(positions) or not self._laid:
             return None
+        if keep is not None and keep is not False:
+            if not isinstance(keep, Tensor) or keep.dtype != torch.long:
+                return None
+            keep = keep.contiguous()
         first = self.blocks[0]
         group = first.query.out_features // first.key.out_features
         if prompt(plan, group) or not _inside(plan, memo, self.dtype, len(positions)):

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM, MistralForCausalLM
 
 from specdec.kernels.attention import AttentionPlan, attention
-from specdec.kernels.native.step import Steps
+from specdec.kernels.native.step import Reader, Steps
 from specdec.models.hf import HFModel
 from specdec.models.lean import Lean
 from specdec.models.native import Native
@@ -199,13 +199,14 @@ class _Path:
                 asked = torch.searchsorted(at, keep[mine])
             parts.append((natives[m], part, at, mine, asked))
         count = len(ids) if keep is None else 0 if keep is False else len(keep)
-        readers = [lean.reader(memo, part, positions[at], asked) for lean, part, at, _, asked in parts]
-        if all(readers):
-            placed = [
-                r._replace(source=at, rows=mine if count else None)  # type: ignore[union-attr]
-                for r, (*_, at, mine, _) in zip(readers, parts)
-            ]
-            made = Steps(placed, len(ids), count)(0, ids)
+        readers: list[Reader] = []
+        for lean, part, at, mine, asked in parts:
+            reader = lean.reader(memo, part, positions[at], asked)
+            if reader is None:
+                break
+            readers.append(reader._replace(source=at, rows=mine if count else None))
+        else:
+            made = Steps(readers, len(ids), count)(0, ids)
             return made if count else None
         logits: Tensor | None = None
         for lean, part, at, mine, asked in parts:

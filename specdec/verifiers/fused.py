@@ -21,14 +21,17 @@ class FusedRejection(Rejection):
     """``Rejection`` that takes the target's logits where sampling is a temperature and nothing else.
 
     Its decisions are those of ``Rejection`` with the same numbers, up to the rounding of probabilities; how rarely they differ,
-    ``kernels/rejection/reference.py`` says. ``Round.probs`` is then ``None``. Under other sampling, and for trees,
-    probabilities are made and it is ``Rejection``. On the CPU nothing is fused, and nothing gained.
+    ``kernels/rejection/reference.py`` says. ``Round.probs`` is then ``None``. Under other sampling, and for trees, it is ``Rejection``. On the CPU
+    nothing is fused, and nothing gained.
 
     Args:
         trust_declared: as for ``Rejection``.
     """
 
     name = "fused rejection"
+
+    def greedy(self, proposal: Proposal, tokens: Tensor) -> Verdict:
+        return super().greedy(proposal, tokens)
 
     def from_logits(
         self, proposal: Proposal, logits: Tensor, sampling: Sampling, context: Context, rng: Rng
