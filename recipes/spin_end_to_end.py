@@ -9,7 +9,8 @@ the prefill, median of interleaved repeats), its range, tau, and the seconds of 
 - `fixed:NAME`: every draft alone, padded; `best_fixed`: the best of them in hindsight; `best_fixed_packed`: the best
   of earlier batches, packed;
 - `oracle`: each domain's best draft, padded (from the fixed runs of the same repeats); `selection`: Spin with statistics pooled by what
-  a prompt looks like and kept from batch to batch, after batches of `--learn` requests that are not counted; `selection_cold`: the same, forgotten after every batch; `selection_per_request`: the
+  a prompt looks like and kept from batch to batch, after batches of `--learn` requests that are not counted (all selectors begin with what one has
+  learned there); `selection_cold`: the same, forgotten after every batch; `selection_per_request`: the
   paper's settings, nothing pooled and nothing kept. The three specialists are drafted together (`stacked`); seconds are charged by a
   profile of each draft alone, made before;
 - `selection+decomposition`; `selection+decomposition+pipeline`: with a pipeline of `--micro-batches` (drafting in a process of its own, on
@@ -71,7 +72,7 @@ class Settings:
     tokens: int = 96
     k: int = 4
     repeats: int = 3
-    learn: int = 48
+    learn: int = 192
     micro_batches: int = 2
     median: int = 300
     longest: int = 1000
@@ -177,24 +178,25 @@ class Parts:
         return (base if executor is None else base.executor(executor)).build()
 
     def selector(self) -> Any:
-        return selectors.Spin(exploration=4, pool=Kind(self.tokenizer), warm=20, learn="always")
+        return selectors.Spin(exploration=4, pool=Kind(self.tokenizer), warm=100, learn="always")
 
 
 def repeat(
-    parts: Parts, work: Workload, turn: int, learned: dict[str, Any], seen: dict[str, list[float]]
+    parts: Parts,
+    work: Workload,
+    turn: int,
+    learned: dict[str, Any],
+    seen: dict[str, list[float]],
+    taught: Any,
 ) -> dict[str, Run]:
-    """All configurations once, in an order that turns; ``learned``: what selectors carry from batch to batch, ``seen``: past goodput."""
-    s, seed = parts.s, parts.s.seed + abs(turn)
+    """All configurations once, in an order that turns; ``learned``: what selectors carry from batch to batch, ``taught``: what they begin
+    with, ``seen``: past goodput."""
+    s, seed = parts.s, parts.s.seed + turn
     pipeline = Pipelined(min(s.micro_batches, len(work.rows)), workers="processes")
-    learning = turn < 0
-    runs = (
-        {}
-        if learning
-        else {f"fixed:{name}": decode(parts.fixed(name), work, s.tokens, seed) for name in POOL}
-    )
+    runs = {f"fixed:{name}": decode(parts.fixed(name), work, s.tokens, seed) for name in POOL}
     # As every real choice, these are made from what was seen before; in the first batch from the fixed runs of the batch itself.
     past = seen if turn else {name: [run.goodput] for name, run in runs.items()}
-    best = POOL[0] if learning else max(POOL, key=lambda name: median(past[f"fixed:{name}"]))
+    best = max(POOL, key=lambda name: median(past[f"fixed:{name}"]))
     serial, piped = (median(past.get(f"selection+decomposition{p}", [1.0])) for p in ("", "+pipeline"))
     plans: dict[str, tuple[int, Callable[[], Any]]] = {
         "smallest_packed": (1, lambda: parts.fixed(POOL[0], "packed")),
@@ -218,19 +220,28 @@ def repeat(
         "best_fixed_packed, 2 threads": (2, lambda: parts.fixed(best, "packed")),
         "selection+decomposition, 2 threads": (2, lambda: parts.chosen(parts.selector(), "decomposed")),
     }
-    names = [name for name in plans if not learning or name in LEARNS]
+    names = list(plans)
     for name in names[turn % len(names) :] + names[: turn % len(names)]:
         threads, make = plans[name]
         decoder = make()
-        keeps = name in LEARNS
-        if keeps and name not in learned:
+        if name in LEARNS and name not in learned:
             learned[name] = decoder.begin(len(work.rows))
+            learned[name].state = taught.state  # a value: nobody writes to it
         torch.set_num_threads(threads)
         runs[name] = decode(decoder, work, s.tokens, seed, learned.get(name))
         torch.set_num_threads(s.threads)
-    if not learning:
-        runs["smallest"] = runs[f"fixed:{POOL[0]}"]
+    runs["smallest"] = runs[f"fixed:{POOL[0]}"]
     return runs
+
+
+def teach(parts: Parts, batch: int) -> Any:
+    """A selection that has learned from ``--learn`` requests, in batches; on the fastest attention, since costs are those of the profile."""
+    s, decoder = parts.s, parts.chosen(parts.selector(), "auto")
+    selection = decoder.begin(batch)
+    for turn in range(math.ceil(s.learn / batch)):
+        work = workload(parts.tokenizer, batch, s.longest, s.seed + 1001 + turn, s.median)
+        decode(decoder, work, s.tokens, s.seed + 1001 + turn, selection)
+    return selection
 
 
 def best_by_domain(runs: dict[str, Run], work: Workload) -> list[int]:
@@ -260,12 +271,10 @@ def main(s: Settings) -> list[dict[str, Any]]:
         learned: dict[str, Any] = {}
         seen: dict[str, list[float]] = defaultdict(list)
         parts.profile(workload(parts.tokenizer, batch, s.longest, s.seed + 1000, s.median))
-        for turn in range(-math.ceil(s.learn / batch), 1 + s.repeats):
-            draw = s.seed + turn if turn >= 0 else s.seed + 1000 - turn
-            work = workload(parts.tokenizer, batch, s.longest, draw, s.median)
-            runs = repeat(parts, work, turn, learned, seen)
-            if turn < 0:
-                continue
+        taught = teach(parts, batch)
+        for turn in range(1 + s.repeats):
+            work = workload(parts.tokenizer, batch, s.longest, s.seed + turn, s.median)
+            runs = repeat(parts, work, turn, learned, seen, taught)
             for name, run in runs.items():
                 seen[name].append(run.goodput)
             if turn:  # the first warms up
