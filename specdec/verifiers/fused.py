@@ -31,6 +31,7 @@ class FusedRejection(Rejection):
     name = "fused rejection"
 
     def greedy(self, proposal: Proposal, tokens: Tensor) -> Verdict:
+        """As ``Rejection``'s; it stands here because a class that verifies in its own way has to say so (``protocols.Verifier``)."""
         return super().greedy(proposal, tokens)
 
     def from_logits(
