@@ -109,6 +109,8 @@ def pick(probs: Tensor, u: Tensor) -> Tensor:
     cdf = probs.cumsum(-1, dtype=torch.float64)
     total = cdf[..., -1:].contiguous()
     last = torch.searchsorted(cdf, total)  # the last token with any probability
+    if not probs.is_cpu:  # of NaN, too, a token comes out: whether it is one is known later
+        last = last.clamp(max=probs.shape[-1] - 1)
     at = torch.searchsorted(cdf, sent(u, cdf.device)[..., None] * total, right=True)
     return torch.minimum(at, last)[..., 0]
 
@@ -211,12 +213,13 @@ class Philox:
             from specdec.kernels.philox import race
 
             return race(flat, seed, at).view(shape)
-        widest = int((flat > 0).sum(-1).max())
-        if widest <= 1:
-            return probs.argmax(-1)
         token = None
-        if widest <= V // 8:
-            flat, token = flat.topk(widest, -1)
+        if flat.is_cpu:  # elsewhere finding out would be a wait
+            widest = int((flat > 0).sum(-1).max())
+            if widest <= 1:
+                return probs.argmax(-1)
+            if widest <= V // 8:
+                flat, token = flat.topk(widest, -1)
         won = _race(flat, seed, at, token)
         return (won if token is None else token.gather(1, won[:, None])[:, 0]).view(shape)
 
@@ -268,7 +271,7 @@ def race_arrivals(probs: Tensor, seed: Tensor, position: Tensor, token: Tensor |
                 _race_numbers(token.numpy(), position.numpy()[:, None], seed.numpy()[:, None])
             )
     else:
-        at, k = position.to(probs.device)[:, None], seed.to(probs.device)[:, None]
+        at, k = (sent(t, probs.device)[:, None] for t in (position, seed))
         who, zero = torch.full_like(at, TARGET), torch.zeros_like(at)
         w = philox4x32((at, token.expand(probs.shape), who, zero), (k & _WORD, (k >> 32) & _WORD))
         u = ((((w[0] >> 5) << 26) | (w[1] >> 6)).double() + 0.5) * 2.0**-53

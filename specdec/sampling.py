@@ -22,6 +22,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from specdec.device import judged
 from specdec.types import Context, Proposal
 
 # Processors that remember earlier calls: what they do at a node would depend on what was tried elsewhere.
@@ -160,8 +161,12 @@ class Sampling:
             _finite(top)
             return torch.zeros_like(scores).scatter_(-1, token[..., None], 1)
         probs = scores.softmax(-1)
-        if not bool(torch.isfinite(probs[..., 0]).all()):  # NaN everywhere in a row that has no distribution
-            _finite(scores.amax(-1))
+
+        def judge(finite: Tensor) -> None:
+            if not bool(finite.all()):
+                _refuse(self.scores(logits, context, proposal, first).amax(-1))
+
+        judged(torch.isfinite(probs[..., 0]), judge)  # NaN everywhere in a row that has no distribution
         return probs
 
     def _process(self, logits: Tensor, context: Context, proposal: Proposal | None, first: int) -> Tensor:
@@ -195,12 +200,21 @@ def _largest(scores: Tensor) -> tuple[Tensor, Tensor]:
 
 def _finite(top: Tensor) -> None:
     """``top`` is the largest logit of each row; it shows NaN, +inf and rows of nothing but -inf."""
-    if not bool(torch.isfinite(top).all()):
-        where = (~torch.isfinite(top)).nonzero()[0].tolist()
-        raise ValueError(
-            f"logits of row {where[0]}, entry {where[1]} contain {float(top[tuple(where)])} as their maximum: NaN or inf logits have "
-            "no distribution (a model in float16 may need bfloat16 or float32; a processor may have masked every token)"
-        )
+
+    def judge(finite: Tensor) -> None:
+        if not bool(finite.all()):
+            _refuse(top)
+
+    judged(torch.isfinite(top), judge)
+
+
+def _refuse(top: Tensor) -> None:
+    top = top.cpu()
+    where = (~torch.isfinite(top)).nonzero()[0].tolist()
+    raise ValueError(
+        f"logits of row {where[0]}, entry {where[1]} contain {float(top[tuple(where)])} as their maximum: NaN or inf logits have "
+        "no distribution (a model in float16 may need bfloat16 or float32; a processor may have masked every token)"
+    )
 
 
 def _state(processor: object) -> bytes:

@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from specdec.device import fetched
+from specdec.device import fetched, sent
 
 Provenance = Literal["point", "sampled", "declared"]
 
@@ -141,8 +141,8 @@ class Proposal(_Shown):
 
     def to(self, device: torch.device) -> Proposal:
         """The same proposal with tokens and probabilities on ``device``."""
-        probs = None if self.probs is None else self.probs.to(device)
-        return replace(self, tokens=self.tokens.to(device), probs=probs)
+        probs = None if self.probs is None else sent(self.probs, device)
+        return replace(self, tokens=sent(self.tokens, device), probs=probs)
 
     @property
     def nodes(self) -> int:
@@ -151,7 +151,7 @@ class Proposal(_Shown):
 
     def select(self, rows: Tensor) -> Proposal:
         """The proposal of some rows, in the order given."""
-        at = rows.to(self.tokens.device)
+        at = sent(rows, self.tokens.device)
         return Proposal(
             self.tokens[at],
             self.parents[rows],

@@ -19,6 +19,7 @@ from specdec.kernels.attention.lowered import Lowered, lower
 from specdec.kernels.native import library
 from specdec.models import capture, chains
 from specdec.models.recorded import NotCapturable, record
+from specdec.models.spire import SpireModel
 from specdec.models.static import ALL, bucket_of
 from specdec.rng import Attempt, Philox
 from specdec.sampling import Sampling
@@ -437,37 +438,123 @@ def test_whole_runs(temperature):
 # -- devices -----------------------------------------------------------------------------------------------------------
 
 
-def waits(graphs, draft, temperature):
-    """What a fake device is waited for in a steady round, and what is said."""
+DRAFTS = {
+    "none": None,
+    "model": lambda target, small: small,
+    "tree": lambda target, small: sd.drafts.Tree(small, (2, 1, 1)),
+    "ngram": lambda target, small: sd.drafts.NGram(),
+    "magicdec": lambda target, small: sd.drafts.MagicDec(window=8, block=3),
+    "spire": lambda target, small: sd.drafts.Spire(small, block=3),
+}
+
+
+def builder_of(draft, graphs=False, on=lambda model: model):
+    """A decoder of tiny models, which ``on`` puts somewhere."""
+    target = tiny("llama", 0, torch.float32, num_hidden_layers=2)
+    small = tiny("llama", 1, torch.float32, num_hidden_layers=2)
+    if draft == "spire":
+        small = SpireModel.from_target(target, layers=1, window=8)
+        small.body = on(small.body)
+        small = SpireModel(small.body, small.layers, window=8)
+    else:
+        small = sd.HFModel(on(small), graphs=graphs)
+    target = sd.HFModel(on(target), graphs=False if draft == "magicdec" else graphs)
+    builder = sd.decoder(target)
+    return builder if DRAFTS[draft] is None else builder.draft(DRAFTS[draft](target, small), 3)
+
+
+@pytest.mark.parametrize(
+    ("draft", "verifier", "temperature"),
+    [
+        *(("none", sd.Rejection, 0), ("none", sd.Rejection, 1.0), ("none", sd.Coupled, 1.0)),
+        *(("model", sd.Rejection, 0), ("model", sd.Rejection, 1.0), ("model", sd.Coupled, 1.0)),
+        *(
+            ("model", sd.verifiers.FusedRejection, 1.0),
+            ("tree", sd.Rejection, 0),
+            ("tree", sd.Rejection, 1.0),
+        ),
+        *(("ngram", sd.Rejection, 1.0), ("magicdec", sd.Rejection, 1.0)),
+        *(("spire", sd.Rejection, 0), ("spire", sd.Rejection, 1.0)),
+    ],
+)
+def test_a_round_waits_once(draft, verifier, temperature):
+    def decoder(*where):
+        return builder_of(draft, *where).verifier(verifier()).sampling(temperature=temperature).build()
+
+    prompts = [[1, 2, 3, 4], [7, 8]]
+    expected = decoder().generate(prompts, 16, seed=3).ids
+    for graphs in (False, "eager"):
+        seen: list[int] = []
+        with FakeDevice() as device:
+
+            def note(_, device=device, seen=seen):
+                seen.append(device.waits.total())
+
+            said = decoder(graphs, onto).generate(prompts, 16, seed=3, on_round=note).ids
+        middle = len(seen) // 2
+        assert seen[middle] - seen[middle - 1] == 1, device.waits
+        assert said == expected
+
+
+def test_a_served_round_waits_once():
     seen = []
     with FakeDevice() as device:
-        on = [
-            sd.HFModel(onto(tiny("llama", i, torch.float32, num_hidden_layers=1)), graphs=graphs)
-            for i in (0, 1)
-        ]
-        builder = sd.decoder(on[0])
-        decoder = (builder.draft(on[1], 3) if draft else builder).sampling(temperature=temperature).build()
-        ids = decoder.generate(
-            [[1, 2, 3, 4], [7, 8]], 16, seed=3, on_round=lambda r: seen.append(device.waits.total())
-        ).ids
+        decoder = builder_of("model", "eager", onto).sampling(temperature=1.0).build()
+        requests = [sd.Request([1, 2, 3, 4], 24), sd.Request([7, 8], 24)]
+        note = lambda _: seen.append(device.waits.total())  # noqa: E731
+        served = list(decoder.serve(requests, seed=3, on_round=note))
     middle = len(seen) // 2
-    return seen[middle] - seen[middle - 1], ids
+    assert len(served) == 2
+    assert seen[middle] - seen[middle - 1] == 1
 
 
 @pytest.mark.parametrize("temperature", [0, 1.0])
-@pytest.mark.parametrize("draft", [False, True])
-def test_waits_of_a_round(draft, temperature):
-    on = [sd.HFModel(tiny("llama", i, torch.float32, num_hidden_layers=1)) for i in (0, 1)]
-    builder = sd.decoder(on[0])
-    decoder = (builder.draft(on[1], 3) if draft else builder).sampling(temperature=temperature).build()
-    expected = decoder.generate([[1, 2, 3, 4], [7, 8]], 16, seed=3).ids
-    # Are the logits finite, what was decided; and, of a draft, is the proposal sound: nothing else.
-    number, ids = waits("eager", draft, temperature)
-    assert number == (3 if draft else 2)
-    assert ids == expected
-    number, ids = waits(False, draft, temperature)
-    assert number <= (10 if draft else 3)
-    assert ids == expected
+@pytest.mark.parametrize("graphs", [False, "eager"])
+@pytest.mark.parametrize("who", ["target", "model"])
+def test_a_device_that_says_nan(who, graphs, temperature):
+    with FakeDevice():
+        decoder = builder_of("model", graphs, onto).sampling(temperature=temperature).build()
+        model = decoder.target if who == "target" else decoder.draft.model
+        committed = []
+
+        def spoil(round):
+            committed.append(int(round.kept.sum()))
+            if round.number == 4:
+                with torch.no_grad():
+                    model.model.lm_head.weight.fill_(float("nan"))
+
+        with pytest.raises(ValueError, match=r"logits of row 0, entry 0 contain nan|draft says -1 where"):
+            decoder.generate([[1, 2, 3, 4], [7, 8]], 40, seed=3, on_round=spoil)
+    assert len(committed) == 5  # nothing after that
+
+
+@pytest.mark.parametrize(
+    ("tokens", "probs", "why"),
+    [(200, None, "outside the target's vocabulary"), (3, 2.0, "row 0, node 0 sum to"), (3, -1.0, "sum to")],
+)
+def test_what_is_wrong_with_a_draft_on_a_device(tokens, probs, why):
+    class Wrong:
+        name = "wrong"
+
+        def init(self, context, target_cache):
+            return None
+
+        def propose(self, state, context, budget, rng):
+            B, N = context.batch, int(budget.max())
+            law = None if probs is None else torch.full((B, N, 97), probs, device="meta")
+            drafted = torch.full((B, N), tokens, device="meta")
+            return sd.Proposal.chain(drafted, budget, law, None if law is None else "sampled"), None
+
+        def observe(self, state, round):
+            return state
+
+        def select(self, state, rows):
+            return state
+
+    with FakeDevice():
+        decoder = sd.decoder(sd.HFModel(onto(tiny("llama", 0, torch.float32)))).draft(Wrong(), 2).build()
+        with pytest.raises(ValueError, match=why):
+            decoder.generate([[1, 2, 3]], 8, seed=0)
 
 
 def test_cuda_graphs_in_the_right_order(monkeypatch):

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specdec.device import sent
 from specdec.kernels.attention import flash_recipes, torch_flash
 from specdec.kernels.attention.flash_recipes import Sequences, by_count, upload
 from specdec.kernels.attention.plan import AttentionPlan
@@ -139,7 +140,9 @@ class _Group:
         device = sequences.rows.device
         self.rows, self.low, self.high = upload([rows, low, high], device)
         self.from_zero, self.max_high = not low.any(), int(high.max())
-        self.table = None if sequences.table is None else sequences.table[torch.from_numpy(chosen).to(device)]
+        self.table = (
+            None if sequences.table is None else sequences.table[sent(torch.from_numpy(chosen), device)]
+        )
         self.row = int(rows[0])
         self.take: Tensor | None = None
         if alone:

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.kernels.attention.lowered import to_device
+from specdec.device import sent
 from specdec.kernels.attention.merge import merge, merge_two
 from specdec.kernels.attention.plan import AttentionPlan
 
@@ -311,7 +311,7 @@ def _block(
         buffer_row = np.take_along_axis(table[rows], key // plan.page, 1)
         key = key % plan.page
     row, at = upload([buffer_row, key], device, np.int64)
-    return _Block(row, at, to_device(torch.from_numpy(~seen[:, None, None]), device))
+    return _Block(row, at, sent(torch.from_numpy(~seen[:, None, None]), device))
 
 
 def _seen(plan: AttentionPlan, rows: np.ndarray, slot: np.ndarray, key: np.ndarray) -> np.ndarray:
@@ -355,5 +355,5 @@ def pages(plan: AttentionPlan) -> np.ndarray | None:
 def upload(arrays: Sequence[np.ndarray], device: torch.device, dtype: Any = np.int32) -> list[Tensor]:
     """All in one copy."""
     flat = np.concatenate([np.asarray(a, dtype=dtype).reshape(-1) for a in arrays])
-    parts = to_device(torch.from_numpy(flat), device).split([a.size for a in arrays])
+    parts = sent(torch.from_numpy(flat), device).split([a.size for a in arrays])
     return [part.view(a.shape) for part, a in zip(parts, arrays)]

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specdec.device import sent
 from specdec.kernels.attention.plan import AttentionPlan
 
 NODES = 64  # of a tree whose ancestors fit into one word
@@ -122,19 +123,12 @@ def _copy(parts: dict[str, np.ndarray], device: torch.device) -> dict[str, Tenso
     for begin, part in zip(begins, ints.values()):
         flat = part.reshape(-1).view(np.int32)
         packed[begin : begin + len(flat)] = flat
-    there = to_device(torch.from_numpy(packed), device)
+    there = sent(torch.from_numpy(packed), device)
     made = {}
     for begin, (name, part) in zip(begins, ints.items()):
         own = there[begin : begin + part.nbytes // 4]
         made[name] = (own.view(torch.int64) if name == "words" else own).view(part.shape)
     return made
-
-
-def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy that the host does not wait for, where there is a device to wait for."""
-    if device.type == "cuda" and tensor.is_cpu:
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)
 
 
 def _seen(plan: AttentionPlan, window: int | None, device: torch.device) -> Tensor:
@@ -146,4 +140,4 @@ def _seen(plan: AttentionPlan, window: int | None, device: torch.device) -> Tens
         seen = seen[:, None] if seen.dim() == 3 else seen
         seen = seen.transpose(0, 1).reshape(seen.shape[1], -1, seen.shape[-1])
         parts.append(torch.nn.functional.pad(seen, (0, wide - seen.shape[-1])))
-    return to_device(parts[0] if len(parts) == 1 else torch.cat(parts, 1), device).contiguous()
+    return sent(parts[0] if len(parts) == 1 else torch.cat(parts, 1), device).contiguous()

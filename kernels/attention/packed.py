@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from specdec.device import sent
 from specdec.kernels.attention.fused import fused, fused_supports
 from specdec.kernels.attention.plan import AttentionPlan, Segment
 
@@ -91,7 +92,7 @@ def _paged(
     first = low // plan.page
     key = ("pages", s, first, query.device)
     if key not in plan.known:
-        plan.known[key] = _pages(plan, s, first).to(query.device)
+        plan.known[key] = sent(_pages(plan, s, first), query.device)
     at, rows = plan.known[key], s.r1 - s.r0
     keys, values = _gathered(keys, at, rows), _gathered(values, at, rows)
     return careful(query, keys, values, plan, s._replace(b0=0), low, scale, window, first * plan.page)

@@ -18,6 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specdec.device import sent
+
 
 class Tree(NamedTuple):
     """The proposed tokens at the end of each row, those of earlier calls included.
@@ -129,7 +131,7 @@ class AttentionPlan:
         if self.slots.device != device:
             key = ("slots", device)
             if key not in self.known:
-                self.known[key] = self.slots.to(device)
+                self.known[key] = sent(self.slots, device)
             return self.known[key]
         return self.slots
 
@@ -147,7 +149,7 @@ class AttentionPlan:
             [self.counts[r] for r in rows],
             self.capacity,
             tree,
-            self.slots[at.to(self.slots.device)],
+            self.slots[sent(at, self.slots.device)],
             fragment=self.fragment,
             table=None if self.table is None else [self.table[r] for r in rows],
             page=self.page,
@@ -232,7 +234,7 @@ class AttentionPlan:
         key = ("blind", segment, window, low, device)
         if key not in self.known:
             blind = torch.from_numpy(~self.visible(segment, window, low)).all(-1)[:, None]
-            self.known[key] = blind.to(device) if bool(blind.any()) else None
+            self.known[key] = sent(blind, device) if bool(blind.any()) else None
         return self.known[key]
 
     def visible(self, segment: Segment, window: int | None = None, low: int = 0) -> np.ndarray:
@@ -279,7 +281,8 @@ class AttentionPlan:
                 at = self.capacity - self.first[s.r0]
                 made = _band(s.queries, self.capacity, window, dtype, device)[:, at + low : at + s.keys]
             else:
-                made = additive(torch.from_numpy(self.visible(s, window, low)[:, None]), dtype).to(device)
+                seen = torch.from_numpy(self.visible(s, window, low)[:, None])
+                made = sent(additive(seen, dtype), device)
             self._masks[key] = made
         return made
 
@@ -323,4 +326,5 @@ def _band(
     if window is not None:
         hidden |= j <= capacity + i - window
     with torch.inference_mode(False):
-        return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden.clone(), float("-inf")).to(device)
+        band = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden.clone(), float("-inf"))
+        return sent(band, device)

@@ -13,6 +13,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from specdec.device import sent
 from specdec.kernels.rejection.reference import Decision, check, decide
 from specdec.rng import pick
 
@@ -76,15 +77,14 @@ def verify(
         return _triton(logits, tokens, size, accept_u, bonus_u, draft, draft_logits, temperature)
 
     def quantile(accepted: Tensor) -> Tensor:
-        return (
-            bonus_u if bonus_u.dim() == 1 else bonus_u.gather(1, accepted[:, None].to(bonus_u.device))[:, 0]
-        )
+        there = sent(bonus_u, accepted.device)
+        return there if there.dim() == 1 else there.gather(1, accepted[:, None])[:, 0]
 
     return decide(
         logits,
         tokens,
         size,
-        lambda ratio: accept_u.to(ratio.device) < ratio,
+        lambda ratio: sent(accept_u, ratio.device) < ratio,
         lambda weights, accepted: pick(weights, quantile(accepted)),
         draft,
         draft_logits,
@@ -119,8 +119,8 @@ def _triton(
     token = torch.empty(B, dtype=torch.long, device=device)
     if not B:
         return Decision(accepted, token)
-    logits = _rows(logits)
-    tokens, size, accept_u, bonus_u = (t.to(device).contiguous() for t in (tokens, size, accept_u, bonus_u))
+    logits, given = _rows(logits), (tokens, size, accept_u, bonus_u)
+    tokens, size, accept_u, bonus_u = (sent(t, device).contiguous() for t in given)
     hot, divisor = temperature not in (0, 1), float(temperature or 1)
     splits = -(-V // (BLOCK * STEPS))
     split_pad = 1 << (splits - 1).bit_length()

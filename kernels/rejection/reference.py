@@ -27,6 +27,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from specdec.device import judged, sent
+
 
 class Decision(NamedTuple):
     """``accepted [B]``: how many nodes stand. ``token [B]``: the one after them. Both int64."""
@@ -52,7 +54,7 @@ def decide(
         draw: weights ``[B, V]``, whose sum is not 1, and ``accepted [B]`` -> tokens ``[B]``.
     """
     B, N = tokens.shape
-    size = size.to(logits.device)
+    size = sent(size, logits.device)
     live = torch.arange(N, device=logits.device) < size[:, None]
     rows = torch.arange(B, device=logits.device)
     x = tempered(logits, temperature or 1.0)
@@ -73,18 +75,18 @@ def decide(
     stands = accept(torch.where(live, p / q, 0)) & live
     accepted = stands.long().cumprod(1).sum(1)
     whole = (x[rows, accepted] - m[rows, accepted][:, None]).exp() / z[rows, accepted][:, None]
-    rest = whole.clone()
-    cut = (accepted < size).nonzero()[:, 0]
-    at = accepted[cut]
+    if not N:
+        return Decision(accepted, draw(whole, accepted))
+    at = accepted.clamp(max=N - 1)
     if y is None:
-        rest[cut, tokens[cut, at]] = 0
+        rest = whole.scatter(1, tokens.gather(1, at[:, None]), 0)
     else:
-        q = y[cut, at].to(p)
+        q = y[rows, at].to(p)
         if qm is not None and qz is not None:
-            q = (q - qm[cut, at][:, None]).exp() / qz[cut, at][:, None]
-        rest[cut] = (rest[cut] - q).clamp(min=0)
-    weights = torch.where(rest.sum(-1, keepdim=True) > 0, rest, whole)
-    return Decision(accepted, draw(weights, accepted))
+            q = (q - qm[rows, at][:, None]).exp() / qz[rows, at][:, None]
+        rest = (whole - q).clamp(min=0)
+    left = (accepted < size)[:, None] & (rest.sum(-1, keepdim=True) > 0)
+    return Decision(accepted, draw(torch.where(left, rest, whole), accepted))
 
 
 def tempered(logits: Tensor, temperature: float) -> Tensor:
@@ -100,9 +102,13 @@ def masses(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def check(good: Tensor) -> None:
-    """Raise ValueError naming the first row that is not good."""
-    if not bool(good.all()):
-        raise ValueError(
-            f"logits of row {int((~good).nonzero()[0, 0])} have NaN, +inf or nothing but -inf, which is no distribution: a "
-            "model in float16 may need bfloat16 or float32"
-        )
+    """Raise ValueError naming the first row that is not good (on a device within ``Later``: with what is fetched next)."""
+
+    def judge(good: Tensor) -> None:
+        if not bool(good.all()):
+            raise ValueError(
+                f"logits of row {int((~good).nonzero()[0, 0])} have NaN, +inf or nothing but -inf, which is no distribution: a "
+                "model in float16 may need bfloat16 or float32"
+            )
+
+    judged(good, judge)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from specdec.device import Later, sent
 from specdec.protocols import Draft, LanguageModel
 from specdec.rng import Rng
 from specdec.sampling import Sampling
@@ -135,7 +136,9 @@ class Pool:
             began = perf_counter()
             mine = torch.zeros_like(budget).index_copy_(0, rows, budget[rows])
             if bool(mine.any()):
-                made[d], states[d] = self.drafts[d].propose(states[d], context, mine, rng)
+                with Later() as later:
+                    made[d], states[d] = self.drafts[d].propose(states[d], context, mine, rng)
+                later.settle()  # seconds of an arm are those of its device, too
             spent[d] = perf_counter() - began
         seconds = self._by_arm(state.arm, spent)
         parts = [(p, rows) for d, rows in groups if (p := made[d]) is not None]
@@ -200,10 +203,10 @@ def merged(parts: Sequence[tuple[Proposal, Tensor]], batch: int) -> Proposal:
     kind = max((law.dtype for law in laws), key=lambda dtype: dtype.itemsize, default=torch.float32)
     probs = None if not laws else torch.zeros(batch, N, laws[0].shape[-1], dtype=kind, device=device)
     for p, rows in parts:
-        here, n = rows.to(device), p.nodes
+        here, n = sent(rows, device), p.nodes
         if n == 0:
             continue
-        at = rows.to(p.tokens.device)
+        at = sent(rows, p.tokens.device)
         tokens[here, :n] = p.tokens[at].to(device)
         parents[rows, :n] = p.parents[rows]
         size[rows] = p.size[rows]

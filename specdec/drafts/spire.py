@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specdec.device import sent
 from specdec.models.ring import Ring
 from specdec.models.slots import KVShape
 from specdec.models.spire import SpireModel
@@ -107,7 +108,7 @@ class Spire:
             )
         step = SpireSteps(model, state.ring, context, N)
         tokens = torch.zeros(B, N, dtype=torch.long, device=model.device)
-        last = context.tokens.gather(1, context.length[:, None] - 1)[:, 0].to(model.device)
+        last = sent(context.tokens.gather(1, context.length[:, None] - 1)[:, 0], model.device)
         drawn: list[Tensor] = []
         sofar: Proposal | None = None
         for n in range(N):
@@ -133,8 +134,11 @@ class Spire:
             return state
         model, at = self.model, torch.from_numpy(which)
         rows, positions = fed.row[at], fed.position[at]
-        slots, rotary = state.ring.at(rows, positions, model.device), model.rotary(positions.to(model.device))
-        at = at.to(model.device)
+        slots, rotary = (
+            state.ring.at(rows, positions, model.device),
+            model.rotary(sent(positions, model.device)),
+        )
+        at = sent(at, model.device)
         activations = [fed.layers[layer].to(model.device, model.dtype)[at] for layer in model.layers]
         remember(model, state.ring, slots, activations, rotary)
         return state

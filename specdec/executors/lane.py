@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from specdec import tree
+from specdec.device import Later, judged
 from specdec.rng import Rng
 from specdec.selection import Choice, Selection
 from specdec.types import Context, Proposal, Round
@@ -26,11 +27,12 @@ if TYPE_CHECKING:
 
 
 class Drafted(NamedTuple):
-    """A proposal, its ``seconds``, and those of each arm (``None`` without arms)."""
+    """A proposal, its ``seconds``, those of each arm (``None`` without arms), and checks of it that are left to whoever verifies."""
 
     proposal: Proposal
     seconds: float
     spent: tuple[float, ...] | None
+    later: Later | None = None
 
 
 class Drafting:
@@ -57,16 +59,26 @@ class Drafting:
         if hasattr(self.draft, "follow"):
             self.state = self.draft.follow(self.state, target_cache)
 
-    def propose(self, context: Context, budget: Tensor, rng: Rng, arm: Tensor | None = None) -> Drafted:
-        """A proposal for the next round, checked."""
+    def propose(
+        self, context: Context, budget: Tensor, rng: Rng, arm: Tensor | None = None, settle: bool = True
+    ) -> Drafted:
+        """A proposal for the next round, checked. ``settle=False``: checks that would wait for the device are left to ``Lane.verify``."""
         began, draft = perf_counter(), self.draft
         if arm is not None:
             self.state = draft.assign(self.state, arm)  # type: ignore[attr-defined]
-        proposal, self.state = draft.propose(self.state, context, budget, self.verifier.for_draft(rng))
-        check(proposal, budget, self.vocab_size)
+        with Later() as later:
+            proposal, self.state = draft.propose(self.state, context, budget, self.verifier.for_draft(rng))
+            check(proposal, budget, self.vocab_size)
         self.verifier.check(proposal)
         self.proposal = proposal
-        return Drafted(proposal, perf_counter() - began, getattr(self.state, "seconds", None))
+        if settle:
+            later.settle()
+        elif (
+            not proposal.tokens.is_cpu
+        ):  # until the checks are made, what is no token must not index anything
+            proposal = replace(proposal, tokens=proposal.tokens.clamp(0, self.vocab_size - 1))
+        spent = getattr(self.state, "seconds", None)
+        return Drafted(proposal, perf_counter() - began, spent, None if settle else later)
 
     def prepare(self, context: Context, arm: Tensor) -> None:
         """Let the arms that are wanted next read their rows."""
@@ -136,14 +148,16 @@ class Lane:
             proposal = proposal.to(scores.logits.device)
         verifier, probs, tops = decoder.verifier, None, None
         fused = getattr(verifier, "from_logits", None) if decoder.sampling.only_temperature else None
-        if decoder.sampling.greedy and compares(verifier):
-            tops = decoder.sampling.argmax(scores.logits, context, proposal)
-            verdict = verifier.greedy(proposal, tops)  # type: ignore[attr-defined]
-        elif fused is not None:
-            verdict = fused(proposal, scores.logits, decoder.sampling, context, self.rng)
-        else:
-            probs = decoder.sampling(scores.logits, context, proposal)
-            verdict = verifier(proposal, probs, context, self.rng)
+        with drafted.later or Later() as later:  # the verdict is all that is waited for
+            if decoder.sampling.greedy and compares(verifier):
+                tops = decoder.sampling.argmax(scores.logits, context, proposal)
+                verdict = verifier.greedy(proposal, tops)  # type: ignore[attr-defined]
+            elif fused is not None:
+                verdict = fused(proposal, scores.logits, decoder.sampling, context, self.rng)
+            else:
+                probs = decoder.sampling(scores.logits, context, proposal)
+                verdict = verifier(proposal, probs, context, self.rng)
+        later.settle()
         self.cache.commit(context, verdict)
         kept, finished = limits.apply(context, verdict)
         clock.append(perf_counter())
@@ -222,21 +236,24 @@ def check(proposal: Proposal, budget: Tensor, vocab_size: int) -> None:
         )
     tokens, probs = proposal.tokens, proposal.probs
     wrong = [(tokens < 0) | (tokens >= vocab_size)]
-    if probs is not None and probs.shape == (B, N, vocab_size):
-        total = probs.sum(-1, dtype=torch.float32)
-        drawn = probs.gather(2, tokens.clamp(0, vocab_size - 1)[..., None])[..., 0]
-        wrong += [~((total - 1).abs() < 1e-3), drawn <= 0]  # NaN is off too
-    outside, *unlike = torch.stack(wrong).cpu() & live  # the only wait for the device
-    if bool(outside.any()):
-        raise ValueError(
-            f"the draft proposed a token outside the target's vocabulary of {vocab_size}: pad or cut its logits (a captured draft says "
-            "-1 where its logits are not finite)"
-        )
     if probs is not None:
-        if not unlike:
+        if probs.shape != (B, N, vocab_size):
             raise ValueError(
                 f"the draft's probs have shape {list(probs.shape)}: expected {[B, N, vocab_size]}"
             )
+        total = probs.sum(-1, dtype=torch.float32)
+        drawn = probs.gather(2, tokens.clamp(0, vocab_size - 1)[..., None])[..., 0]
+        wrong += [~((total - 1).abs() < 1e-3), drawn <= 0]  # NaN is off too
+
+    def judge(wrong: Tensor) -> None:
+        outside, *unlike = wrong & live
+        if bool(outside.any()):
+            raise ValueError(
+                f"the draft proposed a token outside the target's vocabulary of {vocab_size}: pad or cut its logits (a captured draft "
+                "says -1 where its logits are not finite)"
+            )
+        if not unlike:
+            return
         off, never = unlike
         if bool(off.any()):
             b, n = off.nonzero()[0].tolist()
@@ -250,3 +267,5 @@ def check(proposal: Proposal, budget: Tensor, vocab_size: int) -> None:
                 f"the draft's probs give probability {float(drawn[b, n]):.3g} to the token of row {b}, node {n}: it cannot have been "
                 "drawn from them"
             )
+
+    judged(torch.stack(wrong), judge)

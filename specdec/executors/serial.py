@@ -33,7 +33,8 @@ class Serial:
             else:
                 budget = lane.budget(limits)
                 arm = None if lane.choice is None else lane.choice.arm
-                round = lane.verify(limits, drafting.propose(lane.context, budget, lane.rng, arm), budget)
+                drafted = drafting.propose(lane.context, budget, lane.rng, arm, settle=False)
+                round = lane.verify(limits, drafted, budget)
             drafting.observe(round)
             stay = lane.settle(round)
             if lane:

@@ -63,10 +63,14 @@ class Answer(NamedTuple):
 
 
 class Desk:
-    """The drafting halves of all lanes, by number, and what was done for them since the last answer."""
+    """The drafting halves of all lanes, by number, and what was done for them since the last answer.
 
-    def __init__(self, decoder: Decoder):
-        self.decoder = decoder
+    Args:
+        settle: as for ``Drafting.propose``.
+    """
+
+    def __init__(self, decoder: Decoder, settle: bool = True):
+        self.decoder, self.settle = decoder, settle
         self.halves: dict[int, Drafting] = {}
         self.spans: list[Span] = []
 
@@ -79,8 +83,7 @@ class Desk:
         if not job.round.number:
             self._read(half, job, job.arm)
         began = perf_counter()
-        drafted = half.propose(job.context, job.budget, job.rng, job.arm)
-        _finish(drafted.proposal)
+        drafted = half.propose(job.context, job.budget, job.rng, job.arm, self.settle)
         self._note("draft", job.lane, began)
         spans, self.spans = tuple(self.spans), []
         return Answer(job.lane, drafted, spans)
@@ -132,6 +135,7 @@ def work(decoder: Decoder, receive: Callable[[], Any], send: Callable[[Any], Non
             while (job := receive()) is not None:
                 answer = desk.draft(job)
                 if answer is not None:
+                    _finish(answer.drafted.proposal)
                     send(answer)
                     desk.prepare(job)
     except BaseException as error:  # whatever it is, it belongs to whoever waits for the answer
@@ -151,7 +155,7 @@ class InlineWorker:
     shares = True
 
     def __init__(self, decoder: Decoder, lanes: int = 1, rows: int = 0):
-        self.desk = Desk(decoder)
+        self.desk = Desk(decoder, settle=False)
         self.said: Answer | None = None
 
     def submit(self, job: Job) -> None:

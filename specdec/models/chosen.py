@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specdec.device import sent
 from specdec.kernels.attention import ExplicitPlan
 from specdec.kernels.attention.explicit import additive
 from specdec.kernels.attention.plan import Segment
@@ -37,7 +38,7 @@ class ChosenPlan(ExplicitPlan):
         s, cache = segment, self.cache
         kept = cache.kept[self.layer][s.b0 : s.b0 + s.r1 - s.r0, :, None]  # [R, H, 1, K]
         t1 = s.t0 + (s.r1 - s.r0) * s.queries
-        q = self.queries[s.t0 : t1].to(kept.device).view(-1, 1, s.queries, 1)
+        q = sent(self.queries[s.t0 : t1], kept.device).view(-1, 1, s.queries, 1)
         seen = (kept >= cache.sinks) & (kept <= q - cache.window)
         if window is not None:
             seen &= kept > q - window
@@ -47,7 +48,7 @@ class ChosenPlan(ExplicitPlan):
         """``[R, Hq, q, S]`` bool: which slots each query of a segment sees."""
         chosen = self.chosen(segment, window)
         seen = torch.from_numpy(super().visible(segment, window, low))[:, None].repeat(1, self.heads, 1, 1)
-        seen = seen.to(chosen.device)
+        seen = sent(seen, chosen.device)
         seen[..., seen.shape[-1] - chosen.shape[-1] :] = chosen
         return seen
 
@@ -57,7 +58,7 @@ class ChosenPlan(ExplicitPlan):
         """``[R, Hq, q, S]`` to add to scores; made once per layer."""
         key = (segment.r0, window, low, dtype, device, self.layer)
         if key not in self._masks:
-            self._masks[key] = additive(self.visible(segment, window, low), dtype).to(device)
+            self._masks[key] = sent(additive(self.visible(segment, window, low), dtype), device)
         return self._masks[key]
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specdec.device import sent
 from specdec.kernels.attention import ExplicitPlan
 from specdec.models.cache import check_memory
 from specdec.models.families import UnsupportedModel
@@ -131,7 +132,7 @@ class Stage:
     def append(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """As ``Slots.append``: returns what the queries see, ``[R, S + new, H, D]``."""
         shown = []
-        rows, stay, at = (t.to(key.device) for t in (self.rows, self.stay, self.at))
+        rows, stay, at = (sent(t, key.device) for t in (self.rows, self.stay, self.at))
         fresh = [t[0].transpose(0, 1) for t in (key, value)]
         for buffer, new in zip(self.ring.layers[layer], fresh):
             both = torch.nn.functional.pad(

@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specdec.device import sent
 from specdec.models.slots import KVShape, Slots
 
 
@@ -67,7 +68,7 @@ class Ring(Slots):
         They must be different slots: of more than W positions of a row, keep the latest.
         """
         flat = rows.numpy() * self.slots + self.slot(positions.numpy())
-        return torch.from_numpy(flat).to(device)
+        return sent(torch.from_numpy(flat), torch.device(device))
 
     def write(self, layer: int, at: Tensor, keys: Tensor, values: Tensor) -> None:
         """Put ``keys [T, H, D]`` and ``values [T, H, Dv]`` into flat slots ``at [T]``, on the layer's device."""

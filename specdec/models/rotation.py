@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specdec.device import sent
 from specdec.kernels.attention import AttentionPlan
 from specdec.models.families import UnsupportedModel
 from specdec.models.hf import HFModel
@@ -50,7 +51,7 @@ class Rotation:
     def __call__(self, keys: Tensor, by: Sequence[int]) -> Tensor:
         """``keys [..., B, S, H, D]`` turned by ``by[b]`` positions each, towards the end of the text."""
         cos, sin = self._turns(max(by) + 1, keys)
-        at = torch.tensor(list(by)).to(keys.device)
+        at = sent(torch.tensor(list(by)), keys.device)
         cos, sin = cos[at][:, None, None], sin[at][:, None, None]  # [B, 1, 1, r]
         r = cos.shape[-1]
         part = keys[..., :r]

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from specdec.device import sent
 from specdec.kernels.native import library
 from specdec.kernels.native.blocks import Buffers, buffers
 from specdec.kernels.native.ops import keep
@@ -121,7 +122,7 @@ class Slots:
             return
         at = torch.tensor([list(source), list(target)])
         for mine, theirs in zip(self._blocks, (other or self)._blocks):
-            there, here = at.to(mine.device).unbind(0)
+            there, here = sent(at, mine.device).unbind(0)
             heads = mine.shape[3]
             src, dst = (other or self)._numbers(there, heads), self._numbers(here, heads)
             _flatten(mine).index_copy_(1, dst, _flatten(theirs).index_select(1, src))
@@ -141,7 +142,7 @@ class Slots:
                         block[:, to, : used[old]] = block[:, old, : used[old]]
                 return [block[:, : len(order)] for block in self._blocks]
             self._whole = [
-                block.transpose(2, 3).index_select(1, rows.to(block.device)).transpose(2, 3)
+                block.transpose(2, 3).index_select(1, sent(rows, block.device)).transpose(2, 3)
                 for block in self._blocks
             ]
             return self._whole

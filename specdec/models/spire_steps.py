@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from specdec.device import sent
 from specdec.kernels.attention import ExplicitPlan, attention
 from specdec.kernels.attention.native import lowered
 from specdec.models.ring import Ring
@@ -33,7 +34,7 @@ class SpireSteps:
             ExplicitPlan(rows, [1] * context.batch, seen[:, n], behind[:, n], slots)
             for n, slots in enumerate(at.view(-1, steps).t().contiguous())
         ]
-        cos, sin = model.rotary(positions.t().contiguous().to(model.device))
+        cos, sin = model.rotary(sent(positions.t().contiguous(), model.device))
         self.rotary = list(zip(cos, sin))
 
     @torch.no_grad()

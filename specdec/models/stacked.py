@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import LlamaForCausalLM, MistralForCausalLM
 
+from specdec.device import sent
 from specdec.kernels.attention import AttentionPlan, attention
 from specdec.kernels.native.step import Reader, Steps
 from specdec.models.hf import HFModel
@@ -146,9 +147,9 @@ class _Path:
         of = torch.tensor([self.member[b] for b, n in zip(plan.rows, plan.counts) for _ in range(n)])
         order, back, mixed = _sorted(of)
         groups = _groups(of[order] if mixed else of)
-        here, there = order.to(device), back.to(device)
-        member = (of[order] if mixed else of).to(device)
-        ids = (ids + of.to(device) * self.vocabulary)[here]
+        here, there = sent(order, device), sent(back, device)
+        member = sent(of[order] if mixed else of, device)
+        ids = (ids + sent(of, device) * self.vocabulary)[here]
         x = F.embedding(ids, self.embedding)
         T, slots = len(ids), plan.slots_on(device)[here]
         cos, sin = (t[0][:, None] for t in self.rotary(x, positions[here][None]))
@@ -180,8 +181,8 @@ class _Path:
             return logits[there] if mixed else logits
         mine = of[keep.cpu()]
         order, back, mixed = _sorted(mine)
-        x = x[there[keep][order.to(device)]]
-        return _linear(x, self.head, _groups(mine[order]))[back.to(device)]
+        x = x[there[keep][sent(order, device)]]
+        return _linear(x, self.head, _groups(mine[order]))[sent(back, device)]
 
     def _by_member(
         self, natives: list[Native], memo: Any, plan: AttentionPlan, ids: Tensor, positions: Tensor, keep: Any

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specdec.device import sent
 from specdec.kernels.attention import ExplicitPlan
 from specdec.models.cache import SlotCache, check_memory
 from specdec.models.chosen import Chosen
@@ -74,7 +75,7 @@ class ViewCache(RingCache):
         new: Any = super().select(rows)
         if new is not self:
             new.exact = [self.exact[b] for b in order]
-            new.kept = [kept[rows.to(kept.device)] for kept in self.kept]
+            new.kept = [kept[sent(rows, kept.device)] for kept in self.kept]
         return new
 
     def place(self, rows: list[Row], device: torch.device) -> tuple[Any, ExplicitPlan]:
@@ -99,7 +100,7 @@ class ViewCache(RingCache):
             layers = torch.tensor([i for i, (_, which) in enumerate(places) if which == 0])
             if not len(layers):
                 continue
-            at, layers = rows.to(mine.device), layers.to(mine.device)
+            at, layers = sent(rows, mine.device), sent(layers, mine.device)
             keys = theirs[:, :, : self.sinks].index_select(0, layers)
             if not whole:
                 keys = keys.index_select(1, at)

@@ -13,7 +13,7 @@ from specdec.kernels.rejection.fused import supports
 from specdec.rng import ACCEPT, BONUS, Key, Philox, Rng, triton_kernels
 from specdec.sampling import Sampling
 from specdec.types import Context, Proposal, Verdict
-from specdec.verifiers.rejection import Rejection
+from specdec.verifiers.rejection import Rejection, draw_bonus
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class FusedRejection(Rejection):
                 proposal.tokens,
                 proposal.size,
                 lambda ratio: rng.accept(ratio, accepts),
-                lambda weights, accepted: rng.categorical(weights, Key(at, accepted.cpu(), 0, BONUS)),
+                lambda weights, accepted: draw_bonus(weights, accepted, context, rng, N),
                 draft=proposal.probs,
                 temperature=sampling.temperature,
             )

@@ -49,13 +49,7 @@ class Rejection:
             path, accepted, law = verify_chain(proposal, probs, context, rng)
         else:
             path, accepted, law = verify_tree(proposal, probs, context, rng)
-        if type(rng) is Philox and not law.is_cpu:  # all that it may be: nobody waits to learn which
-            nodes = torch.arange(proposal.nodes + 1)
-            numbers = sent(rng.uniform(Key(context.length[:, None], nodes, 0, BONUS)), law.device)
-            bonus = pick(law, numbers.gather(1, sent(accepted, law.device)[:, None])[:, 0])
-        else:
-            bonus = rng.categorical(law, Key(context.length, accepted.cpu(), 0, BONUS))
-        return Verdict.of(proposal, path, accepted, bonus)
+        return Verdict.of(proposal, path, accepted, draw_bonus(law, accepted, context, rng, proposal.nodes))
 
     def greedy(self, proposal: Proposal, tokens: Tensor) -> Verdict:
         """``__call__`` at temperature 0, where every law lies on one token: ``tokens [B, N + 1]``.
@@ -63,6 +57,15 @@ class Rejection:
         Whatever q was, that token is accepted (p / q >= 1), any other is not (p = 0), and the residual is that token again.
         """
         return tree.follow(proposal, tokens)
+
+
+def draw_bonus(law: Tensor, accepted: Tensor, context: Context, rng: Rng, nodes: int) -> Tensor:
+    """``[B]`` the tokens after ``accepted [B]`` of at most ``nodes`` nodes, from ``law [B, V]``."""
+    if type(rng) is Philox and not law.is_cpu:  # numbers of all that it may be: nobody waits to learn which
+        keys = Key(context.length[:, None], torch.arange(nodes + 1), 0, BONUS)
+        numbers = sent(rng.uniform(keys), law.device)
+        return pick(law, numbers.gather(1, sent(accepted, law.device)[:, None])[:, 0])
+    return rng.categorical(law, Key(context.length, accepted.cpu(), 0, BONUS))
 
 
 def residual(p: Tensor, q: Tensor) -> Tensor:
@@ -82,13 +85,13 @@ def verify_tree(
     B, N = proposal.tokens.shape
     device = probs.device
     rows = torch.arange(B, device=device)
-    parents, size = proposal.parents.to(device), proposal.size.to(device)
+    parents, size = sent(proposal.parents, device), sent(proposal.size, device)
     key = Key(
         context.length[:, None], tree.depths(proposal.parents), tree.sibling_numbers(proposal.parents), ACCEPT
     )
     here = torch.full((B,), -1, device=device)
     law = probs[:, 0]
-    path = torch.full((B, N), -1, device=device)
+    path = torch.full((B, N + 1), -1, device=device)  # the last is for nodes that do not stand
     accepted = torch.zeros(B, dtype=torch.long, device=device)
     for n in range(N):
         x = proposal.tokens[:, n]
@@ -102,10 +105,10 @@ def verify_tree(
         law = torch.where(
             yes[:, None], probs[:, n + 1], torch.where((asked & ~yes)[:, None], residual(law, q), law)
         )
-        path[rows[yes], accepted[yes]] = n
+        path.scatter_(1, torch.where(yes, accepted, N)[:, None], n)
         accepted = accepted + yes
         here = torch.where(yes, n, here)
-    return path, accepted, law
+    return path[:, :N], accepted, law
 
 
 def verify_chain(
