@@ -13,9 +13,9 @@ Judge = Callable[[Tensor], None]
 _thread = threading.local()  # .later: the ``Later`` that is open
 
 
-def sent(tensor: Tensor, device: torch.device) -> Tensor:
+def sent(tensor: Tensor, device: torch.device | str) -> Tensor:
     """Host numbers on a device; the host does not wait for what the device has still to do."""
-    if device.type == "cuda" and tensor.is_cpu:
+    if tensor.is_cpu and torch.device(device).type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
 

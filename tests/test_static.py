@@ -14,15 +14,17 @@ from tiny import tiny
 
 import specdec as sd
 from specdec import tree
+from specdec.executors.lane import staying
 from specdec.kernels.attention import AttentionPlan, Tree, reference, static_reference
 from specdec.kernels.attention.lowered import Lowered, lower
 from specdec.kernels.native import library
-from specdec.models import capture, chains
+from specdec.models import capture, chains, spire_chain
 from specdec.models.recorded import NotCapturable, record
 from specdec.models.spire import SpireModel
 from specdec.models.static import ALL, bucket_of
 from specdec.rng import Attempt, Philox
 from specdec.sampling import Sampling
+from specdec.types import Context
 
 PARENTS = [-1, -1, 0, 2, 0]
 
@@ -76,11 +78,17 @@ def test_attention_from_tensors_alone(kind, paged, extras):
         out = static_reference.attend(q, keys, values, lowered, 0.3, **extras)
         torch.testing.assert_close(out[:, :14], wanted)
         assert not out[:, 14:].any()
-    with pytest.raises(ValueError, match="seen"):
-        everything = torch.ones(1, 14, 20, dtype=torch.uint8)
-        static_reference.attend(
-            query, keys, values, SimpleNamespace(**{**vars(low), "seen": everything}), 0.3
-        )
+    at = torch.arange(14)[:, None] - low.starts[:-1]  # [T, R] of a token as a query of each row
+    own = ((at >= 0) & (torch.arange(14)[:, None] < low.starts[1:])).int().argmax(1)
+    queries = torch.arange(14)[None].expand(3, -1)
+    said = static_reference.visible(low, queries, extras.get("window"))[own, torch.arange(14)]
+    said = torch.nn.functional.pad(said, (0, 20 - said.shape[1])).to(torch.uint8)[None]  # slot by slot
+    written = Lowered(**{**vars(low), "words": None, "depth": None, "seen": said, "max_length": 20})
+    out = static_reference.attend(query, keys, values, written, 0.3, **extras)
+    torch.testing.assert_close(out, wanted)
+    with pytest.raises(ValueError, match="seen has 4 heads"):
+        heads = SimpleNamespace(**{**vars(written), "seen": said.expand(4, -1, -1)})
+        static_reference.attend(query, keys, values, heads, 0.3)
 
 
 @pytest.mark.parametrize("kind", ["chain", "tree"])
@@ -407,6 +415,86 @@ def test_chains_that_are_drawn_one_by_one():
     assert draws(rng=sd.Coupled().for_draft(rng), temperature=0) is not None
 
 
+def spire_of(target, **settings):
+    model = SpireModel.from_target(target, 2, **settings)
+    if model.memory is not None:
+        torch.manual_seed(1)
+        torch.nn.init.normal_(model.memory.weights)
+    return model
+
+
+SPIRE = [{"window": 6}, {"window": 5, "sinks": 3, "feedback": False}, {"window": None}]
+
+
+@pytest.mark.parametrize("settings", SPIRE, ids=["feedback", "plain", "no window"])
+@pytest.mark.parametrize("sampling", LAWS[:3])
+@torch.no_grad()
+def test_a_captured_spire_chain_is_the_loop(sampling, settings):
+    """Proposals of three drafts over the same rounds: the loop, steps of fixed shapes, and their recordings."""
+    target = tiny("llama", 0, torch.float32, num_hidden_layers=3)
+    model = spire_of(target, **settings)
+    prompts, rounds = [[1, 2, 3, 4, 5, 6], [7, 8, 9], [9, 10, 11] * 7], []
+    ways = [
+        sd.drafts.Spire(model, 4, sampling, graphs=how).bind(sd.HFModel(target), sampling)
+        for how in (False, "eager", "recorded")
+    ]
+    decoder = sd.decoder(sd.HFModel(target)).draft(ways[0], 4).sampling(sampling).build()
+    decoder.generate(prompts, [60, 24, 60], seed=5, on_round=rounds.append)
+    states, seeds, replayed = [], torch.tensor([3, 4, 5]), 0
+    for round in rounds:
+        if not round.number:
+            states = [way.init(round.context, None) for way in ways]
+        else:
+            rng = Philox(seeds[round.context.request])
+            budget = torch.full((round.context.batch,), 4 if round.number % 3 else 2)
+            (a, _), (b, _), (c, _) = (
+                way.propose(state, round.context, budget, rng) for way, state in zip(ways, states)
+            )
+            assert a.provenance == b.provenance == c.provenance
+            assert a.tokens.equal(b.tokens)
+            assert b.tokens.equal(c.tokens)
+            if a.probs is not None:
+                same([b.probs], [a.probs], 1e-5)
+                same([c.probs], [b.probs], 0)
+        states = [way.observe(state, round) for way, state in zip(ways, states)]
+        if round.finished.any():
+            stay = staying(round.finished) if len(rounds) % 2 else (~round.finished).nonzero()[:, 0]
+            states = [way.select(state, stay) for way, state in zip(ways, states)] if len(stay) else []
+        if states and round.number:
+            replayed += bool(ways[2].programs._storages[0].programs)
+    assert replayed > 6
+    assert all(way.programs.why is None for way in ways[1:])
+
+
+def test_spire_with_graphs():
+    """Whole runs, whose memory and captures serve the next; the target's verification brings activations out of its own steps."""
+    target = tiny("llama", 0, torch.float32, num_hidden_layers=3)
+    model, said = spire_of(target, window=6), []
+    for how in (False, "eager", "recorded"):
+        wrapped = sd.HFModel(target, graphs=how)
+        spire = sd.drafts.Spire(model, 3, graphs=how)
+        decoder = sd.decoder(wrapped).draft(spire, 3).sampling(temperature=1.0).build()
+        prompts = [[1, 2, 3, 4, 5] * 4, [7, 8], [9] * 11]
+        said += [[decoder.generate(prompts, [20, 9, 14], seed=seed).ids for seed in (3, 3, 4)]]
+        if how:
+            (storage,) = decoder.draft.programs._storages
+            assert {(shape.rows, shape.steps) for shape in storage.programs} >= {(3, 3), (2, 3)}
+            assert any(taps for _, _, taps in wrapped.steps._storages[0].programs)
+            assert wrapped.steps.why is decoder.draft.programs.why is None
+            decoder.draft.programs.release()
+            assert not decoder.draft.programs._storages
+    assert said[0] == said[1] == said[2]
+    rng = sd.Coupled().for_draft(Philox(torch.tensor([1])))
+    odd = Sampling(processors=[lambda ids, scores: scores])
+    bound = sd.drafts.Spire(model, 3, graphs="eager").bind(sd.HFModel(target), Sampling())
+    context = Context.of([[1, 2, 3]], 16)
+    args = bound.programs, model, bound.init(context, None).ring, context, 2
+    assert [spire_chain.propose(*args, rng, Sampling(0)) is None for _ in range(2)] == [True, False]
+    assert all(spire_chain.propose(*args, rng, law) is None for law in (Sampling(), odd) for _ in range(2))
+    with pytest.raises(ValueError, match="on cpu: move it"):
+        sd.drafts.Spire(model, graphs=True).bind(sd.HFModel(target), Sampling())
+
+
 @pytest.mark.parametrize("temperature", [0, 1.0])
 def test_logits_that_are_no_distribution(temperature):
     bad = tiny("llama", 1, torch.float32)
@@ -440,11 +528,11 @@ def test_whole_runs(temperature):
 
 DRAFTS = {
     "none": None,
-    "model": lambda target, small: small,
-    "tree": lambda target, small: sd.drafts.Tree(small, (2, 1, 1)),
-    "ngram": lambda target, small: sd.drafts.NGram(),
-    "magicdec": lambda target, small: sd.drafts.MagicDec(window=8, block=3),
-    "spire": lambda target, small: sd.drafts.Spire(small, block=3),
+    "model": lambda target, small, graphs: small,
+    "tree": lambda target, small, graphs: sd.drafts.Tree(small, (2, 1, 1)),
+    "ngram": lambda target, small, graphs: sd.drafts.NGram(),
+    "magicdec": lambda target, small, graphs: sd.drafts.MagicDec(window=8, block=3),
+    "spire": lambda target, small, graphs: sd.drafts.Spire(small, block=3, graphs=graphs),
 }
 
 
@@ -460,7 +548,7 @@ def builder_of(draft, graphs=False, on=lambda model: model):
         small = sd.HFModel(on(small), graphs=graphs)
     target = sd.HFModel(on(target), graphs=False if draft == "magicdec" else graphs)
     builder = sd.decoder(target)
-    return builder if DRAFTS[draft] is None else builder.draft(DRAFTS[draft](target, small), 3)
+    return builder if DRAFTS[draft] is None else builder.draft(DRAFTS[draft](target, small, graphs), 3)
 
 
 @pytest.mark.parametrize(

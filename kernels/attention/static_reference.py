@@ -30,10 +30,10 @@ def attend(
     Returns:
         ``[1, T, Hq, Dv]``; 0 for tokens of no row.
     Raises:
-        ValueError: ``lowered`` says slot by slot what is seen (``seen``), which has no fixed shape.
+        ValueError: ``lowered`` says for each head what is seen (``seen``).
     """
-    if lowered.seen is not None:
-        raise ValueError("lowered.seen is given: what is seen must follow from lengths, roots and words")
+    if lowered.seen is not None and lowered.seen.shape[0] != 1:
+        raise ValueError(f"lowered.seen has {lowered.seen.shape[0]} heads: give one mask for all of them")
     wide = torch.promote_types(query.dtype, torch.float32)
     heads, T = query.shape[1:3]
     group, C, S = heads // keys.shape[2], lowered.max_count, lowered.max_length
@@ -65,6 +65,8 @@ def attend(
 
 def visible(lowered: Lowered, at: Tensor, window: int | None = None) -> Tensor:
     """``[R, C, S]`` bool: which slots the queries ``at [R, C]`` (packed) see, each as a query of its row."""
+    if lowered.seen is not None:  # a window included
+        return lowered.seen[0][at] != 0
     length, starts = lowered.length.long()[:, None], lowered.starts.long()
     slot = length - (starts[1:] - starts[:-1])[:, None] + at - starts[:-1, None]  # [R, C] of each query
     key = torch.arange(lowered.max_length, device=at.device)

@@ -7,7 +7,7 @@ it holds what the draft's memory vectors give.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,14 +15,16 @@ import torch
 from torch import Tensor
 
 from specdec.device import sent
+from specdec.models import spire_chain
 from specdec.models.ring import Ring
 from specdec.models.slots import KVShape
 from specdec.models.spire import SpireModel
 from specdec.models.spire_steps import SpireSteps, remember
+from specdec.models.steps import Programs, capture_named
 from specdec.protocols import LanguageModel
 from specdec.rng import Key, Rng
 from specdec.sampling import Sampling
-from specdec.types import Context, Proposal, Round
+from specdec.types import Context, Proposal, Provenance, Round
 
 
 class SpireState(NamedTuple):
@@ -37,13 +39,16 @@ class Spire:
         model: made from the decoder's target and trained for it. block: the longest chain that it can be asked for; the KV cache
             has ``sinks + window + block - 1`` slots a row.
         sampling: how the draft's tokens are drawn; ``None`` takes the decoder's.
+        graphs: whether a chain is captured as one CUDA graph, as for ``HFModel``.
     Raises:
-        ValueError (in ``bind``): the target is another one, or has no activations to read.
+        ValueError (in ``bind``): the target is another one, or has no activations to read; graphs that cannot be had.
     """
 
     model: SpireModel
     block: int = 8
     sampling: Sampling | None = None
+    graphs: bool | str = False
+    programs: Programs | None = field(default=None, repr=False, compare=False)  # bind makes them
     name = "spire"
     trees = False
 
@@ -67,7 +72,9 @@ class Spire:
                 f"draft 'spire' reads the target's activations, and the target is a {type(target).__name__}: give an HFModel"
             )
         self.model.check_target(target)
-        return replace(self, sampling=self.sampling or sampling)
+        capture = capture_named(self.graphs, self.model.device)
+        programs = None if capture is None else Programs(self.model.device, capture)
+        return replace(self, sampling=self.sampling or sampling, programs=programs)
 
     def init(self, context: Context, target_cache: Any) -> SpireState:
         """An empty cache; the prefill's activations come with the first ``observe``.
@@ -91,9 +98,10 @@ class Spire:
             for b in model.blocks
         ]
         # Without a window everything is kept, and nothing is ever in the way.
-        return Ring(
-            shapes, batch, model.sinks, capacity if model.window is None else model.window, self.block
-        )
+        window = capacity if model.window is None else model.window
+        slots = model.sinks + window + self.block - 1
+        lent = None if self.programs is None else self.programs.lent(batch, lambda memo: memo.slots == slots)
+        return lent or Ring(shapes, batch, model.sinks, window, self.block)
 
     def propose(
         self, state: SpireState, context: Context, budget: Tensor, rng: Rng
@@ -106,6 +114,11 @@ class Spire:
             raise ValueError(
                 f"a chain of {N} tokens is asked for and block is {self.block}: use Spire(model, block={N})"
             )
+        if self.programs is not None:
+            chain = spire_chain.propose(self.programs, model, state.ring, context, N, rng, sampling)
+            if chain is not None:
+                how: Provenance = "point" if chain.probs is None else "sampled"
+                return Proposal.chain(chain.tokens, budget, chain.probs, how), state
         step = SpireSteps(model, state.ring, context, N)
         tokens = torch.zeros(B, N, dtype=torch.long, device=model.device)
         last = sent(context.tokens.gather(1, context.length[:, None] - 1)[:, 0], model.device)

@@ -381,10 +381,11 @@ class HFModel:
         mode = _NOTHING if torch.is_inference_mode_enabled() else torch.inference_mode()
         caught = listening(self.clone, taps) if taps else {}
         with mode:
-            if self.steps is not None and not taps:
-                step = self.steps.step(cache, packed, wanted)
+            if self.steps is not None:
+                step = self.steps.step(cache, packed, wanted, taps)
                 if step is not None:
-                    return step(), {}
+                    out, seen = step()
+                    return out, {tap: x.clone() for tap, x in seen.items()}
             for memo, piece in self._pieces(cache, packed, limit, wanted):
                 out = self._path.forward(memo, *piece, caught)
                 if out is not None:
@@ -421,7 +422,7 @@ class HFModel:
                 with torch.inference_mode():
                     step = self.steps.step(cache, packed, True)
                 if step is not None:
-                    return step
+                    return lambda: step()[0]
         ((memo, piece),) = self._pieces(cache, packed, packed.tokens, True)
 
         @torch.inference_mode()

@@ -68,7 +68,7 @@ class Ring(Slots):
         They must be different slots: of more than W positions of a row, keep the latest.
         """
         flat = rows.numpy() * self.slots + self.slot(positions.numpy())
-        return sent(torch.from_numpy(flat), torch.device(device))
+        return sent(torch.from_numpy(flat), device)
 
     def write(self, layer: int, at: Tensor, keys: Tensor, values: Tensor) -> None:
         """Put ``keys [T, H, D]`` and ``values [T, H, Dv]`` into flat slots ``at [T]``, on the layer's device."""
@@ -96,9 +96,10 @@ class Ring(Slots):
 
     def select(self, rows: Tensor) -> Ring:
         """The ring of some rows, in the order given; the old object must not be used any more."""
+        blocks = self._gathered(rows, [self.slots] * self._blocks[0].shape[1])
         new = object.__new__(type(self))
         vars(new).update(vars(self))
-        new._blocks = self._gathered(rows, [self.slots] * self._blocks[0].shape[1])
+        new._blocks = blocks
         new._view()
         return new
 

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from specdec.kernels.attention import AttentionPlan, static_reference
 from specdec.kernels.attention.lowered import NODES, Lowered, lower, written_out
-from specdec.models.cache import SlotCache
 from specdec.models.slots import Slots
 from specdec.models.staged import Program, Staged, pad
 
@@ -72,7 +71,7 @@ class StaticMemo:
         layers: for each layer its keys ``[B, S, H, D]`` and values. spare: the flat slot that padding goes to.
     """
 
-    def __init__(self, cache: SlotCache):
+    def __init__(self, cache: Slots):
         whole = copy.copy(cache)
         whole._blocks = cache._whole
         Slots._view(whole)
@@ -140,13 +139,19 @@ class StaticStep(Program):
 
     Args:
         forward: as ``Packed.forward``. memo: where keys and values go. device: of the model.
-        drafted: how many proposed tokens may stay on the device (``update``).
+        drafted: how many proposed tokens may stay on the device (``update``). taps: layers whose activations are wanted.
     """
 
     def __init__(
-        self, forward: Forward, memo: StaticMemo, bucket: Bucket, device: torch.device, drafted: int = 0
+        self,
+        forward: Forward,
+        memo: StaticMemo,
+        bucket: Bucket,
+        device: torch.device,
+        drafted: int = 0,
+        taps: Sequence[int] = (),
     ):
-        self.forward, self.memo, self.bucket = forward, memo, bucket
+        self.forward, self.memo, self.bucket, self.taps = forward, memo, bucket, tuple(taps)
         R, T = bucket.rows, bucket.tokens
         fields: dict[str, tuple[str, tuple[int, ...]]] = {
             **dict.fromkeys(("ids", "positions", "slots", "source"), ("i8", (T,))),
@@ -173,8 +178,8 @@ class StaticStep(Program):
             on["slots"],
         )
 
-    def body(self) -> Tensor | None:
-        """Logits ``[K, V]``: those that are wanted, then padding's; ``None`` where none are."""
+    def body(self) -> tuple[Tensor | None, tuple[Tensor, ...]]:
+        """Logits ``[K, V]``: those that are wanted, then padding's; ``None`` where none are. Activations ``[T, E]`` of each tap."""
         on, bucket = self.staged.on, self.bucket
         self.memo.begin()
         ids = on["ids"]
@@ -184,7 +189,9 @@ class StaticStep(Program):
         keep: Any = False
         if bucket.kept:
             keep = None if bucket.kept == ALL else on["keep"]
-        return self.forward(self.memo, self.plan, ids, on["positions"], keep)
+        caught: dict[int, list[Tensor]] = {tap: [] for tap in self.taps}
+        logits = self.forward(self.memo, self.plan, ids, on["positions"], keep, caught)
+        return logits, tuple(x for (x,) in caught.values())
 
     def update(
         self,

@@ -23,7 +23,7 @@ from specdec.models.feed import Feed
 from specdec.models.lean import Lean
 from specdec.models.memo import Memo
 from specdec.models.native import Native
-from specdec.models.slots import KVShape
+from specdec.models.slots import KVShape, Slots
 from specdec.models.staged import Program
 from specdec.models.static import StaticMemo, StaticStep, bucket_of, fits, nodes_of
 
@@ -39,7 +39,7 @@ class Lease:
 class Storage:
     """The memory of a cache, and what was captured on it."""
 
-    def __init__(self, cache: SlotCache):
+    def __init__(self, cache: Slots):
         lease = vars(cache).setdefault("lease", Lease())
         self.lease = weakref.ref(lease)
         self.whole, self.memo = cache._whole, StaticMemo(cache)
@@ -52,10 +52,8 @@ class Storage:
     def free(self) -> bool:
         return self.lease() is None
 
-    def lend(self, batch: int, capacity: int) -> SlotCache | None:
-        """An empty cache in this memory; ``None`` where it does not fit in."""
-        if not self.free or self.whole[0].shape[1] < batch or self.memo.spare < capacity:
-            return None
+    def lend(self, batch: int) -> Any:
+        """The memory's first ``batch`` rows as an empty cache of its kind; whatever that remembers of texts is the caller's to make."""
         new = copy.copy(self._model)
         lease = Lease()
         vars(new)["lease"], self.lease = lease, weakref.ref(lease)
@@ -65,108 +63,44 @@ class Storage:
                 block.zero_()
         new._whole = self.whole
         new._view()
-        Memo.__init__(new, batch, capacity)
         return new
 
 
-class Steps:
-    """Captured steps of one model; not for several threads at once.
+class Programs:
+    """Captured programs over the memory of caches; not for several threads at once.
 
     Args:
-        path: the model's ``Packed``. device: where all of it is. capture: a name of ``capture.CAPTURES``. most: captured steps over
-            one memory; of more, the one that was not used for longest is dropped.
+        device: where all of it is. capture: a name of ``capture.CAPTURES``. most: programs over one memory; of more, the one that was
+            not used for longest is dropped.
     Attributes:
         why: why nothing is captured any more, or ``None``.
     """
 
-    def __init__(self, path: Any, device: torch.device, capture: str, most: int = MOST):
+    def __init__(self, device: torch.device, capture: str, most: int = MOST):
         self.device, self.most = device, most
         self.capture = capture_for(capture, device)
-        if isinstance(path.lean, Native):  # C code is not seen by graphs
-            path = copy.copy(path)
-            path.lean = Lean(path.model, path.backend) if Lean.suits(path.model) else None
-        self.forward = path.forward
         self.why: str | None = None
         self._storages: list[Storage] = []
 
     def __repr__(self) -> str:
         captured = sum(len(s.programs) for s in self._storages)
-        return f"Steps({captured} captured{f', stopped: {self.why}' if self.why else ''})"
+        return f"{type(self).__name__}({captured} captured{f', stopped: {self.why}' if self.why else ''})"
 
-    def cache(self, shapes: Sequence[KVShape], batch: int, capacity: int) -> SlotCache:
-        """An empty cache, in memory that has been used before where that is free and large enough.
-
-        Raises:
-            MemoryError: it would not fit.
-        """
+    def lent(self, batch: int, fits: Callable[[StaticMemo], bool]) -> Any:
+        """As ``Storage.lend``, of memory that is free, large enough and ``fits``; where there is none ``None``, and what is free goes."""
         for storage in self._storages:
-            lent = storage.lend(batch, capacity)
-            if lent is not None:
-                return lent
+            if storage.free and storage.whole[0].shape[1] >= batch and fits(storage.memo):
+                return storage.lend(batch)
         self._drop(lambda storage: storage.free)
-        spare = 64 - capacity % 64  # one at least, for padding
-        check_memory(shapes, batch, capacity, spare)
-        cache = SlotCache(shapes, batch, capacity, spare)
-        self._of(cache)
-        return cache
+        return None
 
     def release(self) -> None:
         """Drop all that was captured, and the memory that no cache uses."""
         self._drop(lambda _: True)
 
-    def step(self, cache: Any, feed: Feed, wanted: bool) -> Callable[[], Tensor | None] | None:
-        """A function that feeds a call's tokens and returns the logits ``[K, V]`` that are wanted, which hold until the next step.
-
-        Returns:
-            ``None`` where the call is not for steps, or its step is not captured yet: shapes are captured when they are met again.
-        """
-        if type(cache) is not SlotCache or self.why is not None or not feed.rows:
-            return None
-        counts = [r.end - r.first for r in feed.rows]
-        if max(counts) > SMALL or len(counts) * max(counts) > 2 * sum(counts) + 64:
-            return None
-        kept = [r.end - max(r.first, r.length - 1) if wanted else 0 for r in feed.rows]
-        slots = cache.slots
-        flat = [r.b * slots + s for r in feed.rows for s in range(r.first, r.end)]
-        plan = feed._plan(feed.rows, slots, torch.tensor(flat), None, 0)
-        if not fits(plan):
-            return None
-        bucket = bucket_of(counts, kept, max(plan.length), slots, nodes_of(plan))
-        drafted, source = feed.drafted, list[int]()
-        room = 0
-        if drafted is not None:
-            N, room = drafted.shape[1], bucket.rows * DRAFTED
-            if drafted.numel() > room:
-                return None
-            source = [
-                r.b * N + s - r.length if s >= r.length else -1
-                for r in feed.rows
-                for s in range(r.first, r.end)
-            ]
-        keep, t = list[int](), 0
-        for count, k in zip(counts, kept):
-            keep += range(t + count - k, t + count)
-            t += count
-
-        def make(memo: StaticMemo) -> StaticStep:
-            return StaticStep(self.forward, memo, bucket, self.device, room)
-
-        def update(step: Any) -> None:
-            step.update(plan, feed.ids, feed.positions, keep, drafted, source)
-
-        step = self.program(cache, (bucket, room), make, update)
-        if step is None:
-            return None
-
-        def run() -> Tensor | None:
-            out = step.replay()
-            return None if out is None or not keep else out[: len(keep)]
-
-        return run
-
     def program(
         self,
-        cache: SlotCache,
+        cache: Slots,
         key: Hashable,
         make: Callable[[StaticMemo], Program],
         update: Callable[[Any], None],
@@ -208,7 +142,7 @@ class Steps:
             programs.popitem(last=False)
         return program
 
-    def _of(self, cache: SlotCache) -> Storage:
+    def _of(self, cache: Slots) -> Storage:
         for storage in self._storages:
             if storage.whole is cache._whole:
                 return storage
@@ -229,6 +163,91 @@ class Steps:
             torch.cuda.synchronize(self.device)
 
 
+class Steps(Programs):
+    """Captured steps of one ``HFModel``.
+
+    Args:
+        path: the model's ``Packed``. others: as for ``Programs``.
+    """
+
+    def __init__(self, path: Any, device: torch.device, capture: str, most: int = MOST):
+        super().__init__(device, capture, most)
+        if isinstance(path.lean, Native):  # C code is not seen by graphs
+            path = copy.copy(path)
+            path.lean = Lean(path.model, path.backend) if Lean.suits(path.model) else None
+        self.forward = path.forward
+
+    def cache(self, shapes: Sequence[KVShape], batch: int, capacity: int) -> SlotCache:
+        """An empty cache, in memory that has been used before where that is free and large enough.
+
+        Raises:
+            MemoryError: it would not fit.
+        """
+        lent = self.lent(batch, lambda memo: memo.spare >= capacity)
+        if lent is not None:
+            Memo.__init__(lent, batch, capacity)
+            return lent
+        spare = 64 - capacity % 64  # one at least, for padding
+        check_memory(shapes, batch, capacity, spare)
+        cache = SlotCache(shapes, batch, capacity, spare)
+        self._of(cache)
+        return cache
+
+    def step(
+        self, cache: Any, feed: Feed, wanted: bool, taps: Sequence[int] = ()
+    ) -> Callable[[], tuple[Tensor | None, dict[int, Tensor]]] | None:
+        """A function that feeds a call's tokens and returns the logits ``[K, V]`` that are wanted, and activations ``[T, E]`` of the
+        layers ``taps``. They hold until the next step.
+
+        Returns:
+            ``None`` where the call is not for steps, or its step is not captured yet: shapes are captured when they are met again.
+        """
+        if type(cache) is not SlotCache or self.why is not None or not feed.rows:
+            return None
+        counts = [r.end - r.first for r in feed.rows]
+        if max(counts) > SMALL or len(counts) * max(counts) > 2 * sum(counts) + 64:
+            return None
+        kept = [r.end - max(r.first, r.length - 1) if wanted else 0 for r in feed.rows]
+        slots = cache.slots
+        flat = [r.b * slots + s for r in feed.rows for s in range(r.first, r.end)]
+        plan = feed._plan(feed.rows, slots, torch.tensor(flat), None, 0)
+        if not fits(plan):
+            return None
+        bucket = bucket_of(counts, kept, max(plan.length), slots, nodes_of(plan))
+        drafted, source = feed.drafted, list[int]()
+        room = 0
+        if drafted is not None:
+            N, room = drafted.shape[1], bucket.rows * DRAFTED
+            if drafted.numel() > room:
+                return None
+            source = [
+                r.b * N + s - r.length if s >= r.length else -1
+                for r in feed.rows
+                for s in range(r.first, r.end)
+            ]
+        keep, t = list[int](), 0
+        for count, k in zip(counts, kept):
+            keep += range(t + count - k, t + count)
+            t += count
+
+        def make(memo: StaticMemo) -> StaticStep:
+            return StaticStep(self.forward, memo, bucket, self.device, room, taps)
+
+        def update(step: Any) -> None:
+            step.update(plan, feed.ids, feed.positions, keep, drafted, source)
+
+        step = self.program(cache, (bucket, room, tuple(taps)), make, update)
+        if step is None:
+            return None
+
+        def run() -> tuple[Tensor | None, dict[int, Tensor]]:
+            out, seen = step.replay()
+            fed = {tap: x[: feed.tokens] for tap, x in zip(taps, seen)}
+            return None if out is None or not keep else out[: len(keep)], fed
+
+        return run
+
+
 def steps_for(
     graphs: bool | str, path: Any, model: Any, device: torch.device, attention: str, page: int | None
 ) -> Steps | None:
@@ -239,14 +258,26 @@ def steps_for(
     """
     if graphs is False:
         return None
-    if graphs not in (True, "auto", *CAPTURES):
-        raise ValueError(f"graphs is {graphs!r}: False, True, 'auto', or one of {', '.join(CAPTURES)}")
+    name = capture_named(graphs, device)
     why = _why_not(path, model, device, attention, page)
-    if graphs == "auto" and (why or device.type != "cuda" or find_spec("triton") is None):
+    if name is None or (graphs == "auto" and why):
         return None
     if why:
         raise ValueError(f"graphs is {graphs!r} but {why}: give graphs=False")
-    return Steps(path, device, "cuda" if graphs in (True, "auto") else str(graphs))
+    return Steps(path, device, name)
+
+
+def capture_named(graphs: bool | str, device: torch.device) -> str | None:
+    """Which of ``CAPTURES`` an argument ``graphs`` asks for; ``None``: none.
+
+    Raises:
+        ValueError: there is no such way.
+    """
+    if graphs not in (False, True, "auto", *CAPTURES):
+        raise ValueError(f"graphs is {graphs!r}: False, True, 'auto', or one of {', '.join(CAPTURES)}")
+    if graphs == "auto":
+        return "cuda" if device.type == "cuda" and find_spec("triton") is not None else None
+    return "cuda" if graphs is True else graphs or None
 
 
 def _why_not(path: Any, model: Any, device: torch.device, attention: str, page: int | None) -> str | None:
