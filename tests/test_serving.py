@@ -20,7 +20,7 @@ from tiny import byte_tokenizer, tiny
 import specdec as sd
 from specdec.audit.adversaries import AdversarialSelector, Adversary
 from specdec.audit.catalogue import MENU
-from specdec.executors import Optimistic, Pipelined, Timeline
+from specdec.executors import Optimistic, Pipelined, Serial, Timeline
 from specdec.serving import Server, Settings, joined
 
 PROMPTS = [[5], [7, 8, 9], [1, 2, 3, 4] * 6, [50] * 9, [3, 1], [90, 4, 5, 6], list(range(17)), [11, 12] * 5]
@@ -79,6 +79,32 @@ def test_a_requests_own_seed_is_generates(target, small):
     for one in done:
         alone = decoder.generate([PROMPTS[one.index]], BUDGETS[one.index], seed=11)
         assert one.ids == alone.ids[0]
+
+
+@pytest.mark.parametrize("executor", [Serial(), Pipelined(2)], ids=["serial", "pipeline"])
+@pytest.mark.parametrize("capacity", [None, 60], ids=["growing", "whole"])
+def test_captured_steps_of_rows_that_come_and_go(capacity, executor):
+    """Texts are those without graphs; in a cache for all rows, what was captured serves whoever joins."""
+    said, seen = [], []
+    for how in (False, "recorded"):
+        target, small = (
+            sd.HFModel(tiny("llama", 0, torch.float32, num_hidden_layers=n), graphs=how) for n in (2, 1)
+        )
+        decoder = sd.decoder(target).draft(small, 3).executor(executor).build()
+
+        def note(round, steps=target.steps):
+            if steps is not None:
+                seen.append([{id(p) for p in s.programs.values()} for s in steps._storages if s.programs])
+
+        served = decoder.serve(requests(), limit=4, seed=2, clock="rounds", capacity=capacity, on_round=note)
+        said.append({one.index: one.ids for one in served})
+        if how:
+            assert target.steps.why is small.steps.why is None
+            assert any(seen)
+    assert said[0] == said[1]
+    if capacity is not None:
+        for before, after in pairwise(seen):
+            assert all(any(old <= new for new in after) for old in before)
 
 
 def test_without_seeds_torchs_generator_decides(target, small):

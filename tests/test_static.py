@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -18,8 +19,10 @@ from specdec.executors.lane import staying
 from specdec.kernels.attention import AttentionPlan, Tree, reference, static_reference
 from specdec.kernels.attention.lowered import Lowered, lower
 from specdec.kernels.native import library
-from specdec.models import capture, chains, spire_chain
+from specdec.models import capture, chains
+from specdec.models.compact import RingCache
 from specdec.models.recorded import NotCapturable, record
+from specdec.models.ring_chain import RingChain
 from specdec.models.spire import SpireModel
 from specdec.models.static import ALL, bucket_of
 from specdec.rng import Attempt, Philox
@@ -446,12 +449,16 @@ def test_a_captured_spire_chain_is_the_loop(sampling, settings):
             states = [way.init(round.context, None) for way in ways]
         else:
             rng = Philox(seeds[round.context.request])
-            budget = torch.full((round.context.batch,), 4 if round.number % 3 else 2)
+            budget = (
+                torch.tensor([4, 3, 1][: round.context.batch]) if round.number % 3 else torch.ones(1).long()
+            )
+            budget = budget.expand(round.context.batch) if len(budget) == 1 else budget
             (a, _), (b, _), (c, _) = (
                 way.propose(state, round.context, budget, rng) for way, state in zip(ways, states)
             )
             assert a.provenance == b.provenance == c.provenance
-            assert a.tokens.equal(b.tokens)
+            live = torch.arange(a.nodes) < budget[:, None]
+            assert a.tokens[live].equal(b.tokens[live])
             assert b.tokens.equal(c.tokens)
             if a.probs is not None:
                 same([b.probs], [a.probs], 1e-5)
@@ -488,11 +495,82 @@ def test_spire_with_graphs():
     odd = Sampling(processors=[lambda ids, scores: scores])
     bound = sd.drafts.Spire(model, 3, graphs="eager").bind(sd.HFModel(target), Sampling())
     context = Context.of([[1, 2, 3]], 16)
-    args = bound.programs, model, bound.init(context, None).ring, context, 2
-    assert [spire_chain.propose(*args, rng, Sampling(0)) is None for _ in range(2)] == [True, False]
-    assert all(spire_chain.propose(*args, rng, law) is None for law in (Sampling(), odd) for _ in range(2))
+    args = bound.init(context, None).ring, context, torch.tensor([2]), rng
+    assert [bound._drawn(*args, Sampling(0)) is None for _ in range(2)] == [True, False]
+    assert all(bound._drawn(*args, law) is None for law in (Sampling(), odd) for _ in range(2))
     with pytest.raises(ValueError, match="on cpu: move it"):
         sd.drafts.Spire(model, graphs=True).bind(sd.HFModel(target), Sampling())
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("sampling", [LAWS[0], LAWS[2]])
+@torch.no_grad()
+def test_a_captured_chain_over_a_ring_is_the_loop(family, sampling):
+    """MagicDec's view of a target, over the same rounds: a layer's own window, soft caps and sinks included."""
+    model, rounds = tiny(family, 0, torch.float32), []
+    targets = [sd.HFModel(model, graphs=how) for how in (False, "eager", "recorded")]
+    prompts = [[1, 2, 3, 4, 5, 6], [7, 8, 9], [9, 10, 11] * 7]
+    drafts = [sd.drafts.MagicDec(window=6, sinks=2, block=4).bind(t, sampling) for t in targets]
+    caches, states = [t.cache(3, 96) for t in targets], []
+    decoder = sd.decoder(targets[0]).draft(sd.drafts.MagicDec(window=6, sinks=2, block=4), 4)
+    decoder.sampling(sampling).build().generate(prompts, [60, 24, 60], seed=5, on_round=rounds.append)
+    seeds, replayed = torch.tensor([3, 4, 5]), 0
+    for round in rounds:
+        B, proposals = round.context.batch, []
+        budget = torch.tensor([[4, 3, 1], [4, 4, 4], [0, 2, 1]][round.number % 3][:B])
+        for target, cache, draft, i in zip(targets, caches, drafts, range(3)):
+            target.prefill(cache, round.context)
+            if not round.number:
+                states.append(draft.init(round.context, cache))
+                continue
+            states[i].cache.catch_up()
+            proposal, _ = draft.propose(
+                states[i], round.context, budget, Philox(seeds[round.context.request])
+            )
+            proposals.append(proposal)
+        if round.number:
+            a, b, c = proposals
+            live = torch.arange(a.nodes) < budget[:, None]
+            assert a.tokens[live].equal(b.tokens[live])
+            assert b.tokens.equal(c.tokens)
+            if a.probs is not None:
+                same([b.probs[live]], [a.probs[live]], 1e-5)
+                same([c.probs], [b.probs], 0)
+            replayed += any(
+                isinstance(p, RingChain) for s in targets[2].steps._storages for p in s.programs.values()
+            )
+        if round.finished.any():
+            stay = staying(round.finished)
+            caches = [cache.select(stay) for cache in caches] if len(stay) else caches
+            states = [
+                d.follow(d.select(s, stay), c) if len(stay) else s for d, s, c in zip(drafts, states, caches)
+            ]
+    assert replayed > 6
+    assert all(target.steps.why is None for target in targets[1:])
+
+
+@pytest.mark.parametrize("temperature", [0, 1.0])
+def test_constant_size_drafts_with_graphs(temperature):
+    """Whole runs, whose memory serves the next; where a chain cannot be captured the loop draws it."""
+    target, small = tiny("llama", 0, torch.float32), tiny("llama", 1, torch.float32)
+    prompts, said = [[1, 2, 3, 4, 5] * 4, [7, 8], [9] * 11], []
+    for how in (False, "eager"):
+        t, d = (sd.HFModel(m, graphs=how) for m in (target, small))
+        view = {"window": 6, "block": 3}
+        drafts = [
+            sd.drafts.MagicDec(**view),
+            sd.drafts.MagicDec(**view, positions="in_cache"),
+            sd.drafts.MagicDec(**view, pruner=sd.pruning.SnapKV(), budget=4, observation=2),
+            sd.drafts.Model(sd.models.Windowed(d, 6)),
+        ]
+        for draft, steps in zip(drafts, (t.steps, None, None, d.steps)):
+            decoder = sd.decoder(t).draft(draft, 3).sampling(temperature=temperature).build()
+            said.append([decoder.generate(prompts, [20, 9, 14], seed=seed).ids for seed in (3, 4)])
+            if how and steps is not None:
+                rings = [s for s in steps._storages if isinstance(s._model, RingCache)]
+                assert len(rings) == 1  # the second run had the memory of the first
+                assert any(isinstance(p, RingChain) for p in rings[0].programs.values())
+    assert said[:4] == said[4:]
 
 
 @pytest.mark.parametrize("temperature", [0, 1.0])
@@ -546,7 +624,7 @@ def builder_of(draft, graphs=False, on=lambda model: model):
         small = SpireModel(small.body, small.layers, window=8)
     else:
         small = sd.HFModel(on(small), graphs=graphs)
-    target = sd.HFModel(on(target), graphs=False if draft == "magicdec" else graphs)
+    target = sd.HFModel(on(target), graphs=graphs)
     builder = sd.decoder(target)
     return builder if DRAFTS[draft] is None else builder.draft(DRAFTS[draft](target, small, graphs), 3)
 
@@ -680,6 +758,19 @@ def test_cuda_graphs_in_the_right_order(monkeypatch):
     assert log[-2:] == ["replay", "replay"]
     graphs(lambda: None)
     assert log.count("pool") == 1
+
+    cuda.synchronize = lambda device: log.append("all of it")
+    waiting = threading.Thread(target=capture.synchronize, args=(torch.device("cuda"),))
+
+    def body():
+        if not waiting.is_alive():
+            waiting.start()
+        waiting.join(0.05)
+        log.append("captured")
+
+    graphs(body)
+    waiting.join()
+    assert log[-2:] == ["captured", "all of it"]  # a capture is not waited for in its middle
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

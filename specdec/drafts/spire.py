@@ -15,11 +15,14 @@ import torch
 from torch import Tensor
 
 from specdec.device import sent
-from specdec.models import spire_chain
+from specdec.models.chains import Drawn
 from specdec.models.ring import Ring
+from specdec.models.ring_chain import Shape, drawn
 from specdec.models.slots import KVShape
 from specdec.models.spire import SpireModel
+from specdec.models.spire_chain import SpireChain
 from specdec.models.spire_steps import SpireSteps, remember
+from specdec.models.static import StaticMemo
 from specdec.models.steps import Programs, capture_named
 from specdec.protocols import LanguageModel
 from specdec.rng import Key, Rng
@@ -100,7 +103,7 @@ class Spire:
         # Without a window everything is kept, and nothing is ever in the way.
         window = capacity if model.window is None else model.window
         slots = model.sinks + window + self.block - 1
-        lent = None if self.programs is None else self.programs.lent(batch, lambda memo: memo.slots == slots)
+        lent = None if self.programs is None else self.programs.lent(batch, lambda ring: ring.slots == slots)
         return lent or Ring(shapes, batch, model.sinks, window, self.block)
 
     def propose(
@@ -115,7 +118,7 @@ class Spire:
                 f"a chain of {N} tokens is asked for and block is {self.block}: use Spire(model, block={N})"
             )
         if self.programs is not None:
-            chain = spire_chain.propose(self.programs, model, state.ring, context, N, rng, sampling)
+            chain = self._drawn(state.ring, context, budget, rng, sampling)
             if chain is not None:
                 how: Provenance = "point" if chain.probs is None else "sampled"
                 return Proposal.chain(chain.tokens, budget, chain.probs, how), state
@@ -136,6 +139,16 @@ class Spire:
             sofar = Proposal.chain(tokens[:, : n + 1], budget.clamp(max=n + 1))
         assert sofar is not None
         return (replace(sofar, probs=torch.stack(drawn, 1), provenance="sampled") if drawn else sofar), state
+
+    def _drawn(
+        self, ring: Ring, context: Context, budget: Tensor, rng: Rng, sampling: Sampling
+    ) -> Drawn | None:
+        assert self.programs is not None
+
+        def make(memo: StaticMemo, shape: Shape) -> SpireChain:
+            return SpireChain(self.model, ring, memo, shape)
+
+        return drawn(self.programs, ring, context, budget, rng, sampling, make)
 
     def observe(self, state: SpireState, round: Round) -> SpireState:
         """Entries of newly committed positions from the target's activations there (section 3.3: ``m_t^i = y_t`` )."""

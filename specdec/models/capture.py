@@ -7,6 +7,7 @@ the same ones every time, so they hold until the next call.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,9 @@ Body = Callable[[], Any]
 Capture = Callable[[Body], Body]
 
 CAPTURES = ("cuda", "eager", "recorded")
+_capturing = (
+    threading.Lock()
+)  # while a thread captures, no other may wait for the whole device, which a capture begins with
 
 
 def capture_for(name: str, device: torch.device) -> Capture:
@@ -43,6 +47,12 @@ def eager(body: Body) -> Body:
     return body
 
 
+def synchronize(device: torch.device) -> None:
+    """Wait for all that a CUDA device has to do, and for captures of other threads."""
+    with _capturing:
+        torch.cuda.synchronize(device)
+
+
 class CudaGraphs:
     """Captures bodies as CUDA graphs that share one pool of memory.
 
@@ -60,7 +70,7 @@ class CudaGraphs:
         Raises:
             RuntimeError: the body waits for the device, or does anything else that cannot be captured.
         """
-        with torch.cuda.device(self.device):
+        with _capturing, torch.cuda.device(self.device):
             current, aside = torch.cuda.current_stream(), torch.cuda.Stream()
             aside.wait_stream(current)
             with torch.cuda.stream(aside):

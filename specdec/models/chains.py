@@ -14,6 +14,7 @@ from specdec.device import sent
 from specdec.kernels.attention.lowered import Lowered
 from specdec.models.cache import SlotCache
 from specdec.models.hf import HFModel
+from specdec.models.ring import Ring
 from specdec.models.staged import Program, Staged, pad
 from specdec.models.static import Forward, StaticMemo, StaticPlan, bucket_of
 from specdec.models.steps import SMALL
@@ -132,7 +133,13 @@ def propose(
         by one.
     """
     B, N = text.batch, int(budget.max())
-    if getattr(model, "steps", None) is None or type(cache) is not SlotCache or N < 1 or sampling.processors:
+    if getattr(model, "steps", None) is None or N < 1 or sampling.processors:
+        return None
+    if isinstance(cache, Ring):
+        from specdec.models import windowed_chain
+
+        return windowed_chain.propose(model, cache, text, budget, rng, sampling, vocab_size)
+    if type(cache) is not SlotCache:
         return None
     numbers = None
     if not sampling.greedy:

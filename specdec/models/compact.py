@@ -46,8 +46,16 @@ class RingCache(Ring, Memo):
         extra: int = 0,
     ):
         Ring.__init__(self, shapes, batch, sinks, window, block, extra)
+        self.empty(batch, capacity)
+
+    def empty(self, batch: int, capacity: int) -> None:
+        """It holds nothing, of ``batch`` rows of texts of up to ``capacity`` tokens."""
         Memo.__init__(self, batch, capacity)
         self._high = [-1] * batch  # highest position ever written to the row, since it was last empty
+
+    def wrote(self, b: int, position: int) -> None:
+        """Row ``b`` was written up to this position."""
+        self._high[b] = max(self._high[b], position)
 
     def matched(self, context: Context) -> list[int]:
         """As ``Memo.matched``; a row that was rolled back to where the ring no longer reaches holds nothing."""
@@ -80,7 +88,7 @@ class RingCache(Ring, Memo):
         """
         counts = [r.end - r.first for r in rows]
         for r in rows:  # before it is done: a forward that fails has written too
-            self._high[r.b] = max(self._high[r.b], r.end - 1)
+            self.wrote(r.b, r.end - 1)
         if max(counts) > self.block:
             stage = Stage(self, rows)
             return stage, stage.plan
@@ -184,8 +192,21 @@ class Windowed(HFModel):
             MemoryError, RuntimeError: as for ``HFModel``.
         """
         self._check_storage()
+        lent = self._lent(RingCache, batch)
+        if lent is not None:
+            lent.empty(batch, capacity)
+            return lent
         check_memory(self._shapes, batch, self.sinks + self.window + self.block - 1)
         return RingCache(self._shapes, batch, capacity, self.sinks, self.window, self.block)
+
+    def _lent(self, kind: Any, batch: int, extra: int = 0) -> Any:
+        """A cache of a kind in memory that captured steps know, where there is one."""
+        size = (self.sinks, self.window, self.block, extra)
+
+        def fits(cache: Any) -> bool:
+            return type(cache) is kind and (cache.sinks, cache.window, cache.block, cache.extra) == size
+
+        return None if self.steps is None else self.steps.lent(batch, fits)
 
     def _feed(
         self,

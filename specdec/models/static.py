@@ -124,14 +124,27 @@ class StaticPlan:
         """Attention of ``query [1, Hq, T, D]``, as ``kernels.attention.attention``."""
         if window is not None and window >= self.lowered.max_length:
             window = None
+        return self._attend(query, keys, values, self.lowered, scale, window, softcap, sinks)
+
+    @staticmethod
+    def _attend(
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        lowered: Lowered,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
         if query.device.type != "cuda":
-            return static_reference.attend(query, keys, values, self.lowered, scale, window, softcap, sinks)
+            return static_reference.attend(query, keys, values, lowered, scale, window, softcap, sinks)
         from specdec.kernels.attention import triton_backend
 
         why = triton_backend.supports(query, softcap, sinks)
         if why:
             raise RuntimeError(f"Triton's kernel cannot serve the step: {why}")
-        return triton_backend.launch(query, keys, values, self.lowered, scale, window, softcap, sinks)
+        return triton_backend.launch(query, keys, values, lowered, scale, window, softcap, sinks)
 
 
 class StaticStep(Program):

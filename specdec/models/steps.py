@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from specdec.models.cache import SlotCache, check_memory
-from specdec.models.capture import CAPTURES, capture_for
+from specdec.models.capture import CAPTURES, capture_for, synchronize
 from specdec.models.feed import Feed
 from specdec.models.lean import Lean
 from specdec.models.memo import Memo
@@ -86,10 +86,10 @@ class Programs:
         captured = sum(len(s.programs) for s in self._storages)
         return f"{type(self).__name__}({captured} captured{f', stopped: {self.why}' if self.why else ''})"
 
-    def lent(self, batch: int, fits: Callable[[StaticMemo], bool]) -> Any:
-        """As ``Storage.lend``, of memory that is free, large enough and ``fits``; where there is none ``None``, and what is free goes."""
+    def lent(self, batch: int, fits: Callable[[Any], bool]) -> Any:
+        """As ``Storage.lend``, of memory that is free, has the rows, and whose cache ``fits``; without any ``None``, and what is free goes."""
         for storage in self._storages:
-            if storage.free and storage.whole[0].shape[1] >= batch and fits(storage.memo):
+            if storage.free and storage.whole[0].shape[1] >= batch and fits(storage._model):
                 return storage.lend(batch)
         self._drop(lambda storage: storage.free)
         return None
@@ -160,7 +160,7 @@ class Programs:
     def _wait(self) -> None:
         """Until no graph that is about to go is still running."""
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+            synchronize(self.device)
 
 
 class Steps(Programs):
@@ -183,7 +183,7 @@ class Steps(Programs):
         Raises:
             MemoryError: it would not fit.
         """
-        lent = self.lent(batch, lambda memo: memo.spare >= capacity)
+        lent = self.lent(batch, lambda cache: type(cache) is SlotCache and cache.slots > capacity)
         if lent is not None:
             Memo.__init__(lent, batch, capacity)
             return lent

@@ -35,10 +35,16 @@ class ViewCache(RingCache):
     def __init__(self, view: View, source: SlotCache):
         shapes, batch, extra = source.shapes, source.batch, view.extra
         super().__init__(shapes, batch, source.capacity, view.sinks, view.window, view.block, extra)
+        self.look(view, source)
+
+    def look(self, view: View, source: SlotCache) -> None:
+        """It is a view of ``source``, of which it holds nothing yet."""
+        self.empty(source.batch, source.capacity)
         self.source, self.view = source, view
-        self.exact = [0] * batch
+        self.exact = [0] * source.batch
         self.kept = [
-            torch.full((batch, s.heads, extra), -1, dtype=torch.long, device=s.device) for s in shapes
+            torch.full((source.batch, s.heads, self.extra), -1, dtype=torch.long, device=s.device)
+            for s in self.shapes
         ]
 
     def catch_up(self) -> None:
@@ -178,7 +184,11 @@ class View(Windowed):
         Raises:
             MemoryError: it would not fit.
         """
-        check_memory(self._shapes, source.batch, self.sinks + self.window + self.block - 1 + self.extra)
-        cache = ViewCache(self, source)
+        cache = self._lent(ViewCache, source.batch, self.extra)
+        if cache is None:
+            check_memory(self._shapes, source.batch, self.sinks + self.window + self.block - 1 + self.extra)
+            cache = ViewCache(self, source)
+        else:
+            cache.look(self, source)
         cache.catch_up()
         return cache

@@ -1,0 +1,65 @@
+"""The chain of a model with constant-size KV (``Windowed``, and MagicDec's view of a target) as one captured step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec.models.chains import Drawn
+from specdec.models.ring import Ring
+from specdec.models.ring_chain import Forward, RingChain, RingPlan, Shape, drawn
+from specdec.models.static import Forward as Packed
+from specdec.models.static import StaticMemo
+from specdec.rng import Rng
+from specdec.sampling import Sampling
+from specdec.types import Context
+
+
+class WindowedChain(RingChain):
+    """The chain of a packed model; ``run``: as ``Packed.forward``."""
+
+    def __init__(self, run: Packed, ring: Ring, memo: StaticMemo, shape: Shape, device: torch.device):
+        super().__init__(ring, memo, shape, device)
+        self.run = run
+
+    def forward(self, position: Tensor) -> Forward:
+        """As ``RingChain.forward``."""
+
+        def run(n: int, tokens: Tensor, plan: RingPlan) -> Tensor:
+            logits = self.run(self.memo, plan, tokens.clamp(min=0), position[n], None)
+            assert logits is not None
+            return logits
+
+        return run
+
+
+def propose(
+    model: Any,
+    cache: Any,
+    text: Context,
+    budget: Tensor,
+    rng: Rng,
+    sampling: Sampling,
+    vocab_size: int | None,
+) -> Drawn | None:
+    """As ``chains.propose``, over a ``RingCache`` where sinks and window are all there is to see. What was not read of the texts is read."""
+    N = int(budget.max())
+    if cache.extra or getattr(model, "rotation", None) is not None or cache.block < N:
+        return None
+    words, length = text.tokens.numpy(), text.length.tolist()
+    if max(length) + N > cache.capacity:
+        return None
+    steps = model.steps
+    model.prefill(cache, text)  # what it lacks besides the last token: as a rule nothing, or one
+
+    def make(memo: StaticMemo, shape: Shape) -> WindowedChain:
+        return WindowedChain(steps.forward, cache, memo, shape, steps.device)
+
+    made = drawn(steps, cache, text, budget, rng, sampling, make, vocab_size)
+    if made is not None:
+        for b, (n, k) in enumerate(zip(length, budget.tolist())):
+            cache.remember(b, words[b], n - 1, n, max(k - 1, 0))
+            cache.wrote(b, n + N - 2)
+    return made
