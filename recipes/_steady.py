@@ -55,7 +55,14 @@ class Kept:
         at = self.at
         if at is None or at.cache.batch != batch or at.cache.capacity < capacity:
             raise RuntimeError(f"nothing is prefilled for {batch} rows of {capacity} tokens")
-        return copy.deepcopy(at.cache) if isinstance(at.cache, Ring) else at.cache
+        if not isinstance(at.cache, Ring):
+            return at.cache
+        new = super().cache(batch, at.cache.capacity)  # type: ignore[misc]  # in memory that captured steps know, where there is some
+        for mine, theirs in zip(new._blocks, at.cache._blocks):
+            mine.copy_(theirs)
+        for name in ("_tokens", "_lengths", "_fed", "_high"):
+            setattr(new, name, copy.deepcopy(getattr(at.cache, name)))
+        return new
 
     def score(
         self: Any,

@@ -144,7 +144,7 @@ class Lab:
             "vanilla": self.vanilla,
             "windowed": self.windowed,
             "magicdec": sd.drafts.MagicDec(window=window, sinks=sinks, block=block),
-            "spire": sd.drafts.Spire(small, block=block),
+            "spire": sd.drafts.Spire(small, block=block, graphs=s.graphs or False),
         }
         self.methods = ["plain", *self.drafts]
         slots = Window(sinks + window + block - 1)  # all of a ring is read, whatever of it a query sees

@@ -495,11 +495,48 @@ def test_spire_with_graphs():
     odd = Sampling(processors=[lambda ids, scores: scores])
     bound = sd.drafts.Spire(model, 3, graphs="eager").bind(sd.HFModel(target), Sampling())
     context = Context.of([[1, 2, 3]], 16)
+    three = bound.ring(3, 16)
+    copied = three.select(torch.tensor([2, 2, 0]))  # which is in other memory
+    assert bound.programs._of(copied).whole is copied._whole is copied._blocks
     args = bound.init(context, None).ring, context, torch.tensor([2]), rng
     assert [bound._drawn(*args, Sampling(0)) is None for _ in range(2)] == [True, False]
     assert all(bound._drawn(*args, law) is None for law in (Sampling(), odd) for _ in range(2))
     with pytest.raises(ValueError, match="on cpu: move it"):
         sd.drafts.Spire(model, graphs=True).bind(sd.HFModel(target), Sampling())
+
+
+@pytest.mark.parametrize("sampling", [LAWS[0], LAWS[2]])
+@torch.no_grad()
+def test_a_captured_chain_of_a_windowed_model_is_the_loop(sampling):
+    """Rows that lack one token of the text, or two."""
+    model = tiny("llama", 1, torch.float32)
+    ways = [
+        sd.drafts.Model(sd.models.Windowed(sd.HFModel(model, graphs=how), 6, block=4), sampling, 97)
+        for how in (False, "eager", "recorded")
+    ]
+    text = [[1, 2, 3, 4, 5, 6], [7, 8], [9] * 12]
+    context, rng, seen = Context.of(text, 80), Philox(torch.tensor([5, 6, 7])), set()
+    states = [way.init(context, None) for way in ways]
+    for step in range(12):
+        budget = torch.tensor([[3, 3, 3], [3, 1, 2], [0, 2, 3]][step % 3])
+        made = []
+        for i, way in enumerate(ways):
+            proposal, states[i] = way.propose(states[i], context, budget, rng)
+            made.append(proposal)
+        a, b, c = made
+        live = torch.arange(a.nodes) < budget[:, None]
+        assert a.tokens[live].equal(b.tokens[live])
+        assert b.tokens.equal(c.tokens)
+        if a.probs is not None:
+            same([b.probs[live]], [a.probs[live]], 1e-5)
+            same([c.probs], [b.probs], 0)
+        seen |= {p.shape.earlier for s in ways[2].model.steps._storages for p in s.programs.values()}
+        news = ([9, 8], [4], [3, 1]) if step < 8 else ([9], [4], [3])
+        for row, new in zip(text, news):
+            row += new
+        context = Context.of(text, 80)
+    assert seen == {False, True}
+    assert ways[2].model.steps.why is None
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
@@ -569,7 +606,9 @@ def test_constant_size_drafts_with_graphs(temperature):
             if how and steps is not None:
                 rings = [s for s in steps._storages if isinstance(s._model, RingCache)]
                 assert len(rings) == 1  # the second run had the memory of the first
-                assert any(isinstance(p, RingChain) for p in rings[0].programs.values())
+                shapes = [p.shape for p in rings[0].programs.values() if isinstance(p, RingChain)]
+                assert shapes
+                assert any(shape.earlier for shape in shapes) == (steps is d.steps)
     assert said[:4] == said[4:]
 
 

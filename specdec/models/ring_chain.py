@@ -24,16 +24,20 @@ from specdec.rng import Rng
 from specdec.sampling import Sampling
 from specdec.types import Context
 
-Forward = Callable[[int, Tensor, "RingPlan"], Tensor]
+Forward = Callable[[int, Tensor, "RingPlan"], Tensor | None]
 
 
 class Shape(NamedTuple):
-    """What a chain is captured for: the first ``rows`` of the memory, and so many ``steps``."""
+    """What a chain is captured for: the first ``rows`` of the memory, and so many ``steps``.
+
+    ``earlier``: a forward before them, for rows that lack two tokens of the text; others are given their last one twice.
+    """
 
     rows: int
     steps: int
     sampling: Sampling
     vocab_size: int | None = None
+    earlier: bool = False
 
 
 class RingPlan(StaticPlan):
@@ -69,28 +73,34 @@ class RingChain(Program):
         self.sinks, self.size, self.window = ring.sinks, ring.size, ring.window
         R = shape.rows
         fields = {
-            **dict.fromkeys(("ids", "base", "limit"), ("i8", (R,))),
+            **dict.fromkeys(("ids", "base", "limit", "earlier", "before"), ("i8", (R,))),
             "numbers": ("f8", (shape.steps, R)),
         }
         self.staged = Staged(fields, device)
 
     @abstractmethod
     def forward(self, position: Tensor) -> Forward:
-        """For tokens at ``position [steps, R]``: a function ``(n, tokens [R], plan) -> logits [R, V]`` for the n-th step."""
+        """For tokens at ``position [N, R]``: the n-th forward ``(n, tokens [R], plan) -> logits [R, V]``; of an earlier one none are wanted."""
 
     def body(self) -> tuple[Tensor, Tensor | None]:
         """Tokens ``[rows, steps]`` and their laws."""
         on, shape = self.staged.on, self.shape
         device = on["base"].device
         position = on["base"] + torch.arange(shape.steps, device=device)[:, None]  # [steps, R]
+        if shape.earlier:
+            position = torch.cat([on["before"][None], position])
         slots = torch.arange(shape.rows, device=device) * self.memo.slots + self._slot(position)
         held, seen = self._sight(position)
         forward, token = self.forward(position), on["ids"]
         tokens: list[Tensor] = []
         laws: list[Tensor] = []
-        for n in range(shape.steps):
+        for n in range(-int(shape.earlier), shape.steps):
+            i = n + int(shape.earlier)
             self.memo.begin()
-            logits = forward(n, token, RingPlan(seen[n], position[n][:, None] - held[n], slots[n]))
+            plan = RingPlan(seen[i], position[i][:, None] - held[i], slots[i])
+            logits = forward(i, on["earlier"] if n < 0 else token, plan)
+            if logits is None:
+                continue
             top, token, law = draw(logits, shape.sampling, shape.vocab_size, on["numbers"][n])
             said = torch.where(torch.isfinite(top), token, -1)
             tokens.append(torch.where(on["limit"] > n, said, 0))
@@ -121,8 +131,10 @@ def drawn(
     sampling: Sampling,
     make: Callable[[StaticMemo, Shape], RingChain],
     vocab_size: int | None = None,
+    first: Tensor | None = None,
 ) -> Drawn | None:
-    """Chains of ``budget [B]`` tokens in rows whose ring holds all of the text but its last token.
+    """Chains of ``budget [B]`` tokens in rows whose ring holds all of the text but its last token, or all before ``first [B]``: at most
+    the last two are not held.
 
     All rows are written as far as the longest chain goes.
 
@@ -136,13 +148,16 @@ def drawn(
         numbers = numbers_of(rng, context, steps)
         if numbers is None:
             return None
-    shape = Shape(min(power(B), ring._whole[0].shape[1]), steps, sampling, vocab_size)
+    base = context.length - 1
+    first = base if first is None else first
+    rows = min(power(B), ring._whole[0].shape[1])
+    shape = Shape(rows, steps, sampling, vocab_size, earlier=bool((first < base).any()))
 
     def update(chain: Any) -> None:
         array = chain.staged.begin()
-        base = context.length - 1
-        pad(array["ids"], context.tokens.gather(1, base[:, None])[:, 0])
-        pad(array["base"], base)
+        for ids, positions, at in (("ids", "base", base), ("earlier", "before", first)):
+            pad(array[ids], context.tokens.gather(1, at[:, None])[:, 0])
+            pad(array[positions], at)
         pad(array["limit"], budget)
         array["numbers"][:] = 0
         if numbers is not None:

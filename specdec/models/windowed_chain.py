@@ -27,10 +27,9 @@ class WindowedChain(RingChain):
     def forward(self, position: Tensor) -> Forward:
         """As ``RingChain.forward``."""
 
-        def run(n: int, tokens: Tensor, plan: RingPlan) -> Tensor:
-            logits = self.run(self.memo, plan, tokens.clamp(min=0), position[n], None)
-            assert logits is not None
-            return logits
+        def run(n: int, tokens: Tensor, plan: RingPlan) -> Tensor | None:
+            keep = False if n == 0 and self.shape.earlier else None
+            return self.run(self.memo, plan, tokens.clamp(min=0), position[n], keep)
 
         return run
 
@@ -44,7 +43,8 @@ def propose(
     sampling: Sampling,
     vocab_size: int | None,
 ) -> Drawn | None:
-    """As ``chains.propose``, over a ``RingCache`` where sinks and window are all there is to see. What was not read of the texts is read."""
+    """As ``chains.propose``, over a ``RingCache`` where sinks and window are all there is to see. Texts of which more than
+    the last two tokens are missing are read first."""
     N = int(budget.max())
     if cache.extra or getattr(model, "rotation", None) is not None or cache.block < N:
         return None
@@ -52,14 +52,17 @@ def propose(
     if max(length) + N > cache.capacity:
         return None
     steps = model.steps
-    model.prefill(cache, text)  # what it lacks besides the last token: as a rule nothing, or one
+    first = cache.matched(text)
+    if any(n - held > 2 for n, held in zip(length, first)):
+        model.prefill(cache, text)
+        first = cache.matched(text)
 
     def make(memo: StaticMemo, shape: Shape) -> WindowedChain:
         return WindowedChain(steps.forward, cache, memo, shape, steps.device)
 
-    made = drawn(steps, cache, text, budget, rng, sampling, make, vocab_size)
+    made = drawn(steps, cache, text, budget, rng, sampling, make, vocab_size, torch.tensor(first))
     if made is not None:
         for b, (n, k) in enumerate(zip(length, budget.tolist())):
-            cache.remember(b, words[b], n - 1, n, max(k - 1, 0))
+            cache.remember(b, words[b], first[b], n, max(k - 1, 0))
             cache.wrote(b, n + N - 2)
     return made
