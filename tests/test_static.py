@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import warnings
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -827,3 +828,27 @@ def test_cuda_graphs_on_a_gpu(dtype):
             decoder = sd.decoder(t).draft(d, 3).sampling(temperature=1.0).build()
             said.append(decoder.generate([[1, 2, 3] * 5, [4, 5]], 30, seed=1).ids)
         assert said[0] == said[1]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_a_round_waits_once_on_a_gpu(draft):
+    """As on the fake device, by PyTorch's own watch; and texts are the same with captured steps."""
+    said = []
+    for graphs in (False, True):
+        decoder = builder_of(draft, graphs, lambda model: model.cuda()).sampling(temperature=1.0).build()
+        seen: list[int] = []
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+
+                def note(_, caught=caught, seen=seen):
+                    seen.append(sum("synchronizing" in str(w.message) for w in caught))
+
+                said.append(decoder.generate([[1, 2, 3, 4], [7, 8]], 32, seed=3, on_round=note).ids)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        middle = len(seen) // 2
+        assert seen[middle] - seen[middle - 1] == 1
+    assert said[0] == said[1]
