@@ -630,6 +630,21 @@ def test_logits_that_are_no_distribution(temperature):
 
 
 @pytest.mark.parametrize("temperature", [0, 1.0])
+@pytest.mark.parametrize("draft", ["spire", "magicdec"])
+def test_logits_over_a_ring_that_are_no_distribution(draft, temperature):
+    decoder = builder_of(draft, "eager").sampling(temperature=temperature).build()
+    inner = decoder.draft.model.body if draft == "spire" else decoder.target.model
+
+    def spoil(round):
+        if round.number == 4:
+            with torch.no_grad():
+                inner.lm_head.weight.fill_(float("nan"))
+
+    with pytest.raises(ValueError, match="not finite"):
+        decoder.generate([[1, 2, 3], [4, 5]], 40, seed=0, on_round=spoil)
+
+
+@pytest.mark.parametrize("temperature", [0, 1.0])
 def test_whole_runs(temperature):
     target, small = tiny("llama", 0, torch.float32), tiny("llama", 1, torch.float32)
     prompts, said = [[1, 2, 3, 4, 5] * 4, [7, 8], [9] * 11], []

@@ -103,6 +103,7 @@ class RingChain(Program):
                 continue
             top, token, law = draw(logits, shape.sampling, shape.vocab_size, on["numbers"][n])
             said = torch.where(torch.isfinite(top), token, -1)
+            token = said.clamp(min=0)
             tokens.append(torch.where(on["limit"] > n, said, 0))
             if law is not None:
                 laws.append(law)

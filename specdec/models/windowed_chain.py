@@ -29,7 +29,7 @@ class WindowedChain(RingChain):
 
         def run(n: int, tokens: Tensor, plan: RingPlan) -> Tensor | None:
             keep = False if n == 0 and self.shape.earlier else None
-            return self.run(self.memo, plan, tokens.clamp(min=0), position[n], keep)
+            return self.run(self.memo, plan, tokens, position[n], keep)
 
         return run
 
