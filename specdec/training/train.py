@@ -33,7 +33,7 @@ class Settings:
     """Numbers of a training run.
 
     Attributes:
-        steps: optimiser steps. batch: sequences of a step, all processes together. muon_lr, adam_lr: peak learning rates of the
+        steps: optimiser steps; more than a checkpoint was made with trains it on, at the rates of the longer run. batch: sequences of a step, all processes together. muon_lr, adam_lr: peak learning rates of the
             blocks' matrices and of all other weights. weight_decay: of the matrices, times the rate. warmup, decay: shares of the
             steps in which the rate rises and falls, linearly. clip: largest gradient norm. precision: of the arithmetic.
         compile: torch.compile of the loss (its passes over the vocabulary cost as much as the draft on a CPU). seed: of the order of the sequences.
@@ -273,11 +273,10 @@ class _Run:
     def load(self, path: Path, report: Trained) -> None:
         state = torch.load(path, map_location="cpu", weights_only=False)
         ours, theirs = asdict(self.settings), state["settings"]
-        differ = [
-            n
-            for n in ours
-            if n not in ("checkpoint_minutes", "compile", "validate_every") and ours[n] != theirs.get(n)
-        ]
+        free = {"checkpoint_minutes", "compile", "validate_every"}
+        if ours["steps"] > theirs.get("steps", 0):
+            free.add("steps")  # trained on: the rates follow the longer run from here
+        differ = [n for n in ours if n not in free and ours[n] != theirs.get(n)]
         if differ:
             raise ValueError(
                 f"checkpoint {path} was made with {differ[0]} = {theirs.get(differ[0])}, and it is {ours[differ[0]]} now: use the "
