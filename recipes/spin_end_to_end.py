@@ -69,7 +69,7 @@ class Settings:
     """Every setting of a run."""
 
     batches: str = "8,16"
-    tokens: int = 96
+    tokens: int = 128
     k: int = 4
     repeats: int = 5
     learn: int = 192
