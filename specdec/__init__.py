@@ -10,6 +10,7 @@ from specdec.requests import Finished, Request, Summary
 from specdec.rng import Philox
 from specdec.sampling import Sampling
 from specdec.selection import Arm
+from specdec.stats import Stats
 from specdec.types import Context, Proposal, Round, Scores, Verdict
 from specdec.verifiers import Coupled, Rejection
 
@@ -32,6 +33,7 @@ __all__ = [
     "Round",
     "Sampling",
     "Scores",
+    "Stats",
     "Summary",
     "TableModel",
     "Verdict",

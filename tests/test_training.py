@@ -201,6 +201,14 @@ def test_an_interrupted_run_ends_as_a_whole_one(tmp_path):
         )
 
 
+def test_a_draft_that_is_the_target_is_refused():
+    target = tiny("llama", num_hidden_layers=2).float()
+    with pytest.raises(
+        ValueError, match=r"draft has the target's own '.*', which training would change: give a copy"
+    ):
+        train(target, target, text(), settings=Settings(steps=1), progress=False)
+
+
 def test_saved_and_loaded(tmp_path):
     target = tiny("qwen3", num_hidden_layers=3)
     draft = SpireModel.from_target(target, [0, 2], sinks=2, window=9)

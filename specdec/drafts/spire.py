@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specdec.models.given import as_spire
 from specdec.models.ring import Ring
 from specdec.models.slots import KVShape
 from specdec.models.spire import SpireModel
@@ -33,7 +34,7 @@ class Spire:
     """Draws a chain from a ``SpireModel``, one step a token; at temperature 0 the chain is the draft's greedy one.
 
     Args:
-        model: made from the decoder's target and trained for it. block: the longest chain that it can be asked for; the KV cache
+        model: made from the decoder's target and trained for it, or the folder that it was saved to. block: the longest chain that it can be asked for; the KV cache
             has ``sinks + window + block - 1`` slots a row.
         sampling: how the draft's tokens are drawn; ``None`` takes the decoder's.
     Raises:
@@ -47,6 +48,7 @@ class Spire:
     trees = False
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "model", as_spire(self.model))
         if self.block < 1:
             raise ValueError(f"block is {self.block}: a draft proposes at least 1 token")
 

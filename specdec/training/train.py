@@ -115,7 +115,8 @@ def train(
         validation: as ``data``. checkpoint: a file to continue from and to write.
         on_validation: called with each row of the curve.
     Raises:
-        ValueError: data without sequences or of another target, or a checkpoint of another run.
+        ValueError: data without sequences or of another target, a checkpoint of another run, or a draft that would train weights of
+            the target.
         FloatingPointError: the loss is not finite.
     """
     from accelerate import Accelerator
@@ -125,6 +126,13 @@ def train(
     if hasattr(draft, "check_target"):
         draft.check_target(target)
     target = unwrapped(target)
+    theirs = {id(p) for p in target.parameters()}
+    shared = [name for name, p in draft.named_parameters() if id(p) in theirs and p.requires_grad]
+    if shared:
+        raise ValueError(
+            f"draft has the target's own {shared[0]!r}, which training would change: give a copy (copy.deepcopy), or freeze it with "
+            "requires_grad_(False)"
+        )
     accelerator = Accelerator()
     device, world, rank = accelerator.device, accelerator.num_processes, accelerator.process_index
     if settings.batch % world:
