@@ -121,3 +121,19 @@ def test_a_stream_tells_of_its_rounds(target):
     rounds = []
     pieces = list(decoder.stream(ROWS, 12, seed=0, on_round=rounds.append))
     assert sum(int(round.kept.sum()) for round in rounds) == sum(len(piece.ids) for piece in pieces) == 24
+
+
+def test_modules_come_when_they_are_asked_for():
+    assert sd.zoo is zoo
+    assert sd.masks.Causal is not None
+    with pytest.raises(AttributeError, match="module 'specdec' has no attribute 'mask'"):
+        sd.mask  # noqa: B018
+
+
+def test_pocket_models_load_without_bars(capfd):
+    from transformers.utils import logging
+
+    enabled = logging.is_progress_bar_enabled()
+    zoo.load("pocket-tiny")
+    assert "Loading" not in capfd.readouterr().err
+    assert logging.is_progress_bar_enabled() == enabled
