@@ -11,6 +11,7 @@ from _steady import Group, Measured, clocked
 
 import specdec as sd
 from specdec.cost import AUTOREGRESSIVE, Fitted, Host, Load, Method, Round, Shape, Step, calibrate
+from specdec.cost.calibrate import CACHED
 from specdec.models.spire_steps import SpireSteps
 from specdec.types import Context, Proposal
 
@@ -42,6 +43,24 @@ class Model:
         load = Load(batch, context, max(k, 1), self.bytes, self.bytes).full
         return self.methods.get(method, AUTOREGRESSIVE).round(self.target, load)
 
+    def seconds(
+        self, machine: Fitted, method: str, batch: int, context: float, k: int
+    ) -> tuple[float, float]:
+        """Of a round's steps: of those that draft, and of the others.
+
+        The target, and a draft's first step, come once a round and find in the cache what all of the round leaves there; later
+        steps of a draft follow themselves.
+        """
+        one = self.round(method, batch, context, k)
+        if one.draft is None or not k:
+            return 0.0, machine.time(one.target)
+        around = one.verify.bytes + one.draft.bytes
+        if self.methods[method].draft == self.target:  # which drafts with its own weights
+            around -= sum(w.bytes for w in one.draft.work if w.name not in CACHED)
+        drafting = machine.time(one.draft, around) + (k - 1) * machine.time(one.draft)
+        refresh = machine.time(one.refresh) if one.refresh else 0.0
+        return drafting, machine.time(one.verify, around) + refresh
+
 
 class Around(NamedTuple):
     """A method's host work: while it drafts k tokens, and in the rest of a round."""
@@ -60,9 +79,13 @@ class Calibrated:
 
     def seconds(self, method: str, batch: int, context: float, k: int) -> float:
         """Of a round."""
-        one, host = self.model.round(method, batch, context, k), self.hosts[method]
+        host = self.hosts[method]
         drafting = host.draft.seconds(batch, k) if k else 0.0
-        return one.seconds(self.machine) + drafting + host.rest.seconds(batch, k + 1)
+        return (
+            sum(self.model.seconds(self.machine, method, batch, context, k))
+            + drafting
+            + host.rest.seconds(batch, k + 1)
+        )
 
     def multiplier(self, method: str, batch: int, context: float, k: int, tau: float) -> float:
         """Tokens a second over plain decoding's; ``tau`` is an input."""
@@ -139,19 +162,16 @@ def fit(
     Args:
         rounds: measured at ``(batch, context, mean context while decoding)``.
     """
-    machine = calibrate([(b.step, b.seconds) for b in bare], "this machine", cached_apart=True)
+    machine = calibrate([(b.step, b.seconds) for b in bare], "this machine", cached_apart=True, cache=True)
     drafting: dict[str, list[tuple[int, int, float, float]]] = {}
     rest: dict[str, list[tuple[int, int, float, float]]] = {}
     for (batch, _, context), some in rounds.items():
         for m in some:
-            one = model.round(m.method, batch, context, m.k)
-            bound = one.seconds(machine)
-            drawn = 0.0
-            if one.draft is not None and m.k:
-                drawn = machine.time(one.draft)
-                drafting.setdefault(m.method, []).append((batch, m.k, m.stage("draft"), m.k * drawn))
+            drawn, others = model.seconds(machine, m.method, batch, context, m.k)
+            if m.k:
+                drafting.setdefault(m.method, []).append((batch, m.k, m.stage("draft"), drawn))
             left = m.round_seconds - (m.stage("draft") if m.k else 0.0)
-            rest.setdefault(m.method, []).append((batch, m.k + 1, left, bound - m.k * drawn))
+            rest.setdefault(m.method, []).append((batch, m.k + 1, left, others))
     hosts = {
         method: Around(Host.fit(drafting[method]) if method in drafting else Host(), Host.fit(samples))
         for method, samples in rest.items()

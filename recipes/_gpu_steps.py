@@ -7,7 +7,6 @@ begin before the other's has ended.
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from time import perf_counter
@@ -35,7 +34,7 @@ POINTS = (
     (128, 4096),
 )
 TOY_POINTS = ((2, 24), (1, 40))
-EAGER, GRAPHS, FORWARD = "eager", "graphs", "forward alone"
+EAGER, GRAPHS, COMPILED, FORWARD = "eager", "graphs", "graphs, compiled", "forward alone"
 
 
 def run(lab: Lab) -> None:
@@ -85,12 +84,17 @@ def llama(lab: Lab, layers: int = 32) -> LlamaForCausalLM | None:
 
 
 def wrapped(model: Any) -> dict[str, Any]:
-    """The model as decoders use it: step by step from Python, and by CUDA graphs (the same steps, not captured, on a CPU)."""
-    made: dict[str, Any] = {EAGER: sd.HFModel(model, prefill_chunk=2048)}
-    if "graphs" in inspect.signature(sd.HFModel).parameters:
-        how = True if next(model.parameters()).is_cuda else "eager"
-        made[GRAPHS] = sd.HFModel(model, prefill_chunk=2048, graphs=how)
-    return made
+    """The model as decoders use it: step by step from Python, and by CUDA graphs, as it is and with its norms and MLPs compiled.
+
+    On a CPU the same steps are not captured, and traced but not compiled.
+    """
+    gpu = next(model.parameters()).is_cuda
+    graphs, compiled = (True, True) if gpu else ("eager", {"backend": "eager"})
+    return {
+        EAGER: sd.HFModel(model, prefill_chunk=2048),
+        GRAPHS: sd.HFModel(model, prefill_chunk=2048, graphs=graphs),
+        COMPILED: sd.HFModel(model, prefill_chunk=2048, graphs=graphs, compile=compiled),
+    }
 
 
 # -- steps ------------------------------------------------------------------------------------------------------------------
@@ -117,7 +121,7 @@ def steps(lab: Lab, model: Any) -> None:
                 continue
             with lab.case(name):
                 point(lab, one, kind, shape, batch, context)
-            if kind == GRAPHS and one.steps is not None:
+            if one.steps is not None:
                 one.steps.release()
             lab.empty()
 

@@ -62,6 +62,7 @@ def constants(calibrated: Calibrated | None, bare: list[Bare]) -> list[Row]:
         "flops",
         "bytes_per_second",
         "cached_bytes_per_second",
+        "cache_bytes",
         "overhead",
         "overhead_per_layer",
         "overlapped",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -19,11 +20,16 @@ class Workload(NamedTuple):
     domain: list[str]
 
 
-def workload(tokenizer: Any, batch: int, longest: int = 900, seed: int = 0, median: int = 200) -> Workload:
-    """``batch`` prompts, domains in turn; lengths are lognormal (``median``, sigma 0.8), cut to 32 ... ``longest`` tokens."""
+def workload(
+    tokenizer: Any, batch: int, longest: int = 900, seed: int = 0, median: int = 200, half: int | None = None
+) -> Workload:
+    """``batch`` prompts, domains in turn; lengths are lognormal (``median``, sigma 0.8), cut to 32 ... ``longest`` tokens.
+
+    ``half``: of the texts, 0 or 1 (every second one of a domain), so that what is learned from one can be tried on the other.
+    """
     rng = np.random.default_rng((seed, batch))
     lengths = np.clip(np.exp(rng.normal(np.log(median), 0.8, batch)), 32, longest).astype(int)
-    texts = {domain: prompts(domain) for domain in DOMAINS}
+    texts = {domain: prompts(domain)[slice(half, None, None if half is None else 2)] for domain in DOMAINS}
     order = {domain: rng.permutation(len(texts[domain])) for domain in DOMAINS}
     rows, domains = [], []
     for i, length in enumerate(lengths.tolist()):
@@ -34,10 +40,17 @@ def workload(tokenizer: Any, batch: int, longest: int = 900, seed: int = 0, medi
     return Workload(rows, domains)
 
 
+CODE = re.compile(
+    r"^\s*(?:def |class |import |from \w|return\b|(?:if|elif|for|while|with|except) ?.*:$|else:|try:|raise |self\.|@)"
+    r"|\w\(.*\)\s*$|\w = |\w\.\w+\(",
+    re.MULTILINE,
+)
+
+
 class Kind:
     """What a prompt looks like, from its characters alone: a key for pooled statistics that needs no labels.
 
-    Tables are full of digits and quotes, code of brackets and operators, prose of neither.
+    Tables end in lines of digits and quotes; code has lines that are statements; prose neither.
     """
 
     def __init__(self, tokenizer: Any):
@@ -47,10 +60,12 @@ class Kind:
         return [self.of(context.tokens[b, : int(n)].tolist()) for b, n in enumerate(context.prompt_length)]
 
     def of(self, ids: list[int]) -> str:
-        text = self.tokenizer.decode(ids[-128:])  # what the text is now
-        solid = max(1, sum(not c.isspace() for c in text))
-        digits = sum(c.isdigit() for c in text) / solid
-        marks = sum(c in "()[]{}=:._'\"," for c in text) / solid
-        if digits > 0.1 or (marks > 0.22 and text.count("(") < 0.012 * solid):
+        text = self.tokenizer.decode(ids)
+        end = self.tokenizer.decode(ids[-512:])
+        solid = max(1, sum(not c.isspace() for c in end))
+        digits = sum(c.isdigit() for c in end) / solid
+        marks = sum(c in "()[]{}=:._'\"," for c in end) / solid
+        if digits > 0.1 or (marks > 0.22 and end.count("(") < 0.012 * solid):
             return "table"
-        return "code" if marks > 0.08 else "text"
+        lines = [line for line in text.splitlines() if line.strip()]
+        return "code" if sum(bool(CODE.search(line)) for line in lines) > 0.15 * len(lines) else "text"

@@ -22,7 +22,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from _measure import Case, Sample, bare_forward, decode, interleave, quiet, table
+from _measure import Case, Sample, bare_forward, decode, interleave, passing, quiet, table
 from _report import write
 
 import specdec as sd
@@ -66,8 +66,8 @@ def main(s: Settings) -> None:
             some = ids[: max(batch, 4)]
             for make in (ours, theirs):
                 cases += make(s, target, draft, model, small, some, batch, temperature)
-    interleave(cases, s.repeats, lambda line: print(f"\r\033[K{line}", end="", flush=True))
-    print("\r\033[K", end="")
+    interleave(cases, s.repeats, passing)
+    passing()
 
     forwards = {}
     for batch in s.batches:

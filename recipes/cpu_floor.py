@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from _measure import quiet, table
+from _measure import passing, quiet, table
 from _report import write
 from _steady import capacity, group, kept, steady
 from bench import load
@@ -86,8 +86,8 @@ def main(s: Settings) -> None:
                         **{f"{key}_ms": found[key] * 1e3 for key in KEYS if key != "round"},
                     }
                 )
-                print(f"\r\033[K{name}, batch {batch}, context {context}", end="", flush=True)
-    print("\r\033[K", end="")
+                passing(f"{name}, batch {batch}, context {context}")
+    passing()
     print(table(rows, tuple(rows[0])))
     if s.json:
         write(s.json, rows, s.seed)

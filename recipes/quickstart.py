@@ -8,10 +8,11 @@ completion, with the tokens that came from the draft marked.
 from __future__ import annotations
 
 import argparse
+import sys
 from dataclasses import dataclass
 
 import torch
-from _measure import Case, decode, interleave, quiet, table
+from _measure import Case, decode, interleave, passing, quiet, table
 from _report import write
 
 import specdec as sd
@@ -62,8 +63,8 @@ def main(s: Settings) -> None:
                     None if method == "plain" else s.length,
                 )
             )
-    interleave(cases, s.repeats, lambda line: print(f"\r\033[K{line}", end="", flush=True))
-    print("\r\033[K", end="")
+    interleave(cases, s.repeats, passing)
+    passing()
 
     rows = []
     for case in cases:
@@ -87,15 +88,16 @@ def main(s: Settings) -> None:
 def show_one(decoder: sd.Decoder, ids: list[int], s: Settings) -> None:
     """One completion; each round's bonus token is set in brackets, the rest was drafted."""
     tokenizer = decoder.target.tokenizer
+    bold, color, end = ("\033[1m", "\033[36m", "\033[0m") if sys.stdout.isatty() else ("", "", "")
     pieces = []
     for piece in decoder.stream([ids], s.new_tokens, seed=s.seed, eos_token_id=()):
         *drafted, bonus = piece.ids
-        pieces.append(tokenizer.decode(drafted) + "\033[1m[" + tokenizer.decode([bonus]) + "]\033[0m")
+        pieces.append(tokenizer.decode(drafted) + f"{bold}[{tokenizer.decode([bonus])}]{end}")
     print(
         "\nOne completion: the end of the prompt, then what was generated; the target chose the [bold] tokens,"
     )
     print("the draft proposed all others and the target agreed.\n")
-    print("..." + tokenizer.decode(ids[-60:]) + "\033[36m" + "".join(pieces) + "\033[0m")
+    print("..." + tokenizer.decode(ids[-60:]) + color + "".join(pieces) + end)
 
 
 if __name__ == "__main__":

@@ -9,9 +9,9 @@ the prefill, median of interleaved repeats), its range, tau, and the seconds of 
 - `fixed:NAME`: every draft alone, padded; `best_fixed`: the best of them in hindsight; `best_fixed_packed`: the best
   of earlier batches, packed;
 - `oracle`: each domain's best draft, padded (from the fixed runs of the same repeats); `selection`: Spin with statistics pooled by what
-  a prompt looks like and kept from batch to batch, after batches of `--learn` requests that are not counted (all selectors begin with what one has
-  learned there); `selection_cold`: the same, forgotten after every batch; `selection_per_request`: the
-  paper's settings, nothing pooled and nothing kept. The three specialists are drafted together (`stacked`); seconds are charged by a
+  a prompt looks like and kept from batch to batch, after `--learn` requests of other texts that are not counted (there one selector tries
+  everything, and all begin with what it has learned); `selection_cold`: the same, forgotten after every batch;
+  `selection_per_request`: the paper's settings, nothing pooled and nothing kept. The three specialists are drafted together (`stacked`); seconds are charged by a
   profile of each draft alone, made before;
 - `selection+decomposition`; `selection+decomposition+pipeline`: with a pipeline of `--micro-batches` (drafting in a process of its own, on
   the other core); `spin`: with as many micro-batches, that or one, as were faster in the batches before (the paper finds their number by
@@ -69,9 +69,9 @@ class Settings:
     """Every setting of a run."""
 
     batches: str = "8,16"
-    tokens: int = 96
+    tokens: int = 128
     k: int = 4
-    repeats: int = 3
+    repeats: int = 5
     learn: int = 192
     micro_batches: int = 2
     median: int = 300
@@ -129,21 +129,20 @@ class Run:
 
 def decode(decoder: Any, work: Workload, tokens: int, seed: int, selection: Any = None) -> Run:
     """Decode all requests to the same number of new tokens."""
-    marks: list[tuple[float, int, int]] = []
+    marks: list[tuple[float, int, int, float]] = []
     rounds: list[Brief] = []
 
     def mark(round: Round) -> None:
-        marks.append((perf_counter(), round.number, int(round.kept.sum())))
+        spent = selection.seconds if selection else 0.0
+        marks.append((perf_counter(), round.number, int(round.kept.sum()), spent))
         rounds.append(Brief(round.number, round.context.request, round.arm, round.kept, round.cut))
 
     if selection is None and decoder.selecting is not None:
         selection = decoder.begin(len(work.rows))
-    before = selection.seconds if selection else 0.0
     out = decoder.generate(work.rows, tokens, seed=seed, eos_token_id=(), on_round=mark, selection=selection)
-    start = max(at for at, number, _ in marks if number == 0)
-    made = sum(kept for at, _, kept in marks if at > start)
-    spent = selection.seconds - before if selection else 0.0
-    return Run(made, marks[-1][0] - start, out.stats, rounds, out.ids, spent)
+    start, _, _, before = max(mark for mark in marks if mark[1] == 0)
+    made = sum(kept for at, _, kept, _ in marks if at > start)
+    return Run(made, marks[-1][0] - start, out.stats, rounds, out.ids, marks[-1][3] - before)
 
 
 class Parts:
@@ -177,8 +176,9 @@ class Parts:
         )
         return (base if executor is None else base.executor(executor)).build()
 
-    def selector(self) -> Any:
-        return selectors.Spin(exploration=4, pool=Kind(self.tokenizer), warm=100, learn="always")
+    def selector(self, exploration: int = 4, growth: float = 64) -> Any:
+        """One whose requests keep the arm of their first matching to the end (growth: their rounds) once enough is known."""
+        return selectors.Spin(exploration, growth, Kind(self.tokenizer), warm=300, learn="always")
 
 
 def repeat(
@@ -235,11 +235,11 @@ def repeat(
 
 
 def teach(parts: Parts, batch: int) -> Any:
-    """A selection that has learned from ``--learn`` requests, in batches; on the fastest attention, since costs are those of the profile."""
-    s, decoder = parts.s, parts.chosen(parts.selector(), "auto")
+    """A selection that has tried everything on ``--learn`` requests, in batches; on the fastest attention, since costs are the profile's."""
+    s, decoder = parts.s, parts.chosen(parts.selector(8, 1), "auto")
     selection = decoder.begin(batch)
     for turn in range(math.ceil(s.learn / batch)):
-        work = workload(parts.tokenizer, batch, s.longest, s.seed + 1001 + turn, s.median)
+        work = workload(parts.tokenizer, batch, s.longest, s.seed + 1001 + turn, s.median, half=0)
         decode(decoder, work, s.tokens, s.seed + 1001 + turn, selection)
     return selection
 
@@ -270,10 +270,10 @@ def main(s: Settings) -> list[dict[str, Any]]:
         kept: dict[str, list[Run]] = defaultdict(list)
         learned: dict[str, Any] = {}
         seen: dict[str, list[float]] = defaultdict(list)
-        parts.profile(workload(parts.tokenizer, batch, s.longest, s.seed + 1000, s.median))
+        parts.profile(workload(parts.tokenizer, batch, s.longest, s.seed + 1000, s.median, half=0))
         taught = teach(parts, batch)
         for turn in range(1 + s.repeats):
-            work = workload(parts.tokenizer, batch, s.longest, s.seed + turn, s.median)
+            work = workload(parts.tokenizer, batch, s.longest, s.seed + turn, s.median, half=1)
             runs = repeat(parts, work, turn, learned, seen, taught)
             for name, run in runs.items():
                 seen[name].append(run.goodput)
@@ -301,7 +301,6 @@ def table(kept: dict[str, list[Run]], batch: int) -> list[dict[str, Any]]:
         speeds = sorted(run.goodput for run in runs)
         rounds = sum(run.stats.rounds for run in runs) / batch
         stages: Counter[str] = sum((run.stats.seconds for run in runs), Counter())
-        ratios = [run.goodput / base.goodput for run, base in zip(runs, kept["smallest"])]
         out.append(
             {
                 "configuration": name,
@@ -309,10 +308,12 @@ def table(kept: dict[str, list[Run]], batch: int) -> list[dict[str, Any]]:
                 "goodput": middle.get(name, middle[fixed]),
                 "low": speeds[0],
                 "high": speeds[-1],
-                "ratio_to_smallest": median(ratios),
-                "ratio_to_oracle": median(
-                    run.goodput / base.goodput for run, base in zip(runs, kept["oracle"])
-                ),
+                **{
+                    f"ratio_to_{other}": median(
+                        run.goodput / base.goodput for run, base in zip(runs, kept[of])
+                    )
+                    for other, of in (("smallest", "smallest"), ("oracle", "oracle"), ("best_fixed", fixed))
+                },
                 "tau": median(run.stats.tau for run in runs),
                 "selector_share": median(run.selector_seconds / run.seconds for run in runs),
                 "cores": 2 if "2 threads" in name or "pipeline" in name or name == "spin" else 1,
@@ -351,13 +352,13 @@ def choices(run: Run, work: Workload, batch: int, turn: int) -> list[dict[str, A
 
 def show(rows: list[dict[str, Any]], batch: int) -> None:
     print(
-        f"\nbatch {batch:3}                    tokens/s      range        x smallest  x oracle   tau   draft  target+verify ms"
+        f"\nbatch {batch:3}                    tokens/s      range        x smallest  x oracle  x fixed   tau   draft  target+verify ms"
     )
     for r in rows:
         if r["configuration"] != "choice" and r["batch"] == batch:
             print(
                 f"{r['configuration']:26} {r['goodput']:8.0f}  {r['low']:6.0f}-{r['high']:<6.0f}   {r['ratio_to_smallest']:8.2f}"
-                f"  {r['ratio_to_oracle']:9.2f}  {r['tau']:5.2f}  {r['draft_milliseconds']:6.1f}  {r['target_milliseconds'] + r['verify_milliseconds']:6.1f}"
+                f"  {r['ratio_to_oracle']:9.2f}  {r['ratio_to_best_fixed']:7.2f}  {r['tau']:5.2f}  {r['draft_milliseconds']:6.1f}  {r['target_milliseconds'] + r['verify_milliseconds']:6.1f}"
                 + (f"   {r['is']}" if r["is"] else "")
             )
 

@@ -49,7 +49,7 @@ class Settings:
     contexts: tuple[int, ...] = (128, 256, 512, 1024)
     lengths: tuple[int, ...] = (1, 2, 3, 4, 6, 8)
     new_tokens: int = 20
-    repeats: int = 3
+    repeats: int = 7
     temperature: float = 1.0
     threads: int = 1
     device: str = "cpu"
@@ -91,6 +91,7 @@ def main(s: Settings) -> None:
     found: dict[Point, list[Measured]] = {}
     bare: list[Bare] = []
     rows: list[Row] = []
+    calibrated = None
     for done, (batch, context) in enumerate(sorted(points, key=lambda p: p not in corners), 1):
         tell(f"[{perf_counter() - started:4.0f} s] {done}/{len(points)}: batch {batch}, context {context}")
         groups = lab.open(batch, context)
@@ -99,8 +100,7 @@ def main(s: Settings) -> None:
             decoders = {m: lab.decoder(m, K if m != "plain" else 0) for m in lab.methods}
             bare += bare_steps(decoders, groups[0], context, (K, max(lab.lengths)), BARE_REPEATS, lab.model)
         del groups
-        calibrated = None
-        if corners <= set(found):
+        if calibrated is None and corners <= set(found):
             mids = {(b, c, c + s.new_tokens / 2): found[b, c] for b, c in corners}
             try:
                 calibrated = fit(lab.model, bare, mids)

@@ -1,5 +1,8 @@
 """specdec: composable, provably lossless speculative decoding for Hugging Face causal language models."""
 
+from importlib import import_module
+from typing import Any
+
 from specdec import drafts, executors, selectors, tree, verifiers
 from specdec.builder import Builder, decoder
 from specdec.decoder import Decoder, Piece
@@ -10,10 +13,21 @@ from specdec.requests import Finished, Request, Summary
 from specdec.rng import Philox
 from specdec.sampling import Sampling
 from specdec.selection import Arm
+from specdec.stats import Stats
 from specdec.types import Context, Proposal, Round, Scores, Verdict
 from specdec.verifiers import Coupled, Rejection
 
 __version__ = "0.1.0"
+
+_LATER = ("audit", "cost", "data", "distributed", "masks", "memory", "pruning", "training", "zoo")
+
+
+def __getattr__(name: str) -> Any:
+    """Modules that are imported when they are first asked for (``sd.zoo``)."""
+    if name in _LATER:
+        return import_module(f"specdec.{name}")
+    raise AttributeError(f"module 'specdec' has no attribute {name!r}")
+
 
 __all__ = [
     "Arm",
@@ -32,6 +46,7 @@ __all__ = [
     "Round",
     "Sampling",
     "Scores",
+    "Stats",
     "Summary",
     "TableModel",
     "Verdict",

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from specdec import drafts
 from specdec.cost.arms import ArmCosts
 from specdec.decoder import Decoder
 from specdec.executors.serial import Serial
+from specdec.models.given import as_model, is_spire
 from specdec.protocols import Draft, Executor, LanguageModel, Selector, Verifier
 from specdec.sampling import Sampling
 from specdec.selection import Arm, Reward, Selecting
 from specdec.verifiers.rejection import Rejection
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -38,19 +35,16 @@ class Builder:
             f"Builder({self._target!r}, draft {getattr(self._draft, 'name', self._draft)}, ...): call build()"
         )
 
-    def draft(
-        self, draft: Draft[Any] | LanguageModel | PreTrainedModel | str, length: int | None = None
-    ) -> Builder:
+    def draft(self, draft: Any, length: int | None = None) -> Builder:
         """Who proposes, and the longest path a round (default: 4, or as deep as a tree's widths go).
 
-        A model, a hub id or a folder becomes ``drafts.Model``.
+        A model (or it and its tokenizer), a hub id, a folder or a pocket model's name becomes ``drafts.Model``; what is a SPIRe draft becomes
+        ``drafts.Spire``.
         """
-        _made("draft", draft)
-        if not hasattr(draft, "propose"):
-            draft = drafts.Model(as_model(draft, "draft"))
+        draft = as_draft(draft, "draft")
         if length is None:
             length = len(getattr(draft, "widths", range(4)))
-        return replace(self, _draft=draft, _length=length, _selecting=None)  # type: ignore[arg-type]
+        return replace(self, _draft=draft, _length=length, _selecting=None)
 
     def pool(
         self,
@@ -110,9 +104,7 @@ class Builder:
                 numbers.append(-1)
                 lengths.append(0)
                 continue
-            _made(f"arm {name!r}", part)
-            if not hasattr(part, "propose"):
-                part = drafts.Model(as_model(part, f"arm {name!r}"))
+            part = as_draft(part, f"arm {name!r}")
             number = next((i for i, u in enumerate(unique) if _same(part, u)), len(unique))
             unique += [part] if number == len(unique) else []
             numbers.append(number)
@@ -219,8 +211,12 @@ def _stacked(target: LanguageModel, parts: list[Any], numbers: list[int]) -> tup
     return tuple(together), tuple(at[n][0] for n in numbers), tuple(at[n][1] for n in numbers)
 
 
-def decoder(target: LanguageModel | PreTrainedModel | str) -> Builder:
-    """Start a composition. ``target`` is an ``HFModel``, a transformers model, a hub id, a folder, or any ``LanguageModel``."""
+def decoder(target: Any) -> Builder:
+    """Start a composition.
+
+    ``target`` is an ``HFModel``, a transformers model (or it and its tokenizer), a hub id, a folder, the name of a pocket model, or any
+    ``LanguageModel``.
+    """
     return Builder(as_model(target, "target"))
 
 
@@ -229,20 +225,18 @@ def _made(who: str, part: Any) -> None:
         raise TypeError(f"{who} is the class {part.__name__}: give an object, {part.__name__}(...)")
 
 
-def as_model(model: Any, who: str) -> LanguageModel:
-    """A ``LanguageModel`` from whatever the user has."""
-    if hasattr(model, "score") and hasattr(model, "cache"):
-        return model
-    from specdec.models import HFModel
-
-    if isinstance(model, (str, os.PathLike)):
-        return HFModel.from_pretrained(str(model))
-    if hasattr(model, "config") and hasattr(model, "forward"):
-        return HFModel(model)
-    raise TypeError(
-        f"{who} is a {type(model).__name__}: give an HFModel, a transformers causal LM, a hub id, a folder, or an object with "
-        "cache() and score()"
-    )
+def as_draft(draft: Any, who: str) -> Draft[Any]:
+    """A draft from one, from a SPIRe model or its folder, or from whatever ``as_model`` takes."""
+    _made(who, draft)
+    if hasattr(draft, "propose"):
+        return draft
+    if draft is None:
+        raise TypeError(f"{who} is None: give drafts.Nothing() for plain decoding, or a draft")
+    if is_spire(draft):
+        return drafts.Spire(draft)
+    if callable(draft) and not hasattr(draft, "config") and not hasattr(draft, "score"):
+        raise TypeError(f"{who} is a function: give chain_draft(function), which makes a draft of it")
+    return drafts.Model(as_model(draft, who))
 
 
 def _fits(target: LanguageModel, draft: LanguageModel) -> None:

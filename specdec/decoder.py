@@ -133,11 +133,12 @@ class Decoder:
         eos_token_id: int | Sequence[int] | None = None,
         stop_strings: str | Sequence[str] = (),
         stopping_criteria: Sequence[Callable[..., Any]] = (),
+        on_round: Callable[[Round], None] | None = None,
     ) -> Iterator[Piece]:
         """As ``generate``, but yields a ``Piece`` for each row as soon as a round has committed its tokens."""
         rows = self._rows(prompts)
         context, limits = self._prepare(rows, max_new_tokens, eos_token_id, stop_strings, stopping_criteria)
-        return self._pieces(context, limits, seed)
+        return self._pieces(context, limits, seed, on_round)
 
     def serve(
         self,
@@ -185,11 +186,19 @@ class Decoder:
             )
         return replace(self, learned=selection.again(batch))
 
-    def _pieces(self, context: Context, limits: Limits, seed: int | Sequence[int] | None) -> Iterator[Piece]:
+    def _pieces(
+        self,
+        context: Context,
+        limits: Limits,
+        seed: int | Sequence[int] | None,
+        on_round: Callable[[Round], None] | None,
+    ) -> Iterator[Piece]:
         tokenizer = getattr(self.target, "tokenizer", None)
         ids: dict[int, list[int]] = {b: [] for b in range(context.batch)}
         shown = dict.fromkeys(ids, 0)
         for round in self._run(context, limits, seed, None):
+            if on_round is not None:
+                on_round(round)
             for b, row in enumerate(round.context.request.tolist()):
                 new = round.verdict.tokens[b, : int(round.kept[b])].tolist()
                 ids[row] += new

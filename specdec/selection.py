@@ -93,7 +93,7 @@ class Selection:
 
     def __init__(self, how: Selecting):
         self.how, self.state = how, how.selector.init(len(how.names))
-        self.lengths = torch.tensor(how.lengths)
+        self.lengths, self.longest = torch.tensor(how.lengths), 1 + max(how.lengths)
         self.on: dict[int, int] = {}
         self.seconds = 0.0
 
@@ -158,17 +158,20 @@ class Selection:
             spent: measured seconds of drafting by arm.
         """
         began, how = perf_counter(), self.how
-        rows = (~round.cut).nonzero()[:, 0]
-        if len(rows):
+        cut = round.cut.tolist()
+        if not all(cut):
             if how.costs == "wall":
                 rest = round.seconds.get("target", 0.0) + round.seconds.get("verify", 0.0)
                 seconds = charge(round.arm, torch.tensor(spent or [0.0] * len(how.names)), rest)
             else:
                 seconds = how.costs.seconds(round.arm, round.proposal.size)
             drafted, tokens = round.proposal.size, round.verdict.accepted + 1
-            reward = how.reward(round) if how.reward else tokens / (1 + self.lengths.max())
-            parts = (round.context.request, round.arm, tokens, drafted, seconds, reward)
-            self.state = how.selector.update(self.state, Feedback(*(part[rows] for part in parts)))
+            reward = how.reward(round) if how.reward else tokens / self.longest
+            parts = [round.context.request, round.arm, tokens, drafted, seconds, reward]
+            if any(cut):
+                rows = (~round.cut).nonzero()[:, 0]
+                parts = [part[rows] for part in parts]
+            self.state = how.selector.update(self.state, Feedback(*parts))
         gone = round.context.request[round.finished]
         if len(gone):
             for request in gone.tolist():

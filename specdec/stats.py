@@ -7,7 +7,7 @@ a stop discarded some of its tokens or when the end of the row's budget shortene
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 from specdec import tree
@@ -91,6 +91,21 @@ class Stats:
         """Decoded tokens a second, all rows together: without the prefill round's tokens and seconds."""
         spent = sum(s for stage, s in self.seconds.items() if stage != "prefill")
         return (self.tokens - self.prefill_tokens) / spent if spent else float("nan")
+
+    def __add__(self, other: Stats) -> Stats:
+        """Of both: counts and seconds of several calls, as one (``sum(stats, Stats())``)."""
+        if not isinstance(other, Stats):
+            return NotImplemented
+        made = Stats()
+        for field_ in fields(self):
+            mine, theirs = getattr(self, field_.name), getattr(other, field_.name)
+            if isinstance(mine, Counter):
+                both = Counter(mine)
+                both.update(theirs)  # unlike +, keeps what is negative
+                setattr(made, field_.name, both)
+            else:
+                setattr(made, field_.name, mine + theirs)
+        return made
 
     @staticmethod
     def of(records: list[Record]) -> Stats:

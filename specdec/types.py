@@ -113,6 +113,8 @@ class Proposal(_Shown):
     provenance: Provenance = "point"
 
     def __post_init__(self) -> None:
+        if self.provenance not in ("point", "sampled", "declared"):
+            raise ValueError(f'provenance is {self.provenance!r}: give "point", "sampled" or "declared"')
         if (self.probs is None) != (self.provenance == "point"):
             raise ValueError(
                 f"provenance is {self.provenance!r} but probs is {'absent' if self.probs is None else 'given'}: "

@@ -27,6 +27,7 @@ from specdec.cost import (
     spire,
     vanilla,
 )
+from specdec.cost.calibrate import missed
 from specdec.cost.terms import Forward, step
 
 ROOT = Path(__file__).parents[1]
@@ -74,6 +75,46 @@ def test_cached_keys_and_values_have_a_rate_of_their_own(overlapped):
     assert calibrate(samples).error > 0.02  # one rate for both cannot say it
 
 
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_weights_fall_out_of_a_cache(overlapped):
+    """The size is found if a step of just that size was measured; steps that follow others find less of the cache."""
+    some = steps(batches=(1, 32), contexts=(64, 1024))
+    size = next(s.bytes for s in some if 40e6 < s.bytes < 60e6)
+    machine = Fitted("m", 40e9, 60e9, 2e-4, 5e-5, overlapped, cached_bytes_per_second=9e9, cache_bytes=size)
+    samples = timed(machine, some)
+    found = calibrate(samples, cached_apart=True, cache=True)
+    assert found.cache_bytes == size
+    assert constants(found) == pytest.approx(constants(machine), rel=1e-6)
+    assert found.cached_bytes_per_second == pytest.approx(9e9)
+    without = calibrate(samples, cached_apart=True)  # weights that always fit cannot say it
+    assert max(map(abs, without.residuals)) > 0.02
+    fits = min(some, key=lambda s: s.bytes)
+    assert fits.bytes < size
+    assert (
+        found.time(fits) == found.time(fits, size) < found.time(fits, 1.2 * size) < found.time(fits, 3 * size)
+    )
+
+
+def test_no_cache_where_none_shows():
+    machine = Fitted("m", 40e9, 20e9, 2e-4, 5e-5, False, cached_bytes_per_second=5e9)
+    found = calibrate(timed(machine, steps()), overlapped=False, cached_apart=True, cache=True)
+    for one in steps(batches=(2, 8), contexts=(300,)):
+        assert found.time(one) == pytest.approx(machine.time(one), rel=1e-6)
+    faster = Fitted("m", 40e9, 5e9, 2e-4, 5e-5, False, cached_bytes_per_second=20e9)  # memory, than the cache
+    assert (
+        calibrate(timed(faster, steps()), overlapped=False, cached_apart=True, cache=True).cache_bytes is None
+    )
+
+
+def test_the_share_that_a_cache_misses():
+    assert missed(1.0, 1.0) == missed(0.2, 1.0) == 0
+    for loop in (1.05, 1.5, 2.0, 20.0):
+        m = missed(loop, 1.0)
+        assert 0 < m <= 1
+        assert m == pytest.approx(1 - math.exp(-m * loop), abs=1e-9)
+    assert missed(2.0, 1.0) == missed(2e6, 1e6) == pytest.approx(0.797, abs=1e-3)
+
+
 def test_the_time_of_a_step_by_hand():
     one = step(Forward(SMALL, 2, 3, 100, 4, 4), FULL)
     cached = sum(w.bytes for w in one.work if w.name in ("kv_reads", "kv_writes"))
@@ -83,6 +124,11 @@ def test_the_time_of_a_step_by_hand():
     assert machine.time(one) == pytest.approx(one.flops / 1e9 + moved + 0.5 + 0.25 * 4)
     both = Fitted("m", 1e9, 2e9, 0.5, 0.25, True, cached_bytes_per_second=1e8)
     assert both.time(one) == pytest.approx(max(one.flops / 1e9, moved) + 0.5 + 0.25 * 4)
+    apart = Fitted("m", 1e9, 2e9, 0.5, 0.25, False, cached_bytes_per_second=1e8, cache_bytes=1e6)
+    share = missed(3e6, 1e6)
+    moved = (1 - share) * (one.bytes - cached) / 2e9 + (cached + share * (one.bytes - cached)) / 1e8
+    assert apart.time(one, 3e6) == pytest.approx(one.flops / 1e9 + moved + 0.5 + 0.25 * 4)
+    assert apart.time(one, 1e6) == machine.time(one)
     same = Fitted("m", 1e9, 2e9, 0.5, 0.25, False)
     assert same.time(one) == Hardware("m", 1e9, 2e9, 0.5, 0.25, False).time(one)
 
@@ -133,6 +179,14 @@ def test_refusals():
         calibrate(good[:3])
     with pytest.raises(ValueError, match=r"4 samples for 5 constants"):
         calibrate(good[:4], cached_apart=True)
+    with pytest.raises(ValueError, match=r"5 samples for 6 constants"):
+        calibrate(good[:5], cached_apart=True, cache=True)
+    with pytest.raises(ValueError, match="cache needs cached_apart"):
+        calibrate(good, cache=True)
+    with pytest.raises(
+        ValueError, match=r"cache_bytes is 1\.0: give a positive number, and cached_bytes_per_second"
+    ):
+        Fitted("m", 1e9, 1e9, cache_bytes=1.0)
     for bad in (0.0, -1.0, float("nan"), float("inf")):
         with pytest.raises(ValueError, match="not positive"):
             calibrate([*good, (good[0][0], bad)])

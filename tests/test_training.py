@@ -178,6 +178,13 @@ def test_an_interrupted_run_ends_as_a_whole_one(tmp_path):
     assert report.tokens == 8 * 4 * 16
     for mine, theirs in zip(part.parameters(), whole.parameters()):
         assert torch.equal(mine, theirs)
+    longer = dataclasses.replace(each, steps=10)
+    report = train(part, target, tokens, settings=longer, checkpoint=path, progress=False)  # trained on
+    assert (report.tokens, report.curve[-1]["step"]) == (10 * 4 * 16, 10)
+    assert not all(torch.equal(mine, theirs) for mine, theirs in zip(part.parameters(), whole.parameters()))
+    with pytest.raises(ValueError, match="was made with steps = 10, and it is 8 now"):
+        train(draft(), target, tokens, settings=each, checkpoint=path, progress=False)
+    each = longer
     other = SpireModel.from_target(target, 1, window=9)
     with pytest.raises(ValueError, match="is of another run: its draft"):
         train(other, target, tokens, settings=each, checkpoint=path, progress=False)
@@ -192,6 +199,14 @@ def test_an_interrupted_run_ends_as_a_whole_one(tmp_path):
             checkpoint=path,
             progress=False,
         )
+
+
+def test_a_draft_that_is_the_target_is_refused():
+    target = tiny("llama", num_hidden_layers=2).float()
+    with pytest.raises(
+        ValueError, match=r"draft has the target's own '.*', which training would change: give a copy"
+    ):
+        train(target, target, text(), settings=Settings(steps=1), progress=False)
 
 
 def test_saved_and_loaded(tmp_path):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -29,7 +30,11 @@ class ArmCosts:
 
     def seconds(self, arm: Tensor, drafted: Tensor) -> Tensor:
         """``[B]`` charged to rows of these arms that drafted so many tokens."""
-        return drafted * torch.tensor(self.draft, dtype=torch.float64)[arm] + self.verify
+        return drafted * self._draft[arm] + self.verify
+
+    @cached_property
+    def _draft(self) -> Tensor:
+        return torch.tensor(self.draft, dtype=torch.float64)
 
     @staticmethod
     def of(target: Any, drafts: Sequence[Any]) -> ArmCosts:

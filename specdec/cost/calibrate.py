@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from itertools import combinations
+from math import exp
 
 import numpy as np
 
@@ -27,25 +29,57 @@ class Fitted(Hardware):
     Attributes:
         cached_bytes_per_second: rate at which cached keys and values move; ``None``: as fast as everything else. Weights that fit
             a processor's cache are read faster than the keys and values of a long context, which do not.
+        cache_bytes: what the processor's cache holds of all that is touched before it is touched again. Of more than that it misses
+            a share (``missed``), and missed weights move at the rate of cached keys and values. ``None``: weights always fit.
         residuals: modelled over measured seconds, less 1, of each sample in the order given.
     """
 
     cached_bytes_per_second: float | None = None
     residuals: tuple[float, ...] = ()
+    cache_bytes: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.cache_bytes is not None and not (self.cache_bytes > 0 and self.cached_bytes_per_second):
+            raise ValueError(
+                f"cache_bytes is {self.cache_bytes}: give a positive number, and cached_bytes_per_second with it"
+            )
 
     @property
     def error(self) -> float:
         """Median relative error on the samples, without sign."""
         return float(np.median(np.abs(self.residuals))) if self.residuals else float("nan")
 
-    def time(self, step: Step) -> float:
-        """Seconds for a step."""
+    def time(self, step: Step, loop: float | None = None) -> float:
+        """Seconds for a step.
+
+        Args:
+            loop: bytes that are touched from one time of the step to the next; ``None``: the step's own, it follows itself.
+        """
         compute, moved = step.flops / self.flops, step.bytes / self.bytes_per_second
         if self.cached_bytes_per_second is not None:
-            cached = _cached(step)
-            moved += cached / self.cached_bytes_per_second - cached / self.bytes_per_second
+            slow = _cached(step)
+            if self.cache_bytes is not None:
+                slow += missed(step.bytes if loop is None else loop, self.cache_bytes) * (step.bytes - slow)
+            moved += slow / self.cached_bytes_per_second - slow / self.bytes_per_second
         roof = max(compute, moved) if self.overlapped else compute + moved
         return roof + self.overhead + self.overhead_per_layer * step.layers
+
+
+@lru_cache
+def missed(loop: float, cache: float) -> float:
+    """Share of accesses that a cache misses which replaces at random, if ``loop`` bytes are touched over and over.
+
+    Between two touches of a line, misses replace ``m * loop`` bytes, and the line outlives that with probability
+    ``exp(-m * loop / cache)``: so ``m = 1 - exp(-m * loop / cache)``, which is 0 if the loop fits, and 0.8 if it is twice as large.
+    """
+    if loop <= cache:
+        return 0.0
+    low, high = 0.0, 1.0
+    for _ in range(40):
+        m = (low + high) / 2
+        low, high = (m, high) if 1 - exp(-m * loop / cache) > m else (low, m)
+    return high
 
 
 @dataclass(frozen=True)
@@ -96,6 +130,7 @@ def calibrate(
     *,
     overlapped: bool | None = None,
     cached_apart: bool = False,
+    cache: bool = False,
 ) -> Fitted:
     """The machine that explains measured steps best.
 
@@ -103,25 +138,35 @@ def calibrate(
         samples: steps and their seconds. They must differ in FLOPs, bytes and layers: several batches, contexts and models.
         overlapped: whether memory moves while the machine computes; ``None`` takes what fits better.
         cached_apart: give cached keys and values a rate of their own.
+        cache: look for the size of a cache that weights fall out of (``Fitted.cache_bytes``); needs ``cached_apart``. Each sample is
+            taken to have followed itself. Sizes tried are the samples' own; where none fits better, or memory would be faster than
+            the cache, there is none.
     Raises:
-        ValueError: fewer samples than constants, or seconds that are not positive.
+        ValueError: fewer samples than constants, seconds that are not positive, or ``cache`` without ``cached_apart``.
     """
     some = list(samples)
     _check([seconds for _, seconds in some])
-    needed = 5 if cached_apart else 4
+    if cache and not cached_apart:
+        raise ValueError(
+            "cache needs cached_apart=True: missed weights move at the rate of cached keys and values"
+        )
+    needed = 4 + cached_apart + cache
     if len(some) < needed:
         raise ValueError(
             f"{len(some)} samples for {needed} constants: measure at least {needed} steps of different batches, contexts and models"
         )
     kinds = (True, False) if overlapped is None else (overlapped,)
-    found = [made for kind in kinds for made in _machines(some, name, kind, cached_apart)]
+    sizes = [None, *sorted({step.bytes for step, _ in some})] if cache else [None]
+    found = [
+        made for size in sizes for kind in kinds for made in _machines(some, name, kind, cached_apart, size)
+    ]
     return min(found, key=lambda made: sum(r * r for r in made.residuals))
 
 
 def _machines(
-    samples: Sequence[tuple[Step, float]], name: str, overlapped: bool, apart: bool
+    samples: Sequence[tuple[Step, float]], name: str, overlapped: bool, apart: bool, size: float | None
 ) -> Iterable[Fitted]:
-    """Candidates: one without overlap; with it, some for each border in intensity between steps that wait for memory and the others.
+    """Candidates with a cache of ``size``: one without overlap; with it, some for each border in intensity between steps that wait for memory and the others.
 
     With one rate for all bytes the right border is among those tried. With two it need not be, so each candidate says which of its
     steps wait, and is fitted again until that stands.
@@ -129,6 +174,8 @@ def _machines(
     seconds = np.array([s for _, s in samples])
     flops = np.array([step.flops for step, _ in samples])
     cached = np.array([_cached(step) if apart else 0.0 for step, _ in samples])
+    if size is not None:
+        cached += [missed(step.bytes, size) * (step.bytes - _cached(step)) for step, _ in samples]
     others = np.array([step.bytes for step, _ in samples]) - cached
     layers = np.array([float(step.layers) for step, _ in samples])
     every = np.ones(len(samples), dtype=bool)
@@ -140,18 +187,19 @@ def _machines(
         for _ in range(8):
             columns = [flops * computing, others * moving, cached * moving, np.ones_like(flops), layers]
             x = _positive(np.stack(columns, 1) / seconds[:, None], np.ones_like(seconds))
-            made = _machine(name, x.tolist(), overlapped, apart)
-            yield replace(made, residuals=tuple(made.time(step) / s - 1 for step, s in samples))
+            made = _machine(name, x.tolist(), overlapped, apart, size)
+            if size is None or x[1] <= x[2]:  # a cache is not slower than memory
+                yield replace(made, residuals=tuple(made.time(step) / s - 1 for step, s in samples))
             now = flops * x[0] > others * x[1] + cached * x[2]
             if not overlapped or (now == computing).all():
                 break
             computing, moving = now, ~now
 
 
-def _machine(name: str, x: list[float], overlapped: bool, apart: bool) -> Fitted:
+def _machine(name: str, x: list[float], overlapped: bool, apart: bool, size: float | None) -> Fitted:
     """From seconds a FLOP, a byte, a cached byte, a step and a layer. A rate that no step shows is no limit."""
     flops, other, cached = (1 / v if v > 0 else float("inf") for v in x[:3])
-    return Fitted(name, flops, other, x[3], x[4], overlapped, cached if apart else None)
+    return Fitted(name, flops, other, x[3], x[4], overlapped, cached if apart else None, cache_bytes=size)
 
 
 def _positive(columns: np.ndarray, values: np.ndarray) -> np.ndarray:

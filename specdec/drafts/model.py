@@ -10,6 +10,7 @@ from torch import Tensor
 
 from specdec.models import chains
 from specdec.models.following import Following, following
+from specdec.models.given import as_model
 from specdec.protocols import LanguageModel
 from specdec.rng import Key, Rng
 from specdec.sampling import Sampling
@@ -28,7 +29,7 @@ class Model:
     With a model that has captured steps (``HFModel(graphs=...)``) the whole chain is one of them (``models.chains``).
 
     Args:
-        model: any ``LanguageModel`` with the target's tokenizer; a padded vocabulary is cut or filled to the target's size.
+        model: any ``LanguageModel`` with the target's tokenizer (or what becomes one, as for ``specdec.decoder``); a padded vocabulary is cut or filled to the target's size.
         sampling: how the draft's tokens are drawn; ``None`` (the usual choice) takes the decoder's. Whatever it is, the
             proposal carries the distribution that was used, so the output keeps the target's law.
     """
@@ -39,6 +40,9 @@ class Model:
     name = "model"
     trees = False
     revocable = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "model", as_model(self.model, "model"))
 
     def bind(self, target: LanguageModel, sampling: Sampling) -> Model:
         return replace(self, sampling=self.sampling or sampling, vocab_size=target.vocab_size)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from specdec.device import sent
 from specdec.models.chains import Drawn
+from specdec.models.given import as_spire
 from specdec.models.ring import Ring
 from specdec.models.ring_chain import Shape, drawn
 from specdec.models.slots import KVShape
@@ -39,7 +40,7 @@ class Spire:
     """Draws a chain from a ``SpireModel``, one step a token; at temperature 0 the chain is the draft's greedy one.
 
     Args:
-        model: made from the decoder's target and trained for it. block: the longest chain that it can be asked for; the KV cache
+        model: made from the decoder's target and trained for it, or the folder that it was saved to. block: the longest chain that it can be asked for; the KV cache
             has ``sinks + window + block - 1`` slots a row.
         sampling: how the draft's tokens are drawn; ``None`` takes the decoder's.
         graphs: whether a chain is captured as one CUDA graph, as for ``HFModel``.
@@ -56,6 +57,7 @@ class Spire:
     trees = False
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "model", as_spire(self.model))
         if self.block < 1:
             raise ValueError(f"block is {self.block}: a draft proposes at least 1 token")
 

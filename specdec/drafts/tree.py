@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from specdec.drafts.model import Model, ModelState, fit, readable
+from specdec.models.given import as_model
 from specdec.protocols import LanguageModel
 from specdec.rng import Key, Rng
 from specdec.sampling import Sampling
@@ -37,6 +38,9 @@ class Tree:
     revocable = True
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "model", as_model(self.model, "model"))
+        if isinstance(self.widths, int):
+            raise TypeError(f"widths is {self.widths}: give the children a node by depth, such as (3, 2, 1)")
         object.__setattr__(self, "widths", tuple(self.widths))
         if not self.widths or min(self.widths) < 1:
             raise ValueError(

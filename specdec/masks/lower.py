@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def dense(mask: MaskMod, q_positions: Tensor, kv_positions: Tensor, row: int = 0, head: int = 0) -> Tensor:
-    """Who sees whom, as SDPA's boolean ``attn_mask`` wants it.
+    """Who sees whom, as a boolean tensor. For SDPA's ``attn_mask``, whose dimension before queries is heads, give ``[B, Q, K]`` as ``[:, None]``.
 
     Args:
         q_positions: ``[Q]`` for one row, or ``[B, Q]``. kv_positions: ``[K]``, or ``[B, K]``. Where the mask holds tensors, on

@@ -7,7 +7,7 @@ docs/design.md), so that the user's ``generate`` works before, during and after.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property
 from typing import Any
@@ -21,6 +21,7 @@ from specdec.kernels.attention import AttentionPlan
 from specdec.kernels.attention.api import check as check_backend
 from specdec.models.cache import KVShape, SlotCache, check_memory
 from specdec.models.clone import structural_clone
+from specdec.models.compiled import compile_parts
 from specdec.models.fallback import Padded
 from specdec.models.families import SUPPORTED, UnsupportedModel, path_of, positions_of, refuse
 from specdec.models.feed import Feed, Piece, feed
@@ -54,6 +55,8 @@ class HFModel:
         graphs: whether small steps (decoding, verification, a draft's tokens) are captured once for each shape and replayed as CUDA graphs.
             ``"auto"`` does it where it can be done, ``True`` refuses a model that cannot. ``"eager"`` runs the same steps without
             capturing them and ``"recorded"`` by a recording of their operators, on any device, for tests (docs/models.md).
+        compile: ``torch.compile`` for norms and MLPs, of the private copy only; a mapping is handed to it (``{"backend": ...}``). It can pay on
+            a GPU; on a CPU the C kernels that it takes the place of are faster. The first steps of each kind wait for the compiler.
         invariant: whether a row's logits must not depend, to the bit, on what else is in the batch or in the step, prompts included
             (docs/kernels.md). Llama-like models on a CPU with C kernels can be so, at a price; others are refused.
     Raises:
@@ -77,6 +80,7 @@ class HFModel:
         attention: str = "auto",
         page: int | None = None,
         graphs: bool | str = False,
+        compile: bool | Mapping[str, Any] = False,
         invariant: bool = False,
     ):
         model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper
@@ -97,11 +101,18 @@ class HFModel:
         self.model, self.tokenizer, self.prefill_chunk = model, tokenizer, prefill_chunk
         self.clone = structural_clone(model)
         self._path = (
-            Packed(self.clone, attention, invariant)
+            Packed(self.clone, attention, invariant, modules=compile is not False)
             if path == "packed"
             else Padded(self.clone, trees="chains" not in path)
         )
         self.attention = attention
+        if compile is not False:
+            if invariant or graphs == "recorded":
+                other = "invariant is True" if invariant else "graphs is 'recorded'"
+                raise ValueError(
+                    f"compile is set and {other}: compiled parts are not bit-invariant and have no operators to record"
+                )
+            compile_parts(self.clone, {} if compile is True else compile)
         if path != "packed" and attention not in ("auto", "padded"):
             raise ValueError(
                 f"attention is {attention!r} but {model.config.model_type} computes its own, on padded rows: leave it 'auto'"
@@ -148,6 +159,7 @@ class HFModel:
         attention: str = "auto",
         page: int | None = None,
         graphs: bool | str = False,
+        compile: bool | Mapping[str, Any] = False,
         invariant: bool = False,
         **kwargs: Any,
     ) -> HFModel:
@@ -168,6 +180,7 @@ class HFModel:
             attention=attention,
             page=page,
             graphs=graphs,
+            compile=compile,
             invariant=invariant,
         )
 

@@ -70,7 +70,8 @@ class Packed:
     trees = True
     concurrent = True  # several threads may call it at once
 
-    def __init__(self, model: Any, backend: str = "auto", invariant: bool = False):
+    def __init__(self, model: Any, backend: str = "auto", invariant: bool = False, modules: bool = False):
+        """``modules``: call the model's own, even where their arithmetic could be done without them."""
         if any(getattr(m, "is_causal", True) is False for m in model.modules() if hasattr(m, "layer_idx")):
             raise refuse(model.config.model_type, "it has layers that attend in both directions")
         model.set_attn_implementation(ATTENTION)
@@ -80,6 +81,8 @@ class Packed:
         self.model, self.body = model, model.base_model
         self.backend = backend
         self.lean: Lean | None = None
+        if modules:
+            return
         if Native.suits(model):
             self.lean = Native(model, backend, invariant)
         elif Lean.suits(model):

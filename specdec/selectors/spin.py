@@ -160,15 +160,18 @@ class Spin:
 
     def update(self, state: State, feedback: Feedback) -> State:
         arm, columns = seen(feedback, state.own.arms, seconds=True)
-        counts, pending = np.ones(len(arm), dtype=bool), state.pending
+        own, shared, pending, why = state.own, state.shared, state.pending, None
         if self.learn == "exploration":
             why, pending = pending.recall(feedback.request.tolist(), arm)
-            counts = why == 1
-        own, shared = state.own, state.shared
-        if counts.any():
-            own = own.add(np.where(counts, own.rows(self._pool, feedback), -1), arm, columns)
-            if self.prior:
-                shared = shared.add(np.where(counts, shared.rows(self._prior, feedback), -1), arm, columns)
+            if not (why == 1).any():
+                return state._replace(pending=pending)
+
+        def counted(rows: np.ndarray) -> np.ndarray:
+            return rows if why is None else np.where(why == 1, rows, -1)
+
+        own = own.add(counted(own.rows(self._pool, feedback)), arm, columns)
+        if self.prior:
+            shared = shared.add(counted(shared.rows(self._prior, feedback)), arm, columns)
         return State(own, shared, state.phases, pending)
 
     def leave(self, state: State, requests: Tensor) -> State:

@@ -115,7 +115,9 @@ class Table(NamedTuple):
     def add(self, rows: np.ndarray, arm: np.ndarray, seen: np.ndarray) -> Table:
         """With ``seen [B, 4]`` added to ``(rows, arm)``; rows of -1 are dropped."""
         sums, real = self.sums.copy(), rows >= 0
-        np.add.at(sums, (rows[real], arm[real]), seen[real])
+        if not real.all():
+            rows, arm, seen = rows[real], arm[real], seen[real]
+        np.add.at(sums, (rows, arm), seen)
         return self._replace(sums=sums)
 
     def leave(self, pool: Pool, requests: Sequence[int]) -> Table:

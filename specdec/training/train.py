@@ -33,7 +33,7 @@ class Settings:
     """Numbers of a training run.
 
     Attributes:
-        steps: optimiser steps. batch: sequences of a step, all processes together. muon_lr, adam_lr: peak learning rates of the
+        steps: optimiser steps; more than a checkpoint was made with trains it on, at the rates of the longer run. batch: sequences of a step, all processes together. muon_lr, adam_lr: peak learning rates of the
             blocks' matrices and of all other weights. weight_decay: of the matrices, times the rate. warmup, decay: shares of the
             steps in which the rate rises and falls, linearly. clip: largest gradient norm. precision: of the arithmetic.
         compile: torch.compile of the loss (its passes over the vocabulary cost as much as the draft on a CPU). seed: of the order of the sequences.
@@ -115,7 +115,8 @@ def train(
         validation: as ``data``. checkpoint: a file to continue from and to write.
         on_validation: called with each row of the curve.
     Raises:
-        ValueError: data without sequences or of another target, or a checkpoint of another run.
+        ValueError: data without sequences or of another target, a checkpoint of another run, or a draft that would train weights of
+            the target.
         FloatingPointError: the loss is not finite.
     """
     from accelerate import Accelerator
@@ -125,6 +126,13 @@ def train(
     if hasattr(draft, "check_target"):
         draft.check_target(target)
     target = unwrapped(target)
+    theirs = {id(p) for p in target.parameters()}
+    shared = [name for name, p in draft.named_parameters() if id(p) in theirs and p.requires_grad]
+    if shared:
+        raise ValueError(
+            f"draft has the target's own {shared[0]!r}, which training would change: give a copy (copy.deepcopy), or freeze it with "
+            "requires_grad_(False)"
+        )
     accelerator = Accelerator()
     device, world, rank = accelerator.device, accelerator.num_processes, accelerator.process_index
     if settings.batch % world:
@@ -273,11 +281,10 @@ class _Run:
     def load(self, path: Path, report: Trained) -> None:
         state = torch.load(path, map_location="cpu", weights_only=False)
         ours, theirs = asdict(self.settings), state["settings"]
-        differ = [
-            n
-            for n in ours
-            if n not in ("checkpoint_minutes", "compile", "validate_every") and ours[n] != theirs.get(n)
-        ]
+        free = {"checkpoint_minutes", "compile", "validate_every"}
+        if ours["steps"] > theirs.get("steps", 0):
+            free.add("steps")  # trained on: the rates follow the longer run from here
+        differ = [n for n in ours if n not in free and ours[n] != theirs.get(n)]
         if differ:
             raise ValueError(
                 f"checkpoint {path} was made with {differ[0]} = {theirs.get(differ[0])}, and it is {ours[differ[0]]} now: use the "

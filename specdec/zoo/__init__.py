@@ -33,7 +33,10 @@ def load(name: str, folder: str | Path = FOLDER) -> tuple[Any, "PreTrainedTokeni
         )
     import torch
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+    from transformers.utils import logging
 
+    bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # of files that are read in no time
     try:
         if (path / "spire.json").exists():
             from specdec.models.spire import SpireModel
@@ -46,4 +49,7 @@ def load(name: str, folder: str | Path = FOLDER) -> tuple[Any, "PreTrainedTokeni
         raise ValueError(
             f"pocket model {name!r} has a damaged file ({error}): reinstall the package"
         ) from error
+    finally:
+        if bars:
+            logging.enable_progress_bar()
     return model.eval(), tokenizer

@@ -1,0 +1,30 @@
+"""A model with a pruned output vocabulary as a draft (FR-Spec, Zhao et al., arXiv 2502.14856)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from specdec.models.hf import HFModel
+from specdec.pruning.vocabulary import Trimmed
+from specdec.types import Scores
+
+
+class TrimmedModel(HFModel):
+    """An ``HFModel`` over what ``pruning.keep_tokens`` made: logits ``[..., V]`` of the whole vocabulary, -inf for what was pruned.
+
+    What is never proposed has q = 0, and the verifier supplies it. Trees should not ask for more children than there are tokens.
+
+    Args:
+        trimmed: from ``keep_tokens``. tokenizer: the model's own. options: as for ``HFModel``.
+    """
+
+    def __init__(self, trimmed: Trimmed, tokenizer: Any = None, **options: Any):
+        super().__init__(trimmed.model, tokenizer, **options)
+        self.trimmed, self.vocab_size = trimmed, trimmed.vocab_size
+
+    def score(self, *args: Any, **named: Any) -> Scores:
+        """As ``HFModel.score``."""
+        scores = super().score(*args, **named)
+        narrow = scores.logits.shape[-1] == len(self.trimmed.ids)
+        return replace(scores, logits=self.trimmed.full(scores.logits)) if narrow else scores
