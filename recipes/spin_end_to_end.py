@@ -11,7 +11,7 @@ the prefill, median of interleaved repeats), its range, tau, and the seconds of 
 - `oracle`: each domain's best draft, padded (from the fixed runs of the same repeats); `selection`: Spin with statistics pooled by what
   a prompt looks like and kept from batch to batch, after `--learn` requests of other texts that are not counted (there one selector tries
   everything, and all begin with what it has learned); `selection_cold`: the same, forgotten after every batch;
-  `selection_per_request`: the paper's settings, nothing pooled and nothing kept. The three specialists are drafted together (`stacked`); seconds are charged by a
+  `selection_per_request`: the paper's settings, nothing pooled and nothing kept (both on three workloads only). The three specialists are drafted together (`stacked`); seconds are charged by a
   profile of each draft alone, made before;
 - `selection+decomposition`; `selection+decomposition+pipeline`: with a pipeline of `--micro-batches` (drafting in a process of its own, on
   the other core); `spin`: with as many micro-batches, that or one, as were faster in the batches before (the paper finds their number by
@@ -54,6 +54,11 @@ POOL = (
     "pocket-vanilla",
 )  # the smallest first
 WINDOW = 5  # rounds
+SLOW = (
+    "selection_cold",
+    "selection_per_request",
+)  # far behind: the first workloads tell as much as all of them
+FEW = 3  # workloads for those
 LEARNS = (  # what a selector has learned is kept from batch to batch
     "selection",
     "selection+decomposition",
@@ -71,7 +76,7 @@ class Settings:
     batches: str = "8,16"
     tokens: int = 128
     k: int = 4
-    repeats: int = 5
+    repeats: int = 7
     learn: int = 192
     micro_batches: int = 2
     median: int = 300
@@ -220,7 +225,7 @@ def repeat(
         "best_fixed_packed, 2 threads": (2, lambda: parts.fixed(best, "packed")),
         "selection+decomposition, 2 threads": (2, lambda: parts.chosen(parts.selector(), "decomposed")),
     }
-    names = list(plans)
+    names = [name for name in plans if name not in SLOW or turn <= FEW]
     for name in names[turn % len(names) :] + names[: turn % len(names)]:
         threads, make = plans[name]
         decoder = make()
