@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from specdec.protocols import Draft, LanguageModel
+from specdec.protocols import Draft, LanguageModel, proposed
 from specdec.rng import Rng
 from specdec.sampling import Sampling
 from specdec.types import Context, Proposal, Round
@@ -135,7 +135,8 @@ class Pool:
             began = perf_counter()
             mine = torch.zeros_like(budget).index_copy_(0, rows, budget[rows])
             if bool(mine.any()):
-                made[d], states[d] = self.drafts[d].propose(states[d], context, mine, rng)
+                answer = self.drafts[d].propose(states[d], context, mine, rng)
+                made[d], states[d] = proposed(self.drafts[d], answer)
             spent[d] = perf_counter() - began
         seconds = self._by_arm(state.arm, spent)
         parts = [(p, rows) for d, rows in groups if (p := made[d]) is not None]

@@ -234,6 +234,16 @@ class HFModel:
         asked = {name: getattr(settings, name, None) for name in neutral}
         return {name: value for name, value in asked.items() if value and value != neutral[name]}
 
+    @property
+    def generation_sampling(self) -> dict[str, Any]:
+        """How the model's generation config says that tokens are drawn, where that is not the softmax of the logits."""
+        settings = getattr(self.model, "generation_config", None)
+        if not getattr(settings, "do_sample", False):
+            return {}
+        neutral = {"temperature": (None, 1), "top_k": (None, 0), "top_p": (None, 1), "min_p": (None, 0)}
+        asked = {name: getattr(settings, name, None) for name in neutral}
+        return {name: value for name, value in asked.items() if value not in neutral[name]}
+
     def __repr__(self) -> str:
         size = sum(p.numel() for p in self.clone.parameters())
         family, dtype = self.clone.config.model_type, str(self.dtype).removeprefix("torch.")
