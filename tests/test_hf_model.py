@@ -718,7 +718,7 @@ def test_arguments_of_loading_are_not_taken_for_damage(folder, arguments, error,
 @pytest.mark.parametrize("where", ["cuda", {"": "cuda:0"}, torch.device("cuda")], ids=str)
 def test_a_gpu_that_is_not_there(folder, where, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ValueError, match="device_map is .*PyTorch sees no CUDA device"):
+    with pytest.raises(ValueError, match=r"device_map is .*PyTorch sees no CUDA device"):
         HFModel.from_pretrained(folder, device_map=where)
 
 

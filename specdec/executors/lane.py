@@ -229,7 +229,7 @@ def check(proposal: Proposal, budget: Tensor, vocab_size: int, most: int | None 
             f"the draft proposed a path of {int(longest[b])} tokens in row {b}, more than its budget of {int(budget[b])}: "
             "propose() must respect budget[b]"
         )
-    if most is not None and N > most and int(proposal.size.max()) > most:
+    if most is not None and int(proposal.size.max()) > most:
         raise ValueError(
             f"the draft proposed {int(proposal.size.max())} nodes in a row, and there is room for {most}: define nodes(length), the most "
             "nodes of a proposal whose longest path is length (without it, length itself)"
@@ -270,7 +270,12 @@ def _check_form(proposal: Proposal, batch: int) -> None:
     """Raise ValueError unless shapes and types are those of a proposal for ``batch`` rows, and its structure is on the host."""
     tokens, parents, size = proposal.tokens, proposal.parents, proposal.size
     whole = tokens.dtype == parents.dtype == size.dtype == torch.long
-    shapes = tokens.dim() == 2 and len(tokens) == batch and tokens.shape == parents.shape and size.shape == (batch,)
+    shapes = (
+        tokens.dim() == 2
+        and len(tokens) == batch
+        and tokens.shape == parents.shape
+        and size.shape == (batch,)
+    )
     if not (whole and shapes and parents.is_cpu and size.is_cpu):
         found = ", ".join(
             f"{name} {list(t.shape)} {t.dtype} on {t.device}"

@@ -66,7 +66,11 @@ def load_tokenizer(name: str | os.PathLike[str]) -> Any:
 
 
 def _check_arguments(dtype: Any, device_map: Any) -> None:
-    if isinstance(dtype, str) and dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
+    if (
+        isinstance(dtype, str)
+        and dtype != "auto"
+        and not isinstance(getattr(torch, dtype, None), torch.dtype)
+    ):
         raise ValueError(
             f"dtype is {dtype!r}: give 'auto', a torch.dtype, or the name of one, such as 'bfloat16'"
         )
