@@ -278,7 +278,7 @@ def _made(who: str, part: Any, *parts: str) -> None:
     if lacking:
         what = repr(part) if isinstance(part, str) else f"a {type(part).__name__}"
         raise TypeError(
-            f"{who} is {what} without {', '.join(lacking)}: give an object with {', '.join(parts)} (specdec.protocols)"
+            f"{who} is {what} without {', '.join(lacking)}: give one of specdec.{who}s, or an object with {', '.join(parts)}"
         )
 
 

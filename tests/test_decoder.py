@@ -674,7 +674,7 @@ class Half:
     [
         (lambda base: base.verifier("rejection"), "verifier is 'rejection' without __call__, check, for_draft, name"),
         (lambda base: base.verifier(Half()), "verifier is a Half without __call__, for_draft"),
-        (lambda base: base.executor("serial"), "executor is 'serial' without run: give an object with run"),
+        (lambda base: base.executor("serial"), "executor is 'serial' without run: give one of specdec.executors, or an object with run"),
         (
             lambda base: base.draft(type("Mine", (), {"propose": None, "init": None})()).build(),
             "draft is a Mine without observe, select",

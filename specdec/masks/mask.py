@@ -126,7 +126,7 @@ def check_masks(*masks: Any) -> None:
             raise TypeError(f"{mask.__name__} is a class: give an object, such as {mask.__name__}(...)")
         if not callable(mask):
             raise TypeError(
-                f"{mask!r} is no mask: join masks, or functions (b, h, q_position, kv_position) -> bool"
+                f"a {type(mask).__name__} is no mask: join masks, or functions (b, h, q_position, kv_position) -> bool"
             )
 
 
