@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from specdec import drafts
+from specdec.arguments import whole
 from specdec.cost.arms import ArmCosts
 from specdec.decoder import Decoder
 from specdec.executors.serial import Serial
@@ -16,6 +17,14 @@ from specdec.protocols import Draft, Executor, LanguageModel, Selector, Verifier
 from specdec.sampling import Sampling
 from specdec.selection import Arm, Reward, Selecting
 from specdec.verifiers.rejection import Rejection
+
+_ELSEWHERE = {  # settings of transformers' generate that are something else here
+    "do_sample": "greedy() takes the most probable token, and every other temperature than 0 samples",
+    "repetition_penalty": "give processors=(RepetitionPenaltyLogitsProcessor({value}),), a class of transformers",
+    "no_repeat_ngram_size": "give processors=(NoRepeatNGramLogitsProcessor({value}),), a class of transformers",
+    "max_new_tokens": "it is an argument of generate",
+    "seed": "it is an argument of generate",
+}
 
 
 @dataclass(frozen=True)
@@ -69,10 +78,18 @@ class Builder:
             stacked: draft the rows of models that differ in nothing but their weights together (``drafts.Stacked``): one call for all,
                 but a row that changes from one to another is read again.
         Raises:
-            ValueError: no arms, or a capacity below 0 or of an arm that does not exist.
+            TypeError: arms or capacities that are no mapping, or a selector without the methods of one.
+            ValueError: no arms, a capacity below 0 or of an arm that does not exist, or a selector that needs a ``reward``.
         """
         _made("selector", selector)
-        if not isinstance(length, int) or length < 1:
+        if not isinstance(arms, Mapping):
+            raise TypeError(f"arms is a {type(arms).__name__}: give a mapping, {{'name': draft, ...}}")
+        if capacities is not None and not isinstance(capacities, Mapping):
+            raise TypeError(
+                f"capacities is a {type(capacities).__name__}: give a mapping, {{'name': rows, ...}}, of some of the arms {', '.join(arms)}"
+            )
+        whole("length", length)
+        if length < 1:
             raise ValueError(
                 f"length is {length}: an arm drafts at least 1 token (None is the arm that does not speculate)"
             )
@@ -82,7 +99,7 @@ class Builder:
             )
         if not arms:
             raise ValueError("arms is empty: give at least one draft, or None for 'do not speculate'")
-        if not hasattr(selector, "select") or not hasattr(selector, "update"):
+        if not all(hasattr(selector, name) for name in ("init", "select", "update")):
             raise TypeError(
                 f"selector is a {type(selector).__name__}: give one of specdec.selectors, or an object with init, select and update"
             )
@@ -91,6 +108,14 @@ class Builder:
             raise ValueError(
                 f"selector {selector!r} is for {wanted} arms and there are {len(arms)}: {', '.join(arms)}"
             )
+        if getattr(selector, "full_information", False) and reward is None:
+            raise ValueError(
+                f"selector {selector!r} learns from a reward of every arm, chosen or not, and there is none: give pool(..., "
+                f"reward=function), where function(round) is a tensor [B, {len(arms)}]; or use a selector that learns from the chosen arm, "
+                "such as EXP3"
+            )
+        for name, rows in (capacities or {}).items():
+            whole(f"capacities[{name!r}]", rows)
         unknown = sorted((capacities or {}).keys() - arms.keys())
         if unknown or min((capacities or {}).values(), default=0) < 0:
             raise ValueError(
@@ -125,6 +150,14 @@ class Builder:
         """How tokens are drawn: a ``Sampling``, or its settings (``temperature=0.7, top_p=0.9``)."""
         if sampling is not None and settings:
             raise ValueError("sampling: give a Sampling object or settings, not both")
+        if sampling is not None and not isinstance(sampling, Sampling):
+            raise TypeError(
+                f"sampling is {sampling!r}: give a Sampling object, or settings such as temperature=0.7"
+            )
+        known = [field.name for field in fields(Sampling)]
+        for name in settings.keys() - known:
+            remedy = _ELSEWHERE.get(name, f"there are {', '.join(known)}").format(value=settings[name])
+            raise TypeError(f"sampling has no setting {name!r}: {remedy}")
         return replace(self, _sampling=sampling or Sampling(**settings))
 
     def greedy(self) -> Builder:
@@ -133,23 +166,27 @@ class Builder:
 
     def verifier(self, verifier: Verifier) -> Builder:
         """How proposed tokens are verified: ``Rejection()`` (default) or ``Coupled()``."""
-        _made("verifier", verifier)
+        _made("verifier", verifier, "__call__", "check", "for_draft", "name")
         return replace(self, _verifier=verifier)
 
     def executor(self, executor: Executor) -> Builder:
         """In which order the parts run (default ``Serial()``)."""
-        _made("executor", executor)
+        _made("executor", executor, "run")
         return replace(self, _executor=executor)
 
     def build(self) -> Decoder:
         """Check that the parts fit together and return the decoder.
 
         Raises:
+            TypeError: a draft without the methods of one, or a length that is no whole number.
             ValueError: a length below 1, vocabularies or tokenizers that differ, a tree draft over a target that takes chains
                 only, a logits processor that keeps state.
         """
         target, draft = self._target, self._draft
-        if not isinstance(self._length, int) or self._length < 1:
+        for part in (draft, *getattr(draft, "drafts", ())):
+            _made("draft", part, "init", "propose", "observe", "select")
+        whole("length", self._length)
+        if self._length < 1:
             raise ValueError(
                 f"length is {self._length}: a draft proposes at least 1 token (use drafts.Nothing() for plain decoding)"
             )
@@ -172,6 +209,14 @@ class Builder:
             warnings.warn(
                 f"the target's generation_config asks for {ignored}, which transformers' generate would apply: give the "
                 "processors to sampling(processors=...), or clear these settings",
+                stacklevel=2,
+            )
+        ignored = getattr(target, "generation_sampling", {})
+        if ignored and self._sampling is Builder._sampling:  # nobody said how
+            said = ", ".join(f"{name}={value}" for name, value in ignored.items())
+            warnings.warn(
+                f"the target's generation_config asks for {ignored}, which transformers' generate would apply: say sampling({said}), or "
+                "otherwise how to draw",
                 stacklevel=2,
             )
         if hasattr(draft, "bind"):
@@ -220,9 +265,16 @@ def decoder(target: Any) -> Builder:
     return Builder(as_model(target, "target"))
 
 
-def _made(who: str, part: Any) -> None:
+def _made(who: str, part: Any, *parts: str) -> None:
+    """Refuse a class in place of an object, and an object that lacks one of ``parts`` of its protocol."""
     if isinstance(part, type):
         raise TypeError(f"{who} is the class {part.__name__}: give an object, {part.__name__}(...)")
+    lacking = [name for name in parts if not hasattr(part, name)]
+    if lacking:
+        what = repr(part) if isinstance(part, str) else f"a {type(part).__name__}"
+        raise TypeError(
+            f"{who} is {what} without {', '.join(lacking)}: give one of specdec.{who}s, or an object with {', '.join(parts)}"
+        )
 
 
 def as_draft(draft: Any, who: str) -> Draft[Any]:

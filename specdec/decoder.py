@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from specdec.arguments import whole
 from specdec.executors.serial import Serial
 from specdec.generation import Generation
 from specdec.limits import Limits
@@ -95,6 +96,7 @@ class Decoder:
         Returns:
             ``Generation`` with ids, texts and statistics.
         Raises:
+            TypeError: an argument of another kind; the message names it.
             ValueError: an empty batch or prompt, a budget below 1 or beyond the model's positions, ids outside the vocabulary.
         """
         rows = self._rows(prompts)
@@ -169,7 +171,8 @@ class Decoder:
             on_round: called with every round; a request's prefill is round 0 of a batch of its own.
         Raises:
             ValueError: at once, for a part that cannot take in rows on the way, an executor other than ``Serial`` and
-                ``Pipelined``, or a limit, clock or capacity that makes no sense; on its arrival, for a request that ``generate`` would refuse or that needs
+                ``Pipelined``, or a limit, clock or capacity that makes no sense, and for a list of requests out
+                of order; on its arrival, for a request out of order, one that ``generate`` would refuse or that needs
                 more than ``capacity``.
         """
         settings = Settings(limit, seed, eos_token_id, stop_strings, clock, capacity, on_round)
@@ -177,6 +180,8 @@ class Decoder:
         return Server(self, requests, settings).run()
 
     def _with(self, selection: Selection, batch: int) -> Decoder:
+        if not isinstance(selection, Selection):
+            raise TypeError(f"selection is a {type(selection).__name__}: give what decoder.begin(batch) made")
         ours, theirs = self.selecting, selection.how
         parts = ("names", "lengths", "capacities")
         if ours is None or any(getattr(ours, part) != getattr(theirs, part) for part in parts):
@@ -227,6 +232,11 @@ class Decoder:
             )
         if hasattr(prompts, "tolist"):
             prompts = prompts.tolist()
+        if isinstance(prompts, (bytes, bytearray)) or not hasattr(prompts, "__len__"):
+            raise TypeError(
+                f"prompts is a {type(prompts).__name__}: give a text, ids, or a list of prompts (of a generator, list(...); of bytes, "
+                "their text)"
+            )
         if not isinstance(prompts, str) and len(prompts) == 0:
             raise ValueError("prompts is empty: give at least one prompt")
         batch: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
@@ -262,8 +272,9 @@ class Decoder:
             said = tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, tokenize=False)
             return list(tokenizer(said, add_special_tokens=False)["input_ids"])  # the template has its own
         ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
-        if not isinstance(ids, Sequence) or not all(isinstance(i, Integral) for i in ids):
-            what = type(ids[0]).__name__ if isinstance(ids, Sequence) else type(ids).__name__
+        listed = isinstance(ids, Sequence) and not isinstance(ids, (bytes, bytearray))
+        if not listed or not all(isinstance(i, Integral) for i in ids):
+            what = type(ids[0]).__name__ if listed else type(ids).__name__
             raise TypeError(f"prompt {b} holds {what}: give text, chat messages, or ids as integers")
         return [int(i) for i in ids]
 
@@ -275,11 +286,7 @@ class Decoder:
         stop_strings: str | Sequence[str],
         criteria: Sequence[Callable[..., Any]],
     ) -> tuple[Context, Limits]:
-        budgets = (
-            [int(max_new_tokens)] * len(rows)
-            if isinstance(max_new_tokens, (int, Integral))
-            else [int(budget) for budget in max_new_tokens]
-        )
+        budgets = _listed("max_new_tokens", max_new_tokens, len(rows))
         if len(budgets) != len(rows):
             raise ValueError(
                 f"max_new_tokens has {len(budgets)} entries for {len(rows)} prompts: give one, or one for each"
@@ -297,10 +304,24 @@ class Decoder:
                 if limit is not None and len(row) + budget > limit:
                     raise ValueError(
                         f"prompt {b} has {len(row)} tokens and max_new_tokens is {budget}: {len(row) + budget} positions, but "
-                        f"the {who} has {limit}: shorten the prompt, or ask for at most {limit - len(row)} new tokens"
+                        f"the {who} has {limit}: shorten the prompt"
+                        + (f", or ask for at most {limit - len(row)} new tokens" if len(row) < limit else "")
                     )
         eos = getattr(self.target, "eos_token_ids", ()) if eos_token_id is None else eos_token_id
-        strings = (stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings)
+        ends = _listed("eos_token_id", eos, 1)
+        if eos_token_id is not None and not all(0 <= e < self.target.vocab_size for e in ends):
+            raise ValueError(
+                f"eos_token_id is {eos_token_id}: the target's vocabulary has ids 0 to {self.target.vocab_size - 1}"
+            )
+        several = isinstance(stop_strings, Iterable) and not isinstance(stop_strings, str)
+        strings: tuple[Any, ...] = tuple(stop_strings) if several else (stop_strings,)
+        if not all(isinstance(s, str) for s in strings):
+            raise TypeError(f"stop_strings is {stop_strings!r}: give a text, or a list of texts")
+        asked = tuple(criteria) if isinstance(criteria, Iterable) else (None,)
+        if not all(callable(criterion) for criterion in asked):
+            raise TypeError(
+                f"stopping_criteria is {criteria!r}: give a list of functions (ids, scores) -> bool, also of one"
+            )
         tokenizer = getattr(self.target, "tokenizer", None)
         if strings and tokenizer is None:
             raise ValueError("stop_strings needs a tokenizer: use HFModel(model, tokenizer), or eos_token_id")
@@ -311,12 +332,24 @@ class Decoder:
         context = Context.of(rows, capacity=longest + nodes)
         limits = Limits(
             max_length=context.length + torch.tensor(budgets),
-            eos=(int(eos),) if isinstance(eos, (int, Integral)) else tuple(int(e) for e in eos),
+            eos=tuple(ends),
             stop_strings=strings,
-            criteria=tuple(criteria),
+            criteria=asked,
             tokenizer=tokenizer,
         )
         return context, limits
+
+
+def _listed(name: str, value: Any, rows: int) -> list[int]:
+    """Whole numbers as a list: one number ``rows`` times, or a sequence as it is."""
+    value = value.tolist() if hasattr(value, "tolist") else value
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        whole(name, value, ", or a list of them")
+        return [int(value)] * rows
+    numbers = list(value)
+    for number in numbers:
+        whole(f"{name}, in a list,", number)
+    return [int(number) for number in numbers]
 
 
 class _bar:

@@ -116,6 +116,17 @@ class Draft(Protocol[S]):
         ...
 
 
+def proposed(draft: Draft[Any], answer: Any) -> tuple[Proposal, Any]:
+    """What ``draft.propose`` returned, if it is a proposal and a state; TypeError otherwise."""
+    if isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[0], Proposal):
+        return answer
+    what = type(answer).__name__
+    if isinstance(answer, tuple):
+        what = f"({', '.join(type(part).__name__ for part in answer)})"
+    name = getattr(draft, "name", type(draft).__name__)
+    raise TypeError(f"draft {name!r}: propose() returned {what}: return a pair, (Proposal, state)")
+
+
 class Verifier(Protocol):
     """Decides which nodes stand, so that what is committed has the target's law.
 

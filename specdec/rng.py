@@ -11,13 +11,13 @@ import importlib.util
 import sys
 from collections.abc import Sequence
 from functools import cache
-from numbers import Integral
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from specdec.arguments import whole
 from specdec.device import sent
 from specdec.kernels.native import library
 from specdec.kernels.native.ops import race_numbers
@@ -85,19 +85,26 @@ def seeds(seed: int | Sequence[int] | None, rows: int) -> Tensor:
 
     A sequence is taken as it is, one seed a row; an int is spread over the rows by Philox; ``None`` draws from torch's
     default generator (so ``torch.manual_seed`` governs).
+
+    Raises:
+        TypeError: a seed that is no whole number. ValueError: not as many seeds as rows.
     """
     if seed is None:
         return torch.randint(0, 2**62, (rows,))
-    if isinstance(seed, (int, Integral)):
-        seed = int(seed)
-        k = (seed & _WORD, (seed >> 32) & _WORD)
+    given: Any = seed.tolist() if hasattr(seed, "tolist") else seed
+    if isinstance(given, str) or not hasattr(given, "__len__"):
+        whole("seed", given, ", or one for every row")
+        given = int(given)
+        k = (given & _WORD, (given >> 32) & _WORD)
         words = [philox4x32((row, 0, 0, 0x5EED), k) for row in range(rows)]
         return torch.tensor([w[0] | ((w[1] >> 2) << 32) for w in words], dtype=torch.long)
-    if len(seed) != rows:
+    if len(given) != rows:
         raise ValueError(
-            f"seed has {len(seed)} entries for {rows} rows: give one int, or one seed for every row"
+            f"seed has {len(given)} entries for {rows} rows: give one int, or one seed for every row"
         )
-    return torch.tensor([int(s) & (2**63 - 1) for s in seed], dtype=torch.long)
+    for one in given:
+        whole("seed, in a list,", one)
+    return torch.tensor([int(one) & (2**63 - 1) for one in given], dtype=torch.long)
 
 
 def pick(probs: Tensor, u: Tensor) -> Tensor:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -49,6 +50,7 @@ class Sampling:
         processors: stateless ``LogitsProcessor`` objects or functions ``(ids [B, L], scores [B, V]) -> scores``, applied before
             the truncations.
     Raises:
+        TypeError: a setting that is no number, or processors that are no sequence of functions.
         ValueError: a setting is out of range, or a processor keeps state between calls.
     """
 
@@ -59,7 +61,20 @@ class Sampling:
     processors: tuple[Callable[[Tensor, Tensor], Tensor], ...] = ()
 
     def __post_init__(self) -> None:
+        if not isinstance(self.processors, Iterable):
+            raise TypeError(
+                f"processors is a {type(self.processors).__name__}: give a tuple of them, also of one: processors=(it,)"
+            )
         object.__setattr__(self, "processors", tuple(self.processors))
+        for processor in self.processors:
+            if not callable(processor) or isinstance(processor, type):
+                raise TypeError(
+                    f"processors has {processor!r}: give objects or functions (ids, scores) -> scores"
+                )
+        for name in ("temperature", "top_p", "min_p"):
+            value = getattr(self, name)
+            if not isinstance(value, Real) and (name == "temperature" or value is not None):
+                raise TypeError(f"{name} is {value!r}: give a number")
         if not self.temperature >= 0 or self.temperature == float("inf"):
             raise ValueError(
                 f"temperature is {self.temperature}: it must be a finite number >= 0 (0 is greedy)"

@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from specdec.arguments import whole
 from specdec.cost.arms import ArmCosts
 from specdec.protocols import Selector
 from specdec.rng import Rng
@@ -35,6 +36,8 @@ class Arm:
     length: int | None = None
 
     def __post_init__(self) -> None:
+        if self.length is not None:
+            whole("length", self.length)
         if self.length is not None and self.length < 1:
             raise ValueError(
                 f"length is {self.length}: at least 1; an arm that does not speculate is None, or Arm(None)"

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from specdec.arguments import whole
 from specdec.executors.flow import Flow, members
 from specdec.executors.lane import Lane
 from specdec.executors.pipelined import Pipelined
@@ -54,6 +55,9 @@ def check(decoder: Decoder, settings: Settings) -> None:
         ValueError: a limit or a capacity below 1, another clock, an executor that is neither ``Serial`` nor ``Pipelined``, more
             micro-batches than rows, or a part whose state cannot take in new rows.
     """
+    whole("limit", settings.limit)
+    if settings.capacity is not None:
+        whole("capacity", settings.capacity)
     if settings.limit < 1:
         raise ValueError(f"limit is {settings.limit}: rows in flight, at least 1")
     if settings.clock not in CLOCKS:
@@ -120,6 +124,18 @@ class Place:
         return len(self.waiting) + (self.lane.context.batch if self.lane else 0)
 
 
+def _in_order(one: tuple[int, Any], before: Request | None) -> None:
+    """Refuse what is no request, or arrives earlier than the one ``before`` it."""
+    index, request = one
+    if not isinstance(request, Request):
+        raise TypeError(f"request {index} is a {type(request).__name__}: give Request(prompt, ...)")
+    if before is not None and request.arrival < before.arrival:
+        raise ValueError(
+            f"request {index}: its arrival is {request.arrival} and that of the one before it {before.arrival}: give requests in the order "
+            "of arrival"
+        )
+
+
 class Server:
     """The running lanes, and the requests in them.
 
@@ -131,7 +147,15 @@ class Server:
 
     def __init__(self, decoder: Decoder, requests: Iterable[Request], settings: Settings):
         self.decoder, self.settings, self.selection = decoder, settings, decoder.begin(settings.limit)
+        if not isinstance(requests, Iterable):
+            raise TypeError(
+                f"requests is a {type(requests).__name__}: give a list of Request, or a generator"
+            )
+        if isinstance(requests, Sequence):  # all of them at once, before anything is done
+            for before, one in zip((None, *requests), enumerate(requests)):
+                _in_order(one, before)
         self.source = enumerate(requests)
+        self.latest: Request | None = None
         self.next: tuple[int, Request] | None = None
         self.places = [Place(number) for number in range(lanes_of(decoder, settings))]
         self.rows = -(-settings.limit // len(self.places))  # of a lane at most
@@ -186,15 +210,15 @@ class Server:
         """The next request; no more than one is taken ahead."""
         if self.next is None:
             self.next = next(self.source, None)
-            if self.next is not None and not isinstance(self.next[1], Request):
-                index, wrong = self.next
-                raise TypeError(f"request {index} is a {type(wrong).__name__}: give Request(prompt, ...)")
+            if self.next is not None:
+                _in_order(self.next, self.latest)
+                self.latest = self.next[1]
         return self.next
 
     def _deal(self) -> None:
         """Requests that are due, as many as there is room for, each to the lane with the fewest rows.
 
-        One that is listed before an earlier one holds it up. No lane gets more than its share of the limit.
+        No lane gets more than its share of the limit.
         """
         while sum(place.load for place in self.places) < self.settings.limit:
             one = self._peek()

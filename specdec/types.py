@@ -207,11 +207,38 @@ class Verdict(_Shown):
 
     @staticmethod
     def of(proposal: Proposal, path: Tensor, accepted: Tensor, bonus: Tensor) -> Verdict:
-        """A verdict on the host from decisions on any device (a device synchronisation, once a round)."""
+        """A verdict on the host from decisions on any device (a device synchronisation, once a round).
+
+        Raises:
+            ValueError: ``path[b, :accepted[b]]`` is no path of row b's tree from its root, padded with -1.
+        """
         path, accepted, bonus, drafted = fetched(path, accepted, bonus, proposal.tokens)
+        _check_path(proposal, path, accepted, bonus)
         taken = torch.where(path >= 0, drafted.gather(1, path.clamp(min=0)), 0)
         tokens = torch.cat([taken, torch.zeros_like(bonus)[:, None]], 1)
         return Verdict(path, accepted, bonus, tokens.scatter_(1, accepted[:, None], bonus[:, None]))
+
+
+def _check_path(proposal: Proposal, path: Tensor, accepted: Tensor, bonus: Tensor) -> None:
+    """Refuse what is no verdict: on the host, in a microsecond or less a row."""
+    B, N = proposal.tokens.shape
+    if path.shape != (B, N) or accepted.shape != (B,) or bonus.shape != (B,):
+        raise ValueError(
+            f"path is {list(path.shape)}, accepted {list(accepted.shape)} and bonus {list(bonus.shape)}: give [{B}, {N}], [{B}] and [{B}]"
+        )
+    rows = zip(path.tolist(), accepted.tolist(), proposal.size.tolist(), proposal.parents.tolist())
+    for b, (nodes, count, size, parents) in enumerate(rows):
+        at, fits = -1, 0 <= count <= size and nodes[count:] == [-1] * (N - count)
+        for n in nodes[:count]:
+            if not 0 <= n < size or parents[n] != at:
+                fits = False
+                break
+            at = n
+        if not fits:
+            raise ValueError(
+                f"accepted is {count} and path {nodes} in row {b}, of {size} nodes with parents {parents}: give a child of the root (parent "
+                "-1), then each time a child of the node before, and -1 after the accepted ones"
+            )
 
 
 @dataclass(frozen=True, eq=False, repr=False)

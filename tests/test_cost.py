@@ -22,6 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from specdec import cost, zoo
 from specdec.cost import H100_PAPER, Hardware, Investment, Load, Shape, growing, paper, terms
+from specdec.models import HFModel
 
 ROOT = Path(__file__).parents[1]
 BATCHES = [2**i for i in range(8)]
@@ -437,6 +438,21 @@ def test_errors_name_the_argument_and_the_remedy():
     for call, text in wrong:
         with pytest.raises(ValueError, match=text):
             call()
+
+
+def test_shapes_are_asked_for_by_name():
+    config, load = AutoConfig.for_model("llama"), Load(1, 8)
+    method = paper.METHODS["spire"]
+    for call, name in ((lambda: cost.spire(config), "draft"), (lambda: method.round(config, load), "target")):
+        with pytest.raises(TypeError, match=rf"{name} is a LlamaConfig: .*Shape\.of\(config\)"):
+            call()
+    for wrong in ("folder", config.to_dict(), None):
+        with pytest.raises(
+            TypeError, match=rf"config is a {type(wrong).__name__}: give a transformers config"
+        ):
+            Shape.of(wrong)
+    model = tiny.tiny("llama")
+    assert Shape.of(HFModel(model)) == Shape.of(model) == Shape.of(model.config)
 
 
 # The recipe

@@ -434,6 +434,134 @@ def test_drafts_that_break_the_contract(target, draft, says):
         sd.decoder(target).draft(draft, length=2).build().generate([[1, 2]], 8)
 
 
+def drafting(**methods):
+    """A draft with other methods than ``TooLong``'s; ``answer(context, budget)`` is what ``propose`` returns."""
+    answer = methods.pop("answer", None)
+    if answer is not None:
+        methods["propose"] = lambda self, state, context, budget, rng: answer(context, budget)
+    return type("Mine", (TooLong,), methods)()
+
+
+def zeros(context, width=1, dtype=torch.long):
+    return torch.zeros(context.batch, width, dtype=dtype)
+
+
+def star(context, budget):
+    """Five children of the root."""
+    return sd.Proposal(zeros(context, 5), zeros(context, 5) - 1, torch.where(budget > 0, 5, 0)), None
+
+
+@pytest.mark.parametrize(
+    ("answer", "error", "says"),
+    [
+        (lambda c, b: sd.Proposal.none(c.batch), TypeError, r"propose\(\) returned Proposal: return a pair"),
+        (lambda c, b: ([[1]], None), TypeError, r"'too long': propose\(\) returned \(list, NoneType\)"),
+        (
+            lambda c, b: (sd.Proposal.chain(zeros(c, 1, torch.float), b.clamp(max=1)), None),
+            ValueError,
+            r"tokens \[2, 1\] torch.float32.*torch.int64",
+        ),
+        (
+            lambda c, b: (sd.Proposal.chain(zeros(c)[:1], b[:1].clamp(max=1)), None),
+            ValueError,
+            r"tokens \[1, 1\].* for 2 rows: give tokens \[2, N\]",
+        ),
+        (
+            lambda c, b: (sd.Proposal(zeros(c, 2), zeros(c) - 1, b.clamp(max=1)), None),
+            ValueError,
+            r"parents \[2, 1\]",
+        ),
+        (lambda c, b: (sd.Proposal.chain(zeros(c), b.clamp(max=1).int()), None), ValueError, r"size \[2\] torch.int32"),
+        (star, ValueError, r"proposed 5 nodes in a row, and there is room for 2: define nodes\(length\)"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("pooled", [False, True])
+def test_proposals_of_the_wrong_form(target, answer, error, says, pooled):
+    base, draft = sd.decoder(target), drafting(answer=answer)
+    made = base.pool({"a": draft}, sd.selectors.Random(), 2) if pooled else base.draft(draft, length=2)
+    with pytest.raises(error, match=says):
+        made.build().generate([[1, 2], [3]], 8)
+
+
+def test_a_tree_as_large_as_it_says(target):
+    draft = drafting(answer=star, nodes=lambda self, length: 5)
+    out = sd.decoder(target).greedy().draft(draft, length=2).build().generate([[1, 2], [3]], 8)
+    assert out.ids == sd.decoder(target).greedy().build().generate([[1, 2], [3]], 8).ids
+
+
+class Accepts:
+    """Says that ``count`` nodes were accepted, those of ``path``; then token ``bonus``."""
+
+    name, lossless = "mine", False
+
+    def __init__(self, path, count, bonus=1):
+        self.path, self.count, self.bonus = path, count, bonus
+
+    def check(self, proposal):
+        pass
+
+    def for_draft(self, rng):
+        return rng
+
+    def __call__(self, proposal, probs, context, rng):
+        if self.path is None:
+            return None
+        B, nodes = context.batch, proposal.nodes
+        path = torch.tensor([self.path[:nodes]] * B, dtype=torch.long).view(B, nodes)
+        path = torch.where(proposal.size[:, None] > 0, path, -1)
+        accepted = proposal.size.clamp(max=self.count)
+        return sd.Verdict.of(proposal, path, accepted, torch.full((B,), self.bonus))
+
+
+class Leaf(sd.drafts.Nothing):
+    """Nodes 0 and 1 are children of the root, and 2 of node 0."""
+
+    def propose(self, state, context, budget, rng):
+        parents = torch.tensor([[-1, -1, 0]] * context.batch)
+        return sd.Proposal(zeros(context, 3), parents, torch.where(budget > 1, 3, 0)), None
+
+    def nodes(self, length):
+        return 3
+
+
+@pytest.mark.parametrize(
+    ("verifier", "error", "says"),
+    [
+        (Accepts(None, 0), TypeError, "verifier 'mine' returned a NoneType: return Verdict.of"),
+        (Accepts([0, -1, -1], 2), ValueError, r"accepted is 2 and path \[0, -1, -1\] in row 0, of 3 nodes"),
+        (Accepts([0, 2, -1], 1), ValueError, r"accepted is 1 and path \[0, 2, -1\]"),
+        (Accepts([2, -1, -1], 1), ValueError, r"path \[2, -1, -1\].*child of the root"),
+        (Accepts([1, 2, -1], 2), ValueError, r"path \[1, 2, -1\]"),
+        (Accepts([7, -1, -1], 1), ValueError, r"path \[7, -1, -1\]"),
+        (Accepts([-2, -1, -1], 1), ValueError, r"path \[-2, -1, -1\]"),
+        (Accepts([0, 2, -1], 2, 97), ValueError, r"'mine' gave the bonus tokens \[97\].*vocabulary has 97"),
+    ],
+)  # fmt: skip
+def test_verdicts_that_are_none(target, verifier, error, says):
+    with pytest.raises(error, match=says):
+        sd.decoder(target).draft(Leaf(), length=3).verifier(verifier).build().generate([[1, 2]], 8)
+
+
+def test_a_verdict_of_another_shape():
+    proposal, one = (
+        sd.Proposal.chain(torch.zeros(1, 2, dtype=torch.long), torch.tensor([2])),
+        torch.ones(1).long(),
+    )
+    for path, accepted in (
+        (one[None], one),
+        (torch.tensor([[0, -1]]), one.repeat(2)),
+        (torch.tensor([[0, 1]]), one + 4),
+    ):
+        with pytest.raises(ValueError, match="give"):
+            sd.Verdict.of(proposal, path, accepted, one)
+    assert sd.Verdict.of(proposal, torch.tensor([[0, -1]]), one, one).tokens.tolist() == [[0, 1, 0]]
+
+
+def test_a_verdict_that_is_a_path(target):
+    made = sd.decoder(target).draft(Leaf(), length=3).verifier(Accepts([0, 2, -1], 2)).build()
+    assert made.generate([[1, 2]], 8).ids == [[1, 0, 0, 1, 0, 0, 1, 1]]
+
+
 def test_declared_probabilities_can_be_trusted(target):
     verifier = sd.Rejection(trust_declared=True)
     out = sd.decoder(target).draft(Declares(), length=2).verifier(verifier).build().generate([[1, 2]], 8)
@@ -452,12 +580,50 @@ def test_declared_probabilities_can_be_trusted(target):
         (lambda d: d.generate([[1], [2]], [5]), "1 entries for 2 prompts"),
         (lambda d: d.generate([[1], [2]], 5, seed=[1]), "1 entries for 2 rows"),
         (lambda d: d.generate([[1]], 5, stop_strings=[""]), "empty string"),
+        (lambda d: d.generate([[1] * 256], 20), "but the target has 256: shorten the prompt$"),
+        (lambda d: d.generate([[1]], 5, eos_token_id=97), "eos_token_id is 97: .* ids 0 to 96"),
+        (lambda d: d.generate([[1]], 5, eos_token_id=[1, -1]), r"eos_token_id is \[1, -1\]"),
     ],
 )
 def test_bad_calls(target, call, says):
     decoder = sd.decoder(target).build()
     with pytest.raises(ValueError, match=says):
         call(decoder)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "arguments", "says"),
+    [
+        (b"import", {}, "prompts is a bytes: give a text"),
+        ([b"import"], {}, "prompt 0 holds bytes: give text"),
+        (None, {}, "prompts is a NoneType"),
+        ((text for text in "ab"), {}, r"prompts is a generator: .*list\(\.\.\.\)"),
+        ("a", {"max_new_tokens": 5.0}, r"max_new_tokens is 5\.0: give a whole number, or a list"),
+        ("a", {"max_new_tokens": "8"}, "max_new_tokens is '8'"),
+        ("a", {"max_new_tokens": [5.0]}, r"max_new_tokens, in a list, is 5\.0"),
+        ("a", {"seed": "x"}, "seed is 'x': give a whole number"),
+        ("a", {"seed": 1.5}, r"seed is 1\.5"),
+        ("a", {"seed": [1.5]}, r"seed, in a list, is 1\.5"),
+        ("a", {"eos_token_id": "x"}, "eos_token_id is 'x': give a whole number"),
+        ("a", {"stop_strings": 3}, "stop_strings is 3: give a text"),
+        ("a", {"stop_strings": [3]}, r"stop_strings is \[3\]"),
+        ("a", {"stopping_criteria": len}, "stopping_criteria is <built-in function len>: give a list"),
+        ("a", {"stopping_criteria": [3]}, r"stopping_criteria is \[3\]"),
+        ("a", {"selection": 3}, r"selection is a int: give what decoder.begin\(batch\) made"),
+    ],
+)  # fmt: skip
+def test_arguments_of_the_wrong_kind(target, prompts, arguments, says):
+    with pytest.raises(TypeError, match=says):
+        sd.decoder(target).build().generate(prompts, **{"max_new_tokens": 5, **arguments})
+
+
+def test_numbers_of_numpy_and_torch_are_numbers(target):
+    decoder = sd.decoder(target).build()
+    ids = decoder.generate([[1], [2]], [3, 4], seed=[5, 6], eos_token_id=[7]).ids
+    for make in (np.array, torch.tensor):
+        same = decoder.generate(make([[1], [2]]), make([3, 4]), seed=make([5, 6]), eos_token_id=make([7]))
+        assert same.ids == ids
+    assert decoder.generate("a", np.int64(3), seed=np.int64(5)).ids == decoder.generate("a", 3, seed=5).ids
 
 
 @pytest.mark.parametrize(
@@ -474,6 +640,52 @@ def test_bad_calls(target, call, says):
 def test_bad_sampling(target, settings_, says):
     with pytest.raises(ValueError, match=says):
         sd.decoder(target).sampling(**settings_)
+
+
+@pytest.mark.parametrize(
+    ("settings_", "says"),
+    [
+        ({"temperature": "0.5"}, "temperature is '0.5': give a number"),
+        ({"temperature": None}, "temperature is None"),
+        ({"top_p": "0.9"}, "top_p is '0.9'"),
+        ({"processors": len}, r"processors=\(it,\)"),
+        ({"processors": [3]}, "processors has 3"),
+        ({"processors": [NoRepeatNGramLogitsProcessor]}, "processors has <class"),
+        ({"sampling": 0.7}, "sampling is 0.7: give a Sampling object"),
+        ({"temprature": 1.0}, "sampling has no setting 'temprature': there are temperature, top_k"),
+        ({"repetition_penalty": 1.2}, r"processors=\(RepetitionPenaltyLogitsProcessor\(1\.2\),\)"),
+        ({"do_sample": False}, r"greedy\(\)"),
+    ],
+)
+def test_sampling_settings_of_the_wrong_kind(target, settings_, says):
+    with pytest.raises(TypeError, match=says):
+        sd.decoder(target).sampling(**settings_)
+
+
+class Half:
+    name = "half"
+
+    def check(self, proposal):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda base: base.verifier("rejection"), "verifier is 'rejection' without __call__, check, for_draft, name"),
+        (lambda base: base.verifier(Half()), "verifier is a Half without __call__, for_draft"),
+        (lambda base: base.executor("serial"), "executor is 'serial' without run: give one of specdec.executors, or an object with run"),
+        (
+            lambda base: base.draft(type("Mine", (), {"propose": None, "init": None})()).build(),
+            "draft is a Mine without observe, select",
+        ),
+        (lambda base: base.draft(sd.drafts.NGram(), length="4").build(), "length is '4': give a whole number"),
+        (lambda base: base.draft(sd.drafts.NGram(), length=2.5).build(), r"length is 2\.5: give a whole number"),
+    ],
+)  # fmt: skip
+def test_parts_that_lack_a_part_are_refused_at_build(target, make, says):
+    with pytest.raises(TypeError, match=says):
+        make(sd.decoder(target))
 
 
 def test_bad_compositions(target):
@@ -511,6 +723,21 @@ def test_settings_of_the_generation_config_are_not_dropped_in_silence():
     with pytest.warns(UserWarning, match="repetition_penalty"):
         sd.decoder(model).build()
     sd.decoder(model).sampling(processors=[RepetitionPenaltyLogitsProcessor(1.3)]).build()
+
+
+def test_how_the_generation_config_samples_is_not_dropped_in_silence():
+    model = tiny("llama", 0)
+    for name, value in {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 20}.items():
+        setattr(model.generation_config, name, value)
+    with pytest.warns(UserWarning, match=r"say sampling\(temperature=0\.6, top_k=20, top_p=0\.9\)"):
+        sd.decoder(model).build()
+    sd.decoder(model).sampling(temperature=1.0).build()  # warnings are errors here: it was said how
+    sd.decoder(model).greedy().build()
+    model.generation_config.do_sample = False
+    sd.decoder(model).build()
+    for name, value in {"do_sample": True, "temperature": 1.0, "top_p": 1.0, "top_k": 0}.items():
+        setattr(model.generation_config, name, value)
+    sd.decoder(model).build()
 
 
 def test_a_model_that_was_changed_under_the_wrapper():

@@ -663,6 +663,23 @@ def test_things_that_are_no_model():
         HFModel(tiny("llama"), prefill_chunk=0)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "error", "says"),
+    [
+        ({"tokenizer": "gpt2"}, TypeError, "tokenizer is 'gpt2': give the object"),
+        ({"page": "64"}, TypeError, "page is '64': give a whole number, or None"),
+        ({"page": 2.5}, TypeError, r"page is 2\.5: give a whole number"),
+        ({"prefill_chunk": 1.5}, TypeError, r"prefill_chunk is 1\.5: give a whole number"),
+        ({"unlisted": "x"}, ValueError, "unlisted is 'x'"),
+        ({"compile": "yes"}, TypeError, "compile is 'yes': give True, False, or a mapping"),
+        ({"attention": "torch_flash"}, ValueError, "attention is 'torch_flash' but .*CUDA"),
+    ],
+)
+def test_arguments_that_make_no_sense(arguments, error, says):
+    with pytest.raises(error, match=says):
+        HFModel(tiny("llama", dtype=torch.float32), **arguments)
+
+
 @pytest.fixture
 def folder(tmp_path):
     tiny("llama", dtype=torch.float32).save_pretrained(tmp_path)
@@ -682,6 +699,29 @@ def test_loading_a_folder(folder):
     assert loaded.score(loaded.cache(4, 64), Context.of(ROWS)).logits.shape == (4, 1, 97)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "error", "says"),
+    [
+        ({"dtype": "float99"}, ValueError, "dtype is 'float99': give 'auto'"),
+        ({"dtype": "zeros"}, ValueError, "dtype is 'zeros'"),
+        ({"device": "cpu"}, TypeError, "no argument 'device': name the device in device_map"),
+        ({"devise": "cpu"}, TypeError, "no argument 'devise': leave it out"),
+        ({"device_map": "cpux"}, ValueError, "device_map"),
+    ],
+)
+def test_arguments_of_loading_are_not_taken_for_damage(folder, arguments, error, says):
+    with pytest.raises(error, match=says) as raised:
+        HFModel.from_pretrained(folder, **arguments)
+    assert "cut off" not in str(raised.value)
+
+
+@pytest.mark.parametrize("where", ["cuda", {"": "cuda:0"}, torch.device("cuda")], ids=str)
+def test_a_gpu_that_is_not_there(folder, where, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=r"device_map is .*PyTorch sees no CUDA device"):
+        HFModel.from_pretrained(folder, device_map=where)
+
+
 def test_a_missing_or_damaged_folder(folder, tmp_path_factory):
     with pytest.raises(FileNotFoundError, match="there is no folder"):
         HFModel.from_pretrained(folder / "elsewhere")
@@ -694,6 +734,11 @@ def test_a_missing_or_damaged_folder(folder, tmp_path_factory):
         HFModel.from_pretrained(folder)
     from safetensors.torch import load_file, save_file
 
+    config = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(config[:50])
+    with pytest.raises(ValueError, match="may be cut off"):
+        HFModel.from_pretrained(folder)
+    (folder / "config.json").write_text(config)
     weights.write_bytes(whole)
     tensors = load_file(weights)
     del tensors["model.layers.1.mlp.up_proj.weight"]

@@ -257,3 +257,28 @@ def test_the_picture():
 def test_what_makes_no_sense_is_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Window("4"), "size is '4': give a whole number"),
+        (lambda: Window(2.5), r"size is 2\.5"),
+        (lambda: Sinks(1.0), r"count is 1\.0"),
+        (lambda: Block("4"), "size is '4'"),
+        (lambda: Strided(2.0), r"stride is 2\.0"),
+        (lambda: Causal() & Window, r"Window is a class: give an object, such as Window\(\.\.\.\)"),
+        (lambda: Causal & Window(4), "Causal is a class"),
+        (lambda: Window | Causal(), "Window is a class"),
+        (lambda: Causal() & (Sinks | Window), "is no mask"),
+        (lambda: Causal() | None, "a NoneType is no mask"),
+        (lambda: Causal() & torch.ones(2, 2).bool(), "is no mask"),
+        (lambda: OriginalText(Window, KEPT), "Window is a class"),
+        (lambda: InCache(3, KEPT), "a int is no mask"),
+        (lambda: Causal() and Window(4), "by & and |, not by 'and' and 'or'"),
+        (lambda: Causal() or Window(4), "by & and |"),
+    ],
+)
+def test_what_is_no_mask_is_refused(make, message):
+    with pytest.raises(TypeError, match=message.replace("|", "[|]")):
+        make()

@@ -328,20 +328,28 @@ def test_the_consumer_may_stop_or_raise(table, capfd):
 
 @dataclass
 class Widens(Fails):
-    """Proposes more nodes than it says."""
+    """Proposes more nodes than it says, of which ``exist`` exist."""
 
+    exist: int = 4
     trees = True
 
     def propose(self, state, context, budget, rng):
         tokens = torch.arange(4).expand(context.batch, 4)
         parents = torch.full((context.batch, 4), -1)
-        size = torch.where(budget > 0, 4, 0)
+        size = torch.where(budget > 0, self.exist, 0)
         return sd.Proposal(tokens, parents, size, torch.full((context.batch, 4, 5), 0.2), "sampled"), None
 
 
-def test_more_nodes_than_promised(table):
-    decoder = table.draft(Widens("never", boom), 1).executor(Pipelined(1, "processes")).build()
-    with pytest.raises(RuntimeError, match=r"4 nodes a row, more than its nodes\(length\) says"):
+@pytest.mark.parametrize(
+    ("exist", "error", "says"),
+    [
+        (4, ValueError, r"4 nodes in a row, and there is room for 1: define nodes\(length\)"),
+        (1, RuntimeError, r"4 nodes a row, more than its nodes\(length\) says"),  # they are too large to send
+    ],
+)
+def test_more_nodes_than_promised(table, exist, error, says):
+    decoder = table.draft(Widens("never", boom, exist=exist), 1).executor(Pipelined(1, "processes")).build()
+    with pytest.raises(error, match=says):
         decoder.generate([[1], [2]], 9, seed=0)
     nothing_is_left()
 

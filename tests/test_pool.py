@@ -515,6 +515,32 @@ def test_a_selection_of_another_pool_is_refused():
         sd.decoder(TABLE).build().generate([[1]], 4, selection=other)
 
 
+def test_a_selector_that_needs_a_reward_of_every_arm():
+    base, arms = sd.decoder(TABLE), {"a": SMALL, "b": OTHER}
+    with pytest.raises(ValueError, match=r"Hedge\(.*give pool\(\.\.\., reward=function\).*\[B, 2\]"):
+        base.pool(arms, sd.selectors.Hedge(), 2)
+    every = lambda round: (1.0 + round.kept)[:, None].repeat(1, 2)  # noqa: E731
+    out = base.pool(arms, sd.selectors.Hedge(scale=4.0), 2, reward=every).build().generate([[1]], 9, seed=0)
+    assert len(out.ids[0]) == 9
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda base: base.pool([SMALL, OTHER], Random()), "arms is a list: give a mapping"),
+        (lambda base: base.pool({"a": SMALL}, Random(), capacities=[1]), "capacities is a list: give a mapping"),
+        (lambda base: base.pool({"a": SMALL}, Random(), capacities={"a": 1.5}), r"capacities\['a'\] is 1\.5"),
+        (lambda base: base.pool({"a": SMALL}, Random(), "2"), "length is '2': give a whole number"),
+        (lambda base: base.pool({"a": Arm(SMALL, 2.5)}, Random()), r"length is 2\.5"),
+        (lambda base: base.pool({"a": SMALL}, Fixed("a")), "arm is 'a': give a whole number: arms are counted"),
+        (lambda base: base.pool({"a": SMALL}, type("S", (), {"select": 1, "update": 1})()), "init, select and update"),
+    ],
+)  # fmt: skip
+def test_parts_of_a_pool_of_the_wrong_kind(make, says):
+    with pytest.raises(TypeError, match=says):
+        make(sd.decoder(TABLE))
+
+
 def test_lengths_and_costs_of_a_pool_are_checked():
     base = sd.decoder(TABLE)
     with pytest.raises(ValueError, match="length is 0"):

@@ -141,6 +141,16 @@ def test_what_makes_no_sense_is_refused(make, message):
         make(call)
 
 
+@pytest.mark.parametrize("pruner", [H2O(), TOVA(), SnapKV(), StreamingLLM()], ids=repr)
+def test_lengths_and_budgets_of_the_wrong_kind(pruner):
+    keys, values, length = kv()
+    extras = {"queries": queries(3), "attention": torch.rand(B, HQ, S)}
+    with pytest.raises(TypeError, match=rf"length is 16: give a tensor \[{B}\]"):
+        pruner(keys, values, 16, 4, **extras)
+    with pytest.raises(TypeError, match=r"budget is 0\.2: give a whole number"):
+        pruner(keys, values, length, 0.2, **extras)
+
+
 @pytest.mark.parametrize("kernel", [1, 3, 5])
 @pytest.mark.parametrize("pool", ["avg", "max"])
 @pytest.mark.parametrize("budget", [5, 8, 12])
@@ -443,6 +453,8 @@ def test_layers_that_do_not_fit_are_refused():
     for layers in ([], [4], [-1], [2, 1], [1, 1], [0, 1, 2, 3, 4]):
         with pytest.raises(ValueError, match="ascending numbers from 0 to 3"):
             pruning.keep_layers(model, layers)
+    with pytest.raises(TypeError, match=r"layers is 2: give the numbers .* last_layers\(4, 2\)"):
+        pruning.keep_layers(model, 2)
     with pytest.raises(ValueError, match="'gpt2' models a layer's computation depends on its number"):
         pruning.keep_layers(deep("gpt2", scale_attn_by_inverse_layer_idx=True), [1, 2])
 

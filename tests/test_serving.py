@@ -270,12 +270,30 @@ def test_what_cannot_be_served_is_refused_at_once(target, small):
     ],
 )
 def test_requests_that_cannot_be_served_are_refused_on_arrival(target, small, wrong, error, message):
-    stream = (
-        sd.decoder(target).draft(small, length=4).build().serve([sd.Request([1], 1), wrong], 1, capacity=40)
-    )
+    decoder = sd.decoder(target).draft(small, length=4).build()
+    stream = decoder.serve(iter([sd.Request([1], 1), wrong]), 1, capacity=40)
     assert next(stream).index == 0
     with pytest.raises(error, match=message):
         next(stream)
+
+
+def test_requests_are_in_the_order_of_their_arrival(small):
+    decoder = sd.decoder(small).build()
+    late, early = sd.Request([1], 2, arrival=5), sd.Request([2], 2, arrival=1)
+    says = (
+        "request 1: its arrival is 1 and that of the one before it 5: give requests in the order of arrival"
+    )
+    with pytest.raises(ValueError, match=says):
+        decoder.serve([late, early], clock="rounds")
+    with pytest.raises(ValueError, match=says):
+        list(decoder.serve(iter([late, early]), clock="rounds"))
+    with pytest.raises(TypeError, match="request 1 is a str: give Request"):
+        decoder.serve([early, "text"], clock="rounds")
+    with pytest.raises(TypeError, match="requests is a Request: give a list"):
+        decoder.serve(early, clock="rounds")
+    for name in ("limit", "capacity"):
+        with pytest.raises(TypeError, match=rf"{name} is 2\.5: give a whole number"):
+            decoder.serve([early], **{name: 2.5})
 
 
 def test_contexts_join_row_by_row():

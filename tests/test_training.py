@@ -224,6 +224,42 @@ def test_saved_and_loaded(tmp_path):
         SpireModel.from_pretrained(tmp_path / "nothing")
 
 
+@pytest.mark.parametrize(
+    ("data", "error", "message"),
+    [
+        (["text"] * 8, ValueError, "data must be States, or .* read texts by the tokenizer"),
+        ("text", ValueError, "data must be States"),
+        ([[1, 2, 3], [4, 5]], ValueError, "sequences of equally many ids"),
+        (torch.ones(4, 9), TypeError, "data holds torch.float32 numbers: give ids"),
+        (torch.full((4, 9), 97), ValueError, "data has ids from 97 to 97 and the target a vocabulary of 97"),
+        (-torch.ones(4, 9).long(), ValueError, "data has ids from -1 to -1"),
+    ],
+)
+def test_data_that_are_no_ids(data, error, message):
+    target = tiny("llama", dtype=torch.float32)
+    with pytest.raises(error, match=message):
+        train(tiny("llama", 1), target, data, settings=Settings(steps=1), progress=False)
+    with pytest.raises(error, match=message.replace("data", "validation", 1)):
+        train(tiny("llama", 1), target, text(), validation=data, settings=Settings(steps=1), progress=False)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "error", "message"),
+    [
+        ({"muon_lr": -1}, ValueError, "muon_lr is -1: give a number >= 0"),
+        ({"adam_lr": float("nan")}, ValueError, "adam_lr is nan"),
+        ({"warmup": 0}, ValueError, "warmup is 0: give a number above 0"),
+        ({"clip": 0.0}, ValueError, r"clip is 0\.0"),
+        ({"steps": 0}, ValueError, "steps is 0: give at least 1"),
+        ({"steps": 2.5}, TypeError, r"steps is 2\.5: give a whole number"),
+        ({"batch": "4"}, TypeError, "batch is '4'"),
+    ],
+)
+def test_settings_that_make_no_sense(numbers, error, message):
+    with pytest.raises(error, match=message):
+        Settings(**numbers)
+
+
 def test_bad_input():
     target, tokens = tiny("llama", num_hidden_layers=3), text()
     for layers, message in ((4, "has 3 blocks"), (0, "has 3 blocks"), ([1, 5], "from 0 to 2")):
@@ -252,6 +288,10 @@ def test_bad_input():
         sd.decoder(sd.TableModel.random(97)).draft(Spire(draft)).build()
     with pytest.raises(ValueError, match="was made for target"):
         train(draft, tiny("llama", seed=4, num_hidden_layers=3), tokens)
+    with pytest.raises(ValueError, match="draft has a vocabulary of 50 and the target one of 97"):
+        train(tiny("llama", vocab_size=50), target, tokens)
+    with pytest.raises(TypeError, match=r"settings is \{'steps': 3\}: give Settings"):
+        train(draft, target, tokens, settings={"steps": 3})
     capped = tiny("gemma2", num_hidden_layers=3, final_logit_softcapping=0.5)
     with pytest.raises(ValueError, match="does more to its logits than its head"):
         train(tiny("llama"), capped, tokens)

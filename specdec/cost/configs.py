@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from typing import Any
 
 from specdec.cost.shapes import Experts, Shape
@@ -39,9 +41,16 @@ def read(config: Any) -> Shape:
     the body). Every expert layer is taken to choose its experts uniformly.
 
     Raises:
+        TypeError: a name, or a dictionary.
         ValueError: a field is missing; the layers keep something else than keys and values; an encoder-decoder.
     """
+    if not hasattr(config, "config"):
+        config = getattr(config, "model", config)  # an HFModel's
     config = getattr(config, "config", config)
+    if config is None or isinstance(config, (str, os.PathLike, Mapping)):
+        raise TypeError(
+            f"config is a {type(config).__name__}: give a transformers config (AutoConfig.from_pretrained(folder)), or a model"
+        )
     if hasattr(config, "get_text_config"):
         config = config.get_text_config()
     family = getattr(config, "model_type", "") or type(config).__name__

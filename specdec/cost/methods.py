@@ -136,6 +136,8 @@ class Method:
     Attributes:
         draft: ``None`` decodes plainly. view: how much of the context the draft reads. own: terms of the draft's alone.
         refresh: after a round, the draft's keys and values of its tokens are made from the target's activations.
+    Raises:
+        TypeError: a draft, or in ``round`` a target, that is no ``Shape``.
     """
 
     name: str
@@ -144,8 +146,13 @@ class Method:
     own: tuple[Term, ...] = ()
     refresh: bool = False
 
+    def __post_init__(self) -> None:
+        if self.draft is not None:
+            _shape("draft", self.draft)
+
     def round(self, target: Shape, load: Load) -> Round:
         """The steps of a round. The context is taken to stand still while it lasts, as in the paper."""
+        _shape("target", target)
         plain = step(load.forward(target, 1, load.context), load.terms)
         if self.draft is None:
             return Round(0, plain, plain)
@@ -157,6 +164,13 @@ class Method:
             # All fed tokens, not only the accepted ones: a kernel is launched before these are known.
             refresh = step(load.forward(self.draft, load.k + 1, kv_length), (kv_refresh,))
         return Round(load.k, plain, verify, draft, refresh)
+
+
+def _shape(name: str, shape: object) -> None:
+    if not isinstance(shape, Shape):
+        raise TypeError(
+            f"{name} is a {type(shape).__name__}: give a Shape; that of a transformers config is Shape.of(config)"
+        )
 
 
 AUTOREGRESSIVE = Method("autoregressive", None)

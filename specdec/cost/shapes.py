@@ -84,9 +84,10 @@ class Shape:
 
     @classmethod
     def of(cls, config: Any) -> Shape:
-        """The shape of a transformers config (or of a model that has one); see ``specdec.cost.configs``.
+        """The shape of a transformers config (or of a model that has one, or of an ``HFModel``); see ``specdec.cost.configs``.
 
         Raises:
+            TypeError: a name or a dictionary.
             ValueError: a config that lacks what is needed, or whose cost this model does not describe.
         """
         from specdec.cost.configs import read

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from specdec.device import Later, sent
-from specdec.protocols import Draft, LanguageModel
+from specdec.protocols import Draft, LanguageModel, proposed
 from specdec.rng import Rng
 from specdec.sampling import Sampling
 from specdec.types import Context, Proposal, Round
@@ -137,7 +137,8 @@ class Pool:
             mine = torch.zeros_like(budget).index_copy_(0, rows, budget[rows])
             if bool(mine.any()):
                 with Later() as later:
-                    made[d], states[d] = self.drafts[d].propose(states[d], context, mine, rng)
+                    answer = self.drafts[d].propose(states[d], context, mine, rng)
+                    made[d], states[d] = proposed(self.drafts[d], answer)
                 later.settle()  # seconds of an arm are those of its device, too
             spent[d] = perf_counter() - began
         seconds = self._by_arm(state.arm, spent)

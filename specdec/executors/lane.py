@@ -17,9 +17,10 @@ from torch import Tensor
 
 from specdec import tree
 from specdec.device import Later, judged
+from specdec.protocols import proposed
 from specdec.rng import Rng
 from specdec.selection import Choice, Selection
-from specdec.types import Context, Proposal, Round
+from specdec.types import Context, Proposal, Round, Verdict
 
 if TYPE_CHECKING:
     from specdec.decoder import Decoder
@@ -41,6 +42,7 @@ class Drafting:
     def __init__(self, decoder: Decoder):
         self.draft, self.verifier, self.state = decoder.draft, decoder.verifier, None
         self.vocab_size, self.started = decoder.target.vocab_size, False
+        self.most: int = getattr(decoder.draft, "nodes", lambda length: length)(decoder.length)
         self.proposal: Proposal | None = None
 
     def start(self, context: Context, target_cache: Any) -> None:
@@ -67,8 +69,9 @@ class Drafting:
         if arm is not None:
             self.state = draft.assign(self.state, arm)  # type: ignore[attr-defined]
         with Later() as later:
-            proposal, self.state = draft.propose(self.state, context, budget, self.verifier.for_draft(rng))
-            check(proposal, budget, self.vocab_size)
+            answer = draft.propose(self.state, context, budget, self.verifier.for_draft(rng))
+            proposal, self.state = proposed(draft, answer)
+            check(proposal, budget, self.vocab_size, self.most)
         self.verifier.check(proposal)
         self.proposal = proposal
         if settle:
@@ -158,6 +161,7 @@ class Lane:
                 probs = decoder.sampling(scores.logits, context, proposal)
                 verdict = verifier(proposal, probs, context, self.rng)
         later.settle()
+        _check_verdict(verdict, verifier, target.vocab_size)
         self.cache.commit(context, verdict)
         kept, finished = limits.apply(context, verdict)
         clock.append(perf_counter())
@@ -217,8 +221,13 @@ def staying(finished: Tensor) -> Tensor:
     return stay
 
 
-def check(proposal: Proposal, budget: Tensor, vocab_size: int) -> None:
-    """Raise ValueError for a proposal that breaks the contract: too long, malformed, or tokens that do not exist."""
+def check(proposal: Proposal, budget: Tensor, vocab_size: int, most: int | None = None) -> None:
+    """Raise ValueError for a proposal that breaks the contract: too long, malformed, or tokens that do not exist.
+
+    Args:
+        most: nodes that a row may have, as many as there are slots for.
+    """
+    _check_form(proposal, len(budget))
     if not proposal.nodes:
         return
     B, N = proposal.tokens.shape
@@ -233,6 +242,11 @@ def check(proposal: Proposal, budget: Tensor, vocab_size: int) -> None:
         raise ValueError(
             f"the draft proposed a path of {int(longest[b])} tokens in row {b}, more than its budget of {int(budget[b])}: "
             "propose() must respect budget[b]"
+        )
+    if most is not None and int(proposal.size.max()) > most:
+        raise ValueError(
+            f"the draft proposed {int(proposal.size.max())} nodes in a row, and there is room for {most}: define nodes(length), the most "
+            "nodes of a proposal whose longest path is length (without it, length itself)"
         )
     tokens, probs = proposal.tokens, proposal.probs
     wrong = [(tokens < 0) | (tokens >= vocab_size)]
@@ -269,3 +283,38 @@ def check(proposal: Proposal, budget: Tensor, vocab_size: int) -> None:
             )
 
     judged(torch.stack(wrong), judge)
+
+
+def _check_form(proposal: Proposal, batch: int) -> None:
+    """Raise ValueError unless shapes and types are those of a proposal for ``batch`` rows, and its structure is on the host."""
+    tokens, parents, size = proposal.tokens, proposal.parents, proposal.size
+    whole = tokens.dtype == parents.dtype == size.dtype == torch.long
+    shapes = (
+        tokens.dim() == 2
+        and len(tokens) == batch
+        and tokens.shape == parents.shape
+        and size.shape == (batch,)
+    )
+    if not (whole and shapes and parents.is_cpu and size.is_cpu):
+        found = ", ".join(
+            f"{name} {list(t.shape)} {t.dtype} on {t.device}"
+            for name, t in (("tokens", tokens), ("parents", parents), ("size", size))
+        )
+        raise ValueError(
+            f"the draft proposed {found} for {batch} rows: give tokens [{batch}, N], and parents [{batch}, N] and size [{batch}] on the "
+            "CPU, all of them torch.int64"
+        )
+
+
+def _check_verdict(verdict: Any, verifier: Any, vocab_size: int) -> None:
+    """Raise unless a verifier returned a ``Verdict`` (``Verdict.of`` checks its path) with a bonus token that exists."""
+    name = getattr(verifier, "name", type(verifier).__name__)
+    if not isinstance(verdict, Verdict):
+        raise TypeError(
+            f"verifier {name!r} returned a {type(verdict).__name__}: return Verdict.of(proposal, path, accepted, bonus)"
+        )
+    bonus = verdict.bonus.numpy()
+    if bonus.min() < 0 or bonus.max() >= vocab_size:
+        raise ValueError(
+            f"verifier {name!r} gave the bonus tokens {bonus.tolist()}: the target's vocabulary has {vocab_size}"
+        )

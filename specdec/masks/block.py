@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from specdec.arguments import whole
 from specdec.masks.mask import Mask
 
 
@@ -13,12 +14,14 @@ class Block(Mask):
     """``kv // size == q // size``: in both directions inside a block, unless it is taken with ``Causal()``.
 
     Raises:
+        TypeError: a size that is no whole number.
         ValueError: a size below 1.
     """
 
     size: int
 
     def __post_init__(self) -> None:
+        whole("Block.size", self.size)
         if self.size < 1:
             raise ValueError(f"Block({self.size}): a block holds at least 1 position")
 

@@ -38,6 +38,9 @@ class Mask(ABC):
     def __ror__(self, other: MaskMod) -> Or:
         return Or(other, self)
 
+    def __bool__(self) -> bool:
+        raise TypeError("a mask is neither true nor false: join masks by & and |, not by 'and' and 'or'")
+
     def parts(self) -> Iterator[Mask]:
         """The mask itself and all that it is made of."""
         yield self
@@ -81,6 +84,9 @@ class And(Mask):
     a: MaskMod
     b: MaskMod
 
+    def __post_init__(self) -> None:
+        check_masks(self.a, self.b)
+
     def __call__(self, b: Any, h: Any, q_position: Any, kv_position: Any) -> Any:
         return self.a(b, h, q_position, kv_position) & self.b(b, h, q_position, kv_position)
 
@@ -99,6 +105,9 @@ class Or(Mask):
     a: MaskMod
     b: MaskMod
 
+    def __post_init__(self) -> None:
+        check_masks(self.a, self.b)
+
     def __call__(self, b: Any, h: Any, q_position: Any, kv_position: Any) -> Any:
         return self.a(b, h, q_position, kv_position) | self.b(b, h, q_position, kv_position)
 
@@ -108,6 +117,17 @@ class Or(Mask):
     @staticmethod
     def example(model: Any) -> Or:
         return Or(lambda b, h, q, kv: kv < 2, lambda b, h, q, kv: kv == q)
+
+
+def check_masks(*masks: Any) -> None:
+    """Refuse what is no mask, and no function that could be one."""
+    for mask in masks:
+        if isinstance(mask, type):
+            raise TypeError(f"{mask.__name__} is a class: give an object, such as {mask.__name__}(...)")
+        if not callable(mask):
+            raise TypeError(
+                f"a {type(mask).__name__} is no mask: join masks, or functions (b, h, q_position, kv_position) -> bool"
+            )
 
 
 def _short(value: Any) -> str:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from specdec.masks.causal import Causal
-from specdec.masks.mask import Mask
+from specdec.masks.mask import Mask, check_masks
 from specdec.masks.window import Window
 
 
@@ -99,6 +99,7 @@ class InCache(Mask):
 
 
 def _check(mask: OriginalText | InCache) -> None:
+    check_masks(mask.mask)
     if mask.positions.dim() not in (2, 3):
         raise ValueError(
             f"{type(mask).__name__}: positions is {list(mask.positions.shape)}; it must be [B, S] or [B, H, S]"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from specdec.arguments import whole
 from specdec.masks.mask import Mask
 
 
@@ -13,12 +14,14 @@ class Sinks(Mask):
     """``kv < count``. StreamingLLM's mask is ``Causal() & (Sinks(4) | Window(w))``; SPIRe's has one sink and ``w = 64``.
 
     Raises:
+        TypeError: a count that is no whole number.
         ValueError: a negative count.
     """
 
     count: int
 
     def __post_init__(self) -> None:
+        whole("Sinks.count", self.count)
         if self.count < 0:
             raise ValueError(
                 f"Sinks({self.count}): the number of first positions that stay visible; 0 leaves them out"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from specdec.arguments import whole
 from specdec.masks.mask import Mask
 
 
@@ -13,12 +14,14 @@ class Strided(Mask):
     """``(q - kv) % stride == 0``; the paper's second head, whose first is ``Window(stride)``.
 
     Raises:
+        TypeError: a stride that is no whole number.
         ValueError: a stride below 1.
     """
 
     stride: int
 
     def __post_init__(self) -> None:
+        whole("Strided.stride", self.stride)
         if self.stride < 1:
             raise ValueError(f"Strided({self.stride}): the distance between seen positions is at least 1")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from specdec.arguments import whole
 from specdec.masks.mask import Mask
 
 
@@ -15,12 +16,14 @@ class Window(Mask):
     It bounds the past alone, so use it as ``Causal() & Window(size)``.
 
     Raises:
+        TypeError: a size that is no whole number.
         ValueError: a size below 1: a query must see itself.
     """
 
     size: int
 
     def __post_init__(self) -> None:
+        whole("Window.size", self.size)
         if self.size < 1:
             raise ValueError(
                 f"Window({self.size}): a query sees itself, so the size is at least 1; for no window leave it out"

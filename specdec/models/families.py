@@ -54,6 +54,8 @@ def path_of(config: Any, unlisted: str | None = None) -> str:
     Raises:
         UnsupportedModel: the family, or this configuration of it, cannot be run exactly.
     """
+    if unlisted not in (None, "packed"):
+        raise ValueError(f"unlisted is {unlisted!r}: None or 'packed'")
     family = config.model_type
     if getattr(config, "is_encoder_decoder", False):
         raise refuse(family, "it is an encoder-decoder; only decoder-only language models are run")
@@ -71,8 +73,6 @@ def path_of(config: Any, unlisted: str | None = None) -> str:
         return SUPPORTED[family]
     if unlisted is None:
         raise refuse(family, unlisted=True)
-    if unlisted != "packed":
-        raise ValueError(f"unlisted is {unlisted!r}: None or 'packed'")
     return unlisted
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from specdec.arguments import whole
 from specdec.device import sent
 from specdec.kernels.attention import AttentionPlan
 from specdec.kernels.attention.api import check as check_backend
@@ -61,6 +62,7 @@ class HFModel:
             (docs/kernels.md). Llama-like models on a CPU with C kernels can be so, at a price; others are refused.
     Raises:
         UnsupportedModel: the family cannot be run exactly; the message says why and what can.
+        TypeError: an argument of another kind: the tokenizer's name, a page that is no whole number.
         ValueError: no such ``attention``, or one that this model's layers cannot be computed by, or not over pages of this size;
             pages for a family that runs padded; graphs for a model that cannot have them.
         ImportError: ``attention`` needs a package that is not installed; the message says which.
@@ -88,6 +90,17 @@ class HFModel:
             raise TypeError(
                 f"model is a {type(model).__name__}: give a transformers model (of a PEFT wrapper, what merge_and_unload() returns), "
                 "or use HFModel.from_pretrained"
+            )
+        if tokenizer is not None and not callable(tokenizer):
+            raise TypeError(
+                f"tokenizer is {tokenizer!r}: give the object, AutoTokenizer.from_pretrained(...), or use HFModel.from_pretrained"
+            )
+        whole("prefill_chunk", prefill_chunk)
+        if page is not None:
+            whole("page", page, ", or None for slots of every row")
+        if not isinstance(compile, (bool, Mapping)):
+            raise TypeError(
+                f"compile is {compile!r}: give True, False, or a mapping of torch.compile's options"
             )
         if prefill_chunk < 1:
             raise ValueError(f"prefill_chunk is {prefill_chunk}: it must be at least 1")
@@ -140,9 +153,12 @@ class HFModel:
         self.max_positions = positions_of(model.config)
         self.vocab_size: int = model.config.get_text_config().vocab_size
         if attention != "auto" and path == "packed":
-            _ = (
-                self._shapes
-            )  # a token through all layers: one that the backend cannot compute is refused here
+            try:  # a token through all layers: one that the backend cannot compute is refused here
+                _ = self._shapes
+            except ValueError as error:
+                if isinstance(error, UnsupportedModel):
+                    raise
+                raise ValueError(f"attention is {attention!r} but {error}") from error
         if model.config.model_type not in SUPPORTED:
             self_check(self)
 
@@ -167,7 +183,8 @@ class HFModel:
 
         Raises:
             FileNotFoundError: no such folder, or one without a config or weights.
-            ValueError: files are cut off, or weights are missing from them.
+            TypeError: ``kwargs`` that ``from_pretrained`` does not know.
+            ValueError: files are cut off, or weights are missing from them; no such dtype, or a CUDA device where there is none.
         """
         model = load(name, dtype=dtype, device_map=device_map, **kwargs)
         if tokenizer is None:
@@ -216,6 +233,16 @@ class HFModel:
         )
         asked = {name: getattr(settings, name, None) for name in neutral}
         return {name: value for name, value in asked.items() if value and value != neutral[name]}
+
+    @property
+    def generation_sampling(self) -> dict[str, Any]:
+        """How the model's generation config says that tokens are drawn, where that is not the softmax of the logits."""
+        settings = getattr(self.model, "generation_config", None)
+        if not getattr(settings, "do_sample", False):
+            return {}
+        neutral = {"temperature": (None, 1), "top_k": (None, 0), "top_p": (None, 1), "min_p": (None, 0)}
+        asked = {name: getattr(settings, name, None) for name in neutral}
+        return {name: value for name, value in asked.items() if value not in neutral[name]}
 
     def __repr__(self) -> str:
         size = sum(p.numel() for p in self.clone.parameters())

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
+import pickle
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+_DAMAGE = (SafetensorError, pickle.UnpicklingError, json.JSONDecodeError, EOFError, OSError)
 
 
 def load(name: str | os.PathLike[str], **kwargs: Any) -> PreTrainedModel:
     """The model in a local folder, or of a hub id. Errors as for ``HFModel.from_pretrained``."""
+    _check_arguments(kwargs.get("dtype"), kwargs.get("device_map"))
     folder = Path(name).is_dir()
     if folder:
         _check_folder(Path(name))
@@ -21,7 +29,12 @@ def load(name: str | os.PathLike[str], **kwargs: Any) -> PreTrainedModel:
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(name, output_loading_info=True, **kwargs)
     except Exception as error:
-        if not folder:
+        unknown = [key for key in kwargs if f"unexpected keyword argument '{key}'" in str(error)]
+        if unknown:
+            remedy = "name the device in device_map" if unknown == ["device"] else "leave it out"
+            raise TypeError(f"from_pretrained has no argument {unknown[0]!r}: {remedy}") from error
+        damage = isinstance(error, _DAMAGE) or "PytorchStreamReader" in str(error)
+        if not folder or not damage:
             raise
         raise ValueError(
             f"the model in {str(name)!r} cannot be loaded ({type(error).__name__}: {error}): a file may be cut off; copy or "
@@ -50,6 +63,22 @@ def load_tokenizer(name: str | os.PathLike[str]) -> Any:
             f"the tokenizer in {str(name)!r} cannot be loaded ({type(error).__name__}: {error}): a file may be cut off or missing; "
             "copy or download the folder again"
         ) from error
+
+
+def _check_arguments(dtype: Any, device_map: Any) -> None:
+    if (
+        isinstance(dtype, str)
+        and dtype != "auto"
+        and not isinstance(getattr(torch, dtype, None), torch.dtype)
+    ):
+        raise ValueError(
+            f"dtype is {dtype!r}: give 'auto', a torch.dtype, or the name of one, such as 'bfloat16'"
+        )
+    places = device_map.values() if isinstance(device_map, Mapping) else [device_map]
+    if any(str(place).startswith("cuda") for place in places) and not torch.cuda.is_available():
+        raise ValueError(
+            f"device_map is {device_map!r} and PyTorch sees no CUDA device: leave it out, or give 'cpu'"
+        )
 
 
 def _check_folder(folder: Path) -> None:

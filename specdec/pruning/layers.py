@@ -5,7 +5,7 @@ spaced ones (Distil-Whisper, Gandhi et al., arXiv 2311.00430), or those that cha
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -62,11 +62,15 @@ def keep_layers(model: Any, layers: Sequence[int]) -> Any:
     Args:
         model: a transformers causal LM; it is only read. layers: counted from 0, ascending.
     Raises:
-        TypeError: not a transformers model.
+        TypeError: not a transformers model, or layers that are one number.
         ValueError: layers that do not exist or are out of order, or a family whose layers depend on their number in a way that
             its config cannot express.
     """
     model = plain(model, "keep_layers")
+    if not isinstance(layers, Iterable):
+        raise TypeError(
+            f"layers is {layers!r}: give the numbers of the layers to keep, such as last_layers({len(blocks_of(model))}, {layers!r})"
+        )
     old, layers = blocks_of(model), list(layers)
     if not layers or layers != sorted(set(layers)) or layers[0] < 0 or layers[-1] >= len(old):
         raise ValueError(f"layers is {layers}: give ascending numbers from 0 to {len(old) - 1}, each once")

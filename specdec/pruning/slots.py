@@ -12,6 +12,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from specdec.arguments import whole
+
 
 class Pruner(Protocol):
     """Chooses the KV entries that a smaller cache starts from."""
@@ -43,6 +45,7 @@ def check(keys: Tensor, values: Tensor, length: Tensor, budget: int) -> list[int
     """The rows' lengths, once the arguments make sense.
 
     Raises:
+        TypeError: a length that is no tensor, or a budget that is no whole number.
         ValueError: the first thing that does not fit.
     """
     if keys.dim() != 4 or values.dim() != 4 or keys.shape[:3] != values.shape[:3]:
@@ -50,6 +53,9 @@ def check(keys: Tensor, values: Tensor, length: Tensor, budget: int) -> list[int
             f"keys are {list(keys.shape)} and values {list(values.shape)}; they must be [B, H, S, D] with equal B, H and S"
         )
     B, _, S, _ = keys.shape
+    if not isinstance(length, Tensor):
+        raise TypeError(f"length is {length!r}: give a tensor [{B}], the slots in use of each row")
+    whole("budget", budget)
     if length.shape != (B,):
         raise ValueError(f"length is {list(length.shape)}; it must be [{B}], the slots in use of each row")
     lengths = length.tolist()

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specdec.arguments import whole
 from specdec.rng import Rng
 from specdec.selectors.matching import checked, within
 from specdec.selectors.statistics import at_least_one, seen
@@ -26,11 +27,15 @@ class Fixed:
     """Arm ``arm`` for every row; the rows beyond its capacity go to the first arms with room.
 
     Raises:
+        TypeError: ``arm`` is no whole number.
         ValueError: (``init``) ``arm`` is not one of the arms.
     """
 
     arm: int = 0
     full_information: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        whole("arm", self.arm, ": arms are counted from 0 in the order of the pool's")
 
     def init(self, arms: int) -> Arms:
         if not 0 <= self.arm < at_least_one(arms):

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from specdec.arguments import whole
 from specdec.models.fingerprint import fingerprint, unwrapped
 from specdec.training.forward import KPass, Parallel
 from specdec.training.losses import MixedLoss, acceptance
@@ -38,6 +39,8 @@ class Settings:
             steps in which the rate rises and falls, linearly. clip: largest gradient norm. precision: of the arithmetic.
         compile: torch.compile of the loss (its passes over the vocabulary cost as much as the draft on a CPU). seed: of the order of the sequences.
         validate_every: steps between validations (0: at the end only). checkpoint_minutes: time between checkpoints.
+    Raises:
+        TypeError: steps or a batch that is no whole number. ValueError: a number that is out of range.
     """
 
     steps: int = 1000
@@ -53,6 +56,18 @@ class Settings:
     seed: int = 0
     validate_every: int = 0
     checkpoint_minutes: float = 4.0
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch"):
+            whole(name, getattr(self, name))
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}: give at least 1")
+        for name in ("muon_lr", "adam_lr", "weight_decay"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} is {getattr(self, name)}: give a number >= 0")
+        for name in ("warmup", "decay", "clip"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} is {getattr(self, name)}: give a number above 0")
 
     def rate(self, step: int) -> float:
         """Factor of the learning rates at a step: up, level, down to zero."""
@@ -118,16 +133,20 @@ def train(
         ValueError: data without sequences or of another target, a checkpoint of another run, or a draft that would train weights of
             the target.
         FloatingPointError: the loss is not finite.
+        TypeError: ids that are no whole numbers, or settings of another kind.
     """
     from accelerate import Accelerator
 
+    if settings is not None and not isinstance(settings, Settings):
+        raise TypeError(f"settings is {settings!r}: give Settings(...)")
     settings, loss = settings or Settings(), loss or MixedLoss()
+    own_forward = forward is not None
     forward = forward or (KPass() if hasattr(draft, "memory") else Parallel())
     if hasattr(draft, "check_target"):
         draft.check_target(target)
     target = unwrapped(target)
-    theirs = {id(p) for p in target.parameters()}
-    shared = [name for name, p in draft.named_parameters() if id(p) in theirs and p.requires_grad]
+    kept = {id(p) for p in target.parameters()}
+    shared = [name for name, p in draft.named_parameters() if id(p) in kept and p.requires_grad]
     if shared:
         raise ValueError(
             f"draft has the target's own {shared[0]!r}, which training would change: give a copy (copy.deepcopy), or freeze it with "
@@ -139,6 +158,15 @@ def train(
         raise ValueError(f"batch is {settings.batch}: it must be a multiple of the {world} processes")
     needs = getattr(loss, "needs_target", True)
     _same_head(target)
+    vocab_size = len(target.get_input_embeddings().weight)
+    if not own_forward and hasattr(draft, "get_input_embeddings"):
+        theirs = len(draft.get_input_embeddings().weight)
+        if theirs != vocab_size:
+            raise ValueError(
+                f"draft has a vocabulary of {theirs} and the target one of {vocab_size}: train a draft with the target's vocabulary"
+            )
+    _check_ids("data", data, vocab_size)
+    _check_ids("validation", validation, vocab_size)
     source = _source(data, target if needs or forward.layers(draft) else None, forward.layers(draft))
     held = None if validation is None else _source(validation, target, forward.layers(draft))
     run = _Run(draft, settings, device)
@@ -338,6 +366,26 @@ def _same_head(target: Any) -> None:
         raise ValueError(
             f"target: a {type(target).__name__} does more to its logits than its head (a scale or a soft cap), which training "
             "from final hidden states does not know: use a target without"
+        )
+
+
+def _check_ids(name: str, data: Any, vocab_size: int) -> None:
+    """Refuse sequences that are no ids of the target's."""
+    if data is None or (hasattr(data, "take") and not isinstance(data, Tensor)):
+        return
+    try:
+        ids = torch.as_tensor(data)
+    except (TypeError, ValueError) as error:  # texts, or rows of different lengths
+        raise ValueError(
+            f"{name} must be States, or sequences of equally many ids [N, L + 1]: read texts by the tokenizer, and cut their ids into "
+            f"rows ({error})"
+        ) from error
+    if ids.is_floating_point():
+        raise TypeError(f"{name} holds {ids.dtype} numbers: give ids, which are whole numbers")
+    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
+        raise ValueError(
+            f"{name} has ids from {int(ids.min())} to {int(ids.max())} and the target a vocabulary of {vocab_size}: was it made with "
+            "another tokenizer?"
         )
 
 
