@@ -214,12 +214,11 @@ def sync() -> None:
 
 
 def clocked(steps: Sequence[Any], repeats: int) -> list[float]:
-    """Median seconds of each of ``steps`` (functions), in turn, each just after an untimed call: it finds its own bytes in the cache."""
+    """Median seconds of each of ``steps`` (functions), called in turn; two turns before warm up."""
     times: list[list[float]] = [[] for _ in steps]
     with torch.inference_mode():
         for r in range(repeats + 2):
             for i, step in enumerate(steps):
-                step()
                 sync()
                 start = perf_counter()
                 step()

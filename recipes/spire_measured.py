@@ -49,7 +49,7 @@ class Settings:
     contexts: tuple[int, ...] = (128, 256, 512, 1024)
     lengths: tuple[int, ...] = (1, 2, 3, 4, 6, 8)
     new_tokens: int = 20
-    repeats: int = 7
+    repeats: int = 5
     temperature: float = 1.0
     threads: int = 1
     device: str = "cpu"

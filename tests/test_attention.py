@@ -143,6 +143,21 @@ def test_nothing_leaks_from_slots_that_are_not_seen(name, window):
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-13)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("backend", ["reference", "packed", "padded", "decomposed", "cpu"])
+@pytest.mark.parametrize("name", ["one", "verify", "ragged"])
+def test_what_is_not_finite_beyond_a_row_does_not_count(name, backend, dtype):
+    plan = PLANS[name]
+    query, keys, values = (t.to(dtype) for t in case(plan, D=16, Dv=16))
+    expected = naive(query.double(), keys.double(), values.double(), plan).to(dtype)
+    for b in range(4):
+        end = dict(zip(plan.rows, plan.length)).get(b, 0)
+        keys[b, end:], values[b, end:] = float("nan"), float("inf")
+    out = attention(query, keys, values, plan, backend=backend)
+    assert out.isfinite().all()
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-13 if dtype is torch.float64 else 1e-5)
+
+
 def test_rows_of_a_batch_alone_do_not_read_each_other():
     plan = PLANS["ragged"]  # no two neighbours with as many queries: each row is a call of its own
     query, keys, values = case(plan)

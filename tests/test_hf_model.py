@@ -748,3 +748,14 @@ def test_a_missing_or_damaged_folder(folder, tmp_path_factory):
     weights.unlink()
     with pytest.raises(FileNotFoundError, match="no weights"):
         HFModel.from_pretrained(folder)
+
+
+def test_the_cpus_fast_path_by_name():
+    model = tiny("llama", dtype=torch.float32)
+    auto, named = HFModel(model), HFModel(model, attention="cpu")
+    assert type(named._path.lean) is type(auto._path.lean)
+    context = Context.of(ROWS)
+    for each in (auto, named):
+        each.logits = each.score(each.cache(len(ROWS), 48), context).logits
+    assert torch.equal(auto.logits, named.logits)
+    assert error(model, ROWS, named.logits) < 1e-4

@@ -35,7 +35,7 @@ spec.loader.exec_module(k)
 def build(
     kernel: Any, arch: int, types: Mapping[str, str], aligned: Collection[str], warps: int, **const: Any
 ) -> None:
-    """Compile one kernel for sm_``arch`` and assert that it needs at most 255 registers and no local memory.
+    """Compile one kernel for sm_``arch`` and assert that it needs at most 255 registers, and neither stack nor local memory.
 
     ``types``: of arguments that are not int32. ``aligned``: names of integers that are multiples of 16, as all addresses are.
     """
@@ -54,7 +54,7 @@ def build(
         f.flush()
         command = [str(tool), "--dump-resource-usage", f.name]
         said = subprocess.run(command, capture_output=True, text=True).stdout
-    registers, spilled = (int(re.search(name + r":(\d+)", said)[1]) for name in ("REG", "LOCAL"))  # type: ignore[index]
-    print(kernel.__name__, arch, registers, spilled)
-    assert registers <= 255, said
-    assert spilled == 0, said
+    found = {key: int(n) for key, n in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", said)}
+    print(kernel.__name__, arch, found)
+    assert found["REG"] <= 255, said
+    assert found["STACK"] == found["LOCAL"] == 0, said  # where spilled registers go

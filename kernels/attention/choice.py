@@ -22,6 +22,7 @@ _MODULES = {
     "decomposed": "decomposed",
     "reference": "reference",
     "native": "native",
+    "cpu": "cpu",
     "torch_flash": "torch_flash",
     "flash_attn": "flash_attn",
     "triton": "triton_backend",

@@ -71,7 +71,7 @@ def careful(
 ) -> Tensor:
     """``fused``, and row by row if a slot that nothing sees was not finite: ``[R, Hq, q, Dv]``."""
     out = fused(query, keys, values, plan, s, low, scale, window, begin)
-    if s.r1 - s.r0 > 1 and out.is_cpu and plan.overhangs(s) and not finite(out):
+    if out.is_cpu and plan.overhangs(s) and not finite(out):
         for r in range(s.r0, s.r1):
             one = plan.at(s, r, r + 1, min(s.keys, plan.length[r]))
             out[r - s.r0] = fused(query, keys, values, plan, one, low, scale, window, begin)[0]

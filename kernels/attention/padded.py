@@ -1,15 +1,15 @@
 """Every row works on as many slots as the longest has, masked, in one call a layer: what request decomposition improves on (SPIN).
 
 A baseline. One call serves neighbouring rows with equally many queries, as in a verify pass. Slots between a shorter row's end and
-the longest row's must be *finite*: they are read with weight 0 (a cache starts with zeros).
+the longest row's are read with weight 0; rows are computed one by one if one of them was not finite.
 """
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from specdec.kernels.attention.fused import fused, fused_supports
-from specdec.kernels.attention.packed import join
+from specdec.kernels.attention.fused import fused_supports
+from specdec.kernels.attention.packed import careful, join
 from specdec.kernels.attention.plan import AttentionPlan
 
 supports = fused_supports
@@ -31,7 +31,7 @@ def attend(
         window = None
     return join(
         [
-            fused(query, keys, values, plan, plan.at(s, s.r0, s.r1, widest), 0, scale, window)
+            careful(query, keys, values, plan, plan.at(s, s.r0, s.r1, widest), 0, scale, window)
             for s in plan.runs()
         ]
     )

@@ -49,7 +49,7 @@ class HFModel:
         prefill_chunk: tokens of a prompt that are fed in one forward, all rows together.
         unlisted: ``"packed"`` tries a family that is not listed, after comparing it with its own plain forward.
         attention: how it is computed, a name of ``kernels.attention.BACKENDS``: ``"packed"``, ``"padded"`` to the longest row,
-            ``"decomposed"`` into fragments (docs/decomposition.md), ``"native"`` (C, on the CPU), or, on a GPU, ``"triton"``,
+            ``"decomposed"`` into fragments (docs/decomposition.md), ``"native"`` (C, on the CPU), ``"cpu"`` (C where it can), or, on a GPU, ``"triton"``,
             ``"torch_flash"`` and ``"flash_attn"``; all give the same. ``"auto"`` takes what can serve each layer
             (``kernels.attention.explain`` says what, and why not the others).
         page: slots of a page, for KV in pages that rows take as they grow (docs/models.md); ``None``: as many slots for every row.

@@ -74,6 +74,13 @@ class Packed:
         """``modules``: call the model's own, even where their arithmetic could be done without them."""
         if any(getattr(m, "is_causal", True) is False for m in model.modules() if hasattr(m, "layer_idx")):
             raise refuse(model.config.model_type, "it has layers that attend in both directions")
+        if backend == "cpu":  # as "auto" there, whose steps of few tokens are C from ids to logits
+            where = {p.device for p in model.parameters() if not p.is_cpu}
+            if where:
+                raise ValueError(
+                    f"attention is 'cpu' and the model has weights on {where.pop()}: leave it 'auto', or move the model"
+                )
+            backend = "auto"
         model.set_attn_implementation(ATTENTION)
         for part in model.modules():  # packed ids have no padding, and looking for it waits for the device
             if hasattr(part, "warn_if_padding_and_no_attention_mask"):

@@ -1,0 +1,48 @@
+"""Everything but what needs them works where triton and flash-attn are not installed, and the errors say what to install."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = """
+import sys
+
+sys.modules["triton"] = sys.modules["flash_attn"] = sys.modules["flash_attn_interface"] = None
+import torch
+from tiny import tiny
+
+import specdec as sd
+from specdec.kernels import attention, rejection
+from specdec.verifiers import FusedRejection
+
+model = tiny("llama", dtype=torch.float32)
+target = sd.HFModel(model)
+decoder = sd.decoder(target).draft(tiny("llama", seed=1, dtype=torch.float32), length=3)
+plain = sd.decoder(target).greedy().build().generate([[5, 6, 7], [9]], 8).ids
+assert decoder.greedy().build().generate([[5, 6, 7], [9]], 8).ids == plain
+for verifier in (sd.Rejection(), sd.Coupled(), FusedRejection()):
+    assert decoder.verifier(verifier).build().generate([[5, 6, 7], [9]], 8, seed=0).stats.tokens == 16
+for name in ("triton", "flash_attn"):
+    assert name not in attention.available()
+    try:
+        sd.HFModel(model, attention=name)
+    except ImportError as error:
+        print(error)
+logits = torch.randn(2, 4, 8)
+try:
+    rejection.verify(logits, torch.zeros(2, 3, dtype=torch.long), torch.tensor([3, 3]), torch.rand(2, 3), torch.rand(2), backend="triton")
+except ImportError as error:
+    print(error)
+"""
+
+
+def test_without_triton_and_flash_attn():
+    here = Path(__file__).parent
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, cwd=here)
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = done.stdout.splitlines()
+    assert "pip install specdec[triton]" in lines[0]
+    assert "specdec[flash]" in lines[1]
+    assert "pip install specdec[triton]" in lines[2]
