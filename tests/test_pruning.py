@@ -141,7 +141,9 @@ def test_what_makes_no_sense_is_refused(make, message):
         make(call)
 
 
-@pytest.mark.parametrize("pruner", [H2O(), TOVA(), SnapKV(), StreamingLLM()], ids=repr)
+@pytest.mark.parametrize(
+    "pruner", [H2O(), TOVA(), SnapKV(), StreamingLLM()], ids=lambda pruner: type(pruner).__name__
+)
 def test_lengths_and_budgets_of_the_wrong_kind(pruner):
     keys, values, length = kv()
     extras = {"queries": queries(3), "attention": torch.rand(B, HQ, S)}
