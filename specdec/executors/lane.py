@@ -76,9 +76,8 @@ class Drafting:
         self.proposal = proposal
         if settle:
             later.settle()
-        elif (
-            not proposal.tokens.is_cpu
-        ):  # until the checks are made, what is no token must not index anything
+        elif not proposal.tokens.is_cpu:
+            # Until the checks are made, what is no token must not index anything.
             proposal = replace(proposal, tokens=proposal.tokens.clamp(0, self.vocab_size - 1))
         spent = getattr(self.state, "seconds", None)
         return Drafted(proposal, perf_counter() - began, spent, None if settle else later)
