@@ -19,6 +19,8 @@ the prefill, median of interleaved repeats), its range, tau, and the seconds of 
   has nothing to pad; `... 2 threads`: what both cores do without a pipeline. The fixed runs' drafts read their prompts before the clock
   starts, and so do the serial selectors' first choices.
 
+All models' products read bfloat16 copies of their weights (`--no-bf16-weights`: the float32 ones).
+
 One row more for each round window, domain and draft says who was chosen (`configuration = "choice"`).
 """
 
@@ -44,6 +46,8 @@ import specdec as sd
 from specdec import selectors, zoo
 from specdec.cost.arms import ArmCosts
 from specdec.executors import Pipelined
+from specdec.kernels.attention import fit
+from specdec.kernels.native import library
 from specdec.types import Context, Round
 
 POOL = (
@@ -82,6 +86,7 @@ class Settings:
     median: int = 300
     longest: int = 1000
     threads: int = 1
+    bf16_weights: bool = library() is not None
     seed: int = 0
     quick: bool = False
     json: str | None = None
@@ -156,11 +161,16 @@ class Parts:
     def __init__(self, s: Settings):
         model, tokenizer = zoo.load("pocket-target")
         self.s, self.tokenizer = s, tokenizer
+        for threads in (2, s.threads):  # decomposition plans with this machine's timings
+            torch.set_num_threads(threads)
+            fit(model.config.num_attention_heads, model.config.num_key_value_heads, model.config.head_dim)
         self.targets = {
-            name: sd.HFModel(model, tokenizer, attention=name)
+            name: sd.HFModel(model, tokenizer, attention=name, bf16_weights=s.bf16_weights)
             for name in ("padded", "packed", "decomposed", "auto")
         }
-        self.drafts = {name: sd.drafts.Model(sd.HFModel(*zoo.load(name))) for name in POOL}
+        self.drafts = {
+            name: sd.drafts.Model(sd.HFModel(*zoo.load(name), bf16_weights=s.bf16_weights)) for name in POOL
+        }
         self.costs = ArmCosts((0.0,) * len(POOL))
 
     def profile(self, work: Workload) -> None:
@@ -386,6 +396,12 @@ def settings() -> Settings:
     parser.add_argument("--median", type=int, default=d.median, help="tokens of the median prompt")
     parser.add_argument("--longest", type=int, default=d.longest, help="tokens of the longest prompt")
     parser.add_argument("--threads", type=int, default=d.threads, help="of the target's process")
+    parser.add_argument(
+        "--bf16-weights",
+        action=argparse.BooleanOptionalAction,
+        default=d.bf16_weights,
+        help="products read bfloat16 copies of the weights, in all configurations (default: where there are C kernels)",
+    )
     parser.add_argument("--seed", type=int, default=d.seed)
     parser.add_argument("--quick", action="store_true", help="a minute: one repeat, few tokens")
     parser.add_argument("--json")

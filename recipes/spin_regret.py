@@ -11,18 +11,23 @@ drifting_slow and drifting_abrupt; churn, requests of 30 to 60 rounds; too_littl
 SPIN alone, wide gaps, capacities that just fit. ``regret_over_log`` is regret / ln T, ``flatness`` its largest over its smallest value
 in the last two decades, ``slope`` the exponent of T over the last one (1: linear). Selectors are the library's own objects; only the random
 numbers come from a sequential generator, for speed. Rows of scenario ``overhead`` are milliseconds a
-call, with keyed numbers. Takes about 5 minutes on a core of its own.
+call, with keyed numbers. Takes about two hours on a core of its own; ``--workers`` spreads the
+selectors over processes.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from _report import write
 from _spin_regret_world import (
     ALIKE,
@@ -61,6 +66,7 @@ Make = Callable[[np.ndarray], Any]
 class Settings:
     quick: bool = False
     seed: int = 0
+    workers: int = 1
     json: str | None = None
     plots: str | None = None
 
@@ -116,23 +122,16 @@ THEOREM: dict[str, Make] = {f"Spin, exploration {n}": always(Spin(exploration=n)
 
 def plan(quick: bool) -> list[tuple[Scenario, dict[str, Make]]]:
     """Scenarios and who plays them; ``quick`` is a toy size for tests."""
-
-    def size(slots: int, seeds: int) -> tuple[int, int]:
-        return (200, 2) if quick else (slots, seeds)
-
-    longest, drift = size(100_000, 8), size(10_000, 8)
-    turn = drift[0] // 4
+    turn = 50 if quick else 2_500
+    many, few = ((200, 2), (200, 2)) if quick else ((100_000, 8), (100_000, 3))
     return [
-        (Scenario("stationary", stationary(ALIKE), 2, *size(30_000, 8)), EVERY),
-        (Scenario("heterogeneous", stationary(TYPES), 12, *size(5_000, 3), capacities=CAPACITIES), EVERY),
-        (Scenario("drifting_slow", slow(2 * turn), 2, *drift), EVERY),
-        (Scenario("drifting_abrupt", abrupt(ALIKE, turn), 2, *drift), EVERY),
-        (Scenario("churn", stationary(TYPES), 16, *size(2_000, 3), life=(30, 60)), {**EVERY, **POOLED}),
-        (Scenario("too_little_exploration", stationary(CLOSE), 2, *longest), LITTLE),
-        (
-            Scenario("stationary_theorem", stationary(APART), 12, *size(100_000, 3), capacities=FITTING),
-            THEOREM,
-        ),
+        (Scenario("stationary", stationary(ALIKE), 2, *many), EVERY),
+        (Scenario("heterogeneous", stationary(TYPES), 12, *few, capacities=CAPACITIES), EVERY),
+        (Scenario("drifting_slow", slow(2 * turn), 2, *many), EVERY),
+        (Scenario("drifting_abrupt", abrupt(ALIKE, turn), 2, *many), EVERY),
+        (Scenario("churn", stationary(TYPES), 16, *few, life=(30, 60)), {**EVERY, **POOLED}),
+        (Scenario("too_little_exploration", stationary(CLOSE), 2, *many), LITTLE),
+        (Scenario("stationary_theorem", stationary(APART), 12, *few, capacities=FITTING), THEOREM),
     ]
 
 
@@ -146,15 +145,23 @@ def main(s: Settings) -> None:
                 raise
             raise SystemExit('--plots needs matplotlib: pip install "specdec[plots]"') from None
     rows = overheads(20 if s.quick else 1000)
-    for scenario, selectors in plan(s.quick):
-        print(
-            f"\n{scenario.name}: {scenario.slots} slots, {scenario.requests} requests, {scenario.seeds} seeds"
-        )
-        for name, make in selectors.items():
-            rows += play(scenario, name, make, s.seed)
-            last = rows[-1]
+    games = [(s.quick, at, name, s.seed) for at, (_, who) in enumerate(plan(s.quick)) for name in who]
+    with ExitStack() as stack:
+        played: Iterable[list[Row]] = map(game, games)
+        if s.workers > 1:
+            spawn = multiprocessing.get_context("spawn")
+            played = stack.enter_context(ProcessPoolExecutor(s.workers, spawn)).map(game, games)
+        before = ""
+        for one in played:
+            rows += one
+            last = one[-1]
+            if last["scenario"] != before:
+                before = last["scenario"]
+                print(
+                    f"\n{before}: {last['slots']} slots, {last['requests']} requests, {last['seeds']} seeds"
+                )
             print(
-                f"  {name:<36} regret {last['regret']:10.1f} [{last['low']:.1f}, {last['high']:.1f}] s"
+                f"  {last['selector']:<36} regret {last['regret']:10.1f} [{last['low']:.1f}, {last['high']:.1f}] s"
                 f"  overhead {100 * last['overhead']:5.2f} %  flatness {last['flatness']:.2f}  slope {last['slope']:.2f}  ({last['run_seconds']:.0f} s)",
                 flush=True,
             )
@@ -178,6 +185,14 @@ def overheads(calls: int) -> list[Row]:
             f"{name:<30}{rows[-2]['select_ms']:8.3f}{rows[-2]['update_ms']:8.3f}{rows[-1]['select_ms']:14.3f}"
         )
     return rows
+
+
+def game(one: tuple[bool, int, str, int]) -> list[Row]:
+    """``play`` of what can be sent to another process: toy size, number of the scenario, name of the selector, first seed."""
+    quick, at, name, seed = one
+    torch.set_num_threads(1)
+    scenario, who = plan(quick)[at]
+    return play(scenario, name, who[name], seed)
 
 
 def play(scenario: Scenario, name: str, make: Make, seed: int) -> list[Row]:
@@ -230,7 +245,10 @@ if __name__ == "__main__":
     )
     parser.add_argument("--quick", action="store_true", help="200 slots and 2 seeds, to see that it runs")
     parser.add_argument("--seed", type=int, default=Settings.seed, help="first seed (default: %(default)s)")
+    parser.add_argument(
+        "--workers", type=int, default=Settings.workers, help="processes (default: %(default)s)"
+    )
     parser.add_argument("--json", metavar="FILE", help="write the rows as JSON")
     parser.add_argument("--plots", metavar="DIR", help="write PNGs (needs matplotlib)")
     a = parser.parse_args()
-    main(Settings(a.quick, a.seed, a.json, a.plots))
+    main(Settings(a.quick, a.seed, a.workers, a.json, a.plots))

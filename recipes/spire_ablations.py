@@ -48,6 +48,7 @@ class Settings:
     new_tokens: int = 64
     k: int = 4
     threads: int = 1
+    save: str | None = None
     json: str | None = None
 
 
@@ -105,11 +106,14 @@ def trained(s: Settings, name: str, seed: int, target: Any, data: Any, texts: An
     )
     key = f"{name}-{seed}-{steps}x{s.batch}-{s.muon_lr:g}-{s.context}-{which}"
     path = Path(s.work) / "ablations" / f"{key}.pt"
-    if path.exists():
+    kept = Path(s.save) / f"{name}-{seed}" if s.save else None
+    if path.exists() and (kept is None or kept.exists()):
         return Efficiency(*torch.load(path))
     draft = started(variant, target, seed)
     training = Training(steps, s.batch, s.muon_lr, s.adam_lr, warmup=0.05, decay=0.8, compile=True, seed=seed)
     train(draft, target, data, loss=variant.loss, forward=variant.forward, settings=training)
+    if kept is not None:
+        draft.save_pretrained(kept)
     made = score(draft, texts, variant.forward if not isinstance(draft, SpireModel) else None)
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.save(tuple(made), path)
@@ -145,6 +149,7 @@ def settings() -> Settings:
     parser.add_argument("--new-tokens", type=int, default=d.new_tokens)
     parser.add_argument("--k", type=int, default=d.k, help="proposed tokens a round")
     parser.add_argument("--threads", type=int, default=d.threads)
+    parser.add_argument("--save", metavar="DIR", help="keep the trained drafts too, as DIR/METHOD-SEED")
     parser.add_argument("--json")
     return Settings(**vars(parser.parse_args()))
 

@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 from one_process import each
+from transformers import AutoModelForCausalLM
 
 from specdec import zoo
 from specdec.data.corpus import DOMAINS
 from specdec.data.prompts import prompts
 from specdec.data.tokens import write_stream
+from specdec.models.spire import SpireModel
 
 ROOT = Path(__file__).parents[1]
 COLUMNS = {
@@ -230,7 +232,12 @@ def test_ablations(tmp_path):
         "2",
     ]
     words += ["--per-prompt", "1", "--context", "64", "--new-tokens", "8", "--json", str(file)]
+    kept = tmp_path / "drafts"
+    words += ["--save", str(kept)]
     run("recipes/spire_ablations.py", *words)
+    assert {path.name for path in kept.iterdir()} == {"spire-0", "spire-1", "vanilla-0", "vanilla-1"}
+    assert SpireModel.from_pretrained(kept / "spire-0").layers == zoo.load("pocket-spire")[0].layers
+    AutoModelForCausalLM.from_pretrained(kept / "vanilla-1")
     rows = {r["method"]: r for r in report(file)}
     assert set(rows) == {"spire", "vanilla", "magicdec"}
     assert rows["spire"]["seeds"] == len(rows["spire"]["by_seed"]) == 2
@@ -248,7 +255,8 @@ def test_ablations(tmp_path):
 def test_spins_recipes_at_toy_size(recipe, tmp_path):
     file = tmp_path / "s.json"
     words = [] if recipe == "spin_switching" else ["--plots", str(tmp_path)]
-    run(f"recipes/{recipe}.py", "--quick", "--json", str(file), *words)
+    more = ["--workers", "2"] if recipe == "spin_regret" else []
+    run(f"recipes/{recipe}.py", "--quick", "--json", str(file), *words, *more)
     rows = report(file)
     columns = {
         "spin_regret": {"scenario", "selector", "slots", "regret", "low", "high"},

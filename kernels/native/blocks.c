@@ -11,9 +11,10 @@ static int entries(const Block *b, const Buffer *into, const void *y, char *k, c
                    const float *sin, const int64_t *slots, int half, int threads) {
     const int64_t wide = b->kv_heads * b->size, bytes = half ? 2 : 4, each = b->size * bytes;
     char *made = b->key_norm ? v : k;
-    if (linear(y, b->key, b->key_bias, made, T, wide, E, half, threads)) return NO_MEMORY;
+    const int kind = b->narrow ? NARROW : half;
+    if (linear(y, b->key, b->key_bias, made, T, wide, E, kind, threads)) return NO_MEMORY;
     if (b->key_norm) add_norm(made, NULL, b->key_norm, k, T * b->kv_heads, b->size, b->key_norm_eps, half);
-    if (linear(y, b->value, b->value_bias, v, T, wide, E, half, threads)) return NO_MEMORY;
+    if (linear(y, b->value, b->value_bias, v, T, wide, E, kind, threads)) return NO_MEMORY;
     turn(k, cos, sin, T, b->kv_heads, b->size, half);
     if (keep(into->keys, k, slots, T, b->kv_heads, each, into->rows, into->capacity, into->k_row * bytes, into->k_slot * bytes,
              into->k_head * bytes, wide * bytes, each))
@@ -58,9 +59,10 @@ int blocks(const Block *some, const Buffer *buffers, const Plan *const *plans, v
         const Block *b = some + i;
         const Buffer *held = buffers + i;
         const int64_t wide = b->heads * b->size;
+        const int kind = b->narrow ? NARROW : half;
         add_norm(x, i ? more : NULL, b->before, y, T, E, b->before_eps, half);
         if (taps && taps[i]) memcpy(taps[i], x, T * E * bytes);
-        TRY(linear(y, b->query, b->query_bias, q, T, wide, E, half, threads));
+        TRY(linear(y, b->query, b->query_bias, q, T, wide, E, kind, threads));
         char *asked = q, *seen = other;
         if (b->query_norm) {
             add_norm(q, NULL, b->query_norm, other, T * b->heads, b->size, b->query_norm_eps, half);
@@ -76,12 +78,12 @@ int blocks(const Block *some, const Buffer *buffers, const Plan *const *plans, v
                            .heads = b->heads, .kv_heads = b->kv_heads, .size = b->size, .value_size = b->size,
                            .half = half, .scale = b->scale};
         TRY(attend(plans[i], &call, threads));
-        TRY(linear(seen, b->out, b->out_bias, more, T, E, wide, half, threads));
+        TRY(linear(seen, b->out, b->out_bias, more, T, E, wide, kind, threads));
         add_norm(x, more, b->after, y, T, E, b->after_eps, half);
-        TRY(linear(y, b->gate, b->gate_bias, gate, T, b->inner, E, half, threads));
-        TRY(linear(y, b->up, b->up_bias, up, T, b->inner, E, half, threads));
+        TRY(linear(y, b->gate, b->gate_bias, gate, T, b->inner, E, kind, threads));
+        TRY(linear(y, b->up, b->up_bias, up, T, b->inner, E, kind, threads));
         silu_mul(gate, up, T * b->inner, half);
-        TRY(linear(gate, b->down, b->down_bias, more, T, E, b->inner, half, threads));
+        TRY(linear(gate, b->down, b->down_bias, more, T, E, b->inner, kind, threads));
     }
     if (done == FINE && count) {
         add_norm(x, more, some[0].before, y, T, E, some[0].before_eps, half); /* x += more */

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from specdec.kernels.attention.native import PlanStruct, fields
 from specdec.kernels.native.build import library, reason
+from specdec.kernels.native.narrow import CHANGED, Narrow
 from specdec.kernels.native.ops import linear_takes
 
 _NORMS = ("before", "after", "query_norm", "key_norm")
@@ -24,7 +25,7 @@ class _Block(Structure):
     _fields_ = [
         *fields(c_void_p, " ".join(_NORMS)),
         *fields(c_void_p, " ".join(f"{name} {name}_bias" for name in _PRODUCTS)),
-        *fields(c_int64, "heads kv_heads size inner"),
+        *fields(c_int64, "heads kv_heads size inner narrow"),
         *fields(c_float, "before_eps after_eps query_norm_eps key_norm_eps scale"),
     ]
 
@@ -66,10 +67,11 @@ class Blocks:
 
     Args:
         blocks: of one model, ``models.lean.Block``, in order; ``takes`` says whether they can be computed here.
+        narrow: bfloat16 copies of the products' weights, to be read instead.
     """
 
-    def __init__(self, blocks: Sequence[Any]):
-        self._blocks, self._table = list(blocks), (_Block * len(blocks))()
+    def __init__(self, blocks: Sequence[Any], narrow: Narrow | None = None):
+        self._blocks, self._table, self._narrow = list(blocks), (_Block * len(blocks))(), narrow
         self._places: list[
             tuple[_Block, str, Any, str]
         ] = []  # a field, and the module and name of what is there
@@ -77,6 +79,7 @@ class Blocks:
         for b, made in zip(blocks, self._table):
             made.heads, made.kv_heads = (p.out_features // b.size for p in (b.query, b.key))
             made.size, made.inner, made.scale = b.size, b.gate.out_features, b.scale
+            made.narrow = narrow is not None
             for name in _NORMS:
                 norm = getattr(b, name)
                 if norm is not None:
@@ -91,7 +94,7 @@ class Blocks:
         self._dtype: torch.dtype | None = None
 
     def __reduce__(self) -> Any:  # addresses mean nothing in another process, or to a copy
-        return Blocks, (self._blocks,)
+        return Blocks, (self._blocks, self._narrow)
 
     def _add(self, block: _Block, field: str, module: Any, name: str) -> None:
         self._places.append((block, field, module, name))
@@ -185,7 +188,11 @@ class Blocks:
             for t, shape in zip(tensors, self._shapes):
                 if t.shape != shape or t.dtype != dtype or not t.is_contiguous() or not t.is_cpu:
                     raise RuntimeError(CAST)
-            for (block, field, _, _), (address, _, _) in zip(self._places, seen):
+            for (block, field, _, _), t, (address, _, _) in zip(self._places, tensors, seen):
+                if self._narrow is not None and field in _PRODUCTS:
+                    if t not in self._narrow:
+                        raise RuntimeError(CHANGED)
+                    address = self._narrow[t].data_ptr()
                 setattr(block, field, address)
             self._seen, self._dtype = seen, dtype
         return self._table

@@ -30,6 +30,7 @@ typedef struct {
     const void *query, *query_bias, *key, *key_bias, *value, *value_bias, *out, *out_bias; /* weights; biases may be NULL */
     const void *gate, *gate_bias, *up, *up_bias, *down, *down_bias;
     int64_t heads, kv_heads, size, inner;
+    int64_t narrow; /* weights of products are as narrow() makes them */
     float before_eps, after_eps, query_norm_eps, key_norm_eps, scale;
 } Block;
 
@@ -37,6 +38,9 @@ typedef struct { /* keys and values of one layer, [rows, capacity, kv_heads, siz
     void *keys, *values;
     int64_t k_row, k_slot, k_head, v_row, v_slot, v_head, rows, capacity;
 } Buffer;
+
+/* what linear multiplies: float32, bfloat16, or float32 rows by bfloat16 weights */
+enum { WIDE, HALF, NARROW };
 
 enum { FINE, NO_MEMORY, NO_SLOT, NO_TOKEN };
 
@@ -54,8 +58,9 @@ void turn(void *x, const float *cos, const float *sin, int64_t T, int64_t heads,
 int keep(char *into, const char *from, const int64_t *slots, int64_t T, int64_t heads, int64_t bytes, int64_t rows,
          int64_t capacity, int64_t to_row, int64_t to_slot, int64_t to_head, int64_t from_token, int64_t from_head);
 void silu_mul(void *gate, const void *up, int64_t n, int half);
-int linear(const void *x, const void *weight, const void *bias, void *out, int64_t M, int64_t O, int64_t E, int half, int threads);
+int linear(const void *x, const void *weight, const void *bias, void *out, int64_t M, int64_t O, int64_t E, int kind, int threads);
 int linear_tiles(const void *x, const void *weight, const void *bias, void *out, int64_t M, int64_t O, int64_t E, int threads);
+int linear_split(const float *x, const uint16_t *weight, const float *bias, float *out, int64_t M, int64_t O, int64_t E, int threads);
 int tiles_fit(const Call *call);
 int64_t tiles_need(int64_t n, int64_t size, int64_t value_size);
 void attend_tiles(const Plan *plan, const Call *call, int64_t r, int64_t h, char *space);

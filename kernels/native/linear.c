@@ -1,7 +1,8 @@
 /* x [M, E] times weight [O, E] transposed, for few rows: a batch of new tokens, not a prompt.
 
    Sixteen outputs at a time against up to six rows, so that a weight is read from memory once, and sums run over the lanes of
-   vectors in one order: a row's result does not depend, to the bit, on how many rows there are. */
+   vectors in one order: a row's result does not depend, to the bit, on how many rows there are. bfloat16 weights of float32 rows are
+   widened on their way, once for each row (up to six), or all sixteen outputs' beforehand. */
 
 #include <stdint.h>
 #include <stdlib.h>
@@ -11,6 +12,7 @@
 #include "vector.h"
 
 #define ROWS 6
+#define LONGEST 2048 /* inputs of a product whose weights are widened beforehand */
 
 /* The next sixteen outputs' weights are asked for early: all of them spread over the only tile (alone), or `each` bytes for each quarter
    of one of several tiles. */
@@ -49,32 +51,39 @@ TILE(4)
 TILE(5)
 TILE(6)
 
-#define CASE(N, ALONE) case N: tile##N(x + m * E, weight, o * E, E, half, made, next, each, ALONE); break;
-#define CASES(ALONE) switch (n) { CASE(1, ALONE) CASE(2, ALONE) CASE(3, ALONE) CASE(4, ALONE) CASE(5, ALONE) CASE(6, ALONE) }
+#define CASE(N, FROM, AT, HALF, ALONE) case N: tile##N(x + m * E, FROM, AT, E, HALF, made, next, each, ALONE); break;
+#define CASES(F, A, H, L) switch (n) { CASE(1, F, A, H, L) CASE(2, F, A, H, L) CASE(3, F, A, H, L) CASE(4, F, A, H, L) CASE(5, F, A, H, L) CASE(6, F, A, H, L) }
 
 static inline __attribute__((always_inline)) void outputs(const float *x, const void *weight, const void *bias, void *out,
-                                                          int64_t M, int64_t O, int64_t E, int64_t o, const int half) {
+                                                          int64_t M, int64_t O, int64_t E, int64_t o, const int half, const int narrow) {
     const vec more = bias ? load(bias, o, half) : splat(0);
-    const int64_t bytes = W * E * (half ? 2 : 4), tiles = (M + ROWS - 1) / ROWS, last = o + W >= O;
+    const int64_t bytes = W * E * (narrow ? 2 : 4), tiles = (M + ROWS - 1) / ROWS, last = o + W >= O;
     const int64_t each = last ? 0 : bytes / tiles / 4 / 64 * 64;
     const char *next = (const char *)weight + (o / W + !last) * bytes;
     vec made[ROWS] = {{0}};
+    float wide[narrow && !half ? W * LONGEST : 1] __attribute__((aligned(64)));
+    const int before = narrow && !half && tiles > 1 && E <= LONGEST;
+    if (before)
+        for (int64_t i = 0; i < W * E; i += W) *(vec *)(wide + i) = load(weight, o * E + i, 1);
     for (int64_t m = 0; m < M; m += ROWS, next += 4 * each) {
         const int n = M - m < ROWS ? (int)(M - m) : ROWS;
-        if (tiles == 1) CASES(1)
-        else CASES(0)
+        if (tiles == 1) CASES(weight, o * E, narrow, 1)
+        else if (before) CASES(wide, 0, 0, 0)
+        else CASES(weight, o * E, narrow, 0)
         for (int i = 0; i < n; i++) store(out, (m + i) * O + o, made[i] + more, half);
     }
 }
 
 /* out [M, O]; E and O multiples of W; bias [O] or NULL. Returns 0, or 1 where there is no memory. */
-int linear(const void *x, const void *weight, const void *bias, void *out, int64_t M, int64_t O, int64_t E, int half, int threads) {
+int linear(const void *x, const void *weight, const void *bias, void *out, int64_t M, int64_t O, int64_t E, int kind, int threads) {
     if (!M) return 0;
+    const int half = kind == HALF;
     float *wide = NULL;
     const float *rows = x;
     if (M * O * E < 1 << 18) threads = 1;
 #if TILES
     if (half && E % 32 == 0 && tiles()) return linear_tiles(x, weight, bias, out, M, O, E, threads);
+    if (kind == NARROW && E % 32 == 0 && tiles()) return linear_split(x, weight, bias, out, M, O, E, threads);
 #endif
     if (half) {
         wide = malloc(sizeof(float) * M * E);
@@ -86,8 +95,9 @@ int linear(const void *x, const void *weight, const void *bias, void *out, int64
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
 #endif
     for (int64_t o = 0; o < O; o += W) {
-        if (half) outputs(rows, weight, bias, out, M, O, E, o, 1);
-        else outputs(rows, weight, bias, out, M, O, E, o, 0);
+        if (half) outputs(rows, weight, bias, out, M, O, E, o, 1, 1);
+        else if (kind == NARROW) outputs(rows, weight, bias, out, M, O, E, o, 0, 1);
+        else outputs(rows, weight, bias, out, M, O, E, o, 0, 0);
     }
     (void)threads;
     free(wide);

@@ -155,16 +155,21 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def unchecked_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``linear`` for callers that have checked their arguments: a small model spends more time on checks than on products."""
+    """``linear`` for callers that have checked their arguments: a small model spends more time on checks than on products.
+
+    ``weight`` may be a copy that ``narrow.Narrow`` made, of float32 inputs.
+    """
     T, E = x.shape
     O = weight.shape[0]
+    half = weight.dtype == torch.bfloat16
+    kind = 0 if not half else 1 if x.dtype == torch.bfloat16 else 2
     out = x.new_empty(T, O)
     failed = _function("linear")(
         x.data_ptr(),
         weight.data_ptr(),
         None if bias is None else bias.data_ptr(),
         out.data_ptr(),
-        *(T, O, E, x.dtype == torch.bfloat16, torch.get_num_threads()),
+        *(T, O, E, kind, torch.get_num_threads()),
     )
     if failed:
         raise MemoryError(f"linear: no memory for {T} rows of {E} numbers")

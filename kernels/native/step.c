@@ -16,6 +16,7 @@ typedef struct { /* one model, and the T tokens that it reads; where steps of a 
     const int64_t *from;                        /* [T]: which of the ids, or NULL for 0 .. T - 1 */
     const int64_t *keep, *rows;                 /* [kept]: whose logits are wanted, or NULL for all T; where they go, or NULL for 0 .. kept - 1 */
     int64_t count, T, kept, E, V, size, tokens;
+    int64_t narrow; /* the head is as narrow() makes it */
     float eps;
 } Reader;
 
@@ -48,7 +49,7 @@ static int reads(const Reader *r, int64_t at, const int64_t *ids, char *logits, 
         if (r->keep)
             for (int64_t i = 0; i < r->kept; i++) memcpy(y + i * wide, x + r->keep[i] * wide, wide);
         add_norm(r->keep ? y : x, NULL, r->norm, z, r->kept, r->E, r->eps, half);
-        done = linear(z, r->head, r->bias, made, r->kept, r->V, r->E, half, threads);
+        done = linear(z, r->head, r->bias, made, r->kept, r->V, r->E, r->narrow ? NARROW : half, threads);
         if (done == FINE && r->rows)
             for (int64_t i = 0; i < r->kept; i++) memcpy(logits + r->rows[i] * each, made + i * each, each);
     }

@@ -28,6 +28,7 @@ class Reader(NamedTuple):
         keep: ``[K]`` int64, which of its tokens' logits are wanted; ``None``: all. rows: ``[K]`` int64, which rows of the logits they
             are; ``None``: the first K.
         taps: ``[T, E]`` tensors for the inputs of blocks by number, and for the last one's result.
+        narrow: the head's copy that ``narrow.Narrow`` made, to be read instead.
     """
 
     blocks: Blocks
@@ -46,6 +47,7 @@ class Reader(NamedTuple):
     keep: Tensor | None = None
     rows: Tensor | None = None
     taps: dict[int, Tensor] | None = None
+    narrow: Tensor | None = None
 
 
 class _Reader(Structure):
@@ -53,7 +55,7 @@ class _Reader(Structure):
         *fields(
             c_void_p, "blocks buffers plans taps embedding norm head bias cos sin slots source keep rows"
         ),
-        *fields(c_int64, "count T kept E V size tokens"),
+        *fields(c_int64, "count T kept E V size tokens narrow"),
         *fields(c_float, "eps"),
     ]
 
@@ -109,7 +111,8 @@ class Steps:
         r.blocks.check_buffers(dtype, r.held, range(count))
         plans, taps = (c_void_p * count)(*map(addressof, r.plans)), tapped(r.taps, count, (T, E), dtype)
         self._alive += (plans, taps)
-        some = (r.embedding, r.norm, r.head, r.bias, r.cos, r.sin, r.slots, r.source, r.keep, r.rows)
+        head = r.head if r.narrow is None else r.narrow
+        some = (r.embedding, r.norm, head, r.bias, r.cos, r.sin, r.slots, r.source, r.keep, r.rows)
         return _Reader(
             *(
                 addressof(table),
@@ -118,7 +121,8 @@ class Steps:
                 None if taps is None else addressof(taps),
             ),
             *(None if t is None else t.data_ptr() for t in some),
-            *(count, T, kept, E, self._vocabulary, r.blocks.size, len(r.embedding), r.eps),
+            *(count, T, kept, E, self._vocabulary, r.blocks.size, len(r.embedding)),
+            *(r.narrow is not None, r.eps),
         )
 
     def __call__(self, n: int, ids: Tensor) -> Tensor:

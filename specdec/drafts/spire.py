@@ -44,6 +44,7 @@ class Spire:
             has ``sinks + window + block - 1`` slots a row.
         sampling: how the draft's tokens are drawn; ``None`` takes the decoder's.
         graphs: whether a chain is captured as one CUDA graph, as for ``HFModel``.
+        bf16_weights: whether steps on the CPU read bfloat16 copies of the draft's weights, as for ``HFModel``.
     Raises:
         ValueError (in ``bind``): the target is another one, or has no activations to read; graphs that cannot be had.
     """
@@ -52,12 +53,15 @@ class Spire:
     block: int = 8
     sampling: Sampling | None = None
     graphs: bool | str = False
+    bf16_weights: bool = False
     programs: Programs | None = field(default=None, repr=False, compare=False)  # bind makes them
     name = "spire"
     trees = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "model", as_spire(self.model))
+        if self.bf16_weights and self.model.narrow is None:
+            object.__setattr__(self, "model", self.model.narrowed())
         if self.block < 1:
             raise ValueError(f"block is {self.block}: a draft proposes at least 1 token")
 
@@ -88,6 +92,8 @@ class Spire:
             ValueError: a row that is shorter than the sinks.
         """
         model, shortest = self.model, int(context.length.min())
+        if model.narrow is not None:
+            model.narrow.check()
         if shortest < model.sinks:
             raise ValueError(
                 f"row {int(context.length.argmin())} has {shortest} tokens and the draft {model.sinks} sinks: give a prompt of at "

@@ -60,6 +60,10 @@ class HFModel:
             a GPU; on a CPU the C kernels that it takes the place of are faster. The first steps of each kind wait for the compiler.
         invariant: whether a row's logits must not depend, to the bit, on what else is in the batch or in the step, prompts included
             (docs/kernels.md). Llama-like models on a CPU with C kernels can be so, at a price; others are refused.
+        bf16_weights: whether products read bfloat16 copies of the weights of a float32 model, made now: half the bytes, the same numbers (a
+            weight that bfloat16 would round is refused; a checkpoint in bfloat16 that was loaded in float32 has none), and on
+            processors with matrix units (AMX) two to three times the speed. For llama-like models on a CPU with C kernels; after
+            changing weights, wrap the model again (docs/kernels.md).
     Raises:
         UnsupportedModel: the family cannot be run exactly; the message says why and what can.
         TypeError: an argument of another kind: the tokenizer's name, a page that is no whole number.
@@ -84,6 +88,7 @@ class HFModel:
         graphs: bool | str = False,
         compile: bool | Mapping[str, Any] = False,
         invariant: bool = False,
+        bf16_weights: bool = False,
     ):
         model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper
         if not isinstance(model, PreTrainedModel):
@@ -114,11 +119,16 @@ class HFModel:
         self.model, self.tokenizer, self.prefill_chunk = model, tokenizer, prefill_chunk
         self.clone = structural_clone(model)
         self._path = (
-            Packed(self.clone, attention, invariant, modules=compile is not False)
+            Packed(self.clone, attention, invariant, compile is not False, bf16_weights)
             if path == "packed"
             else Padded(self.clone, trees="chains" not in path)
         )
-        self.attention = attention
+        self.attention, self.bf16_weights = attention, bf16_weights
+        if bf16_weights and (graphs or getattr(getattr(self._path, "lean", None), "narrow", None) is None):
+            raise ValueError(
+                f"bf16_weights is True but this {model.config.model_type} cannot read such copies: llama-like models in float32, with sizes that "
+                "are multiples of 16, can, on a CPU where specdec.kernels.native.reason() is None, without graphs or compile; leave it False"
+            )
         if compile is not False:
             if invariant or graphs == "recorded":
                 other = "invariant is True" if invariant else "graphs is 'recorded'"
@@ -177,6 +187,7 @@ class HFModel:
         graphs: bool | str = False,
         compile: bool | Mapping[str, Any] = False,
         invariant: bool = False,
+        bf16_weights: bool = False,
         **kwargs: Any,
     ) -> HFModel:
         """Load a hub id or a local folder, with its tokenizer if it has one; ``kwargs`` go to ``from_pretrained``.
@@ -199,6 +210,7 @@ class HFModel:
             graphs=graphs,
             compile=compile,
             invariant=invariant,
+            bf16_weights=bf16_weights,
         )
 
     @cached_property  # asked for in every step
@@ -275,6 +287,9 @@ class HFModel:
             raise RuntimeError(
                 "the model was moved, cast or given other parameters after it was wrapped: make a new HFModel from it"
             )
+        for lean in getattr(self._path, "natives", None) or [getattr(self._path, "lean", None)]:
+            if getattr(lean, "narrow", None) is not None:
+                lean.narrow.check()
 
     def bytes_per_token(self) -> int:
         """KV bytes of one token of one row, all layers."""
@@ -285,7 +300,8 @@ class HFModel:
 
         Raises:
             MemoryError: it would not fit; estimated before anything is allocated. (Pages are allocated when rows are fed.)
-            RuntimeError: the user's model was moved, cast or given other parameters since it was wrapped.
+            RuntimeError: the user's model was moved, cast or given other parameters since it was wrapped; with ``bf16_weights``, its
+                weights were changed.
         """
         self._check_storage()
         if self.page is not None:

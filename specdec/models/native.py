@@ -20,6 +20,7 @@ from specdec.kernels.attention import AttentionPlan, attention
 from specdec.kernels.attention.native import always, lowered, prompt, series
 from specdec.kernels.native import library
 from specdec.kernels.native.blocks import CAST, Blocks, Buffers
+from specdec.kernels.native.narrow import Narrow
 from specdec.kernels.native.ops import MOST, add_norm, linear_takes, silu_mul, tiles, turn
 from specdec.kernels.native.ops import unchecked_linear as own
 from specdec.kernels.native.step import Reader, Steps
@@ -52,26 +53,30 @@ def most(dtype: torch.dtype) -> int:
 class Native(Lean):
     """As ``Lean``, for models on the CPU where there are C kernels."""
 
-    def __init__(self, model: Any, backend: str = "auto", invariant: bool = False):
+    def __init__(
+        self, model: Any, backend: str = "auto", invariant: bool = False, bf16_weights: bool = False
+    ):
         super().__init__(model, backend)
         rotary = self.body.rotary_emb
         self._fixed = getattr(rotary, "rope_type", None) in _FIXED
         self._table: tuple[Tensor, Tensor] | None = None
         self._positions = positions_of(model.config) or sys.maxsize
         self._always = invariant
-        self._few = sys.maxsize if invariant else most(self.head.weight.dtype)
+        every_size = invariant or (bf16_weights and tiles())
+        self._few = sys.maxsize if every_size else most(self.head.weight.dtype)
         self._projections = [
             [(p.weight, p.bias) for p in (b.query, b.key, b.value, b.out, b.gate, b.up, b.down)]
             for b in self.blocks
         ]
         every = [p for block in self._projections for p in block] + [(self.head.weight, self.head.bias)]
-        sizes = {linear_takes(*p) and (invariant or p[0].shape[1] <= WIDE) for p in every}
+        self.narrow = Narrow(weight for weight, _ in every) if bf16_weights else None
+        sizes = {linear_takes(*p) and (invariant or bf16_weights or p[0].shape[1] <= WIDE) for p in every}
         self._own = sizes == {True}
         self._shape = self.head.weight.shape
         self._weights = [p[0] for p in every]
         takes = self._own and backend in ("auto", "native") and Blocks.takes(self.blocks)
         ordered = [b.layer for b in self.blocks] == list(range(len(self.blocks)))
-        self._whole = Blocks(self.blocks) if takes and ordered else None
+        self._whole = Blocks(self.blocks, self.narrow) if takes and ordered else None
         self.invariant = invariant and takes
         if self.invariant:
             self.backend = "native"  # nothing else may step in
@@ -139,6 +144,8 @@ class Native(Lean):
             raise RuntimeError(CAST)
         more: Tensor | None = None  # what the block before adds to x
         for number, (b, projections) in enumerate(zip(self.blocks, self._projections)):
+            if few and self.narrow is not None:
+                projections = [(self.narrow[w], bias) for w, bias in projections]
             query, key, value, out, gate, up, down = projections
             y = add_norm(x, more, b.before.weight, b.before.variance_epsilon)
             if caught and number in caught:
@@ -171,7 +178,10 @@ class Native(Lean):
         if self.head.weight.shape != self._shape:
             raise RuntimeError(CAST)
         y = add_norm(x, None, norm.weight, norm.variance_epsilon)
-        return linear(y, self.head.weight, self.head.bias)
+        head = self.head.weight
+        return linear(
+            y, head if linear is not own or self.narrow is None else self.narrow[head], self.head.bias
+        )
 
     def at_once(self, tokens: int) -> bool:
         """Whether forwards of so many tokens can be one call each, whatever their positions."""
@@ -245,7 +255,8 @@ class Native(Lean):
         assert whole is not None
         cos, sin = self.rotary(head.weight, positions)
         last = (norm.weight, norm.variance_epsilon, head.weight, head.bias)
-        return Reader(whole, table, *last, cos, sin, slots, held, plans, alive, **which)
+        copy = None if self.narrow is None else self.narrow[head.weight]
+        return Reader(whole, table, *last, cos, sin, slots, held, plans, alive, narrow=copy, **which)
 
 
 def _inside(plan: AttentionPlan, memo: Any, dtype: torch.dtype, tokens: int) -> bool:

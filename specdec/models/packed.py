@@ -70,7 +70,14 @@ class Packed:
     trees = True
     concurrent = True  # several threads may call it at once
 
-    def __init__(self, model: Any, backend: str = "auto", invariant: bool = False, modules: bool = False):
+    def __init__(
+        self,
+        model: Any,
+        backend: str = "auto",
+        invariant: bool = False,
+        modules: bool = False,
+        bf16_weights: bool = False,
+    ):
         """``modules``: call the model's own, even where their arithmetic could be done without them."""
         if any(getattr(m, "is_causal", True) is False for m in model.modules() if hasattr(m, "layer_idx")):
             raise refuse(model.config.model_type, "it has layers that attend in both directions")
@@ -91,7 +98,7 @@ class Packed:
         if modules:
             return
         if Native.suits(model):
-            self.lean = Native(model, backend, invariant)
+            self.lean = Native(model, backend, invariant, bf16_weights)
         elif Lean.suits(model):
             self.lean = Lean(model, backend)
 

@@ -14,6 +14,7 @@ Attention is sparse: ``sinks`` first positions and the last ``window``, at posit
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Sequence
 from functools import cached_property
@@ -26,7 +27,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from specdec.kernels.native.blocks import Blocks
-from specdec.kernels.native.ops import add_norm, linear, linear_takes
+from specdec.kernels.native.narrow import Narrow
+from specdec.kernels.native.ops import add_norm, linear, linear_takes, unchecked_linear
 from specdec.memory import FeedbackMemory
 from specdec.models.families import positions_of
 from specdec.models.fingerprint import fingerprint, unwrapped
@@ -53,6 +55,7 @@ class SpireModel(nn.Module):
     """
 
     supports_trees = False
+    narrow: Narrow | None = None  # bfloat16 copies that steps read, where ``narrowed`` made them
 
     def __init__(
         self,
@@ -163,7 +166,24 @@ class SpireModel(nn.Module):
 
     @cached_property
     def _fast(self) -> Blocks | None:
-        return Blocks(self.blocks) if Blocks.takes(self.blocks) else None
+        return Blocks(self.blocks, self.narrow) if Blocks.takes(self.blocks) else None
+
+    def narrowed(self) -> SpireModel:
+        """The same parameters, of which steps on the CPU read bfloat16 copies (``HFModel``'s ``bf16_weights``).
+
+        Raises:
+            ValueError: there are no C kernels for blocks of these sizes, or weights that bfloat16 would round.
+        """
+        if self._fast is None or not linear_takes(self.body.lm_head.weight, self.body.lm_head.bias):
+            raise ValueError(
+                "bf16_weights is True and this draft has no steps in C: it is for float32 drafts on a CPU where specdec.kernels.native.reason() "
+                "is None, with sizes that are multiples of 16; leave it False"
+            )
+        made = copy.copy(self)
+        made.__dict__.pop("_fast", None)
+        products = [p for b in self.blocks for p in (b.query, b.key, b.value, b.out, b.gate, b.up, b.down)]
+        made.narrow = Narrow(p.weight for p in [*products, self.body.lm_head])
+        return made
 
     # -- arithmetic ----------------------------------------------------------------------------------------------------
 
@@ -210,7 +230,10 @@ class SpireModel(nn.Module):
         """``[..., E]`` after the last block -> ``[..., V]``."""
         head, last = self.body.lm_head, self.body.model.norm
         if self.fast(x) and linear_takes(head.weight, head.bias):
-            return linear(add_norm(x, None, last.weight, last.variance_epsilon), head.weight, head.bias)
+            y = add_norm(x, None, last.weight, last.variance_epsilon)
+            if self.narrow is not None:
+                return unchecked_linear(y, self.narrow[head.weight], head.bias)
+            return linear(y, head.weight, head.bias)
         return F.linear(norm(x, last), head.weight, head.bias)
 
     @staticmethod

@@ -50,7 +50,8 @@ class StackedModel(HFModel):
                     f"member {i} has another shape than member 0: only models that differ in nothing but their weights can be stacked"
                 )
         super().__init__(first.model, first.tokenizer, prefill_chunk=first.prefill_chunk, page=first.page)
-        self._path: Any = _Path([model.clone for model in members])
+        self.bf16_weights = all(model.bf16_weights for model in members)
+        self._path: Any = _Path([model.clone for model in members], self.bf16_weights)
         self.members = len(members)
 
     def read_as(self, member: Tensor) -> None:
@@ -101,13 +102,14 @@ class _Path:
     trees = True
     concurrent = False
 
-    def __init__(self, models: Sequence[Any]):
+    def __init__(self, models: Sequence[Any], bf16_weights: bool = False):
         leans = [Lean(model) for model in models]
         self.rotary = leans[0].body.rotary_emb
         self.eps = leans[0].body.norm.variance_epsilon
         self.vocabulary = models[0].config.vocab_size
         self.member: list[int] = [0]  # the probe for shapes feeds one row
-        self.natives = [Native(model) for model in models] if all(map(Native.suits, models)) else None
+        native = all(map(Native.suits, models))
+        self.natives = [Native(model, bf16_weights=bf16_weights) for model in models] if native else None
         if self.natives:
             return
 

@@ -1,0 +1,204 @@
+"""bfloat16 copies of float32 weights: the same products, and nobody reads an old copy."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import pickle
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny import tiny
+
+import specdec as sd
+from specdec.drafts import Stacked
+from specdec.kernels.native import library, ops, reason
+from specdec.kernels.native import narrow as module
+from specdec.kernels.native.narrow import Narrow
+from specdec.kernels.native.ops import unchecked_linear
+from specdec.models import StackedModel
+from specdec.models.fingerprint import fingerprint
+from specdec.models.spire import SpireModel
+from specdec.types import Context
+
+pytestmark = pytest.mark.skipif(library() is None, reason=f"no C kernels: {reason()}")
+
+PROMPTS = [[5], [7, 8, 9], [1, 2, 3, 4, 5, 6] * 3, [50] * 9, [3, 1], [90, 4, 5, 6]]
+SIZES = {"vocab_size": 96, "hidden_size": 64, "head_dim": 16}
+
+
+def rounded(family="llama", seed=0, **changes):
+    """A float32 model whose weights are bfloat16 numbers."""
+    return tiny(family, seed, **{**SIZES, **changes}).to(torch.bfloat16).float()
+
+
+def numbers(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize(("E", "O"), [(16, 16), (80, 48), (32, 16), (256, 64), (640, 176), (2080, 32)])
+def test_products_are_those_of_float32(E, O):
+    w, b, x = numbers(O, E).bfloat16().float(), numbers(O, seed=1), numbers(300, E, seed=2)
+    x *= torch.logspace(-6, 6, 300)[:, None]  # all 24 bits count, whatever the exponent
+    made = Narrow([w])[w]
+    for bias in (b, None):
+        out = unchecked_linear(x, made, bias)
+        exact = F.linear(x.double(), w.double(), None if bias is None else bias.double())
+        scale = F.linear(x.double().abs(), w.double().abs()) + 1
+        error = ((out - exact).abs() / scale).max()
+        assert error < 4e-7, error
+        for T in (1, 2, 5, 6, 7, 15, 16, 17, 31, 33, 257):
+            assert torch.equal(unchecked_linear(x[:T], made, bias), out[:T])
+
+
+def test_two_threads_change_nothing():
+    w, x = numbers(1024, 256).bfloat16().float(), numbers(40, 256, seed=1)
+    made, before = Narrow([w])[w], torch.get_num_threads()
+    try:
+        results = []
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            results.append(unchecked_linear(x, made, None))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(*results)
+
+
+def test_without_matrix_units_products_are_the_same_to_the_bit(tmp_path):
+    compiler = next((c for c in ("cc", "gcc", "clang") if shutil.which(c)), None)
+    assert compiler, "the C kernels are there, so a compiler was"
+    folder, made = Path(module.__file__).parent, tmp_path / "vectors.so"
+    sources = [str(folder / f"{name}.c") for name in ("linear", "split", "tiles")]
+    subprocess.run(
+        [compiler, "-O2", "-w", "-shared", "-fPIC", "-DNO_TILES", *sources, "-o", str(made)], check=True
+    )
+    lib = ctypes.CDLL(str(made))
+    lib.linear.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_int64] * 3 + [ctypes.c_int] * 2
+    lib.narrow.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 2
+    for O, E in ((48, 96), (16, 2080)):
+        w, x, bias = numbers(O, E).bfloat16().float(), numbers(20, E, seed=1), numbers(O, seed=2)
+        small = torch.empty(O, E, dtype=torch.bfloat16)
+        assert lib.narrow(w.data_ptr(), small.data_ptr(), O, E) == 0
+        assert torch.equal(small.float(), w)
+        for T in (1, 6, 7, 20):
+            outs = [torch.empty(T, O), torch.empty(T, O)]
+            for out, weight, kind in zip(outs, (w, small), (0, 2)):
+                lib.linear(x.data_ptr(), weight.data_ptr(), bias.data_ptr(), out.data_ptr(), T, O, E, kind, 1)
+            assert torch.equal(*outs)
+
+
+def test_what_is_not_finite_stays_so():
+    w, x = numbers(32, 64).bfloat16().float(), numbers(3, 64, seed=1)
+    x[0, 3], x[1, 5] = float("nan"), float("inf")
+    out = unchecked_linear(x, Narrow([w])[w], None)
+    assert not out[:2].isfinite().any()
+    assert out[2].isfinite().all()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
+@pytest.mark.parametrize("page", [None, 16])
+def test_a_model_says_the_same(family, page):
+    model = rounded(family)
+    before = fingerprint(model)
+    plain, narrow = sd.HFModel(model, page=page), sd.HFModel(model, page=page, bf16_weights=True)
+    context = Context.of(PROMPTS, capacity=64)
+    logits = []
+    for wrapped in (plain, narrow):
+        cache = wrapped.cache(6, 64)
+        wrapped.prefill(cache, context)
+        logits.append(wrapped.score(cache, context).logits)
+    assert (logits[0] - logits[1]).abs().max() < 1e-4 * logits[0].abs().max()
+    assert not torch.equal(*logits) or not ops.tiles(), "the copies were not read"
+    texts = [sd.decoder(m).greedy().build().generate(PROMPTS, max_new_tokens=12).ids for m in (plain, narrow)]
+    assert texts[0] == texts[1]
+    assert fingerprint(model) == before
+
+
+def drafts(narrow):
+    vanilla = sd.drafts.Model(sd.HFModel(rounded(seed=3), bf16_weights=narrow))
+    torch.manual_seed(1)
+    spire = SpireModel.from_target(rounded(), 1, window=6)
+    spire.to(torch.bfloat16).float()
+    return {"vanilla": vanilla, "spire": sd.drafts.Spire(spire, bf16_weights=narrow)}
+
+
+@pytest.mark.parametrize("name", ["vanilla", "spire"])
+def test_coupled_texts_are_those_of_plain_decoding(name):
+    target = sd.HFModel(rounded(), bf16_weights=True)
+    base = sd.decoder(target).verifier(sd.Coupled())
+    plain = base.build().generate(PROMPTS, max_new_tokens=20, seed=3)
+    some = base.draft(drafts(True)[name], length=3).build()
+    assert some.generate(PROMPTS, max_new_tokens=20, seed=3).ids == plain.ids
+
+
+def test_a_stack_reads_its_members_copies():
+    members = [sd.HFModel(rounded(seed=seed), bf16_weights=True) for seed in (0, 3)]
+    stack, context = StackedModel(members), Context.of(PROMPTS, capacity=64)
+    assert all(native.narrow is not None for native in stack._path.natives)
+    member = [0, 1, 1, 0, 1, 0]
+    stack.read_as(torch.tensor(member))
+    cache = stack.cache(6, 64)
+    stack.prefill(cache, context)
+    got = stack.score(cache, context).logits
+    for b, m in enumerate(member):
+        own = members[m].cache(6, 64)
+        members[m].prefill(own, context)
+        assert torch.equal(members[m].score(own, context).logits[b, 0], got[b, 0])
+    assert not StackedModel([members[0], sd.HFModel(rounded(seed=5))]).bf16_weights
+    assert Stacked is sd.drafts.Stacked
+
+
+def test_changed_weights_are_noticed():
+    model = rounded()
+    wrapped = sd.HFModel(model, bf16_weights=True)
+    wrapped.cache(1, 8)
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="wrap the model again"):
+        wrapped.cache(1, 8)
+    sd.HFModel(model, bf16_weights=True).cache(1, 8)
+    spire = SpireModel.from_target(rounded(), 1, window=6).to(torch.bfloat16).float()
+    draft = sd.drafts.Spire(spire, bf16_weights=True)
+    assert spire.narrow is None, "the user's draft is as it was"
+    with torch.no_grad():
+        spire.body.lm_head.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="wrap the model again"):
+        draft.init(Context.of([[1, 2, 3]], capacity=8), None)
+
+
+@pytest.mark.parametrize("make", [lambda x: pickle.loads(pickle.dumps(x)), copy.deepcopy])
+def test_copies_go_to_other_processes_with_their_weights(make):
+    layer = torch.nn.Linear(32, 16).to(torch.bfloat16).float()
+    layer, copies = make((layer, Narrow([layer.weight])))
+    x = numbers(2, 32)
+    expected = F.linear(x.double(), layer.weight.double())
+    assert (unchecked_linear(x, copies[layer.weight], None) - expected).abs().max() < 1e-5
+    assert copies.bytes == 2 * 16 * 32
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda: sd.HFModel(tiny(dtype=torch.float32, **SIZES), bf16_weights=True), "bfloat16 would round"),
+        (lambda: sd.HFModel(tiny().to(torch.bfloat16).float(), bf16_weights=True), "multiples of 16"),
+        (lambda: sd.HFModel(rounded().double(), bf16_weights=True), "leave it False"),
+        (lambda: sd.HFModel(rounded().to(torch.bfloat16), bf16_weights=True), "leave it False"),
+        (lambda: sd.HFModel(tiny("gpt2"), bf16_weights=True), "leave it False"),
+        (lambda: sd.HFModel(rounded(), bf16_weights=True, graphs="eager"), "leave it False"),
+        (lambda: sd.HFModel(rounded(), bf16_weights=True, compile=True), "leave it False"),
+        (
+            lambda: sd.drafts.Spire(
+                SpireModel.from_target(tiny(dtype=torch.float32, **SIZES), 1), bf16_weights=True
+            ),
+            "would round",
+        ),
+        (lambda: sd.drafts.Spire(SpireModel.from_target(tiny(), 1), bf16_weights=True), "leave it False"),
+    ],
+)
+def test_what_cannot_be_is_refused(make, why):
+    with pytest.raises(ValueError, match=why):
+        make()
