@@ -3,7 +3,7 @@
 Verify passes of k + 1 tokens a row over rows of different lengths: `equal`, `lognormal`, `bimodal`, `one_long`, in shuffled order and
 with as many tokens in all. The three methods take turns within one run and figures are medians. A pass is the whole of
 ``HFModel.score``, choice of fragments and masks included; `attention_milliseconds` is that of all layers' attention alone, the same
-included. `peak_bytes` is what the pass allocates beyond what lives already, at its peak, from the profiler's memory events. Keys
+included, and `equal_fragments_attention_milliseconds` what it would be with rows cut every 512 slots, as in the paper. `peak_bytes` is what the pass allocates beyond what lives already, at its peak, from the profiler's memory events. Keys
 and values are random: what they are does not change how long it takes.
 """
 
@@ -33,6 +33,7 @@ from specdec.kernels.attention import AttentionPlan, Fragments, attention, decom
 
 METHODS = ("padded", "packed", "decomposed")
 DISTRIBUTIONS = ("equal", "lognormal", "bimodal", "one_long")
+FRAGMENT = 512  # slots of the paper's fragments, of one length
 LONGEST = 1990  # the pocket target has 2048 positions
 
 Row = dict[str, Any]
@@ -124,9 +125,9 @@ def measure(
         cache.remember(b, tokens[b], 0, n - 1, 0)
     query = torch.randn(1, batch * (s.k + 1), heads, size, generator=draw).transpose(1, 2)
 
-    def alone(method: str) -> None:
+    def alone(method: str, fragment: int | None = None) -> None:
         first = [n - 1 for n in length]
-        plan = AttentionPlan(range(batch), first, [s.k + 1] * batch, cache.slots)
+        plan = AttentionPlan(range(batch), first, [s.k + 1] * batch, cache.slots, fragment=fragment)
         with torch.inference_mode():
             for keys, values in cache.layers:
                 attention(query, keys, values, plan, backend=method)
@@ -139,10 +140,12 @@ def measure(
     peak = {m: peak_bytes(run) for m, run in passes.items()}
     whole: dict[str, list[float]] = {m: [] for m in METHODS}
     part: dict[str, list[float]] = {m: [] for m in METHODS}
+    equal: list[float] = []
     for turn in range(s.repeats):
         for m in METHODS[turn % 3 :] + METHODS[: turn % 3]:  # nobody is always first
             whole[m].append(seconds(passes[m]))
             part[m].append(seconds(lambda m=m: alone(m)))
+        equal.append(seconds(lambda: alone("decomposed", FRAGMENT)))
     chosen = decompose([n + s.k for n in length], s.k + 1, cost)
     layers = len(cache.layers)
     predicted = {"padded": chosen.padded, "packed": chosen.packed, "decomposed": chosen.seconds}
@@ -160,6 +163,7 @@ def measure(
             "tokens": sum(length),
             "longest": max(length),
             **(described(chosen) if m == "decomposed" else {}),
+            **({"equal_fragments_attention_milliseconds": 1e3 * median(equal)} if m == "decomposed" else {}),
         }
         for m in METHODS
     ]
@@ -206,7 +210,12 @@ def report(cells: list[Row]) -> None:
             f"{c['lengths']:>10} batch {c['batch']:>3} {c['method']:>10}  {c['milliseconds']:8.1f} ms  attention "
             f"{c['attention_milliseconds']:8.1f} (predicted {c['predicted_attention_milliseconds']:7.1f})  "
             f"{c['peak_bytes'] / 2**20:6.1f} MiB  {c['ratio_to_padded']:.2f} of padded  {c['ratio_to_packed']:.2f} of packed"
-            + (f"  {c['calls']} calls{', cut' if c['cut'] else ''}" if "calls" in c else ""),
+            + (
+                f"  {c['calls']} calls{', cut' if c['cut'] else ''}; cut every {FRAGMENT} slots attention "
+                f"{c['equal_fragments_attention_milliseconds']:.1f}"
+                if "calls" in c
+                else ""
+            ),
             flush=True,
         )
 
