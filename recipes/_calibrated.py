@@ -32,15 +32,16 @@ class Model:
     """Shapes of what was measured, and from them the steps of a round.
 
     Attributes:
-        methods: without plain decoding. bytes: of a weight and of a cached value.
+        methods: without plain decoding. bytes: of a cached value. weight_bytes: of a weight.
     """
 
     target: Shape
     methods: Mapping[str, Method]
     bytes: int
+    weight_bytes: int
 
     def round(self, method: str, batch: int, context: float, k: int) -> Round:
-        load = Load(batch, context, max(k, 1), self.bytes, self.bytes).full
+        load = Load(batch, context, max(k, 1), self.weight_bytes, self.bytes).full
         return self.methods.get(method, AUTOREGRESSIVE).round(self.target, load)
 
     def seconds(

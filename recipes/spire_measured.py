@@ -5,7 +5,8 @@ that the paper lacks); MagicDec (the target's weights over a window of its KV); 
 
 Clock: from the end of the prefill round until the batch has made --new-tokens tokens a row on average; no row leaves before (that is
 what the model describes; a batch that ends row by row has stragglers too). Methods take turns at each grid point, with the same
-prompts and seeds; figures are medians over --repeats. multiplier = tokens/s over plain decoding's at the same point.
+prompts and seeds; figures are medians over --repeats, or up to four times as many where rounds are short. multiplier = tokens/s over plain
+decoding's at the same point.
 
 Best k: a short run at k = 4 and one at the k farthest from it give the acceptance by position and the time of a round; the two k with
 the best estimate are measured, and k = 4.
@@ -54,6 +55,7 @@ class Settings:
     threads: int = 1
     device: str = "cpu"
     dtype: str = "float32"
+    bf16_weights: bool = False
     seed: int = 0
     joined: bool = False
     graphs: str = ""
@@ -62,6 +64,9 @@ class Settings:
     plots: str | None = None
 
 
+SHORT = (
+    8.0  # seconds that a point's measurements take at least, if four times the repeats are enough for that
+)
 LEAST_ROWS = 4  # smaller batches decode several groups of prompts, so that a point is not one prompt's luck
 BARE_REPEATS = 7
 
@@ -144,7 +149,9 @@ class Lab:
             "vanilla": self.vanilla,
             "windowed": self.windowed,
             "magicdec": sd.drafts.MagicDec(window=window, sinks=sinks, block=block),
-            "spire": sd.drafts.Spire(small, block=block, graphs=s.graphs or False),
+            "spire": sd.drafts.Spire(
+                small, block=block, graphs=s.graphs or False, bf16_weights=s.bf16_weights
+            ),
         }
         self.methods = ["plain", *self.drafts]
         slots = Window(sinks + window + block - 1)  # all of a ring is read, whatever of it a query sees
@@ -158,6 +165,7 @@ class Lab:
                 "spire": spire(Shape.of(small.body), slots, feedback=small.memory is not None),
             },
             target.dtype.itemsize,
+            2 if s.bf16_weights else target.dtype.itemsize,
         )
         self.decoders: dict[tuple[str, int], sd.Decoder] = {}
         every = [target.tokenizer(text)["input_ids"] for text in prompts()]
@@ -217,9 +225,11 @@ class Lab:
             )
             chosen = {K, *promising(near, off, self.lengths)}
             cases += [Measured(method, k, []) for k in sorted(chosen)]
-        for r in range(s.repeats):
+        began, turn = perf_counter(), 0
+        while turn < s.repeats or (turn < 4 * s.repeats and perf_counter() - began < SHORT):
+            turn += 1
             for case in cases:
-                tell(f"{case.method}, k = {case.k} ({r + 1}/{s.repeats})", over=True)
+                tell(f"{case.method}, k = {case.k} ({turn})", over=True)
                 case.runs.append(steady(self.decoder(case.method, case.k), groups, s.new_tokens))
         return cases
 
@@ -267,7 +277,8 @@ def load(name: str, s: Settings) -> sd.HFModel:
 
         model = AutoModelForCausalLM.from_pretrained(name).eval()
         tokenizer = AutoTokenizer.from_pretrained(name)
-    return sd.HFModel(model.to(s.device, dtype), tokenizer, graphs=s.graphs or False)
+    graphs = s.graphs or False
+    return sd.HFModel(model.to(s.device, dtype), tokenizer, graphs=graphs, bf16_weights=s.bf16_weights)
 
 
 if __name__ == "__main__":
@@ -309,6 +320,11 @@ if __name__ == "__main__":
     parser.add_argument(
         "--dtype", default=d.dtype, choices=["float32", "bfloat16", "float16"], help="default: %(default)s"
     )
+    parser.add_argument(
+        "--bf16-weights",
+        action="store_true",
+        help="float32 models' products read bfloat16 copies of their weights (docs/kernels.md), in all methods",
+    )
     parser.add_argument("--seed", type=int, default=d.seed)
     parser.add_argument(
         "--joined", action="store_true", help="join prompts where a context is longer than one of them"
@@ -345,6 +361,7 @@ if __name__ == "__main__":
             threads=a.threads,
             device=a.device,
             dtype=a.dtype,
+            bf16_weights=a.bf16_weights,
             seed=a.seed,
             joined=a.joined,
             graphs=a.graphs,
