@@ -36,8 +36,7 @@ class Pipelined:
         workers: ``"threads"`` (on a GPU with a stream of its own; on a CPU two threads share Python's lock, which small models wait
             for) or ``"processes"`` (forked, CPU only: each on a core of its own).
         ahead: with a selector, arms are chosen a round ahead, and a draft that a row will change to reads the row's text while the old
-            one still works for it (not between members of a stack, which share a cache). barrier: all micro-batches of a round are
-            verified before the next is drafted (for comparison).
+            one still works for it. barrier: all micro-batches of a round are verified before the next is drafted (for comparison).
         timeline: collects who worked when.
     Raises (in ``build`` or at the start of a run):
         ValueError: more micro-batches than rows, no such workers, or a draft that looks at its target's cache or activations from
