@@ -274,6 +274,19 @@ def test_statistics_of_a_run_that_can_be_counted_by_hand(target):
     assert "<table>" in out._repr_html_()
 
 
+def test_a_result_is_a_sequence_of_its_rows(target):
+    plain = sd.decoder(target).build()
+    texts = plain.generate(["ab", "c", "de"], [3, 5, 2], seed=0)
+    assert list(texts) == texts.texts == [texts[0], texts[1], texts[-1]]
+    assert (len(texts), texts[1:]) == (3, texts.texts[1:])
+    assert texts[2] in texts
+    ids = sd.decoder(sd.TableModel.random(vocab_size=5)).build().generate([[1], [2, 3]], 4, seed=0)
+    assert list(ids) == ids.ids == [ids[0], ids[1]]
+    assert [len(row) for row in ids] == [4, 4]
+    with pytest.raises(IndexError):
+        ids[2]
+
+
 @pytest.mark.parametrize("draft", ["chain", "tree"])
 def test_acceptance_is_conditional_on_reaching_the_position(draft):
     table, other = (sd.TableModel.random(vocab_size=5, order=2, seed=seed) for seed in (0, 1))

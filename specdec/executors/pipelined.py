@@ -83,8 +83,10 @@ class Pipelined:
     def run(self, decoder: Decoder, context: Context, rng: Rng, limits: Limits) -> Iterator[Round]:
         count = self.lanes(context.batch)
         if count > context.batch:
+            rows = "is 1 row" if context.batch == 1 else f"are {context.batch} rows"
             raise ValueError(
-                f"micro_batches is {count} and there are {context.batch} rows: a micro-batch needs a row; use at most {context.batch}"
+                f"micro_batches is {count} and there {rows}: a micro-batch needs a row; use at most {context.batch}, or Pipelined() without "
+                "a number: two micro-batches, one of a single row"
             )
         selection = decoder.begin(context.batch)
         parts = [torch.arange(context.batch)[i::count] for i in range(count)]
