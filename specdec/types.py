@@ -15,6 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from specdec.arguments import whole
 from specdec.device import fetched, sent
 
 Provenance = Literal["point", "sampled", "declared"]
@@ -49,7 +50,11 @@ class Context(_Shown):
     @staticmethod
     def of(rows: list[list[int]], capacity: int | None = None, request: Tensor | None = None) -> Context:
         """A context from ragged lists of ids, with room for ``capacity`` tokens a row (default: the longest row)."""
-        if not rows:
+        if isinstance(rows, str) or not hasattr(rows, "__len__"):
+            raise TypeError(f"rows is a {type(rows).__name__}: give a list of lists of ids")
+        if capacity is not None:
+            whole("capacity", capacity, ", or None for the longest row")
+        if not len(rows):
             raise ValueError("rows is empty: give at least one prompt")
         if any(len(row) == 0 for row in rows):
             raise ValueError(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from specdec.arguments import whole
 from specdec.executors.flow import Flow, members, reading
 from specdec.executors.lane import Lane
 from specdec.executors.timeline import Timeline
@@ -50,10 +51,12 @@ class Pipelined:
     timeline: Timeline | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        if self.workers not in WORKERS:
+        if not isinstance(self.workers, str) or self.workers not in WORKERS:
             raise ValueError(f"workers is {self.workers!r}: there are {', '.join(map(repr, WORKERS))}")
-        if self.micro_batches is not None and self.micro_batches < 1:
-            raise ValueError(f"micro_batches is {self.micro_batches}: need at least 1")
+        if self.micro_batches is not None:
+            whole("micro_batches", self.micro_batches, ", or None for two")
+            if self.micro_batches < 1:
+                raise ValueError(f"micro_batches is {self.micro_batches}: need at least 1")
 
     def check(self, decoder: Decoder) -> None:
         """Called by ``build``: refuse what cannot run beside the target."""
