@@ -802,6 +802,34 @@ def test_logits_that_are_not_numbers(bad, temperature):
         sd.decoder(model).sampling(temperature=temperature).build().generate([[1, 2]], 4)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "draw", [sd.Sampling(), sd.Sampling(temperature=0.0), sd.Sampling(temperature=0.0).argmax]
+)
+def test_one_logit_that_is_no_number_is_found_among_all(draw, dtype):
+    none, inf, nan = sd.Context.of([[0]] * 4), float("inf"), float("nan")
+    most = torch.finfo(dtype).max
+    fine = torch.randn(4, 3, 9, generator=torch.Generator().manual_seed(0)).to(dtype)
+    fine[..., :4] = -inf  # masked tokens
+    fine[1, :, 5] = most  # finite, and their sum is not
+    fine[2, :, 5] = -most
+    assert torch.isfinite(draw(fine, none)).all()
+    for bad, at, shown in ((nan, 0, "nan"), (nan, 7, "nan"), (inf, 0, "inf"), (inf, 8, "inf")):
+        logits = fine.clone()
+        logits[3, 2, at] = bad
+        with pytest.raises(
+            ValueError, match=f"logits of row 3, entry 2 contain {shown} as their maximum: NaN or inf"
+        ):
+            draw(logits, none)
+    logits = fine.clone()
+    logits[0, 1] = -inf  # nothing left to draw
+    with pytest.raises(ValueError, match="logits of row 0, entry 1 contain -inf as their maximum"):
+        draw(logits, none)
+    logits[3, 0, 6] = inf  # both: inf and -inf do not cancel
+    with pytest.raises(ValueError, match="logits of row 0, entry 1 contain -inf as their maximum"):
+        draw(logits, none)
+
+
 def test_the_progress_bar_counts_tokens(target, capsys):
     sd.decoder(target).greedy().build().generate([[1, 2], [3]], 20, progress=True)
     assert "40/40" in capsys.readouterr().err
