@@ -211,14 +211,19 @@ class Verdict(_Shown):
     tokens: Tensor
 
     @staticmethod
-    def of(proposal: Proposal, path: Tensor, accepted: Tensor, bonus: Tensor) -> Verdict:
+    def of(
+        proposal: Proposal, path: Tensor, accepted: Tensor, bonus: Tensor, *, checked: bool = False
+    ) -> Verdict:
         """A verdict on the host from decisions on any device (a device synchronisation, once a round).
 
+        Args:
+            checked: ``path`` is known to be one, by the way in which it was made, and is not looked at again.
         Raises:
             ValueError: ``path[b, :accepted[b]]`` is no path of row b's tree from its root, padded with -1.
         """
         path, accepted, bonus, drafted = fetched(path, accepted, bonus, proposal.tokens)
-        _check_path(proposal, path, accepted, bonus)
+        if not checked:
+            _check_path(proposal, path, accepted, bonus)
         taken = torch.where(path >= 0, drafted.gather(1, path.clamp(min=0)), 0)
         tokens = torch.cat([taken, torch.zeros_like(bonus)[:, None]], 1)
         return Verdict(path, accepted, bonus, tokens.scatter_(1, accepted[:, None], bonus[:, None]))
