@@ -97,7 +97,7 @@ def process(folder):
 
 
 def test_two_processes_give_what_one_gives(tmp_path):
-    """By accelerate's launcher. Without --multi_gpu it starts one process on CPUs, whatever it is asked for; with it, two run on CPUs as well."""
+    """By accelerate's launcher. Without --multi_gpu it starts one process on CPUs, whatever it is asked for; with it, two."""
     script = tmp_path / "two.py"
     script.write_text(
         "import sys; sys.path.insert(0, sys.argv[1])\n"

@@ -88,7 +88,7 @@ def chain_draft(function: Callable[[list[int]], Tensor | Sequence[float]]) -> Fu
     result is lossless whatever the function says.
 
     Raises:
-        TypeError: ``function`` is none.
+        TypeError: what is given cannot be called.
     """
     if not callable(function):
         raise TypeError(
