@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -91,9 +91,14 @@ def sample(
 
 
 @torch.no_grad()
-def score(draft: Any, texts: Texts, forward: Parallel | None = None) -> Efficiency:
-    """A draft's expected rounds and tokens on each text: a ``SpireModel`` by passes, a causal LM by its parallel forward."""
-    accept, L = [], texts.context
+def accept_chances(draft: Any, texts: Texts, forward: Parallel | None = None) -> Tensor:
+    """``[C, n, k]``: the chance that each token of a block is accepted; a ``SpireModel`` by passes, a causal LM by its parallel forward.
+
+    What a chain draft proposes after a block's start does not depend on how many tokens it will propose: a causal LM's law depends on
+    the text alone, and a ``SpireModel``'s on the text, the block's start and the tokens since. So ``[..., :j]`` are the chances of blocks
+    of j tokens.
+    """
+    made, L = [], texts.context
     device = next(draft.parameters()).device
     for i in range(0, len(texts.tokens), 8):
         tokens, logits = (t[i : i + 8].to(device) for t in (texts.tokens, texts.logits))
@@ -102,12 +107,30 @@ def score(draft: Any, texts: Texts, forward: Parallel | None = None) -> Efficien
                 logits, (0, 0, L, 0)
             )  # positions of the context are not looked at
             inputs = {layer: texts.hidden[layer][i : i + 8].to(device) for layer in draft.layers}
-            made = spire_chances(draft, whole, inputs, tokens, L + 1, texts.k)
+            chances = spire_chances(draft, whole, inputs, tokens, L + 1, texts.k)
         else:
             theirs = (forward or Parallel())(draft, Batch(tokens, {}, torch.empty(0)))
-            made = parallel_chances(logits, theirs[:, L:], tokens[:, L:], 1, texts.k)
-        accept.append(made[:, : texts.new_tokens].cpu())
-    return efficiency(torch.cat(accept), texts.k)
+            chances = parallel_chances(logits, theirs[:, L:], tokens[:, L:], 1, texts.k)
+        made.append(chances[:, : texts.new_tokens].cpu())
+    return torch.cat(made)
+
+
+def score(draft: Any, texts: Texts, forward: Parallel | None = None) -> Efficiency:
+    """A draft's expected rounds and tokens on each text, for blocks of ``texts.k`` tokens."""
+    return efficiency(accept_chances(draft, texts, forward))
+
+
+def each_k(
+    drafts: Mapping[str, tuple[Any, Parallel | None]], texts: Texts, lengths: Sequence[int]
+) -> Iterator[tuple[Texts, dict[str, Efficiency]]]:
+    """For each length of a block: the texts as texts of that k, and every draft's score, all from one pass at ``texts.k``.
+
+    Args:
+        drafts: method -> draft and forward, as for ``score``. lengths: at most ``texts.k``.
+    """
+    chances = {method: accept_chances(draft, texts, forward) for method, (draft, forward) in drafts.items()}
+    for k in lengths:
+        yield replace(texts, k=k), {method: efficiency(c, k) for method, c in chances.items()}
 
 
 def part(made: Efficiency, which: np.ndarray) -> Efficiency:

@@ -4,9 +4,10 @@
     python recipes/evaluate_tau.py --drafts mine=path/to/spire,other=path/to/causal-lm
 
 Texts are drawn from the target at temperature 1 after held-out contexts of each length. Along them the probability that a draft's token
-is accepted is known exactly (specdec/audit/tau.py), so that nothing but the texts is random. Rows are by method, context and domain,
-with acceptance by position; ratios to `vanilla` are paired, intervals are 95 % bootstraps over source files. --live decodes the same
-contexts with the real decoder and prints its τ beside the estimate.
+is accepted is known exactly (specdec/audit/tau.py), so that nothing but the texts is random. Every --k comes from one pass at the largest:
+a shorter block is the beginning of a longer one. Rows are by method, context, k and domain, with acceptance by position; ratios to
+`vanilla` are paired, intervals are 95 % bootstraps over source files. --live decodes the same contexts with the real decoder and prints
+its τ beside the estimate.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 from _measure import decode, quiet, table
 from _report import write
-from _tau import Efficiency, Texts, rows_of, sample, score
+from _tau import Efficiency, Texts, each_k, rows_of, sample
 from transformers import AutoModelForCausalLM
 
 import specdec as sd
@@ -56,6 +57,10 @@ def load(name: str, target: Any) -> Any:
 
 
 def main(s: Settings) -> None:
+    if not 1 <= min(s.k) <= max(s.k) <= s.window:
+        raise SystemExit(
+            f"--k {','.join(map(str, s.k))} with --window {s.window}: give block lengths from 1 to the window"
+        )
     torch.set_num_threads(s.threads)
     quiet()
     known = zoo.FOLDER / s.target
@@ -81,19 +86,17 @@ def main(s: Settings) -> None:
         texts = sample(
             target, tokenizer, length, s.new_tokens, max(s.k), layers, s.seed, s.per_prompt, s.prompts
         )
-        for k in s.k:
-            texts.k = k
-            scores = {method: score(draft, texts, forward) for method, (draft, forward) in drafts.items()}
-            rows += rows_of(scores, texts)
+        for at_k, scores in each_k(drafts, texts, s.k):
+            rows += rows_of(scores, at_k)
             print(
                 table(
-                    [r for r in rows if r["context"] == length and r["k"] == k and r["domain"] == "all"],
+                    [r for r in rows if (r["context"], r["k"], r["domain"]) == (length, at_k.k, "all")],
                     COLUMNS,
                 ),
                 "\n",
             )
             if s.live:
-                live(s, target, tokenizer, drafts, texts, scores, rows)
+                live(s, target, tokenizer, drafts, at_k, scores, rows)
     if s.json:
         write(s.json, rows, s.seed)
 

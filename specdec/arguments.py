@@ -1,8 +1,8 @@
-"""A check of arguments that many parts share; its errors name the argument and say what to give."""
+"""Checks of arguments that many parts share; their errors name the argument and say what to give."""
 
 from __future__ import annotations
 
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any
 
 
@@ -10,3 +10,17 @@ def whole(name: str, value: Any, hint: str = "") -> None:
     """Raise TypeError for a value that is not a whole number (``True`` is none); ``hint`` says what else may be given."""
     if not isinstance(value, Integral) or isinstance(value, bool):
         raise TypeError(f"{name} is {value!r}: give a whole number{hint}")
+
+
+def number(name: str, value: Any, hint: str = "") -> None:
+    """Raise TypeError for what is no real number (``True`` is none) and ValueError for NaN; ``hint`` says what else may be given."""
+    if not isinstance(value, Real) or isinstance(value, bool):
+        raise TypeError(f"{name} is {value!r}: give a number{hint}")
+    if value != value:
+        raise ValueError(f"{name} is {value}: give a number{hint}")
+
+
+def numbers(part: Any, *names: str) -> None:
+    """``number`` for some attributes of a part."""
+    for name in names:
+        number(name, getattr(part, name))

@@ -168,7 +168,8 @@ class Decoder:
                 lanes of a pipeline in flight, the round of one is 1/k), which does not depend on the machine.
             capacity: make the target's cache for ``limit`` rows of so many tokens (prompt, budget and a draft's block) at the start, and
                 refuse longer requests; ``None``: caches grow as needed.
-            on_round: called with every round; a request's prefill is round 0 of a batch of its own.
+            on_round: called with every round; a request's prefill is round 0 of a batch of its own. ``round.context.request[b]`` is
+                the request's number and ``round.verdict.tokens[b, :round.kept[b]]`` what it just got: how to show partial results.
         Raises:
             ValueError: at once, for a part that cannot take in rows on the way, an executor other than ``Serial`` and
                 ``Pipelined``, or a limit, clock or capacity that makes no sense, and for a list of requests out

@@ -1,7 +1,8 @@
 """One batch over several processes: ``accelerate launch`` starts them, each decodes a share, and all of them return the whole.
 
-On CPUs accelerate's launcher starts more than one process through MPI only; ``torchrun --nproc_per_node 2 script.py`` needs no MPI and
-does the same. Every row keeps the seed that it has in one process, and no draw depends on batch mates, so that the texts are those of one process.
+With the models on CPUs, ``accelerate launch --multi_gpu --num_processes 2 script.py`` starts two processes as well (``--cpu`` starts one, or
+more through MPI), and ``torchrun --nproc_per_node 2 script.py`` does the same. Every row keeps the seed that it has in one process, and no
+draw depends on batch mates, so that the texts are those of one process.
 
 A target and drafts on different devices of *one* process need nothing from here: load each with accelerate's ``device_map``
 (``HFModel.from_pretrained(..., device_map="cuda:1")``). Proposals and probabilities are moved to the target's device, activations to

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,8 +11,8 @@ from specdec.stats import Stats
 
 
 @dataclass(frozen=True, eq=False)
-class Generation:
-    """What came out, in the order of the prompts.
+class Generation(Sequence[Any]):
+    """What came out, in the order of the prompts: a sequence of the rows' texts, or of their ids without a tokenizer.
 
     Attributes:
         ids: generated ids of each row (without the prompt, with the token that ended it). texts: decoded, or ``None``
@@ -29,6 +30,10 @@ class Generation:
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    def __getitem__(self, row: Any) -> Any:
+        """The text of a row (its ids without a tokenizer), or a list of those of a slice of rows."""
+        return (self.ids if self.texts is None else self.texts)[row]
 
     def rows(self) -> list[dict[str, Any]]:
         """One flat dictionary a row."""

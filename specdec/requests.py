@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from specdec.arguments import number
 from specdec.stats import Stats
 
 
@@ -21,7 +22,7 @@ class Request:
         seed: its random numbers, those of ``generate(prompt, seed=seed)``; ``None`` takes them from the stream's seed.
         key: anything that the caller wants to find again in the result.
     Raises:
-        ValueError: a negative arrival.
+        TypeError: an arrival that is no number. ValueError: a negative one.
     """
 
     prompt: Any
@@ -31,7 +32,8 @@ class Request:
     key: Any = None
 
     def __post_init__(self) -> None:
-        if not self.arrival >= 0:
+        number("arrival", self.arrival)
+        if self.arrival < 0:
             raise ValueError(
                 f"arrival is {self.arrival}: a time since the start of the stream, 0 for one that is there at once"
             )

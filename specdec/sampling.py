@@ -7,6 +7,7 @@ are transformers' own warpers, in the order in which ``generate`` applies them, 
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from specdec.device import judged
+from specdec.device import Judge, judged
 from specdec.types import Context, Proposal
 
 # Processors that remember earlier calls: what they do at a node would depend on what was tried elsewhere.
@@ -181,7 +182,7 @@ class Sampling:
             if not bool(finite.all()):
                 _refuse(self.scores(logits, context, proposal, first).amax(-1))
 
-        judged(torch.isfinite(probs[..., 0]), judge)  # NaN everywhere in a row that has no distribution
+        _judge_finite(probs.select(-1, 0), judge)  # NaN everywhere in a row that has no distribution
         return probs
 
     def _process(self, logits: Tensor, context: Context, proposal: Proposal | None, first: int) -> Tensor:
@@ -220,7 +221,13 @@ def _finite(top: Tensor) -> None:
         if not bool(finite.all()):
             _refuse(top)
 
-    judged(torch.isfinite(top), judge)
+    _judge_finite(top, judge)
+
+
+def _judge_finite(values: Tensor, judge: Judge) -> None:
+    """``judged(torch.isfinite(values), judge)``, which is made only where it may be wrong: NaN and inf show in a sum, and never cancel."""
+    if not (values.is_cpu and math.isfinite(values.sum().item())):
+        judged(torch.isfinite(values), judge)
 
 
 def _refuse(top: Tensor) -> None:

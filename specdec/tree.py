@@ -114,7 +114,7 @@ def follow(proposal: Proposal, wanted: Tensor) -> Verdict:
         accepted = ((drafted == wanted[:, :N]) & live).long().cumprod(1).sum(1)
         path = torch.where(nodes < accepted[:, None], nodes, -1)
         bonus = wanted.gather(1, accepted[:, None])[:, 0]
-        return Verdict.of(Proposal(drafted, parents, size), path, accepted, bonus)
+        return Verdict.of(Proposal(drafted, parents, size), path, accepted, bonus, checked=True)
     rows = torch.arange(B)
     here, want = torch.full((B,), -1), wanted[:, 0]
     path, accepted = torch.full((B, N), -1), torch.zeros(B, dtype=torch.long)
@@ -124,4 +124,4 @@ def follow(proposal: Proposal, wanted: Tensor) -> Verdict:
         accepted = accepted + yes
         here = torch.where(yes, n, here)
         want = torch.where(yes, wanted[:, n + 1], want)
-    return Verdict.of(Proposal(drafted, parents, size), path, accepted, want)
+    return Verdict.of(Proposal(drafted, parents, size), path, accepted, want, checked=True)

@@ -15,6 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from specdec.arguments import whole
 from specdec.device import fetched, sent
 
 Provenance = Literal["point", "sampled", "declared"]
@@ -49,7 +50,11 @@ class Context(_Shown):
     @staticmethod
     def of(rows: list[list[int]], capacity: int | None = None, request: Tensor | None = None) -> Context:
         """A context from ragged lists of ids, with room for ``capacity`` tokens a row (default: the longest row)."""
-        if not rows:
+        if isinstance(rows, str) or not hasattr(rows, "__len__"):
+            raise TypeError(f"rows is a {type(rows).__name__}: give a list of lists of ids")
+        if capacity is not None:
+            whole("capacity", capacity, ", or None for the longest row")
+        if not len(rows):
             raise ValueError("rows is empty: give at least one prompt")
         if any(len(row) == 0 for row in rows):
             raise ValueError(
@@ -206,14 +211,19 @@ class Verdict(_Shown):
     tokens: Tensor
 
     @staticmethod
-    def of(proposal: Proposal, path: Tensor, accepted: Tensor, bonus: Tensor) -> Verdict:
+    def of(
+        proposal: Proposal, path: Tensor, accepted: Tensor, bonus: Tensor, *, checked: bool = False
+    ) -> Verdict:
         """A verdict on the host from decisions on any device (a device synchronisation, once a round).
 
+        Args:
+            checked: ``path`` is known to be one, by the way in which it was made, and is not looked at again.
         Raises:
             ValueError: ``path[b, :accepted[b]]`` is no path of row b's tree from its root, padded with -1.
         """
         path, accepted, bonus, drafted = fetched(path, accepted, bonus, proposal.tokens)
-        _check_path(proposal, path, accepted, bonus)
+        if not checked:
+            _check_path(proposal, path, accepted, bonus)
         taken = torch.where(path >= 0, drafted.gather(1, path.clamp(min=0)), 0)
         tokens = torch.cat([taken, torch.zeros_like(bonus)[:, None]], 1)
         return Verdict(path, accepted, bonus, tokens.scatter_(1, accepted[:, None], bonus[:, None]))

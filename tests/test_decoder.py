@@ -274,6 +274,19 @@ def test_statistics_of_a_run_that_can_be_counted_by_hand(target):
     assert "<table>" in out._repr_html_()
 
 
+def test_a_result_is_a_sequence_of_its_rows(target):
+    plain = sd.decoder(target).build()
+    texts = plain.generate(["ab", "c", "de"], [3, 5, 2], seed=0)
+    assert list(texts) == texts.texts == [texts[0], texts[1], texts[-1]]
+    assert (len(texts), texts[1:]) == (3, texts.texts[1:])
+    assert texts[2] in texts
+    ids = sd.decoder(sd.TableModel.random(vocab_size=5)).build().generate([[1], [2, 3]], 4, seed=0)
+    assert list(ids) == ids.ids == [ids[0], ids[1]]
+    assert [len(row) for row in ids] == [4, 4]
+    with pytest.raises(IndexError):
+        ids[2]
+
+
 @pytest.mark.parametrize("draft", ["chain", "tree"])
 def test_acceptance_is_conditional_on_reaching_the_position(draft):
     table, other = (sd.TableModel.random(vocab_size=5, order=2, seed=seed) for seed in (0, 1))
@@ -787,6 +800,34 @@ def test_logits_that_are_not_numbers(bad, temperature):
         model.lm_head.weight[3, :] = bad
     with pytest.raises(ValueError, match="NaN or inf logits"):
         sd.decoder(model).sampling(temperature=temperature).build().generate([[1, 2]], 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "draw", [sd.Sampling(), sd.Sampling(temperature=0.0), sd.Sampling(temperature=0.0).argmax]
+)
+def test_one_logit_that_is_no_number_is_found_among_all(draw, dtype):
+    none, inf, nan = sd.Context.of([[0]] * 4), float("inf"), float("nan")
+    most = torch.finfo(dtype).max
+    fine = torch.randn(4, 3, 9, generator=torch.Generator().manual_seed(0)).to(dtype)
+    fine[..., :4] = -inf  # masked tokens
+    fine[1, :, 5] = most  # finite, and their sum is not
+    fine[2, :, 5] = -most
+    assert torch.isfinite(draw(fine, none)).all()
+    for bad, at, shown in ((nan, 0, "nan"), (nan, 7, "nan"), (inf, 0, "inf"), (inf, 8, "inf")):
+        logits = fine.clone()
+        logits[3, 2, at] = bad
+        with pytest.raises(
+            ValueError, match=f"logits of row 3, entry 2 contain {shown} as their maximum: NaN or inf"
+        ):
+            draw(logits, none)
+    logits = fine.clone()
+    logits[0, 1] = -inf  # nothing left to draw
+    with pytest.raises(ValueError, match="logits of row 0, entry 1 contain -inf as their maximum"):
+        draw(logits, none)
+    logits[3, 0, 6] = inf  # both: inf and -inf do not cancel
+    with pytest.raises(ValueError, match="logits of row 0, entry 1 contain -inf as their maximum"):
+        draw(logits, none)
 
 
 def test_the_progress_bar_counts_tokens(target, capsys):

@@ -69,6 +69,14 @@ def process(folder):
     """What each process of the launched script does."""
     from accelerate import PartialState
 
+    own = []
+    alone = sd.Decoder.generate
+
+    def noted(decoder, prompts, max_new_tokens, **settings):
+        own.append(max_new_tokens)
+        return alone(decoder, prompts, max_new_tokens, **settings)
+
+    sd.Decoder.generate = noted
     found = runs(generate)
     assert PartialState().num_processes == 2
     decoder = next(iter(decoders().values()))
@@ -85,10 +93,11 @@ def process(folder):
         except (RuntimeError, ValueError) as error:
             said.append(f"{type(error).__name__}: {error}")
     path = Path(folder) / f"{PartialState().process_index}.pkl"
-    path.write_bytes(pickle.dumps((found, free.ids, said)))
+    path.write_bytes(pickle.dumps((found, free.ids, said, sorted(own[0]))))
 
 
 def test_two_processes_give_what_one_gives(tmp_path):
+    """By accelerate's launcher. Without --multi_gpu it starts one process on CPUs, whatever it is asked for; with it, two."""
     script = tmp_path / "two.py"
     script.write_text(
         "import sys; sys.path.insert(0, sys.argv[1])\n"
@@ -100,24 +109,27 @@ def test_two_processes_give_what_one_gives(tmp_path):
     with socket.socket() as free_port:
         free_port.bind(("127.0.0.1", 0))
         port = free_port.getsockname()[1]
-    # What a launcher tells its processes; accelerate's own starts one on CPUs, whatever it is asked for.
-    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    started = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(Path(__file__).parent), str(tmp_path)],
-            env={**os.environ, "OMP_NUM_THREADS": "1", **world, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
+    words = [
+        "--num_processes",
+        "2",
+        "--num_machines",
+        "1",
+        "--mixed_precision",
+        "no",
+        "--dynamo_backend",
+        "no",
     ]
-    try:
-        said_by = [one.communicate(timeout=120)[1] for one in started]
-    finally:
-        for one in started:
-            one.kill()
-    assert [one.returncode for one in started] == [0, 0], "\n".join(said_by)[-3000:]
-    (found, free, said), other = (pickle.loads((tmp_path / f"{p}.pkl").read_bytes()) for p in (0, 1))
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", *words]
+    done = subprocess.run(
+        [*launch, "--main_process_port", str(port), str(script), str(Path(__file__).parent), str(tmp_path)],
+        # No settings of the user's own, and one thread each.
+        env={**os.environ, "HF_HOME": str(tmp_path), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    (found, free, said, own), other = (pickle.loads((tmp_path / f"{p}.pkl").read_bytes()) for p in (0, 1))
     expected = runs(lambda decoder, *args, **settings: decoder.generate(*args, **settings))
     assert found.keys() == expected.keys() == other[0].keys()
     for name, one in expected.items():
@@ -133,6 +145,9 @@ def test_two_processes_give_what_one_gives(tmp_path):
                 assert two.stats.stood == one.stats.stood
         assert found[name].stats == other[0][name].stats
         assert found[name].stats.tokens_per_second > 0
+    whole = sorted(BUDGETS)
+    assert own != whole != other[3]  # each decoded a share,
+    assert sorted(own + other[3]) == whole  # and together everything once
     assert "eos" in found["model, stops"].finish
     assert free == other[1]
     assert said == other[2]

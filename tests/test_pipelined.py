@@ -364,6 +364,12 @@ def test_clear_refusals(models, table):
         ValueError, match="micro_batches is 3 and there are 2 rows: a micro-batch needs a row; use at most 2"
     ):
         table.executor(Pipelined(3)).build().generate([[1], [2]], 4)
+    with pytest.raises(
+        ValueError, match=r"there is 1 row: .* use at most 1, or Pipelined\(\) without a number"
+    ):
+        table.executor(Pipelined(2)).build().generate([1], 4)
+    one = table.executor(Pipelined()).build().generate([1], 4, seed=0)  # as the message says
+    assert one.ids == table.build().generate([1], 4, seed=0).ids
     base = sd.decoder(target).executor(Pipelined(2, "processes"))
     for draft, name in ((spire(inner), "spire"), (sd.drafts.MagicDec(window=4), "magicdec")):
         with pytest.raises(

@@ -194,6 +194,8 @@ def test_train_spire_continues_and_its_draft_is_evaluated(tmp_path):
     said = run(
         "recipes/evaluate_tau.py",
         *options,
+        "--k",
+        "2,4",
         "--prompts",
         "3",
         "--per-prompt",
@@ -207,7 +209,11 @@ def test_train_spire_continues_and_its_draft_is_evaluated(tmp_path):
     assert {r["domain"] for r in rows} == {"all", "code", "prose", "tabular"}
     assert all(r["low"] <= r["tau"] <= r["high"] and r["ratio_low"] <= r["ratio_high"] for r in rows)
     assert all(r["ratio_to_vanilla"] == 1 for r in rows if r["method"] == "vanilla")
-    assert "live mine" in said
+    for k, longest in ((2, 3), (4, 5)):
+        mine = [r for r in rows if r["k"] == k]
+        assert len(mine) == len(rows) // 2
+        assert all(1 <= r["tau"] <= longest and len(r["acceptance"]) == k for r in mine)
+    assert said.count("live mine") == 2
 
 
 def test_ablations(tmp_path):

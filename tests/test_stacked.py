@@ -89,6 +89,110 @@ def test_what_is_proposed_is_what_separate_drafts_propose():
     assert together.stats.accepted == apart.stats.accepted
 
 
+LONG = [[7 + b, *range(20 + b, 80)] for b in range(4)]
+KINDS = {  # of members, and of caches
+    "PyTorch": (torch.float64, {}, {}),
+    "by operators, pages": (torch.float32, {}, {"page": 16}),
+    "at once": (torch.float32, {"vocab_size": 96, "hidden_size": 64, "head_dim": 16}, {}),
+    "PyTorch, pages": (torch.float64, {}, {"page": 4}),
+}
+
+
+def arms(kind):
+    dtype, sizes, how = KINDS[kind]
+    return [sd.HFModel(tiny("llama", seed, dtype, num_hidden_layers=2, **sizes), **how) for seed in (0, 3, 4)]
+
+
+@pytest.fixture
+def read(monkeypatch):
+    """What the forwards of stacks were given, by who asked: ``(name of the method, tokens)``."""
+    said, asking, run = [], [], StackedModel._run
+
+    def asked(name):
+        method = getattr(Stacked, name)
+
+        def noted(*args):
+            asking.append(name)
+            try:
+                return method(*args)
+            finally:
+                asking.pop()
+
+        monkeypatch.setattr(Stacked, name, noted)
+
+    for name in ("prepare", "read_ahead", "propose"):
+        asked(name)
+    monkeypatch.setattr(
+        StackedModel,
+        "_run",
+        lambda self, cache, packed, *rest: (
+            said.append((asking[-1], packed.tokens)) or run(self, cache, packed, *rest)
+        ),
+    )
+    return said
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_member_reads_its_rows_while_another_drafts_them(kind, read):
+    """At the change only what the last round committed is read; without reading ahead, the whole text. Proposals stay the same."""
+    target, k = arms(kind)[0], 3
+    base = sd.decoder(target)
+    drafts = dict(zip("abc", arms(kind)))
+    for ahead in (True, False):
+        apart, together = (
+            base.pool(drafts, Rotates(9), k, stacked=stacked)
+            .executor(Pipelined(2, ahead=ahead))
+            .build()
+            .generate(LONG, [30, 7, 40, 21], seed=0)
+            for stacked in (False, True)
+        )
+        assert together.ids == apart.ids
+        assert together.stats.accepted == apart.stats.accepted
+        most = {
+            name: max((n for who, n in read if who == name), default=0) for name in ("propose", "read_ahead")
+        }
+        # Two rows a lane; what was committed while the new member read is at most a block and its bonus token.
+        assert (most["propose"] <= 2 * (k + 1)) == ahead
+        assert (most["read_ahead"] >= 60) == ahead
+        read.clear()
+
+
+@pytest.mark.parametrize("kind", ["PyTorch", "PyTorch, pages"])
+def test_rows_that_come_and_go_while_members_read_ahead(kind, read):
+    drafts = dict(zip("abc", arms(kind)))
+    base = sd.decoder(drafts["a"]).pool(drafts, Rotates(4), 3, stacked=True).executor(Pipelined(2))
+    requests = [
+        sd.Request(LONG[i % 4][i:], 3 + 7 * i % 23, arrival=float(i), seed=i, key=i) for i in range(9)
+    ]
+    plain = sd.decoder(drafts["a"]).verifier(sd.Coupled()).build()
+    coupled = base.verifier(sd.Coupled()).build().serve(requests, 4, clock="rounds")
+    assert {one.index: one.ids for one in coupled} == {
+        i: plain.generate(r.prompt, r.max_new_tokens, seed=i).ids[0] for i, r in enumerate(requests)
+    }
+    assert any(who == "read_ahead" for who, _ in read)
+
+
+def test_without_memory_to_read_ahead_rows_are_read_at_the_change(read, monkeypatch):
+    drafts = dict(zip("abc", arms("PyTorch")))
+    pool = sd.decoder(drafts["a"]).pool(drafts, Rotates(9), 3, stacked=True)
+    decoder = pool.executor(Pipelined(2)).build()
+    expected = decoder.generate(LONG, 30, seed=0)
+    cache, made = StackedModel.cache, []
+
+    def full(self, batch, capacity):
+        made.append(batch)
+        if len(made) > 2:  # those of the two lanes
+            raise MemoryError("no room")
+        return cache(self, batch, capacity)
+
+    monkeypatch.setattr(StackedModel, "cache", full)
+    read.clear()
+    out = decoder.generate(LONG, 30, seed=0)
+    assert (out.ids, out.stats.accepted) == (expected.ids, expected.stats.accepted)
+    assert len(made) > 2
+    assert not any(who == "read_ahead" for who, _ in read)
+
+
 def test_what_cannot_be_stacked_is_refused_or_left_alone():
     a, b, _ = members()
     with pytest.raises(ValueError, match="needs at least two"):

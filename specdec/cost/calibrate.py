@@ -15,6 +15,7 @@ from math import exp
 
 import numpy as np
 
+from specdec.arguments import number
 from specdec.cost.hardware import Hardware
 from specdec.cost.terms import Step
 
@@ -40,6 +41,9 @@ class Fitted(Hardware):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for name in ("cached_bytes_per_second", "cache_bytes"):
+            if getattr(self, name) is not None:
+                number(name, getattr(self, name), ", or None")
         if self.cache_bytes is not None and not (self.cache_bytes > 0 and self.cached_bytes_per_second):
             raise ValueError(
                 f"cache_bytes is {self.cache_bytes}: give a positive number, and cached_bytes_per_second with it"
@@ -100,6 +104,7 @@ class Host:
 
     def __post_init__(self) -> None:
         for field in fields(self):
+            number(field.name, getattr(self, field.name))
             if getattr(self, field.name) < 0:
                 raise ValueError(f"{field.name} is {getattr(self, field.name)}: give seconds, at least 0")
 

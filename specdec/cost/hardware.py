@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from specdec.arguments import numbers
 from specdec.cost.terms import Step
 
 
@@ -27,6 +28,7 @@ class Hardware:
     overlapped: bool = True
 
     def __post_init__(self) -> None:
+        numbers(self, "flops", "bytes_per_second", "overhead", "overhead_per_layer")
         for rate in ("flops", "bytes_per_second"):
             if not getattr(self, rate) > 0:
                 raise ValueError(f"{rate} is {getattr(self, rate)}: give a positive number, per second")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from specdec.arguments import numbers
 from specdec.cost.shapes import Shape
 
 
@@ -23,6 +24,7 @@ class Investment:
     serving: float = 10.0
 
     def __post_init__(self) -> None:
+        numbers(self, "share", "multiplier", "serving")
         if self.share < 0:
             raise ValueError(f"share is {self.share}: give units of the target's training, at least 0")
         for name in ("multiplier", "serving"):

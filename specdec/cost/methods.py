@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from specdec.arguments import numbers, whole
 from specdec.cost.hardware import Hardware
 from specdec.cost.shapes import Shape
 from specdec.cost.terms import FULL, PAPER, Forward, Step, Term, kv_refresh, memory_projection, step
@@ -25,6 +26,13 @@ class Sparse:
     divisor: int = 8
     sinks: int = 1
 
+    def __post_init__(self) -> None:
+        numbers(self, "divisor", "sinks")
+        if self.divisor < 1 or self.sinks < 0:
+            raise ValueError(
+                f"divisor is {self.divisor} and sinks {self.sinks}: give a divisor of at least 1, and 0 sinks or more"
+            )
+
     def __call__(self, context: float) -> float:
         return self.sinks + context // self.divisor
 
@@ -36,6 +44,7 @@ class Window:
     size: int
 
     def __post_init__(self) -> None:
+        numbers(self, "size")
         if self.size < 1:
             raise ValueError(f"size is {self.size}: give at least 1 position")
 
@@ -64,12 +73,17 @@ class Load:
     refresh: bool = False
 
     def __post_init__(self) -> None:
+        numbers(self, "batch", "context", "bytes_per_weight", "bytes_per_kv")
+        whole("k", self.k)
         if self.batch < 1:
             raise ValueError(f"batch is {self.batch}: give at least 1 sequence")
         if self.context < 1:
             raise ValueError(
                 f"context is {self.context}: give at least 1 position; a target attends to its prompt"
             )
+        for name in ("bytes_per_weight", "bytes_per_kv"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} is {getattr(self, name)}: give a positive number")
         if self.k < 1:
             raise ValueError(
                 f"k is {self.k}: draft at least 1 token a round, or use the method AUTOREGRESSIVE"

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from specdec.arguments import whole
+
 
 @dataclass(frozen=True)
 class Experts:
@@ -23,6 +25,12 @@ class Experts:
     layers: int | None = None
 
     def __post_init__(self) -> None:
+        for name in ("count", "chosen", "d_ff", "shared_d_ff"):
+            whole(name, getattr(self, name))
+        if self.d_ff < 1 or self.shared_d_ff < 0:
+            raise ValueError(
+                f"d_ff is {self.d_ff} and shared_d_ff {self.shared_d_ff}: give at least 1, and 0 or more"
+            )
         if not 1 <= self.chosen <= self.count:
             raise ValueError(f"chosen is {self.chosen} of {self.count} experts: give 1 to count")
 
@@ -58,6 +66,10 @@ class Shape:
     windowed_layers: int = 0
 
     def __post_init__(self) -> None:
+        for field in fields(self)[:7]:
+            whole(field.name, getattr(self, field.name))
+        if not (self.experts is None or isinstance(self.experts, Experts)):
+            raise TypeError(f"experts is {self.experts!r}: give Experts(count, chosen, d_ff), or None")
         for field in fields(self)[:6]:
             if getattr(self, field.name) < 1:
                 raise ValueError(f"{field.name} is {getattr(self, field.name)}: give at least 1")

@@ -86,5 +86,12 @@ def chain_draft(function: Callable[[list[int]], Tensor | Sequence[float]]) -> Fu
 
     The library draws from the logits with the decoder's sampling and keeps the exact distribution with each token, so the
     result is lossless whatever the function says.
+
+    Raises:
+        TypeError: what is given cannot be called.
     """
+    if not callable(function):
+        raise TypeError(
+            f"function is {function!r}: give a function from a prefix (a list of ids) to logits [V]"
+        )
     return FunctionDraft(function)

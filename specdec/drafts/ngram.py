@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specdec.arguments import whole
 from specdec.rng import Rng
 from specdec.types import Context, Proposal, Round
 
@@ -27,6 +28,8 @@ class NGram:
     revocable = True
 
     def __post_init__(self) -> None:
+        whole("min_match", self.min_match)
+        whole("max_match", self.max_match)
         if not 1 <= self.min_match <= self.max_match:
             raise ValueError(
                 f"min_match is {self.min_match}, max_match {self.max_match}: need 1 <= min_match <= max_match"

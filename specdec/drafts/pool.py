@@ -107,7 +107,7 @@ class Pool:
     def prepare(self, state: PoolState, context: Context, arm: Tensor) -> PoolState:
         """Let the drafts of ``arm [B]`` read what they have not read of their rows.
 
-        A row that is being drafted and only changes its member of a stack cannot be prepared: both members would write to one cache.
+        A row that is being drafted and only changes its member of a stack is read into a cache of its own: both members would write to one.
         """
         arms = torch.tensor(self.arms)
         busy = torch.tensor([p is not None for p in state.proposals] + [False])[arms[state.arm]]
@@ -115,9 +115,15 @@ class Pool:
         state = self._seated(state, arm, ~stays)
         states = list(state.states)
         for d, rows in self._groups(arm):
-            rows = rows[~stays[rows]] if hasattr(self.drafts[d], "assign") else rows
-            if hasattr(self.drafts[d], "prepare") and len(rows):
-                states[d] = self.drafts[d].prepare(states[d], context, rows)  # type: ignore[attr-defined]
+            draft: Any = self.drafts[d]
+            ahead = rows[stays[rows]] if hasattr(draft, "read_ahead") else rows[:0]
+            if len(ahead):
+                rows = rows[~stays[rows]]
+            if hasattr(draft, "prepare") and len(rows):
+                states[d] = draft.prepare(states[d], context, rows)
+            if len(ahead):
+                member = torch.tensor(self.members)[arm[ahead]]
+                states[d] = draft.read_ahead(states[d], context, ahead, member)
         return state._replace(states=tuple(states))
 
     def _groups(self, arm: Tensor) -> list[tuple[int, Tensor]]:

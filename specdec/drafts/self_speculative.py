@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
+from specdec.arguments import whole
 from specdec.drafts.model import Model, ModelState
 from specdec.models.compact import Windowed
 from specdec.models.hf import HFModel
@@ -69,7 +70,12 @@ class MagicDec:
                 "a pruner chooses other positions for every head, which have no common place in the cache: use "
                 "positions='original'"
             )
-        budgets = [self.budget] if isinstance(self.budget, int) else list(self.budget)
+        budgets = list(self.budget) if isinstance(self.budget, Iterable) else [self.budget]
+        for each in budgets:
+            whole("budget", each, ", or one for every layer")
+        whole("observation", self.observation)
+        if self.refresh is not None:
+            whole("refresh", self.refresh, ", or None for never")
         for what, value in (("budget", min(budgets, default=0)), ("observation", self.observation)):
             if value < 1:
                 raise ValueError(f"{what} is {value}: at least 1")

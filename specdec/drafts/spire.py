@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specdec.arguments import whole
 from specdec.device import sent
 from specdec.models.chains import Drawn
 from specdec.models.given import as_spire
@@ -60,10 +61,11 @@ class Spire:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "model", as_spire(self.model))
-        if self.bf16_weights and self.model.narrow is None:
-            object.__setattr__(self, "model", self.model.narrowed())
+        whole("block", self.block)
         if self.block < 1:
             raise ValueError(f"block is {self.block}: a draft proposes at least 1 token")
+        if self.bf16_weights and self.model.narrow is None:
+            object.__setattr__(self, "model", self.model.narrowed())
 
     @property
     def taps(self) -> tuple[int, ...]:

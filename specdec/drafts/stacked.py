@@ -8,12 +8,29 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from specdec.drafts.model import Model, ModelState
+from specdec.drafts.model import Model, ModelState, readable
 from specdec.models.stacked import StackedModel
 from specdec.protocols import LanguageModel
 from specdec.rng import Rng
 from specdec.sampling import Sampling
 from specdec.types import Context, Proposal, Round
+
+
+class Ahead(NamedTuple):
+    """What members have read of rows that others still draft: entry i of ``cache`` is row ``rows[i]`` as ``member[i]`` reads it."""
+
+    cache: Any
+    rows: list[int]
+    member: list[int]
+
+    def select(self, rows: list[int]) -> Ahead | None:
+        """Of some rows of the batch, in the order given."""
+        at = {b: i for i, b in enumerate(self.rows)}
+        kept = [(new, at[old]) for new, old in enumerate(rows) if old in at]
+        if not kept:
+            return None
+        new, which = zip(*kept)
+        return Ahead(self.cache.select(torch.tensor(which)), list(new), [self.member[i] for i in which])
 
 
 class StackedState(NamedTuple):
@@ -22,6 +39,7 @@ class StackedState(NamedTuple):
     inner: ModelState
     member: Tensor
     writer: Tensor
+    ahead: Ahead | None = None
 
     @property
     def cache(self) -> Any:
@@ -32,7 +50,7 @@ class StackedState(NamedTuple):
 class Stacked:
     """As ``Model``, with a member of ``model`` for each row (``assign``; member 0 at first).
 
-    One cache serves all members: a row that changes its member is read again by the new one.
+    One cache serves all members: a row that changes its member is read again by the new one, at the change or, by ``read_ahead``, before it.
     """
 
     model: StackedModel
@@ -73,6 +91,25 @@ class Stacked:
         state = self._ready(state, torch.arange(context.batch) if rows is None else rows)
         return state._replace(inner=self._draft.prepare(state.inner, context, rows))
 
+    def read_ahead(self, state: StackedState, context: Context, rows: Tensor, member: Tensor) -> StackedState:
+        """Let ``member [R]`` read ``rows [R]`` while other members still draft them: into a cache of its own, until ``propose``.
+
+        Where there is no memory for that, they are read at the change.
+        """
+        other = state.writer[rows] != member
+        rows, member = rows[other], member[other]
+        if not len(rows):
+            return state._replace(ahead=None)
+        held = state.inner.cache
+        make = held.beside if hasattr(held, "beside") else self.model.cache
+        self.model.read_as(member)
+        try:
+            cache = make(len(rows), held.capacity)
+            self.model.prefill(cache, readable(context.select(rows), self.model))
+        except MemoryError:
+            return state._replace(ahead=None)
+        return state._replace(ahead=Ahead(cache, rows.tolist(), member.tolist()))
+
     def propose(
         self, state: StackedState, context: Context, budget: Tensor, rng: Rng
     ) -> tuple[Proposal, StackedState]:
@@ -81,21 +118,28 @@ class Stacked:
         return proposal, state._replace(inner=inner)
 
     def _ready(self, state: StackedState, rows: Tensor) -> StackedState:
-        """Forget what another member read of these rows, and tell the model whose they are."""
+        """Put what was read ahead, or nothing, where another member read these rows, and tell the model whose they are."""
         stale = rows[state.writer[rows] != state.member[rows]]
-        for b in stale.tolist():
-            state.inner.cache.forget(b)
+        cache, ahead = state.inner.cache, state.ahead
+        known = {} if ahead is None else {key: i for i, key in enumerate(zip(ahead.rows, ahead.member))}
+        for b, member in zip(stale.tolist(), state.member[stale].tolist()):
+            if ahead is not None and (b, member) in known:
+                cache.take(b, ahead.cache, known[b, member])
+            else:
+                cache.forget(b)
         self.model.read_as(state.member)
-        return state._replace(writer=state.writer.index_copy(0, stale, state.member[stale]))
+        return state._replace(writer=state.writer.index_copy(0, stale, state.member[stale]), ahead=None)
 
     def observe(self, state: StackedState, round: Round) -> StackedState:
         return state._replace(inner=self._draft.observe(state.inner, round))
 
     def select(self, state: StackedState, rows: Tensor) -> StackedState:
-        return StackedState(self._draft.select(state.inner, rows), state.member[rows], state.writer[rows])
+        ahead = None if state.ahead is None else state.ahead.select(rows.tolist())
+        return StackedState(
+            self._draft.select(state.inner, rows), state.member[rows], state.writer[rows], ahead
+        )
 
     def join(self, state: StackedState, other: StackedState) -> StackedState:
         inner = self._draft.join(state.inner, other.inner)
-        return StackedState(
-            inner, torch.cat([state.member, other.member]), torch.cat([state.writer, other.writer])
-        )
+        member, writer = (torch.cat([getattr(s, n) for s in (state, other)]) for n in ("member", "writer"))
+        return StackedState(inner, member, writer, state.ahead)  # nothing drafts the new rows yet

@@ -5,6 +5,7 @@ Candidates are drawn independently; at temperature 0 they are the most probable 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specdec.arguments import whole
 from specdec.drafts.model import Model, ModelState, fit, readable
 from specdec.models.given import as_model
 from specdec.protocols import LanguageModel
@@ -39,9 +41,13 @@ class Tree:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "model", as_model(self.model, "model"))
-        if isinstance(self.widths, int):
-            raise TypeError(f"widths is {self.widths}: give the children a node by depth, such as (3, 2, 1)")
+        if isinstance(self.widths, str) or not isinstance(self.widths, Iterable):
+            raise TypeError(
+                f"widths is {self.widths!r}: give the children a node by depth, such as (3, 2, 1)"
+            )
         object.__setattr__(self, "widths", tuple(self.widths))
+        for width in self.widths:
+            whole("widths, of a depth,", width)
         if not self.widths or min(self.widths) < 1:
             raise ValueError(
                 f"widths is {self.widths}: give at least one depth, each with at least one child a node"

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from specdec.arguments import whole
 from specdec.executors.flow import Flow, members, reading
 from specdec.executors.lane import Lane
 from specdec.executors.timeline import Timeline
@@ -36,8 +37,7 @@ class Pipelined:
         workers: ``"threads"`` (on a GPU with a stream of its own; on a CPU two threads share Python's lock, which small models wait
             for) or ``"processes"`` (forked, CPU only: each on a core of its own).
         ahead: with a selector, arms are chosen a round ahead, and a draft that a row will change to reads the row's text while the old
-            one still works for it (not between members of a stack, which share a cache). barrier: all micro-batches of a round are
-            verified before the next is drafted (for comparison).
+            one still works for it. barrier: all micro-batches of a round are verified before the next is drafted (for comparison).
         timeline: collects who worked when.
     Raises (in ``build`` or at the start of a run):
         ValueError: more micro-batches than rows, no such workers, or a draft that looks at its target's cache or activations from
@@ -51,10 +51,12 @@ class Pipelined:
     timeline: Timeline | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        if self.workers not in WORKERS:
+        if not isinstance(self.workers, str) or self.workers not in WORKERS:
             raise ValueError(f"workers is {self.workers!r}: there are {', '.join(map(repr, WORKERS))}")
-        if self.micro_batches is not None and self.micro_batches < 1:
-            raise ValueError(f"micro_batches is {self.micro_batches}: need at least 1")
+        if self.micro_batches is not None:
+            whole("micro_batches", self.micro_batches, ", or None for two")
+            if self.micro_batches < 1:
+                raise ValueError(f"micro_batches is {self.micro_batches}: need at least 1")
 
     def check(self, decoder: Decoder) -> None:
         """Called by ``build``: refuse what cannot run beside the target."""
@@ -84,8 +86,10 @@ class Pipelined:
     def run(self, decoder: Decoder, context: Context, rng: Rng, limits: Limits) -> Iterator[Round]:
         count = self.lanes(context.batch)
         if count > context.batch:
+            rows = "is 1 row" if context.batch == 1 else f"are {context.batch} rows"
             raise ValueError(
-                f"micro_batches is {count} and there are {context.batch} rows: a micro-batch needs a row; use at most {context.batch}"
+                f"micro_batches is {count} and there {rows}: a micro-batch needs a row; use at most {context.batch}, or Pipelined() without "
+                "a number: two micro-batches, one of a single row"
             )
         selection = decoder.begin(context.batch)
         parts = [torch.arange(context.batch)[i::count] for i in range(count)]

@@ -97,6 +97,14 @@ class SlotCache(Slots, Memo):
         new._hold(tokens, [*self._lengths, *other._lengths], [*self._fed, *other._fed])
         return new
 
+    def take(self, b: int, other: SlotCache, i: int) -> None:
+        """Row ``b`` becomes row ``i`` of ``other``, which must not be used any more."""
+        used = other._lengths[i] + other._fed[i]
+        with torch.inference_mode(False), torch.no_grad():
+            for there, here in zip(other._blocks, self._blocks):
+                here[:, b, :used] = there[:, i, :used]
+        self._become(b, other, i)
+
 
 def _copy_rows(source: Sequence[Tensor], target: Sequence[Tensor], first: int, used: Sequence[int]) -> None:
     """Copy the ``used [R]`` slots of all rows of ``source`` blocks to rows ``first`` on of ``target``."""

@@ -110,6 +110,12 @@ class Memo:
             out.append((b, start, path[:taken]))
         return out
 
+    def _become(self, b: int, other: Memo, i: int) -> None:
+        """Row ``b`` holds what row ``i`` of ``other`` does."""
+        n = other._lengths[i]
+        self._tokens[b, :n] = other._tokens[i, :n]
+        self._lengths[b], self._fed[b] = n, other._fed[i]
+
     def _rows(self, order: list[int]) -> tuple[np.ndarray, list[int], list[int]]:
         """What ``_hold`` needs for some rows, in the order given."""
         return self._tokens[order], [self._lengths[b] for b in order], [self._fed[b] for b in order]

@@ -254,6 +254,11 @@ class PagedCache(Memo):
         new._hold(tokens, [*self._lengths, *other._lengths], [*self._fed, *other._fed])
         return new
 
+    def take(self, b: int, other: PagedCache, i: int) -> None:
+        """Row ``b`` becomes row ``i`` of ``other``, a cache of the same pool (``beside``); nothing is copied."""
+        self._pages[b], other._pages[i] = other._pages[i], self._pages[b]
+        self._become(b, other, i)
+
     def _copy(self, other: PagedCache, b: int, pages: list[int]) -> None:
         """Copy what row ``b`` of ``other`` holds into ``pages`` of this cache's pool."""
         used = range(other._lengths[b] + other._fed[b])

@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specdec.arguments import whole
 from specdec.device import sent
 from specdec.models.slots import KVShape, Slots
 
@@ -105,7 +106,9 @@ class Ring(Slots):
 
 
 def check(window: int, sinks: int, block: int = 1) -> None:
-    """Raise ValueError for numbers that leave nothing to see."""
+    """Raise ValueError for numbers that leave nothing to see, TypeError for what is no whole number."""
+    for name, value in (("window", window), ("sinks", sinks), ("block", block)):
+        whole(name, value)
     if window < 1:
         raise ValueError(f"window is {window}: a query must see at least itself, which is window=1")
     if sinks < 0:

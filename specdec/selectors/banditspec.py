@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specdec.arguments import number
 from specdec.rng import Rng
 from specdec.selectors.exp3 import Weighted, softmax, weigh
 from specdec.selectors.matching import assign, checked, draw
@@ -24,6 +25,7 @@ from specdec.selectors.statistics import (
     Table,
     mean,
     optimistic,
+    poolable,
     positive,
     seen,
 )
@@ -48,7 +50,9 @@ class UCBSpec:
     full_information: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
+        poolable(self.pool)
         positive("length", self.length)
+        number("delta", self.delta)
         if not 0 < self.delta < 1:
             raise ValueError(f"delta is {self.delta}: give a probability between 0 and 1")
 
@@ -95,6 +99,7 @@ class EXP3Spec:
     full_information: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
+        poolable(self.pool)
         positive("length", self.length)
 
     def init(self, arms: int) -> Weighted:

@@ -9,9 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specdec.arguments import number
 from specdec.rng import Rng
 from specdec.selectors.matching import assign, checked, draw
-from specdec.selectors.statistics import PULLS, Pool, Table, goodput, optimistic, seen
+from specdec.selectors.statistics import PULLS, Pool, Table, goodput, optimistic, poolable, seen
 from specdec.types import Context, Feedback
 
 
@@ -31,6 +32,8 @@ class EpsilonGreedy:
     full_information: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
+        poolable(self.pool)
+        number("epsilon", self.epsilon)
         if not 0 <= self.epsilon <= 1:
             raise ValueError(f"epsilon is {self.epsilon}: give a probability")
 

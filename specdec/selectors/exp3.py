@@ -9,9 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specdec.arguments import number
 from specdec.rng import Rng
 from specdec.selectors.matching import checked, draw
-from specdec.selectors.statistics import REWARD, Pending, Pool, Table, positive, seen, unit
+from specdec.selectors.statistics import REWARD, Pending, Pool, Table, poolable, positive, seen, unit
 from specdec.types import Context, Feedback
 
 
@@ -39,7 +40,9 @@ class EXP3:
     full_information: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
+        poolable(self.pool)
         positive("scale", self.scale)
+        number("gamma", self.gamma)
         if not 0 < self.gamma <= 1:
             raise ValueError(f"gamma is {self.gamma}: give a number in (0, 1]")
 

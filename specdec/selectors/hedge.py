@@ -15,7 +15,7 @@ from torch import Tensor
 from specdec.rng import Rng
 from specdec.selectors.exp3 import softmax
 from specdec.selectors.matching import checked, draw
-from specdec.selectors.statistics import PULLS, REWARD, Pool, Table, positive, seen, unit
+from specdec.selectors.statistics import PULLS, REWARD, Pool, Table, poolable, positive, seen, unit
 from specdec.types import Context, Feedback
 
 
@@ -35,6 +35,7 @@ class Hedge:
     full_information: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        poolable(self.pool)
         positive("scale", self.scale)
         if self.rate is not None:
             positive("rate", self.rate)

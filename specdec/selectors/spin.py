@@ -12,9 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specdec.arguments import numbers, whole
 from specdec.rng import Rng
 from specdec.selectors.matching import assign, checked, scatter, within
-from specdec.selectors.statistics import PULLS, Index, Pending, Pool, Table, goodput, room, seen
+from specdec.selectors.statistics import PULLS, Index, Pending, Pool, Table, goodput, poolable, room, seen
 from specdec.types import Context, Feedback
 
 LONGEST = 2**40  # slots of an exploitation phase, so that nothing overflows
@@ -92,6 +93,9 @@ class Spin:
     full_information: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
+        poolable(self.pool)
+        whole("exploration", self.exploration)
+        numbers(self, "growth", "prior")
         if self.exploration < 1:
             raise ValueError(
                 f"exploration is {self.exploration}: give at least one slot an epoch (warm spares them)"

@@ -6,10 +6,11 @@ Goodput is a ratio of sums (tokens over seconds), never a mean of ratios: a mean
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from specdec.arguments import number
 from specdec.types import Context, Feedback
 
 PULLS, TOKENS, SECONDS, REWARD = range(4)  # columns of Table.sums
@@ -218,6 +219,12 @@ def unit(reward: np.ndarray, scale: float) -> np.ndarray:
     return np.clip(reward / scale, 0.0, 1.0)
 
 
+def poolable(pool: Any) -> None:
+    """TypeError for what cannot say whose observations count together."""
+    if not (pool is None or pool == "global" or callable(pool)):
+        raise TypeError(f'pool is {pool!r}: give None, "global", or a function from a context to a key a row')
+
+
 def at_least_one(arms: int) -> int:
     """``arms``, or ValueError."""
     if arms < 1:
@@ -228,6 +235,7 @@ def at_least_one(arms: int) -> int:
 
 
 def positive(name: str, value: float) -> None:
-    """ValueError for a setting that must be above 0."""
+    """ValueError for a setting that must be above 0, TypeError for what is no number."""
+    number(name, value)
     if not value > 0:
         raise ValueError(f"{name} is {value}: give a number above 0")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specdec.rng import Rng
 from specdec.selectors.matching import checked, draw
-from specdec.selectors.statistics import PULLS, REWARD, Pool, Table, positive, seen, unit
+from specdec.selectors.statistics import PULLS, REWARD, Pool, Table, poolable, positive, seen, unit
 from specdec.types import Context, Feedback
 
 _Z = np.linspace(-6, 6, 13)  # where each arm's posterior is cut, in its standard deviations
@@ -40,6 +40,7 @@ class Thompson:
     full_information: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
+        poolable(self.pool)
         positive("scale", self.scale)
         positive("spread", self.spread)
 

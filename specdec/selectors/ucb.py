@@ -18,6 +18,7 @@ from specdec.selectors.statistics import (
     Table,
     mean,
     optimistic,
+    poolable,
     positive,
     seen,
     unit,
@@ -39,6 +40,7 @@ class UCB1:
     full_information: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
+        poolable(self.pool)
         positive("scale", self.scale)
 
     def init(self, arms: int) -> Table:

@@ -49,7 +49,8 @@ class Rejection:
             path, accepted, law = verify_chain(proposal, probs, context, rng)
         else:
             path, accepted, law = verify_tree(proposal, probs, context, rng)
-        return Verdict.of(proposal, path, accepted, draw_bonus(law, accepted, context, rng, proposal.nodes))
+        bonus = draw_bonus(law, accepted, context, rng, proposal.nodes)
+        return Verdict.of(proposal, path, accepted, bonus, checked=True)
 
     def greedy(self, proposal: Proposal, tokens: Tensor) -> Verdict:
         """``__call__`` at temperature 0, where every law lies on one token: ``tokens [B, N + 1]``.
