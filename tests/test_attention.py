@@ -20,6 +20,7 @@ from specdec.kernels.attention import (
     explain,
     reference,
 )
+from specdec.kernels.attention.plan import additive
 from specdec.kernels.attention.reach import reach
 from specdec.kernels.native import library, reason
 
@@ -351,6 +352,35 @@ def test_log_sum_exps_of_queries_that_see_nothing(backend):
     torch.testing.assert_close(lse, logs, rtol=0, atol=1e-13)
 
 
+class ByHead(ExplicitPlan):
+    """What is seen differs between heads and layers."""
+
+    def visible(self, segment, window=None, low=0):
+        seen = torch.from_numpy(super().visible(segment, window, low))[:, None].repeat(1, 4, 1, 1)
+        for h in range(4):
+            seen[:, h, :, h + self.layer :: 3] = False
+        return seen
+
+    def mask(self, segment, window, low, dtype, device):
+        return additive(self.visible(segment, window, low), dtype)
+
+
+@pytest.mark.parametrize("backend", CPU)
+def test_log_sum_exps_of_masks_by_head_and_layer(backend):
+    seen = np.zeros((6, 24), dtype=bool)
+    seen[[0, 3, 5]] = np.random.default_rng(0).random((3, 24)) < 0.4
+    seen[1, 4] = seen[2, 7] = True  # seen by some heads alone, others see nothing
+    plan = ByHead([0, 1, 3], [2, 1, 3], seen)
+    query, keys, values = case(AttentionPlan([0, 1, 3], [3, 3, 3], [2, 1, 3], 24))
+    for plan.layer in (0, 1):
+        out, lse = attention(query, keys, values, plan, backend=backend, lse=True)
+        expected, logs = attention(query, keys, values, plan, backend="reference", lse=True)
+        assert logs[:, 1].isinf().any()
+        assert logs[:, 1].isfinite().any()
+        torch.testing.assert_close(out, expected, rtol=0, atol=1e-13)
+        torch.testing.assert_close(lse, logs, rtol=0, atol=1e-13)
+
+
 @pytest.mark.parametrize("backend", CPU)
 @pytest.mark.parametrize("name", ["verify", "ragged", "tree"])
 def test_log_sum_exps_beside_what_is_not_finite(name, backend):
@@ -383,8 +413,15 @@ def test_the_cpus_two_ways_do_not_lose_a_soft_cap():
     """Values of 10 are not for C, and a soft cap is not for PyTorch."""
     plan = PLANS["verify"]
     args = case(plan, D=16, Dv=10, dtype=torch.float32)
-    with pytest.raises(ValueError, match="no soft cap"):
-        attention(*args, plan, softcap=1.0, backend="cpu")
+    for lse in (False, True):
+        with pytest.raises(ValueError, match="no soft cap"):
+            attention(*args, plan, softcap=1.0, backend="cpu", lse=lse)
+        (said,) = (
+            line
+            for line in explain(*args, plan, softcap=1.0, lse=lse).splitlines()
+            if line.startswith("cpu ")
+        )
+        assert "cannot" in said
 
 
 def test_rows_without_queries_are_refused():

@@ -124,10 +124,6 @@ def why_not(
         module = _load(backend)
     except ImportError as error:
         return str(error)
-    if lse and hasattr(module, "no_lse"):
-        why = module.no_lse(query, keys, values, plan, window, softcap, sinks)
-        if why:
-            return why
     if _takes_plan(module):
         why = module.supports(query, softcap, sinks, plan)
     else:
@@ -136,6 +132,8 @@ def why_not(
             why = why or "it reads slots, not pages"
     if why is None and hasattr(module, "fits"):
         why = module.fits(query, keys, values, plan, window)
+    if why is None and hasattr(module, "refuses"):
+        why = module.refuses(query, keys, values, plan, window, softcap, sinks, lse)
     return why
 
 

@@ -19,6 +19,25 @@ def supports(
     return why and packed.supports(query, softcap, sinks, plan)
 
 
+def refuses(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    plan: AttentionPlan,
+    window: Reach = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    lse: bool = False,
+) -> str | None:
+    """Why neither can serve a call with these buffers, or ``None``."""
+    why = _no_c(query, keys, values, plan, window, softcap, sinks)
+    if why is None:
+        return None
+    other = packed.supports(query, softcap, sinks, plan)
+    other = other or packed.refuses(query, keys, values, plan, window, softcap, sinks, lse)
+    return other and f"{why}, and {other}"
+
+
 def attend(
     query: Tensor,
     keys: Tensor,
@@ -30,7 +49,7 @@ def attend(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Arguments and result as for ``api.attention``."""
-    c = _c(query, keys, values, plan, window, softcap, sinks)
+    c = _no_c(query, keys, values, plan, window, softcap, sinks) is None
     serve = native.attend if c else packed.attend
     return serve(query, keys, values, plan, scale, window, softcap, sinks)
 
@@ -45,28 +64,13 @@ def attend_with_lse(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As ``attend``, with the log-sum-exp ``[1, T, Hq]`` of the scores; where ``no_lse`` has nothing against it."""
-    c = _c(query, keys, values, plan, window, softcap, sinks)
+    """As ``attend``, with the log-sum-exp ``[1, T, Hq]`` of the scores; where ``refuses`` has nothing against it."""
+    c = _no_c(query, keys, values, plan, window, softcap, sinks) is None
     serve = native.attend_with_lse if c else packed.attend_with_lse
     return serve(query, keys, values, plan, scale, window, softcap, sinks)
 
 
-def no_lse(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    plan: AttentionPlan,
-    window: Reach = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> str | None:
-    """Why this backend cannot say the log-sum-exp of a call that it could serve, or ``None``."""
-    if _c(query, keys, values, plan, window, softcap, sinks):
-        return None
-    return packed.no_lse(query, keys, values, plan, window, softcap, sinks)
-
-
-def _c(
+def _no_c(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
@@ -74,14 +78,6 @@ def _c(
     window: Reach,
     softcap: float | None,
     sinks: Tensor | None,
-) -> bool:
-    """Whether the C kernels serve a call; if not, it is PyTorch's.
-
-    Raises:
-        ValueError: neither can: buffers that C does not read, and what PyTorch does not compute.
-    """
-    why = native.supports(query, softcap, sinks, plan) or native.fits(query, keys, values, plan, window)
-    other = packed.supports(query, softcap, sinks, plan)
-    if why and other:
-        raise ValueError(f"backend 'cpu' cannot serve this call: {why}, and {other}")
-    return why is None
+) -> str | None:
+    """Why the C kernels cannot serve a call, or ``None``."""
+    return native.supports(query, softcap, sinks, plan) or native.fits(query, keys, values, plan, window)

@@ -12,13 +12,13 @@ from torch import Tensor
 from specdec.kernels.attention import packed
 from specdec.kernels.attention.costs import cost_model
 from specdec.kernels.attention.decompose import Block, Fragments, decompose
-from specdec.kernels.attention.fused import fused_supports, no_lse
+from specdec.kernels.attention.fused import fused_supports, refuses
 from specdec.kernels.attention.merge import merge_two
 from specdec.kernels.attention.packed import careful, careful_with_lse, join, join_with_lse
 from specdec.kernels.attention.plan import AttentionPlan, Segment
 from specdec.kernels.attention.reach import Reach, binding
 
-__all__ = ["attend", "attend_with_lse", "fragments", "no_lse", "supports"]
+__all__ = ["attend", "attend_with_lse", "fragments", "refuses", "supports"]
 
 PROMPT = 32
 
@@ -58,7 +58,7 @@ def attend_with_lse(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As ``attend``, with the log-sum-exp ``[1, T, Hq]`` of the scores; where ``no_lse`` has nothing against it."""
+    """As ``attend``, with the log-sum-exp ``[1, T, Hq]`` of the scores; where ``refuses`` has nothing against it."""
     if not plan.ordered or max(plan.counts) > PROMPT:
         return packed.attend_with_lse(query, keys, values, plan, scale, window)
     window = binding(window, max(plan.length))

@@ -125,8 +125,7 @@ def attend_with_lse(
         if recipe.back is not None:
             out, lse = out.index_select(0, recipe.back), lse.index_select(0, recipe.back)
     if recipe.initial is not None:
-        first = call(q, keys, values, recipe.initial, scale, softcap, False, -1)
-        out, lse = merge_two(out, lse, first[0].to(out.dtype), first[1])
+        out, lse = recipe.initial.onto(out, lse, call, q, keys, values, scale, softcap)
     if sinks is not None:
         logit = sinks.to(lse.dtype)
         out = out * torch.sigmoid(lse - logit)[..., None]
@@ -215,6 +214,35 @@ class _Block:
 
 
 @dataclass(frozen=True)
+class _Initial:
+    """What the packed queries ``take`` (``None``: all) see of the slots below their windows, and below a tree."""
+
+    take: Tensor | None
+    sequences: Sequences
+
+    def onto(
+        self,
+        out: Tensor,
+        lse: Tensor,
+        call: Call,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scale: float,
+        softcap: float | None,
+    ) -> tuple[Tensor, Tensor]:
+        """``out [T, Hq, D]`` and ``lse [T, Hq]`` with it."""
+        take = self.take
+        some = q if take is None else q.index_select(0, take)
+        more, more_lse = call(some, keys, values, self.sequences, scale, softcap, False, -1)
+        more = more.to(out.dtype)
+        if take is None:
+            return merge_two(out, lse, more, more_lse)
+        made = merge_two(out.index_select(0, take), lse.index_select(0, take), more, more_lse)
+        return out.index_copy(0, take, made[0]), lse.index_copy(0, take, made[1])
+
+
+@dataclass(frozen=True)
 class _Recipe:
     """One causal call for everything, or groups of rows; ``back [T]``: where each packed query is among theirs.
 
@@ -224,7 +252,7 @@ class _Recipe:
     whole: Sequences | None
     groups: list[_Group]
     back: Tensor | None
-    initial: Sequences | None = None
+    initial: _Initial | None = None
 
 
 def _recipe(plan: AttentionPlan, window: Reach, device: torch.device) -> _Recipe:
@@ -232,22 +260,23 @@ def _recipe(plan: AttentionPlan, window: Reach, device: torch.device) -> _Recipe
     return replace(made, initial=_initial(plan, window, device)) if isinstance(window, Streaming) else made
 
 
-def _initial(plan: AttentionPlan, window: Streaming, device: torch.device) -> Sequences | None:
-    """What each query sees of the slots below its window, and below a tree: a sequence for neighbours that see equally many."""
+def _initial(plan: AttentionPlan, window: Streaming, device: torch.device) -> _Initial | None:
+    """Neighbouring queries of a row that see equally many of the first slots are one sequence; ``None``: no query sees any."""
     rows, counts = np.asarray(plan.rows), np.asarray(plan.counts)
     row = np.repeat(np.arange(len(rows)), counts)
     slot = np.concatenate([np.arange(f, f + n) for f, n in zip(plan.first, plan.counts)])
     high = np.minimum(window.initial, _positions(plan, row, slot[:, None])[:, 0] - window.window + 1)
     if plan.tree is not None:  # from there on it is the block's matter
         high = np.minimum(high, np.minimum(plan.first, plan.tree.root)[row])
-    high = high.clip(0)
-    if not high.any():
+    take = np.flatnonzero(high > 0)
+    if not len(take):
         return None
+    row, high = row[take], high[take]
     starts = np.flatnonzero(np.diff(row, prepend=-1) | np.diff(high, prepend=-1))
-    length = np.diff(starts, append=len(row))
-    table = pages(plan)
+    length, low, table = np.diff(starts, append=len(take)), np.zeros_like(starts), pages(plan)
     table = None if table is None else table[row[starts]]
-    return Sequences(rows[row[starts]], length, np.zeros_like(starts), high[starts], device, table)
+    sequences = Sequences(rows[row[starts]], length, low, high[starts], device, table)
+    return _Initial(None if len(take) == len(slot) else upload([take], device, np.int64)[0], sequences)
 
 
 def _latest(plan: AttentionPlan, window: Reach, device: torch.device) -> _Recipe:

@@ -29,7 +29,7 @@ def fused_supports(query: Tensor, softcap: float | None, sinks: Tensor | None) -
     return None
 
 
-def no_lse(
+def refuses(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
@@ -37,8 +37,11 @@ def no_lse(
     window: Reach = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    lse: bool = False,
 ) -> str | None:
-    """Why fused attention cannot say the log-sum-exp of a call that it could serve, or ``None``."""
+    """Why fused attention cannot say the log-sum-exp of a call, if that is asked, or ``None``."""
+    if not lse:
+        return None
     if not query.is_cpu:
         return "PyTorch's fused attention says its log-sum-exp on the CPU only"
     if keys.shape[-1] != values.shape[-1]:
@@ -105,7 +108,7 @@ def fused_with_lse(
     window: Reach,
     begin: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """As ``fused``, with the log-sum-exp ``[R, Hq, q]`` of the scores; where ``no_lse`` has nothing against it.
+    """As ``fused``, with the log-sum-exp ``[R, Hq, q]`` of the scores; where ``refuses`` has nothing against it.
 
     A query that sees none of the slots gets 0 and -inf.
     """

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from specdec.device import sent
-from specdec.kernels.attention.fused import fused, fused_supports, fused_with_lse, no_lse
+from specdec.kernels.attention.fused import fused, fused_supports, fused_with_lse, refuses
 from specdec.kernels.attention.plan import AttentionPlan, Segment
 from specdec.kernels.attention.reach import Reach, binding
 
-__all__ = ["attend", "attend_with_lse", "careful", "careful_with_lse", "no_lse", "supports"]
+__all__ = ["attend", "attend_with_lse", "careful", "careful_with_lse", "refuses", "supports"]
 
 
 def supports(
@@ -56,7 +56,7 @@ def attend_with_lse(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As ``attend``, with the log-sum-exp ``[1, T, Hq]`` of the scores; where ``no_lse`` has nothing against it."""
+    """As ``attend``, with the log-sum-exp ``[1, T, Hq]`` of the scores; where ``refuses`` has nothing against it."""
     return join_with_lse(_parts(careful_with_lse, query, keys, values, plan, scale, window))
 
 

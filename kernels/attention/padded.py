@@ -11,12 +11,12 @@ from typing import Any
 
 from torch import Tensor
 
-from specdec.kernels.attention.fused import fused_supports, no_lse
+from specdec.kernels.attention.fused import fused_supports, refuses
 from specdec.kernels.attention.packed import careful, careful_with_lse, join, join_with_lse
 from specdec.kernels.attention.plan import AttentionPlan
 from specdec.kernels.attention.reach import Reach, binding
 
-__all__ = ["attend", "attend_with_lse", "no_lse", "supports"]
+__all__ = ["attend", "attend_with_lse", "refuses", "supports"]
 
 supports = fused_supports
 
@@ -45,7 +45,7 @@ def attend_with_lse(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As ``attend``, with the log-sum-exp ``[1, T, Hq]`` of the scores; where ``no_lse`` has nothing against it."""
+    """As ``attend``, with the log-sum-exp ``[1, T, Hq]`` of the scores; where ``refuses`` has nothing against it."""
     return join_with_lse(_parts(careful_with_lse, query, keys, values, plan, scale, window))
 
 
