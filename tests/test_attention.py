@@ -213,7 +213,9 @@ C = pytest.mark.skipif(library() is None, reason=f"no C kernels: {reason()}")
 
 @pytest.mark.parametrize("backend", ["reference", "packed", "cpu", pytest.param("native", marks=C)])
 @pytest.mark.parametrize("heads", [(4, 4), (8, 2), (8, 1)])  # 1, 4 and 8 query heads a KV head
-@pytest.mark.parametrize(("window", "initial"), [(5, 3), (20, 20), (2, 70), (1, 1)])
+@pytest.mark.parametrize(
+    ("window", "initial"), [(5, 3), (20, 20), (2, 70), (1, 1), (1, 5)]
+)  # 5 is beyond a root
 def test_first_positions_in_float32(window, initial, heads, backend):
     """Ragged rows with borders of vectors and blocks, one-token rows, a row of its first token, a tree."""
     for plan in (
@@ -229,6 +231,20 @@ def test_first_positions_in_float32(window, initial, heads, backend):
         torch.testing.assert_close(out.double(), expected, rtol=0, atol=3e-6)
         torch.testing.assert_close(lse.double(), logs, rtol=0, atol=1e-5)
         assert torch.equal(attention(*args, plan, **settings, backend=backend), out) or backend != "native"
+
+
+@pytest.mark.parametrize("fragment", [1, 4, 8, 16])
+@pytest.mark.parametrize(("window", "initial"), [(5, 3), (20, 4), (9, 13)])
+@pytest.mark.parametrize("counts", [[1, 1, 1], [3, 3, 3]])
+def test_first_positions_and_fragments(counts, window, initial, fragment):
+    """Fragments in which nothing is seen, and whose borders lie within the first positions or the window."""
+    plan = AttentionPlan([0, 1, 2], [40, 3, 30], counts, 48, fragment=fragment)
+    args = case(plan)
+    settings = {"window": window, "initial": initial}
+    out, lse = attention(*args, plan, **settings, backend="decomposed", lse=True)
+    expected, logs = naive(*args, plan, **settings, lse=True)
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-13)
+    torch.testing.assert_close(lse, logs, rtol=0, atol=1e-13)
 
 
 @C
