@@ -11,16 +11,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdec import tree
-from specdec.kernels.attention import AttentionPlan, Tree, attention
+from specdec.kernels.attention import (
+    AttentionPlan,
+    ExplicitPlan,
+    Tree,
+    attention,
+    choose,
+    explain,
+    reference,
+)
+from specdec.kernels.attention.plan import additive
+from specdec.kernels.attention.reach import reach
+from specdec.kernels.native import library, reason
 
 PARENTS = [-1, 0, 0, 1, 1, 2, 5]
 CPU = ["packed", "padded", "decomposed", "reference"]  # backends that run everywhere, in any dtype
 
 
-def naive(query, keys, values, plan, scale=None, window=None, softcap=None, sinks=None):
+def naive(query, keys, values, plan, scale=None, window=None, softcap=None, sinks=None, initial=0, lse=False):
     """One query, one head, one slot at a time, from the words of the docstrings; float64."""
     T, Hq, Hkv = query.shape[2], query.shape[1], keys.shape[2]
     out = torch.zeros(T, Hq, values.shape[-1], dtype=torch.float64)
+    logs = torch.zeros(T, Hq, dtype=torch.float64)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     t = 0
     for r, (b, first, count) in enumerate(zip(plan.rows, plan.first, plan.counts)):
@@ -37,7 +49,7 @@ def naive(query, keys, values, plan, scale=None, window=None, softcap=None, sink
                 else:
                     ok = key <= slot
                 if window is not None:
-                    ok = ok and position(key) > position(slot) - window
+                    ok = ok and (position(key) > position(slot) - window or position(key) < initial)
                 if ok:
                     seen.append(key)
             for h in range(Hq):
@@ -49,8 +61,9 @@ def naive(query, keys, values, plan, scale=None, window=None, softcap=None, sink
                 w = torch.exp(s - s.max())
                 total = w.sum() + (0 if sinks is None else torch.exp(sinks[h].double() - s.max()))
                 out[t, h] = sum(w[i] / total * values[b, key, kv].double() for i, key in enumerate(seen))
+                logs[t, h] = s.max() + torch.log(total)
             t += 1
-    return out[None]
+    return (out[None], logs[None]) if lse else out[None]
 
 
 def make_tree(rows, roots):
@@ -170,14 +183,288 @@ def test_rows_of_a_batch_alone_do_not_read_each_other():
     )
 
 
+REACHES = [
+    (1, 1),
+    (3, 2),
+    (5, 9),
+    (2, 30),
+    (100, 3),
+    (3, 12),
+]  # window and first positions; some plans' trees begin below 12
+
+
+@pytest.mark.parametrize("backend", CPU)
+@pytest.mark.parametrize(("window", "initial"), REACHES)
+@pytest.mark.parametrize("name", list(PLANS))
+def test_first_positions_beside_a_window(name, window, initial, backend):
+    """Rows shorter than the window, rows in which the two meet or overlap, and rows with a gap between them."""
+    plan = PLANS[name]
+    args = case(plan)
+    out, lse = attention(*args, plan, window=window, initial=initial, backend=backend, lse=True)
+    expected, logs = naive(*args, plan, window=window, initial=initial, lse=True)
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-13)
+    torch.testing.assert_close(lse, logs, rtol=0, atol=1e-13)
+    alone = attention(*args, plan, window=window, initial=initial, backend=backend)
+    torch.testing.assert_close(alone, expected, rtol=0, atol=1e-13)
+
+
+C = pytest.mark.skipif(library() is None, reason=f"no C kernels: {reason()}")
+
+
+@pytest.mark.parametrize("backend", ["reference", "packed", "cpu", pytest.param("native", marks=C)])
+@pytest.mark.parametrize("heads", [(4, 4), (8, 2), (8, 1)])  # 1, 4 and 8 query heads a KV head
+@pytest.mark.parametrize(
+    ("window", "initial"), [(5, 3), (20, 20), (2, 70), (1, 1), (1, 5)]
+)  # 5 is beyond a root
+def test_first_positions_in_float32(window, initial, heads, backend):
+    """Ragged rows with borders of vectors and blocks, one-token rows, a row of its first token, a tree."""
+    for plan in (
+        AttentionPlan([0, 1, 2, 3], [150, 3, 61, 0], [3, 1, 5, 1], 200),
+        AttentionPlan([0, 2, 3], [99, 0, 17], [1, 1, 1], 130),
+        AttentionPlan([0, 2, 3], [60, 3, 30], [8, 8, 8], 80, make_tree([0, 2, 3], [61, 4, 31])),
+    ):
+        args = case(plan, *heads, D=16, dtype=torch.float32)
+        sinks = torch.linspace(-1, 1, heads[0]) if backend in ("reference", "native") else None
+        settings = {"window": window, "initial": initial, "sinks": sinks}
+        expected, logs = naive(*args, plan, **settings, lse=True)
+        out, lse = attention(*args, plan, **settings, backend=backend, lse=True)
+        torch.testing.assert_close(out.double(), expected, rtol=0, atol=3e-6)
+        torch.testing.assert_close(lse.double(), logs, rtol=0, atol=1e-5)
+        assert torch.equal(attention(*args, plan, **settings, backend=backend), out) or backend != "native"
+
+
+@pytest.mark.parametrize("fragment", [1, 4, 8, 16])
+@pytest.mark.parametrize(("window", "initial"), [(5, 3), (20, 4), (9, 13)])
+@pytest.mark.parametrize("counts", [[1, 1, 1], [3, 3, 3]])
+def test_first_positions_and_fragments(counts, window, initial, fragment):
+    """Fragments in which nothing is seen, and whose borders lie within the first positions or the window."""
+    plan = AttentionPlan([0, 1, 2], [40, 3, 30], counts, 48, fragment=fragment)
+    args = case(plan)
+    settings = {"window": window, "initial": initial}
+    out, lse = attention(*args, plan, **settings, backend="decomposed", lse=True)
+    expected, logs = naive(*args, plan, **settings, lse=True)
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-13)
+    torch.testing.assert_close(lse, logs, rtol=0, atol=1e-13)
+
+
+@C
+@pytest.mark.parametrize(("dtype", "D"), [(torch.float32, 16), (torch.bfloat16, 32)])
+def test_first_positions_do_not_make_c_kernels_depend_on_company(dtype, D):
+    """To the bit: rows whose first positions and window meet, alone and beside a row in which they lie apart."""
+    both = AttentionPlan([0, 1], [150, 20], [4, 4], 170)
+    query, keys, values = case(both, D=D, dtype=dtype)
+    settings = {"window": 16, "initial": 6, "backend": "native"}
+    out = attention(query, keys, values, both, **settings)
+    for i in range(4):
+        for row, first, t in ((0, 150, i), (1, 20, 4 + i)):
+            alone = AttentionPlan([row], [first + i], [1], 170)
+            one = attention(query[:, :, t : t + 1], keys, values, alone, **settings)
+            assert torch.equal(one, out[:, t : t + 1])
+    exact = naive(query, keys, values, both, window=16, initial=6)
+    assert (out - exact).abs().max() <= (3e-6 if dtype is torch.float32 else 3e-2)
+
+
+@pytest.mark.parametrize("backend", ["reference", "packed", "cpu", pytest.param("native", marks=C)])
+@pytest.mark.parametrize(("window", "initial"), [(5, 3), (33, 20)])
+def test_first_positions_in_pages(window, initial, backend):
+    table, lengths = [[4, 1, 0], [2, 5], [3]], [38, 25, 1]
+    plan = AttentionPlan([0, 1, 2], [35, 20, 0], [3, 5, 1], 48, table=table, page=16)
+    flat = AttentionPlan([0, 1, 2], [35, 20, 0], [3, 5, 1], 48)
+    query, keys, values = case(flat, D=16, dtype=torch.float32)
+    pools = [torch.full((6, 16, 2, 16), float("nan")) for _ in range(2)]
+    for pool, buffer in zip(pools, (keys, values)):
+        for r, (pages, n) in enumerate(zip(table, lengths)):
+            for s in range(n):
+                pool[pages[s // 16], s % 16] = buffer[r, s]
+    out = attention(query, *pools, plan, window=window, initial=initial, backend=backend)
+    expected = naive(query, keys, values, flat, window=window, initial=initial)
+    torch.testing.assert_close(out.double(), expected, rtol=0, atol=3e-6)
+
+
+@pytest.mark.parametrize("backend", ["reference", pytest.param("native", marks=C)])
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+@pytest.mark.parametrize(("window", "initial"), [(3, 2), (1, 5)])
+@pytest.mark.parametrize("name", list(PLANS))
+def test_nothing_leaks_from_between_the_first_positions_and_the_window(
+    name, window, initial, poison, backend
+):
+    plan = PLANS[name]
+    query, keys, values = case(plan, D=16, dtype=torch.float32)
+    settings = {"window": window, "initial": initial, "backend": backend, "lse": True}
+    expected = attention(query, keys, values, plan, **settings)
+    unseen = torch.ones(4, plan.capacity, dtype=torch.bool)
+    for s in plan.runs(alone=True):
+        seen = torch.from_numpy(plan.visible(s, reach(window, initial))[0]).any(0)
+        unseen[s.b0, : s.keys] &= ~seen
+    keys[unseen], values[unseen] = poison, poison
+    for a, b in zip(attention(query, keys, values, plan, **settings), expected):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("window", [None, 50])
+def test_first_positions_that_change_nothing(window):
+    """Without a window, or where it reaches them anyway, the call is the one without them."""
+    plan = PLANS["verify"]
+    args = case(plan)
+    for backend in CPU:
+        plain = attention(*args, plan, backend=backend)
+        assert torch.equal(attention(*args, plan, window=window, initial=4, backend=backend), plain)
+
+
+def test_first_positions_that_cannot_be():
+    plan = PLANS["verify"]
+    args = case(plan)
+    with pytest.raises(ValueError, match="initial is -1: give how many"):
+        attention(*args, plan, window=3, initial=-1)
+    with pytest.raises(ValueError, match="window is 0: give at least 1"):
+        attention(*args, plan, window=0, initial=2)
+    seen = np.ones((12, 24), dtype=bool)
+    mask = ExplicitPlan([0, 1, 2], [4, 4, 4], seen, np.zeros((12, 24), dtype=int))
+    with pytest.raises(ValueError, match="initial is 2: initial counts positions"):
+        attention(*args, mask, window=3, initial=2)
+    with pytest.raises(ValueError, match="initial is 2, and this plan says slot by slot"):
+        reference.attend(*args, mask, 1.0, reach(3, 2))
+    said = explain(*args, mask, window=3, initial=2)
+    assert len(said.splitlines()) == said.count("cannot") == said.count("initial counts positions")
+
+
+@pytest.mark.parametrize("backend", CPU)
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("name", list(PLANS))
+def test_log_sum_exps(name, window, backend):
+    plan = PLANS[name]
+    args = case(plan)
+    out, lse = attention(*args, plan, window=window, backend=backend, lse=True)
+    expected, logs = naive(*args, plan, window=window, lse=True)
+    assert lse.dtype == torch.float64
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-13)
+    torch.testing.assert_close(lse, logs, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("backend", [*CPU, "cpu"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("heads", [(4, 4), (8, 2), (8, 1)])
+def test_log_sum_exps_in_low_precision(heads, dtype, backend):
+    for plan in (PLANS["ragged"], PLANS["uneven lengths"], PLANS["tree"], AttentionPlan([1], [0], [40], 40)):
+        args = case(plan, *heads, D=16, dtype=dtype)
+        _, lse = attention(*args, plan, backend=backend, lse=True)
+        _, logs = naive(*args, plan, lse=True)
+        assert lse.dtype == torch.float32
+        torch.testing.assert_close(lse.double(), logs, rtol=0, atol=1e-5 if dtype is torch.float32 else 2e-2)
+
+
+@pytest.mark.parametrize("backend", CPU)
+def test_log_sum_exps_of_queries_that_see_nothing(backend):
+    seen = np.random.default_rng(0).random((6, 20)) < 0.4
+    seen[[1, 5]] = False
+    plan = ExplicitPlan([0, 1, 3], [2, 1, 3], seen)
+    query, keys, values = torch.randn(3, 1, 4, 6, 8, dtype=torch.float64).unbind(0)
+    keys, values = (t.reshape(1, 6, 4, 8).repeat(4, 4, 1, 1)[:, :20] for t in (keys, values))
+    out, lse = attention(query, keys, values, plan, backend=backend, lse=True)
+    expected, logs = attention(query, keys, values, plan, backend="reference", lse=True)
+    assert (lse[:, [1, 5]] == float("-inf")).all()
+    assert not out[:, [1, 5]].any()
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-13)
+    torch.testing.assert_close(lse, logs, rtol=0, atol=1e-13)
+
+
+class ByHead(ExplicitPlan):
+    """What is seen differs between heads and layers."""
+
+    def visible(self, segment, window=None, low=0):
+        seen = torch.from_numpy(super().visible(segment, window, low))[:, None].repeat(1, 4, 1, 1)
+        for h in range(4):
+            seen[:, h, :, h + self.layer :: 3] = False
+        return seen
+
+    def mask(self, segment, window, low, dtype, device):
+        return additive(self.visible(segment, window, low), dtype)
+
+
+@pytest.mark.parametrize("backend", CPU)
+def test_log_sum_exps_of_masks_by_head_and_layer(backend):
+    seen = np.zeros((6, 24), dtype=bool)
+    seen[[0, 3, 5]] = np.random.default_rng(0).random((3, 24)) < 0.4
+    seen[1, 4] = seen[2, 7] = True  # seen by some heads alone, others see nothing
+    plan = ByHead([0, 1, 3], [2, 1, 3], seen)
+    query, keys, values = case(AttentionPlan([0, 1, 3], [3, 3, 3], [2, 1, 3], 24))
+    for plan.layer in (0, 1):
+        out, lse = attention(query, keys, values, plan, backend=backend, lse=True)
+        expected, logs = attention(query, keys, values, plan, backend="reference", lse=True)
+        assert logs[:, 1].isinf().any()
+        assert logs[:, 1].isfinite().any()
+        torch.testing.assert_close(out, expected, rtol=0, atol=1e-13)
+        torch.testing.assert_close(lse, logs, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("backend", CPU)
+@pytest.mark.parametrize("name", ["verify", "ragged", "tree"])
+def test_log_sum_exps_beside_what_is_not_finite(name, backend):
+    plan = PLANS[name]
+    query, keys, values = case(plan)
+    expected, logs = naive(query, keys, values, plan, lse=True)
+    for b in range(4):
+        end = dict(zip(plan.rows, plan.length)).get(b, 0)
+        keys[b, end:], values[b, end:] = float("nan"), float("inf")
+    out, lse = attention(query, keys, values, plan, backend=backend, lse=True)
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-13)
+    torch.testing.assert_close(lse, logs, rtol=0, atol=1e-13)
+
+
+def test_log_sum_exps_that_cannot_be_said():
+    plan = PLANS["verify"]
+    args = case(plan, Dv=10)
+    for backend in ("packed", "padded", "decomposed", "cpu"):
+        with pytest.raises(ValueError, match="of one size, not 6 and 10"):
+            attention(*args, plan, backend=backend, lse=True)
+    query, keys, values = case(plan)
+    with pytest.raises(ValueError, match=r"has no gradient: call it under torch.no_grad\(\)"):
+        attention(query.requires_grad_(), keys, values, plan, backend="packed", lse=True)
+    _, lse = attention(query, keys, values, plan, lse=True)  # the reference has one
+    assert lse.requires_grad
+    assert choose(*args, plan, lse=True) == "reference"
+
+
+def test_the_cpus_two_ways_do_not_lose_a_soft_cap():
+    """Values of 10 are not for C, and a soft cap is not for PyTorch."""
+    plan = PLANS["verify"]
+    args = case(plan, D=16, Dv=10, dtype=torch.float32)
+    for lse in (False, True):
+        with pytest.raises(ValueError, match="no soft cap"):
+            attention(*args, plan, softcap=1.0, backend="cpu", lse=lse)
+        (said,) = (
+            line
+            for line in explain(*args, plan, softcap=1.0, lse=lse).splitlines()
+            if line.startswith("cpu ")
+        )
+        assert "cannot" in said
+
+
+def test_rows_without_queries_are_refused():
+    with pytest.raises(ValueError, match=r"counts\[1\] is 0: give rows at least 1 query, and leave rows"):
+        AttentionPlan([0, 1, 2], [5, 3, 9], [1, 0, 2], 24)
+    with pytest.raises(ValueError, match=r"counts\[0\] is 0"):
+        ExplicitPlan([0], [0], np.zeros((0, 5), dtype=bool))
+    with pytest.raises(ValueError, match="rows, first and counts have 0, 0 and 0 entries"):
+        AttentionPlan([], [], [], 24)
+    with pytest.raises(ValueError, match="rows, first and counts have 2, 2 and 1 entries"):
+        AttentionPlan([0, 1], [5, 3], [1], 24)
+
+
 rows = st.lists(
     st.tuples(st.integers(0, 9), st.integers(1, 5), st.booleans()), min_size=1, max_size=4
 )  # first slot, queries, whether the row is there
 
 
 @settings(max_examples=60, deadline=None)
-@given(rows, st.sampled_from([None, 1, 2, 5]), st.sampled_from([1, 2, 4]), st.sampled_from([None, 0, 2]))
-def test_any_rows(rows, window, Hkv, root):
+@given(
+    rows,
+    st.sampled_from([None, 1, 2, 5]),
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([None, 0, 2]),
+    st.sampled_from([0, 1, 4, 8]),
+)
+def test_any_rows(rows, window, Hkv, root, initial):
     there = [b for b, row in enumerate(rows) if row[2]] or [0]
     first, counts = [rows[b][0] for b in there], [rows[b][1] for b in there]
     shape = None
@@ -186,9 +473,12 @@ def test_any_rows(rows, window, Hkv, root):
         counts = [min(c, root + len(PARENTS)) for c in counts]
     plan = AttentionPlan(there, first, counts, 18, shape)
     args = case(plan, 4, Hkv)
-    expected = naive(*args, plan, window=window)
+    expected, logs = naive(*args, plan, window=window, initial=initial, lse=True)
     for backend in CPU:
-        out = attention(*args, plan, window=window, backend=backend)
+        out, lse = attention(*args, plan, window=window, initial=initial, backend=backend, lse=True)
+        torch.testing.assert_close(out, expected, rtol=0, atol=1e-13)
+        torch.testing.assert_close(lse, logs, rtol=0, atol=1e-13)
+        out = attention(*args, plan, window=window, initial=initial, backend=backend)
         torch.testing.assert_close(out, expected, rtol=0, atol=1e-13)
 
 

@@ -31,6 +31,7 @@ from specdec.kernels.attention import (
 )
 from specdec.kernels.attention import flash_attn as package
 from specdec.kernels.attention import flash_recipes as recipes
+from specdec.kernels.attention.reach import reach
 
 KINDS = ["torch 2.12", "torch 2.11", "package"]
 EXACT = (*HALVES, torch.float64)
@@ -88,12 +89,12 @@ def inputs(name, heads=4, shared=2, dtype=torch.float64):
 
 
 @lru_cache(maxsize=256)
-def expected(name, window, heads=4, shared=2, sinks=False, softcap=None):
+def expected(name, window, heads=4, shared=2, sinks=False, softcap=None, initial=0):
     """``naive``, or the reference (which is tested against it) where there are too many slots for it."""
     args, extra = inputs(name, heads, shared), SINKS if sinks else None
     if name in PLANS:
-        return naive(*args, EVERY[name], window=window, softcap=softcap, sinks=extra)
-    return reference.attend(*args, fresh(name), 8**-0.5, window, softcap, extra)
+        return naive(*args, EVERY[name], window=window, softcap=softcap, sinks=extra, initial=initial)
+    return reference.attend(*args, fresh(name), 8**-0.5, reach(window, initial), softcap, extra)
 
 
 SINKS = torch.tensor([0.5, -1.0, 3.0, 0.0], dtype=torch.float64)
@@ -145,6 +146,57 @@ def test_log_sum_exps_are_the_references(name, window, sinks, kind, emulated):
     torch.testing.assert_close(out, other, rtol=0, atol=1e-13)
 
 
+@pytest.mark.parametrize("fold_from", [0, 10**9])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("window", "initial"), [(1, 1), (3, 2), (5, 9), (2, 40), (100, 3), (130, 6)])
+@pytest.mark.parametrize("name", list(EVERY))
+def test_first_positions_beside_a_window(name, window, initial, kind, fold_from, emulated):
+    backend, _ = emulated(kind, fold_from=fold_from)
+    settings = {"window": window, "initial": initial, "lse": True}
+    out, lse = attention(*inputs(name), fresh(name), backend=backend, **settings)
+    torch.testing.assert_close(out, expected(name, window, initial=initial), rtol=0, atol=1e-13)
+    exact = attention(*inputs(name), fresh(name), backend="reference", **settings)[1]
+    torch.testing.assert_close(lse, exact, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("heads", [(8, 8), (8, 2), (8, 1)])
+@pytest.mark.parametrize("name", ["decode", "long ragged", "long tree", "mixed"])
+def test_first_positions_with_grouped_heads_and_sink_logits(name, heads, kind, emulated):
+    backend, _ = emulated(kind)
+    sinks = torch.linspace(-1, 1, 8, dtype=torch.float64)
+    settings = {
+        "window": 4,
+        "initial": 3,
+        "sinks": sinks,
+        "softcap": 0.7 if backend == "flash_attn" else None,
+    }
+    out = attention(*inputs(name, *heads), fresh(name), backend=backend, **settings)
+    exact = attention(*inputs(name, *heads), fresh(name), backend="reference", **settings)
+    torch.testing.assert_close(out, exact, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["decode", "long ragged", "long tree", "prompts"])
+def test_first_positions_are_one_call_more(name, kind, dtype, emulated):
+    """Of as few sequences as there are queries of a row that see as many of them, none of which sees the future."""
+    backend, operators = emulated(kind, HALVES)
+    args = inputs(name, dtype=dtype)
+    attention(*args, fresh(name), window=4, backend=backend)
+    without = len(operators.calls)
+    operators.calls.clear()
+    out = attention(*args, fresh(name), window=4, initial=2, backend=backend)
+    more = operators.calls[without:]
+    assert len(operators.calls) > without
+    assert not any(call["causal"] for call in more)
+    if kind != "package":  # which calls for groups of sequences
+        assert len(more) == 1
+        assert more[0]["sequences"] <= 3 * len(EVERY[name].rows)
+    exact = reference.attend(*(t.double() for t in args), fresh(name), 8**-0.5, reach(4, 2))
+    assert (out.double() - exact).abs().max() <= 4 * torch.finfo(dtype).eps * exact.abs().max()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("fragment", [1, 7, 16, 500])
 @pytest.mark.parametrize("window", [None, 11])
@@ -172,8 +224,9 @@ def test_nothing_leaks_from_slots_that_are_not_seen(name, window, kind, emulated
             used[b, root:n] = above[: n - root]
     keys[~used], values[~used] = float("nan"), float("nan")
     backend, _ = emulated(kind)
-    out = attention(query, keys, values, plan, window=window, backend=backend)
-    torch.testing.assert_close(out, expected(name, window), rtol=0, atol=1e-13)
+    for initial in (0, 2) if window else (0,):
+        out = attention(query, keys, values, plan, window=window, initial=initial, backend=backend)
+        torch.testing.assert_close(out, expected(name, window, initial=initial), rtol=0, atol=1e-13)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -220,6 +273,9 @@ def test_pages(name, window, fold_from, kind, emulated):
         return
     out = attention(*args, plan, window=window, backend=backend)
     torch.testing.assert_close(out, expected(name, window), rtol=0, atol=1e-13)
+    if window is not None:
+        out = attention(*args, plan, window=window, initial=2, backend=backend)
+        torch.testing.assert_close(out, expected(name, window, initial=2), rtol=0, atol=1e-13)
 
 
 def test_pages_that_cannot_be_read(emulated):
@@ -241,8 +297,14 @@ rows = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 5), st.booleans()), 
 
 
 @settings(max_examples=60, deadline=None)
-@given(rows, st.sampled_from([None, 1, 2, 5]), st.sampled_from([1, 2, 4]), st.sampled_from([None, 0, 2]))
-def test_any_rows(rows, window, shared, root):
+@given(
+    rows,
+    st.sampled_from([None, 1, 2, 5]),
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([None, 0, 2]),
+    st.sampled_from([0, 1, 4, 8]),
+)
+def test_any_rows(rows, window, shared, root, initial):
     there = [b for b, row in enumerate(rows) if row[2]] or [0]
     first, counts = [rows[b][0] for b in there], [rows[b][1] for b in there]
     shape = None
@@ -251,6 +313,7 @@ def test_any_rows(rows, window, shared, root):
         counts = [min(c, root + len(PARENTS)) for c in counts]
     plan = AttentionPlan(there, first, counts, 18, shape)
     args = case(plan, 4, shared, 8)
+    window = reach(window, initial)
     exact, lse = reference.attend_with_lse(*args, replace(plan), 8**-0.5, window)
     operators = Emulation(EXACT)
     varlen_attn = torch_flash.public(operators.varlen_attn, varlen.AuxRequest(lse=True))
@@ -327,10 +390,11 @@ def test_the_real_operators_take_the_arguments(name, monkeypatch):
     operator = torch.ops.aten._flash_attention_forward.default
     for made in (torch_flash.primitive(), (torch_flash.private(operator), False)):
         monkeypatch.setattr(torch_flash, "primitive", lambda made=made: made)
-        out, lse = torch_flash.attend_with_lse(query, keys, values, fresh(name), 0.3, None)
-        assert out.shape == (1, query.shape[2], 4, 8)
-        assert lse.shape == (1, query.shape[2], 4)
-        assert out.dtype == torch.bfloat16
+        for window in (None, 3, reach(3, 2)):
+            out, lse = torch_flash.attend_with_lse(query, keys, values, fresh(name), 0.3, window)
+            assert out.shape == (1, query.shape[2], 4, 8)
+            assert lse.shape == (1, query.shape[2], 4)
+            assert out.dtype == torch.bfloat16
 
 
 def test_the_flat_view_is_the_buffer():
@@ -416,7 +480,9 @@ def test_auto_on_a_cpu():
     assert choose(*args, plan) == "packed"
     assert choose(*args, plan, softcap=1.0) == "reference"
     assert choose(*args, plan, sinks=SINKS) == "reference"
-    assert choose(*args, plan, lse=True) == "reference"
+    assert choose(*args, plan, lse=True) == "packed"
+    assert choose(*args, plan, lse=True, softcap=1.0) == "reference"
+    assert choose(*args, plan, window=3, initial=2) == "packed"
     *args, plan = paged("decode")
     assert choose(*args, plan) == "packed"
     torch.testing.assert_close(attention(*args, plan), expected("decode", None), rtol=0, atol=1e-13)

@@ -5,10 +5,19 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from flash_emulation import HALVES, Emulation
+from torch.nn.attention import varlen
 from torch.nn.functional import scaled_dot_product_attention
 
 from specdec import tree
-from specdec.kernels.attention import AttentionPlan, attention
+from specdec.kernels.attention import (
+    AttentionPlan,
+    ExplicitPlan,
+    attention,
+    flash_attn,
+    reference,
+    torch_flash,
+)
 from specdec.kernels.attention import plan as planning
 from specdec.masks import (
     Block,
@@ -134,6 +143,145 @@ def test_intervals():
     kept = torch.tensor([[0, 1, 5, 6, 9, 10, 11, 12]])
     assert intervals(OriginalText(Causal() & (Sinks(1) | Window(4)), kept), 7) == [(0, 1), (4, 8)]
     assert intervals(lambda b, h, q, kv: kv == q, 4) == [(4, 5)]
+
+
+MASKS = [
+    Causal(),
+    Causal() & Window(5),
+    SPIRE,
+    Causal() & (Sinks(2) | Window(4)),
+    Causal() & Block(8),
+    Block(8) & Window(6),
+    Causal() & Strided(4),
+    Causal() & (Strided(6) | Window(3) | Sinks(2)),
+    Causal() & Block(16) & (Sinks(18) | Window(2)),
+    Causal() & Sinks(3),
+    Sinks(0) & Causal(),  # sees nothing
+    lambda b, h, q, kv: (kv <= q) & (kv != 7),
+]
+QUERIES = [[3], [38, 39], [20, 21, 22]]  # positions of three rows' queries
+COUNTS, ROWS, SLOTS = [1, 2, 3], [0, 2, 3], 40
+
+
+def explicit(mask, limit=99):
+    """One mask in two ways: a boolean mask of all slots, and intervals."""
+    at = [(row, q) for row, queries in zip(ROWS, QUERIES) for q in queries]
+    seen = torch.cat([dense(mask, torch.tensor([q]), torch.arange(SLOTS), row) for row, q in at])
+    ranges = [intervals(mask, q, SLOTS, row=row, limit=limit) for row, q in at]
+    return ExplicitPlan(ROWS, COUNTS, seen.numpy()), ExplicitPlan.of_intervals(ROWS, COUNTS, ranges, SLOTS)
+
+
+def tensors(dtype=torch.float64, size=16):
+    g = torch.Generator().manual_seed(0)
+    query = torch.randn(1, 4, sum(COUNTS), size, generator=g, dtype=dtype)
+    return query, *torch.randn(2, 4, SLOTS, 2, size, generator=g, dtype=dtype).unbind(0)
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=[repr(m) if isinstance(m, Mask) else "a function" for m in MASKS])
+def test_attention_by_a_dense_mask_and_by_intervals_is_the_same(mask):
+    """And the one that is written out here, by SDPA."""
+    args = tensors()
+    by_mask, by_intervals = explicit(mask)
+    assert np.array_equal(by_mask.seen, by_intervals.seen)
+    expected = attention(*args, by_mask, backend="reference", lse=True)
+    for backend in ("reference", "packed", "padded", "decomposed"):
+        for plan in explicit(mask):
+            for a, b in zip(attention(*args, plan, backend=backend, lse=True), expected):
+                torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+    t = 0
+    for row, queries in zip(ROWS, QUERIES):
+        seen = dense(mask, torch.tensor(queries), torch.arange(SLOTS), row)
+        k, v = (x[row].transpose(0, 1).repeat_interleave(2, 0) for x in args[1:])
+        mine = scaled_dot_product_attention(args[0][0, :, t : t + len(queries)], k, v, attn_mask=seen)
+        mine = mine.nan_to_num(0.0).transpose(0, 1)
+        torch.testing.assert_close(expected[0][0, t : t + len(queries)], mine, rtol=0, atol=1e-12)
+        t += len(queries)
+
+
+@pytest.mark.parametrize(("window", "sinks"), [(4, 2), (30, 1), (1, 6), (5, 0)])
+def test_sinks_and_a_window_are_the_ordered_plans(window, sinks):
+    mask = Causal() & (Sinks(sinks) | Window(window))
+    ordered = AttentionPlan(ROWS, [q[0] for q in QUERIES], COUNTS, SLOTS)
+    args = tensors()
+    for plan in explicit(mask):
+        expected = attention(*args, plan, backend="reference")
+        for backend in ("reference", "packed"):
+            out = attention(*args, ordered, window=window, initial=sinks, backend=backend)
+            torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
+
+
+def test_a_tree_goes_to_the_plan_and_not_into_intervals():
+    with pytest.raises(ValueError, match=r"AttentionPlan\(tree"):
+        explicit(Causal() & Tree(ROOT.repeat(2), PARENTS.repeat(2, 1)))
+
+
+def test_flash_attention_serves_few_intervals(monkeypatch):
+    operators = Emulation((*HALVES, torch.float64))
+    monkeypatch.setattr(torch_flash, "DTYPES", operators.dtypes)
+    monkeypatch.setattr(torch_flash, "device_lacks", lambda query: None)
+    made = torch_flash.public(operators.varlen_attn, varlen.AuxRequest(lse=True)), True
+    monkeypatch.setattr(torch_flash, "primitive", lambda: made)
+    monkeypatch.setattr(flash_attn, "package", operators.package)
+    query, keys, values = tensors()
+    sinks = torch.tensor([0.5, -1.0, 3.0, 0.0], dtype=torch.float64)
+    for mask in MASKS:
+        plan = explicit(mask)[1]
+        most = max(map(len, plan.intervals))
+        unseen = torch.ones(4, SLOTS, dtype=torch.bool)
+        for row, segment in zip(ROWS, plan.runs(alone=True)):
+            unseen[row] = torch.from_numpy(~plan.visible(segment)[0].any(0))
+        poisoned = [t.clone() for t in (keys, values)]
+        for t in poisoned:
+            t[unseen] = float("nan")
+        for backend in (torch_flash, flash_attn):
+            name = backend.__name__.rsplit(".", 1)[-1]
+            why = torch_flash.cannot(query, plan)
+            assert (most > 4) == bool(why)
+            if why:
+                assert f"up to 4 intervals a query, and this plan has {most}" in why
+                continue
+            for extra in (None, sinks):
+                mine = backend.attend_with_lse(query, *poisoned, plan, 0.25, None, None, extra)
+                exact = reference.attend_with_lse(query, keys, values, plan, 0.25, None, None, extra)
+                for a, b in zip(mine, exact):
+                    torch.testing.assert_close(a, b, rtol=0, atol=1e-12, msg=f"{name} {mask!r}")
+    narrow = ExplicitPlan.of_intervals([0], [1], [[(0, 3)]], SLOTS, distance=np.ones((1, SLOTS)))
+    assert "no windows by position" in torch_flash.unreadable(keys, values, narrow, 3)
+
+
+def test_intervals_that_make_no_plan():
+    def refused(match, counts, intervals, **others):
+        with pytest.raises(ValueError, match=match):
+            ExplicitPlan.of_intervals([0, 1], counts, intervals, 10, **others)
+
+    refused("intervals has 1 lists and counts say 3 queries", [1, 2], [[(0, 3)]])
+    for wrong in ([(3, 3)], [(4, 2)], [(-1, 2)], [(0, 11)], [(0, 4), (3, 6)], [(5, 6), (0, 2)]):
+        refused(r"intervals\[1\] is .*ascending, apart, and within the row's 10 slots", [1, 1], [[], wrong])
+    refused(r"counts\[1\] is 0", [1, 0], [[(0, 3)]])
+    refused(
+        r"distance is \(1, 10\): give \[queries, slots\], \(2, 10\)",
+        [1, 1],
+        [[], []],
+        distance=np.ones((1, 10)),
+    )
+    with pytest.raises(ValueError, match="a row of 4 queries and seen 3 slots"):
+        ExplicitPlan([0], [4], np.ones((4, 3), dtype=bool))
+    plan = ExplicitPlan.of_intervals([0, 2], [1, 1], [[(0, 3), (5, 6)], []], 10)
+    assert plan.seen.tolist() == [[s in (0, 1, 2, 5) for s in range(10)], [False] * 10]
+    assert plan.slots.tolist() == [9, 29]
+    q = torch.zeros(1, 1, 2, 4)
+    with pytest.raises(ValueError, match="window is 3, and this plan does not know how far behind slots are"):
+        attention(q, torch.zeros(3, 10, 1, 4), torch.zeros(3, 10, 1, 4), plan, window=3)
+
+
+def test_intervals_and_a_layers_own_window():
+    """Ascending positions with a gap: the slots of a row that a cache kept."""
+    kept = np.array([0, 1, 2, 9, 10, 11, 12, 13])
+    plan = ExplicitPlan.of_intervals([1], [1], [[(0, 2), (3, 8)]], 8, distance=13 - kept[None])
+    query, keys, values = torch.randn(1, 1, 1, 4), *torch.randn(2, 2, 8, 1, 4)
+    out = attention(query, keys, values, plan, window=4)
+    same = ExplicitPlan.of_intervals([1], [1], [[(4, 8)]], 8)
+    torch.testing.assert_close(out, attention(query, keys, values, same))
 
 
 def test_what_has_no_intervals_is_refused():

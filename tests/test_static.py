@@ -17,15 +17,16 @@ from tiny import tiny
 import specdec as sd
 from specdec import tree
 from specdec.executors.lane import staying
-from specdec.kernels.attention import AttentionPlan, Tree, reference, static_reference
+from specdec.kernels.attention import AttentionPlan, Tree, attention, reference, static_reference
 from specdec.kernels.attention.lowered import Lowered, lower
+from specdec.kernels.attention.reach import Streaming, reach
 from specdec.kernels.native import library
 from specdec.models import capture, chains
 from specdec.models.compact import RingCache
 from specdec.models.recorded import NotCapturable, record
 from specdec.models.ring_chain import RingChain
 from specdec.models.spire import SpireModel
-from specdec.models.static import ALL, bucket_of
+from specdec.models.static import ALL, StaticPlan, bucket_of
 from specdec.rng import Attempt, Philox
 from specdec.sampling import Sampling
 from specdec.types import Context
@@ -62,7 +63,9 @@ def padded(lowered, rows, tokens, length):
 
 @pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize("kind", ["chain", "tree"])
-@pytest.mark.parametrize("extras", [{}, {"window": 4}, {"softcap": 2.0, "sinks": True}])
+@pytest.mark.parametrize(
+    "extras", [{}, {"window": 4}, {"window": Streaming(4, 2)}, {"softcap": 2.0, "sinks": True}]
+)
 def test_attention_from_tensors_alone(kind, paged, extras):
     torch.manual_seed(0)
     plan = plan_of(kind, paged)
@@ -93,6 +96,17 @@ def test_attention_from_tensors_alone(kind, paged, extras):
     with pytest.raises(ValueError, match="seen has 4 heads"):
         heads = SimpleNamespace(**{**vars(written), "seen": said.expand(4, -1, -1)})
         static_reference.attend(query, keys, values, heads, 0.3)
+
+
+def test_a_step_in_tensors_takes_first_positions():
+    """Through ``attention``, as a layer asks."""
+    plan = plan_of("chain", False)
+    query, keys, values = (torch.randn(*s, 8) for s in ((1, 4, 14), (4, 20, 2), (4, 20, 2)))
+    step = StaticPlan(lower(plan, "cpu"), plan.slots)
+    for window, initial in ((4, 2), (4, 0), (4, 60)):
+        out = attention(query, keys, values, step, window=window, initial=initial)
+        wanted = reference.attend(query, keys, values, plan, 8**-0.5, reach(window, initial))
+        torch.testing.assert_close(out, wanted)
 
 
 @pytest.mark.parametrize("kind", ["chain", "tree"])

@@ -18,6 +18,7 @@ from specdec import tree
 from specdec.kernels.attention import AttentionPlan, ExplicitPlan, Tree, reference, triton_backend
 from specdec.kernels.attention import merge as merge_reference
 from specdec.kernels.attention.lowered import lower
+from specdec.kernels.attention.reach import reach
 from specdec.models.ring import Ring
 from specdec.models.slots import KVShape
 
@@ -120,6 +121,84 @@ def test_rows_in_chunks(name, window):
 def test_a_window_that_begins_before_a_tile():
     """Nodes 2 to 4 are at positions 72 and 73 and slots 73 to 75: what slot 63 holds is seen by the first alone."""
     close(case(PLANS["end of a tree"], dtype=torch.bfloat16), PLANS["end of a tree"], window=10)
+
+
+REACHES = [
+    (1, 1),
+    (50, 4),
+    (3, 70),
+    (20, 85),
+    (40, 60),
+]  # the last two overlap in some rows and are apart in others
+
+
+@pytest.mark.parametrize(("window", "initial"), REACHES)
+@pytest.mark.parametrize("name", list(PLANS))
+def test_first_positions_beside_a_window(name, window, initial):
+    close(case(PLANS[name]), PLANS[name], window=reach(window, initial))
+
+
+@pytest.mark.parametrize("processors", [1, 132])
+@pytest.mark.parametrize("chunk", [None, 64, 128])
+@pytest.mark.parametrize(("window", "initial"), [(2, 1), (40, 5), (70, 65), (130, 100)])
+def test_first_positions_and_chunks(window, initial, chunk, processors, monkeypatch):
+    """Long ragged rows, a one-token row and a tree; first positions of less and of more than a tile or a chunk."""
+    monkeypatch.setattr(triton_backend, "processors", lambda device: processors)
+    monkeypatch.setattr(triton_backend, "SPLIT", 64)
+    for plan in (
+        AttentionPlan([0, 1, 2], [390, 3, 207], [3, 1, 5], 400),
+        AttentionPlan([0, 1, 2], [380, 3, 207], [8, 8, 8], 400, make_tree([381, 4, 208])),
+    ):
+        close(case(plan, Hq=2, Hkv=1, D=16, B=3), plan, window=reach(window, initial), chunk=chunk)
+
+
+@pytest.mark.parametrize(("Hq", "Hkv"), [(2, 2), (4, 1), (8, 1)])
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("name", ["ragged", "ragged tree"])
+def test_first_positions_with_grouped_heads_sink_logits_and_soft_cap(name, sinks, Hq, Hkv):
+    logits = torch.linspace(-1, 2, Hq, device=DEVICE) if sinks else None
+    close(case(PLANS[name], Hq, Hkv), PLANS[name], window=reach(9, 3), softcap=5.0, sinks=logits)
+
+
+@pytest.mark.parametrize("chunk", [None, 64])
+@pytest.mark.parametrize("page", [16, 48, 64])
+def test_first_positions_in_pages(page, chunk):
+    lengths = [page, 2 * page + 1, 190]
+    need = [-(-n // page) for n in lengths]
+    order = np.random.default_rng(0).permutation(sum(need)).tolist()
+    table = [[order.pop() for _ in range(n)] for n in need]
+    plan = AttentionPlan(range(3), [n - 2 for n in lengths], [2] * 3, 0, table=table, page=page)
+    close(case(plan, Hq=2, Hkv=1, D=16, B=sum(need)), plan, window=reach(20, 18), chunk=chunk)
+
+
+def test_the_slots_between_are_skipped():
+    """As many chunks as first positions and a window need, however long the row is."""
+    low = lower(AttentionPlan([0], [99_999], [1], 100_000), "cpu")
+    assert triton_backend.chunking(low, reach(512, 4), 1, 64, DEVICE, 64)[0] == 1 + 9
+    assert triton_backend.chunking(low, reach(512, 4), 10**6, 64, DEVICE, None) == (1, 640, 64)
+    assert triton_backend.chunking(low, reach(512, 65), 10**6, 64, DEVICE, None) == (1, 704, 64)
+
+
+@pytest.mark.parametrize("tree", [False, True])
+@pytest.mark.parametrize(("window", "initial"), [(64, 4), (100, 70)])
+def test_first_positions_and_equal_bits(window, initial, tree):
+    """With fixed chunks: alone, beside others, in a step of one query or of many."""
+    n, q = 286, 4
+    shape = make_tree([n], chain(q)) if tree else None
+    query, keys, values = case(AttentionPlan([0], [n], [q], 300), 2, 1, D=16, dtype=torch.bfloat16, B=2)
+
+    def run(plan, query):
+        return triton_backend.attend_with_lse(query, keys, values, plan, 0.125, reach(window, initial))
+
+    whole = run(AttentionPlan([0], [n], [q], 300, shape, fragment=64), query)
+    for i in range(q):
+        alone = run(AttentionPlan([0], [n + i], [1], 300, fragment=64), query[:, :, i : i + 1])
+        for a, b in zip(alone, whole):
+            assert torch.equal(a, b[:, i : i + 1])
+    both = torch.cat([query, query.flip(2)], 2)
+    beside = run(AttentionPlan([0, 1], [n, 77], [q, q], 300, fragment=64), both)
+    for a, b in zip(beside, whole):
+        assert torch.equal(a[:, :q], b)
 
 
 @pytest.mark.parametrize(("Hq", "Hkv"), [(2, 2), (4, 1), (8, 1), (6, 2)])
@@ -264,15 +343,17 @@ def test_a_query_that_sees_nothing(chunk, sinks):
 )  # NumPy's, of scores that do not count
 @pytest.mark.parametrize(("poison", "window"), [(float("nan"), None), (float("nan"), 3), (float("inf"), 3)])
 @pytest.mark.parametrize("name", [*PLANS, "explicit", "large tree"])
-def test_nothing_leaks_from_slots_that_are_not_seen(name, window, poison):
+@pytest.mark.parametrize("initial", [0, 2])
+def test_nothing_leaks_from_slots_that_are_not_seen(name, initial, window, poison):
     if name == "explicit":
         seen = np.random.default_rng(1).random((4, 90)) < 0.4
         plan = ExplicitPlan([0, 2], [3, 1], seen, np.ones((4, 90), dtype=int), torch.arange(4))
+        initial = 0  # it has no positions
     elif name == "large tree":
         plan = AttentionPlan([1], [20], [3], 100, make_tree([10], [-1, 0, *(i // 2 for i in range(2, 70))]))
     else:
         plan = PLANS[name]
-    args = case(plan, 1, 1, D=16)
+    args, window = case(plan, 1, 1, D=16), reach(window, initial)
     expected = triton_backend.attend(*args, plan, 0.1, window)
     unseen = torch.ones(args[1].shape[:2], dtype=torch.bool)
     for s in plan.runs(alone=True):

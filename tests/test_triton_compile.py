@@ -26,6 +26,15 @@ CASES: dict[str, dict[str, Any]] = {
     "verify, window and soft cap": {"packed": 48, "softcap": True, "window": True},
     "tree": {"packed": 24, "tree": True},
     "tree, window, in chunks": {"packed": 48, "tree": True, "window": True, "direct": False},
+    "first positions and a window": {"packed": 24, "window": True, "initial": True},
+    "tree, first positions and a window": {
+        "packed": 48,
+        "tree": True,
+        "window": True,
+        "initial": True,
+        "direct": False,
+    },
+    "pages, first positions and a window": {"packed": 24, "page": 16, "window": True, "initial": True},
     "mask": {"packed": 32, "seen": True},
     "pages": {"packed": 24, "page": 64},
     "small pages, equal bits": {"packed": 24, "page": 16, "tree": True, "direct": False, "fixed": True},
@@ -46,6 +55,7 @@ def attend_job(
     group: int = 4,
     tree: bool = False,
     window: bool = False,
+    initial: bool = False,
     softcap: bool = False,
     seen: bool = False,
     sinks: bool = False,
@@ -66,6 +76,7 @@ def attend_job(
     given |= {"Sinks": f"*{dtype}" if sinks else None, "factor": "fp32", "bend": "fp32"}
     constants = {"G": group, "D": size, "DV": size, "BD": wide, "BDV": wide, "BM": c.queries, "BN": c.slots}
     constants |= {"PAGE": page, "WINDOW": window, "SOFTCAP": softcap, "DIRECT": direct, "UPCAST": False}
+    constants["INITIAL"] = initial
     return {
         "kernel": "attend_kernel",
         "given": given,

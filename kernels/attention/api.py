@@ -8,8 +8,9 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from specdec.kernels.attention.choice import BACKENDS, available, check, choose, explain, why_not
+from specdec.kernels.attention.choice import BACKENDS, UNORDERED, available, check, choose, explain, why_not
 from specdec.kernels.attention.plan import AttentionPlan
+from specdec.kernels.attention.reach import Reach, Streaming, reach, split
 
 __all__ = ["BACKENDS", "attention", "available", "check", "choose", "explain"]
 
@@ -25,6 +26,7 @@ def attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    initial: int = 0,
     backend: str | None = None,
     lse: Literal[False] = False,
 ) -> Tensor: ...
@@ -41,6 +43,7 @@ def attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    initial: int = 0,
     backend: str | None = None,
     lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
@@ -56,6 +59,7 @@ def attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    initial: int = 0,
     backend: str | None = None,
     lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -69,6 +73,7 @@ def attention(
         window: a query at position p sees positions above ``p - window`` only.
         softcap: scores become ``softcap * tanh(scores / softcap)``.
         sinks: ``[Hq]`` one more logit a head, which takes weight and contributes nothing.
+        initial: positions below are seen whatever the window (StreamingLLM's attention sinks); without a window they are anyway.
         backend: a name of ``BACKENDS``, which serves the call or refuses it; ``None`` or ``"auto"`` chooses one that can
             (``explain`` says which and why).
         lse: whether to return the log-sum-exp as well, by which parts of a row are merged (``merge``).
@@ -81,20 +86,21 @@ def attention(
     """
     if scale is None:
         scale = query.shape[-1] ** -0.5
+    sliding = reach(window, initial)
     if plan.attend is not None and not lse:  # a captured step has its numbers in tensors
-        return plan.attend(query, keys, values, scale, window, softcap, sinks)
+        return plan.attend(query, keys, values, scale, sliding, softcap, sinks)
     if plan.watch is not None:
         plan.watch(query)
     grad = torch.is_grad_enabled() and (query.requires_grad or keys.requires_grad or values.requires_grad)
     key = (
         *(backend, query.shape, query.dtype, keys.shape, keys.dtype, keys.stride(-1)),
-        *(values.shape, values.dtype, values.stride(-1), window, softcap, lse, grad),
+        *(values.shape, values.dtype, values.stride(-1), sliding, softcap, lse, grad),
         None if sinks is None else sinks.shape,
     )
     serve = plan.known.get(key)  # layers of one kind are looked at once
     if serve is None:
-        serve = plan.known[key] = _serve(query, keys, values, plan, window, softcap, sinks, backend, lse)
-    return serve(query, keys, values, plan, scale, window, softcap, sinks)
+        serve = plan.known[key] = _serve(query, keys, values, plan, sliding, softcap, sinks, backend, lse)
+    return serve(query, keys, values, plan, scale, sliding, softcap, sinks)
 
 
 def _serve(
@@ -102,7 +108,7 @@ def _serve(
     keys: Tensor,
     values: Tensor,
     plan: AttentionPlan,
-    window: int | None,
+    window: Reach,
     softcap: float | None,
     sinks: Tensor | None,
     backend: str | None,
@@ -140,7 +146,7 @@ def _check(
     keys: Tensor,
     values: Tensor,
     plan: AttentionPlan,
-    window: int | None,
+    window: Reach,
     softcap: float | None,
     sinks: Tensor | None,
 ) -> None:
@@ -172,8 +178,10 @@ def _check(
         )
     if tokens != sum(plan.counts):
         raise ValueError(f"query has {tokens} tokens and the plan {sum(plan.counts)}: give those of the plan")
-    if window is not None and window < 1:
-        raise ValueError(f"window is {window}: give at least 1, or None for no window")
+    if window is not None and split(window)[0] < 1:
+        raise ValueError(f"window is {split(window)[0]}: give at least 1, or None for no window")
+    if isinstance(window, Streaming) and not plan.ordered:
+        raise ValueError(f"initial is {window.initial}: {UNORDERED}")
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap is {softcap}: give a number above 0, or None for no cap")
     if sinks is not None and sinks.shape != (heads,):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from specdec.kernels.attention.plan import AttentionPlan
+from specdec.kernels.attention.reach import Reach, Streaming, reach
 
 SMALL = 64  # queries of a row up to which a call is decoding or verification, and not a prompt
 
@@ -28,6 +29,9 @@ _MODULES = {
     "triton": "triton_backend",
 }
 _HERE = __package__
+UNORDERED = (
+    "initial counts positions, and this plan says slot by slot what is seen: let it say so of the first ones"
+)
 
 # Tried in this order by "auto", and why. Others are served by name only.
 _CPU = {
@@ -108,18 +112,18 @@ def why_not(
     keys: Tensor,
     values: Tensor,
     plan: AttentionPlan,
-    window: int | None = None,
+    window: Reach = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
     lse: bool = False,
 ) -> str | None:
-    """Why a backend cannot serve a call, or ``None``. Arguments as for ``api.attention``."""
+    """Why a backend cannot serve a call, or ``None``. Arguments as for ``api.attention``, ``initial`` within ``window``."""
+    if isinstance(window, Streaming) and not plan.ordered:
+        return UNORDERED
     try:
         module = _load(backend)
     except ImportError as error:
         return str(error)
-    if lse and not hasattr(module, "attend_with_lse"):
-        return "it does not say the log-sum-exp"
     if _takes_plan(module):
         why = module.supports(query, softcap, sinks, plan)
     else:
@@ -128,12 +132,18 @@ def why_not(
             why = why or "it reads slots, not pages"
     if why is None and hasattr(module, "fits"):
         why = module.fits(query, keys, values, plan, window)
+    if why is None and hasattr(module, "refuses"):
+        why = module.refuses(query, keys, values, plan, window, softcap, sinks, lse)
     return why
 
 
 @lru_cache(maxsize=32)
 def _takes_plan(module: Any) -> bool:
     return "plan" in inspect.signature(module.supports).parameters
+
+
+def _reach(window: Reach, initial: int) -> Reach:
+    return window if isinstance(window, Streaming) else reach(window, initial)
 
 
 def order(device: torch.device, plan: AttentionPlan) -> dict[str, str]:
@@ -150,16 +160,19 @@ def choose(
     keys: Tensor,
     values: Tensor,
     plan: AttentionPlan,
-    window: int | None = None,
+    window: Reach = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
     lse: bool = False,
+    initial: int = 0,
 ) -> str:
     """The backend that ``"auto"`` takes: the first in ``order`` that can serve the call."""
+    window = _reach(window, initial)
     for name in order(query.device, plan):
         if why_not(name, query, keys, values, plan, window, softcap, sinks, lse) is None:
             return name
-    raise ValueError("no backend can serve this call: " + explain(query, keys, values, plan, window, softcap))
+    why = explain(query, keys, values, plan, window, softcap, sinks, lse)
+    raise ValueError("no backend can serve this call: " + why)
 
 
 def explain(
@@ -167,12 +180,14 @@ def explain(
     keys: Tensor,
     values: Tensor,
     plan: AttentionPlan,
-    window: int | None = None,
+    window: Reach = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
     lse: bool = False,
+    initial: int = 0,
 ) -> str:
     """A line for each backend: chosen and why, could serve the call, or why not. To be printed."""
+    window = _reach(window, initial)
     tried, chosen, lines = order(query.device, plan), False, []
     for name in [*tried, *(n for n in BACKENDS if n not in tried)]:
         why = why_not(name, query, keys, values, plan, window, softcap, sinks, lse)

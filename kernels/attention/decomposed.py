@@ -2,7 +2,7 @@
 
 As elsewhere, a call covers slots beyond the end of its shorter rows with weight 0; should they not be finite, it is repeated row
 by row. Rows are cut only on the CPU, and only where keys and values have one size: elsewhere no kernel says its log-sum-exp, and
-just which rows share a call is chosen. Prompts (more than ``PROMPT`` queries a row) and slots in no order run ``packed``.
+just which rows share a call is chosen. A window beside first positions is a mask over the whole row. Prompts (more than ``PROMPT`` queries a row) and slots in no order run ``packed``.
 """
 
 from __future__ import annotations
@@ -12,10 +12,13 @@ from torch import Tensor
 from specdec.kernels.attention import packed
 from specdec.kernels.attention.costs import cost_model
 from specdec.kernels.attention.decompose import Block, Fragments, decompose
-from specdec.kernels.attention.fused import fused_supports, fused_with_lse
+from specdec.kernels.attention.fused import fused_supports, refuses
 from specdec.kernels.attention.merge import merge_two
-from specdec.kernels.attention.packed import careful, finite, join
+from specdec.kernels.attention.packed import careful, careful_with_lse, join, join_with_lse
 from specdec.kernels.attention.plan import AttentionPlan, Segment
+from specdec.kernels.attention.reach import Reach, binding
+
+__all__ = ["attend", "attend_with_lse", "fragments", "refuses", "supports"]
 
 PROMPT = 32
 
@@ -28,15 +31,14 @@ def attend(
     values: Tensor,
     plan: AttentionPlan,
     scale: float,
-    window: int | None = None,
+    window: Reach = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Arguments and result as for ``api.attention``."""
     if not plan.ordered or max(plan.counts) > PROMPT:
         return packed.attend(query, keys, values, plan, scale, window)
-    if window is not None and window >= max(plan.length):
-        window = None
+    window = binding(window, max(plan.length))
     parts = []
     for block, s in _chosen(query, keys, values, plan, window):
         if block.above:
@@ -46,9 +48,25 @@ def attend(
     return join(parts)
 
 
-def fragments(
-    query: Tensor, keys: Tensor, values: Tensor, plan: AttentionPlan, window: int | None
-) -> Fragments:
+def attend_with_lse(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    plan: AttentionPlan,
+    scale: float,
+    window: Reach = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """As ``attend``, with the log-sum-exp ``[1, T, Hq]`` of the scores; where ``refuses`` has nothing against it."""
+    if not plan.ordered or max(plan.counts) > PROMPT:
+        return packed.attend_with_lse(query, keys, values, plan, scale, window)
+    window = binding(window, max(plan.length))
+    chosen = _chosen(query, keys, values, plan, window)
+    return join_with_lse([_cut(query, keys, values, plan, b, s, scale, window) for b, s in chosen])
+
+
+def fragments(query: Tensor, keys: Tensor, values: Tensor, plan: AttentionPlan, window: Reach) -> Fragments:
     """What ``decompose`` chooses for a layer."""
     model = cost_model(query.shape[1], keys.shape[2], query.shape[3], query.dtype)
     low = None if window is None else [plan.low(s, window) for s in _alone(plan)]
@@ -69,7 +87,7 @@ def _alone(plan: AttentionPlan) -> list[Segment]:
 
 
 def _chosen(
-    query: Tensor, keys: Tensor, values: Tensor, plan: AttentionPlan, window: int | None
+    query: Tensor, keys: Tensor, values: Tensor, plan: AttentionPlan, window: Reach
 ) -> list[tuple[Block, Segment]]:
     """The blocks at the bottom and what each covers; layers with the same heads share them."""
     key = ("fragments", window, query.shape[1], keys.shape[2:], values.shape[-1], query.dtype)
@@ -88,15 +106,10 @@ def _cut(
     block: Block,
     s: Segment,
     scale: float,
-    window: int | None,
+    window: Reach,
 ) -> tuple[Tensor, Tensor]:
     """A block and all above it: output ``[R, Hq, q, D]`` and log-sum-exp ``[R, Hq, q]``."""
-    out, lse = fused_with_lse(query, keys, values, plan, s, block.low, scale, window)
-    if s.r1 - s.r0 > 1 and plan.overhangs(s) and not finite(out):
-        for r in range(s.r0, s.r1):
-            one = plan.at(s, r, r + 1, min(s.keys, plan.length[r]))
-            part = fused_with_lse(query, keys, values, plan, one, block.low, scale, window)
-            out[r - s.r0], lse[r - s.r0] = part[0][0], part[1][0]
+    out, lse = careful_with_lse(query, keys, values, plan, s, block.low, scale, window)
     for b in block.above:
         rows = slice(b.r0 - block.r0, b.r1 - block.r0)
         more = _cut(query, keys, values, plan, b, plan.at(s, b.r0, b.r1, b.high), scale, window)

@@ -10,6 +10,9 @@ from torch import Tensor
 
 from specdec.kernels.attention.plan import AttentionPlan, Segment
 from specdec.kernels.attention.plan import additive as additive
+from specdec.kernels.attention.reach import Reach, Streaming
+
+Interval = tuple[int, int]
 
 
 class ExplicitPlan(AttentionPlan):
@@ -18,38 +21,108 @@ class ExplicitPlan(AttentionPlan):
     Args:
         rows: ``[R]`` buffer row of each row, ascending. counts: ``[R]`` its queries, at least 1.
         seen: ``[T, S]`` bool, which of its row's S slots each query sees.
-        distance: ``[T, S]`` how far behind the query the position of a slot is, for layers with a window of their own.
-        slots: ``[T]`` flat numbers of the new tokens' slots.
+        distance: ``[T, S]`` how far behind the query the position of a slot is, for layers with a window of their own; without it
+            windows are refused.
+        slots: ``[T]`` flat numbers of the new tokens' slots; by default the last ones of each row.
     Attributes:
         layer: which layer is attending, in a subclass whose ``visible`` depends on it.
+        intervals: ``[T]`` what each query sees as intervals of slots, where the plan was made of these (``of_intervals``).
+    Raises:
+        ValueError: as many queries as ``counts`` say are not in ``seen`` or ``distance``, or a row has more of them than slots.
     """
 
     ordered: ClassVar[bool] = False
     layer: int = 0
+    intervals: Sequence[Sequence[Interval]] | None = None
 
     def __init__(
         self,
         rows: Sequence[int],
         counts: Sequence[int],
         seen: np.ndarray,
-        distance: np.ndarray,
-        slots: Tensor,
+        distance: np.ndarray | None = None,
+        slots: Tensor | None = None,
     ):
         self.seen, self.distance = seen, distance
-        S = seen.shape[1]
+        T, S = sum(counts), seen.shape[1]
+        for name, given in (("seen", seen), ("distance", distance)):
+            if given is not None and given.shape != (T, S):
+                raise ValueError(
+                    f"{name} is {given.shape}: give [queries, slots], ({T}, {S}) for these counts"
+                )
+        if max(counts, default=0) > S:
+            raise ValueError(
+                f"counts has a row of {max(counts)} queries and seen {S} slots: a new token takes a slot"
+            )
         super().__init__(rows, [S - n for n in counts], counts, S, slots=slots)
+
+    @staticmethod
+    def of_intervals(
+        rows: Sequence[int],
+        counts: Sequence[int],
+        intervals: Sequence[Sequence[Interval]],
+        capacity: int,
+        *,
+        distance: np.ndarray | None = None,
+        slots: Tensor | None = None,
+    ) -> ExplicitPlan:
+        """The plan of queries that see a few ranges of slots each, as ``specdec.masks.intervals`` says them.
+
+        FlashAttention serves such a plan where no query has more than ``flash_recipes.INTERVALS`` of them, without a window.
+        Others read the mask that the intervals make.
+
+        Args:
+            rows, counts, distance, slots: as for the class.
+            intervals: ``[T]`` of each packed query, half-open ``(start, end)``, ascending and apart; none for a query that sees
+                nothing.
+            capacity: slots of a buffer row.
+        Raises:
+            ValueError: not one list for each query, or an interval that is empty, overlaps the one before it, or leaves the row.
+        """
+        T = sum(counts)
+        if len(intervals) != T:
+            raise ValueError(
+                f"intervals has {len(intervals)} lists and counts say {T} queries: give one list for each packed query"
+            )
+        seen = np.zeros((T, capacity), dtype=bool)
+        for t, own in enumerate(intervals):
+            before = 0
+            for start, end in own:
+                if not before <= start < end <= capacity:
+                    raise ValueError(
+                        f"intervals[{t}] is {list(own)}: give (start, end) with start below end, ascending, apart, and within the "
+                        f"row's {capacity} slots"
+                    )
+                seen[t, start:end] = True
+                before = end
+        plan = ExplicitPlan(rows, counts, seen, distance, slots)
+        plan.intervals = [list(own) for own in intervals]
+        return plan
 
     def _segments(self) -> list[Segment]:
         return self.runs()  # every row has S slots: nothing is wasted on the longest
 
-    def low(self, segment: Segment, window: int) -> int:
+    def low(self, segment: Segment, window: int | Streaming) -> int:
         """0: slots are in no order."""
         return 0
 
-    def visible(self, segment: Segment, window: int | None = None, low: int = 0) -> np.ndarray:
-        """``[R, q, S - low]`` bool: which slots from ``low`` on each query of a segment sees."""
+    def visible(self, segment: Segment, window: Reach = None, low: int = 0) -> np.ndarray:
+        """``[R, q, S - low]`` bool: which slots from ``low`` on each query of a segment sees.
+
+        Raises:
+            ValueError: a window, and the plan knows of no distances; or first positions beside it.
+        """
         t1 = segment.t0 + (segment.r1 - segment.r0) * segment.queries
         seen = self.seen[segment.t0 : t1]
+        if isinstance(window, Streaming):
+            raise ValueError(
+                f"initial is {window.initial}, and this plan says slot by slot what is seen: let it say so of the first ones"
+            )
         if window is not None:
+            if self.distance is None:
+                raise ValueError(
+                    f"window is {window}, and this plan does not know how far behind slots are: give it distance, or leave out of "
+                    "it what is beyond the window"
+                )
             seen = seen & (self.distance[segment.t0 : t1] < window)
         return seen.reshape(-1, segment.queries, seen.shape[1])[:, :, low:]

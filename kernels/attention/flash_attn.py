@@ -22,6 +22,7 @@ from specdec.device import sent
 from specdec.kernels.attention import flash_recipes, torch_flash
 from specdec.kernels.attention.flash_recipes import Sequences, by_count, upload
 from specdec.kernels.attention.plan import AttentionPlan
+from specdec.kernels.attention.reach import Reach
 
 LONG = 128
 
@@ -43,7 +44,7 @@ def supports(
     return torch_flash.device_lacks(query) or torch_flash.cannot(query, plan)
 
 
-def fits(query: Tensor, keys: Tensor, values: Tensor, plan: AttentionPlan, window: int | None) -> str | None:
+def fits(query: Tensor, keys: Tensor, values: Tensor, plan: AttentionPlan, window: Reach) -> str | None:
     """Why buffers like these cannot be read, or ``None``."""
     return torch_flash.unreadable(keys, values, plan, window)
 
@@ -79,7 +80,7 @@ def attend(
     values: Tensor,
     plan: AttentionPlan,
     scale: float,
-    window: int | None = None,
+    window: Reach = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
@@ -93,7 +94,7 @@ def attend_with_lse(
     values: Tensor,
     plan: AttentionPlan,
     scale: float,
-    window: int | None = None,
+    window: Reach = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:

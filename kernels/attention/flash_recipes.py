@@ -10,6 +10,8 @@ them only for *one query a sequence*, and their masks know neither trees nor pos
   the two parts are merged. ``plan.fragment`` cuts the first part further (request decomposition, SPIN).
 - **A tree** is the same with the ancestors as the mask of the dense block. Under a window its queries see the slots below it
   from different positions on, so each is a sequence of its own there.
+- **A plan made of intervals** is a sequence for each interval of each query.
+- **First positions beside a window** are one more call, in which neighbouring queries that see as many of them are a sequence.
 - **All else** (prompts, windowed chains, short contexts) is one causal call.
 - **A sink logit s** takes part of the weight: ``out * sigmoid(lse - s)``, and ``lse`` becomes ``logaddexp(lse, s)``.
 
@@ -21,7 +23,7 @@ window.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -31,8 +33,10 @@ from torch import Tensor
 from specdec.device import sent
 from specdec.kernels.attention.merge import merge, merge_two
 from specdec.kernels.attention.plan import AttentionPlan
+from specdec.kernels.attention.reach import Reach, Streaming, binding, near, split
 
 FOLD = 64  # queries of a row up to which a chain may be folded
+INTERVALS = 4  # of a query, up to which a plan made of intervals is served
 FOLD_FROM = 1024  # slots from which folding is worth its merge; not measured yet
 
 
@@ -98,7 +102,7 @@ def attend_with_lse(
     values: Tensor,
     plan: AttentionPlan,
     scale: float,
-    window: int | None = None,
+    window: Reach = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -106,20 +110,22 @@ def attend_with_lse(
     q = query[0].transpose(0, 1)
     if q.stride(-1) != 1:
         q = q.contiguous()
-    if window is not None and window >= max(plan.length):
-        window = None
+    if plan.ordered:
+        window = binding(window, max(plan.length))
     key = ("flash", window, query.device)
     recipe = plan.known.get(key)
     if recipe is None:
         recipe = plan.known[key] = _recipe(plan, window, query.device)
     if recipe.whole is not None:
-        left = -1 if window is None else window - 1
+        left = -1 if window is None else split(window)[0] - 1
         out, lse = call(q, keys, values, recipe.whole, scale, softcap, True, left)
     else:
         parts = [g.run(call, q, keys, values, scale, softcap) for g in recipe.groups]
         out, lse = parts[0] if len(parts) == 1 else (torch.cat(p) for p in zip(*parts))
         if recipe.back is not None:
             out, lse = out.index_select(0, recipe.back), lse.index_select(0, recipe.back)
+    if recipe.initial is not None:
+        out, lse = recipe.initial.onto(out, lse, call, q, keys, values, scale, softcap)
     if sinks is not None:
         logit = sinks.to(lse.dtype)
         out = out * torch.sigmoid(lse - logit)[..., None]
@@ -208,15 +214,76 @@ class _Block:
 
 
 @dataclass(frozen=True)
+class _Initial:
+    """What the packed queries ``take`` (``None``: all) see of the slots below their windows, and below a tree."""
+
+    take: Tensor | None
+    sequences: Sequences
+
+    def onto(
+        self,
+        out: Tensor,
+        lse: Tensor,
+        call: Call,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scale: float,
+        softcap: float | None,
+    ) -> tuple[Tensor, Tensor]:
+        """``out [T, Hq, D]`` and ``lse [T, Hq]`` with it."""
+        take = self.take
+        some = q if take is None else q.index_select(0, take)
+        more, more_lse = call(some, keys, values, self.sequences, scale, softcap, False, -1)
+        more = more.to(out.dtype)
+        if take is None:
+            return merge_two(out, lse, more, more_lse)
+        made = merge_two(out.index_select(0, take), lse.index_select(0, take), more, more_lse)
+        return out.index_copy(0, take, made[0]), lse.index_copy(0, take, made[1])
+
+
+@dataclass(frozen=True)
 class _Recipe:
-    """One causal call for everything, or groups of rows; ``back [T]``: where each packed query is among theirs."""
+    """One causal call for everything, or groups of rows; ``back [T]``: where each packed query is among theirs.
+
+    ``initial``: what packed queries see below their windows; ``None``: nothing.
+    """
 
     whole: Sequences | None
     groups: list[_Group]
     back: Tensor | None
+    initial: _Initial | None = None
 
 
-def _recipe(plan: AttentionPlan, window: int | None, device: torch.device) -> _Recipe:
+def _recipe(plan: AttentionPlan, window: Reach, device: torch.device) -> _Recipe:
+    made = _latest(plan, window, device)
+    return replace(made, initial=_initial(plan, window, device)) if isinstance(window, Streaming) else made
+
+
+def _initial(plan: AttentionPlan, window: Streaming, device: torch.device) -> _Initial | None:
+    """Neighbouring queries of a row that see equally many of the first slots are one sequence; ``None``: no query sees any."""
+    rows, counts = np.asarray(plan.rows), np.asarray(plan.counts)
+    row = np.repeat(np.arange(len(rows)), counts)
+    slot = np.concatenate([np.arange(f, f + n) for f, n in zip(plan.first, plan.counts)])
+    high = np.minimum(window.initial, _positions(plan, row, slot[:, None])[:, 0] - window.window + 1)
+    if plan.tree is not None:  # from there on it is the block's matter
+        high = np.minimum(high, np.minimum(plan.first, plan.tree.root)[row])
+    take = np.flatnonzero(high > 0)
+    if not len(take):
+        return None
+    row, high = row[take], high[take]
+    starts = np.flatnonzero(np.diff(row, prepend=-1) | np.diff(high, prepend=-1))
+    length, low, table = np.diff(starts, append=len(take)), np.zeros_like(starts), pages(plan)
+    table = None if table is None else table[row[starts]]
+    sequences = Sequences(rows[row[starts]], length, low, high[starts], device, table)
+    return _Initial(None if len(take) == len(slot) else upload([take], device, np.int64)[0], sequences)
+
+
+def _latest(plan: AttentionPlan, window: Reach, device: torch.device) -> _Recipe:
+    """All but the first positions beside a window."""
+    intervals = getattr(plan, "intervals", None)
+    if intervals is not None:
+        return _Recipe(None, [_ranges(plan, intervals, device)], None)
     counts, most = np.asarray(plan.counts), max(plan.counts)
     folds = most <= FOLD and (plan.fragment is not None or max(plan.length) >= FOLD_FROM)
     if most == 1:
@@ -247,9 +314,25 @@ def _recipe(plan: AttentionPlan, window: int | None, device: torch.device) -> _R
     return _Recipe(None, groups, takes[-1])
 
 
+def _ranges(
+    plan: AttentionPlan, intervals: Sequence[Sequence[tuple[int, int]]], device: torch.device
+) -> _Group:
+    """Every interval of every query as a sequence of its own; those of one query are merged."""
+    T, pieces = len(intervals), max(1, *map(len, intervals))
+    ends = np.zeros((2, pieces, T), dtype=np.int64)  # no slots, where a query has fewer
+    for t, own in enumerate(intervals):
+        for n, interval in enumerate(own):
+            ends[:, n, t] = interval
+    rows = np.tile(np.repeat(plan.rows, plan.counts), pieces)
+    sequences = Sequences(
+        rows, np.ones(T * pieces, dtype=np.int64), ends[0].reshape(-1), ends[1].reshape(-1), device
+    )
+    return _Group(T, 1, None, sequences, pieces, False, None)
+
+
 def _group(
     plan: AttentionPlan,
-    window: int | None,
+    window: Reach,
     device: torch.device,
     rows: np.ndarray,
     count: int,
@@ -262,7 +345,7 @@ def _group(
     buffer_rows, table = np.asarray(plan.rows)[rows], pages(plan)
     table = None if table is None else table[rows]
     if count == 1 and plan.tree is None:  # a query sees itself too: nothing is left for a block
-        low = np.zeros_like(first) if window is None else np.maximum(0, first - window + 1)
+        low = np.zeros_like(first) if window is None else np.maximum(0, first - split(window)[0] + 1)
         bottom, block = length, None
     else:
         low = np.zeros_like(first)
@@ -271,7 +354,7 @@ def _group(
     if not (bottom > low).any():
         return _Group(n, count, None, None, 1, True, block)
     if window is not None and plan.tree is not None:
-        low = np.maximum(0, _positions(plan, rows, slot) - window + 1).reshape(-1)
+        low = np.maximum(0, _positions(plan, rows, slot) - split(window)[0] + 1).reshape(-1)
         ones = np.ones(n * count, dtype=np.int64)
         prefix = Sequences(np.repeat(buffer_rows, count), ones, low, np.repeat(bottom, count), device)
         return _Group(n, count, None, prefix, 1, False, block)
@@ -287,7 +370,7 @@ def _group(
 
 def _block(
     plan: AttentionPlan,
-    window: int | None,
+    window: Reach,
     device: torch.device,
     rows: np.ndarray,
     slot: np.ndarray,
@@ -298,8 +381,7 @@ def _block(
     key = bottom[:, None] + np.arange(int(slots.max()))  # [n, K]
     seen = _seen(plan, rows, slot, key) & (key < (bottom + slots)[:, None])[:, None]
     if window is not None:
-        near = _positions(plan, rows, key)[:, None] > _positions(plan, rows, slot)[:, :, None] - window
-        seen &= near
+        seen &= near(_positions(plan, rows, slot)[:, :, None], _positions(plan, rows, key)[:, None], window)
     used = seen.any(1)
     some = np.take_along_axis(key, used.argmax(1)[:, None], 1)
     key = np.where(used, key, some)  # slots that nothing sees may hold anything, or not exist

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from specdec.kernels.attention.plan import AttentionPlan, Segment
+from specdec.kernels.attention.reach import Reach
 
 FOLD = (
     16  # queries a row up to which folding pays; its mask is as many times larger as there are heads to fold
@@ -28,6 +29,31 @@ def fused_supports(query: Tensor, softcap: float | None, sinks: Tensor | None) -
     return None
 
 
+def refuses(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    plan: AttentionPlan,
+    window: Reach = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    lse: bool = False,
+) -> str | None:
+    """Why fused attention cannot say the log-sum-exp of a call, if that is asked, or ``None``."""
+    if not lse:
+        return None
+    if not query.is_cpu:
+        return "PyTorch's fused attention says its log-sum-exp on the CPU only"
+    if keys.shape[-1] != values.shape[-1]:
+        return (
+            "PyTorch's fused attention says its log-sum-exp for keys and values of one size, "
+            f"not {keys.shape[-1]} and {values.shape[-1]}"
+        )
+    if torch.is_grad_enabled() and (query.requires_grad or keys.requires_grad or values.requires_grad):
+        return "the log-sum-exp of PyTorch's fused attention has no gradient: call it under torch.no_grad()"
+    return None
+
+
 def fused(
     query: Tensor,
     keys: Tensor,
@@ -36,7 +62,7 @@ def fused(
     s: Segment,
     low: int,
     scale: float,
-    window: int | None,
+    window: Reach,
     begin: int = 0,
 ) -> Tensor:
     """Attention of one segment over the slots ``low:s.keys`` of its rows: ``[R, Hq, q, Dv]``.
@@ -79,16 +105,18 @@ def fused_with_lse(
     s: Segment,
     low: int,
     scale: float,
-    window: int | None,
+    window: Reach,
+    begin: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """As ``fused``, with the log-sum-exp ``[R, Hq, q]`` of the scores; on the CPU, for keys and values of one size.
+    """As ``fused``, with the log-sum-exp ``[R, Hq, q]`` of the scores; where ``refuses`` has nothing against it.
 
     A query that sees none of the slots gets 0 and -inf.
     """
-    group = query.shape[1] // keys.shape[2] if s.queries <= FOLD else 1
-    q, k, v = _views(query, keys, values, s, low, group)
-    mask = _mask(query, plan, s, window, low, group)
-    out, lse = _flash(q, k, v, 0.0, False, attn_mask=mask, scale=scale)
+    causal = plan.causal(s, window, low)
+    group = 1 if causal or s.queries > FOLD else query.shape[1] // keys.shape[2]
+    mask = None if causal else _mask(query, plan, s, window, low, group)
+    q, k, v = _views(query, keys, values, s, low, group, begin)
+    out, lse = _flash(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
     out, lse = (t.reshape(q.shape[0], -1, s.queries, *t.shape[3:]) for t in (out, lse))
     if mask is not None:
         blind = plan.blind(s, window, low, query.device)
@@ -98,7 +126,7 @@ def fused_with_lse(
 
 
 def _mask(
-    query: Tensor, plan: AttentionPlan, s: Segment, window: int | None, low: int, group: int
+    query: Tensor, plan: AttentionPlan, s: Segment, window: Reach, low: int, group: int
 ) -> Tensor | None:
     if group == 1:
         return plan.mask(s, window, low, query.dtype, query.device)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from specdec.device import sent
 from specdec.kernels.attention.plan import AttentionPlan
+from specdec.kernels.attention.reach import Reach
 
 NODES = 64  # of a tree whose ancestors fit into one word
 
@@ -51,7 +52,7 @@ class Lowered:
     max_length: int
 
 
-def lower(plan: AttentionPlan, device: torch.device | str, window: int | None = None) -> Lowered:
+def lower(plan: AttentionPlan, device: torch.device | str, window: Reach = None) -> Lowered:
     """The numbers of ``plan`` on ``device``, remembered in ``plan.known``; only ``seen`` depends on ``window``."""
     device = torch.device(device)
     known = plan.known.get(("lowered", device))
@@ -131,7 +132,7 @@ def _copy(parts: dict[str, np.ndarray], device: torch.device) -> dict[str, Tenso
     return made
 
 
-def _seen(plan: AttentionPlan, window: int | None, device: torch.device) -> Tensor:
+def _seen(plan: AttentionPlan, window: Reach, device: torch.device) -> Tensor:
     """``[1 or Hq, T, S]`` uint8."""
     wide = max(plan.length)
     parts = []

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from ctypes import POINTER, Structure, byref, c_float, c_int, c_int64, c_void_p
 from functools import lru_cache
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from specdec.kernels.attention import packed
 from specdec.kernels.attention.plan import AttentionPlan
+from specdec.kernels.attention.reach import Reach, Streaming, split
 from specdec.kernels.native import library, reason
 
 PROMPT = 64  # queries of a row, times the query heads of a KV head, from which on a call is a prompt, and PyTorch clearly faster
@@ -30,6 +31,12 @@ _LANES = 16
 def fields(kind: Any, names: str) -> list[tuple[str, Any]]:
     """Fields of one kind, of a ``Structure``."""
     return [(name, kind) for name in names.split()]
+
+
+class First(NamedTuple):
+    """What a query sees below its window and apart from it: the kernel takes one interval of slots a query."""
+
+    beside: Streaming
 
 
 class PlanStruct(Structure):
@@ -66,7 +73,7 @@ def supports(
 
 
 def fits(
-    query: Tensor, keys: Tensor, values: Tensor, plan: AttentionPlan, window: int | None = None
+    query: Tensor, keys: Tensor, values: Tensor, plan: AttentionPlan, window: Reach = None
 ) -> str | None:
     """Why the kernel cannot read these buffers, or ``None``."""
     if torch.is_grad_enabled() and (query.requires_grad or keys.requires_grad or values.requires_grad):
@@ -85,11 +92,15 @@ def attend(
     values: Tensor,
     plan: AttentionPlan,
     scale: float,
-    window: int | None = None,
+    window: Reach = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Arguments and result as for ``api.attention``."""
+    if softcap is None and sinks is None and prompt(plan, query.shape[1] // keys.shape[2]):
+        return packed.attend(query, keys, values, plan, scale, window)
+    if _first(plan, window) is not None:
+        return attend_with_lse(query, keys, values, plan, scale, window, softcap, sinks)[0]
     return _run(query, keys, values, plan, scale, window, softcap, sinks, None)
 
 
@@ -99,13 +110,40 @@ def attend_with_lse(
     values: Tensor,
     plan: AttentionPlan,
     scale: float,
-    window: int | None = None,
+    window: Reach = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As ``attend``, with the log-sum-exp of the scores ``[1, T, Hq]``, -inf for a query that sees nothing."""
     lse = query.new_empty(1, query.shape[2], query.shape[1], dtype=torch.float32)
-    return _run(query, keys, values, plan, scale, window, softcap, sinks, lse), lse
+    out = _run(query, keys, values, plan, scale, window, softcap, sinks, lse)
+    first = _first(plan, window)
+    if first is None:
+        return out, lse
+    more = torch.empty_like(lse)
+    return _joined(out, lse, _run(query, keys, values, plan, scale, first, softcap, None, more), more)
+
+
+def _joined(a: Tensor, lse_a: Tensor, b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """``merge_two`` by operations that give a number the same bits wherever in a tensor it stands, as PyTorch's sigmoid does not."""
+    one, other = lse_a.numpy(), lse_b.numpy()
+    top = np.maximum(one, other)
+    top = np.where(top == -np.inf, np.float32(0), top)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        x, y = np.exp(one - top), np.exp(other - top)
+        total = x + y
+        lse = top + np.log(total)
+    total = np.where(total == 0, np.float32(1), total)
+    share = torch.from_numpy(np.stack([x / total, y / total]))[..., None]
+    out = share[0] * a.float() + share[1] * b.float()
+    return out.to(a.dtype), torch.from_numpy(lse)
+
+
+def _first(plan: AttentionPlan, window: Reach) -> First | None:
+    """The first positions as a reach of their own, if a row is so long that they and a window may lie apart."""
+    if isinstance(window, Streaming) and max(plan.length) - window.window > window.initial:
+        return First(window)
+    return None
 
 
 def always(plan: AttentionPlan) -> None:
@@ -119,13 +157,11 @@ def _run(
     values: Tensor,
     plan: AttentionPlan,
     scale: float,
-    window: int | None,
+    window: Reach | First,
     softcap: float | None,
     sinks: Tensor | None,
     lse: Tensor | None,
 ) -> Tensor:
-    if lse is None and softcap is None and sinks is None and prompt(plan, query.shape[1] // keys.shape[2]):
-        return packed.attend(query, keys, values, plan, scale, window)
     if query.stride(-1) != 1:
         query = query.contiguous()
     out = query.new_empty(1, query.shape[2], query.shape[1], values.shape[-1])
@@ -142,7 +178,7 @@ def _run(
     )
     call = plan.known.get(key)
     if call is None:  # the kernel itself checks nothing
-        why = supports(query, softcap, sinks, plan) or fits(query, keys, values, plan, window)
+        why = supports(query, softcap, sinks, plan) or fits(query, keys, values, plan)
         if why:
             raise ValueError(why)
         call = plan.known[key] = _call(query, keys, values, out, scale, softcap)
@@ -169,7 +205,7 @@ def prompt(plan: AttentionPlan, group: int) -> bool:
     return known
 
 
-def lowered(plan: AttentionPlan, window: int | None) -> PlanStruct:
+def lowered(plan: AttentionPlan, window: Reach | First) -> PlanStruct:
     """``lower``, remembered with the plan."""
     layer = getattr(plan, "layer", None)  # plans that differ between layers say so
     made = plan.known.get(("native", window, layer))
@@ -203,9 +239,12 @@ def _call(
     )
 
 
-def lower(plan: AttentionPlan, window: int | None) -> tuple[PlanStruct, list[Any]]:
+def lower(plan: AttentionPlan, window: Reach | First) -> tuple[PlanStruct, list[Any]]:
     """A plan as the kernel reads it, and the arrays that must live as long."""
-    if plan.ordered and plan.tree is None and plan.table is None:
+    first_ones = isinstance(window, First)
+    if isinstance(window, First):
+        window = window.beside
+    if plan.ordered and plan.tree is None and plan.table is None and not isinstance(window, Streaming):
         return _chains(plan, window)
     counts = np.array(plan.counts, dtype=np.int32)
     starts = np.concatenate([[0], counts.cumsum()]).astype(np.int32)
@@ -215,8 +254,7 @@ def lower(plan: AttentionPlan, window: int | None) -> tuple[PlanStruct, list[Any
     T = int(starts[-1])
     slot = np.repeat(first - starts[:-1], counts) + np.arange(T, dtype=np.int32)
     low, mask = np.zeros(T, dtype=np.int32), None
-    if window is not None and plan.ordered:
-        window = min(window, max(plan.length) + 1)
+    size, initial = (0, 0) if window is None else (min(n, max(plan.length) + 1) for n in split(window))
     if not plan.ordered:
         high, begin = np.zeros(T, dtype=np.int32), np.zeros(len(rows), dtype=np.int32)
         mask = [_bytes(plan.visible(s, window)) for s in plan.runs()]
@@ -224,18 +262,22 @@ def lower(plan: AttentionPlan, window: int | None) -> tuple[PlanStruct, list[Any
     elif plan.tree is None:
         high = slot + 1
         if window is not None:
-            low = np.maximum(slot - (window - 1), 0)
+            low = np.maximum(slot - (size - 1), 0)
     else:
         root = np.minimum(plan.tree.root, length).astype(np.int32)
         high = np.minimum(slot + 1, np.repeat(root, counts))
         each = plan.runs(alone=True)
         if window is not None:
             position = np.concatenate([plan._query_positions(s)[0] for s in each])
-            low = np.maximum(position - (window - 1), 0).astype(np.int32)
+            low = np.maximum(position - (size - 1), 0).astype(np.int32)
         per_row = [_bytes(plan.visible(s, window, int(b)))[0] for s, b in zip(each, root)]
         begin, mask = root, per_row
+    if first_ones:
+        high, mask = np.where(low > initial, np.minimum(high, initial), 0), None
+    if initial:  # in one interval, if nothing lies between
+        low = np.zeros_like(low) if first_ones else np.where(low > initial, low, 0)
     lowered = PlanStruct(rows_count=len(rows), pages=0, page=0)
-    alive: list[Any] = [rows, starts, length, low, high.astype(np.int32)]
+    alive: list[Any] = [rows, starts, length, low.astype(np.int32), high.astype(np.int32)]
     for name, array in zip(("rows", "starts", "length", "low", "high"), alive):
         setattr(lowered, name, array.ctypes.data)
     if mask is not None:

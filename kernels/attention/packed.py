@@ -11,12 +11,18 @@ for each layer, which a prompt does not notice. Only the CPU, where what is not 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from specdec.device import sent
-from specdec.kernels.attention.fused import fused, fused_supports
+from specdec.kernels.attention.fused import fused, fused_supports, fused_with_lse, refuses
 from specdec.kernels.attention.plan import AttentionPlan, Segment
+from specdec.kernels.attention.reach import Reach, binding
+
+__all__ = ["attend", "attend_with_lse", "careful", "careful_with_lse", "refuses", "supports"]
 
 
 def supports(
@@ -32,30 +38,47 @@ def attend(
     values: Tensor,
     plan: AttentionPlan,
     scale: float,
-    window: int | None = None,
+    window: Reach = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Arguments and result as for ``api.attention``."""
-    if window is not None and plan.ordered and window >= max(plan.length):
-        window = None
-    segments = plan.segments
+    return join(_parts(careful, query, keys, values, plan, scale, window))
+
+
+def attend_with_lse(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    plan: AttentionPlan,
+    scale: float,
+    window: Reach = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """As ``attend``, with the log-sum-exp ``[1, T, Hq]`` of the scores; where ``refuses`` has nothing against it."""
+    return join_with_lse(_parts(careful_with_lse, query, keys, values, plan, scale, window))
+
+
+def _parts(
+    one: Callable[..., Any],
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    plan: AttentionPlan,
+    scale: float,
+    window: Reach,
+) -> list[Any]:
+    """What ``one`` (``careful``, ``careful_with_lse``) makes of each segment."""
+    if plan.ordered:
+        window = binding(window, max(plan.length))
     if plan.table is not None:
-        return join(
-            [
-                _paged(query, keys, values, plan, s, scale, window)
-                for s in (segments if query.is_cpu else plan.runs(alone=True))
-            ]
-        )
-    if len(segments) == 1:
-        s = segments[0]
-        low = 0 if window is None else plan.low(s, window)
-        return _flat(careful(query, keys, values, plan, s, low, scale, window))
-    parts = [
-        careful(query, keys, values, plan, s, 0 if window is None else plan.low(s, window), scale, window)
-        for s in segments
+        segments = plan.segments if query.is_cpu else plan.runs(alone=True)
+        return [_paged(one, query, keys, values, plan, s, scale, window) for s in segments]
+    return [
+        one(query, keys, values, plan, s, 0 if window is None else plan.low(s, window), scale, window)
+        for s in plan.segments
     ]
-    return join(parts)
 
 
 def careful(
@@ -66,7 +89,7 @@ def careful(
     s: Segment,
     low: int,
     scale: float,
-    window: int | None,
+    window: Reach,
     begin: int = 0,
 ) -> Tensor:
     """``fused``, and row by row if a slot that nothing sees was not finite: ``[R, Hq, q, Dv]``."""
@@ -78,16 +101,38 @@ def careful(
     return out
 
 
+def careful_with_lse(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    plan: AttentionPlan,
+    s: Segment,
+    low: int,
+    scale: float,
+    window: Reach,
+    begin: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """``careful`` by ``fused_with_lse``: ``[R, Hq, q, Dv]`` and ``[R, Hq, q]``."""
+    out, lse = fused_with_lse(query, keys, values, plan, s, low, scale, window, begin)
+    if plan.overhangs(s) and not finite(out):
+        for r in range(s.r0, s.r1):
+            one = plan.at(s, r, r + 1, min(s.keys, plan.length[r]))
+            part = fused_with_lse(query, keys, values, plan, one, low, scale, window, begin)
+            out[r - s.r0], lse[r - s.r0] = part[0][0], part[1][0]
+    return out, lse
+
+
 def _paged(
+    one: Callable[..., Any],
     query: Tensor,
     keys: Tensor,
     values: Tensor,
     plan: AttentionPlan,
     s: Segment,
     scale: float,
-    window: int | None,
-) -> Tensor:
-    """``careful`` on copies of the pages of a segment's rows."""
+    window: Reach,
+) -> Any:
+    """``one`` on copies of the pages of a segment's rows."""
     low = 0 if window is None else plan.low(s, window)
     first = low // plan.page
     key = ("pages", s, first, query.device)
@@ -95,7 +140,7 @@ def _paged(
         plan.known[key] = sent(_pages(plan, s, first), query.device)
     at, rows = plan.known[key], s.r1 - s.r0
     keys, values = _gathered(keys, at, rows), _gathered(values, at, rows)
-    return careful(query, keys, values, plan, s._replace(b0=0), low, scale, window, first * plan.page)
+    return one(query, keys, values, plan, s._replace(b0=0), low, scale, window, first * plan.page)
 
 
 def _pages(plan: AttentionPlan, s: Segment, first: int) -> Tensor:
@@ -127,6 +172,12 @@ def join(parts: list[Tensor]) -> Tensor:
     if len(parts) == 1:
         return _flat(parts[0])
     return torch.cat([_flat(part) for part in parts], 1)
+
+
+def join_with_lse(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """``join``, and ``[R, Hq, q]`` of neighbouring segments -> ``[1, T, Hq]``."""
+    each = [lse.transpose(1, 2).reshape(1, -1, lse.shape[1]) for _, lse in parts]
+    return join([out for out, _ in parts]), each[0] if len(each) == 1 else torch.cat(each, 1)
 
 
 def _flat(part: Tensor) -> Tensor:

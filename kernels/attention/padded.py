@@ -6,11 +6,17 @@ the longest row's are read with weight 0; rows are computed one by one if one of
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from torch import Tensor
 
-from specdec.kernels.attention.fused import fused_supports
-from specdec.kernels.attention.packed import careful, join
+from specdec.kernels.attention.fused import fused_supports, refuses
+from specdec.kernels.attention.packed import careful, careful_with_lse, join, join_with_lse
 from specdec.kernels.attention.plan import AttentionPlan
+from specdec.kernels.attention.reach import Reach, binding
+
+__all__ = ["attend", "attend_with_lse", "refuses", "supports"]
 
 supports = fused_supports
 
@@ -21,17 +27,40 @@ def attend(
     values: Tensor,
     plan: AttentionPlan,
     scale: float,
-    window: int | None = None,
+    window: Reach = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Arguments and result as for ``api.attention``."""
+    return join(_parts(careful, query, keys, values, plan, scale, window))
+
+
+def attend_with_lse(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    plan: AttentionPlan,
+    scale: float,
+    window: Reach = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """As ``attend``, with the log-sum-exp ``[1, T, Hq]`` of the scores; where ``refuses`` has nothing against it."""
+    return join_with_lse(_parts(careful_with_lse, query, keys, values, plan, scale, window))
+
+
+def _parts(
+    one: Callable[..., Any],
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    plan: AttentionPlan,
+    scale: float,
+    window: Reach,
+) -> list[Any]:
     widest = max(plan.length)
-    if window is not None and plan.ordered and window >= widest:
-        window = None
-    return join(
-        [
-            careful(query, keys, values, plan, plan.at(s, s.r0, s.r1, widest), 0, scale, window)
-            for s in plan.runs()
-        ]
-    )
+    if plan.ordered:
+        window = binding(window, widest)
+    return [
+        one(query, keys, values, plan, plan.at(s, s.r0, s.r1, widest), 0, scale, window) for s in plan.runs()
+    ]

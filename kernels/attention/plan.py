@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from specdec.device import sent
+from specdec.kernels.attention.reach import Reach, Streaming, near, split
 
 
 class Tree(NamedTuple):
@@ -55,7 +56,7 @@ class AttentionPlan:
 
     Args:
         rows: ``[R]`` buffer row of each row, ascending. first: ``[R]`` slot of its first query. counts: ``[R]`` its queries,
-            at least 1.
+            at least 1: a row without queries is left out.
         capacity: slots of a buffer row.
         tree: where the last slots are not causal.
         slots: ``[T]`` numbers of the new tokens' slots in a buffer flattened to ``[B * capacity, H, D]``, where they are
@@ -66,7 +67,7 @@ class AttentionPlan:
             page ``table[r][s // page]``. ``rows`` then only say whose row it is, and ``capacity`` is not looked at.
         page: slots of a page; 0 without a table.
     Raises:
-        ValueError: a table without a page size or the other way round, or with too few pages for a row.
+        ValueError: rows, first and counts of different lengths, or of none; a row without queries; a table without a page size or the other way round, or with too few pages for a row.
     """
 
     rows: Sequence[int]
@@ -85,6 +86,7 @@ class AttentionPlan:
     ordered: ClassVar[bool] = True  # slot numbers are positions (but for a tree's nodes)
 
     def __post_init__(self) -> None:
+        self._check_counts()
         self.length = [
             f + c for f, c in zip(self.first, self.counts)
         ]  # [R] slots in use, the new ones included
@@ -105,6 +107,18 @@ class AttentionPlan:
                     for s in range(f, f + c)
                 ]
             self.slots = torch.tensor(flat)
+
+    def _check_counts(self) -> None:
+        if not len(self.rows) or not len(self.rows) == len(self.first) == len(self.counts):
+            raise ValueError(
+                f"rows, first and counts have {len(self.rows)}, {len(self.first)} and {len(self.counts)} entries: give one for "
+                "each row, and at least one row"
+            )
+        if min(self.counts) < 1:
+            r = next(r for r, count in enumerate(self.counts) if count < 1)
+            raise ValueError(
+                f"counts[{r}] is {self.counts[r]}: give rows at least 1 query, and leave rows without queries out of the plan"
+            )
 
     def _check_table(self) -> None:
         if self.table is None or self.page < 1:
@@ -191,8 +205,10 @@ class AttentionPlan:
         node = slot - root
         return np.where(node < 0, slot, root + np.take_along_axis(depth, node.clip(0, depth.shape[1] - 1), 1))
 
-    def low(self, segment: Segment, window: int) -> int:
-        """Slots below are outside every query's window (never above the root of a tree)."""
+    def low(self, segment: Segment, window: int | Streaming) -> int:
+        """Slots below are outside every query's window (never above the root of a tree); 0 where first positions are seen beside it."""
+        if isinstance(window, Streaming):
+            return 0
         key = ("low", segment.r0, segment.r1, window)
         if key not in self.known:
             if self.tree is None:
@@ -203,7 +219,7 @@ class AttentionPlan:
             self.known[key] = max(0, low)
         return self.known[key]
 
-    def causal(self, segment: Segment, window: int | None, low: int) -> bool:
+    def causal(self, segment: Segment, window: Reach, low: int) -> bool:
         """Whether a segment is a text from its beginning, so that a kernel's own causal mask serves it."""
         s = segment
         alone = s.r1 - s.r0 == 1 and self.ordered and self.tree is None and window is None
@@ -216,7 +232,7 @@ class AttentionPlan:
             self.known[key] = min(self.length[segment.r0 : segment.r1]) < segment.keys
         return self.known[key]
 
-    def _open(self, s: Segment, window: int | None, low: int) -> bool:
+    def _open(self, s: Segment, window: Reach, low: int) -> bool:
         """Whether every query of a segment sees all of ``low:s.keys``."""
         key = ("open", s, window, low)
         if key not in self.known:
@@ -225,30 +241,32 @@ class AttentionPlan:
             if tree is not None:
                 all_seen = all_seen and window is None and int(tree.root[rows].min()) >= s.keys
             if window is not None:
-                all_seen = all_seen and max(self.length[rows]) - 1 - window < low
+                size, initial = split(window)
+                all_seen = all_seen and max(self.length[rows]) - 1 - size < max(low, initial)
             self.known[key] = all_seen
         return self.known[key]
 
-    def blind(self, segment: Segment, window: int | None, low: int, device: torch.device) -> Tensor | None:
-        """``[R, 1, q]`` bool: which queries see none of ``low:segment.keys``; ``None``: all see something."""
-        key = ("blind", segment, window, low, device)
+    def blind(self, segment: Segment, window: Reach, low: int, device: torch.device) -> Tensor | None:
+        """``[R, 1 or Hq, q]`` bool: which queries see none of ``low:segment.keys``; ``None``: all see something."""
+        key = ("blind", segment, window, low, device, getattr(self, "layer", None))
         if key not in self.known:
-            blind = torch.from_numpy(~self.visible(segment, window, low)).all(-1)[:, None]
+            blind = ~torch.as_tensor(self.visible(segment, window, low)).any(-1)  # [R, q], or [R, Hq, q]
+            blind = blind[:, None] if blind.dim() == 2 else blind
             self.known[key] = sent(blind, device) if bool(blind.any()) else None
         return self.known[key]
 
-    def visible(self, segment: Segment, window: int | None = None, low: int = 0) -> np.ndarray:
+    def visible(self, segment: Segment, window: Reach = None, low: int = 0) -> np.ndarray:
         """``[R, q, keys - low]`` bool: which slots from ``low`` on each query of a segment sees.
 
         Args:
-            window: a query at position p sees positions above p - window only.
+            window: a query at position p sees positions above p - window only, and the first ones of ``Streaming``.
         """
         s, tree, query = segment, self.tree, self._query_slots(segment)
         if tree is None:
             key = np.arange(low, s.keys)
             seen = key <= query[:, :, None]
             if window is not None:
-                seen &= key > query[:, :, None] - window
+                seen &= near(query[:, :, None], key, window)
             return seen
         root, ancestors, depth = (t[s.r0 : s.r1] for t in tree)
         N, r = depth.shape[1], np.arange(s.r1 - s.r0)[:, None]
@@ -262,11 +280,11 @@ class AttentionPlan:
         if window is not None:
             position = np.repeat(key[None], len(r), 0)
             position[r, column] = root[:, None] + depth
-            seen &= position[:, None, :] > self._query_positions(s)[:, :, None] - window
+            seen &= near(self._query_positions(s)[:, :, None], position[:, None, :], window)
         return seen[:, :, wanted - low : s.keys - low]
 
     def mask(
-        self, segment: Segment, window: int | None, low: int, dtype: torch.dtype, device: torch.device
+        self, segment: Segment, window: Reach, low: int, dtype: torch.dtype, device: torch.device
     ) -> Tensor | None:
         """To add to scores: 0 where a query sees a slot, -inf elsewhere. Made once per forward.
 
@@ -277,7 +295,7 @@ class AttentionPlan:
         key = (s, window, low, dtype, device)
         made = self._masks.get(key)
         if made is None and not self._open(s, window, low):
-            if self._band_serves(s):
+            if not isinstance(window, Streaming) and self._band_serves(s):
                 at = self.capacity - self.first[s.r0]
                 made = _band(s.queries, self.capacity, window, dtype, device)[:, at + low : at + s.keys]
             else:
@@ -289,7 +307,7 @@ class AttentionPlan:
     def folded_mask(
         self,
         segment: Segment,
-        window: int | None,
+        window: Reach,
         low: int,
         dtype: torch.dtype,
         device: torch.device,

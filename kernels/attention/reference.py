@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from specdec.kernels.attention.plan import AttentionPlan, Segment
+from specdec.kernels.attention.reach import Reach
 
 
 def supports(
@@ -21,7 +22,7 @@ def attend(
     values: Tensor,
     plan: AttentionPlan,
     scale: float,
-    window: int | None = None,
+    window: Reach = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
@@ -35,7 +36,7 @@ def attend_with_lse(
     values: Tensor,
     plan: AttentionPlan,
     scale: float,
-    window: int | None = None,
+    window: Reach = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:

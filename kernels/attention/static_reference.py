@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from specdec.kernels.attention.lowered import Lowered
+from specdec.kernels.attention.reach import Reach, near
 
 
 def attend(
@@ -18,7 +19,7 @@ def attend(
     values: Tensor,
     lowered: Lowered,
     scale: float,
-    window: int | None = None,
+    window: Reach = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
@@ -63,7 +64,7 @@ def attend(
     return into[None, :T]
 
 
-def visible(lowered: Lowered, at: Tensor, window: int | None = None) -> Tensor:
+def visible(lowered: Lowered, at: Tensor, window: Reach = None) -> Tensor:
     """``[R, C, S]`` bool: which slots the queries ``at [R, C]`` (packed) see, each as a query of its row."""
     if lowered.seen is not None:  # a window included
         return lowered.seen[0][at] != 0
@@ -83,7 +84,7 @@ def visible(lowered: Lowered, at: Tensor, window: int | None = None) -> Tensor:
         mine = slot - root
         position = torch.where(mine >= 0, root + depth.gather(1, mine.clamp(0, last)), slot)
     if window is not None:
-        seen = seen & (place[:, None] > position[:, :, None] - window)
+        seen = seen & near(position[:, :, None], place[:, None], window)
     return seen
 
 

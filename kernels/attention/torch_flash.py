@@ -31,6 +31,7 @@ from torch import Tensor
 from specdec.kernels.attention import flash_recipes
 from specdec.kernels.attention.flash_recipes import Sequences
 from specdec.kernels.attention.plan import AttentionPlan
+from specdec.kernels.attention.reach import Reach
 
 DTYPES: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)
 PAGE = 256  # slots of a page: a multiple of this
@@ -47,7 +48,7 @@ def supports(
     return device_lacks(query) or cannot(query, plan)
 
 
-def fits(query: Tensor, keys: Tensor, values: Tensor, plan: AttentionPlan, window: int | None) -> str | None:
+def fits(query: Tensor, keys: Tensor, values: Tensor, plan: AttentionPlan, window: Reach) -> str | None:
     """Why buffers like these cannot be read, or ``None``."""
     if plan.table is not None and not primitive()[1]:
         return "PyTorch's FlashAttention reads pages from torch 2.12 on"
@@ -71,13 +72,18 @@ def cannot(query: Tensor, plan: AttentionPlan | None) -> str | None:
     if size % 8 or size > 256:
         return f"FlashAttention needs heads of a multiple of 8 up to 256, not {size}"
     if plan is not None and not plan.ordered:
-        return "FlashAttention takes no mask, and this plan says slot by slot what is seen"
+        intervals = getattr(plan, "intervals", None)
+        if intervals is None:
+            return "FlashAttention takes no mask, and this plan says slot by slot what is seen"
+        most = max(map(len, intervals))
+        if most > flash_recipes.INTERVALS:
+            return f"FlashAttention is called with up to {flash_recipes.INTERVALS} intervals a query, and this plan has {most}"
     if plan is not None and plan.table is not None and plan.page % PAGE:
         return f"FlashAttention needs pages of a multiple of {PAGE} slots, not {plan.page}"
     return None
 
 
-def unreadable(keys: Tensor, values: Tensor, plan: AttentionPlan, window: int | None) -> str | None:
+def unreadable(keys: Tensor, values: Tensor, plan: AttentionPlan, window: Reach) -> str | None:
     """What no FlashAttention kernel here reads."""
     if keys.shape[-1] != values.shape[-1]:
         return (
@@ -85,6 +91,8 @@ def unreadable(keys: Tensor, values: Tensor, plan: AttentionPlan, window: int | 
         )
     if keys.stride(-1) != 1 or values.stride(-1) != 1:
         return "FlashAttention needs keys and values that are contiguous in their last dimension"
+    if not plan.ordered and window is not None:
+        return "FlashAttention has no windows by position over intervals of slots"
     if plan.table is not None and plan.tree is not None and window is not None:
         return "FlashAttention has no windows by position over pages, which a tree in a windowed layer needs"
     return None
@@ -109,7 +117,7 @@ def attend(
     values: Tensor,
     plan: AttentionPlan,
     scale: float,
-    window: int | None = None,
+    window: Reach = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
@@ -123,7 +131,7 @@ def attend_with_lse(
     values: Tensor,
     plan: AttentionPlan,
     scale: float,
-    window: int | None = None,
+    window: Reach = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from specdec.kernels.attention.lowered import Lowered, lower, written_out
 from specdec.kernels.attention.plan import AttentionPlan
+from specdec.kernels.attention.reach import Reach, binding, split
 
 LOG2E = 1.4426950408889634
 LARGEST = 256  # head size
@@ -92,7 +93,7 @@ def supports(
 
 
 def fits(
-    query: Tensor, keys: Tensor, values: Tensor, plan: AttentionPlan, window: int | None = None
+    query: Tensor, keys: Tensor, values: Tensor, plan: AttentionPlan, window: Reach = None
 ) -> str | None:
     """Why tensors do not fit the kernel, each other, or the plan; ``None``: they do."""
     for name, buffer in (("keys", keys), ("values", values)):
@@ -146,7 +147,7 @@ def attend(
     values: Tensor,
     plan: AttentionPlan,
     scale: float,
-    window: int | None = None,
+    window: Reach = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
     *,
@@ -170,7 +171,7 @@ def attend_with_lse(
     values: Tensor,
     plan: AttentionPlan,
     scale: float,
-    window: int | None = None,
+    window: Reach = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
     *,
@@ -189,7 +190,7 @@ def launch(
     values: Tensor,
     lowered: Lowered,
     scale: float,
-    window: int | None = None,
+    window: Reach = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
     *,
@@ -227,6 +228,7 @@ def launch(
     tiles = -(-lowered.max_count * group // c.queries)
     if lowered.seen is not None:
         window = None
+    back, initial = (0, 0) if window is None else split(window)
     programs = rows * tiles * kv_heads
     chunks, slots, align = chunking(lowered, window, programs, c.slots, query.device, chunk)
     if out is None:
@@ -244,7 +246,7 @@ def launch(
             sinks if direct else None,
             (scale if softcap is None else softcap) * LOG2E,
             0.0 if softcap is None else 2 * LOG2E * scale / softcap,
-            0 if window is None else window, slots, align, tiles, 0 if depth is None else depth.shape[1],
+            back, initial, slots, align, tiles, 0 if depth is None else depth.shape[1],
             query.stride(2), query.stride(1),
             keys.stride(0), keys.stride(1), keys.stride(2),
             values.stride(0), values.stride(1), values.stride(2),
@@ -255,7 +257,7 @@ def launch(
             0 if seen is None or seen.shape[0] == 1 else seen.stride(0),
             0 if seen is None else seen.stride(1),
             G=group, D=size, DV=value_size, BD=_power(size), BDV=_power(value_size), BM=c.queries, BN=c.slots,
-            PAGE=0 if table is None else keys.shape[1], WINDOW=window is not None, SOFTCAP=softcap is not None,
+            PAGE=0 if table is None else keys.shape[1], WINDOW=window is not None, INITIAL=initial > 0, SOFTCAP=softcap is not None,
             DIRECT=direct, UPCAST=_upcast(query), num_warps=c.warps, num_stages=c.stages,
         )  # fmt: skip
         if not direct:
@@ -306,24 +308,25 @@ def _merge(
 
 
 def chunking(
-    lowered: Lowered, window: int | None, programs: int, tile: int, device: torch.device, chunk: int | None
+    lowered: Lowered, window: Reach, programs: int, tile: int, device: torch.device, chunk: int | None
 ) -> tuple[int, int, int]:
-    """Into how many chunks rows are cut at most, their slots, and the multiples at which the first of a row begins.
+    """Into how many chunks rows are cut at most, their slots, and the multiples at which a window's slots of a row begin.
 
     Args:
         programs: that one chunk has. tile: slots of a tile. chunk: fixed slots of a chunk; its borders are then multiples of
             that.
     """
-    span = lowered.max_length  # slots that a row's queries may see
+    span, initial = lowered.max_length, 0  # slots that a row's queries may see, and first ones beside these
     if window is not None:
         nodes = 0 if lowered.depth is None else lowered.depth.shape[1]
-        span = min(span, window - 1 + max(lowered.max_count, nodes))
+        back, initial = split(window)
+        span = min(span, back - 1 + max(lowered.max_count, nodes))
     if chunk is not None:
         slots = -(-chunk // tile) * tile
         most = -(-lowered.max_length // slots)
-        return min(most, (span + slots - 2) // slots + 1), slots, slots
-    if window is not None:
-        span = min(span + tile - 1, lowered.max_length)  # the first tile begins before the first slot
+        return min(most, -(-initial // slots) + (span + slots - 2) // slots + 1), slots, slots
+    if window is not None:  # the first tile begins before the first slot
+        span = min(-(-initial // tile) * tile + span + tile - 1, lowered.max_length)
     wanted = min(-(-span // SPLIT), max(1, WAVES * processors(device) // programs))
     slots = -(-span // (wanted * tile)) * tile
     return -(-span // slots), slots, tile
@@ -340,16 +343,16 @@ def _prepare(
     keys: Tensor,
     values: Tensor,
     plan: AttentionPlan,
-    window: int | None,
+    window: Reach,
     sinks: Tensor | None,
-) -> tuple[Lowered, int | None]:
+) -> tuple[Lowered, Reach]:
     why = fits(query, keys, values, plan)
     if why:
         raise ValueError(why)
     if sinks is not None and sinks.shape != (query.shape[1],):
         raise ValueError(f"sinks are {tuple(sinks.shape)}: give one logit for each of {query.shape[1]} heads")
-    if window is not None and plan.ordered and window >= max(plan.length):
-        window = None
+    if plan.ordered:
+        window = binding(window, max(plan.length))
     return lower(plan, query.device, window), None if written_out(plan) else window
 
 

@@ -63,6 +63,7 @@ def _load(pointers, mask, UPCAST: tl.constexpr):
         "factor",
         "bend",
         "window",
+        "initial",
         "chunk",
         "align",
         "tiles",
@@ -92,8 +93,9 @@ def attend_kernel(
     factor,  # makes exponents to base 2 of scores: scale * log2(e); of bent scores: softcap * log2(e)
     bend,  # 2 * log2(e) * scale / softcap
     window,
+    initial,  # slots below are seen whatever the window
     chunk,  # slots, a multiple of BN
-    align,  # the first chunk of a row begins at a multiple of this, a multiple of BN
+    align,  # the slots of a row's windows begin at a multiple of this, a multiple of BN
     tiles,  # of BM for the largest row
     nodes,  # N of Depth
     q_t,
@@ -122,6 +124,7 @@ def attend_kernel(
     BN: tl.constexpr,
     PAGE: tl.constexpr,  # 0: slots
     WINDOW: tl.constexpr,
+    INITIAL: tl.constexpr,  # there are first slots beside the window
     SOFTCAP: tl.constexpr,
     DIRECT: tl.constexpr,  # there is one chunk: no partial results
     UPCAST: tl.constexpr,
@@ -159,10 +162,13 @@ def attend_kernel(
                 theirs = root + tl.load(Depth + r * depth_r + each, mask=each < nodes, other=0)
                 bit = (word[:, None] >> each[None, :].to(tl.int64)) & 1
                 near = theirs[None, :] > position[:, None] - window
+                if INITIAL:
+                    near = near | (theirs < initial)[None, :]
                 word = tl.sum(tl.where(near, bit << each[None, :].to(tl.int64), 0), 1)
             union = tl.reduce(word, 0, _either)
 
-        # Slots low:high hold all that these queries see; the chunk is begin:end of them.
+        # Slots low:high hold all that these queries see, but for the first ones; those and the windows of the row, from base on, are
+        # cut into chunks as if nothing lay between, and begin:end is one of them.
         low = n * 0
         high = last + 1
         if Words is not None or Seen is not None:
@@ -177,7 +183,14 @@ def attend_kernel(
             base = tl.maximum(base, 0) // align * align
         begin = base + c * chunk
         end = tl.minimum(begin + chunk, high)
-        begin = tl.maximum(begin, low // BN * BN)
+        if INITIAL:
+            ahead = (initial + align - 1) // align * align
+            skipped = tl.maximum(base - ahead, 0)
+            begin = c * chunk
+            end = tl.minimum(begin + chunk, high - skipped)
+            begin = tl.where(begin < ahead, begin, tl.maximum(begin, low // BN * BN - skipped))
+        else:
+            begin = tl.maximum(begin, low // BN * BN)
 
         d = tl.arange(0, BD)
         dv = tl.arange(0, BDV)
@@ -190,7 +203,10 @@ def attend_kernel(
         total = tl.zeros([BM], tl.float32)
         acc = tl.zeros([BM, BDV], tl.float32)
 
-        for s0 in loop(begin, end, BN):
+        for at0 in loop(begin, end, BN):
+            s0 = at0
+            if INITIAL:
+                s0 = tl.where(at0 < ahead, at0, at0 + skipped)
             s = s0 + tl.arange(0, BN)
             inside = s < high
             at = _offsets(Table + r * table_r if PAGE > 0 else Table, s0, s, inside, row, k_b, k_s, PAGE, BN)
@@ -212,8 +228,13 @@ def attend_kernel(
                 visible = (s[None, :] <= slot[:, None]) & valid[:, None]
                 needed = inside & (s <= last)
                 if WINDOW:
-                    visible = visible & (s[None, :] > position[:, None] - window)
-                    needed = needed & (s >= low)
+                    reached = s[None, :] > position[:, None] - window
+                    lately = s >= low
+                    if INITIAL:
+                        reached = reached | (s < initial)[None, :]
+                        lately = lately | (s < initial)
+                    visible = visible & reached
+                    needed = needed & lately
                 if Words is not None:
                     which = tl.minimum(tl.maximum(s - root, 0), 63).to(tl.int64)
                     visible = tl.where(

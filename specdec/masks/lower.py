@@ -78,7 +78,7 @@ def intervals(
 ) -> list[tuple[int, int]]:
     """The slots that one query sees, as half-open intervals ``[start, end)``, ascending and apart from each other.
 
-    Sinks and a window give two. For an attention plan whose rows hold several ranges of slots.
+    Sinks and a window give two. ``kernels.attention.ExplicitPlan.of_intervals`` makes a plan of those of all queries.
 
     Args:
         slots: look at slots below; by default up to the query's own, which is all that a causal query can see.

@@ -12,6 +12,7 @@ from specdec.device import sent
 from specdec.kernels.attention import ExplicitPlan
 from specdec.kernels.attention.explicit import additive
 from specdec.kernels.attention.plan import Segment
+from specdec.kernels.attention.reach import Reach, Streaming
 
 if TYPE_CHECKING:
     from specdec.models.view import ViewCache
@@ -27,13 +28,14 @@ class ChosenPlan(ExplicitPlan):
     def __init__(self, ring: ExplicitPlan, cache: ViewCache, queries: Tensor):
         wide = ((0, 0), (0, cache.extra))
         assert ring.slots is not None
+        assert ring.distance is not None
         super().__init__(
             ring.rows, ring.counts, np.pad(ring.seen, wide), np.pad(ring.distance, wide), ring.slots
         )
         self.cache, self.queries, self.layer = cache, queries, 0
         self.heads: int = cache.view.clone.config.get_text_config().num_attention_heads
 
-    def chosen(self, segment: Segment, window: int | None) -> Tensor:
+    def chosen(self, segment: Segment, window: Reach) -> Tensor:
         """``[R, Hq, q, K]`` bool: which chosen slots are seen; those in the sinks or the window are seen there already."""
         s, cache = segment, self.cache
         kept = cache.kept[self.layer][s.b0 : s.b0 + s.r1 - s.r0, :, None]  # [R, H, 1, K]
@@ -41,10 +43,11 @@ class ChosenPlan(ExplicitPlan):
         q = sent(self.queries[s.t0 : t1], kept.device).view(-1, 1, s.queries, 1)
         seen = (kept >= cache.sinks) & (kept <= q - cache.window)
         if window is not None:
+            assert not isinstance(window, Streaming)  # refused where slots are in no order
             seen &= kept > q - window
         return seen.repeat_interleave(self.heads // kept.shape[1], 1)
 
-    def visible(self, segment: Segment, window: int | None = None, low: int = 0) -> Any:
+    def visible(self, segment: Segment, window: Reach = None, low: int = 0) -> Any:
         """``[R, Hq, q, S]`` bool: which slots each query of a segment sees."""
         chosen = self.chosen(segment, window)
         seen = torch.from_numpy(super().visible(segment, window, low))[:, None].repeat(1, self.heads, 1, 1)
@@ -53,7 +56,7 @@ class ChosenPlan(ExplicitPlan):
         return seen
 
     def mask(
-        self, segment: Segment, window: int | None, low: int, dtype: torch.dtype, device: torch.device
+        self, segment: Segment, window: Reach, low: int, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
         """``[R, Hq, q, S]`` to add to scores; made once per layer."""
         key = (segment.r0, window, low, dtype, device, self.layer)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from specdec.kernels.attention import AttentionPlan, static_reference
 from specdec.kernels.attention.lowered import NODES, Lowered, lower, written_out
+from specdec.kernels.attention.reach import Reach, binding
 from specdec.models.slots import Slots
 from specdec.models.staged import Program, Staged, pad
 
@@ -117,13 +118,12 @@ class StaticPlan:
         keys: Tensor,
         values: Tensor,
         scale: float,
-        window: int | None,
+        window: Reach,
         softcap: float | None,
         sinks: Tensor | None,
     ) -> Tensor:
         """Attention of ``query [1, Hq, T, D]``, as ``kernels.attention.attention``."""
-        if window is not None and window >= self.lowered.max_length:
-            window = None
+        window = binding(window, self.lowered.max_length)
         return self._attend(query, keys, values, self.lowered, scale, window, softcap, sinks)
 
     @staticmethod
@@ -133,7 +133,7 @@ class StaticPlan:
         values: Tensor,
         lowered: Lowered,
         scale: float,
-        window: int | None,
+        window: Reach,
         softcap: float | None,
         sinks: Tensor | None,
     ) -> Tensor:

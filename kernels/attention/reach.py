@@ -1,0 +1,44 @@
+"""How far back a query sees: a sliding window, and the first positions beside it (StreamingLLM, Xiao et al., arXiv 2309.17453)."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class Streaming(NamedTuple):
+    """A query at position p sees positions above ``p - window``, and those below ``initial`` whatever the window."""
+
+    window: int
+    initial: int
+
+
+Reach = int | Streaming | None
+"""A sliding window alone, one beside the first positions, or everything up to the query."""
+
+
+def reach(window: int | None, initial: int = 0) -> Reach:
+    """Both in one value; without a window the first positions are seen anyway.
+
+    Raises:
+        ValueError: ``initial`` below 0.
+    """
+    if initial < 0:
+        raise ValueError(f"initial is {initial}: give how many of the first positions stay visible, or 0")
+    return Streaming(window, initial) if window is not None and initial else window
+
+
+def split(window: int | Streaming) -> tuple[int, int]:
+    """The window, and how many first positions are seen beside it."""
+    return window if isinstance(window, Streaming) else (window, 0)
+
+
+def near(query: Any, key: Any, window: int | Streaming) -> Any:
+    """Whether a query at position ``query`` reaches position ``key``; arrays and tensors broadcast. The future is not looked at."""
+    size, initial = split(window)
+    reached = key > query - size
+    return reached | (key < initial) if initial else reached
+
+
+def binding(window: Reach, length: int) -> Reach:
+    """``window``, or ``None`` where it hides nothing of a text of ``length`` positions."""
+    return None if window is None or sum(split(window)) >= length else window
