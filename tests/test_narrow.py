@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from tiny import tiny
 
 import specdec as sd
-from specdec.drafts import Stacked
 from specdec.kernels.native import library, ops, reason
 from specdec.kernels.native import narrow as module
 from specdec.kernels.native.narrow import Narrow
@@ -148,26 +147,79 @@ def test_a_stack_reads_its_members_copies():
         own = members[m].cache(6, 64)
         members[m].prefill(own, context)
         assert torch.equal(members[m].score(own, context).logits[b, 0], got[b, 0])
-    assert not StackedModel([members[0], sd.HFModel(rounded(seed=5))]).bf16_weights
-    assert Stacked is sd.drafts.Stacked
+    mixed = StackedModel([members[0], sd.HFModel(rounded(seed=5))])._path.natives
+    assert mixed[0].narrow is not None
+    assert mixed[1].narrow is None
+    head = members[0].clone.lm_head.weight
+    assert mixed[0].narrow[head] is members[0]._path.lean.narrow[head], "copied twice"
 
 
-def test_changed_weights_are_noticed():
+def counted(weight):
+    with torch.no_grad():
+        weight.mul_(2)
+
+
+def through_data(weight):
+    weight.data.mul_(2)
+
+
+def fused(weight):
+    weight.grad = torch.ones_like(weight)
+    torch.optim.AdamW([weight], lr=0.5, fused=True).step()
+
+
+def cast(weight):
+    weight.data = weight.data.to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("change", [counted, through_data, fused, cast])
+@pytest.mark.parametrize("name", ["layers.1.mlp.up_proj.weight", "lm_head.weight"])
+def test_changed_weights_are_noticed(change, name):
     model = rounded()
+    weight = next(p for n, p in model.named_parameters() if n.endswith(name))
     wrapped = sd.HFModel(model, bf16_weights=True)
     wrapped.cache(1, 8)
-    with torch.no_grad():
-        model.model.layers[1].mlp.up_proj.weight.mul_(2)
+    change(weight)
     with pytest.raises(RuntimeError, match="wrap the model again"):
         wrapped.cache(1, 8)
-    sd.HFModel(model, bf16_weights=True).cache(1, 8)
+
+
+@pytest.mark.parametrize("change", [counted, through_data, fused, cast])
+def test_changed_weights_of_a_spire_draft_are_noticed(change):
     spire = SpireModel.from_target(rounded(), 1, window=6).to(torch.bfloat16).float()
-    draft = sd.drafts.Spire(spire, bf16_weights=True)
+    base = sd.decoder(sd.HFModel(rounded(), bf16_weights=True))
+    decoder = base.draft(sd.drafts.Spire(spire, bf16_weights=True)).build()
+    decoder.generate(PROMPTS, max_new_tokens=4)
     assert spire.narrow is None, "the user's draft is as it was"
-    with torch.no_grad():
-        spire.body.lm_head.weight.mul_(2)
+    change(spire.body.lm_head.weight)
     with pytest.raises(RuntimeError, match="wrap the model again"):
-        draft.init(Context.of([[1, 2, 3]], capacity=8), None)
+        decoder.generate(PROMPTS, max_new_tokens=4)
+
+
+def test_a_draft_that_is_cast_or_gets_a_new_head_is_refused():
+    spire = SpireModel.from_target(rounded(), 1, window=6).to(torch.bfloat16).float()
+    narrowed, x = spire.narrowed(), numbers(3, 64)
+    with torch.no_grad():
+        narrowed.logits(x)
+        spire.to(torch.bfloat16)
+        with pytest.raises(RuntimeError, match="cast"):
+            narrowed.logits(x.bfloat16())
+        with pytest.raises(RuntimeError, match="cast"):
+            narrowed.fast(x.bfloat16()).table(torch.bfloat16)
+        spire.float()
+        spire.body.lm_head = torch.nn.Linear(64, 96, bias=False)
+        with pytest.raises(RuntimeError, match="wrap the model again"):
+            narrowed.logits(x)
+
+
+def test_a_wrapped_again_model_reads_the_new_weights():
+    model = rounded()
+    first = sd.HFModel(model, bf16_weights=True)
+    model.lm_head.weight.data.mul_(2)
+    again, plain = sd.HFModel(model, bf16_weights=True), sd.HFModel(model)
+    texts = [sd.decoder(m).greedy().build().generate(PROMPTS, max_new_tokens=8).ids for m in (again, plain)]
+    assert texts[0] == texts[1]
+    assert first._path.lean.narrow[model.lm_head.weight] is not again._path.lean.narrow[model.lm_head.weight]
 
 
 @pytest.mark.parametrize("make", [lambda x: pickle.loads(pickle.dumps(x)), copy.deepcopy])
@@ -178,6 +230,11 @@ def test_copies_go_to_other_processes_with_their_weights(make):
     expected = F.linear(x.double(), layer.weight.double())
     assert (unchecked_linear(x, copies[layer.weight], None) - expected).abs().max() < 1e-5
     assert copies.bytes == 2 * 16 * 32
+
+
+def spire_of(model, **settings):
+    draft = sd.drafts.Spire(SpireModel.from_target(model, 1), bf16_weights=True, **settings)
+    return sd.decoder(sd.HFModel(model)).draft(draft).build()
 
 
 @pytest.mark.parametrize(
@@ -191,12 +248,11 @@ def test_copies_go_to_other_processes_with_their_weights(make):
         (lambda: sd.HFModel(rounded(), bf16_weights=True, graphs="eager"), "leave it False"),
         (lambda: sd.HFModel(rounded(), bf16_weights=True, compile=True), "leave it False"),
         (
-            lambda: sd.drafts.Spire(
-                SpireModel.from_target(tiny(dtype=torch.float32, **SIZES), 1), bf16_weights=True
-            ),
+            lambda: spire_of(tiny(dtype=torch.float32, **SIZES)),
             "would round",
         ),
-        (lambda: sd.drafts.Spire(SpireModel.from_target(tiny(), 1), bf16_weights=True), "leave it False"),
+        (lambda: spire_of(tiny()), "leave it False"),
+        (lambda: spire_of(rounded(), graphs="eager"), "leave one of them False"),
     ],
 )
 def test_what_cannot_be_is_refused(make, why):

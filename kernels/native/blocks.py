@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specdec.kernels.attention.native import PlanStruct, fields
 from specdec.kernels.native.build import library, reason
-from specdec.kernels.native.narrow import CHANGED, Narrow
+from specdec.kernels.native.narrow import Narrow
 from specdec.kernels.native.ops import linear_takes
 
 _NORMS = ("before", "after", "query_norm", "key_norm")
@@ -185,13 +185,13 @@ class Blocks:
         tensors = [module._parameters[name] for _, _, module, name in self._places]
         seen = [(t.data_ptr(), t.shape, t.stride()) for t in tensors]
         if seen != self._seen or dtype != self._dtype:
+            if self._narrow is not None and dtype != torch.float32:
+                raise RuntimeError(CAST)
             for t, shape in zip(tensors, self._shapes):
                 if t.shape != shape or t.dtype != dtype or not t.is_contiguous() or not t.is_cpu:
                     raise RuntimeError(CAST)
             for (block, field, _, _), t, (address, _, _) in zip(self._places, tensors, seen):
                 if self._narrow is not None and field in _PRODUCTS:
-                    if t not in self._narrow:
-                        raise RuntimeError(CHANGED)
                     address = self._narrow[t].data_ptr()
                 setattr(block, field, address)
             self._seen, self._dtype = seen, dtype

@@ -51,27 +51,30 @@ TILE(4)
 TILE(5)
 TILE(6)
 
-#define CASE(N, FROM, AT, HALF, ALONE) case N: tile##N(x + m * E, FROM, AT, E, HALF, made, next, each, ALONE); break;
-#define CASES(F, A, H, L) switch (n) { CASE(1, F, A, H, L) CASE(2, F, A, H, L) CASE(3, F, A, H, L) CASE(4, F, A, H, L) CASE(5, F, A, H, L) CASE(6, F, A, H, L) }
+#define CASE(N, ALONE) case N: tile##N(x + m * E, weight, 0, E, narrow, made, next, each, ALONE); break;
+#define CASES(ALONE) switch (n) { CASE(1, ALONE) CASE(2, ALONE) CASE(3, ALONE) CASE(4, ALONE) CASE(5, ALONE) CASE(6, ALONE) }
 
-static inline __attribute__((always_inline)) void outputs(const float *x, const void *weight, const void *bias, void *out,
-                                                          int64_t M, int64_t O, int64_t E, int64_t o, const int half, const int narrow) {
+/* Outputs o .. o + 15, whose weights are bfloat16 where `narrow` is set; `bytes` at `next` will be wanted after them. */
+static inline __attribute__((always_inline)) void outputs(const float *x, const void *weight, const void *bias, void *out, int64_t M,
+                                                          int64_t O, int64_t E, int64_t o, const char *next, int64_t bytes,
+                                                          const int half, const int narrow) {
     const vec more = bias ? load(bias, o, half) : splat(0);
-    const int64_t bytes = W * E * (narrow ? 2 : 4), tiles = (M + ROWS - 1) / ROWS, last = o + W >= O;
-    const int64_t each = last ? 0 : bytes / tiles / 4 / 64 * 64;
-    const char *next = (const char *)weight + (o / W + !last) * bytes;
+    const int64_t tiles = (M + ROWS - 1) / ROWS, each = bytes / tiles / 4 / 64 * 64;
     vec made[ROWS] = {{0}};
-    float wide[narrow && !half ? W * LONGEST : 1] __attribute__((aligned(64)));
-    const int before = narrow && !half && tiles > 1 && E <= LONGEST;
-    if (before)
-        for (int64_t i = 0; i < W * E; i += W) *(vec *)(wide + i) = load(weight, o * E + i, 1);
     for (int64_t m = 0; m < M; m += ROWS, next += 4 * each) {
         const int n = M - m < ROWS ? (int)(M - m) : ROWS;
-        if (tiles == 1) CASES(weight, o * E, narrow, 1)
-        else if (before) CASES(wide, 0, 0, 0)
-        else CASES(weight, o * E, narrow, 0)
+        if (tiles == 1) CASES(1)
+        else CASES(0)
         for (int i = 0; i < n; i++) store(out, (m + i) * O + o, made[i] + more, half);
     }
+}
+
+/* The same for float32 rows and bfloat16 weights that are widened beforehand. */
+static __attribute__((noinline)) void widened(const float *x, const uint16_t *weight, const void *bias, void *out, int64_t M, int64_t O,
+                                              int64_t E, int64_t o, const char *next, int64_t bytes) {
+    float wide[W * LONGEST] __attribute__((aligned(64)));
+    for (int64_t i = 0; i < W * E; i += W) *(vec *)(wide + i) = load(weight, i, 1);
+    outputs(x, wide, bias, out, M, O, E, o, next, bytes, 0, 0);
 }
 
 /* out [M, O]; E and O multiples of W; bias [O] or NULL. Returns 0, or 1 where there is no memory. */
@@ -95,9 +98,14 @@ int linear(const void *x, const void *weight, const void *bias, void *out, int64
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
 #endif
     for (int64_t o = 0; o < O; o += W) {
-        if (half) outputs(rows, weight, bias, out, M, O, E, o, 1, 1);
-        else if (kind == NARROW) outputs(rows, weight, bias, out, M, O, E, o, 0, 1);
-        else outputs(rows, weight, bias, out, M, O, E, o, 0, 0);
+        const int last = o + W >= O;
+        const int64_t bytes = W * E * (kind == WIDE ? 4 : 2);
+        const char *mine = (const char *)weight + o / W * bytes, *next = last ? mine : mine + bytes;
+        const int64_t soon = last ? 0 : bytes;
+        if (kind == HALF) outputs(rows, mine, bias, out, M, O, E, o, next, soon, 1, 1);
+        else if (kind == WIDE) outputs(rows, mine, bias, out, M, O, E, o, next, soon, 0, 0);
+        else if (M > ROWS && E <= LONGEST) widened(rows, (const uint16_t *)mine, bias, out, M, O, E, o, next, soon);
+        else outputs(rows, mine, bias, out, M, O, E, o, next, soon, 0, 1);
     }
     (void)threads;
     free(wide);

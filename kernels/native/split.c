@@ -1,5 +1,6 @@
 /* float32 rows times bfloat16 weights. A float32 number is the sum of three bfloat16 ones, exactly (3 x 8 bits for its 24), so that matrix
-   units multiply it by a bfloat16 weight in three products, each exact in float32, and sum in float32. */
+   units multiply it by a bfloat16 weight in three products, each exact in float32, and sum in float32. (They take what is below 2^-126 for
+   0, and infinity minus itself is NaN: an infinite input gives NaN.) */
 
 #include <stdlib.h>
 #include <string.h>

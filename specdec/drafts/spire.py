@@ -47,7 +47,8 @@ class Spire:
         graphs: whether a chain is captured as one CUDA graph, as for ``HFModel``.
         bf16_weights: whether steps on the CPU read bfloat16 copies of the draft's weights, as for ``HFModel``.
     Raises:
-        ValueError (in ``bind``): the target is another one, or has no activations to read; graphs that cannot be had.
+        ValueError (in ``bind``): the target is another one, or has no activations to read; graphs, or copies of weights, that cannot
+            be had.
     """
 
     model: SpireModel
@@ -64,8 +65,10 @@ class Spire:
         whole("block", self.block)
         if self.block < 1:
             raise ValueError(f"block is {self.block}: a draft proposes at least 1 token")
-        if self.bf16_weights and self.model.narrow is None:
-            object.__setattr__(self, "model", self.model.narrowed())
+        if self.bf16_weights and self.graphs:
+            raise ValueError(
+                "bf16_weights and graphs are both set: captured steps do not read such copies; leave one of them False"
+            )
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -85,7 +88,8 @@ class Spire:
         self.model.check_target(target)
         capture = capture_named(self.graphs, self.model.device)
         programs = None if capture is None else Programs(self.model.device, capture)
-        return replace(self, sampling=self.sampling or sampling, programs=programs)
+        model = self.model.narrowed() if self.bf16_weights and self.model.narrow is None else self.model
+        return replace(self, model=model, sampling=self.sampling or sampling, programs=programs)
 
     def init(self, context: Context, target_cache: Any) -> SpireState:
         """An empty cache; the prefill's activations come with the first ``observe``.

@@ -60,9 +60,9 @@ class HFModel:
             a GPU; on a CPU the C kernels that it takes the place of are faster. The first steps of each kind wait for the compiler.
         invariant: whether a row's logits must not depend, to the bit, on what else is in the batch or in the step, prompts included
             (docs/kernels.md). Llama-like models on a CPU with C kernels can be so, at a price; others are refused.
-        bf16_weights: whether products read bfloat16 copies of the weights of a float32 model, made now: half the bytes, the same numbers (a
-            weight that bfloat16 would round is refused; a checkpoint in bfloat16 that was loaded in float32 has none), and on
-            processors with matrix units (AMX) two to three times the speed. For llama-like models on a CPU with C kernels; after
+        bf16_weights: whether products read bfloat16 copies of the weights of a float32 model, made now, beside them: half the bytes to read, the
+            same numbers (a weight that bfloat16 would round is refused; a checkpoint in bfloat16 that was loaded in float32 has none),
+            and arithmetic on matrix units (AMX) where the processor has them. For llama-like models on a CPU with C kernels; after
             changing weights, wrap the model again (docs/kernels.md).
     Raises:
         UnsupportedModel: the family cannot be run exactly; the message says why and what can.
@@ -124,10 +124,13 @@ class HFModel:
             else Padded(self.clone, trees="chains" not in path)
         )
         self.attention, self.bf16_weights = attention, bf16_weights
+        if not isinstance(bf16_weights, bool):
+            raise TypeError(f"bf16_weights is {bf16_weights!r}: give True or False")
         if bf16_weights and (graphs or getattr(getattr(self._path, "lean", None), "narrow", None) is None):
             raise ValueError(
                 f"bf16_weights is True but this {model.config.model_type} cannot read such copies: llama-like models in float32, with sizes that "
-                "are multiples of 16, can, on a CPU where specdec.kernels.native.reason() is None, without graphs or compile; leave it False"
+                "are multiples of 16, can, on a CPU where specdec.kernels.native.reason() is None, without graphs or compile; leave it False, or "
+                "load the model with dtype=torch.float32"
             )
         if compile is not False:
             if invariant or graphs == "recorded":

@@ -50,8 +50,7 @@ class StackedModel(HFModel):
                     f"member {i} has another shape than member 0: only models that differ in nothing but their weights can be stacked"
                 )
         super().__init__(first.model, first.tokenizer, prefill_chunk=first.prefill_chunk, page=first.page)
-        self.bf16_weights = all(model.bf16_weights for model in members)
-        self._path: Any = _Path([model.clone for model in members], self.bf16_weights)
+        self._path: Any = _Path([model.clone for model in members], [model.bf16_weights for model in members])
         self.members = len(members)
 
     def read_as(self, member: Tensor) -> None:
@@ -102,14 +101,15 @@ class _Path:
     trees = True
     concurrent = False
 
-    def __init__(self, models: Sequence[Any], bf16_weights: bool = False):
+    def __init__(self, models: Sequence[Any], bf16_weights: Sequence[bool]):
         leans = [Lean(model) for model in models]
         self.rotary = leans[0].body.rotary_emb
         self.eps = leans[0].body.norm.variance_epsilon
         self.vocabulary = models[0].config.vocab_size
         self.member: list[int] = [0]  # the probe for shapes feeds one row
         native = all(map(Native.suits, models))
-        self.natives = [Native(model, bf16_weights=bf16_weights) for model in models] if native else None
+        read = zip(models, bf16_weights)
+        self.natives = [Native(model, bf16_weights=narrow) for model, narrow in read] if native else None
         if self.natives:
             return
 
