@@ -316,6 +316,8 @@ def test_the_gpu_suite_at_toy_size(tmp_path):
     assert {r["kind"] for r in timed if "kind" in r} >= {"eager"}
     texts = [r for r in measured if r["case"].startswith("sampled text")]
     assert {r["differ"] for r in texts if r.get("bar") == "invariant"} == {0.0}
+    grid = {"plain", "vanilla", "windowed", "distilled_vanilla", "magicdec", "spire"}
+    assert {r["case"].partition(",")[0] for r in measured if "multiplier" in r} == grid
     assert {"tau", "multiplier", "gain"} <= {name for r in measured for name in r}
     bars = [r for r in rows if r["stage"] == "bars"]
     assert len(bars) == 6
