@@ -134,11 +134,20 @@ def test_cpu_kernels(tmp_path):
         "1",
         "5",
     ]
-    said = run("recipes/cpu_kernels.py", *sizes, "--threads", "1", "--repeats", "1", "--json", str(file))
+    sizes += ["--threads", "1", "2", "--work", "14"]
+    said = run("recipes/cpu_kernels.py", *sizes, "--repeats", "1", "--json", str(file))
     rows = report(file)
-    assert Counter(r["part"] for r in rows) == {"product": 4, "attention": 8, "step": 8}
+    parts = {"product": 4, "attention": 8, "step": 16, "product, threads": 2, "attention, threads": 4}
+    assert Counter(r["part"] for r in rows) == parts
     assert all(r["ours_ms"] > 0 for r in rows)
-    assert all((r["times_faster"] is None) == (r["part"] == "step") for r in rows)
+    for r in rows:
+        other, ratio, none = ("pytorch_ms", "times_faster", "one_thread_ms")
+        if r["part"].endswith("threads"):
+            other, ratio, none = ("one_thread_ms", "over_one_thread", "pytorch_ms")
+            size = r["context"] * 256 if r["context"] else r["work"]
+            assert (r["work"], r["threads"]) == (size, 2)
+        assert r[ratio] == pytest.approx(r[other] / r["ours_ms"])
+        assert r[none] is None
     assert "times faster" in said
 
 
