@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 Row = dict[str, Any]
+COLUMNS = ("stage", "case", "seconds", "floor_seconds", "share_of_floor", "max_error")
+"""Of every row of the report, bars included; ``None`` where one means nothing."""
 
 
 class Bar(NamedTuple):
@@ -20,7 +22,7 @@ class Bar(NamedTuple):
         value = self.value(rows)
         met = value is not None and (value <= self.bound if self.most else value >= self.bound)
         said = "not measured" if value is None else "met" if met else "not met"
-        return {
+        return dict.fromkeys(COLUMNS) | {
             "stage": "bars",
             "case": self.name,
             "bound": self.bound,

@@ -10,12 +10,11 @@ from time import monotonic, perf_counter
 from typing import Any, NamedTuple
 
 import torch
+from _gpu_bars import COLUMNS, Row
 from torch import Tensor
 
 from specdec.models.cache import free_bytes
 
-Row = dict[str, Any]
-COLUMNS = ("stage", "case", "seconds", "floor_seconds", "share_of_floor", "max_error")
 LIMITS = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-4}
 """The largest relative error of a result in each type that still counts as correct."""
 

@@ -14,6 +14,7 @@ import random
 import sysconfig
 import tempfile
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -39,6 +40,7 @@ from specdec.training.train import train
 TARGET = "paper-target"
 DRAFTS = ("vanilla", "distilled_vanilla", "spire")
 WINDOW, SINKS, K = 64, 1, 4
+POINT = 15.0  # seconds that a point of the grid may take
 
 
 def run(lab: Lab) -> None:
@@ -197,23 +199,32 @@ class Study:
             raise RuntimeError("there is no vanilla or no SPIRe draft")
         if lab.late("grid", 0.0 if lab.toy else 30.0):
             return
-        for name in ("vanilla", "spire"):
+        for name in self.drafts:
             self.drafts[name].cpu().save_pretrained(self.folder / name)
             self.tokenizer.save_pretrained(self.folder / name)
-        file = self.folder / "grid.json"
+        file, other = self.folder / "grid.json", "distilled_vanilla"
         batches, contexts = ((1, 2), (24, 40)) if lab.toy else ((1, 64, 128), (128, 512, 4096))
         try:
             spire_measured.main(
                 spire_measured.Settings(
                     target=str(self.folder / "target"), draft=str(self.folder / "vanilla"),
+                    distilled=str(self.folder / other) if other in self.drafts else "",
                     spire=str(self.folder / "spire"), batches=batches, contexts=contexts, lengths=(K,),
                     new_tokens=5 if lab.toy else 20, repeats=1, device=str(lab.device),
                     dtype="float32" if lab.toy else "bfloat16", seed=lab.seed, joined=True, json=str(file),
                     graphs="eager" if lab.device.type == "cpu" else "auto",
+                    seconds=lab.deadline - monotonic() - (0 if lab.toy else POINT),
                 )
             )  # fmt: skip
         finally:  # what was measured before an error is told, too
-            self._grid_rows(lab, json.loads(file.read_text())["rows"] if file.exists() else [])
+            rows = json.loads(file.read_text())["rows"] if file.exists() else []
+            self._grid_rows(lab, rows)
+            done = {(r["batch"], r["context"]) for r in rows if r["part"] == "grid"}
+            for batch, context in sorted(set(product(batches, contexts)) - done):
+                lab.skip(
+                    f"grid, {batch} x {context}",
+                    "not run: its share of the time was used up, or an error came first",
+                )
 
     @staticmethod
     def _grid_rows(lab: Lab, rows: list[dict[str, Any]]) -> None:
@@ -231,7 +242,7 @@ class Study:
                 continue
             over = {
                 m: r["multiplier"] / found[batch, context, m]["multiplier"]
-                for m in ("vanilla", "windowed", "magicdec")
+                for m in ("vanilla", "windowed", "distilled_vanilla", "magicdec")
                 if (batch, context, m) in found
             }
             lab.row(f"spire over others, {batch} x {context}", **{f"over_{m}": v for m, v in over.items()},

@@ -143,10 +143,23 @@ def decode(
 def bare_forward(
     model: Any, batch: int, context: int, tokens: Sequence[int], repeats: int = 15
 ) -> list[float]:
-    """Median seconds of forwards that feed ``tokens[i]`` tokens to each of ``batch`` rows after ``context`` tokens.
+    """Median seconds of ``bare_steps``, interleaved."""
+    steps = bare_steps(model, batch, context, tokens)
+    times: list[list[float]] = [[] for _ in tokens]
+    with torch.inference_mode():
+        for r in range(repeats + 2):
+            for i, step in enumerate(steps):
+                start = perf_counter()
+                step()
+                if r > 1:  # the first two warm up
+                    times[i].append(perf_counter() - start)
+    return [median(t) for t in times]
+
+
+def bare_steps(model: Any, batch: int, context: int, tokens: Sequence[int]) -> list[Callable[[], Any]]:
+    """Forwards that feed ``tokens[i]`` tokens to each of ``batch`` rows after ``context`` tokens.
 
     Nothing but the packed forward of the model (no sampling, no bookkeeping): ``HFModel.bare_step``.
-    The sizes are interleaved.
     """
     with torch.inference_mode():
         widest = max(tokens)
@@ -161,14 +174,7 @@ def bare_forward(
                 ids[:, context + 1 : context + n], torch.full((batch,), n - 1, dtype=torch.long)
             )
             steps.append(model.bare_step(cache, text, nodes if n > 1 else None))
-        times: list[list[float]] = [[] for _ in tokens]
-        for r in range(repeats + 2):
-            for i, step in enumerate(steps):
-                start = perf_counter()
-                step()
-                if r > 1:  # the first two warm up
-                    times[i].append(perf_counter() - start)
-    return [median(t) for t in times]
+    return steps
 
 
 class Peak:

@@ -17,6 +17,7 @@ Row = dict[str, Any]
 NAMES = {
     "vanilla": "Vanilla",
     "windowed": "Vanilla, sparse KV",
+    "distilled_vanilla": "Vanilla, distilled",
     "magicdec": "MagicDec",
     "spire": "SPIRe",
 }
@@ -50,16 +51,17 @@ def maps(rows: list[Row], title: str, show_k: bool) -> Any:
     batches = sorted({r["batch"] for r in rows})
     contexts = sorted({r["context"] for r in rows})
     lines = [("multiplier", "measured"), ("modelled", "modelled")]
+    names = {method: shown for method, shown in NAMES.items() if any(r["method"] == method for r in rows)}
     top = max(r[column] for r in rows for column, _ in lines if r[column] is not None)
     norm = TwoSlopeNorm(
         vcenter=1, vmin=0, vmax=max(2.0, top)
     )  # white is plain decoding's speed, red is slower
     wide, high = 0.75 * len(contexts) + 0.4, 0.42 * len(batches) + 0.6
     drawing, panels = plt.subplots(
-        2, len(NAMES), figsize=(wide * len(NAMES), 2 * high), sharex=True, sharey=True, squeeze=False
+        2, len(names), figsize=(wide * len(names), 2 * high), sharex=True, sharey=True, squeeze=False
     )
     for line, (column, label) in zip(panels, lines):
-        for axes, (method, shown) in zip(line, NAMES.items()):
+        for axes, (method, shown) in zip(line, names.items()):
             found = {(r["batch"], r["context"]): r for r in rows if r["method"] == method}
             value = {at: float("nan") if r[column] is None else r[column] for at, r in found.items()}
             image = axes.imshow(

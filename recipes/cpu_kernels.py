@@ -2,7 +2,12 @@
 
 Rows: `part` = `product` (`[tokens, inputs] x [outputs, inputs]`), `attention` (`queries` tokens of each of `batch` rows over `context` slots) or
 `step` (a bare forward of the pocket target); milliseconds of `ours` and of `pytorch`, medians of calls in turn, between which other
-memory is read, as in a round. Limits: STEP, FEW and WIDE of specdec/models/native.py, PROMPT of kernels/attention/native.py.
+memory is read, as in a round. PyTorch's step is that of a process with SPECDEC_NATIVE=0, and the two processes take turns.
+Limits: STEP, FEW and WIDE of specdec/models/native.py, PROMPT of kernels/attention/native.py.
+
+`product, threads` and `attention, threads` are what the kernels' choice of one thread for small work rests on: `ours` on so many
+threads, however small the `work`, beside `one_thread`. Limits: PRODUCT_ALONE and ATTENTION_ALONE of kernels/native/calls.h, in the
+same units.
 """
 
 from __future__ import annotations
@@ -10,21 +15,31 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from statistics import median
 from time import perf_counter
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from _measure import bare_forward, quiet, table
+from _apart import Call, apart
+from _measure import bare_steps, quiet, table
 from _report import write
 
 import specdec as sd
 from specdec import zoo
 from specdec.kernels.attention import AttentionPlan, native, packed
 from specdec.kernels.native import library, ops, reason
+from specdec.kernels.native.build import compiler
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+STEP = (1, 5)  # tokens a row of a step
+HEADS, SIZE, LAYERS = (
+    4,
+    64,
+    8,
+)  # of attention; calls one after the other, over keys of their own, where threads are compared
+NARROW = 256  # inputs and outputs of a product, there
 
 
 @dataclass
@@ -35,6 +50,7 @@ class Settings:
     contexts: tuple[int, ...] = (128, 1024)
     queries: tuple[int, ...] = (1, 5, 64, 256)
     threads: tuple[int, ...] = (1, 2)
+    work: tuple[int, ...] = (14, 15, 16, 17, 18, 19, 20, 21)
     repeats: int = 9
     seed: int = 0
     json: str | None = None
@@ -57,15 +73,19 @@ def main(s: Settings) -> None:
                 for q in s.queries
                 if q < L and B * q <= 512
             ]
-    model, tokenizer = zoo.load("pocket-target")
-    for name, dtype in DTYPES.items():
-        target = sd.HFModel(model.to(dtype), tokenizer)
-        for B in s.batches:
-            for L in s.contexts:
-                for T in s.threads:
-                    torch.set_num_threads(T)
-                    for q, seconds in zip((1, 5), bare_forward(target, B, L, (1, 5), s.repeats)):
-                        rows.append(row("step", name, T, {"ours": seconds}, batch=B, context=L, queries=q))
+    with apart(SPECDEC_NATIVE="0") as plain:
+        for name in DTYPES:
+            for B in s.batches:
+                for L in s.contexts:
+                    for T in s.threads:
+                        rows += steps(plain, name, B, L, T, s.repeats)
+    always = f"{compiler()} -DPRODUCT_ALONE=0 -DATTENTION_ALONE=0"  # several threads for any work
+    if max(s.threads) > 1:
+        with apart(CC=always) as kernels:
+            for name in DTYPES:
+                for part in (narrow, layers):
+                    for n in s.work:
+                        rows += kernels(part, name, 1 << n, max(s.threads), s.repeats, s.seed)
     print(table(rows, tuple(rows[0])))
     if s.json:
         write(s.json, rows, s.seed)
@@ -102,30 +122,153 @@ def attend(
     return row("attention", name, s.threads[0], found, batch=batch, context=context, queries=queries)
 
 
-def clock(ways: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
-    """Median seconds of each, in turn."""
+# -- steps ------------------------------------------------------------------------------------------------------------------
+
+
+def steps(
+    plain: Call, name: str, batch: int, context: int, threads: int, repeats: int
+) -> list[dict[str, Any]]:
+    """Steps of this process, with the C kernels, and of one without them, in turn."""
+    ways: dict[str, Call] = {"ours": lambda f, *given: f(*given), "pytorch": plain}
+    if [call(hold, name, batch, context, threads) for call in ways.values()] != [True, False]:
+        raise RuntimeError("C kernels must be there in this process, and not in the other")
+    times: dict[str, list[list[float]]] = {way: [] for way in ways}
+    for repeat in range(repeats + 1):
+        for way, call in ways.items():
+            seconds = call(turn)
+            if repeat:  # the first warms up
+                times[way].append(seconds)
+    found = {way: [median(some) for some in zip(*each)] for way, each in times.items()}
+    return [
+        row(
+            "step",
+            name,
+            threads,
+            {way: found[way][i] for way in ways},
+            batch=batch,
+            context=context,
+            queries=q,
+        )
+        for i, q in enumerate(STEP)
+    ]
+
+
+_held: list[Callable[[], Any]] = []
+
+
+@lru_cache(maxsize=1)
+def target(name: str) -> sd.HFModel:
+    quiet()
+    model, tokenizer = zoo.load("pocket-target")
+    return sd.HFModel(model.to(DTYPES[name]), tokenizer)
+
+
+def hold(name: str, batch: int, context: int, threads: int) -> bool:
+    """Make steps ready in this process; whether it has the C kernels."""
+    torch.set_num_threads(threads)
+    _held[:] = bare_steps(target(name), batch, context, STEP)
+    return library() is not None
+
+
+def turn() -> list[float]:
+    """Seconds of each step that is held, after one that finds the other process's memory in the processor's cache."""
+    with torch.inference_mode():
+        _held[0]()
+        return [seconds(step) for step in _held]
+
+
+# -- threads ------------------------------------------------------------------------------------------------------------------
+
+
+def narrow(name: str, work: int, threads: int, repeats: int, seed: int) -> list[dict[str, Any]]:
+    """A product of so many multiplications on one thread and on several, where the kernels do not choose."""
+    torch.manual_seed(seed)
+    tokens = max(1, work // NARROW**2)
+    outputs = work // tokens // NARROW
+    weights = [torch.randn(outputs, NARROW).to(DTYPES[name]) for _ in range((1 << 23) // (outputs * NARROW))]
+    x = torch.randn(tokens, NARROW).to(DTYPES[name])
+
+    def every() -> None:
+        for w in weights:
+            ops.linear(x, w, None)
+
+    found = {n: s / len(weights) for n, s in on(every, (1, threads), repeats).items()}
+    return [compared("product, threads", name, threads, found, tokens=tokens, width=NARROW, work=work)]
+
+
+def layers(name: str, work: int, threads: int, repeats: int, seed: int) -> list[dict[str, Any]]:
+    """Attention of one token and of five of a row that reads so many numbers of keys, likewise."""
+    torch.manual_seed(seed)
+    context, rows = work // (HEADS * SIZE), []
+    for q in STEP:
+        plan = AttentionPlan([0], [context - q], [q], context)
+        native.always(plan)
+        query = torch.randn(1, q, HEADS, SIZE).to(DTYPES[name]).transpose(1, 2)
+        pairs = [
+            torch.randn(2, 1, HEADS, context, SIZE).to(DTYPES[name]).transpose(2, 3) for _ in range(LAYERS)
+        ]
+
+        def every(query: Any = query, pairs: Any = pairs, plan: Any = plan) -> None:
+            for keys, values in pairs:
+                native.attend(query, keys, values, plan, 0.125)
+
+        found = {n: s / LAYERS for n, s in on(every, (1, threads), repeats).items()}
+        rows.append(
+            compared(
+                "attention, threads", name, threads, found, batch=1, context=context, queries=q, work=work
+            )
+        )
+    return rows
+
+
+def on(call: Callable[[], Any], threads: tuple[int, ...], repeats: int) -> dict[int, float]:
+    """Median seconds of a call on each number of threads, in turn."""
+    with torch.inference_mode():
+        found = clock({str(n): call for n in threads}, repeats, lambda n: torch.set_num_threads(int(n)))
+    return {int(n): s for n, s in found.items()}
+
+
+def compared(part: str, name: str, threads: int, found: Mapping[int, float], **sizes: int) -> dict[str, Any]:
+    return row(part, name, threads, {"ours": found[threads], "one_thread": found[1]}, **sizes)
+
+
+# -- clocks and rows --------------------------------------------------------------------------------------------------------
+
+
+def seconds(call: Callable[[], Any]) -> float:
+    start = perf_counter()
+    call()
+    return perf_counter() - start
+
+
+def clock(
+    ways: Mapping[str, Callable[[], Any]], repeats: int, before: Callable[[str], None] = lambda name: None
+) -> dict[str, float]:
+    """Median seconds of each, in turn. ``before``: is told which comes next."""
     times: dict[str, list[float]] = {name: [] for name in ways}
     other = torch.ones(1 << 21)
     for repeat in range(repeats + 1):
         for name, call in ways.items():
+            before(name)
             other.sum()  # what a round does between two calls of a kind
-            start = perf_counter()
-            call()
+            spent = seconds(call)
             if repeat:  # the first warms up
-                times[name].append(perf_counter() - start)
+                times[name].append(spent)
     return {name: median(some) for name, some in times.items()}
 
 
 def row(part: str, dtype: str, threads: int, seconds: Mapping[str, float], **sizes: int) -> dict[str, Any]:
-    ours, theirs = seconds["ours"], seconds.get("pytorch")
+    ours, theirs, one = seconds["ours"], seconds.get("pytorch"), seconds.get("one_thread")
     return {
         "part": part,
         "dtype": dtype,
         "threads": threads,
-        **{k: sizes.get(k) for k in ("tokens", "width", "batch", "context", "queries")},
+        **{k: sizes.get(k) for k in ("tokens", "width", "batch", "context", "queries", "work")},
         "ours_ms": ours * 1e3,
         "pytorch_ms": None if theirs is None else theirs * 1e3,
         "times_faster": None if theirs is None else theirs / ours,
+        "one_thread_ms": None if one is None else one * 1e3,
+        "over_one_thread": None if one is None else one / ours,
     }
 
 
@@ -140,7 +283,8 @@ if __name__ == "__main__":
         "batches": "rows",
         "contexts": "slots of a row",
         "queries": "new tokens of a row, for attention",
-        "threads": "of steps; the first for everything else",
+        "threads": "of steps; the first for everything else, the most where one thread is compared with several",
+        "work": "where one thread is compared with several, as powers of 2",
     }.items():
         given = getattr(d, name)
         shown = " ".join(map(str, given))

@@ -30,9 +30,9 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
+from _gpu_bars import COLUMNS, Row, verdicts
 from _gpu_ready import ready
 
-Row = dict[str, Any]
 STAGES = {
     "a": "_gpu_correct",
     "b": "_gpu_kernels",
@@ -78,8 +78,6 @@ def main(s: Settings) -> int:
         print(f"stage {name}: {monotonic() - began:.0f} s", flush=True)
         if s.json:
             write_all(s, rows)
-    from _gpu_bars import verdicts
-
     bars = verdicts(rows, measured=not s.toy and s.device == "cuda")
     print("\nbars:")
     for bar in bars:
@@ -148,7 +146,7 @@ def _shown(rows: list[Row], row: Row) -> None:
 def _plain(row: Row) -> Row:
     from _report import plain
 
-    return {name: plain(value) for name, value in row.items()}
+    return dict.fromkeys(COLUMNS) | {name: plain(value) for name, value in row.items()}
 
 
 def line(row: Row) -> str:
@@ -179,7 +177,7 @@ def markdown(rows: list[Row], file: Path) -> str:
     meta = json.loads(file.read_text(encoding="utf-8"))["meta"]
     versions = ", ".join(f"{name} {version}" for name, version in meta["versions"].items())
     out = [f"`{meta['command']}` — {meta['date']}, {meta['machine']}, {versions}", ""]
-    columns = ("stage", "case", "seconds", "floor_seconds", "share_of_floor", "max_error", "note")
+    columns = (*COLUMNS, "note")
     out += ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
     for r in rows:
         if r["stage"] != "bars":

@@ -1,7 +1,8 @@
 """Wall clock of SPIRe and its baselines over batch and context on this machine, next to the throughput model with its constants.
 
 Methods: plain decoding; vanilla (a small draft with all of the context); windowed (the same draft with SPIRe's sparse KV, a control
-that the paper lacks); MagicDec (the target's weights over a window of its KV); SPIRe. Each at k = 4 and at its own best k.
+that the paper lacks); with --distilled, a second small draft with all of the context, trained with the target's laws (another control);
+MagicDec (the target's weights over a window of its KV); SPIRe. Each at k = 4 and at its own best k.
 
 Clock: from the end of the prefill round until the batch has made --new-tokens tokens a row on average; no row leaves before (that is
 what the model describes; a batch that ends row by row has stragglers too). Methods take turns at each grid point, with the same
@@ -45,6 +46,7 @@ from specdec.models.spire import SpireModel
 class Settings:
     target: str = "pocket-target"
     draft: str = "pocket-vanilla"
+    distilled: str = ""
     spire: str = "pocket-spire"
     batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
     contexts: tuple[int, ...] = (128, 256, 512, 1024)
@@ -57,6 +59,7 @@ class Settings:
     dtype: str = "float32"
     bf16_weights: bool = False
     seed: int = 0
+    seconds: float = float("inf")
     joined: bool = False
     graphs: str = ""
     profile: tuple[int, int] | None = None
@@ -98,6 +101,11 @@ def main(s: Settings) -> None:
     rows: list[Row] = []
     calibrated = None
     for done, (batch, context) in enumerate(sorted(points, key=lambda p: p not in corners), 1):
+        if found and perf_counter() - started > s.seconds:
+            tell(
+                f"--seconds {s.seconds:g} are over: {len(points) - len(found)} of {len(points)} grid points are left out"
+            )
+            break
         tell(f"[{perf_counter() - started:4.0f} s] {done}/{len(points)}: batch {batch}, context {context}")
         groups = lab.open(batch, context)
         found[batch, context] = lab.measure(groups)
@@ -131,7 +139,9 @@ class Lab:
         self.lengths = sorted({K, *s.lengths})
         longest = capacity(max(s.contexts), s.new_tokens, max(self.lengths))
         target, draft = load(s.target, s), load(s.draft, s)
-        for who, model in (("target", target), ("draft", draft)):
+        distilled = load(s.distilled, s) if s.distilled else None
+        loaded = {"target": target, "draft": draft} | ({"distilled draft": distilled} if distilled else {})
+        for who, model in loaded.items():
             if model.max_positions is not None and longest > model.max_positions:
                 raise SystemExit(
                     f"the {who} has {model.max_positions} positions and a row may come to {longest}: choose a smaller --contexts, "
@@ -143,11 +153,11 @@ class Lab:
         small = self.spire(target)
         sinks, window = small.sinks, small.window or max(s.contexts)
         self.target = kept(target, taps=small.layers)
-        self.vanilla = kept(draft)
-        self.windowed = kept(Windowed(draft, window, sinks, block=block))
+        self.small = {"vanilla": kept(draft), "windowed": kept(Windowed(draft, window, sinks, block=block))}
+        if distilled is not None:
+            self.small["distilled_vanilla"] = kept(distilled)
         self.drafts = {
-            "vanilla": self.vanilla,
-            "windowed": self.windowed,
+            **self.small,
             "magicdec": sd.drafts.MagicDec(window=window, sinks=sinks, block=block),
             "spire": sd.drafts.Spire(
                 small, block=block, graphs=s.graphs or False, bf16_weights=s.bf16_weights
@@ -156,17 +166,13 @@ class Lab:
         self.methods = ["plain", *self.drafts]
         slots = Window(sinks + window + block - 1)  # all of a ring is read, whatever of it a query sees
         big, little = Shape.of(target.model), Shape.of(draft.model)
-        self.model = Model(
-            big,
-            {
-                "vanilla": vanilla(little),
-                "windowed": Method("windowed", little, slots),
-                "magicdec": magicdec(big, slots),
-                "spire": spire(Shape.of(small.body), slots, feedback=small.memory is not None),
-            },
-            target.dtype.itemsize,
-            2 if s.bf16_weights else target.dtype.itemsize,
-        )
+        methods = {"vanilla": vanilla(little), "windowed": Method("windowed", little, slots)}
+        if distilled is not None:
+            methods["distilled_vanilla"] = vanilla(Shape.of(distilled.model))
+        methods["magicdec"] = magicdec(big, slots)
+        methods["spire"] = spire(Shape.of(small.body), slots, feedback=small.memory is not None)
+        weight = 2 if s.bf16_weights else target.dtype.itemsize
+        self.model = Model(big, methods, target.dtype.itemsize, weight)
         self.decoders: dict[tuple[str, int], sd.Decoder] = {}
         every = [target.tokenizer(text)["input_ids"] for text in prompts()]
         if s.joined:
@@ -209,7 +215,7 @@ class Lab:
             numbers = range(g * batch, (g + 1) * batch)
             texts = [self.prompts[n % len(self.prompts)][:context] for n in numbers]
             seeds = [self.s.seed + n for n in numbers]  # a prompt that comes again has another seed
-            groups.append(group(texts, seeds, room, self.target, (self.vanilla, self.windowed)))
+            groups.append(group(texts, seeds, room, self.target, list(self.small.values())))
         return groups
 
     def measure(self, groups: list[Group]) -> list[Measured]:
@@ -291,6 +297,11 @@ if __name__ == "__main__":
     )
     parser.add_argument("--draft", default=d.draft, help="the vanilla draft, likewise (default: %(default)s)")
     parser.add_argument(
+        "--distilled",
+        default=d.distilled,
+        help="a second draft with all of the context, as method distilled_vanilla (default: none)",
+    )
+    parser.add_argument(
         "--spire",
         default=d.spire,
         help="a SPIRe draft of the target: pocket model or folder; or 'untrained' (default: %(default)s)",
@@ -327,6 +338,12 @@ if __name__ == "__main__":
     )
     parser.add_argument("--seed", type=int, default=d.seed)
     parser.add_argument(
+        "--seconds",
+        type=float,
+        default=d.seconds,
+        help="begin no grid point after so many; the corners come first (default: no limit)",
+    )
+    parser.add_argument(
         "--joined", action="store_true", help="join prompts where a context is longer than one of them"
     )
     parser.add_argument(
@@ -351,6 +368,7 @@ if __name__ == "__main__":
         Settings(
             target=a.target,
             draft=a.draft,
+            distilled=a.distilled,
             spire=a.spire,
             batches=tuple(a.batches),
             contexts=tuple(a.contexts),
@@ -363,6 +381,7 @@ if __name__ == "__main__":
             dtype=a.dtype,
             bf16_weights=a.bf16_weights,
             seed=a.seed,
+            seconds=a.seconds,
             joined=a.joined,
             graphs=a.graphs,
             profile=tuple(a.profile) if a.profile else None,

@@ -258,14 +258,14 @@ TOY = ("--spire", "untrained", "--new-tokens", "4", "--repeats", "1", "--lengths
 def test_the_recipe_at_toy_size(tmp_path):
     file, plots = tmp_path / "m.json", tmp_path / "plots"
     sizes = ("--batches", "1", "2", "4", "--contexts", "32", "96")
-    done = recipe(*TOY, *sizes, "--json", str(file), "--plots", str(plots))
+    done = recipe(*TOY, *sizes, "--distilled", "pocket-tiny", "--json", str(file), "--plots", str(plots))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "batch 4, context 96" in done.stderr
     said = json.loads(file.read_text())
     assert set(said) == {"meta", "rows"}
     assert str(ROOT) not in file.read_text()
     grid = [r for r in said["rows"] if r["part"] == "grid"]
-    methods = ("plain", "vanilla", "windowed", "magicdec", "spire")
+    methods = ("plain", "vanilla", "windowed", "distilled_vanilla", "magicdec", "spire")
     assert {(r["method"], r["batch"], r["context"]) for r in grid} == set(
         product(methods, (1, 2, 4), (32, 96))
     )
@@ -290,6 +290,18 @@ def test_the_recipe_at_toy_size(tmp_path):
     bare = [r for r in said["rows"] if r["part"] == "bare"]
     assert {(r["batch"], r["context"]) for r in bare} == set(product((1, 4), (32, 96)))
     assert {p.name for p in plots.iterdir()} == {"measured_k4.png", "measured_best_k.png"}
+
+
+def test_the_recipe_begins_no_point_when_its_time_is_over(tmp_path):
+    """Corners come first, and what is measured stands: here the first one, without a model."""
+    file = tmp_path / "m.json"
+    sizes = ("--batches", "1", "2", "--contexts", "32", "--seconds", "0")
+    done = recipe(*TOY, *sizes, "--json", str(file))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 of 2 grid points are left out" in done.stderr
+    grid = [r for r in json.loads(file.read_text())["rows"] if r["part"] == "grid"]
+    assert {(r["batch"], r["modelled"]) for r in grid} == {(1, None)}
+    assert {r["method"] for r in grid} == {"plain", "vanilla", "windowed", "magicdec", "spire"}
 
 
 def test_the_recipe_explains_a_round():

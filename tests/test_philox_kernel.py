@@ -1,25 +1,22 @@
-"""The generator on the GPU: bits of the CPU's, and its races. Triton's interpreter has to run in a process of its own."""
+"""The generator on the GPU: bits of the CPU's, and its races; without a GPU in Triton's interpreter."""
 
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from interpreted import interpreted  # noqa: F401 (a fixture)
 from without_a_gpu import compiled
 
 from specdec.kernels import philox
 from specdec.rng import ACCEPT, BONUS, Key, Philox, race_arrivals, seeds
 
-HERE = os.environ.get("TRITON_INTERPRET") == "1"
 TRITON = importlib.util.find_spec("triton") is not None
 KERNELS = Path(philox.__file__).with_name("triton_kernels.py")
 GPU = TRITON and torch.cuda.is_available()
-interpreted = pytest.mark.skipif(not HERE, reason="run by test_the_kernels_in_the_interpreter")
 needs_triton = pytest.mark.skipif(not TRITON, reason="needs triton")
 
 SEEDS = torch.tensor([0, 1, 2**31, 2**32 - 1, 2**63 - 1])
@@ -52,29 +49,20 @@ def same_race(rows, V, device, dtype=torch.float32, holes=0.3):
     assert bool((p.gather(1, got[:, None]) > 0).all())
 
 
-@needs_triton
-@pytest.mark.skipif(HERE, reason="this is the process with the interpreter")
-def test_the_kernels_in_the_interpreter():
-    env = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "interpreted", __file__]
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-
-
-@interpreted
+@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("name", KEYS)
 def test_interpreted_uniforms_are_the_same_to_the_bit(name):
     same_uniforms(KEYS[name], "cpu")
 
 
-@interpreted
+@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("rows", "V"), [(3, 1), (4, 7), (2, 1024), (2, 5000), (0, 9)])
 def test_interpreted_races_have_the_same_winners(rows, V, dtype):
     same_race(rows, V, "cpu", dtype)
 
 
-@interpreted
+@pytest.mark.usefixtures("interpreted")
 def test_interpreted_races_read_strided_laws_and_refuse_shapes_that_do_not_fit():
     law = torch.rand(4, 6, 50, generator=torch.Generator().manual_seed(0))
     seed, at = seeds(0, 4), torch.arange(4)
@@ -111,7 +99,6 @@ COMPILE = """
 
 
 @needs_triton
-@pytest.mark.skipif(HERE, reason="the interpreter does not compile")
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton's compiler is for Linux")
 def test_the_kernels_compile_for_gpus_without_spilling(tmp_path):
     said = compiled(COMPILE, KERNELS, tmp_path)

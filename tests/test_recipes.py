@@ -136,11 +136,20 @@ def test_cpu_kernels(tmp_path):
         "1",
         "5",
     ]
-    said = run("recipes/cpu_kernels.py", *sizes, "--threads", "1", "--repeats", "1", "--json", str(file))
+    sizes += ["--threads", "1", "2", "--work", "14"]
+    said = run("recipes/cpu_kernels.py", *sizes, "--repeats", "1", "--json", str(file))
     rows = report(file)
-    assert Counter(r["part"] for r in rows) == {"product": 4, "attention": 8, "step": 8}
+    parts = {"product": 4, "attention": 8, "step": 16, "product, threads": 2, "attention, threads": 4}
+    assert Counter(r["part"] for r in rows) == parts
     assert all(r["ours_ms"] > 0 for r in rows)
-    assert all((r["times_faster"] is None) == (r["part"] == "step") for r in rows)
+    for r in rows:
+        other, ratio, none = ("pytorch_ms", "times_faster", "one_thread_ms")
+        if r["part"].endswith("threads"):
+            other, ratio, none = ("one_thread_ms", "over_one_thread", "pytorch_ms")
+            size = r["context"] * 256 if r["context"] else r["work"]
+            assert (r["work"], r["threads"]) == (size, 2)
+        assert r[ratio] == pytest.approx(r[other] / r["ours_ms"])
+        assert r[none] is None
     assert "times faster" in said
 
 
@@ -319,7 +328,8 @@ def test_the_gpu_suite_at_toy_size(tmp_path):
     columns = {"stage", "case", "seconds", "floor_seconds", "share_of_floor", "max_error"}
     assert {r["stage"] for r in rows} == {*"abcdef", "bars"}
     measured = [r for r in rows if r["stage"] != "bars"]
-    assert all(set(r) >= columns and not r.get("failed") for r in measured)
+    assert all(set(r) >= columns for r in rows)  # bars, too
+    assert not [r for r in rows if r.get("failed")]
     assert not [r for r in measured if "not run" in r.get("note", "")]
     correct = {r["case"]: r for r in measured if r["stage"] == "a" and r["max_error"] is not None}
     for case in ("ragged verify", "tree in a window", "pages", "soft cap", "sink logits", "ring: verify"):
@@ -330,6 +340,8 @@ def test_the_gpu_suite_at_toy_size(tmp_path):
     assert {r["kind"] for r in timed if "kind" in r} >= {"eager"}
     texts = [r for r in measured if r["case"].startswith("sampled text")]
     assert {r["differ"] for r in texts if r.get("bar") == "invariant"} == {0.0}
+    grid = {"plain", "vanilla", "windowed", "distilled_vanilla", "magicdec", "spire"}
+    assert {r["case"].partition(",")[0] for r in measured if "multiplier" in r} == grid
     assert {"tau", "multiplier", "gain"} <= {name for r in measured for name in r}
     bars = [r for r in rows if r["stage"] == "bars"]
     assert len(bars) == 6
@@ -354,6 +366,8 @@ assert g.main(g.Settings("b", isolated=True, json={str(files[1])!r}, **common)) 
 """
     said = run("-c", code)
     failed, rows = (report(file) for file in files)
+    columns = {"stage", "case", "seconds", "floor_seconds", "share_of_floor", "max_error"}
+    assert all(set(r) >= columns for r in failed + rows)
     assert [r["case"] for r in failed if r.get("failed")] == ["stage"]
     assert "no_such_module" in failed[0]["note"]
     assert "FAILED a stage" in said

@@ -1,18 +1,17 @@
 """Verification on logits: the plain reference against ``Rejection``, the kernels against both, and the verifier built on them.
 
-Kernels run in Triton's interpreter, which must be chosen before Triton is imported: their tests run in a process of their own.
+Without a GPU the kernels run in Triton's interpreter.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from interpreted import interpreted  # noqa: F401 (a fixture)
 from tiny import byte_tokenizer, tiny
 from torch import Tensor
 from without_a_gpu import compiled
@@ -27,11 +26,9 @@ from specdec.selectors.rewards import block_divergence
 from specdec.types import Context, Proposal
 from specdec.verifiers import FusedRejection, Rejection
 
-HERE = os.environ.get("TRITON_INTERPRET") == "1"
 TRITON = importlib.util.find_spec("triton") is not None
 KERNELS = Path(rejection.__file__).with_name("triton_kernels.py")
 GPU = TRITON and torch.cuda.is_available()
-interpreted = pytest.mark.skipif(not HERE, reason="run by test_the_kernels_in_the_interpreter")
 needs_triton = pytest.mark.skipif(not TRITON, reason="needs triton")
 F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
 
@@ -236,17 +233,7 @@ def test_a_row_does_not_depend_on_its_batch_nor_on_nodes_that_do_not_exist():
 # -- the kernels -------------------------------------------------------------------------------------------------------
 
 
-@needs_triton
-@pytest.mark.skipif(HERE, reason="this is the process with the interpreter")
-def test_the_kernels_in_the_interpreter():
-    env = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "interpreted", __file__]
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout or "100%" in done.stdout
-
-
-@interpreted
+@pytest.mark.usefixtures("interpreted")
 @KINDS
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 0.0])
 def test_interpreted_kernels_decide_as_rejection_does(kind, temperature, monkeypatch):
@@ -259,7 +246,7 @@ def test_interpreted_kernels_decide_as_rejection_does(kind, temperature, monkeyp
         agrees("triton", B, N, V, dtype, seed, 0.3 * (seed % 2), kind, temperature)
 
 
-@interpreted
+@pytest.mark.usefixtures("interpreted")
 def test_interpreted_kernels_take_strided_logits_and_one_quantile_a_row(monkeypatch):
     import specdec.kernels.rejection.fused as fused
 
@@ -281,7 +268,7 @@ def test_interpreted_kernels_take_strided_logits_and_one_quantile_a_row(monkeypa
         assert torch.equal(got.token, plain.token)
 
 
-@interpreted
+@pytest.mark.usefixtures("interpreted")
 def test_interpreted_kernels_draw_from_the_target_where_nothing_is_left(monkeypatch):
     import specdec.kernels.rejection.fused as fused
 
@@ -299,7 +286,7 @@ def test_interpreted_kernels_draw_from_the_target_where_nothing_is_left(monkeypa
     assert torch.equal(got.token, plain.token)
 
 
-@interpreted
+@pytest.mark.usefixtures("interpreted")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_interpreted_kernels_refuse_logits_that_are_no_distribution(temperature, monkeypatch):
@@ -349,7 +336,6 @@ COMPILE = """
 
 
 @needs_triton
-@pytest.mark.skipif(HERE, reason="the interpreter does not compile")
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton's compiler is for Linux")
 def test_the_kernels_compile_for_gpus_without_spilling(tmp_path):
     said = compiled(COMPILE, KERNELS, tmp_path)

@@ -112,7 +112,8 @@ def test_a_step_in_tensors_takes_first_positions():
 @pytest.mark.parametrize("kind", ["chain", "tree"])
 def test_triton_ignores_padding(kind):
     pytest.importorskip("triton")
-    from test_triton_attention import DEVICE, interpreter, triton_backend
+    from interpreted import interpreter
+    from test_triton_attention import DEVICE, triton_backend
 
     torch.manual_seed(0)
     query, keys, values = (torch.randn(*s, 16) for s in ((1, 4, 17), (4, 20, 2), (4, 20, 2)))

@@ -1,18 +1,13 @@
-"""The Triton attention kernel against the reference in float64: on a GPU if there is one, else in Triton's interpreter.
-
-The interpreter is a mode that a process chooses before it imports triton, and torch imports it early. So, without a GPU,
-these tests run with a second copy of triton's modules, which nothing else in the process sees.
-"""
+"""The Triton attention kernel against the reference in float64: on a GPU if there is one, else in Triton's interpreter."""
 
 from __future__ import annotations
 
-import sys
-from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from interpreted import interpreter
 
 from specdec import tree
 from specdec.kernels.attention import AttentionPlan, ExplicitPlan, Tree, reference, triton_backend
@@ -25,28 +20,6 @@ from specdec.models.slots import KVShape
 pytest.importorskip("triton")
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-KERNELS = "specdec.kernels.attention.triton_kernels"
-_copies = {}
-
-
-def _ours(name):
-    return (name == "triton" or name.startswith("triton.") or name == KERNELS) and "._C" not in name
-
-
-@contextmanager
-def interpreter():
-    """Everything that imports triton in here gets the interpreting copy."""
-    outside = {name: sys.modules.pop(name) for name in list(sys.modules) if _ours(name)}
-    sys.modules.update(_copies)
-    triton_backend._kernels.cache_clear()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        try:
-            yield
-        finally:
-            _copies.update({name: sys.modules.pop(name) for name in list(sys.modules) if _ours(name)})
-            sys.modules.update(outside)
-            triton_backend._kernels.cache_clear()
 
 
 @pytest.fixture(autouse=True)

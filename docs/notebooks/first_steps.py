@@ -24,7 +24,7 @@ from specdec import zoo
 from specdec.audit.certify import certify
 from specdec.data import prompts
 
-torch.set_num_threads(1)  # small models are fastest on one
+torch.set_num_threads(1)  # one core, as in most of the figures of the documentation
 
 # %% [markdown]
 # ## 1. A model that fits in a line

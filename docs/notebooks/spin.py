@@ -27,7 +27,7 @@ from specdec import selectors, zoo
 from specdec.data import prompts
 from specdec.executors import Pipelined, Timeline
 
-torch.set_num_threads(1)  # small models are fastest on one
+torch.set_num_threads(1)  # one core, as in most of the figures of the documentation
 model, tokenizer = zoo.load("pocket-target")
 target = sd.HFModel(model, tokenizer)
 names = ["tiny", "code", "prose", "tabular", "vanilla"]

@@ -27,7 +27,7 @@ from specdec.data import prompts
 from specdec.masks import Causal, Sinks, Window
 from specdec.models.spire import SpireModel
 
-torch.set_num_threads(1)  # small models are fastest on one
+torch.set_num_threads(1)  # one core, as in most of the figures of the documentation
 model, tokenizer = zoo.load("pocket-target")
 small, _ = zoo.load("pocket-vanilla")
 trained, _ = zoo.load("pocket-spire")

@@ -264,7 +264,7 @@ int attend(const Plan *p, const Call *c, int threads) {
     int failed = 0;
     int64_t work = 0;
     for (int64_t r = 0; r < p->rows_count; r++) work += p->length[r] * c->kv_heads * c->size;
-    if (work < 1 << 17) threads = 1; /* waking others takes longer than a few hundred slots */
+    if (work < ATTENTION_ALONE) threads = 1;
 #ifdef _OPENMP
 #pragma omp parallel num_threads(threads) if (threads > 1)
 #endif

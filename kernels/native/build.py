@@ -50,16 +50,21 @@ def reason() -> str | None:
     return _made()[1]
 
 
+def compiler() -> str | None:
+    """The C compiler's command, with options if ``CC`` has some; ``None`` where there is none."""
+    return os.environ.get("CC") or next((c for c in ("cc", "gcc", "clang") if shutil.which(c)), None)
+
+
 def _compile() -> Path:
     """Path of the compiled library, which is made if the cache has none of these sources, this compiler and this processor."""
     if os.name == "nt":
         raise RuntimeError("there are no C kernels on Windows")
-    command = os.environ.get("CC") or next((c for c in ("cc", "gcc", "clang") if shutil.which(c)), None)
+    command = compiler()
     if command is None:
         raise RuntimeError("there is no C compiler: install gcc or clang, or set CC to one")
-    compiler = shlex.split(command)
+    words = shlex.split(command)
     try:
-        version = _run([*compiler, "--version"], check=True).stdout
+        version = _run([*words, "--version"], check=True).stdout
     except (OSError, subprocess.CalledProcessError) as error:
         raise RuntimeError(f"the C compiler {command!r} does not run: {error}") from None
     openmp = (
@@ -83,7 +88,7 @@ def _compile() -> Path:
     with tempfile.TemporaryDirectory(dir=made.parent) as folder:
         out = Path(folder) / made.name
         for more in ([*tuned, *openmp], tuned, []):  # the best that this compiler takes
-            line = [*compiler, *_FLAGS, *more, *map(str, sources), "-o", str(out), "-lm"]
+            line = [*words, *_FLAGS, *more, *map(str, sources), "-o", str(out), "-lm"]
             try:
                 done = _run(line)
             except subprocess.TimeoutExpired:

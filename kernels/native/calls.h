@@ -44,6 +44,14 @@ enum { WIDE, HALF, NARROW };
 
 enum { FINE, NO_MEMORY, NO_SLOT, NO_TOKEN };
 
+/* Work below which one thread does all of it: waking another is expected to take longer. recipes/cpu_kernels.py measures both. */
+#ifndef ATTENTION_ALONE
+#define ATTENTION_ALONE (1 << 17) /* numbers of the keys that are read */
+#endif
+#ifndef PRODUCT_ALONE
+#define PRODUCT_ALONE (1 << 18) /* multiplications */
+#endif
+
 #define KC 64 /* slots of a block of attention; a page holds a multiple of 16 */
 
 /* where a slot is, counted in elements */

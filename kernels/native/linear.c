@@ -83,7 +83,7 @@ int linear(const void *x, const void *weight, const void *bias, void *out, int64
     const int half = kind == HALF;
     float *wide = NULL;
     const float *rows = x;
-    if (M * O * E < 1 << 18) threads = 1;
+    if (M * O * E < PRODUCT_ALONE) threads = 1;
 #if TILES
     if (half && E % 32 == 0 && tiles()) return linear_tiles(x, weight, bias, out, M, O, E, threads);
     if (kind == NARROW && E % 32 == 0 && tiles()) return linear_split(x, weight, bias, out, M, O, E, threads);

@@ -1,0 +1,59 @@
+"""Triton's interpreter in a process that has imported Triton without it.
+
+The interpreter is a mode that a process chooses before it imports triton, and torch imports it early. So, without a GPU, tests use
+a second copy of triton's modules, which nothing else in the process sees.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+
+import pytest
+
+from specdec.kernels.attention import triton_backend
+
+_copies: dict[str, ModuleType] = {}
+
+
+def _ours(name: str) -> bool:
+    return (name == "triton" or name.startswith("triton.") or _kernels(name)) and "._C" not in name
+
+
+def _kernels(name: str) -> bool:
+    return name.startswith("specdec.") and name.endswith(".triton_kernels")
+
+
+def _exchange(there: dict[str, ModuleType]) -> dict[str, ModuleType]:
+    """Put other copies in the place of those that are imported now, which are returned."""
+    now = {name: sys.modules.pop(name) for name in list(sys.modules) if _ours(name)}
+    sys.modules.update(there)
+    for name in filter(_kernels, now.keys() | there.keys()):  # a package refers to its modules, too
+        package, _, short = name.rpartition(".")
+        vars(sys.modules[package]).pop(short, None)
+        if name in there:
+            setattr(sys.modules[package], short, there[name])
+    triton_backend._kernels.cache_clear()
+    return now
+
+
+@contextmanager
+def interpreter() -> Iterator[None]:
+    """Everything that imports triton in here gets the interpreting copy."""
+    outside = _exchange(_copies)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        try:
+            yield
+        finally:
+            _copies.update(_exchange(outside))
+
+
+@pytest.fixture
+def interpreted() -> Iterator[None]:
+    """For tests of kernels on tensors of the CPU."""
+    pytest.importorskip("triton")
+    with interpreter():
+        yield
