@@ -31,8 +31,10 @@ from specdec import zoo
 from specdec.kernels.attention import AttentionPlan, native, packed
 from specdec.kernels.native import library, ops, reason
 from specdec.kernels.native.build import compiler
+from specdec.kernels.native.narrow import Narrow
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+COPIES = "float32, bf16_weights"  # float32 models whose products read bfloat16 copies of their weights
 STEP = (1, 5)  # tokens a row of a step
 HEADS, SIZE, LAYERS = (
     4,
@@ -66,6 +68,8 @@ def main(s: Settings) -> None:
     with torch.inference_mode():
         for name, dtype in DTYPES.items():
             rows += [product(name, dtype, T, width, s) for width in s.widths for T in s.tokens]
+            if dtype == torch.float32:
+                rows += [product(COPIES, dtype, T, width, s) for width in s.widths for T in s.tokens]
             rows += [
                 attend(name, dtype, B, L, q, s)
                 for B in s.batches
@@ -94,14 +98,19 @@ def main(s: Settings) -> None:
 def product(name: str, dtype: torch.dtype, tokens: int, width: int, s: Settings) -> dict[str, Any]:
     """A product with a square weight, of which there are as many as do not fit a core's own cache."""
     count = max(2, (1 << 23) // (width * width))
-    weights = [torch.randn(width, width).to(dtype) for _ in range(count)]
+    weights = [torch.randn(width, width).bfloat16().to(dtype) for _ in range(count)]
     x = torch.randn(tokens, width).to(dtype)
+    read, multiply = weights, ops.linear
+    if name == COPIES:
+        copies, multiply = Narrow(weights), ops.unchecked_linear
+        read = [copies[w] for w in weights]
 
-    def every(multiply: Callable[..., Any]) -> None:
+    def every(multiply: Callable[..., Any], weights: list[torch.Tensor]) -> None:
         for w in weights:
             multiply(x, w, None)
 
-    found = clock({"ours": lambda: every(ops.linear), "pytorch": lambda: every(F.linear)}, s.repeats)
+    ways = {"ours": lambda: every(multiply, read), "pytorch": lambda: every(F.linear, weights)}
+    found = clock(ways, s.repeats)
     return row(
         "product", name, s.threads[0], {k: v / count for k, v in found.items()}, tokens=tokens, width=width
     )
