@@ -72,11 +72,11 @@ def attend_job(
     given |= dict.fromkeys(("Starts", "Length", "Rows", "Root"), "*i32")
     given |= {"Out": f"*{dtype}" if direct else "*fp32", "Lse": None if direct else "*fp32"}
     given |= {"Words": "*i64" if tree else None, "Depth": "*i32" if tree else None}
+    given |= {"initial": "i32" if initial else None}
     given |= {"Table": "*i32" if page else None, "Seen": "*u8" if seen else None}
     given |= {"Sinks": f"*{dtype}" if sinks else None, "factor": "fp32", "bend": "fp32"}
     constants = {"G": group, "D": size, "DV": size, "BD": wide, "BDV": wide, "BM": c.queries, "BN": c.slots}
     constants |= {"PAGE": page, "WINDOW": window, "SOFTCAP": softcap, "DIRECT": direct, "UPCAST": False}
-    constants["INITIAL"] = initial
     return {
         "kernel": "attend_kernel",
         "given": given,

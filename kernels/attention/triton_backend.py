@@ -246,7 +246,7 @@ def launch(
             sinks if direct else None,
             (scale if softcap is None else softcap) * LOG2E,
             0.0 if softcap is None else 2 * LOG2E * scale / softcap,
-            back, initial, slots, align, tiles, 0 if depth is None else depth.shape[1],
+            back, initial or None, slots, align, tiles, 0 if depth is None else depth.shape[1],
             query.stride(2), query.stride(1),
             keys.stride(0), keys.stride(1), keys.stride(2),
             values.stride(0), values.stride(1), values.stride(2),
@@ -257,7 +257,7 @@ def launch(
             0 if seen is None or seen.shape[0] == 1 else seen.stride(0),
             0 if seen is None else seen.stride(1),
             G=group, D=size, DV=value_size, BD=_power(size), BDV=_power(value_size), BM=c.queries, BN=c.slots,
-            PAGE=0 if table is None else keys.shape[1], WINDOW=window is not None, INITIAL=initial > 0, SOFTCAP=softcap is not None,
+            PAGE=0 if table is None else keys.shape[1], WINDOW=window is not None, SOFTCAP=softcap is not None,
             DIRECT=direct, UPCAST=_upcast(query), num_warps=c.warps, num_stages=c.stages,
         )  # fmt: skip
         if not direct:

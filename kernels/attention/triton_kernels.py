@@ -93,7 +93,7 @@ def attend_kernel(
     factor,  # makes exponents to base 2 of scores: scale * log2(e); of bent scores: softcap * log2(e)
     bend,  # 2 * log2(e) * scale / softcap
     window,
-    initial,  # slots below are seen whatever the window
+    initial,  # slots below are seen whatever the window, or None
     chunk,  # slots, a multiple of BN
     align,  # the slots of a row's windows begin at a multiple of this, a multiple of BN
     tiles,  # of BM for the largest row
@@ -124,7 +124,6 @@ def attend_kernel(
     BN: tl.constexpr,
     PAGE: tl.constexpr,  # 0: slots
     WINDOW: tl.constexpr,
-    INITIAL: tl.constexpr,  # there are first slots beside the window
     SOFTCAP: tl.constexpr,
     DIRECT: tl.constexpr,  # there is one chunk: no partial results
     UPCAST: tl.constexpr,
@@ -162,7 +161,7 @@ def attend_kernel(
                 theirs = root + tl.load(Depth + r * depth_r + each, mask=each < nodes, other=0)
                 bit = (word[:, None] >> each[None, :].to(tl.int64)) & 1
                 near = theirs[None, :] > position[:, None] - window
-                if INITIAL:
+                if initial is not None:
                     near = near | (theirs < initial)[None, :]
                 word = tl.sum(tl.where(near, bit << each[None, :].to(tl.int64), 0), 1)
             union = tl.reduce(word, 0, _either)
@@ -183,7 +182,7 @@ def attend_kernel(
             base = tl.maximum(base, 0) // align * align
         begin = base + c * chunk
         end = tl.minimum(begin + chunk, high)
-        if INITIAL:
+        if initial is not None:
             ahead = (initial + align - 1) // align * align
             skipped = tl.maximum(base - ahead, 0)
             begin = c * chunk
@@ -205,7 +204,7 @@ def attend_kernel(
 
         for at0 in loop(begin, end, BN):
             s0 = at0
-            if INITIAL:
+            if initial is not None:
                 s0 = tl.where(at0 < ahead, at0, at0 + skipped)
             s = s0 + tl.arange(0, BN)
             inside = s < high
@@ -230,7 +229,7 @@ def attend_kernel(
                 if WINDOW:
                     reached = s[None, :] > position[:, None] - window
                     lately = s >= low
-                    if INITIAL:
+                    if initial is not None:
                         reached = reached | (s < initial)[None, :]
                         lately = lately | (s < initial)
                     visible = visible & reached
