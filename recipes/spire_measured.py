@@ -67,9 +67,7 @@ class Settings:
     plots: str | None = None
 
 
-SHORT = (
-    8.0  # seconds that a point's measurements take at least, if four times the repeats are enough for that
-)
+SHORT = 8.0  # seconds that a point's measurements take at least, if four times the repeats (where there are more than one) are enough for that
 LEAST_ROWS = 4  # smaller batches decode several groups of prompts, so that a point is not one prompt's luck
 BARE_REPEATS = 7
 
@@ -232,7 +230,7 @@ class Lab:
             chosen = {K, *promising(near, off, self.lengths)}
             cases += [Measured(method, k, []) for k in sorted(chosen)]
         began, turn = perf_counter(), 0
-        while turn < s.repeats or (turn < 4 * s.repeats and perf_counter() - began < SHORT):
+        while turn < s.repeats or (s.repeats > 1 and turn < 4 * s.repeats and perf_counter() - began < SHORT):
             turn += 1
             for case in cases:
                 tell(f"{case.method}, k = {case.k} ({turn})", over=True)
