@@ -2,7 +2,7 @@
 
    Sixteen outputs at a time against up to six rows, so that a weight is read from memory once, and sums run over the lanes of
    vectors in one order: a row's result does not depend, to the bit, on how many rows there are. bfloat16 weights of float32 rows are
-   widened on their way, once for each row (up to six), or all sixteen outputs' beforehand. */
+   widened on their way to up to six rows, and sixteen outputs' at a time beforehand for more. */
 
 #include <stdint.h>
 #include <stdlib.h>

@@ -107,20 +107,7 @@ int linear_tiles(const void *x, const void *weight, const void *bias, void *out,
 #ifdef _OPENMP
 #pragma omp for schedule(static)
 #endif
-        for (int64_t o = 0; o < O; o += 4 * W) {
-            const int64_t groups = O - o < 4 * W ? (O - o) / W : 4;
-            int64_t m = 0;
-            for (; m + W < M; m += 2 * W)
-                for (int64_t g = 0; g < groups; g += 2) {
-                    if (groups - g > 1) square(packed, weight, bias, out, M, O, E, o + g * W, m, 2, 2);
-                    else square(packed, weight, bias, out, M, O, E, o + g * W, m, 1, 2);
-                }
-            if (m < M) {
-                if (groups == 4) square(packed, weight, bias, out, M, O, E, o, m, 4, 1);
-                else
-                    for (int64_t g = 0; g < groups; g++) square(packed, weight, bias, out, M, O, E, o + g * W, m, 1, 1);
-            }
-        }
+        for (int64_t o = 0; o < O; o += 4 * W) BY_SQUARES(packed);
         end_tiles();
     }
     (void)threads;

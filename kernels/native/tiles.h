@@ -29,6 +29,21 @@ static inline void begin_tiles(void) {
 
 static inline void end_tiles(void) { _tile_release(); }
 
+/* Up to 64 outputs from o on for all M rows, by a file's own square: 32 x 32 numbers at a time, and 64 x 16 for the last rows. */
+#define BY_SQUARES(X)                                                                                                  \
+    do {                                                                                                               \
+        const int64_t groups = O - o < 4 * W ? (O - o) / W : 4;                                                        \
+        int64_t m = 0;                                                                                                 \
+        for (; m + W < M; m += 2 * W)                                                                                  \
+            for (int64_t g = 0; g < groups; g += 2) {                                                                  \
+                if (groups - g > 1) square(X, weight, bias, out, M, O, E, o + g * W, m, 2, 2);                         \
+                else square(X, weight, bias, out, M, O, E, o + g * W, m, 1, 2);                                        \
+            }                                                                                                          \
+        if (m < M && groups == 4) square(X, weight, bias, out, M, O, E, o, m, 4, 1);                                   \
+        else if (m < M)                                                                                                \
+            for (int64_t g = 0; g < groups; g++) square(X, weight, bias, out, M, O, E, o + g * W, m, 1, 1);            \
+    } while (0)
+
 #else
 #define TILES 0
 static inline int tiles(void) { return 0; }
