@@ -34,13 +34,12 @@ class Prefilled:
 
 
 class Kept:
-    """Mixed into a model: ``cache`` gives the one that holds the prompts at hand, and ``score`` what was said there before.
+    """Mixed into a model: ``cache`` gives the one that holds the prompts at hand.
 
     Everything after the prompt is taken back by the cache's own means, a change of lengths. Rings forget what they have overwritten,
     so of these a copy is given. Valid while no row leaves the batch.
     """
 
-    taps: tuple[int, ...] = ()
     at: Prefilled | None = None
 
     def open(self: Any, context: Context, capacity: int, scored: bool) -> Prefilled:
@@ -64,6 +63,12 @@ class Kept:
             setattr(new, name, copy.deepcopy(getattr(at.cache, name)))
         return new
 
+
+class KeptTarget(Kept):
+    """``score`` of the prompts gives what was said there before."""
+
+    taps: tuple[int, ...] = ()
+
     def score(
         self: Any,
         cache: Any,
@@ -84,11 +89,13 @@ class Kept:
         return Scores(at.scores.logits, Fed(layers, fed.row, fed.position, fed.node) if taps else None)
 
 
-def kept(model: Any, taps: Sequence[int] = ()) -> Any:
-    """``model`` with the behaviour of ``Kept``; the weights are shared. ``taps``: activations that drafts may ask for."""
-    made = object.__new__(type("Kept" + type(model).__name__, (Kept, type(model)), {}))
+def kept(model: Any, taps: Sequence[int] | None = None) -> Any:
+    """``model`` with the behaviour of ``Kept``; the weights are shared. ``taps``: of a target, activations that drafts may ask for."""
+    kind = Kept if taps is None else KeptTarget
+    made = object.__new__(type(kind.__name__ + type(model).__name__, (kind, type(model)), {}))
     vars(made).update(vars(model))
-    made.taps = tuple(taps)
+    if taps is not None:
+        made.taps = tuple(taps)
     return made
 
 

@@ -91,6 +91,16 @@ def test_only_where_it_can_be_done():
     assert following(sd.TableModel([0.5, 0.5]), None, length, budget) is None
     wide = sd.HFModel(tiny("llama"))  # float64
     assert following(wide, wide.cache(1, 8), length, budget) is None
+    assert following(with_more(model), cache, length, budget) is not None
+    own = with_more(model, score=lambda *_: None)
+    assert following(own, cache, length, budget) is None
     handle = model.clone.model.layers[0].register_forward_hook(lambda *_: None)
     assert following(model, cache, length, budget) is None  # somebody listens to the blocks
     handle.remove()
+
+
+def with_more(model, **more):
+    """``model`` as one of a class below its own."""
+    made = object.__new__(type("More", (type(model),), more))
+    vars(made).update(vars(model))
+    return made

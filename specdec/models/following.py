@@ -89,7 +89,9 @@ def following(model: Any, cache: Any, length: Tensor, budget: Tensor) -> Followi
     Args:
         cache: has just been fed all ``length [B]`` committed tokens of each row that has a budget.
     """
-    if type(model) not in (HFModel, StackedModel) or model.steps is not None or int(budget.max()) < 2:
+    if getattr(type(model), "score", None) is not HFModel.score:  # one with its own way is asked
+        return None
+    if model.steps is not None or int(budget.max()) < 2:
         return None
     path: Any = model._path
     leans: list[Any] = [getattr(path, "lean", None)]
