@@ -60,7 +60,7 @@ def test_every_plan(name, window, dtype, D):
 @needed
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("heads", [(4, 4), (8, 2), (8, 1)])
-@pytest.mark.parametrize("sizes", [(64, 64), (128, 128), (80, 48), (256, 256)])
+@pytest.mark.parametrize("sizes", [(32, 32), (64, 64), (128, 128), (80, 48), (256, 256)])
 def test_head_groups_and_sizes(sizes, heads, dtype):
     D, Dv = sizes
     plan = AttentionPlan([0, 2, 3], [150, 0, 61], [3, 1, 5], 200)  # borders of blocks and of vectors
@@ -200,6 +200,37 @@ def test_a_result_does_not_depend_on_company(dtype):
     try:
         torch.set_num_threads(2)
         assert torch.equal(run(AttentionPlan([0, 1], [40, first], [8, 8], 170), others), beside)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@needed
+@pytest.mark.parametrize("layout", ["slots", "heads first", "pages"])
+def test_heads_of_a_row_together_or_apart(layout):
+    """To the bit: many queries go head by head, few through all heads at once, on two threads through half of them."""
+    D, first, count = 64, 1190, 30
+    g = torch.Generator().manual_seed(0)
+    shapes = {"slots": (1, 1232, 3, D), "heads first": (1, 3, 1232, D), "pages": (77, 16, 3, D)}
+    keys, values = torch.randn(2, *shapes[layout], generator=g).unbind(0)
+    paged = {"table": [list(range(77))], "page": 16} if layout == "pages" else {}
+    if layout == "heads first":
+        keys, values = keys.transpose(1, 2), values.transpose(1, 2)
+    query = torch.randn(1, 6, count, D, generator=g)
+
+    def run(start, n):
+        plan = AttentionPlan([0], [first + start], [n], 1232, **paged)
+        return attention(query[:, :, start : start + n], keys, values, plan, backend="native")
+
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        many = run(0, count)
+        plain = doubles(query, keys.reshape(1, -1, 3, D), values.reshape(1, -1, 3, D))
+        close(many, naive(*plain, AttentionPlan([0], [first], [count], 1232)))
+        for n in (1, 2):
+            torch.set_num_threads(n)
+            assert torch.equal(run(0, count), many)
+            assert torch.equal(torch.cat([run(0, 1), run(1, 4), run(5, 25)], 1), many)
     finally:
         torch.set_num_threads(threads)
 
