@@ -17,6 +17,7 @@ from specdec.kernels import pointwise
 from specdec.kernels.pointwise import Place, reference
 from specdec.models import fused
 from specdec.models.fused import Fused
+from specdec.models.spire import SpireModel
 
 TRITON = importlib.util.find_spec("triton") is not None
 GPU = TRITON and torch.cuda.is_available()
@@ -213,6 +214,25 @@ def test_interpreted_blocks_are_four_launches_beside_products_and_attention(monk
     assert launched == 3 * layers * block + [
         "add_norm"
     ]  # a look at the cache's shapes, the prompt, and a step with logits
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_interpreted_blocks_of_a_spire_draft(family, monkeypatch):
+    model = SpireModel.from_target(tiny(family, 0, torch.float32), 1)
+    x = draws(5, model.body.config.hidden_size)
+    kept, rotary = x.clone(), model.rotary(torch.arange(5) * 3)
+
+    def attend(query, key, value):
+        return query * key.repeat_interleave(query.shape[1] // key.shape[1], 1) + value[:, :1]
+
+    with torch.no_grad():
+        expected = model.run(0, x, rotary, attend)
+        monkeypatch.setattr(model, "_launches", lambda x: True)
+        got = model.run(0, x, rotary, attend)
+    assert torch.equal(x, kept)  # the feedback memory reads it, too
+    for a, b in zip(got, expected):
+        torch.testing.assert_close(a, b, rtol=0, atol=3e-6 * float(b.abs().max()))
 
 
 def test_who_takes_it():
