@@ -123,6 +123,16 @@ def test_rows_that_are_no_neighbours_or_have_other_counts(fragment):
             torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("lse", [False, True])
+@pytest.mark.parametrize("queries", [2, 5, 16])
+def test_a_fragment_of_as_many_slots_as_queries_is_no_text_from_its_beginning(queries, lse):
+    for lengths in ([queries + 17], [2 * queries], [queries]):
+        args = make(lengths, queries, size=32, fragment=queries)
+        expected = naive(*args[:3], lengths, queries, None)
+        out = attention(*args, backend="decomposed", lse=lse)
+        torch.testing.assert_close(out[0] if lse else out, expected, rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("which", [0, 1])
 @pytest.mark.parametrize("fragment", [None, 8, 50])

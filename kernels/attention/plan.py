@@ -223,7 +223,7 @@ class AttentionPlan:
         """Whether a segment is a text from its beginning, so that a kernel's own causal mask serves it."""
         s = segment
         alone = s.r1 - s.r0 == 1 and self.ordered and self.tree is None and window is None
-        return alone and low == 0 and 1 < s.queries == s.keys
+        return alone and low == self.first[s.r0] == 0 and 1 < s.queries == s.keys
 
     def overhangs(self, segment: Segment) -> bool:
         """Whether a call for a segment reads slots beyond the end of one of its rows."""
