@@ -540,6 +540,48 @@ def test_a_choice_is_made_once_for_layers_of_one_kind(monkeypatch):
     assert len(asked) == 2
 
 
+def test_a_layer_with_other_strides_is_looked_at_anew(emulated):
+    backend, _ = emulated("torch 2.12")
+    plan, (query, keys, values) = fresh("verify"), inputs("verify")
+    attention(query, keys, values, plan, backend=backend)
+
+    def odd(t):  # rows that do not begin a number of slots apart
+        B, S, H, D = t.shape
+        row = S * H * D + 5
+        return t.new_zeros(B * row).as_strided(t.shape, (row, H * D, D, 1)).copy_(t)
+
+    with pytest.raises(ValueError, match="it starts rows at a number of slots below"):
+        attention(query, odd(keys), odd(values), plan, backend=backend)
+    with pytest.raises(ValueError, match="no backward pass"):
+        attention(query, keys, values.clone().requires_grad_(), plan, backend=backend)
+
+
+@pytest.mark.parametrize("rows", [slice(None), slice(1)])
+def test_slots_that_share_their_memory_are_refused(rows, emulated):
+    backend, _ = emulated("torch 2.12")
+    query, keys, values = inputs("verify")
+    same = [t[rows, :1].expand(t.shape) for t in (keys, values)]
+    expected = attention(query, *same, fresh("verify"), backend="reference")
+    torch.testing.assert_close(attention(query, *same, fresh("verify")), expected, rtol=0, atol=1e-13)
+    for pair in (same, (keys, same[1]), (same[0], values)):
+        with pytest.raises(ValueError, match="share their memory"):
+            attention(query, *pair, fresh("verify"), backend=backend)
+
+
+def test_sink_logits_that_need_a_gradient_have_one():
+    for options in ({}, {"backend": "reference"}):
+        sinks = SINKS.clone().requires_grad_()
+        args = inputs("verify", heads=4, shared=2, dtype=torch.float32)
+        plan = fresh("verify")
+        attention(*args, plan, sinks=SINKS, **options)  # what was chosen for this layer is not the next one's
+        out = attention(*args, plan, sinks=sinks, **options)
+        assert torch.autograd.grad(out.sum(), sinks)[0].abs().min() > 0
+    with pytest.raises(ValueError, match="no gradient of sink logits"):
+        attention(*args, plan, sinks=sinks, backend="cpu")
+    with torch.no_grad():
+        assert choose(*args, plan, sinks=sinks) == choose(*args, plan, sinks=SINKS)
+
+
 def test_no_queries_with_their_log_sum_exps():
     query, keys, values = inputs("one")
     out, lse = attention(query[:, :, :0], keys, values, fresh("one"), lse=True)
@@ -564,6 +606,9 @@ def test_no_queries_with_their_log_sum_exps():
         (lambda q, k, v: {"window": 0}, "window is 0"),
         (lambda q, k, v: {"softcap": 0.0}, "softcap is 0.0"),
         (lambda q, k, v: {"sinks": SINKS[:2]}, "a logit for each of the 4 heads"),
+        (lambda q, k, v: {"sinks": SINKS.tolist()}, "sinks is a list: give a tensor"),
+        (lambda q, k, v: {"sinks": SINKS.to("meta")}, "query is on cpu and sinks on meta: move them"),
+        (lambda q, k, v: {"sinks": SINKS.long()}, "sinks is torch.int64: give logits"),
     ],
 )
 def test_arguments_that_do_not_fit(changes, why):

@@ -90,7 +90,7 @@ def _chosen(
     query: Tensor, keys: Tensor, values: Tensor, plan: AttentionPlan, window: Reach
 ) -> list[tuple[Block, Segment]]:
     """The blocks at the bottom and what each covers; layers with the same heads share them."""
-    key = ("fragments", window, query.shape[1], keys.shape[2:], values.shape[-1], query.dtype)
+    key = ("fragments", window, query.shape[1], keys.shape[2:], values.shape[-1], query.dtype, query.is_cpu)
     if key not in plan.known:
         blocks = fragments(query, keys, values, plan, window).blocks
         each = _alone(plan)
