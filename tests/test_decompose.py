@@ -290,6 +290,24 @@ def test_the_model_is_monotone_and_fitted():
         CostModel(0, 0, -1, 0, 0, 0)
 
 
+def test_any_number_of_shapes_has_a_model():
+    for heads in range(1, 301):
+        assert cost_model(heads, 1, 64, torch.float32) == CostModel.of(heads, 1, 64, 4)
+
+
+def test_what_cannot_be_fitted_is_refused():
+    for args, why in (
+        ((0,), "heads is 0: give at least 1"),
+        ((4, 0), "kv_heads is 0"),
+        ((4, 3), "kv_heads is 3: give a divisor of the 4 heads"),
+        ((4, 2, -1), "size is -1"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            fit(*args)
+    with pytest.raises(ValueError, match="repeats is 0"):
+        fit(4, repeats=0)
+
+
 def test_errors_of_the_planner():
     with pytest.raises(ValueError, match="one for each row"):
         decompose([3, 4], [1], MODEL)
