@@ -440,6 +440,55 @@ def test_the_cpus_two_ways_do_not_lose_a_soft_cap():
         assert "cannot" in said
 
 
+def test_plans_that_cannot_be_are_refused():
+    def refused(match, **changes):
+        with pytest.raises(ValueError, match=match):
+            AttentionPlan(**{"rows": [0, 2], "first": [17, 5], "counts": [3, 2], "capacity": 20, **changes})
+
+    refused(r"first\[1\] is -1: give the slot", first=[17, -1])
+    refused("row 1 of the plan has queries up to slot 20 and capacity is 20", first=[17, 19])
+    refused(r"slots is \(4,\) and the plan has 5 queries", slots=torch.arange(4))
+    refused(r"slots is \(5, 1\) and", slots=torch.arange(5)[:, None])
+    refused("fragment is 0: give at least 1", fragment=0)
+    tall, mine = make_tree([0], [17]), make_tree([0, 2], [17, 5])
+    refused(r"tree has root \(1,\).* for the 2 rows of the plan", tree=tall)
+    refused(r"tree has root \(1,\)", tree=mine._replace(root=np.array([17])))
+    refused(r"ancestors \(2, 7, 6\)", tree=mine._replace(ancestors=mine.ancestors[:, :, :6]))
+    refused(r"tree.root is \[17, -2\]", tree=make_tree([0, 2], [17, -2]))
+    refused("tree has 7 nodes and a row of the plan 9 slots from its root on", tree=make_tree([0, 2], [11, 5]))
+    AttentionPlan([0, 2], [17, 5], [3, 2], 0, table=[[0, 1, 2], [3]], page=8)  # pages have no capacity
+
+
+@pytest.mark.parametrize("backend", [*CPU, "cpu", "auto"])
+@pytest.mark.parametrize("rows", [[3, 2, 1, 0], [1, 1, 1, 2], [2, 3, 0, 1]])
+def test_rows_in_any_order(rows, backend):
+    for first, counts in (([12, 3, 9, 0], [4, 4, 4, 4]), ([12, 3, 9, 0], [3, 1, 1, 8])):
+        plan = AttentionPlan(rows, first, counts, 24)
+        for window in (None, 3):
+            args = case(plan)
+            out = attention(*args, plan, window=window, backend=backend)
+            torch.testing.assert_close(out, naive(*args, plan, window=window), rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("backend", ["reference", "auto"])
+def test_numbers_that_cannot_be_are_refused(backend):
+    plan = PLANS["verify"]
+    args = case(plan)
+    for options, why in (
+        ({"window": 2.5}, "window is 2.5: give a whole number"),
+        ({"window": "4"}, "window is '4': give a whole number"),
+        ({"window": float("nan")}, "window is nan"),
+        ({"window": 4, "initial": 1.5}, "initial is 1.5: give a whole number"),
+        ({"softcap": float("inf")}, "softcap is inf: give a finite number above 0"),
+        ({"softcap": float("nan")}, "softcap is nan"),
+        ({"softcap": -1.0}, "softcap is -1.0"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            attention(*args, plan, backend=backend, **options)
+    out = attention(*args, plan, backend=backend, window=np.int64(4), initial=np.int32(1))
+    assert torch.equal(out, attention(*args, plan, backend=backend, window=4, initial=1))
+
+
 def test_rows_without_queries_are_refused():
     with pytest.raises(ValueError, match=r"counts\[1\] is 0: give rows at least 1 query, and leave rows"):
         AttentionPlan([0, 1, 2], [5, 3, 9], [1, 0, 2], 24)

@@ -622,3 +622,6 @@ def test_pages_that_do_not_fit():
     *args, plan = paged("decode")
     with pytest.raises(ValueError, match="the pool that the table speaks of"):
         attention(args[0], args[1][:1], args[2][:1], plan)
+    below = replace(plan, table=[[-1, *pages[1:]] for pages in plan.table])
+    with pytest.raises(ValueError, match="with numbers from -1 to "):
+        attention(*args, below)

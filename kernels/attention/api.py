@@ -192,8 +192,8 @@ def _check(
         raise ValueError(f"window is {split(window)[0]}: give at least 1, or None for no window")
     if isinstance(window, Streaming) and not plan.ordered:
         raise ValueError(f"initial is {window.initial}: {UNORDERED}")
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap is {softcap}: give a number above 0, or None for no cap")
+    if softcap is not None and not 0 < softcap < float("inf"):
+        raise ValueError(f"softcap is {softcap}: give a finite number above 0, or None for no cap")
     if sinks is not None:
         if sinks.shape != (heads,):
             raise ValueError(
@@ -214,8 +214,10 @@ def _check(
             raise ValueError(
                 f"the plan has a row of {max(plan.length)} slots and keys {slots}: allocate a larger capacity"
             )
-    elif slots != plan.page or any(p < 0 or p >= rows for row in plan.table for p in row):
-        raise ValueError(
-            f"the plan has pages of {plan.page} slots with numbers up to {max(max(row) for row in plan.table)}, and keys "
-            f"{rows} pages of {slots}: give the pool that the table speaks of"
-        )
+    else:
+        lowest, highest = min(map(min, plan.table)), max(map(max, plan.table))
+        if slots != plan.page or lowest < 0 or highest >= rows:
+            raise ValueError(
+                f"the plan has pages of {plan.page} slots with numbers from {lowest} to {highest}, and keys {rows} pages of "
+                f"{slots}: give the pool that the table speaks of"
+            )

@@ -19,7 +19,7 @@ class ExplicitPlan(AttentionPlan):
     """Packed queries over slots that hold arbitrary positions.
 
     Args:
-        rows: ``[R]`` buffer row of each row, ascending. counts: ``[R]`` its queries, at least 1.
+        rows: ``[R]`` buffer row of each row, in any order. counts: ``[R]`` its queries, at least 1.
         seen: ``[T, S]`` bool, which of its row's S slots each query sees.
         distance: ``[T, S]`` how far behind the query the position of a slot is, for layers with a window of their own; without it
             windows are refused.
