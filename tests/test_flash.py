@@ -21,6 +21,7 @@ import specdec as sd
 from specdec.kernels.attention import (
     BACKENDS,
     AttentionPlan,
+    ExplicitPlan,
     attention,
     available,
     choice,
@@ -414,8 +415,6 @@ def test_the_flat_view_is_the_buffer():
 
 
 def test_what_a_flash_backend_cannot_do(emulated):
-    from specdec.kernels.attention import ExplicitPlan
-
     for kind in ("torch 2.12", "package"):
         backend, _ = emulated(kind, HALVES)
         query, keys, values = inputs("one", dtype=torch.bfloat16)
@@ -554,6 +553,21 @@ def test_a_layer_with_other_strides_is_looked_at_anew(emulated):
         attention(query, odd(keys), odd(values), plan, backend=backend)
     with pytest.raises(ValueError, match="no backward pass"):
         attention(query, keys, values.clone().requires_grad_(), plan, backend=backend)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sink_logit_of_nothing_and_a_query_that_sees_nothing(kind, emulated):
+    backend, _ = emulated(kind)
+    plan = ExplicitPlan.of_intervals([0, 1], [2, 1], [[], [(3, 6)], []], 9)
+    g = torch.Generator().manual_seed(0)
+    query = torch.randn(1, 4, 3, 8, generator=g, dtype=torch.float64)
+    keys, values = torch.randn(2, 2, 9, 2, 8, generator=g, dtype=torch.float64)
+    sinks = torch.tensor([-float("inf"), 0.5, -float("inf"), -2.0], dtype=torch.float64)
+    made = [
+        attention(query, keys, values, plan, sinks=sinks, backend=b, lse=True) for b in (backend, "reference")
+    ]
+    for mine, exact in zip(*made):
+        torch.testing.assert_close(mine, exact, rtol=0, atol=1e-13)
 
 
 @pytest.mark.parametrize("rows", [slice(None), slice(1)])
