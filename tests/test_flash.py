@@ -6,6 +6,7 @@ import inspect
 import sys
 from dataclasses import replace
 from functools import lru_cache
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -29,6 +30,7 @@ from specdec.kernels.attention import (
     explain,
     reference,
     torch_flash,
+    triton_backend,
 )
 from specdec.kernels.attention import flash_attn as package
 from specdec.kernels.attention import flash_recipes as recipes
@@ -462,6 +464,19 @@ def test_an_old_package_is_refused(monkeypatch):
         ImportError, match=r"flash-attn 2\.2\.0 has no flash_attn_with_kvcache with .*softcap"
     ):
         choice.check("flash_attn")
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
+def test_triton_where_it_runs_nowhere():
+    args, plan = inputs("verify", dtype=torch.float32), fresh("verify")
+    match = "is on 'cpu' and Triton's kernels run on CUDA: move it there, or set TRITON_INTERPRET=1"
+    with pytest.raises(ValueError, match=match):
+        attention(*args, plan, backend="triton")
+    for attend in (triton_backend.attend, triton_backend.attend_with_lse):
+        with pytest.raises(ValueError, match=match):
+            attend(*args, plan, 0.25)
+    with pytest.raises(ValueError, match=match):
+        triton_backend.merge(torch.ones(2, 3, 4), torch.zeros(2, 3))
 
 
 def test_triton_that_is_not_installed(monkeypatch):

@@ -22,6 +22,7 @@ from torch import Tensor
 from specdec.kernels.attention.lowered import Lowered, lower, written_out
 from specdec.kernels.attention.plan import AttentionPlan
 from specdec.kernels.attention.reach import Reach, binding, split
+from specdec.kernels.interpreted import REMEDY
 
 LOG2E = 1.4426950408889634
 LARGEST = 256  # head size
@@ -97,10 +98,7 @@ def _cannot_run(query: Tensor, name: str = "query") -> str | None:
     """Why no kernel of Triton runs where a tensor is, or ``None``."""
     if query.is_cuda or _kernels().INTERPRET:
         return None
-    return (
-        f"{name} is on {query.device.type!r} and Triton's kernels run on CUDA: move it there, or set TRITON_INTERPRET=1 before "
-        "Triton is imported"
-    )
+    return f"{name} is on {query.device.type!r} and {REMEDY}"
 
 
 def fits(
