@@ -34,9 +34,9 @@ def check_shapes(
     for name, given in {"tokens": tokens, "size": size}.items():
         if given.dtype not in (torch.int64, torch.int32):
             raise ValueError(f"{name} is {given.dtype}: give whole numbers, torch.int64")
-    for name, given in {"logits": logits, "accept_u": accept_u, "bonus_u": bonus_u, "draft": draft}.items():
-        if given is not None and not given.is_floating_point():
-            raise ValueError(f"{name} is {given.dtype}: give floating-point numbers")
+    for name, real in {"logits": logits, "accept_u": accept_u, "bonus_u": bonus_u, "draft": draft}.items():
+        if real is not None and not real.is_floating_point():
+            raise ValueError(f"{name} is {real.dtype}: give floating-point numbers")
     if not 0 <= temperature < float("inf"):
         raise ValueError(f"temperature is {temperature}: it must be a finite number >= 0 (0 is greedy)")
 
@@ -46,6 +46,7 @@ def check_numbers(
     size: Tensor,
     accept_u: Tensor,
     bonus_u: Tensor,
+    *,
     draft: Tensor | None,
     draft_logits: bool,
     vocabulary: int,

@@ -56,8 +56,10 @@ def verify(
     """
     check_shapes(logits, tokens, size, accept_u, bonus_u, draft, temperature)
     if logits.is_cpu:
-        given = [t.cpu() for t in (tokens, size, accept_u, bonus_u)]
-        check_numbers(*given, draft, draft_logits, logits.shape[2], greedy=temperature == 0)
+        there = (t.cpu() for t in (tokens, size, accept_u, bonus_u))
+        check_numbers(
+            *there, draft=draft, draft_logits=draft_logits, vocabulary=logits.shape[2], greedy=not temperature
+        )
     if backend is None:
         fits = logits.is_cuda and supports(logits, draft) is None
         backend = "triton" if fits and importlib.util.find_spec("triton") else "reference"
