@@ -108,7 +108,9 @@ def attention(
 def _kind(sinks: Tensor) -> tuple[Any, ...]:
     """What a backend is chosen by."""
     if not isinstance(sinks, Tensor):
-        raise ValueError(f"sinks is a {type(sinks).__name__}: give a tensor, a logit for each head of the query")
+        raise ValueError(
+            f"sinks is a {type(sinks).__name__}: give a tensor, a logit for each head of the query"
+        )
     grad = torch.is_grad_enabled() and sinks.requires_grad
     return sinks.shape, sinks.stride(), sinks.dtype, sinks.device, grad
 

@@ -139,6 +139,4 @@ def _check(name: str, given: object, kinds: str, what: str) -> None:
             f"{name} is a {type(given).__name__}: give a NumPy array of {what}, [queries, slots]; a tensor's is .numpy()"
         )
     if given.dtype.kind not in kinds or given.ndim != 2:
-        raise ValueError(
-            f"{name} is {given.dtype} of {given.ndim} dimensions: give {what}, [queries, slots]"
-        )
+        raise ValueError(f"{name} is {given.dtype} of {given.ndim} dimensions: give {what}, [queries, slots]")

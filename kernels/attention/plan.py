@@ -263,12 +263,17 @@ class AttentionPlan:
         alone = s.r1 - s.r0 == 1 and self.ordered and self.tree is None and window is None
         return alone and low == self.first[s.r0] == 0 and 1 < s.queries == s.keys
 
-    def overhangs(self, segment: Segment) -> bool:
-        """Whether a call for a segment reads slots beyond the end of one of its rows."""
-        key = ("overhangs", segment)
-        if key not in self.known:
-            self.known[key] = min(self.length[segment.r0 : segment.r1]) < segment.keys
-        return self.known[key]
+    def hides(self, segment: Segment, window: Reach, low: int) -> bool:
+        """Whether a call for the slots ``low:segment.keys`` may read some that no query of their row sees."""
+        key = ("hides", segment, window, low)
+        made = self.known.get(key)
+        if made is None:
+            rows = slice(segment.r0, segment.r1)
+            made = not self.ordered or self.tree is not None or min(self.length[rows]) < segment.keys
+            if not made and window is not None:
+                made = isinstance(window, Streaming) or max(self.first[rows]) - window + 1 > low
+            self.known[key] = made
+        return made
 
     def _open(self, s: Segment, window: Reach, low: int) -> bool:
         """Whether every query of a segment sees all of ``low:s.keys``."""
