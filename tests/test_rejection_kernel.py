@@ -147,6 +147,8 @@ def test_bad_input_is_refused():
         verify(logits, tokens, size, u[:, :1], bonus)
     with pytest.raises(ValueError, match="draft has shape"):
         verify(logits, tokens, size, u, bonus, torch.zeros(2, 3, 5))
+    with pytest.raises(ValueError, match="logits is on cpu and draft on meta: move them"):
+        verify(logits, tokens, size, u, bonus, torch.zeros(2, 2, 5, device="meta"))
     with pytest.raises(ValueError, match="bonus_u has shape"):
         verify(logits, tokens, size, u, bonus[:1])
     with pytest.raises(ValueError, match="temperature is -1"):

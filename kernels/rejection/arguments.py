@@ -31,6 +31,8 @@ def check_shapes(
     for name, (given, shape) in expected.items():
         if list(given.shape) != shape:
             raise ValueError(f"{name} has shape {list(given.shape)}: logits {[B, R, V]} need {shape}")
+    if draft is not None and draft.device != logits.device:
+        raise ValueError(f"logits is on {logits.device} and draft on {draft.device}: move them to one device")
     for name, given in {"tokens": tokens, "size": size}.items():
         if given.dtype not in (torch.int64, torch.int32):
             raise ValueError(f"{name} is {given.dtype}: give whole numbers, torch.int64")
@@ -66,7 +68,7 @@ def check_numbers(
     if bool(wrong.any()):
         raise ValueError(
             f"tokens of row {_row(wrong)} hold {int(tokens[wrong][0])}: give ids below {vocabulary}, the vocabulary of logits; "
-            "any will do for nodes that do not exist"
+            "those of nodes that do not exist may be any id"
         )
     if greedy:
         return
