@@ -130,11 +130,11 @@ def test_the_reference_decides_as_rejection_does(dtype, temperature, kind):
 
 
 def test_a_draft_that_is_the_target_leaves_nothing_and_draws_from_the_target():
-    """p = q: the ratio is 1, and no number rejects; a number that does (declared as 1) falls back on p."""
+    """p = q to 0.01%: next to no number rejects, and one that does falls back on p."""
     logits = torch.randn(6, 3, 20, dtype=F64)
     q = logits[:, :2].softmax(-1)
     tokens, size = q.argmax(-1), torch.full((6,), 2)
-    u, bonus = torch.full((6, 2), 1.5, dtype=F64), torch.rand(6, dtype=F64)
+    u, bonus = torch.full((6, 2), 0.99995, dtype=F64), torch.rand(6, dtype=F64)
     got = verify(logits, tokens, size, u, bonus, q.clone() * 1.0001)
     assert got.accepted.tolist() == [0] * 6
     assert torch.equal(got.token, sd.rng.pick(logits[:, 0].softmax(-1), bonus))
