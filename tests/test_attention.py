@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -26,6 +27,7 @@ from specdec.kernels.native import library, reason
 
 PARENTS = [-1, 0, 0, 1, 1, 2, 5]
 CPU = ["packed", "padded", "decomposed", "reference"]  # backends that run everywhere, in any dtype
+C = pytest.mark.skipif(library() is None, reason=f"no C kernels: {reason()}")
 
 
 def naive(query, keys, values, plan, scale=None, window=None, softcap=None, sinks=None, initial=0, lse=False):
@@ -89,10 +91,10 @@ PLANS = {
 
 
 def case(plan, Hq=4, Hkv=2, D=6, Dv=None, dtype=torch.float64, seed=0):
-    g = torch.Generator().manual_seed(seed)
+    g, slots = torch.Generator().manual_seed(seed), plan.page or plan.capacity
     query = torch.randn(1, sum(plan.counts), Hq, D, generator=g, dtype=dtype).transpose(1, 2)
-    keys = torch.randn(4, plan.capacity, Hkv, D, generator=g, dtype=dtype)
-    return query, keys, torch.randn(4, plan.capacity, Hkv, Dv or D, generator=g, dtype=dtype)
+    keys = torch.randn(4, slots, Hkv, D, generator=g, dtype=dtype)
+    return query, keys, torch.randn(4, slots, Hkv, Dv or D, generator=g, dtype=dtype)
 
 
 @pytest.mark.parametrize("backend", CPU)
@@ -171,6 +173,62 @@ def test_what_is_not_finite_beyond_a_row_does_not_count(name, backend, dtype):
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-13 if dtype is torch.float64 else 1e-5)
 
 
+def hide(plan, keys, values, poison, window=None, initial=0):
+    """Make all that no query of its row sees ``poison``, in slots or in pages; returns how much that is inside of rows."""
+    unseen, inside = torch.ones(keys.shape[:2], dtype=torch.bool), 0
+    for s in plan.runs(alone=True):
+        seen = torch.as_tensor(plan.visible(s, reach(window, initial))).flatten(0, -2).any(0)
+        inside += int((~seen).sum())
+        at = seen.nonzero()[:, 0]
+        if plan.table is None:
+            unseen[s.b0, at] = False
+        else:
+            unseen[torch.tensor(plan.table[s.r0])[at // plan.page], at % plan.page] = False
+    keys[unseen], values[unseen] = poison, poison
+    return inside
+
+
+def hiding_plans():
+    """(name, plan, window, initial): windows, first positions beside them, branches of a tree that is not asked about, masks, pages."""
+    draw = np.random.default_rng(0)
+    seen = draw.random((10, 24)) < 0.3
+    seen[:, -1] = seen[4] = False  # a slot that nobody sees, and a query that sees nothing
+    distance, same = draw.integers(0, 9, (10, 24)), np.tile(draw.random(24) < 0.5, (20, 1))
+    for window, initial in ((None, 0), (3, 0), (3, 2)):
+        for name, plan in PLANS.items():
+            yield name, replace(plan), window, initial
+        pages = AttentionPlan([0, 1], [17, 21], [3, 3], 0, table=[[2, 0], [3, 1]], page=16)
+        yield "pages", pages, window, initial
+    yield "mask", ExplicitPlan([0, 1, 3], [4, 4, 2], seen), None, 0
+    yield "mask and window", ExplicitPlan([0, 1, 3], [4, 4, 2], seen, distance), 4, 0
+    yield "prompt over a mask", ExplicitPlan([2], [20], same), None, 0
+    yield "heads", ByHead([0, 1], [5, 5], seen), None, 0
+
+
+@pytest.mark.parametrize("lse", [False, True])
+@pytest.mark.parametrize("backend", [*CPU, "cpu", "auto", pytest.param("native", marks=C)])
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize(
+    ("dtype", "D"), [(torch.float32, 8), (torch.float32, 16), (torch.float16, 16), (torch.bfloat16, 16)]
+)
+def test_what_is_not_finite_inside_a_row_does_not_count(dtype, D, poison, backend, lse):
+    if backend == "native" and (D == 8 or dtype is torch.float16):
+        pytest.skip("not served by C kernels")
+    atol, hidden = 2e-6 if dtype is torch.float32 else 4 * torch.finfo(dtype).eps, 0
+    for name, plan, window, initial in hiding_plans():
+        if backend in ("padded", "decomposed") and plan.table is not None:
+            continue
+        given = [t.to(dtype) for t in case(plan, D=D)]
+        settings = {"window": window, "initial": initial, "lse": True}
+        exact = attention(*(t.double() for t in given), plan, backend="reference", **settings)
+        hidden += hide(plan, *given[1:], poison, window, initial)
+        made = attention(*given, plan, backend=backend, **{**settings, "lse": lse})
+        for mine, expected in zip(made if lse else [made], exact):
+            close = torch.allclose(mine.double(), expected, rtol=0, atol=atol)
+            assert close, f"{name}, window {window}, initial {initial}"
+    assert hidden > 100
+
+
 def test_rows_of_a_batch_alone_do_not_read_each_other():
     plan = PLANS["ragged"]  # no two neighbours with as many queries: each row is a call of its own
     query, keys, values = case(plan)
@@ -206,9 +264,6 @@ def test_first_positions_beside_a_window(name, window, initial, backend):
     torch.testing.assert_close(lse, logs, rtol=0, atol=1e-13)
     alone = attention(*args, plan, window=window, initial=initial, backend=backend)
     torch.testing.assert_close(alone, expected, rtol=0, atol=1e-13)
-
-
-C = pytest.mark.skipif(library() is None, reason=f"no C kernels: {reason()}")
 
 
 @pytest.mark.parametrize("backend", ["reference", "packed", "cpu", pytest.param("native", marks=C)])
@@ -438,6 +493,57 @@ def test_the_cpus_two_ways_do_not_lose_a_soft_cap():
             if line.startswith("cpu ")
         )
         assert "cannot" in said
+
+
+def test_plans_that_cannot_be_are_refused():
+    def refused(match, **changes):
+        with pytest.raises(ValueError, match=match):
+            AttentionPlan(**{"rows": [0, 2], "first": [17, 5], "counts": [3, 2], "capacity": 20, **changes})
+
+    refused(r"first\[1\] is -1: give the slot", first=[17, -1])
+    refused("row 1 of the plan has queries up to slot 20 and capacity is 20", first=[17, 19])
+    refused(r"slots is \(4,\) and the plan has 5 queries", slots=torch.arange(4))
+    refused(r"slots is \(5, 1\) and", slots=torch.arange(5)[:, None])
+    refused("fragment is 0: give at least 1", fragment=0)
+    tall, mine = make_tree([0], [17]), make_tree([0, 2], [17, 5])
+    refused(r"tree has root \(1,\).* for the 2 rows of the plan", tree=tall)
+    refused(r"tree has root \(1,\)", tree=mine._replace(root=np.array([17])))
+    refused(r"ancestors \(2, 7, 6\)", tree=mine._replace(ancestors=mine.ancestors[:, :, :6]))
+    refused(r"tree.root is \[17, -2\]", tree=make_tree([0, 2], [17, -2]))
+    refused(
+        "tree has 7 nodes and a row of the plan 9 slots from its root on", tree=make_tree([0, 2], [11, 5])
+    )
+    AttentionPlan([0, 2], [17, 5], [3, 2], 0, table=[[0, 1, 2], [3]], page=8)  # pages have no capacity
+
+
+@pytest.mark.parametrize("backend", [*CPU, "cpu", "auto"])
+@pytest.mark.parametrize("rows", [[3, 2, 1, 0], [1, 1, 1, 2], [2, 3, 0, 1]])
+def test_rows_in_any_order(rows, backend):
+    for first, counts in (([12, 3, 9, 0], [4, 4, 4, 4]), ([12, 3, 9, 0], [3, 1, 1, 8])):
+        plan = AttentionPlan(rows, first, counts, 24)
+        for window in (None, 3):
+            args = case(plan)
+            out = attention(*args, plan, window=window, backend=backend)
+            torch.testing.assert_close(out, naive(*args, plan, window=window), rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("backend", ["reference", "auto"])
+def test_numbers_that_cannot_be_are_refused(backend):
+    plan = PLANS["verify"]
+    args = case(plan)
+    for options, why in (
+        ({"window": 2.5}, "window is 2.5: give a whole number"),
+        ({"window": "4"}, "window is '4': give a whole number"),
+        ({"window": float("nan")}, "window is nan"),
+        ({"window": 4, "initial": 1.5}, "initial is 1.5: give a whole number"),
+        ({"softcap": float("inf")}, "softcap is inf: give a finite number above 0"),
+        ({"softcap": float("nan")}, "softcap is nan"),
+        ({"softcap": -1.0}, "softcap is -1.0"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            attention(*args, plan, backend=backend, **options)
+    out = attention(*args, plan, backend=backend, window=np.int64(4), initial=np.int32(1))
+    assert torch.equal(out, attention(*args, plan, backend=backend, window=4, initial=1))
 
 
 def test_rows_without_queries_are_refused():

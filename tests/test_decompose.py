@@ -123,6 +123,16 @@ def test_rows_that_are_no_neighbours_or_have_other_counts(fragment):
             torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("lse", [False, True])
+@pytest.mark.parametrize("queries", [2, 5, 16])
+def test_a_fragment_of_as_many_slots_as_queries_is_no_text_from_its_beginning(queries, lse):
+    for lengths in ([queries + 17], [2 * queries], [queries]):
+        args = make(lengths, queries, size=32, fragment=queries)
+        expected = naive(*args[:3], lengths, queries, None)
+        out = attention(*args, backend="decomposed", lse=lse)
+        torch.testing.assert_close(out[0] if lse else out, expected, rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("which", [0, 1])
 @pytest.mark.parametrize("fragment", [None, 8, 50])
@@ -278,6 +288,24 @@ def test_the_model_is_monotone_and_fitted():
     assert cost_model(3, 1, 32, torch.float32) == CostModel.of(3, 1, 32)
     with pytest.raises(ValueError, match="slot is -1"):
         CostModel(0, 0, -1, 0, 0, 0)
+
+
+def test_any_number_of_shapes_has_a_model():
+    for heads in range(1, 301):
+        assert cost_model(heads, 1, 64, torch.float32) == CostModel.of(heads, 1, 64, 4)
+
+
+def test_what_cannot_be_fitted_is_refused():
+    for args, why in (
+        ((0,), "heads is 0: give at least 1"),
+        ((4, 0), "kv_heads is 0"),
+        ((4, 3), "kv_heads is 3: give a divisor of the 4 heads"),
+        ((4, 2, -1), "size is -1"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            fit(*args)
+    with pytest.raises(ValueError, match="repeats is 0"):
+        fit(4, repeats=0)
 
 
 def test_errors_of_the_planner():

@@ -6,6 +6,7 @@ import inspect
 import sys
 from dataclasses import replace
 from functools import lru_cache
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ import specdec as sd
 from specdec.kernels.attention import (
     BACKENDS,
     AttentionPlan,
+    ExplicitPlan,
     attention,
     available,
     choice,
@@ -28,6 +30,7 @@ from specdec.kernels.attention import (
     explain,
     reference,
     torch_flash,
+    triton_backend,
 )
 from specdec.kernels.attention import flash_attn as package
 from specdec.kernels.attention import flash_recipes as recipes
@@ -414,8 +417,6 @@ def test_the_flat_view_is_the_buffer():
 
 
 def test_what_a_flash_backend_cannot_do(emulated):
-    from specdec.kernels.attention import ExplicitPlan
-
     for kind in ("torch 2.12", "package"):
         backend, _ = emulated(kind, HALVES)
         query, keys, values = inputs("one", dtype=torch.bfloat16)
@@ -463,6 +464,19 @@ def test_an_old_package_is_refused(monkeypatch):
         ImportError, match=r"flash-attn 2\.2\.0 has no flash_attn_with_kvcache with .*softcap"
     ):
         choice.check("flash_attn")
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
+def test_triton_where_it_runs_nowhere():
+    args, plan = inputs("verify", dtype=torch.float32), fresh("verify")
+    match = "is on 'cpu' and Triton's kernels run on CUDA: move it there, or set TRITON_INTERPRET=1"
+    with pytest.raises(ValueError, match=match):
+        attention(*args, plan, backend="triton")
+    for attend in (triton_backend.attend, triton_backend.attend_with_lse):
+        with pytest.raises(ValueError, match=match):
+            attend(*args, plan, 0.25)
+    with pytest.raises(ValueError, match=match):
+        triton_backend.merge(torch.ones(2, 3, 4), torch.zeros(2, 3))
 
 
 def test_triton_that_is_not_installed(monkeypatch):
@@ -540,6 +554,63 @@ def test_a_choice_is_made_once_for_layers_of_one_kind(monkeypatch):
     assert len(asked) == 2
 
 
+def test_a_layer_with_other_strides_is_looked_at_anew(emulated):
+    backend, _ = emulated("torch 2.12")
+    plan, (query, keys, values) = fresh("verify"), inputs("verify")
+    attention(query, keys, values, plan, backend=backend)
+
+    def odd(t):  # rows that do not begin a number of slots apart
+        B, S, H, D = t.shape
+        row = S * H * D + 5
+        return t.new_zeros(B * row).as_strided(t.shape, (row, H * D, D, 1)).copy_(t)
+
+    with pytest.raises(ValueError, match="it starts rows at a number of slots below"):
+        attention(query, odd(keys), odd(values), plan, backend=backend)
+    with pytest.raises(ValueError, match="no backward pass"):
+        attention(query, keys, values.clone().requires_grad_(), plan, backend=backend)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sink_logit_of_nothing_and_a_query_that_sees_nothing(kind, emulated):
+    backend, _ = emulated(kind)
+    plan = ExplicitPlan.of_intervals([0, 1], [2, 1], [[], [(3, 6)], []], 9)
+    g = torch.Generator().manual_seed(0)
+    query = torch.randn(1, 4, 3, 8, generator=g, dtype=torch.float64)
+    keys, values = torch.randn(2, 2, 9, 2, 8, generator=g, dtype=torch.float64)
+    sinks = torch.tensor([-float("inf"), 0.5, -float("inf"), -2.0], dtype=torch.float64)
+    made = [
+        attention(query, keys, values, plan, sinks=sinks, backend=b, lse=True) for b in (backend, "reference")
+    ]
+    for mine, exact in zip(*made):
+        torch.testing.assert_close(mine, exact, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("rows", [slice(None), slice(1)])
+def test_slots_that_share_their_memory_are_refused(rows, emulated):
+    backend, _ = emulated("torch 2.12")
+    query, keys, values = inputs("verify")
+    same = [t[rows, :1].expand(t.shape) for t in (keys, values)]
+    expected = attention(query, *same, fresh("verify"), backend="reference")
+    torch.testing.assert_close(attention(query, *same, fresh("verify")), expected, rtol=0, atol=1e-13)
+    for pair in (same, (keys, same[1]), (same[0], values)):
+        with pytest.raises(ValueError, match="share their memory"):
+            attention(query, *pair, fresh("verify"), backend=backend)
+
+
+def test_sink_logits_that_need_a_gradient_have_one():
+    for options in ({}, {"backend": "reference"}):
+        sinks = SINKS.clone().requires_grad_()
+        args = inputs("verify", heads=4, shared=2, dtype=torch.float32)
+        plan = fresh("verify")
+        attention(*args, plan, sinks=SINKS, **options)  # what was chosen for this layer is not the next one's
+        out = attention(*args, plan, sinks=sinks, **options)
+        assert torch.autograd.grad(out.sum(), sinks)[0].abs().min() > 0
+    with pytest.raises(ValueError, match="no gradient of sink logits"):
+        attention(*args, plan, sinks=sinks, backend="cpu")
+    with torch.no_grad():
+        assert choose(*args, plan, sinks=sinks) == choose(*args, plan, sinks=SINKS)
+
+
 def test_no_queries_with_their_log_sum_exps():
     query, keys, values = inputs("one")
     out, lse = attention(query[:, :, :0], keys, values, fresh("one"), lse=True)
@@ -564,6 +635,9 @@ def test_no_queries_with_their_log_sum_exps():
         (lambda q, k, v: {"window": 0}, "window is 0"),
         (lambda q, k, v: {"softcap": 0.0}, "softcap is 0.0"),
         (lambda q, k, v: {"sinks": SINKS[:2]}, "a logit for each of the 4 heads"),
+        (lambda q, k, v: {"sinks": SINKS.tolist()}, "sinks is a list: give a tensor"),
+        (lambda q, k, v: {"sinks": SINKS.to("meta")}, "query is on cpu and sinks on meta: move them"),
+        (lambda q, k, v: {"sinks": SINKS.long()}, "sinks is torch.int64: give logits"),
     ],
 )
 def test_arguments_that_do_not_fit(changes, why):
@@ -577,3 +651,6 @@ def test_pages_that_do_not_fit():
     *args, plan = paged("decode")
     with pytest.raises(ValueError, match="the pool that the table speaks of"):
         attention(args[0], args[1][:1], args[2][:1], plan)
+    below = replace(plan, table=[[-1, *pages[1:]] for pages in plan.table])
+    with pytest.raises(ValueError, match="with numbers from -1 to "):
+        attention(*args, below)

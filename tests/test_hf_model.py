@@ -569,6 +569,14 @@ def test_layers_of_different_shapes_share_no_buffer():
 # -- bad input -------------------------------------------------------------------------------------------------------------
 
 
+def test_a_cache_of_less_than_nothing_is_refused():
+    model = HFModel(tiny("llama"))
+    for batch, capacity, why in ((2, -4, "capacity is -4: give"), (-1, 4, "batch is -1: give")):
+        for made in (model, HFModel(tiny("llama"), page=16)):
+            with pytest.raises(ValueError, match=why):
+                made.cache(batch, capacity)
+
+
 def test_a_cache_that_would_not_fit_is_refused_before_it_is_made(llama):
     free = free_bytes(torch.device("cpu"))
     per_token = llama.bytes_per_token()

@@ -274,6 +274,26 @@ def test_intervals_that_make_no_plan():
         attention(q, torch.zeros(3, 10, 1, 4), torch.zeros(3, 10, 1, 4), plan, window=3)
 
 
+@pytest.mark.parametrize("other", [np.int64, np.uint8, np.float32])
+def test_a_mask_that_is_not_boolean_is_refused(other):
+    seen = np.ones((3, 8), dtype=bool)
+    for wrong, why in (
+        (seen.astype(other), f"seen is {np.dtype(other)} of 2 dimensions: give bool"),
+        (seen[0], "seen is bool of 1 dimensions"),
+        (torch.from_numpy(seen), r"seen is a Tensor: give a NumPy array of bool.*\.numpy\(\)"),
+        (seen.tolist(), "seen is a list: give a NumPy array of bool"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            ExplicitPlan([0], [3], wrong)
+    for wrong, why in (
+        (seen, "distance is bool of 2 dimensions: give numbers"),
+        (seen[0].astype(int), "distance is int64 of 1 dimensions"),
+        (torch.ones(3, 8), "distance is a Tensor: give a NumPy array of numbers"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            ExplicitPlan([0], [3], seen, wrong)
+
+
 def test_intervals_and_a_layers_own_window():
     """Ascending positions with a gap: the slots of a row that a cache kept."""
     kept = np.array([0, 1, 2, 9, 10, 11, 12, 13])

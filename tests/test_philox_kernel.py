@@ -70,6 +70,16 @@ def test_interpreted_races_read_strided_laws_and_refuse_shapes_that_do_not_fit()
         assert torch.equal(philox.race(view, seed, at), Philox(seed).race(view, at))
     with pytest.raises(ValueError, match=r"needs \[4\] of each"):
         philox.race(law[:, 0], seed[:3], at)
+    with pytest.raises(ValueError, match=r"probs is \[4, 6, 50\]: give \[R, V\]"):
+        philox.race(law, seed, at)
+
+
+@needs_triton
+def test_kernels_that_run_nowhere_here_say_so():
+    with pytest.raises(ValueError, match=r"device is on 'cpu' .*TRITON_INTERPRET=1.*rng\.Philox"):
+        philox.uniforms(SEEDS, KEYS["chain"], "cpu")
+    with pytest.raises(ValueError, match=r"probs is on 'cpu' .*TRITON_INTERPRET=1.*rng\.Philox"):
+        philox.race(torch.rand(5, 8), SEEDS, AT)
 
 
 @pytest.mark.skipif(not GPU, reason="needs triton and a GPU")

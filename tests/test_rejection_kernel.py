@@ -130,11 +130,11 @@ def test_the_reference_decides_as_rejection_does(dtype, temperature, kind):
 
 
 def test_a_draft_that_is_the_target_leaves_nothing_and_draws_from_the_target():
-    """p = q: the ratio is 1, and no number rejects; a number that does (declared as 1) falls back on p."""
+    """p = q to 0.01%: next to no number rejects, and one that does falls back on p."""
     logits = torch.randn(6, 3, 20, dtype=F64)
     q = logits[:, :2].softmax(-1)
     tokens, size = q.argmax(-1), torch.full((6,), 2)
-    u, bonus = torch.full((6, 2), 1.5, dtype=F64), torch.rand(6, dtype=F64)
+    u, bonus = torch.full((6, 2), 0.99995, dtype=F64), torch.rand(6, dtype=F64)
     got = verify(logits, tokens, size, u, bonus, q.clone() * 1.0001)
     assert got.accepted.tolist() == [0] * 6
     assert torch.equal(got.token, sd.rng.pick(logits[:, 0].softmax(-1), bonus))
@@ -147,6 +147,8 @@ def test_bad_input_is_refused():
         verify(logits, tokens, size, u[:, :1], bonus)
     with pytest.raises(ValueError, match="draft has shape"):
         verify(logits, tokens, size, u, bonus, torch.zeros(2, 3, 5))
+    with pytest.raises(ValueError, match="logits is on cpu and draft on meta: move them"):
+        verify(logits, tokens, size, u, bonus, torch.zeros(2, 2, 5, device="meta"))
     with pytest.raises(ValueError, match="bonus_u has shape"):
         verify(logits, tokens, size, u, bonus[:1])
     with pytest.raises(ValueError, match="temperature is -1"):
@@ -155,6 +157,74 @@ def test_bad_input_is_refused():
         verify(logits, tokens, size, u, bonus, backend="cuda")
     with pytest.raises(ValueError, match="logits are float64: use backend='reference'"):
         verify(logits.double(), tokens, size, u, bonus, backend="triton")
+    for shape in ((3, 5), (2, 0, 5), (2, 3, 0)):
+        with pytest.raises(ValueError, match=r"logits has shape .*: give \[B, N \+ 1, V\]"):
+            verify(torch.zeros(shape), tokens, size, u, bonus)
+    with pytest.raises(ValueError, match=r"tokens is torch\.float32: give whole numbers"):
+        verify(logits, tokens.float(), size, u, bonus)
+    with pytest.raises(ValueError, match=r"size is torch\.float64: give whole numbers"):
+        verify(logits, tokens, size.double(), u, bonus)
+    with pytest.raises(ValueError, match=r"accept_u is torch\.int64: give floating-point"):
+        verify(logits, tokens, size, u.long(), bonus)
+    with pytest.raises(ValueError, match=r"logits is torch\.int64: give floating-point"):
+        verify(logits.long(), tokens, size, u, bonus)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_numbers_that_cannot_be_are_refused_where_they_count(temperature):
+    """Row 1 has one node of two: what its other node has is not looked at, and greedily neither numbers nor drafts."""
+    nan = float("nan")
+    good = {
+        "tokens": torch.zeros(2, 2).long(),
+        "size": torch.tensor([2, 1]),
+        "accept_u": torch.zeros(2, 2).double(),
+        "bonus_u": torch.zeros(2, 3).double(),
+        "draft": torch.full((2, 2, 5), 0.2),
+    }
+    logits = torch.zeros(2, 3, 5)
+
+    def tried(name, at, value, **options):
+        wrong = {**good, name: good[name].clone()}
+        wrong[name][at] = value
+        return verify(logits, **wrong, temperature=temperature, **options)
+
+    plain = verify(logits, **good, temperature=temperature)
+    for value in (3, -1):
+        with pytest.raises(ValueError, match=f"size of row 1 is {value}: give 0 to 2"):
+            tried("size", 1, value)
+    for value in (5, -1):
+        with pytest.raises(ValueError, match=f"tokens of row 1 hold {value}: give ids below 5"):
+            tried("tokens", (1, 0), value)
+    bad = [
+        *(("accept_u", (1, 0), x, "accept_u of row 1 holds .*numbers in") for x in (1.0, -0.1, nan)),
+        *(("bonus_u", (1, 1), x, "bonus_u of row 1 holds .*numbers in") for x in (1.0, -0.1, nan)),
+        *(("draft", (1, 0), x, "draft of row 1 is negative, NaN, or") for x in (0.6, nan, -0.2)),
+        ("draft", (1, 0), torch.tensor([-0.2, 0.6, 0.2, 0.2, 0.2]), "draft of row 1 is negative"),
+    ]
+    for name, at, value, why in bad:
+        if temperature == 0:
+            made = tried(name, at, value)
+        else:
+            with pytest.raises(ValueError, match=why):
+                tried(name, at, value)
+        beyond = (1, at[1] + 1)
+        made = tried(name, beyond, value)
+        assert torch.equal(made.accepted, plain.accepted)
+        assert torch.equal(made.token, plain.token)
+    if temperature:
+        for value in (nan, float("inf"), -float("inf")):
+            with pytest.raises(ValueError, match="draft of row 1 holds NaN"):
+                tried("draft", (1, 0), value, draft_logits=True)
+            tried("draft", (1, 1), value, draft_logits=True)
+
+
+@needs_triton
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_kernels_that_run_nowhere_here_say_so():
+    logits, tokens, size = torch.zeros(2, 3, 5), torch.zeros(2, 2).long(), torch.tensor([2, 1])
+    u, bonus = torch.zeros(2, 2).double(), torch.zeros(2).double()
+    with pytest.raises(ValueError, match=r"logits is on 'cpu' .*TRITON_INTERPRET=1.*backend='reference'"):
+        verify(logits, tokens, size, u, bonus, backend="triton")
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -278,7 +348,7 @@ def test_interpreted_kernels_draw_from_the_target_where_nothing_is_left(monkeypa
     args = (
         q.argmax(-1),
         torch.ones(2).long(),
-        torch.full((2, 1), 1.5).double(),
+        torch.full((2, 1), 0.995).double(),  # above 1 / 1.01
         torch.tensor([0.3, 0.9]).double(),
     )
     got, plain = (verify(logits, *args, q * 1.01, backend=name) for name in ("triton", "reference"))

@@ -10,7 +10,7 @@ import torch
 from interpreted import interpreter
 
 from specdec import tree
-from specdec.kernels.attention import AttentionPlan, ExplicitPlan, Tree, reference, triton_backend
+from specdec.kernels.attention import AttentionPlan, ExplicitPlan, Tree, attention, reference, triton_backend
 from specdec.kernels.attention import merge as merge_reference
 from specdec.kernels.attention.lowered import lower
 from specdec.kernels.attention.reach import reach
@@ -338,6 +338,23 @@ def test_nothing_leaks_from_slots_that_are_not_seen(name, initial, window, poiso
     if window is None:
         cut = triton_backend.attend(*args, plan, 0.1, window, chunk=64)
         torch.testing.assert_close(cut, expected, rtol=0, atol=2e-6)
+
+
+def test_a_layer_with_other_strides_is_looked_at_anew():
+    plan = AttentionPlan([0], [17], [3], 32)
+    args, sinks = case(plan, D=16, B=1), torch.tensor([0.5, -1.0, 3.0, 0.0], device=DEVICE)
+    attention(*args, plan, sinks=sinks, backend="triton")
+    apart = torch.full((8,), 9.0, device=DEVICE)
+    apart[::2] = sinks
+    wide = args[0].repeat_interleave(2, -1)[..., ::2]
+    for query, logits, why in (
+        (args[0], apart[::2], "sinks are .* not contiguous"),
+        (wide, sinks, "query's last dimension is not contiguous"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            attention(query, *args[1:], plan, sinks=logits, backend="triton")
+        with pytest.raises(ValueError, match="contiguous"):
+            triton_backend.attend(query, *args[1:], plan, 0.25, None, None, logits)
 
 
 def test_what_is_seen_and_not_finite_is_not_hidden():

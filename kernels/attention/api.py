@@ -93,14 +93,26 @@ def attention(
         plan.watch(query)
     grad = torch.is_grad_enabled() and (query.requires_grad or keys.requires_grad or values.requires_grad)
     key = (
-        *(backend, query.shape, query.dtype, keys.shape, keys.dtype, keys.stride(-1)),
-        *(values.shape, values.dtype, values.stride(-1), sliding, softcap, lse, grad),
-        None if sinks is None else sinks.shape,
+        *(backend, query.shape, query.stride(), query.dtype, query.device),
+        *(keys.shape, keys.stride(), keys.dtype, keys.device),
+        *(values.shape, values.stride(), values.dtype, values.device),
+        *(sliding, softcap, lse, grad),
+        None if sinks is None else _kind(sinks),
     )
     serve = plan.known.get(key)  # layers of one kind are looked at once
     if serve is None:
         serve = plan.known[key] = _serve(query, keys, values, plan, sliding, softcap, sinks, backend, lse)
     return serve(query, keys, values, plan, scale, sliding, softcap, sinks)
+
+
+def _kind(sinks: Tensor) -> tuple[Any, ...]:
+    """What a backend is chosen by."""
+    if not isinstance(sinks, Tensor):
+        raise ValueError(
+            f"sinks is a {type(sinks).__name__}: give a tensor, a logit for each head of the query"
+        )
+    grad = torch.is_grad_enabled() and sinks.requires_grad
+    return sinks.shape, sinks.stride(), sinks.dtype, sinks.device, grad
 
 
 def _serve(
@@ -182,12 +194,19 @@ def _check(
         raise ValueError(f"window is {split(window)[0]}: give at least 1, or None for no window")
     if isinstance(window, Streaming) and not plan.ordered:
         raise ValueError(f"initial is {window.initial}: {UNORDERED}")
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap is {softcap}: give a number above 0, or None for no cap")
-    if sinks is not None and sinks.shape != (heads,):
-        raise ValueError(
-            f"sinks is {tuple(sinks.shape)}: give a logit for each of the {heads} heads of the query"
-        )
+    if softcap is not None and not 0 < softcap < float("inf"):
+        raise ValueError(f"softcap is {softcap}: give a finite number above 0, or None for no cap")
+    if sinks is not None:
+        if sinks.shape != (heads,):
+            raise ValueError(
+                f"sinks is {tuple(sinks.shape)}: give a logit for each of the {heads} heads of the query"
+            )
+        if not sinks.is_floating_point():
+            raise ValueError(f"sinks is {sinks.dtype}: give logits, floating-point numbers")
+        if sinks.device != query.device:
+            raise ValueError(
+                f"query is on {query.device} and sinks on {sinks.device}: move them to one device"
+            )
     if plan.table is None:
         if max(plan.rows) >= rows or min(plan.rows) < 0:
             raise ValueError(
@@ -197,8 +216,10 @@ def _check(
             raise ValueError(
                 f"the plan has a row of {max(plan.length)} slots and keys {slots}: allocate a larger capacity"
             )
-    elif slots != plan.page or any(p < 0 or p >= rows for row in plan.table for p in row):
-        raise ValueError(
-            f"the plan has pages of {plan.page} slots with numbers up to {max(max(row) for row in plan.table)}, and keys "
-            f"{rows} pages of {slots}: give the pool that the table speaks of"
-        )
+    else:
+        lowest, highest = min(map(min, plan.table)), max(map(max, plan.table))
+        if slots != plan.page or lowest < 0 or highest >= rows:
+            raise ValueError(
+                f"the plan has pages of {plan.page} slots with numbers from {lowest} to {highest}, and keys {rows} pages of "
+                f"{slots}: give the pool that the table speaks of"
+            )

@@ -120,6 +120,8 @@ def why_not(
     """Why a backend cannot serve a call, or ``None``. Arguments as for ``api.attention``, ``initial`` within ``window``."""
     if isinstance(window, Streaming) and not plan.ordered:
         return UNORDERED
+    if sinks is not None and sinks.requires_grad and torch.is_grad_enabled() and backend != "reference":
+        return "it has no gradient of sink logits: call it under torch.no_grad(), or take 'reference'"
     try:
         module = _load(backend)
     except ImportError as error:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from time import perf_counter
 from typing import Any
 
@@ -74,10 +75,11 @@ _FITTED: dict[tuple[Any, ...], CostModel] = {}
 
 def cost_model(heads: int, kv_heads: int, size: int, dtype: torch.dtype) -> CostModel:
     """What ``fit`` found in this process for this shape and as many threads; the defaults where it was not called."""
-    key = (heads, kv_heads, size, dtype, torch.get_num_threads())
-    if key not in _FITTED and len(_FITTED) < 256:
-        _FITTED[key] = CostModel.of(heads, kv_heads, size, dtype.itemsize)
-    return _FITTED[key]
+    fitted = _FITTED.get((heads, kv_heads, size, dtype, torch.get_num_threads()))
+    return _default(heads, kv_heads, size, dtype.itemsize) if fitted is None else fitted
+
+
+_default = lru_cache(maxsize=256)(CostModel.of)
 
 
 def fit(
@@ -93,8 +95,15 @@ def fit(
     Args:
         heads: query heads. kv_heads: as many by default. size: of a head.
         repeats: of each call, of which the fastest counts.
+    Raises:
+        ValueError: a number below 1, or ``kv_heads`` does not divide ``heads``.
     """
-    kv_heads = kv_heads or heads
+    kv_heads = heads if kv_heads is None else kv_heads
+    for name, n in (("heads", heads), ("kv_heads", kv_heads), ("size", size), ("repeats", repeats)):
+        if n < 1:
+            raise ValueError(f"{name} is {n}: give at least 1")
+    if heads % kv_heads:
+        raise ValueError(f"kv_heads is {kv_heads}: give a divisor of the {heads} heads")
     samples = list(_calls(heads, kv_heads, size, dtype, repeats))
     columns = np.array([[1.0, n, n * slots, n * slots * q] for n, slots, q, _ in samples])
     seconds = np.array([s for *_, s in samples])

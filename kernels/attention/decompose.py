@@ -109,7 +109,7 @@ def decompose(
         queries: of each row. Rows share a block only if they are as many.
         model: what calls cost.
         lows: ``[R]`` slots below are seen by no query (a sliding window); by default 0.
-        rows: ``[R]`` buffer rows, ascending; by default 0, 1, ... Rows share a block only if they are neighbours.
+        rows: ``[R]`` buffer rows; by default 0, 1, ... Rows share a block only if they are neighbours.
         fragment: cut each row into fragments of at most this many slots instead, whatever that costs.
         cut: whether a row may be cut; if not, only which rows share a call is chosen.
     Raises:

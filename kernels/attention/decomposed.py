@@ -1,8 +1,8 @@
 """Runs a verify pass by the blocks that ``decompose`` chose: exact, on views, partial outputs merged by their log-sum-exps.
 
-As elsewhere, a call covers slots beyond the end of its shorter rows with weight 0; should they not be finite, it is repeated row
-by row. Rows are cut only on the CPU, and only where keys and values have one size: elsewhere no kernel says its log-sum-exp, and
-just which rows share a call is chosen. A window beside first positions is a mask over the whole row. Prompts (more than ``PROMPT`` queries a row) and slots in no order run ``packed``.
+As elsewhere, a call covers slots beyond the end of its shorter rows, and hidden ones, with weight 0; should they not be finite, it
+is repeated row by row (``packed``). Rows are cut only on the CPU, and only where keys and values have one size: elsewhere no kernel
+says its log-sum-exp, and just which rows share a call is chosen. A window beside first positions is a mask over the whole row. Prompts (more than ``PROMPT`` queries a row) and slots in no order run ``packed``.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _chosen(
     query: Tensor, keys: Tensor, values: Tensor, plan: AttentionPlan, window: Reach
 ) -> list[tuple[Block, Segment]]:
     """The blocks at the bottom and what each covers; layers with the same heads share them."""
-    key = ("fragments", window, query.shape[1], keys.shape[2:], values.shape[-1], query.dtype)
+    key = ("fragments", window, query.shape[1], keys.shape[2:], values.shape[-1], query.dtype, query.is_cpu)
     if key not in plan.known:
         blocks = fragments(query, keys, values, plan, window).blocks
         each = _alone(plan)

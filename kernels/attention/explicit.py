@@ -19,7 +19,7 @@ class ExplicitPlan(AttentionPlan):
     """Packed queries over slots that hold arbitrary positions.
 
     Args:
-        rows: ``[R]`` buffer row of each row, ascending. counts: ``[R]`` its queries, at least 1.
+        rows: ``[R]`` buffer row of each row, in any order. counts: ``[R]`` its queries, at least 1.
         seen: ``[T, S]`` bool, which of its row's S slots each query sees.
         distance: ``[T, S]`` how far behind the query the position of a slot is, for layers with a window of their own; without it
             windows are refused.
@@ -28,7 +28,8 @@ class ExplicitPlan(AttentionPlan):
         layer: which layer is attending, in a subclass whose ``visible`` depends on it.
         intervals: ``[T]`` what each query sees as intervals of slots, where the plan was made of these (``of_intervals``).
     Raises:
-        ValueError: as many queries as ``counts`` say are not in ``seen`` or ``distance``, or a row has more of them than slots.
+        ValueError: ``seen`` or ``distance`` is no array of two dimensions or of another type, or does not have as many queries as
+            ``counts`` say; a row has more of them than slots.
     """
 
     ordered: ClassVar[bool] = False
@@ -44,7 +45,10 @@ class ExplicitPlan(AttentionPlan):
         slots: Tensor | None = None,
     ):
         self.seen, self.distance = seen, distance
+        _check("seen", seen, "b", "bool")  # others' bytes are read, too
         T, S = sum(counts), seen.shape[1]
+        if distance is not None:
+            _check("distance", distance, "iuf", "numbers")
         for name, given in (("seen", seen), ("distance", distance)):
             if given is not None and given.shape != (T, S):
                 raise ValueError(
@@ -126,3 +130,13 @@ class ExplicitPlan(AttentionPlan):
                 )
             seen = seen & (self.distance[segment.t0 : t1] < window)
         return seen.reshape(-1, segment.queries, seen.shape[1])[:, :, low:]
+
+
+def _check(name: str, given: object, kinds: str, what: str) -> None:
+    """Refuse what is no array ``[queries, slots]`` of one of NumPy's ``kinds``."""
+    if not isinstance(given, np.ndarray):
+        raise ValueError(
+            f"{name} is a {type(given).__name__}: give a NumPy array of {what}, [queries, slots]; a tensor's is .numpy()"
+        )
+    if given.dtype.kind not in kinds or given.ndim != 2:
+        raise ValueError(f"{name} is {given.dtype} of {given.ndim} dimensions: give {what}, [queries, slots]")

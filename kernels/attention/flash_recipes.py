@@ -128,7 +128,8 @@ def attend_with_lse(
         out, lse = recipe.initial.onto(out, lse, call, q, keys, values, scale, softcap)
     if sinks is not None:
         logit = sinks.to(lse.dtype)
-        out = out * torch.sigmoid(lse - logit)[..., None]
+        lowest = torch.finfo(lse.dtype).min  # -inf - -inf would be NaN
+        out = out * torch.sigmoid(lse - logit.clamp_min(lowest))[..., None]
         lse = torch.logaddexp(lse, logit)
     return out.to(query.dtype)[None], lse[None]
 

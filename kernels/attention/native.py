@@ -338,4 +338,5 @@ def series(
 
 
 def _bytes(seen: Any) -> np.ndarray:
-    return np.ascontiguousarray(seen.numpy() if isinstance(seen, Tensor) else seen).view(np.uint8)
+    seen = seen.numpy() if isinstance(seen, Tensor) else seen
+    return np.ascontiguousarray(seen, dtype=bool).view(np.uint8)

@@ -2,8 +2,8 @@
 
 In the steady state (decoding, verification) all rows have equally many queries and one call serves the batch, cut to its
 longest row; where more than half of that would be masked, each row has a call of its own. The slots between a shorter row's end
-and the longest row's are read with weight 0; on the CPU, if the result shows that something there was not finite, the rows are
-computed again one by one, which never reads them.
+and the longest row's, and those that a window, a tree or a mask hides, are read with weight 0; on the CPU, if the result shows
+that something there may not have been finite, the rows are computed again one by one, on copies in which it is 0.
 
 Pages are copied together first, those of a segment's rows at a time, from the first that a window reaches: a pass over memory more
 for each layer, which a prompt does not notice. Only the CPU, where what is not finite is noticed, takes several rows of pages at once.
@@ -94,10 +94,10 @@ def careful(
 ) -> Tensor:
     """``fused``, and row by row if a slot that nothing sees was not finite: ``[R, Hq, q, Dv]``."""
     out = fused(query, keys, values, plan, s, low, scale, window, begin)
-    if out.is_cpu and plan.overhangs(s) and not finite(out):
+    if out.is_cpu and plan.hides(s, window, low) and not finite(out):
         for r in range(s.r0, s.r1):
-            one = plan.at(s, r, r + 1, min(s.keys, plan.length[r]))
-            out[r - s.r0] = fused(query, keys, values, plan, one, low, scale, window, begin)[0]
+            k, v, one = _cleaned(keys, values, plan, s, r, low, window, begin)
+            out[r - s.r0] = fused(query, k, v, plan, one, low, scale, window, low)[0]
     return out
 
 
@@ -114,12 +114,26 @@ def careful_with_lse(
 ) -> tuple[Tensor, Tensor]:
     """``careful`` by ``fused_with_lse``: ``[R, Hq, q, Dv]`` and ``[R, Hq, q]``."""
     out, lse = fused_with_lse(query, keys, values, plan, s, low, scale, window, begin)
-    if plan.overhangs(s) and not finite(out):
+    if plan.hides(s, window, low) and not finite(out):
         for r in range(s.r0, s.r1):
-            one = plan.at(s, r, r + 1, min(s.keys, plan.length[r]))
-            part = fused_with_lse(query, keys, values, plan, one, low, scale, window, begin)
+            k, v, one = _cleaned(keys, values, plan, s, r, low, window, begin)
+            part = fused_with_lse(query, k, v, plan, one, low, scale, window, low)
             out[r - s.r0], lse[r - s.r0] = part[0][0], part[1][0]
     return out, lse
+
+
+def _cleaned(
+    keys: Tensor, values: Tensor, plan: AttentionPlan, s: Segment, r: int, low: int, window: Reach, begin: int
+) -> tuple[Tensor, Tensor, Segment]:
+    """Copies of one row's slots from ``low`` on, ``[1, n, H, D]``, 0 where none of its queries sees them, and its segment of these."""
+    one = plan.at(s, r, r + 1, min(s.keys, plan.length[r]))
+    visible = torch.as_tensor(plan.visible(one, window, low))  # [1, q, n], or [1, Hq, q, n]
+    seen = visible.flatten(0, -2).any(0)
+    k, v = (
+        torch.where(seen[:, None, None], buffer[one.b0, low - begin : one.keys - begin], 0)[None]
+        for buffer in (keys, values)
+    )
+    return k, v, one._replace(b0=0)
 
 
 def _paged(

@@ -1,7 +1,7 @@
 """Every row works on as many slots as the longest has, masked, in one call a layer: what request decomposition improves on (SPIN).
 
 A baseline. One call serves neighbouring rows with equally many queries, as in a verify pass. Slots between a shorter row's end and
-the longest row's are read with weight 0; rows are computed one by one if one of them was not finite.
+the longest row's, and hidden ones, are read with weight 0; rows are computed one by one if one of them was not finite (``packed``).
 """
 
 from __future__ import annotations

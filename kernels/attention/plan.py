@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
+from operator import sub
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -55,8 +56,8 @@ class AttentionPlan:
     """Where the packed tokens of one forward live, and what they see.
 
     Args:
-        rows: ``[R]`` buffer row of each row, ascending. first: ``[R]`` slot of its first query. counts: ``[R]`` its queries,
-            at least 1: a row without queries is left out.
+        rows: ``[R]`` buffer row of each row, in any order; neighbours that ascend one by one share calls. first: ``[R]`` slot of
+            its first query. counts: ``[R]`` its queries, at least 1: a row without queries is left out.
         capacity: slots of a buffer row.
         tree: where the last slots are not causal.
         slots: ``[T]`` numbers of the new tokens' slots in a buffer flattened to ``[B * capacity, H, D]``, where they are
@@ -67,7 +68,9 @@ class AttentionPlan:
             page ``table[r][s // page]``. ``rows`` then only say whose row it is, and ``capacity`` is not looked at.
         page: slots of a page; 0 without a table.
     Raises:
-        ValueError: rows, first and counts of different lengths, or of none; a row without queries; a table without a page size or the other way round, or with too few pages for a row.
+        ValueError: rows, first and counts of different lengths, or of none; a row without queries, of a negative slot, or beyond
+            the capacity; a table without a page size or the other way round, or with too few pages for a row; a tree of other rows
+            or of too few nodes; not one slot for each query; a fragment below 1.
     """
 
     rows: Sequence[int]
@@ -90,6 +93,7 @@ class AttentionPlan:
         self.length = [
             f + c for f, c in zip(self.first, self.counts)
         ]  # [R] slots in use, the new ones included
+        self._check_slots()
         self.segments = self._segments()
         self._masks: dict[Any, Any] = {}
         self.known: dict[Any, Any] = {}  # what else layers ask for again and again
@@ -118,6 +122,40 @@ class AttentionPlan:
             r = next(r for r, count in enumerate(self.counts) if count < 1)
             raise ValueError(
                 f"counts[{r}] is {self.counts[r]}: give rows at least 1 query, and leave rows without queries out of the plan"
+            )
+
+    def _check_slots(self) -> None:
+        if min(self.first) < 0:
+            r = next(r for r, first in enumerate(self.first) if first < 0)
+            raise ValueError(f"first[{r}] is {self.first[r]}: give the slot of its first query, 0 or above")
+        if self.table is None and max(self.length) > self.capacity:
+            r = next(r for r, length in enumerate(self.length) if length > self.capacity)
+            raise ValueError(
+                f"row {r} of the plan has queries up to slot {self.length[r] - 1} and capacity is {self.capacity}: give rows of "
+                "more slots, or fewer queries"
+            )
+        if self.slots is not None and self.slots.shape != (sum(self.counts),):
+            raise ValueError(
+                f"slots is {tuple(self.slots.shape)} and the plan has {sum(self.counts)} queries: give one number for each"
+            )
+        if self.fragment is not None and self.fragment < 1:
+            raise ValueError(f"fragment is {self.fragment}: give at least 1 slot, or None")
+        if self.tree is not None:
+            self._check_tree(self.tree)
+
+    def _check_tree(self, tree: Tree) -> None:
+        (R, N), root = tree.depth.shape, tree.root.tolist()
+        if not len(root) == R == len(self.rows) or tree.ancestors.shape != (R, N, N):
+            raise ValueError(
+                f"tree has root {tree.root.shape}, ancestors {tree.ancestors.shape} and depth {tree.depth.shape}: give [R], "
+                f"[R, N, N] and [R, N] for the {len(self.rows)} rows of the plan"
+            )
+        if min(root) < 0:
+            raise ValueError(f"tree.root is {root}: give slots, 0 or above")
+        used = max(map(sub, self.length, root))
+        if used > N:
+            raise ValueError(
+                f"tree has {N} nodes and a row of the plan {used} slots from its root on: give the tree all of its nodes"
             )
 
     def _check_table(self) -> None:
@@ -223,14 +261,19 @@ class AttentionPlan:
         """Whether a segment is a text from its beginning, so that a kernel's own causal mask serves it."""
         s = segment
         alone = s.r1 - s.r0 == 1 and self.ordered and self.tree is None and window is None
-        return alone and low == 0 and 1 < s.queries == s.keys
+        return alone and low == self.first[s.r0] == 0 and 1 < s.queries == s.keys
 
-    def overhangs(self, segment: Segment) -> bool:
-        """Whether a call for a segment reads slots beyond the end of one of its rows."""
-        key = ("overhangs", segment)
-        if key not in self.known:
-            self.known[key] = min(self.length[segment.r0 : segment.r1]) < segment.keys
-        return self.known[key]
+    def hides(self, segment: Segment, window: Reach, low: int) -> bool:
+        """Whether a call for the slots ``low:segment.keys`` may read some that no query of their row sees."""
+        key = ("hides", segment, window, low)
+        made = self.known.get(key)
+        if made is None:
+            rows = slice(segment.r0, segment.r1)
+            made = not self.ordered or self.tree is not None or min(self.length[rows]) < segment.keys
+            if not made and window is not None:
+                made = isinstance(window, Streaming) or max(self.first[rows]) - window + 1 > low
+            self.known[key] = made
+        return made
 
     def _open(self, s: Segment, window: Reach, low: int) -> bool:
         """Whether every query of a segment sees all of ``low:s.keys``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import index
 from typing import Any, NamedTuple
 
 
@@ -20,11 +21,22 @@ def reach(window: int | None, initial: int = 0) -> Reach:
     """Both in one value; without a window the first positions are seen anyway.
 
     Raises:
-        ValueError: ``initial`` below 0.
+        ValueError: ``initial`` below 0, or one of them is no whole number.
     """
+    if not (window is None or isinstance(window, int)):
+        window = _whole("window", window)
+    if not isinstance(initial, int):
+        initial = _whole("initial", initial)
     if initial < 0:
         raise ValueError(f"initial is {initial}: give how many of the first positions stay visible, or 0")
     return Streaming(window, initial) if window is not None and initial else window
+
+
+def _whole(name: str, given: Any) -> int:
+    try:
+        return index(given)
+    except TypeError:
+        raise ValueError(f"{name} is {given!r}: give a whole number of positions") from None
 
 
 def split(window: int | Streaming) -> tuple[int, int]:

@@ -54,6 +54,8 @@ def fits(query: Tensor, keys: Tensor, values: Tensor, plan: AttentionPlan, windo
         return "PyTorch's FlashAttention reads pages from torch 2.12 on"
     if plan.table is None and keys.shape[0] > 1:
         (row, slot), (other_row, other_slot) = keys.stride()[:2], values.stride()[:2]
+        if not slot or not other_slot:  # tensors that were expanded
+            return "it starts rows at a number of slots, and those of keys or values share their memory"
         if row % slot or row * other_slot != other_row * slot or keys.shape[0] * row // slot >= 2**31:
             return (
                 f"it starts rows at a number of slots below 2**31, and those of keys are {row} elements apart and slots {slot} "
@@ -89,6 +91,8 @@ def unreadable(keys: Tensor, values: Tensor, plan: AttentionPlan, window: Reach)
         return (
             f"FlashAttention needs keys and values of one size, not {keys.shape[-1]} and {values.shape[-1]}"
         )
+    if torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad):
+        return "FlashAttention has no backward pass over slots: call it under torch.no_grad()"
     if keys.stride(-1) != 1 or values.stride(-1) != 1:
         return "FlashAttention needs keys and values that are contiguous in their last dimension"
     if not plan.ordered and window is not None:

@@ -22,6 +22,7 @@ from torch import Tensor
 from specdec.kernels.attention.lowered import Lowered, lower, written_out
 from specdec.kernels.attention.plan import AttentionPlan
 from specdec.kernels.attention.reach import Reach, binding, split
+from specdec.kernels.interpreted import REMEDY
 
 LOG2E = 1.4426950408889634
 LARGEST = 256  # head size
@@ -71,8 +72,9 @@ def supports(
     why = missing()
     if why:
         return why
-    if not query.is_cuda and not _kernels().INTERPRET:
-        return f"query is on {query.device.type!r} and Triton's kernels run on CUDA"
+    why = _cannot_run(query)
+    if why:
+        return why
     if (
         query.is_cuda
         and torch.version.hip is None
@@ -90,6 +92,13 @@ def supports(
     if sinks is not None and (sinks.device != query.device or not sinks.is_contiguous()):
         return "sinks are on another device than query, or not contiguous"
     return None
+
+
+def _cannot_run(query: Tensor, name: str = "query") -> str | None:
+    """Why no kernel of Triton runs where a tensor is, or ``None``."""
+    if query.is_cuda or _kernels().INTERPRET:
+        return None
+    return f"{name} is on {query.device.type!r} and {REMEDY}"
 
 
 def fits(
@@ -282,6 +291,11 @@ def merge(outputs: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         raise ValueError(
             f"outputs is {tuple(outputs.shape)} and lse {tuple(lse.shape)}: give [..., F, q, D] and [..., F, q]"
         )
+    why = _cannot_run(outputs, "outputs")
+    if why or lse.device != outputs.device:
+        raise ValueError(
+            why or f"outputs is on {outputs.device} and lse on {lse.device}: move them to one device"
+        )
     before, (_, q, size) = lse.shape[:-2], outputs.shape[-3:]
     parts = outputs.reshape(-1, *outputs.shape[-3:])
     parts = parts if parts.stride(-1) == 1 else parts.contiguous()
@@ -346,11 +360,20 @@ def _prepare(
     window: Reach,
     sinks: Tensor | None,
 ) -> tuple[Lowered, Reach]:
-    why = fits(query, keys, values, plan)
+    why = _cannot_run(query) or fits(query, keys, values, plan)
     if why:
         raise ValueError(why)
-    if sinks is not None and sinks.shape != (query.shape[1],):
-        raise ValueError(f"sinks are {tuple(sinks.shape)}: give one logit for each of {query.shape[1]} heads")
+    if query.stride(-1) != 1:
+        raise ValueError("query's last dimension is not contiguous: call query.contiguous()")
+    if sinks is not None:
+        if sinks.shape != (query.shape[1],):
+            raise ValueError(
+                f"sinks are {tuple(sinks.shape)}: give one logit for each of {query.shape[1]} heads"
+            )
+        if sinks.device != query.device or not sinks.is_contiguous():
+            raise ValueError(
+                f"sinks are on {sinks.device} with stride {sinks.stride(0)}: give them on {query.device}, contiguous"
+            )
     if plan.ordered:
         window = binding(window, max(plan.length))
     return lower(plan, query.device, window), None if written_out(plan) else window

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from specdec.device import sent
+from specdec.kernels.interpreted import nowhere
 from specdec.rng import TARGET, Key
 
 BLOCK = 1024
@@ -18,9 +19,12 @@ def uniforms(seed: Tensor, key: Key, device: torch.device | str) -> Tensor:
     """float64 in [0, 1) in the broadcast shape of the key's fields, on ``device``: ``Philox(seed).uniform(key)`` to the bit.
 
     Raises:
-        ImportError: Triton is not installed.
+        ImportError: Triton is not installed. ValueError: ``device`` is a CPU, and Triton does not interpret its kernels.
     """
     kernels = _kernels()
+    why = nowhere(kernels.uniform_kernel, torch.device(device), "device")
+    if why is not None:
+        raise ValueError(f"{why}; rng.Philox gives the same anywhere")
     at, depth, sibling = (torch.as_tensor(f, device=device) for f in key[:3])
     node = depth | (sibling << 16)
     shape = torch.broadcast_shapes(at.shape, node.shape) or (1,)
@@ -43,9 +47,15 @@ def race(probs: Tensor, seed: Tensor, position: Tensor) -> Tensor:
     Args:
         probs: ``[R, V]`` in float16, bfloat16, float32 or float64. seed, position: ``[R]`` int64, on any device.
     Raises:
-        ImportError: Triton is not installed. ValueError: shapes do not fit.
+        ImportError: Triton is not installed. ValueError: shapes do not fit, or ``probs`` are on a CPU, and Triton does not interpret its
+            kernels.
     """
     kernels = _kernels()
+    why = nowhere(kernels.race_kernel, probs.device, "probs")
+    if why is not None:
+        raise ValueError(f"{why}; rng.Philox gives the same anywhere")
+    if probs.dim() != 2:
+        raise ValueError(f"probs is {list(probs.shape)}: give [R, V], a law for each row")
     R, V = probs.shape
     if seed.shape != (R,) or position.shape != (R,):
         raise ValueError(

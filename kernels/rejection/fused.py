@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from specdec.device import sent
+from specdec.kernels.interpreted import nowhere
+from specdec.kernels.rejection.arguments import check_numbers, check_shapes
 from specdec.kernels.rejection.reference import Decision, check, decide
 from specdec.rng import pick
 
@@ -48,23 +50,16 @@ def verify(
         temperature: 0 takes the largest logit, the first of several; no number is looked at.
         backend: ``"reference"``, ``"triton"``, or ``None``: Triton for CUDA tensors where it is installed.
     Raises:
-        ValueError: shapes or types do not fit; logits that are no distribution.
+        ValueError: shapes or types do not fit; logits that are no distribution; on the CPU also sizes, tokens or numbers out of
+            range and drafts that are no distribution, where they count.
         ImportError: Triton is asked for and not installed.
     """
-    B, R, V = logits.shape
-    N = R - 1
-    expected = {"tokens": (tokens, [B, N]), "size": (size, [B]), "accept_u": (accept_u, [B, N])}
-    if bonus_u.dim() != 1:
-        expected["bonus_u"] = (bonus_u, [B, R])
-    else:
-        expected["bonus_u"] = (bonus_u, [B])
-    if draft is not None:
-        expected["draft"] = (draft, [B, N, V])
-    for name, (given, shape) in expected.items():
-        if list(given.shape) != shape:
-            raise ValueError(f"{name} has shape {list(given.shape)}: logits {[B, R, V]} need {shape}")
-    if not 0 <= temperature < float("inf"):
-        raise ValueError(f"temperature is {temperature}: it must be a finite number >= 0 (0 is greedy)")
+    check_shapes(logits, tokens, size, accept_u, bonus_u, draft, temperature)
+    if logits.is_cpu:
+        there = (t.cpu() for t in (tokens, size, accept_u, bonus_u))
+        check_numbers(
+            *there, draft=draft, draft_logits=draft_logits, vocabulary=logits.shape[2], greedy=not temperature
+        )
     if backend is None:
         fits = logits.is_cuda and supports(logits, draft) is None
         backend = "triton" if fits and importlib.util.find_spec("triton") else "reference"
@@ -113,6 +108,9 @@ def _triton(
     temperature: float,
 ) -> Decision:
     kernels = _kernels()
+    why = nowhere(kernels.mass_kernel, logits.device, "logits")
+    if why is not None:
+        raise ValueError(f"{why}; backend='reference' runs everywhere")
     B, R, V = logits.shape
     device = logits.device
     accepted = torch.empty(B, dtype=torch.long, device=device)

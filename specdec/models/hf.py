@@ -302,10 +302,16 @@ class HFModel:
         """An empty cache for ``batch`` rows of up to ``capacity`` tokens, nodes included; in pages where the model has a ``page``.
 
         Raises:
+            ValueError: a negative number of rows or tokens.
             MemoryError: it would not fit; estimated before anything is allocated. (Pages are allocated when rows are fed.)
             RuntimeError: the user's model was moved, cast or given other parameters since it was wrapped; with ``bf16_weights``, its
                 weights were changed.
         """
+        for name, n in (("batch", batch), ("capacity", capacity)):
+            if n < 0:
+                raise ValueError(
+                    f"{name} is {n}: give a number of {'rows' if name == 'batch' else 'tokens'}, 0 or more"
+                )
         self._check_storage()
         if self.page is not None:
             return PagedCache(Pool(self._shapes, self.page), batch, capacity)
