@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from importlib.util import find_spec
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from specdec.kernels.interpreted import nowhere
 
 MOST = 32768  # numbers of a row that is normed
 HEADS = 4  # heads of a token that one program turns
@@ -49,7 +50,7 @@ def add_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> Tensor:
     out = torch.empty_like(x)
     if x.numel():
         block = 1 << (n - 1).bit_length()
-        _kernels(x.device).add_norm_kernel[(x.numel() // n,)](
+        _runs(_kernels().add_norm_kernel, x, "x")[(x.numel() // n,)](
             *(x, x if y is None else y, weight, out, n, eps),
             ADD=y is not None,
             BLOCK=block,
@@ -97,7 +98,7 @@ def turn(
         strides, S = (*keys.stride()[:3], *values.stride()[:3]), keys.shape[1]
     parts = -(-H // HEADS) * (1 if place is None else 2)
     if T:
-        _kernels(query.device).turn_kernel[(T, -(-Hq // HEADS) + parts)](
+        _runs(_kernels().turn_kernel, query, "query")[(T, -(-Hq // HEADS) + parts)](
             *(query, key, kept, cos, sin),
             *((query, key) if norms is None else norms[:2]),
             *(keys, values, slots, Hq, H, D // 2, S, *strides, 0.0 if norms is None else norms[2]),
@@ -116,7 +117,7 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """
     _check("silu_mul", gate.shape == up.shape, gate, up)
     if gate.numel():
-        _kernels(gate.device).silu_mul_kernel[(-(-gate.numel() // BLOCK),)](
+        _runs(_kernels().silu_mul_kernel, gate, "gate")[(-(-gate.numel() // BLOCK),)](
             gate, up, gate.numel(), BLOCK=BLOCK
         )
     return gate
@@ -133,11 +134,16 @@ def _check(name: str, fit: bool, *tensors: Tensor) -> None:
     )
 
 
-def _kernels(device: torch.device) -> ModuleType:
-    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        raise ValueError(f"these kernels run on CUDA devices (or in Triton's interpreter), not on {device}")
+def _kernels() -> ModuleType:
     try:
         from specdec.kernels.pointwise import triton_kernels
     except ImportError as error:
         raise ImportError("this needs Triton: pip install specdec[triton]") from error
     return triton_kernels
+
+
+def _runs(kernel: Any, x: Tensor, name: str) -> Any:
+    why = nowhere(kernel, x.device, name)
+    if why is not None:
+        raise ValueError(f"{why}; pointwise.reference runs anywhere")
+    return kernel
