@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -317,6 +318,29 @@ def test_the_pools_table(tmp_path):
     assert rows[-1]["draft"] == "oracle"
     assert rows[-1]["headroom"] >= 1
     assert "oracle" in said
+
+
+def test_a_checkout_that_is_not_installed(tmp_path):
+    """Neither the suite nor the tests need an installation: ``specdec.kernels``, which lies beside ``specdec``, is found, too."""
+    for folder, but in (("specdec", ("*.safetensors", "kernels")), ("kernels", ())):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns(*but, "__pycache__"))
+    for file in ("recipes/_gpu_ready.py", "tests/conftest.py"):
+        (tmp_path / file).parent.mkdir()
+        shutil.copy(ROOT / file, tmp_path / file)
+    paths = os.pathsep.join(path for path in sys.path if path.endswith("site-packages"))
+    code = "import specdec.kernels.attention as a, specdec as s; print(s.__file__, a.__file__)"
+
+    def said(start):  # -S: no editable installations; -P: nor the working directory
+        bare = [sys.executable, "-S", "-P", "-c", start + code]
+        env = {**os.environ, "PYTHONPATH": paths}
+        return subprocess.run(bare, cwd=tmp_path, env=env, capture_output=True, text=True)
+
+    if said("").returncode == 0:
+        pytest.skip("specdec is installed as a copy, which comes first")
+    done = said("import runpy; runpy.run_path('tests/conftest.py');")
+    assert done.returncode == 0, done.stderr
+    files = ("specdec/__init__.py", "kernels/attention/__init__.py")
+    assert done.stdout.split() == [str(tmp_path / file) for file in files]
 
 
 def test_the_gpu_suite_at_toy_size(tmp_path):
