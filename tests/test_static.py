@@ -868,17 +868,17 @@ def test_a_round_waits_once_on_a_gpu(draft):
     for graphs in (False, True):
         decoder = builder_of(draft, graphs, lambda model: model.cuda()).sampling(temperature=1.0).build()
         seen: list[int] = []
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
 
-                def note(_, caught=caught, seen=seen):
-                    seen.append(sum("synchronizing" in str(w.message) for w in caught))
+            def note(_, caught=caught, seen=seen):
+                seen.append(sum("synchronizing" in str(w.message) for w in caught))
 
+            try:
+                torch.cuda.set_sync_debug_mode("warn")  # which warns that it is a prototype
                 said.append(decoder.generate([[1, 2, 3, 4], [7, 8]], 32, seed=3, on_round=note).ids)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
         middle = len(seen) // 2
         assert seen[middle] - seen[middle - 1] == 1
     assert said[0] == said[1]
