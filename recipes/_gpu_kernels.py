@@ -102,12 +102,13 @@ def attend(lab: Lab) -> None:
                     continue  # dense and row by row: it is what others are compared with
                 if lab.late(case):
                     continue
-                with lab.case(case):
+                mine = bar if backend == "triton" else None
+                with lab.case(case, mine):
                     why = why_not(backend, *problem.settings())
                     if why is not None:
                         lab.skip(case, f"cannot: {why}")
                         continue
-                    timed(lab, case, backend, sets, exact, bar if backend == "triton" else None)
+                    timed(lab, case, backend, sets, exact, mine)
             del problem, sets, exact
             lab.empty()
 
@@ -232,13 +233,13 @@ def rejections(lab: Lab) -> None:
                     case = f"{name}: {backend}"
                     if lab.late(case):
                         continue
-                    with lab.case(case):
+                    bar = {"bar": "rejection"} if backend == "triton" else {}
+                    with lab.case(case, **bar):
                         made = rejection.verify(*given[0], backend=backend)
                         error = decision_error(made, given[0], kind, 1.0)
                         more: dict[str, Any] = {"backend": backend, "limit": 1e-5, "error": error}
                         runs = [lambda g=g, b=backend: rejection.verify(*g, backend=b) for g in given]
                         with unchecked():
-                            bar = {"bar": "rejection"} if backend == "triton" else {}
                             lab.timed(case, runs, bytes, graph=backend == "triton", **more, **bar)
                         if backend == "triton":
                             lab.timed(

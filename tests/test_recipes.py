@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from time import monotonic, sleep
 
 import pytest
+import torch
 from one_process import each
 from transformers import AutoModelForCausalLM
 
@@ -384,7 +387,7 @@ import sys
 sys.path.insert(0, "recipes")
 import gpu_suite as g
 g.STAGES["a"] = "no_such_module"
-common = dict(toy=True, device="cpu", minutes=1e-4)
+common = dict(toy=True, device="cpu", minutes="0.0001")
 assert g.main(g.Settings("a", isolated=False, json={str(files[0])!r}, **common)) == 1
 assert g.main(g.Settings("b", isolated=True, json={str(files[1])!r}, **common)) == 0
 """
@@ -398,3 +401,151 @@ assert g.main(g.Settings("b", isolated=True, json={str(files[1])!r}, **common)) 
     rows = [r for r in rows if r["stage"] == "b"]
     assert {r["case"] for r in rows} >= {"copy", "matmul bf16"}
     assert all("not run: its share" in r["note"] for r in rows if r["seconds"] is None)
+
+
+def of_a_bar(case, seconds=1.0, **more):
+    return {
+        "stage": "b",
+        "case": case,
+        "seconds": seconds,
+        "floor_seconds": 1.0,
+        "bar": "verify",
+        "clock": "graph",
+        **more,
+    }
+
+
+@pytest.mark.parametrize(
+    ("rows", "verdict", "note"),
+    [
+        ([], "not measured", None),
+        ([of_a_bar("even", 1.1), of_a_bar("ragged", 1.3)], "met", "2 of 2 points"),
+        ([of_a_bar("even", 1.1), of_a_bar("ragged", 1.4)], "not met", "2 of 2 points"),
+        ([of_a_bar("even", 1.1)], "partly measured (1 of 2 points)", "1 of 2 points"),
+        ([of_a_bar("even", 1.1), of_a_bar("ragged", None)], "partly measured (1 of 2 points)", "1 of 2 points"),
+        ([of_a_bar("even", 1.1), of_a_bar("even", 1.1)], "partly measured (1 of 2 points)", "1 of 2 points"),
+        ([of_a_bar("even", 1.4)], "not met", "1 of 2 points"),
+        ([of_a_bar("even", 1.1), of_a_bar("ragged", failed=True)], "not met", "2 of 2 points; failed: ragged"),
+        ([of_a_bar("even", 1.1), of_a_bar("ragged", None, failed=True)], "not met", "1 of 2 points; failed: ragged"),
+        ([of_a_bar("even", None, failed=True)], "not met", "0 of 2 points; failed: even"),
+        (
+            [of_a_bar("even", 1.1), of_a_bar("ragged", clock="events")],
+            "met",
+            "2 of 2 points; with the host's launches, not replayed: ragged",
+        ),
+    ],
+)  # fmt: skip
+def test_a_bar_is_met_by_every_point_and_none_that_failed(rows, verdict, note, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "recipes")
+    from _gpu_bars import verdicts
+
+    bar = verdicts(rows, measured=True)[0]
+    assert (bar["verdict"], bar["note"]) == (verdict, note)
+    assert {b["verdict"] for b in verdicts(rows, measured=True)[1:]} == {"not measured"}
+    assert {b["verdict"] for b in verdicts(rows, measured=False)} == {"not measured"}
+
+
+def test_bars_know_how_many_points_the_suite_has(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "recipes")
+    import _gpu_bars
+    import _gpu_steps
+
+    points = {bar.key: bar.points for bar in _gpu_bars.BARS}
+    assert points["decode_step"] == len(_gpu_steps.POINTS)
+    assert points["generate"] == len(_gpu_steps.THEIRS)
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_a_gpu_suite_that_is_ended_leaves_what_it_has_measured(how, tmp_path):
+    """And rows of other stages that the file had stay; those of its own are replaced."""
+    pytest.importorskip("triton")
+    file = tmp_path / "g.json"
+    old = {
+        "command": "before",
+        "date": "",
+        "versions": {},
+        "machine": "",
+        "seed": 0,
+        "stages": "a,b",
+        "toy": True,
+    }
+    rows = [dict.fromkeys(("seconds", "max_error")) | {"stage": stage, "case": "old"} for stage in "ab"]
+    file.write_text(json.dumps({"meta": old, "rows": rows}))
+    words = [
+        sys.executable,
+        "recipes/gpu_suite.py",
+        "--toy",
+        "--isolated",
+        "--stages",
+        "a",
+        "--json",
+        str(file),
+    ]
+    child = subprocess.Popen(
+        words, cwd=ROOT, stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    try:
+        end = monotonic() + 120
+        while len(report(file)) < 15 and monotonic() < end:
+            assert child.poll() is None
+            sleep(0.05)
+        child.send_signal(how)
+        code = child.wait(30)
+    finally:
+        child.kill()
+    assert code == (143 if how == signal.SIGTERM else -signal.SIGKILL)
+    rows = report(file)
+    assert [r["case"] for r in rows if r["stage"] == "b"] == ["old"]
+    assert sum(r["max_error"] is not None for r in rows if r["stage"] == "a") > 1
+    assert "old" not in {r["case"] for r in rows if r["stage"] == "a"}
+    meta = json.loads(file.read_text())["meta"]
+    assert (meta["stages"], meta["earlier"]) == ("a", [{**old, "stages": "b"}])
+    assert "| a | " in file.with_suffix(".md").read_text()
+    if how == signal.SIGTERM:  # nothing is left over
+        assert {f.name for f in tmp_path.iterdir()} == {"g.json", "g.md"}
+
+
+def test_the_gpu_suites_reports_are_merged(tmp_path):
+    def write(name, stages, toy):
+        about = {
+            "command": name,
+            "date": "",
+            "versions": {},
+            "machine": "",
+            "seed": 0,
+            "stages": stages,
+            "toy": toy,
+        }
+        empty = dict.fromkeys(("seconds", "floor_seconds", "share_of_floor", "max_error"))
+        rows = [{**empty, "stage": stage, "case": name} for stage in stages.split(",")]
+        (tmp_path / name).write_text(json.dumps({"meta": about, "rows": rows}))
+        return str(tmp_path / name)
+
+    files, out = [write("x.json", "a,b", True), write("y.json", "b,c", True)], tmp_path / "all.json"
+    merge = ["recipes/gpu_suite.py", "--toy", "--stages", "", "--json", str(out), "--merge"]
+    full, none = [*merge, write("full.json", "a", False)], [*merge, str(ROOT / "pyproject.toml")]
+    wrong = ["recipes/gpu_suite.py", "--toy", "--stages", "a,b", "--minutes"]
+    ran = each(
+        [*merge, *files],
+        full,
+        none,
+        [*wrong, "1,2,3"],
+        [*wrong, "1,0"],
+        [*wrong, "x"],
+        ["recipes/gpu_suite.py"],
+    )
+    assert ran[0].returncode == 0, ran[0].stderr
+    assert [(r["stage"], r["case"]) for r in report(out) if r["stage"] != "bars"] == [
+        ("a", "x.json"),
+        ("b", "y.json"),
+        ("c", "y.json"),
+    ]
+    meta = json.loads(out.read_text())["meta"]
+    assert [(m["command"], m["stages"]) for m in meta["earlier"]] == [("x.json", "a"), ("y.json", "b,c")]
+    assert "has rows of full size, and these are of toy size" in ran[1].stderr
+    assert "is no report of this suite" in ran[2].stderr
+    for some in ran[3:6]:
+        assert "give minutes for all stages, or for each of --stages a,b" in some.stderr
+    if not torch.cuda.is_available():
+        assert "no CUDA device: run this on a machine with a GPU, or with --toy on the CPU" in ran[6].stderr
+    assert all(some.returncode == 1 for some in ran[1:6])
