@@ -142,7 +142,11 @@ def draws(
 
 
 def decision_error(made: Any, given: tuple[Any, ...], kind: str, temperature: float) -> float:
-    """How far a number lies outside the interval, in float64, of the decision that was taken; infinite for a wrong greedy one."""
+    """How far a number lies outside the interval, in float64, of the decision that was taken; infinite for a wrong greedy one.
+
+    Args:
+        given: as for ``rejection.verify``; the draft comes last.
+    """
     logits, tokens, size, accept, bonus, draft = (None if t is None else t.cpu() for t in given)
     x = logits.double() / (temperature or 1.0)
     accepted, token = made.accepted.cpu(), made.token.cpu()
@@ -176,7 +180,7 @@ def decision_error(made: Any, given: tuple[Any, ...], kind: str, temperature: fl
                 weights = (weights - q[n]).clamp(min=0)
             weights = weights if float(weights.sum()) > 0 else p[b, n]
         ends = weights.cumsum(0) / weights.sum()
-        t, u = int(token[b]), float(bonus[b])
+        t, u = int(token[b]), float(bonus[b] if bonus.dim() == 1 else bonus[b, n])
         worst = max(worst, u - float(ends[t]), (float(ends[t - 1]) if t else 0.0) - u)
         if float(weights[t]) == 0:
             return float("inf")
