@@ -11,6 +11,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 from time import monotonic, sleep
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -369,6 +370,10 @@ def test_the_gpu_suite_at_toy_size(tmp_path):
     assert {r["differ"] for r in texts if r.get("bar") == "invariant"} == {0.0}
     grid = {"plain", "vanilla", "windowed", "distilled_vanilla", "magicdec", "spire"}
     assert {r["case"].partition(",")[0] for r in measured if "multiplier" in r} == grid
+    bare = [r for r in measured if r["case"].startswith("bare step")]
+    assert {r["case"].split()[2] for r in bare if r["replayed"]} == grid - {"plain"}
+    assert all(r["replayed"] or "step, target" in r["case"] for r in bare)
+    assert all(r["modelled"] for r in measured if "multiplier" in r)
     assert {"tau", "multiplier", "gain"} <= {name for r in measured for name in r}
     bars = [r for r in rows if r["stage"] == "bars"]
     assert len(bars) == 6
@@ -503,6 +508,30 @@ def test_a_gpu_suite_that_is_ended_leaves_what_it_has_measured(how, tmp_path):
     assert "| a | " in file.with_suffix(".md").read_text()
     if how == signal.SIGTERM:  # nothing is left over
         assert {f.name for f in tmp_path.iterdir()} == {"g.json", "g.md"}
+
+
+def test_runs_that_captured_a_shape_are_left_out(monkeypatch):
+    """Unless a method has no others."""
+    monkeypatch.syspath_prepend(ROOT / "recipes")
+    import spire_measured as recipe
+
+    programs, turns = [object()], Counter()
+
+    def steady(decoder, groups, new_tokens):
+        turns[decoder.name] += 1
+        if decoder.name == "unlucky" or (decoder.name == "plain" and turns["plain"] == 2):
+            programs.append(object())
+        return recipe.Run(turns[decoder.name], 1.0, 1, SimpleNamespace(acceptance=[0.5] * 4))
+
+    monkeypatch.setattr(recipe, "steady", steady)
+    monkeypatch.setattr(recipe, "captured", lambda *parts: list(programs))
+    monkeypatch.setattr(recipe, "SHORT", 0)
+    lab = object.__new__(recipe.Lab)
+    lab.s, lab.lengths = recipe.Settings(repeats=3), [4]
+    lab.target, lab.drafts = None, {"unlucky": None, "lucky": None}
+    lab.decoder = lambda method, k: SimpleNamespace(name=method, draft=None)
+    found = {case.method: [run.tokens for run in case.runs] for case in lab.measure([])}
+    assert found == {"plain": [3, 4], "unlucky": [3, 4, 5], "lucky": [3, 4, 5]}  # those before warm up
 
 
 def test_the_gpu_suites_reports_are_merged(tmp_path):
