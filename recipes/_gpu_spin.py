@@ -74,7 +74,9 @@ def pipeline(lab: Lab) -> None:
     draft = small(lab)
     if draft is None:
         return
-    decoder = sd.decoder(sd.HFModel(model)).draft(sd.HFModel(draft), 4).build()
+    graphs = "eager" if lab.device.type == "cpu" else True
+    target, small_one = (sd.HFModel(m, prefill_chunk=8192, graphs=graphs) for m in (model, draft))
+    decoder = sd.decoder(target).draft(small_one, 4).build()
     host = torch.Generator().manual_seed(lab.seed)
     for batch in (4,) if lab.toy else (16, 64):
         context = 16 if lab.toy else 512

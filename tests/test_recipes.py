@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from time import monotonic, sleep
 from types import SimpleNamespace
@@ -16,8 +17,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from one_process import each
+from tiny import tiny
 from transformers import AutoModelForCausalLM
 
+import specdec as sd
 from specdec import zoo
 from specdec.data.corpus import DOMAINS
 from specdec.data.prompts import prompts
@@ -508,6 +511,43 @@ def test_a_gpu_suite_that_is_ended_leaves_what_it_has_measured(how, tmp_path):
     assert "| a | " in file.with_suffix(".md").read_text()
     if how == signal.SIGTERM:  # nothing is left over
         assert {f.name for f in tmp_path.iterdir()} == {"g.json", "g.md"}
+
+
+@pytest.mark.parametrize("executor", ["serial", "threads", "processes"])
+def test_a_timed_pipeline_stops_when_its_rounds_are_over(executor, monkeypatch):
+    """And can be used again; drafts that are waited for draft the same."""
+    monkeypatch.syspath_prepend(ROOT / "recipes")
+    import spin_pipeline as recipe
+
+    models = [sd.HFModel(tiny("llama", i, torch.float32)) for i in (0, 1)]
+    decoder = sd.decoder(models[0]).draft(models[1], 2).build()
+    assert recipe.waited(decoder) is decoder
+    with monkeypatch.context() as patch:
+        patch.setattr(models[0], "device", torch.device("cuda"))
+        slow = recipe.waited(decoder)
+    if executor != "serial":
+        decoder = replace(decoder, executor=recipe.Pipelined(2, workers=executor, ahead=False))
+    seen = []
+    original = recipe.Pipelined.run if executor != "serial" else recipe.Serial.run
+
+    def run(self, *args):
+        for round in original(self, *args):
+            seen.append(round.number)
+            yield round
+
+    monkeypatch.setattr(type(decoder.executor), "run", run)
+    micro = 1 if executor == "serial" else 2
+    rows = [[1, 2, 3], [4, 5], [6, 7, 8], [9]]
+    for _ in range(2):
+        seconds, parts = recipe.timed(decoder, rows, 5, micro, 0)
+        assert seconds > 0
+        assert len(parts) == 5 * micro
+        assert max(seen) <= 8  # of 27 tokens a row
+    waits = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waits.append(1))
+    prompts = [[1, 2, 3], [4, 5]]
+    assert slow.generate(prompts, 9, seed=0).ids == decoder.generate(prompts, 9, seed=0).ids
+    assert len(waits) > 2
 
 
 def test_runs_that_captured_a_shape_are_left_out(monkeypatch):
