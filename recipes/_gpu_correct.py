@@ -1,8 +1,9 @@
 """Stage a of the GPU suite: every attention backend and the kernels of verification against float64, on fresh random inputs.
 
 Memory that an output may be put into is filled with NaN before each call, and slots that a query must not see hold NaN (or, for
-backends that read them with weight 0, large numbers). ``max_error`` is ``|out - reference| / |reference|``; of verification the
-largest distance of a random number from the interval whose decision was taken; of keyed numbers the share that differs.
+backends that read them with weight 0, large numbers). ``max_error`` is the largest ``|out - reference| / |reference|`` of a head of a
+query, ``relative_error`` that of the whole output. Of verification ``max_error`` is the largest distance of a random number from the
+interval whose decision was taken; of keyed numbers the share that differs.
 """
 
 from __future__ import annotations
@@ -11,13 +12,15 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from _gpu_cases import LLAMA_8B, TOY, Problem, poisoned, ring, slots
-from _gpu_lab import LIMITS, Lab, Part, relative
+from _gpu_cases import LARGE, LLAMA_8B, TOY, Heads, Problem, intervals, poisoned, ring, slots
+from _gpu_lab import LIMITS, Lab, Part, relative, worst
 from torch import Tensor
 
 from specdec.kernels.attention import BACKENDS, AttentionPlan, available
 from specdec.kernels.attention.choice import why_not
 from specdec.rng import ACCEPT, Key, Philox, seeds
+
+OTHER_HEADS = (Heads(8, 8, 64), Heads(8, 1, 80), Heads(16, 2, 256))
 
 
 def run(lab: Lab) -> None:
@@ -48,6 +51,14 @@ def problems(lab: Lab, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], P
     yield "sink logits, window", make(first, counts, sinks=True, window=w)
     yield "pages", make(first, counts, page=16 if lab.toy else 256)
     yield "tree over pages", make(first, eight, branching=True, page=16 if lab.toy else 256)
+    yield "first positions beside a window", make(first, counts, window=w, initial=4)
+    yield "tree, first positions beside a window", make(first, eight, branching=True, window=w, initial=4)
+    yield "tree of 70 nodes", make([n, 3], [71, 71], branching=True, parents=LARGE)
+    yield "tree of 70 nodes in a window", make([n, 3], [71, 71], branching=True, parents=LARGE, window=w)
+    yield "intervals", lambda: intervals(lab, heads, dtype, first, counts, w)
+    for some in OTHER_HEADS:
+        said = f"heads {some.query}, {some.kv} of {some.size}"
+        yield f"ragged verify, {said}", lambda some=some: slots(lab, some, dtype, first, counts)  # type: ignore[misc]
     yield "prompt", make([0], [33 if lab.toy else 1024])
     yield "ring: sinks and window", lambda: ring(lab, heads, dtype, [2 * n, 5, n], [1, 1, 1], 4, w)
     yield "ring: verify", lambda: ring(lab, heads, dtype, [2 * n, 5, n], counts, 4, w)
@@ -89,7 +100,7 @@ def one_backend(lab: Lab, case: str, backend: str, problem: Problem, exact: Tens
     nan_memory(lab, exact.numel())
     out = given.run(backend)
     limit = LIMITS[problem.query.dtype]
-    lab.row(case, error=relative(out, exact), limit=limit, backend=backend)
+    lab.row(case, error=worst(out, exact), limit=limit, backend=backend, relative_error=relative(out, exact))
 
 
 def nan_memory(lab: Lab, numbers: int) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from _gpu_cases import LLAMA_8B, TINY, Problem, ring, slots
 from _gpu_correct import decision_error, draws
-from _gpu_lab import LIMITS, Lab, Part, relative
+from _gpu_lab import LIMITS, Lab, Part, worst
 
 from specdec.kernels.attention import available, merge
 from specdec.kernels.attention.choice import why_not
@@ -128,7 +128,7 @@ def timed(
     lab: Lab, case: str, backend: str, sets: list[Problem], exact: Any, bar: str | None, **more: Any
 ) -> float:
     at, answer = exact
-    error = relative(sets[0].run(backend)[:, at], answer)
+    error = worst(sets[0].run(backend)[:, at], answer)
     runs = [lambda p=p: p.run(backend) for p in sets]
     first = sets[0]
     more |= {"backend": backend} | ({"bar": bar} if bar else {})
@@ -204,7 +204,7 @@ def merges(lab: Lab) -> None:
         if lab.late(case):
             continue
         with lab.case(case):
-            error = relative(function(*sets[0])[0], exact)
+            error = worst(function(*sets[0])[0], exact)
             runs = [lambda s=s, f=function: f(*s) for s in sets]
             lab.timed(case, runs, bytes, error=error, limit=LIMITS[torch.float32], backend=name)
 

@@ -363,8 +363,9 @@ def test_the_gpu_suite_at_toy_size(tmp_path):
     assert not [r for r in rows if r.get("failed")]
     assert not [r for r in measured if "not run" in r.get("note", "")]
     correct = {r["case"]: r for r in measured if r["stage"] == "a" and r["max_error"] is not None}
-    for case in ("ragged verify", "tree in a window", "pages", "soft cap", "sink logits", "ring: verify"):
-        assert correct[f"{case}, bfloat16: triton"]["max_error"] < 1e-2
+    for case in ("ragged verify", "tree in a window", "pages", "soft cap", "sink logits", "ring: verify", "intervals",
+                 "first positions beside a window", "tree of 70 nodes in a window", "ragged verify, heads 8, 1 of 80"):  # fmt: skip
+        assert correct[f"{case}, bfloat16: triton"]["max_error"] < 2e-2
     assert correct["rejection, logits, temperature 0.7, float32"]["max_error"] < 1e-5
     timed = [r for r in measured if r["stage"] in "bc" and r["floor_seconds"] is not None]
     assert all(r["share_of_floor"] == pytest.approx(r["floor_seconds"] / r["seconds"]) for r in timed)
@@ -548,6 +549,22 @@ def test_a_timed_pipeline_stops_when_its_rounds_are_over(executor, monkeypatch):
     prompts = [[1, 2, 3], [4, 5]]
     assert slow.generate(prompts, 9, seed=0).ids == decoder.generate(prompts, 9, seed=0).ids
     assert len(waits) > 2
+
+
+def test_an_error_shows_in_one_head_of_one_query(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "recipes")
+    from _gpu_lab import LIMITS, relative, worst
+
+    exact = torch.randn(1, 400, 32, 128, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    exact[0, 7, 3] = 0  # a query that sees nothing
+    out = exact.to(torch.bfloat16)
+    assert worst(out, exact) < LIMITS[torch.bfloat16] / 4
+    out[0, 5, 2] = out[0, 5, 3]
+    assert relative(out, exact) < LIMITS[torch.bfloat16] < worst(out, exact)
+    for wrong in (float("nan"), 1.0):
+        out = exact.clone()
+        out[0, 7, 3, 1] = wrong
+        assert not worst(out, exact) < LIMITS[torch.bfloat16]
 
 
 def test_runs_that_captured_a_shape_are_left_out(monkeypatch):
