@@ -65,7 +65,7 @@ def problems(lab: Lab, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], P
 
 
 def attend(lab: Lab) -> None:
-    types = (torch.bfloat16, torch.float32) if lab.toy else (torch.bfloat16, torch.float16, torch.float32)
+    types = (torch.bfloat16, torch.float32) if lab.toy else (torch.bfloat16, torch.float32, torch.float16)
     for dtype in types:
         short = str(dtype).removeprefix("torch.")
         backends = available(lab.device, dtype)
@@ -117,7 +117,7 @@ def nan_memory(lab: Lab, numbers: int) -> None:
 def verify(lab: Lab) -> None:
     from specdec.kernels import rejection
 
-    B, N, V = (3, 2, 97) if lab.toy else (64, 5, 128_256)
+    B, N, V = (3, 2, 97) if lab.toy else (16, 5, 128_256)
     for kind in ("point masses", "probabilities", "logits"):
         for temperature in (0.0, 0.7) if lab.toy else (0.0, 0.7, 1.0):
             for dtype in (torch.float32, torch.bfloat16):
@@ -152,13 +152,15 @@ def draws(
     return low, None if draft is None else draft.to(dtype), tokens, size, accept, bonus
 
 
-def decision_error(made: Any, given: tuple[Any, ...], kind: str, temperature: float) -> float:
+def decision_error(
+    made: Any, given: tuple[Any, ...], kind: str, temperature: float, rows: int | None = None
+) -> float:
     """How far a number lies outside the interval, in float64, of the decision that was taken; infinite for a wrong greedy one.
 
     Args:
-        given: as for ``rejection.verify``; the draft comes last.
+        given: as for ``rejection.verify``; the draft comes last. rows: how many of them are looked at, from the first on; all.
     """
-    logits, tokens, size, accept, bonus, draft = (None if t is None else t.cpu() for t in given)
+    logits, tokens, size, accept, bonus, draft = (None if t is None else t[:rows].cpu() for t in given)
     x = logits.double() / (temperature or 1.0)
     accepted, token = made.accepted.cpu(), made.token.cpu()
     p = x.softmax(-1)

@@ -27,6 +27,8 @@ class Report:
 
     def __init__(self, file: str | None, seed: int, toy: bool, times: bool, others: Iterable[str] = ()):
         self.file = None if file is None else Path(file)
+        if self.file is not None:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
         self.times, self.rows = times, list[Row]()
         self.meta = {**meta(seed, PACKAGES), "toy": toy}
         self.kept: dict[str, tuple[Row, list[Row]]] = {}  # of each other stage: how it was made, and its rows
