@@ -236,9 +236,9 @@ class Study:
     def _grid_rows(lab: Lab, rows: list[dict[str, Any]]) -> None:
         for r in (r for r in rows if r["part"] == "bare"):
             what = f"{r['method']}{' draft' if r['method'] != 'target' else ''}, {r['tokens']} tokens a row"
-            replayed, modelled = bool(r.get("replayed")), r["modelled_seconds"]
-            lab.row(f"bare step, {what}, {r['batch']} x {r['context']}", r["seconds"], modelled_seconds=modelled, replayed=replayed,
-                    note="of its captured chain" if replayed else None)  # fmt: skip
+            note = {"note": "of its captured chain"} if r.get("replayed") else {}
+            lab.row(f"bare step, {what}, {r['batch']} x {r['context']}", r["seconds"],
+                    modelled_seconds=r["modelled_seconds"], replayed=bool(note), **note)  # fmt: skip
         found = {(r["batch"], r["context"], r["method"]): r for r in rows if r["part"] == "grid"}
         for (batch, context, method), r in found.items():
             modelled = r["modelled"]

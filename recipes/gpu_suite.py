@@ -83,9 +83,7 @@ def main(s: Settings) -> int:
             raise SystemExit("no CUDA device: run this on a machine with a GPU, or with --toy on the CPU")
     from _gpu_report import Report
 
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit(143)
-    )  # so that a stage's process is ended with this one
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # a stage's process is ended with this one
     report = Report(s.json, s.seed, s.toy, not s.toy and s.device == "cuda", s.merge)
     isolated = s.device == "cuda" if s.isolated is None else s.isolated
     end = BEGAN
@@ -160,14 +158,8 @@ def process(s: Settings, name: str, until: float, put: Callable[[Row], None]) ->
             child.kill()
             child.wait()
         if why or code:
-            put(
-                {
-                    "stage": name,
-                    "case": "stage",
-                    "failed": True,
-                    "note": why or f"its process ended with code {code}",
-                }
-            )
+            why = why or f"its process ended with code {code}"
+            put({"stage": name, "case": "stage", "failed": True, "note": why})
 
 
 def _ended(child: subprocess.Popen[bytes]) -> int | None:

@@ -551,6 +551,23 @@ def test_a_timed_pipeline_stops_when_its_rounds_are_over(executor, monkeypatch):
     assert len(waits) > 2
 
 
+def test_rows_of_captured_steps_fail_where_nothing_was_captured(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "recipes")
+    from _gpu_steps import stopped
+
+    model = tiny("llama", 0, torch.float32)
+    made = sd.HFModel(model, graphs="eager")
+    assert stopped(sd.HFModel(model)) == {}
+    assert stopped(made) == {"failed": True, "note": "its steps are not captured: none was"}
+    decoder = sd.decoder(made).greedy().build()
+    decoder.generate([[1, 2, 3]], 8)
+    assert stopped(made) == {}
+    made.steps._storages[0].too_large.add("a shape")
+    assert stopped(made)["note"].endswith("too little memory")
+    made.steps.why = "it waits"
+    assert stopped(made)["note"].endswith("it waits")
+
+
 def test_an_error_shows_in_one_head_of_one_query(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "recipes")
     from _gpu_lab import LIMITS, relative, worst

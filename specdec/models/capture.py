@@ -85,9 +85,8 @@ class CudaGraphs:
                     graph, pool=self.pool, stream=aside, capture_error_mode="thread_local"
                 ):  # other threads may go on
                     out = body()
-            except (
-                BaseException
-            ):  # a capture that cannot even be ended leaves its stream and its pool as they were in it
+            except BaseException:
+                # A capture that cannot even be ended leaves the thread on its stream and the pool marked as being recorded.
                 torch.cuda.set_stream(current)
                 self.pool = None
                 raise
