@@ -49,7 +49,7 @@ class Report:
                 f"{path} has rows of {sizes[0]}, and these are of {sizes[1]}: give another --json FILE"
             )
         for name in sorted({r["stage"] for r in rows} - {"bars"}):
-            how = {k: v for k, v in made[name].items() if k != "earlier"}
+            how = {k: v for k, v in made.get(name, about).items() if k != "earlier"}
             self.kept[name] = (how, [r for r in rows if r["stage"] == name])
 
     def add(self, row: Row) -> None:

@@ -608,6 +608,66 @@ def test_runs_that_captured_a_shape_are_left_out(monkeypatch):
     assert found == {"plain": [3, 4], "unlucky": [3, 4, 5], "lucky": [3, 4, 5]}  # those before warm up
 
 
+@pytest.fixture
+def suite(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "recipes")
+    import gpu_suite
+
+    monkeypatch.setattr(gpu_suite, "ready", lambda device: None)
+    monkeypatch.setattr(gpu_suite.signal, "signal", lambda *_: None)
+    return gpu_suite
+
+
+def test_what_a_stage_takes_too_long_the_next_one_lacks(suite, monkeypatch):
+    """And nothing that one leaves over makes another longer; imports count."""
+    now, told = [1000.0], {}
+    monkeypatch.setattr(suite, "monotonic", lambda: now[0])
+    monkeypatch.setattr(suite, "BEGAN", 970.0)
+    spends = {"a": 10.0, "b": 270.0, "c": 30.0}
+
+    def stage(s, name, until, put):
+        told[name] = until - now[0]
+        now[0] += spends[name]
+
+    monkeypatch.setattr(suite, "stage", stage)
+    assert suite.main(suite.Settings("a,b,c", "2,4,3", toy=True, device="cpu")) == 0
+    assert told == {"a": 90.0, "b": 240.0, "c": 180.0}
+    now[0], told["c"], spends["b"] = 1000.0, 0, 370.0
+    assert suite.main(suite.Settings("a,b,c", "2,4,3", toy=True, device="cpu")) == 0
+    assert told["c"] == 970 + 540 - 1380
+
+
+def test_a_stage_that_does_not_stop_is_ended(suite, monkeypatch, tmp_path):
+    """What it has said stays, and that it was ended is a failure."""
+    start = subprocess.Popen
+    row = {"stage": "a", "case": "said before", "seconds": 1.0}
+    code = f"import sys, time; open(sys.argv[1], 'a').write({json.dumps(row)!r} + chr(10) + '{{half a r'); time.sleep(60)"
+
+    def popen(words):
+        return start(
+            [
+                sys.executable,
+                "-S",
+                "-c",
+                code if "a" in words else "raise SystemExit(3)",
+                words[words.index("--rows") + 1],
+            ]
+        )
+
+    monkeypatch.setattr(suite.subprocess, "Popen", popen)
+    monkeypatch.setattr(suite, "BEGAN", monotonic())
+    monkeypatch.setattr(suite, "GRACE", 1.0)
+    file = tmp_path / "new" / "g.json"
+    assert (
+        suite.main(suite.Settings("a,b", "0.02", toy=True, device="cpu", isolated=True, json=str(file))) == 1
+    )
+    notes = [(r["case"], r.get("note", "")) for r in report(file) if r["stage"] in "ab"]
+    assert notes[0] == ("said before", "")
+    assert [case for case, _ in notes[1:]] == ["stage", "stage"]
+    assert "it did not stop in time" in notes[1][1]
+    assert "code 3" in notes[2][1]
+
+
 def test_the_gpu_suites_reports_are_merged(tmp_path):
     def write(name, stages, toy):
         about = {
