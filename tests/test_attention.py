@@ -248,7 +248,7 @@ def test_first_positions_and_fragments(counts, window, initial, fragment):
 
 
 @C
-@pytest.mark.parametrize(("dtype", "D"), [(torch.float32, 16), (torch.bfloat16, 32)])
+@pytest.mark.parametrize(("dtype", "D"), [(torch.float32, 16), (torch.bfloat16, 64)])
 def test_first_positions_do_not_make_c_kernels_depend_on_company(dtype, D):
     """To the bit: rows whose first positions and window meet, alone and beside a row in which they lie apart."""
     both = AttentionPlan([0, 1], [150, 20], [4, 4], 170)

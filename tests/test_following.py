@@ -92,6 +92,9 @@ def test_only_where_it_can_be_done():
     wide = sd.HFModel(tiny("llama"))  # float64
     assert following(wide, wide.cache(1, 8), length, budget) is None
     assert following(with_more(model), cache, length, budget) is not None
+    ring = sd.models.Windowed(model, 8, 1)
+    assert type(ring).score is type(model).score
+    assert following(ring, ring.cache(1, 8), length, budget) is None  # slots of a ring are no positions
     own = with_more(model, score=lambda *_: None)
     assert following(own, cache, length, budget) is None
     handle = model.clone.model.layers[0].register_forward_hook(lambda *_: None)

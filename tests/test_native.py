@@ -24,7 +24,7 @@ needed = pytest.mark.skipif(library() is None, reason=f"no C kernels: {reason()}
 KINDS = [
     (torch.float32, 16),
     (torch.bfloat16, 16),
-    (torch.bfloat16, 32),
+    (torch.bfloat16, 64),
 ]  # the last by matrix units, where there are any
 
 

@@ -265,6 +265,7 @@ static void some_heads(const Plan *p, const Call *c, int64_t r, int64_t h0, int6
 #ifdef __AVX512F__ /* elsewhere compilers take minutes over them */
     const int64_t size = c->size == c->value_size ? c->size : 0;
     if (size == 32 && !c->half) return task(p, c, r, h0, h1, 32, 32, 0, space);
+    if (size == 32) return task(p, c, r, h0, h1, 32, 32, 1, space);
     if (size == 64 && !c->half) return task(p, c, r, h0, h1, 64, 64, 0, space);
     if (size == 128 && !c->half) return task(p, c, r, h0, h1, 128, 128, 0, space);
 #endif

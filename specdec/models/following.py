@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from specdec.kernels.native.step import Steps
+from specdec.models.cache import SlotCache
 from specdec.models.feed import Row
 from specdec.models.hf import HFModel
 from specdec.models.native import Native
@@ -100,7 +101,9 @@ def following(model: Any, cache: Any, length: Tensor, budget: Tensor) -> Followi
         leans, member = path.natives or [None], path.member
     if not all(isinstance(lean, Native) and lean.at_once(len(length)) for lean in leans):
         return None
-    if getattr(cache, "buffers", None) is None or getattr(cache, "page", 0) % 16:
+    if type(cache) not in (SlotCache, PagedCache) or cache.buffers is None:
+        return None  # in a ring slots are no positions
+    if isinstance(cache, PagedCache) and cache.page % 16:
         return None
     if int((length + budget).max()) - 1 > cache.capacity:
         return None  # scoring says what is wrong

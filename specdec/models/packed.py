@@ -14,6 +14,7 @@ from transformers import AttentionInterface
 
 from specdec.kernels.attention import AttentionPlan, attention
 from specdec.models.families import refuse
+from specdec.models.fused import Fused
 from specdec.models.lean import Lean
 from specdec.models.native import Native
 from specdec.models.taps import tapped
@@ -99,6 +100,8 @@ class Packed:
             return
         if Native.suits(model):
             self.lean = Native(model, backend, invariant, bf16_weights)
+        elif Fused.suits(model):
+            self.lean = Fused(model, backend)
         elif Lean.suits(model):
             self.lean = Lean(model, backend)
 

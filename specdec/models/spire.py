@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from specdec.kernels import pointwise
 from specdec.kernels.native.blocks import Blocks
 from specdec.kernels.native.narrow import Narrow
 from specdec.kernels.native.ops import add_norm, linear, linear_takes, unchecked_linear
@@ -215,6 +216,8 @@ class SpireModel(nn.Module):
             the block's output ``[..., E]``, its own keys and its own values.
         """
         b = self.blocks[layer]
+        if self._launches(x):
+            return self._run_launches(b, x, rotary, attend)
         y = norm(x, b.before)
         query = _heads(y, b.query, b.size)
         if b.query_norm is not None:
@@ -225,6 +228,29 @@ class SpireModel(nn.Module):
         y = norm(x, b.after)
         gate, up = F.linear(y, b.gate.weight, b.gate.bias), F.linear(y, b.up.weight, b.up.bias)
         return x + F.linear(F.silu(gate) * up, b.down.weight, b.down.bias), key, value
+
+    @staticmethod
+    def _launches(x: Tensor) -> bool:
+        """Whether what lies between products is ``kernels.pointwise``'s for ``x``: in half precision on a GPU, without gradients."""
+        half = x.is_cuda and x.dim() == 2 and x.dtype is not torch.float32 and not torch.is_grad_enabled()
+        return half and pointwise.why_not(x.device, x.dtype) is None
+
+    @staticmethod
+    def _run_launches(
+        b: Block, x: Tensor, rotary: tuple[Tensor, Tensor], attend: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As ``run`` for ``x [T, E]``, which stays as it is."""
+        y = pointwise.add_norm(x.contiguous(), None, b.before.weight, b.before.variance_epsilon)
+        query, key, value = (_heads(y, p, b.size) for p in (b.query, b.key, b.value))
+        norms = None
+        if b.query_norm is not None:
+            norms = (b.query_norm.weight, b.key_norm.weight, b.query_norm.variance_epsilon)
+        cos, sin = (t.squeeze(-2).contiguous() for t in rotary)
+        pointwise.turn(query, key, cos, sin, norms=norms)
+        out = F.linear(attend(query, key, value).flatten(-2), b.out.weight, b.out.bias)
+        y = pointwise.add_norm(out, x.contiguous(), b.after.weight, b.after.variance_epsilon)
+        gate, up = F.linear(y, b.gate.weight, b.gate.bias), F.linear(y, b.up.weight, b.up.bias)
+        return out + F.linear(pointwise.silu_mul(gate, up), b.down.weight, b.down.bias), key, value
 
     def logits(self, x: Tensor) -> Tensor:
         """``[..., E]`` after the last block -> ``[..., V]``."""

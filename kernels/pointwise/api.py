@@ -1,0 +1,143 @@
+"""The operators by Triton, on contiguous tensors of one dtype and device. Plain versions: ``pointwise.reference``."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+MOST = 32768  # numbers of a row that is normed
+HEADS = 4  # heads of a token that one program turns
+BLOCK = 1024
+
+
+class Place(NamedTuple):
+    """Where new entries go: ``keys`` and ``values [B, S, H, D]``, last dimension contiguous, and flat ``slots [T]`` int64, ``b * S + s``.
+
+    Slots are not looked at: those outside would be written all the same.
+    """
+
+    keys: Tensor
+    values: Tensor
+    slots: Tensor
+
+
+def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why these kernels cannot serve tensors of a kind, or ``None``."""
+    if dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return f"they compute float16, bfloat16 and float32, not {str(dtype).removeprefix('torch.')}"
+    if find_spec("triton") is None:
+        return "they need Triton: pip install specdec[triton]"
+    if device.type != "cuda":
+        return f"they run on CUDA devices, not on {device}"
+    return None
+
+
+def add_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    """``x [..., n] += y`` in place (where there is a y), and the RMS norm of the sum times ``weight [n]``, rounded once.
+
+    Raises:
+        ValueError: tensors that are not contiguous, not on a GPU, or do not fit. ImportError: Triton is not installed.
+    """
+    n = x.shape[-1]
+    fit = weight.shape == (n,) and n <= MOST and (y is None or y.shape == x.shape)
+    _check("add_norm", fit, x, weight, *([] if y is None else [y]))
+    out = torch.empty_like(x)
+    if x.numel():
+        block = 1 << (n - 1).bit_length()
+        _kernels(x.device).add_norm_kernel[(x.numel() // n,)](
+            *(x, x if y is None else y, weight, out, n, eps),
+            ADD=y is not None,
+            BLOCK=block,
+            num_warps=min(max(block // 512, 1), 16),
+        )
+    return out
+
+
+def turn(
+    query: Tensor,
+    key: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    norms: tuple[Tensor, Tensor, float] | None = None,
+    value: Tensor | None = None,
+    place: Place | None = None,
+) -> None:
+    """Rotary embedding, as transformers' llama, of ``query [T, Hq, D]`` and ``key [T, H, D]`` in place, rounded once.
+
+    Args:
+        cos, sin: ``[T, D]``. norms: RMS norms before it, of a query's and of a key's heads: weights ``[D]``, ``[D]`` and eps.
+        value, place: with ``value [T, H, D]`` keys and values are stored there, and ``key`` stays as it is.
+    Raises:
+        ValueError: tensors that are not contiguous, not on a GPU, or do not fit. ImportError: Triton is not installed.
+    """
+    T, Hq, D = query.shape
+    H = key.shape[1]
+    fit = key.shape == (T, H, D) and cos.shape == sin.shape == (T, D) and D % 2 == 0 and D <= 512
+    _check("turn", fit, query, key, *(norms[:2] if norms else ()))
+    _check("turn", norms is None or norms[0].shape == norms[1].shape == (D,), cos, sin)
+    strides: tuple[int, ...] = (0,) * 6
+    S = 1
+    keys = values = slots = kept = key  # not looked at
+    if place is not None:
+        (keys, values, slots), kept = place, key if value is None else value
+        lie = (
+            keys.stride(3) == values.stride(3) == 1
+            and keys.shape == values.shape
+            and keys.shape[2:] == (H, D)
+        )
+        same = slots.shape == (T,) and slots.dtype == torch.long and keys.dtype == values.dtype == key.dtype
+        _check("turn", lie and same and value is not None and value.shape == key.shape, kept)
+        _check("turn", True, slots)
+        strides, S = (*keys.stride()[:3], *values.stride()[:3]), keys.shape[1]
+    parts = -(-H // HEADS) * (1 if place is None else 2)
+    if T:
+        _kernels(query.device).turn_kernel[(T, -(-Hq // HEADS) + parts)](
+            *(query, key, kept, cos, sin),
+            *((query, key) if norms is None else norms[:2]),
+            *(keys, values, slots, Hq, H, D // 2, S, *strides, 0.0 if norms is None else norms[2]),
+            HALF=1 << (D // 2 - 1).bit_length(),
+            HEADS=HEADS,
+            NORM=norms is not None,
+            KEEP=place is not None,
+        )
+
+
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """``gate = silu(gate) * up`` in place, rounded once.
+
+    Raises:
+        ValueError: tensors that are not contiguous, not on a GPU, or do not fit. ImportError: Triton is not installed.
+    """
+    _check("silu_mul", gate.shape == up.shape, gate, up)
+    if gate.numel():
+        _kernels(gate.device).silu_mul_kernel[(-(-gate.numel() // BLOCK),)](
+            gate, up, gate.numel(), BLOCK=BLOCK
+        )
+    return gate
+
+
+def _check(name: str, fit: bool, *tensors: Tensor) -> None:
+    first = tensors[0]
+    dtype, device = first.dtype, first.device
+    if fit and all(t.dtype == dtype and t.device == device and t.is_contiguous() for t in tensors):
+        return
+    found = [(tuple(t.shape), str(t.dtype), tuple(t.stride()), str(t.device)) for t in tensors]
+    raise ValueError(
+        f"{name}: give contiguous tensors of one dtype and device that fit each other, not {found}"
+    )
+
+
+def _kernels(device: torch.device) -> ModuleType:
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError(f"these kernels run on CUDA devices (or in Triton's interpreter), not on {device}")
+    try:
+        from specdec.kernels.pointwise import triton_kernels
+    except ImportError as error:
+        raise ImportError("this needs Triton: pip install specdec[triton]") from error
+    return triton_kernels

@@ -1,0 +1,289 @@
+"""Norms, rotary embedding with the KV store, and SwiGLU by Triton against plain PyTorch, and whole models made of them."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from interpreted import interpreted  # noqa: F401 (a fixture)
+from tiny import tiny
+from without_a_gpu import compiled
+
+import specdec as sd
+from specdec.kernels import pointwise
+from specdec.kernels.pointwise import Place, reference
+from specdec.models import fused
+from specdec.models.fused import Fused
+from specdec.models.spire import SpireModel
+
+TRITON = importlib.util.find_spec("triton") is not None
+GPU = TRITON and torch.cuda.is_available()
+KERNELS = Path(pointwise.__file__).with_name("triton_kernels.py")
+needs_triton = pytest.mark.skipif(not TRITON, reason="needs triton")
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+
+
+def draws(*shape, dtype=torch.float32, device="cpu", seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(device)
+
+
+def close(got, expected, dtype):
+    """Every number within one rounding of its own size (the interpreter cuts bfloat16 off: two), and a little of the largest."""
+    one = ROUNDING[dtype] * (1 if got.is_cuda else 2)
+    got, expected = got.double().cpu(), expected.double().cpu()
+    room = one * expected.abs() + 1e-6 * expected.abs().max() + 1e-30
+    worst = ((got - expected).abs() / room).max()
+    assert worst <= 1, float(worst)
+
+
+def norms_are_right(rows, n, dtype, device="cpu"):
+    x, y, w = (
+        draws(*shape, dtype=dtype, device=device, seed=i)
+        for i, shape in enumerate(((rows, n), (rows, n), (n,)))
+    )
+    sums = (x.double() + y.double()).to(dtype)
+    for more, stored in ((None, x.clone()), (y, sums)):
+        into = x.clone()
+        out = pointwise.add_norm(into, more, w, 1e-5)
+        close(into, stored, dtype)
+        close(out, reference.add_norm(into.double(), None, w.double(), 1e-5)[1], dtype)
+
+
+def turns_are_right(T, heads, D, dtype, device="cpu", layout="heads first", normed=False):
+    Hq, H = heads
+    q, k, v = (draws(T, h, D, dtype=dtype, device=device, seed=i) for i, h in enumerate((Hq, H, H)))
+    angle = torch.arange(T)[:, None] * 0.37 ** torch.arange(D // 2) + 0.1
+    cos, sin = (
+        torch.cat([f(angle), f(angle) * 0.9], -1).to(dtype).to(device) for f in (torch.cos, torch.sin)
+    )
+    weights = (
+        draws(D, dtype=dtype, device=device, seed=5),
+        draws(D, dtype=dtype, device=device, seed=6),
+        1e-5,
+    )
+
+    def expected(x, w):
+        x = x.double()
+        if normed:
+            x = reference.add_norm(x, None, w.double(), 1e-5)[1]
+        return reference.turn(x, cos.double(), sin.double())
+
+    norms = weights if normed else None
+    mine, theirs = q.clone(), k.clone()
+    pointwise.turn(mine, theirs, cos, sin, norms=norms)
+    close(mine, expected(q, weights[0]), dtype)
+    close(theirs, expected(k, weights[1]), dtype)
+
+    rows, S = 3, T + 5
+    shape = (2, rows, H, S, D) if layout == "heads first" else (2, rows, S, H, D)
+    buffers = torch.full(shape, torch.nan, dtype=dtype, device=device)
+    keys, values = (b.transpose(1, 2) if layout == "heads first" else b for b in buffers.unbind(0))
+    slots = torch.randperm(rows * S, generator=torch.Generator().manual_seed(3))[:T].to(device)
+    mine, theirs = q.clone(), k.clone()
+    pointwise.turn(mine, theirs, cos, sin, norms=norms, value=v, place=Place(keys, values, slots))
+    close(mine, expected(q, weights[0]), dtype)
+    assert torch.equal(theirs, k)
+    at = (slots // S, slots % S)
+    close(keys[at], expected(k, weights[1]), dtype)
+    assert torch.equal(values[at], v)
+    assert int(buffers.isfinite().sum()) == 2 * T * H * D  # and nothing else is written
+
+
+def products_are_right(n, dtype, device="cpu"):
+    gate, up = 4 * draws(3, n, dtype=dtype, device=device), draws(3, n, dtype=dtype, device=device, seed=1)
+    expected = reference.silu_mul(gate.double(), up.double())
+    assert pointwise.silu_mul(gate, up) is gate
+    close(gate, expected, dtype)
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("n", [1, 80, 1024, 1100])
+def test_interpreted_norms_and_products(n, dtype):
+    norms_are_right(5, n, dtype)
+    products_are_right(n, dtype)
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("normed", [False, True], ids=["plain", "normed"])
+@pytest.mark.parametrize(("heads", "D", "layout"), [((4, 4), 16, "heads first"), ((9, 3), 80, "slots first"), ((8, 1), 2, "slots first")])  # fmt: skip
+def test_interpreted_turns(heads, D, layout, normed, dtype):
+    turns_are_right(7, heads, D, dtype, layout=layout, normed=normed)
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_interpreted_nothing_to_do_and_what_is_refused():
+    empty, w = torch.empty(0, 8), torch.ones(8)
+    assert pointwise.add_norm(empty, None, w, 1e-5).shape == (0, 8)
+    pointwise.turn(torch.empty(0, 2, 8), torch.empty(0, 1, 8), empty, empty)
+    assert pointwise.silu_mul(empty, empty).shape == (0, 8)
+    x, q = torch.ones(3, 8), torch.ones(3, 2, 8)
+    for call, name in (
+        (lambda: pointwise.add_norm(x, x[:2], w, 1e-5), "add_norm"),
+        (lambda: pointwise.add_norm(x, None, w.double(), 1e-5), "add_norm"),
+        (lambda: pointwise.add_norm(x.t(), None, torch.ones(3), 1e-5), "add_norm"),
+        (lambda: pointwise.silu_mul(x, x[:, :4]), "silu_mul"),
+        (lambda: pointwise.turn(q, q.transpose(0, 1), x, x), "turn"),
+        (lambda: pointwise.turn(q, q, x[:2], x), "turn"),
+        (lambda: pointwise.turn(q, q, x, x, place=Place(q[None], q[None], torch.arange(3))), "turn"),
+        (lambda: pointwise.turn(q, q, x, x, value=q, place=Place(q[None], q[None], torch.arange(2))), "turn"),
+        (lambda: pointwise.turn(q, q, x, x, norms=(w, w[:4], 1e-5)), "turn"),
+    ):
+        with pytest.raises(ValueError, match=f"{name}: give contiguous tensors of one dtype and device"):
+            call()
+
+
+@needs_triton
+@pytest.mark.skipif(GPU, reason="there is a GPU")
+def test_tensors_of_the_cpu_are_refused():
+    x = torch.ones(2, 8)
+    with pytest.raises(ValueError, match="run on CUDA devices"):
+        pointwise.add_norm(x, None, x[0], 1e-5)
+    assert "CUDA" in pointwise.why_not(x.device, torch.bfloat16)
+    assert "float64" in pointwise.why_not(torch.device("cuda"), torch.float64)
+
+
+def logits(model, path, context, proposal, **options):
+    """Of a prompt and then of a proposal after it, computed by ``path`` of the private copy."""
+    wrapped = sd.HFModel(model, **options)
+    wrapped._path.lean = path(wrapped.clone)
+    if wrapped.steps is not None:
+        wrapped.steps.forward = wrapped._path.forward
+    cache = wrapped.cache(context.batch, context.tokens.shape[1])
+    wrapped.prefill(cache, context)
+    for _ in range(1 if wrapped.steps is None else 3):  # a step is captured when its shape is met again
+        found = wrapped.score(cache, context, proposal, taps=(0, 2))
+    assert wrapped.steps is None or "0 captured" not in repr(wrapped.steps)
+    live = torch.arange(found.logits.shape[1])[None] < 1 + (0 if proposal is None else proposal.size[:, None])
+    return found.logits[live.expand(found.logits.shape[:2])].double(), found.fed.layers
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize(
+    ("family", "dtype", "options"),
+    [
+        ("llama", torch.float32, {}),
+        ("llama", torch.float32, {"graphs": "eager"}),
+        ("llama", torch.float32, {"page": 16}),
+        ("qwen3", torch.float32, {"graphs": "eager"}),
+        *((family, torch.float16, {}) for family in ("llama", "mistral", "qwen2", "qwen3")),
+    ],
+    ids=str,
+)
+def test_interpreted_models_give_the_numbers_of_their_modules(family, dtype, options):
+    """In float32 up to rounding; in float16 no further from float64 than the modules are (bfloat16 the interpreter cuts off)."""
+    changes = {"mlp_bias": True, "attention_bias": True} if family == "llama" else {}
+    model = tiny(family, 0, dtype, **changes)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if name.endswith("bias"):
+                p.normal_()
+    context = sd.Context.of([[1], list(range(12)), [5, 6, 7]], capacity=32)
+    nodes = torch.tensor([[3, 4, 5, 6]] * 3)
+    tree = sd.Proposal(nodes, torch.tensor([[-1, -1, 0, 2]] * 3), torch.tensor([4, 3, 4]))
+    got, taps = logits(model, Fused, context, tree, **options)
+    own, own_taps = logits(model, lambda _: None, context, tree)
+    if dtype is torch.float32:
+        torch.testing.assert_close(got, own, rtol=0, atol=5e-6 * float(own.abs().max()))
+        for tap, x in own_taps.items():
+            torch.testing.assert_close(taps[tap], x, rtol=0, atol=5e-6 * float(x.abs().max()))
+        return
+    exact = tiny(family, 0, torch.float64, **changes)
+    exact.load_state_dict(model.state_dict())
+    truth, _ = logits(exact, lambda _: None, context, tree)
+    assert (got - truth).norm() <= 1.1 * (own - truth).norm()
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_interpreted_blocks_are_four_launches_beside_products_and_attention(monkeypatch):
+    launched = []
+    for name in ("add_norm", "turn", "silu_mul"):
+        own = getattr(fused, name)
+        monkeypatch.setattr(
+            fused, name, lambda *a, _own=own, _name=name, **k: launched.append(_name) or _own(*a, **k)
+        )
+    model = tiny("llama", 0, torch.float32)
+    logits(model, Fused, sd.Context.of([[1, 2, 3]], capacity=8), None)
+    block = ["add_norm", "turn", "add_norm", "silu_mul"]
+    layers = model.config.num_hidden_layers
+    assert launched == 3 * layers * block + [
+        "add_norm"
+    ]  # a look at the cache's shapes, the prompt, and a step with logits
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_interpreted_blocks_of_a_spire_draft(family, monkeypatch):
+    model = SpireModel.from_target(tiny(family, 0, torch.float32), 1)
+    x = draws(5, model.body.config.hidden_size)
+    kept, rotary = x.clone(), model.rotary(torch.arange(5) * 3)
+
+    def attend(query, key, value):
+        return query * key.repeat_interleave(query.shape[1] // key.shape[1], 1) + value[:, :1]
+
+    with torch.no_grad():
+        expected = model.run(0, x, rotary, attend)
+        monkeypatch.setattr(model, "_launches", lambda x: True)
+        got = model.run(0, x, rotary, attend)
+    assert torch.equal(x, kept)  # the feedback memory reads it, too
+    for a, b in zip(got, expected):
+        torch.testing.assert_close(a, b, rtol=0, atol=3e-6 * float(b.abs().max()))
+
+
+def test_who_takes_it():
+    model = tiny("llama", 0, torch.bfloat16)
+    assert not Fused.suits(model)  # it is on the CPU
+    fused = Fused(sd.HFModel(model).clone)
+    with torch.enable_grad():
+        assert not fused.usable  # gradients go through the modules
+    with torch.inference_mode():
+        assert fused.usable
+
+
+@pytest.mark.skipif(not GPU, reason="needs triton and a GPU")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_on_a_gpu(dtype):
+    for rows, n in ((1, 4096), (33, 80), (3, 16384)):
+        norms_are_right(rows, n, dtype, "cuda")
+        products_are_right(n, dtype, "cuda")
+    for T, heads, D in ((1, (32, 8), 128), (70, (9, 3), 80)):
+        for normed in (False, True):
+            turns_are_right(T, heads, D, dtype, "cuda", normed=normed)
+    if dtype is not torch.float32:
+        model = tiny("llama", 0, dtype).cuda()
+        assert type(sd.HFModel(model)._path.lean) is Fused
+        context = sd.Context.of([[1], list(range(20)), [5, 6, 7] * 5], capacity=32)
+        got, _ = logits(model, Fused, context, None)
+        own, _ = logits(model, lambda _: None, context, None)
+        torch.testing.assert_close(got, own, rtol=0, atol=0.05 * float(own.abs().max()))
+
+
+COMPILE = """
+    def one(kernel, arch, dtype, warps, names, more=(), **const):
+        types = dict.fromkeys(names, "*" + dtype) | {"SLOTS": "*i64", "eps": "fp32"}
+        build(kernel, arch, types, ("n", "S", *more), warps, **const)
+
+    for arch in (80, 90):
+        for dtype in ("bf16", "fp16"):
+            for add in (False, True):
+                one(k.add_norm_kernel, arch, dtype, 8, ("X", "Y", "WEIGHT", "OUT"), ADD=add, BLOCK=4096)
+            one(k.add_norm_kernel, arch, dtype, 16, ("X", "Y", "WEIGHT", "OUT"), ADD=True, BLOCK=32768)
+            for norm in (False, True):
+                for keep in (False, True):
+                    names = ("Q", "K", "V", "COS", "SIN", "QW", "KW", "KEYS", "VALUES")
+                    more = ("k_row", "k_slot", "k_head", "v_row", "v_slot", "v_head", "half")
+                    one(k.turn_kernel, arch, dtype, 4, names, more, HALF=64, HEADS=4, NORM=norm, KEEP=keep)
+            one(k.silu_mul_kernel, arch, dtype, 4, ("GATE", "UP"), BLOCK=1024)
+"""
+
+
+@needs_triton
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton's compiler is for Linux")
+def test_the_kernels_compile_for_gpus_without_spilling(tmp_path):
+    said = compiled(COMPILE, KERNELS, tmp_path)
+    assert said.count("turn_kernel") == 16
