@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import _gpu_pointwise
 import torch
 from _gpu_cases import LARGE, LLAMA_8B, TOY, Heads, Problem, intervals, poisoned, ring, slots
 from _gpu_lab import LIMITS, Lab, Part, relative, worst
@@ -24,7 +25,14 @@ OTHER_HEADS = (Heads(8, 8, 64), Heads(8, 1, 80), Heads(16, 2, 256))
 
 
 def run(lab: Lab) -> None:
-    lab.parts({"attention": Part(0.7, attend), "verification": Part(0.2, verify), "keyed": Part(0.1, keyed)})
+    lab.parts(
+        {
+            "attention": Part(0.65, attend),
+            "verification": Part(0.15, verify),
+            "between products": Part(0.1, _gpu_pointwise.correct),
+            "keyed": Part(0.1, keyed),
+        }
+    )
 
 
 # -- attention --------------------------------------------------------------------------------------------------------------

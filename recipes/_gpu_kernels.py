@@ -1,7 +1,7 @@
 """Stage b of the GPU suite: kernels of the Llama-3-8B shape beside the time that their bytes take to be copied.
 
 One layer of attention at batch 64 and a context of 8192, by every backend that serves it; the Triton kernel in a list of
-configurations; the merge of chunks; verification; the race of keyed numbers. Errors are those of the worst head of a query, of two
+configurations; what lies between products; the merge of chunks; verification; the race of keyed numbers. Errors are those of the worst head of a query, of two
 rows, against float64.
 """
 
@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import _gpu_pointwise
 import torch
 from _gpu_cases import LLAMA_8B, TINY, Problem, ring, slots
 from _gpu_correct import decision_error, draws
@@ -44,7 +45,8 @@ def run(lab: Lab) -> None:
     lab.parts(
         {
             "attention": Part(0.4, attend),
-            "Triton configurations": Part(0.35, variants),
+            "Triton configurations": Part(0.25, variants),
+            "between products": Part(0.1, _gpu_pointwise.timed),
             "merge": Part(0.05, merges),
             "rejection": Part(0.1, rejections),
             "race": Part(0.1, races),
