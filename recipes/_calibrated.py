@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from _captured import replay_of_a_chain
 from _steady import Group, Measured, clocked
 
 import specdec as sd
@@ -25,6 +26,7 @@ class Bare(NamedTuple):
     tokens: int
     step: Step
     seconds: float
+    replayed: bool = False  # a forward's share of a captured chain, draws included
 
 
 @dataclass(frozen=True)
@@ -101,11 +103,13 @@ def bare_steps(
     k: Iterable[int],
     repeats: int,
     model: Model,
+    replayed: int = 0,
 ) -> list[Bare]:
     """Forwards alone (no sampling, no bookkeeping), all in turn: the target's over 1 and k + 1 tokens, each draft's over 1.
 
     Args:
-        decoders: by method; ``group`` is what they are about to decode.
+        decoders: by method; ``group`` is what they are about to decode. replayed: of a draft that has captured its chain of so many
+            tokens, that chain is timed and divided by its forwards: that is what its rounds do.
     """
     group.use()
     target = decoders["plain"].target
@@ -113,6 +117,11 @@ def bare_steps(
     tokens = group.context.tokens.clone()
     tokens[:, context] = tokens[:, context - 1]  # any token will do
     text = Context(tokens, group.context.length + 1, group.context.prompt_length, group.context.request)
+    chains = {
+        method: replay_of_a_chain(decoder.draft, B, replayed)
+        for method, decoder in decoders.items()
+        if replayed and method != "plain"
+    }
     names: list[tuple[str, int]] = []
     steps: list[Callable[[], Any]] = []
     with torch.inference_mode():
@@ -125,11 +134,19 @@ def bare_steps(
         for method, decoder in decoders.items():
             if method != "plain":
                 names.append((method, 1))
-                steps.append(_draft_step(decoder.draft, cache, text, group.context))
+                steps.append(chains.get(method) or _draft_step(decoder.draft, cache, text, group.context))
     seconds = clocked(steps, repeats)
     return [
-        Bare(what, B, context, n, _step(model, what, B, context, n), s)
-        for (what, n), s in zip(names, seconds)
+        Bare(
+            what,
+            B,
+            context,
+            n,
+            _step(model, what, B, context, n),
+            s / getattr(step, "forwards", 1),
+            chains.get(what) is step,
+        )
+        for (what, n), step, s in zip(names, steps, seconds)
     ]
 
 
@@ -156,12 +173,16 @@ def _step(model: Model, what: str, batch: int, context: int, tokens: int) -> Ste
 
 
 def fit(
-    model: Model, bare: Iterable[Bare], rounds: Mapping[tuple[int, int, float], Iterable[Measured]]
+    model: Model,
+    bare: Iterable[Bare],
+    rounds: Mapping[tuple[int, int, float], Iterable[Measured]],
+    apart: bool = True,
 ) -> Calibrated:
     """Constants from bare steps, and then each method's host work from what its rounds took beyond them.
 
     Args:
-        rounds: measured at ``(batch, context, mean context while decoding)``.
+        rounds: measured at ``(batch, context, mean context while decoding)``. apart: host work while drafting is told from the rest; not
+            on a device that works while the host goes on, where only the whole round's seconds are the device's.
     """
     machine = calibrate([(b.step, b.seconds) for b in bare], "this machine", cached_apart=True, cache=True)
     drafting: dict[str, list[tuple[int, int, float, float]]] = {}
@@ -169,6 +190,9 @@ def fit(
     for (batch, _, context), some in rounds.items():
         for m in some:
             drawn, others = model.seconds(machine, m.method, batch, context, m.k)
+            if not apart:
+                rest.setdefault(m.method, []).append((batch, m.k + 1, m.round_seconds, drawn + others))
+                continue
             if m.k:
                 drafting.setdefault(m.method, []).append((batch, m.k, m.stage("draft"), drawn))
             left = m.round_seconds - (m.stage("draft") if m.k else 0.0)

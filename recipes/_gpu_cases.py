@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
-from _gpu_lab import Lab, relative
+from _gpu_lab import Lab, worst
 from torch import Tensor
 
 from specdec import tree
-from specdec.kernels.attention import AttentionPlan, ExplicitPlan, Tree, attention, reference
+from specdec.kernels.attention import AttentionPlan, ExplicitPlan, Tree, attention, native, reference
+from specdec.kernels.attention.reach import Reach, reach
 from specdec.models.ring import Ring
 from specdec.models.slots import KVShape
 
 PARENTS = (-1, 0, 0, 1, 1, 2, 5)  # of a tree's nodes; the last committed token is fed before them
+LARGE = (-1, 0, *(i // 2 for i in range(2, 70)))  # more nodes than a word has bits
 
 
 @dataclass
@@ -48,14 +51,20 @@ class Problem:
     window: int | None = None
     softcap: float | None = None
     sinks: Tensor | None = None
+    initial: int = 0
     seen: int = 0
     pairs: int = 0
 
     def __post_init__(self) -> None:
         for s in self.plan.runs(alone=True):
-            visible = np.asarray(self.plan.visible(s, self.window)[0])
+            visible = np.asarray(self.plan.visible(s, self.reach)[0])
             self.seen += int(visible.reshape(-1, visible.shape[-1]).any(0).sum())
             self.pairs += int(visible.sum())
+
+    @property
+    def reach(self) -> Reach:
+        """The window and the first positions beside it."""
+        return reach(self.window, self.initial)
 
     @property
     def bytes(self) -> int:
@@ -79,12 +88,13 @@ class Problem:
             window=self.window,
             softcap=self.softcap,
             sinks=self.sinks,
+            initial=self.initial,
             backend=backend,
         )
 
     def settings(self) -> tuple[Any, ...]:
         """Arguments of ``choice.why_not`` after its name."""
-        return self.query, self.keys, self.values, self.plan, self.window, self.softcap, self.sinks
+        return self.query, self.keys, self.values, self.plan, self.reach, self.softcap, self.sinks
 
     def exact(self, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
         """The packed queries of some rows, and their outputs by the reference in float64."""
@@ -101,16 +111,16 @@ class Problem:
             values.double(),
             _some(self.plan, rows, at),
             self.query.shape[-1] ** -0.5,
-            self.window,
+            self.reach,
             self.softcap,
             None if self.sinks is None else self.sinks.double(),
         )
         return chosen, out
 
     def error(self, out: Tensor, rows: Sequence[int]) -> float:
-        """Relative error of an output on some rows."""
+        """The largest relative error of a head of a query of some rows."""
         at, exact = self.exact(rows)
-        return relative(out[:, at], exact)
+        return worst(out[:, at], exact)
 
     def again(self, lab: Lab) -> Problem:
         """The same with other numbers; the plan is shared."""
@@ -133,7 +143,8 @@ def _some(plan: AttentionPlan, rows: Sequence[int], at: Tensor) -> AttentionPlan
     """The plan of some rows, over buffers that hold these rows only (or the same pages)."""
     counts = [plan.counts[r] for r in rows]
     if isinstance(plan, ExplicitPlan):
-        return ExplicitPlan(range(len(rows)), counts, plan.seen[at], plan.distance[at], torch.arange(len(at)))
+        distance = None if plan.distance is None else plan.distance[at]
+        return ExplicitPlan(range(len(rows)), counts, plan.seen[at], distance, torch.arange(len(at)))
     picked = list(rows)
     shape = None if plan.tree is None else Tree(*(t[picked] for t in plan.tree))
     table = None if plan.table is None else [plan.table[r] for r in rows]
@@ -151,23 +162,25 @@ def slots(
     counts: Sequence[int],
     *,
     branching: bool = False,
+    parents: Sequence[int] = PARENTS,
     page: int = 0,
     fragment: int | None = None,
     window: int | None = None,
+    initial: int = 0,
     softcap: float | None = None,
     sinks: bool = False,
 ) -> Problem:
     """Queries after ``first [R]`` slots in use, over slots or pages.
 
     Args:
-        branching: the queries of a row, after its first, are a tree (``PARENTS``). sinks: with a sink logit a head.
+        branching: the queries of a row, after its first, are a tree (``parents``). sinks: with a sink logit a head.
     """
     R, length = len(first), [f + c for f, c in zip(first, counts)]
     shape, table = None, None
     if branching:
-        parents = torch.tensor([PARENTS] * R)
+        above = torch.tensor([parents] * R)
         root = np.array(first) + 1
-        shape = Tree(root, tree.ancestors(parents).numpy(), tree.depths(parents).numpy())
+        shape = Tree(root, tree.ancestors(above).numpy(), tree.depths(above).numpy())
     B, S = R, max(length) + 3  # some slots that nothing was written to
     if page:
         need = [-(-n // page) for n in length]
@@ -180,7 +193,22 @@ def slots(
     keys, values = (lab.normal(B, heads.kv, S, heads.size, dtype=dtype).transpose(1, 2) for _ in range(2))
     query = _query(lab, (1, heads.query, sum(counts), heads.size), dtype)
     logits = lab.normal(heads.query, dtype=dtype) if sinks else None
-    return Problem(query, keys, values, plan, window, softcap, logits)
+    return Problem(query, keys, values, plan, window, softcap, logits, initial)
+
+
+def intervals(
+    lab: Lab, heads: Heads, dtype: torch.dtype, first: Sequence[int], counts: Sequence[int], window: int
+) -> Problem:
+    """Each query sees a few ranges of slots of its own: the first ones, some in between, and the latest."""
+    R, S = len(first), max(f + c for f, c in zip(first, counts)) + 3
+    host = np.random.default_rng(lab.seed)
+    ranges = []
+    for p in (f + i for f, n in zip(first, counts) for i in range(n)):
+        ends = np.unique([0, *host.integers(1, max(2, p - window), 3), max(0, p + 1 - window), p + 1])
+        ranges.append([(int(a), int(b)) for a, b in list(pairwise(ends))[::-2]][::-1])
+    keys, values = (lab.normal(R, heads.kv, S, heads.size, dtype=dtype).transpose(1, 2) for _ in range(2))
+    query = _query(lab, (1, heads.query, sum(counts), heads.size), dtype)
+    return Problem(query, keys, values, ExplicitPlan.of_intervals(range(R), list(counts), ranges, S))
 
 
 def ring(
@@ -213,11 +241,16 @@ NEVER_WRITTEN = ("torch_flash", "flash_attn")
 def poisoned(problem: Problem, backend: str) -> Problem:
     """A copy in which whatever a backend must not look at is NaN, or large where it may be read with weight 0."""
     plan = problem.plan
+    if (
+        backend == "native"
+        and max(plan.counts) * problem.query.shape[1] // problem.keys.shape[2] > native.PROMPT
+    ):
+        backend = "cpu"  # a prompt is PyTorch's there
     unseen = torch.ones(problem.keys.shape[:2], dtype=torch.bool)
     for r, s in enumerate(plan.runs(alone=True)):
         used = np.ones(s.keys, dtype=bool)
         if backend in NEVER_READ:
-            visible = np.asarray(plan.visible(s, problem.window)[0])
+            visible = np.asarray(plan.visible(s, problem.reach)[0])
             used = visible.reshape(-1, s.keys).any(0)
         at = np.flatnonzero(used)
         if plan.table is None:

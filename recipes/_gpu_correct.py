@@ -1,8 +1,9 @@
 """Stage a of the GPU suite: every attention backend and the kernels of verification against float64, on fresh random inputs.
 
 Memory that an output may be put into is filled with NaN before each call, and slots that a query must not see hold NaN (or, for
-backends that read them with weight 0, large numbers). ``max_error`` is ``|out - reference| / |reference|``; of verification the
-largest distance of a random number from the interval whose decision was taken; of keyed numbers the share that differs.
+backends that read them with weight 0, large numbers). ``max_error`` is the largest ``|out - reference| / |reference|`` of a head of a
+query, ``relative_error`` that of the whole output. Of verification ``max_error`` is the largest distance of a random number from the
+interval whose decision was taken; of keyed numbers the share that differs.
 """
 
 from __future__ import annotations
@@ -10,18 +11,28 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import _gpu_pointwise
 import torch
-from _gpu_cases import LLAMA_8B, TOY, Problem, poisoned, ring, slots
-from _gpu_lab import LIMITS, Lab, Part, relative
+from _gpu_cases import LARGE, LLAMA_8B, TOY, Heads, Problem, intervals, poisoned, ring, slots
+from _gpu_lab import LIMITS, Lab, Part, relative, worst
 from torch import Tensor
 
 from specdec.kernels.attention import BACKENDS, AttentionPlan, available
 from specdec.kernels.attention.choice import why_not
 from specdec.rng import ACCEPT, Key, Philox, seeds
 
+OTHER_HEADS = (Heads(8, 8, 64), Heads(8, 1, 80), Heads(16, 2, 256))
+
 
 def run(lab: Lab) -> None:
-    lab.parts({"attention": Part(0.7, attend), "verification": Part(0.2, verify), "keyed": Part(0.1, keyed)})
+    lab.parts(
+        {
+            "attention": Part(0.65, attend),
+            "verification": Part(0.15, verify),
+            "between products": Part(0.1, _gpu_pointwise.correct),
+            "keyed": Part(0.1, keyed),
+        }
+    )
 
 
 # -- attention --------------------------------------------------------------------------------------------------------------
@@ -48,13 +59,21 @@ def problems(lab: Lab, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], P
     yield "sink logits, window", make(first, counts, sinks=True, window=w)
     yield "pages", make(first, counts, page=16 if lab.toy else 256)
     yield "tree over pages", make(first, eight, branching=True, page=16 if lab.toy else 256)
+    yield "first positions beside a window", make(first, counts, window=w, initial=4)
+    yield "tree, first positions beside a window", make(first, eight, branching=True, window=w, initial=4)
+    yield "tree of 70 nodes", make([n, 3], [71, 71], branching=True, parents=LARGE)
+    yield "tree of 70 nodes in a window", make([n, 3], [71, 71], branching=True, parents=LARGE, window=w)
+    yield "intervals", lambda: intervals(lab, heads, dtype, first, counts, w)
+    for some in OTHER_HEADS:
+        said = f"heads {some.query}, {some.kv} of {some.size}"
+        yield f"ragged verify, {said}", lambda some=some: slots(lab, some, dtype, first, counts)  # type: ignore[misc]
     yield "prompt", make([0], [33 if lab.toy else 1024])
     yield "ring: sinks and window", lambda: ring(lab, heads, dtype, [2 * n, 5, n], [1, 1, 1], 4, w)
     yield "ring: verify", lambda: ring(lab, heads, dtype, [2 * n, 5, n], counts, 4, w)
 
 
 def attend(lab: Lab) -> None:
-    types = (torch.bfloat16, torch.float32) if lab.toy else (torch.bfloat16, torch.float16, torch.float32)
+    types = (torch.bfloat16, torch.float32) if lab.toy else (torch.bfloat16, torch.float32, torch.float16)
     for dtype in types:
         short = str(dtype).removeprefix("torch.")
         backends = available(lab.device, dtype)
@@ -89,7 +108,7 @@ def one_backend(lab: Lab, case: str, backend: str, problem: Problem, exact: Tens
     nan_memory(lab, exact.numel())
     out = given.run(backend)
     limit = LIMITS[problem.query.dtype]
-    lab.row(case, error=relative(out, exact), limit=limit, backend=backend)
+    lab.row(case, error=worst(out, exact), limit=limit, backend=backend, relative_error=relative(out, exact))
 
 
 def nan_memory(lab: Lab, numbers: int) -> None:
@@ -106,7 +125,7 @@ def nan_memory(lab: Lab, numbers: int) -> None:
 def verify(lab: Lab) -> None:
     from specdec.kernels import rejection
 
-    B, N, V = (3, 2, 97) if lab.toy else (64, 5, 128_256)
+    B, N, V = (3, 2, 97) if lab.toy else (16, 5, 128_256)
     for kind in ("point masses", "probabilities", "logits"):
         for temperature in (0.0, 0.7) if lab.toy else (0.0, 0.7, 1.0):
             for dtype in (torch.float32, torch.bfloat16):
@@ -141,9 +160,15 @@ def draws(
     return low, None if draft is None else draft.to(dtype), tokens, size, accept, bonus
 
 
-def decision_error(made: Any, given: tuple[Any, ...], kind: str, temperature: float) -> float:
-    """How far a number lies outside the interval, in float64, of the decision that was taken; infinite for a wrong greedy one."""
-    logits, tokens, size, accept, bonus, draft = (None if t is None else t.cpu() for t in given)
+def decision_error(
+    made: Any, given: tuple[Any, ...], kind: str, temperature: float, rows: int | None = None
+) -> float:
+    """How far a number lies outside the interval, in float64, of the decision that was taken; infinite for a wrong greedy one.
+
+    Args:
+        given: as for ``rejection.verify``; the draft comes last. rows: how many of them are looked at, from the first on; all.
+    """
+    logits, tokens, size, accept, bonus, draft = (None if t is None else t[:rows].cpu() for t in given)
     x = logits.double() / (temperature or 1.0)
     accepted, token = made.accepted.cpu(), made.token.cpu()
     p = x.softmax(-1)
@@ -176,7 +201,7 @@ def decision_error(made: Any, given: tuple[Any, ...], kind: str, temperature: fl
                 weights = (weights - q[n]).clamp(min=0)
             weights = weights if float(weights.sum()) > 0 else p[b, n]
         ends = weights.cumsum(0) / weights.sum()
-        t, u = int(token[b]), float(bonus[b])
+        t, u = int(token[b]), float(bonus[b] if bonus.dim() == 1 else bonus[b, n])
         worst = max(worst, u - float(ends[t]), (float(ends[t - 1]) if t else 0.0) - u)
         if float(weights[t]) == 0:
             return float("inf")

@@ -113,7 +113,7 @@ def run(lab: Lab) -> None:
 def logits(lab: Lab, made: dict[str, sd.HFModel], batch: int, context: int, k: int) -> None:
     """A verify pass against plain steps over the same text, and a row in the batch against the row alone."""
     for name, model in made.items():
-        with lab.case(f"logits: {name}"):
+        with lab.case(f"logits: {name}", "invariant" if name == INVARIANT else None):
             cache, text = filled(lab, model, batch, context, k + 2)
             drafted = text.tokens[:, context : context + k].to(model.device)
             nodes = sd.Proposal.chain(drafted, torch.full((batch,), k))
@@ -214,7 +214,7 @@ def texts(lab: Lab, made: dict[str, sd.HFModel], batch: int, context: int, k: in
         model, case = made[name], f"sampled text, speculative and plain: {name}"
         if lab.late(case) or (lab.toy and name == "fixed chunks"):
             continue
-        with lab.case(case):
+        with lab.case(case, "invariant" if name == INVARIANT else None):
             ids = torch.randint(0, model.vocab_size, (batch, context), generator=host)
             base = sd.decoder(model).sampling(temperature=1.0).verifier(sd.Coupled())
             seeds = list(range(batch))

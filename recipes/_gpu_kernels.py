@@ -1,7 +1,8 @@
 """Stage b of the GPU suite: kernels of the Llama-3-8B shape beside the time that their bytes take to be copied.
 
 One layer of attention at batch 64 and a context of 8192, by every backend that serves it; the Triton kernel in a list of
-configurations; the merge of chunks; verification; the race of keyed numbers. Errors are those of two rows against float64.
+configurations; what lies between products; the merge of chunks; verification; the race of keyed numbers. Errors are those of the worst head of a query, of two
+rows, against float64.
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import _gpu_pointwise
 import torch
 from _gpu_cases import LLAMA_8B, TINY, Problem, ring, slots
 from _gpu_correct import decision_error, draws
-from _gpu_lab import LIMITS, Lab, Part, relative
+from _gpu_lab import LIMITS, Lab, Part, worst
 
 from specdec.kernels.attention import available, merge
 from specdec.kernels.attention.choice import why_not
@@ -43,7 +45,8 @@ def run(lab: Lab) -> None:
     lab.parts(
         {
             "attention": Part(0.4, attend),
-            "Triton configurations": Part(0.35, variants),
+            "Triton configurations": Part(0.25, variants),
+            "between products": Part(0.1, _gpu_pointwise.timed),
             "merge": Part(0.05, merges),
             "rejection": Part(0.1, rejections),
             "race": Part(0.1, races),
@@ -69,16 +72,16 @@ def problems(lab: Lab) -> Iterator[tuple[str, str | None, Callable[[], Problem]]
     yield f"decode {batch} x {n}", None, make([n - 1] * batch, 1)
     yield f"verify 6, {batch} x {n}", "verify", make([n - 6] * batch, 6)
     yield f"verify 6, {batch} rows of {n // 2} to {n + n // 2}", "verify", make(spread, 6)
+    yield (
+        f"sinks + window decode, {sinks} + {window}, {batch} rows",
+        "sinks_window",
+        lambda: ring(lab, heads, dtype, far, [1] * batch, sinks, window),
+    )
     yield f"tree of 8, {batch} x {n}", None, make([n - 8] * batch, 8, branching=True)
     yield (
         f"verify 6, pages of {16 if lab.toy else 256}, {batch} x {n}",
         None,
         make([n - 6] * batch, 6, page=16 if lab.toy else 256),
-    )
-    yield (
-        f"sinks + window decode, {sinks} + {window}, {batch} rows",
-        "sinks_window",
-        lambda: ring(lab, heads, dtype, far, [1] * batch, sinks, window),
     )
     yield (
         f"sinks + window verify 6, {sinks} + {window}, {batch} rows",
@@ -96,18 +99,19 @@ def attend(lab: Lab) -> None:
             problem = make()
             sets = several(lab, problem)
             exact = problem.exact(checked(problem))
-            for backend in available(lab.device, torch.bfloat16):
+            for backend in sorted(available(lab.device, torch.bfloat16), key=lambda b: b != "triton"):
                 case = f"{name}: {backend}"
                 if backend == "reference" and not lab.toy:
                     continue  # dense and row by row: it is what others are compared with
                 if lab.late(case):
                     continue
-                with lab.case(case):
+                mine = bar if backend == "triton" else None
+                with lab.case(case, mine):
                     why = why_not(backend, *problem.settings())
                     if why is not None:
                         lab.skip(case, f"cannot: {why}")
                         continue
-                    timed(lab, case, backend, sets, exact, bar if backend == "triton" else None)
+                    timed(lab, case, backend, sets, exact, mine)
             del problem, sets, exact
             lab.empty()
 
@@ -127,7 +131,7 @@ def timed(
     lab: Lab, case: str, backend: str, sets: list[Problem], exact: Any, bar: str | None, **more: Any
 ) -> float:
     at, answer = exact
-    error = relative(sets[0].run(backend)[:, at], answer)
+    error = worst(sets[0].run(backend)[:, at], answer)
     runs = [lambda p=p: p.run(backend) for p in sets]
     first = sets[0]
     more |= {"backend": backend} | ({"bar": bar} if bar else {})
@@ -203,7 +207,7 @@ def merges(lab: Lab) -> None:
         if lab.late(case):
             continue
         with lab.case(case):
-            error = relative(function(*sets[0])[0], exact)
+            error = worst(function(*sets[0])[0], exact)
             runs = [lambda s=s, f=function: f(*s) for s in sets]
             lab.timed(case, runs, bytes, error=error, limit=LIMITS[torch.float32], backend=name)
 
@@ -232,13 +236,13 @@ def rejections(lab: Lab) -> None:
                     case = f"{name}: {backend}"
                     if lab.late(case):
                         continue
-                    with lab.case(case):
+                    bar = {"bar": "rejection"} if backend == "triton" else {}
+                    with lab.case(case, **bar):
                         made = rejection.verify(*given[0], backend=backend)
-                        error = decision_error(made, given[0], kind, 1.0)
+                        error = decision_error(made, given[0], kind, 1.0, rows=8)
                         more: dict[str, Any] = {"backend": backend, "limit": 1e-5, "error": error}
                         runs = [lambda g=g, b=backend: rejection.verify(*g, backend=b) for g in given]
                         with unchecked():
-                            bar = {"bar": "rejection"} if backend == "triton" else {}
                             lab.timed(case, runs, bytes, graph=backend == "triton", **more, **bar)
                         if backend == "triton":
                             lab.timed(

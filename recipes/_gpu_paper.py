@@ -50,11 +50,11 @@ def run(lab: Lab) -> None:
         study = Study(lab, Path(folder))
         lab.parts(
             {
-                "text": Part(0.15, study.text),
-                "target": Part(0.35, study.train_target),
+                "text": Part(0.1, study.text),
+                "target": Part(0.3, study.train_target),
                 "drafts": Part(0.2, study.train_drafts),
                 "tau": Part(0.1, study.tau),
-                "grid": Part(0.2, study.grid),
+                "grid": Part(0.3, study.grid),
             }
         )
 
@@ -203,14 +203,20 @@ class Study:
             self.drafts[name].cpu().save_pretrained(self.folder / name)
             self.tokenizer.save_pretrained(self.folder / name)
         file, other = self.folder / "grid.json", "distilled_vanilla"
-        batches, contexts = ((1, 2), (24, 40)) if lab.toy else ((1, 64, 128), (128, 512, 4096))
+        batches, contexts, first = (
+            (1, 64, 128),
+            (128, 512, 4096),
+            ((64, 512), (64, 4096), (1, 512), (1, 4096)),
+        )
+        if lab.toy:
+            batches, contexts, first = (1, 2), (24, 40), ((2, 24), (2, 40), (1, 24), (1, 40))
         try:
             spire_measured.main(
                 spire_measured.Settings(
                     target=str(self.folder / "target"), draft=str(self.folder / "vanilla"),
                     distilled=str(self.folder / other) if other in self.drafts else "",
                     spire=str(self.folder / "spire"), batches=batches, contexts=contexts, lengths=(K,),
-                    new_tokens=5 if lab.toy else 20, repeats=1, device=str(lab.device),
+                    new_tokens=5 if lab.toy else 20, repeats=1 if lab.toy else 3, first=first, replayed=True, device=str(lab.device),
                     dtype="float32" if lab.toy else "bfloat16", seed=lab.seed, joined=True, json=str(file),
                     graphs="eager" if lab.device.type == "cpu" else "auto",
                     seconds=lab.deadline - monotonic() - (0 if lab.toy else POINT),
@@ -228,6 +234,11 @@ class Study:
 
     @staticmethod
     def _grid_rows(lab: Lab, rows: list[dict[str, Any]]) -> None:
+        for r in (r for r in rows if r["part"] == "bare"):
+            what = f"{r['method']}{' draft' if r['method'] != 'target' else ''}, {r['tokens']} tokens a row"
+            note = {"note": "of its captured chain"} if r.get("replayed") else {}
+            lab.row(f"bare step, {what}, {r['batch']} x {r['context']}", r["seconds"],
+                    modelled_seconds=r["modelled_seconds"], replayed=bool(note), **note)  # fmt: skip
         found = {(r["batch"], r["context"], r["method"]): r for r in rows if r["part"] == "grid"}
         for (batch, context, method), r in found.items():
             modelled = r["modelled"]

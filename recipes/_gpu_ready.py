@@ -1,6 +1,6 @@
 """Makes ``specdec`` importable from a checkout that is not installed, and chooses Triton's interpreter where there is no GPU.
 
-To be imported before torch, triton and specdec: Triton decides once, at its import, whether kernels are interpreted.
+The tests use the first half (``tests/conftest.py``). To be imported before torch, triton and specdec: Triton decides once, at its import, whether kernels are interpreted.
 """
 
 from __future__ import annotations
@@ -29,11 +29,17 @@ class _Kernels:
         )
 
 
+def importable() -> None:
+    """``specdec`` comes from this checkout where it is not installed; ``_Kernels`` is asked for what no other finder knows."""
+    if importlib.util.find_spec("specdec") is None:
+        sys.path.insert(0, str(ROOT))
+    if _Kernels not in sys.meta_path:
+        sys.meta_path.append(_Kernels)  # type: ignore[arg-type]
+
+
 def ready(device: str) -> None:
     """Call before anything heavy is imported."""
     if device == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # training takes a GPU wherever it sees one
-    if importlib.util.find_spec("specdec") is None:
-        sys.path.insert(0, str(ROOT))
-        sys.meta_path.append(_Kernels)  # type: ignore[arg-type]
+    importable()

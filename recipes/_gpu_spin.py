@@ -10,7 +10,7 @@ from __future__ import annotations
 import spin_pipeline
 import torch
 from _gpu_cases import LLAMA_8B, TINY, slots
-from _gpu_lab import LIMITS, Lab, Part, relative
+from _gpu_lab import LIMITS, Lab, Part, worst
 from _gpu_steps import config, llama
 from spin_decompose import DISTRIBUTIONS, lengths
 from transformers import LlamaForCausalLM
@@ -56,7 +56,7 @@ def decomposition(lab: Lab) -> None:
                     lab.skip(case, f"cannot: {why}")
                     continue
                 at, exact = problem.exact([0, batch - 1])
-                error = relative(problem.run(backend)[:, at], exact)
+                error = worst(problem.run(backend)[:, at], exact)
                 time = lab.clock([lambda p=problem, b=backend: p.run(b)])
                 base = base or time.seconds
                 lab.row(
@@ -74,7 +74,9 @@ def pipeline(lab: Lab) -> None:
     draft = small(lab)
     if draft is None:
         return
-    decoder = sd.decoder(sd.HFModel(model)).draft(sd.HFModel(draft), 4).build()
+    graphs = "eager" if lab.device.type == "cpu" else True
+    target, small_one = (sd.HFModel(m, prefill_chunk=8192, graphs=graphs) for m in (model, draft))
+    decoder = sd.decoder(target).draft(small_one, 4).build()
     host = torch.Generator().manual_seed(lab.seed)
     for batch in (4,) if lab.toy else (16, 64):
         context = 16 if lab.toy else 512

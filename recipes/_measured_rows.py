@@ -53,6 +53,7 @@ def constants(calibrated: Calibrated | None, bare: list[Bare]) -> list[Row]:
     rows: list[Row] = [
         {"part": "bare", "method": b.what, "batch": b.batch, "context": b.context, "tokens": b.tokens}
         | {"seconds": b.seconds, "modelled_seconds": calibrated.machine.time(b.step) if calibrated else None}
+        | ({"replayed": True} if b.replayed else {})
         for b in bare
     ]
     if calibrated is None:

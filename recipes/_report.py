@@ -78,12 +78,21 @@ def write(
     rows: Iterable[Mapping[str, Any]],
     seed: int | None = None,
     packages: Iterable[str] = (),
+    about: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write flat ``rows`` with ``meta(seed, packages)`` to ``path``; numbers that JSON does not know (NaN, inf) become null."""
-    report = {"meta": meta(seed, packages), "rows": [{k: plain(v) for k, v in row.items()} for row in rows]}
+    """Write flat ``rows`` with ``about`` (``meta(seed, packages)``) to ``path``; numbers that JSON does not know (NaN, inf) become null.
+
+    The file is whole at any time: a process that is killed meanwhile leaves the one that was there.
+    """
+    report = {
+        "meta": meta(seed, packages) if about is None else about,
+        "rows": [{k: plain(v) for k, v in row.items()} for row in rows],
+    }
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(report, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    new = path.with_name(path.name + ".part")
+    new.write_text(json.dumps(report, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    new.replace(path)
 
 
 def plain(value: Any) -> Any:

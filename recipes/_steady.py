@@ -107,6 +107,7 @@ class Run:
     seconds: float
     rounds: int
     stats: Stats
+    captured: bool = False  # a shape was captured while the clock ran
 
     @property
     def speed(self) -> float:

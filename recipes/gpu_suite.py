@@ -10,10 +10,13 @@ d  the paper's shapes: train a 67 M target and drafts on local Python source, ta
 e  SPIN's decomposition, and its pipeline on streams
 f  batch-invariant bf16: sampled speculative output equal to plain decoding's to the bit, and what that costs
 
-A stage stops when --minutes are over (its parts have fixed shares of that) and its process is ended soon after; rows are written as
-they come. seconds are medians; floor_seconds is what nothing can beat (bytes at the rate of a copy, or FLOPs at that of a matrix
-product); share_of_floor = floor_seconds / seconds; max_error = |out - reference| / |reference|. --json also writes a table
-beside itself (.md). A failure is a row, the rest goes on, and the exit code is 1. Works in a checkout that is not installed.
+A stage stops when its --minutes are over (its parts have fixed shares of them), counted from the start of the process, and its own
+process is ended 45 seconds later at the latest; what a stage takes too long the next one lacks, so that the whole run ends 45 seconds
+after the sum at the latest. seconds are medians; floor_seconds is what nothing can beat (bytes at the rate of a copy, or FLOPs at
+that of a matrix product); share_of_floor = floor_seconds / seconds; max_error is the largest, over the vectors of an output, of
+|out - reference| / |reference|. --json writes FILE, and a table beside it (.md), anew after every row: a run that is
+ended leaves what it has measured. If FILE has rows of other stages, they stay; rows of the stages that are run are replaced.
+A failure is a row, the rest goes on, and the exit code is 1. Works in a checkout that is not installed.
 """
 
 from __future__ import annotations
@@ -21,6 +24,8 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -30,9 +35,10 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from _gpu_bars import COLUMNS, Row, verdicts
+from _gpu_bars import Row
 from _gpu_ready import ready
 
+BEGAN = monotonic()  # before torch is imported, which takes long on a machine that has just started
 STAGES = {
     "a": "_gpu_correct",
     "b": "_gpu_kernels",
@@ -41,161 +47,142 @@ STAGES = {
     "e": "_gpu_spin",
     "f": "_gpu_invariant",
 }
-GRACE = 20.0  # seconds beyond --minutes until a stage's process is ended
+GRACE = 45.0  # seconds beyond --minutes until a stage's process is ended
+POLL = 0.5  # seconds between looks at the rows of a stage's process
 
 
 @dataclass
 class Settings:
     stages: str = "a,b,c,d,e,f"
-    minutes: float = 7.0
+    minutes: str = "7"
     toy: bool = False
     device: str = ""
     isolated: bool | None = None
     seed: int = 0
     json: str | None = None
+    merge: tuple[str, ...] = ()
     rows: str | None = None  # of a stage's own process: where its rows go
+    until: float = 0.0  # likewise: its deadline, by the clock of all processes
 
 
 def main(s: Settings) -> int:
-    names = s.stages.split(",")
+    names = [name for name in s.stages.split(",") if name]
     unknown = [name for name in names if name not in STAGES]
     if unknown:
         raise SystemExit(f"--stages {s.stages}: there is no stage {unknown[0]!r}, but {', '.join(STAGES)}")
-    if not s.minutes > 0:
-        raise SystemExit(f"--minutes {s.minutes}: give minutes for each stage, more than 0")
+    minutes = minutes_of(s.minutes, names)
     if s.rows is not None:
         with open(s.rows, "a", encoding="utf-8") as file:
-            stage(s, names[0], lambda row: _keep(file, row))
+            stage(s, names[0], s.until, _keeper(file))
         return 0
+    ready(s.device)
+    if s.device == "cuda" and names:
+        import torch
+
+        if not torch.cuda.is_available():
+            raise SystemExit("no CUDA device: run this on a machine with a GPU, or with --toy on the CPU")
+    from _gpu_report import Report
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # a stage's process is ended with this one
+    report = Report(s.json, s.seed, s.toy, not s.toy and s.device == "cuda", s.merge)
     isolated = s.device == "cuda" if s.isolated is None else s.isolated
-    rows: list[Row] = []
+    end = BEGAN
     for name in names:
-        began = monotonic()
+        began, end = monotonic(), end + 60 * minutes[name]
+        until = min(end, began + 60 * minutes[name])
         if isolated:
-            process(s, name, rows)
+            process(s, name, until, report.add)
         else:
-            stage(s, name, lambda row: _shown(rows, row))
+            stage(s, name, until, report.add)
         print(f"stage {name}: {monotonic() - began:.0f} s", flush=True)
-        if s.json:
-            write_all(s, rows)
-    bars = verdicts(rows, measured=not s.toy and s.device == "cuda")
+    report.write()
     print("\nbars:")
-    for bar in bars:
+    for bar in report.bars:
         value = "" if bar["value"] is None else f" ({bar['value']:.3g}, bound {bar['bound']:g})"
-        print(f"  {bar['case']}: {bar['verdict']}{value}")
-    rows += bars
-    if s.json:
-        write_all(s, rows)
-    failed = [r for r in rows if r.get("failed")]
+        print(f"  {bar['case']}: {bar['verdict']}{value}{'; ' + bar['note'] if bar.get('note') else ''}")
+    failed = [r for r in report.rows if r.get("failed")]
     for r in failed:
         print(f"FAILED {r['stage']} {r['case']}: {r.get('note')}", flush=True)
     return 1 if failed else 0
 
 
-def stage(s: Settings, name: str, put: Callable[[Row], None]) -> None:
+def minutes_of(said: str, names: list[str]) -> dict[str, float]:
+    """By stage, from one number for all, or one for each."""
+    try:
+        each = [float(word) for word in said.split(",")]
+    except ValueError:
+        each = []
+    if len(each) not in (1, len(names) or 1) or not all(m > 0 for m in each):
+        raise SystemExit(
+            f"--minutes {said}: give minutes for all stages, or for each of --stages {','.join(names)}, separated by "
+            "commas and more than 0"
+        )
+    return dict(zip(names, each * len(names) if len(each) == 1 else each))
+
+
+def stage(s: Settings, name: str, until: float, put: Callable[[Row], None]) -> None:
     """One stage in this process; an exception is a row."""
     ready(s.device)
     import torch
     from _gpu_lab import Lab
 
-    lab = Lab(name, s.device, s.toy, 60 * s.minutes, s.seed, put)
+    lab = Lab(name, s.device, s.toy, until, s.seed, put)
     with lab.case("stage"), torch.inference_mode(name not in "de"):
         importlib.import_module(STAGES[name]).run(lab)
 
 
-def process(s: Settings, name: str, rows: list[Row]) -> None:
-    """One stage in a process of its own, so that neither an error of the device nor a hang touches the others."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "rows.jsonl"
-        words = [
-            sys.executable,
-            __file__,
-            "--stages",
-            name,
-            "--minutes",
-            str(s.minutes),
-            "--seed",
-            str(s.seed),
-        ]
-        words += ["--device", s.device, "--rows", str(file), *(["--toy"] if s.toy else [])]
+def process(s: Settings, name: str, until: float, put: Callable[[Row], None]) -> None:
+    """One stage in a process of its own, so that neither an error of the device nor a hang touches the others.
+
+    Its rows come through a file beside the report, which is read all the time.
+    """
+    beside = None if s.json is None else Path(s.json).parent
+    with tempfile.NamedTemporaryFile("r", dir=beside, suffix=f".{name}.jsonl", encoding="utf-8") as file:
+        words = [sys.executable, __file__, "--stages", name, "--seed", str(s.seed), "--device", s.device]
+        words += ["--rows", file.name, "--until", str(until), *(["--toy"] if s.toy else [])]
         child = subprocess.Popen(words)
+        rest, why = "", None
         try:
-            code = child.wait(60 * s.minutes + GRACE)
-            why = None if code == 0 else f"its process ended with code {code}"
-        except subprocess.TimeoutExpired:
+            while True:
+                code = _ended(child)
+                if code is None and monotonic() > until + GRACE:
+                    child.kill()
+                    code = child.wait()
+                    why = "it did not stop in time: its process was ended, and the rows so far are kept"
+                *lines, rest = (rest + file.read()).split("\n")
+                for line in lines:
+                    put(json.loads(line))
+                if code is not None:
+                    break
+        finally:  # this process is told to end, or a file cannot be written
             child.kill()
             child.wait()
-            why = "it did not stop in time: its process was ended, and the rows so far are kept"
-        for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else []:
-            rows.append(json.loads(line))
-        if why:
-            _shown(rows, {"stage": name, "case": "stage", "failed": True, "note": why})
+        if why or code:
+            why = why or f"its process ended with code {code}"
+            put({"stage": name, "case": "stage", "failed": True, "note": why})
 
 
-def _keep(file: Any, row: Row) -> None:
-    _shown([], row)
-    file.write(json.dumps(_plain(row)) + "\n")
-    file.flush()
+def _ended(child: subprocess.Popen[bytes]) -> int | None:
+    """A process's exit code, or ``None`` after a moment."""
+    try:
+        return child.wait(POLL)
+    except subprocess.TimeoutExpired:
+        return None
 
 
-def _shown(rows: list[Row], row: Row) -> None:
-    rows.append(_plain(row))
-    print(line(row), flush=True)
+def _keeper(file: Any) -> Callable[[Row], None]:
+    """Writes rows for the process that has started this one, and ends this one when that is gone."""
+    from _gpu_report import full
 
+    parent = os.getppid()
 
-def _plain(row: Row) -> Row:
-    from _report import plain
+    def keep(row: Row) -> None:
+        if os.getppid() != parent:
+            raise SystemExit("the process that reads the rows is gone")
+        file.write(json.dumps(full(row)) + "\n")
+        file.flush()
 
-    return dict.fromkeys(COLUMNS) | {name: plain(value) for name, value in row.items()}
-
-
-def line(row: Row) -> str:
-    """A row as text."""
-    parts = [f"{row['stage']}  {row['case']:<66}"]
-    if row.get("seconds") is not None:
-        parts.append(f"{1e6 * row['seconds']:12.1f} us")
-    if row.get("share_of_floor") is not None:
-        parts.append(f"{row['share_of_floor']:6.1%} of floor")
-    if row.get("max_error") is not None:
-        parts.append(f"error {row['max_error']:.1e}")
-    if row.get("note"):
-        parts.append(f"[{row['note']}]")
-    return "  ".join(parts)
-
-
-def write_all(s: Settings, rows: list[Row]) -> None:
-    """The JSON, and beside it the tables."""
-    from _report import write
-
-    assert s.json is not None
-    write(s.json, rows, s.seed, packages=("triton", "flash_attn"))
-    Path(s.json).with_suffix(".md").write_text(markdown(rows, Path(s.json)), encoding="utf-8")
-
-
-def markdown(rows: list[Row], file: Path) -> str:
-    """What is in the JSON file as tables."""
-    meta = json.loads(file.read_text(encoding="utf-8"))["meta"]
-    versions = ", ".join(f"{name} {version}" for name, version in meta["versions"].items())
-    out = [f"`{meta['command']}` — {meta['date']}, {meta['machine']}, {versions}", ""]
-    columns = (*COLUMNS, "note")
-    out += ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
-    for r in rows:
-        if r["stage"] != "bars":
-            out.append("| " + " | ".join(_cell(r.get(c)) for c in columns) + " |")
-    if any(r["stage"] == "bars" for r in rows):
-        out += ["", "| bar | bound | value | verdict |", "|---|---|---|---|"]
-        for r in rows:
-            if r["stage"] == "bars":
-                out.append(
-                    "| " + " | ".join(_cell(r[c]) for c in ("case", "bound", "value", "verdict")) + " |"
-                )
-    return "\n".join(out) + "\n"
-
-
-def _cell(value: Any) -> str:
-    if value is None:
-        return ""
-    return f"{value:.3g}" if isinstance(value, float) else str(value).replace("|", "\\|")
+    return keep
 
 
 def settings() -> Settings:
@@ -207,7 +194,9 @@ def settings() -> Settings:
         "--stages", default=d.stages, help="which, separated by commas (default: %(default)s)"
     )
     parser.add_argument(
-        "--minutes", type=float, default=d.minutes, help="for each stage (default: %(default)s)"
+        "--minutes",
+        default=d.minutes,
+        help="for each stage: one number for all, or one for each of --stages, separated by commas (default: %(default)s)",
     )
     parser.add_argument(
         "--toy", action="store_true", help="tiny sizes, on the CPU unless --device says otherwise"
@@ -223,11 +212,21 @@ def settings() -> Settings:
     )
     parser.add_argument("--seed", type=int, default=d.seed)
     parser.add_argument(
-        "--json", metavar="FILE", help="write the rows as JSON, and as tables beside it (.md)"
+        "--json",
+        metavar="FILE",
+        help="write the rows as JSON, and as tables beside it (.md), after every row; rows of other stages that FILE has stay",
+    )
+    parser.add_argument(
+        "--merge",
+        metavar="FILE",
+        nargs="+",
+        default=(),
+        help="take over the rows of other reports; with --stages '' nothing is run",
     )
     parser.add_argument("--rows", help=argparse.SUPPRESS)
+    parser.add_argument("--until", type=float, default=d.until, help=argparse.SUPPRESS)
     s = Settings(**vars(parser.parse_args()))
-    s.device = s.device or ("cpu" if s.toy else "cuda")
+    s.device, s.merge = s.device or ("cpu" if s.toy else "cuda"), tuple(s.merge)
     return s
 
 

@@ -2,8 +2,8 @@
 
     python recipes/spin_pipeline.py --json docs/results/spin_pipeline.json --plots docs/figures
 
-Drafting ``d(b)`` and verification ``v(b)`` are fitted to serial rounds of other sizes in the same run (``cost.pipeline.TimeModel``); the
-other rounds are predicted from them. Two cores: the target's process and, for ``workers=processes``, a drafting process. Rows:
+Drafting ``d(b)`` and verification ``v(b)`` are fitted to serial rounds of other sizes in the same run (``cost.pipeline.TimeModel``; on
+a GPU the host waits between the two, in these rounds alone); the other rounds are predicted from them. Two cores: the target's process and, for ``workers=processes``, a drafting process. Rows:
 `draft, batch, mode, workers, micro_batches, milliseconds` (a round of all rows, median of interleaved repeats), `predicted`, `ratio`,
 `gain` (serial / this), `predicted_gain`, `share_of_gain`, and `draft_slowdown`, `verify_slowdown`: a stage's seconds over the model's.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 from collections import defaultdict
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -48,6 +49,28 @@ class Settings:
     plots: str | None = None
 
 
+class _Enough(Exception):
+    """The timed rounds are over: no others are needed."""
+
+
+class _Waited:
+    """Mixed into a draft: a proposal is there when ``propose`` returns, so that its seconds are those of the device's work."""
+
+    def propose(self, *args: Any) -> Any:
+        answer = super().propose(*args)  # type: ignore[misc]
+        torch.cuda.synchronize()
+        return answer
+
+
+def waited(decoder: Any) -> Any:
+    """A decoder whose rounds' seconds are the stages' own, on a GPU, too; there a draft otherwise only hands its work over."""
+    if getattr(decoder.target, "device", torch.device("cpu")).type != "cuda":
+        return decoder
+    draft = object.__new__(type("Waited" + type(decoder.draft).__name__, (_Waited, type(decoder.draft)), {}))
+    vars(draft).update(vars(decoder.draft))
+    return replace(decoder, draft=draft)
+
+
 def timed(
     decoder: Any, rows: list[list[int]], rounds: int, micro: int, seed: int
 ) -> tuple[float, list[tuple[int, float, float]]]:
@@ -56,12 +79,15 @@ def timed(
     parts: list[tuple[int, float, float]] = []
 
     def mark(round: Round) -> None:
-        if round.number > 1 and len(marks) <= rounds * micro:
+        if round.number > 1:
             marks.append(perf_counter())
             s = round.seconds
             parts.append((len(round.kept), s["draft"], s["target"] + s["verify"]))
+        if len(marks) > rounds * micro:
+            raise _Enough
 
-    decoder.generate(rows, (decoder.length + 1) * (rounds + 4), seed=seed, eos_token_id=(), on_round=mark)
+    with suppress(_Enough):
+        decoder.generate(rows, (decoder.length + 1) * (rounds + 4), seed=seed, eos_token_id=(), on_round=mark)
     return (marks[-1] - marks[0]) / (len(marks) - 1) * micro, parts[1:]
 
 
@@ -99,7 +125,7 @@ def one(s: Settings, name: str, decoder: Any, rows: list[list[int]]) -> list[dic
     serial = replace(decoder, executor=Serial())
     for turn in range(s.repeats + 1):
         for size in sorted({max(1, batch // part) for part in (2, 4, 8)}):
-            found = timed(serial, rows[:: batch // size][:size], s.rounds // 2, 1, s.seed + turn)[1]
+            found = timed(waited(serial), rows[:: batch // size][:size], s.rounds // 2, 1, s.seed + turn)[1]
             samples += found if turn else []
         order = list(modes.items())
         for key, executor in order[turn % len(order) :] + order[: turn % len(order)]:

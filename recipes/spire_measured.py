@@ -14,7 +14,7 @@ the best estimate are measured, and k = 4.
 
 modelled = tau / (round / plain round), with tau as measured (an input of the model, as in the paper) and times from specdec.cost:
 FLOP/s, bytes/s and overheads are fitted to bare steps at the corners of the grid, host work around them to the rounds there
-(docs/cost.md). Rows of those points say fitted: true; the summary leaves them out.
+(docs/cost.md); on a GPU a draft's bare step is its share of the captured chain. Rows of those points say fitted: true; the summary leaves them out.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ from time import perf_counter
 
 import torch
 from _calibrated import Bare, Model, bare_steps, fit
+from _captured import captured
 from _measure import quiet
 from _measured_rows import K, Point, Row, constants, report, summary, table
 from _report import write
 from _stages import profile
-from _steady import Group, Measured, capacity, group, kept, steady
+from _steady import Group, Measured, Run, capacity, group, kept, steady
 
 import specdec as sd
 from specdec import zoo
@@ -62,6 +63,8 @@ class Settings:
     seconds: float = float("inf")
     joined: bool = False
     graphs: str = ""
+    first: tuple[Point, ...] = ()
+    replayed: bool | None = None
     profile: tuple[int, int] | None = None
     json: str | None = None
     plots: str | None = None
@@ -93,12 +96,14 @@ def main(s: Settings) -> None:
     lab = Lab(s)
     started = perf_counter()
     points = [(b, c) for b in sorted(set(s.batches)) for c in sorted(set(s.contexts))]
-    corners = {(b, c) for b in ends(s.batches) for c in ends(s.contexts)}
+    first = list(s.first) or [p for p in points if p[0] in ends(s.batches) and p[1] in ends(s.contexts)]
+    points, corners = first + [p for p in points if p not in first], set(first)
+    replayed = s.device != "cpu" if s.replayed is None else s.replayed
     found: dict[Point, list[Measured]] = {}
     bare: list[Bare] = []
     rows: list[Row] = []
     calibrated = None
-    for done, (batch, context) in enumerate(sorted(points, key=lambda p: p not in corners), 1):
+    for done, (batch, context) in enumerate(points, 1):
         if found and perf_counter() - started > s.seconds:
             tell(
                 f"--seconds {s.seconds:g} are over: {len(points) - len(found)} of {len(points)} grid points are left out"
@@ -109,12 +114,15 @@ def main(s: Settings) -> None:
         found[batch, context] = lab.measure(groups)
         if (batch, context) in corners:
             decoders = {m: lab.decoder(m, K if m != "plain" else 0) for m in lab.methods}
-            bare += bare_steps(decoders, groups[0], context, (K, max(lab.lengths)), BARE_REPEATS, lab.model)
+            lengths = (K, max(lab.lengths))
+            bare += bare_steps(
+                decoders, groups[0], context, lengths, BARE_REPEATS, lab.model, K if replayed else 0
+            )
         del groups
         if calibrated is None and corners <= set(found):
             mids = {(b, c, c + s.new_tokens / 2): found[b, c] for b, c in corners}
             try:
-                calibrated = fit(lab.model, bare, mids)
+                calibrated = fit(lab.model, bare, mids, apart=not replayed)
             except ValueError as why:  # what was measured stands without a model
                 tell(f"no model: {why}")
         rows = [*table(found, corners, calibrated, s.new_tokens), *constants(calibrated, bare)]
@@ -234,8 +242,17 @@ class Lab:
             turn += 1
             for case in cases:
                 tell(f"{case.method}, k = {case.k} ({turn})", over=True)
-                case.runs.append(steady(self.decoder(case.method, case.k), groups, s.new_tokens))
+                case.runs.append(self.run(case, groups))
+        for case in cases:  # what captured a shape is no time of a round, unless there is nothing else
+            case.runs = [run for run in case.runs if not run.captured] or case.runs
         return cases
+
+    def run(self, case: Measured, groups: list[Group]) -> Run:
+        decoder = self.decoder(case.method, case.k)
+        parts = (self.target, decoder.draft) if case.k else (self.target,)
+        before = captured(*parts)
+        run = steady(decoder, groups, self.s.new_tokens)
+        return replace(run, captured=any(all(p is not q for q in before) for p in captured(*parts)))
 
 
 def promising(near: Measured, far: Measured, lengths: Iterable[int], count: int = 2) -> list[int]:
@@ -281,8 +298,10 @@ def load(name: str, s: Settings) -> sd.HFModel:
 
         model = AutoModelForCausalLM.from_pretrained(name).eval()
         tokenizer = AutoTokenizer.from_pretrained(name)
-    graphs = s.graphs or False
-    return sd.HFModel(model.to(s.device, dtype), tokenizer, graphs=graphs, bf16_weights=s.bf16_weights)
+    return sd.HFModel(
+        model.to(s.device, dtype), tokenizer, prefill_chunk=512 if s.device == "cpu" else 8192,
+        graphs=s.graphs or False, bf16_weights=s.bf16_weights,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

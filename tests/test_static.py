@@ -344,6 +344,53 @@ def test_what_cannot_be_captured_runs_without():
     rounds(wrapped)  # and says so once
 
 
+def test_after_a_release_it_is_tried_again():
+    model = sd.HFModel(tiny("llama", 0, torch.float32), graphs="recorded")
+    out = rounds(sd.HFModel(model.model))
+    model.steps.capture = unlucky(RuntimeError("once"), model.steps.capture)
+    with pytest.warns(RuntimeWarning, match="runs without graphs: RuntimeError: once"):
+        same(rounds(model), out, 5e-5)
+    rounds(model)
+    assert "0 captured, stopped" in repr(model.steps)
+    model.steps.release()
+    same(rounds(model), out, 5e-5)
+    assert model.steps.why is None
+    assert sum(len(s.programs) for s in model.steps._storages) > 1
+
+
+def test_too_little_memory_for_one_shape_stops_no_other():
+    """Nor for the shape in another cache; and it is not tried again and again."""
+    model = sd.HFModel(tiny("llama", 0, torch.float32), graphs="recorded")
+    out = rounds(sd.HFModel(model.model))
+    whole, tries = len(captured_in(model, out)), []
+    model = sd.HFModel(model.model, graphs="recorded")
+    broken = RuntimeError("a capture was broken")
+    broken.__context__ = torch.OutOfMemoryError("full")
+    model.steps.capture = unlucky(broken, model.steps.capture, tries)
+    with pytest.warns(RuntimeWarning, match="too little memory to capture a step of this shape.*was broken"):
+        assert len(captured_in(model, out)) == whole - 1
+    assert model.steps.why is None
+    assert len(tries) == whole
+
+
+def unlucky(error, capture, tries=None):
+    """A capture that fails the first time."""
+    tries = [] if tries is None else tries
+
+    def once(body):
+        tries.append(body)
+        if len(tries) == 1:
+            raise error
+        return capture(body)
+
+    return once
+
+
+def captured_in(model, out):
+    same(rounds(model), out, 5e-5)
+    return [key for s in model.steps._storages for key in s.programs]
+
+
 def test_graphs_where_there_can_be_none():
     llama = tiny("llama", 0, torch.float32)
     assert sd.HFModel(llama).steps is None
@@ -843,6 +890,47 @@ def test_cuda_graphs_in_the_right_order(monkeypatch):
     assert log[-2:] == ["captured", "all of it"]  # a capture is not waited for in its middle
 
 
+@pytest.mark.parametrize("where", ["body", "end"])
+def test_a_failed_capture_leaves_the_stream_as_it_was(where, monkeypatch):
+    """PyTorch goes back to the stream only where the capture can be ended; a pool that was being recorded is not used again."""
+    current, log = object(), []
+
+    class Aside:
+        def wait_stream(self, other):
+            pass
+
+    class Capturing:
+        def __init__(self, graph, **how):
+            log.append(how["pool"])
+
+        def __enter__(self):
+            cuda.now = "aside"
+
+        def __exit__(self, *error):
+            if where == "end" and len(log) == 1:
+                raise RuntimeError("cannot be ended")
+            cuda.now = current
+
+    cuda = SimpleNamespace(
+        device=lambda device: nullcontext(), stream=lambda stream: nullcontext(), current_stream=Aside, Stream=Aside,
+        graph_pool_handle=lambda: f"pool {len(log)}", CUDAGraph=object, graph=Capturing, now=current,
+        set_stream=lambda stream: setattr(cuda, "now", current),
+    )  # fmt: skip
+    monkeypatch.setattr(capture.torch, "cuda", cuda)
+    graphs = capture.CudaGraphs(torch.device("cuda"), warm_up=0)
+
+    def body():
+        if where == "body" and len(log) == 1:
+            raise RuntimeError("cannot be captured")
+
+    with pytest.raises(RuntimeError, match="cannot be"):
+        graphs(body)
+    assert cuda.now is current
+    graphs(body)
+    graphs(body)
+    assert log == ["pool 0", "pool 1", "pool 1"]
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_cuda_graphs_on_a_gpu(dtype):
@@ -868,17 +956,17 @@ def test_a_round_waits_once_on_a_gpu(draft):
     for graphs in (False, True):
         decoder = builder_of(draft, graphs, lambda model: model.cuda()).sampling(temperature=1.0).build()
         seen: list[int] = []
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
 
-                def note(_, caught=caught, seen=seen):
-                    seen.append(sum("synchronizing" in str(w.message) for w in caught))
+            def note(_, caught=caught, seen=seen):
+                seen.append(sum("synchronizing" in str(w.message) for w in caught))
 
+            try:
+                torch.cuda.set_sync_debug_mode("warn")  # which warns that it is a prototype
                 said.append(decoder.generate([[1, 2, 3, 4], [7, 8]], 32, seed=3, on_round=note).ids)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
         middle = len(seen) // 2
         assert seen[middle] - seen[middle - 1] == 1
     assert said[0] == said[1]

@@ -20,6 +20,9 @@ from specdec.models.slots import KVShape
 pytest.importorskip("triton")
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+LOOSER = (
+    4 if DEVICE.type == "cuda" else 1
+)  # there a float32 division and exp2 are approximate, to a few units in the last place
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +62,7 @@ def close(args, plan, scale=None, window=None, softcap=None, sinks=None, chunk=N
     )
     assert (out.shape, out.dtype, lse.dtype) == (exact.shape, args[0].dtype, torch.float32)
     atol = torch.finfo(args[0].dtype).eps * (16 if args[0].dtype == torch.float32 else 4)
-    atol += (softcap or 0) * torch.finfo(torch.float32).eps  # tanh ends with a subtraction from 1
+    atol += (softcap or 0) * torch.finfo(torch.float32).eps * LOOSER  # tanh ends with a subtraction from 1
     torch.testing.assert_close(out.double(), exact, rtol=0, atol=atol)
     torch.testing.assert_close(lse.double(), exact_lse, rtol=0, atol=1e-5)
     return out
@@ -420,7 +423,7 @@ def test_one_chunk_or_many_agree():
     whole = triton_backend.attend(*args, plan, 0.1, chunk=1024)
     for chunk in (1, 100):  # rounded up to tiles
         torch.testing.assert_close(
-            triton_backend.attend(*args, plan, 0.1, chunk=chunk), whole, rtol=0, atol=1e-6
+            triton_backend.attend(*args, plan, 0.1, chunk=chunk), whole, rtol=0, atol=1e-6 * LOOSER
         )
 
 
@@ -457,7 +460,7 @@ def test_launch_takes_ready_numbers_and_larger_bounds():
         got = triton_backend.launch(query, keys, values, fixed, 0.125, chunk=64, out=out, lse=lse)
         assert got.data_ptr() == out.data_ptr()
         exact, exact_lse = reference.attend_with_lse(query, keys, values, plan, 0.125)
-        torch.testing.assert_close(out, exact, rtol=0, atol=1e-6)
+        torch.testing.assert_close(out, exact, rtol=0, atol=1e-6 * LOOSER)
         torch.testing.assert_close(lse, exact_lse, rtol=0, atol=1e-5)
 
 

@@ -80,10 +80,16 @@ class CudaGraphs:
             if self.pool is None:
                 self.pool = torch.cuda.graph_pool_handle()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(
-                graph, pool=self.pool, stream=aside, capture_error_mode="thread_local"
-            ):  # other threads may go on
-                out = body()
+            try:
+                with torch.cuda.graph(
+                    graph, pool=self.pool, stream=aside, capture_error_mode="thread_local"
+                ):  # other threads may go on
+                    out = body()
+            except BaseException:
+                # A capture that cannot even be ended leaves the thread on its stream and the pool marked as being recorded.
+                torch.cuda.set_stream(current)
+                self.pool = None
+                raise
 
         def replay() -> Any:
             graph.replay()

@@ -47,6 +47,7 @@ class Storage:
         del vars(self._model)["lease"]
         self.programs: OrderedDict[Hashable, Program] = OrderedDict()
         self.seen: OrderedDict[Hashable, None] = OrderedDict()
+        self.too_large: set[Hashable] = set()
 
     @property
     def free(self) -> bool:
@@ -73,7 +74,8 @@ class Programs:
         device: where all of it is. capture: a name of ``capture.CAPTURES``. most: programs over one memory; of more, the one that was
             not used for longest is dropped.
     Attributes:
-        why: why nothing is captured any more, or ``None``.
+        why: why nothing is captured any more, until ``release``, or ``None``. Too little memory is no reason: a shape that there was none
+            for runs without a graph for as long as its memory is there.
     """
 
     def __init__(self, device: torch.device, capture: str, most: int = MOST):
@@ -95,8 +97,9 @@ class Programs:
         return None
 
     def release(self) -> None:
-        """Drop all that was captured, and the memory that no cache uses."""
+        """Drop all that was captured, and the memory that no cache uses; what could not be captured may be tried again."""
         self._drop(lambda _: True)
+        self.why = None
 
     def program(
         self,
@@ -107,7 +110,7 @@ class Programs:
     ) -> Program | None:
         """The captured program of a name over a cache's memory, with its numbers up to date.
 
-        ``None`` for a name that is met for the first time, and when something could not be captured, which is said once.
+        ``None`` for a name that is met for the first time, and when it, or something before it, could not be captured, which is said.
         """
         if self.why is not None:
             return None
@@ -118,6 +121,8 @@ class Programs:
             programs.move_to_end(key)
             update(program)
             return program
+        if key in storage.too_large:
+            return None
         if key not in seen:
             seen[key] = None
             if len(seen) > 16 * self.most:
@@ -128,13 +133,17 @@ class Programs:
             update(program)
             program.capture(self.capture)
         except Exception as error:
-            self.why = f"{type(error).__name__}: {error}"
-            self.release()
-            warnings.warn(
-                f"graphs: a step of this model cannot be captured, so it runs without graphs: {self.why}",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+            said = f"{type(error).__name__}: {error}"
+            if _out_of_memory(error):
+                storage.too_large.add(key)
+                what = (
+                    "there was too little memory to capture a step of this shape, so it runs without a graph"
+                )
+            else:
+                self.release()
+                self.why = said
+                what = "a step of this model cannot be captured, so it runs without graphs"
+            warnings.warn(f"graphs: {what}: {said}", RuntimeWarning, stacklevel=2)
             return None
         programs[key] = program
         if len(programs) > self.most:
@@ -278,6 +287,15 @@ def capture_named(graphs: bool | str, device: torch.device) -> str | None:
     if graphs == "auto":
         return "cuda" if device.type == "cuda" and find_spec("triton") is not None else None
     return "cuda" if graphs is True else graphs or None
+
+
+def _out_of_memory(error: BaseException | None) -> bool:
+    """Also where that has broken a capture, whose end then is an error of its own."""
+    while error is not None:
+        if isinstance(error, torch.OutOfMemoryError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _why_not(path: Any, model: Any, device: torch.device, attention: str, page: int | None) -> str | None:
