@@ -26,6 +26,7 @@ from specdec.kernels.attention.reach import Reach, binding, split
 LOG2E = 1.4426950408889634
 LARGEST = 256  # head size
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+REGISTERS = 255  # that a thread may have: all that there are
 SPLIT = 256  # slots that a chunk has at least, where their number is chosen
 WAVES = 2  # programs for each multiprocessor, up to which rows are cut
 
@@ -39,22 +40,41 @@ class Config(NamedTuple):
     stages: int
 
 
-def config(size: int, packed: int, itemsize: int, fixed: bool = False, written_out: bool = False) -> Config:
+def config(
+    size: int,
+    packed: int,
+    itemsize: int,
+    fixed: bool = False,
+    written_out: bool = False,
+    tree: bool = False,
+    paged: bool = False,
+) -> Config:
     """The tile for a head size, from reasoning and compiled resource usage, not from timings.
 
     A query tile is as small as holds all ``packed`` queries (queries of a row times heads of a group), up to 64; ``fixed``
-    makes it independent of them. A slot tile keeps keys and values of all stages in at most half of an A100's shared memory,
-    so that two programs share a multiprocessor; with a mask that is ``written_out`` it is half as large, since that takes
-    registers, too. Nothing is tuned at run time: equal calls are to run equal code.
+    makes it independent of them. A slot tile keeps keys and values of three stages in at most half of an A100's shared memory,
+    so that two programs share a multiprocessor where registers allow; with a mask that is ``written_out``, and with a ``tree`` or
+    pages beside 64 queries, it is smaller, since these take registers, too. Bits depend on tiles and warps, so with ``fixed``
+    chains have those of trees in pages. Where slots are ``paged``, a page's number is loaded ahead of its slots, which takes two
+    stages for each. Nothing is tuned at run time: equal calls are to run equal code.
     """
     queries = 64 if fixed or packed > 32 else 32 if packed > 16 else 16
     wide = _power(size) * itemsize  # bytes of a slot's keys
     if itemsize == 4:  # no tensor cores for exact float32: small tiles, for registers
-        return Config(min(queries, 16), 32 if size <= 128 else 16, 4, 2)
+        return Config(min(queries, 16), 32 if size <= 128 else 16, 8 if size > 128 else 4, 2)
+    stages = 5 if paged else 3
+    if written_out:
+        if wide > 256:
+            return Config(min(queries, 32), 16, 4, stages)
+        return Config(queries, 16 if queries == 64 and wide > 128 else 32, 8 if queries == 64 else 4, stages)
+    slots, small = 64 if wide <= 256 else 32, fixed or tree or paged
+    if queries < 64 and wide > 256:
+        return Config(queries, 16 if paged else 32, 4, 2 if queries == 32 and not paged else stages)
+    if queries < 64:
+        return Config(queries, slots, 4, stages)
     if wide <= 128:
-        return Config(queries, 32 if written_out else 64, 4, 3)
-    slots = (64 if wide <= 256 else 32) // (2 if written_out else 1)
-    return Config(queries, slots, 8 if queries == 64 or slots == 16 else 4, 2)
+        return Config(queries, slots, 8 if small else 4, stages)
+    return Config(queries, slots // 2 if small else slots, 8, stages)
 
 
 def missing() -> str | None:
@@ -224,6 +244,8 @@ def launch(
         query.element_size(),
         fixed=chunk is not None,
         written_out=lowered.seen is not None,
+        tree=lowered.words is not None,
+        paged=lowered.table is not None,
     )
     tiles = -(-lowered.max_count * group // c.queries)
     if lowered.seen is not None:
@@ -259,6 +281,7 @@ def launch(
             G=group, D=size, DV=value_size, BD=_power(size), BDV=_power(value_size), BM=c.queries, BN=c.slots,
             PAGE=0 if table is None else keys.shape[1], WINDOW=window is not None, SOFTCAP=softcap is not None,
             DIRECT=direct, UPCAST=_upcast(query), num_warps=c.warps, num_stages=c.stages,
+            **registers(max(size, value_size), query.element_size(), written_out=lowered.seen is not None),
         )  # fmt: skip
         if not direct:
             assert part_lse is not None
@@ -359,6 +382,16 @@ def _prepare(
 def _on(device: torch.device) -> Any:
     """Triton launches on the current device."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def registers(size: int, itemsize: int, written_out: bool) -> dict[str, int]:
+    """A bound on a thread's registers, to be given to Triton, or none.
+
+    Under a bound, even that of the hardware, NVIDIA's assembler no longer spills some to let one more program share a
+    multiprocessor, as it does with masks and large heads; where it does not, it is left to itself and takes fewer.
+    """
+    needed = (written_out or size > 128) and itemsize < 4 and torch.version.hip is None
+    return {"maxnreg": REGISTERS} if needed else {}
 
 
 def _upcast(query: Tensor) -> bool:
