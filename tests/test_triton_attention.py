@@ -10,7 +10,15 @@ import torch
 from interpreted import interpreter
 
 from specdec import tree
-from specdec.kernels.attention import AttentionPlan, ExplicitPlan, Tree, attention, reference, triton_backend
+from specdec.kernels.attention import (
+    AttentionPlan,
+    ExplicitPlan,
+    Tree,
+    attention,
+    reference,
+    splitting,
+    triton_backend,
+)
 from specdec.kernels.attention import merge as merge_reference
 from specdec.kernels.attention.lowered import lower
 from specdec.kernels.attention.reach import reach
@@ -49,6 +57,12 @@ def case(plan, Hq=4, Hkv=2, D=64, dtype=torch.float32, B=4, S=None, seed=0, Dv=N
     query = torch.randn(1, sum(plan.counts), Hq, D, generator=g).transpose(1, 2)
     keys, values = (torch.randn(B, Hkv, S, size, generator=g).transpose(1, 2) for size in (D, Dv or D))
     return tuple(t.to(DEVICE, dtype) for t in (query, keys, values))
+
+
+def work(copies, multiprocessors=132, queries=1):
+    """Of bf16 and 32 heads of size 128: 512 bytes a slot."""
+    part = 2 * queries * 32 * 129 * 4
+    return triton_backend.Work(copies, 2 * multiprocessors, tile=64, slot_bytes=512, part_bytes=part)
 
 
 def close(args, plan, scale=None, window=None, softcap=None, sinks=None, chunk=None):
@@ -120,7 +134,8 @@ def test_first_positions_beside_a_window(name, window, initial):
 def test_first_positions_and_chunks(window, initial, chunk, processors, monkeypatch):
     """Long ragged rows, a one-token row and a tree; first positions of less and of more than a tile or a chunk."""
     monkeypatch.setattr(triton_backend, "processors", lambda device: processors)
-    monkeypatch.setattr(triton_backend, "SPLIT", 64)
+    for name, bytes in (("LEAST", 64 * 128), ("START", 64), ("MERGE", 64)):
+        monkeypatch.setattr(splitting, name, bytes)
     for plan in (
         AttentionPlan([0, 1, 2], [390, 3, 207], [3, 1, 5], 400),
         AttentionPlan([0, 1, 2], [380, 3, 207], [8, 8, 8], 400, make_tree([381, 4, 208])),
@@ -150,9 +165,9 @@ def test_first_positions_in_pages(page, chunk):
 def test_the_slots_between_are_skipped():
     """As many chunks as first positions and a window need, however long the row is."""
     low = lower(AttentionPlan([0], [99_999], [1], 100_000), "cpu")
-    assert triton_backend.chunking(low, reach(512, 4), 1, 64, DEVICE, 64)[0] == 1 + 9
-    assert triton_backend.chunking(low, reach(512, 4), 10**6, 64, DEVICE, None) == (1, 640, 64)
-    assert triton_backend.chunking(low, reach(512, 65), 10**6, 64, DEVICE, None) == (1, 704, 64)
+    assert triton_backend.chunking(low, reach(512, 4), work(1), 64)[0] == 1 + 9
+    assert triton_backend.chunking(low, reach(512, 4), work(10**6), None) == (1, 640, 64)
+    assert triton_backend.chunking(low, reach(512, 65), work(10**6), None) == (1, 704, 64)
 
 
 @pytest.mark.parametrize("tree", [False, True])
@@ -429,11 +444,10 @@ def test_one_chunk_or_many_agree():
 
 def test_chunks_fill_the_device(monkeypatch):
     """A small batch is cut until there are programs enough, a large one is not; a window bounds what is visited."""
-    monkeypatch.setattr(triton_backend, "processors", lambda device: 132)
     low = lower(AttentionPlan([0], [8191], [1], 8192), "cpu")
 
     def chunks(programs, window=None, chunk=None):
-        return triton_backend.chunking(low, window, programs, 64, DEVICE, chunk)
+        return triton_backend.chunking(low, window, work(programs), chunk)
 
     assert chunks(8) == (32, 256, 64)
     assert chunks(64) == (4, 2048, 64)
@@ -444,7 +458,58 @@ def test_chunks_fill_the_device(monkeypatch):
     assert chunks(512, chunk=500) == (16, 512, 512)
     monkeypatch.setattr(triton_backend, "processors", lambda device: 4)
     plan = AttentionPlan([0, 1], [510, 20], [2, 2], 600)
-    close(case(plan, 2, 1, B=2), plan)  # two chunks
+    launches = counted(monkeypatch)
+    close(case(plan, 2, 1, B=2, D=128), plan)  # chunks of 64 KiB
+    assert launches == ["attend_kernel", "merge_kernel"]
+
+
+def test_uneven_rows_are_cut_by_their_lengths():
+    """With the plan at hand all its lengths count, once for all layers; a captured launch expects uneven ones."""
+    even = AttentionPlan(range(64), [8186] * 64, [6] * 64, 8192)
+    uneven = AttentionPlan(range(64), range(4090, 12282, 128), [6] * 64, 13000)
+    asked = work(8, queries=6 * 64)
+    for plan, cut in ((even, False), (uneven, True)):
+        low = lower(plan, "cpu")
+        made = triton_backend.chunking(low, None, asked, None, plan)
+        assert made is triton_backend.chunking(low, None, asked, None, plan)
+        assert (made[0] > 1) == cut
+        assert 4 <= triton_backend.chunking(low, None, asked, None)[0] <= 12
+        fixed = triton_backend.chunking(low, None, asked, 1024, plan)
+        assert fixed == triton_backend.chunking(low, None, work(8, 1), 1024)  # on any device
+
+
+def counted(monkeypatch):
+    """Names of the kernels that are launched from here on, in order."""
+    launches, kernels = [], triton_backend._kernels()
+
+    class Counted:
+        INTERPRET = kernels.INTERPRET
+
+        def __getattr__(self, name):
+            class Kernel:
+                def __getitem__(self, grid):
+                    launches.append(name)
+                    return getattr(kernels, name)[grid]
+
+            return Kernel()
+
+    monkeypatch.setattr(triton_backend, "_kernels", Counted)
+    return launches
+
+
+@pytest.mark.parametrize(("ring", "expected"), [(64, 1), (600, 2)])
+def test_a_step_of_a_ring_takes_one_launch_a_layer(ring, expected, monkeypatch):
+    """Sinks and the window together, for one row on a large device; a ring of many KiB is cut there, and merged."""
+    monkeypatch.setattr(triton_backend, "processors", lambda device: 132)
+    ring = Ring([KVShape(1, 64, 64, torch.float32, DEVICE)], 3, 4, ring, 5)
+    query = np.array([2000])
+    at = ring.at(torch.tensor([0]), torch.from_numpy(query))
+    plan = ExplicitPlan([0], [1], ring.visible(query), query[:, None] - ring.held(query), at)
+    args = case(plan, 2, 1, B=1)
+    launches = counted(monkeypatch)
+    close(args, plan)
+    assert len(launches) == expected
+    assert launches[0] == "attend_kernel"
 
 
 def test_launch_takes_ready_numbers_and_larger_bounds():

@@ -22,40 +22,66 @@ from torch import Tensor
 from specdec.kernels.attention.lowered import Lowered, lower, written_out
 from specdec.kernels.attention.plan import AttentionPlan
 from specdec.kernels.attention.reach import Reach, binding, split
+from specdec.kernels.attention.splitting import chunk_slots
 from specdec.kernels.interpreted import REMEDY
 
 LOG2E = 1.4426950408889634
 LARGEST = 256  # head size
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-SPLIT = 256  # slots that a chunk has at least, where their number is chosen
-WAVES = 2  # programs for each multiprocessor, up to which rows are cut
+REGISTERS = 255  # that a thread may have: all that there are
+WAVES = 2  # programs of four warps that a multiprocessor holds at a time, as rows are cut for
 
 
 class Config(NamedTuple):
-    """How a call is tiled: ``queries`` (times heads that share a KV head) and ``slots`` of a tile, for Triton."""
+    """How a call is tiled: ``queries`` (times heads that share a KV head) and ``slots`` of a tile, for Triton.
+
+    ``bounded``: a bound on a thread's registers is given, if only the hardware's own. Without one NVIDIA's assembler spills a few
+    where that lets one more program share a multiprocessor; with one it takes more where it need not.
+    """
 
     queries: int
     slots: int
     warps: int
     stages: int
+    bounded: bool = False
 
 
-def config(size: int, packed: int, itemsize: int, fixed: bool = False, written_out: bool = False) -> Config:
+def config(
+    size: int,
+    packed: int,
+    itemsize: int,
+    fixed: bool = False,
+    written_out: bool = False,
+    tree: bool = False,
+    paged: bool = False,
+) -> Config:
     """The tile for a head size, from reasoning and compiled resource usage, not from timings.
 
     A query tile is as small as holds all ``packed`` queries (queries of a row times heads of a group), up to 64; ``fixed``
-    makes it independent of them. A slot tile keeps keys and values of all stages in at most half of an A100's shared memory,
-    so that two programs share a multiprocessor; with a mask that is ``written_out`` it is half as large, since that takes
-    registers, too. Nothing is tuned at run time: equal calls are to run equal code.
+    makes it independent of them. A slot tile keeps keys and values of three stages in at most half of an A100's shared memory,
+    so that two programs share a multiprocessor where registers allow; with a mask that is ``written_out``, and with a ``tree`` or
+    pages beside 64 queries, it is smaller, since these take registers, too. Bits depend on tiles and warps, so with ``fixed``
+    chains have those of trees in pages. Where slots are ``paged``, a page's number is loaded ahead of its slots, which takes two
+    stages for each. Nothing is tuned at run time: equal calls are to run equal code.
     """
     queries = 64 if fixed or packed > 32 else 32 if packed > 16 else 16
     wide = _power(size) * itemsize  # bytes of a slot's keys
     if itemsize == 4:  # no tensor cores for exact float32: small tiles, for registers
-        return Config(min(queries, 16), 32 if size <= 128 else 16, 4, 2)
+        return Config(min(queries, 16), 32 if size <= 128 else 16, 8 if size > 128 else 4, 2)
+    stages = 5 if paged else 3
+    small = fixed or tree or paged or written_out
+    if wide > 256:
+        slots = 16 if written_out or paged or (queries == 64 and small) else 32
+        queries = min(queries, 32) if written_out else queries
+        return Config(queries, slots, 4 if queries == 16 else 8, stages, bounded=True)
+    if written_out:
+        slots = 16 if queries == 64 and wide > 128 else 32
+        return Config(queries, slots, 8 if queries == 64 else 4, stages, bounded=True)
+    if queries < 64:
+        return Config(queries, 64, 4, stages, bounded=tree and wide <= 128)
     if wide <= 128:
-        return Config(queries, 32 if written_out else 64, 4, 3)
-    slots = (64 if wide <= 256 else 32) // (2 if written_out else 1)
-    return Config(queries, slots, 8 if queries == 64 or slots == 16 else 4, 2)
+        return Config(queries, 64, 8 if small else 4, stages)
+    return Config(queries, 32 if small else 64, 8, stages)
 
 
 def missing() -> str | None:
@@ -171,7 +197,8 @@ def attend(
         ValueError: tensors that do not fit each other or the plan, or whose last dimension is not contiguous.
     """
     lowered, window = _prepare(query, keys, values, plan, window, sinks)
-    return launch(query, keys, values, lowered, scale, window, softcap, sinks, chunk=chunk or plan.fragment)
+    chunk = chunk or plan.fragment
+    return launch(query, keys, values, lowered, scale, window, softcap, sinks, chunk=chunk, plan=plan)
 
 
 def attend_with_lse(
@@ -190,7 +217,8 @@ def attend_with_lse(
     lowered, window = _prepare(query, keys, values, plan, window, sinks)
     lse = query.new_empty(1, query.shape[2], query.shape[1], dtype=torch.float32)
     chunk = chunk or plan.fragment
-    return launch(query, keys, values, lowered, scale, window, softcap, sinks, chunk=chunk, lse=lse), lse
+    out = launch(query, keys, values, lowered, scale, window, softcap, sinks, chunk=chunk, lse=lse, plan=plan)
+    return out, lse
 
 
 def launch(
@@ -206,16 +234,18 @@ def launch(
     chunk: int | None = None,
     out: Tensor | None = None,
     lse: Tensor | None = None,
+    plan: AttentionPlan | None = None,
 ) -> Tensor:
     """The kernels alone, on numbers that are on the device already; nothing is checked and nothing waits for the device.
 
-    Grid and allocations depend on shapes, ``max_count`` and ``max_length`` only, so a launch can be captured in a CUDA graph and
-    replayed after the tensors of ``lowered`` were written anew, as long as rows stay within these.
+    Without ``plan``, grid and allocations depend on shapes, ``max_count`` and ``max_length`` only, so a launch can be captured in
+    a CUDA graph and replayed after the tensors of ``lowered`` were written anew, as long as rows stay within these.
 
     Args:
         lowered: as from ``lower``; its ``seen`` already knows about ``window``. With a ``table``, pages are
             ``keys.shape[1]`` slots.
         out: ``[1, T, Hq, Dv]`` contiguous, to be written. lse: ``[1, T, Hq]`` float32, contiguous, to be written.
+        plan: what ``lowered`` was made from, where rows are to be cut by what they are now.
     Raises:
         ValueError: ``scale`` or ``softcap`` is not positive, or ``chunk`` is below 1.
     """
@@ -233,13 +263,21 @@ def launch(
         query.element_size(),
         fixed=chunk is not None,
         written_out=lowered.seen is not None,
+        tree=lowered.words is not None,
+        paged=lowered.table is not None,
     )
     tiles = -(-lowered.max_count * group // c.queries)
     if lowered.seen is not None:
         window = None
     back, initial = (0, 0) if window is None else split(window)
-    programs = rows * tiles * kv_heads
-    chunks, slots, align = chunking(lowered, window, programs, c.slots, query.device, chunk)
+    work = Work(
+        copies=tiles * kv_heads,
+        resident=max(1, WAVES * 4 // c.warps) * processors(query.device),
+        tile=c.slots,
+        slot_bytes=(size + value_size) * query.element_size(),
+        part_bytes=2 * T * heads * (value_size + 1) * 4,
+    )
+    chunks, slots, align = chunking(lowered, window, work, chunk, plan)
     if out is None:
         out = query.new_empty(1, T, heads, value_size)
     direct = chunks == 1
@@ -267,7 +305,7 @@ def launch(
             0 if seen is None else seen.stride(1),
             G=group, D=size, DV=value_size, BD=_power(size), BDV=_power(value_size), BM=c.queries, BN=c.slots,
             PAGE=0 if table is None else keys.shape[1], WINDOW=window is not None, SOFTCAP=softcap is not None,
-            DIRECT=direct, UPCAST=_upcast(query), num_warps=c.warps, num_stages=c.stages,
+            DIRECT=direct, UPCAST=_upcast(query), num_warps=c.warps, num_stages=c.stages, **bound(c),
         )  # fmt: skip
         if not direct:
             assert part_lse is not None
@@ -321,16 +359,28 @@ def _merge(
     )  # fmt: skip
 
 
+class Work(NamedTuple):
+    """What a launch has to do, beside its rows: see ``splitting.chunk_slots``."""
+
+    copies: int
+    resident: int
+    tile: int
+    slot_bytes: int
+    part_bytes: int
+
+
 def chunking(
-    lowered: Lowered, window: Reach, programs: int, tile: int, device: torch.device, chunk: int | None
+    lowered: Lowered, window: Reach, work: Work, chunk: int | None, plan: AttentionPlan | None = None
 ) -> tuple[int, int, int]:
     """Into how many chunks rows are cut at most, their slots, and the multiples at which a window's slots of a row begin.
 
     Args:
-        programs: that one chunk has. tile: slots of a tile. chunk: fixed slots of a chunk; its borders are then multiples of
-            that.
+        chunk: fixed slots of a chunk; its borders are then multiples of that. plan: remembers what is chosen for its rows, since
+            all layers ask. Without it, and without a window, rows may be anything up to ``max_length`` and are taken to be
+            spread from a third of it.
     """
-    span, initial = lowered.max_length, 0  # slots that a row's queries may see, and first ones beside these
+    tile, initial = work.tile, 0
+    span = lowered.max_length  # slots that a row's queries may see, but for the first ones
     if window is not None:
         nodes = 0 if lowered.depth is None else lowered.depth.shape[1]
         back, initial = split(window)
@@ -339,11 +389,23 @@ def chunking(
         slots = -(-chunk // tile) * tile
         most = -(-lowered.max_length // slots)
         return min(most, -(-initial // slots) + (span + slots - 2) // slots + 1), slots, slots
+    key = ("triton chunks", window, work)
+    if plan is not None and key in plan.known:
+        return plan.known[key]
     if window is not None:  # the first tile begins before the first slot
         span = min(-(-initial // tile) * tile + span + tile - 1, lowered.max_length)
-    wanted = min(-(-span // SPLIT), max(1, WAVES * processors(device) // programs))
-    slots = -(-span // (wanted * tile)) * tile
-    return -(-span // slots), slots, tile
+    if plan is not None:
+        spans = [min(span, n) for n in plan.length]
+    elif window is None and lowered.seen is None:
+        rows = lowered.rows.shape[0]
+        spans = [span - 2 * span * r // (3 * rows) for r in range(rows)]
+    else:
+        spans = [span] * lowered.rows.shape[0]
+    slots = chunk_slots(spans, *work)
+    made = -(-span // slots), slots, tile
+    if plan is not None:
+        plan.known[key] = made
+    return made
 
 
 @lru_cache
@@ -382,6 +444,11 @@ def _prepare(
 def _on(device: torch.device) -> Any:
     """Triton launches on the current device."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def bound(c: Config) -> dict[str, int]:
+    """On a thread's registers, as Triton takes it for NVIDIA."""
+    return {"maxnreg": REGISTERS} if c.bounded and torch.version.hip is None else {}
 
 
 def _upcast(query: Tensor) -> bool:

@@ -159,11 +159,11 @@ def attend_kernel(
                 # Ancestors that are too far above are no longer seen: their bits go.
                 each = tl.arange(0, 64)
                 theirs = root + tl.load(Depth + r * depth_r + each, mask=each < nodes, other=0)
-                bit = (word[:, None] >> each[None, :].to(tl.int64)) & 1
+                flag = tl.full([64], 1, tl.int64) << each.to(tl.int64)
                 near = theirs[None, :] > position[:, None] - window
                 if initial is not None:
                     near = near | (theirs < initial)[None, :]
-                word = tl.sum(tl.where(near, bit << each[None, :].to(tl.int64), 0), 1)
+                word = word & tl.sum(tl.where(near, flag[None, :], 0), 1)
             union = tl.reduce(word, 0, _either)
 
         # Slots low:high hold all that these queries see, but for the first ones; those and the windows of the row, from base on, are
@@ -235,11 +235,11 @@ def attend_kernel(
                     visible = visible & reached
                     needed = needed & lately
                 if Words is not None:
-                    which = tl.minimum(tl.maximum(s - root, 0), 63).to(tl.int64)
-                    visible = tl.where(
-                        (s < root)[None, :], visible, ((word[:, None] >> which[None, :]) & 1) == 1
-                    )
-                    needed = tl.where(s < root, needed, ((union >> which) & 1) == 1)
+                    column = tl.where(s < root, 0, tl.minimum(s - root, 63))
+                    bit = tl.where(s < root, 0, tl.full([BN], 1, tl.int64) << column.to(tl.int64))
+                    above = (s < root)[None, :] & visible
+                    visible = above | ((word[:, None] & bit[None, :]) != 0)
+                    needed = tl.where(s < root, needed, (union & bit) != 0)
                     visible = visible & inside[None, :]
                     needed = needed & inside
             score = tl.where(visible, score, float("-inf"))

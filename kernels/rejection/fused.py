@@ -173,7 +173,7 @@ def _triton(
     by_row, by_depth = (bonus_u.stride(0), bonus_u.stride(1)) if bonus_u.dim() == 2 else (1, 0)
     kernels.pick_kernel[(B,)](
         logits, q, rest, whole, bonus_u, token, V, blocks, by_row, by_depth, *where,
-        KIND=kind, HOT=hot, BLOCK=BLOCK, BLOCKS=1 << (blocks - 1).bit_length(), num_warps=8,
+        KIND=kind, HOT=hot, BLOCK=BLOCK, BLOCKS=1 << (blocks - 1).bit_length(), num_warps=16,
     )  # fmt: skip
     check(accepted >= 0)
     return Decision(accepted, token)
