@@ -69,6 +69,14 @@ CASES: dict[str, dict[str, Any]] = {
     "all, head size 64": {"packed": 48, "group": 8, "size": 64, **ALL, "page": 256},
     "all, head size 256": {"packed": 24, "size": 256, **ALL, "page": 16},
     "head size 256, in chunks": {"packed": 24, "size": 256, "direct": False},
+    "first positions, a window and a soft cap, head size 80": {
+        "packed": 24,
+        "size": 80,
+        "window": True,
+        "initial": True,
+        "softcap": True,
+        "direct": False,
+    },
     "tree, window, head size 64": {"packed": 24, "size": 64, "tree": True, "window": True},
     "all, head size 256, equal bits": {"packed": 4, "size": 256, **ALL, "page": 256, "fixed": True},
     "all, float32, head size 256": {"packed": 24, "size": 256, "dtype": "fp32", **ALL, "page": 16},
@@ -82,7 +90,7 @@ LIMITS: dict[str, tuple[int, int]] = {
     "verify, window and soft cap": (208, 1),
     "tree": (216, 2),
     "tree, window, in chunks": (200, 1),
-    "first positions and a window": (200, 2),
+    "first positions and a window": (255, 2),
     "tree, first positions and a window": (200, 1),
     "pages, first positions and a window": (255, 2),
     "mask": (255, 2),
@@ -106,6 +114,7 @@ LIMITS: dict[str, tuple[int, int]] = {
     "all, head size 64": (216, 1),
     "all, head size 256": (184, 1),
     "head size 256, in chunks": (168, 1),
+    "first positions, a window and a soft cap, head size 80": (248, 2),
     "tree, window, head size 64": (208, 2),
     "all, head size 256, equal bits": (255, 1),
     "all, float32, head size 256": (112, 2),
@@ -132,7 +141,9 @@ def attend_job(
     from specdec.kernels.attention import triton_backend
 
     itemsize = 4 if dtype == "fp32" else 2
-    c = triton_backend.config(size, packed, itemsize, fixed, written_out=seen, tree=tree, paged=page > 0)
+    c = triton_backend.config(
+        size, packed, itemsize, fixed, written_out=seen, tree=tree, paged=page > 0, bent=window or softcap
+    )
     wide = triton_backend._power(size)
     given = dict.fromkeys(("Query", "Keys", "Values"), f"*{dtype}")
     given |= dict.fromkeys(("Starts", "Length", "Rows", "Root"), "*i32")

@@ -54,6 +54,7 @@ def config(
     written_out: bool = False,
     tree: bool = False,
     paged: bool = False,
+    bent: bool = False,
 ) -> Config:
     """The tile for a head size, from reasoning and compiled resource usage, not from timings.
 
@@ -62,7 +63,7 @@ def config(
     so that two programs share a multiprocessor where registers allow; with a mask that is ``written_out``, and with a ``tree`` or
     pages beside 64 queries, it is smaller, since these take registers, too. Bits depend on tiles and warps, so with ``fixed``
     chains have those of trees in pages. Where slots are ``paged``, a page's number is loaded ahead of its slots, which takes two
-    stages for each. Nothing is tuned at run time: equal calls are to run equal code.
+    stages for each. ``bent``: with a window or a soft cap. Nothing is tuned at run time: equal calls are to run equal code.
     """
     queries = 64 if fixed or packed > 32 else 32 if packed > 16 else 16
     wide = _power(size) * itemsize  # bytes of a slot's keys
@@ -78,7 +79,7 @@ def config(
         slots = 16 if queries == 64 and wide > 128 else 32
         return Config(queries, slots, 8 if queries == 64 else 4, stages, bounded=True)
     if queries < 64:
-        return Config(queries, 64, 4, stages, bounded=tree and wide <= 128)
+        return Config(queries, 64, 4, stages, bounded=bent or (tree and wide <= 128))
     if wide <= 128:
         return Config(queries, 64, 8 if small else 4, stages)
     return Config(queries, 32 if small else 64, 8, stages)
@@ -265,6 +266,7 @@ def launch(
         written_out=lowered.seen is not None,
         tree=lowered.words is not None,
         paged=lowered.table is not None,
+        bent=window is not None or softcap is not None,
     )
     tiles = -(-lowered.max_count * group // c.queries)
     if lowered.seen is not None:
