@@ -2,7 +2,8 @@
 
 Rows: `part` = `product` (`[tokens, inputs] x [outputs, inputs]`), `attention` (`queries` tokens of each of `batch` rows over `context` slots) or
 `step` (a bare forward of the pocket target); milliseconds of `ours` and of `pytorch`, medians of calls in turn, between which other
-memory is read, as in a round. PyTorch's step is that of a process with SPECDEC_NATIVE=0, and the two processes take turns.
+memory is read, as in a round. PyTorch's step is that of a process with SPECDEC_NATIVE=0, and the two processes take turns. `host_ms` of a step
+is what is left of it when its one call of C does nothing.
 Limits: STEP, FEW and WIDE of specdec/models/native.py, PROMPT of kernels/attention/native.py.
 
 `product, threads` and `attention, threads` are what the kernels' choice of one thread for small work rests on: `ours` on so many
@@ -30,6 +31,7 @@ import specdec as sd
 from specdec import zoo
 from specdec.kernels.attention import AttentionPlan, native, packed
 from specdec.kernels.native import library, ops, reason
+from specdec.kernels.native import step as native_step
 from specdec.kernels.native.build import compiler
 from specdec.kernels.native.narrow import Narrow
 
@@ -148,12 +150,13 @@ def steps(
             if repeat:  # the first warms up
                 times[way].append(seconds)
     found = {way: [median(some) for some in zip(*each)] for way, each in times.items()}
+    found["host"] = [median(some) for some in zip(*(hosts() for _ in range(repeats)))]
     return [
         row(
             "step",
             name,
             threads,
-            {way: found[way][i] for way in ways},
+            {way: each[i] for way, each in found.items()},
             batch=batch,
             context=context,
             queries=q,
@@ -184,6 +187,15 @@ def turn() -> list[float]:
     with torch.inference_mode():
         _held[0]()
         return [seconds(step) for step in _held]
+
+
+def hosts() -> list[float]:
+    """The same of what a step is beside its one call of C: Python, and small tensors."""
+    own, native_step._function = native_step._function, lambda: lambda *given: 0
+    try:
+        return turn()
+    finally:
+        native_step._function = own
 
 
 # -- threads ------------------------------------------------------------------------------------------------------------------
@@ -267,7 +279,7 @@ def clock(
 
 
 def row(part: str, dtype: str, threads: int, seconds: Mapping[str, float], **sizes: int) -> dict[str, Any]:
-    ours, theirs, one = seconds["ours"], seconds.get("pytorch"), seconds.get("one_thread")
+    ours, theirs, one, host = seconds["ours"], *map(seconds.get, ("pytorch", "one_thread", "host"))
     return {
         "part": part,
         "dtype": dtype,
@@ -278,6 +290,7 @@ def row(part: str, dtype: str, threads: int, seconds: Mapping[str, float], **siz
         "times_faster": None if theirs is None else theirs / ours,
         "one_thread_ms": None if one is None else one * 1e3,
         "over_one_thread": None if one is None else one / ours,
+        "host_ms": None if host is None else host * 1e3,
     }
 
 
