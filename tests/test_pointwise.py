@@ -272,7 +272,7 @@ COMPILE = """
         for dtype in ("bf16", "fp16"):
             for add in (False, True):
                 one(k.add_norm_kernel, arch, dtype, 8, ("X", "Y", "WEIGHT", "OUT"), ADD=add, BLOCK=4096)
-            one(k.add_norm_kernel, arch, dtype, 16, ("X", "Y", "WEIGHT", "OUT"), ADD=True, BLOCK=32768)
+            one(k.add_norm_kernel, arch, dtype, 16, ("X", "Y", "WEIGHT", "OUT"), ADD=True, BLOCK=16384)
             for norm in (False, True):
                 for keep in (False, True):
                     names = ("Q", "K", "V", "COS", "SIN", "QW", "KW", "KEYS", "VALUES")
