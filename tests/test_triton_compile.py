@@ -79,6 +79,14 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "tree, window, head size 64": {"packed": 24, "size": 64, "tree": True, "window": True},
     "all, head size 256, equal bits": {"packed": 4, "size": 256, **ALL, "page": 256, "fixed": True},
+    "all, float32, head size 80": {"packed": 24, "size": 80, "dtype": "fp32", **ALL, "page": 16},
+    "pages, first positions and a window, float32": {
+        "packed": 24,
+        "dtype": "fp32",
+        "page": 16,
+        "window": True,
+        "initial": True,
+    },
     "all, float32, head size 256": {"packed": 24, "size": 256, "dtype": "fp32", **ALL, "page": 16},
 }
 
@@ -102,7 +110,7 @@ LIMITS: dict[str, tuple[int, int]] = {
     "eight query heads a KV head": (192, 1),
     "head size 256": (255, 1),
     "head size 256, mask": (176, 3),
-    "float32": (128, 3),
+    "float32": (255, 2),
     "mask, 64 queries": (255, 1),
     "mask, head size 80, pages": (192, 2),
     "mask, head size 64, pages": (240, 1),
@@ -117,7 +125,9 @@ LIMITS: dict[str, tuple[int, int]] = {
     "first positions, a window and a soft cap, head size 80": (248, 2),
     "tree, window, head size 64": (208, 2),
     "all, head size 256, equal bits": (255, 1),
-    "all, float32, head size 256": (112, 2),
+    "all, float32, head size 80": (248, 2),
+    "pages, first positions and a window, float32": (240, 2),
+    "all, float32, head size 256": (240, 1),
     "merge": (40, 16),
 }
 

@@ -28,14 +28,14 @@ from specdec.kernels.interpreted import REMEDY
 LOG2E = 1.4426950408889634
 LARGEST = 256  # head size
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-REGISTERS = 255  # that a thread may have: all that there are
+REGISTERS = 255  # of a thread: all that there are
 WAVES = 2  # programs of four warps that a multiprocessor holds at a time, as rows are cut for
 
 
 class Config(NamedTuple):
     """How a call is tiled: ``queries`` (times heads that share a KV head) and ``slots`` of a tile, for Triton.
 
-    ``bounded``: a bound on a thread's registers is given, if only the hardware's own. Without one NVIDIA's assembler spills a few
+    ``registers``: a bound on those of a thread, if only the hardware's own, 0 for none. Without one NVIDIA's assembler spills a few
     where that lets one more program share a multiprocessor; with one it takes more where it need not.
     """
 
@@ -43,7 +43,7 @@ class Config(NamedTuple):
     slots: int
     warps: int
     stages: int
-    bounded: bool = False
+    registers: int = 0
 
 
 def config(
@@ -68,18 +68,18 @@ def config(
     queries = 64 if fixed or packed > 32 else 32 if packed > 16 else 16
     wide = _power(size) * itemsize  # bytes of a slot's keys
     if itemsize == 4:  # no tensor cores for exact float32: small tiles, for registers
-        return Config(min(queries, 16), 32 if size <= 128 else 16, 8 if size > 128 else 4, 2)
+        return Config(min(queries, 16), 32 if size <= 64 else 16, 4 if 64 < size <= 128 else 8, 2, REGISTERS)
     stages = 5 if paged else 3
     small = fixed or tree or paged or written_out
     if wide > 256:
         slots = 16 if written_out or paged or (queries == 64 and small) else 32
         queries = min(queries, 32) if written_out else queries
-        return Config(queries, slots, 4 if queries == 16 else 8, stages, bounded=True)
+        return Config(queries, slots, 4 if queries == 16 else 8, stages, REGISTERS)
     if written_out:
         slots = 16 if queries == 64 and wide > 128 else 32
-        return Config(queries, slots, 8 if queries == 64 else 4, stages, bounded=True)
+        return Config(queries, slots, 8 if queries == 64 else 4, stages, REGISTERS)
     if queries < 64:
-        return Config(queries, 64, 4, stages, bounded=bent or (tree and wide <= 128))
+        return Config(queries, 64, 4, stages, REGISTERS if bent or (tree and wide <= 128) else 0)
     if wide <= 128:
         return Config(queries, 64, 8 if small else 4, stages)
     return Config(queries, 32 if small else 64, 8, stages)
@@ -450,7 +450,7 @@ def _on(device: torch.device) -> Any:
 
 def bound(c: Config) -> dict[str, int]:
     """On a thread's registers, as Triton takes it for NVIDIA."""
-    return {"maxnreg": REGISTERS} if c.bounded and torch.version.hip is None else {}
+    return {"maxnreg": c.registers} if c.registers and torch.version.hip is None else {}
 
 
 def _upcast(query: Tensor) -> bool:
