@@ -232,7 +232,7 @@ static inline __attribute__((always_inline)) void task(const Plan *p, const Call
     }
 }
 
-/* Heads of 32 are not worth packing: vectors are faster up to eight queries or so, and one way serves any number of them. */
+/* Heads of 32 are not worth packing for the few queries of a step, and a query's bits are to be the same in any number of them. */
 int tiles_fit(const Call *c) { return c->half && c->size >= 64 && c->size % 32 == 0 && c->value_size % 32 == 0 && tiles(); }
 
 /* One row and KV head; this thread's tiles are set up. */

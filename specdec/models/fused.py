@@ -1,7 +1,8 @@
 """The forward of Llama-like blocks on a GPU in half precision, with one launch for what lies between two products (``kernels.pointwise``).
 
 Beside its attention a block is seven products, two norms with the residual before them, one launch that turns queries and keys and stores
-keys and values, and SwiGLU: 11 launches, where transformers' modules have 39. A captured step of a small batch waits for each.
+keys and values, and SwiGLU: 11 launches. Transformers' modules take one for every operator of these, and a captured step of a small batch
+waits for each.
 
 Same numbers as the modules up to rounding: what they round after every operator is rounded once.
 """
