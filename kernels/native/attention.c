@@ -80,8 +80,8 @@ MIX(4)
 MIX(5)
 MIX(6)
 
-typedef struct { /* KV heads h0:h1 of a row, whose queries see slots of low:high; n queries a KV head, N in all */
-    int64_t r, h0, h1, t0, n, N, low, high;
+typedef struct { /* KV heads h0:h1 of a row, whose queries see slots below high; n queries a KV head, N in all */
+    int64_t r, h0, h1, t0, n, high;
     float *q, *acc, *m, *l, *w; /* [N][D], [N][DV], [N], [N]; of some queries [QT][KC] */
 } Row;
 
@@ -237,7 +237,7 @@ static inline __attribute__((always_inline)) void task(const Plan *p, const Call
         high = end;
     }
     if (high > end) high = end;
-    const Row of = {r, h0, h1, t0, n, N, low, high, q, acc, m, l, l + N};
+    const Row of = {r, h0, h1, t0, n, high, q, acc, m, l, l + N};
     for (int64_t s0 = low / KC * KC; s0 < high; s0 += KC) {
         const int64_t s1 = s0 + KC < high ? s0 + KC : high;
         const int64_t a = s0 > low ? 0 : (low - s0) / W * W;
