@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch.nn.functional as F
 from torch import Tensor
 
-from specdec.kernels.attention import attention
+from specdec.kernels.attention import AttentionPlan, attention
 from specdec.models.lean import norm
 from specdec.models.ring import Ring
 from specdec.models.ring_chain import Forward, RingChain, RingPlan, Shape
@@ -32,7 +34,7 @@ class SpireChain(RingChain):
 
                 def attend(query: Tensor, key: Tensor, value: Tensor, i: int = i) -> Tensor:
                     layer = self._write(i, plan.slots, key, value)
-                    return attention(query.transpose(0, 1)[None], *layer, plan)[0]
+                    return attention(query.transpose(0, 1)[None], *layer, cast(AttentionPlan, plan))[0]
 
                 x, _, _ = model.run(i, x, rotary, attend)
                 activations.append(x)

@@ -180,7 +180,10 @@ class StaticStep(Program):
             self.drafted = torch.zeros(drafted, dtype=torch.long, device=device)
         self.plan: Any = StaticPlan(
             Lowered(
-                *(on[name] for name in ("starts", "length", "rows", "root")),
+                starts=on["starts"],
+                length=on["length"],
+                rows=on["rows"],
+                root=on["root"],
                 words=on.get("words"),
                 depth=on.get("depth"),
                 table=None,
