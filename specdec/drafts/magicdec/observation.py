@@ -1,9 +1,9 @@
-"""What the last tokens of a text look for: their queries, from a forward over a cache that already holds them."""
+"""What the last tokens of a text look at: their queries and attention weights, from a forward over a cache that holds them already."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -11,7 +11,27 @@ from torch import Tensor
 
 from specdec.cache.contiguous import SlotCache
 from specdec.kernels.attention import AttentionPlan
+from specdec.kernels.attention.reach import Reach
 from specdec.models.hf import HFModel
+from specdec.pruning.pruner import Needs, Pruner, check_kept
+from specdec.pruning.weights import attention_weights
+
+
+class Observed(NamedTuple):
+    """The queries ``[R, Hq, Q, D]`` of the last Q tokens in one layer, and how that layer makes attention weights of them."""
+
+    queries: Tensor
+    scale: float
+    window: Reach
+    softcap: float | None
+    sink_logits: Tensor | None
+
+    def weights(self, keys: Tensor, length: Tensor) -> Tensor:
+        """``[R, Hq, Q, S]``: the weights that the layer's own attention gives to ``keys [R, H, S, D]``."""
+        queries, scale, window, softcap, sink_logits = self
+        return attention_weights(
+            queries, keys, length, scale, window=window, softcap=softcap, sink_logits=sink_logits
+        )
 
 
 class _Reader(NamedTuple):
@@ -25,24 +45,52 @@ class _Reader(NamedTuple):
         return self.source.layers[layer]
 
 
-def last_queries(model: HFModel, source: SlotCache, rows: Sequence[int], count: int) -> list[Tensor]:
-    """The queries of the last ``count`` committed tokens of some rows, for each layer ``[R, Hq, count, D]``.
-
-    A forward of these tokens over the cache, which stays as it is: pruners want to know what they look at.
-    """
-    if not isinstance(source, SlotCache):
-        raise TypeError(
-            f"the cache is a {type(source).__name__} and its slots are read row by row: make the model without page"
-        )
+def observe(model: HFModel, source: SlotCache, rows: Sequence[int], count: int) -> list[Observed]:
+    """The last ``count`` committed tokens of some rows in every layer: a forward of these over the cache, which stays as it is."""
     first = [source._lengths[b] - count for b in rows]
     text = [source._tokens[b, f : f + count] for b, f in zip(rows, first)]
     ids = torch.from_numpy(np.concatenate(text)).to(model.device)
     positions = torch.tensor([f + i for f in first for i in range(count)]).to(model.device)
-    found: dict[int, Tensor] = {}
-    reader = _Reader(source, [])
-    plan = AttentionPlan(list(rows), first, [count] * len(rows), source.slots)
-    plan.watch = lambda query: found.__setitem__(reader.seen[-1], query)
+    found: dict[int, Observed] = {}
+    reader, R = _Reader(source, []), len(rows)
+
+    def watch(query: Tensor, *how: Any) -> None:
+        each = query[0].view(-1, R, count, query.shape[-1]).transpose(0, 1)
+        found[reader.seen[-1]] = Observed(each, *how)
+
+    plan = AttentionPlan(list(rows), first, [count] * R, source.slots, watch=watch)
     with torch.inference_mode():
         model._path.forward(reader, plan, ids, positions, False)
-    R = len(rows)
-    return [found[i][0].view(-1, R, count, found[i].shape[-1]).transpose(0, 1) for i in range(len(found))]
+    return [found[i] for i in range(len(found))]
+
+
+def choices(
+    pruner: Pruner,
+    model: HFModel,
+    source: SlotCache,
+    rows: Sequence[int],
+    budgets: Sequence[int],
+    count: int,
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Layer by layer, the slots ``[R, H, K]`` of ``source`` that ``pruner`` chooses for some rows, and these rows' keys and values.
+
+    The pruner is given what it declares to need, of the last ``count`` committed tokens. Weights exist for one layer at a time.
+
+    Args:
+        rows: with at least ``count`` committed tokens. budgets: of each layer.
+    Yields:
+        slots, keys ``[R, H, S, D]`` and values ``[R, H, S, Dv]``.
+    Raises:
+        ValueError: the pruner returned something else than slots of these rows, within the budget.
+    """
+    length = torch.tensor([source._lengths[b] for b in rows])
+    every, most, needs = list(rows) == list(range(source.batch)), int(length.max()), pruner.needs
+    observed = [] if needs == Needs() else observe(model, source, rows, count)
+    for layer, held in enumerate(source.layers):
+        at = torch.tensor(rows, device=held[0].device)
+        keys, values = ((t if every else t[at])[:, :most].transpose(1, 2) for t in held)
+        queries = observed[layer].queries if needs.queries else None
+        attention = observed[layer].weights(keys, length) if needs.attention else None
+        kept = pruner(keys, values, length, budgets[layer], queries=queries, attention=attention)
+        check_kept(pruner, kept, keys, length, budgets[layer])
+        yield kept, keys, values
