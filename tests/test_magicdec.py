@@ -468,7 +468,9 @@ def test_chains_longer_than_the_block_and_budgets_for_other_models_are_refused(t
     with pytest.raises(ValueError, match="budget has 2 numbers and the target 3 layers"):
         sd.decoder(target).draft(MagicDec(pruner=SnapKV(), budget=[4, 5])).build()
     small = sd.decoder(target).draft(MagicDec(pruner=SnapKV(), budget=4, observation=4)).build()
-    with pytest.raises(ValueError, match="SnapKV: budget is 4 .*: raise the budget, or observe fewer queries"):
+    with pytest.raises(
+        ValueError, match=r"SnapKV: budget is 4 .*: raise the budget, or observe fewer queries"
+    ):
         small.generate([PROMPTS[0]], 9)
 
 
@@ -528,7 +530,11 @@ def test_what_a_pruner_returns_is_checked(target, wrong, message):
 
 def test_chosen_slots_may_be_fewer_and_in_any_order(target):
     plain = texts(target, None, {"temperature": 0.0}, sd.Rejection(), [0, 2], seed=0)
-    for change in (lambda kept: kept.flip(-1), lambda kept: kept[..., :0], lambda kept: kept.where(kept > 3, -1)):
+    for change in (
+        lambda kept: kept.flip(-1),
+        lambda kept: kept[..., :0],
+        lambda kept: kept.where(kept > 3, -1),
+    ):
         draft = MagicDec(window=4, pruner=Returns(change), budget=6)
         assert texts(target, draft, {"temperature": 0.0}, sd.Rejection(), [0, 2], seed=0).ids == plain.ids
 

@@ -24,6 +24,7 @@ from tiny import tiny
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+import specdec as sd
 from contracts import build, modules
 from specdec import pruning
 
@@ -73,7 +74,7 @@ BUILDERS, OBSERVATIONS = of_kind("builder"), of_kind("observation")
 
 def test_everything_public_is_of_some_kind():
     assert of_kind("unknown") == {}
-    assert set(of_kind("value")) == {"slots.Pruner", "vocabulary.Trimmed"}
+    assert set(of_kind("value")) == {"pruner.Needs", "pruner.Pruner", "vocabulary.Trimmed"}
     with_parts = {name.partition(".")[0] for name in FOUND}
     assert {m.__name__.rpartition(".")[2] for m in modules(pruning)} == with_parts | HELPERS
     assert len(PRUNERS) >= 7
@@ -95,7 +96,7 @@ def case(dtype: torch.dtype = torch.float64, group: int = 2, seed: int = 0) -> d
         "values": make(B, H, S, D + 1),
         "length": LENGTH.clone(),
         "queries": make(B, H * group, 3, D),
-        "attention": torch.rand(B, H * group, S, dtype=dtype),
+        "attention": torch.rand(B, H * group, 3, S, dtype=dtype),
     }
 
 
@@ -133,7 +134,7 @@ def check_never_looks_at_empty_slots(pruner: Any) -> None:
     for b, length in enumerate(LENGTH.tolist()):
         given["keys"][b, :, length:] = float("nan")
         given["values"][b, :, length:] = float("nan")
-        given["attention"][b, :, length:] = float("nan")
+        given["attention"][b, :, :, length:] = float("nan")
     assert torch.equal(pruner(budget=6, **given), kept)
 
 
@@ -163,20 +164,22 @@ def check_works_in_low_precision(pruner: Any) -> None:
 
 
 def check_asks_for_what_it_needs(pruner: Any) -> None:
+    """It declares what it reads, refuses to work without that, and does not look at anything else."""
     given = case()
     for name in ("queries", "attention"):
         less = {key: t for key, t in given.items() if key != name}
-        try:
-            pruner(budget=6, **less)
-        except ValueError as error:
-            assert f"needs {name}=: " in str(error)  # noqa: PT017
-            assert "[" in str(error)  # noqa: PT017  # the shape, or how to get it
+        junk = {**given, name: torch.rand_like(given[name])}
+        if getattr(pruner.needs, name):
+            with pytest.raises(ValueError, match=rf"^{type(pruner).__name__} needs {name}=: \[B, "):
+                pruner(budget=6, **less)
+            assert not torch.equal(pruner(budget=6, **junk), pruner(budget=6, **given))
         else:
-            junk = torch.full_like(given[name], float("nan"))
-            assert torch.equal(pruner(budget=6, **less), pruner(budget=6, **{**given, name: junk}))
+            assert torch.equal(pruner(budget=6, **less), pruner(budget=6, **given))
+            assert torch.equal(pruner(budget=6, **junk), pruner(budget=6, **given))
 
 
 def check_refuses_what_makes_no_sense(pruner: Any) -> None:
+    name = type(pruner).__name__
     for change, message in (
         ({"budget": 0}, "budget is 0: keep at least 1"),
         ({"budget": -2}, "budget is -2: keep at least 1"),
@@ -186,13 +189,13 @@ def check_refuses_what_makes_no_sense(pruner: Any) -> None:
         ({"keys": torch.zeros(B, H, S)}, "keys are"),
         ({"values": torch.zeros(B, H, S + 1, D)}, "keys are"),
     ):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=f"^{name}: {message}"):
             pruner(**{"budget": 6, **case(), **change})
     for small in range(1, 5):  # what a pruner keeps in any case may not fit, and then it says so
         try:
             kept = pruner(budget=small, **case())
         except ValueError as error:
-            assert f"budget is {small} and " in str(error)  # noqa: PT017
+            assert f"{name}: budget is {small} and " in str(error)  # noqa: PT017
             assert ": raise the budget, or " in str(error)  # noqa: PT017
         else:
             assert [[len(slots) for slots in row] for row in rows_of(kept)] == [[small] * H] * B
@@ -222,6 +225,7 @@ def test_every_pruner(cls, check):
 @dataclass(frozen=True)
 class Planted:
     wrong: Callable[..., Tensor]
+    needs = pruning.Needs()
 
     def __call__(self, keys, values, length, budget, queries=None, attention=None):
         return self.wrong(pruning.KeyNorm(), keys, values, length, budget, queries, attention)
@@ -268,10 +272,8 @@ def never_refuses(right, keys, values, length, budget, queries, attention):
     return right(keys, values, length, max(budget, 1))
 
 
-def crashes_without(right, keys, values, length, budget, queries, attention):
-    if attention is None:
-        raise ValueError("no attention")
-    return right(keys, values, length, budget)
+def reads_more_than_it_declares(right, keys, values, length, budget, queries, attention):
+    return right(keys if attention is None else attention[:, ::2].mean(2)[..., None], values, length, budget)
 
 
 PLANTED = {
@@ -283,7 +285,7 @@ PLANTED = {
     by_the_batch: check_a_row_does_not_depend_on_its_batch,
     by_chance: check_says_the_same_twice,
     by_the_padding: check_never_looks_at_empty_slots,
-    crashes_without: check_asks_for_what_it_needs,
+    reads_more_than_it_declares: check_asks_for_what_it_needs,
 }
 
 
@@ -296,6 +298,113 @@ def test_planted_mistakes_are_caught(wrong, check):
 def test_a_planted_lenience_is_caught():
     with pytest.raises(BaseException, match="DID NOT RAISE"):
         check_refuses_what_makes_no_sense(Planted(never_refuses))
+
+
+# -- pruners that drive a draft ----------------------------------------------------------------------------------------
+
+ROWS = [list(range(3, 43)), [5, 6, 7] * 7, [9, 8, 7, 6]]
+OBSERVED = 4
+
+
+@dataclass(frozen=True)
+class Watched:
+    """Another pruner, and what it was given and returned in every layer."""
+
+    inner: Any
+    calls: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+
+    @property
+    def needs(self) -> pruning.Needs:
+        return self.inner.needs
+
+    def __call__(self, keys, values, length, budget, queries=None, attention=None):
+        kept = self.inner(keys, values, length, budget, queries=queries, attention=attention)
+        self.calls.append(
+            {"length": length, "budget": budget, "queries": queries, "attention": attention, "kept": kept}
+        )
+        return kept
+
+
+def drafting(pruner: Any, **changes: Any) -> sd.drafts.MagicDec:
+    settings = {"window": 4, "budget": 12, "observation": OBSERVED, "refresh": 3, **changes}
+    return sd.drafts.MagicDec(pruner=pruner, **settings)
+
+
+every_pruner = pytest.mark.parametrize("cls", PRUNERS.values(), ids=PRUNERS.keys())
+
+
+@pytest.fixture(scope="module")
+def target() -> sd.HFModel:
+    return sd.HFModel(tiny("llama", num_hidden_layers=3))
+
+
+@every_pruner
+@pytest.mark.parametrize("temperature", [0.0, 0.7], ids=["greedy", "sampled"])
+def test_every_pruner_drives_magicdec_without_changing_the_text(target, cls, temperature):
+    """Coupled verification shows a sampled text to be that of plain decoding, token for token."""
+    base = sd.decoder(target).sampling(temperature=temperature)
+    base = base.verifier(sd.Coupled() if temperature else sd.Rejection())
+    plain = base.build().generate(ROWS, [24, 31, 9], seed=[1, 2, 3])
+    watched = Watched(build(cls, None))
+    out = base.draft(drafting(watched), length=3).build().generate(ROWS, [24, 31, 9], seed=[1, 2, 3])
+    assert out.ids == plain.ids
+    assert out.stats.tau > 1
+    assert len(watched.calls) > 3  # it chose again in later rounds
+    for call in watched.calls:
+        assert int(call["length"].min()) >= OBSERVED
+        for name in ("queries", "attention"):
+            assert (call[name] is not None) == getattr(watched.needs, name)
+            assert call[name] is None or call[name].shape[2] == OBSERVED
+    layers = watched.calls[:3]
+    if watched.needs.attention:
+        assert not torch.equal(layers[0]["attention"], layers[1]["attention"])
+
+
+@every_pruner
+def test_every_pruner_keeps_a_budget_of_its_own_in_each_layer(target, cls):
+    watched, budgets = Watched(build(cls, None)), [20, 9, 6]
+    plain = sd.decoder(target).greedy().build().generate(ROWS, 12)
+    draft = drafting(watched, budget=budgets)
+    assert sd.decoder(target).greedy().draft(draft, 3).build().generate(ROWS, 12).ids == plain.ids
+    for i, call in enumerate(watched.calls):
+        assert call["budget"] == budgets[i % 3]
+        for b, length in enumerate(call["length"].tolist()):
+            kept = (call["kept"][b] >= 0).sum(-1)
+            assert (kept == min(length, budgets[i % 3])).all()
+
+
+DENSE = {
+    "llama": {},
+    "qwen3": {},
+    "mistral": {"sliding_window": 8},
+    "gemma2": {"sliding_window": 8, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 3},
+    "gpt_oss": {"sliding_window": 8},
+}
+
+
+@pytest.mark.parametrize("family", DENSE)
+def test_the_weights_that_a_pruner_is_given_are_those_of_the_targets_attention(family):
+    """Against transformers' own weights of a dense forward: grouped heads, windows, scales, capped scores, sink logits."""
+    model = tiny(family, **DENSE[family])
+    for name, parameter in model.named_parameters():
+        if name.endswith("sinks"):
+            torch.nn.init.normal_(parameter, 1.0)
+    model.set_attn_implementation("eager")
+    watched = Watched(pruning.TOVA())
+    sd.decoder(sd.HFModel(model)).draft(drafting(watched), 3).build().generate(ROWS[:2], 1, seed=0)
+    assert len(watched.calls) == model.config.num_hidden_layers
+    for b, ids in enumerate(ROWS[:2]):
+        with torch.inference_mode():
+            whole = model(torch.tensor([ids]), output_attentions=True, use_cache=False).attentions
+        n = len(ids)
+        for call, weights in zip(watched.calls, whole):
+            got = call["attention"][b]
+            assert call["length"][b] == n
+            assert not got[..., n:].any()
+            # Eager attention rounds its weights to float32.
+            torch.testing.assert_close(
+                got[..., :n].double(), weights[0, :, n - OBSERVED :].double(), rtol=1e-4, atol=1e-6
+            )
 
 
 # -- selections --------------------------------------------------------------------------------------------------------
