@@ -15,7 +15,7 @@ import specdec as sd
 from specdec.drafts import MagicDec
 from specdec.forward.taps import blocks_of
 from specdec.models import Windowed
-from specdec.pruning import Needs, SnapKV, Uniform, attention_weights, gather
+from specdec.pruning import Needs, SnapKV, Uniform, gather
 from specdec.rng import seeds
 
 PROMPTS = [list(range(3, 43)), [7], [5, 6, 7] * 7, [9, 8]]
@@ -139,7 +139,9 @@ def test_a_view_follows_a_target_that_was_rolled_back(target, length):
     run.context = shorter
     check_view(run)
     assert all(int(kept[0].max()) < length for kept in run.state.cache.kept)
-    assert all(int(kept[1].max()) == 20 for kept in run.state.cache.kept)
+    assert all(
+        int(kept[1].max()) == 21 - 6 for kept in run.state.cache.kept
+    )  # the latest that was no longer seen
     run.propose([4, 4])
 
 
@@ -148,6 +150,15 @@ def test_choosing_entries_leaves_the_targets_cache_as_it_is(target):
     before = [block.clone() for block in run.cache._blocks]
     run.state.cache.choose(SnapKV(), [12] * 3, 4)
     assert all(torch.equal(a, b) for a, b in zip(before, run.cache._blocks))
+
+
+def test_a_pruner_may_choose_what_the_view_does_not_show(target, monkeypatch):
+    view = Rounds(target, MagicDec(window=6, sinks=2, block=4), [PROMPTS[0][:11], PROMPTS[0][:9]]).state.cache
+    positions, number = view.candidates([1, 0])
+    assert [row[:n] for row, n in zip(positions.tolist(), number.tolist())] == [[2, 3], [2, 3, 4, 5]]
+    monkeypatch.setattr(type(view), "shows", lambda self, q, p: (p % 3 == 0) | (p > q - 4))
+    positions, number = view.candidates([1, 0])
+    assert [row[:n] for row, n in zip(positions.tolist(), number.tolist())] == [[1, 2, 4, 5], [1, 2, 4, 5, 7]]
 
 
 def test_a_view_does_not_grow_with_the_text(target):
@@ -270,22 +281,20 @@ def cached(model: Any, ids: list[int], shift: int) -> list[tuple[torch.Tensor, t
 class Own:
     """A pruner that keeps other slots in every row, head and layer, and notes when it was asked."""
 
-    needs = Needs(queries=True)
+    needs = Needs(attention=True)
 
     def __init__(self, layers: int = 3) -> None:
         self.layers, self.calls, self.kept = layers, 0, [torch.empty(0)] * layers
 
     def __call__(
-        self, keys: Any, values: Any, length: Any, budget: int, queries: Any = None, attention: Any = None
+        self, keys: Any, values: Any, length: Any, budget: int, attention: Any = None
     ) -> torch.Tensor:
         layer = self.calls % self.layers
         self.calls += 1
-        assert queries.shape[2] == 2
-        assert attention is None
-        weights = attention_weights(queries + 0.1, keys, length)
-        kept = SnapKV(kernel=1)(keys, values, length, budget, attention=weights)
+        assert attention.shape[2] == 2
+        kept = SnapKV(kernel=1)(keys, values, length, budget, attention=attention)
         kept[:, 0, -1] = -1  # one less in the first head
-        self.kept[layer] = kept
+        self.kept[layer] = torch.where(kept >= 0, kept + 1, -1)  # positions: the one sink is no candidate
         return kept
 
 
@@ -467,7 +476,7 @@ def test_chains_longer_than_the_block_and_budgets_for_other_models_are_refused(t
         decoder.generate([[1, 2]], 9)
     with pytest.raises(ValueError, match="budget has 2 numbers and the target 3 layers"):
         sd.decoder(target).draft(MagicDec(pruner=SnapKV(), budget=[4, 5])).build()
-    small = sd.decoder(target).draft(MagicDec(pruner=SnapKV(), budget=4, observation=4)).build()
+    small = sd.decoder(target).draft(MagicDec(window=6, pruner=SnapKV(), budget=4, observation=4)).build()
     with pytest.raises(
         ValueError, match=r"SnapKV: budget is 4 .*: raise the budget, or observe fewer queries"
     ):
@@ -500,9 +509,7 @@ class Returns:
     wrong: Callable[[torch.Tensor], Any]
     needs = Needs()
 
-    def __call__(
-        self, keys: Any, values: Any, length: Any, budget: int, queries: Any = None, attention: Any = None
-    ) -> Any:
+    def __call__(self, keys: Any, values: Any, length: Any, budget: int, attention: Any = None) -> Any:
         return self.wrong(Uniform()(keys, values, length, budget))
 
 
@@ -516,14 +523,14 @@ class Returns:
         (lambda kept: kept[:, :1], r"shape \[2, 1, 4\]: return \[2, 2, K\]"),
         (lambda kept: kept.repeat(1, 1, 2), r"shape \[2, 2, 8\]: return .* K at most the budget of 4"),
         (lambda kept: kept.to("meta"), "Returns returned slots on meta for keys on cpu: return them on the keys' device"),
-        (lambda kept: kept + 1, "Returns returned slot 40 for KV head 0 of row 0 and that row uses slots 0 to 39: choose below"),
-        (lambda kept: torch.stack([kept[0], kept[1] + 10]), "Returns returned slot 23 for KV head 0 of row 1 and that row uses slots 0 to 20: choose below"),
+        (lambda kept: kept + 1, "Returns returned slot 36 for KV head 0 of row 0 and that row uses slots 0 to 35: choose below"),
+        (lambda kept: torch.stack([kept[0], kept[1] + 10]), "Returns returned slot 20 for KV head 0 of row 1 and that row uses slots 0 to 16: choose below"),
         (lambda kept: kept - 2, "Returns returned slot -2 for KV head 0 of row 0"),
         (lambda kept: torch.full_like(kept, 3), "Returns returned slot 3 for KV head 0 of row 0 twice: return each slot once"),
     ],
 )  # fmt: skip
 def test_what_a_pruner_returns_is_checked(target, wrong, message):
-    decoder = sd.decoder(target).draft(MagicDec(pruner=Returns(wrong), budget=4), 2).build()
+    decoder = sd.decoder(target).draft(MagicDec(window=4, pruner=Returns(wrong), budget=4), 2).build()
     with pytest.raises(ValueError, match=message):
         decoder.generate([PROMPTS[0], PROMPTS[2]], 9)
 

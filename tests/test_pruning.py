@@ -106,6 +106,11 @@ def test_streaming_llm():
     assert torch.equal(kept[:, 0], kept[:, 1])
     assert StreamingLLM(sinks=0)(keys, values, length, 3)[1, 0].tolist() == [8, 9, 10]
     assert StreamingLLM(sinks=4)(keys, values, length, 9)[2, 0].tolist() == [0, 1, 2, 3, 4, 5, 6, -1, -1]
+    assert StreamingLLM(sinks=8)(keys, values, length, 9)[2, 0].tolist() == [
+        *range(7),
+        -1,
+        -1,
+    ]  # fewer than the sinks
     # A window of its own: what is left of the budget stays free.
     assert StreamingLLM(sinks=2, window=3)(keys, values, length, 7)[1, 0].tolist() == [0, 1, 8, 9, 10, -1, -1]
     assert StreamingLLM(sinks=2, window=20)(keys, values, length, 22)[0, 0].tolist() == list(range(16))
@@ -137,7 +142,6 @@ def test_streaming_llm_is_the_mask_of_the_same_name():
         (lambda call: StreamingLLM(window=0), "StreamingLLM: window is 0: keep at least the latest slot"),
         (lambda call: call(StreamingLLM(sinks=4), 4), "budget is 4 and 4 sinks with a window of 1 take 5: raise the budget"),
         (lambda call: call(StreamingLLM(sinks=4, window=3), 6), "budget is 6 and 4 sinks with a window of 3 take 7"),
-        (lambda call: call(StreamingLLM(sinks=8), 12), "StreamingLLM: row 2 has 7 slots and there are 8 sinks: prune when the row is longer"),
         (lambda call: call(H2O(recent=-1), 4), "H2O: recent is -1"),
         (lambda call: call(H2O(recent=5), 4), "H2O: budget is 4 and recent is 5: raise"),
         (lambda call: SnapKV(kernel=4), "SnapKV: kernel is 4: an odd number"),
@@ -151,7 +155,7 @@ def test_streaming_llm_is_the_mask_of_the_same_name():
 )  # fmt: skip
 def test_what_makes_no_sense_is_refused(make, message):
     def call(pruner, budget, **changes):
-        extras = {"queries": queries(3), "attention": torch.rand(B, HQ, 3, S), **changes}
+        extras = {"attention": torch.rand(B, HQ, 3, S), **changes}
         return pruner(*kv(), budget, **extras)
 
     with pytest.raises(ValueError, match=message):

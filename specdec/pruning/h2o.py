@@ -42,7 +42,6 @@ class H2O:
         values: Tensor,
         length: Tensor,
         budget: int,
-        queries: Tensor | None = None,
         attention: Tensor | None = None,
     ) -> Tensor:
         check(self, keys, values, length, budget)

@@ -26,7 +26,6 @@ class KeyNorm:
         values: Tensor,
         length: Tensor,
         budget: int,
-        queries: Tensor | None = None,
         attention: Tensor | None = None,
     ) -> Tensor:
         check(self, keys, values, length, budget)

@@ -1,6 +1,6 @@
 """What a KV pruner is, what it is given and what it may return.
 
-A pruner is ``(keys, values, length, budget, queries=None, attention=None) -> kept [B, H, K]`` with ``K = min(budget, S)``. Row b holds
+A pruner is ``(keys, values, length, budget, attention=None) -> kept [B, H, K]`` with ``K = min(budget, S)``. Row b holds
 something in its first ``length[b]`` slots; what is in the others is never looked at. ``kept[b, h]`` are slots of row b in ascending
 order, all that exist where they are fewer than the budget, and then -1.
 """
@@ -21,11 +21,9 @@ class Needs:
     """What a pruner must be given besides keys and values; the caller computes nothing else.
 
     Args:
-        queries: the pruner reads ``queries``.
-        attention: the pruner reads ``attention``.
+        attention: the pruner reads ``attention``, the weights that the last queries give to the slots.
     """
 
-    queries: bool = False
     attention: bool = False
 
 
@@ -44,15 +42,15 @@ class Pruner(Protocol):
         values: Tensor,
         length: Tensor,
         budget: int,
-        queries: Tensor | None = None,
         attention: Tensor | None = None,
     ) -> Tensor:
         """
         Args:
             keys: ``[B, H, S, D]`` and values: ``[B, H, S, Dv]``, as the cache holds them. length: ``[B]`` slots in use.
             budget: the most slots to keep, of each head of each row.
-            queries: ``[B, Hq, Q, D]`` of the last Q slots of each row, rotated as the keys are; Hq is a multiple of H.
-            attention: ``[B, Hq, Q, S]`` weights that these queries give to the slots (``pruning.attention_weights``).
+            attention: ``[B, Hq, Q, S]`` weights that the last Q queries of each row give to the slots (``pruning.attention_weights``);
+                Hq is a multiple of H. Where the caller leaves out slots, as a draft does that sees them anyway, weights of these
+                are left out, too.
         Returns:
             ``[B, H, K]`` slots, ascending, -1 at the end.
         Raises:
@@ -72,8 +70,8 @@ def check_pruner(pruner: Any) -> None:
         )
 
 
-def check(pruner: Any, keys: Tensor, values: Tensor, length: Tensor, budget: int) -> list[int]:
-    """The rows' lengths, once the arguments of ``pruner`` make sense; errors name it.
+def check(pruner: Any, keys: Tensor, values: Tensor, length: Tensor, budget: int) -> None:
+    """Refuse arguments of ``pruner`` that make no sense; errors name it.
 
     Raises:
         TypeError: a length that is no tensor, or a budget that is no whole number.
@@ -92,13 +90,11 @@ def check(pruner: Any, keys: Tensor, values: Tensor, length: Tensor, budget: int
         raise ValueError(
             f"{name}: length is {list(length.shape)}; it must be [{B}], the slots in use of each row"
         )
-    lengths = length.tolist()
-    for b, n in enumerate(lengths):
+    for b, n in enumerate(length.tolist()):
         if not 0 <= n <= S:
             raise ValueError(f"{name}: length[{b}] is {n} and a row has {S} slots")
     if budget < 1:
         raise ValueError(f"{name}: budget is {budget}: keep at least 1 slot")
-    return lengths
 
 
 def check_kept(pruner: Any, kept: Any, keys: Tensor, length: Tensor, budget: int) -> None:

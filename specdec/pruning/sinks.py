@@ -19,8 +19,7 @@ class StreamingLLM:
         sinks: 4 in the paper, 1 in SPIRe.
         window: latest slots to keep; by default what the budget leaves.
     Raises:
-        ValueError: negative sinks, a window below 1; when called, a budget that does not hold both, or a row that is shorter
-            than the sinks.
+        ValueError: negative sinks, a window below 1; when called, a budget that does not hold both.
     """
 
     sinks: int = 4
@@ -43,21 +42,15 @@ class StreamingLLM:
         values: Tensor,
         length: Tensor,
         budget: int,
-        queries: Tensor | None = None,
         attention: Tensor | None = None,
     ) -> Tensor:
-        lengths = check(self, keys, values, length, budget)
+        check(self, keys, values, length, budget)
         wanted = self.sinks + (1 if self.window is None else self.window)
         if wanted > budget:
             raise ValueError(
                 f"StreamingLLM: budget is {budget} and {self.sinks} sinks with a window of {wanted - self.sinks} take {wanted}: "
                 "raise the budget, or keep fewer sinks or a smaller window"
             )
-        for b, n in enumerate(lengths):
-            if n < self.sinks:
-                raise ValueError(
-                    f"StreamingLLM: row {b} has {n} slots and there are {self.sinks} sinks: prune when the row is longer, or keep fewer sinks"
-                )
         slot = torch.arange(keys.shape[2], device=keys.device)
         score = torch.where(slot < self.sinks, len(slot), slot).expand(keys.shape[:3]).float()
         kept = top(score, length, budget if self.window is None else wanted)

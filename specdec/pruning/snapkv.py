@@ -15,7 +15,7 @@ from specdec.pruning.slots import per_kv_head, top
 
 @dataclass(frozen=True)
 class SnapKV:
-    """The observation window, whose queries vote, and the slots before it with the most votes, per KV head.
+    """The last Q slots, as many as there are queries that vote, and the slots before them with the most votes, per KV head.
 
     Votes are the attention weights of the last Q queries, summed over them and over the query heads that share a KV head (the
     authors' code keeps a choice for each query head), and smoothed along the text so that what is kept comes in clusters.
@@ -43,7 +43,6 @@ class SnapKV:
         values: Tensor,
         length: Tensor,
         budget: int,
-        queries: Tensor | None = None,
         attention: Tensor | None = None,
     ) -> Tensor:
         check(self, keys, values, length, budget)

@@ -28,7 +28,6 @@ class TOVA:
         values: Tensor,
         length: Tensor,
         budget: int,
-        queries: Tensor | None = None,
         attention: Tensor | None = None,
     ) -> Tensor:
         check(self, keys, values, length, budget)

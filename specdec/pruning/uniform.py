@@ -25,7 +25,6 @@ class Uniform:
         values: Tensor,
         length: Tensor,
         budget: int,
-        queries: Tensor | None = None,
         attention: Tensor | None = None,
     ) -> Tensor:
         check(self, keys, values, length, budget)

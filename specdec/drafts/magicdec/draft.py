@@ -38,10 +38,10 @@ class MagicDec:
         window: latest tokens that a query sees, itself included. sinks: first tokens that stay visible.
         positions: ``"original"``, those of the text, or ``"in_cache"``: the sinks seem to stand right before the window
             (StreamingLLM, arXiv 2309.17453, which the paper uses). For that the sinks' keys are turned in every step.
-        pruner: chooses further entries of each KV head, from all of the text (``specdec.pruning.SnapKV()``), at the start and
-            every ``refresh`` rounds (``None``: never again). A pruner that needs queries or attention weights is given those of the
-            last ``observation`` committed tokens, for which the target reads these once more; rows with fewer choose nothing yet.
-            The window follows the text in any case.
+        pruner: chooses further entries of each KV head (``specdec.pruning.SnapKV()``) from those that the draft does not see
+            already, at the start and every ``refresh`` rounds (``None``: never again). A pruner that needs attention weights is
+            given those of the last ``observation`` committed tokens, for which the target reads these once more; rows with fewer
+            choose nothing yet. The window follows the text in any case.
         budget: entries that the pruner may choose, for every layer or for each (``pruning.budgets``).
         block: the longest chain that can be asked for.
         sampling: how the draft's tokens are drawn; ``None`` takes the decoder's.

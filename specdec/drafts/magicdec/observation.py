@@ -13,7 +13,8 @@ from specdec.cache.contiguous import SlotCache
 from specdec.kernels.attention import AttentionPlan
 from specdec.kernels.attention.reach import Reach
 from specdec.models.hf import HFModel
-from specdec.pruning.pruner import Needs, Pruner, check_kept
+from specdec.pruning.pruner import Pruner, check_kept
+from specdec.pruning.slots import gather
 from specdec.pruning.weights import attention_weights
 
 
@@ -69,28 +70,32 @@ def choices(
     model: HFModel,
     source: SlotCache,
     rows: Sequence[int],
+    candidates: tuple[Tensor, Tensor],
     budgets: Sequence[int],
     count: int,
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Layer by layer, the slots ``[R, H, K]`` of ``source`` that ``pruner`` chooses for some rows, and these rows' keys and values.
-
-    The pruner is given what it declares to need, of the last ``count`` committed tokens. Weights exist for one layer at a time.
+    """Layer by layer, what ``pruner`` chooses of some rows of ``source``; attention weights exist for one layer at a time.
 
     Args:
-        rows: with at least ``count`` committed tokens. budgets: of each layer.
+        rows: with at least ``count`` committed tokens, whose attention weights the pruner is given if it needs any.
+        candidates: the positions ``[R, C]`` that it may choose, and how many they are ``[R]``. budgets: of each layer.
     Yields:
-        slots, keys ``[R, H, S, D]`` and values ``[R, H, S, Dv]``.
+        positions ``[R, H, K]``, -1 for none, and their keys ``[R, H, K, D]`` and values ``[R, H, K, Dv]``.
     Raises:
         ValueError: the pruner returned something else than slots of these rows, within the budget.
     """
+    positions, number = candidates
     length = torch.tensor([source._lengths[b] for b in rows])
-    every, most, needs = list(rows) == list(range(source.batch)), int(length.max()), pruner.needs
-    observed = [] if needs == Needs() else observe(model, source, rows, count)
+    observed = observe(model, source, rows, count) if pruner.needs.attention else []
     for layer, held in enumerate(source.layers):
-        at = torch.tensor(rows, device=held[0].device)
-        keys, values = ((t if every else t[at])[:, :most].transpose(1, 2) for t in held)
-        queries = observed[layer].queries if needs.queries else None
-        attention = observed[layer].weights(keys, length) if needs.attention else None
-        kept = pruner(keys, values, length, budgets[layer], queries=queries, attention=attention)
-        check_kept(pruner, kept, keys, length, budgets[layer])
-        yield kept, keys, values
+        at, which = (t.to(held[0].device) for t in (torch.tensor(rows)[:, None], positions))
+        keys, values = (t[at, which].transpose(1, 2) for t in held)
+        attention = None
+        if pruner.needs.attention:
+            whole = held[0][at[:, 0], : int(length.max())].transpose(1, 2)
+            weights = observed[layer].weights(whole, length)
+            attention = weights.gather(3, which[:, None, None].expand(*weights.shape[:3], -1))
+        kept = pruner(keys, values, number, budgets[layer], attention=attention)
+        check_kept(pruner, kept, keys, number, budgets[layer])
+        chosen = which[:, None].expand(keys.shape[:3]).gather(2, kept.clamp(min=0))
+        yield chosen.masked_fill(kept < 0, -1), gather(keys, kept), gather(values, kept)

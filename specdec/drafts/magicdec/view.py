@@ -23,7 +23,6 @@ from specdec.kernels.device import to_device
 from specdec.models.hf import HFModel
 from specdec.models.windowed import RingCache, Windowed
 from specdec.pruning.pruner import Pruner
-from specdec.pruning.slots import gather
 
 
 class ViewCache(RingCache):
@@ -125,25 +124,36 @@ class ViewCache(RingCache):
         """Whether ``queries`` (positions) see earlier ``positions`` without a pruner; tensors broadcast."""
         return (positions < self.sinks) | (positions > queries - self.window)
 
-    def choose(self, pruner: Pruner, budgets: Sequence[int], count: int) -> None:
-        """Let ``pruner`` choose, for each layer and KV head, up to ``budgets[layer]`` entries of the target's cache (``choices``).
+    def candidates(self, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """The committed positions ``[R, C]`` of some rows that the view does not show to the next query, and how many ``[R]``.
 
-        It may choose what the view shows anyway: that adds nothing now, and stays when the window moves on. Rows that do not have
-        ``count`` committed tokens yet choose nothing.
+        They ascend; where a row has fewer, others follow.
+        """
+        length = torch.tensor([self.source._lengths[b] for b in rows])[:, None]
+        positions = torch.arange(int(length.max()))
+        hidden = (positions < length) & ~self.shows(length, positions)
+        number = hidden.sum(1)
+        return hidden.long().argsort(dim=1, descending=True, stable=True)[:, : int(number.max())], number
+
+    def choose(self, pruner: Pruner, budgets: Sequence[int], count: int) -> None:
+        """Let ``pruner`` choose, for each layer and KV head, up to ``budgets[layer]`` entries of the target's cache.
+
+        It is given those that the view does not show (``candidates``). Rows that do not have ``count`` committed tokens yet choose
+        nothing.
         """
         rows = [b for b in range(self.batch) if self.source._lengths[b] >= count]
         for kept in self.kept:
             kept.fill_(-1)
-        if not rows:
+        candidates = self.candidates(rows) if rows else None
+        if candidates is None or not candidates[0].numel():
             return
         first = self.slots - self.extra
-        for layer, (kept, *entries) in enumerate(
-            choices(pruner, self.view, self.source, rows, budgets, count)
-        ):
-            at, K = torch.tensor(rows, device=kept.device), kept.shape[2]
-            self.kept[layer][at, :, :K] = kept
+        made = choices(pruner, self.view, self.source, rows, candidates, budgets, count)
+        for layer, (positions, *entries) in enumerate(made):
+            at, K = torch.tensor(rows, device=positions.device), positions.shape[2]
+            self.kept[layer][at, :, :K] = positions
             for mine, theirs in zip(self.layers[layer], entries):
-                mine[at, first : first + K] = gather(theirs, kept).transpose(1, 2)
+                mine[at, first : first + K] = theirs.transpose(1, 2)
 
 
 class View(Windowed):
