@@ -27,6 +27,7 @@ from transformers import AutoModelForCausalLM
 import specdec as sd
 from contracts import build, modules
 from specdec import pruning
+from specdec.audit.certify import certify
 
 # -- what there is -----------------------------------------------------------------------------------------------------
 
@@ -352,6 +353,24 @@ def test_every_pruner_drives_magicdec_without_changing_the_text(target, cls, tem
     layers = watched.calls[:3]
     if watched.needs.attention:
         assert not torch.equal(layers[0]["attention"], layers[1]["attention"])
+
+
+@every_pruner
+def test_every_pruner_drives_magicdec_to_the_targets_own_law(cls):
+    """Certified: the probability of every text, over all that may be drawn, against transformers' forward."""
+    model = tiny("llama", vocab_size=3)
+    model.set_attn_implementation("sdpa")  # eager attention rounds its weights to float32
+
+    def logits(prefixes: list[list[int]]) -> Tensor:
+        with torch.inference_mode():
+            return model(torch.tensor(prefixes)).logits[:, -1]
+
+    watched = Watched(build(cls, None))
+    draft = drafting(watched, window=1, budget=5, observation=1, refresh=1)
+    decoder = sd.decoder(sd.HFModel(model)).draft(draft, length=1).build()
+    found = certify(decoder, ((0, 1, 2, 0, 1, 2, 2, 1, 0), (2, 1)), (3, 2), logits=logits, batch=256)
+    assert found.lossless
+    assert len(watched.calls) > 4
 
 
 @every_pruner
