@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from specdec.arguments import whole
-from specdec.device import sent
+from specdec.kernels.device import to_device
 from specdec.kernels.native import library
 from specdec.kernels.native.ops import race_numbers
 
@@ -118,7 +118,7 @@ def pick(probs: Tensor, u: Tensor) -> Tensor:
     last = torch.searchsorted(cdf, total)  # the last token with any probability
     if not probs.is_cpu:  # of NaN, too, a token comes out: whether it is one is known later
         last = last.clamp(max=probs.shape[-1] - 1)
-    at = torch.searchsorted(cdf, sent(u, cdf.device)[..., None] * total, right=True)
+    at = torch.searchsorted(cdf, to_device(u, cdf.device)[..., None] * total, right=True)
     return torch.minimum(at, last)[..., 0]
 
 
@@ -203,7 +203,7 @@ class Philox:
         return pick(probs, self.uniform(key))
 
     def accept(self, prob: Tensor, key: Key) -> Tensor:
-        return sent(self.uniform(key), prob.device) < prob
+        return to_device(self.uniform(key), prob.device) < prob
 
     def race(self, probs: Tensor, position: Tensor) -> Tensor:
         """Argmin of ``E_v / p_v`` with ``E_v`` exponential, keyed by (seed, position, v): a draw from ``probs [B, ..., V]``.
@@ -278,7 +278,7 @@ def race_arrivals(probs: Tensor, seed: Tensor, position: Tensor, token: Tensor |
                 _race_numbers(token.numpy(), position.numpy()[:, None], seed.numpy()[:, None])
             )
     else:
-        at, k = (sent(t, probs.device)[:, None] for t in (position, seed))
+        at, k = (to_device(t, probs.device)[:, None] for t in (position, seed))
         who, zero = torch.full_like(at, TARGET), torch.zeros_like(at)
         w = philox4x32((at, token.expand(probs.shape), who, zero), (k & _WORD, (k >> 32) & _WORD))
         u = ((((w[0] >> 5) << 26) | (w[1] >> 6)).double() + 0.5) * 2.0**-53

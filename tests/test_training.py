@@ -16,7 +16,7 @@ from tiny import tiny
 
 import specdec as sd
 from specdec.drafts import Spire
-from specdec.models.spire import SpireModel
+from specdec.drafts.spire import SpireModel
 from specdec.training.forward import KPass, Parallel
 from specdec.training.losses import HardLoss, MixedLoss, acceptance, cross_entropy, distillation
 from specdec.training.passes import k_pass
@@ -316,7 +316,7 @@ def test_processes_share_a_batch(tmp_path):
         "import torch; torch.set_num_threads(1)\n"
         "from test_training import text\n"
         "from tiny import tiny\n"
-        "from specdec.models.spire import SpireModel\n"
+        "from specdec.drafts.spire import SpireModel\n"
         "from specdec.training.train import Settings, train\n"
         "target = tiny('llama', num_hidden_layers=3).float()\n"
         "draft = SpireModel.from_target(target, 1, window=8)\n"

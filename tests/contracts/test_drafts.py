@@ -262,7 +262,7 @@ def test_every_module_has_a_part():
     assert {m.__name__ for m in modules(sd.drafts)} == set(found), (
         "a module without a class that has the methods"
     )
-    assert {"Model", "NGram", "Tree", "FunctionDraft", "Nothing"} <= DRAFTS.keys()
+    assert {"Model", "NGram", "Tree", "FunctionDraft", "NoDraft"} <= DRAFTS.keys()
 
 
 @every_draft
@@ -300,7 +300,7 @@ def test_what_is_submitted_does_not_depend_on_what_is_dropped(cls, settings):
 
 
 def anticipation(draft, settings):
-    """Answer every dropped decision otherwise: what is submitted must stay as it is."""
+    """DraftResponse every dropped decision otherwise: what is submitted must stay as it is."""
     session, unseen = Session(draft, settings), {}
     for budgets in BUDGETS:
         round = session.round(budgets)
