@@ -9,7 +9,7 @@ from torch import Tensor
 
 from specdec.kernels.device import to_device
 from specdec.kernels.interpreted import nowhere
-from specdec.rng import TARGET, Key
+from specdec.kernels.philox.reference import TARGET, Key
 
 BLOCK = 1024
 STEPS = 4  # blocks of a race that one program runs

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from specdec.kernels.device import to_device
 from specdec.kernels.interpreted import nowhere
+from specdec.kernels.philox.reference import pick
 from specdec.kernels.rejection.arguments import check_numbers, check_shapes
 from specdec.kernels.rejection.reference import Decision, check, decide
-from specdec.rng import pick
 
 BACKENDS = ("reference", "triton")
 BLOCK = 2048  # tokens of one load
