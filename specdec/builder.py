@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, Unpack, overload
+from typing import Any, Literal, Unpack
 
 from specdec import drafts
 from specdec.arguments import whole
@@ -149,12 +149,6 @@ class Builder:
             *(_stacked(self._target, unique, numbers) if stacked else (tuple(unique), tuple(numbers)))
         )
         return replace(self, _draft=pool, _length=max(1, *lengths), _selecting=how)
-
-    @overload
-    def sampling(self, sampling: Sampling | None) -> Builder: ...
-
-    @overload
-    def sampling(self, **settings: Unpack[SamplingSettings]) -> Builder: ...
 
     def sampling(self, sampling: Sampling | None = None, **settings: Unpack[SamplingSettings]) -> Builder:
         """How tokens are drawn: a ``Sampling``, or its settings (``temperature=0.7, top_p=0.9``)."""
