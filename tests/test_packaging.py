@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import os
 import shutil
@@ -57,6 +58,15 @@ def test_dir_lists_what_can_be_asked_for():
         getattr(sd, name)
     with pytest.raises(AttributeError, match="no attribute 'decodr'"):
         _ = sd.decodr
+
+
+def test_editors_are_told_of_the_modules_that_are_imported_later():
+    """pyright sees a module of a package only where the package imports it; mypy also where anything else does."""
+    source = ast.parse(Path(sd.__file__).read_text())
+    (block,) = (node for node in source.body if isinstance(node, ast.If))
+    told = [line.names[0] for line in block.body if isinstance(line, ast.ImportFrom)]
+    assert [name.name for name in told] == list(sd._LATER)
+    assert [name.asname for name in told] == list(sd._LATER), "`import x as x` is what makes a name public"
 
 
 def test_type_checkers_find_every_name_and_every_mistake(tmp_path):
@@ -182,6 +192,7 @@ def imported_from(folder: Path, *command: str | Path) -> str:
     """Standard error of Python, which fails, where ``specdec`` is found in ``folder``."""
     done = subprocess.run(
         [sys.executable, *command],
+        cwd=folder,
         env={**os.environ, "PYTHONPATH": str(folder)},
         capture_output=True,
         text=True,
