@@ -28,7 +28,7 @@ from specdec.audit.adversaries import (
     dropped,
 )
 from specdec.audit.certify import Certificate, certify, certify_coupled
-from specdec.builder import Builder, decoder
+from specdec.builder import Builder, DraftLike, decoder
 from specdec.drafts.spire.model import SpireModel
 from specdec.executors import Optimistic, Pipelined
 from specdec.masks import Causal, Window
@@ -335,7 +335,13 @@ def _pool(salt: int) -> Builder:
 def _everything(salt: int) -> Builder:
     """Point masses, chains and trees in one pool; what is drafted for some rows is merged with what is for others."""
     point = Adversary(MENU, limit=2, point=True)
-    arms = {"chain": CHAIN, "short": Arm(CHAIN, 1), "tree": TREE, "point": point, "none": None}
+    arms: dict[str, DraftLike | Arm | None] = {
+        "chain": CHAIN,
+        "short": Arm(CHAIN, 1),
+        "tree": TREE,
+        "point": point,
+        "none": None,
+    }
     return BASE.pool(arms, AdversarialSelector(salt), 2, reward=dropped)
 
 
