@@ -14,8 +14,9 @@ from transformers import DynamicCache
 import specdec as sd
 from specdec.drafts import MagicDec
 from specdec.forward.taps import blocks_of
+from specdec.masks import Causal, Sinks, Strided, Window
 from specdec.models import Windowed
-from specdec.pruning import Needs, SnapKV, Uniform, gather
+from specdec.pruning import H2O, Needs, SnapKV, Uniform, gather
 from specdec.rng import seeds
 
 PROMPTS = [list(range(3, 43)), [7], [5, 6, 7] * 7, [9, 8]]
@@ -557,6 +558,15 @@ def test_chosen_slots_may_be_fewer_and_in_any_order(target):
 def test_what_is_no_pruner_is_refused(pruner, message):
     with pytest.raises(TypeError, match=message):
         MagicDec(pruner=pruner)
+
+
+def test_a_pruner_adds_to_any_mask(target):
+    greedy = {"temperature": 0.0}
+    plain = texts(target, None, greedy, sd.Rejection(), [0, 2], seed=0).ids
+    for mask in (Causal() & Window(5), Causal() & (Sinks(2) | Window(3) | Strided(8))):
+        draft = MagicDec(mask=mask, pruner=H2O(), budget=8, observation=4, refresh=3)
+        made = texts(target, draft, greedy, sd.Rejection(), [0, 2], seed=0)
+        assert made.ids == plain
 
 
 def test_other_pruners_and_budgets_a_layer_fit_in(target):
