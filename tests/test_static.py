@@ -429,7 +429,8 @@ LAWS = [Sampling(0), Sampling(0.7), Sampling(1.0, top_k=5), Sampling(1.3, top_p=
 def test_a_captured_chain_is_the_loop(sampling, how):
     model = tiny("llama", 1, torch.float32)
     loop, chain = (
-        sd.drafts.Model(sd.HFModel(model, graphs=g), sampling, vocab_size=97) for g in (False, how)
+        sd.drafts.Model(wrapped).bind(wrapped, sampling)
+        for wrapped in (sd.HFModel(model, graphs=g) for g in (False, how))
     )
     text = [[1, 2, 3, 4, 5, 6], [7, 8], [9, 10, 11]]
     context = sd.Context.of(text, 64)
