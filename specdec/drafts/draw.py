@@ -54,7 +54,9 @@ class ChainDraw:
             token = rng.categorical(q[:, 0], Key(self.context.length, n))
             self.laws.append(q)
         if not n and logits.device != self.tokens.device:
-            self.tokens = self.tokens.to(logits.device)
+            self.tokens = torch.zeros_like(
+                self.tokens, device=logits.device
+            )  # nothing to copy, nothing to wait for
         self.tokens[:, n] = token
         self.count += 1
         return token

@@ -109,7 +109,7 @@ class Tree:
                 lane = torch.arange(q.shape[1])
                 children = rng.categorical(q, Key(context.length[:, None], d, lane.expand(B, -1)))
                 laws.append(q)
-            tokens = torch.cat([tokens.to(children.device), children], 1)
+            tokens = torch.cat([tokens, children], 1) if d else children
             parents = torch.cat([parents, level.repeat_interleave(width).expand(B, -1)], 1)
             level = torch.arange(tokens.shape[1] - children.shape[1], tokens.shape[1])
             sofar = Proposal(tokens, parents, size.clamp(max=tokens.shape[1]))
