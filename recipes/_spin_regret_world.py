@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 import specdec as sd
+from specdec.capabilities import SelectorInfo
 from specdec.selectors.matching import assign
 from specdec.types import Feedback
 
@@ -135,7 +136,7 @@ def simulate(
         spent, due = SECONDS[arm], tokens_mean[kind, arm] / rate
         lost += (spent - due).reshape(R, -1).mean(1)
         ideal += due.reshape(R, -1).mean(1)
-        if selector.full_information:
+        if SelectorInfo.of(selector).full_information:
             each = drawn(noise.random((B, len(SECONDS))), accept[kind])
             tokens, reward = each[np.arange(B), arm], each / SECONDS
         else:
@@ -183,7 +184,9 @@ def overhead(selector: Any, batch: int, room: int, calls: int) -> tuple[float, f
         arm, _, state = selector.select(state, context, capacities, rng)
         times[t, 0] = time.perf_counter() - began
         tokens = torch.from_numpy(noise.integers(1, BLOCK + 2, batch))
-        reward = torch.from_numpy(noise.random((batch, arms) if selector.full_information else batch))
+        reward = torch.from_numpy(
+            noise.random((batch, arms) if SelectorInfo.of(selector).full_information else batch)
+        )
         feedback = Feedback(request, arm, tokens, tokens, torch.from_numpy(SECONDS)[arm], reward)
         began = time.perf_counter()
         state = selector.update(state, feedback)

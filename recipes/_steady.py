@@ -92,7 +92,9 @@ class KeptTarget(Kept):
 def kept(model: Any, taps: Sequence[int] | None = None) -> Any:
     """``model`` with the behaviour of ``Kept``; the weights are shared. ``taps``: of a target, activations that drafts may ask for."""
     kind = Kept if taps is None else KeptTarget
-    made = object.__new__(type(kind.__name__ + type(model).__name__, (kind, type(model)), {}))
+    made = object.__new__(
+        type(kind.__name__ + type(model).__name__, (kind, type(model)), {"fast_chain": model.fast_chain})
+    )
     vars(made).update(vars(model))
     if taps is not None:
         made.taps = tuple(taps)

@@ -13,6 +13,7 @@ except ImportError as missing:  # a checkout without symbolic links has a text f
 from specdec import drafts, executors, selectors, tree, verifiers
 from specdec.arm_policy import Arm
 from specdec.builder import Builder, decoder
+from specdec.capabilities import DraftInfo, ModelInfo, SelectorInfo, VerifierInfo
 from specdec.decoder import Decoder, StreamChunk
 from specdec.drafts import chain_draft
 from specdec.generation import Generation
@@ -58,9 +59,11 @@ __all__ = [
     "Context",
     "Coupled",
     "Decoder",
+    "DraftInfo",
     "Finished",
     "Generation",
     "HFModel",
+    "ModelInfo",
     "Philox",
     "Proposal",
     "Rejection",
@@ -68,11 +71,13 @@ __all__ = [
     "Round",
     "Sampling",
     "Scores",
+    "SelectorInfo",
     "Stats",
     "StreamChunk",
     "Summary",
     "TableModel",
     "Verdict",
+    "VerifierInfo",
     "chain_draft",
     "decoder",
     "drafts",

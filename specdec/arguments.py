@@ -20,7 +20,12 @@ def number(name: str, value: Any, hint: str = "") -> None:
         raise ValueError(f"{name} is {value}: give a number{hint}")
 
 
+def listed(value: Any) -> Any:
+    """A tensor or an array as lists; anything else as it is."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
 def numbers(part: Any, *names: str) -> None:
     """``number`` for some attributes of a part."""
     for name in names:
-        number(name, getattr(part, name))
+        number(name, vars(part)[name])

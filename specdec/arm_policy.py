@@ -16,7 +16,7 @@ from torch import Tensor
 
 from specdec.arguments import whole
 from specdec.cost.arms import ArmCosts
-from specdec.protocols import Selector
+from specdec.protocols import Leaves, Selector
 from specdec.rng import Rng
 from specdec.selectors.rewards import charge
 from specdec.types import Context, Feedback, Round
@@ -61,6 +61,11 @@ class ArmPolicy:
     costs: ArmCosts | Literal["wall"] = "wall"
     reward: Reward | None = None
 
+    @property
+    def arms(self) -> tuple[object, ...]:
+        """What two policies have in common whose selectors' knowledge fits both."""
+        return self.names, self.lengths, self.capacities
+
     def begin(self, batch: int) -> ArmAssignment:
         """For one run of at most ``batch`` rows at a time.
 
@@ -96,6 +101,7 @@ class ArmAssignment:
 
     def __init__(self, how: ArmPolicy):
         self.how, self.state = how, how.selector.init(len(how.names))
+        self.leaves = how.selector if isinstance(how.selector, Leaves) else None
         self.lengths, self.longest = torch.tensor(how.lengths), 1 + max(how.lengths)
         self.on: dict[int, int] = {}
         self.seconds = 0.0
@@ -103,8 +109,8 @@ class ArmAssignment:
     def again(self, batch: int) -> ArmAssignment:
         """For another run, of at most ``batch`` rows: what was learned stays, but of requests that an aborted run left behind."""
         self.how.begin(batch)  # its checks
-        if self.on and hasattr(self.how.selector, "leave"):
-            self.state = self.how.selector.leave(self.state, torch.tensor(list(self.on)))
+        if self.on and self.leaves is not None:
+            self.state = self.leaves.leave(self.state, torch.tensor(list(self.on)))
         self.on.clear()
         return self
 
@@ -155,7 +161,7 @@ class ArmAssignment:
         return torch.tensor([c - busy[arm] for arm, c in enumerate(self.how.capacities)])
 
     def learn(self, round: Round, spent: Sequence[float] | None = None) -> None:
-        """PackedBatch a round back. Rows that a stop or the end of a budget cut say nothing about an arm, and are left out.
+        """Feed a round back. Rows that a stop or the end of a budget cut say nothing about an arm, and are left out.
 
         Args:
             spent: measured seconds of drafting by arm.
@@ -179,6 +185,6 @@ class ArmAssignment:
         if len(gone):
             for request in gone.tolist():
                 self.on.pop(request, None)
-            if hasattr(how.selector, "leave"):
-                self.state = how.selector.leave(self.state, gone)
+            if self.leaves is not None:
+                self.state = self.leaves.leave(self.state, gone)
         self.seconds += perf_counter() - began

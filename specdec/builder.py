@@ -10,13 +10,15 @@ from typing import Any, Literal, Unpack
 from specdec import drafts
 from specdec.arguments import whole
 from specdec.arm_policy import Arm, ArmPolicy, Reward
+from specdec.capabilities import DraftInfo, DraftPart, ModelInfo, SelectorInfo
 from specdec.cost.arms import ArmCosts
 from specdec.decoder import Decoder
 from specdec.drafts.coerce import ModelLike, as_model
 from specdec.drafts.spire import SpireModel
 from specdec.drafts.spire.load import is_spire
+from specdec.executors.contract import Checks, Executor
 from specdec.executors.serial import Serial
-from specdec.protocols import Draft, Executor, LanguageModel, Selector, Verifier
+from specdec.protocols import Draft, LanguageModel, Selector, Verifier
 from specdec.sampling import Sampling, SamplingSettings
 from specdec.verifiers.rejection import Rejection
 
@@ -44,9 +46,7 @@ class Builder:
     _selecting: ArmPolicy | None = None
 
     def __repr__(self) -> str:
-        return (
-            f"Builder({self._target!r}, draft {getattr(self._draft, 'name', self._draft)}, ...): call build()"
-        )
+        return f"Builder({self._target!r}, draft {DraftInfo.of(self._draft).name}, ...): call build()"
 
     def draft(self, draft: DraftLike, length: int | None = None) -> Builder:
         """Who proposes, and the longest path a round (default: 4, or as deep as a tree's widths go).
@@ -56,7 +56,7 @@ class Builder:
         """
         draft = as_draft(draft, "draft")
         if length is None:
-            length = len(getattr(draft, "widths", range(4)))
+            length = DraftInfo.of(draft).longest or 4
         return replace(self, _draft=draft, _length=length, _selecting=None)
 
     def pool(
@@ -85,7 +85,7 @@ class Builder:
             TypeError: arms or capacities that are no mapping, or a selector without the methods of one.
             ValueError: no arms, a capacity below 0 or of an arm that does not exist, or a selector that needs a ``reward``.
         """
-        _made("selector", selector)
+        _made("selector", selector, "init", "select", "update")
         if not isinstance(arms, Mapping):
             raise TypeError(f"arms is a {type(arms).__name__}: give a mapping, {{'name': draft, ...}}")
         if capacities is not None and not isinstance(capacities, Mapping):
@@ -103,16 +103,12 @@ class Builder:
             )
         if not arms:
             raise ValueError("arms is empty: give at least one draft, or None for 'do not speculate'")
-        if not all(hasattr(selector, name) for name in ("init", "select", "update")):
-            raise TypeError(
-                f"selector is a {type(selector).__name__}: give one of specdec.selectors, or an object with init, select and update"
-            )
-        wanted = getattr(selector, "arms", None)
-        if isinstance(wanted, int) and wanted != len(arms):
+        wanted = SelectorInfo.of(selector)
+        if wanted.arms is not None and wanted.arms != len(arms):
             raise ValueError(
-                f"selector {selector!r} is for {wanted} arms and there are {len(arms)}: {', '.join(arms)}"
+                f"selector {selector!r} is for {wanted.arms} arms and there are {len(arms)}: {', '.join(arms)}"
             )
-        if getattr(selector, "full_information", False) and reward is None:
+        if wanted.full_information and reward is None:
             raise ValueError(
                 f"selector {selector!r} learns from a reward of every arm, chosen or not, and there is none: give pool(..., "
                 f"reward=function), where function(round) is a tensor [B, {len(arms)}]; or use a selector that learns from the chosen arm, "
@@ -171,7 +167,7 @@ class Builder:
 
     def verifier(self, verifier: Verifier) -> Builder:
         """How proposed tokens are verified: ``Rejection()`` (default) or ``Coupled()``."""
-        _made("verifier", verifier, "__call__", "check", "for_draft", "name")
+        _made("verifier", verifier, "__call__", "check", "for_draft")
         return replace(self, _verifier=verifier)
 
     def executor(self, executor: Executor) -> Builder:
@@ -187,49 +183,52 @@ class Builder:
             ValueError: a length below 1, vocabularies or tokenizers that differ, a tree draft over a target that takes chains
                 only, a logits processor that keeps state.
         """
-        target, draft = self._target, self._draft
-        for part in (draft, *getattr(draft, "drafts", ())):
-            _made("draft", part, "init", "propose", "observe", "select")
+        target, part = self._target, DraftPart.of(self._draft)
+        for each in (part, *part.members):
+            _made("draft", each.draft, "init", "propose", "observe", "select")
         whole("length", self._length)
         if self._length < 1:
             raise ValueError(
                 f"length is {self._length}: a draft proposes at least 1 token (use drafts.NoDraft() for plain decoding)"
             )
-        if getattr(draft, "trees", False) and not target.supports_trees:
+        if part.info.trees and not target.supports_trees:
             raise ValueError(
-                f"draft {getattr(draft, 'name', draft)!r} proposes trees but this target family takes chains only: use "
+                f"draft {part.info.name!r} proposes trees but this target family takes chains only: use "
                 "drafts.Model"
             )
-        for part in getattr(draft, "drafts", (draft,)):
-            model = getattr(part, "model", None)
+        for each in part.members:
+            model = each.info.model
             if model is not None:
                 _fits(target, model)
-                if getattr(part, "trees", False) and not model.supports_trees:
+                if each.info.trees and not model.supports_trees:
                     raise ValueError(
                         "draft: this model family takes chains only, so it cannot draft a tree: use drafts.Model"
                     )
-        self._sampling.probe(target.vocab_size, getattr(target, "device", "cpu"))
-        ignored = getattr(target, "generation_processors", {})
-        if ignored and not self._sampling.processors:
+        said = ModelInfo.of(target)
+        self._sampling.probe(target.vocab_size, said.device or "cpu")
+        if said.generation_processors and not self._sampling.processors:
             warnings.warn(
-                f"the target's generation_config asks for {ignored}, which transformers' generate would apply: give the "
+                f"the target's generation_config asks for {said.generation_processors}, which transformers' generate would apply: give the "
                 "processors to sampling(processors=...), or clear these settings",
                 stacklevel=2,
             )
-        ignored = getattr(target, "generation_sampling", {})
-        if ignored and self._sampling is Builder._sampling:  # nobody said how
-            said = ", ".join(f"{name}={value}" for name, value in ignored.items())
+        if said.generation_sampling and self._sampling is Builder._sampling:  # nobody said how
+            settings = ", ".join(f"{name}={value}" for name, value in said.generation_sampling.items())
             warnings.warn(
-                f"the target's generation_config asks for {ignored}, which transformers' generate would apply: say sampling({said}), or "
-                "otherwise how to draw",
+                f"the target's generation_config asks for {said.generation_sampling}, which transformers' generate would apply: say "
+                f"sampling({settings}), or otherwise how to draw",
                 stacklevel=2,
             )
-        if hasattr(draft, "bind"):
-            draft = draft.bind(target, self._sampling)
         made = Decoder(
-            target, draft, self._length, self._sampling, self._verifier, self._executor, self._selecting
+            target,
+            part.bound(target, self._sampling),
+            self._length,
+            self._sampling,
+            self._verifier,
+            selecting=self._selecting,
+            executor=self._executor,
         )
-        if hasattr(self._executor, "check"):
+        if isinstance(self._executor, Checks):
             self._executor.check(made)
         return made
 
@@ -285,7 +284,7 @@ def _made(who: str, part: Any, *parts: str) -> None:
 def as_draft(draft: Any, who: str) -> Draft[Any]:
     """A draft from one, from a SPIRe model or its folder, or from whatever ``as_model`` takes."""
     _made(who, draft)
-    if hasattr(draft, "propose"):
+    if hasattr(draft, "propose"):  # ``build`` looks for the other methods
         return draft
     if draft is None:
         raise TypeError(f"{who} is None: give drafts.NoDraft() for plain decoding, or a draft")
@@ -297,7 +296,8 @@ def as_draft(draft: Any, who: str) -> Draft[Any]:
 
 
 def _fits(target: LanguageModel, draft: LanguageModel) -> None:
-    ours, theirs = getattr(target, "tokenizer", None), getattr(draft, "tokenizer", None)
+    one, other = ModelInfo.of(target), ModelInfo.of(draft)
+    ours, theirs = one.tokenizer, other.tokenizer
     if ours is not None and theirs is not None:
         a, b = ours.get_vocab(), theirs.get_vocab()
         if a != b:
@@ -311,8 +311,8 @@ def _fits(target: LanguageModel, draft: LanguageModel) -> None:
             f"the target's vocabulary has {target.vocab_size} entries and the draft's {draft.vocab_size}, and without the "
             "tokenizers of both nothing shows that they are paddings of the same one: pass HFModel(model, tokenizer) for both"
         )
-    if str(getattr(draft, "device", "cpu")) == "meta" != str(getattr(target, "device", "cpu")):
+    if str(other.device) == "meta" != str(one.device):
         raise ValueError(
-            f"the target is on {getattr(target, 'device', 'cpu')} and the draft on meta: its weights were never loaded; load them with "
+            f"the target is on {one.device or 'cpu'} and the draft on meta: its weights were never loaded; load them with "
             "HFModel.from_pretrained(..., device_map=...)"
         )

@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from numbers import Integral
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor
 
-from specdec.arguments import whole
-from specdec.arm_policy import ArmAssignment, ArmPolicy
+from specdec.arm_policy import ArmAssignment
+from specdec.capabilities import ModelInfo
+from specdec.composition import Composition
+from specdec.executors.contract import Executor
 from specdec.executors.serial import Serial
 from specdec.generation import Generation
-from specdec.protocols import Draft, Executor, LanguageModel, Verifier
+from specdec.prompts import Prompts, prepared, rows_of
 from specdec.rng import Philox, Rng, seeds
-from specdec.sampling import Sampling
 from specdec.serving.requests import Finished, Request
 from specdec.serving.server import Server, Settings, check
 from specdec.stats import Record, Stats
 from specdec.stop_rules import StopRules
 from specdec.types import Context, Round
-
-Chat = Sequence[Mapping[str, Any]]  # messages {"role": ..., "content": ...}
-Prompt = str | Chat | Sequence[int] | Tensor
-Prompts = Prompt | Sequence[Prompt]
 
 
 class StreamChunk(NamedTuple):
@@ -38,31 +33,18 @@ class StreamChunk(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Decoder:
-    """An immutable composition of parts; ``generate`` and ``stream`` may be called any number of times.
+class Decoder(Composition):
+    """A composition and its executor; ``generate`` and ``stream`` may be called any number of times.
 
     Attributes:
-        target, draft, verifier, executor: the parts. length: longest path drafted a round. sampling: how tokens are drawn. selecting: who chooses
-            among the arms of a pool, if the draft is one.
+        executor: in which order the parts run. The others are those of ``Composition``.
     """
 
-    target: LanguageModel
-    draft: Draft[Any]
-    length: int
-    sampling: Sampling
-    verifier: Verifier
     executor: Executor = Serial()
-    selecting: ArmPolicy | None = None
-    learned: ArmAssignment | None = None
-
-    def begin(self, batch: int) -> ArmAssignment | None:
-        """A run's choice among arms, if there is one: a new one, or the one that ``generate`` was given."""
-        return self.learned or (None if self.selecting is None else self.selecting.begin(batch))
 
     def __repr__(self) -> str:
-        draft = getattr(self.draft, "name", type(self.draft).__name__)
         return (
-            f"Decoder({self.target!r}, draft {draft}, length {self.length}, {self.sampling}, "
+            f"Decoder({self.target!r}, draft {self.drafting.info.name}, length {self.length}, {self.sampling}, "
             f"{self.verifier}, {self.executor})"
         )
 
@@ -101,8 +83,8 @@ class Decoder:
             TypeError: an argument of another kind; the message names it.
             ValueError: an empty batch or prompt, a budget below 1 or beyond the model's positions, ids outside the vocabulary.
         """
-        rows = self._rows(prompts)
-        context, limits = self._prepare(rows, max_new_tokens, eos_token_id, stop_strings, stopping_criteria)
+        rows = rows_of(self.target, prompts)
+        context, limits = prepared(self, rows, max_new_tokens, eos_token_id, stop_strings, stopping_criteria)
         records: list[Record] = []
         ids: list[list[int]] = [[] for _ in rows]
         with _bar(progress, int((limits.max_length - context.length).sum())) as bar:
@@ -118,7 +100,7 @@ class Decoder:
                     bar.update(sum(records[-1].kept))
                     if round.number % 16 == 0:
                         bar.set_postfix_str(f"tau {Stats.of(records).tau:.2f}")
-        tokenizer = getattr(self.target, "tokenizer", None)
+        tokenizer = ModelInfo.of(self.target).tokenizer
         return Generation(
             ids=ids,
             texts=[tokenizer.decode(i, skip_special_tokens=True) for i in ids] if tokenizer else None,
@@ -140,9 +122,9 @@ class Decoder:
         on_round: Callable[[Round], None] | None = None,
     ) -> Iterator[StreamChunk]:
         """As ``generate``, but yields a ``StreamChunk`` for each row as soon as a round has committed its tokens."""
-        rows = self._rows(prompts)
-        context, limits = self._prepare(rows, max_new_tokens, eos_token_id, stop_strings, stopping_criteria)
-        return self._pieces(context, limits, seed, on_round)
+        rows = rows_of(self.target, prompts)
+        context, limits = prepared(self, rows, max_new_tokens, eos_token_id, stop_strings, stopping_criteria)
+        return self._chunks(context, limits, seed, on_round)
 
     def serve(
         self,
@@ -179,29 +161,28 @@ class Decoder:
                 more than ``capacity``.
         """
         settings = Settings(limit, seed, eos_token_id, stop_strings, clock, capacity, on_round)
-        check(self, settings)
-        return Server(self, requests, settings).run()
+        check(self, self.executor, settings)
+        return Server(self, self.executor, requests, settings).run()
 
     def _with(self, selection: ArmAssignment, batch: int) -> Decoder:
         if not isinstance(selection, ArmAssignment):
             raise TypeError(f"selection is a {type(selection).__name__}: give what decoder.begin(batch) made")
         ours, theirs = self.selecting, selection.how
-        parts = ("names", "lengths", "capacities")
-        if ours is None or any(getattr(ours, part) != getattr(theirs, part) for part in parts):
+        if ours is None or ours.arms != theirs.arms:
             raise ValueError(
                 f"selection is of a pool of {', '.join(theirs.names)}, and this decoder's arms differ in number, length or capacity: give one "
                 "that decoder.begin(batch) made"
             )
         return replace(self, learned=selection.again(batch))
 
-    def _pieces(
+    def _chunks(
         self,
         context: Context,
         limits: StopRules,
         seed: int | Sequence[int] | None,
         on_round: Callable[[Round], None] | None,
     ) -> Iterator[StreamChunk]:
-        tokenizer = getattr(self.target, "tokenizer", None)
+        tokenizer = ModelInfo.of(self.target).tokenizer
         ids: dict[int, list[int]] = {b: [] for b in range(context.batch)}
         shown = dict.fromkeys(ids, 0)
         for round in self._run(context, limits, seed, None):
@@ -225,134 +206,6 @@ class Decoder:
     ) -> Iterator[Round]:
         keyed = Philox(seeds(seed, context.batch)) if rng is None else rng
         yield from self.executor.run(self, context, keyed, limits)
-
-    def _rows(self, prompts: Prompts) -> list[list[int]]:
-        """Any form of prompts as rows of ids."""
-        if isinstance(prompts, Mapping):
-            raise TypeError(
-                f"prompts is a {type(prompts).__name__} with keys {sorted(prompts)}: pass its ids, without padding; one chat "
-                "is a list of messages"
-            )
-        if hasattr(prompts, "tolist"):
-            prompts = prompts.tolist()
-        if isinstance(prompts, (bytes, bytearray)) or not hasattr(prompts, "__len__"):
-            raise TypeError(
-                f"prompts is a {type(prompts).__name__}: give a text, ids, or a list of prompts (of a generator, list(...); of bytes, "
-                "their text)"
-            )
-        if not isinstance(prompts, str) and len(prompts) == 0:
-            raise ValueError("prompts is empty: give at least one prompt")
-        batch: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
-        if isinstance(batch[0], (Integral, Mapping)):
-            batch = [batch]  # one row of ids, or one chat
-        rows = [self._ids(b, prompt) for b, prompt in enumerate(batch)]
-        for b, row in enumerate(rows):
-            if not row:
-                raise ValueError(
-                    f"prompt {b} is empty: give at least one token (the tokenizer's BOS token will do)"
-                )
-            if min(row) < 0 or max(row) >= self.target.vocab_size:
-                raise ValueError(
-                    f"prompt {b} has an id outside the target's vocabulary of {self.target.vocab_size}: was it made with "
-                    "another tokenizer?"
-                )
-        return rows
-
-    def _ids(self, b: int, prompt: Any) -> list[int]:
-        tokenizer = getattr(self.target, "tokenizer", None)
-        chat = isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
-        if isinstance(prompt, str) or chat:
-            if tokenizer is None:
-                raise ValueError(
-                    f"prompt {b} is text but the target has no tokenizer: pass ids, or HFModel(model, tokenizer)"
-                )
-            if isinstance(prompt, str):
-                return list(tokenizer(prompt)["input_ids"]) if prompt else []
-            if getattr(tokenizer, "chat_template", None) is None:
-                raise ValueError(
-                    f"prompt {b} is a chat but the tokenizer has no chat template: pass a text, or set tokenizer.chat_template"
-                )
-            said = tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, tokenize=False)
-            return list(tokenizer(said, add_special_tokens=False)["input_ids"])  # the template has its own
-        ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
-        listed = isinstance(ids, Sequence) and not isinstance(ids, (bytes, bytearray))
-        if not listed or not all(isinstance(i, Integral) for i in ids):
-            what = type(ids[0]).__name__ if listed else type(ids).__name__
-            raise TypeError(f"prompt {b} holds {what}: give text, chat messages, or ids as integers")
-        return [int(i) for i in ids]
-
-    def _prepare(
-        self,
-        rows: list[list[int]],
-        max_new_tokens: int | Sequence[int],
-        eos_token_id: int | Sequence[int] | None,
-        stop_strings: str | Sequence[str],
-        criteria: Sequence[Callable[..., Any]],
-    ) -> tuple[Context, StopRules]:
-        budgets = _listed("max_new_tokens", max_new_tokens, len(rows))
-        if len(budgets) != len(rows):
-            raise ValueError(
-                f"max_new_tokens has {len(budgets)} entries for {len(rows)} prompts: give one, or one for each"
-            )
-        if min(budgets) < 1:
-            raise ValueError(
-                f"max_new_tokens is {min(budgets)} for row {budgets.index(min(budgets))}: it must be >= 1"
-            )
-        for who, model in (
-            ("target", self.target),
-            *(("draft", getattr(d, "model", None)) for d in getattr(self.draft, "drafts", (self.draft,))),
-        ):
-            limit = getattr(model, "max_positions", None)
-            for b, (row, budget) in enumerate(zip(rows, budgets)):
-                if limit is not None and len(row) + budget > limit:
-                    raise ValueError(
-                        f"prompt {b} has {len(row)} tokens and max_new_tokens is {budget}: {len(row) + budget} positions, but "
-                        f"the {who} has {limit}: shorten the prompt"
-                        + (f", or ask for at most {limit - len(row)} new tokens" if len(row) < limit else "")
-                    )
-        eos = getattr(self.target, "eos_token_ids", ()) if eos_token_id is None else eos_token_id
-        ends = _listed("eos_token_id", eos, 1)
-        if eos_token_id is not None and not all(0 <= e < self.target.vocab_size for e in ends):
-            raise ValueError(
-                f"eos_token_id is {eos_token_id}: the target's vocabulary has ids 0 to {self.target.vocab_size - 1}"
-            )
-        several = isinstance(stop_strings, Iterable) and not isinstance(stop_strings, str)
-        strings: tuple[Any, ...] = tuple(stop_strings) if several else (stop_strings,)
-        if not all(isinstance(s, str) for s in strings):
-            raise TypeError(f"stop_strings is {stop_strings!r}: give a text, or a list of texts")
-        asked = tuple(criteria) if isinstance(criteria, Iterable) else (None,)
-        if not all(callable(criterion) for criterion in asked):
-            raise TypeError(
-                f"stopping_criteria is {criteria!r}: give a list of functions (ids, scores) -> bool, also of one"
-            )
-        tokenizer = getattr(self.target, "tokenizer", None)
-        if strings and tokenizer is None:
-            raise ValueError("stop_strings needs a tokenizer: use HFModel(model, tokenizer), or eos_token_id")
-        if any(not s for s in strings):
-            raise ValueError("stop_strings contains an empty string: every text contains it; remove it")
-        nodes = getattr(self.draft, "nodes", lambda length: length)(self.length)
-        longest = max(len(row) + budget for row, budget in zip(rows, budgets))
-        context = Context.of(rows, capacity=longest + nodes)
-        limits = StopRules(
-            max_length=context.length + torch.tensor(budgets),
-            eos=tuple(ends),
-            stop_strings=strings,
-            criteria=asked,
-            tokenizer=tokenizer,
-        )
-        return context, limits
-
-
-def _listed(name: str, value: Any, rows: int) -> list[int]:
-    """Whole numbers as a list: one number ``rows`` times, or a sequence as it is."""
-    value = value.tolist() if hasattr(value, "tolist") else value
-    if isinstance(value, str) or not isinstance(value, Iterable):
-        whole(name, value, ", or a list of them")
-        return [int(value)] * rows
-    numbers = list(value)
-    for number in numbers:
-        whole(f"{name}, in a list,", number)
-    return [int(number) for number in numbers]
 
 
 class _bar:

@@ -20,8 +20,9 @@ from typing import Any
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather_object
 
-from specdec.decoder import Decoder, Prompts
+from specdec.decoder import Decoder
 from specdec.generation import Generation
+from specdec.prompts import Prompts, prepared, rows_of
 from specdec.rng import seeds
 from specdec.stats import Stats
 
@@ -56,15 +57,15 @@ def generate(
         "stop_strings": stop_strings,
         "stopping_criteria": stopping_criteria,
     }
-    where = getattr(decoder.target, "device", None)
+    where = decoder.device
     state = PartialState(cpu=where is None or where.type == "cpu")  # or it looks for GPUs to talk through
     if state.num_processes == 1:
         return decoder.generate(prompts, max_new_tokens, seed=seed, **settings)
     rows, budgets, wrong = [], [], None
     try:
-        rows = decoder._rows(prompts)
-        context, limits = decoder._prepare(
-            rows, max_new_tokens, eos_token_id, stop_strings, stopping_criteria
+        rows = rows_of(decoder.target, prompts)
+        context, limits = prepared(
+            decoder, rows, max_new_tokens, eos_token_id, stop_strings, stopping_criteria
         )
         budgets = (limits.max_length - context.length).tolist()
     except (TypeError, ValueError) as error:
@@ -110,7 +111,7 @@ def joined(parts: Sequence[tuple[Sequence[int], Generation]]) -> Generation:
     """One result from ``(rows, result)`` of each process, in the order of the rows."""
 
     def column(name: str) -> list[Any]:
-        values = {b: value for rows, part in parts for b, value in zip(rows, getattr(part, name))}
+        values = {b: value for rows, part in parts for b, value in zip(rows, vars(part)[name])}
         return [values[b] for b in range(len(values))]
 
     return Generation(
@@ -128,7 +129,7 @@ def total(stats: Sequence[Stats]) -> Stats:
     out = Stats()
     for field in fields(Stats):
         if field.name != "seconds":
-            values = [getattr(one, field.name) for one in stats]
+            values = [vars(one)[field.name] for one in stats]
             setattr(out, field.name, sum(values, start=type(values[0])()))
     out.seconds = max((one.seconds for one in stats), key=lambda seconds: sum(seconds.values())).copy()
     return out

@@ -1,24 +1,26 @@
-"""The contracts of the parts. They are structural: a part is any object with these methods, no base class needed."""
+"""The contracts of the parts. They are structural: a part is any object with these methods, and needs no base class.
+
+The first half is what a part must have. The second half is what it may have as well; ``capabilities`` looks for that once, when a decoder
+is built. What a part *is* rather than does (its name, whether it proposes trees, ...) it declares as a value, ``capabilities.DraftInfo``
+and the like.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
+from collections.abc import Sequence
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor
 
+from specdec.rng import Rng
+from specdec.sampling import Sampling
 from specdec.types import Context, Feedback, Proposal, Round, Scores, Verdict
-
-if TYPE_CHECKING:
-    from specdec.decoder import Decoder
-    from specdec.rng import Rng
-    from specdec.stop_rules import StopRules
 
 S = TypeVar("S")
 
 
 class Cache(Protocol):
-    """A memo of what a model has consumed: for each row, a prefix of its committed tokens."""
+    """What a model has consumed: for each row, a prefix of its committed tokens."""
 
     length: Tensor  # [B] host: slots of each row that hold committed tokens
 
@@ -27,7 +29,7 @@ class Cache(Protocol):
         ...
 
     def commit(self, context: Context, verdict: Verdict) -> None:
-        """Take the accepted nodes of the last scored proposal into the memo. ``context`` is the one they were scored in."""
+        """Keep the accepted nodes of the last scored proposal. ``context`` is the one they were scored in."""
         ...
 
     def select(self, rows: Tensor) -> Cache:
@@ -37,7 +39,7 @@ class Cache(Protocol):
 
 @runtime_checkable
 class LanguageModel(Protocol):
-    """Anything that gives next-token logits for ragged rows and trees of proposed tokens."""
+    """Anything that gives next-token logits for ragged rows and trees of proposed tokens. It declares ``capabilities.ModelInfo``."""
 
     vocab_size: int
     supports_trees: bool
@@ -47,7 +49,7 @@ class LanguageModel(Protocol):
         ...
 
     def prefill(self, cache: Any, context: Context, rows: Tensor | None = None) -> None:
-        """PackedBatch all but the last committed token of each row (or of ``rows [R]``), without computing logits."""
+        """Feed all but the last committed token of each row (or of ``rows [R]``), without computing logits."""
         ...
 
     def score(
@@ -62,7 +64,7 @@ class LanguageModel(Protocol):
         """Logits after the last committed token and after every node; feeds only what the cache lacks.
 
         Args:
-            cache: from ``cache``; nodes enter its memo only through ``cache.commit``.
+            cache: from ``cache``; nodes stay in it only through ``cache.commit``.
             start: when given, nodes before ``start`` were fed by an earlier call for the same context and are in the cache;
                 only nodes from ``start`` on are fed and scored, and ``logits[:, 0]`` belongs to node ``start``.
             rows: ``[R]`` the rows to work on (default all); the others are not fed and their logits are zero.
@@ -77,23 +79,7 @@ class LanguageModel(Protocol):
 class Draft(Protocol[S]):
     """Proposes continuations. What it does may depend on anything that it has seen, its own tree so far included.
 
-    Optional: ``name`` (for messages), ``trees`` (True when it proposes more than chains), ``nodes(length)`` (the most nodes of
-    a proposal whose longest path is ``length``; default ``length``), ``model`` (a ``LanguageModel`` whose vocabulary, tokenizer,
-    device and positions ``build`` compares with the target's), ``bind(target, sampling)`` (called once by ``build``; returns
-    the draft to use).
-
-    Optional, for drafts that read their target: ``taps`` (layers whose activations every round's ``scores.fed`` must have), and
-    ``follow(state, target_cache)`` (returns the state; called after ``select`` with the target's cache of the same rows, because
-    ``cache.select`` gives another object: a draft that looks at the target's cache after ``init`` has it). The target's cache has
-    taken a round's commit when ``observe`` is called. It may be read and never written.
-
-    Optional, for several drafts at once (``drafts.Pool``): ``assign(state, arm [B])`` says which arm drafts each row from now on, and
-    ``prepare(state, context, arm [B])`` reads what those arms have not read yet; both return the state. ``empty(context)`` is ``init``
-    without reading the prompts, for a draft whose ``prepare(state, context, rows)`` reads them later.
-
-    Optional, for requests that join a running batch: ``join(state, other)`` returns the state of both batches' rows, in order.
-    Optional, for optimistic drafting: ``revocable = True`` says that ``observe`` may be told of a round that did not happen: the next
-    call's context is the truth, and the state repairs itself.
+    It declares ``capabilities.DraftInfo``, and may also have the methods of ``Binds``, ``Follows``, ``Joins`` and ``Waits``.
     """
 
     def init(self, context: Context, target_cache: Any) -> S:
@@ -108,7 +94,7 @@ class Draft(Protocol[S]):
         ...
 
     def observe(self, state: S, round: Round) -> S:
-        """Called after every round, whether or not this draft was chosen."""
+        """Called after every round, whether or not this draft was chosen. The target's cache has taken the round's commit."""
         ...
 
     def select(self, state: S, rows: Tensor) -> S:
@@ -116,31 +102,14 @@ class Draft(Protocol[S]):
         ...
 
 
-def proposed(draft: Draft[Any], answer: Any) -> tuple[Proposal, Any]:
-    """What ``draft.propose`` returned, if it is a proposal and a state; TypeError otherwise."""
-    if isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[0], Proposal):
-        return answer
-    what = type(answer).__name__
-    if isinstance(answer, tuple):
-        what = f"({', '.join(type(part).__name__ for part in answer)})"
-    name = getattr(draft, "name", type(draft).__name__)
-    raise TypeError(f"draft {name!r}: propose() returned {what}: return a pair, (Proposal, state)")
-
-
 class Verifier(Protocol):
-    """Decides which nodes stand, so that what is committed has the target's law.
+    """Decides which nodes are accepted, so that what is committed has the target's distribution.
 
-    Optional: ``from_logits(proposal, logits, sampling, context, rng)``, which is then called with the target's logits instead of
-    ``__call__`` with its probabilities, where ``sampling.only_temperature``. Such a round's ``probs`` is ``None``. And
-    ``greedy(proposal, tokens)``, in the class that has ``__call__`` (or ``from_logits``): at temperature 0 it is called instead of both, with the
-    target's tokens ``[B, N + 1]``, on which its laws lie, and no laws are made.
+    It declares ``capabilities.VerifierInfo``, and may also have the methods of ``TakesLogits`` and ``ComparesTokens``.
     """
 
-    name: str
-    lossless: bool
-
     def __call__(self, proposal: Proposal, probs: Tensor, context: Context, rng: Rng) -> Verdict:
-        """``probs [B, N + 1, V]`` is the target's law after the last committed token and after every node."""
+        """``probs [B, N + 1, V]`` is the target's distribution after the last committed token and after every node."""
         ...
 
     def check(self, proposal: Proposal) -> None:
@@ -153,10 +122,9 @@ class Verifier(Protocol):
 
 
 class Selector(Protocol[S]):
-    """Chooses an arm for each request and learns from what came of it. Arms are numbers; what they stand for is the builder's.
+    """Chooses an arm for each request and learns from the outcome. Arms are numbers; the builder knows what they stand for.
 
-    Optional: ``leave(state, requests)`` (these requests are finished; returns the state) and ``full_information`` (True: feedback's
-    reward is ``[B, arms]``).
+    It declares ``capabilities.SelectorInfo``, and may also have the method of ``Leaves``.
     """
 
     def init(self, arms: int) -> S: ...
@@ -176,7 +144,121 @@ class Selector(Protocol[S]):
         ...
 
 
-class Executor(Protocol):
-    """Runs rounds until every row is done; the only part that knows about time."""
+# -- what a part may have as well --------------------------------------------------------------------------------------
 
-    def run(self, decoder: Decoder, context: Context, rng: Rng, limits: StopRules) -> Iterator[Round]: ...
+
+@runtime_checkable
+class Binds(Protocol):
+    """A draft that takes something from the decoder: the target's vocabulary, the sampling."""
+
+    def bind(self, target: Any, sampling: Sampling) -> Any:
+        """The draft to use; called once, by ``build``."""
+        ...
+
+
+@runtime_checkable
+class Follows(Protocol):
+    """A draft that reads the target's cache after ``init``. It never writes to it."""
+
+    def follow(self, state: Any, target_cache: Any) -> Any:
+        """The state, after ``select``: the target's cache of the same rows is this object now."""
+        ...
+
+
+@runtime_checkable
+class Joins(Protocol):
+    """A draft whose running batch other rows may join: what continuous batching needs."""
+
+    def join(self, state: Any, other: Any) -> Any:
+        """The state of both batches' rows, in order."""
+        ...
+
+
+@runtime_checkable
+class JoinableCache(Protocol):
+    """A cache that other rows may join."""
+
+    def join(self, other: Any) -> Any:
+        """The cache of both batches' rows, in order; the old objects must not be used any more."""
+        ...
+
+
+@runtime_checkable
+class PooledCache(Protocol):
+    """A cache whose memory comes from a pool that several caches share."""
+
+    def beside(self, batch: int, capacity: int) -> Any:
+        """An empty cache from the same pool: joining the two copies nothing."""
+        ...
+
+
+@runtime_checkable
+class Waits(Protocol):
+    """A draft that can read prompts later than in ``init``: in a pool it reads a row when the row is first given to it."""
+
+    def empty(self, context: Context) -> Any:
+        """As ``init``, without reading anything."""
+        ...
+
+    def prepare(self, state: Any, context: Context, rows: Tensor | None) -> Any:
+        """Read what was not read of ``rows`` (``None``: of all)."""
+        ...
+
+
+@runtime_checkable
+class Stacks(Protocol):
+    """A draft with several members, one of which drafts each row."""
+
+    def assign(self, state: Any, member: Tensor) -> Any:
+        """``member [B]`` drafts each row from now on; rows of -1 keep theirs."""
+        ...
+
+    def read_ahead(self, state: Any, context: Context, rows: Tensor, member: Tensor) -> Any:
+        """Let ``member [R]`` read ``rows [R]`` while other members still draft them."""
+        ...
+
+
+@runtime_checkable
+class Arms(Protocol):
+    """A draft with arms, one of which a selector chooses for each row and round: a pool."""
+
+    def assign(self, state: Any, arm: Tensor) -> Any:
+        """``arm [B]`` drafts each row from now on."""
+        ...
+
+    def prepare(self, state: Any, context: Context, arm: Tensor) -> Any:
+        """Let the arms ``arm [B]`` read what they have not read of their rows."""
+        ...
+
+    def spent(self, state: Any) -> tuple[float, ...]:
+        """Seconds that each arm drafted in the last ``propose``."""
+        ...
+
+
+@runtime_checkable
+class TakesLogits(Protocol):
+    """A verifier that needs no probabilities where sampling is a temperature and nothing else."""
+
+    def from_logits(
+        self, proposal: Proposal, logits: Tensor, sampling: Sampling, context: Context, rng: Rng
+    ) -> Verdict:
+        """As ``__call__``, with the target's logits ``[B, N + 1, V]``."""
+        ...
+
+
+@runtime_checkable
+class ComparesTokens(Protocol):
+    """A verifier that needs no probabilities at temperature 0."""
+
+    def greedy(self, proposal: Proposal, tokens: Tensor) -> Verdict:
+        """As ``__call__``, with the tokens ``[B, N + 1]`` that have all of the target's probability."""
+        ...
+
+
+@runtime_checkable
+class Leaves(Protocol):
+    """A selector that keeps something for each request."""
+
+    def leave(self, state: Any, requests: Tensor) -> Any:
+        """The state, when these requests are finished."""
+        ...

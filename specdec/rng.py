@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cache
 from typing import Any, NamedTuple, Protocol
 
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.arguments import whole
+from specdec.arguments import listed, whole
 from specdec.kernels.device import to_device
 from specdec.kernels.native import library
 from specdec.kernels.native.ops import race_numbers
@@ -82,8 +82,8 @@ def seeds(seed: int | Sequence[int] | None, rows: int) -> Tensor:
     """
     if seed is None:
         return torch.randint(0, 2**62, (rows,))
-    given: Any = seed.tolist() if hasattr(seed, "tolist") else seed
-    if isinstance(given, str) or not hasattr(given, "__len__"):
+    given: Any = listed(seed)
+    if isinstance(given, str) or not isinstance(given, Collection):
         whole("seed", given, ", or one for every row")
         given = int(given)
         k = (given & WORD, (given >> 32) & WORD)

@@ -83,8 +83,8 @@ class Sampling:
                 raise TypeError(
                     f"processors has {processor!r}: give objects or functions (ids, scores) -> scores"
                 )
-        for name in ("temperature", "top_p", "min_p"):
-            value = getattr(self, name)
+        numbers = {"temperature": self.temperature, "top_p": self.top_p, "min_p": self.min_p}
+        for name, value in numbers.items():
             if not isinstance(value, Real) and (name == "temperature" or value is not None):
                 raise TypeError(f"{name} is {value!r}: give a number")
         if not self.temperature >= 0 or self.temperature == float("inf"):
@@ -214,6 +214,15 @@ class Sampling:
                     scores = processor(prefix[None], scores)
                 out[b, r] = scores[0]
         return out
+
+
+def fit(logits: Tensor, vocab_size: int | None) -> Tensor:
+    """Logits over the target's vocabulary: surplus entries (padding) are cut, missing ones cannot be drawn."""
+    if vocab_size is None or logits.shape[-1] == vocab_size:
+        return logits
+    if logits.shape[-1] > vocab_size:
+        return logits[..., :vocab_size]
+    return torch.nn.functional.pad(logits, (0, vocab_size - logits.shape[-1]), value=float("-inf"))
 
 
 def _largest(scores: Tensor) -> tuple[Tensor, Tensor]:

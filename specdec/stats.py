@@ -7,7 +7,7 @@ a stop discarded some of its tokens or when the end of the row's budget shortene
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from specdec import tree
@@ -97,14 +97,14 @@ class Stats:
         if not isinstance(other, Stats):
             return NotImplemented
         made = Stats()
-        for field_ in fields(self):
-            mine, theirs = getattr(self, field_.name), getattr(other, field_.name)
+        for name, mine in vars(self).items():
+            theirs = vars(other)[name]
             if isinstance(mine, Counter):
                 both = Counter(mine)
                 both.update(theirs)  # unlike +, keeps what is negative
-                setattr(made, field_.name, both)
+                setattr(made, name, both)
             else:
-                setattr(made, field_.name, mine + theirs)
+                setattr(made, name, mine + theirs)
         return made
 
     @staticmethod

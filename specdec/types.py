@@ -8,7 +8,7 @@ tokens, probabilities and logits live where the model lives.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -50,7 +50,7 @@ class Context(_Shown):
     @staticmethod
     def of(rows: list[list[int]], capacity: int | None = None, request: Tensor | None = None) -> Context:
         """A context from ragged lists of ids, with room for ``capacity`` tokens a row (default: the longest row)."""
-        if isinstance(rows, str) or not hasattr(rows, "__len__"):
+        if isinstance(rows, str) or not isinstance(rows, Sized):
             raise TypeError(f"rows is a {type(rows).__name__}: give a list of lists of ids")
         if capacity is not None:
             whole("capacity", capacity, ", or None for the longest row")

@@ -341,8 +341,8 @@ def test_the_builder_forks(target, small):
     base = sd.decoder(target).greedy()
     a, b = base.draft(small, length=2), base.draft(sd.drafts.NGram(), length=5)
     assert (a.build().length, b.build().length) == (2, 5)
-    assert a.build().draft.name == "model"
-    assert base.build().draft.name == "plain"
+    assert a.build().draft.info.name == "model"
+    assert base.build().draft.info.name == "plain"
 
 
 def fingerprint(model):
@@ -485,7 +485,7 @@ def star(context, budget):
             r"parents \[2, 1\]",
         ),
         (lambda c, b: (sd.Proposal.chain(zeros(c), b.clamp(max=1).int()), None), ValueError, r"size \[2\] torch.int32"),
-        (star, ValueError, r"proposed 5 nodes in a row, and there is room for 2: define nodes\(length\)"),
+        (star, ValueError, r"proposed 5 nodes in a row, and there is room for 2: declare the most nodes"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("pooled", [False, True])
@@ -529,12 +529,11 @@ class Accepts:
 class Leaf(sd.drafts.NoDraft):
     """Nodes 0 and 1 are children of the root, and 2 of node 0."""
 
+    info = sd.DraftInfo("leaf", trees=True, nodes=lambda length: 3)
+
     def propose(self, state, context, budget, rng):
         parents = torch.tensor([[-1, -1, 0]] * context.batch)
         return sd.Proposal(zeros(context, 3), parents, torch.where(budget > 1, 3, 0)), None
-
-    def nodes(self, length):
-        return 3
 
 
 @pytest.mark.parametrize(
@@ -685,7 +684,7 @@ class Half:
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda base: base.verifier("rejection"), "verifier is 'rejection' without __call__, check, for_draft, name"),
+        (lambda base: base.verifier("rejection"), "verifier is 'rejection' without __call__, check, for_draft"),
         (lambda base: base.verifier(Half()), "verifier is a Half without __call__, for_draft"),
         (lambda base: base.executor("serial"), "executor is 'serial' without run: give one of specdec.executors, or an object with run"),
         (

@@ -77,7 +77,7 @@ def plain():
         if (draft, temperature) not in found:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(build, "_made", lambda: (None, "off"))
-                patch.setattr("specdec.drafts.model.cpu_chain", lambda *_: None)
+                patch.setattr("specdec.drafts.chain.cpu_chain", lambda *_: None)
                 found[draft, temperature] = decoded(draft, temperature, attention="padded")
         return found[draft, temperature]
 

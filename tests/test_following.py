@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from tiny import tiny
 
 import specdec as sd
-from specdec.drafts import model as drafts_model
+from specdec.drafts import chain as drafts_chain
 from specdec.drafts.cpu_chain import CpuChain, cpu_chain
+from specdec.kernels.attention import ExplicitPlan
 from specdec.kernels.native import library, reason
 from specdec.models import StackedModel
 from specdec.rng import Philox
@@ -36,7 +38,8 @@ def models(kind):
 @pytest.mark.parametrize("kind", ["slots", "pages", "odd pages", "window", "stack"])
 def test_proposals_are_those_of_scoring(kind, temperature, budget, monkeypatch):
     model = models(kind)
-    draft = sd.drafts.Model(model, Sampling(temperature=temperature), 96)
+    sampling = Sampling(temperature=temperature)
+    draft = sd.drafts.Model(model).bind(model, sampling)
     context, rng = Context.of(PROMPTS, capacity=32), Philox(torch.arange(4))
     used = []
 
@@ -53,10 +56,11 @@ def test_proposals_are_those_of_scoring(kind, temperature, budget, monkeypatch):
         used.append(found)
         return found
 
-    monkeypatch.setattr(drafts_model, "cpu_chain", spied)
+    monkeypatch.setattr(drafts_chain, "cpu_chain", spied)
     fast, *memory = proposed()
+    assert used
     assert all(isinstance(f, CpuChain) == (kind != "odd pages") for f in used)
-    monkeypatch.setattr(drafts_model, "cpu_chain", lambda *_: None)
+    draft = sd.drafts.Model(model, sampling, 96)  # without bind, the plain way
     slow, *expected = proposed()
     live = torch.arange(fast.nodes) < fast.size[:, None]
     assert torch.equal(fast.size, slow.size)
@@ -91,15 +95,42 @@ def test_only_where_it_can_be_done():
     assert cpu_chain(sd.TableModel([0.5, 0.5]), None, length, budget) is None
     wide = sd.HFModel(tiny("llama"))  # float64
     assert cpu_chain(wide, wide.cache(1, 8), length, budget) is None
-    assert cpu_chain(with_more(model), cache, length, budget) is not None
+    assert cpu_chain(with_more(model), cache, length, budget) is None  # a class speaks for itself
+    assert cpu_chain(with_more(model, fast_chain="slots"), cache, length, budget) is not None
     ring = sd.models.Windowed(model, 8, 1)
     assert type(ring).score is type(model).score
     assert cpu_chain(ring, ring.cache(1, 8), length, budget) is None  # slots of a ring are no positions
-    own = with_more(model, score=lambda *_: None)
-    assert cpu_chain(own, cache, length, budget) is None
     handle = model.clone.model.layers[0].register_forward_hook(lambda *_: None)
     assert cpu_chain(model, cache, length, budget) is None  # somebody listens to the blocks
     handle.remove()
+
+
+class EverySecond(sd.HFModel):
+    """A query sees itself and every second slot before it."""
+
+    def _pieces(self, cache, packed, limit, wanted):
+        for memo, piece in super()._pieces(cache, packed, limit, wanted):
+            plan = piece.plan
+            query = np.concatenate([np.arange(f, f + c) for f, c in zip(plan.first, plan.counts)])[:, None]
+            slot = np.arange(plan.capacity)
+            seen = (slot <= query) & ((slot % 2 == 0) | (slot == query))
+            own = ExplicitPlan(plan.rows, plan.counts, seen, query - slot, plan.slots)
+            yield memo, piece._replace(plan=own)
+
+
+def test_a_subclass_with_its_own_mask_is_not_passed_by():
+    def proposed(kind, bound):
+        model = kind(tiny("llama", 0, torch.float32, **SIZES))
+        draft = sd.drafts.Model(model, Sampling(), 96)
+        draft = draft.bind(model, Sampling()) if bound else draft
+        context, rng = Context.of(PROMPTS, capacity=32), Philox(torch.arange(4))
+        state = draft.init(context, None)
+        return draft.propose(state, context, torch.tensor([4, 4, 4, 4]), rng)[0]
+
+    masked, plain = proposed(EverySecond, True), proposed(EverySecond, False)
+    assert torch.equal(masked.tokens, plain.tokens)
+    assert torch.equal(masked.probs, plain.probs)
+    assert (masked.probs - proposed(sd.HFModel, True).probs).abs().max() > 1e-3  # the mask is seen
 
 
 def with_more(model, **more):

@@ -228,7 +228,9 @@ def test_a_stream_takes_and_returns_pages(llama, limit, capacity, monkeypatch):
     decoder = sd.decoder(target).draft(HFModel(small, page=8), length=2).build()
     requests = [sd.Request(p, b, arrival=2 * n) for n, (p, b) in enumerate(zip(prompts, budgets))]
     if capacity:  # one pool serves all, and in the end everything is there again
-        server = Server(decoder, requests, Settings(limit, 3, clock="rounds", capacity=capacity))
+        server = Server(
+            decoder, decoder.executor, requests, Settings(limit, 3, clock="rounds", capacity=capacity)
+        )
         for one in server.run():
             assert one.ids == expected[one.index]
             if server.places[0].lane:

@@ -343,8 +343,8 @@ class Widens(Fails):
 @pytest.mark.parametrize(
     ("exist", "error", "says"),
     [
-        (4, ValueError, r"4 nodes in a row, and there is room for 1: define nodes\(length\)"),
-        (1, RuntimeError, r"4 nodes a row, more than its nodes\(length\) says"),  # they are too large to send
+        (4, ValueError, r"4 nodes in a row, and there is room for 1: declare the most nodes"),
+        (1, RuntimeError, r"4 nodes a row, more than it declares"),  # they are too large to send
     ],
 )
 def test_more_nodes_than_promised(table, exist, error, says):

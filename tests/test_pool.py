@@ -378,7 +378,7 @@ def test_clear_refusals(models):
         Pool(())
     with pytest.raises(TypeError, match="selector is the class Script: give an object"):
         base.pool({"a": SMALL}, Script)
-    with pytest.raises(TypeError, match="selector is a int: give one of"):
+    with pytest.raises(TypeError, match="selector is a int without init, select, update: give one of"):
         base.pool({"a": SMALL}, 3)
 
     class ForThree(Script):
@@ -533,7 +533,7 @@ def test_a_selector_that_needs_a_reward_of_every_arm():
         (lambda base: base.pool({"a": SMALL}, Random(), "2"), "length is '2': give a whole number"),
         (lambda base: base.pool({"a": Arm(SMALL, 2.5)}, Random()), r"length is 2\.5"),
         (lambda base: base.pool({"a": SMALL}, Fixed("a")), "arm is 'a': give a whole number: arms are counted"),
-        (lambda base: base.pool({"a": SMALL}, type("S", (), {"select": 1, "update": 1})()), "init, select and update"),
+        (lambda base: base.pool({"a": SMALL}, type("S", (), {"select": 1, "update": 1})()), "without init: .* an object with init, select, update"),
     ],
 )  # fmt: skip
 def test_parts_of_a_pool_of_the_wrong_kind(make, says):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tiny import tiny
 
 import specdec as sd
-from specdec.executors.serial import staying
+from specdec.executors.round import staying
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=9))

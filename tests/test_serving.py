@@ -355,12 +355,12 @@ def test_pages_are_served_in_a_pipeline(how):
     alone = sd.decoder(sd.HFModel(model)).draft(sd.HFModel(draft), length=2).build()
     expected = alone.generate(PROMPTS, BUDGETS, seed=3)
     decoder = base.executor(PIPES[how]).build()
-    server, done = Server(decoder, requests(), Settings(4, 3, clock="rounds")), []
+    server, done = Server(decoder, decoder.executor, requests(), Settings(4, 3, clock="rounds")), []
     for one in server.run():
         done.append(one)
         assert len({id(place.lane.cache.pool) for place in server.places if place.lane}) <= 1
     same(done, expected)
-    server = Server(decoder, requests(), Settings(4, 3, clock="rounds", capacity=60))
+    server = Server(decoder, decoder.executor, requests(), Settings(4, 3, clock="rounds", capacity=60))
     same(list(server.run()), expected)
     pools = {id(place.spare.pool): place.spare.pool for place in server.places}
     assert len(pools) == 1  # it serves all lanes, and in the end everything is there again
@@ -452,7 +452,7 @@ def test_a_pipeline_sleeps_only_when_nobody_is_there(small, monkeypatch):
     monkeypatch.setattr("specdec.serving.server.perf_counter", lambda: now[0])
     decoder = sd.decoder(small).draft(small, length=1).executor(Pipelined(2)).build()
     late = [sd.Request([n], 4, arrival=time) for n, time in enumerate((0, 0, 2.5, 2.5, 2.5, 9))]
-    server = Server(decoder, late, Settings(4))
+    server = Server(decoder, decoder.executor, late, Settings(4))
     done = list(server.run())
     assert slept == [2.5, 6.5]
     assert [one.started for one in sorted(done, key=lambda one: one.index)] == [0, 0, 2.5, 2.5, 2.5, 9]

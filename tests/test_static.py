@@ -429,7 +429,8 @@ LAWS = [Sampling(0), Sampling(0.7), Sampling(1.0, top_k=5), Sampling(1.3, top_p=
 def test_a_captured_chain_is_the_loop(sampling, how):
     model = tiny("llama", 1, torch.float32)
     loop, chain = (
-        sd.drafts.Model(sd.HFModel(model, graphs=g), sampling, vocab_size=97) for g in (False, how)
+        sd.drafts.Model(wrapped).bind(wrapped, sampling)
+        for wrapped in (sd.HFModel(model, graphs=g) for g in (False, how))
     )
     text = [[1, 2, 3, 4, 5, 6], [7, 8], [9, 10, 11]]
     context = sd.Context.of(text, 64)
@@ -575,8 +576,11 @@ def test_a_captured_chain_of_a_windowed_model_is_the_loop(sampling):
     """Rows that lack one token of the text, or two."""
     model = tiny("llama", 1, torch.float32)
     ways = [
-        sd.drafts.Model(sd.models.Windowed(sd.HFModel(model, graphs=how), 6, block=4), sampling, 97)
-        for how in (False, "eager", "recorded")
+        sd.drafts.Model(windowed).bind(windowed, sampling)
+        for windowed in (
+            sd.models.Windowed(sd.HFModel(model, graphs=how), 6, block=4)
+            for how in (False, "eager", "recorded")
+        )
     ]
     text = [[1, 2, 3, 4, 5, 6], [7, 8], [9] * 12]
     context, rng, seen = Context.of(text, 80), Philox(torch.tensor([5, 6, 7])), set()

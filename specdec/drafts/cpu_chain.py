@@ -16,6 +16,7 @@ from specdec.cache.contiguous import SlotCache
 from specdec.cache.paged import PagedCache
 from specdec.cache.token_index import Row
 from specdec.forward.llama_c import LlamaC
+from specdec.forward.packed import Packed
 from specdec.kernels.native.step import Steps
 from specdec.models.hf import HFModel
 from specdec.models.stacked import StackedModel
@@ -90,15 +91,16 @@ def cpu_chain(model: Any, cache: Any, length: Tensor, budget: Tensor) -> CpuChai
     Args:
         cache: has just been fed all ``length [B]`` committed tokens of each row that has a budget.
     """
-    if getattr(type(model), "score", None) is not HFModel.score:  # one with its own way is asked
+    if not isinstance(model, HFModel) or model.fast_chain != "slots":  # one with its own way is asked
         return None
     if model.steps is not None or int(budget.max()) < 2:
         return None
     path: Any = model._path
-    leans: list[Any] = [getattr(path, "lean", None)]
     member = [0] * len(length)
     if isinstance(model, StackedModel):
         leans, member = path.natives or [None], path.member
+    else:
+        leans = [path.lean if isinstance(path, Packed) else None]
     if not all(isinstance(lean, LlamaC) and lean.at_once(len(length)) for lean in leans):
         return None
     if type(cache) not in (SlotCache, PagedCache) or cache.buffers is None:

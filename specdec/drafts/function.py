@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec.drafts.model import fit
+from specdec.capabilities import DraftInfo
+from specdec.drafts.draw import ChainDraw
 from specdec.protocols import LanguageModel
-from specdec.rng import Key, Rng
+from specdec.rng import Rng
 from specdec.sampling import Sampling
 from specdec.types import Context, Proposal, Round
 
@@ -23,9 +24,7 @@ class FunctionDraft:
     logits: Callable[[list[int]], Tensor | Sequence[float]]
     sampling: Sampling | None = None
     vocab_size: int | None = None
-    name = "function"
-    trees = False
-    revocable = True
+    info = DraftInfo("function", revocable=True)
 
     @staticmethod
     def example(model: LanguageModel) -> FunctionDraft:
@@ -41,27 +40,17 @@ class FunctionDraft:
         return None
 
     def propose(self, state: None, context: Context, budget: Tensor, rng: Rng) -> tuple[Proposal, None]:
-        sampling = self.sampling or Sampling()
-        B, N = context.batch, int(budget.max())
-        if N == 0:
-            return Proposal.none(B), None
-        tokens = torch.zeros(B, N, dtype=torch.long)
-        laws = []
-        prefixes = [context.row(b) for b in range(B)]
-        for n in range(N):
-            sofar = Proposal.chain(tokens[:, :n], budget.clamp(max=n))
+        draw = ChainDraw(context, budget, self.sampling or Sampling(), self.vocab_size)
+        prefixes = [context.row(b) for b in range(context.batch)]
+        for n in range(draw.length):
             asked = (budget > n).nonzero()[:, 0].tolist()
             answers = torch.stack([self._ask(prefixes[b]) for b in asked])
-            said = torch.zeros(
-                B, 1, answers.shape[1], dtype=answers.dtype
-            )  # rows that are through: any law will do
-            said[asked, 0] = answers
-            q = sampling(fit(said, self.vocab_size), context, sofar, first=n - 1)[:, 0]
-            tokens[:, n] = rng.categorical(q, Key(context.length, n))
-            laws.append(q)
+            logits = answers.new_zeros(context.batch, answers.shape[1])
+            logits[asked] = answers
+            tokens = draw.draw(logits, rng).tolist()
             for b in asked:
-                prefixes[b].append(int(tokens[b, n]))
-        return Proposal.chain(tokens, budget.clone(), torch.stack(laws, 1), "sampled"), None
+                prefixes[b].append(tokens[b])
+        return draw.proposal(), None
 
     def _ask(self, prefix: list[int]) -> Tensor:
         said = torch.as_tensor(self.logits(list(prefix)))

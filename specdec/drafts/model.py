@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
+from specdec.capabilities import DraftInfo
+from specdec.drafts.chain import Chain, chain_of
 from specdec.drafts.coerce import as_model
-from specdec.drafts.cpu_chain import CpuChain, cpu_chain
-from specdec.graphs import chain as chains
+from specdec.drafts.draw import ChainDraw
 from specdec.protocols import LanguageModel
-from specdec.rng import Key, Rng
+from specdec.rng import Rng
 from specdec.sampling import Sampling
-from specdec.types import Context, Proposal, Provenance, Round
+from specdec.types import Context, Proposal, Round
 
 
 class ModelState(NamedTuple):
@@ -26,7 +26,8 @@ class ModelState(NamedTuple):
 class Model:
     """Draws a chain from ``model``, one forward a token; at temperature 0 the chain is the model's greedy one.
 
-    With a model that has captured steps (``HFModel(graphs=...)``) the whole chain is one of them (``graphs.chain``).
+    ``bind`` chooses how its forwards are made (``drafts.chain``): with a model that has captured steps (``HFModel(graphs=...)``) the whole
+    chain is one of them, with C kernels the later tokens are prepared together, and otherwise each token is one ``score``.
 
     Args:
         model: any ``LanguageModel`` with the target's tokenizer (or what becomes one, as for ``specdec.decoder``); a padded vocabulary is cut or filled to the target's size.
@@ -37,15 +38,18 @@ class Model:
     model: LanguageModel
     sampling: Sampling | None = None
     vocab_size: int | None = None
-    name = "model"
-    trees = False
-    revocable = True
+    chain: Chain = field(default=Chain(), repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "model", as_model(self.model, "model"))
 
+    @property
+    def info(self) -> DraftInfo:
+        return DraftInfo("model", revocable=True, model=self.model)
+
     def bind(self, target: LanguageModel, sampling: Sampling) -> Model:
-        return replace(self, sampling=self.sampling or sampling, vocab_size=target.vocab_size)
+        mine, size = self.sampling or sampling, target.vocab_size
+        return replace(self, sampling=mine, vocab_size=size, chain=chain_of(self.model, mine, size))
 
     def init(self, context: Context, target_cache: Any) -> ModelState:
         return self.prepare(self.empty(context), context, None)
@@ -62,44 +66,18 @@ class Model:
     def propose(
         self, state: ModelState, context: Context, budget: Tensor, rng: Rng
     ) -> tuple[Proposal, ModelState]:
-        sampling = self.sampling or Sampling()
         text = readable(context, self.model)
-        B, N = context.batch, int(budget.max())
-        device = getattr(self.model, "device", "cpu")
-        chain = chains.propose(self.model, state.cache, text, budget, rng, sampling, self.vocab_size)
-        if chain is not None:
-            how: Provenance = "point" if chain.probs is None else "sampled"
-            proposal = Proposal.chain(chain.tokens, budget, chain.probs, how)
-            return proposal, ModelState(state.cache, proposal)
-        tokens = torch.zeros(B, N, dtype=torch.long, device=device)
-        drawn: list[Tensor] = []
-        uniform = int(budget.min()) == N
-        sofar: Proposal | None = None
-        more: CpuChain | None = None  # the steps after the first, where they are known beforehand
-        for n in range(N):
-            if more is not None:
-                logits = more(n, tokens[:, n - 1])[:, None]
-            else:
-                rows = None if uniform else (budget > n).nonzero()[:, 0]
-                start = n - 1 if n else None
-                logits = self.model.score(state.cache, text, sofar, start=start, rows=rows).logits
-            if n == 0:
-                more = cpu_chain(self.model, state.cache, context.length, budget)
-            logits = fit(logits, self.vocab_size)
-            if sampling.greedy:
-                tokens[:, n] = sampling.argmax(logits, context, sofar, first=n - 1)[:, 0]
-            else:
-                q = sampling(logits, context, sofar, first=n - 1)[:, 0]
-                tokens[:, n] = rng.categorical(q, Key(context.length, n))
-                drawn.append(q)
-            if more is None or sampling.processors or n + 1 == N:
-                sofar = Proposal.chain(tokens[:, : n + 1], budget.clamp(max=n + 1))
-        if sofar is None:
-            return Proposal.none(B, device), ModelState(state.cache, None)
-        if more is not None:
-            more.remember()
-        proposal = replace(sofar, probs=torch.stack(drawn, 1), provenance="sampled") if drawn else sofar
-        return proposal, ModelState(state.cache, proposal)
+        drawn = self.chain.at_once and self.chain.at_once(state.cache, text, budget, rng)
+        if drawn is not None:
+            proposal = drawn.proposal(budget)
+        else:
+            draw = ChainDraw(context, budget, self.sampling or Sampling(), self.vocab_size)
+            forwards = self.chain.forwards(self.model, state.cache, text, budget)
+            for _ in range(draw.length):
+                draw.draw(forwards.logits(draw), rng)
+            forwards.done()
+            proposal = draw.proposal()
+        return proposal, ModelState(state.cache, proposal if proposal.nodes else None)
 
     def observe(self, state: ModelState, round: Round) -> ModelState:
         if state.proposal is round.proposal:  # otherwise the cache holds another tree: sync will notice
@@ -118,12 +96,3 @@ def readable(context: Context, model: LanguageModel) -> Context:
     if model.vocab_size > int(context.tokens.max()):
         return context
     return replace(context, tokens=context.tokens.clamp(max=model.vocab_size - 1))
-
-
-def fit(logits: Tensor, vocab_size: int | None) -> Tensor:
-    """Logits over the target's vocabulary: surplus entries (padding) are cut, missing ones cannot be drawn."""
-    if vocab_size is None or logits.shape[-1] == vocab_size:
-        return logits
-    if logits.shape[-1] > vocab_size:
-        return logits[..., :vocab_size]
-    return torch.nn.functional.pad(logits, (0, vocab_size - logits.shape[-1]), value=float("-inf"))

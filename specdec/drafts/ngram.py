@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from specdec.arguments import whole
+from specdec.capabilities import DraftInfo
 from specdec.rng import Rng
 from specdec.types import Context, Proposal, Round
 
@@ -23,9 +24,7 @@ class NGram:
 
     max_match: int = 3
     min_match: int = 1
-    name = "ngram"
-    trees = False
-    revocable = True
+    info = DraftInfo("ngram", revocable=True)
 
     def __post_init__(self) -> None:
         whole("min_match", self.min_match)

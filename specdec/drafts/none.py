@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from specdec.capabilities import DraftInfo
 from specdec.rng import Rng
 from specdec.types import Context, Proposal, Round
 
@@ -15,15 +16,7 @@ from specdec.types import Context, Proposal, Round
 class NoDraft:
     """Proposes nothing; every round commits the target's own token."""
 
-    name = "plain"
-    trees = False
-    revocable = True
-
-    def nodes(self, length: int) -> int:
-        return 0
-
-    def reach(self, length: int) -> int:
-        return 0
+    info = DraftInfo("plain", nodes=lambda length: 0, longest=0, revocable=True)
 
     def init(self, context: Context, target_cache: Any) -> None:
         return None

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from specdec.capabilities import DraftInfo, DraftPart
 from specdec.kernels.device import DeferredChecks, to_device
-from specdec.protocols import Draft, LanguageModel, proposed
+from specdec.protocols import Draft, LanguageModel
 from specdec.rng import Rng
 from specdec.sampling import Sampling
 from specdec.types import Context, Proposal, Round
@@ -43,7 +45,6 @@ class Pool:
     drafts: tuple[Draft[Any], ...]
     arms: tuple[int, ...] = (0,)
     members: tuple[int, ...] | None = None
-    name = "pool"
 
     def __post_init__(self) -> None:
         if not self.arms:
@@ -61,30 +62,30 @@ class Pool:
 
         return Pool((Model(model), NGram()), (0, 1, -1))
 
-    @property
-    def trees(self) -> bool:
-        return any(getattr(d, "trees", False) for d in self.drafts)
+    @cached_property
+    def parts(self) -> tuple[DraftPart, ...]:
+        """The drafts with what they can do."""
+        return tuple(map(DraftPart.of, self.drafts))
 
-    @property
-    def taps(self) -> tuple[int, ...]:
-        return tuple(sorted({tap for d in self.drafts for tap in getattr(d, "taps", ())}))
-
-    @property
-    def revocable(self) -> bool:
-        return all(getattr(d, "revocable", False) for d in self.drafts)
-
-    def nodes(self, length: int) -> int:
-        """The most nodes of any draft."""
-        return max((getattr(d, "nodes", lambda n: n)(length) for d in self.drafts), default=0)
+    @cached_property
+    def info(self) -> DraftInfo:
+        infos = [part.info for part in self.parts]
+        return DraftInfo(
+            "pool",
+            trees=any(i.trees for i in infos),
+            nodes=lambda length: max((i.nodes(length) for i in infos), default=0),
+            taps=tuple(sorted({tap for i in infos for tap in i.taps})),
+            revocable=all(i.revocable for i in infos),
+            drafts=self.drafts,
+        )
 
     def bind(self, target: LanguageModel, sampling: Sampling) -> Pool:
-        return replace(
-            self, drafts=tuple(d.bind(target, sampling) if hasattr(d, "bind") else d for d in self.drafts)
-        )
+        return replace(self, drafts=tuple(part.bound(target, sampling) for part in self.parts))
 
     def init(self, context: Context, target_cache: Any) -> PoolState:
         states = tuple(
-            d.empty(context) if hasattr(d, "empty") else d.init(context, target_cache) for d in self.drafts
+            part.draft.init(context, target_cache) if part.waits is None else part.waits.empty(context)
+            for part in self.parts
         )
         arm = torch.zeros(context.batch, dtype=torch.long)
         return PoolState(states, arm, (None,) * len(states), (0.0,) * len(self.arms))
@@ -99,8 +100,8 @@ class Pool:
             return state
         draft, member = torch.tensor(self.arms)[arm], torch.tensor(self.members)[arm]
         states = tuple(
-            d.assign(s, torch.where(here & (draft == i), member, -1)) if hasattr(d, "assign") else s
-            for i, (d, s) in enumerate(zip(self.drafts, state.states))
+            s if p.stacks is None else p.stacks.assign(s, torch.where(here & (draft == i), member, -1))
+            for i, (p, s) in enumerate(zip(self.parts, state.states))
         )
         return state._replace(states=states)
 
@@ -115,15 +116,15 @@ class Pool:
         state = self._seated(state, arm, ~stays)
         states = list(state.states)
         for d, rows in self._groups(arm):
-            draft: Any = self.drafts[d]
-            ahead = rows[stays[rows]] if hasattr(draft, "read_ahead") else rows[:0]
+            waits, stacks = self.parts[d].waits, self.parts[d].stacks
+            ahead = rows[:0] if stacks is None else rows[stays[rows]]
             if len(ahead):
                 rows = rows[~stays[rows]]
-            if hasattr(draft, "prepare") and len(rows):
-                states[d] = draft.prepare(states[d], context, rows)
-            if len(ahead):
+            if waits is not None and len(rows):
+                states[d] = waits.prepare(states[d], context, rows)
+            if stacks is not None and len(ahead):
                 member = torch.tensor(self.members)[arm[ahead]]
-                states[d] = draft.read_ahead(states[d], context, ahead, member)
+                states[d] = stacks.read_ahead(states[d], context, ahead, member)
         return state._replace(states=tuple(states))
 
     def _groups(self, arm: Tensor) -> list[tuple[int, Tensor]]:
@@ -143,14 +144,16 @@ class Pool:
             mine = torch.zeros_like(budget).index_copy_(0, rows, budget[rows])
             if bool(mine.any()):
                 with DeferredChecks() as later:
-                    answer = self.drafts[d].propose(states[d], context, mine, rng)
-                    made[d], states[d] = proposed(self.drafts[d], answer)
+                    made[d], states[d] = self.parts[d].propose(states[d], context, mine, rng)
                 later.settle()  # seconds of an arm are those of its device, too
             spent[d] = perf_counter() - began
         seconds = self._by_arm(state.arm, spent)
         parts = [(p, rows) for d, rows in groups if (p := made[d]) is not None]
         proposal = merged(parts, context.batch)
         return proposal, PoolState(tuple(states), state.arm, tuple(made), seconds)
+
+    def spent(self, state: PoolState) -> tuple[float, ...]:
+        return state.seconds
 
     def _by_arm(self, arm: Tensor, spent: Sequence[float]) -> tuple[float, ...]:
         """Seconds of each arm: arms of one draft share its seconds by their rows."""
@@ -178,14 +181,12 @@ class Pool:
         return state._replace(states=states, arm=state.arm[rows], proposals=(None,) * len(states))
 
     def follow(self, state: PoolState, target_cache: Any) -> PoolState:
-        states = tuple(
-            d.follow(s, target_cache) if hasattr(d, "follow") else s
-            for d, s in zip(self.drafts, state.states)
-        )
+        states = tuple(part.follow(s, target_cache) for part, s in zip(self.parts, state.states))
         return state._replace(states=states)
 
     def join(self, state: PoolState, other: PoolState) -> PoolState:
-        states = tuple(d.join(a, b) for d, a, b in zip(self.drafts, state.states, other.states))  # type: ignore[attr-defined]
+        joins: Any = (part.joins for part in self.parts)  # ``serving.check``
+        states = tuple(j.join(a, b) for j, a, b in zip(joins, state.states, other.states))
         return state._replace(
             states=states, arm=torch.cat([state.arm, other.arm]), proposals=(None,) * len(states)
         )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from specdec.cache.paged import PagedCache
+from specdec.capabilities import DraftInfo
 from specdec.drafts.model import Model, ModelState, readable
 from specdec.models.stacked import StackedModel
 from specdec.protocols import LanguageModel
@@ -56,8 +58,10 @@ class Stacked:
     model: StackedModel
     sampling: Sampling | None = None
     vocab_size: int | None = None
-    name = "stacked"
-    trees = False
+
+    @property
+    def info(self) -> DraftInfo:
+        return DraftInfo("stacked", model=self.model)
 
     @staticmethod
     def example(model: Any) -> Any:
@@ -67,12 +71,15 @@ class Stacked:
         except (ValueError, AttributeError):
             return Model(model)
 
-    @property
-    def _draft(self) -> Model:
-        return Model(self.model, self.sampling, self.vocab_size)
+    draft: Model = field(init=False, repr=False, compare=False)  # drafts, when it is told who reads a row
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "draft", Model(self.model, self.sampling, self.vocab_size))
 
     def bind(self, target: LanguageModel, sampling: Sampling) -> Stacked:
-        return replace(self, sampling=self.sampling or sampling, vocab_size=target.vocab_size)
+        made = replace(self, sampling=self.sampling or sampling, vocab_size=target.vocab_size)
+        object.__setattr__(made, "draft", made.draft.bind(target, sampling))
+        return made
 
     def init(self, context: Context, target_cache: Any) -> StackedState:
         return self.prepare(self.empty(context), context, None)
@@ -80,7 +87,7 @@ class Stacked:
     def empty(self, context: Context) -> StackedState:
         """A state that has read nothing."""
         nobody = torch.full((context.batch,), -1)
-        return StackedState(self._draft.empty(context), torch.zeros(context.batch, dtype=torch.long), nobody)
+        return StackedState(self.draft.empty(context), torch.zeros(context.batch, dtype=torch.long), nobody)
 
     def assign(self, state: StackedState, member: Tensor) -> StackedState:
         """Row b is drafted by ``member[b]`` from now on; rows of -1 keep theirs."""
@@ -89,7 +96,7 @@ class Stacked:
     def prepare(self, state: StackedState, context: Context, rows: Tensor | None) -> StackedState:
         """Read what was not read of ``rows`` (of all), each by its member."""
         state = self._ready(state, torch.arange(context.batch) if rows is None else rows)
-        return state._replace(inner=self._draft.prepare(state.inner, context, rows))
+        return state._replace(inner=self.draft.prepare(state.inner, context, rows))
 
     def read_ahead(self, state: StackedState, context: Context, rows: Tensor, member: Tensor) -> StackedState:
         """Let ``member [R]`` read ``rows [R]`` while other members still draft them: into a cache of its own, until ``propose``.
@@ -101,7 +108,7 @@ class Stacked:
         if not len(rows):
             return state._replace(ahead=None)
         held = state.inner.cache
-        make = held.beside if hasattr(held, "beside") else self.model.cache
+        make = held.beside if isinstance(held, PagedCache) else self.model.cache
         self.model.read_as(member)
         try:
             cache = make(len(rows), held.capacity)
@@ -114,7 +121,7 @@ class Stacked:
         self, state: StackedState, context: Context, budget: Tensor, rng: Rng
     ) -> tuple[Proposal, StackedState]:
         state = self._ready(state, (budget > 0).nonzero()[:, 0])
-        proposal, inner = self._draft.propose(state.inner, context, budget, rng)
+        proposal, inner = self.draft.propose(state.inner, context, budget, rng)
         return proposal, state._replace(inner=inner)
 
     def _ready(self, state: StackedState, rows: Tensor) -> StackedState:
@@ -131,15 +138,16 @@ class Stacked:
         return state._replace(writer=state.writer.index_copy(0, stale, state.member[stale]), ahead=None)
 
     def observe(self, state: StackedState, round: Round) -> StackedState:
-        return state._replace(inner=self._draft.observe(state.inner, round))
+        return state._replace(inner=self.draft.observe(state.inner, round))
 
     def select(self, state: StackedState, rows: Tensor) -> StackedState:
         ahead = None if state.ahead is None else state.ahead.select(rows.tolist())
         return StackedState(
-            self._draft.select(state.inner, rows), state.member[rows], state.writer[rows], ahead
+            self.draft.select(state.inner, rows), state.member[rows], state.writer[rows], ahead
         )
 
     def join(self, state: StackedState, other: StackedState) -> StackedState:
-        inner = self._draft.join(state.inner, other.inner)
-        member, writer = (torch.cat([getattr(s, n) for s in (state, other)]) for n in ("member", "writer"))
+        inner = self.draft.join(state.inner, other.inner)
+        member = torch.cat([state.member, other.member])
+        writer = torch.cat([state.writer, other.writer])
         return StackedState(inner, member, writer, state.ahead)  # nothing drafts the new rows yet

@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 
 from specdec.arguments import whole
+from specdec.capabilities import DraftInfo
 from specdec.drafts.coerce import as_model
-from specdec.drafts.model import Model, ModelState, fit, readable
+from specdec.drafts.draw import with_laws
+from specdec.drafts.model import Model, ModelState, readable
 from specdec.protocols import LanguageModel
 from specdec.rng import Key, Rng
-from specdec.sampling import Sampling
+from specdec.sampling import Sampling, fit
 from specdec.types import Context, Proposal, Round
 
 
@@ -35,9 +37,6 @@ class Tree:
     widths: tuple[int, ...] = (2, 2, 1)
     sampling: Sampling | None = None
     vocab_size: int | None = None
-    name = "tree"
-    trees = True
-    revocable = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "model", as_model(self.model, "model"))
@@ -53,6 +52,12 @@ class Tree:
                 f"widths is {self.widths}: give at least one depth, each with at least one child a node"
             )
 
+    @property
+    def info(self) -> DraftInfo:
+        return DraftInfo(
+            "tree", trees=True, nodes=self.nodes, longest=len(self.widths), revocable=True, model=self.model
+        )
+
     def bind(self, target: LanguageModel, sampling: Sampling) -> Tree:
         if max(self.widths) > target.vocab_size:
             raise ValueError(
@@ -63,10 +68,6 @@ class Tree:
     def nodes(self, length: int) -> int:
         """Nodes of a tree whose longest path is ``length``."""
         return sum(prod(self.widths[: d + 1]) for d in range(min(length, len(self.widths))))
-
-    def reach(self, length: int) -> int:
-        """The longest path that it proposes."""
-        return min(length, len(self.widths))
 
     def init(self, context: Context, target_cache: Any) -> ModelState:
         return Model(self.model).init(context, target_cache)
@@ -83,13 +84,12 @@ class Tree:
         sampling = self.sampling or Sampling()
         text = readable(context, self.model)
         B = context.batch
-        device = getattr(self.model, "device", "cpu")
         upto = torch.tensor([self.nodes(d) for d in range(len(self.widths) + 1)])
         size = upto[budget.clamp(max=len(self.widths))]
         depth = int(budget.clamp(max=len(self.widths)).max())
         if depth == 0:
-            return Proposal.none(B, device), ModelState(state.cache, None)
-        tokens = torch.zeros(B, 0, dtype=torch.long, device=device)
+            return Proposal.none(B), ModelState(state.cache, None)
+        tokens = torch.zeros(B, 0, dtype=torch.long)
         parents = torch.zeros(B, 0, dtype=torch.long)
         laws: list[Tensor] = []  # of the root's children, then of node 0's, node 1's, ...
         level = torch.tensor([-1])  # the nodes whose children come next
@@ -110,14 +110,12 @@ class Tree:
                 each = q[:, :, None].expand(-1, -1, width, -1)
                 children = rng.categorical(each, key).reshape(B, -1)
                 laws.append(q)
-            tokens = torch.cat([tokens, children], 1)
+            tokens = torch.cat([tokens, children], 1) if d else children
             parents = torch.cat([parents, level.repeat_interleave(width).expand(B, -1)], 1)
             level = torch.arange(tokens.shape[1] - children.shape[1], tokens.shape[1])
             sofar = Proposal(tokens, parents, size.clamp(max=tokens.shape[1]))
         assert sofar is not None
-        proposal = sofar
-        if laws:  # siblings share the distribution after their parent
-            proposal = replace(sofar, probs=torch.cat(laws, 1), provenance="sampled", source=parents + 1)
+        proposal = with_laws(sofar, laws, parents + 1)  # siblings share the distribution after their parent
         return proposal, ModelState(state.cache, proposal)
 
     def observe(self, state: ModelState, round: Round) -> ModelState:

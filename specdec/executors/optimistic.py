@@ -29,20 +29,19 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from specdec import tree
+from specdec.capabilities import ModelInfo
+from specdec.composition import Composition
 from specdec.drafts.pool import merged
 from specdec.executors.round import Drafted, DraftRunner, MicroBatch
 from specdec.rng import Key, Rng
+from specdec.stop_rules import StopRules
 from specdec.types import Context, Proposal, Round
-
-if TYPE_CHECKING:
-    from specdec.decoder import Decoder
-    from specdec.stop_rules import StopRules
 
 OWN = 64  # attempt numbers below this are a draft's own
 
@@ -83,34 +82,33 @@ class Optimistic:
     threads: bool = True
     guesses: Guesses | None = field(default=None, compare=False)
 
-    def check(self, decoder: Decoder) -> None:
+    def check(self, composition: Composition) -> None:
         """Called by ``build``.
 
         Raises:
             ValueError: a draft that cannot take back what it did, that proposes trees, or that shares the target's object
                 where that can only do one thing at a time.
         """
-        for draft in getattr(decoder.draft, "drafts", (decoder.draft,)):
-            name = getattr(draft, "name", type(draft).__name__)
-            if getattr(draft, "trees", False):
+        target = ModelInfo.of(composition.target)
+        for info in (part.info for part in composition.drafting.members):
+            if info.trees:
                 raise ValueError(
-                    f"draft {name!r} proposes trees and Optimistic goes on from a chain: use drafts.Model, or executor Serial()"
+                    f"draft {info.name!r} proposes trees and Optimistic goes on from a chain: use drafts.Model, or executor Serial()"
                 )
-            if not getattr(draft, "revocable", False):
+            if not info.revocable:
                 raise ValueError(
-                    f"draft {name!r} cannot take back a block that was drafted for a text that did not come (it has no revocable = "
-                    "True): use drafts.Model, NGram or a function, or executor Serial()"
+                    f"draft {info.name!r} cannot take back a block that was drafted for a text that did not come (it does not declare "
+                    "revocable=True): use drafts.Model, NGram or a function, or executor Serial()"
                 )
-            path = getattr(getattr(draft, "model", None), "_path", None)
-            shared = path is getattr(decoder.target, "_path", None)
-            if self.threads and shared and not getattr(path, "concurrent", True):
+            if self.threads and ModelInfo.of(info.model).shares_with(target):
                 raise ValueError(
-                    f"draft {name!r} runs on the target's own object, and this family does one thing at a time: give the draft a "
+                    f"draft {info.name!r} runs on the target's own object, and this family does one thing at a time: give the draft a "
                     "wrapper of its own, HFModel(model.model, model.tokenizer), or use Optimistic(threads=False)"
                 )
 
-    def run(self, decoder: Decoder, context: Context, rng: Rng, limits: StopRules) -> Iterator[Round]:
-        lane, drafting = MicroBatch(decoder, context, rng, decoder.begin(context.batch)), DraftRunner(decoder)
+    def run(self, composition: Composition, context: Context, rng: Rng, limits: StopRules) -> Iterator[Round]:
+        lane = MicroBatch(composition, context, rng, composition.begin(context.batch))
+        drafting = DraftRunner(composition)
         tries: Counter[tuple[int, int]] = Counter()  # (request, length): blocks drafted ahead from there
         ready: _Ready | None = None
         # Leaving the block waits for what the worker has at hand, however the run ends.
@@ -183,18 +181,18 @@ class _Bet(NamedTuple):
         """Rows that would be through, or whose next block would be empty, are left alone."""
         if not bool(tree.is_chain(proposal.parents, proposal.size).all()):
             raise ValueError(
-                "the draft proposed a tree and Optimistic goes on from a chain: set trees = True on the draft, so that build() refuses "
+                "the draft proposed a tree and Optimistic goes on from a chain: declare DraftInfo(..., trees=True), so that build() refuses "
                 "it, and use executor Serial()"
             )
         context = lane.context.append(proposal.tokens.cpu(), proposal.size)
-        longest = lane.decoder.length if lane.wish is None else lane.wish.length
+        longest = lane.composition.length if lane.next_arms is None else lane.next_arms.length
         budget = (limits.room(context) - 2).clamp(min=0).clamp(max=longest)
         starts = [*zip(context.request.tolist(), (context.length + 1).tolist())]
         attempt = 2 * torch.tensor([tries[start] for start in starts])
         tries.update(start for start, n in zip(starts, budget.tolist()) if n)
-        device = getattr(lane.decoder.target, "device", None)
+        device = lane.composition.device
         stream = torch.cuda.current_stream(device) if device is not None and device.type == "cuda" else None
-        arm = None if lane.wish is None else lane.wish.arm
+        arm = None if lane.next_arms is None else lane.next_arms.arm
         guess, block = _Attempts(lane.rng, attempt + 1), _Attempts(lane.rng, attempt)
         return _Bet(context, budget, arm, guess, block, torch.is_inference_mode_enabled(), stream)
 

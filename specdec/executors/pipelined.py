@@ -9,21 +9,20 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 
 from specdec.arguments import whole
+from specdec.capabilities import ModelInfo
+from specdec.composition import Composition
 from specdec.executors.round import MicroBatch
-from specdec.executors.scheduler import Scheduler, members, reading
+from specdec.executors.scheduler import Scheduler, reading
 from specdec.executors.timeline import Timeline
 from specdec.executors.worker import ProcessWorker, ThreadWorker
 from specdec.rng import Rng
+from specdec.stop_rules import StopRules
 from specdec.types import Context, Round
-
-if TYPE_CHECKING:
-    from specdec.decoder import Decoder
-    from specdec.stop_rules import StopRules
 
 WORKERS: dict[str, Any] = {"threads": ThreadWorker, "processes": ProcessWorker}
 
@@ -58,10 +57,12 @@ class Pipelined:
             if self.micro_batches < 1:
                 raise ValueError(f"micro_batches is {self.micro_batches}: need at least 1")
 
-    def check(self, decoder: Decoder) -> None:
+    def check(self, composition: Composition) -> None:
         """Called by ``build``: refuse what cannot run beside the target."""
-        reads = reading(decoder)
-        name = ", ".join(getattr(d, "name", type(d).__name__) for d in reads)
+        reads = reading(composition)
+        name = ", ".join(part.info.name for part in reads)
+        drafts = [part.info.model for part in composition.drafting.members if part.info.model is not None]
+        models = [ModelInfo.of(model) for model in (composition.target, *drafts)]
         if self.workers == "processes":
             if reads:
                 raise ValueError(
@@ -72,18 +73,16 @@ class Pipelined:
                 raise ValueError(
                     "workers='processes' forks, which is safe on Linux only: use workers='threads'"
                 )
-            if any(getattr(m, "device", torch.device("cpu")).type != "cpu" for m in models(decoder)):
+            if any(m.device is not None and m.device.type != "cpu" for m in models):
                 raise ValueError("workers='processes' cannot use a GPU in the worker: use workers='threads'")
             return
-        for model in models(decoder)[1:]:
-            path = getattr(decoder.target, "_path", None)
-            if model is decoder.target and not getattr(path, "concurrent", True):
-                raise ValueError(
-                    "the target drafts for itself and its family runs one call at a time: wrap the model once more, HFModel(model), or "
-                    "use workers='processes'"
-                )
+        if any(model is composition.target for model in drafts) and not models[0].concurrent:
+            raise ValueError(
+                "the target drafts for itself and its family runs one call at a time: wrap the model once more, HFModel(model), or "
+                "use workers='processes'"
+            )
 
-    def run(self, decoder: Decoder, context: Context, rng: Rng, limits: StopRules) -> Iterator[Round]:
+    def run(self, composition: Composition, context: Context, rng: Rng, limits: StopRules) -> Iterator[Round]:
         count = self.lanes(context.batch)
         if count > context.batch:
             rows = "is 1 row" if context.batch == 1 else f"are {context.batch} rows"
@@ -91,10 +90,10 @@ class Pipelined:
                 f"micro_batches is {count} and there {rows}: a micro-batch needs a row; use at most {context.batch}, or Pipelined() without "
                 "a number: two micro-batches, one of a single row"
             )
-        selection = decoder.begin(context.batch)
+        selection = composition.begin(context.batch)
         parts = [torch.arange(context.batch)[i::count] for i in range(count)]
-        lanes = [MicroBatch(decoder, context.select(rows), rng.select(rows), selection) for rows in parts]
-        flow = self.flow(decoder, count, len(parts[0]))
+        lanes = [MicroBatch(composition, context.select(rows), rng.select(rows), selection) for rows in parts]
+        flow = self.flow(composition, count, len(parts[0]))
         try:
             for number, lane in enumerate(lanes):
                 job = flow.prefill(number, lane, limits)
@@ -111,15 +110,7 @@ class Pipelined:
         """Micro-batches of so many rows."""
         return min(2, rows) if self.micro_batches is None else self.micro_batches
 
-    def flow(self, decoder: Decoder, lanes: int, rows: int) -> Scheduler:
+    def flow(self, composition: Composition, lanes: int, rows: int) -> Scheduler:
         """What runs so many lanes of at most ``rows`` rows each; its worker starts now, and ends with ``stop``."""
-        worker = WORKERS[self.workers](decoder, lanes, rows)
+        worker = WORKERS[self.workers](composition, lanes, rows)
         return Scheduler(worker, ahead=self.ahead, barrier=self.barrier, timeline=self.timeline)
-
-
-def models(decoder: Decoder) -> list[Any]:
-    """The target and the drafts' models."""
-    return [
-        decoder.target,
-        *(m for d in members(decoder.draft) if (m := getattr(d, "model", None)) is not None),
-    ]

@@ -10,21 +10,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from specdec import tree
 from specdec.arm_policy import ArmAssignment, Choice
+from specdec.composition import Composition
 from specdec.kernels.device import DeferredChecks, defer
-from specdec.protocols import proposed
+from specdec.protocols import ComparesTokens, TakesLogits
 from specdec.rng import Rng
+from specdec.stop_rules import StopRules
 from specdec.types import Context, Proposal, Round, Verdict
-
-if TYPE_CHECKING:
-    from specdec.decoder import Decoder
-    from specdec.stop_rules import StopRules
 
 
 class Drafted(NamedTuple):
@@ -39,10 +37,10 @@ class Drafted(NamedTuple):
 class DraftRunner:
     """The drafting half of a lane: the draft's state."""
 
-    def __init__(self, decoder: Decoder):
-        self.draft, self.verifier, self.state = decoder.draft, decoder.verifier, None
-        self.vocab_size, self.started = decoder.target.vocab_size, False
-        self.most: int = getattr(decoder.draft, "nodes", lambda length: length)(decoder.length)
+    def __init__(self, composition: Composition):
+        self.part, self.draft, self.state = composition.drafting, composition.draft, None
+        self.verifier, self.vocab_size = composition.verifier, composition.target.vocab_size
+        self.most, self.started = composition.nodes, False
         self.proposal: Proposal | None = None
 
     def start(self, context: Context, target_cache: Any) -> None:
@@ -57,20 +55,19 @@ class DraftRunner:
 
     def select(self, stay: Tensor, target_cache: Any) -> None:
         """Only these rows go on."""
-        self.state = self.draft.select(self.state, stay)
-        if hasattr(self.draft, "follow"):
-            self.state = self.draft.follow(self.state, target_cache)
+        self.state = self.part.follow(self.draft.select(self.state, stay), target_cache)
 
     def propose(
         self, context: Context, budget: Tensor, rng: Rng, arm: Tensor | None = None, settle: bool = True
     ) -> Drafted:
         """A proposal for the next round, checked. ``settle=False``: checks that would wait for the device are left to ``MicroBatch.verify``."""
-        began, draft = perf_counter(), self.draft
-        if arm is not None:
-            self.state = draft.assign(self.state, arm)  # type: ignore[attr-defined]
+        began, arms = perf_counter(), self.part.arms
+        if arm is not None and arms is not None:
+            self.state = arms.assign(self.state, arm)
         with DeferredChecks() as later:
-            answer = draft.propose(self.state, context, budget, self.verifier.for_draft(rng))
-            proposal, self.state = proposed(draft, answer)
+            proposal, self.state = self.part.propose(
+                self.state, context, budget, self.verifier.for_draft(rng)
+            )
             check(proposal, budget, self.vocab_size, self.most)
         self.verifier.check(proposal)
         self.proposal = proposal
@@ -79,30 +76,36 @@ class DraftRunner:
         elif not proposal.tokens.is_cpu:
             # Until the checks are made, what is no token must not index anything.
             proposal = replace(proposal, tokens=proposal.tokens.clamp(0, self.vocab_size - 1))
-        spent = getattr(self.state, "seconds", None)
+        spent = None if arms is None else arms.spent(self.state)
         return Drafted(proposal, perf_counter() - began, spent, None if settle else later)
 
     def prepare(self, context: Context, arm: Tensor) -> None:
         """Let the arms that are wanted next read their rows."""
-        if hasattr(self.draft, "prepare"):
-            self.state = self.draft.prepare(self.state, context, arm)
+        if self.part.arms is not None:
+            self.state = self.part.arms.prepare(self.state, context, arm)
 
 
 class MicroBatch:
     """The verifying half: text, decisions and the target's cache of some rows.
 
     Attributes:
-        choice: arms of the round at hand, and ``wish``: of the one after, where they are chosen a round ahead.
+        choice: arms of the round at hand, and ``next_arms``: those of the one after, where they are chosen a round ahead.
     """
 
-    def __init__(self, decoder: Decoder, context: Context, rng: Rng, selection: ArmAssignment | None = None):
-        self.decoder, self.context, self.rng, self.selection = decoder, context, rng, selection
-        self.cache = decoder.target.cache(context.batch, context.tokens.shape[1])
+    def __init__(
+        self,
+        composition: Composition,
+        context: Context,
+        rng: Rng,
+        selection: ArmAssignment | None = None,
+    ):
+        self.composition, self.context, self.rng, self.selection = composition, context, rng, selection
+        self.cache = composition.target.cache(context.batch, context.tokens.shape[1])
         self.number = 0
         self.choice: Choice | None = None
-        self.wish: Choice | None = None
+        self.next_arms: Choice | None = None
         self.spent: Sequence[float] | None = None
-        taps = getattr(decoder.draft, "taps", ())
+        taps = composition.drafting.info.taps
         self.wanted: dict[str, Any] = {"taps": taps} if taps else {}
 
     def __bool__(self) -> bool:
@@ -115,21 +118,21 @@ class MicroBatch:
         if not ahead:
             self.choice = self.selection.choose(self.context, self.rng)
             return
-        if self.wish is None:  # the first arms serve two rounds, so that other lanes know who is where
-            self.choice = self.wish = self.selection.choose(self.context, self.rng)
+        if self.next_arms is None:  # the first arms serve two rounds, so that other lanes know who is where
+            self.choice = self.next_arms = self.selection.choose(self.context, self.rng)
         else:
-            self.choice, self.wish = self.wish, self.selection.choose(self.context, self.rng)
+            self.choice, self.next_arms = self.next_arms, self.selection.choose(self.context, self.rng)
 
     def lengths(self) -> Tensor:
         """``[B]`` the longest path that each row's draft proposes when nothing limits it."""
         if self.choice is not None:
             return self.choice.length
-        reach = getattr(self.decoder.draft, "reach", lambda length: length)(self.decoder.length)
-        return torch.full((self.context.batch,), reach)
+        length, longest = self.composition.length, self.composition.drafting.info.longest
+        return torch.full((self.context.batch,), length if longest is None else min(length, longest))
 
     def budget(self, limits: StopRules) -> Tensor:
         """``[B]`` the longest path that each row may be drafted now."""
-        longest = self.decoder.length if self.choice is None else self.choice.length
+        longest = self.composition.length if self.choice is None else self.choice.length
         return (limits.room(self.context) - 1).clamp(max=longest)
 
     def prefill(self, limits: StopRules) -> Round:
@@ -139,8 +142,8 @@ class MicroBatch:
 
     def verify(self, limits: StopRules, drafted: Drafted, budget: Tensor) -> Round:
         """Score, verify, commit; rows that are finished leave."""
-        decoder, context, proposal = self.decoder, self.context, drafted.proposal
-        target, device = decoder.target, getattr(decoder.target, "device", None)
+        parts, context, proposal = self.composition, self.context, drafted.proposal
+        target, device, sampling = parts.target, parts.device, parts.sampling
         clock = [perf_counter()]
         if proposal.nodes and device is not None and proposal.tokens.device != device:
             proposal = proposal.to(device)
@@ -148,19 +151,19 @@ class MicroBatch:
         clock.append(perf_counter())
         if proposal.tokens.device != scores.logits.device:  # drafts without a model work on the host
             proposal = proposal.to(scores.logits.device)
-        verifier, probs, tops = decoder.verifier, None, None
-        fused = getattr(verifier, "from_logits", None) if decoder.sampling.only_temperature else None
+        verifier, able, probs, tops = parts.verifier, parts.verifying, None, None
         with drafted.later or DeferredChecks() as later:  # the verdict is all that is waited for
-            if decoder.sampling.greedy and compares(verifier):
-                tops = decoder.sampling.argmax(scores.logits, context, proposal)
-                verdict = verifier.greedy(proposal, tops)  # type: ignore[attr-defined]
-            elif fused is not None:
-                verdict = fused(proposal, scores.logits, decoder.sampling, context, self.rng)
+            if sampling.greedy and able.compares_tokens:
+                tops = sampling.argmax(scores.logits, context, proposal)
+                verdict = cast(ComparesTokens, verifier).greedy(proposal, tops)
+            elif sampling.only_temperature and able.takes_logits:
+                quick = cast(TakesLogits, verifier)
+                verdict = quick.from_logits(proposal, scores.logits, sampling, context, self.rng)
             else:
-                probs = decoder.sampling(scores.logits, context, proposal)
+                probs = sampling(scores.logits, context, proposal)
                 verdict = verifier(proposal, probs, context, self.rng)
         later.settle()
-        _check_verdict(verdict, verifier, target.vocab_size)
+        _check_verdict(verdict, able.name, target.vocab_size)
         self.cache.commit(context, verdict)
         kept, finished = limits.apply(context, verdict)
         clock.append(perf_counter())
@@ -198,18 +201,11 @@ class MicroBatch:
             return None
         stay = staying(round.finished)
         self.context, self.rng = self.context.select(stay), self.rng.select(stay)
-        if self.wish is not None:
-            self.wish = self.wish.select(stay)
+        if self.next_arms is not None:
+            self.next_arms = self.next_arms.select(stay)
         if len(stay):
             self.cache = self.cache.select(stay)
         return stay
-
-
-def compares(verifier: object) -> bool:
-    """Whether a verifier compares tokens at temperature 0; a subclass that verifies in its own way has to say how it does that, too."""
-    ways = ("__call__", "from_logits")
-    owner = next((kind for kind in type(verifier).__mro__ if any(way in vars(kind) for way in ways)), object)
-    return callable(vars(owner).get("greedy"))
 
 
 def staying(finished: Tensor) -> Tensor:
@@ -244,8 +240,8 @@ def check(proposal: Proposal, budget: Tensor, vocab_size: int, most: int | None 
         )
     if most is not None and int(proposal.size.max()) > most:
         raise ValueError(
-            f"the draft proposed {int(proposal.size.max())} nodes in a row, and there is room for {most}: define nodes(length), the most "
-            "nodes of a proposal whose longest path is length (without it, length itself)"
+            f"the draft proposed {int(proposal.size.max())} nodes in a row, and there is room for {most}: declare the most "
+            "nodes of a proposal by its longest path, info = DraftInfo(..., nodes=lambda length: ...) (the default is length itself)"
         )
     tokens, probs = proposal.tokens, proposal.probs
     wrong = [(tokens < 0) | (tokens >= vocab_size)]
@@ -330,9 +326,8 @@ def _check_source(proposal: Proposal, live: Tensor, vocab_size: int) -> None:
         )
 
 
-def _check_verdict(verdict: Any, verifier: Any, vocab_size: int) -> None:
+def _check_verdict(verdict: Any, name: str, vocab_size: int) -> None:
     """Raise unless a verifier returned a ``Verdict`` (``Verdict.of`` checks its path) with a bonus token that exists."""
-    name = getattr(verifier, "name", type(verifier).__name__)
     if not isinstance(verdict, Verdict):
         raise TypeError(
             f"verifier {name!r} returned a {type(verdict).__name__}: return Verdict.of(proposal, path, accepted, bonus)"

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
+from specdec.capabilities import DraftPart
+from specdec.composition import Composition
 from specdec.executors.round import DraftRunner, MicroBatch
 from specdec.executors.timeline import Timeline
 from specdec.executors.worker import DraftRequest
+from specdec.stop_rules import StopRules
 from specdec.types import Round
-
-if TYPE_CHECKING:
-    from specdec.decoder import Decoder
-    from specdec.stop_rules import StopRules
 
 
 class Scheduler:
@@ -71,7 +70,7 @@ class Scheduler:
                 budget=budget,
                 rng=lane.rng,
                 arm=None if lane.choice is None else lane.choice.arm,
-                wanted=None if lane.wish is None else lane.wish.arm,
+                wanted=None if lane.next_arms is None else lane.next_arms.arm,
                 target_cache=lane.cache if self.worker.shares else None,
                 joins=joins,
             )
@@ -90,9 +89,9 @@ class Scheduler:
 
     def _settle(self, number: int, lane: MicroBatch, round: Round) -> DraftRequest:
         shares, half = self.worker.shares, None
-        if shares and not round.number and reading(lane.decoder):
+        if shares and not round.number and reading(lane.composition):
             # The draft must see the target's cache before rows leave it or join others, so its state begins in this thread.
-            half = DraftRunner(lane.decoder)
+            half = DraftRunner(lane.composition)
             half.start(round.context, lane.cache)
             half.observe(round)
         stay = lane.settle(round)
@@ -112,11 +111,6 @@ class Scheduler:
             self.timeline.add("target", stage, lane, began, perf_counter())
 
 
-def members(draft: Any) -> tuple[Any, ...]:
-    """The drafts of a pool, or the draft itself."""
-    return tuple(getattr(draft, "drafts", (draft,)))
-
-
-def reading(decoder: Decoder) -> list[Any]:
+def reading(composition: Composition) -> list[DraftPart]:
     """The drafts that look at the target's cache or activations."""
-    return [d for d in members(decoder.draft) if getattr(d, "taps", ()) or hasattr(d, "follow")]
+    return [part for part in composition.drafting.members if part.reads_target]

@@ -5,25 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from time import perf_counter
-from typing import TYPE_CHECKING
 
-from specdec.executors.round import DraftRunner, MicroBatch, check, staying
+from specdec.composition import Composition
+from specdec.executors.round import DraftRunner, MicroBatch
 from specdec.rng import Rng
+from specdec.stop_rules import StopRules
 from specdec.types import Context, Round
-
-if TYPE_CHECKING:
-    from specdec.decoder import Decoder
-    from specdec.stop_rules import StopRules
-
-__all__ = ["Serial", "check", "staying"]
 
 
 @dataclass(frozen=True)
 class Serial:
     """All rows draft, then all rows verify; rows that finish leave the batch."""
 
-    def run(self, decoder: Decoder, context: Context, rng: Rng, limits: StopRules) -> Iterator[Round]:
-        lane, drafting = MicroBatch(decoder, context, rng, decoder.begin(context.batch)), DraftRunner(decoder)
+    def run(self, composition: Composition, context: Context, rng: Rng, limits: StopRules) -> Iterator[Round]:
+        lane = MicroBatch(composition, context, rng, composition.begin(context.batch))
+        drafting = DraftRunner(composition)
         while lane:
             began = perf_counter()
             first = not lane.number

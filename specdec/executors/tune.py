@@ -5,15 +5,31 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar, Protocol
 
 from specdec.cost.pipeline import TimeModel
 from specdec.executors.pipelined import Pipelined
 from specdec.executors.serial import Serial
 from specdec.types import Round
 
-if TYPE_CHECKING:
-    from specdec.decoder import Decoder
+
+class Decodes(Protocol):
+    """What is tuned: a ``Decoder``."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def length(self) -> int: ...
+
+    def generate(
+        self,
+        prompts: Any,
+        max_new_tokens: int = ...,
+        *,
+        seed: int,
+        eos_token_id: tuple[int, ...],
+        on_round: Any,
+    ) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -25,7 +41,7 @@ class Tuned:
     observed: dict[int, float]
 
 
-def profile(decoder: Decoder, prompts: Sequence[Any], rounds: int = 12, seed: int = 0) -> TimeModel:
+def profile(decoder: Decodes, prompts: Sequence[Any], rounds: int = 12, seed: int = 0) -> TimeModel:
     """Time serial rounds of all prompts, of half, and of a quarter of them, and fit d(b) and v(b)."""
     samples: list[tuple[int, float, float]] = []
     serial = replace(decoder, executor=Serial())
@@ -46,7 +62,7 @@ def profile(decoder: Decoder, prompts: Sequence[Any], rounds: int = 12, seed: in
 
 
 def tune(
-    decoder: Decoder,
+    decoder: Decodes,
     prompts: Sequence[Any],
     max_new_tokens: int = 64,
     *,
@@ -80,7 +96,7 @@ def tune(
     return Tuned(Serial() if best == 1 else replace(how, micro_batches=best), model, observed)
 
 
-def _speed(decoder: Decoder, prompts: Sequence[Any], tokens: int, seed: int) -> float:
+def _speed(decoder: Decodes, prompts: Sequence[Any], tokens: int, seed: int) -> float:
     """Tokens a second after the prefill."""
     marks: list[tuple[float, int, int]] = []
     decoder.generate(

@@ -16,18 +16,16 @@ from contextlib import suppress
 from multiprocessing.connection import wait
 from queue import SimpleQueue
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from specdec.composition import Composition
 from specdec.executors.round import Drafted, DraftRunner
 from specdec.executors.timeline import Span
 from specdec.rng import Philox, Rng
 from specdec.types import Context, Proposal, Round, Scores
-
-if TYPE_CHECKING:
-    from specdec.decoder import Decoder
 
 
 class DraftRequest(NamedTuple):
@@ -69,8 +67,8 @@ class DraftWorker:
         settle: as for ``DraftRunner.propose``.
     """
 
-    def __init__(self, decoder: Decoder, settle: bool = True):
-        self.decoder, self.settle = decoder, settle
+    def __init__(self, composition: Composition, settle: bool = True):
+        self.composition, self.settle = composition, settle
         self.halves: dict[int, DraftRunner] = {}
         self.spans: list[Span] = []
 
@@ -102,7 +100,7 @@ class DraftWorker:
             half = job.half
         else:
             if half is None:
-                began, half = perf_counter(), DraftRunner(self.decoder)
+                began, half = perf_counter(), DraftRunner(self.composition)
                 half.start(job.round.context, job.target_cache)
                 self._note("prefill", job.lane, began)
             half.observe(job.round)
@@ -111,9 +109,10 @@ class DraftWorker:
         if job.joins is not None:
             new = self._told(job.joins, None)
             self._read(new, job.joins, None if job.arm is None else job.arm[-job.joins.context.batch :])
-            half.state = half.draft.join(half.state, new.state)  # type: ignore[attr-defined]
-        if (begins or job.joins is not None or job.stay is not None) and hasattr(half.draft, "follow"):
-            half.state = half.draft.follow(half.state, job.target_cache)
+            assert half.part.joins is not None  # ``serving.check``
+            half.state = half.part.joins.join(half.state, new.state)
+        if begins or job.joins is not None or job.stay is not None:
+            half.state = half.part.follow(half.state, job.target_cache)
         return half
 
     def _read(self, half: DraftRunner, job: DraftRequest, arm: Tensor | None) -> None:
@@ -127,10 +126,10 @@ class DraftWorker:
         self.spans.append(Span("drafts", stage, lane, began, perf_counter()))
 
 
-def work(decoder: Decoder, receive: Callable[[], Any], send: Callable[[Any], None]) -> None:
+def work(composition: Composition, receive: Callable[[], Any], send: Callable[[Any], None]) -> None:
     """Serve jobs until ``None`` comes; an exception is sent and ends the work."""
     try:
-        desk = DraftWorker(decoder)
+        desk = DraftWorker(composition)
         with torch.inference_mode():
             while (job := receive()) is not None:
                 answer = desk.draft(job)
@@ -154,8 +153,8 @@ class InlineWorker:
 
     shares = True
 
-    def __init__(self, decoder: Decoder, lanes: int = 1, rows: int = 0):
-        self.desk = DraftWorker(decoder, settle=False)
+    def __init__(self, composition: Composition, lanes: int = 1, rows: int = 0):
+        self.desk = DraftWorker(composition, settle=False)
         self.said: DraftResponse | None = None
 
     def submit(self, job: DraftRequest) -> None:
@@ -175,10 +174,10 @@ class ThreadWorker:
 
     shares = True
 
-    def __init__(self, decoder: Decoder, lanes: int, rows: int):
+    def __init__(self, composition: Composition, lanes: int, rows: int):
         self.inbox: SimpleQueue[Any] = SimpleQueue()
         self.outbox: SimpleQueue[Any] = SimpleQueue()
-        device = getattr(decoder.target, "device", None)
+        device = composition.device
         stream = torch.cuda.Stream(device) if device is not None and device.type == "cuda" else None
         self.stream = stream
 
@@ -190,7 +189,7 @@ class ThreadWorker:
 
         def body() -> None:
             with torch.cuda.stream(stream):  # None: nothing changes
-                work(decoder, receive, self.outbox.put)
+                work(composition, receive, self.outbox.put)
 
         self.thread = threading.Thread(target=body, name="specdec-drafting", daemon=True)
         self.thread.start()
@@ -220,11 +219,10 @@ class ProcessWorker:
 
     shares = False
 
-    def __init__(self, decoder: Decoder, lanes: int, rows: int):
+    def __init__(self, composition: Composition, lanes: int, rows: int):
         fork = multiprocessing.get_context("fork")
         ours, theirs = fork.Pipe()
-        nodes = getattr(decoder.draft, "nodes", lambda length: length)(decoder.length)
-        size = max(1, rows * nodes * decoder.target.vocab_size * 8)
+        size = max(1, rows * composition.nodes * composition.target.vocab_size * 8)
         self.buffers = [torch.empty(size, dtype=torch.uint8).share_memory_() for _ in range(lanes)]
         self.pipe = ours
 
@@ -232,7 +230,7 @@ class ProcessWorker:
             torch.set_num_threads(1)
             ours.close()
             work(
-                decoder,
+                composition,
                 lambda: pickle.loads(theirs.recv_bytes()),
                 lambda said: theirs.send_bytes(_dumps(self._lay(said))),
             )
@@ -293,8 +291,8 @@ class ProcessWorker:
         bytes_ = probs.view(-1).view(torch.uint8)
         if len(bytes_) > len(self.buffers[said.lane]):
             return RuntimeError(
-                f"the draft proposed {proposal.nodes} nodes a row, more than its nodes(length) says: a draft of trees has a method "
-                "nodes(length) that gives the most nodes of a proposal"
+                f"the draft proposed {proposal.nodes} nodes a row, more than it declares: a draft of trees has "
+                "info = DraftInfo(..., nodes=lambda length: ...), the most nodes of a proposal"
             )
         self.buffers[said.lane][: len(bytes_)].copy_(bytes_)
         laid = Laid(

@@ -11,16 +11,14 @@ import torch
 from torch import Tensor
 
 from specdec.cache.contiguous import SlotCache
-from specdec.cache.ring import Ring
 from specdec.graphs.programs import SMALL
 from specdec.graphs.staging import Program, Staged, pad
 from specdec.graphs.static import Forward, StaticMemo, StaticPlan, bucket_of
 from specdec.kernels.attention.lowered import Lowered
 from specdec.kernels.device import to_device
-from specdec.models.hf import HFModel
 from specdec.rng import Attempt, Key, Philox, Rng, pick
-from specdec.sampling import Sampling
-from specdec.types import Context
+from specdec.sampling import Sampling, fit
+from specdec.types import Context, Proposal
 
 
 class Drawn(NamedTuple):
@@ -28,6 +26,10 @@ class Drawn(NamedTuple):
 
     tokens: Tensor
     probs: Tensor | None
+
+    def proposal(self, budget: Tensor) -> Proposal:
+        """Chains of ``budget [B]`` tokens."""
+        return Proposal.chain(self.tokens, budget, self.probs, "point" if self.probs is None else "sampled")
 
 
 class Shape(NamedTuple):
@@ -104,8 +106,6 @@ def draw(
     logits: Tensor, sampling: Sampling, vocab_size: int | None, numbers: Tensor
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """As ``Sampling`` and ``Philox.categorical`` do it: the largest score, the token and the law of each of ``logits [R, V]``."""
-    from specdec.drafts.model import fit
-
     nowhere: Any = None  # without processors the text does not matter
     logits = fit(logits, vocab_size)
     if sampling.greedy:
@@ -128,18 +128,14 @@ def propose(
 ) -> Drawn | None:
     """A chain of ``budget [B]`` tokens in each row, as ``drafts.Model`` draws it token by token.
 
+    Args:
+        model: an ``HFModel`` with captured steps.
     Returns:
         ``None`` where a chain cannot be captured or is not captured yet: nothing has happened then, and the tokens are to be drawn one
         by one.
     """
     B, N = text.batch, int(budget.max())
-    if getattr(model, "steps", None) is None or N < 1 or sampling.processors:
-        return None
-    if isinstance(cache, Ring):
-        from specdec.graphs import windowed_chain
-
-        return windowed_chain.propose(model, cache, text, budget, rng, sampling, vocab_size)
-    if type(cache) is not SlotCache:
+    if N < 1 or sampling.processors or type(cache) is not SlotCache:
         return None
     numbers = None
     if not sampling.greedy:
@@ -147,9 +143,7 @@ def propose(
         if numbers is None:
             return None
     some = None if int(budget.min()) > 0 else (budget > 0).nonzero()[:, 0]
-    assert isinstance(model, HFModel)
     steps = model.steps
-    assert steps is not None
     feed, _ = model._plan(cache, text, None, None, some)
     limits = [int(budget[r.b]) for r in feed.rows]
     counts = [r.end - r.first for r in feed.rows]

@@ -43,10 +43,10 @@ def propose(
     sampling: Sampling,
     vocab_size: int | None,
 ) -> Drawn | None:
-    """As ``chains.propose``, over a ``RingCache`` where sinks and window are all there is to see. Texts of which more than
+    """As ``chain.propose``, over a ``RingCache`` where sinks and window are all there is to see. Texts of which more than
     the last two tokens are missing are read first."""
     N = int(budget.max())
-    if cache.extra or getattr(model, "rotation", None) is not None or cache.block < N:
+    if N < 1 or cache.block < N:
         return None
     words, length = text.tokens.numpy(), text.length.tolist()
     if max(length) + N > cache.capacity:

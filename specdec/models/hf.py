@@ -243,6 +243,25 @@ class HFModel:
         return device
 
     @property
+    def engine(self) -> object:
+        """What runs the forwards; several wrappers may share it."""
+        return self._path
+
+    @property
+    def concurrent(self) -> bool:
+        """Whether several threads may use it at a time."""
+        return self._path.concurrent
+
+    @property
+    def fast_chain(self) -> Literal["slots", "ring"] | None:
+        """Where the keys and values of a drafted chain lie, if its tokens may be computed together, past ``score`` (``drafts.chain``).
+
+        Each class says so for itself: a subclass may change what a query sees, and its tokens go through ``score`` until it says that
+        they need not.
+        """
+        return "slots" if type(self) is HFModel else None
+
+    @property
     def dtype(self) -> torch.dtype:
         return self.clone.dtype
 

@@ -106,6 +106,10 @@ class Masked(HFModel):
         assert self.reach is not None
         return self.reach.sinks, max(self.reach.window, 1), self.block
 
+    @property
+    def fast_chain(self) -> Literal["slots", "ring"] | None:
+        return "ring" if type(self) is Masked and self.reach is not None else None
+
     def cache(self, batch: int, capacity: int) -> Any:
         """An empty cache for ``batch`` rows of texts of up to ``capacity`` tokens, nodes included; where the mask has a reach, its KV does
         not grow with the text.

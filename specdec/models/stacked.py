@@ -8,7 +8,7 @@ a member is one call of C (``forward.llama_c``), its rows are one such call, and
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -52,6 +52,10 @@ class StackedModel(HFModel):
         super().__init__(first.model, first.tokenizer, prefill_chunk=first.prefill_chunk, page=first.page)
         self._path: Any = _Path([model.clone for model in members], [model.bf16_weights for model in members])
         self.members = len(members)
+
+    @property
+    def fast_chain(self) -> Literal["slots", "ring"] | None:
+        return "slots" if type(self) is StackedModel else None
 
     def read_as(self, member: Tensor) -> None:
         """``member [B]`` on the host: which model reads each row of the next calls."""

@@ -5,6 +5,8 @@ StreamingLLM's mask (Xiao et al., arXiv 2309.17453) at positions of the original
 
 from __future__ import annotations
 
+from typing import Literal
+
 from specdec.masks import streaming
 from specdec.models.hf import HFModel
 from specdec.models.masked import Masked
@@ -29,6 +31,10 @@ class Windowed(Masked):
             raise TypeError("window is None: give a whole number; without a window use the HFModel itself")
         super().__init__(model, streaming(window, sinks), block=block, storage="ring")
         self.window, self.sinks = window, sinks
+
+    @property
+    def fast_chain(self) -> Literal["slots", "ring"] | None:
+        return "ring" if type(self) is Windowed else None
 
     def __repr__(self) -> str:
         return f"Windowed({HFModel.__repr__(self)}, window={self.window}, sinks={self.sinks})"

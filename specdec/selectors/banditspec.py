@@ -6,7 +6,6 @@ Their regret is counted in rounds until the end of the text, not in seconds: arm
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 import torch
@@ -47,7 +46,6 @@ class UCBSpec:
     length: int = 5
     delta: float = 0.1
     pool: Pool = None
-    full_information: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         poolable(self.pool)
@@ -96,7 +94,6 @@ class EXP3Spec:
 
     length: int = 5
     pool: Pool = None
-    full_information: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         poolable(self.pool)

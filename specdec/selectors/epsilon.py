@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 import torch
@@ -29,7 +28,6 @@ class EpsilonGreedy:
 
     epsilon: float = 0.1
     pool: Pool = None
-    full_information: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         poolable(self.pool)

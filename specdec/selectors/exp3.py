@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -37,7 +37,6 @@ class EXP3:
     gamma: float = 0.1
     scale: float = 1.0
     pool: Pool = None
-    full_information: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         poolable(self.pool)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -32,7 +32,6 @@ class Fixed:
     """
 
     arm: int = 0
-    full_information: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         whole("arm", self.arm, ": arms are counted from 0 in the order of the pool's")

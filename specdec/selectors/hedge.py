@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specdec.capabilities import SelectorInfo
 from specdec.rng import Rng
 from specdec.selectors.exp3 import softmax
 from specdec.selectors.matching import checked, draw
@@ -32,7 +33,7 @@ class Hedge:
     rate: float | None = None
     scale: float = 1.0
     pool: Pool = None
-    full_information: ClassVar[bool] = True
+    info: ClassVar[SelectorInfo] = SelectorInfo(full_information=True)
 
     def __post_init__(self) -> None:
         poolable(self.pool)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -18,8 +17,6 @@ from specdec.types import Context, Feedback
 @dataclass(frozen=True)
 class Random:
     """Uniform over the arms that have room left for the row."""
-
-    full_information: ClassVar[bool] = False
 
     def init(self, arms: int) -> Arms:
         return Arms(at_least_one(arms))

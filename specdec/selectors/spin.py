@@ -6,7 +6,7 @@ No code was published. What the paper leaves open and is ours is said in docs/se
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -90,7 +90,6 @@ class Spin:
     prior: float = 0.0
     warm: int | None = None
     learn: Literal["exploration", "always"] = "exploration"
-    full_information: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         poolable(self.pool)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 import torch
@@ -37,7 +36,6 @@ class UCB1:
 
     scale: float = 1.0
     pool: Pool = None
-    full_information: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         poolable(self.pool)

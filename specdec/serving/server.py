@@ -11,26 +11,28 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from time import perf_counter, sleep
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from specdec.arguments import whole
 from specdec.arm_policy import Choice
+from specdec.capabilities import ModelInfo
+from specdec.composition import Composition
+from specdec.executors.contract import Executor
 from specdec.executors.pipelined import Pipelined
 from specdec.executors.round import MicroBatch
-from specdec.executors.scheduler import Scheduler, members
+from specdec.executors.scheduler import Scheduler
 from specdec.executors.serial import Serial
 from specdec.executors.worker import DraftRequest, InlineWorker
+from specdec.prompts import prepared, rows_of
+from specdec.protocols import JoinableCache, PooledCache
 from specdec.rng import Philox, seeds
 from specdec.serving.requests import Finished, Request
 from specdec.stats import Record, Stats
 from specdec.stop_rules import StopRules
 from specdec.types import Context, Round
-
-if TYPE_CHECKING:
-    from specdec.decoder import Decoder
 
 CLOCKS = ("wall", "rounds")
 
@@ -48,7 +50,7 @@ class Settings:
     on_round: Callable[[Round], None] | None = None
 
 
-def check(decoder: Decoder, settings: Settings) -> None:
+def check(composition: Composition, executor: Executor, settings: Settings) -> None:
     """Refuse what cannot be served, before anything is done.
 
     Raises:
@@ -64,32 +66,30 @@ def check(decoder: Decoder, settings: Settings) -> None:
         raise ValueError(f"clock is {settings.clock!r}: 'wall' (seconds) or 'rounds'")
     if settings.capacity is not None and settings.capacity < 1:
         raise ValueError(f"capacity is {settings.capacity}: tokens of a row, or None to grow as needed")
-    if not isinstance(decoder.executor, (Serial, Pipelined)):
+    if not isinstance(executor, (Serial, Pipelined)):
         raise ValueError(
-            f"rows cannot join those in flight under the executor {decoder.executor}: build with Serial() or Pipelined(micro_batches)"
+            f"rows cannot join those in flight under the executor {executor}: build with Serial() or Pipelined(micro_batches)"
         )
-    if lanes_of(decoder, settings) > settings.limit:
+    if lanes_of(executor, settings) > settings.limit:
         raise ValueError(
-            f"micro_batches is {lanes_of(decoder, settings)} and limit is {settings.limit}: a micro-batch needs a row; use at most "
+            f"micro_batches is {lanes_of(executor, settings)} and limit is {settings.limit}: a micro-batch needs a row; use at most "
             f"{settings.limit}, or raise limit"
         )
-    for draft in members(decoder.draft):
-        name = getattr(draft, "name", type(draft).__name__)
-        model = getattr(draft, "model", None)
-        if not hasattr(draft, "join") or not (model is None or hasattr(model.cache(1, 1), "join")):
+    for part in composition.drafting.members:
+        model = part.info.model
+        if part.joins is None or not (model is None or isinstance(model.cache(1, 1), JoinableCache)):
             raise ValueError(
-                f"draft {name!r} cannot take in rows on the way (there is no join): use drafts.Model, NGram or a function, or "
+                f"draft {part.info.name!r} cannot take in rows on the way (there is no join): use drafts.Model, NGram or a function, or "
                 "generate() a fixed batch"
             )
-    if not hasattr(decoder.target.cache(1, 1), "join"):
+    if not isinstance(composition.target.cache(1, 1), JoinableCache):
         raise ValueError(
-            f"the target {decoder.target!r} cannot take in rows on the way (its cache has no join): use a plain HFModel"
+            f"the target {composition.target!r} cannot take in rows on the way (its cache has no join): use a plain HFModel"
         )
 
 
-def lanes_of(decoder: Decoder, settings: Settings) -> int:
+def lanes_of(executor: Executor, settings: Settings) -> int:
     """How many lanes share the rows in flight."""
-    executor = decoder.executor
     return executor.lanes(settings.limit) if isinstance(executor, Pipelined) else 1
 
 
@@ -145,8 +145,11 @@ class Server:
 
     flow: Scheduler
 
-    def __init__(self, decoder: Decoder, requests: Iterable[Request], settings: Settings):
-        self.decoder, self.settings, self.selection = decoder, settings, decoder.begin(settings.limit)
+    def __init__(
+        self, composition: Composition, executor: Executor, requests: Iterable[Request], settings: Settings
+    ):
+        self.composition, self.executor, self.settings = composition, executor, settings
+        self.selection = composition.begin(settings.limit)
         if not isinstance(requests, Iterable):
             raise TypeError(
                 f"requests is a {type(requests).__name__}: give a list of Request, or a generator"
@@ -157,7 +160,7 @@ class Server:
         self.source = enumerate(requests)
         self.latest: Request | None = None
         self.next: tuple[int, Request] | None = None
-        self.places = [Place(number) for number in range(lanes_of(decoder, settings))]
+        self.places = [Place(number) for number in range(lanes_of(executor, settings))]
         self.rows = -(-settings.limit // len(self.places))  # of a lane at most
         self.limits = StopRules(torch.zeros(64, dtype=torch.long))
         self.open: dict[int, _Open] = {}
@@ -169,10 +172,10 @@ class Server:
         """Caches for the rows of all lanes; pages come from one pool."""
         first: Any = None
         for place in self.places:
-            if hasattr(first, "beside"):
+            if isinstance(first, PooledCache):
                 place.spare = first.beside(0, capacity)
             else:
-                first = self.decoder.target.cache(self.rows, capacity)
+                first = self.composition.target.cache(self.rows, capacity)
                 place.spare = first = first.select(torch.arange(0))
 
     @property
@@ -182,11 +185,10 @@ class Server:
     @torch.inference_mode()  # as a decorator it is off between the steps, in the consumer's code
     def run(self) -> Iterator[Finished]:
         """Everything, in the order in which requests finish."""
-        executor, decoder = self.decoder.executor, self.decoder
-        if isinstance(executor, Pipelined):
-            self.flow = executor.flow(decoder, len(self.places), self.rows)
+        if isinstance(self.executor, Pipelined):
+            self.flow = self.executor.flow(self.composition, len(self.places), self.rows)
         else:
-            self.flow = Scheduler(InlineWorker(decoder))
+            self.flow = Scheduler(InlineWorker(self.composition))
         try:
             while True:
                 self._deal()
@@ -246,10 +248,10 @@ class Server:
         for index, request in arrived:
             self.open[index] = _Open(request, started, [], Stats())
         lane = MicroBatch(
-            self.decoder, joined(contexts, self.settings.capacity), Philox(torch.cat(own)), self.selection
+            self.composition, joined(contexts, self.settings.capacity), Philox(torch.cat(own)), self.selection
         )
         running: Any = next((cache for cache in self._caches(place) if cache is not None), None)
-        if hasattr(running, "beside"):  # pages: joining them later copies nothing
+        if isinstance(running, PooledCache):  # pages: joining them later copies nothing
             lane.cache = running.beside(len(contexts), max(context.tokens.shape[1] for context in contexts))
         job = self.flow.prefill(place.number, lane, self.limits)
         self._count(job.round)
@@ -271,13 +273,18 @@ class Server:
         Raises:
             ValueError: a request that cannot be served, with its number.
         """
-        decoder, settings = self.decoder, self.settings
+        settings = self.settings
         try:
-            rows = decoder._rows(request.prompt)
+            rows = rows_of(self.composition.target, request.prompt)
             if len(rows) > 1:
                 raise ValueError(f"prompt holds {len(rows)} prompts: make a Request of each")
-            context, limits = decoder._prepare(
-                rows, [request.max_new_tokens], settings.eos_token_id, settings.stop_strings, ()
+            context, limits = prepared(
+                self.composition,
+                rows,
+                [request.max_new_tokens],
+                settings.eos_token_id,
+                settings.stop_strings,
+                (),
             )
         except (TypeError, ValueError) as error:
             what = str(error).replace("prompt 0", "its prompt").replace(" for row 0", "")
@@ -314,10 +321,12 @@ class Server:
         running.context = joined([running.context, lane.context])
         running.rng = Philox(torch.cat([running.rng.seed, lane.rng.seed]))  # type: ignore[attr-defined]
         running.cache = running.cache.join(lane.cache)
-        if running.wish is not None:  # arms are chosen a round ahead: new rows begin with some of their own
+        if (
+            running.next_arms is not None
+        ):  # arms are chosen a round ahead: new rows begin with some of their own
             lane.choose(ahead=True)
-            assert lane.wish is not None
-            running.wish = Choice._make(map(torch.cat, zip(running.wish, lane.wish)))
+            assert lane.next_arms is not None
+            running.next_arms = Choice._make(map(torch.cat, zip(running.next_arms, lane.next_arms)))
 
     # -- rounds --------------------------------------------------------------------------------------------------------
 
@@ -349,7 +358,7 @@ class Server:
             self.settings.on_round(round)
 
     def _finished(self, round: Round) -> Iterator[Finished]:
-        time, tokenizer = self.time, getattr(self.decoder.target, "tokenizer", None)
+        time, tokenizer = self.time, ModelInfo.of(self.composition.target).tokenizer
         for index in sorted(round.context.request[round.finished].tolist()):
             one = self.open.pop(index)
             yield Finished(

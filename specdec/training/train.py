@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from specdec.arguments import whole
+from specdec.drafts.spire.model import SpireModel
 from specdec.models.fingerprint import fingerprint, unwrapped
 from specdec.training.forward import KPass, Parallel
 from specdec.training.losses import MixedLoss, acceptance
@@ -58,16 +59,17 @@ class Settings:
     checkpoint_minutes: float = 4.0
 
     def __post_init__(self) -> None:
+        said = vars(self)
         for name in ("steps", "batch"):
-            whole(name, getattr(self, name))
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}: give at least 1")
+            whole(name, said[name])
+            if said[name] < 1:
+                raise ValueError(f"{name} is {said[name]}: give at least 1")
         for name in ("muon_lr", "adam_lr", "weight_decay"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} is {getattr(self, name)}: give a number >= 0")
+            if not said[name] >= 0:
+                raise ValueError(f"{name} is {said[name]}: give a number >= 0")
         for name in ("warmup", "decay", "clip"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} is {getattr(self, name)}: give a number above 0")
+            if not said[name] > 0:
+                raise ValueError(f"{name} is {said[name]}: give a number above 0")
 
     def rate(self, step: int) -> float:
         """Factor of the learning rates at a step: up, level, down to zero."""
@@ -83,6 +85,15 @@ class Trained:
     tokens: int = 0
     seconds: float = 0.0
     curve: list[dict[str, float]] = field(default_factory=list)
+
+
+@runtime_checkable
+class Source(Protocol):
+    """Sequences and what the target makes of them: ``States``, ``Live``, or an object with the same two methods."""
+
+    def __len__(self) -> int: ...
+
+    def take(self, which: Sequence[int]) -> Batch: ...
 
 
 class Live:
@@ -141,8 +152,9 @@ def train(
         raise TypeError(f"settings is {settings!r}: give Settings(...)")
     settings, loss = settings or Settings(), loss or MixedLoss()
     own_forward = forward is not None
-    forward = forward or (KPass() if hasattr(draft, "memory") else Parallel())
-    if hasattr(draft, "check_target"):
+    spire = isinstance(draft, SpireModel)
+    forward = forward or (KPass() if spire else Parallel())
+    if spire:
         draft.check_target(target)
     target = unwrapped(target)
     kept = {id(p) for p in target.parameters()}
@@ -159,7 +171,7 @@ def train(
     needs = getattr(loss, "needs_target", True)
     _same_head(target)
     vocab_size = len(target.get_input_embeddings().weight)
-    if not own_forward and hasattr(draft, "get_input_embeddings"):
+    if not own_forward and not spire:
         theirs = len(draft.get_input_embeddings().weight)
         if theirs != vocab_size:
             raise ValueError(
@@ -346,7 +358,9 @@ class _Run:
 def _described(draft: Any) -> str:
     """What of a draft a checkpoint does not hold: its parts and how it looks at the text."""
     shapes = hash_of([(name, list(p.shape)) for name, p in draft.named_parameters()])
-    looks = {name: getattr(draft, name) for name in ("layers", "mask") if hasattr(draft, name)}
+    looks: dict[str, Any] = {}
+    if isinstance(draft, SpireModel):
+        looks = {"layers": draft.layers, "mask": draft.mask}
     return f"{type(draft).__name__} {looks} {shapes}"
 
 
@@ -371,7 +385,7 @@ def _same_head(target: Any) -> None:
 
 def _check_ids(name: str, data: Any, vocab_size: int) -> None:
     """Refuse sequences that are no ids of the target's."""
-    if data is None or (hasattr(data, "take") and not isinstance(data, Tensor)):
+    if data is None or (isinstance(data, Source) and not isinstance(data, Tensor)):
         return
     try:
         ids = torch.as_tensor(data)
@@ -390,13 +404,14 @@ def _check_ids(name: str, data: Any, vocab_size: int) -> None:
 
 
 def _source(data: Any, target: Any, layers: Sequence[int]) -> Any:
-    if hasattr(data, "take") and not isinstance(data, Tensor):
+    if isinstance(data, Source) and not isinstance(data, Tensor):
         if target is not None and isinstance(data, States):
             States(data.folder, target)  # raises when they are another target's
-        lacking = [layer for layer in layers if layer not in getattr(data, "layers", layers)]
+        held = data.layers if isinstance(data, States) else layers
+        lacking = [layer for layer in layers if layer not in held]
         if lacking:
             raise ValueError(
-                f"data holds the target's inputs of layers {data.layers}, and the draft needs layer {lacking[0]} too"
+                f"data holds the target's inputs of layers {held}, and the draft needs layer {lacking[0]} too"
             )
         if not len(data):
             raise ValueError("data holds no sequences")

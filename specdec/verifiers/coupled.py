@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from specdec import tree
+from specdec.capabilities import VerifierInfo
 from specdec.kernels.device import to_device
 from specdec.rng import Key, Rng
 from specdec.types import Context, Proposal, Verdict
@@ -25,8 +26,10 @@ class Coupled:
     draft draws with the same keys, as the library's own do.
     """
 
-    name = "coupled"
-    lossless = True
+    @property
+    def info(self) -> VerifierInfo:
+        own = type(self).__call__ is Coupled.__call__  # what the shortcut stands for
+        return VerifierInfo("coupled", lossless=True, compares_tokens=own)
 
     def check(self, proposal: Proposal) -> None:
         pass

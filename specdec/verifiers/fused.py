@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from specdec import tree
+from specdec.capabilities import VerifierInfo
 from specdec.kernels.device import to_device
 from specdec.kernels.rejection import decide, verify
 from specdec.kernels.rejection.fused import supports
@@ -29,11 +30,16 @@ class FusedRejection(Rejection):
         trust_declared: as for ``Rejection``.
     """
 
-    name = "fused rejection"
-
-    def greedy(self, proposal: Proposal, tokens: Tensor) -> Verdict:
-        """As ``Rejection``'s; it stands here because a class that verifies in its own way has to say so (``protocols.Verifier``)."""
-        return super().greedy(proposal, tokens)
+    @property
+    def info(self) -> VerifierInfo:
+        kind = type(self)  # a subclass with its own decisions takes no shortcut past them
+        own = kind.__call__ is Rejection.__call__
+        return VerifierInfo(
+            "fused rejection",
+            lossless=True,
+            takes_logits=own,
+            compares_tokens=own and kind.from_logits is FusedRejection.from_logits,
+        )
 
     def from_logits(
         self, proposal: Proposal, logits: Tensor, sampling: Sampling, context: Context, rng: Rng

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from specdec import tree
+from specdec.capabilities import VerifierInfo
 from specdec.kernels.device import to_device
 from specdec.rng import ACCEPT, BONUS, Key, Philox, Rng, pick
 from specdec.types import Context, Proposal, Verdict
@@ -27,8 +28,11 @@ class Rejection:
     """
 
     trust_declared: bool = False
-    name = "rejection"
-    lossless = True
+
+    @property
+    def info(self) -> VerifierInfo:
+        own = type(self).__call__ is Rejection.__call__  # what the shortcut stands for
+        return VerifierInfo("rejection", lossless=True, compares_tokens=own)
 
     def check(self, proposal: Proposal) -> None:
         if proposal.provenance == "declared" and not self.trust_declared:

@@ -7,7 +7,7 @@ from the first of these that the class has:
 2. construction without arguments;
 3. construction from a ``TableModel`` alone.
 
-A draft that reads its target, which it says by having ``taps`` or ``follow``, is built from the target: a tiny ``HFModel``.
+A draft that reads its target, which it says by ``DraftInfo.taps`` or ``follow``, is built from the target: a tiny ``HFModel``.
 """
 
 from __future__ import annotations
@@ -36,11 +36,6 @@ def parts(package: ModuleType, *methods: str) -> dict[str, type]:
         and not name.startswith("_")
         and all(callable(getattr(cls, method, None)) for method in methods)
     }
-
-
-def reads_target(cls: type) -> bool:
-    """Whether a draft looks at its target's activations or at its cache, and so needs a target that has them."""
-    return hasattr(cls, "taps") or hasattr(cls, "follow")
 
 
 def build(cls: type, model: Any) -> Any:

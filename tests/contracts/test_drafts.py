@@ -16,11 +16,12 @@ import torch
 from tiny import tiny
 
 import specdec as sd
-from contracts import build, modules, parts, reads_target
+from contracts import build, modules, parts
 from specdec import tree
 from specdec.audit.certify import certify
 from specdec.audit.planted import DeclaredArgmax, LooksThenDrops
-from specdec.executors.serial import check
+from specdec.capabilities import DraftInfo, DraftPart
+from specdec.executors.round import check
 from specdec.rng import ACCEPT, BONUS, TARGET, Key, seeds
 
 TARGET_MODEL = sd.TableModel.random(6, order=2, seed=0, zeros=0.2)
@@ -39,13 +40,19 @@ def model_of(kind: str) -> Any:
     return SMALL if kind == "table" else sd.HFModel(tiny("llama", seed=seed[kind], vocab_size=6))
 
 
+@cache
+def reads_target(cls: type) -> bool:
+    """Whether a draft looks at its target's activations or at its cache, and so needs a target that has them."""
+    return DraftPart.of(build(cls, model_of("own target"))).reads_target
+
+
 def kinds(cls: type) -> list[str]:
     """The models to build a draft from."""
     return ["own target"] if reads_target(cls) else ["table", "llama"]
 
 
-def target_of(cls: type) -> Any:
-    return model_of("own target") if reads_target(cls) else TARGET_MODEL
+def target_of(draft: Any) -> Any:
+    return model_of("own target") if DraftPart.of(draft).reads_target else TARGET_MODEL
 
 
 every_draft = pytest.mark.parametrize("cls", DRAFTS.values(), ids=DRAFTS.keys())
@@ -108,8 +115,9 @@ class Session:
     """A draft among its surroundings, one round at a time, with every budget in the test's hands."""
 
     def __init__(self, draft, settings, rows=(0, 1, 2, 3), seed=0, swap=None):
-        self.sampling, self.target = sd.Sampling(**settings), target_of(type(draft))
-        self.draft = draft.bind(self.target, self.sampling) if hasattr(draft, "bind") else draft
+        self.sampling, self.target = sd.Sampling(**settings), target_of(draft)
+        self.draft = DraftPart.of(draft).bound(self.target, self.sampling)
+        self.part = DraftPart.of(self.draft)
         self.context = sd.Context.of([PROMPTS[b] for b in rows], capacity=64, request=torch.tensor(rows))
         self.cache = self.target.cache(len(rows), 64)
         self.rng = sd.Philox(seeds(seed, len(PROMPTS))[list(rows)])
@@ -141,7 +149,7 @@ class Session:
 
     def _finish(self, proposal, budget):
         context = self.context
-        taps = {"taps": self.draft.taps} if getattr(self.draft, "taps", ()) else {}
+        taps = {"taps": self.part.info.taps} if self.part.info.taps else {}
         scores = self.target.score(self.cache, context, proposal if proposal.nodes else None, **taps)
         probs = self.sampling(scores.logits, context, proposal)
         verdict = sd.Rejection(trust_declared=True)(proposal, probs, context, self.rng)
@@ -174,8 +182,7 @@ class Session:
         at = torch.tensor([self.rows.index(b) for b in requests])
         self.context, self.rng = self.context.select(at), self.rng.select(at)
         self.cache, self.state = self.cache.select(at), self.draft.select(self.state, at)
-        if hasattr(self.draft, "follow"):
-            self.state = self.draft.follow(self.state, self.cache)
+        self.state = self.part.follow(self.state, self.cache)
 
 
 def play(draft, settings, **session):
@@ -217,10 +224,10 @@ def contract(draft, proposal, budget):
     tree.check(proposal.parents, proposal.size)
     longest = ((tree.depths(proposal.parents) + 1) * live).amax(1) if N else torch.zeros(B, dtype=torch.long)
     assert bool((longest <= budget).all()), "a path is longer than its budget"
-    bound = draft.nodes(int(budget.max())) if hasattr(draft, "nodes") else int(budget.max())
+    bound = DraftInfo.of(draft).nodes(int(budget.max()))
     assert int(proposal.size.max()) <= bound, "more nodes than nodes() says"
     assert bound >= N
-    if not getattr(draft, "trees", False):
+    if not DraftInfo.of(draft).trees:
         assert bool(tree.is_chain(proposal.parents, proposal.size).all())
     assert bool(((proposal.tokens >= 0) & (proposal.tokens < TARGET_MODEL.vocab_size))[live].all())
     if proposal.probs is None:
@@ -257,7 +264,7 @@ def dropped(proposal, log, rows):
     return left
 
 
-SHARED = {"coerce", "cpu_chain"}  # what several drafts use
+SHARED = {"chain", "coerce", "cpu_chain", "draw"}  # what several drafts use
 
 
 def test_every_module_has_a_part():
@@ -272,9 +279,9 @@ def test_every_module_has_a_part():
 @every_draft
 def test_has_a_name_and_says_whether_it_draws_trees(cls):
     draft = build(cls, model_of(kinds(cls)[0]))
-    assert isinstance(draft.name, str)
-    assert draft.name
-    assert getattr(draft, "trees", False) in (False, True)
+    assert isinstance(DraftInfo.of(draft), DraftInfo)
+    assert DraftInfo.of(draft).name
+    assert DraftInfo.of(draft).trees in (False, True)
 
 
 @every_setting
@@ -391,7 +398,7 @@ def texts(target, draft, settings, verifier, budgets, **call):
 @pytest.mark.parametrize("eos", [(), (3,)], ids=["no eos", "eos"])
 @every_pair
 def test_greedy_output_is_plain_decodings(cls, budgets, eos, kind):
-    target, call = target_of(cls), {"seed": 0, "eos_token_id": eos}
+    target, call = target_of(build(cls, model_of(kinds(cls)[0]))), {"seed": 0, "eos_token_id": eos}
     plain = texts(target, None, SETTINGS[0], sd.Rejection(), budgets, **call)
     for model in (model_of(kind), target):
         assert texts(target, build(cls, model), SETTINGS[0], sd.Rejection(), budgets, **call) == plain
@@ -401,7 +408,7 @@ def test_greedy_output_is_plain_decodings(cls, budgets, eos, kind):
 @pytest.mark.parametrize("settings", SETTINGS[1:], ids=lambda s: f"T={s['temperature']}")
 @every_pair
 def test_coupled_output_is_plain_samplings(cls, settings, budgets, kind):
-    seed, target = [11, 12, 13, 14], target_of(cls)
+    seed, target = [11, 12, 13, 14], target_of(build(cls, model_of(kinds(cls)[0])))
     plain = texts(target, None, settings, sd.Coupled(), budgets, seed=seed)
     assert texts(target, build(cls, model_of(kind)), settings, sd.Coupled(), budgets, seed=seed) == plain
     assert texts(target, None, settings, sd.Coupled(), budgets, seed=[1, 2, 3, 4]) != plain

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import specdec as sd
 from contracts import build
 from specdec import selectors
+from specdec.capabilities import SelectorInfo
 from specdec.rng import seeds
 from specdec.types import Feedback
 
@@ -53,7 +54,7 @@ def feed(selector, requests, arm, noise):
     seconds = SECONDS[arm]
     reward = tokens / SECONDS[:arms] / 15
     own = reward.gather(1, arm[:, None])[:, 0]
-    full = getattr(selector, "full_information", False)
+    full = SelectorInfo.of(selector).full_information
     return Feedback(torch.tensor(requests), arm, mine, mine, seconds, reward if full else own)
 
 
@@ -84,7 +85,7 @@ def test_shapes_and_types(cls):
     selector = instance(cls)
     state = selector.init(3)
     assert isinstance(state, tuple)
-    assert isinstance(getattr(selector, "full_information", False), bool)
+    assert isinstance(SelectorInfo.of(selector).full_information, bool)
     for B in (1, 4, 0):
         arm, prob, state = selector.select(
             state, context(list(range(B)), 5), plenty(3, B), sd.Philox(seeds(0, B))
@@ -117,7 +118,7 @@ def test_capacities_hold(cls, data):
         assert ((prob > 0) & (prob <= 1 + 1e-6)).all()
         seconds = torch.ones(len(batch))
         tokens = torch.from_numpy(noise.integers(1, 5, len(batch)))
-        full = getattr(selector, "full_information", False)
+        full = SelectorInfo.of(selector).full_information
         reward = means.expand(len(batch), -1) if full else means[arm]
         state = selector.update(state, Feedback(torch.tensor(batch), arm, tokens, tokens, seconds, reward))
         if t % 4 == 3:
@@ -315,7 +316,7 @@ def test_errors_say_what_to_do(cls):
     _, _, state = selector.select(state, now, plenty(3, 3), rng)
     for wrong in (3, -1):
         arm = torch.tensor([0, 1, wrong])
-        reward = torch.ones(3, 3) if getattr(selector, "full_information", False) else torch.ones(3)
+        reward = torch.ones(3, 3) if SelectorInfo.of(selector).full_information else torch.ones(3)
         with pytest.raises(ValueError, match=r"feedback.arm"):
             selector.update(
                 state, Feedback(now.request, arm, torch.ones(3), torch.ones(3), torch.ones(3), reward)

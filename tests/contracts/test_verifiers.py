@@ -14,6 +14,7 @@ import specdec as sd
 from contracts import build, modules, parts
 from specdec import tree
 from specdec.audit import planted
+from specdec.capabilities import VerifierInfo
 from specdec.rng import Key, seeds
 
 V = 5
@@ -27,7 +28,7 @@ SHAPES = {  # parents of a row's nodes
 }
 KINDS = ["point", "sampled", "same law", "disjoint", "greedy draft", "zeros"]
 
-LOSSLESS = {name: cls for name, cls in VERIFIERS.items() if build(cls, TABLE).lossless}
+LOSSLESS = {name: cls for name, cls in VERIFIERS.items() if VerifierInfo.of(build(cls, TABLE)).lossless}
 
 every_verifier = pytest.mark.parametrize("cls", VERIFIERS.values(), ids=VERIFIERS.keys())
 every_lossless = pytest.mark.parametrize("cls", LOSSLESS.values(), ids=LOSSLESS.keys())
@@ -103,11 +104,10 @@ def test_every_module_has_a_part():
 
 @every_verifier
 def test_has_a_name_that_admits_a_loss(cls):
-    verifier = instance(cls)
-    assert isinstance(verifier.name, str)
-    assert isinstance(verifier.lossless, bool)
-    assert verifier.name
-    assert verifier.lossless or "lossy" in verifier.name
+    info = VerifierInfo.of(instance(cls))
+    assert isinstance(info.lossless, bool)
+    assert info.name
+    assert info.lossless or "lossy" in info.name
 
 
 @pytest.mark.parametrize("greedy", [False, True], ids=["sampled", "greedy"])
@@ -135,12 +135,12 @@ def test_the_verdict_is_a_path_from_the_root(cls, shape, kind, greedy):
         for node in path[:n]:
             assert 0 <= node < int(proposal.size[b])
             assert int(proposal.parents[b, node]) == at
-            if verifier.lossless:
+            if VerifierInfo.of(verifier).lossless:
                 assert float(probs[b, at + 1, proposal.tokens[b, node]]) > 0
             at = node
         bonus = int(verdict.bonus[b])
         assert 0 <= bonus < V
-        if verifier.lossless:
+        if VerifierInfo.of(verifier).lossless:
             assert float(probs[b, at + 1, bonus]) > 0
         drafted = [int(proposal.tokens[b, node]) for node in path[:n]]
         assert verdict.tokens[b].tolist() == [*drafted, bonus, *[0] * (N - n)]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from specdec.arguments import whole
 from specdec.cache.ring import check
+from specdec.capabilities import DraftInfo
 from specdec.drafts.magicdec.view import View, ViewCache
 from specdec.drafts.model import Model, ModelState
 from specdec.masks import for_model, streaming
@@ -64,8 +65,8 @@ class MagicDec:
     sampling: Sampling | None = None
     mask: Any = None
     view: View | None = field(default=None, repr=False)  # bind makes it
-    name = "magicdec"
-    trees = False
+    draft: Model | None = field(default=None, repr=False)  # over the view
+    info = DraftInfo("magicdec")
 
     def __post_init__(self) -> None:
         check(self.window, self.sinks, self.block)
@@ -118,7 +119,8 @@ class MagicDec:
         mask = streaming(self.window, self.sinks) if self.mask is None else self.mask
         extra = 0 if self.pruner is None else max(self._budgets(layers))
         view = View(target, mask, self.block, self.positions == "in_cache", extra)
-        return replace(self, sampling=self.sampling or sampling, view=view)
+        mine = self.sampling or sampling
+        return replace(self, sampling=mine, view=view, draft=Model(view, mine).bind(target, mine))
 
     def init(self, context: Context, target_cache: Any) -> MagicDecState:
         view, shortest = self._bound(), int(context.length.min())
@@ -140,9 +142,9 @@ class MagicDec:
                 f"a chain of {int(budget.max())} tokens is asked for and block is {self.block}: use "
                 f"MagicDec(block={int(budget.max())})"
             )
-        view = self._bound()
-        draft = Model(view, self.sampling, view.vocab_size)
-        proposal, _ = draft.propose(ModelState(state.cache, None), context, budget, rng)
+        self._bound()
+        assert self.draft is not None
+        proposal, _ = self.draft.propose(ModelState(state.cache, None), context, budget, rng)
         return proposal, state
 
     def observe(self, state: MagicDecState, round: Round) -> MagicDecState:

@@ -7,7 +7,7 @@ never written. What the draft writes itself is provisional: it lies past the com
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -187,6 +187,11 @@ class View(Masked):
             )
         self.extra = extra
         self.rotation = Rotation(self) if in_cache else None
+
+    @property
+    def fast_chain(self) -> Literal["slots", "ring"] | None:
+        """Sinks that are turned, and entries that a pruner chose, are not seen by a captured chain."""
+        return "ring" if type(self) is View and self.rotation is None and not self.extra else None
 
     def ring(self, source: SlotCache) -> tuple[int, int, int]:
         """The first positions, the window and the block that a view of ``source`` has room for."""

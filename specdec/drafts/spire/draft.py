@@ -17,6 +17,8 @@ from torch import Tensor
 from specdec.arguments import whole
 from specdec.cache.ring import Ring
 from specdec.cache.slots import KVShape
+from specdec.capabilities import DraftInfo
+from specdec.drafts.draw import ChainDraw
 from specdec.drafts.spire.chain import SpireChain
 from specdec.drafts.spire.load import as_spire
 from specdec.drafts.spire.model import SpireModel
@@ -26,10 +28,11 @@ from specdec.graphs.programs import Programs, capture_named
 from specdec.graphs.ring_chain import Shape, drawn
 from specdec.graphs.static import StaticMemo
 from specdec.kernels.device import to_device
+from specdec.models.hf import HFModel
 from specdec.protocols import LanguageModel
-from specdec.rng import Key, Rng
+from specdec.rng import Rng
 from specdec.sampling import Sampling
-from specdec.types import Context, Proposal, Provenance, Round
+from specdec.types import Context, Proposal, Round
 
 
 class SpireState(NamedTuple):
@@ -57,8 +60,6 @@ class Spire:
     graphs: bool | str = False
     bf16_weights: bool = False
     programs: Programs | None = field(default=None, repr=False, compare=False)  # bind makes them
-    name = "spire"
-    trees = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "model", as_spire(self.model))
@@ -71,9 +72,9 @@ class Spire:
             )
 
     @property
-    def taps(self) -> tuple[int, ...]:
-        """The target's activations that every verification must bring: the inputs of the blocks that the draft has copies of."""
-        return self.model.layers
+    def info(self) -> DraftInfo:
+        """Every verification must bring the target's activations that are the inputs of the blocks that the draft has copies of."""
+        return DraftInfo("spire", taps=self.model.layers, model=self.model)
 
     @staticmethod
     def example(model: Any) -> Spire:
@@ -81,7 +82,7 @@ class Spire:
         return Spire(SpireModel.from_target(model, layers=1, window=4))
 
     def bind(self, target: LanguageModel, sampling: Sampling) -> Spire:
-        if not hasattr(target, "clone"):
+        if not isinstance(target, HFModel):
             raise ValueError(
                 f"draft 'spire' reads the target's activations, and the target is a {type(target).__name__}: give an HFModel"
             )
@@ -134,25 +135,13 @@ class Spire:
         if self.programs is not None:
             chain = self._drawn(state.ring, context, budget, rng, sampling)
             if chain is not None:
-                how: Provenance = "point" if chain.probs is None else "sampled"
-                return Proposal.chain(chain.tokens, budget, chain.probs, how), state
+                return chain.proposal(budget), state
         step = SpireSteps(model, state.ring, context, N)
-        tokens = torch.zeros(B, N, dtype=torch.long, device=model.device)
+        draw = ChainDraw(context, budget, sampling)
         last = to_device(context.tokens.gather(1, context.length[:, None] - 1)[:, 0], model.device)
-        drawn: list[Tensor] = []
-        sofar: Proposal | None = None
         for n in range(N):
-            logits = step(n, last)[:, None]
-            if sampling.greedy:
-                last = sampling.argmax(logits, context, sofar, first=n - 1)[:, 0]
-            else:
-                q = sampling(logits, context, sofar, first=n - 1)[:, 0]
-                last = rng.categorical(q, Key(context.length, n))
-                drawn.append(q)
-            tokens[:, n] = last
-            sofar = Proposal.chain(tokens[:, : n + 1], budget.clamp(max=n + 1))
-        assert sofar is not None
-        return (replace(sofar, probs=torch.stack(drawn, 1), provenance="sampled") if drawn else sofar), state
+            last = draw.draw(step(n, last), rng)
+        return draw.proposal(), state
 
     def _drawn(
         self, ring: Ring, context: Context, budget: Tensor, rng: Rng, sampling: Sampling
@@ -168,7 +157,9 @@ class Spire:
         """Entries of newly committed positions from the target's activations there (section 3.3: ``m_t^i = y_t`` )."""
         fed = round.scores.fed
         if fed is None:
-            raise ValueError("the round has no activations: the executor must score with taps=draft.taps")
+            raise ValueError(
+                "the round has no activations: the executor must score with the taps that DraftInfo declares"
+            )
         which = _committed(fed, round, state.ring)
         if not len(which):
             return state

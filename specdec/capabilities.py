@@ -1,0 +1,178 @@
+"""What parts declare about themselves, and the one place that reads it.
+
+A part declares with one value, ``info = DraftInfo("mine", trees=True)`` (an attribute or a property). A short part may leave it out: then
+its attributes with the names of the value's fields count, and defaults stand for the others. ``DraftInfo.of(part)`` gives the value either way,
+so a part that wraps another forwards it with ``info = property(lambda self: DraftInfo.of(self.inner))``. Methods that a part may have are the protocols
+at the end of ``protocols``; ``DraftPart`` looks for those of a draft.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from specdec.protocols import Arms, Binds, Draft, Follows, Joins, LanguageModel, Stacks, Waits
+from specdec.rng import Rng
+from specdec.sampling import Sampling
+from specdec.types import Context, Proposal
+
+
+@dataclass(frozen=True)
+class _Info:
+    @classmethod
+    def of(cls, part: Any) -> Self:
+        """What ``part`` declares: its ``info``, or attributes with the names of the fields."""
+        declared = getattr(part, "info", None)
+        if isinstance(declared, cls):
+            return declared
+        known = [f.name for f in fields(cls)]
+        default = {"name": type(part).__name__} if "name" in known else {}
+        return cls(**default | {name: getattr(part, name) for name in known if hasattr(part, name)})
+
+
+def _same(length: int) -> int:
+    return length
+
+
+@dataclass(frozen=True)
+class DraftInfo(_Info):
+    """What is to be known of a draft.
+
+    Args:
+        name: for messages. trees: it proposes more than chains.
+        nodes: length -> the most nodes of a proposal whose longest path is ``length``. longest: the longest path that it ever
+            proposes (``None``: whatever it is asked for).
+        taps: layers of the target whose activations every round's ``scores.fed`` must have.
+        revocable: ``observe`` may be told of a round that was drafted after one that did not happen: the context of the next call is the
+            truth, and the state repairs itself (``executors.Optimistic``).
+        model: what drafts, usually a ``LanguageModel``, whose vocabulary, tokenizer, device and positions ``build`` compares with the target's.
+        drafts: the drafts behind the arms of a pool.
+    """
+
+    name: str
+    trees: bool = False
+    nodes: Callable[[int], int] = _same
+    longest: int | None = None
+    taps: tuple[int, ...] = ()
+    revocable: bool = False
+    model: Any = None
+    drafts: tuple[Draft[Any], ...] = ()
+
+
+@dataclass(frozen=True)
+class VerifierInfo(_Info):
+    """What is to be known of a verifier.
+
+    Args:
+        name: for messages. lossless: what is committed has the target's distribution.
+        takes_logits: ``from_logits`` decides as ``__call__`` does (``protocols.TakesLogits``).
+        compares_tokens: ``greedy`` decides as ``__call__`` does at temperature 0 (``protocols.ComparesTokens``).
+
+    A class that declares a shortcut says it of its own ``__call__``: a subclass with another must not inherit the claim.
+    """
+
+    name: str
+    lossless: bool = False
+    takes_logits: bool = False
+    compares_tokens: bool = False
+
+
+@dataclass(frozen=True)
+class SelectorInfo(_Info):
+    """What is to be known of a selector.
+
+    Args:
+        full_information: feedback's reward is ``[B, arms]``, of every arm, chosen or not.
+        arms: how many it is for (``None``: any number).
+    """
+
+    full_information: bool = False
+    arms: int | None = None
+
+
+@dataclass(frozen=True)
+class ModelInfo(_Info):
+    """What is to be known of a language model, besides what its protocol demands.
+
+    Args:
+        device: where logits come out (``None``: on the host). tokenizer: for texts and chats. max_positions: of a text.
+        eos_token_ids: ids that end a text.
+        generation_processors, generation_sampling: settings of a generation config that the library does not apply by itself.
+        concurrent: several threads may use it at a time; otherwise none may use a model with the same ``engine``, the object that runs
+            its forwards.
+    """
+
+    device: torch.device | None = None
+    tokenizer: Any = None
+    max_positions: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    generation_processors: Mapping[str, Any] = field(default_factory=dict)
+    generation_sampling: Mapping[str, Any] = field(default_factory=dict)
+    concurrent: bool = True
+    engine: object = None
+
+    def shares_with(self, other: ModelInfo) -> bool:
+        """Whether the two must not run at the same time."""
+        return not self.concurrent and self.engine is not None and self.engine is other.engine
+
+
+@dataclass(frozen=True, eq=False)
+class DraftPart:
+    """A draft, what it declares, and the draft again under each protocol of optional methods that it has (else ``None``)."""
+
+    draft: Draft[Any]
+    info: DraftInfo
+    binds: Binds | None
+    follows: Follows | None
+    joins: Joins | None
+    waits: Waits | None
+    arms: Arms | None
+    stacks: Stacks | None
+
+    @staticmethod
+    def of(draft: Draft[Any]) -> DraftPart:
+        return DraftPart(
+            draft,
+            DraftInfo.of(draft),
+            binds=draft if isinstance(draft, Binds) else None,
+            follows=draft if isinstance(draft, Follows) else None,
+            joins=draft if isinstance(draft, Joins) else None,
+            waits=draft if isinstance(draft, Waits) else None,
+            arms=draft if isinstance(draft, Arms) else None,
+            stacks=draft if isinstance(draft, Stacks) else None,
+        )
+
+    @cached_property
+    def members(self) -> tuple[DraftPart, ...]:
+        """The drafts of a pool, or this one."""
+        return tuple(map(DraftPart.of, self.info.drafts)) or (self,)
+
+    @property
+    def reads_target(self) -> bool:
+        """Whether it looks at the target's activations or at its cache."""
+        return bool(self.info.taps) or self.follows is not None
+
+    def bound(self, target: LanguageModel, sampling: Sampling) -> Draft[Any]:
+        """The draft for this target and this sampling."""
+        return self.draft if self.binds is None else self.binds.bind(target, sampling)
+
+    def follow(self, state: Any, target_cache: Any) -> Any:
+        """The state, which knows the target's cache where the draft reads it."""
+        return state if self.follows is None else self.follows.follow(state, target_cache)
+
+    def propose(self, state: Any, context: Context, budget: Tensor, rng: Rng) -> tuple[Proposal, Any]:
+        """As the draft's; TypeError for an answer that is no proposal and state."""
+        answer: Any = self.draft.propose(state, context, budget, rng)
+        if isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[0], Proposal):
+            return answer
+        what = type(answer).__name__
+        if isinstance(answer, tuple):
+            what = f"({', '.join(type(part).__name__ for part in answer)})"
+        raise TypeError(
+            f"draft {self.info.name!r}: propose() returned {what}: return a pair, (Proposal, state)"
+        )

@@ -1,0 +1,154 @@
+"""Prompts in any form as rows of ids, and the checks of a call before anything is decoded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from numbers import Integral
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec.arguments import listed, whole
+from specdec.capabilities import ModelInfo
+from specdec.composition import Composition
+from specdec.protocols import LanguageModel
+from specdec.stop_rules import StopRules
+from specdec.types import Context
+
+Chat = Sequence[Mapping[str, Any]]  # messages {"role": ..., "content": ...}
+Prompt = str | Chat | Sequence[int] | Tensor
+Prompts = Prompt | Sequence[Prompt]
+
+
+def rows_of(target: LanguageModel, prompts: Prompts) -> list[list[int]]:
+    """Any form of prompts as rows of ids."""
+    if isinstance(prompts, Mapping):
+        raise TypeError(
+            f"prompts is a {type(prompts).__name__} with keys {sorted(prompts)}: pass its ids, without padding; one chat "
+            "is a list of messages"
+        )
+    prompts = listed(prompts)
+    if isinstance(prompts, (bytes, bytearray)) or not isinstance(prompts, Sized):
+        raise TypeError(
+            f"prompts is a {type(prompts).__name__}: give a text, ids, or a list of prompts (of a generator, list(...); of bytes, "
+            "their text)"
+        )
+    if not isinstance(prompts, str) and len(prompts) == 0:
+        raise ValueError("prompts is empty: give at least one prompt")
+    batch: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
+    if isinstance(batch[0], (Integral, Mapping)):
+        batch = [batch]  # one row of ids, or one chat
+    tokenizer = ModelInfo.of(target).tokenizer
+    rows = [_ids(tokenizer, b, prompt) for b, prompt in enumerate(batch)]
+    for b, row in enumerate(rows):
+        if not row:
+            raise ValueError(
+                f"prompt {b} is empty: give at least one token (the tokenizer's BOS token will do)"
+            )
+        if min(row) < 0 or max(row) >= target.vocab_size:
+            raise ValueError(
+                f"prompt {b} has an id outside the target's vocabulary of {target.vocab_size}: was it made with "
+                "another tokenizer?"
+            )
+    return rows
+
+
+def _ids(tokenizer: Any, b: int, prompt: Any) -> list[int]:
+    chat = isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+    if isinstance(prompt, str) or chat:
+        if tokenizer is None:
+            raise ValueError(
+                f"prompt {b} is text but the target has no tokenizer: pass ids, or HFModel(model, tokenizer)"
+            )
+        if isinstance(prompt, str):
+            return list(tokenizer(prompt)["input_ids"]) if prompt else []
+        if getattr(tokenizer, "chat_template", None) is None:
+            raise ValueError(
+                f"prompt {b} is a chat but the tokenizer has no chat template: pass a text, or set tokenizer.chat_template"
+            )
+        said = tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, tokenize=False)
+        return list(tokenizer(said, add_special_tokens=False)["input_ids"])  # the template has its own
+    ids = listed(prompt)
+    several = isinstance(ids, Sequence) and not isinstance(ids, (bytes, bytearray))
+    if not several or not all(isinstance(i, Integral) for i in ids):
+        what = type(ids[0]).__name__ if several else type(ids).__name__
+        raise TypeError(f"prompt {b} holds {what}: give text, chat messages, or ids as integers")
+    return [int(i) for i in ids]
+
+
+def prepared(
+    composition: Composition,
+    rows: list[list[int]],
+    max_new_tokens: int | Sequence[int],
+    eos_token_id: int | Sequence[int] | None,
+    stop_strings: str | Sequence[str],
+    criteria: Sequence[Callable[..., Any]],
+) -> tuple[Context, StopRules]:
+    """The text of ``rows`` with room for the budgets, and when each row ends; arguments as for ``Decoder.generate``.
+
+    Raises:
+        TypeError, ValueError: as ``Decoder.generate``.
+    """
+    target = ModelInfo.of(composition.target)
+    vocab_size = composition.target.vocab_size
+    budgets = _numbers("max_new_tokens", max_new_tokens, len(rows))
+    if len(budgets) != len(rows):
+        raise ValueError(
+            f"max_new_tokens has {len(budgets)} entries for {len(rows)} prompts: give one, or one for each"
+        )
+    if min(budgets) < 1:
+        raise ValueError(
+            f"max_new_tokens is {min(budgets)} for row {budgets.index(min(budgets))}: it must be >= 1"
+        )
+    drafts = (("draft", ModelInfo.of(part.info.model)) for part in composition.drafting.members)
+    for who, model in (("target", target), *drafts):
+        limit = model.max_positions
+        for b, (row, budget) in enumerate(zip(rows, budgets)):
+            if limit is not None and len(row) + budget > limit:
+                raise ValueError(
+                    f"prompt {b} has {len(row)} tokens and max_new_tokens is {budget}: {len(row) + budget} positions, but "
+                    f"the {who} has {limit}: shorten the prompt"
+                    + (f", or ask for at most {limit - len(row)} new tokens" if len(row) < limit else "")
+                )
+    eos = target.eos_token_ids if eos_token_id is None else eos_token_id
+    ends = _numbers("eos_token_id", eos, 1)
+    if eos_token_id is not None and not all(0 <= e < vocab_size for e in ends):
+        raise ValueError(
+            f"eos_token_id is {eos_token_id}: the target's vocabulary has ids 0 to {vocab_size - 1}"
+        )
+    several = isinstance(stop_strings, Iterable) and not isinstance(stop_strings, str)
+    strings: tuple[Any, ...] = tuple(stop_strings) if several else (stop_strings,)
+    if not all(isinstance(s, str) for s in strings):
+        raise TypeError(f"stop_strings is {stop_strings!r}: give a text, or a list of texts")
+    asked = tuple(criteria) if isinstance(criteria, Iterable) else (None,)
+    if not all(callable(criterion) for criterion in asked):
+        raise TypeError(
+            f"stopping_criteria is {criteria!r}: give a list of functions (ids, scores) -> bool, also of one"
+        )
+    if strings and target.tokenizer is None:
+        raise ValueError("stop_strings needs a tokenizer: use HFModel(model, tokenizer), or eos_token_id")
+    if any(not s for s in strings):
+        raise ValueError("stop_strings contains an empty string: every text contains it; remove it")
+    longest = max(len(row) + budget for row, budget in zip(rows, budgets))
+    context = Context.of(rows, capacity=longest + composition.nodes)
+    limits = StopRules(
+        max_length=context.length + torch.tensor(budgets),
+        eos=tuple(ends),
+        stop_strings=strings,
+        criteria=asked,
+        tokenizer=target.tokenizer,
+    )
+    return context, limits
+
+
+def _numbers(name: str, value: Any, rows: int) -> list[int]:
+    """Whole numbers as a list: one number ``rows`` times, or a sequence as it is."""
+    value = listed(value)
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        whole(name, value, ", or a list of them")
+        return [int(value)] * rows
+    numbers = list(value)
+    for number in numbers:
+        whole(f"{name}, in a list,", number)
+    return [int(number) for number in numbers]
