@@ -23,4 +23,12 @@ def number(name: str, value: Any, hint: str = "") -> None:
 def numbers(part: Any, *names: str) -> None:
     """``number`` for some attributes of a part."""
     for name in names:
-        number(name, getattr(part, name))
+        number(name, vars(part)[name])
+
+
+def positive(part: Any, *names: str, hint: str = "") -> None:
+    """``numbers``, and ValueError for one that is not above 0."""
+    numbers(part, *names)
+    for name in names:
+        if not vars(part)[name] > 0:
+            raise ValueError(f"{name} is {vars(part)[name]}: give a positive number{hint}")

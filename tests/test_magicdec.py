@@ -10,8 +10,8 @@ from tiny import tiny
 from transformers import DynamicCache
 
 import specdec as sd
+from specdec.configs import blocks_of
 from specdec.drafts import MagicDec
-from specdec.forward.taps import blocks_of
 from specdec.models import Windowed
 from specdec.pruning import SnapKV, Uniform, gather
 from specdec.rng import seeds

@@ -7,7 +7,6 @@ values go to a spare slot that nobody sees, and rows without tokens.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -15,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.cache.slots import Slots
+from specdec.cache.static import StaticStore
 from specdec.graphs.staging import Program, Staged, pad
 from specdec.kernels.attention import AttentionPlan, static_reference
 from specdec.kernels.attention.lowered import NODES, Lowered, lower, written_out
@@ -63,39 +62,6 @@ def bucket_of(counts: Sequence[int], kept: Sequence[int], longest: int, slots: i
 def power(n: int, least: int = 1) -> int:
     """The least power of two that is at least ``n`` and ``least``."""
     return max(least, 1 << (n - 1).bit_length())
-
-
-class StaticMemo:
-    """All rows that a cache was made for, those that left included, in operators that may be captured.
-
-    Attributes:
-        layers: for each layer its keys ``[B, S, H, D]`` and values. spare: the flat slot that padding goes to.
-    """
-
-    def __init__(self, cache: Slots):
-        whole = copy.copy(cache)
-        whole._blocks = cache._whole
-        Slots._view(whole)
-        self.layers, self._flat, self.slots = whole.layers, whole._flat, whole.slots
-        self.spare = self.slots - 1
-        self.capacity = self.spare
-        self._at: dict[int, Tensor] = {}
-
-    def begin(self) -> None:
-        """A forward begins: slots may have other numbers."""
-        self._at = {}
-
-    def append(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """As ``Slots.append``."""
-        at = self._at.get(key.shape[1])
-        if at is None:
-            row, slot = slots // self.slots, slots % self.slots
-            head = torch.arange(key.shape[1], device=slots.device)
-            at = ((row[:, None] * key.shape[1] + head) * self.slots + slot[:, None]).flatten()
-            self._at[key.shape[1]] = at
-        for into, new in zip(self._flat[layer], (key, value)):
-            into.index_copy_(0, at, new[0].transpose(0, 1).reshape(-1, new.shape[-1]))
-        return self.layers[layer]
 
 
 class StaticPlan:
@@ -158,7 +124,7 @@ class StaticStep(Program):
     def __init__(
         self,
         forward: Forward,
-        memo: StaticMemo,
+        memo: StaticStore,
         bucket: Bucket,
         device: torch.device,
         drafted: int = 0,

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from specdec.cache.contiguous import check_memory
+from specdec.cache.contract import KVStore
 from specdec.cache.ring import Ring, check
 from specdec.cache.slots import KVShape
-from specdec.cache.token_index import TokenIndex
+from specdec.cache.token_index import Row, TokenIndex
 from specdec.forward.families import UnsupportedModel
-from specdec.forward.pack import PackedBatch, PrefillChunk, Row
+from specdec.forward.pack import PackedBatch, PrefillChunk
 from specdec.forward.packed import Packed
 from specdec.kernels.attention import ExplicitPlan
 from specdec.kernels.device import to_device
@@ -102,7 +103,7 @@ class RingCache(Ring, TokenIndex):
         return ExplicitPlan(rows, counts, self.visible(queries), queries[:, None] - self.held(queries), at)
 
 
-class Stage:
+class Stage(KVStore):
     """Stands in for a ring while many tokens of a row are fed: they see the ring as it was, and each other."""
 
     def __init__(self, ring: RingCache, rows: list[Row]):

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from specdec.cache.contiguous import SlotCache
+from specdec.cache.contract import KVStore
 from specdec.kernels.attention import AttentionPlan
 from specdec.models.hf import HFModel
 
 
-class _Reader(NamedTuple):
+@dataclass
+class _Reader(KVStore):
     """Stands in for a cache while tokens that it holds already are fed once more: it is read, and not written."""
 
     source: SlotCache

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from specdec.cache.contract import KVStore
 from specdec.kernels.attention import ExplicitPlan
 from specdec.kernels.attention.explicit import additive
 from specdec.kernels.attention.plan import Segment
 from specdec.kernels.attention.reach import Reach, Streaming
 from specdec.kernels.device import to_device
 
-if TYPE_CHECKING:
-    from specdec.drafts.magicdec.view import ViewCache
+
+class Chosen(NamedTuple):
+    """What a pruner chose for a view of ``sinks`` and ``window``, and for how many query ``heads``.
+
+    ``kept``: for each layer the positions ``[B, H, extra]`` in the slots behind the ring, -1 for none.
+    """
+
+    kept: list[Tensor]
+    extra: int
+    sinks: int
+    window: int
+    heads: int
 
 
 class PrunedPlan(ExplicitPlan):
@@ -25,32 +36,33 @@ class PrunedPlan(ExplicitPlan):
         ring: the plan over the ring alone. queries: ``[T]`` positions.
     """
 
-    def __init__(self, ring: ExplicitPlan, cache: ViewCache, queries: Tensor):
-        wide = ((0, 0), (0, cache.extra))
+    def __init__(self, ring: ExplicitPlan, chosen: Chosen, queries: Tensor):
+        wide = ((0, 0), (0, chosen.extra))
         assert ring.slots is not None
         assert ring.distance is not None
         super().__init__(
             ring.rows, ring.counts, np.pad(ring.seen, wide), np.pad(ring.distance, wide), ring.slots
         )
-        self.cache, self.queries, self.layer = cache, queries, 0
-        self.heads: int = cache.view.clone.config.get_text_config().num_attention_heads
+        self.pruned, self.queries, self.layer = chosen, queries, 0
 
     def chosen(self, segment: Segment, window: Reach) -> Tensor:
         """``[R, Hq, q, K]`` bool: which chosen slots are seen; those in the sinks or the window are seen there already."""
-        s, cache = segment, self.cache
-        kept = cache.kept[self.layer][s.b0 : s.b0 + s.r1 - s.r0, :, None]  # [R, H, 1, K]
+        s, pruned = segment, self.pruned
+        kept = pruned.kept[self.layer][s.b0 : s.b0 + s.r1 - s.r0, :, None]  # [R, H, 1, K]
         t1 = s.t0 + (s.r1 - s.r0) * s.queries
         q = to_device(self.queries[s.t0 : t1], kept.device).view(-1, 1, s.queries, 1)
-        seen = (kept >= cache.sinks) & (kept <= q - cache.window)
+        seen = (kept >= pruned.sinks) & (kept <= q - pruned.window)
         if window is not None:
             assert not isinstance(window, Streaming)  # refused where slots are in no order
             seen &= kept > q - window
-        return seen.repeat_interleave(self.heads // kept.shape[1], 1)
+        return seen.repeat_interleave(pruned.heads // kept.shape[1], 1)
 
     def visible(self, segment: Segment, window: Reach = None, low: int = 0) -> Any:
         """``[R, Hq, q, S]`` bool: which slots each query of a segment sees."""
         chosen = self.chosen(segment, window)
-        seen = torch.from_numpy(super().visible(segment, window, low))[:, None].repeat(1, self.heads, 1, 1)
+        seen = torch.from_numpy(super().visible(segment, window, low))[:, None].repeat(
+            1, self.pruned.heads, 1, 1
+        )
         seen = to_device(seen, chosen.device)
         seen[..., seen.shape[-1] - chosen.shape[-1] :] = chosen
         return seen
@@ -65,12 +77,12 @@ class PrunedPlan(ExplicitPlan):
         return self._masks[key]
 
 
-class PrunedView:
-    """A view's memo for one forward: tells the plan which layer is attending."""
+class PrunedView(KVStore):
+    """A view's store for one forward: tells the plan which layer is attending."""
 
-    def __init__(self, ring: ExplicitPlan, cache: ViewCache, queries: Tensor):
-        self.cache, self.plan = cache, PrunedPlan(ring, cache, queries)
+    def __init__(self, ring: ExplicitPlan, store: KVStore, chosen: Chosen, queries: Tensor):
+        self.store, self.plan = store, PrunedPlan(ring, chosen, queries)
 
     def append(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         self.plan.layer = layer
-        return self.cache.append(layer, slots, key, value)
+        return self.store.append(layer, slots, key, value)

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from specdec.cache.contiguous import SlotCache, check_memory
+from specdec.cache.token_index import Row
 from specdec.drafts.magicdec.observation import last_queries
-from specdec.drafts.magicdec.pruned_view import PrunedView
+from specdec.drafts.magicdec.pruned_view import Chosen, PrunedView
 from specdec.drafts.magicdec.rotation import Rotation
-from specdec.forward.pack import Row
 from specdec.kernels.attention import ExplicitPlan
 from specdec.kernels.device import to_device
 from specdec.models.hf import HFModel
@@ -91,8 +91,10 @@ class ViewCache(RingCache):
             self._turn({r.b: r.end - 1 for r in rows})
         if self.extra and memo is self:
             queries = torch.tensor([q for r in rows for q in range(r.first, r.end)])
-            chosen = PrunedView(plan, self, queries)
-            return chosen, chosen.plan
+            heads = self.view.clone.config.get_text_config().num_attention_heads
+            chosen = Chosen(self.kept, self.extra, self.sinks, self.window, heads)
+            pruned = PrunedView(plan, self, chosen, queries)
+            return pruned, pruned.plan
         return memo, plan
 
     def _turn(self, queries: dict[int, int]) -> None:
