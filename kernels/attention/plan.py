@@ -94,6 +94,8 @@ class AttentionPlan:
             f + c for f, c in zip(self.first, self.counts)
         ]  # [R] slots in use, the new ones included
         self._check_slots()
+        self.layer = 0  # which one is attending, in plans whose ``visible`` depends on it
+        self.intervals: Sequence[Sequence[tuple[int, int]]] | None = None  # where a plan was made of these
         self.segments = self._segments()
         self._masks: dict[Any, Any] = {}
         self.known: dict[Any, Any] = {}  # what else layers ask for again and again
@@ -291,7 +293,7 @@ class AttentionPlan:
 
     def blind(self, segment: Segment, window: Reach, low: int, device: torch.device) -> Tensor | None:
         """``[R, 1 or Hq, q]`` bool: which queries see none of ``low:segment.keys``; ``None``: all see something."""
-        key = ("blind", segment, window, low, device, getattr(self, "layer", None))
+        key = ("blind", segment, window, low, device, self.layer)
         if key not in self.known:
             blind = ~torch.as_tensor(self.visible(segment, window, low)).any(-1)  # [R, q], or [R, Hq, q]
             blind = blind[:, None] if blind.dim() == 2 else blind

@@ -56,7 +56,7 @@ def slot_attention(
         scale=scaling,
         window=sliding_window,
         softcap=softcap,
-        sinks=s_aux,
+        sink_logits=s_aux,
         backend=backend,
     )
     return out, None

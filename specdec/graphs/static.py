@@ -86,11 +86,11 @@ class StaticPlan:
         scale: float,
         window: Reach,
         softcap: float | None,
-        sinks: Tensor | None,
+        sink_logits: Tensor | None,
     ) -> Tensor:
         """Attention of ``query [1, Hq, T, D]``, as ``kernels.attention.attention``."""
         window = binding(window, self.lowered.max_length)
-        return self._attend(query, keys, values, self.lowered, scale, window, softcap, sinks)
+        return self._attend(query, keys, values, self.lowered, scale, window, softcap, sink_logits)
 
     @staticmethod
     def _attend(
@@ -101,16 +101,16 @@ class StaticPlan:
         scale: float,
         window: Reach,
         softcap: float | None,
-        sinks: Tensor | None,
+        sink_logits: Tensor | None,
     ) -> Tensor:
         if query.device.type != "cuda":
-            return static_reference.attend(query, keys, values, lowered, scale, window, softcap, sinks)
+            return static_reference.attend(query, keys, values, lowered, scale, window, softcap, sink_logits)
         from specdec.kernels.attention import triton_backend
 
-        why = triton_backend.supports(query, softcap, sinks)
+        why = triton_backend.supports(query, softcap, sink_logits)
         if why:
             raise RuntimeError(f"Triton's kernel cannot serve the step: {why}")
-        return triton_backend.launch(query, keys, values, lowered, scale, window, softcap, sinks)
+        return triton_backend.launch(query, keys, values, lowered, scale, window, softcap, sink_logits)
 
 
 class StaticStep(Program):
