@@ -24,6 +24,7 @@ from specdec.executors import Optimistic
 from specdec.kernels.attention import AttentionPlan, Tree, attention
 from specdec.kernels.native import library
 from specdec.models import HFModel
+from specdec.serving.server import Server, Settings
 from specdec.types import Context, Proposal, Verdict
 
 LONG = [n % 90 for n in range(3, 153)]
@@ -227,9 +228,7 @@ def test_a_stream_takes_and_returns_pages(llama, limit, capacity, monkeypatch):
     decoder = sd.decoder(target).draft(HFModel(small, page=8), length=2).build()
     requests = [sd.Request(p, b, arrival=2 * n) for n, (p, b) in enumerate(zip(prompts, budgets))]
     if capacity:  # one pool serves all, and in the end everything is there again
-        server = sd.serving.Server(
-            decoder, requests, sd.serving.Settings(limit, 3, clock="rounds", capacity=capacity)
-        )
+        server = Server(decoder, requests, Settings(limit, 3, clock="rounds", capacity=capacity))
         for one in server.run():
             assert one.ids == expected[one.index]
             if server.places[0].lane:

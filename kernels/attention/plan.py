@@ -58,11 +58,11 @@ class AttentionPlan:
     Args:
         rows: ``[R]`` buffer row of each row, in any order; neighbours that ascend one by one share calls. first: ``[R]`` slot of
             its first query. counts: ``[R]`` its queries, at least 1: a row without queries is left out.
-        capacity: slots of a buffer row.
-        tree: where the last slots are not causal.
+        capacity: slots of a buffer row. tree: where the last slots are not causal.
         slots: ``[T]`` numbers of the new tokens' slots in a buffer flattened to ``[B * capacity, H, D]``, where they are
             known already.
-        watch: is given the queries ``[1, Hq, T, D]`` of every layer, in order.
+        watch: is called in every layer, in order, with the queries ``[1, Hq, T, D]`` and how they attend: scale, window, softcap
+            and sink logits, as a backend is given them.
         fragment: slots of a fragment, where decomposition is not to choose fragments itself.
         table: ``[R][...]`` pages of each row, where buffers are ``[pages, page, H, D]``: slot s of row r is slot ``s % page`` of
             page ``table[r][s // page]``. ``rows`` then only say whose row it is, and ``capacity`` is not looked at.
@@ -79,23 +79,20 @@ class AttentionPlan:
     capacity: int
     tree: Tree | None = None
     slots: Tensor | None = None
-    watch: Callable[[Tensor], None] | None = None
+    watch: Callable[[Tensor, float, Reach, float | None, Tensor | None], None] | None = None
     fragment: int | None = None
     table: Sequence[Sequence[int]] | None = None
     page: int = 0
-    attend: ClassVar[Callable[..., Tensor] | None] = (
-        None  # computes every layer, where no backend is to be chosen
-    )
+    attend: ClassVar[Callable[..., Tensor] | None] = None  # computes every layer, and no backend is chosen
     ordered: ClassVar[bool] = True  # slot numbers are positions (but for a tree's nodes)
 
     def __post_init__(self) -> None:
         self._check_counts()
-        self.length = [
-            f + c for f, c in zip(self.first, self.counts)
-        ]  # [R] slots in use, the new ones included
+        # [R] slots in use, the new ones included
+        self.length = [f + c for f, c in zip(self.first, self.counts)]
         self._check_slots()
         self.layer = 0  # which one is attending, in plans whose ``visible`` depends on it
-        self.intervals: Sequence[Sequence[tuple[int, int]]] | None = None  # where a plan was made of these
+        self.intervals: Sequence[Sequence[tuple[int, int]]] | None = None  # what it was made of
         self.segments = self._segments()
         self._masks: dict[Any, Any] = {}
         self.known: dict[Any, Any] = {}  # what else layers ask for again and again
@@ -244,6 +241,16 @@ class AttentionPlan:
         root, depth = self.tree.root[s.r0 : s.r1, None], self.tree.depth[s.r0 : s.r1]
         node = slot - root
         return np.where(node < 0, slot, root + np.take_along_axis(depth, node.clip(0, depth.shape[1] - 1), 1))
+
+    def positions(self, segment: Segment) -> tuple[np.ndarray, np.ndarray]:
+        """``[R, q]`` position in the text of each query of a segment, and ``[R, keys]`` of each of its slots."""
+        s = segment
+        slots = np.repeat(np.arange(s.keys)[None], s.r1 - s.r0, 0)
+        if self.tree is not None:
+            for slot, root, depth in zip(slots, self.tree.root[s.r0 : s.r1], self.tree.depth[s.r0 : s.r1]):
+                nodes = max(0, s.keys - root)
+                slot[root:] = root + np.pad(depth, (0, max(0, nodes - len(depth))))[:nodes]
+        return self._query_positions(s), slots
 
     def low(self, segment: Segment, window: int | Streaming) -> int:
         """Slots below are outside every query's window (never above the root of a tree); 0 where first positions are seen beside it."""

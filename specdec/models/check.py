@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 import torch
 from transformers import PreTrainedModel
@@ -13,6 +13,21 @@ from specdec.forward.families import refuse
 from specdec.kernels.attention.api import check as check_backend
 from specdec.models.clone import structural_clone
 from specdec.types import Context, Proposal
+
+Graphs = bool | Literal["auto", "eager", "recorded"]
+
+
+class Options(TypedDict, total=False):
+    """The settings of ``HFModel`` by name, where they are passed on to it."""
+
+    prefill_chunk: int
+    unlisted: Literal["packed"] | None
+    attention: str
+    page: int | None
+    graphs: Graphs
+    compile: bool | Mapping[str, Any]
+    invariant: bool
+    bf16_weights: bool
 
 
 def check_arguments(

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -26,14 +26,14 @@ from specdec.forward.runner import runner_for
 from specdec.forward.taps import listening
 from specdec.graphs.programs import Steps, steps_for
 from specdec.kernels.device import to_device
-from specdec.models.check import check_arguments, self_check
+from specdec.models.check import Graphs, Options, check_arguments, self_check
 from specdec.models.clone import structural_clone
 from specdec.models.compiled import compile_parts
 from specdec.models.generation_config import eos_ids, processors, sampling
 from specdec.models.load import load, load_tokenizer
 from specdec.types import Context, Fed, Proposal, Scores
 
-__all__ = ["SUPPORTED", "HFModel", "UnsupportedModel"]
+__all__ = ["SUPPORTED", "HFModel", "Options", "UnsupportedModel"]
 
 _NOTHING: Any = nullcontext()
 Cache = SlotCache | PagedCache
@@ -82,10 +82,10 @@ class HFModel:
         tokenizer: Any = None,
         *,
         prefill_chunk: int = 512,
-        unlisted: str | None = None,
+        unlisted: Literal["packed"] | None = None,
         attention: str = "auto",
         page: int | None = None,
-        graphs: bool | str = False,
+        graphs: Graphs = False,
         compile: bool | Mapping[str, Any] = False,
         invariant: bool = False,
         bf16_weights: bool = False,
@@ -139,10 +139,10 @@ class HFModel:
         device_map: Any = None,
         tokenizer: Any = None,
         prefill_chunk: int = 512,
-        unlisted: str | None = None,
+        unlisted: Literal["packed"] | None = None,
         attention: str = "auto",
         page: int | None = None,
-        graphs: bool | str = False,
+        graphs: Graphs = False,
         compile: bool | Mapping[str, Any] = False,
         invariant: bool = False,
         bf16_weights: bool = False,
@@ -200,8 +200,6 @@ class HFModel:
         family, dtype = self.clone.config.model_type, str(self.dtype).removeprefix("torch.")
         return f"HFModel({family}, {size / 1e6:.3g}M parameters, {dtype}, {self.device})"
 
-    # -- cache ---------------------------------------------------------------------------------------------------------
-
     @cached_property
     def _shapes(self) -> list[KVShape]:
         """What each layer keeps, found by feeding one token."""
@@ -244,8 +242,6 @@ class HFModel:
             return self.steps.cache(self._shapes, batch, capacity)
         check_memory(self._shapes, batch, capacity, self._path.spare)
         return SlotCache(self._shapes, batch, capacity, self._path.spare)
-
-    # -- forward -------------------------------------------------------------------------------------------------------
 
     def prefill(self, cache: Cache, context: Context, rows: Tensor | None = None) -> None:
         """PackedBatch what the cache lacks of each row (or of ``rows [R]``), all but its last committed token; no logits are computed."""

@@ -3,12 +3,12 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specdec.zoo.files import FOLDER, names, read
+from specdec.zoo.files import FOLDER, TOKENIZER, names, read, tokenizer_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-__all__ = ["FOLDER", "load", "names"]
+__all__ = ["FOLDER", "TOKENIZER", "load", "names", "tokenizer_folder"]
 
 
 def load(name: str, folder: str | Path = FOLDER) -> tuple[Any, "PreTrainedTokenizerFast"]:

@@ -16,6 +16,7 @@ from specdec.cache.contiguous import SlotCache
 from specdec.cache.contract import KVStore
 from specdec.cache.paged import PagedCache, Pool
 from specdec.cache.ring import Ring
+from specdec.cache.ring_cache import RingCache, Stage
 from specdec.cache.slots import KVShape, Slots
 from specdec.cache.static import StaticStore
 from specdec.cache.token_index import Row
@@ -23,7 +24,8 @@ from specdec.drafts.magicdec.observation import _Reader
 from specdec.drafts.magicdec.rotation import _Alone
 from specdec.drafts.magicdec.view import View, ViewCache
 from specdec.forward.probe import Probe
-from specdec.models.windowed import RingCache, Stage
+from specdec.masks import streaming
+from specdec.models.masked import MaskedCache
 from specdec.types import Context
 
 LAYERS, H, D, DV = 2, 2, 4, 6
@@ -60,7 +62,7 @@ def view(extra: int) -> tuple[Any, Any]:
     context = Context.of([[1, 2, 3, 4, 5], [6, 7, 8]], capacity=16)
     cache = model.cache(2, 16)
     model.score(cache, context)
-    made: ViewCache = View(model, window=3, sinks=1, block=2, extra=extra).of(cache)
+    made: ViewCache = View(model, streaming(3, 1), block=2, extra=extra).of(cache)
     return made.place([Row(0, 4, 5, 5), Row(1, 2, 3, 3)], torch.device("cpu"))
 
 
@@ -87,6 +89,7 @@ CASES = {
     Stage: staged,
     ViewCache: lambda: of_a_view(0),
     "PrunedView": lambda: of_a_view(2),
+    MaskedCache: lambda: Case(MaskedCache(SHAPES, 3, 8), [0, 1, 2, 17], [3, 8, 16]),
     StaticStore: lambda: Case(StaticStore(SlotCache(SHAPES, 3, 7, 1)), [0, 1, 2, 17], [3, 8, 16]),
     Probe: lambda: Case(Probe(4), [0], None),
     _Alone: lambda: Case(_Alone(), [0, 1, 2, 3], None),

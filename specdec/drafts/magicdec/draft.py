@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
@@ -12,9 +12,11 @@ from specdec.arguments import whole
 from specdec.cache.ring import check
 from specdec.drafts.magicdec.view import View, ViewCache
 from specdec.drafts.model import Model, ModelState
+from specdec.masks import for_model, streaming
 from specdec.models.hf import HFModel
-from specdec.models.windowed import Windowed
+from specdec.models.masked import Masked
 from specdec.protocols import LanguageModel
+from specdec.pruning.pruner import Pruner, check_pruner
 from specdec.rng import Rng
 from specdec.sampling import Sampling
 from specdec.types import Context, Proposal, Round
@@ -35,15 +37,18 @@ class MagicDec:
 
     Args:
         window: latest tokens that a query sees, itself included. sinks: first tokens that stay visible.
+        mask: what a query sees instead, a ``masks.Mask`` of positions; the view of the target's KV is as small as its reach.
         positions: ``"original"``, those of the text, or ``"in_cache"``: the sinks seem to stand right before the window
             (StreamingLLM, arXiv 2309.17453, which the paper uses). For that the sinks' keys are turned in every step.
-        pruner: chooses further entries of each KV head, from all of the text (``specdec.pruning.SnapKV()``), at the start and
-            every ``refresh`` rounds (``None``: never again). It is given the queries of the last ``observation`` committed tokens,
-            for which the target reads these once more. The window follows the text in any case.
+        pruner: chooses further entries of each KV head (``specdec.pruning.SnapKV()``) from those that the draft does not see
+            already, at the start and every ``refresh`` rounds (``None``: never again). A pruner that needs attention weights is
+            given those of the last ``observation`` committed tokens, for which the target reads these once more; rows with fewer
+            choose nothing yet. The window follows the text in any case.
         budget: entries that the pruner may choose, for every layer or for each (``pruning.budgets``).
         block: the longest chain that can be asked for.
         sampling: how the draft's tokens are drawn; ``None`` takes the decoder's.
     Raises:
+        TypeError: a pruner that does not declare what it needs.
         ValueError: numbers that leave nothing to see, or a pruner with positions in the cache; in ``bind``, a target without KV
             to look at, or keys that cannot be turned; in ``init``, a row that is shorter than the sinks.
     """
@@ -51,20 +56,33 @@ class MagicDec:
     window: int = 64
     sinks: int = 1
     positions: Literal["original", "in_cache"] = "original"
-    pruner: Callable[..., Tensor] | None = None
+    pruner: Pruner | None = None
     budget: int | Sequence[int] = 128
     refresh: int | None = 16
     observation: int = 16
     block: int = 16
     sampling: Sampling | None = None
+    mask: Any = None
     view: View | None = field(default=None, repr=False)  # bind makes it
     name = "magicdec"
     trees = False
 
     def __post_init__(self) -> None:
         check(self.window, self.sinks, self.block)
+        if self.mask is not None:
+            object.__setattr__(self, "mask", for_model(self.mask))
+            if (self.window, self.sinks) != (64, 1):
+                raise TypeError(
+                    f"mask is {self.mask!r}, and window or sinks are set: give either, since the mask says all that is seen"
+                )
+            if self.positions == "in_cache":
+                raise ValueError(
+                    f"mask is {self.mask!r} and positions 'in_cache', which are those of sinks and a window: use positions='original'"
+                )
         if self.positions not in ("original", "in_cache"):
             raise ValueError(f"positions is {self.positions!r}: 'original' or 'in_cache'")
+        if self.pruner is not None:
+            check_pruner(self.pruner)
         if self.pruner is not None and self.positions == "in_cache":
             raise ValueError(
                 "a pruner chooses other positions for every head, which have no common place in the cache: use "
@@ -88,7 +106,7 @@ class MagicDec:
         return MagicDec(window=3, sinks=1)
 
     def bind(self, target: LanguageModel, sampling: Sampling) -> MagicDec:
-        if not isinstance(target, HFModel) or isinstance(target, Windowed):
+        if not isinstance(target, HFModel) or isinstance(target, Masked):
             raise ValueError(
                 f"draft 'magicdec' looks at the target's keys and values, and the target is {target!r}: give an HFModel"
             )
@@ -97,18 +115,20 @@ class MagicDec:
             raise ValueError(
                 f"budget has {len(self.budget)} numbers and the target {layers} layers: one for each"
             )
+        mask = streaming(self.window, self.sinks) if self.mask is None else self.mask
         extra = 0 if self.pruner is None else max(self._budgets(layers))
-        view = View(target, self.window, self.sinks, self.block, self.positions == "in_cache", extra)
+        view = View(target, mask, self.block, self.positions == "in_cache", extra)
         return replace(self, sampling=self.sampling or sampling, view=view)
 
     def init(self, context: Context, target_cache: Any) -> MagicDecState:
-        shortest = int(context.length.min())
-        if shortest < self.sinks:
+        view, shortest = self._bound(), int(context.length.min())
+        sinks = 0 if view.reach is None else view.reach.sinks
+        if shortest < sinks:
             raise ValueError(
-                f"row {int(context.length.argmin())} has {shortest} tokens and the draft {self.sinks} sinks: give a prompt of at "
+                f"row {int(context.length.argmin())} has {shortest} tokens and the draft {sinks} sinks: give a prompt of at "
                 "least as many, or use a draft with fewer sinks"
             )
-        cache = self._bound().of(target_cache)
+        cache = view.of(target_cache)
         self._choose(cache)
         return MagicDecState(cache, -1)  # the prefill is observed too
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,53 +17,47 @@ from specdec.kernels.attention.reach import Reach, Streaming
 from specdec.kernels.device import to_device
 
 
-class Chosen(NamedTuple):
-    """What a pruner chose for a view of ``sinks`` and ``window``, and for how many query ``heads``.
-
-    ``kept``: for each layer the positions ``[B, H, extra]`` in the slots behind the ring, -1 for none.
-    """
-
-    kept: list[Tensor]
-    extra: int
-    sinks: int
-    window: int
-    heads: int
-
-
 class PrunedPlan(ExplicitPlan):
     """Adds to a plan over a ring the chosen slots behind it, which differ between heads and layers.
 
     Args:
         ring: the plan over the ring alone. queries: ``[T]`` positions.
+        kept: for each layer the positions ``[B, H, K]`` in the chosen slots, -1 for none. heads: query heads of a layer.
+        shows: whether the ring shows positions to queries, ``(queries, positions) -> bool`` of tensors that broadcast.
     """
 
-    def __init__(self, ring: ExplicitPlan, chosen: Chosen, queries: Tensor):
-        wide = ((0, 0), (0, chosen.extra))
+    def __init__(
+        self,
+        ring: ExplicitPlan,
+        queries: Tensor,
+        kept: Sequence[Tensor],
+        heads: int,
+        shows: Callable[[Tensor, Tensor], Tensor],
+    ):
+        wide = ((0, 0), (0, kept[0].shape[2]))
         assert ring.slots is not None
         assert ring.distance is not None
         super().__init__(
             ring.rows, ring.counts, np.pad(ring.seen, wide), np.pad(ring.distance, wide), ring.slots
         )
-        self.pruned, self.queries, self.layer = chosen, queries, 0
+        self.queries, self.kept, self.heads, self.shows, self.layer = queries, kept, heads, shows, 0
 
     def chosen(self, segment: Segment, window: Reach) -> Tensor:
-        """``[R, Hq, q, K]`` bool: which chosen slots are seen; those in the sinks or the window are seen there already."""
-        s, pruned = segment, self.pruned
-        kept = pruned.kept[self.layer][s.b0 : s.b0 + s.r1 - s.r0, :, None]  # [R, H, 1, K]
+        """``[R, Hq, q, K]`` bool: which chosen slots are seen; what the ring shows is seen there already."""
+        s = segment
+        kept = self.kept[self.layer][s.b0 : s.b0 + s.r1 - s.r0, :, None]  # [R, H, 1, K]
         t1 = s.t0 + (s.r1 - s.r0) * s.queries
         q = to_device(self.queries[s.t0 : t1], kept.device).view(-1, 1, s.queries, 1)
-        seen = (kept >= pruned.sinks) & (kept <= q - pruned.window)
+        seen = (kept >= 0) & (kept <= q) & ~self.shows(q, kept)
         if window is not None:
             assert not isinstance(window, Streaming)  # refused where slots are in no order
             seen &= kept > q - window
-        return seen.repeat_interleave(pruned.heads // kept.shape[1], 1)
+        return seen.repeat_interleave(self.heads // kept.shape[1], 1)
 
     def visible(self, segment: Segment, window: Reach = None, low: int = 0) -> Any:
         """``[R, Hq, q, S]`` bool: which slots each query of a segment sees."""
         chosen = self.chosen(segment, window)
-        seen = torch.from_numpy(super().visible(segment, window, low))[:, None].repeat(
-            1, self.pruned.heads, 1, 1
-        )
+        seen = torch.from_numpy(super().visible(segment, window, low))[:, None].repeat(1, self.heads, 1, 1)
         seen = to_device(seen, chosen.device)
         seen[..., seen.shape[-1] - chosen.shape[-1] :] = chosen
         return seen
@@ -80,8 +75,8 @@ class PrunedPlan(ExplicitPlan):
 class PrunedView(KVStore):
     """A view's store for one forward: tells the plan which layer is attending."""
 
-    def __init__(self, ring: ExplicitPlan, store: KVStore, chosen: Chosen, queries: Tensor):
-        self.store, self.plan = store, PrunedPlan(ring, chosen, queries)
+    def __init__(self, store: KVStore, plan: PrunedPlan):
+        self.store, self.plan = store, plan
 
     def append(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         self.plan.layer = layer

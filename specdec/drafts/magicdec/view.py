@@ -6,7 +6,7 @@ never written. What the draft writes itself is provisional: it lies past the com
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,14 +14,17 @@ import torch
 from torch import Tensor
 
 from specdec.cache.contiguous import SlotCache, check_memory
+from specdec.cache.ring_cache import RingCache
 from specdec.cache.token_index import Row
-from specdec.drafts.magicdec.observation import last_queries
-from specdec.drafts.magicdec.pruned_view import Chosen, PrunedView
+from specdec.drafts.magicdec.observation import choices
+from specdec.drafts.magicdec.pruned_view import PrunedPlan, PrunedView
 from specdec.drafts.magicdec.rotation import Rotation
 from specdec.kernels.attention import ExplicitPlan
 from specdec.kernels.device import to_device
+from specdec.masks import sees
 from specdec.models.hf import HFModel
-from specdec.models.windowed import RingCache, Windowed
+from specdec.models.masked import Masked
+from specdec.pruning.pruner import Pruner
 
 
 class ViewCache(RingCache):
@@ -33,8 +36,9 @@ class ViewCache(RingCache):
     """
 
     def __init__(self, view: View, source: SlotCache):
-        shapes, batch, extra = source.shapes, source.batch, view.extra
-        super().__init__(shapes, batch, source.capacity, view.sinks, view.window, view.block, extra)
+        super().__init__(
+            source.shapes, source.batch, source.capacity, *view.ring(source), view.extra, mask=view.mask
+        )
         self.look(view, source)
 
     def look(self, view: View, source: SlotCache) -> None:
@@ -92,9 +96,8 @@ class ViewCache(RingCache):
         if self.extra and memo is self:
             queries = torch.tensor([q for r in rows for q in range(r.first, r.end)])
             heads = self.view.clone.config.get_text_config().num_attention_heads
-            chosen = Chosen(self.kept, self.extra, self.sinks, self.window, heads)
-            pruned = PrunedView(plan, self, chosen, queries)
-            return pruned, pruned.plan
+            chosen = PrunedPlan(plan, queries, self.kept, heads, self.shows)
+            return PrunedView(self, chosen), chosen
         return memo, plan
 
     def _turn(self, queries: dict[int, int]) -> None:
@@ -120,42 +123,47 @@ class ViewCache(RingCache):
             else:
                 sinks[layers[:, None], at] = turned
 
-    def choose(self, pruner: Callable[..., Tensor], budgets: Sequence[int], observe: int) -> None:
+    def shows(self, queries: Tensor, positions: Tensor) -> Tensor:
+        """Whether ``queries`` (positions) see earlier ``positions`` without a pruner; tensors broadcast."""
+        return sees(self.mask, queries, positions.clamp(min=0))
+
+    def candidates(self, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """The committed positions ``[R, C]`` of some rows that the view does not show to the next query, and how many ``[R]``.
+
+        They ascend; where a row has fewer, others follow.
+        """
+        length = torch.tensor([self.source._lengths[b] for b in rows])[:, None]
+        positions = torch.arange(int(length.max()))
+        hidden = (positions < length) & ~self.shows(length, positions)
+        number = hidden.sum(1)
+        return hidden.long().argsort(dim=1, descending=True, stable=True)[:, : int(number.max())], number
+
+    def choose(self, pruner: Pruner, budgets: Sequence[int], count: int) -> None:
         """Let ``pruner`` choose, for each layer and KV head, up to ``budgets[layer]`` entries of the target's cache.
 
-        Rows that do not have ``observe`` committed tokens yet choose nothing: the window shows them all.
+        It is given those that the view does not show (``candidates``). Rows that do not have ``count`` committed tokens yet choose
+        nothing.
         """
-        n = self.source._lengths
-        rows = [b for b in range(self.batch) if n[b] >= observe]
+        rows = [b for b in range(self.batch) if self.source._lengths[b] >= count]
         for kept in self.kept:
             kept.fill_(-1)
-        if not rows:
+        candidates = self.candidates(rows) if rows else None
+        if candidates is None or not candidates[0].numel():
             return
-        length = torch.tensor([n[b] for b in rows])
-        queries = last_queries(self.view, self.source, rows, observe)
-        low, top = self.sinks + self.size, int(length.max())
-        for layer, (keys, values) in enumerate(self.source.layers):
-            at = torch.tensor(rows, device=keys.device)
-            every = len(rows) == self.batch
-            full = [(t if every else t[at])[:, :top].transpose(1, 2) for t in (keys, values)]
-            kept = pruner(*full, length, budgets[layer], queries=queries[layer])
-            if kept.dim() != 3 or kept.shape[:2] != full[0].shape[:2] or kept.shape[2] > self.extra:
-                raise ValueError(
-                    f"the pruner chose {list(kept.shape)} slots: expected {[*full[0].shape[:2], self.extra]} or fewer, for rows, KV "
-                    "heads and the budget"
-                )
-            K = kept.shape[2]
-            self.kept[layer][at, :, :K] = kept
-            for mine, theirs in zip(self.layers[layer], full):
-                index = kept.clamp(min=0)[..., None].expand(-1, -1, -1, theirs.shape[-1])
-                mine[at, low : low + K] = theirs.gather(2, index).transpose(1, 2)
+        first = self.slots - self.extra
+        made = choices(pruner, self.view, self.source, rows, candidates, budgets, count)
+        for layer, (positions, *entries) in enumerate(made):
+            at, K = torch.tensor(rows, device=positions.device), positions.shape[2]
+            self.kept[layer][at, :, :K] = positions
+            for mine, theirs in zip(self.layers[layer], entries):
+                mine[at, first : first + K] = theirs.transpose(1, 2)
 
 
-class View(Windowed):
+class View(Masked):
     """The target's weights over a ``ViewCache``.
 
     Args:
-        model, window, sinks, block: as for ``Windowed``.
+        model, mask, block: as for ``Masked``. Where the mask has no reach, the view is as long as the text.
         in_cache: positions are those in the cache (StreamingLLM): a query sees the sinks as if they stood right before its window.
         extra: slots a head for entries that a pruner chooses.
     Raises:
@@ -166,13 +174,13 @@ class View(Windowed):
     def __init__(
         self,
         model: HFModel,
-        window: int,
-        sinks: int,
+        mask: Any,
         block: int,
         in_cache: bool = False,
         extra: int = 0,
     ):
-        super().__init__(model, window, sinks, block=block)
+        super().__init__(model, mask, block=block)
+        self.supports_trees = False
         if model.page is not None:
             raise ValueError(
                 f"the target's KV is in pages of {model.page} tokens and a view of it reads slots: make the target without page"
@@ -180,15 +188,19 @@ class View(Windowed):
         self.extra = extra
         self.rotation = Rotation(self) if in_cache else None
 
+    def ring(self, source: SlotCache) -> tuple[int, int, int]:
+        """The first positions, the window and the block that a view of ``source`` has room for."""
+        return (0, source.capacity, self.block) if self.reach is None else self.constant
+
     def of(self, source: SlotCache) -> ViewCache:
         """A view of what ``source`` holds now, which must be the sinks at least.
 
         Raises:
             MemoryError: it would not fit.
         """
-        cache = self._lent(ViewCache, source.batch, self.extra)
+        cache = None if self.reach is None else self._lent(ViewCache, source.batch, self.extra)
         if cache is None:
-            check_memory(self._shapes, source.batch, self.sinks + self.window + self.block - 1 + self.extra)
+            check_memory(self._shapes, source.batch, sum(self.ring(source)) - 1 + self.extra)
             cache = ViewCache(self, source)
         else:
             cache.look(self, source)
