@@ -10,7 +10,13 @@ import torch
 from torch import Tensor
 
 Judge = Callable[[Tensor], None]
-_thread = threading.local()  # .later: the ``DeferredChecks`` that is open
+
+
+class _Thread(threading.local):
+    later: DeferredChecks | None = None  # that is open
+
+
+_thread = _Thread()
 
 
 def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
@@ -32,7 +38,7 @@ class DeferredChecks:
         self._outer: DeferredChecks | None = None
 
     def __enter__(self) -> DeferredChecks:
-        self._outer, _thread.later = getattr(_thread, "later", None), self
+        self._outer, _thread.later = _thread.later, self
         return self
 
     def __exit__(
@@ -47,7 +53,7 @@ class DeferredChecks:
 
 def defer(tensor: Tensor, judge: Judge) -> None:
     """Show a bool or int64 tensor to ``judge``, which raises where it is wrong: at once, or, on a device within ``DeferredChecks``, later."""
-    later: DeferredChecks | None = getattr(_thread, "later", None)
+    later = _thread.later
     if later is None or tensor.is_cpu:
         judge(tensor.cpu())
     else:
@@ -60,7 +66,7 @@ def to_host(*tensors: Tensor) -> list[Tensor]:
     Raises:
         Exception: what was to be ``judged`` before is wrong.
     """
-    later: DeferredChecks | None = getattr(_thread, "later", None)
+    later = _thread.later
     return _fetched(tensors, None if all(t.is_cpu for t in tensors) else later)
 
 

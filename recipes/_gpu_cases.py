@@ -87,7 +87,7 @@ class Problem:
             self.plan,
             window=self.window,
             softcap=self.softcap,
-            sinks=self.sinks,
+            sink_logits=self.sinks,
             initial=self.initial,
             backend=backend,
         )

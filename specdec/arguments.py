@@ -29,3 +29,11 @@ def numbers(part: Any, *names: str) -> None:
     """``number`` for some attributes of a part."""
     for name in names:
         number(name, vars(part)[name])
+
+
+def positive(part: Any, *names: str, hint: str = "") -> None:
+    """``numbers``, and ValueError for one that is not above 0."""
+    numbers(part, *names)
+    for name in names:
+        if not vars(part)[name] > 0:
+            raise ValueError(f"{name} is {vars(part)[name]}: give a positive number{hint}")

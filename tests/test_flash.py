@@ -63,7 +63,7 @@ def emulated(monkeypatch):
         if kind == "package":
             monkeypatch.setitem(sys.modules, "flash_attn", operators.package())
             package.package.cache_clear()
-            choice._load.cache_clear()
+            choice._module.cache_clear()
             return "flash_attn", operators
         aux = varlen.AuxRequest(lse=True)
         made = (
@@ -76,7 +76,7 @@ def emulated(monkeypatch):
 
     yield make
     package.package.cache_clear()
-    choice._load.cache_clear()
+    choice._module.cache_clear()
 
 
 def fresh(name):
@@ -92,11 +92,11 @@ def inputs(name, heads=4, shared=2, dtype=torch.float64):
 
 
 @lru_cache(maxsize=256)
-def expected(name, window, heads=4, shared=2, sinks=False, softcap=None, initial=0):
+def expected(name, window, heads=4, shared=2, sink_logits=False, softcap=None, initial=0):
     """``naive``, or the reference (which is tested against it) where there are too many slots for it."""
-    args, extra = inputs(name, heads, shared), SINKS if sinks else None
+    args, extra = inputs(name, heads, shared), SINKS if sink_logits else None
     if name in PLANS:
-        return naive(*args, EVERY[name], window=window, softcap=softcap, sinks=extra, initial=initial)
+        return naive(*args, EVERY[name], window=window, softcap=softcap, sink_logits=extra, initial=initial)
     return reference.attend(*args, fresh(name), 8**-0.5, reach(window, initial), softcap, extra)
 
 
@@ -132,17 +132,21 @@ def test_softcap_and_sinks(name, window, softcap, kind, emulated):
         with pytest.raises(ValueError, match="no soft cap"):
             attention(*inputs(name), fresh(name), softcap=softcap, backend=backend)
         return
-    out = attention(*inputs(name), fresh(name), window=window, softcap=softcap, sinks=SINKS, backend=backend)
-    torch.testing.assert_close(out, expected(name, window, sinks=True, softcap=softcap), rtol=0, atol=1e-13)
+    out = attention(
+        *inputs(name), fresh(name), window=window, softcap=softcap, sink_logits=SINKS, backend=backend
+    )
+    torch.testing.assert_close(
+        out, expected(name, window, sink_logits=True, softcap=softcap), rtol=0, atol=1e-13
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("sinks", [None, SINKS])
+@pytest.mark.parametrize("sink_logits", [None, SINKS])
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("name", ["decode", "long ragged", "tree", "mixed"])
-def test_log_sum_exps_are_the_references(name, window, sinks, kind, emulated):
+def test_log_sum_exps_are_the_references(name, window, sink_logits, kind, emulated):
     backend, _ = emulated(kind)
-    settings = {"window": window, "sinks": sinks, "lse": True}
+    settings = {"window": window, "sink_logits": sink_logits, "lse": True}
     out, lse = attention(*inputs(name), fresh(name), backend=backend, **settings)
     other, exact = attention(*inputs(name), fresh(name), backend="reference", **settings)
     torch.testing.assert_close(lse, exact, rtol=0, atol=1e-13)
@@ -169,11 +173,11 @@ def test_first_positions_beside_a_window(name, window, initial, kind, fold_from,
 @pytest.mark.parametrize("name", ["decode", "long ragged", "long tree", "mixed"])
 def test_first_positions_with_grouped_heads_and_sink_logits(name, heads, kind, emulated):
     backend, _ = emulated(kind)
-    sinks = torch.linspace(-1, 1, 8, dtype=torch.float64)
+    sink_logits = torch.linspace(-1, 1, 8, dtype=torch.float64)
     settings = {
         "window": 4,
         "initial": 3,
-        "sinks": sinks,
+        "sink_logits": sink_logits,
         "softcap": 0.7 if backend == "flash_attn" else None,
     }
     out = attention(*inputs(name, *heads), fresh(name), backend=backend, **settings)
@@ -458,7 +462,7 @@ def test_an_old_package_is_refused(monkeypatch):
     old.flash_attn_with_kvcache = lambda q, k_cache, v_cache, cache_seqlens=None: None
     old.__version__ = "2.2.0"
     package.package.cache_clear()
-    choice._load.cache_clear()
+    choice._module.cache_clear()
     monkeypatch.setitem(sys.modules, "flash_attn", old)
     with pytest.raises(
         ImportError, match=r"flash-attn 2\.2\.0 has no flash_attn_with_kvcache with .*softcap"
@@ -480,12 +484,12 @@ def test_triton_where_it_runs_nowhere():
 
 
 def test_triton_that_is_not_installed(monkeypatch):
-    choice._load.cache_clear()
+    choice._module.cache_clear()
     find = choice.find_spec
     monkeypatch.setattr(choice, "find_spec", lambda name: None if name == "triton" else find(name))
     with pytest.raises(ImportError, match=r"backend is 'triton' but .*pip install triton"):
         choice.check("triton")
-    choice._load.cache_clear()
+    choice._module.cache_clear()
 
 
 # -- the choice -------------------------------------------------------------------------------------------------------------
@@ -495,7 +499,7 @@ def test_auto_on_a_cpu():
     args, plan = inputs("verify"), fresh("verify")
     assert choose(*args, plan) == "packed"
     assert choose(*args, plan, softcap=1.0) == "reference"
-    assert choose(*args, plan, sinks=SINKS) == "reference"
+    assert choose(*args, plan, sink_logits=SINKS) == "reference"
     assert choose(*args, plan, lse=True) == "packed"
     assert choose(*args, plan, lse=True, softcap=1.0) == "reference"
     assert choose(*args, plan, window=3, initial=2) == "packed"
@@ -577,9 +581,10 @@ def test_a_sink_logit_of_nothing_and_a_query_that_sees_nothing(kind, emulated):
     g = torch.Generator().manual_seed(0)
     query = torch.randn(1, 4, 3, 8, generator=g, dtype=torch.float64)
     keys, values = torch.randn(2, 2, 9, 2, 8, generator=g, dtype=torch.float64)
-    sinks = torch.tensor([-float("inf"), 0.5, -float("inf"), -2.0], dtype=torch.float64)
+    sink_logits = torch.tensor([-float("inf"), 0.5, -float("inf"), -2.0], dtype=torch.float64)
     made = [
-        attention(query, keys, values, plan, sinks=sinks, backend=b, lse=True) for b in (backend, "reference")
+        attention(query, keys, values, plan, sink_logits=sink_logits, backend=b, lse=True)
+        for b in (backend, "reference")
     ]
     for mine, exact in zip(*made):
         torch.testing.assert_close(mine, exact, rtol=0, atol=1e-13)
@@ -599,16 +604,18 @@ def test_slots_that_share_their_memory_are_refused(rows, emulated):
 
 def test_sink_logits_that_need_a_gradient_have_one():
     for options in ({}, {"backend": "reference"}):
-        sinks = SINKS.clone().requires_grad_()
+        sink_logits = SINKS.clone().requires_grad_()
         args = inputs("verify", heads=4, shared=2, dtype=torch.float32)
         plan = fresh("verify")
-        attention(*args, plan, sinks=SINKS, **options)  # what was chosen for this layer is not the next one's
-        out = attention(*args, plan, sinks=sinks, **options)
-        assert torch.autograd.grad(out.sum(), sinks)[0].abs().min() > 0
+        attention(
+            *args, plan, sink_logits=SINKS, **options
+        )  # what was chosen for this layer is not the next one's
+        out = attention(*args, plan, sink_logits=sink_logits, **options)
+        assert torch.autograd.grad(out.sum(), sink_logits)[0].abs().min() > 0
     with pytest.raises(ValueError, match="no gradient of sink logits"):
-        attention(*args, plan, sinks=sinks, backend="cpu")
+        attention(*args, plan, sink_logits=sink_logits, backend="cpu")
     with torch.no_grad():
-        assert choose(*args, plan, sinks=sinks) == choose(*args, plan, sinks=SINKS)
+        assert choose(*args, plan, sink_logits=sink_logits) == choose(*args, plan, sink_logits=SINKS)
 
 
 def test_no_queries_with_their_log_sum_exps():
@@ -634,10 +641,13 @@ def test_no_queries_with_their_log_sum_exps():
         (lambda q, k, v: {"keys": k[:2], "values": v[:2]}, "row 2 and keys 2 rows"),
         (lambda q, k, v: {"window": 0}, "window is 0"),
         (lambda q, k, v: {"softcap": 0.0}, "softcap is 0.0"),
-        (lambda q, k, v: {"sinks": SINKS[:2]}, "a logit for each of the 4 heads"),
-        (lambda q, k, v: {"sinks": SINKS.tolist()}, "sinks is a list: give a tensor"),
-        (lambda q, k, v: {"sinks": SINKS.to("meta")}, "query is on cpu and sinks on meta: move them"),
-        (lambda q, k, v: {"sinks": SINKS.long()}, "sinks is torch.int64: give logits"),
+        (lambda q, k, v: {"sink_logits": SINKS[:2]}, "a logit for each of the 4 heads"),
+        (lambda q, k, v: {"sink_logits": SINKS.tolist()}, "sink_logits is a list: give a tensor"),
+        (
+            lambda q, k, v: {"sink_logits": SINKS.to("meta")},
+            "query is on cpu and sink_logits on meta: move them",
+        ),
+        (lambda q, k, v: {"sink_logits": SINKS.long()}, "sink_logits is torch.int64: give logits"),
     ],
 )
 def test_arguments_that_do_not_fit(changes, why):

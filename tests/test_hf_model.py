@@ -166,8 +166,8 @@ def test_pieces_of_a_prompt(family, chunk):
     context, proposal = Context.of(ROWS), propose(target, [0, 6, 2, 6])
     cache, counted = target.cache(4, 64), []
     forward = target._path.forward
-    target._path.forward = lambda memo, plan, *rest: (
-        counted.append(sum(plan.counts)) or forward(memo, plan, *rest)
+    target._path.forward = lambda store, plan, *rest: (
+        counted.append(sum(plan.counts)) or forward(store, plan, *rest)
     )
     logits = target.score(cache, context, proposal).logits
     target._path.forward = forward
@@ -288,8 +288,8 @@ def test_rows_may_be_selected_reordered_and_repeated(family, order):
     nodes = propose(target, [6] * len(order), seed=2, rows=len(order))
     calls = []
     forward = target._path.forward
-    target._path.forward = lambda memo, plan, *rest: (
-        calls.append(sum(plan.counts)) or forward(memo, plan, *rest)
+    target._path.forward = lambda store, plan, *rest: (
+        calls.append(sum(plan.counts)) or forward(store, plan, *rest)
     )
     assert error(model, lists(context), target.score(cache, context, nodes).logits, nodes) < TOLERANCE
     assert calls == [7 * len(order)]  # the bonus token and six nodes of each row: the rest was kept

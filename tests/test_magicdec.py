@@ -12,8 +12,8 @@ from tiny import tiny
 from transformers import DynamicCache
 
 import specdec as sd
+from specdec.configs import blocks_of
 from specdec.drafts import MagicDec
-from specdec.forward.taps import blocks_of
 from specdec.masks import Causal, Sinks, Strided, Window
 from specdec.models import Windowed
 from specdec.pruning import H2O, Needs, SnapKV, Uniform, gather

@@ -81,18 +81,18 @@ def test_lengths_at_borders(length, dtype, D):
 @needed
 @pytest.mark.parametrize(("dtype", "D"), KINDS)
 @pytest.mark.parametrize("softcap", [None, 0.7])
-@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("sink_logits", [False, True])
 @pytest.mark.parametrize("name", ["verify", "ragged tree", "one"])
-def test_softcap_sinks_and_log_sum_exp(name, sinks, softcap, dtype, D):
+def test_softcap_sinks_and_log_sum_exp(name, sink_logits, softcap, dtype, D):
     plan = PLANS[name]
     args = case(plan, D=D, dtype=dtype)
-    s_aux = torch.tensor([0.5, -1.0, 3.0, 0.0]) if sinks else None
+    s_aux = torch.tensor([0.5, -1.0, 3.0, 0.0]) if sink_logits else None
     more = {"softcap": softcap, "window": 4}
-    out, lse = attention(*args, plan, sinks=s_aux, **more, backend="native", lse=True)
+    out, lse = attention(*args, plan, sink_logits=s_aux, **more, backend="native", lse=True)
     wide = doubles(*args)
-    close(out, naive(*wide, plan, sinks=None if s_aux is None else s_aux.double(), **more), dtype)
+    close(out, naive(*wide, plan, sink_logits=None if s_aux is None else s_aux.double(), **more), dtype)
     ones = [wide[0], wide[1], torch.ones_like(wide[2])]  # a uniform value: the reference's own log-sum-exp
-    expected = attention(*ones, plan, sinks=s_aux, **more, backend="reference", lse=True)[1]
+    expected = attention(*ones, plan, sink_logits=s_aux, **more, backend="reference", lse=True)[1]
     torch.testing.assert_close(lse.double(), expected.double(), rtol=1e-5, atol=1e-5)
 
 
@@ -339,7 +339,7 @@ assert len(made) == 1
 def test_the_choice_can_be_explained():
     plan = PLANS["one"]
     args = case(plan, D=16, dtype=torch.float32)
-    why = backend.supports(args[0], None, None, plan)
+    why = backend.refuses(*args, plan)
     assert why is None or "not there" in why
 
 

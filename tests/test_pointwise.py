@@ -14,7 +14,6 @@ from without_a_gpu import compiled
 
 import specdec as sd
 from specdec.drafts.spire import SpireModel
-from specdec.forward import llama_triton
 from specdec.forward.llama_triton import LlamaTriton
 from specdec.kernels import pointwise
 from specdec.kernels.pointwise import Place, reference
@@ -203,9 +202,9 @@ def test_interpreted_models_give_the_numbers_of_their_modules(family, dtype, opt
 def test_interpreted_blocks_are_four_launches_beside_products_and_attention(monkeypatch):
     launched = []
     for name in ("add_norm", "turn", "silu_mul"):
-        own = getattr(llama_triton, name)
+        own = getattr(pointwise, name)
         monkeypatch.setattr(
-            llama_triton, name, lambda *a, _own=own, _name=name, **k: launched.append(_name) or _own(*a, **k)
+            pointwise, name, lambda *a, _own=own, _name=name, **k: launched.append(_name) or _own(*a, **k)
         )
     model = tiny("llama", 0, torch.float32)
     logits(model, LlamaTriton, sd.Context.of([[1, 2, 3]], capacity=8), None)

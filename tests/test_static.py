@@ -65,12 +65,12 @@ def padded(lowered, rows, tokens, length):
 @pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize("kind", ["chain", "tree"])
 @pytest.mark.parametrize(
-    "extras", [{}, {"window": 4}, {"window": Streaming(4, 2)}, {"softcap": 2.0, "sinks": True}]
+    "extras", [{}, {"window": 4}, {"window": Streaming(4, 2)}, {"softcap": 2.0, "sink_logits": True}]
 )
 def test_attention_from_tensors_alone(kind, paged, extras):
     torch.manual_seed(0)
     plan = plan_of(kind, paged)
-    extras = {**extras, "sinks": torch.randn(4)} if extras.get("sinks") else extras
+    extras = {**extras, "sink_logits": torch.randn(4)} if extras.get("sink_logits") else extras
     query = torch.randn(1, 4, 14, 8)
     keys, values = (torch.randn(10 if paged else 4, 5 if paged else 20, 2, size) for size in (8, 6))
     wanted = reference.attend(query, keys, values, plan, 0.3, **extras)

@@ -65,12 +65,12 @@ def work(copies, multiprocessors=132, queries=1):
     return triton_backend.Work(copies, 2 * multiprocessors, tile=64, slot_bytes=512, part_bytes=part)
 
 
-def close(args, plan, scale=None, window=None, softcap=None, sinks=None, chunk=None):
+def close(args, plan, scale=None, window=None, softcap=None, sink_logits=None, chunk=None):
     """Output and log-sum-exp against the reference in float64, with an error that belongs to the dtype."""
     scale = args[0].shape[-1] ** -0.5 if scale is None else scale
-    assert triton_backend.supports(args[0], softcap, sinks, plan) is None
-    out, lse = triton_backend.attend_with_lse(*args, plan, scale, window, softcap, sinks, chunk=chunk)
-    wide = None if sinks is None else sinks.double()
+    assert triton_backend.supports(args[0], softcap, sink_logits, plan) is None
+    out, lse = triton_backend.attend_with_lse(*args, plan, scale, window, softcap, sink_logits, chunk=chunk)
+    wide = None if sink_logits is None else sink_logits.double()
     exact, exact_lse = reference.attend_with_lse(
         *(t.double() for t in args), plan, scale, window, softcap, wide
     )
@@ -144,11 +144,11 @@ def test_first_positions_and_chunks(window, initial, chunk, processors, monkeypa
 
 
 @pytest.mark.parametrize(("Hq", "Hkv"), [(2, 2), (4, 1), (8, 1)])
-@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("sink_logits", [False, True])
 @pytest.mark.parametrize("name", ["ragged", "ragged tree"])
-def test_first_positions_with_grouped_heads_sink_logits_and_soft_cap(name, sinks, Hq, Hkv):
-    logits = torch.linspace(-1, 2, Hq, device=DEVICE) if sinks else None
-    close(case(PLANS[name], Hq, Hkv), PLANS[name], window=reach(9, 3), softcap=5.0, sinks=logits)
+def test_first_positions_with_grouped_heads_sink_logits_and_soft_cap(name, sink_logits, Hq, Hkv):
+    logits = torch.linspace(-1, 2, Hq, device=DEVICE) if sink_logits else None
+    close(case(PLANS[name], Hq, Hkv), PLANS[name], window=reach(9, 3), softcap=5.0, sink_logits=logits)
 
 
 @pytest.mark.parametrize("chunk", [None, 64])
@@ -216,14 +216,15 @@ def test_values_of_another_size():
 
 @pytest.mark.parametrize("chunk", [None, 64])
 @pytest.mark.parametrize(
-    ("softcap", "sinks"), [(0.7, None), (30.0, torch.float32), (None, torch.float32), (None, torch.bfloat16)]
+    ("softcap", "sink_logits"),
+    [(0.7, None), (30.0, torch.float32), (None, torch.float32), (None, torch.bfloat16)],
 )
-def test_softcap_and_sinks(sinks, softcap, chunk):
+def test_softcap_and_sinks(sink_logits, softcap, chunk):
     plan = PLANS["ragged tree"]
     logits = (
-        None if sinks is None else torch.tensor([0.5, -1.0, 3.0, -80.0]).to(DEVICE, sinks)
+        None if sink_logits is None else torch.tensor([0.5, -1.0, 3.0, -80.0]).to(DEVICE, sink_logits)
     )  # takes half, little, most, none
-    close(case(plan), plan, softcap=softcap, sinks=logits, window=20, chunk=chunk)
+    close(case(plan), plan, softcap=softcap, sink_logits=logits, window=20, chunk=chunk)
 
 
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 127, 128, 129])
@@ -314,18 +315,18 @@ def test_masks_by_head_and_layer():
     assert not torch.equal(outs[0], outs[1])
 
 
-@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("sink_logits", [False, True])
 @pytest.mark.parametrize("chunk", [None, 32])
-def test_a_query_that_sees_nothing(chunk, sinks):
+def test_a_query_that_sees_nothing(chunk, sink_logits):
     seen = np.zeros((3, 50), dtype=bool)
     seen[1, 40] = True
     plan = ExplicitPlan([0, 1], [2, 1], seen, np.zeros_like(seen, dtype=int), torch.arange(3))
-    logits = torch.tensor([0.5, -1.0, 3.0, 0.0], device=DEVICE) if sinks else None
+    logits = torch.tensor([0.5, -1.0, 3.0, 0.0], device=DEVICE) if sink_logits else None
     args = case(plan)
-    out = close(args, plan, sinks=logits, chunk=chunk)
+    out = close(args, plan, sink_logits=logits, chunk=chunk)
     assert not out[0, [0, 2]].any()
     lse = triton_backend.attend_with_lse(*args, plan, 0.1, None, None, logits, chunk=chunk)[1]
-    expected = logits if sinks else torch.full((4,), float("-inf"), device=DEVICE)
+    expected = logits if sink_logits else torch.full((4,), float("-inf"), device=DEVICE)
     torch.testing.assert_close(lse[0, 0], expected)
 
 
@@ -360,17 +361,17 @@ def test_nothing_leaks_from_slots_that_are_not_seen(name, initial, window, poiso
 
 def test_a_layer_with_other_strides_is_looked_at_anew():
     plan = AttentionPlan([0], [17], [3], 32)
-    args, sinks = case(plan, D=16, B=1), torch.tensor([0.5, -1.0, 3.0, 0.0], device=DEVICE)
-    attention(*args, plan, sinks=sinks, backend="triton")
+    args, sink_logits = case(plan, D=16, B=1), torch.tensor([0.5, -1.0, 3.0, 0.0], device=DEVICE)
+    attention(*args, plan, sink_logits=sink_logits, backend="triton")
     apart = torch.full((8,), 9.0, device=DEVICE)
-    apart[::2] = sinks
+    apart[::2] = sink_logits
     wide = args[0].repeat_interleave(2, -1)[..., ::2]
     for query, logits, why in (
-        (args[0], apart[::2], "sinks are .* not contiguous"),
-        (wide, sinks, "query's last dimension is not contiguous"),
+        (args[0], apart[::2], "sink logits are .* not contiguous"),
+        (wide, sink_logits, "query's last dimension is not contiguous"),
     ):
         with pytest.raises(ValueError, match=why):
-            attention(query, *args[1:], plan, sinks=logits, backend="triton")
+            attention(query, *args[1:], plan, sink_logits=logits, backend="triton")
         with pytest.raises(ValueError, match="contiguous"):
             triton_backend.attend(query, *args[1:], plan, 0.25, None, None, logits)
 
@@ -388,16 +389,16 @@ def test_what_is_seen_and_not_finite_is_not_hidden():
 
 
 @pytest.mark.parametrize(
-    ("dtype", "window", "sinks"),
+    ("dtype", "window", "sink_logits"),
     [(torch.float32, None, False), (torch.bfloat16, None, True), (torch.bfloat16, 64, False)],
 )
-def test_equal_bits_alone_or_with_others(dtype, window, sinks):
+def test_equal_bits_alone_or_with_others(dtype, window, sink_logits):
     """With fixed chunks a query's bits depend neither on how many its row has, nor on a tree's form, nor on other rows."""
     S, n, q = 260, 126, 4  # the queries are on both sides of a border between chunks
     chunk = (
         128 if window else 64
     )  # of two tiles: the window of the first query begins in the first, others' in the second
-    logits = torch.tensor([0.5, -1.0], device=DEVICE) if sinks else None
+    logits = torch.tensor([0.5, -1.0], device=DEVICE) if sink_logits else None
     one = AttentionPlan([0], [n], [q], S, fragment=chunk)
     query, keys, values = case(one, 2, 1, dtype=dtype, B=3)
 
@@ -630,7 +631,7 @@ def test_bad_input_is_refused_before_a_launch():
     refused("the KV heads must divide the query heads", query=query[:, :3])
     refused("sizes must be equal", query=query[..., :32])
     refused("up to 256", values=values.repeat(1, 1, 1, 5))
-    refused("give one logit for each of 4 heads", sinks=torch.zeros(3, device=DEVICE))
+    refused("give one logit for each of 4 heads", sink_logits=torch.zeros(3, device=DEVICE))
     refused("scale is -1", scale=-1.0)
     refused("softcap 0", softcap=0.0)
     refused("chunk is -1", chunk=-1)

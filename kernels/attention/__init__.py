@@ -1,6 +1,7 @@
 """Attention of packed ragged queries over KV slots: one function, several backends, all tested against a reference."""
 
-from specdec.kernels.attention.api import BACKENDS, attention, available, choose, explain
+from specdec.kernels.attention.api import BACKENDS, attention, available, choose, explain, register
+from specdec.kernels.attention.contract import Backend
 from specdec.kernels.attention.costs import CostModel, fit
 from specdec.kernels.attention.decompose import Fragments, decompose
 from specdec.kernels.attention.explicit import ExplicitPlan
@@ -10,6 +11,7 @@ from specdec.kernels.attention.plan import AttentionPlan, Tree
 __all__ = [
     "BACKENDS",
     "AttentionPlan",
+    "Backend",
     "CostModel",
     "ExplicitPlan",
     "Fragments",
@@ -21,4 +23,5 @@ __all__ = [
     "explain",
     "fit",
     "merge",
+    "register",
 ]

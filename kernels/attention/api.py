@@ -8,11 +8,20 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from specdec.kernels.attention.choice import BACKENDS, UNORDERED, available, check, choose, explain, why_not
+from specdec.kernels.attention.choice import (
+    BACKENDS,
+    UNORDERED,
+    available,
+    check,
+    choose,
+    explain,
+    register,
+    why_not,
+)
 from specdec.kernels.attention.plan import AttentionPlan
 from specdec.kernels.attention.reach import Reach, Streaming, reach, split
 
-__all__ = ["BACKENDS", "attention", "available", "check", "choose", "explain"]
+__all__ = ["BACKENDS", "attention", "available", "check", "choose", "explain", "register"]
 
 
 @overload
@@ -25,7 +34,7 @@ def attention(
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
-    sinks: Tensor | None = None,
+    sink_logits: Tensor | None = None,
     initial: int = 0,
     backend: str | None = None,
     lse: Literal[False] = False,
@@ -42,7 +51,7 @@ def attention(
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
-    sinks: Tensor | None = None,
+    sink_logits: Tensor | None = None,
     initial: int = 0,
     backend: str | None = None,
     lse: Literal[True],
@@ -58,7 +67,7 @@ def attention(
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
-    sinks: Tensor | None = None,
+    sink_logits: Tensor | None = None,
     initial: int = 0,
     backend: str | None = None,
     lse: bool = False,
@@ -72,7 +81,7 @@ def attention(
         scale: of the scores, by default ``D ** -0.5``.
         window: a query at position p sees positions above ``p - window`` only.
         softcap: scores become ``softcap * tanh(scores / softcap)``.
-        sinks: ``[Hq]`` one more logit a head, which takes weight and contributes nothing.
+        sink_logits: ``[Hq]`` one more logit a head, which takes weight and contributes nothing.
         initial: positions below are seen whatever the window (StreamingLLM's attention sinks); without a window they are anyway.
         backend: a name of ``BACKENDS``, which serves the call or refuses it; ``None`` or ``"auto"`` chooses one that can
             (``explain`` says which and why).
@@ -88,31 +97,33 @@ def attention(
         scale = query.shape[-1] ** -0.5
     sliding = reach(window, initial)
     if plan.attend is not None and not lse:  # a captured step has its numbers in tensors
-        return plan.attend(query, keys, values, scale, sliding, softcap, sinks)
+        return plan.attend(query, keys, values, scale, sliding, softcap, sink_logits)
     if plan.watch is not None:
-        plan.watch(query, scale, sliding, softcap, sinks)
+        plan.watch(query, scale, sliding, softcap, sink_logits)
     grad = torch.is_grad_enabled() and (query.requires_grad or keys.requires_grad or values.requires_grad)
     key = (
         *(backend, query.shape, query.stride(), query.dtype, query.device),
         *(keys.shape, keys.stride(), keys.dtype, keys.device),
         *(values.shape, values.stride(), values.dtype, values.device),
         *(sliding, softcap, lse, grad),
-        None if sinks is None else _kind(sinks),
+        None if sink_logits is None else _kind(sink_logits),
     )
     serve = plan.known.get(key)  # layers of one kind are looked at once
     if serve is None:
-        serve = plan.known[key] = _serve(query, keys, values, plan, sliding, softcap, sinks, backend, lse)
-    return serve(query, keys, values, plan, scale, sliding, softcap, sinks)
-
-
-def _kind(sinks: Tensor) -> tuple[Any, ...]:
-    """What a backend is chosen by."""
-    if not isinstance(sinks, Tensor):
-        raise ValueError(
-            f"sinks is a {type(sinks).__name__}: give a tensor, a logit for each head of the query"
+        serve = plan.known[key] = _serve(
+            query, keys, values, plan, sliding, softcap, sink_logits, backend, lse
         )
-    grad = torch.is_grad_enabled() and sinks.requires_grad
-    return sinks.shape, sinks.stride(), sinks.dtype, sinks.device, grad
+    return serve(query, keys, values, plan, scale, sliding, softcap, sink_logits)
+
+
+def _kind(sink_logits: Tensor) -> tuple[Any, ...]:
+    """What a backend is chosen by."""
+    if not isinstance(sink_logits, Tensor):
+        raise ValueError(
+            f"sink_logits is a {type(sink_logits).__name__}: give a tensor, a logit for each head of the query"
+        )
+    grad = torch.is_grad_enabled() and sink_logits.requires_grad
+    return sink_logits.shape, sink_logits.stride(), sink_logits.dtype, sink_logits.device, grad
 
 
 def _serve(
@@ -122,7 +133,7 @@ def _serve(
     plan: AttentionPlan,
     window: Reach,
     softcap: float | None,
-    sinks: Tensor | None,
+    sink_logits: Tensor | None,
     backend: str | None,
     lse: bool,
 ) -> Callable[..., Any]:
@@ -131,11 +142,11 @@ def _serve(
         check(backend)
     if query.shape[2] == 0:
         return _nothing_with_lse if lse else _nothing
-    _check(query, keys, values, plan, window, softcap, sinks)
+    _check(query, keys, values, plan, window, softcap, sink_logits)
     if backend is None or backend == "auto":
-        backend = choose(query, keys, values, plan, window, softcap, sinks, lse)
+        backend = choose(query, keys, values, plan, window, softcap, sink_logits, lse)
     else:
-        why = why_not(backend, query, keys, values, plan, window, softcap, sinks, lse)
+        why = why_not(backend, query, keys, values, plan, window, softcap, sink_logits, lse)
         if why:
             raise ValueError(
                 f"backend {backend!r} cannot serve this call: {why}; 'auto' chooses one that can"
@@ -160,7 +171,7 @@ def _check(
     plan: AttentionPlan,
     window: Reach,
     softcap: float | None,
-    sinks: Tensor | None,
+    sink_logits: Tensor | None,
 ) -> None:
     """Raise ValueError for arguments that do not fit each other."""
     if query.dim() != 4 or query.shape[0] != 1:
@@ -196,16 +207,16 @@ def _check(
         raise ValueError(f"initial is {window.initial}: {UNORDERED}")
     if softcap is not None and not 0 < softcap < float("inf"):
         raise ValueError(f"softcap is {softcap}: give a finite number above 0, or None for no cap")
-    if sinks is not None:
-        if sinks.shape != (heads,):
+    if sink_logits is not None:
+        if sink_logits.shape != (heads,):
             raise ValueError(
-                f"sinks is {tuple(sinks.shape)}: give a logit for each of the {heads} heads of the query"
+                f"sink_logits is {tuple(sink_logits.shape)}: give a logit for each of the {heads} heads of the query"
             )
-        if not sinks.is_floating_point():
-            raise ValueError(f"sinks is {sinks.dtype}: give logits, floating-point numbers")
-        if sinks.device != query.device:
+        if not sink_logits.is_floating_point():
+            raise ValueError(f"sink_logits is {sink_logits.dtype}: give logits, floating-point numbers")
+        if sink_logits.device != query.device:
             raise ValueError(
-                f"query is on {query.device} and sinks on {sinks.device}: move them to one device"
+                f"query is on {query.device} and sink_logits on {sink_logits.device}: move them to one device"
             )
     if plan.table is None:
         if max(plan.rows) >= rows or min(plan.rows) < 0:

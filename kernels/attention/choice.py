@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from importlib import import_module
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specdec.kernels.attention.contract import Backend
 from specdec.kernels.attention.plan import AttentionPlan
 from specdec.kernels.attention.reach import Reach, Streaming, reach
 
@@ -55,33 +55,50 @@ _PROMPT = {
 }
 
 
-class _Backends(Mapping[str, Any]):
-    """Name -> module, imported when it is asked for; an ImportError says what to install."""
+class _Backends(Mapping[str, Backend]):
+    """Name -> backend, imported when it is asked for; an ImportError says what to install."""
 
     def __init__(self) -> None:
         self._names = [name for name, module in _MODULES.items() if find_spec(f"{_HERE}.{module}")]
+        self.registered: dict[str, Backend] = {}
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
+        return iter([*self._names, *self.registered])
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self._names) + len(self.registered)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._names
+        return name in self._names or name in self.registered
 
-    def __getitem__(self, name: str) -> Any:
-        if name not in self._names:
+    def __getitem__(self, name: str) -> Backend:
+        if name not in self:
             raise KeyError(name)
         return _load(name)
 
 
-BACKENDS: Mapping[str, Any] = _Backends()
+_backends = _Backends()
+BACKENDS: Mapping[str, Backend] = _backends
 """Ways to compute the same, by name; modules are imported when they are asked for."""
 
 
+def register(name: str, backend: Backend) -> None:
+    """Let ``backend`` be asked for by ``name``; ``conformance.check`` says whether it keeps the contract. ``"auto"`` does not take it.
+
+    Raises:
+        ValueError: the library has a backend of this name.
+    """
+    if name == "auto" or name in _MODULES:
+        raise ValueError(f"name is {name!r}, which the library uses: give another one")
+    _backends.registered[name] = backend
+
+
+def _load(name: str) -> Backend:
+    return _backends.registered.get(name) or _module(name)
+
+
 @lru_cache(maxsize=32)
-def _load(name: str) -> Any:
+def _module(name: str) -> Any:
     if name == "triton" and find_spec("triton") is None:
         raise ImportError("triton is not installed: pip install triton")
     module = import_module(f"{_HERE}.{_MODULES[name]}")
@@ -114,34 +131,24 @@ def why_not(
     plan: AttentionPlan,
     window: Reach = None,
     softcap: float | None = None,
-    sinks: Tensor | None = None,
+    sink_logits: Tensor | None = None,
     lse: bool = False,
 ) -> str | None:
     """Why a backend cannot serve a call, or ``None``. Arguments as for ``api.attention``, ``initial`` within ``window``."""
     if isinstance(window, Streaming) and not plan.ordered:
         return UNORDERED
-    if sinks is not None and sinks.requires_grad and torch.is_grad_enabled() and backend != "reference":
+    if (
+        sink_logits is not None
+        and sink_logits.requires_grad
+        and torch.is_grad_enabled()
+        and backend != "reference"
+    ):
         return "it has no gradient of sink logits: call it under torch.no_grad(), or take 'reference'"
     try:
         module = _load(backend)
     except ImportError as error:
         return str(error)
-    if _takes_plan(module):
-        why = module.supports(query, softcap, sinks, plan)
-    else:
-        why = module.supports(query, softcap, sinks)
-        if plan.table is not None:
-            why = why or "it reads slots, not pages"
-    if why is None and hasattr(module, "fits"):
-        why = module.fits(query, keys, values, plan, window)
-    if why is None and hasattr(module, "refuses"):
-        why = module.refuses(query, keys, values, plan, window, softcap, sinks, lse)
-    return why
-
-
-@lru_cache(maxsize=32)
-def _takes_plan(module: Any) -> bool:
-    return "plan" in inspect.signature(module.supports).parameters
+    return module.refuses(query, keys, values, plan, window, softcap, sink_logits, lse)
 
 
 def _reach(window: Reach, initial: int) -> Reach:
@@ -164,16 +171,16 @@ def choose(
     plan: AttentionPlan,
     window: Reach = None,
     softcap: float | None = None,
-    sinks: Tensor | None = None,
+    sink_logits: Tensor | None = None,
     lse: bool = False,
     initial: int = 0,
 ) -> str:
     """The backend that ``"auto"`` takes: the first in ``order`` that can serve the call."""
     window = _reach(window, initial)
     for name in order(query.device, plan):
-        if why_not(name, query, keys, values, plan, window, softcap, sinks, lse) is None:
+        if why_not(name, query, keys, values, plan, window, softcap, sink_logits, lse) is None:
             return name
-    why = explain(query, keys, values, plan, window, softcap, sinks, lse)
+    why = explain(query, keys, values, plan, window, softcap, sink_logits, lse)
     raise ValueError("no backend can serve this call: " + why)
 
 
@@ -184,7 +191,7 @@ def explain(
     plan: AttentionPlan,
     window: Reach = None,
     softcap: float | None = None,
-    sinks: Tensor | None = None,
+    sink_logits: Tensor | None = None,
     lse: bool = False,
     initial: int = 0,
 ) -> str:
@@ -192,7 +199,7 @@ def explain(
     window = _reach(window, initial)
     tried, chosen, lines = order(query.device, plan), False, []
     for name in [*tried, *(n for n in BACKENDS if n not in tried)]:
-        why = why_not(name, query, keys, values, plan, window, softcap, sinks, lse)
+        why = why_not(name, query, keys, values, plan, window, softcap, sink_logits, lse)
         if why is not None:
             lines.append((name, "cannot", why))
         elif name in tried and not chosen:

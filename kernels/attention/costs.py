@@ -7,7 +7,7 @@ for a merge of two fragments: merge + rows * queries * merged.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import lru_cache
 from time import perf_counter
 from typing import Any
@@ -40,9 +40,9 @@ class CostModel:
     merged: float
 
     def __post_init__(self) -> None:
-        for f in fields(self):
-            if not getattr(self, f.name) >= 0:
-                raise ValueError(f"{f.name} is {getattr(self, f.name)}: give seconds, at least 0")
+        for name, seconds in vars(self).items():
+            if not seconds >= 0:
+                raise ValueError(f"{name} is {seconds}: give seconds, at least 0")
 
     def block(self, rows: Any, slots: Any, queries: int) -> Any:
         """Seconds of one call: ``rows`` rows of ``slots`` slots each; arrays broadcast."""

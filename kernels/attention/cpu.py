@@ -9,16 +9,6 @@ from specdec.kernels.attention.plan import AttentionPlan
 from specdec.kernels.attention.reach import Reach
 
 
-def supports(
-    query: Tensor, softcap: float | None, sinks: Tensor | None, plan: AttentionPlan | None = None
-) -> str | None:
-    """Why this backend cannot serve a call, or ``None``."""
-    if not query.is_cpu:
-        return "it runs on the CPU"
-    why = native.supports(query, softcap, sinks, plan)
-    return why and packed.supports(query, softcap, sinks, plan)
-
-
 def refuses(
     query: Tensor,
     keys: Tensor,
@@ -26,15 +16,16 @@ def refuses(
     plan: AttentionPlan,
     window: Reach = None,
     softcap: float | None = None,
-    sinks: Tensor | None = None,
+    sink_logits: Tensor | None = None,
     lse: bool = False,
 ) -> str | None:
-    """Why neither can serve a call with these buffers, or ``None``."""
-    why = _no_c(query, keys, values, plan, window, softcap, sinks)
+    """As ``contract.Backend.refuses``: why neither can serve a call."""
+    if not query.is_cpu:
+        return "it runs on the CPU"
+    why = _no_c(query, keys, values, plan, window, softcap, sink_logits)
     if why is None:
         return None
-    other = packed.supports(query, softcap, sinks, plan)
-    other = other or packed.refuses(query, keys, values, plan, window, softcap, sinks, lse)
+    other = packed.refuses(query, keys, values, plan, window, softcap, sink_logits, lse)
     return other and f"{why}, and {other}"
 
 
@@ -46,12 +37,12 @@ def attend(
     scale: float,
     window: Reach = None,
     softcap: float | None = None,
-    sinks: Tensor | None = None,
+    sink_logits: Tensor | None = None,
 ) -> Tensor:
     """Arguments and result as for ``api.attention``."""
-    c = _no_c(query, keys, values, plan, window, softcap, sinks) is None
+    c = _no_c(query, keys, values, plan, window, softcap, sink_logits) is None
     serve = native.attend if c else packed.attend
-    return serve(query, keys, values, plan, scale, window, softcap, sinks)
+    return serve(query, keys, values, plan, scale, window, softcap, sink_logits)
 
 
 def attend_with_lse(
@@ -62,12 +53,12 @@ def attend_with_lse(
     scale: float,
     window: Reach = None,
     softcap: float | None = None,
-    sinks: Tensor | None = None,
+    sink_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As ``attend``, with the log-sum-exp ``[1, T, Hq]`` of the scores; where ``refuses`` has nothing against it."""
-    c = _no_c(query, keys, values, plan, window, softcap, sinks) is None
+    c = _no_c(query, keys, values, plan, window, softcap, sink_logits) is None
     serve = native.attend_with_lse if c else packed.attend_with_lse
-    return serve(query, keys, values, plan, scale, window, softcap, sinks)
+    return serve(query, keys, values, plan, scale, window, softcap, sink_logits)
 
 
 def _no_c(
@@ -77,7 +68,9 @@ def _no_c(
     plan: AttentionPlan,
     window: Reach,
     softcap: float | None,
-    sinks: Tensor | None,
+    sink_logits: Tensor | None,
 ) -> str | None:
     """Why the C kernels cannot serve a call, or ``None``."""
-    return native.supports(query, softcap, sinks, plan) or native.fits(query, keys, values, plan, window)
+    return native.supports(query, softcap, sink_logits, plan) or native.fits(
+        query, keys, values, plan, window
+    )

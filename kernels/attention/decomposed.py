@@ -9,20 +9,33 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from specdec.kernels.attention import packed
+from specdec.kernels.attention import fused, packed
 from specdec.kernels.attention.costs import cost_model
 from specdec.kernels.attention.decompose import Block, Fragments, decompose
-from specdec.kernels.attention.fused import fused_supports, refuses
 from specdec.kernels.attention.merge import merge_two
 from specdec.kernels.attention.packed import careful, careful_with_lse, join, join_with_lse
 from specdec.kernels.attention.plan import AttentionPlan, Segment
 from specdec.kernels.attention.reach import Reach, binding
 
-__all__ = ["attend", "attend_with_lse", "fragments", "refuses", "supports"]
+__all__ = ["attend", "attend_with_lse", "fragments", "refuses"]
 
 PROMPT = 32
 
-supports = fused_supports
+
+def refuses(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    plan: AttentionPlan,
+    window: Reach = None,
+    softcap: float | None = None,
+    sink_logits: Tensor | None = None,
+    lse: bool = False,
+) -> str | None:
+    """As ``contract.Backend.refuses``."""
+    if plan.table is not None:
+        return "it reads slots, not pages"
+    return fused.refuses(query, keys, values, plan, window, softcap, sink_logits, lse)
 
 
 def attend(
@@ -33,7 +46,7 @@ def attend(
     scale: float,
     window: Reach = None,
     softcap: float | None = None,
-    sinks: Tensor | None = None,
+    sink_logits: Tensor | None = None,
 ) -> Tensor:
     """Arguments and result as for ``api.attention``."""
     if not plan.ordered or max(plan.counts) > PROMPT:
@@ -56,7 +69,7 @@ def attend_with_lse(
     scale: float,
     window: Reach = None,
     softcap: float | None = None,
-    sinks: Tensor | None = None,
+    sink_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As ``attend``, with the log-sum-exp ``[1, T, Hq]`` of the scores; where ``refuses`` has nothing against it."""
     if not plan.ordered or max(plan.counts) > PROMPT:

@@ -33,8 +33,6 @@ class ExplicitPlan(AttentionPlan):
     """
 
     ordered: ClassVar[bool] = False
-    layer: int = 0
-    intervals: Sequence[Sequence[Interval]] | None = None
 
     def __init__(
         self,

@@ -34,7 +34,7 @@ _NEEDED = {
 
 
 def supports(
-    query: Tensor, softcap: float | None, sinks: Tensor | None, plan: AttentionPlan | None = None
+    query: Tensor, softcap: float | None, sink_logits: Tensor | None, plan: AttentionPlan | None = None
 ) -> str | None:
     """Why this backend cannot serve a call, or ``None``."""
     try:
@@ -74,6 +74,20 @@ def package() -> Any:
     return module
 
 
+def refuses(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    plan: AttentionPlan,
+    window: Reach = None,
+    softcap: float | None = None,
+    sink_logits: Tensor | None = None,
+    lse: bool = False,
+) -> str | None:
+    """As ``contract.Backend.refuses``."""
+    return supports(query, softcap, sink_logits, plan) or fits(query, keys, values, plan, window)
+
+
 def attend(
     query: Tensor,
     keys: Tensor,
@@ -82,10 +96,10 @@ def attend(
     scale: float,
     window: Reach = None,
     softcap: float | None = None,
-    sinks: Tensor | None = None,
+    sink_logits: Tensor | None = None,
 ) -> Tensor:
     """Arguments and result as for ``api.attention``."""
-    return attend_with_lse(query, keys, values, plan, scale, window, softcap, sinks)[0]
+    return attend_with_lse(query, keys, values, plan, scale, window, softcap, sink_logits)[0]
 
 
 def attend_with_lse(
@@ -96,10 +110,10 @@ def attend_with_lse(
     scale: float,
     window: Reach = None,
     softcap: float | None = None,
-    sinks: Tensor | None = None,
+    sink_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As ``attend``, with the log-sum-exp ``[1, T, Hq]`` of the scores, a sink logit included."""
-    return flash_recipes.attend_with_lse(call, query, keys, values, plan, scale, window, softcap, sinks)
+    return flash_recipes.attend_with_lse(call, query, keys, values, plan, scale, window, softcap, sink_logits)
 
 
 def call(

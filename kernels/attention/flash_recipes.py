@@ -104,7 +104,7 @@ def attend_with_lse(
     scale: float,
     window: Reach = None,
     softcap: float | None = None,
-    sinks: Tensor | None = None,
+    sink_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Arguments as for ``api.attention``; returns output ``[1, T, Hq, D]`` and lse ``[1, T, Hq]``, the sink logits included."""
     q = query[0].transpose(0, 1)
@@ -126,8 +126,8 @@ def attend_with_lse(
             out, lse = out.index_select(0, recipe.back), lse.index_select(0, recipe.back)
     if recipe.initial is not None:
         out, lse = recipe.initial.onto(out, lse, call, q, keys, values, scale, softcap)
-    if sinks is not None:
-        logit = sinks.to(lse.dtype)
+    if sink_logits is not None:
+        logit = sink_logits.to(lse.dtype)
         lowest = torch.finfo(lse.dtype).min  # -inf - -inf would be NaN
         out = out * torch.sigmoid(lse - logit.clamp_min(lowest))[..., None]
         lse = torch.logaddexp(lse, logit)
@@ -282,7 +282,7 @@ def _initial(plan: AttentionPlan, window: Streaming, device: torch.device) -> _I
 
 def _latest(plan: AttentionPlan, window: Reach, device: torch.device) -> _Recipe:
     """All but the first positions beside a window."""
-    intervals = getattr(plan, "intervals", None)
+    intervals = plan.intervals
     if intervals is not None:
         return _Recipe(None, [_ranges(plan, intervals, device)], None)
     counts, most = np.asarray(plan.counts), max(plan.counts)

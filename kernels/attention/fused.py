@@ -20,11 +20,11 @@ FOLD = (
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # the only one that says its log-sum-exp
 
 
-def fused_supports(query: Tensor, softcap: float | None, sinks: Tensor | None) -> str | None:
+def fused_supports(query: Tensor, softcap: float | None, sink_logits: Tensor | None) -> str | None:
     """Why fused attention cannot serve a call, or ``None``. It runs on every device, but is written for the CPU."""
     if softcap is not None:
         return "fused attention has no soft cap on scores"
-    if sinks is not None:
+    if sink_logits is not None:
         return "fused attention has no sink logits"
     return None
 
@@ -36,12 +36,13 @@ def refuses(
     plan: AttentionPlan,
     window: Reach = None,
     softcap: float | None = None,
-    sinks: Tensor | None = None,
+    sink_logits: Tensor | None = None,
     lse: bool = False,
 ) -> str | None:
-    """Why fused attention cannot say the log-sum-exp of a call, if that is asked, or ``None``."""
-    if not lse:
-        return None
+    """As ``contract.Backend.refuses``; slots or pages are the same to it."""
+    why = fused_supports(query, softcap, sink_logits)
+    if why or not lse:
+        return why
     if not query.is_cpu:
         return "PyTorch's fused attention says its log-sum-exp on the CPU only"
     if keys.shape[-1] != values.shape[-1]:

@@ -60,7 +60,7 @@ def lower(plan: AttentionPlan, device: torch.device | str, window: Reach = None)
         known = plan.known["lowered", device] = _numbers(plan, device)
     if not written_out(plan):
         return known
-    layer = getattr(plan, "layer", None)  # only the latest layer's mask is kept
+    layer = plan.layer  # only the latest layer's mask is kept
     key = ("lowered", device, window)
     if key not in plan.known or plan.known[key][0] != layer:
         plan.known[key] = layer, replace(known, seen=_seen(plan, window, device))

@@ -50,7 +50,7 @@ class PlanStruct(Structure):
 
 class _Call(Structure):
     _fields_ = [
-        *fields(c_void_p, "keys values query out lse sinks"),
+        *fields(c_void_p, "keys values query out lse sink_logits"),
         *fields(c_int64, "k_row k_slot k_head v_row v_slot v_head q_token q_head o_token o_head"),
         *fields(c_int64, "heads kv_heads size value_size half"),
         *fields(c_float, "scale softcap"),
@@ -58,7 +58,7 @@ class _Call(Structure):
 
 
 def supports(
-    query: Tensor, softcap: float | None, sinks: Tensor | None, plan: AttentionPlan | None = None
+    query: Tensor, softcap: float | None, sink_logits: Tensor | None, plan: AttentionPlan | None = None
 ) -> str | None:
     """Why this backend cannot serve a call, or ``None``."""
     if not query.is_cpu:
@@ -86,6 +86,20 @@ def fits(
     return None
 
 
+def refuses(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    plan: AttentionPlan,
+    window: Reach = None,
+    softcap: float | None = None,
+    sink_logits: Tensor | None = None,
+    lse: bool = False,
+) -> str | None:
+    """As ``contract.Backend.refuses``."""
+    return supports(query, softcap, sink_logits, plan) or fits(query, keys, values, plan, window)
+
+
 def attend(
     query: Tensor,
     keys: Tensor,
@@ -94,14 +108,14 @@ def attend(
     scale: float,
     window: Reach = None,
     softcap: float | None = None,
-    sinks: Tensor | None = None,
+    sink_logits: Tensor | None = None,
 ) -> Tensor:
     """Arguments and result as for ``api.attention``."""
-    if softcap is None and sinks is None and prompt(plan, query.shape[1] // keys.shape[2]):
+    if softcap is None and sink_logits is None and prompt(plan, query.shape[1] // keys.shape[2]):
         return packed.attend(query, keys, values, plan, scale, window)
     if _first(plan, window) is not None:
-        return attend_with_lse(query, keys, values, plan, scale, window, softcap, sinks)[0]
-    return _run(query, keys, values, plan, scale, window, softcap, sinks, None)
+        return attend_with_lse(query, keys, values, plan, scale, window, softcap, sink_logits)[0]
+    return _run(query, keys, values, plan, scale, window, softcap, sink_logits, None)
 
 
 def attend_with_lse(
@@ -112,11 +126,11 @@ def attend_with_lse(
     scale: float,
     window: Reach = None,
     softcap: float | None = None,
-    sinks: Tensor | None = None,
+    sink_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As ``attend``, with the log-sum-exp of the scores ``[1, T, Hq]``, -inf for a query that sees nothing."""
     lse = query.new_empty(1, query.shape[2], query.shape[1], dtype=torch.float32)
-    out = _run(query, keys, values, plan, scale, window, softcap, sinks, lse)
+    out = _run(query, keys, values, plan, scale, window, softcap, sink_logits, lse)
     first = _first(plan, window)
     if first is None:
         return out, lse
@@ -159,7 +173,7 @@ def _run(
     scale: float,
     window: Reach | First,
     softcap: float | None,
-    sinks: Tensor | None,
+    sink_logits: Tensor | None,
     lse: Tensor | None,
 ) -> Tensor:
     if query.stride(-1) != 1:
@@ -178,7 +192,7 @@ def _run(
     )
     call = plan.known.get(key)
     if call is None:  # the kernel itself checks nothing
-        why = supports(query, softcap, sinks, plan) or fits(query, keys, values, plan)
+        why = supports(query, softcap, sink_logits, plan) or fits(query, keys, values, plan)
         if why:
             raise ValueError(why)
         call = plan.known[key] = _call(query, keys, values, out, scale, softcap)
@@ -187,9 +201,9 @@ def _run(
     call.keys, call.values = keys.data_ptr(), values.data_ptr()
     call.query, call.out = query.data_ptr(), out.data_ptr()
     call.lse = None if lse is None else lse.data_ptr()
-    if sinks is not None:
-        sinks = sinks.float().contiguous()
-    call.sinks = None if sinks is None else sinks.data_ptr()
+    if sink_logits is not None:
+        sink_logits = sink_logits.float().contiguous()
+    call.sink_logits = None if sink_logits is None else sink_logits.data_ptr()
     if _kernel()(byref(made), byref(call), torch.get_num_threads()):
         raise MemoryError("attention: no memory for the accumulators of a row")
     return out
@@ -207,7 +221,7 @@ def prompt(plan: AttentionPlan, group: int) -> bool:
 
 def lowered(plan: AttentionPlan, window: Reach | First) -> PlanStruct:
     """``lower``, remembered with the plan."""
-    layer = getattr(plan, "layer", None)  # plans that differ between layers say so
+    layer = plan.layer  # plans that differ between layers say so
     made = plan.known.get(("native", window, layer))
     if made is None:
         made = plan.known["native", window, layer] = lower(plan, window)

@@ -17,19 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec.kernels.attention.fused import fused, fused_supports, fused_with_lse, refuses
+from specdec.kernels.attention.fused import fused, fused_with_lse, refuses
 from specdec.kernels.attention.plan import AttentionPlan, Segment
 from specdec.kernels.attention.reach import Reach, binding
 from specdec.kernels.device import to_device
 
-__all__ = ["attend", "attend_with_lse", "careful", "careful_with_lse", "refuses", "supports"]
-
-
-def supports(
-    query: Tensor, softcap: float | None, sinks: Tensor | None, plan: AttentionPlan | None = None
-) -> str | None:
-    """Why this backend cannot serve a call, or ``None``. Slots or pages are the same to it."""
-    return fused_supports(query, softcap, sinks)
+__all__ = ["attend", "attend_with_lse", "careful", "careful_with_lse", "refuses"]
 
 
 def attend(
@@ -40,7 +33,7 @@ def attend(
     scale: float,
     window: Reach = None,
     softcap: float | None = None,
-    sinks: Tensor | None = None,
+    sink_logits: Tensor | None = None,
 ) -> Tensor:
     """Arguments and result as for ``api.attention``."""
     return join(_parts(careful, query, keys, values, plan, scale, window))
@@ -54,7 +47,7 @@ def attend_with_lse(
     scale: float,
     window: Reach = None,
     softcap: float | None = None,
-    sinks: Tensor | None = None,
+    sink_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As ``attend``, with the log-sum-exp ``[1, T, Hq]`` of the scores; where ``refuses`` has nothing against it."""
     return join_with_lse(_parts(careful_with_lse, query, keys, values, plan, scale, window))

@@ -11,14 +11,28 @@ from typing import Any
 
 from torch import Tensor
 
-from specdec.kernels.attention.fused import fused_supports, refuses
+from specdec.kernels.attention import fused
 from specdec.kernels.attention.packed import careful, careful_with_lse, join, join_with_lse
 from specdec.kernels.attention.plan import AttentionPlan
 from specdec.kernels.attention.reach import Reach, binding
 
-__all__ = ["attend", "attend_with_lse", "refuses", "supports"]
+__all__ = ["attend", "attend_with_lse", "refuses"]
 
-supports = fused_supports
+
+def refuses(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    plan: AttentionPlan,
+    window: Reach = None,
+    softcap: float | None = None,
+    sink_logits: Tensor | None = None,
+    lse: bool = False,
+) -> str | None:
+    """As ``contract.Backend.refuses``."""
+    if plan.table is not None:
+        return "it reads slots, not pages"
+    return fused.refuses(query, keys, values, plan, window, softcap, sink_logits, lse)
 
 
 def attend(
@@ -29,7 +43,7 @@ def attend(
     scale: float,
     window: Reach = None,
     softcap: float | None = None,
-    sinks: Tensor | None = None,
+    sink_logits: Tensor | None = None,
 ) -> Tensor:
     """Arguments and result as for ``api.attention``."""
     return join(_parts(careful, query, keys, values, plan, scale, window))
@@ -43,7 +57,7 @@ def attend_with_lse(
     scale: float,
     window: Reach = None,
     softcap: float | None = None,
-    sinks: Tensor | None = None,
+    sink_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As ``attend``, with the log-sum-exp ``[1, T, Hq]`` of the scores; where ``refuses`` has nothing against it."""
     return join_with_lse(_parts(careful_with_lse, query, keys, values, plan, scale, window))

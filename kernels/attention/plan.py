@@ -58,12 +58,11 @@ class AttentionPlan:
     Args:
         rows: ``[R]`` buffer row of each row, in any order; neighbours that ascend one by one share calls. first: ``[R]`` slot of
             its first query. counts: ``[R]`` its queries, at least 1: a row without queries is left out.
-        capacity: slots of a buffer row.
-        tree: where the last slots are not causal.
+        capacity: slots of a buffer row. tree: where the last slots are not causal.
         slots: ``[T]`` numbers of the new tokens' slots in a buffer flattened to ``[B * capacity, H, D]``, where they are
             known already.
         watch: is called in every layer, in order, with the queries ``[1, Hq, T, D]`` and how they attend: scale, window, softcap
-            and the sinks' logits, as a backend is given them.
+            and sink logits, as a backend is given them.
         fragment: slots of a fragment, where decomposition is not to choose fragments itself.
         table: ``[R][...]`` pages of each row, where buffers are ``[pages, page, H, D]``: slot s of row r is slot ``s % page`` of
             page ``table[r][s // page]``. ``rows`` then only say whose row it is, and ``capacity`` is not looked at.
@@ -84,17 +83,16 @@ class AttentionPlan:
     fragment: int | None = None
     table: Sequence[Sequence[int]] | None = None
     page: int = 0
-    attend: ClassVar[Callable[..., Tensor] | None] = (
-        None  # computes every layer, where no backend is to be chosen
-    )
+    attend: ClassVar[Callable[..., Tensor] | None] = None  # computes every layer, and no backend is chosen
     ordered: ClassVar[bool] = True  # slot numbers are positions (but for a tree's nodes)
 
     def __post_init__(self) -> None:
         self._check_counts()
-        self.length = [
-            f + c for f, c in zip(self.first, self.counts)
-        ]  # [R] slots in use, the new ones included
+        # [R] slots in use, the new ones included
+        self.length = [f + c for f, c in zip(self.first, self.counts)]
         self._check_slots()
+        self.layer = 0  # which one is attending, in plans whose ``visible`` depends on it
+        self.intervals: Sequence[Sequence[tuple[int, int]]] | None = None  # what it was made of
         self.segments = self._segments()
         self._masks: dict[Any, Any] = {}
         self.known: dict[Any, Any] = {}  # what else layers ask for again and again
@@ -302,7 +300,7 @@ class AttentionPlan:
 
     def blind(self, segment: Segment, window: Reach, low: int, device: torch.device) -> Tensor | None:
         """``[R, 1 or Hq, q]`` bool: which queries see none of ``low:segment.keys``; ``None``: all see something."""
-        key = ("blind", segment, window, low, device, getattr(self, "layer", None))
+        key = ("blind", segment, window, low, device, self.layer)
         if key not in self.known:
             blind = ~torch.as_tensor(self.visible(segment, window, low)).any(-1)  # [R, q], or [R, Hq, q]
             blind = blind[:, None] if blind.dim() == 2 else blind

@@ -9,10 +9,17 @@ from specdec.kernels.attention.plan import AttentionPlan, Segment
 from specdec.kernels.attention.reach import Reach
 
 
-def supports(
-    query: Tensor, softcap: float | None, sinks: Tensor | None, plan: AttentionPlan | None = None
+def refuses(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    plan: AttentionPlan,
+    window: Reach = None,
+    softcap: float | None = None,
+    sink_logits: Tensor | None = None,
+    lse: bool = False,
 ) -> str | None:
-    """Why this backend cannot serve a call; ``None``: it can serve every call."""
+    """As ``contract.Backend.refuses``: it serves every call."""
     return None
 
 
@@ -24,10 +31,10 @@ def attend(
     scale: float,
     window: Reach = None,
     softcap: float | None = None,
-    sinks: Tensor | None = None,
+    sink_logits: Tensor | None = None,
 ) -> Tensor:
     """Arguments and result as for ``api.attention``. Slots that no query of a row sees are never read."""
-    return attend_with_lse(query, keys, values, plan, scale, window, softcap, sinks)[0]
+    return attend_with_lse(query, keys, values, plan, scale, window, softcap, sink_logits)[0]
 
 
 def attend_with_lse(
@@ -38,7 +45,7 @@ def attend_with_lse(
     scale: float,
     window: Reach = None,
     softcap: float | None = None,
-    sinks: Tensor | None = None,
+    sink_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As ``attend``, with the log-sum-exp of the scores, which merges parts of a row (``merge``).
 
@@ -64,7 +71,7 @@ def attend_with_lse(
             scores = torch.tanh(scores / softcap) * softcap
         scores = scores.masked_fill(~visible[..., used], float("-inf"))
         # A logit of its own for each head that takes weight and gives nothing; -inf takes none.
-        extra = query.new_full((heads,), float("-inf")) if sinks is None else sinks
+        extra = query.new_full((heads,), float("-inf")) if sink_logits is None else sink_logits
         scores = torch.cat([scores, extra.to(wide)[:, None, None].expand(-1, count, 1)], -1)
         top = scores.logsumexp(-1)
         blind = top == float("-inf")

@@ -21,7 +21,7 @@ def attend(
     scale: float,
     window: Reach = None,
     softcap: float | None = None,
-    sinks: Tensor | None = None,
+    sink_logits: Tensor | None = None,
 ) -> Tensor:
     """Arguments as for ``api.attention``, with the plan's numbers in tensors.
 
@@ -54,7 +54,7 @@ def attend(
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     scores = scores.masked_fill(~seen[:, None], float("-inf"))
-    extra = query.new_full((heads,), float("-inf")) if sinks is None else sinks
+    extra = query.new_full((heads,), float("-inf")) if sink_logits is None else sink_logits
     scores = torch.cat([scores, extra.to(wide)[None, :, None, None].expand(*scores.shape[:3], 1)], -1)
     blind = scores.amax(-1, keepdim=True) == float("-inf")
     weights = scores.softmax(-1).masked_fill(blind, 0)[..., :S]

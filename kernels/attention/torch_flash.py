@@ -40,7 +40,7 @@ Varlen = Callable[..., tuple[Tensor, Tensor]]
 
 
 def supports(
-    query: Tensor, softcap: float | None, sinks: Tensor | None, plan: AttentionPlan | None = None
+    query: Tensor, softcap: float | None, sink_logits: Tensor | None, plan: AttentionPlan | None = None
 ) -> str | None:
     """Why this backend cannot serve a call, or ``None``."""
     if softcap is not None:
@@ -74,7 +74,7 @@ def cannot(query: Tensor, plan: AttentionPlan | None) -> str | None:
     if size % 8 or size > 256:
         return f"FlashAttention needs heads of a multiple of 8 up to 256, not {size}"
     if plan is not None and not plan.ordered:
-        intervals = getattr(plan, "intervals", None)
+        intervals = plan.intervals
         if intervals is None:
             return "FlashAttention takes no mask, and this plan says slot by slot what is seen"
         most = max(map(len, intervals))
@@ -115,6 +115,20 @@ def device_lacks(query: Tensor) -> str | None:
     return None
 
 
+def refuses(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    plan: AttentionPlan,
+    window: Reach = None,
+    softcap: float | None = None,
+    sink_logits: Tensor | None = None,
+    lse: bool = False,
+) -> str | None:
+    """As ``contract.Backend.refuses``."""
+    return supports(query, softcap, sink_logits, plan) or fits(query, keys, values, plan, window)
+
+
 def attend(
     query: Tensor,
     keys: Tensor,
@@ -123,10 +137,10 @@ def attend(
     scale: float,
     window: Reach = None,
     softcap: float | None = None,
-    sinks: Tensor | None = None,
+    sink_logits: Tensor | None = None,
 ) -> Tensor:
     """Arguments and result as for ``api.attention``."""
-    return attend_with_lse(query, keys, values, plan, scale, window, softcap, sinks)[0]
+    return attend_with_lse(query, keys, values, plan, scale, window, softcap, sink_logits)[0]
 
 
 def attend_with_lse(
@@ -137,10 +151,10 @@ def attend_with_lse(
     scale: float,
     window: Reach = None,
     softcap: float | None = None,
-    sinks: Tensor | None = None,
+    sink_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As ``attend``, with the log-sum-exp ``[1, T, Hq]`` of the scores, a sink logit included."""
-    return flash_recipes.attend_with_lse(call, query, keys, values, plan, scale, window, softcap, sinks)
+    return flash_recipes.attend_with_lse(call, query, keys, values, plan, scale, window, softcap, sink_logits)
 
 
 def call(

@@ -93,7 +93,7 @@ def missing() -> str | None:
 
 
 def supports(
-    query: Tensor, softcap: float | None, sinks: Tensor | None, plan: AttentionPlan | None = None
+    query: Tensor, softcap: float | None, sink_logits: Tensor | None, plan: AttentionPlan | None = None
 ) -> str | None:
     """Why this backend cannot serve a call, or ``None``. Any plan will do, pages included."""
     why = missing()
@@ -116,8 +116,8 @@ def supports(
         return "query's last dimension is not contiguous: call query.contiguous()"
     if torch.is_grad_enabled() and query.requires_grad:
         return "the kernel has no backward pass: call it under torch.no_grad()"
-    if sinks is not None and (sinks.device != query.device or not sinks.is_contiguous()):
-        return "sinks are on another device than query, or not contiguous"
+    if sink_logits is not None and (sink_logits.device != query.device or not sink_logits.is_contiguous()):
+        return "the sink logits are on another device than query, or not contiguous"
     return None
 
 
@@ -177,6 +177,20 @@ def _shapes_fit(query: Tensor, keys: Tensor, values: Tensor, plan: AttentionPlan
     return None
 
 
+def refuses(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    plan: AttentionPlan,
+    window: Reach = None,
+    softcap: float | None = None,
+    sink_logits: Tensor | None = None,
+    lse: bool = False,
+) -> str | None:
+    """As ``contract.Backend.refuses``."""
+    return supports(query, softcap, sink_logits, plan) or fits(query, keys, values, plan, window)
+
+
 def attend(
     query: Tensor,
     keys: Tensor,
@@ -185,7 +199,7 @@ def attend(
     scale: float,
     window: Reach = None,
     softcap: float | None = None,
-    sinks: Tensor | None = None,
+    sink_logits: Tensor | None = None,
     *,
     chunk: int | None = None,
 ) -> Tensor:
@@ -197,9 +211,9 @@ def attend(
     Raises:
         ValueError: tensors that do not fit each other or the plan, or whose last dimension is not contiguous.
     """
-    lowered, window = _prepare(query, keys, values, plan, window, sinks)
+    lowered, window = _prepare(query, keys, values, plan, window, sink_logits)
     chunk = chunk or plan.fragment
-    return launch(query, keys, values, lowered, scale, window, softcap, sinks, chunk=chunk, plan=plan)
+    return launch(query, keys, values, lowered, scale, window, softcap, sink_logits, chunk=chunk, plan=plan)
 
 
 def attend_with_lse(
@@ -210,15 +224,17 @@ def attend_with_lse(
     scale: float,
     window: Reach = None,
     softcap: float | None = None,
-    sinks: Tensor | None = None,
+    sink_logits: Tensor | None = None,
     *,
     chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As ``attend``, with the log-sum-exp ``[1, T, Hq]`` of the scores, float32, natural, a sink logit included."""
-    lowered, window = _prepare(query, keys, values, plan, window, sinks)
+    lowered, window = _prepare(query, keys, values, plan, window, sink_logits)
     lse = query.new_empty(1, query.shape[2], query.shape[1], dtype=torch.float32)
     chunk = chunk or plan.fragment
-    out = launch(query, keys, values, lowered, scale, window, softcap, sinks, chunk=chunk, lse=lse, plan=plan)
+    out = launch(
+        query, keys, values, lowered, scale, window, softcap, sink_logits, chunk=chunk, lse=lse, plan=plan
+    )
     return out, lse
 
 
@@ -230,7 +246,7 @@ def launch(
     scale: float,
     window: Reach = None,
     softcap: float | None = None,
-    sinks: Tensor | None = None,
+    sink_logits: Tensor | None = None,
     *,
     chunk: int | None = None,
     out: Tensor | None = None,
@@ -292,7 +308,7 @@ def launch(
         kernels.attend_kernel[(rows * tiles, kv_heads, chunks)](
             query, keys, values, parts, part_lse,
             lowered.starts, lowered.length, lowered.rows, lowered.root, lowered.words, depth, table, seen,
-            sinks if direct else None,
+            sink_logits if direct else None,
             (scale if softcap is None else softcap) * LOG2E,
             0.0 if softcap is None else 2 * LOG2E * scale / softcap,
             back, initial or None, slots, align, tiles, 0 if depth is None else depth.shape[1],
@@ -312,7 +328,12 @@ def launch(
         if not direct:
             assert part_lse is not None
             _merge(
-                parts[:, 0].transpose(0, 1), part_lse[:, 0].transpose(0, 1), out[0], lse, sinks, natural=False
+                parts[:, 0].transpose(0, 1),
+                part_lse[:, 0].transpose(0, 1),
+                out[0],
+                lse,
+                sink_logits,
+                natural=False,
             )
     return out
 
@@ -347,14 +368,19 @@ def merge(outputs: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _merge(
-    parts: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor | None, sinks: Tensor | None, natural: bool
+    parts: Tensor,
+    part_lse: Tensor,
+    out: Tensor,
+    lse: Tensor | None,
+    sink_logits: Tensor | None,
+    natural: bool,
 ) -> None:
     """``parts [N, F, Q, Dv]`` and ``part_lse [N, F, Q]`` -> ``out [N, Q, Dv]`` and ``lse [..., N, Q]``."""
     N, F, Q, size = parts.shape
     if N * Q == 0:
         return
     _kernels().merge_kernel[(N, Q)](
-        parts, part_lse, out, lse, sinks, F,
+        parts, part_lse, out, lse, sink_logits, F,
         *parts.stride()[:3], *part_lse.stride(), *out.stride()[:2],
         *((0, 0) if lse is None else lse.stride()[-2:]),
         DV=size, BDV=_power(size), NATURAL=natural, num_warps=4 if size > 128 else 2,
@@ -422,21 +448,21 @@ def _prepare(
     values: Tensor,
     plan: AttentionPlan,
     window: Reach,
-    sinks: Tensor | None,
+    sink_logits: Tensor | None,
 ) -> tuple[Lowered, Reach]:
     why = _cannot_run(query) or fits(query, keys, values, plan)
     if why:
         raise ValueError(why)
     if query.stride(-1) != 1:
         raise ValueError("query's last dimension is not contiguous: call query.contiguous()")
-    if sinks is not None:
-        if sinks.shape != (query.shape[1],):
+    if sink_logits is not None:
+        if sink_logits.shape != (query.shape[1],):
             raise ValueError(
-                f"sinks are {tuple(sinks.shape)}: give one logit for each of {query.shape[1]} heads"
+                f"the sink logits are {tuple(sink_logits.shape)}: give one logit for each of {query.shape[1]} heads"
             )
-        if sinks.device != query.device or not sinks.is_contiguous():
+        if sink_logits.device != query.device or not sink_logits.is_contiguous():
             raise ValueError(
-                f"sinks are on {sinks.device} with stride {sinks.stride(0)}: give them on {query.device}, contiguous"
+                f"the sink logits are on {sink_logits.device} with stride {sink_logits.stride(0)}: give them on {query.device}, contiguous"
             )
     if plan.ordered:
         window = binding(window, max(plan.length))

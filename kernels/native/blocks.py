@@ -80,13 +80,13 @@ class Blocks:
             made.heads, made.kv_heads = (p.out_features // b.size for p in (b.query, b.key))
             made.size, made.inner, made.scale = b.size, b.gate.out_features, b.scale
             made.narrow = narrow is not None
-            for name in _NORMS:
-                norm = getattr(b, name)
+            norms = (b.before, b.after, b.query_norm, b.key_norm)
+            for name, norm in zip(_NORMS, norms):
                 if norm is not None:
                     self._add(made, name, norm, "weight")
                     setattr(made, f"{name}_eps", norm.variance_epsilon)
-            for name in _PRODUCTS:
-                product = getattr(b, name)
+            products = (b.query, b.key, b.value, b.out, b.gate, b.up, b.down)
+            for name, product in zip(_PRODUCTS, products):
                 self._add(made, name, product, "weight")
                 if product.bias is not None:
                     self._add(made, f"{name}_bias", product, "bias")
@@ -211,7 +211,8 @@ class Blocks:
 
 
 def _fits(b: Any) -> bool:
-    return all(linear_takes(p.weight, p.bias) for p in (getattr(b, name) for name in _PRODUCTS))
+    products = (b.query, b.key, b.value, b.out, b.gate, b.up, b.down)
+    return all(linear_takes(p.weight, p.bias) for p in products)
 
 
 def _check(x: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, size: int) -> None:
@@ -264,7 +265,7 @@ def _function(name: str) -> Any:
     lib = library()
     if lib is None:
         raise RuntimeError(f"there are no C kernels: {reason()}")
-    function = getattr(lib, name)
+    function: Any = lib[name]
     end = [c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_int, c_int]
     if name == "blocks":
         function.argtypes = [POINTER(_Block), POINTER(_Buffer), c_void_p, c_void_p, c_int64, *end]

@@ -28,7 +28,7 @@ def _function(name: str) -> Any:
     lib = library()
     if lib is None:
         raise RuntimeError(f"there are no C kernels: {reason()}")
-    function = getattr(lib, name)
+    function: Any = lib[name]
     function.argtypes = _TAKES[name]
     return function
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from specdec.cache.contiguous import free_bytes
+from specdec.cache.contract import KVStore
 from specdec.cache.slots import KVShape, Slots
 from specdec.cache.token_index import Row, TokenIndex
 from specdec.kernels.native.blocks import Buffers
@@ -116,7 +117,7 @@ class Pool(Slots):
         self.free += range(pages - 1, have - 1, -1)
 
 
-class PagedCache(TokenIndex):
+class PagedCache(TokenIndex, KVStore):
     """As ``SlotCache``, for rows that hold pages of a ``Pool``.
 
     Args:
@@ -148,9 +149,14 @@ class PagedCache(TokenIndex):
         return self.pool.layers
 
     @property
+    def direct(self) -> list[tuple[Tensor, Tensor]] | None:
+        """As ``KVStore.direct``: of all pages of the pool."""
+        return self.pool.direct if type(self).append is PagedCache.append else None
+
+    @property
     def buffers(self) -> Buffers | None:
-        """``layers`` as C kernels take them, or ``None`` where they cannot."""
-        return self.pool.buffers
+        """As ``KVStore.buffers``."""
+        return None if self.direct is None else self.pool.buffers
 
     def table(self, b: int) -> list[int]:
         """The pages that row ``b`` holds, in the order of its slots."""

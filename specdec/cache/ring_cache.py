@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specdec.cache.contract import KVStore
 from specdec.cache.ring import Ring
 from specdec.cache.slots import KVShape
 from specdec.cache.token_index import Row, TokenIndex
@@ -102,7 +103,7 @@ class RingCache(Ring, TokenIndex):
         return ExplicitPlan(rows, counts, seen, queries[:, None] - self.held(queries), at)
 
 
-class Stage:
+class Stage(KVStore):
     """Stands in for a ring while many tokens of a row are fed: they see the ring as it was, and each other."""
 
     def __init__(self, ring: RingCache, rows: list[Row]):

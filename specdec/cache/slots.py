@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from specdec.cache.contract import KVStore
 from specdec.kernels.device import to_device
 from specdec.kernels.native import library
 from specdec.kernels.native.blocks import Buffers, buffers
@@ -29,18 +30,21 @@ class KVShape(NamedTuple):
         return self.heads * (self.key_size + self.value_size) * self.dtype.itemsize
 
 
-class Slots:
+class Slots(KVStore):
     """``slots`` slots for each of ``batch`` rows; what they mean is for others to say.
 
     Args:
         shapes: one for each layer.
     Attributes:
+        lease: held by all caches of one memory while captured steps know it (``graphs.programs``); ``None`` where none do.
         layers: for each layer its keys ``[B, S, H, D]`` and values ``[B, S, H, Dv]``. Slot s of row b has the number
             ``b * slots + s`` wherever slots are numbered flat.
 
     In memory heads come before slots, so that what one head reads lies together: a plain step over a long context
     waits for that. ``layers`` and ``_blocks [layers, B, S, H, D]`` are views that hide this.
     """
+
+    lease: object | None = None
 
     def __init__(self, shapes: Sequence[KVShape], batch: int, slots: int):
         self.shapes, self.slots = list(shapes), slots
@@ -72,10 +76,15 @@ class Slots:
         self._buffers: tuple[Buffers | None] | None = None
 
     @property
+    def direct(self) -> list[tuple[Tensor, Tensor]] | None:
+        """``layers``, unless a class that derives from this one appends in a way of its own."""
+        return self.layers if type(self).append is Slots.append else None
+
+    @property
     def buffers(self) -> Buffers | None:
-        """``layers`` as C kernels take them, or ``None`` where they cannot."""
+        """As ``KVStore.buffers``."""
         if self._buffers is None:
-            self._buffers = (buffers(self.layers),)
+            self._buffers = (None if self.direct is None else buffers(self.layers),)
         return self._buffers[0]
 
     def __getstate__(self) -> dict[str, Any]:

@@ -51,6 +51,5 @@ class ArmCosts:
 
 def weights(model: Any) -> int:
     """Numbers in a model's parameters; 0 for what has none."""
-    inner = getattr(model, "model", model)
-    parameters = getattr(inner, "parameters", None)
-    return sum(p.numel() for p in parameters()) if callable(parameters) else 0
+    inner = model if isinstance(model, torch.nn.Module) else getattr(model, "model", None)
+    return sum(p.numel() for p in inner.parameters()) if isinstance(inner, torch.nn.Module) else 0

@@ -8,7 +8,7 @@ is negative. The problems are small and searched exhaustively: nothing here depe
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import combinations
 from math import exp
@@ -42,8 +42,8 @@ class Fitted(Hardware):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("cached_bytes_per_second", "cache_bytes"):
-            if getattr(self, name) is not None:
-                number(name, getattr(self, name), ", or None")
+            if vars(self)[name] is not None:
+                number(name, vars(self)[name], ", or None")
         if self.cache_bytes is not None and not (self.cache_bytes > 0 and self.cached_bytes_per_second):
             raise ValueError(
                 f"cache_bytes is {self.cache_bytes}: give a positive number, and cached_bytes_per_second with it"
@@ -103,10 +103,10 @@ class Host:
     per_row_token: float = 0.0
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            number(field.name, getattr(self, field.name))
-            if getattr(self, field.name) < 0:
-                raise ValueError(f"{field.name} is {getattr(self, field.name)}: give seconds, at least 0")
+        for name, seconds in vars(self).items():
+            number(name, seconds)
+            if seconds < 0:
+                raise ValueError(f"{name} is {seconds}: give seconds, at least 0")
 
     def seconds(self, rows: int, tokens: int = 1) -> float:
         """Seconds for ``tokens`` tokens of each of ``rows`` rows."""

@@ -1,4 +1,4 @@
-"""Reads a ``Shape`` from a transformers config: grouped queries, tied embeddings, windows, experts."""
+"""Reads the arguments of a ``Shape`` from a transformers config: grouped queries, tied embeddings, windows, experts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from specdec.cost.shapes import Experts, Shape
+from specdec.configs import setting
 
 # Families whose feed-forward layers have two matrices. Configs do not say it, and all others of today have three.
 _TWO_MATRICES = (
@@ -34,8 +34,8 @@ _REFUSED_FAMILIES = {
 _KINDS = {"full_attention", "sliding_attention", "attention", "global", "local"}
 
 
-def read(config: Any) -> Shape:
-    """The shape of a decoder-only config, or of a model that has one.
+def read(config: Any) -> dict[str, Any]:
+    """The arguments of ``Shape``, by name, for a decoder-only config or a model that has one; ``experts`` are those of ``Experts``.
 
     Biases, positions that are learned, norms of queries and keys, and the last norm are left out (below a percent of
     the body). Every expert layer is taken to choose its experts uniformly.
@@ -44,19 +44,19 @@ def read(config: Any) -> Shape:
         TypeError: a name, or a dictionary.
         ValueError: a field is missing; the layers keep something else than keys and values; an encoder-decoder.
     """
-    if not hasattr(config, "config"):
-        config = getattr(config, "model", config)  # an HFModel's
-    config = getattr(config, "config", config)
+    if setting(config, "config") is None:
+        config = setting(config, "model") or config  # an HFModel's
+    config = setting(config, "config") or config
     if config is None or isinstance(config, (str, os.PathLike, Mapping)):
         raise TypeError(
             f"config is a {type(config).__name__}: give a transformers config (AutoConfig.from_pretrained(folder)), or a model"
         )
-    if hasattr(config, "get_text_config"):
-        config = config.get_text_config()
-    family = getattr(config, "model_type", "") or type(config).__name__
+    text = setting(config, "get_text_config")
+    config = config if text is None else text()
+    family = setting(config, "model_type") or type(config).__name__
     # BERT and its kin say that they are no decoders; so does GPT-NeoX, which is one.
-    encoder = getattr(config, "is_decoder", None) is False and not family.startswith("gpt_neox")
-    if encoder or getattr(config, "is_encoder_decoder", False):
+    encoder = setting(config, "is_decoder") is False and not family.startswith("gpt_neox")
+    if encoder or setting(config, "is_encoder_decoder"):
         raise ValueError(f"{family!r} is not decoder-only: only decoder-only models have a shape here")
     why = _REFUSED_FAMILIES.get(family) or next(
         (why for field, why in _REFUSED_FIELDS.items() if _first(config, field)), None
@@ -70,27 +70,25 @@ def read(config: Any) -> Shape:
     if _first(config, "v_head_dim") not in (None, d_head):
         raise ValueError(f"{family!r} has keys and values of different sizes: write terms of your own")
     window, windowed = _window(config, family, layers)
-    return Shape(
-        layers=layers,
-        d_model=d_model,
-        heads=heads,
-        kv_heads=_kv_heads(config, family, heads),
-        d_head=d_head,
-        d_ff=_width(config, family, d_model),
-        vocab=_need(config, family, "vocab_size"),
-        tied=bool(getattr(config, "tie_word_embeddings", False)),
-        gated=family not in _TWO_MATRICES.split(),
-        experts=_experts(config, family, layers),
-        window=window,
-        windowed_layers=windowed,
-    )
+    return {
+        "layers": layers,
+        "d_model": d_model,
+        "heads": heads,
+        "kv_heads": _kv_heads(config, family, heads),
+        "d_head": d_head,
+        "d_ff": _width(config, family, d_model),
+        "vocab": _need(config, family, "vocab_size"),
+        "tied": bool(setting(config, "tie_word_embeddings")),
+        "gated": family not in _TWO_MATRICES.split(),
+        "experts": _experts(config, family, layers),
+        "window": window,
+        "windowed_layers": windowed,
+    }
 
 
 def _first(config: Any, *names: str) -> Any:
     try:
-        return next(
-            (value for value in (getattr(config, name, None) for name in names) if value is not None), None
-        )
+        return setting(config, *names)
     except RuntimeError as error:  # transformers: the field differs from layer to layer
         raise ValueError(
             f"{names[0]} differs from layer to layer: make the Shape by hand ({error})"
@@ -111,7 +109,7 @@ def _need(config: Any, family: str, *names: str) -> int:
 def _kv_heads(config: Any, family: str, heads: int) -> int:
     if family in _ONE_KV_A_HEAD.split():
         return heads
-    if family in ("falcon", "gpt_bigcode") and not getattr(config, "new_decoder_architecture", False):
+    if family in ("falcon", "gpt_bigcode") and not setting(config, "new_decoder_architecture"):
         return 1 if config.multi_query else heads
     return int(_first(config, "num_key_value_heads", "num_kv_heads") or heads)
 
@@ -135,11 +133,11 @@ def _window(config: Any, family: str, layers: int) -> tuple[int | None, int]:
             raise ValueError(f"{family!r} has layers of kind {', '.join(strange)}: write terms of your own")
         windowed = sum(kind in ("sliding_attention", "local") for kind in kinds)
     else:
-        windowed = layers if getattr(config, "use_sliding_window", True) else 0
+        windowed = 0 if setting(config, "use_sliding_window") is False else layers
     return (int(size), windowed) if size and windowed else (None, 0)
 
 
-def _experts(config: Any, family: str, layers: int) -> Experts | None:
+def _experts(config: Any, family: str, layers: int) -> dict[str, Any] | None:
     count = _first(config, "num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts")
     if not count or count < 2:
         return None
@@ -150,13 +148,13 @@ def _experts(config: Any, family: str, layers: int) -> Experts | None:
             _first(config, "n_shared_experts", "num_shared_experts", "moe_num_shared_experts") or 0
         )
     sparse = sum(_is_sparse(config, layer, layers) for layer in range(layers))
-    return Experts(
-        count=int(count),
-        chosen=_need(config, family, "num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk"),
-        d_ff=width,
-        shared_d_ff=int(shared),
-        layers=sparse if sparse < layers else None,
-    )
+    return {
+        "count": int(count),
+        "chosen": _need(config, family, "num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk"),
+        "d_ff": width,
+        "shared_d_ff": int(shared),
+        "layers": sparse if sparse < layers else None,
+    }
 
 
 def _is_sparse(config: Any, layer: int, layers: int) -> bool:

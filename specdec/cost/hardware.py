@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from specdec.arguments import numbers
+from specdec.arguments import numbers, positive
 from specdec.cost.terms import Step
 
 
@@ -29,12 +29,10 @@ class Hardware:
 
     def __post_init__(self) -> None:
         numbers(self, "flops", "bytes_per_second", "overhead", "overhead_per_layer")
-        for rate in ("flops", "bytes_per_second"):
-            if not getattr(self, rate) > 0:
-                raise ValueError(f"{rate} is {getattr(self, rate)}: give a positive number, per second")
-        for extra in ("overhead", "overhead_per_layer"):
-            if getattr(self, extra) < 0:
-                raise ValueError(f"{extra} is {getattr(self, extra)}: give seconds, at least 0")
+        positive(self, "flops", "bytes_per_second", hint=", per second")
+        for name, extra in (("overhead", self.overhead), ("overhead_per_layer", self.overhead_per_layer)):
+            if extra < 0:
+                raise ValueError(f"{name} is {extra}: give seconds, at least 0")
 
     @property
     def intensity(self) -> float:

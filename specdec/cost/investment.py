@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from specdec.arguments import numbers
+from specdec.arguments import numbers, positive
 from specdec.cost.shapes import Shape
 
 
@@ -27,9 +27,7 @@ class Investment:
         numbers(self, "share", "multiplier", "serving")
         if self.share < 0:
             raise ValueError(f"share is {self.share}: give units of the target's training, at least 0")
-        for name in ("multiplier", "serving"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} is {getattr(self, name)}: give a positive number")
+        positive(self, "multiplier", "serving")
 
     @property
     def saved(self) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from specdec.arguments import numbers, whole
+from specdec.arguments import numbers, positive, whole
 from specdec.cost.hardware import Hardware
 from specdec.cost.shapes import Shape
 from specdec.cost.terms import FULL, PAPER, Forward, Step, Term, kv_refresh, memory_projection, step
@@ -81,9 +81,7 @@ class Load:
             raise ValueError(
                 f"context is {self.context}: give at least 1 position; a target attends to its prompt"
             )
-        for name in ("bytes_per_weight", "bytes_per_kv"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} is {getattr(self, name)}: give a positive number")
+        positive(self, "bytes_per_weight", "bytes_per_kv")
         if self.k < 1:
             raise ValueError(
                 f"k is {self.k}: draft at least 1 token a round, or use the method AUTOREGRESSIVE"

@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from specdec.arguments import whole
+from specdec.cost.configs import read
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Experts:
 
     def __post_init__(self) -> None:
         for name in ("count", "chosen", "d_ff", "shared_d_ff"):
-            whole(name, getattr(self, name))
+            whole(name, vars(self)[name])
         if self.d_ff < 1 or self.shared_d_ff < 0:
             raise ValueError(
                 f"d_ff is {self.d_ff} and shared_d_ff {self.shared_d_ff}: give at least 1, and 0 or more"
@@ -66,13 +67,14 @@ class Shape:
     windowed_layers: int = 0
 
     def __post_init__(self) -> None:
-        for field in fields(self)[:7]:
-            whole(field.name, getattr(self, field.name))
+        sizes = [(field.name, vars(self)[field.name]) for field in fields(self)[:7]]
+        for name, size in sizes:
+            whole(name, size)
         if not (self.experts is None or isinstance(self.experts, Experts)):
             raise TypeError(f"experts is {self.experts!r}: give Experts(count, chosen, d_ff), or None")
-        for field in fields(self)[:6]:
-            if getattr(self, field.name) < 1:
-                raise ValueError(f"{field.name} is {getattr(self, field.name)}: give at least 1")
+        for name, size in sizes[:6]:
+            if size < 1:
+                raise ValueError(f"{name} is {size}: give at least 1")
         if self.vocab < 0:
             raise ValueError(
                 f"vocab is {self.vocab}: give the number of ids, or 0 to leave the (un)embedding out"
@@ -102,9 +104,9 @@ class Shape:
             TypeError: a name or a dictionary.
             ValueError: a config that lacks what is needed, or whose cost this model does not describe.
         """
-        from specdec.cost.configs import read
-
-        return read(config)
+        found = read(config)
+        experts = found.pop("experts")
+        return cls(**found, experts=None if experts is None else Experts(**experts))
 
     def with_layers(self, layers: int) -> Shape:
         """The same with another number of layers: SPIRe's draft is ``target.with_layers(2)`` (section 3.2).

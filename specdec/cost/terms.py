@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from specdec.arguments import number
+from specdec.arguments import positive
 from specdec.cost.shapes import Shape
 
 
@@ -34,10 +34,7 @@ class Forward:
     bytes_per_kv: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("batch", "tokens", "kv_length", "bytes_per_weight", "bytes_per_kv"):
-            number(name, getattr(self, name))
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} is {getattr(self, name)}: give a positive number")
+        positive(self, "batch", "tokens", "kv_length", "bytes_per_weight", "bytes_per_kv")
 
     @property
     def fed(self) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from specdec.configs import setting
+
 _PACKED = "gemma gemma2 gemma3_text gpt2 gpt_neox gpt_oss llama mistral mixtral olmo2 opt phi3 qwen2 qwen3 qwen3_moe starcoder2"
 
 SUPPORTED: dict[str, str] = {
@@ -57,9 +59,9 @@ def path_of(config: Any, unlisted: str | None = None) -> str:
     if unlisted not in (None, "packed"):
         raise ValueError(f"unlisted is {unlisted!r}: None or 'packed'")
     family = config.model_type
-    if getattr(config, "is_encoder_decoder", False):
+    if setting(config, "is_encoder_decoder"):
         raise refuse(family, "it is an encoder-decoder; only decoder-only language models are run")
-    if any(getattr(config, part, None) is not None for part in ("vision_config", "audio_config")):
+    if setting(config, "vision_config", "audio_config") is not None:
         raise refuse(family, "it is multimodal; its language model alone may be supported")
     if family in _WHY:
         raise refuse(family, _WHY[family])
@@ -67,7 +69,7 @@ def path_of(config: Any, unlisted: str | None = None) -> str:
         raise refuse(
             family, "this one uses ALiBi, which makes its biases from a padding mask and not from positions"
         )
-    if getattr(config, "use_bidirectional_attention", False):
+    if setting(config, "use_bidirectional_attention"):
         raise refuse(family, "this one attends in both directions")
     if family in SUPPORTED:
         return SUPPORTED[family]
@@ -83,12 +85,11 @@ def positions_of(config: Any) -> int | None:
     length, so cached keys would be wrong from there on: such models are taken up to their original length.
     """
     text = config.get_text_config()
-    limit = getattr(text, "max_position_embeddings", None) or getattr(text, "max_seq_len", None)
-    rope = getattr(text, "rope_parameters", None) or {}
+    limit = setting(text, "max_position_embeddings", "max_seq_len")
+    rope = setting(text, "rope_parameters") or {}
     for one in [rope, *(v for v in rope.values() if isinstance(v, dict))]:
         if one.get("rope_type") in ("longrope", "dynamic"):
-            original = one.get("original_max_position_embeddings") or getattr(
-                text, "original_max_position_embeddings", None
-            )
+            name = "original_max_position_embeddings"
+            original = one.get(name) or setting(text, name)
             limit = min((n for n in (limit, original) if n), default=None)
     return limit

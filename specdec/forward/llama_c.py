@@ -1,10 +1,10 @@
 """The forward of Llama-like blocks on the CPU with everything but the products of prompts in C (``kernels.native``).
 
 A step is one call for all blocks where its plan and its cache allow it, and one call an operator otherwise, with the same bits.
-Over the same prompt's entries a token's logits are the same in a plain step and in a verification. Prompts are PyTorch's; with
-``invariant`` everything is ours, and nothing depends on company.
+Over the same prompt's entries a token's logits are the same in a plain step and in a verification. The products of prompts are PyTorch's; with
+``invariant`` all operators are batch-invariant.
 
-Same numbers as ``lean.LlamaEager`` up to rounding. bfloat16 models are rounded less often than by PyTorch.
+Same numbers as ``LlamaEager`` up to rounding. bfloat16 models are rounded less often than by PyTorch.
 """
 
 from __future__ import annotations
@@ -16,16 +16,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specdec.cache.contract import KVStore
+from specdec.configs import setting
+from specdec.forward.block import Angles, Block, Eager
+from specdec.forward.contract import Caught, Keep
 from specdec.forward.families import positions_of
 from specdec.forward.llama_eager import LlamaEager
-from specdec.kernels.attention import AttentionPlan, attention
+from specdec.kernels.attention import AttentionPlan
 from specdec.kernels.attention.native import always, lowered, prompt, series
 from specdec.kernels.native import library
 from specdec.kernels.native.blocks import CAST, Blocks, Buffers
 from specdec.kernels.native.narrow import Narrow
-from specdec.kernels.native.ops import MOST, add_norm, linear_takes, silu_mul, tiles, turn
-from specdec.kernels.native.ops import unchecked_linear as own
+from specdec.kernels.native.ops import MOST, add_norm, linear_takes, silu_mul, tiles, turn, unchecked_linear
 from specdec.kernels.native.step import Reader, Steps
+from specdec.kernels.pointwise import Place
 
 STEP = 256  # tokens of a forward up to which it is a step, and not a prompt
 FEW = 6  # the same in bfloat16 without matrix units, where PyTorch is faster from there on
@@ -50,6 +54,42 @@ def most(dtype: torch.dtype) -> int:
     return {torch.float32: STEP, torch.bfloat16: STEP if tiles() else FEW}.get(dtype, 0)
 
 
+class Native(Eager):
+    """``kernels.native.ops``, for contiguous tensors ``[T, ...]`` on the CPU; without gradients.
+
+    Args:
+        own: whether products are ours, too, and not PyTorch's. narrow: bfloat16 copies of weights, which our products read.
+    """
+
+    def __init__(self, own: bool, narrow: Narrow | None):
+        self.own, self.narrow = own, narrow
+
+    def add_norm(self, x: Tensor, more: Tensor | None, norm: Any) -> tuple[Tensor, Tensor]:
+        if more is None:
+            return x, add_norm(x, None, norm.weight, norm.variance_epsilon)
+        return more, add_norm(more, x, norm.weight, norm.variance_epsilon)
+
+    def products(self, x: Tensor, *projections: Any) -> list[Tensor]:
+        if not self.own:
+            return super().products(x, *projections)
+        narrow = self.narrow
+        weights = [p.weight if narrow is None else narrow[p.weight] for p in projections]
+        return [unchecked_linear(x, w, p.bias) for w, p in zip(weights, projections)]
+
+    def rotate(
+        self, b: Block, query: Tensor, key: Tensor, value: Tensor, angles: Angles, place: Place | None
+    ) -> tuple[Tensor, Tensor]:
+        if b.query_norm is not None:
+            query = add_norm(query, None, b.query_norm.weight, b.query_norm.variance_epsilon)
+            key = add_norm(key, None, b.key_norm.weight, b.key_norm.variance_epsilon)
+        for heads in (query, key):
+            turn(heads.flatten(1), *angles, b.size)
+        return query, key
+
+    def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
+        return silu_mul(gate, up)
+
+
 class LlamaC(LlamaEager):
     """As ``LlamaEager``, for models on the CPU where there are C kernels."""
 
@@ -58,17 +98,14 @@ class LlamaC(LlamaEager):
     ):
         super().__init__(model, backend)
         rotary = self.body.rotary_emb
-        self._fixed = getattr(rotary, "rope_type", None) in _FIXED
+        self._fixed = setting(rotary, "rope_type") in _FIXED
         self._table: tuple[Tensor, Tensor] | None = None
         self._positions = positions_of(model.config) or sys.maxsize
         self._always = invariant
         every_size = invariant or (bf16_weights and tiles())
         self._few = sys.maxsize if every_size else most(self.head.weight.dtype)
-        self._projections = [
-            [(p.weight, p.bias) for p in (b.query, b.key, b.value, b.out, b.gate, b.up, b.down)]
-            for b in self.blocks
-        ]
-        every = [p for block in self._projections for p in block] + [(self.head.weight, self.head.bias)]
+        products = [p for b in self.blocks for p in (b.query, b.key, b.value, b.out, b.gate, b.up, b.down)]
+        every = [(p.weight, p.bias) for p in (*products, self.head)]
         self.narrow = Narrow(weight for weight, _ in every) if bf16_weights else None
         sizes = {linear_takes(*p) and (invariant or bf16_weights or p[0].shape[1] <= WIDE) for p in every}
         self._own = sizes == {True}
@@ -114,12 +151,12 @@ class LlamaC(LlamaEager):
 
     def forward(
         self,
-        memo: Any,
+        store: KVStore,
         plan: AttentionPlan,
         ids: Tensor,
         positions: Tensor,
-        keep: Any,
-        caught: dict[int, list[Tensor]] | None = None,
+        keep: Keep,
+        caught: Caught = None,
     ) -> Tensor | None:
         """As ``LlamaEager.forward``."""
         T = len(ids)
@@ -127,7 +164,7 @@ class LlamaC(LlamaEager):
         if self._always:
             always(plan)
         if few:
-            reader = self.reader(memo, plan, positions, keep, caught)
+            reader = self.reader(store, plan, positions, keep, caught)
             if reader is not None:
                 logits = Steps([reader], T, T if reader.keep is None else len(reader.keep))(0, ids)
                 for number, tap in (reader.taps or {}).items():
@@ -135,53 +172,12 @@ class LlamaC(LlamaEager):
                     caught[number].append(tap)
                 return None if keep is False else logits
         x = F.embedding(ids, self.body.embed_tokens.weight)
-        linear: Any = own if few else F.linear
-        assert plan.slots is not None
-        if self.head.weight.dtype is not x.dtype or not self.head.weight.is_contiguous():
-            raise RuntimeError(CAST)
-        cos, sin = self.rotary(x, positions)
         if any(w.dtype is not x.dtype or not w.is_contiguous() for w in self._weights):
             raise RuntimeError(CAST)
-        more: Tensor | None = None  # what the block before adds to x
-        for number, (b, projections) in enumerate(zip(self.blocks, self._projections)):
-            if few and self.narrow is not None:
-                projections = [(self.narrow[w], bias) for w, bias in projections]
-            query, key, value, out, gate, up, down = projections
-            y = add_norm(x, more, b.before.weight, b.before.variance_epsilon)
-            if caught and number in caught:
-                caught[number].append(x.clone())
-            q, k, v = linear(y, *query), linear(y, *key), linear(y, *value)
-            if b.query_norm is not None:
-                q = add_norm(q.view(-1, b.size), None, b.query_norm.weight, b.query_norm.variance_epsilon)
-                k = add_norm(k.view(-1, b.size), None, b.key_norm.weight, b.key_norm.variance_epsilon)
-                q, k = q.view(T, -1), k.view(T, -1)
-            q, k, v = (
-                t.view(1, T, -1, b.size).transpose(1, 2)
-                for t in (turn(q, cos, sin, b.size), turn(k, cos, sin, b.size), v)
-            )
-            keys, values = memo.append(b.layer, plan.slots, k, v)
-            seen = attention(q, keys, values, plan, scale=b.scale, window=b.window, backend=self.backend)
-            y = add_norm(x, linear(seen.reshape(T, -1), *out), b.after.weight, b.after.variance_epsilon)
-            more = linear(silu_mul(linear(y, *gate), linear(y, *up)), *down)
-        if more is not None:
-            x += more
-        if caught and len(self.blocks) in caught:
-            caught[len(self.blocks)].append(x)
-        return self._logits(x, keep, linear)
-
-    def _logits(self, x: Tensor, keep: Any, linear: Any) -> Tensor | None:
-        if keep is False:
-            return None
-        if keep is not None:
-            x = x[keep]
-        norm = self.body.norm
-        if self.head.weight.shape != self._shape:
+        if keep is not False and self.head.weight.shape != self._shape:
             raise RuntimeError(CAST)
-        y = add_norm(x, None, norm.weight, norm.variance_epsilon)
-        head = self.head.weight
-        return linear(
-            y, head if linear is not own or self.narrow is None else self.narrow[head], self.head.bias
-        )
+        ops = Native(few, self.narrow)
+        return self.run(ops, x, self.rotary(x, positions), store, plan, keep, caught)
 
     def at_once(self, tokens: int) -> bool:
         """Whether forwards of so many tokens can be one call each, whatever their positions."""
@@ -197,14 +193,14 @@ class LlamaC(LlamaEager):
 
     def reader(
         self,
-        memo: Any,
+        store: KVStore,
         plan: AttentionPlan,
         positions: Tensor,
-        keep: Any,
-        caught: dict[int, list[Tensor]] | None = None,
+        keep: Keep,
+        caught: Caught = None,
     ) -> Reader | None:
-        """A forward of few tokens as ``kernels.native.step`` takes it, or ``None`` where memo or plan do not allow it."""
-        held, whole = getattr(memo, "buffers", None), self._whole
+        """A forward of few tokens as ``kernels.native.step`` takes it, or ``None`` where store or plan do not allow it."""
+        held, whole = store.buffers, self._whole
         if held is None or whole is None or plan.watch is not None or plan.attend is not None:
             return None
         if not whole.plain or self._few < len(positions) or not self._laid:
@@ -215,7 +211,7 @@ class LlamaC(LlamaEager):
             keep = keep.contiguous()
         first = self.blocks[0]
         group = first.query.out_features // first.key.out_features
-        if prompt(plan, group) or not _inside(plan, memo, self.dtype, len(positions)):
+        if prompt(plan, group) or not _inside(plan, store, self.dtype, len(positions)):
             return None
         assert plan.slots is not None
         plans = {w: lowered(plan, w) for w in {b.window for b in self.blocks}}
@@ -259,9 +255,10 @@ class LlamaC(LlamaEager):
         return Reader(whole, table, *last, cos, sin, slots, held, plans, alive, narrow=copy, **which)
 
 
-def _inside(plan: AttentionPlan, memo: Any, dtype: torch.dtype, tokens: int) -> bool:
-    """Whether a plan speaks of rows, slots and pages that ``memo`` has; where not, attention itself says what is wrong."""
-    keys = memo.layers[0][0]
+def _inside(plan: AttentionPlan, store: KVStore, dtype: torch.dtype, tokens: int) -> bool:
+    """Whether a plan speaks of rows, slots and pages that ``store`` has; where not, attention itself says what is wrong."""
+    assert store.direct is not None
+    keys = store.direct[0][0]
     rows, slots = keys.shape[:2]
     if keys.dtype != dtype or sum(plan.counts) != tokens:
         return False

@@ -1,4 +1,4 @@
-"""The forward of Llama-like blocks on a GPU in half precision, with one launch for what lies between two products (``kernels.pointwise``).
+"""The forward of llama-like models on a GPU in half precision, with one launch for what lies between two products (``kernels.pointwise``).
 
 Beside its attention a block is seven products, two norms with the residual before them, one launch that turns queries and keys and stores
 keys and values, and SwiGLU: 11 launches. Transformers' modules take one for every operator of these, and a captured step of a small batch
@@ -15,11 +15,45 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specdec.cache.slots import Slots
+from specdec.cache.contract import KVStore
+from specdec.forward.block import Angles, Block, Eager
+from specdec.forward.contract import Caught, Keep
 from specdec.forward.llama_eager import LlamaEager
-from specdec.graphs.static import StaticMemo
-from specdec.kernels.attention import AttentionPlan, attention
-from specdec.kernels.pointwise import MOST, Place, add_norm, silu_mul, turn, why_not
+from specdec.kernels import pointwise
+from specdec.kernels.attention import AttentionPlan
+
+
+class Launches(Eager):
+    """``kernels.pointwise`` between PyTorch's products, for contiguous tensors ``[T, ...]``."""
+
+    stores = True
+
+    def add_norm(self, x: Tensor, more: Tensor | None, norm: Any) -> tuple[Tensor, Tensor]:
+        if more is None:
+            return x, pointwise.add_norm(x, None, norm.weight, norm.variance_epsilon)
+        return more, pointwise.add_norm(more, x, norm.weight, norm.variance_epsilon)
+
+    def rotate(
+        self,
+        b: Block,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        angles: Angles,
+        place: pointwise.Place | None,
+    ) -> tuple[Tensor, Tensor]:
+        norms = None
+        if b.query_norm is not None:
+            norms = (b.query_norm.weight, b.key_norm.weight, b.query_norm.variance_epsilon)
+        stored = None if place is None else value
+        pointwise.turn(query, key, *angles, norms=norms, value=stored, place=place)
+        return query, key
+
+    def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
+        return pointwise.silu_mul(gate, up)
+
+
+LAUNCHES = Launches()
 
 
 class LlamaTriton(LlamaEager):
@@ -32,9 +66,11 @@ class LlamaTriton(LlamaEager):
         if len(found) != 1:
             return False
         device, dtype = found.pop()
-        if dtype is torch.float32 or why_not(device, dtype) is not None or not LlamaEager.suits(model, dtype):
+        if dtype is torch.float32 or pointwise.why_not(device, dtype) is not None:
             return False
-        return model.config.hidden_size <= MOST and all(
+        if not LlamaEager.suits(model, dtype):
+            return False
+        return model.config.hidden_size <= pointwise.MOST and all(
             block.self_attn.head_dim in range(2, 513, 2) for block in model.model.layers
         )
 
@@ -44,54 +80,14 @@ class LlamaTriton(LlamaEager):
 
     def forward(
         self,
-        memo: Any,
+        store: KVStore,
         plan: AttentionPlan,
         ids: Tensor,
         positions: Tensor,
-        keep: Any,
-        caught: dict[int, list[Tensor]] | None = None,
+        keep: Keep,
+        caught: Caught = None,
     ) -> Tensor | None:
         """As ``LlamaEager.forward``."""
         x = F.embedding(ids, self.body.embed_tokens.weight)
-        T, slots = len(ids), plan.slots_on(x.device)
         cos, sin = (t[0].contiguous() for t in self.body.rotary_emb(x, positions[None]))
-        direct = type(memo).append in (Slots.append, StaticMemo.append)  # others do more than to store
-        more: Tensor | None = None  # what the block before adds to x
-        for number, b in enumerate(self.blocks):
-            y = add_norm(x, more, b.before.weight, b.before.variance_epsilon)
-            if caught and number in caught:
-                caught[number].append(x.clone())
-            q, k, v = (F.linear(y, p.weight, p.bias).view(T, -1, b.size) for p in (b.query, b.key, b.value))
-            norms = None
-            if b.query_norm is not None:
-                norms = (b.query_norm.weight, b.key_norm.weight, b.query_norm.variance_epsilon)
-            if direct:
-                keys, values = memo.layers[b.layer]
-                turn(q, k, cos, sin, norms=norms, value=v, place=Place(keys, values, slots))
-            else:
-                turn(q, k, cos, sin, norms=norms)
-                keys, values = memo.append(b.layer, slots, *(t[None].transpose(1, 2) for t in (k, v)))
-            seen = attention(
-                q[None].transpose(1, 2),
-                keys,
-                values,
-                plan,
-                scale=b.scale,
-                window=b.window,
-                backend=self.backend,
-            )
-            out = F.linear(seen.reshape(T, -1), b.out.weight, b.out.bias)
-            y = add_norm(x, out, b.after.weight, b.after.variance_epsilon)
-            gate, up = F.linear(y, b.gate.weight, b.gate.bias), F.linear(y, b.up.weight, b.up.bias)
-            more = F.linear(silu_mul(gate, up), b.down.weight, b.down.bias)
-        if more is not None:
-            x += more
-        if caught and len(self.blocks) in caught:
-            caught[len(self.blocks)].append(x)
-        if keep is False:
-            return None
-        if keep is not None:
-            x = x[keep]
-        norm = self.body.norm
-        y = add_norm(x.contiguous(), None, norm.weight, norm.variance_epsilon)
-        return F.linear(y, self.head.weight, self.head.bias)
+        return self.run(LAUNCHES, x, (cos, sin), store, plan, keep, caught)

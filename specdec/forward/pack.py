@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from specdec import tree
-from specdec.cache.token_index import Row
+from specdec.cache.token_index import Row, TokenIndex
 from specdec.kernels.attention import AttentionPlan, Tree
 from specdec.kernels.device import to_device
 from specdec.types import Context, Proposal
@@ -125,6 +125,14 @@ class PackedBatch:
             page=page,
         )
 
+    def places(self, width: int, begin: int) -> list[int]:
+        """Where the logits of nodes ``begin`` on go in ``[B * width]``; node -1 is the last committed token."""
+        return [
+            r.b * width + node - begin
+            for r in self.rows
+            for node in range(max(r.first - r.length, -1), r.end - r.length)
+        ]
+
     def cut(self, low: int, high: int) -> list[Row]:
         """The part of each row among packed tokens ``low:high``."""
         rows, t = [], 0
@@ -147,6 +155,37 @@ class PackedBatch:
             keep += range(t + max(r.length - 1 - r.first, 0), t + r.end - r.first)
             t += r.end - r.first
         return to_device(torch.tensor(keep), device) if keep else False
+
+
+def spans(
+    cache: TokenIndex, context: Context, proposal: Proposal | None, start: int | None, rows: Tensor | None
+) -> tuple[list[int], list[int]]:
+    """Which slots ``first[b]:end[b]`` of each row a call of ``LanguageModel.score`` feeds.
+
+    Raises:
+        ValueError: rows that do not match, or a ``start`` whose earlier nodes were not fed in this context.
+    """
+    length = context.length.tolist()
+    end = length
+    if proposal is not None and proposal.nodes:
+        if len(proposal.size) != len(length):
+            raise ValueError(f"the proposal has {len(proposal.size)} rows and the context {len(length)}")
+        end = [n + size for n, size in zip(length, proposal.size.tolist())]
+    if rows is not None:
+        asked = set(rows.tolist())
+        end = [e if b in asked else 0 for b, e in enumerate(end)]
+    if start is None:
+        return cache.matched(context), end
+    if start < 0:
+        raise ValueError(
+            f"start is {start}: the first node to feed, or None to begin with the committed tokens"
+        )
+    for b, (n, e) in enumerate(zip(length, end)):
+        if n + start < e and not cache.has_nodes(b, n, start):
+            raise ValueError(
+                f"start is {start} but row {b} has not been fed the nodes before it in this context: score without start first"
+            )
+    return [n + start for n in length], end
 
 
 def feed(

@@ -6,12 +6,16 @@ for a name that it has no mask function for. With ``use_cache=False`` nothing de
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
+from specdec.cache.contract import KVStore
+from specdec.configs import setting
+from specdec.forward.contract import Caught, Forward, Keep
 from specdec.forward.families import refuse
 from specdec.forward.llama_c import LlamaC
 from specdec.forward.llama_eager import LlamaEager
@@ -33,16 +37,17 @@ def slot_attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     plan: AttentionPlan | None = None,
-    memo: Any = None,
+    store: KVStore | None = None,
     backend: str = "auto",
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Transformers' attention function: ``query [1, Hq, T, D]`` against the slots of ``memo`` -> ``[1, T, Hq, Dv]``."""
-    if plan is None or attention_mask is not None:
+    """Transformers' attention function: ``query [1, Hq, T, D]`` against the slots of ``store`` -> ``[1, T, Hq, Dv]``."""
+    if plan is None or store is None or attention_mask is not None:
         raise RuntimeError(
             "this copy of the model belongs to an HFModel: call HFModel.score, or your own model"
         )
-    keys, values = memo.append(module.layer_idx, plan.slots_on(key.device), key, value)
+    layer: Any = module.layer_idx
+    keys, values = store.append(layer, plan.slots_on(key.device), key, value)
     out = attention(
         query,
         keys,
@@ -51,7 +56,7 @@ def slot_attention(
         scale=scaling,
         window=sliding_window,
         softcap=softcap,
-        sinks=s_aux,
+        sink_logits=s_aux,
         backend=backend,
     )
     return out, None
@@ -80,7 +85,8 @@ class Packed:
         bf16_weights: bool = False,
     ):
         """``modules``: call the model's own, even where their arithmetic could be done without them."""
-        if any(getattr(m, "is_causal", True) is False for m in model.modules() if hasattr(m, "layer_idx")):
+        attends = [m for m in model.modules() if setting(m, "layer_idx") is not None]
+        if any(setting(m, "is_causal") is False for m in attends):
             raise refuse(model.config.model_type, "it has layers that attend in both directions")
         if backend == "cpu":  # as "auto" there, whose steps of few tokens are C from ids to logits
             where = {p.device for p in model.parameters() if not p.is_cpu}
@@ -91,7 +97,7 @@ class Packed:
             backend = "auto"
         model.set_attn_implementation(ATTENTION)
         for part in model.modules():  # packed ids have no padding, and looking for it waits for the device
-            if hasattr(part, "warn_if_padding_and_no_attention_mask"):
+            if setting(part, "warn_if_padding_and_no_attention_mask") is not None:
                 part.warn_if_padding_and_no_attention_mask = _nothing
         self.model, self.body = model, model.base_model
         self.backend = backend
@@ -105,25 +111,41 @@ class Packed:
         elif LlamaEager.suits(model):
             self.lean = LlamaEager(model, backend)
 
+    @property
+    def invariant(self) -> bool:
+        return self.lean is not None and self.lean.invariant
+
+    @property
+    def bf16_weights(self) -> bool:
+        return self.lean is not None and self.lean.narrow is not None
+
+    def check(self) -> None:
+        """As ``Runner.check``."""
+        if self.lean is not None and self.lean.narrow is not None:
+            self.lean.narrow.check()
+
+    def capturable(self) -> Forward | str:
+        """As ``Runner.capturable``: graphs do not see C code, so a model that it runs is run by PyTorch's operators."""
+        if self.invariant:
+            return "invariant is True, which is computed in C, and graphs do not see C code"
+        if not isinstance(self.lean, LlamaC):
+            return self
+        path = copy.copy(self)
+        path.lean = LlamaEager(self.model, self.backend) if LlamaEager.suits(self.model) else None
+        return path
+
     def forward(
         self,
-        memo: Any,
+        store: KVStore,
         plan: AttentionPlan,
         ids: Tensor,
         positions: Tensor,
-        keep: Any,
-        caught: dict[int, list[Tensor]] | None = None,
+        keep: Keep,
+        caught: Caught = None,
     ) -> Tensor | None:
-        """PackedBatch packed ``ids [T]`` at ``positions [T]``.
-
-        Args:
-            keep: which of the T tokens' logits are wanted: a tensor of indices, ``None`` for all, ``False`` for none.
-            caught: layer -> list, to which its activations ``[T, E]`` are added (``taps.tapped``).
-        Returns:
-            ``[K, V]``, or ``None`` when none are wanted.
-        """
+        """As ``Forward.forward``."""
         if self.lean is not None and self.lean.usable:
-            return self.lean.forward(memo, plan, ids, positions, keep, caught)
+            return self.lean.forward(store, plan, ids, positions, keep, caught)
         wanted: dict[str, Any] = {} if keep is None or keep is False else {"logits_to_keep": keep}
         model = self.body if keep is False else self.model
         with tapped(self.model, caught, lambda hidden: hidden[0]):
@@ -132,7 +154,7 @@ class Packed:
                 position_ids=positions[None],
                 use_cache=False,
                 plan=plan,
-                memo=memo,
+                store=store,
                 backend=self.backend,
                 **wanted,
             )

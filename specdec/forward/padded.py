@@ -13,6 +13,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from specdec.cache.contract import KVStore
+from specdec.configs import setting
+from specdec.forward.contract import Caught, Keep
 from specdec.forward.families import refuse
 from specdec.forward.taps import tapped
 from specdec.kernels.attention.plan import AttentionPlan, Segment
@@ -23,6 +26,7 @@ class Padded:
 
     spare = 1
     concurrent = False  # the call at hand is kept in the object
+    invariant = bf16_weights = False
 
     def __init__(self, model: Any, trees: bool):
         self.model, self.body, self.trees = model, model.base_model, trees
@@ -32,11 +36,18 @@ class Padded:
                 "flash attention takes no mask; load it with attn_implementation='eager'",
             )
         for part in model.modules():
-            if hasattr(part, "config"):
+            if setting(part, "config") is not None:
                 part.config._attn_implementation_internal = "eager"
         self.window: int | None = None
         if model.config.model_type == "gpt_neo":
             self._open_gpt_neo()
+
+    def check(self) -> None:
+        """As ``Runner.check``: nothing is copied."""
+
+    def capturable(self) -> str:
+        """As ``Runner.capturable``."""
+        return "this family runs padded, with masks made on the host"
 
     def _open_gpt_neo(self) -> None:
         """GPT-Neo slices causal and local masks of its own by slot: replace them by ours, which go by position."""
@@ -61,21 +72,21 @@ class Padded:
 
     def forward(
         self,
-        memo: Any,
+        store: KVStore,
         plan: AttentionPlan,
         ids: Tensor,
         positions: Tensor,
-        keep: Any,
-        caught: dict[int, list[Tensor]] | None = None,
+        keep: Keep,
+        caught: Caught = None,
     ) -> Tensor | None:
-        """As for ``Packed``."""
+        """As ``Forward.forward``."""
         rows, first, counts = (np.array(a) for a in (plan.rows, plan.first, plan.counts))
         R, q = len(rows), int(counts.max())
         column = np.arange(q)
         live = column < counts[:, None]
         last = counts.cumsum()[:, None]
         packed = np.minimum(last - counts[:, None] + column, last - 1)  # padding repeats the row's last token
-        slot = np.where(live, first[:, None] + column, memo.capacity) + rows[:, None] * plan.capacity
+        slot = np.where(live, first[:, None] + column, plan.capacity - 1) + rows[:, None] * plan.capacity
         self._device = ids.device
         self._plan, self._segment = plan, Segment(0, R, 0, 0, q, max(plan.length))
         self._masks: dict[int | None, Tensor] = {}
@@ -93,7 +104,7 @@ class Padded:
                 input_ids=ids[at],
                 position_ids=positions[at],
                 attention_mask=self._mask(None),
-                past_key_values=_Slots(memo, plan, torch.from_numpy(slot.reshape(-1)).to(ids.device)),
+                past_key_values=_Slots(store, plan, torch.from_numpy(slot.reshape(-1)).to(ids.device)),
                 use_cache=True,
                 **wanted,
             )
@@ -103,9 +114,9 @@ class Padded:
 class _Slots(Cache):
     """What the model takes for its cache: writes go to our slots, and it sees them up to the longest row's end."""
 
-    def __init__(self, memo: Any, plan: AttentionPlan, slots: Tensor):
+    def __init__(self, store: KVStore, plan: AttentionPlan, slots: Tensor):
         super().__init__(layers=[])
-        self.memo, self.slots = memo, slots
+        self.store, self.slots = store, slots
         self.rows, self.high = torch.tensor(plan.rows), max(plan.length)
 
     def update(
@@ -114,7 +125,7 @@ class _Slots(Cache):
         key, value = (
             t.transpose(0, 1).flatten(1, 2)[None] for t in (key_states, value_states)
         )  # [1, H, R * q, D]
-        buffers = self.memo.append(layer_idx, self.slots.to(key.device), key, value)
+        buffers = self.store.append(layer_idx, self.slots.to(key.device), key, value)
         whole = len(self.rows) == buffers[0].shape[0]  # rows ascend, so these are all of them
         seen = [(b if whole else b[self.rows.to(b.device)])[:, : self.high].transpose(1, 2) for b in buffers]
         return seen[0], seen[1]

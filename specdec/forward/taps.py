@@ -7,21 +7,9 @@ from contextlib import contextmanager
 from threading import get_ident
 from typing import Any
 
-import torch
 from torch import Tensor
 
-
-def blocks_of(model: Any) -> torch.nn.ModuleList:
-    """The decoder blocks of a model.
-
-    Raises:
-        ValueError: no list of as many modules as the config has layers.
-    """
-    layers = model.config.get_text_config().num_hidden_layers
-    for module in model.base_model.modules():
-        if isinstance(module, torch.nn.ModuleList) and len(module) == layers:
-            return module
-    raise ValueError(f"taps: no list of {layers} blocks found in a {type(model).__name__}")
+from specdec.configs import blocks_of
 
 
 def listening(model: Any, taps: Sequence[int]) -> dict[int, list[Tensor]]:

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-Body = Callable[[], Any]
+from specdec.graphs.recorded import Body, record
+
 Capture = Callable[[Body], Body]
 
 CAPTURES = ("cuda", "eager", "recorded")
@@ -35,11 +36,7 @@ def capture_for(name: str, device: torch.device) -> Capture:
                 "('eager' runs the same steps of fixed shapes without capturing them, on any device)"
             )
         return CudaGraphs(device)
-    if name == "eager":
-        return eager
-    from specdec.graphs.recorded import record
-
-    return record
+    return eager if name == "eager" else record
 
 
 def eager(body: Body) -> Body:

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from specdec.cache.contiguous import SlotCache
+from specdec.cache.static import StaticStore
 from specdec.graphs.programs import SMALL
 from specdec.graphs.staging import Program, Staged, pad
-from specdec.graphs.static import Forward, StaticMemo, StaticPlan, bucket_of
+from specdec.graphs.static import Forward, StaticPlan, bucket_of
 from specdec.kernels.attention.lowered import Lowered
 from specdec.kernels.device import to_device
 from specdec.rng import Attempt, Key, Philox, Rng, pick
@@ -50,7 +51,7 @@ class Chain(Program):
         forward: as ``Packed.forward``. memo: where keys and values go. shape: what it is for. device: of the model.
     """
 
-    def __init__(self, forward: Forward, memo: StaticMemo, shape: Shape, device: torch.device):
+    def __init__(self, forward: Forward, memo: StaticStore, shape: Shape, device: torch.device):
         self.forward, self.memo, self.shape = forward, memo, shape
         R, T = shape.rows, shape.rows * shape.queries
         self.staged = Staged(
@@ -155,7 +156,7 @@ def propose(
     R = bucket.rows
     shape = Shape(R, bucket.queries, N, bucket.length, sampling, vocab_size)
 
-    def make(memo: StaticMemo) -> Chain:
+    def make(memo: StaticStore) -> Chain:
         return Chain(steps.forward, memo, shape, steps.device)
 
     def update(chain: Any) -> None:

@@ -19,13 +19,14 @@ from torch import Tensor
 
 from specdec.cache.contiguous import SlotCache, check_memory
 from specdec.cache.slots import KVShape, Slots
+from specdec.cache.static import StaticStore
 from specdec.cache.token_index import TokenIndex
-from specdec.forward.llama_c import LlamaC
-from specdec.forward.llama_eager import LlamaEager
+from specdec.configs import setting
+from specdec.forward.contract import Forward, Runner
 from specdec.forward.pack import PackedBatch
 from specdec.graphs.capture import CAPTURES, capture_for, synchronize
 from specdec.graphs.staging import Program
-from specdec.graphs.static import StaticMemo, StaticStep, bucket_of, fits, nodes_of
+from specdec.graphs.static import StaticStep, bucket_of, fits, nodes_of
 
 MOST = 16  # captured steps over one memory
 SMALL = 64  # new tokens of a row up to which a call is decoding or verification
@@ -40,11 +41,11 @@ class Storage:
     """The memory of a cache, and what was captured on it."""
 
     def __init__(self, cache: Slots):
-        lease = vars(cache).setdefault("lease", Lease())
+        lease = cache.lease = cache.lease or Lease()
         self.lease = weakref.ref(lease)
-        self.whole, self.memo = cache._whole, StaticMemo(cache)
+        self.whole, self.memo = cache._whole, StaticStore(cache)
         self._model = copy.copy(cache)
-        del vars(self._model)["lease"]
+        self._model.lease = None
         self.programs: OrderedDict[Hashable, Program] = OrderedDict()
         self.seen: OrderedDict[Hashable, None] = OrderedDict()
         self.too_large: set[Hashable] = set()
@@ -56,8 +57,8 @@ class Storage:
     def lend(self, batch: int) -> Any:
         """The memory's first ``batch`` rows as an empty cache of its kind; whatever that remembers of texts is the caller's to make."""
         new = copy.copy(self._model)
-        lease = Lease()
-        vars(new)["lease"], self.lease = lease, weakref.ref(lease)
+        new.lease = lease = Lease()
+        self.lease = weakref.ref(lease)
         with torch.inference_mode(False):
             new._blocks = [block[:, :batch] for block in self.whole]
             for block in new._blocks:
@@ -105,7 +106,7 @@ class Programs:
         self,
         cache: Slots,
         key: Hashable,
-        make: Callable[[StaticMemo], Program],
+        make: Callable[[StaticStore], Program],
         update: Callable[[Any], None],
     ) -> Program | None:
         """The captured program of a name over a cache's memory, with its numbers up to date.
@@ -155,7 +156,7 @@ class Programs:
         for storage in self._storages:
             if storage.whole is cache._whole:
                 return storage
-        lease = getattr(cache, "lease", None)  # a cache that was copied does not use its old memory any more
+        lease = cache.lease  # a cache that was copied does not use its old memory any more
         self._drop(lambda storage: storage.free or (lease is not None and storage.lease() is lease))
         storage = Storage(cache)
         self._storages.append(storage)
@@ -176,14 +177,11 @@ class Steps(Programs):
     """Captured steps of one ``HFModel``.
 
     Args:
-        path: the model's ``Packed``. others: as for ``Programs``.
+        path: a forward of operators that can be captured (``Runner.capturable``). others: as for ``Programs``.
     """
 
-    def __init__(self, path: Any, device: torch.device, capture: str, most: int = MOST):
+    def __init__(self, path: Forward, device: torch.device, capture: str, most: int = MOST):
         super().__init__(device, capture, most)
-        if isinstance(path.lean, LlamaC):  # C code is not seen by graphs
-            path = copy.copy(path)
-            path.lean = LlamaEager(path.model, path.backend) if LlamaEager.suits(path.model) else None
         self.forward = path.forward
 
     def cache(self, shapes: Sequence[KVShape], batch: int, capacity: int) -> SlotCache:
@@ -239,7 +237,7 @@ class Steps(Programs):
             keep += range(t + count - k, t + count)
             t += count
 
-        def make(memo: StaticMemo) -> StaticStep:
+        def make(memo: StaticStore) -> StaticStep:
             return StaticStep(self.forward, memo, bucket, self.device, room, taps)
 
         def update(step: Any) -> None:
@@ -258,7 +256,7 @@ class Steps(Programs):
 
 
 def steps_for(
-    graphs: bool | str, path: Any, model: Any, device: torch.device, attention: str, page: int | None
+    graphs: bool | str, path: Runner, model: Any, device: torch.device, attention: str, page: int | None
 ) -> Steps | None:
     """What ``HFModel(graphs=...)`` asks for; ``None``: no steps.
 
@@ -268,12 +266,14 @@ def steps_for(
     if graphs is False:
         return None
     name = capture_named(graphs, device)
-    why = _why_not(path, model, device, attention, page)
+    forward = path.capturable()
+    why = forward if isinstance(forward, str) else _why_not(model, device, attention, page)
     if name is None or (graphs == "auto" and why):
         return None
     if why:
         raise ValueError(f"graphs is {graphs!r} but {why}: give graphs=False")
-    return Steps(path, device, name)
+    assert not isinstance(forward, str)
+    return Steps(forward, device, name)
 
 
 def capture_named(graphs: bool | str, device: torch.device) -> str | None:
@@ -298,15 +298,11 @@ def _out_of_memory(error: BaseException | None) -> bool:
     return False
 
 
-def _why_not(path: Any, model: Any, device: torch.device, attention: str, page: int | None) -> str | None:
-    if not hasattr(path, "backend"):
-        return "this family runs padded, with masks made on the host"
-    if getattr(path.lean, "invariant", False):
-        return "invariant is True, which is computed in C, and graphs do not see C code"
+def _why_not(model: Any, device: torch.device, attention: str, page: int | None) -> str | None:
     if page is not None:
         return "graphs know the addresses of slots, and pages move"
     if attention not in ("auto", "triton"):
         return f"attention is {attention!r}, and only the Triton kernel (or 'auto') can be captured"
-    if any(p.device != device for p in model.parameters()) or hasattr(model, "_hf_hook"):
+    if any(p.device != device for p in model.parameters()) or setting(model, "_hf_hook") is not None:
         return "the model is spread over devices"
     return None

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from specdec.graphs.capture import Body
+Body = Callable[[], Any]
 
 _WAITS = "waits for the device: its result, or the shape of it, is needed on the host"
 _HOST = "brings numbers from the host: put them into a tensor that is there before, and written anew for every replay"

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from specdec.cache.ring import Ring
+from specdec.cache.static import StaticStore
 from specdec.graphs.chain import Drawn, draw, numbers_of
 from specdec.graphs.programs import Programs
 from specdec.graphs.staging import Program, Staged, pad
-from specdec.graphs.static import StaticMemo, StaticPlan, power
+from specdec.graphs.static import StaticPlan, power
 from specdec.kernels.attention.lowered import Lowered
 from specdec.masks import Mask, sees
 from specdec.masks.text import known
@@ -71,7 +72,7 @@ class RingChain(Program):
         ring: of the memory that ``memo`` is of.
     """
 
-    def __init__(self, ring: Ring, memo: StaticMemo, shape: Shape, device: torch.device):
+    def __init__(self, ring: Ring, memo: StaticStore, shape: Shape, device: torch.device):
         self.memo, self.shape = memo, shape
         self.sinks, self.size, self.window, self.mask = ring.sinks, ring.size, ring.window, ring.mask
         R = shape.rows
@@ -133,7 +134,7 @@ def drawn(
     budget: Tensor,
     rng: Rng,
     sampling: Sampling,
-    make: Callable[[StaticMemo, Shape], RingChain],
+    make: Callable[[StaticStore, Shape], RingChain],
     vocab_size: int | None = None,
     first: Tensor | None = None,
 ) -> Drawn | None:

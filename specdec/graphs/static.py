@@ -7,7 +7,6 @@ values go to a spare slot that nobody sees, and rows without tokens.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -15,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.cache.slots import Slots
+from specdec.cache.static import StaticStore
 from specdec.graphs.staging import Program, Staged, pad
 from specdec.kernels.attention import AttentionPlan, static_reference
 from specdec.kernels.attention.lowered import NODES, Lowered, lower, written_out
@@ -65,39 +64,6 @@ def power(n: int, least: int = 1) -> int:
     return max(least, 1 << (n - 1).bit_length())
 
 
-class StaticMemo:
-    """All rows that a cache was made for, those that left included, in operators that may be captured.
-
-    Attributes:
-        layers: for each layer its keys ``[B, S, H, D]`` and values. spare: the flat slot that padding goes to.
-    """
-
-    def __init__(self, cache: Slots):
-        whole = copy.copy(cache)
-        whole._blocks = cache._whole
-        Slots._view(whole)
-        self.layers, self._flat, self.slots = whole.layers, whole._flat, whole.slots
-        self.spare = self.slots - 1
-        self.capacity = self.spare
-        self._at: dict[int, Tensor] = {}
-
-    def begin(self) -> None:
-        """A forward begins: slots may have other numbers."""
-        self._at = {}
-
-    def append(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """As ``Slots.append``."""
-        at = self._at.get(key.shape[1])
-        if at is None:
-            row, slot = slots // self.slots, slots % self.slots
-            head = torch.arange(key.shape[1], device=slots.device)
-            at = ((row[:, None] * key.shape[1] + head) * self.slots + slot[:, None]).flatten()
-            self._at[key.shape[1]] = at
-        for into, new in zip(self._flat[layer], (key, value)):
-            into.index_copy_(0, at, new[0].transpose(0, 1).reshape(-1, new.shape[-1]))
-        return self.layers[layer]
-
-
 class StaticPlan:
     """Stands in for an ``AttentionPlan`` in a step: what a layer asks for is in tensors."""
 
@@ -120,11 +86,11 @@ class StaticPlan:
         scale: float,
         window: Reach,
         softcap: float | None,
-        sinks: Tensor | None,
+        sink_logits: Tensor | None,
     ) -> Tensor:
         """Attention of ``query [1, Hq, T, D]``, as ``kernels.attention.attention``."""
         window = binding(window, self.lowered.max_length)
-        return self._attend(query, keys, values, self.lowered, scale, window, softcap, sinks)
+        return self._attend(query, keys, values, self.lowered, scale, window, softcap, sink_logits)
 
     @staticmethod
     def _attend(
@@ -135,16 +101,16 @@ class StaticPlan:
         scale: float,
         window: Reach,
         softcap: float | None,
-        sinks: Tensor | None,
+        sink_logits: Tensor | None,
     ) -> Tensor:
         if query.device.type != "cuda":
-            return static_reference.attend(query, keys, values, lowered, scale, window, softcap, sinks)
+            return static_reference.attend(query, keys, values, lowered, scale, window, softcap, sink_logits)
         from specdec.kernels.attention import triton_backend
 
-        why = triton_backend.supports(query, softcap, sinks)
+        why = triton_backend.supports(query, softcap, sink_logits)
         if why:
             raise RuntimeError(f"Triton's kernel cannot serve the step: {why}")
-        return triton_backend.launch(query, keys, values, lowered, scale, window, softcap, sinks)
+        return triton_backend.launch(query, keys, values, lowered, scale, window, softcap, sink_logits)
 
 
 class StaticStep(Program):
@@ -158,7 +124,7 @@ class StaticStep(Program):
     def __init__(
         self,
         forward: Forward,
-        memo: StaticMemo,
+        memo: StaticStore,
         bucket: Bucket,
         device: torch.device,
         drafted: int = 0,

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from specdec.cache.ring import Ring
+from specdec.cache.static import StaticStore
 from specdec.graphs.chain import Drawn
 from specdec.graphs.ring_chain import Forward, RingChain, RingPlan, Shape, drawn
 from specdec.graphs.static import Forward as Packed
-from specdec.graphs.static import StaticMemo
 from specdec.rng import Rng
 from specdec.sampling import Sampling
 from specdec.types import Context
@@ -20,7 +20,7 @@ from specdec.types import Context
 class WindowedChain(RingChain):
     """The chain of a packed model; ``run``: as ``Packed.forward``."""
 
-    def __init__(self, run: Packed, ring: Ring, memo: StaticMemo, shape: Shape, device: torch.device):
+    def __init__(self, run: Packed, ring: Ring, memo: StaticStore, shape: Shape, device: torch.device):
         super().__init__(ring, memo, shape, device)
         self.run = run
 
@@ -57,7 +57,7 @@ def propose(
         model.prefill(cache, text)
         first = cache.matched(text)
 
-    def make(memo: StaticMemo, shape: Shape) -> WindowedChain:
+    def make(memo: StaticStore, shape: Shape) -> WindowedChain:
         return WindowedChain(steps.forward, cache, memo, shape, steps.device)
 
     made = drawn(steps, cache, text, budget, rng, sampling, make, vocab_size, torch.tensor(first))

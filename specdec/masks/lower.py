@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-if TYPE_CHECKING:
-    from specdec.masks.mask import MaskMod
+MaskMod = Callable[[Any, Any, Any, Any], Any]
+
+
+class Part(Protocol):
+    """One of the masks that a mask is made of."""
+
+    no_intervals: ClassVar[str]
+
+
+@runtime_checkable
+class HasParts(Protocol):
+    """A mask that can say what it is made of, as ``Mask`` does; a plain function cannot."""
+
+    def parts(self) -> Iterable[Part]: ...
+
+
+def parts_of(mask: MaskMod) -> Iterable[Part]:
+    """The mask itself and all that it is made of; nothing for a plain function."""
+    return mask.parts() if isinstance(mask, HasParts) else ()
 
 
 def dense(mask: MaskMod, q_positions: Tensor, kv_positions: Tensor, row: int = 0, head: int = 0) -> Tensor:
@@ -34,7 +51,7 @@ def dense(mask: MaskMod, q_positions: Tensor, kv_positions: Tensor, row: int = 0
 
 def home(mask: MaskMod) -> torch.device:
     """Where the tensors of a mask live; the CPU when it has none."""
-    for part in mask.parts() if hasattr(mask, "parts") else ():
+    for part in parts_of(mask):
         for value in vars(part).values():
             if isinstance(value, Tensor):
                 return value.device
@@ -86,7 +103,7 @@ def intervals(
     Raises:
         ValueError: a tree, or more intervals than the limit.
     """
-    for part in mask.parts() if hasattr(mask, "parts") else ():
+    for part in parts_of(mask):
         if part.no_intervals:
             raise ValueError(f"{mask!r} has no intervals: {part.no_intervals}")
     if q_position < 0:

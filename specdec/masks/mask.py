@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from types import FunctionType
 from typing import Any, ClassVar
 
 from torch import Tensor
 
+from specdec.masks.lower import MaskMod
 from specdec.masks.reach import Reach, of_both, of_either
 from specdec.masks.show import Picture, picture
-
-MaskMod = Callable[[Any, Any, Any, Any], Any]
 
 
 class Mask(ABC):
@@ -46,7 +46,7 @@ class Mask(ABC):
         """The mask itself and all that it is made of."""
         yield self
         for field in fields(self):  # type: ignore[arg-type]
-            value = getattr(self, field.name)
+            value = vars(self)[field.name]
             if isinstance(value, Mask):
                 yield from value.parts()
 
@@ -78,7 +78,7 @@ class Mask(ABC):
         return picture(self, self.extent if length is None else length, row, head)
 
     def __repr__(self) -> str:
-        shown = ((field.name, getattr(self, field.name)) for field in fields(self) if field.init)  # type: ignore[arg-type]
+        shown = ((field.name, vars(self)[field.name]) for field in fields(self) if field.init)  # type: ignore[arg-type]
         words = (f"{k}{list(v.shape)}" if isinstance(v, Tensor) else _short(v) for k, v in shown)
         return f"{type(self).__name__}({', '.join(words)})"
 
@@ -152,5 +152,5 @@ def _reach(mask: MaskMod) -> Reach | None:
 def _short(value: Any) -> str:
     """A plain function by its name."""
     if callable(value) and not isinstance(value, Mask):
-        return getattr(value, "__name__", type(value).__name__)
+        return value.__name__ if isinstance(value, FunctionType) else type(value).__name__
     return repr(value)

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
-from specdec.masks.lower import dense, home
-
-if TYPE_CHECKING:
-    from specdec.masks.mask import Mask
+from specdec.masks.lower import MaskMod, dense, home
 
 CELLS = 24  # each way; a cell is two characters wide, so that it looks square
 SAMPLE = 16  # positions of a cell that are looked at, at most
@@ -23,7 +18,7 @@ class Picture(str):
         return str(self)
 
 
-def picture(mask: Mask, length: int, row: int = 0, head: int = 0) -> Picture:
+def picture(mask: MaskMod, length: int, row: int = 0, head: int = 0) -> Picture:
     """Queries down, keys across; a cell of several positions says whether all, some or none of its pairs are seen.
 
     Raises:

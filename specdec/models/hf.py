@@ -10,48 +10,33 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specdec.arguments import whole
 from specdec.cache.contiguous import KVShape, SlotCache, check_memory
 from specdec.cache.paged import PagedCache, Pool
+from specdec.configs import runs_on, setting
 from specdec.forward.families import SUPPORTED, UnsupportedModel, path_of, positions_of, refuse
-from specdec.forward.pack import PackedBatch, PrefillChunk, feed
-from specdec.forward.packed import Packed
-from specdec.forward.padded import Padded
+from specdec.forward.pack import PackedBatch, PrefillChunk, feed, spans
+from specdec.forward.probe import kv_shapes
+from specdec.forward.runner import runner_for
 from specdec.forward.taps import listening
 from specdec.graphs.programs import Steps, steps_for
-from specdec.kernels.attention import AttentionPlan
-from specdec.kernels.attention.api import check as check_backend
 from specdec.kernels.device import to_device
+from specdec.models.check import Graphs, Options, check_arguments, self_check
 from specdec.models.clone import structural_clone
 from specdec.models.compiled import compile_parts
+from specdec.models.generation_config import eos_ids, processors, sampling
 from specdec.models.load import load, load_tokenizer
 from specdec.types import Context, Fed, Proposal, Scores
 
-__all__ = ["SUPPORTED", "HFModel", "UnsupportedModel"]
+__all__ = ["SUPPORTED", "HFModel", "Options", "UnsupportedModel"]
 
 _NOTHING: Any = nullcontext()
 Cache = SlotCache | PagedCache
-
-Graphs = bool | Literal["auto", "eager", "recorded"]
-
-
-class Options(TypedDict, total=False):
-    """The settings of ``HFModel`` by name, where they are passed on to it."""
-
-    prefill_chunk: int
-    unlisted: Literal["packed"] | None
-    attention: str
-    page: int | None
-    graphs: Graphs
-    compile: bool | Mapping[str, Any]
-    invariant: bool
-    bf16_weights: bool
 
 
 class HFModel:
@@ -105,26 +90,10 @@ class HFModel:
         invariant: bool = False,
         bf16_weights: bool = False,
     ):
-        model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper
-        if not isinstance(model, PreTrainedModel):
-            raise TypeError(
-                f"model is a {type(model).__name__}: give a transformers model (of a PEFT wrapper, what merge_and_unload() returns), "
-                "or use HFModel.from_pretrained"
-            )
-        if tokenizer is not None and not callable(tokenizer):
-            raise TypeError(
-                f"tokenizer is {tokenizer!r}: give the object, AutoTokenizer.from_pretrained(...), or use HFModel.from_pretrained"
-            )
-        whole("prefill_chunk", prefill_chunk)
-        if page is not None:
-            whole("page", page, ", or None for slots of every row")
-        if not isinstance(compile, (bool, Mapping)):
-            raise TypeError(
-                f"compile is {compile!r}: give True, False, or a mapping of torch.compile's options"
-            )
-        if prefill_chunk < 1:
-            raise ValueError(f"prefill_chunk is {prefill_chunk}: it must be at least 1")
-        check_backend(attention, "attention")
+        model = setting(model, "_orig_mod") or model  # torch.compile's wrapper
+        check_arguments(
+            *(model, tokenizer, prefill_chunk, attention, page, graphs, compile, invariant, bf16_weights)
+        )
         path = path_of(model.config, unlisted)
         if model.get_output_embeddings() is None:
             raise refuse(
@@ -133,45 +102,16 @@ class HFModel:
             )
         self.model, self.tokenizer, self.prefill_chunk = model, tokenizer, prefill_chunk
         self.clone = structural_clone(model)
-        self._path = (
-            Packed(self.clone, attention, invariant, compile is not False, bf16_weights)
-            if path == "packed"
-            else Padded(self.clone, trees="chains" not in path)
+        self.attention, self.bf16_weights, self.page = attention, bf16_weights, page
+        self._path = runner_for(
+            *(self.clone, path, attention),
+            invariant=invariant,
+            bf16_weights=bf16_weights,
+            modules=compile is not False,
+            page=page,
         )
-        self.attention, self.bf16_weights = attention, bf16_weights
-        if not isinstance(bf16_weights, bool):
-            raise TypeError(f"bf16_weights is {bf16_weights!r}: give True or False")
-        if bf16_weights and (graphs or getattr(getattr(self._path, "lean", None), "narrow", None) is None):
-            raise ValueError(
-                f"bf16_weights is True but this {model.config.model_type} cannot read such copies: llama-like models in float32, with sizes that "
-                "are multiples of 16, can, on a CPU where specdec.kernels.native.reason() is None, without graphs or compile; leave it False, or "
-                "load the model with dtype=torch.float32"
-            )
         if compile is not False:
-            if invariant or graphs == "recorded":
-                other = "invariant is True" if invariant else "graphs is 'recorded'"
-                raise ValueError(
-                    f"compile is set and {other}: compiled parts are not bit-invariant and have no operators to record"
-                )
             compile_parts(self.clone, {} if compile is True else compile)
-        if path != "packed" and attention not in ("auto", "padded"):
-            raise ValueError(
-                f"attention is {attention!r} but {model.config.model_type} computes its own, on padded rows: leave it 'auto'"
-            )
-        if invariant and not getattr(getattr(self._path, "lean", None), "invariant", False):
-            raise ValueError(
-                f"invariant is True but this {model.config.model_type} cannot be: llama-like models in float32 or bfloat16, with sizes that are "
-                "multiples of 16, can, on a CPU where specdec.kernels.native.reason() is None; leave it False"
-            )
-        if invariant and page is not None and page % 16:
-            raise ValueError(f"page is {page}: with invariant=True give a multiple of 16, or None")
-        if page is not None and page < 1:
-            raise ValueError(f"page is {page}: slots of a page, at least 1, or None for slots of every row")
-        if page is not None and path != "packed":
-            raise ValueError(
-                f"page is {page} but {model.config.model_type} computes its own attention, on padded rows of slots: leave it None"
-            )
-        self.page = page
         self.supports_trees = self._path.trees
         where = self.clone.get_input_embeddings().weight
         self._wrapped_as = (where.dtype, where.device)
@@ -234,13 +174,7 @@ class HFModel:
     @cached_property  # asked for in every step
     def device(self) -> torch.device:
         """Where tokens go in and logits come out."""
-        device = self.clone.get_input_embeddings().weight.device
-        hook = getattr(self.clone, "_hf_hook", None)
-        if device.type == "meta" and hook is not None:  # accelerate keeps the weights elsewhere
-            hooks = [hook, *(getattr(m, "_hf_hook", None) for m in self.clone.modules())]
-            runs_on = [h.execution_device for h in hooks if getattr(h, "execution_device", None) is not None]
-            return torch.device(runs_on[0]) if runs_on else device
-        return device
+        return runs_on(self.clone)
 
     @property
     def engine(self) -> object:
@@ -268,54 +202,30 @@ class HFModel:
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """The ids that end a text, as the user's model says at this moment."""
-        settings = getattr(self.model, "generation_config", None) or self.model.config
-        eos = settings.eos_token_id
-        return () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
+        return eos_ids(self.model)
 
     @property
     def generation_processors(self) -> dict[str, Any]:
         """Settings of the model's generation config that transformers would turn into processors, and this library does not."""
-        settings = getattr(self.model, "generation_config", None)
-        neutral: dict[str, Any] = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "min_length": 0}
-        neutral |= dict.fromkeys(
-            ("suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "sequence_bias")
-        )
-        asked = {name: getattr(settings, name, None) for name in neutral}
-        return {name: value for name, value in asked.items() if value and value != neutral[name]}
+        return processors(self.model)
 
     @property
     def generation_sampling(self) -> dict[str, Any]:
-        """How the model's generation config says that tokens are drawn, where that is not the softmax of the logits."""
-        settings = getattr(self.model, "generation_config", None)
-        if not getattr(settings, "do_sample", False):
-            return {}
-        neutral = {"temperature": (None, 1), "top_k": (None, 0), "top_p": (None, 1), "min_p": (None, 0)}
-        asked = {name: getattr(settings, name, None) for name in neutral}
-        return {name: value for name, value in asked.items() if value not in neutral[name]}
+        """How the model's generation config says that tokens are drawn, where that is not from the softmax of the logits."""
+        return sampling(self.model)
 
     def __repr__(self) -> str:
         size = sum(p.numel() for p in self.clone.parameters())
         family, dtype = self.clone.config.model_type, str(self.dtype).removeprefix("torch.")
         return f"HFModel({family}, {size / 1e6:.3g}M parameters, {dtype}, {self.device})"
 
-    # -- cache ---------------------------------------------------------------------------------------------------------
-
     @cached_property
     def _shapes(self) -> list[KVShape]:
         """What each layer keeps, found by feeding one token."""
-        probe = _Probe(self.page or 1)
-        if self.page is None:
-            plan = AttentionPlan([0], [0], [1], 1 + self._path.spare)
-        else:
-            plan = AttentionPlan([0], [0], [1], self.page, table=[[0]], page=self.page)
-        token = torch.zeros(1, dtype=torch.long, device=self.device)
-        with torch.inference_mode():
-            self._path.forward(probe, plan, token, token, False)
-        if sorted(probe.shapes) != list(range(len(probe.shapes))) or not probe.shapes:
-            raise refuse(
-                self.clone.config.model_type, f"only layers {sorted(probe.shapes)} keep keys and values"
-            )
-        return [probe.shapes[i] for i in range(len(probe.shapes))]
+        try:
+            return kv_shapes(self._path, self.page, self.device)
+        except LookupError as error:
+            raise refuse(self.clone.config.model_type, str(error)) from None
 
     def _check_storage(self) -> None:
         mine, users = self.clone.parameters(), self.model.parameters()
@@ -324,9 +234,7 @@ class HFModel:
             raise RuntimeError(
                 "the model was moved, cast or given other parameters after it was wrapped: make a new HFModel from it"
             )
-        for lean in getattr(self._path, "natives", None) or [getattr(self._path, "lean", None)]:
-            if getattr(lean, "narrow", None) is not None:
-                lean.narrow.check()
+        self._path.check()
 
     def bytes_per_token(self) -> int:
         """KV bytes of one token of one row, all layers."""
@@ -353,8 +261,6 @@ class HFModel:
             return self.steps.cache(self._shapes, batch, capacity)
         check_memory(self._shapes, batch, capacity, self._path.spare)
         return SlotCache(self._shapes, batch, capacity, self._path.spare)
-
-    # -- forward -------------------------------------------------------------------------------------------------------
 
     def prefill(self, cache: Cache, context: Context, rows: Tensor | None = None) -> None:
         """PackedBatch what the cache lacks of each row (or of ``rows [R]``), all but its last committed token; no logits are computed."""
@@ -385,7 +291,7 @@ class HFModel:
                 whose earlier nodes were not fed in this context.
         """
         packed, width = self._plan(cache, context, proposal, start, rows)
-        B, begin = context.batch, -1 if start is None else start
+        B = context.batch
         made, layers = self._run(cache, packed, True, taps)
         if made is not None and made.shape[0] == B * width:
             logits = made.view(B, width, -1)
@@ -398,11 +304,7 @@ class HFModel:
                 V, dtype, device = made.shape[1], made.dtype, made.device
             logits = torch.zeros(B * width, V, dtype=dtype, device=device)
             if made is not None:
-                at = [
-                    r.b * width + node - begin
-                    for r in packed.rows
-                    for node in range(max(r.first - r.length, -1), r.end - r.length)
-                ]
+                at = packed.places(width, -1 if start is None else start)
                 logits.index_copy_(0, to_device(torch.tensor(at), device), made)
             logits = logits.view(B, width, V)
         self._remember(cache, context, packed)
@@ -418,32 +320,12 @@ class HFModel:
     ) -> tuple[PackedBatch, int]:
         """What to feed, and how many rows of logits each row has."""
         nodes = 0 if proposal is None else proposal.nodes
-        length = context.length.tolist()
-        end = length
-        if proposal is None or not nodes:
-            proposal = None
-        elif len(proposal.size) != len(length):
-            raise ValueError(f"the proposal has {len(proposal.size)} rows and the context {len(length)}")
-        else:
-            end = [n + size for n, size in zip(length, proposal.size.tolist())]
-        if rows is not None:
-            asked = set(rows.tolist())
-            end = [e if b in asked else 0 for b, e in enumerate(end)]
+        first, end = spans(cache, context, proposal, start, rows)
+        packed = self._feed(cache, context, proposal if nodes else None, first, end)
         if start is None:
-            packed = self._feed(cache, context, proposal, cache.matched(context), end)
             for row in packed.rows:
                 cache.forget_nodes(row.b)
-            return packed, nodes + 1
-        if start < 0:
-            raise ValueError(
-                f"start is {start}: the first node to feed, or None to begin with the committed tokens"
-            )
-        for b, (n, e) in enumerate(zip(length, end)):
-            if n + start < e and not cache.has_nodes(b, n, start):
-                raise ValueError(
-                    f"start is {start} but row {b} has not been fed the nodes before it in this context: score without start first"
-                )
-        return self._feed(cache, context, proposal, [n + start for n in length], end), max(nodes - start, 0)
+        return packed, nodes + 1 if start is None else max(nodes - start, 0)
 
     def _feed(
         self,
@@ -485,8 +367,8 @@ class HFModel:
                 if step is not None:
                     out, seen = step()
                     return out, {tap: x.clone() for tap, x in seen.items()}
-            for memo, piece in self._pieces(cache, packed, limit, wanted):
-                out = self._path.forward(memo, *piece, caught)
+            for store, piece in self._pieces(cache, packed, limit, wanted):
+                out = self._path.forward(store, *piece, caught)
                 if out is not None:
                     logits.append(out)
             made = None if not logits else logits[0] if len(logits) == 1 else torch.cat(logits)
@@ -524,55 +406,10 @@ class HFModel:
                     step = self.steps.step(cache, packed, True)
                 if step is not None:
                     return lambda: step()[0]
-        ((memo, piece),) = self._pieces(cache, packed, packed.tokens, True)
+        ((store, piece),) = self._pieces(cache, packed, packed.tokens, True)
 
         @torch.inference_mode()
         def forward() -> Tensor | None:
-            return self._path.forward(memo, *piece)
+            return self._path.forward(store, *piece)
 
         return forward
-
-
-class _Probe:
-    """Stands in for a cache while one token is fed, and notes what each layer would keep."""
-
-    capacity = 1
-
-    def __init__(self, slots: int) -> None:
-        self.slots = slots
-        self.shapes: dict[int, KVShape] = {}
-
-    def append(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        self.shapes[layer] = KVShape(key.shape[1], key.shape[3], value.shape[3], key.dtype, key.device)
-        spare = (0, 0, 0, 0, 0, self.slots - 1)  # a page is whole
-        keys, values = (torch.nn.functional.pad(t.transpose(1, 2), spare) for t in (key, value))
-        return keys, values
-
-
-def self_check(wrapped: HFModel, tokens: int = 24, seed: int = 0) -> float:
-    """Compare with the model's own plain forward on random ids, in pieces and with a tree; returns the largest relative error.
-
-    Raises:
-        UnsupportedModel: they differ by more than rounding in the model's dtype.
-    """
-    draw = torch.Generator().manual_seed(seed)
-    ids = torch.randint(0, wrapped.vocab_size, (2, tokens), generator=draw)
-    rows = [ids[0].tolist(), ids[1, : tokens // 2].tolist()]
-    spare = ids[:, -3:].to(wrapped.device)
-    proposal = Proposal(spare, torch.tensor([[-1, 0, 0]] * 2), torch.tensor([3, 3]))
-    cache = wrapped.cache(2, tokens + 3)
-    wrapped.prefill(cache, Context.of([row[: len(row) // 2] for row in rows]))
-    logits = wrapped.score(cache, Context.of(rows), proposal).logits
-    plain, error = structural_clone(wrapped.model), 0.0  # with its own attention, and without dropout
-    for b, row in enumerate(rows):
-        a, x, y = spare[b].tolist()
-        for nodes, path in (((0, 1, 2), [a, x]), ((0, 1, 3), [a, y])):
-            with torch.no_grad():
-                expected = plain(torch.tensor([row + path], device=wrapped.device)).logits[0, -3:]
-            error = max(error, float((logits[b, list(nodes)] - expected).abs().max() / expected.abs().max()))
-    if not error < 64 * torch.finfo(wrapped.dtype).eps ** 0.75:
-        raise refuse(
-            wrapped.model.config.model_type,
-            f"its packed forward differs from its own by {error:.1e} (relative)",
-        )
-    return error

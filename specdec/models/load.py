@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from specdec import zoo
+from specdec.zoo import files as zoo
 
 _DAMAGE = (SafetensorError, pickle.UnpicklingError, json.JSONDecodeError, EOFError, OSError)
 
@@ -94,12 +94,14 @@ def _check_folder(folder: Path) -> None:
 
 
 def resolve(model: Any) -> tuple[Any, Any]:
-    """A model in memory, a hub id (str) or a folder (Path), and the tokenizer that came with it."""
+    """A model in memory, a hub id (str) or a folder (Path), and the tokenizer that came with it; a SPIRe draft among the pocket models is
+    its folder."""
     model, tokenizer = model if is_pair(model) else (model, None)
     if isinstance(model, os.PathLike) or (isinstance(model, str) and Path(model).exists()):
         return Path(model), tokenizer
     if isinstance(model, str) and model in zoo.names():
-        return zoo.load(model)
+        folder = zoo.FOLDER / model
+        return (folder, None) if (folder / "spire.json").exists() else zoo.read(model)
     return model, tokenizer
 
 

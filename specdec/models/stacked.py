@@ -8,13 +8,17 @@ a member is one call of C (``forward.llama_c``), its rows are one such call, and
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import LlamaForCausalLM, MistralForCausalLM
 
+from specdec.cache.contract import KVStore
+from specdec.configs import setting
+from specdec.forward.block import Block, Eager, eager_angles, run_block
+from specdec.forward.contract import Caught, Keep
 from specdec.forward.llama_c import LlamaC
 from specdec.forward.llama_eager import LlamaEager
 from specdec.kernels.attention import AttentionPlan, attention
@@ -42,8 +46,8 @@ class StackedModel(HFModel):
         for i, model in enumerate(members):
             if not stackable(model):
                 raise ValueError(
-                    f"member {i} is a {getattr(model, 'clone', model)!r:.40} in {getattr(model, 'dtype', '?')}: only plain llama and mistral "
-                    "models in float32 or float64 can be stacked; give the arms to pool() with stacked=False"
+                    f"member {i} is a {_shown(model)}: only plain llama and mistral models "
+                    " in float32 or float64 can be stacked; give the arms to pool() with stacked=False"
                 )
             if shape_of(model) != shape_of(first):
                 raise ValueError(
@@ -77,7 +81,8 @@ def stackable(model: Any) -> bool:
         and not any("bias" in name for name, _ in clone.named_parameters())
         and all(type(p) is torch.nn.Parameter for p in clone.parameters())
         and not any(
-            hasattr(m, "_hf_hook") or m._forward_hooks or m._forward_pre_hooks for m in clone.modules()
+            setting(m, "_hf_hook") is not None or m._forward_hooks or m._forward_pre_hooks
+            for m in clone.modules()
         )
     )
 
@@ -92,18 +97,55 @@ def shape_of(model: HFModel) -> tuple[Any, ...]:
         shapes,
         settings,
         str(config.rope_parameters),
-        getattr(config, "sliding_window", None),
+        setting(config, "sliding_window"),
         model.max_positions,
         model.device,
     )
 
 
+def _shown(model: Any) -> str:
+    clone = model.clone if isinstance(model, HFModel) else model
+    return f"{clone!r:.40}" + (f" in {model.dtype}" if isinstance(model, HFModel) else "")
+
+
+class Joined(NamedTuple):
+    """Projections of the same input, as one product for all members: ``weight [members, out, in]``, and how ``out`` is split."""
+
+    weight: Tensor
+    sizes: list[int]
+
+
+class Stack(Eager):
+    """Operators on the weights of all members: norms are ``[members, E]`` and projections ``Joined``.
+
+    Args:
+        eps: of the norms. groups: ``(member, first, end)`` of the tokens, whose member is ``member [T]``.
+    """
+
+    def __init__(self, eps: float, groups: Sequence[tuple[int, int, int]], member: Tensor):
+        self.eps, self.groups, self.member = eps, groups, member
+
+    def add_norm(self, x: Tensor, more: Tensor | None, norm: Any) -> tuple[Tensor, Tensor]:
+        x = x if more is None else x + more
+        if len(self.groups) == 1:
+            return x, F.rms_norm(x, (x.shape[-1],), norm[self.groups[0][0]], self.eps)
+        return x, F.rms_norm(x, (x.shape[-1],), None, self.eps) * norm[self.member]
+
+    def products(self, x: Tensor, *projections: Any) -> list[Tensor]:
+        weight, sizes = projections[0]
+        if len(self.groups) == 1:
+            made = F.linear(x, weight[self.groups[0][0]])
+        else:
+            made = torch.cat([F.linear(x[first:end], weight[m]) for m, first, end in self.groups])
+        return list(made.split(sizes, -1))
+
+
 class _Path:
-    """``packed.Packed`` for a stack."""
+    """A ``Runner`` for a stack."""
 
     spare = 0
     trees = True
-    concurrent = False
+    concurrent = invariant = False
 
     def __init__(self, models: Sequence[Any], bf16_weights: Sequence[bool]):
         leans = [LlamaEager(model) for model in models]
@@ -114,89 +156,108 @@ class _Path:
         native = all(map(LlamaC.suits, models))
         read = zip(models, bf16_weights)
         self.natives = [LlamaC(model, bf16_weights=narrow) for model, narrow in read] if native else None
+        self.bf16_weights = native and any(bf16_weights)
         if self.natives:
             return
 
-        def stacked(*weights: Tensor) -> Tensor:
-            return torch.stack([w.detach() for w in weights])
+        def joined(*projections: Sequence[Any]) -> Joined:
+            rows = [torch.cat([p.weight.detach() for p in every]) for every in zip(*projections)]
+            return Joined(torch.stack(rows), [p[0].weight.shape[0] for p in projections])
+
+        def norms(modules: Sequence[Any]) -> Tensor:
+            return torch.stack([module.weight.detach() for module in modules])
 
         with torch.no_grad():
             self.embedding = torch.cat([lean.body.embed_tokens.weight.detach() for lean in leans])
-            self.head = stacked(*(lean.head.weight for lean in leans))
-            self.last = stacked(*(lean.body.norm.weight for lean in leans))
+            self.head = joined([lean.head for lean in leans])
+            self.last = norms([lean.body.norm for lean in leans])
             self.blocks = []
             for blocks in zip(*(lean.blocks for lean in leans)):
-                projections = [
-                    stacked(*(torch.cat([p.weight for p in parts(b)]) for b in blocks)) for parts in _PARTS
-                ]
-                norms = [
-                    stacked(*(n.weight for n in (b.before for b in blocks))),
-                    stacked(*(b.after.weight for b in blocks)),
-                ]
-                self.blocks.append((blocks[0], *projections, *norms))
+                every: Any = Block._make(zip(*blocks))
+                self.blocks.append(
+                    blocks[0]._replace(
+                        query=joined(every.query, every.key, every.value),
+                        out=joined(every.out),
+                        gate=joined(every.gate, every.up),
+                        down=joined(every.down),
+                        before=norms(every.before),
+                        after=norms(every.after),
+                    )
+                )
+
+    def check(self) -> None:
+        """As ``Runner.check``."""
+        for lean in self.natives or ():
+            if lean.narrow is not None:
+                lean.narrow.check()
+
+    def capturable(self) -> str:
+        """As ``Runner.capturable``."""
+        return "which member reads a row is known on the host only"
 
     def forward(
         self,
-        memo: Any,
+        store: KVStore,
         plan: AttentionPlan,
         ids: Tensor,
         positions: Tensor,
-        keep: Any,
-        caught: dict[int, list[Tensor]] | None = None,
+        keep: Keep,
+        caught: Caught = None,
     ) -> Tensor | None:
-        """As ``Packed.forward``. Tokens are computed member by member and put into the plan's order for attention only."""
+        """As ``Forward.forward``. Tokens are computed member by member and put into the plan's order for attention only."""
         if caught:
             raise ValueError("taps: a stack of models has no layers to tap")
         if self.natives:
-            return self._by_member(self.natives, memo, plan, ids, positions, keep)
+            return self._by_member(self.natives, store, plan, ids, positions, keep)
         device = ids.device
         of = torch.tensor([self.member[b] for b, n in zip(plan.rows, plan.counts) for _ in range(n)])
         order, back, mixed = _sorted(of)
-        groups = _groups(of[order] if mixed else of)
         here, there = to_device(order, device), to_device(back, device)
-        member = to_device(of[order] if mixed else of, device)
-        ids = (ids + to_device(of, device) * self.vocabulary)[here]
-        x = F.embedding(ids, self.embedding)
-        T, slots = len(ids), plan.slots_on(device)[here]
-        cos, sin = (t[0][:, None] for t in self.rotary(x, positions[here][None]))
-        half = sin.shape[-1] // 2
-        turn = torch.cat([-sin[..., :half], sin[..., half:]], -1)
+        ops = self._operations(of[order], device)
+        x = F.embedding((ids + to_device(of, device) * self.vocabulary)[here], self.embedding)
+        slots = plan.slots_on(device)[here]
+        angles = eager_angles(*(t[0] for t in self.rotary(x, positions[here][None])))
+        more: Tensor | None = None
+        for b in self.blocks:
 
-        def norm(x: Tensor, weights: Tensor) -> Tensor:
-            if len(groups) == 1:
-                return F.rms_norm(x, (x.shape[-1],), weights[groups[0][0]], self.eps)
-            return F.rms_norm(x, (x.shape[-1],), None, self.eps) * weights[member]
+            def attend(query: Tensor, key: Tensor, value: Tensor, b: Block = b) -> Tensor:
+                keys, values = store.append(b.layer, slots, *(t.transpose(0, 1)[None] for t in (key, value)))
+                query = (query[there] if mixed else query).transpose(0, 1)[None]
+                seen = attention(query, keys, values, plan, scale=b.scale, window=b.window)[0]
+                return seen[here] if mixed else seen
 
-        for b, qkv, out, up, down, before, after in self.blocks:
-            width, kv = b.query.out_features, b.key.out_features
-            q, k, v = _linear(norm(x, before), qkv, groups).split((width, kv, kv), -1)
-            q, k, v = (t.view(T, -1, b.size) for t in (q, k, v))
-            q = q * cos + q.roll(half, -1) * turn
-            k = k * cos + k.roll(half, -1) * turn
-            keys, values = memo.append(b.layer, slots, k.transpose(0, 1)[None], v.transpose(0, 1)[None])
-            query = (q[there] if mixed else q).transpose(0, 1)[None]
-            seen = attention(query, keys, values, plan, scale=b.scale, window=b.window)[0].reshape(T, -1)
-            x = x + _linear(seen[here] if mixed else seen, out, groups)
-            gate, wide = _linear(norm(x, after), up, groups).chunk(2, -1)
-            x = x + _linear(F.silu(gate) * wide, down, groups)
+            x, y = ops.add_norm(x, more, b.before)
+            x, more = run_block(ops, b, x, y, angles, attend)
+        assert more is not None
+        x = x + more
         if keep is False:
             return None
-        x = norm(x, self.last)
-        if keep is None:
-            logits = _linear(x, self.head, groups)
-            return logits[there] if mixed else logits
-        mine = of[keep.cpu()]
-        order, back, mixed = _sorted(mine)
-        x = x[there[keep][to_device(order, device)]]
-        return _linear(x, self.head, _groups(mine[order]))[to_device(back, device)]
+        if keep is not None:
+            mine = of[keep.cpu()]
+            order, back, mixed = _sorted(mine)
+            x = x[there[keep][to_device(order, device)]]
+            ops, there = self._operations(mine[order], device), to_device(back, device)
+        _, y = ops.add_norm(x, None, self.last)
+        (logits,) = ops.products(y, self.head)
+        return logits[there] if mixed else logits
+
+    def _operations(self, of: Tensor, device: torch.device) -> Stack:
+        """For tokens of members ``of [T]``, ascending."""
+        return Stack(self.eps, _groups(of), to_device(of, device))
 
     def _by_member(
-        self, natives: list[LlamaC], memo: Any, plan: AttentionPlan, ids: Tensor, positions: Tensor, keep: Any
+        self,
+        natives: list[LlamaC],
+        store: KVStore,
+        plan: AttentionPlan,
+        ids: Tensor,
+        positions: Tensor,
+        keep: Keep,
     ) -> Tensor | None:
         """Each member's rows through its own forward, over the cache that they share."""
         of = [self.member[b] for b in plan.rows]
         if len(set(of)) == 1:
-            return natives[of[0]].forward(memo, plan, ids, positions, keep)
+            return natives[of[0]].forward(store, plan, ids, positions, keep)
         parts = []
         for m in sorted(set(of)):
             part, at = plan.part([r for r, other in enumerate(of) if other == m])
@@ -208,7 +269,7 @@ class _Path:
         count = len(ids) if keep is None else 0 if keep is False else len(keep)
         readers: list[Reader] = []
         for lean, part, at, mine, asked in parts:
-            reader = lean.reader(memo, part, positions[at], asked)
+            reader = lean.reader(store, part, positions[at], asked)
             if reader is None:
                 break
             readers.append(reader._replace(source=at, rows=mine if count else None))
@@ -217,20 +278,12 @@ class _Path:
             return made if count else None
         logits: Tensor | None = None
         for lean, part, at, mine, asked in parts:
-            out = lean.forward(memo, part, ids[at], positions[at], asked)
+            out = lean.forward(store, part, ids[at], positions[at], asked)
             if out is not None:
                 if logits is None:
                     logits = out.new_empty(count, out.shape[1])
                 logits[mine] = out
         return logits
-
-
-_PARTS = (
-    lambda b: (b.query, b.key, b.value),
-    lambda b: (b.out,),
-    lambda b: (b.gate, b.up),
-    lambda b: (b.down,),
-)
 
 
 def _sorted(of: Tensor) -> tuple[Tensor, Tensor, bool]:
@@ -247,10 +300,3 @@ def _groups(of: Tensor) -> list[tuple[int, int, int]]:
     members, counts = of.unique_consecutive(return_counts=True)
     ends = counts.cumsum(0).tolist()
     return [(m, e - n, e) for m, n, e in zip(members.tolist(), counts.tolist(), ends)]
-
-
-def _linear(x: Tensor, weights: Tensor, groups: Sequence[tuple[int, int, int]]) -> Tensor:
-    """``x [T, in]`` times each token's own ``weights [members, out, in]``."""
-    if len(groups) == 1:
-        return F.linear(x, weights[groups[0][0]])
-    return torch.cat([F.linear(x[first:end], weights[m]) for m, first, end in groups])

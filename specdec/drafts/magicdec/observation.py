@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from specdec.cache.contiguous import SlotCache
+from specdec.cache.contract import KVStore
 from specdec.kernels.attention import AttentionPlan
 from specdec.kernels.attention.reach import Reach
 from specdec.models.hf import HFModel
@@ -35,7 +37,8 @@ class Observed(NamedTuple):
         )
 
 
-class _Reader(NamedTuple):
+@dataclass
+class _Reader(KVStore):
     """Stands in for a cache while tokens that it holds already are fed once more: it is read, and not written."""
 
     source: SlotCache

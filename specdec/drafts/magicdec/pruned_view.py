@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from specdec.cache.contract import KVStore
 from specdec.kernels.attention import ExplicitPlan
 from specdec.kernels.attention.explicit import additive
 from specdec.kernels.attention.plan import Segment
 from specdec.kernels.attention.reach import Reach, Streaming
 from specdec.kernels.device import to_device
-
-
-class Store(Protocol):
-    """Takes new keys and values, and returns the layer's buffers."""
-
-    def append(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]: ...
 
 
 class PrunedPlan(ExplicitPlan):
@@ -77,10 +72,10 @@ class PrunedPlan(ExplicitPlan):
         return self._masks[key]
 
 
-class PrunedView:
-    """A view's memo for one forward: tells the plan which layer is attending."""
+class PrunedView(KVStore):
+    """A view's store for one forward: tells the plan which layer is attending."""
 
-    def __init__(self, store: Store, plan: PrunedPlan):
+    def __init__(self, store: KVStore, plan: PrunedPlan):
         self.store, self.plan = store, plan
 
     def append(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specdec.cache.contract import KVStore
+from specdec.configs import setting
 from specdec.forward.families import UnsupportedModel
 from specdec.kernels.attention import AttentionPlan
 from specdec.kernels.device import to_device
@@ -71,21 +73,21 @@ class Rotation:
                 x = torch.zeros(1, dtype=like.dtype, device=like.device)
                 cos, sin = module(x, positions)
                 # Some scalings of the context multiply keys and queries too; that is done to stored keys already.
-                scaling = getattr(module, "attention_scaling", 1.0)
+                scaling = setting(module, "attention_scaling") or 1.0
                 table = self._table = (cos[0] / scaling, sin[0] / scaling)
         return table
 
 
 def _keys(model: HFModel, position: int) -> list[Tensor]:
     """Each layer's keys ``[4, 1, H, D]`` of some tokens, each alone, at ``position``."""
-    memo, ids = _Memo(), torch.linspace(0, model.vocab_size - 1, 4).long().to(model.device)
+    store, ids = _Alone(), torch.linspace(0, model.vocab_size - 1, 4).long().to(model.device)
     with torch.inference_mode():
         plan = AttentionPlan(range(4), [0] * 4, [1] * 4, 1)
-        model._path.forward(memo, plan, ids, torch.full_like(ids, position), False)
-    return memo.keys
+        model._path.forward(store, plan, ids, torch.full_like(ids, position), False)
+    return store.keys
 
 
-class _Memo:
+class _Alone(KVStore):
     """Stands in for a cache while tokens are fed that see themselves alone, and notes their keys."""
 
     def __init__(self) -> None:

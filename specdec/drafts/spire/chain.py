@@ -8,17 +8,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specdec.cache.ring import Ring
+from specdec.cache.static import StaticStore
 from specdec.drafts.spire.model import SpireModel
-from specdec.forward.llama_eager import norm
+from specdec.forward.block import rms_norm
 from specdec.graphs.ring_chain import Forward, RingChain, RingPlan, Shape
-from specdec.graphs.static import StaticMemo
 from specdec.kernels.attention import AttentionPlan, attention
 
 
 class SpireChain(RingChain):
     """The chain of a ``SpireModel``."""
 
-    def __init__(self, model: SpireModel, ring: Ring, memo: StaticMemo, shape: Shape):
+    def __init__(self, model: SpireModel, ring: Ring, memo: StaticStore, shape: Shape):
         super().__init__(ring, memo, shape, model.device)
         self.model = model
 
@@ -42,7 +42,7 @@ class SpireChain(RingChain):
                 for i, memory in enumerate(model.memory(activations)):
                     self._write(i, plan.slots, *model.keys_values(i, memory, rotary))
             head = model.body.lm_head
-            return F.linear(norm(x, model.body.model.norm), head.weight, head.bias)
+            return F.linear(rms_norm(x, model.body.model.norm), head.weight, head.bias)
 
         return run
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from specdec.arguments import whole
 from specdec.cache.ring import Ring
 from specdec.cache.slots import KVShape
+from specdec.cache.static import StaticStore
 from specdec.capabilities import DraftInfo
 from specdec.drafts.draw import ChainDraw
 from specdec.drafts.spire.chain import SpireChain
@@ -26,7 +27,6 @@ from specdec.drafts.spire.steps import SpireSteps, remember
 from specdec.graphs.chain import Drawn
 from specdec.graphs.programs import Programs, capture_named
 from specdec.graphs.ring_chain import Shape, drawn
-from specdec.graphs.static import StaticMemo
 from specdec.kernels.device import to_device
 from specdec.models.hf import HFModel
 from specdec.protocols import LanguageModel
@@ -148,7 +148,7 @@ class Spire:
     ) -> Drawn | None:
         assert self.programs is not None
 
-        def make(memo: StaticMemo, shape: Shape) -> SpireChain:
+        def make(memo: StaticStore, shape: Shape) -> SpireChain:
             return SpireChain(self.model, ring, memo, shape)
 
         return drawn(self.programs, ring, context, budget, rng, sampling, make)

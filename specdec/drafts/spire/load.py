@@ -6,9 +6,11 @@ import os
 from pathlib import Path
 from typing import Any
 
-from specdec import zoo
+import torch
+
 from specdec.drafts.spire.model import FILE, SpireModel
 from specdec.models.load import is_pair, resolve
+from specdec.zoo import files as zoo
 
 
 def as_spire(model: Any) -> SpireModel:
@@ -17,6 +19,8 @@ def as_spire(model: Any) -> SpireModel:
     Raises:
         TypeError: it is something else. FileNotFoundError: the folder has none.
     """
+    if isinstance(model, str) and not Path(model).exists() and (zoo.FOLDER / model / FILE).exists():
+        return read_pocket(model)[0]
     model, _ = resolve(model)
     if isinstance(model, (str, Path)):
         return SpireModel.from_pretrained(model).eval()
@@ -26,6 +30,11 @@ def as_spire(model: Any) -> SpireModel:
             "saved one"
         )
     return model
+
+
+def read_pocket(name: str, folder: str | Path = zoo.FOLDER) -> tuple[SpireModel, Any]:
+    """A pocket model that is a SPIRe draft, and its tokenizer, as ``zoo.load``."""
+    return zoo.read(name, folder, lambda path: SpireModel.from_pretrained(path, dtype=torch.float32))
 
 
 def is_spire(model: Any) -> bool:

@@ -26,9 +26,10 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from specdec.forward.block import EAGER, Angles, Block, block_of, eager_angles, rms_norm, rotated, run_block
 from specdec.forward.families import positions_of
 from specdec.forward.llama_c import small
-from specdec.forward.llama_eager import Block, block_of, norm
+from specdec.forward.llama_triton import LAUNCHES
 from specdec.kernels import pointwise
 from specdec.kernels.native.blocks import Blocks
 from specdec.kernels.native.narrow import Narrow
@@ -216,8 +217,9 @@ class SpireModel(nn.Module):
     def keys_values(self, layer: int, memory: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Keys and values ``[..., H, D]`` of layer ``layer`` at positions where its input is, or stands for, ``memory [..., E]``."""
         b = self.blocks[layer]
-        y = norm(memory, b.before)
-        return self._key(b, y, rotary), _heads(y, b.value, b.size)
+        y = rms_norm(memory, b.before)
+        key, value = (t.unflatten(-1, (-1, b.size)) for t in EAGER.products(y, b.key, b.value))
+        return rotated(key, b.key_norm, _angles(rotary)), value
 
     def run(
         self, layer: int, x: Tensor, rotary: tuple[Tensor, Tensor], attend: Any
@@ -230,42 +232,26 @@ class SpireModel(nn.Module):
         Returns:
             the block's output ``[..., E]``, its own keys and its own values.
         """
-        b = self.blocks[layer]
+        b, own = self.blocks[layer], list[Tensor]()
+
+        def seen(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            own.extend((key, value))
+            return attend(query, key, value)
+
         if self._launches(x):
-            return self._run_launches(b, x, rotary, attend)
-        y = norm(x, b.before)
-        query = _heads(y, b.query, b.size)
-        if b.query_norm is not None:
-            query = norm(query, b.query_norm)
-        key, value = self._key(b, y, rotary), _heads(y, b.value, b.size)
-        seen = attend(_turn(query, rotary), key, value)
-        x = x + F.linear(seen.flatten(-2), b.out.weight, b.out.bias)
-        y = norm(x, b.after)
-        gate, up = F.linear(y, b.gate.weight, b.gate.bias), F.linear(y, b.up.weight, b.up.bias)
-        return x + F.linear(F.silu(gate) * up, b.down.weight, b.down.bias), key, value
+            x, ops = x.contiguous(), LAUNCHES
+            cos, sin = (t.squeeze(-2).contiguous() for t in rotary)
+            x, more = run_block(ops, b, *ops.add_norm(x, None, b.before), (cos, sin), seen)
+        else:
+            x, more = run_block(EAGER, b, *EAGER.add_norm(x, None, b.before), _angles(rotary), seen)
+        key, value = own
+        return x + more, key, value
 
     @staticmethod
     def _launches(x: Tensor) -> bool:
         """Whether what lies between products is ``kernels.pointwise``'s for ``x``: in half precision on a GPU, without gradients."""
         half = x.is_cuda and x.dim() == 2 and x.dtype is not torch.float32 and not torch.is_grad_enabled()
         return half and pointwise.why_not(x.device, x.dtype) is None
-
-    @staticmethod
-    def _run_launches(
-        b: Block, x: Tensor, rotary: tuple[Tensor, Tensor], attend: Any
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """As ``run`` for ``x [T, E]``, which stays as it is."""
-        y = pointwise.add_norm(x.contiguous(), None, b.before.weight, b.before.variance_epsilon)
-        query, key, value = (_heads(y, p, b.size) for p in (b.query, b.key, b.value))
-        norms = None
-        if b.query_norm is not None:
-            norms = (b.query_norm.weight, b.key_norm.weight, b.query_norm.variance_epsilon)
-        cos, sin = (t.squeeze(-2).contiguous() for t in rotary)
-        pointwise.turn(query, key, cos, sin, norms=norms)
-        out = F.linear(attend(query, key, value).flatten(-2), b.out.weight, b.out.bias)
-        y = pointwise.add_norm(out, x.contiguous(), b.after.weight, b.after.variance_epsilon)
-        gate, up = F.linear(y, b.gate.weight, b.gate.bias), F.linear(y, b.up.weight, b.up.bias)
-        return out + F.linear(pointwise.silu_mul(gate, up), b.down.weight, b.down.bias), key, value
 
     def logits(self, x: Tensor) -> Tensor:
         """``[..., E]`` after the last block -> ``[..., V]``."""
@@ -275,12 +261,7 @@ class SpireModel(nn.Module):
             if self.narrow is not None:
                 return unchecked_linear(y, self.narrow[head.weight], head.bias)
             return linear(y, head.weight, head.bias)
-        return F.linear(norm(x, last), head.weight, head.bias)
-
-    @staticmethod
-    def _key(b: Block, y: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-        key = _heads(y, b.key, b.size)
-        return _turn(key if b.key_norm is None else norm(key, b.key_norm), rotary)
+        return F.linear(rms_norm(x, last), head.weight, head.bias)
 
     # -- on disk -------------------------------------------------------------------------------------------------------
 
@@ -353,12 +334,5 @@ class SpireModel(nn.Module):
             )
 
 
-def _heads(y: Tensor, projection: Any, size: int) -> Tensor:
-    return F.linear(y, projection.weight, projection.bias).unflatten(-1, (-1, size))
-
-
-def _turn(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotary embedding of ``x [..., H, D]`` as in transformers' llama."""
-    cos, sin = rotary
-    half = x.shape[-1] // 2
-    return x * cos + torch.cat([-x[..., half:], x[..., :half]], -1) * sin
+def _angles(rotary: tuple[Tensor, Tensor]) -> Angles:
+    return eager_angles(*(t.squeeze(-2) for t in rotary))

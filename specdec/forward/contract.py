@@ -1,0 +1,59 @@
+"""One call from packed tokens to logits: what every way to run a model's layers has in common."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, TypeAlias
+
+from torch import Tensor
+
+from specdec.cache.contract import KVStore
+
+Keep: TypeAlias = Any
+"""Which of the T tokens' logits are wanted: a tensor of indices, ascending, ``None`` for all, ``False`` for none."""
+
+Caught: TypeAlias = dict[int, list[Tensor]] | None
+"""Layer -> a list to which its activations ``[T, E]`` are added; layer ``l`` is counted from 1, and 0 is the input of the first."""
+
+
+class Forward(Protocol):
+    """Runs a model's layers over packed tokens. ``tests/contracts/test_forward.py`` tests every implementation."""
+
+    def forward(
+        self, store: KVStore, plan: Any, ids: Tensor, positions: Tensor, keep: Keep, caught: Caught = None
+    ) -> Tensor | None:
+        """Feed ``ids [T]`` at ``positions [T]``.
+
+        Args:
+            store: where keys and values go. plan: an ``AttentionPlan`` for these tokens, or what stands in for one in a captured step.
+        Returns:
+            logits ``[K, V]`` of the tokens that ``keep`` names, or ``None`` when none are wanted.
+        """
+        ...
+
+
+class Runner(Forward, Protocol):
+    """A ``Forward`` for all calls of one model, with what the caller must know about it.
+
+    Attributes:
+        spare: slots that each row of a cache needs beyond its capacity, for padding.
+        trees: whether nodes may branch. concurrent: whether several threads may call it at once.
+        invariant: whether a row's logits depend, to the bit, on that row alone. bf16_weights: whether it reads bfloat16 copies.
+    """
+
+    spare: int
+    trees: bool
+    concurrent: bool
+
+    @property
+    def invariant(self) -> bool: ...
+
+    @property
+    def bf16_weights(self) -> bool: ...
+
+    def check(self) -> None:
+        """Raise RuntimeError where the weights that were copied have changed since."""
+        ...
+
+    def capturable(self) -> Forward | str:
+        """The same in operators that a captured step can hold, or why there is no such forward."""
+        ...

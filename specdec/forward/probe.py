@@ -1,0 +1,50 @@
+"""What each layer of a model keeps of a token, found by feeding one."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specdec.cache.contract import KVStore
+from specdec.cache.slots import KVShape
+from specdec.forward.contract import Runner
+from specdec.kernels.attention import AttentionPlan
+
+
+class Probe(KVStore):
+    """Stands in for a cache while one token is fed, and notes what each layer would keep.
+
+    Attributes:
+        shapes: layer -> what it keeps.
+    """
+
+    def __init__(self, slots: int = 1) -> None:
+        self.slots = slots
+        self.shapes: dict[int, KVShape] = {}
+
+    def append(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """As ``KVStore.append``, of one token."""
+        self.shapes[layer] = KVShape(key.shape[1], key.shape[3], value.shape[3], key.dtype, key.device)
+        spare = (0, 0, 0, 0, 0, self.slots - 1)  # a page is whole
+        keys, values = (F.pad(t.transpose(1, 2), spare) for t in (key, value))
+        return keys, values
+
+
+def kv_shapes(path: Runner, page: int | None, device: torch.device) -> list[KVShape]:
+    """What each layer keeps.
+
+    Raises:
+        LookupError: some layers keep nothing.
+    """
+    probe = Probe(page or 1)
+    if page is None:
+        plan = AttentionPlan([0], [0], [1], 1 + path.spare)
+    else:
+        plan = AttentionPlan([0], [0], [1], page, table=[[0]], page=page)
+    token = torch.zeros(1, dtype=torch.long, device=device)
+    with torch.inference_mode():
+        path.forward(probe, plan, token, token, False)
+    if sorted(probe.shapes) != list(range(len(probe.shapes))) or not probe.shapes:
+        raise LookupError(f"only layers {sorted(probe.shapes)} keep keys and values")
+    return [probe.shapes[i] for i in range(len(probe.shapes))]
