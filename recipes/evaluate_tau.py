@@ -5,7 +5,8 @@
 
 Texts are drawn from the target at temperature 1 after held-out contexts of each length. Along them the probability that a draft's token
 is accepted is known exactly (specdec/audit/tau.py), so that nothing but the texts is random. Every --k comes from one pass at the largest:
-a shorter block is the beginning of a longer one. Rows are by method, context, k and domain, with acceptance by position; ratios to
+a shorter block is the beginning of a longer one. --pruners adds MagicDec with entries that each of them chooses once, after the
+context, and without a pruner but with a window that is larger by the budget. Rows are by method, context, k and domain, with acceptance by position; ratios to
 `vanilla` are paired, intervals are 95 % bootstraps over source files. --live decodes the same contexts with the real decoder and prints
 its τ beside the estimate.
 """
@@ -24,7 +25,7 @@ from _tau import Efficiency, Texts, each_k, rows_of, sample
 from transformers import AutoModelForCausalLM
 
 import specdec as sd
-from specdec import zoo
+from specdec import pruning, zoo
 from specdec.drafts.spire.model import FILE, SpireModel
 from specdec.training.forward import Parallel
 
@@ -37,6 +38,8 @@ class Settings:
     k: tuple[int, ...] = (4,)
     window: int = 64
     sinks: int = 1
+    pruners: tuple[str, ...] = ()
+    budget: int = 64
     new_tokens: int = 64
     per_prompt: int = 2
     prompts: int | None = None
@@ -65,8 +68,8 @@ def main(s: Settings) -> None:
     quiet()
     known = zoo.FOLDER / s.target
     target, tokenizer = zoo.load(s.target) if known.is_dir() else _target(s.target)
-    drafts: dict[str, tuple[Any, Parallel | None]] = {}
-    for entry in s.drafts.split(","):
+    drafts: dict[str, tuple[Any, Any]] = {}
+    for entry in filter(None, s.drafts.split(",")):
         method, equals, name = entry.partition("=")
         if not equals:
             raise SystemExit(f"--drafts {entry}: write name=folder, for example mine={entry}")
@@ -80,6 +83,10 @@ def main(s: Settings) -> None:
         whole,
         None,
     )  # the same function: the target's blocks over its own activations, sparse
+    if s.pruners:
+        model = sd.HFModel(target, tokenizer)
+        for method, draft in pruned(s).items():
+            drafts[method] = (draft, model)
     rows: list[dict[str, Any]] = []
     for length in s.contexts:
         layers = range(depth)
@@ -99,6 +106,22 @@ def main(s: Settings) -> None:
                 live(s, target, tokenizer, drafts, at_k, scores, rows)
     if s.json:
         write(s.json, rows, s.seed)
+
+
+def pruned(s: Settings) -> dict[str, sd.drafts.MagicDec]:
+    """MagicDec with each pruner at one budget, and with that budget in its window."""
+    known = {
+        name: part for name, part in vars(pruning).items() if isinstance(part, type) and name in s.pruners
+    }
+    missing = set(s.pruners) - set(known)
+    if missing:
+        raise SystemExit(f"no pruner {min(missing)!r}: give names of classes of specdec.pruning, such as H2O")
+    made = {"magicdec_wider": sd.drafts.MagicDec(s.window + s.budget, s.sinks)}
+    for name in s.pruners:
+        made[f"magicdec_{name}"] = sd.drafts.MagicDec(
+            s.window, s.sinks, pruner=known[name](), budget=s.budget
+        )
+    return made
 
 
 COLUMNS = ["method", "context", "k", "tau", "low", "high", "ratio_to_vanilla", "ratio_low", "ratio_high"]
@@ -125,6 +148,8 @@ def live(
         part: Any
         if method == "magicdec":
             part = sd.drafts.MagicDec(window=s.window, sinks=s.sinks)
+        elif isinstance(draft, sd.drafts.MagicDec):
+            part = draft
         elif isinstance(draft, SpireModel):
             part = sd.drafts.Spire(draft, block=max(8, texts.k))
         else:
@@ -163,6 +188,14 @@ def settings() -> Settings:
     parser.add_argument("--k", default=d.k, help="proposed tokens a round (default %(default)s)", **numbers)
     parser.add_argument("--window", type=int, default=d.window, help="of windowed vanilla and MagicDec")
     parser.add_argument("--sinks", type=int, default=d.sinks)
+    parser.add_argument(
+        "--pruners",
+        type=lambda text: tuple(text.split(",")),
+        metavar="NAME,NAME,...",
+        default=d.pruners,
+        help="KV pruners that drive MagicDec too, such as H2O,TOVA",
+    )
+    parser.add_argument("--budget", type=int, default=d.budget, help="entries a head that a pruner chooses")
     parser.add_argument(
         "--new-tokens", type=int, default=d.new_tokens, help="positions where rounds start, a context"
     )
