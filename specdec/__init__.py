@@ -19,7 +19,7 @@ from specdec.verifiers import Coupled, Rejection
 
 __version__ = "0.1.0"
 
-_LATER = ("audit", "cost", "data", "distributed", "masks", "memory", "pruning", "training", "zoo")
+_LATER = ("audit", "cost", "data", "distributed", "lab", "masks", "memory", "pruning", "training", "zoo")
 
 
 def __getattr__(name: str) -> Any:
