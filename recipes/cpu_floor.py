@@ -8,7 +8,6 @@ Rounds are steady: prompts are fed before the clock starts and no row leaves.
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
@@ -16,28 +15,30 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from _measure import passing, quiet, table
-from _report import write
-from _steady import capacity, group, kept, steady
-from bench import load
 
 import specdec as sd
 from specdec.data import prompts
 from specdec.kernels.native import library, ops
+from specdec.lab.console import progress, quiet, table
+from specdec.lab.loading import load
+from specdec.lab.options import option, parse
+from specdec.lab.prefill import group, prefilled
+from specdec.lab.report import write
+from specdec.lab.steady import capacity, steady
 
 
-@dataclass
+@dataclass(frozen=True)
 class Settings:
-    target: str = "pocket-target"
-    draft: str = "pocket-vanilla"
-    batches: tuple[int, ...] = (1, 16)
-    contexts: tuple[int, ...] = (1024,)
-    length: int = 4
-    new_tokens: int = 24
-    repeats: int = 5
-    threads: int = 1
-    seed: int = 0
-    json: str | None = None
+    target: str = option("pocket-target", "pocket model, hub id or folder")
+    draft: str = option("pocket-vanilla", "the same for the draft")
+    batches: tuple[int, ...] = option((1, 16), "rows at a time")
+    contexts: tuple[int, ...] = option((1024,), "prompt tokens")
+    length: int = option(4, "k, drafted a round")
+    new_tokens: int = option(24, "a row and repeat")
+    repeats: int = option(5, "timed repeats")
+    threads: int = option(1, "torch threads")
+    seed: int = option(0)
+    json: str | None = option(None, "write the rows as JSON", metavar="FILE")
 
 
 def main(s: Settings) -> None:
@@ -46,7 +47,7 @@ def main(s: Settings) -> None:
     (model, tokenizer), (small, _) = load(s.target), load(s.draft)
     for m in (model, small):
         m.generation_config.eos_token_id = None
-    target, draft = kept(sd.HFModel(model, tokenizer), taps=(0,)), kept(sd.HFModel(small, tokenizer))
+    target, draft = prefilled(sd.HFModel(model, tokenizer), taps=()), prefilled(sd.HFModel(small, tokenizer))
     decoders = {
         "plain": sd.decoder(target).build(),
         "vanilla": sd.decoder(target).draft(draft, length=s.length).build(),
@@ -56,11 +57,11 @@ def main(s: Settings) -> None:
         for batch in s.batches:
             some = long_enough(tokenizer, context, batch)
             room = capacity(context, s.new_tokens, s.length)
-            prefilled = group(some, list(range(s.seed, s.seed + batch)), room, target, [draft])
+            fed = group(some, list(range(s.seed, s.seed + batch)), room, target, [draft])
             seconds: dict[str, list[float]] = {}
             for repeat in range(s.repeats + 1):
                 for name, decoder in decoders.items():
-                    run = steady(decoder, [prefilled], s.new_tokens)
+                    run = steady(decoder, [fed], s.new_tokens)
                     at = context + s.new_tokens // 2
                     floor = floors(target, draft, batch, at, s.length if name == "vanilla" else 0)
                     if repeat:  # the first is warm-up
@@ -86,8 +87,8 @@ def main(s: Settings) -> None:
                         **{f"{key}_ms": found[key] * 1e3 for key in KEYS if key != "round"},
                     }
                 )
-                passing(f"{name}, batch {batch}, context {context}")
-    passing()
+                progress(f"{name}, batch {batch}, context {context}")
+    progress()
     print(table(rows, tuple(rows[0])))
     if s.json:
         write(s.json, rows, s.seed)
@@ -151,25 +152,4 @@ def copy_bandwidth(size: int) -> float:
 
 
 if __name__ == "__main__":
-    d = Settings()
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--target", default=d.target, help="pocket model, hub id or folder (default: %(default)s)"
-    )
-    parser.add_argument("--draft", default=d.draft, help="the same for the draft (default: %(default)s)")
-    parser.add_argument("--batches", type=int, nargs="+", default=list(d.batches), help="default: 1 16")
-    parser.add_argument("--contexts", type=int, nargs="+", default=list(d.contexts), help="default: 1024")
-    parser.add_argument(
-        "--length", type=int, default=d.length, help="k, drafted a round (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--new-tokens", type=int, default=d.new_tokens, help="a row and repeat (default: %(default)s)"
-    )
-    parser.add_argument("--repeats", type=int, default=d.repeats, help="default: %(default)s")
-    parser.add_argument("--threads", type=int, default=d.threads, help="torch threads (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=d.seed)
-    parser.add_argument("--json", metavar="FILE", help="write the rows as JSON")
-    a = parser.parse_args()
-    main(Settings(**{**vars(a), "batches": tuple(a.batches), "contexts": tuple(a.contexts)}))
+    main(parse(Settings, __doc__))

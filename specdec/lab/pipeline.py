@@ -86,7 +86,7 @@ class Comparison:
                     times[mode].append(seconds)
                     parts[mode] += found
         model = TimeModel.fit(samples)
-        return [self._row(name, batch, mode, model, times, parts[mode]) for mode in times]
+        return [self._row(name, batch, mode, model, times, parts[mode]) for mode in modes]
 
     @staticmethod
     def _row(
@@ -162,6 +162,8 @@ def waited(decoder: Decoder) -> Decoder:
     """A decoder whose rounds' seconds are the stages' own, on a GPU, too; there a draft otherwise only hands its work over."""
     if torch.device(getattr(decoder.target, "device", "cpu")).type != "cuda":
         return decoder
-    draft: Any = object.__new__(type("Waited" + type(decoder.draft).__name__, (_Waited, type(decoder.draft)), {}))
+    draft: Any = object.__new__(
+        type("Waited" + type(decoder.draft).__name__, (_Waited, type(decoder.draft)), {})
+    )
     vars(draft).update(vars(decoder.draft))
     return replace(decoder, draft=draft)

@@ -74,9 +74,9 @@ class PrefilledTarget(PrefilledDraft):
             return super().score(cache, context, proposal, start, rows, taps)  # type: ignore[misc]
         cache.matched(context)  # takes back what an earlier run has added
         fed = at.scores.fed
-        if not taps or fed is None:
+        if not taps:
             return Scores(at.scores.logits)
-        if not set(taps) <= set(fed.layers):
+        if fed is None or not set(taps) <= set(fed.layers):
             raise ValueError(
                 f"a draft asks for activations of layers {list(taps)}: give them to prefilled(taps=...)"
             )

@@ -189,7 +189,11 @@ class _Training:
         self.curve.append(row)
 
     def save(self) -> None:
-        state: dict[str, Any] = {"master": self.master, "muon": self.muon.state_dict(), "adam": self.adam.state_dict()}
+        state: dict[str, Any] = {
+            "master": self.master,
+            "muon": self.muon.state_dict(),
+            "adam": self.adam.state_dict(),
+        }
         state |= {
             "cursor": self.batches.cursor,
             "step": self.step,
