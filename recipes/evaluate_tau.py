@@ -19,6 +19,7 @@ import torch
 
 import specdec as sd
 from specdec.audit.tau import Efficiency
+from specdec.drafts.spire import SpireModel
 from specdec.lab.console import quiet, table
 from specdec.lab.loading import load, load_draft
 from specdec.lab.options import option, parse
@@ -26,7 +27,6 @@ from specdec.lab.paired import rows_of
 from specdec.lab.report import write
 from specdec.lab.runs import decode
 from specdec.lab.tau import Texts, each_k, sample
-from specdec.models.spire import SpireModel
 from specdec.training.forward import Parallel
 
 

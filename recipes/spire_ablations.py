@@ -19,6 +19,7 @@ import torch
 
 from specdec import zoo
 from specdec.audit.tau import Efficiency
+from specdec.drafts.spire import SpireModel
 from specdec.lab.console import quiet, table
 from specdec.lab.options import option, parse
 from specdec.lab.paired import rows_of
@@ -28,7 +29,6 @@ from specdec.lab.streams import Streams
 from specdec.lab.tau import sample, score
 from specdec.lab.variants import started, variants
 from specdec.models.fingerprint import fingerprint
-from specdec.models.spire import SpireModel
 from specdec.training.train import Settings as Training
 from specdec.training.train import hash_of, train
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from accelerate import PartialState
 
+from specdec.drafts.spire import SpireModel
 from specdec.lab.console import quiet
 from specdec.lab.loading import load
 from specdec.lab.options import option, parse
@@ -25,7 +26,6 @@ from specdec.lab.report import write
 from specdec.lab.states import stream_states, text_states
 from specdec.lab.streams import Streams
 from specdec.lab.variants import Variant, last_blocks
-from specdec.models.spire import SpireModel
 from specdec.training.forward import KPass, Parallel
 from specdec.training.losses import HardLoss, MixedLoss
 from specdec.training.train import Settings as Training

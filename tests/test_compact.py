@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from tiny import tiny
 
 import specdec as sd
-from specdec.models.compact import Windowed
-from specdec.models.ring import Ring
-from specdec.models.slots import KVShape
+from specdec.cache.ring import Ring
+from specdec.cache.slots import KVShape
+from specdec.models.windowed import Windowed
 
 SHAPE = KVShape(1, 1, 1, torch.float64, torch.device("cpu"))
 LIKE_LLAMA = ["llama", "mistral", "qwen2", "qwen3"]
@@ -236,7 +236,7 @@ def test_what_cannot_be_windowed_is_refused(llama):
     whole = sd.HFModel(llama)
     with pytest.raises(ValueError, match="'gptj' runs padded"):
         Windowed(sd.HFModel(tiny("gptj")), 4)
-    with pytest.raises(TypeError, match="Windowed already"):
+    with pytest.raises(TypeError, match="has a mask already"):
         Windowed(Windowed(whole, 4), 4)
     with pytest.raises(TypeError, match="give an HFModel"):
         Windowed(sd.TableModel.random(5), 4)  # type: ignore[arg-type]

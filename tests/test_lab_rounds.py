@@ -12,6 +12,7 @@ import torch
 from tiny import tiny
 
 import specdec as sd
+from specdec.drafts.spire import SpireModel
 from specdec.executors import Pipelined, Serial
 from specdec.lab import grid
 from specdec.lab.captured import captured, keepers, replay_of_a_chain
@@ -22,7 +23,6 @@ from specdec.lab.prefill import group, prefilled
 from specdec.lab.stages import Stages, profile, sides
 from specdec.lab.steady import Measured, Run, capacity, steady
 from specdec.models import Windowed
-from specdec.models.spire import SpireModel
 from specdec.stats import Record, Stats
 
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [3, 4, 5, 6, 7, 8, 9]]
@@ -127,7 +127,7 @@ def test_time_goes_to_functions_and_sides_and_nothing_is_patched(capsys):
     assert all(side == "rest" for side, name in stages.seconds if name.startswith("verifiers."))
     said = capsys.readouterr().out
     assert "vanilla, k = 2" in said
-    assert "drafts.model: Model.propose" in said
+    assert max(stages.seconds, key=lambda key: stages.seconds[key])[1] in said
 
 
 def test_seconds_are_exclusive_and_counted_only_while_the_clock_runs():

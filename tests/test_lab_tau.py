@@ -10,9 +10,9 @@ import torch
 from tiny import tiny
 
 from specdec.audit.tau import efficiency
+from specdec.drafts.spire import SpireModel
 from specdec.lab.paired import intervals, mean_interval, rows_of
 from specdec.lab.tau import Texts, each_k, score
-from specdec.models.spire import SpireModel
 from specdec.training.forward import Parallel
 
 

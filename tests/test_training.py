@@ -16,7 +16,7 @@ from tiny import tiny
 
 import specdec as sd
 from specdec.drafts import Spire
-from specdec.models.spire import SpireModel
+from specdec.drafts.spire import SpireModel
 from specdec.training.forward import KPass, Parallel
 from specdec.training.losses import HardLoss, MixedLoss, acceptance, cross_entropy, distillation
 from specdec.training.passes import k_pass
@@ -273,8 +273,6 @@ def test_bad_input():
         SpireModel.from_target(tiny("gpt2"))
     draft = SpireModel.from_target(target, 2, window=3)
     inputs = {layer: torch.zeros(1, 8, 32, dtype=draft.dtype) for layer in draft.layers}
-    with pytest.raises(ValueError, match="shorter than a block"):
-        k_pass(draft, tokens[:1, :8], inputs, k=4)
     with pytest.raises(ValueError, match="inputs lacks layer 1"):
         k_pass(draft, tokens[:1, :8], {}, k=2)
     with pytest.raises(ValueError, match="too few for a block"):
@@ -316,7 +314,7 @@ def test_processes_share_a_batch(tmp_path):
         "import torch; torch.set_num_threads(1)\n"
         "from test_training import text\n"
         "from tiny import tiny\n"
-        "from specdec.models.spire import SpireModel\n"
+        "from specdec.drafts.spire import SpireModel\n"
         "from specdec.training.train import Settings, train\n"
         "target = tiny('llama', num_hidden_layers=3).float()\n"
         "draft = SpireModel.from_target(target, 1, window=8)\n"

@@ -27,7 +27,7 @@ import specdec as sd
 from recipes.gpu.stage import Part, Stage
 from recipes.gpu.steps import filled, floor, llama
 from specdec.cost import Shape
-from specdec.models.packed import slot_attention
+from specdec.forward.packed import slot_attention
 from specdec.rng import Rng
 from specdec.types import Context, Proposal, Round
 

@@ -26,13 +26,13 @@ from specdec.cost import paper
 from specdec.data.corpus import DOMAINS, HELD_OUT
 from specdec.data.extract import clean
 from specdec.data.tokens import write_stream
+from specdec.drafts.spire import SpireModel
 from specdec.lab import tau
 from specdec.lab.grid import Grid, GridSettings
 from specdec.lab.methods import Methods
 from specdec.lab.paired import rows_of
 from specdec.lab.pretraining import Pretraining, Sizes
 from specdec.lab.variants import Variant, started, variants
-from specdec.models.spire import SpireModel
 from specdec.training.forward import Parallel
 from specdec.training.train import Settings as Training
 from specdec.training.train import train

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from recipes.gpu.bars import COLUMNS, Row
+from specdec.cache.contiguous import free_bytes
 from specdec.lab.device import Rates, Time, clock
-from specdec.models.cache import free_bytes
 
 TOO_LARGE = ("OutOfMemoryError", "OutOfResources")
 """Errors of the device, of a multiprocessor: no failure, but no figure either."""

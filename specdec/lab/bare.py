@@ -9,11 +9,11 @@ import torch
 
 from specdec import drafts
 from specdec.decoder import Decoder
+from specdec.drafts.spire.steps import SpireSteps
 from specdec.lab.calibrated import Bare, Model
 from specdec.lab.captured import Replay, replay_of_a_chain
 from specdec.lab.clock import in_turn
 from specdec.lab.prefill import Group
-from specdec.models.spire_steps import SpireSteps
 from specdec.types import Context, Proposal
 
 

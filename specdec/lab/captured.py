@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from specdec.models.chains import Chain
-from specdec.models.ring_chain import RingChain
-from specdec.models.steps import Programs
+from specdec.graphs.chain import Chain
+from specdec.graphs.programs import Programs
+from specdec.graphs.ring_chain import RingChain
 
 
 def keepers(*parts: Any) -> Iterator[Programs]:

@@ -9,8 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from specdec import zoo
+from specdec.drafts.spire.model import FILE, SpireModel
 from specdec.models.hf import HFModel
-from specdec.models.spire import FILE, SpireModel
 
 
 def load(name: str, dtype: torch.dtype | None = None) -> tuple[Any, Any]:

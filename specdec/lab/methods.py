@@ -14,6 +14,7 @@ from specdec.builder import decoder
 from specdec.cost import Method, Shape, Window, magicdec, spire, vanilla
 from specdec.data.prompts import prompts
 from specdec.decoder import Decoder
+from specdec.drafts.spire import SpireModel
 from specdec.lab.calibrated import Model
 from specdec.lab.grid_rows import K
 from specdec.lab.loading import load
@@ -21,7 +22,6 @@ from specdec.lab.options import option
 from specdec.lab.prefill import Group, group, prefilled
 from specdec.lab.steady import capacity
 from specdec.models import HFModel, Windowed
-from specdec.models.spire import SpireModel
 
 LEAST_ROWS = 4
 """Smaller batches decode several groups of prompts, so that a point is not one prompt's luck."""

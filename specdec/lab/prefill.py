@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec.models.compact import RingCache
+from specdec.cache.ring_cache import RingCache
 from specdec.types import Context, Fed, Proposal, Scores
 
 

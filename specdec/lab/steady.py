@@ -16,9 +16,9 @@ import torch
 from specdec.decoder import Decoder
 from specdec.lab.clock import sync
 from specdec.lab.prefill import Group
-from specdec.limits import Limits
 from specdec.rng import Philox, seeds
 from specdec.stats import Record, Stats
+from specdec.stop_rules import StopRules
 
 
 @dataclass(frozen=True)
@@ -93,10 +93,10 @@ def steady(
         some.use()
         context, B = some.context, some.context.batch
         room = context.tokens.shape[1] - decoder.length
-        limits = Limits(max_length=torch.full((B,), room))
+        stops = StopRules(max_length=torch.full((B,), room))
         left, start = B * new_tokens, 0.0
         with torch.inference_mode():
-            for round in decoder.executor.run(decoder, context, Philox(seeds(some.seed, B)), limits):
+            for round in decoder.executor.run(decoder, context, Philox(seeds(some.seed, B)), stops):
                 if round.number == 0:
                     sync()
                     clock(True)

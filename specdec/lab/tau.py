@@ -13,8 +13,8 @@ from torch import Tensor
 from specdec.audit.tau import Efficiency, efficiency, parallel_chances, spire_chances
 from specdec.builder import decoder
 from specdec.data.prompts import entries
+from specdec.drafts.spire import SpireModel
 from specdec.models.hf import HFModel
-from specdec.models.spire import SpireModel
 from specdec.training.forward import Parallel
 from specdec.training.states import Batch
 
