@@ -26,15 +26,15 @@ import torch
 import specdec as sd
 from specdec.data import prompts
 from specdec.lab.clock import bare_forward
-from specdec.lab.console import progress, quiet, table
+from specdec.lab.console import progress, table
 from specdec.lab.loading import load
 from specdec.lab.options import option, parse
-from specdec.lab.report import write
+from specdec.lab.recipe import Recipe
 from specdec.lab.runs import Case, Sample, decode, interleave
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(Recipe):
     target: str = option("pocket-target", "pocket model, hub id or folder")
     draft: str = option("pocket-vanilla", "the same for the draft")
     batches: tuple[int, ...] = option((1, 4, 16), "rows decoded together")
@@ -43,14 +43,10 @@ class Settings:
     new_tokens: int = option(96, "a row")
     length: int = option(4, "k, drafted a round")
     repeats: int = option(3, "timed repeats")
-    threads: int = option(1, "torch threads")
-    seed: int = option(0)
-    json: str | None = option(None, "write the rows as JSON", metavar="FILE")
 
 
 def main(s: Settings) -> None:
-    torch.set_num_threads(s.threads)
-    quiet()
+    s.begin()
     (model, tokenizer), (small, _) = load(s.target), load(s.draft)
     for m in (model, small):  # both engines decode the full budget
         m.generation_config.eos_token_id = None
@@ -117,8 +113,7 @@ def main(s: Settings) -> None:
                 f"  batch {batch:>2}: vanilla is {mine / assisted:.2f} x the faster assisted generation, "
                 f"{mine / plain_speed:.2f} x plain generate"
             )
-    if s.json:
-        write(s.json, rows, s.seed)
+    s.save(rows)
 
 
 STAGES = ("draft_ms", "target_ms", "verify_ms", "other_ms")

@@ -55,15 +55,11 @@ def main(s: Settings) -> int:
         )
         rows.append(
             {
-                "composition": composition.name,
-                "lossless": composition.lossless,
-                "total_variation": found.total_variation,
-                "share_of_paths_astray": found.astray,
-                "mass": found.mass,
-                "branches": found.branches,
-                "seconds": round(found.seconds, 3),
+                "composition": composition.name, "lossless": composition.lossless,
+                "total_variation": found.total_variation, "share_of_paths_astray": found.astray,
+                "mass": found.mass, "branches": found.branches, "seconds": round(found.seconds, 3),
             }
-        )
+        )  # fmt: skip
     claims = [row for row in rows if row["lossless"]]
     biases = [row for row in rows if not row["lossless"]]
     if claims:

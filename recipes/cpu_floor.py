@@ -19,16 +19,16 @@ import torch.nn.functional as F
 import specdec as sd
 from specdec.data import prompts
 from specdec.kernels.native import library, ops
-from specdec.lab.console import progress, quiet, table
+from specdec.lab.console import progress, table
 from specdec.lab.loading import load
 from specdec.lab.options import option, parse
 from specdec.lab.prefill import group, prefilled
-from specdec.lab.report import write
+from specdec.lab.recipe import Recipe
 from specdec.lab.steady import capacity, steady
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(Recipe):
     target: str = option("pocket-target", "pocket model, hub id or folder")
     draft: str = option("pocket-vanilla", "the same for the draft")
     batches: tuple[int, ...] = option((1, 16), "rows at a time")
@@ -36,14 +36,10 @@ class Settings:
     length: int = option(4, "k, drafted a round")
     new_tokens: int = option(24, "a row and repeat")
     repeats: int = option(5, "timed repeats")
-    threads: int = option(1, "torch threads")
-    seed: int = option(0)
-    json: str | None = option(None, "write the rows as JSON", metavar="FILE")
 
 
 def main(s: Settings) -> None:
-    torch.set_num_threads(s.threads)
-    quiet()
+    s.begin()
     (model, tokenizer), (small, _) = load(s.target), load(s.draft)
     for m in (model, small):
         m.generation_config.eos_token_id = None
@@ -90,8 +86,7 @@ def main(s: Settings) -> None:
                 progress(f"{name}, batch {batch}, context {context}")
     progress()
     print(table(rows, tuple(rows[0])))
-    if s.json:
-        write(s.json, rows, s.seed)
+    s.save(rows)
 
 
 PARTS = ("products", "reading")

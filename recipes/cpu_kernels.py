@@ -33,7 +33,7 @@ from specdec.lab.clock import bare_steps, in_turn, seconds
 from specdec.lab.console import quiet, table
 from specdec.lab.options import option, parse
 from specdec.lab.processes import Call, apart
-from specdec.lab.report import write
+from specdec.lab.recipe import Recipe
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 COPIES = "float32, bf16_weights"  # float32 models whose products read bfloat16 copies of their weights
@@ -44,7 +44,7 @@ NARROW = 256  # inputs and outputs of a product, there
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(Recipe):
     tokens: tuple[int, ...] = option((1, 5, 16, 80, 256, 512), "of a product")
     widths: tuple[int, ...] = option((256, 2048), "inputs and outputs of a product")
     batches: tuple[int, ...] = option((1, 16), "rows")
@@ -57,8 +57,6 @@ class Settings:
         tuple(range(14, 22)), "where one thread is compared with several, as powers of 2"
     )
     repeats: int = option(9, "timed turns")
-    seed: int = option(0)
-    json: str | None = option(None, "write the rows as JSON", metavar="FILE")
 
 
 def main(s: Settings) -> None:
@@ -94,8 +92,7 @@ def main(s: Settings) -> None:
                     for n in s.work:
                         rows += kernels(part, name, 1 << n, max(s.threads), s.repeats, s.seed)
     print(table(rows, tuple(rows[0])))
-    if s.json:
-        write(s.json, rows, s.seed)
+    s.save(rows)
 
 
 def product(name: str, dtype: torch.dtype, tokens: int, width: int, s: Settings) -> dict[str, Any]:

@@ -20,18 +20,18 @@ import torch
 import specdec as sd
 from specdec.audit.tau import Efficiency
 from specdec.drafts.spire import SpireModel
-from specdec.lab.console import quiet, table
+from specdec.lab.console import table
 from specdec.lab.loading import load, load_draft
 from specdec.lab.options import option, parse
 from specdec.lab.paired import rows_of
-from specdec.lab.report import write
+from specdec.lab.recipe import Recipe
 from specdec.lab.runs import decode
 from specdec.lab.tau import Texts, each_k, sample
 from specdec.training.forward import Parallel
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(Recipe):
     target: str = option("pocket-target", "a pocket model, a folder or a hub id")
     drafts: tuple[str, ...] = option(
         ("vanilla=pocket-vanilla", "spire=pocket-spire"), "name=folder or pocket model", metavar="NAME=DRAFT"
@@ -44,9 +44,6 @@ class Settings:
     per_prompt: int = option(2, "contexts cut from one held-out prompt")
     prompts: int | None = option(None, "held-out prompts (default: all)")
     live: bool = option(False, "decode with the real decoder too")
-    threads: int = option(1, "torch threads")
-    seed: int = option(0)
-    json: str | None = option(None, "write the rows as JSON", metavar="FILE")
 
 
 def main(s: Settings) -> None:
@@ -54,8 +51,7 @@ def main(s: Settings) -> None:
         raise SystemExit(
             f"--k {','.join(map(str, s.k))} with --window {s.window}: give block lengths from 1 to the window"
         )
-    torch.set_num_threads(s.threads)
-    quiet()
+    s.begin()
     target, tokenizer = load(s.target, torch.float32)
     drafts: dict[str, tuple[Any, Parallel | None]] = {}
     for entry in s.drafts:
@@ -84,8 +80,7 @@ def main(s: Settings) -> None:
             print(table(some, COLUMNS), "\n")
             if s.live:
                 live(s, target, tokenizer, drafts, at_k, scores, rows)
-    if s.json:
-        write(s.json, rows, s.seed)
+    s.save(rows)
 
 
 COLUMNS = ["method", "context", "k", "tau", "low", "high", "ratio_to_vanilla", "ratio_low", "ratio_high"]

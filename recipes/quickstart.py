@@ -11,32 +11,26 @@ import sys
 from dataclasses import dataclass
 from functools import partial
 
-import torch
-
 import specdec as sd
 from specdec import zoo
 from specdec.data import prompts
-from specdec.lab.console import progress, quiet, table
+from specdec.lab.console import progress, table
 from specdec.lab.options import option, parse
-from specdec.lab.report import write
+from specdec.lab.recipe import Recipe
 from specdec.lab.runs import Case, decode, interleave
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(Recipe):
     batches: tuple[int, ...] = option((1, 16), "batch sizes")
     context: int = option(256, "prompt tokens")
     new_tokens: int = option(64, "tokens to decode")
     length: int = option(4, "tokens drafted a round")
     repeats: int = option(3, "timed repeats")
-    threads: int = option(1, "torch threads")
-    seed: int = option(0)
-    json: str | None = option(None, "write the rows as JSON", metavar="FILE")
 
 
 def main(s: Settings) -> None:
-    torch.set_num_threads(s.threads)
-    quiet()
+    s.begin()
     target, draft = sd.HFModel(*zoo.load("pocket-target")), sd.HFModel(*zoo.load("pocket-vanilla"))
     spire, _ = zoo.load("pocket-spire")
     base = sd.decoder(target).greedy()
@@ -75,8 +69,7 @@ def main(s: Settings) -> None:
         "\ntau: tokens a round, bonus token included (plain decoding: 1). Ratio: speed over plain at the same batch."
     )
     show_one(decoders["vanilla"], ids[0], s)
-    if s.json:
-        write(s.json, rows, s.seed)
+    s.save(rows)
 
 
 def show_one(decoder: sd.Decoder, ids: list[int], s: Settings) -> None:

@@ -27,11 +27,29 @@ from specdec import zoo
 from specdec.kernels.attention import AttentionPlan, Fragments, attention, decompose, fit
 from specdec.lab import plots
 from specdec.lab.clock import seconds
-from specdec.lab.console import quiet
+from specdec.lab.console import table
 from specdec.lab.options import option, parse
-from specdec.lab.report import write
+from specdec.lab.recipe import Plotted
 from specdec.lab.workload import DISTRIBUTIONS, lengths
 
+COLUMNS = (
+    *(
+        "lengths",
+        "method",
+        "batch",
+        "milliseconds",
+        "attention_milliseconds",
+        "predicted_attention_milliseconds",
+    ),
+    *(
+        "peak_bytes",
+        "ratio_to_padded",
+        "ratio_to_packed",
+        "calls",
+        "cut",
+        "equal_fragments_attention_milliseconds",
+    ),
+)
 METHODS = ("padded", "packed", "decomposed")
 FRAGMENT = 512  # slots of the paper's fragments, of one length
 LONGEST = 1990  # the pocket target has 2048 positions
@@ -40,30 +58,23 @@ Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(Plotted):
     target: str = option("pocket-target", "name in the zoo")
     batches: tuple[int, ...] = option((8, 16, 32, 64), "rows at a time")
     mean: int = option(400, "tokens a row")
     k: int = option(4, "proposed tokens a row")
     repeats: int = option(9, "timed turns")
-    threads: int = option(1, "torch threads")
-    seed: int = option(0)
     quick: bool = option(False, "batch 8 only, 3 repeats")
-    json: str | None = option(None, "write the rows as JSON", metavar="FILE")
-    plots: str | None = option(None, "write spin_decompose.png", metavar="DIR")
 
 
 def main(s: Settings) -> None:
-    quiet()
-    torch.set_num_threads(s.threads)
+    s.begin()
     if s.quick:
         s = replace(s, batches=(8,), repeats=3)
     if s.k < 1 or s.mean < 300 or s.mean > 1000 or min(s.batches) < 8 or s.repeats < 1:
         raise SystemExit(
             "give --k of at least 1, --mean of 300 to 1000, --batches of at least 8, --repeats of at least 1"
         )
-    if s.plots:
-        plots.needed()
     raw, tokenizer = zoo.load(s.target)
     models = {method: sd.HFModel(raw, tokenizer, attention=method) for method in METHODS}
     config = raw.config
@@ -78,14 +89,14 @@ def main(s: Settings) -> None:
                 keys.normal_()
                 values.normal_()
         for name in DISTRIBUTIONS:
-            cells = measure(s, models, cache, lengths(name, batch, s.mean, s.seed, LONGEST), shape, cost)
-            rows += [{"lengths": name, "batch": batch, **cell} for cell in cells]
-            report(rows[-len(METHODS) :])
+            length = lengths(name, batch, s.mean, s.seed, LONGEST)
+            place = {"lengths": name, "batch": batch}
+            cells = [{**place, **cell} for cell in measure(s, models, cache, length, shape, cost)]
+            rows += cells
+            print(table(cells, COLUMNS), "\n", flush=True)
         del cache
-    if s.json:
-        write(s.json, rows, s.seed)
-    if s.plots:
-        print("\nplots:", plots.save(s.plots, "spin_decompose", draw(rows)))
+    s.save(rows)
+    s.draw({"spin_decompose": lambda: draw(rows)})
 
 
 def measure(
@@ -179,23 +190,6 @@ def peak_bytes(run: Callable[[], Any]) -> int:
         now += size
         most = max(most, now)
     return most
-
-
-def report(cells: list[Row]) -> None:
-    """A line for each method."""
-    for c in cells:
-        print(
-            f"{c['lengths']:>10} batch {c['batch']:>3} {c['method']:>10}  {c['milliseconds']:8.1f} ms  attention "
-            f"{c['attention_milliseconds']:8.1f} (predicted {c['predicted_attention_milliseconds']:7.1f})  "
-            f"{c['peak_bytes'] / 2**20:6.1f} MiB  {c['ratio_to_padded']:.2f} of padded  {c['ratio_to_packed']:.2f} of packed"
-            + (
-                f"  {c['calls']} calls{', cut' if c['cut'] else ''}; cut every {FRAGMENT} slots attention "
-                f"{c['equal_fragments_attention_milliseconds']:.1f}"
-                if "calls" in c
-                else ""
-            ),
-            flush=True,
-        )
 
 
 STYLES = {"padded": ("#b0413e", "o"), "packed": ("#4f6d7a", "s"), "decomposed": ("#2a9d5c", "^")}

@@ -42,11 +42,10 @@ from specdec.data.corpus import DOMAINS
 from specdec.executors import Pipelined
 from specdec.kernels.attention import fit
 from specdec.kernels.native import library
-from specdec.lab import plots
+from specdec.lab import console, plots
 from specdec.lab.arms import Assigned, PoolRun, best_in_hindsight, pool_run
-from specdec.lab.console import quiet
 from specdec.lab.options import option, parse
-from specdec.lab.report import write
+from specdec.lab.recipe import Plotted
 from specdec.lab.workload import Kind, Workload, workload
 
 # The smallest first.
@@ -54,6 +53,20 @@ POOL = ("pocket-tiny", "pocket-code", "pocket-prose", "pocket-tabular", "pocket-
 WINDOW = 5  # rounds
 # Far behind: the first workloads tell as much as all of them.
 SLOW = ("selection_cold", "selection_per_request")
+COLUMNS = (
+    *(
+        "configuration",
+        "is",
+        "goodput",
+        "low",
+        "high",
+        "ratio_to_smallest",
+        "ratio_to_oracle",
+        "ratio_to_best_fixed",
+        "tau",
+    ),
+    *("draft_milliseconds", "target_milliseconds", "verify_milliseconds"),
+)
 FEW = 3  # workloads for those
 LEARNS = (  # what a selector has learned is kept from batch to batch
     "selection",
@@ -66,7 +79,7 @@ LEARNS = (  # what a selector has learned is kept from batch to batch
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(Plotted):
     batches: tuple[int, ...] = option((8, 16), "rows at once")
     tokens: int = option(128, "new tokens of each request")
     k: int = option(4, "drafted tokens a round")
@@ -80,10 +93,7 @@ class Settings:
         library() is not None,
         "products read bfloat16 copies of the weights, in all configurations (default: where there are C kernels)",
     )
-    seed: int = option(0)
     quick: bool = option(False, "a minute: one repeat, few tokens")
-    json: str | None = option(None, "write the rows as JSON", metavar="FILE")
-    plots: str | None = option(None, "folder for the figures", metavar="DIR")
 
 
 class Parts:
@@ -194,10 +204,7 @@ def teach(parts: Parts, batch: int) -> Any:
 def main(s: Settings) -> list[dict[str, Any]]:
     if s.quick:
         s = replace(s, batches=(3,), repeats=1, learn=3, tokens=8)
-    if s.plots:
-        plots.needed()
-    torch.set_num_threads(s.threads)
-    quiet()
+    s.begin()
     parts = Parts(s)
     rows: list[dict[str, Any]] = []
     for batch in s.batches:
@@ -216,12 +223,12 @@ def main(s: Settings) -> list[dict[str, Any]]:
                     kept[name].append(run)
                 rows += choices(runs["selection"], work, batch, turn)
         rows += table(kept, batch)
-        show(rows, batch)
-    if s.json:
-        write(s.json, rows, s.seed)
-    if s.plots:
-        plots.save(s.plots, "spin_end_to_end", configurations(rows), dpi=150)
-        plots.save(s.plots, "spin_choices", shares(rows), dpi=150)
+        print(
+            f"\nbatch {batch}\n"
+            + console.table([r for r in rows if "goodput" in r and r["batch"] == batch], COLUMNS)
+        )
+    s.save(rows)
+    s.draw({"spin_end_to_end": lambda: configurations(rows), "spin_choices": lambda: shares(rows)}, dpi=150)
     return rows
 
 
@@ -236,11 +243,8 @@ def table(kept: dict[str, list[PoolRun]], batch: int) -> list[dict[str, Any]]:
         stages: Counter[str] = sum((run.stats.seconds for run in runs), Counter())
         out.append(
             {
-                "configuration": name,
-                "batch": batch,
-                "goodput": middle.get(name, middle[fixed]),
-                "low": speeds[0],
-                "high": speeds[-1],
+                "configuration": name, "batch": batch, "goodput": middle.get(name, middle[fixed]),
+                "low": speeds[0], "high": speeds[-1],
                 **{
                     f"ratio_to_{other}": median(
                         run.goodput / base.goodput for run, base in zip(runs, kept[of])
@@ -250,14 +254,13 @@ def table(kept: dict[str, list[PoolRun]], batch: int) -> list[dict[str, Any]]:
                 "tau": median(run.stats.tau for run in runs),
                 "selector_share": median(run.selector_seconds / run.seconds for run in runs),
                 "cores": 2 if "2 threads" in name or "pipeline" in name or name == "spin" else 1,
-                "repeats": len(runs),
-                "is": fixed if name == "best_fixed" else None,
+                "repeats": len(runs), "is": fixed if name == "best_fixed" else None,
                 **{
                     f"{stage}_milliseconds": 1e3 * stages[stage] / rounds
                     for stage in ("draft", "target", "verify")
                 },
             }
-        )
+        )  # fmt: skip
     return out
 
 
@@ -265,30 +268,12 @@ def choices(run: PoolRun, work: Workload, batch: int, turn: int) -> list[dict[st
     """Share of each arm by domain and window of rounds."""
     return [
         {
-            "configuration": "choice",
-            "batch": batch,
-            "repeat": turn,
-            "round": at,
-            "domain": domain,
-            "draft": POOL[arm],
-            "share": n / sum(arms.values()),
+            "configuration": "choice", "batch": batch, "repeat": turn, "round": at, "domain": domain,
+            "draft": POOL[arm], "share": n / sum(arms.values()),
         }
         for (at, domain), arms in run.choices(work.domain, WINDOW).items()
         for arm, n in arms.items()
-    ]
-
-
-def show(rows: list[dict[str, Any]], batch: int) -> None:
-    print(
-        f"\nbatch {batch:3}                    tokens/s      range        x smallest  x oracle  x fixed   tau   draft  target+verify ms"
-    )
-    for r in rows:
-        if r["configuration"] != "choice" and r["batch"] == batch:
-            print(
-                f"{r['configuration']:26} {r['goodput']:8.0f}  {r['low']:6.0f}-{r['high']:<6.0f}   {r['ratio_to_smallest']:8.2f}"
-                f"  {r['ratio_to_oracle']:9.2f}  {r['ratio_to_best_fixed']:7.2f}  {r['tau']:5.2f}  {r['draft_milliseconds']:6.1f}  {r['target_milliseconds'] + r['verify_milliseconds']:6.1f}"
-                + (f"   {r['is']}" if r["is"] else "")
-            )
+    ]  # fmt: skip
 
 
 # -- figures ----------------------------------------------------------------------------------------------------------------

@@ -14,20 +14,34 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import specdec as sd
 from specdec import zoo
 from specdec.executors import Pipelined, Timeline
-from specdec.lab.console import quiet
+from specdec.lab.console import progress, table
 from specdec.lab.options import option, parse
 from specdec.lab.pipeline import Comparison
-from specdec.lab.report import write
+from specdec.lab.recipe import Plotted
 from specdec.lab.workload import workload
+
+COLUMNS = (
+    *(
+        "draft",
+        "mode",
+        "workers",
+        "batch",
+        "micro_batches",
+        "milliseconds",
+        "predicted",
+        "ratio",
+        "gain",
+        "predicted_gain",
+    ),
+    *("share_of_gain", "draft_slowdown", "verify_slowdown"),
+)
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(Plotted):
     drafts: tuple[str, ...] = option(("pocket-code", "pocket-vanilla"), "names in the zoo")
     batches: tuple[int, ...] = option((8, 16), "rows at a time")
     micro_batches: tuple[int, ...] = option((2, 4), "parts of a batch")
@@ -36,15 +50,11 @@ class Settings:
     k: int = option(4, "drafted tokens a round")
     longest: int = option(600, "tokens of the longest prompt")
     repeats: int = option(3, "timed runs")
-    seed: int = option(0)
     quick: bool = option(False, "a small batch, one repeat: to see that it runs")
-    json: str | None = option(None, "write the rows as JSON", metavar="FILE")
-    plots: str | None = option(None, "folder for the time line", metavar="DIR")
 
 
 def main(s: Settings) -> list[dict[str, Any]]:
-    torch.set_num_threads(1)
-    quiet()
+    s.begin()
     if s.quick:
         s = replace(s, drafts=("pocket-vanilla",), batches=(4,), micro_batches=(2,), rounds=4, repeats=1)
     target = sd.HFModel(*zoo.load("pocket-target"))
@@ -53,28 +63,15 @@ def main(s: Settings) -> list[dict[str, Any]]:
     for name in s.drafts:
         decoder = sd.decoder(target).draft(sd.HFModel(*zoo.load(name)), s.k).build()
         for batch in s.batches:
+            progress(f"{name}, batch {batch}", stays=True)
             out += compare.rows(name, decoder, workload(target.tokenizer, batch, s.longest, s.seed).rows)
-            show(batch, name, out)
-    if s.json:
-        write(s.json, out, s.seed)
+    s.save(out)
+    print(table(out, COLUMNS))
+    errors = sorted(abs(r["ratio"] - 1) for r in out)
+    print(f"median error of the time model: {errors[len(errors) // 2]:.0%}")
     if s.plots:
         picture(s, Path(s.plots), target)
     return out
-
-
-def show(batch: int, name: str, rows: list[dict[str, Any]]) -> None:
-    print(
-        f"\n{name}, batch {batch}: mode            m   ms/round  predicted  ratio   gain  (said)  share   d x   v x"
-    )
-    for r in rows:
-        if (r["draft"], r["batch"]) == (name, batch):
-            share = "" if r["share_of_gain"] is None else f"{r['share_of_gain']:6.0%}"
-            print(
-                f"{r['mode'] + ' ' + (r['workers'] or ''):38}{r['micro_batches']:3} {r['milliseconds']:9.1f} {r['predicted']:10.1f}"
-                f" {r['ratio']:6.2f} {r['gain']:6.2f} {r['predicted_gain']:6.2f}  {share:6} {r['draft_slowdown']:5.2f} {r['verify_slowdown']:5.2f}"
-            )
-    errors = sorted(abs(r["ratio"] - 1) for r in rows)
-    print(f"median error of the time model so far: {errors[len(errors) // 2]:.0%}")
 
 
 def picture(s: Settings, folder: Path, target: Any) -> None:

@@ -13,35 +13,29 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-import torch
-
 import specdec as sd
 from specdec import zoo
 from specdec.data.corpus import DOMAINS
 from specdec.data.prompts import prompts
-from specdec.lab.console import quiet
+from specdec.lab.console import table
 from specdec.lab.options import option, parse
-from specdec.lab.report import write
+from specdec.lab.recipe import Recipe
 
 POOL = ("pocket-tiny", "pocket-code", "pocket-prose", "pocket-tabular", "pocket-vanilla")
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(Recipe):
     drafts: tuple[str, ...] = option(POOL, "names in the zoo")
     batch: int = option(16, "rows at a time")
     context: int = option(512, "prompt tokens")
     tokens: int = option(96, "new tokens of each row")
     k: int = option(4, "drafted tokens a round")
     repeats: int = option(5, "timed repeats")
-    threads: int = option(1, "torch threads")
-    seed: int = option(0)
-    json: str | None = option(None, "write the rows as JSON", metavar="FILE")
 
 
 def main(s: Settings) -> list[dict[str, Any]]:
-    torch.set_num_threads(s.threads)
-    quiet()
+    s.begin()
     target = sd.HFModel(*zoo.load("pocket-target"))
     names = list(s.drafts)
     decoders = {name: sd.decoder(target).draft(sd.HFModel(*zoo.load(name)), s.k).build() for name in names}
@@ -68,9 +62,8 @@ def main(s: Settings) -> list[dict[str, Any]]:
         for (name, domain), stats in runs.items()
     ]
     rows += summary(rows, names)
-    show(rows, names)
-    if s.json:
-        write(s.json, rows, s.seed)
+    print(table(rows, ("draft", "domain", "tau", "goodput", "best_fixed", "headroom")))
+    s.save(rows)
     return rows
 
 
@@ -86,25 +79,10 @@ def summary(rows: list[dict[str, Any]], names: list[str]) -> list[dict[str, Any]
     return [
         *out,
         {
-            "draft": "oracle",
-            "domain": "all",
-            "goodput": oracle,
-            "best_fixed": fixed,
-            "headroom": oracle / mixed[fixed],
-            **choices,
+            "draft": "oracle", "domain": "all", "goodput": oracle, "best_fixed": fixed,
+            "headroom": oracle / mixed[fixed], **choices,
         },
-    ]
-
-
-def show(rows: list[dict[str, Any]], names: list[str]) -> None:
-    """The table: tokens a second (and tau)."""
-    cells = {(r["draft"], r["domain"]): r for r in rows}
-    print(f"{'draft':16}" + "".join(f"{d:>18}" for d in (*DOMAINS, "all")))
-    for name in names:
-        line = "".join(f"{cells[name, d]['goodput']:11.0f} ({cells[name, d]['tau']:.2f})" for d in DOMAINS)
-        print(f"{name:16}{line}{cells[name, 'all']['goodput']:18.0f}")
-    last = rows[-1]
-    print(f"{'oracle':16}{'':54}{last['goodput']:18.0f}   {last['headroom']:.2f} x {last['best_fixed']}")
+    ]  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,7 @@ import torch
 from specdec.lab import plots
 from specdec.lab.options import option, parse
 from specdec.lab.paired import mean_interval
-from specdec.lab.report import write
+from specdec.lab.recipe import Plotted
 from specdec.lab.simulated import (
     ALIKE,
     APART,
@@ -65,12 +66,10 @@ Make = Callable[[np.ndarray], Any]
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(Plotted):
     quick: bool = option(False, "200 slots and 2 seeds, to see that it runs")
     seed: int = option(0, "first seed (default: 0)")
     workers: int = option(1, "processes")
-    json: str | None = option(None, "write the rows as JSON", metavar="FILE")
-    plots: str | None = option(None, "write PNGs (needs matplotlib)", metavar="DIR")
 
 
 CAPACITIES = (3, 2, 3, 2, 3)  # 13 slots for 12 requests, three of which cannot have their best arm
@@ -87,19 +86,13 @@ def known(make: Callable[[Any], Any]) -> Make:
 
 
 EVERY: dict[str, Make] = {
-    "Fixed(2)": always(Fixed(2)),
-    "Random": always(Random()),
-    "EpsilonGreedy": always(EpsilonGreedy(0.1)),
-    "UCB1": always(UCB1(SCALE)),
-    "Thompson": always(Thompson(SCALE)),
-    "Thompson, spread 0.2": always(Thompson(SCALE, spread=0.2)),
-    "EXP3": always(EXP3(0.1, SCALE)),
-    "UCBSpec": always(UCBSpec(BLOCK)),
-    "EXP3Spec": always(EXP3Spec(BLOCK)),
-    "Hedge": always(Hedge(scale=SCALE)),
-    "Spin": always(Spin(exploration=10)),
+    "Fixed(2)": always(Fixed(2)), "Random": always(Random()), "EpsilonGreedy": always(EpsilonGreedy(0.1)),
+    "UCB1": always(UCB1(SCALE)), "Thompson": always(Thompson(SCALE)),
+    "Thompson, spread 0.2": always(Thompson(SCALE, spread=0.2)), "EXP3": always(EXP3(0.1, SCALE)),
+    "UCBSpec": always(UCBSpec(BLOCK)), "EXP3Spec": always(EXP3Spec(BLOCK)),
+    "Hedge": always(Hedge(scale=SCALE)), "Spin": always(Spin(exploration=10)),
     "Spin, learns always": always(Spin(exploration=10, learn="always")),
-}
+}  # fmt: skip
 POOLED: dict[str, Make] = {
     "EpsilonGreedy, pool by type": known(lambda pool: EpsilonGreedy(0.1, pool=pool)),
     "Thompson 0.2, pool by type": known(lambda pool: Thompson(SCALE, spread=0.2, pool=pool)),
@@ -138,8 +131,7 @@ def plan(quick: bool) -> list[tuple[Scenario, dict[str, Make]]]:
 
 
 def main(s: Settings) -> None:
-    if s.plots:
-        plots.needed()
+    s.begin()
     rows = overheads(20 if s.quick else 1000)
     games = [(s.quick, at, name, s.seed) for at, (_, who) in enumerate(plan(s.quick)) for name in who]
     with ExitStack() as stack:
@@ -161,12 +153,9 @@ def main(s: Settings) -> None:
                 f"  overhead {100 * last['overhead']:5.2f} %  flatness {last['flatness']:.2f}  slope {last['slope']:.2f}  ({last['run_seconds']:.0f} s)",
                 flush=True,
             )
-    if s.json:
-        write(s.json, rows, s.seed)
-    if s.plots:
-        drawings = {"spin_regret": curves, "spin_regret_theorem": theorem, "spin_regret_churn": churn}
-        files = [plots.save(s.plots, name, make(rows)) for name, make in drawings.items()]
-        print("\nplots:", ", ".join(files))
+    s.save(rows)
+    drawings = {"spin_regret": curves, "spin_regret_theorem": theorem, "spin_regret_churn": churn}
+    s.draw({name: partial(make, rows) for name, make in drawings.items()})
 
 
 def overheads(calls: int) -> list[Row]:
@@ -207,22 +196,14 @@ def play(scenario: Scenario, name: str, make: Make, seed: int) -> list[Row]:
     slope = np.log10(max(regret[-1].mean(), 1e-9) / max(earlier, 1e-9))
     return [
         {
-            "scenario": scenario.name,
-            "selector": name,
-            "slots": slots,
-            "regret": regret[i].mean(),
-            "low": mean_interval(regret[i])[0],
-            "high": mean_interval(regret[i])[1],
+            "scenario": scenario.name, "selector": name, "slots": slots, "regret": regret[i].mean(),
+            "low": mean_interval(regret[i])[0], "high": mean_interval(regret[i])[1],
             "overhead": regret[i].mean() / ideal[i].mean(),
-            "regret_over_log": regret[i].mean() / np.log(slots),
-            "flatness": flat,
-            "slope": slope,
-            "requests": scenario.requests,
-            "seeds": scenario.seeds,
-            "run_seconds": took,
+            "regret_over_log": regret[i].mean() / np.log(slots), "flatness": flat, "slope": slope,
+            "requests": scenario.requests, "seeds": scenario.seeds, "run_seconds": took,
         }
         for i, slots in enumerate(marks)
-    ]
+    ]  # fmt: skip
 
 
 def flatness(slots: list[int], regret: np.ndarray) -> float:

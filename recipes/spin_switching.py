@@ -24,9 +24,9 @@ import specdec as sd
 from specdec import zoo
 from specdec.data.prompts import prompts
 from specdec.executors import Pipelined, Serial, Timeline
-from specdec.lab.console import quiet, table
+from specdec.lab.console import table
 from specdec.lab.options import option, parse
-from specdec.lab.report import write
+from specdec.lab.recipe import Recipe
 from specdec.pruning.layers import keep_layers
 from specdec.types import Context, Round
 
@@ -35,7 +35,7 @@ FIRST = 2  # the first round that counts as ordinary: the ones before it warm up
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(Recipe):
     target: str = option("pocket-target", "name in the zoo")
     draft: str = option("pocket-vanilla", "the first draft")
     second: str = option(
@@ -46,10 +46,7 @@ class Settings:
     k: int = option(4, "drafted tokens a round")
     switch: int = option(6, "the round of the change")
     repeats: int = option(7, "timed repeats")
-    threads: int = option(1, "torch threads")
-    seed: int = option(0)
     quick: bool = option(False, "one short context, one repeat: to see that it runs")
-    json: str | None = option(None, "write the rows as JSON", metavar="FILE")
 
 
 @dataclass(frozen=True)
@@ -88,8 +85,7 @@ class Sample:
 def main(s: Settings) -> list[dict[str, Any]]:
     if s.quick:
         s = replace(s, contexts=(64,), repeats=1, batch=4)
-    torch.set_num_threads(s.threads)
-    quiet()
+    s.begin()
     target = sd.HFModel(*zoo.load(s.target))
     tokens = (s.k + 1) * (s.switch + 4)  # no row is through before the change has been seen
     samples: dict[tuple[str, bool, int], list[Sample]] = {}
@@ -125,8 +121,7 @@ def main(s: Settings) -> list[dict[str, Any]]:
         )
     ]
     print(table(rows, ("executor", "prepared", "context", "stall_milliseconds", "ordinary_milliseconds")))
-    if s.json:
-        write(s.json, rows, s.seed)
+    s.save(rows)
     return rows
 
 

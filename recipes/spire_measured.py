@@ -23,35 +23,24 @@ from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
 
-import torch
-
 from specdec.lab import plots
-from specdec.lab.console import quiet
 from specdec.lab.grid import Grid, GridSettings
 from specdec.lab.grid_rows import K, Row, report, summary
 from specdec.lab.methods import Methods
 from specdec.lab.options import option, parse
-from specdec.lab.report import write
+from specdec.lab.recipe import Plotted
 from specdec.lab.stages import profile
 
 
 @dataclass(frozen=True)
-class Settings(GridSettings):
-    threads: int = option(1, "torch threads")
+class Settings(Plotted, GridSettings):
     profile: tuple[int, int] | None = option(
         None, "only print where each method's rounds spend their time at B x L", metavar=("B", "L")
-    )
-    json: str | None = option(None, "write the rows as JSON, after every grid point", metavar="FILE")
-    plots: str | None = option(
-        None, "write heat maps, measured and modelled (needs matplotlib)", metavar="DIR"
     )
 
 
 def main(s: Settings) -> None:
-    if s.plots:
-        plots.needed()
-    torch.set_num_threads(s.threads)
-    quiet()
+    s.begin()
     if s.profile:
         batch, context = s.profile
         methods = Methods(replace(s, batches=(batch,), contexts=(context,)))
@@ -60,24 +49,19 @@ def main(s: Settings) -> None:
             profile(name, methods.decoder(name, K if name != "plain" else 0), groups, s.new_tokens)
         return
 
-    def save(rows: list[Row]) -> None:
-        if s.json:
-            write(s.json, rows, s.seed)
-
     started = perf_counter()
-    rows = Grid(s, Methods(s)).measure(save)
+    rows = Grid(s, Methods(s)).measure(s.save)
     rows += summary(rows, perf_counter() - started)
-    save(rows)
+    s.save(rows)
     report(rows)
-    if s.plots:
-        grid = [r for r in rows if r["part"] == "grid" and r["method"] in NAMES]
-        best = "Throughput multiplier at each method's own best k"
-        drawings = {
-            "measured_k4": maps([r for r in grid if r["k"] == 4], "Throughput multiplier at k = 4"),
-            "measured_best_k": maps([r for r in grid if r["best_k"]], best),
+    grid = [r for r in rows if r["part"] == "grid" and r["method"] in NAMES]
+    best = "Throughput multiplier at each method's own best k"
+    s.draw(
+        {
+            "measured_k4": lambda: maps([r for r in grid if r["k"] == 4], "Throughput multiplier at k = 4"),
+            "measured_best_k": lambda: maps([r for r in grid if r["best_k"]], best),
         }
-        files = [plots.save(s.plots, name, drawing) for name, drawing in drawings.items()]
-        print("\nplots:", ", ".join(files))
+    )
 
 
 NAMES = {

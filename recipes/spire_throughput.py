@@ -101,16 +101,9 @@ def row(
     figure: str, method: str, batch: int, context: int, multiplier: float, tau: float, **more: Any
 ) -> Row:
     return {
-        "figure": figure,
-        "method": method,
-        "batch": batch,
-        "context": context,
-        "multiplier": multiplier,
-        "k": paper.K,
-        "tau": tau,
-        "delta_t": tau / multiplier,
-        **more,
-    }
+        "figure": figure, "method": method, "batch": batch, "context": context, "multiplier": multiplier,
+        "k": paper.K, "tau": tau, "delta_t": tau / multiplier, **more,
+    }  # fmt: skip
 
 
 def intensities(target: Shape, methods: Mapping[str, Method]) -> list[Row]:

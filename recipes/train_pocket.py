@@ -15,15 +15,11 @@ from __future__ import annotations
 
 import datetime
 import json
-import os
-import platform
-import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from tqdm import tqdm
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -34,6 +30,7 @@ from specdec.data.prompts import choose
 from specdec.lab.bits import bits_per_byte, xz_bits_per_byte
 from specdec.lab.options import option, parse
 from specdec.lab.pretraining import Pretraining, Sizes
+from specdec.lab.report import write
 
 # The draft's body has exactly an eighth of the target's parameters.
 SHAPES = {"pocket-vanilla": Sizes(128, 4, 4, 320), "pocket-target": Sizes(256, 8, 4, 640)}
@@ -178,7 +175,6 @@ def main(s: Settings) -> None:
         raise SystemExit(
             f"--minutes {','.join(map(str, minutes))}: give as many numbers as --models {','.join(s.models)}"
         )
-    began = datetime.datetime.now(datetime.UTC)
     torch.set_num_threads(s.threads)
     Path(s.work).mkdir(parents=True, exist_ok=True)
     tokenizer = s.make()
@@ -203,21 +199,8 @@ def main(s: Settings) -> None:
         for domain, row in test.items() or [(None, {})]:
             rows.append({"model": name, "domain": domain, **row, **counts, "tokens_per_second": speed})
         status(s, f"{name}: evaluated {json.dumps(test)}")
-    meta = {
-        "command": "python " + " ".join(sys.argv),
-        "date": began.isoformat(timespec="seconds"),
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
-        "machine": torch.cuda.get_device_name()
-        if torch.cuda.is_available()
-        else f"{os.cpu_count()} CPU cores",
-        "seed": s.seed,
-    }
     if s.json:
-        Path(s.json).write_text(json.dumps({"meta": meta, "rows": rows}, indent=1))
+        write(s.json, rows, s.seed)
 
 
 if __name__ == "__main__":

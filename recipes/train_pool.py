@@ -18,9 +18,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from specdec import zoo
 from specdec.data.corpus import DOMAINS
-from specdec.lab.console import quiet
 from specdec.lab.options import option, parse
-from specdec.lab.report import meta, write
+from specdec.lab.recipe import Recipe
+from specdec.lab.report import meta
 from specdec.lab.states import First, stream_states
 from specdec.lab.streams import Streams
 from specdec.pruning.layers import keep_layers
@@ -53,7 +53,7 @@ POOL = {
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(Recipe):
     drafts: tuple[str, ...] = option(tuple(POOL), "which, in order")
     work: str = option("runs/pocket", "folder of shards and cached states")
     site: str = option("", "more site-packages folders, separated by commas")
@@ -65,9 +65,6 @@ class Settings:
     adam_lr: float = option(0.006)
     compile: bool = option(True, "torch.compile of the loss")
     validation: int = option(16, "sequences of validation text")
-    threads: int = option(1, "torch threads")
-    seed: int = option(0)
-    json: str | None = option(None, "write the rows as JSON", metavar="FILE")
 
 
 def started(member: Member, s: Settings) -> Any:
@@ -169,8 +166,7 @@ def main(s: Settings) -> None:
     unknown = [name for name in s.drafts if name not in POOL]
     if unknown:
         raise SystemExit(f"--drafts {unknown[0]}: there are {', '.join(POOL)}")
-    torch.set_num_threads(s.threads)
-    quiet()
+    s.begin()
     target, tokenizer = zoo.load("pocket-target")
     rows = []
     for name in s.drafts:
@@ -178,8 +174,7 @@ def main(s: Settings) -> None:
         export(s, name, draft, tokenizer, report)
         rows += [{"draft": name, **row, "seconds": report.seconds} for row in report.curve]
         print(f"{name}: {report.tokens / 1e6:.1f} M tokens in {report.seconds / 60:.0f} minutes", flush=True)
-    if s.json:
-        write(s.json, rows, s.seed)
+    s.save(rows)
 
 
 if __name__ == "__main__":

@@ -19,9 +19,9 @@ import torch
 from accelerate import PartialState
 
 from specdec.drafts.spire import SpireModel
-from specdec.lab.console import quiet
 from specdec.lab.loading import load
 from specdec.lab.options import option, parse
+from specdec.lab.recipe import Recipe
 from specdec.lab.report import write
 from specdec.lab.states import stream_states, text_states
 from specdec.lab.streams import Streams
@@ -33,7 +33,7 @@ from specdec.training.train import train
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(Recipe):
     target: str = option("pocket-target", "a pocket model, a folder or a hub id")
     out: str = option("runs/pocket-spire", "folder of the trained draft")
     dataset: str = option("", "a data set of the hub, or a folder or .txt file; default: the corpus")
@@ -59,9 +59,6 @@ class Settings:
     decay: float = option(0.8, "likewise")
     compile: bool = option(True, "torch.compile of the loss")
     validation: int = option(32, "sequences of validation text")
-    threads: int = option(1, "torch threads")
-    seed: int = option(0)
-    json: str | None = option(None, "write the rows as JSON", metavar="FILE")
 
 
 def variant(s: Settings) -> Variant:
@@ -88,8 +85,7 @@ def variant(s: Settings) -> Variant:
 
 
 def main(s: Settings) -> None:
-    torch.set_num_threads(s.threads)
-    quiet()
+    s.begin()
     target, tokenizer = load(s.target, torch.float32)
     chosen = variant(s)
     torch.manual_seed(s.seed)

@@ -25,21 +25,12 @@ def grid_rows(
         for m in cases:
             best = max((c for c in cases if c.method == m.method), key=lambda c: c.speed)
             row: Row = {
-                "part": "grid",
-                "method": m.method,
-                "batch": batch,
-                "context": context,
-                "k": m.k,
-                "multiplier": m.speed / plain.speed,
-                "modelled": None,
-                "fitted": (batch, context) in corners,
-                "best_k": m is best,
-                "tau": m.tau,
-                "tokens_per_second": m.speed,
-                "round_seconds": m.round_seconds,
-                "modelled_round_seconds": None,
+                "part": "grid", "method": m.method, "batch": batch, "context": context, "k": m.k,
+                "multiplier": m.speed / plain.speed, "modelled": None, "fitted": (batch, context) in corners,
+                "best_k": m is best, "tau": m.tau, "tokens_per_second": m.speed,
+                "round_seconds": m.round_seconds, "modelled_round_seconds": None,
                 "spread": max(r.speed for r in m.runs) / min(r.speed for r in m.runs) - 1,
-            }
+            }  # fmt: skip
             row |= {f"{stage}_seconds": m.stage(stage) for stage in ("draft", "target", "verify", "other")}
             if calibrated:
                 at = context + new_tokens / 2

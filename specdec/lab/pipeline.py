@@ -101,23 +101,15 @@ class Comparison:
         measured, said = median(seconds), model.serial(batch) / predicted
         gain = median(a / b for a, b in zip(serial, seconds))
         return {
-            "draft": name,
-            "batch": batch,
-            "mode": mode.name,
-            "workers": mode.workers or None,
-            "micro_batches": m,
-            "milliseconds": 1e3 * measured,
-            "predicted": 1e3 * predicted,
-            "ratio": measured / predicted,
-            "gain": gain,
-            "predicted_gain": said,
+            "draft": name, "batch": batch, "mode": mode.name, "workers": mode.workers or None,
+            "micro_batches": m, "milliseconds": 1e3 * measured, "predicted": 1e3 * predicted,
+            "ratio": measured / predicted, "gain": gain, "predicted_gain": said,
             "share_of_gain": (gain - 1) / (said - 1) if said > 1.001 else None,
             "draft_slowdown": median(p.draft for p in parts) / model.d(batch / m),
             "verify_slowdown": median(p.verify for p in parts) / model.v(batch / m),
-            "serial_milliseconds": 1e3 * median(serial),
-            "draft_model": list(model.draft),
+            "serial_milliseconds": 1e3 * median(serial), "draft_model": list(model.draft),
             "verify_model": list(model.verify),
-        }
+        }  # fmt: skip
 
 
 class _Enough(Exception):
