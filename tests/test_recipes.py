@@ -73,6 +73,9 @@ RECIPES = [
 
 def test_help_says_what_and_how():
     scripts = {str(p.relative_to(ROOT / "recipes").with_suffix("")) for p in (ROOT / "recipes").glob("*.py")}
+    assert not [
+        p.name for p in (ROOT / "recipes").rglob("_*.py")
+    ]  # what they share is public, in specdec.lab
     assert scripts | {"gpu/suite"} == {*RECIPES, "spire_throughput"}
     for name, ran in zip(RECIPES, each(*([f"recipes/{name}.py", "--help"] for name in RECIPES))):
         assert ran.returncode == 0, (name, ran.stderr)
