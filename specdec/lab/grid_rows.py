@@ -6,6 +6,7 @@ from statistics import median
 from typing import Any
 
 from specdec.lab.calibrated import Bare, Calibrated
+from specdec.lab.console import table
 from specdec.lab.steady import Measured
 
 K = 4
@@ -123,40 +124,23 @@ def summary(rows: list[Row], seconds: float) -> list[Row]:
 
 
 def report(rows: list[Row]) -> None:
-    """Measured multipliers, modelled ones in brackets; the fastest method is marked, * is a point that the model was fitted to."""
+    """Print measured multipliers, modelled ones in brackets; * is a point that the model was fitted to."""
     for title, best in (("k = 4", False), ("each method's best k", True)):
-        points = at_k(rows, best)
-        names = [n for n in next(iter(points.values())) if n != "plain"]
-        print(f"\n{title}: multiplier [modelled]{', k' if best else ''}\n")
-        print("batch context   plain tokens/s" + "".join(f"{n:>19}" for n in names) + "   fastest, modelled")
-        for (batch, context), methods in points.items():
-            cells = ""
-            for n in names:
-                r = methods[n]
-                shown = "-" if r["modelled"] is None else f"{r['modelled']:.2f}"
-                cells += f"{r['multiplier']:9.2f} [{shown}]" + (f" {r['k']:>2}" if best else "   ")
+        lines: list[Row] = []
+        for (batch, context), methods in at_k(rows, best).items():
             plain = methods["plain"]
-            first, guess = winner(methods, "multiplier"), "-"
-            if plain["modelled"] is not None:
-                guess = winner(methods, "modelled")
-            mark = "*" if plain["fitted"] else " "
-            print(
-                f"{batch:>5} {context:>6}{mark} {plain['tokens_per_second']:15.0f}{cells}   "
-                f"{first}{'' if first == guess else ', ' + guess}"
-            )
-    print("\nconstants:")
-    for r in rows:
-        if r["part"] == "constant" and "method" not in r:
-            print(f"  {r['quantity']:<28} {r['value']}")
-    hosts: dict[str, list[str]] = {}
-    for r in rows:
-        if r["part"] == "constant" and "method" in r:
-            short = r["quantity"].removeprefix("host_").removesuffix("_seconds")
-            hosts.setdefault(r["method"], []).append(f"{short} {r['value'] * 1e6:.0f}")
-    for method, parts in hosts.items():
-        print(f"  host, us, {method:<18} {', '.join(parts)}")
-    print("\nsummary (points that the model was not fitted to, but for the last lines):")
-    for r in rows:
-        if r["part"] == "summary":
-            value = r["value"]
-            print(f"  {r['quantity']:<46} {value if not isinstance(value, float) else f'{value:.3f}'}")
+            line: Row = {"batch": batch, "context": f"{context}{'*' if plain['fitted'] else ''}"}
+            line["plain tokens/s"] = plain["tokens_per_second"]
+            for name, r in methods.items():
+                if name != "plain":
+                    shown = "-" if r["modelled"] is None else f"{r['modelled']:.2f}"
+                    line[name] = f"{r['multiplier']:.2f} [{shown}]" + (f" {r['k']}" if best else "")
+            line["fastest"] = winner(methods, "multiplier")
+            line["modelled"] = None if plain["modelled"] is None else winner(methods, "modelled")
+            lines.append(line)
+        print(f"\n{title}: multiplier [modelled]{', k' if best else ''}\n")
+        print(table(lines, tuple(lines[0])))
+    for part, title in (("constant", "constants"), ("summary", "summary, of points that the model was not fitted to")):
+        some = [r | {"value": f"{r['value']:.6g}" if isinstance(r["value"], float) else r["value"]}
+                for r in rows if r["part"] == part]  # fmt: skip
+        print(f"\n{title}:\n{table(some, ('quantity', 'method', 'value'))}")
