@@ -11,6 +11,8 @@ import sys
 from dataclasses import dataclass
 from functools import partial
 
+import checkout  # noqa: F401
+
 import specdec as sd
 from specdec import zoo
 from specdec.data import prompts

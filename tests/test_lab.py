@@ -7,6 +7,7 @@ import os
 import sys
 from dataclasses import dataclass, field
 from time import sleep
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -46,7 +47,7 @@ class Settings:
     at: tuple[int, int] | None = option(None, "a point", metavar=("B", "L"))
     rate: float | None = option(None, "of learning")
     flag: bool = option(False, "on or off")
-    kind: str = option("a", "of two", choices=("a", "b"))
+    kind: Literal["a", "b"] = option("a", "of two")
     json: str | None = option(None, "write the rows", metavar="FILE")
 
 

@@ -79,6 +79,18 @@ def test_a_ring_takes_over_what_another_holds():
     assert one is not two
 
 
+def test_magicdec_drafts_over_a_target_whose_prompts_are_fed_once():
+    """Its view is of the target as it was, and its rounds are those of ordinary decoding."""
+    target, _, fed, _ = models()
+    magic = sd.drafts.MagicDec(window=5, sinks=1, block=4)
+    prompts = group(PROMPTS, [3, 4], capacity(7, 6, 2), fed, [])
+    run = steady(sd.decoder(fed).draft(magic, 2).build(), [prompts], 6)
+    seen = []
+    plain = sd.decoder(target).draft(magic, 2).build()
+    plain.generate(PROMPTS, 30, seed=[3, 4], eos_token_id=(), on_round=lambda r: seen.append(Record.of(r)))
+    assert run.stats.tau == Stats.of(seen[1 : 1 + run.rounds]).tau
+
+
 def test_what_is_captured_is_found_in_targets_and_drafts():
     target, draft = (sd.HFModel(tiny("llama", seed, torch.float32), graphs="eager") for seed in (0, 1))
     decoder = sd.decoder(target).greedy().draft(draft, 2).build()

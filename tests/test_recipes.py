@@ -76,7 +76,7 @@ def test_help_says_what_and_how():
     assert not [
         p.name for p in (ROOT / "recipes").rglob("_*.py")
     ]  # what they share is public, in specdec.lab
-    assert scripts | {"gpu/suite"} == {*RECIPES, "spire_throughput"}
+    assert scripts | {"gpu/suite"} == {*RECIPES, "spire_throughput", "checkout"}
     for name, ran in zip(RECIPES, each(*([f"recipes/{name}.py", "--help"] for name in RECIPES))):
         assert ran.returncode == 0, (name, ran.stderr)
         assert "--json" in ran.stdout, name

@@ -140,7 +140,10 @@ def report(rows: list[Row]) -> None:
             lines.append(line)
         print(f"\n{title}: multiplier [modelled]{', k' if best else ''}\n")
         print(table(lines, tuple(lines[0])))
-    for part, title in (("constant", "constants"), ("summary", "summary, of points that the model was not fitted to")):
+    for part, title in (
+        ("constant", "constants"),
+        ("summary", "summary, of points that the model was not fitted to"),
+    ):
         some = [r | {"value": f"{r['value']:.6g}" if isinstance(r["value"], float) else r["value"]}
                 for r in rows if r["part"] == part]  # fmt: skip
         print(f"\n{title}:\n{table(some, ('quantity', 'method', 'value'))}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -47,15 +47,14 @@ class MethodSettings:
     new_tokens: int = option(20, "a row, on average")
     temperature: float = option(1.0, "0 is greedy (default: 1)")
     device: str = option("cpu", "cpu or cuda")
-    dtype: str = option("float32", "of weights and caches", choices=("float32", "bfloat16", "float16"))
+    dtype: Literal["float32", "bfloat16", "float16"] = option("float32", "of weights and caches")
     bf16_weights: bool = option(
         False,
         "float32 models' products read bfloat16 copies of their weights (docs/kernels.md), in all methods",
     )
-    graphs: str = option(
+    graphs: Literal["", "auto", "eager"] = option(
         "",
         "CUDA graphs of small steps (auto), or the same steps without capturing them (default: neither)",
-        choices=("", "auto", "eager"),
     )
     joined: bool = option(False, "join prompts where a context is longer than one of them")
     seed: int = option(0, "of the first row")

@@ -6,25 +6,24 @@ import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, Field, field, fields
 from types import NoneType, UnionType
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 Settings = TypeVar("Settings")
 
 
-def option(default: Any, help: str = "", choices: Sequence[Any] | None = None, metavar: Any = None) -> Any:
+def option(default: Any, help: str = "", metavar: Any = None) -> Any:
     """A field of a settings dataclass.
 
     Args:
-        help: what the option means; its default is added, unless the text mentions one. choices: the values that it may have.
-            metavar: how its value is called in the help; a tuple for an option with that many values.
+        help: what the option means; its default is added, unless the text mentions one. metavar: how its value is called in the help; a tuple for an option with that many values.
     """
-    return field(default=default, metadata={"help": help, "choices": choices, "metavar": metavar})
+    return field(default=default, metadata={"help": help, "metavar": metavar})
 
 
 def parse(kind: type[Settings], description: str | None, words: Sequence[str] | None = None) -> Settings:
     """The settings that a command line describes; field ``new_tokens`` is option ``--new-tokens``.
 
-    Fields are ``str``, ``int``, ``float``, ``bool`` (``--flag`` and ``--no-flag``), a ``tuple[int, ...]`` or the like (values separated
+    Fields are ``str``, ``int``, ``float``, ``bool`` (``--flag`` and ``--no-flag``), a ``Literal`` of texts, a ``tuple[int, ...]`` or the like (values separated
     by spaces or commas), a ``tuple[int, int]`` (so many values), or one of these or ``None``.
 
     Args:
@@ -61,6 +60,8 @@ def _how(one: Field[Any], hint: Any) -> dict[str, Any]:
     if get_origin(hint) is UnionType:
         hint = next(part for part in get_args(hint) if part is not NoneType)
     how: dict[str, Any] = {"default": one.default, **said}
+    if get_origin(hint) is Literal:
+        return how | {"type": str, "choices": get_args(hint)}
     if hint is bool:
         return how | {"action": argparse.BooleanOptionalAction}
     if get_origin(hint) is not tuple:

@@ -22,7 +22,7 @@ def needed() -> None:
     except ModuleNotFoundError as missing:
         if (missing.name or "").partition(".")[0] != "matplotlib":
             raise
-        raise SystemExit('--plots needs matplotlib: pip install "specdec[plots]"') from None
+        raise SystemExit("--plots needs matplotlib: pip install matplotlib") from None
 
 
 def panels(

@@ -30,6 +30,7 @@ class PrefilledDraft:
     """
 
     at: Prefill | None = None
+    plain: Any = None  # the model as it was
 
     def feed(self: Any, context: Context, capacity: int) -> Prefill:
         """Feed the prompts as a draft does: all but their last token."""
@@ -93,7 +94,7 @@ def prefilled(model: Any, taps: Sequence[int] | None = None) -> Any:
     """
     kind = PrefilledDraft if taps is None else PrefilledTarget
     made: Any = object.__new__(type(kind.__name__ + type(model).__name__, (kind, type(model)), {}))
-    vars(made).update(vars(model))
+    vars(made).update(vars(model) | {"plain": model})
     if taps is not None:
         made.taps = tuple(taps)
     return made
