@@ -9,8 +9,8 @@ Rounds are steady: prompts are fed before the clock starts and no row leaves.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ import torch.nn.functional as F
 import specdec as sd
 from specdec.data import prompts
 from specdec.kernels.native import library, ops
+from specdec.lab.clock import in_turn, seconds
 from specdec.lab.console import progress, table
 from specdec.lab.loading import load
 from specdec.lab.options import option, parse
@@ -54,7 +55,7 @@ def main(s: Settings) -> None:
             some = long_enough(tokenizer, context, batch)
             room = capacity(context, s.new_tokens, s.length)
             fed = group(some, list(range(s.seed, s.seed + batch)), room, target, [draft])
-            seconds: dict[str, list[float]] = {}
+            spent: dict[str, list[float]] = {}
             for repeat in range(s.repeats + 1):
                 for name, decoder in decoders.items():
                     run = steady(decoder, [fed], s.new_tokens)
@@ -62,11 +63,11 @@ def main(s: Settings) -> None:
                     floor = floors(target, draft, batch, at, s.length if name == "vanilla" else 0)
                     if repeat:  # the first is warm-up
                         for key, value in {"round": run.round_seconds, **floor}.items():
-                            seconds.setdefault(f"{name} {key}", []).append(value)
+                            spent.setdefault(f"{name} {key}", []).append(value)
                         for stage in ("draft", "target", "verify", "other"):
-                            seconds.setdefault(f"{name} {stage}", []).append(run.stage(stage))
+                            spent.setdefault(f"{name} {stage}", []).append(run.stage(stage))
             for name in decoders:
-                found = {key: median(seconds[f"{name} {key}"]) for key in KEYS}
+                found = {key: median(spent[f"{name} {key}"]) for key in KEYS}
                 floor_seconds = found["products"] + found["reading"]
                 rows.append(
                     {
@@ -78,7 +79,7 @@ def main(s: Settings) -> None:
                         "floor_ms": floor_seconds * 1e3,
                         "times_floor": median(
                             r / (p + b)
-                            for r, p, b in zip(*(seconds[f"{name} {key}"] for key in ("round", *PARTS)))
+                            for r, p, b in zip(*(spent[f"{name} {key}"] for key in ("round", *PARTS)))
                         ),
                         **{f"{key}_ms": found[key] * 1e3 for key in KEYS if key != "round"},
                     }
@@ -123,27 +124,22 @@ def multiply(model: Any, tokens: int) -> float:
     ways = [F.linear]
     if library() is not None and all(ops.linear_takes(*layer) for layer in layers):
         ways.append(ops.linear)
-    times = []
+
+    def every(linear: Any) -> None:
+        for x, layer in zip(inputs, layers):
+            linear(x, *layer)
+
     with torch.inference_mode():
-        for linear in ways:
-            for warm in (True, False):  # as in a round, the weights have been read a moment ago
-                start = perf_counter()
-                for x, layer in zip(inputs, layers):
-                    linear(x, *layer)
-                if not warm:
-                    times.append(perf_counter() - start)
-    return min(times)
+        for way in ways:  # as in a round, the weights have been read a moment ago
+            every(way)
+        return min(seconds(partial(every, way)) for way in ways)
 
 
 def copy_bandwidth(size: int) -> float:
     """Bytes read and written a second by copies of about ``size`` bytes."""
     here, there = (torch.ones(max(size // 8, 1 << 16)) for _ in range(2))  # half of the bytes each
-    times = []
-    for _ in range(5):
-        start = perf_counter()
-        there.copy_(here)
-        times.append(perf_counter() - start)
-    return 2 * here.numel() * here.element_size() / median(times[1:])
+    (spent,) = in_turn([lambda: there.copy_(here)], repeats=4, warmups=1)
+    return 2 * here.numel() * here.element_size() / spent
 
 
 if __name__ == "__main__":

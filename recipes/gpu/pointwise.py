@@ -68,43 +68,37 @@ def cases(
     yield "SwiGLU", product
 
 
-def interpreted(stage: Stage) -> bool:
-    """Whether the kernels run in Triton's interpreter, which a dry run has chosen."""
-    return stage.device.type == "cpu" and find_spec("triton") is not None
+def made(
+    stage: Stage, tokens: int, dtype: torch.dtype, more: str = ""
+) -> Iterator[tuple[str, float, int, Callable[[], Run]]]:
+    """Of each case: its name (``more`` at its end), its error and its bytes once it has run, and how to make its call again."""
+    interpreted = stage.device.type == "cpu" and find_spec("triton") is not None  # which a dry run has chosen
+    for name, make in cases(stage, tokens, dtype):
+        case = f"{name}, {tokens} tokens{more}"
+        if stage.late(case):
+            continue
+        with stage.case(case):
+            why = None if interpreted else pointwise.why_not(stage.device, dtype)
+            if why is not None:
+                stage.skip(case, f"cannot: {why}")
+                continue
+            run, result, exact, moved = make()
+            run()
+            yield case, worst(result(), exact), moved, lambda make=make: make()[0]
 
 
 def correct(stage: Stage) -> None:
     """Of stage a."""
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for tokens in (1, 3 if stage.toy else 300):
-            for name, make in cases(stage, tokens, dtype):
-                case = f"{name}, {tokens} tokens, {str(dtype).removeprefix('torch.')}"
-                if stage.late(case):
-                    continue
-                with stage.case(case):
-                    why = None if interpreted(stage) else pointwise.why_not(stage.device, dtype)
-                    if why is not None:
-                        stage.skip(case, f"cannot: {why}")
-                        continue
-                    run, result, exact, _ = make()
-                    run()
-                    stage.row(case, error=worst(result(), exact), limit=LIMITS[dtype])
+            for case, error, _, _ in made(stage, tokens, dtype, f", {str(dtype).removeprefix('torch.')}"):
+                stage.row(case, error=error, limit=LIMITS[dtype])
 
 
 def timed(stage: Stage) -> None:
     """Of stage b, in bfloat16."""
     for tokens in (1, 4) if stage.toy else (1, 64, 384):
-        for name, make in cases(stage, tokens, torch.bfloat16):
-            case = f"{name}, {tokens} tokens"
-            if stage.late(case):
-                continue
+        for case, error, moved, again in made(stage, tokens, torch.bfloat16):
             with stage.case(case):
-                why = None if interpreted(stage) else pointwise.why_not(stage.device, torch.bfloat16)
-                if why is not None:
-                    stage.skip(case, f"cannot: {why}")
-                    continue
-                run, result, exact, moved = make()
-                run()
-                error = worst(result(), exact)
-                sets = [run, *(make()[0] for _ in range(min(15, SETS // moved)))]
+                sets = [again() for _ in range(min(16, 1 + SETS // moved))]
                 stage.timed(case, sets, moved, 0.0, error, limit=LIMITS[torch.bfloat16])
