@@ -26,7 +26,19 @@ from specdec.verifiers import Coupled, Rejection
 
 __version__ = "0.1.0"
 
-_LATER = ("audit", "cost", "data", "distributed", "lab", "masks", "memory", "models", "pruning", "training", "zoo")
+_LATER = (
+    "audit",
+    "cost",
+    "data",
+    "distributed",
+    "lab",
+    "masks",
+    "memory",
+    "models",
+    "pruning",
+    "training",
+    "zoo",
+)
 
 if TYPE_CHECKING:  # what type checkers and editors see; a name that is missing here is an error to them
     from specdec import audit as audit
