@@ -5,7 +5,8 @@
 
 Texts are drawn from the target at temperature 1 after held-out contexts of each length. Along them the probability that a draft's token
 is accepted is known exactly (specdec/audit/tau.py), so that nothing but the texts is random. Every --k comes from one pass at the largest:
-a shorter block is the beginning of a longer one. Rows are by method, context, k and domain, with acceptance by position; ratios to
+a shorter block is the beginning of a longer one. --pruners adds MagicDec with entries that each of them chooses once, after the
+context, and without a pruner but with a window that is larger by the budget. Rows are by method, context, k and domain, with acceptance by position; ratios to
 `vanilla` are paired, intervals are 95 % bootstraps over source files. --live decodes the same contexts with the real decoder and prints
 its τ beside the estimate.
 """
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 
 import specdec as sd
+from specdec import pruning
 from specdec.audit.tau import Efficiency
 from specdec.drafts.spire import SpireModel
 from specdec.lab.console import table
@@ -43,6 +45,10 @@ class Settings(Recipe):
     new_tokens: int = option(64, "positions where rounds start, a context")
     per_prompt: int = option(2, "contexts cut from one held-out prompt")
     prompts: int | None = option(None, "held-out prompts (default: all)")
+    pruners: tuple[str, ...] = option(
+        (), "KV pruners that drive MagicDec too, such as H2O,TOVA", metavar="NAME"
+    )
+    budget: int = option(64, "entries a head that a pruner chooses")
     live: bool = option(False, "decode with the real decoder too")
 
 
@@ -53,7 +59,7 @@ def main(s: Settings) -> None:
         )
     s.begin()
     target, tokenizer = load(s.target, torch.float32)
-    drafts: dict[str, tuple[Any, Parallel | None]] = {}
+    drafts: dict[str, tuple[Any, Any]] = {}
     for entry in s.drafts:
         method, equals, name = entry.partition("=")
         if not equals:
@@ -68,6 +74,10 @@ def main(s: Settings) -> None:
         whole,
         None,
     )  # the target's blocks over its own activations, sparse: the same function
+    if s.pruners:
+        model = sd.HFModel(target, tokenizer)
+        for method, draft in pruned(s).items():
+            drafts[method] = (draft, model)
     rows: list[dict[str, Any]] = []
     for length in s.contexts:
         layers = range(depth)
@@ -86,6 +96,20 @@ def main(s: Settings) -> None:
 COLUMNS = ["method", "context", "k", "tau", "low", "high", "ratio_to_vanilla", "ratio_low", "ratio_high"]
 
 
+def pruned(s: Settings) -> dict[str, sd.drafts.MagicDec]:
+    """MagicDec with each pruner at one budget, and with that budget in its window."""
+    known = {n: part for n, part in vars(pruning).items() if isinstance(part, type) and n in s.pruners}
+    missing = set(s.pruners) - set(known)
+    if missing:
+        raise SystemExit(f"no pruner {min(missing)!r}: give names of classes of specdec.pruning, such as H2O")
+    made = {"magicdec_wider": sd.drafts.MagicDec(s.window + s.budget, s.sinks)}
+    for name in s.pruners:
+        made[f"magicdec_{name}"] = sd.drafts.MagicDec(
+            s.window, s.sinks, pruner=known[name](), budget=s.budget
+        )
+    return made
+
+
 def live(
     s: Settings,
     target: Any,
@@ -102,6 +126,8 @@ def live(
         part: Any
         if method == "magicdec":
             part = sd.drafts.MagicDec(window=s.window, sinks=s.sinks)
+        elif isinstance(draft, sd.drafts.MagicDec):
+            part = draft
         elif isinstance(draft, SpireModel):
             part = sd.drafts.Spire(draft, block=max(8, texts.k))
         else:

@@ -30,7 +30,7 @@ class Record(NamedTuple):
     @staticmethod
     def of(round: Round) -> Record:
         proposal, verdict = round.proposal, round.verdict
-        chain = tree.is_chain(proposal.parents)
+        chain = bool(tree.is_chain(proposal.parents, proposal.size).all())
         seconds = dict(round.seconds)
         total = seconds.pop("total")
         if round.number == 0:

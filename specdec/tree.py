@@ -13,9 +13,10 @@ from specdec.kernels.device import to_host
 from specdec.types import Proposal, Verdict
 
 
-def is_chain(parents: Tensor) -> bool:
-    """Whether every row of ``parents [B, N]`` is -1, 0, 1, ..."""
-    return bool((parents == torch.arange(-1, parents.shape[1] - 1)).all())
+def is_chain(parents: Tensor, size: Tensor) -> Tensor:
+    """``[B]`` whether the existing nodes of a row, ``parents[b, :size[b]]``, are -1, 0, 1, ...; of no node, they are."""
+    n = torch.arange(parents.shape[1])
+    return ((parents == n - 1) | (n >= size[:, None])).all(1)
 
 
 def check(parents: Tensor, size: Tensor) -> None:
@@ -30,11 +31,14 @@ def check(parents: Tensor, size: Tensor) -> None:
 
 
 def depths(parents: Tensor) -> Tensor:
-    """``[B, N]`` depth of each node; 0 for a child of the last committed token. Position = length + depth."""
+    """``[B, N]`` depth of each node; 0 for a child of the last committed token. Position = length + depth.
+
+    Here and below, nodes that do not exist may have any parents; what is returned for them means nothing.
+    """
     depth = torch.zeros_like(parents)
     for n in range(1, parents.shape[1]):
         up = parents[:, n : n + 1]
-        depth[:, n : n + 1] = torch.where(up >= 0, depth.gather(1, up.clamp(min=0)) + 1, 0)
+        depth[:, n : n + 1] = torch.where(up >= 0, depth.gather(1, up.clamp(0, n - 1)) + 1, 0)
     return depth
 
 
@@ -45,7 +49,7 @@ def ancestors(parents: Tensor) -> Tensor:
     rows = torch.arange(B)
     for n in range(1, N):
         up = parents[:, n]
-        above[:, n] |= torch.where((up >= 0)[:, None], above[rows, up.clamp(min=0)], False)
+        above[:, n] |= torch.where((up >= 0)[:, None], above[rows, up.clamp(0, n - 1)], False)
     return above
 
 
@@ -59,25 +63,31 @@ def sibling_numbers(parents: Tensor) -> Tensor:
 def merge(a: Proposal, b: Proposal) -> Proposal:
     """One tree holding the nodes of both: ``a``'s first, then ``b``'s.
 
-    Two trees of point masses share equal prefixes. Nodes that were drawn keep their own distribution and are never merged:
+    Two trees of point masses share equal prefixes. Nodes that were drawn keep their own distributions and are never merged:
     a second draw of the same token is another candidate, and recursive rejection accounts for it. Their draws must be
     independent: give the second draft ``rng.Attempt(rng, 1)``.
     """
     if a.tokens.shape[0] != b.tokens.shape[0]:
         raise ValueError(f"cannot merge proposals of {a.tokens.shape[0]} and {b.tokens.shape[0]} rows")
     if (a.probs is None) != (b.probs is None):
+        if not a.nodes or not b.nodes:  # nothing is no point mass
+            return a if a.nodes else b
         raise ValueError(
             "cannot merge point masses with drawn nodes: give the point masses one-hot probs first"
         )
     B, N, M = a.tokens.shape[0], a.nodes, b.nodes
     tokens = torch.nn.functional.pad(a.tokens, (0, M))
     parents = torch.nn.functional.pad(a.parents, (0, M), value=-1)
-    probs = None if a.probs is None else torch.nn.functional.pad(a.probs, (0, 0, 0, M))
+    probs = source = theirs = None
+    if a.probs is not None and b.probs is not None:
+        probs = torch.cat([a.probs, b.probs.to(a.probs.device)], 1)
+        source = torch.nn.functional.pad(a.sources(), (0, M))
+        theirs = b.sources() + a.probs.shape[1]
     size, place = a.size.clone(), torch.full((B, M), -1)
     rows, slots = torch.arange(B), torch.arange(N + M)
     for m in range(M):
         up = b.parents[:, m]
-        up = torch.where(up >= 0, place[rows, up.clamp(min=0)], -1)
+        up = torch.where(up >= 0, place[rows, up.clamp(0, M - 1)], -1)
         token, live = b.tokens[:, m], m < b.size
         same = (tokens == token[:, None]).cpu() & (parents == up[:, None]) & (slots < size[:, None])
         found = same.any(1) if probs is None else torch.zeros(B, dtype=torch.bool)
@@ -85,8 +95,8 @@ def merge(a: Proposal, b: Proposal) -> Proposal:
         new = (live & ~found).nonzero()[:, 0]
         at = place[new, m]
         tokens[new, at], parents[new, at] = token[new], up[new]
-        if probs is not None and b.probs is not None:
-            probs[new, at] = b.probs[new, m].to(probs)
+        if source is not None and theirs is not None:
+            source[new, at] = theirs[new, m]
         size[new] += 1
     width = int(size.max()) if B else 0
     provenance = "declared" if "declared" in (a.provenance, b.provenance) else a.provenance
@@ -94,8 +104,9 @@ def merge(a: Proposal, b: Proposal) -> Proposal:
         tokens[:, :width],
         parents[:, :width],
         size,
-        None if probs is None else probs[:, :width],
+        probs,
         provenance,
+        None if source is None else source[:, :width],
     )
 
 
@@ -110,7 +121,7 @@ def follow(proposal: Proposal, wanted: Tensor) -> Verdict:
     parents, size = proposal.parents, proposal.size
     nodes = torch.arange(N)
     live = nodes < size[:, None]
-    if is_chain(parents):
+    if bool(is_chain(parents, size).all()):
         accepted = ((drafted == wanted[:, :N]) & live).long().cumprod(1).sum(1)
         path = torch.where(nodes < accepted[:, None], nodes, -1)
         bonus = wanted.gather(1, accepted[:, None])[:, 0]

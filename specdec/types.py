@@ -104,11 +104,13 @@ class Proposal(_Shown):
         tokens: ``[B, N]`` int64 on the model's device.
         parents: ``[B, N]`` int64 on the host; -1 is the last committed token.
         size: ``[B]`` int64 on the host.
-        probs: ``[B, N, V]``, the distribution that each node was *actually* drawn from, given its prefix and its earlier
+        probs: ``[B, Q, V]``, the distributions that nodes were *actually* drawn from, given their prefixes and earlier
             siblings; ``None`` says that every node is a point mass (chosen without randomness that matters).
         provenance: where ``probs`` comes from. ``"sampled"``: the library drew the tokens from exactly these
             probabilities. ``"point"``: no probabilities. ``"declared"``: somebody says so, which verifiers refuse unless told
             to trust it.
+        source: ``[B, N]`` int64 on the host: node ``n`` of row ``b`` was drawn from ``probs[b, source[b, n]]``, so that siblings
+            drawn from one distribution share it. ``None``: node ``n`` from ``probs[b, n]``, and ``Q`` is ``N``.
     """
 
     tokens: Tensor
@@ -116,6 +118,7 @@ class Proposal(_Shown):
     size: Tensor
     probs: Tensor | None = None
     provenance: Provenance = "point"
+    source: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.provenance not in ("point", "sampled", "declared"):
@@ -125,6 +128,8 @@ class Proposal(_Shown):
                 f"provenance is {self.provenance!r} but probs is {'absent' if self.probs is None else 'given'}: "
                 "a point mass has no probs, and every other node carries the distribution it was drawn from"
             )
+        if self.source is not None and self.probs is None:
+            raise ValueError("source is given and probs is absent: point masses have neither")
 
     @staticmethod
     def none(batch: int, device: torch.device | str = "cpu") -> Proposal:
@@ -156,6 +161,42 @@ class Proposal(_Shown):
         """``N``, the widest row."""
         return self.tokens.shape[1]
 
+    def sources(self, device: torch.device | str = "cpu") -> Tensor:
+        """``[B, N]`` on ``device``: ``source``, made explicit, and within ``probs`` for nodes that do not exist, too."""
+        if self.source is None:
+            return torch.arange(self.nodes, device=device).expand(self.tokens.shape)
+        return to_device(self.source.clamp(0, self._drawn_from().shape[1] - 1), device)
+
+    def distributions(self) -> Tensor:
+        """``[B, N, V]`` the distribution that each node was drawn from: a copy where nodes share theirs."""
+        probs = self._drawn_from()
+        if self.source is None:
+            return probs
+        rows = torch.arange(len(probs), device=probs.device)
+        return probs[rows[:, None], self.sources(probs.device)]
+
+    def q(self, node: int) -> Tensor:
+        """``[B, V]`` the distribution that node ``node`` of each row was drawn from."""
+        probs = self._drawn_from()
+        if self.source is None:
+            return probs[:, node]
+        return probs[torch.arange(len(probs), device=probs.device), self.sources(probs.device)[:, node]]
+
+    def q_of(self, tokens: Tensor) -> Tensor:
+        """``[B, N]`` the probability of ``tokens [B, N]`` under each node's distribution."""
+        probs = self._drawn_from()
+        if self.source is None:
+            return probs.gather(2, tokens[..., None])[..., 0]
+        rows = torch.arange(len(probs), device=probs.device)
+        return probs[rows[:, None], self.sources(probs.device), tokens]
+
+    def _drawn_from(self) -> Tensor:
+        if self.probs is None:
+            raise ValueError(
+                "the proposal has no probs: its nodes are point masses, each certain of its own token"
+            )
+        return self.probs
+
     def select(self, rows: Tensor) -> Proposal:
         """The proposal of some rows, in the order given."""
         at = to_device(rows, self.tokens.device)
@@ -165,6 +206,7 @@ class Proposal(_Shown):
             self.size[rows],
             None if self.probs is None else self.probs[at],
             self.provenance,
+            None if self.source is None else self.source[rows],
         )
 
 

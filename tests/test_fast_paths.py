@@ -89,7 +89,7 @@ def plain():
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_ids_and_rounds_are_the_same(draft, way, temperature, plain):
     if (draft, way) in REFUSED:
-        with pytest.raises(ValueError, match="pages|graphs"):
+        with pytest.raises(ValueError, match=r"pages|graphs"):
             decoded(draft, temperature, **WAYS[way])
     else:
         assert decoded(draft, temperature, **WAYS[way]) == plain(draft, temperature)

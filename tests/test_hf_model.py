@@ -608,6 +608,28 @@ def test_trees_are_refused_where_attention_goes_by_slot(llama):
         target.score(target.cache(4, 64), Context.of(ROWS), propose(llama, [6, 6, 6, 6]))
 
 
+@pytest.mark.parametrize("family", ["mpt", "llama"])
+def test_parents_of_nodes_that_do_not_exist_are_not_looked_at(family):
+    """A row is a chain whatever its batch mates are, and whatever lies beyond its nodes."""
+    target = HFModel(tiny(family))
+    N, size = 4, torch.tensor([4, 0, 2, 1])
+    dead = torch.arange(N) >= size[:, None]
+    parents = torch.arange(-1, N - 1).repeat(4, 1)
+    if target.supports_trees:
+        parents[0] = torch.tensor([-1, -1, 0, 0])
+    tokens = torch.randint(0, 97, (4, N), generator=torch.Generator().manual_seed(0))
+
+    def scores(parents, tokens):
+        proposal = Proposal(tokens, parents, size)
+        return target.score(target.cache(4, 64), Context.of(ROWS), proposal).logits
+
+    expected = scores(parents, tokens)
+    for parent in (-9, -1, 0, 99):
+        assert torch.equal(
+            scores(torch.where(dead, parent, parents), torch.where(dead, -1, tokens)), expected
+        )
+
+
 def small(family, **settings):
     config = AutoConfig.for_model(
         family,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -12,8 +14,9 @@ from transformers import DynamicCache
 import specdec as sd
 from specdec.drafts import MagicDec
 from specdec.forward.taps import blocks_of
+from specdec.masks import Causal, Sinks, Strided, Window
 from specdec.models import Windowed
-from specdec.pruning import SnapKV, Uniform, gather
+from specdec.pruning import H2O, Needs, SnapKV, Uniform, gather
 from specdec.rng import seeds
 
 PROMPTS = [list(range(3, 43)), [7], [5, 6, 7] * 7, [9, 8]]
@@ -137,7 +140,9 @@ def test_a_view_follows_a_target_that_was_rolled_back(target, length):
     run.context = shorter
     check_view(run)
     assert all(int(kept[0].max()) < length for kept in run.state.cache.kept)
-    assert all(int(kept[1].max()) == 20 for kept in run.state.cache.kept)
+    assert all(
+        int(kept[1].max()) == 21 - 6 for kept in run.state.cache.kept
+    )  # the latest that was no longer seen
     run.propose([4, 4])
 
 
@@ -146,6 +151,15 @@ def test_choosing_entries_leaves_the_targets_cache_as_it_is(target):
     before = [block.clone() for block in run.cache._blocks]
     run.state.cache.choose(SnapKV(), [12] * 3, 4)
     assert all(torch.equal(a, b) for a, b in zip(before, run.cache._blocks))
+
+
+def test_a_pruner_may_choose_what_the_view_does_not_show(target, monkeypatch):
+    view = Rounds(target, MagicDec(window=6, sinks=2, block=4), [PROMPTS[0][:11], PROMPTS[0][:9]]).state.cache
+    positions, number = view.candidates([1, 0])
+    assert [row[:n] for row, n in zip(positions.tolist(), number.tolist())] == [[2, 3], [2, 3, 4, 5]]
+    monkeypatch.setattr(type(view), "shows", lambda self, q, p: (p % 3 == 0) | (p > q - 4))
+    positions, number = view.candidates([1, 0])
+    assert [row[:n] for row, n in zip(positions.tolist(), number.tolist())] == [[1, 2, 4, 5], [1, 2, 4, 5, 7]]
 
 
 def test_a_view_does_not_grow_with_the_text(target):
@@ -268,18 +282,20 @@ def cached(model: Any, ids: list[int], shift: int) -> list[tuple[torch.Tensor, t
 class Own:
     """A pruner that keeps other slots in every row, head and layer, and notes when it was asked."""
 
+    needs = Needs(attention=True)
+
     def __init__(self, layers: int = 3) -> None:
         self.layers, self.calls, self.kept = layers, 0, [torch.empty(0)] * layers
 
     def __call__(
-        self, keys: Any, values: Any, length: Any, budget: int, queries: Any = None, attention: Any = None
+        self, keys: Any, values: Any, length: Any, budget: int, attention: Any = None
     ) -> torch.Tensor:
         layer = self.calls % self.layers
         self.calls += 1
-        assert queries.shape[2] == 2
-        kept = SnapKV(kernel=1)(keys, values, length, budget, queries=queries + 0.1)
+        assert attention.shape[2] == 2
+        kept = SnapKV(kernel=1)(keys, values, length, budget, attention=attention)
         kept[:, 0, -1] = -1  # one less in the first head
-        self.kept[layer] = kept
+        self.kept[layer] = torch.where(kept >= 0, kept + 1, -1)  # positions: the one sink is no candidate
         return kept
 
 
@@ -315,7 +331,7 @@ def test_chosen_entries_are_seen_by_the_heads_that_they_were_chosen_for(target):
 
 
 def test_the_observers_queries_are_those_of_the_targets_own_forward(target):
-    from specdec.drafts.magicdec.observation import last_queries
+    from specdec.drafts.magicdec.observation import observe
 
     found: list[torch.Tensor] = []
     cache = target.cache(2, 30)
@@ -323,7 +339,7 @@ def test_the_observers_queries_are_those_of_the_targets_own_forward(target):
     score, forward = target.score, target._path.forward
 
     def watched(memo: Any, plan: Any, *rest: Any) -> Any:
-        plan.watch = found.append
+        plan.watch = lambda query, *how: found.append(query)
         return forward(memo, plan, *rest)
 
     target._path.forward = watched
@@ -331,7 +347,7 @@ def test_the_observers_queries_are_those_of_the_targets_own_forward(target):
         score(cache, context)
     finally:
         target._path.forward = forward
-    again = last_queries(target, cache, [0, 1], 3)
+    again = [one.queries for one in observe(target, cache, [0, 1], 3)]
     assert len(found) == len(again) == 3
     for layer in range(3):
         whole = found[layer][0]  # [Hq, 29, D], row after row
@@ -461,8 +477,10 @@ def test_chains_longer_than_the_block_and_budgets_for_other_models_are_refused(t
         decoder.generate([[1, 2]], 9)
     with pytest.raises(ValueError, match="budget has 2 numbers and the target 3 layers"):
         sd.decoder(target).draft(MagicDec(pruner=SnapKV(), budget=[4, 5])).build()
-    small = sd.decoder(target).draft(MagicDec(pruner=SnapKV(), budget=4, observation=4)).build()
-    with pytest.raises(ValueError, match="raise the budget, or pass fewer queries"):
+    small = sd.decoder(target).draft(MagicDec(window=6, pruner=SnapKV(), budget=4, observation=4)).build()
+    with pytest.raises(
+        ValueError, match=r"SnapKV: budget is 4 .*: raise the budget, or observe fewer queries"
+    ):
         small.generate([PROMPTS[0]], 9)
 
 
@@ -485,15 +503,70 @@ def test_an_unbound_draft_says_so(target):
         MagicDec().init(context, target.cache(1, 4))
 
 
-def test_a_pruner_that_keeps_too_much_is_told(target):
-    def greedy(
-        keys: Any, values: Any, length: Any, budget: int, queries: Any = None, attention: Any = None
-    ) -> Any:
-        return torch.arange(9).expand(*keys.shape[:2], 9)
+@dataclass(frozen=True)
+class Returns:
+    """A pruner that returns whatever it is told to make of a correct choice."""
 
-    decoder = sd.decoder(target).draft(MagicDec(pruner=greedy, budget=4)).build()
-    with pytest.raises(ValueError, match="the pruner chose"):
-        decoder.generate([PROMPTS[0]], 9)
+    wrong: Callable[[torch.Tensor], Any]
+    needs = Needs()
+
+    def __call__(self, keys: Any, values: Any, length: Any, budget: int, attention: Any = None) -> Any:
+        return self.wrong(Uniform()(keys, values, length, budget))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda kept: kept.tolist(), "Returns returned a list: return slot numbers, a tensor of torch.long"),
+        (lambda kept: kept.float(), "Returns returned a tensor of torch.float32: return slot numbers"),
+        (lambda kept: kept.int(), "Returns returned a tensor of torch.int32: return slot numbers"),
+        (lambda kept: kept[0], r"Returns returned slots of shape \[2, 4\]: return \[2, 2, K\] for 2 rows and 2 KV heads"),
+        (lambda kept: kept[:, :1], r"shape \[2, 1, 4\]: return \[2, 2, K\]"),
+        (lambda kept: kept.repeat(1, 1, 2), r"shape \[2, 2, 8\]: return .* K at most the budget of 4"),
+        (lambda kept: kept.to("meta"), "Returns returned slots on meta for keys on cpu: return them on the keys' device"),
+        (lambda kept: kept + 1, "Returns returned slot 36 for KV head 0 of row 0 and that row uses slots 0 to 35: choose below"),
+        (lambda kept: torch.stack([kept[0], kept[1] + 10]), "Returns returned slot 20 for KV head 0 of row 1 and that row uses slots 0 to 16: choose below"),
+        (lambda kept: kept - 2, "Returns returned slot -2 for KV head 0 of row 0"),
+        (lambda kept: torch.full_like(kept, 3), "Returns returned slot 3 for KV head 0 of row 0 twice: return each slot once"),
+    ],
+)  # fmt: skip
+def test_what_a_pruner_returns_is_checked(target, wrong, message):
+    decoder = sd.decoder(target).draft(MagicDec(window=4, pruner=Returns(wrong), budget=4), 2).build()
+    with pytest.raises(ValueError, match=message):
+        decoder.generate([PROMPTS[0], PROMPTS[2]], 9)
+
+
+def test_chosen_slots_may_be_fewer_and_in_any_order(target):
+    plain = texts(target, None, {"temperature": 0.0}, sd.Rejection(), [0, 2], seed=0)
+    for change in (
+        lambda kept: kept.flip(-1),
+        lambda kept: kept[..., :0],
+        lambda kept: kept.where(kept > 3, -1),
+    ):
+        draft = MagicDec(window=4, pruner=Returns(change), budget=6)
+        assert texts(target, draft, {"temperature": 0.0}, sd.Rejection(), [0, 2], seed=0).ids == plain.ids
+
+
+@pytest.mark.parametrize(
+    ("pruner", "message"),
+    [
+        (SnapKV, r"pruner is the class SnapKV: give an instance, SnapKV\(\)"),
+        (lambda *given: given, "declares what it reads, such as needs = pruning.Needs"),
+        (SnapKV().needs, "declares what it reads, such as needs = pruning.Needs"),
+    ],
+)
+def test_what_is_no_pruner_is_refused(pruner, message):
+    with pytest.raises(TypeError, match=message):
+        MagicDec(pruner=pruner)
+
+
+def test_a_pruner_adds_to_any_mask(target):
+    greedy = {"temperature": 0.0}
+    plain = texts(target, None, greedy, sd.Rejection(), [0, 2], seed=0).ids
+    for mask in (Causal() & Window(5), Causal() & (Sinks(2) | Window(3) | Strided(8))):
+        draft = MagicDec(mask=mask, pruner=H2O(), budget=8, observation=4, refresh=3)
+        made = texts(target, draft, greedy, sd.Rejection(), [0, 2], seed=0)
+        assert made.ids == plain
 
 
 def test_other_pruners_and_budgets_a_layer_fit_in(target):

@@ -82,6 +82,23 @@ def test_attention_weights():
             attention_weights(wrong, keys, length)
 
 
+def test_attention_weights_as_layers_make_them():
+    """A scale, a cap on scores, a window, and logits that take weight and belong to no slot."""
+    keys, _, length = kv()
+    q, logits = queries(4), torch.tensor([0.3, -0.7, 1.1, 0.2, 0.0, float("-inf")], dtype=torch.float64)
+    weights = attention_weights(q, keys, length, 0.3, window=5, softcap=2.0, sink_logits=logits)
+    for b in range(B):
+        for h in range(HQ):
+            for j in range(4):
+                own = int(length[b]) - 4 + j
+                seen = range(max(0, own - 4), own + 1)
+                dots = [float(q[b, h, j] @ keys[b, h // 3, s]) * 0.3 for s in seen]
+                exps = [math.exp(2 * math.tanh(dot / 2)) for dot in dots]
+                total = sum(exps) + math.exp(float(logits[h]))
+                expected = dict(zip(seen, (e / total for e in exps)))
+                assert weights[b, h, j].tolist() == pytest.approx([expected.get(s, 0) for s in range(S)])
+
+
 def test_streaming_llm():
     keys, values, length = kv()
     kept = StreamingLLM(sinks=1)(keys, values, length, 4)
@@ -89,6 +106,11 @@ def test_streaming_llm():
     assert torch.equal(kept[:, 0], kept[:, 1])
     assert StreamingLLM(sinks=0)(keys, values, length, 3)[1, 0].tolist() == [8, 9, 10]
     assert StreamingLLM(sinks=4)(keys, values, length, 9)[2, 0].tolist() == [0, 1, 2, 3, 4, 5, 6, -1, -1]
+    assert StreamingLLM(sinks=8)(keys, values, length, 9)[2, 0].tolist() == [
+        *range(7),
+        -1,
+        -1,
+    ]  # fewer than the sinks
     # A window of its own: what is left of the budget stays free.
     assert StreamingLLM(sinks=2, window=3)(keys, values, length, 7)[1, 0].tolist() == [0, 1, 8, 9, 10, -1, -1]
     assert StreamingLLM(sinks=2, window=20)(keys, values, length, 22)[0, 0].tolist() == list(range(16))
@@ -116,25 +138,24 @@ def test_streaming_llm_is_the_mask_of_the_same_name():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda call: StreamingLLM(sinks=-1), "sinks is -1"),
-        (lambda call: StreamingLLM(window=0), "window is 0: keep at least the latest slot"),
+        (lambda call: StreamingLLM(sinks=-1), "StreamingLLM: sinks is -1"),
+        (lambda call: StreamingLLM(window=0), "StreamingLLM: window is 0: keep at least the latest slot"),
         (lambda call: call(StreamingLLM(sinks=4), 4), "budget is 4 and 4 sinks with a window of 1 take 5: raise the budget"),
         (lambda call: call(StreamingLLM(sinks=4, window=3), 6), "budget is 6 and 4 sinks with a window of 3 take 7"),
-        (lambda call: call(StreamingLLM(sinks=8), 12), "row 2 has 7 slots and there are 8 sinks: prune when the row is longer"),
-        (lambda call: call(H2O(recent=-1), 4), "recent is -1"),
-        (lambda call: call(H2O(recent=5), 4), "budget is 4 and recent is 5: raise"),
-        (lambda call: SnapKV(kernel=4), "kernel is 4: an odd number"),
+        (lambda call: call(H2O(recent=-1), 4), "H2O: recent is -1"),
+        (lambda call: call(H2O(recent=5), 4), "H2O: budget is 4 and recent is 5: raise"),
+        (lambda call: SnapKV(kernel=4), "SnapKV: kernel is 4: an odd number"),
         (lambda call: SnapKV(kernel=0), "kernel is 0: an odd number"),
-        (lambda call: call(SnapKV(), 3), "budget is 3 and the observation window alone takes 3: raise"),
-        (lambda call: call(SnapKV(), 6, queries=torch.zeros(B, HQ, 0, D)), "SnapKV needs queries="),
-        (lambda call: call(SnapKV(), 6, queries=torch.zeros(B, 5, 3, D)), "multiple of the 2 heads"),
-        (lambda call: call(TOVA(), 4, attention=torch.zeros(B, 5, S)), r"attention is \[3, 5, 16\].*multiple of 2"),
-        (lambda call: call(H2O(), 4, attention=torch.zeros(B, HQ, 2, S)), r"attention is \[3, 6, 2, 16\].*sum\(2\)"),
+        (lambda call: call(SnapKV(), 3), "SnapKV: budget is 3 and the observation window alone takes 3: raise"),
+        (lambda call: call(SnapKV(), 6, attention=None), r"SnapKV needs attention=: \[B, Hq, Q, S\]"),
+        (lambda call: call(SnapKV(), 6, attention=torch.zeros(B, HQ, 0, S)), r"SnapKV: attention is \[3, 6, 0, 16\]"),
+        (lambda call: call(TOVA(), 4, attention=torch.zeros(B, 5, 3, S)), r"TOVA: attention is \[3, 5, 3, 16\].*multiple of 2"),
+        (lambda call: call(H2O(), 4, attention=torch.zeros(B, HQ, S)), r"H2O: attention is \[3, 6, 16\].*attention_weights"),
     ],
 )  # fmt: skip
 def test_what_makes_no_sense_is_refused(make, message):
     def call(pruner, budget, **changes):
-        extras = {"queries": queries(3), "attention": torch.rand(B, HQ, S), **changes}
+        extras = {"attention": torch.rand(B, HQ, 3, S), **changes}
         return pruner(*kv(), budget, **extras)
 
     with pytest.raises(ValueError, match=message):
@@ -146,10 +167,11 @@ def test_what_makes_no_sense_is_refused(make, message):
 )
 def test_lengths_and_budgets_of_the_wrong_kind(pruner):
     keys, values, length = kv()
-    extras = {"queries": queries(3), "attention": torch.rand(B, HQ, S)}
-    with pytest.raises(TypeError, match=rf"length is 16: give a tensor \[{B}\]"):
+    extras = {"attention": torch.rand(B, HQ, 3, S)}
+    name = type(pruner).__name__
+    with pytest.raises(TypeError, match=rf"{name}: length is 16: give a tensor \[{B}\]"):
         pruner(keys, values, 16, 4, **extras)
-    with pytest.raises(TypeError, match=r"budget is 0\.2: give a whole number"):
+    with pytest.raises(TypeError, match=rf"{name}: budget is 0\.2: give a whole number"):
         pruner(keys, values, length, 0.2, **extras)
 
 
@@ -161,7 +183,7 @@ def test_snapkv(kernel, pool, budget):
     keys, values, length = kv()
     q, window = queries(4), 4
     pruner = SnapKV(kernel) if pool == "avg" else SnapKV(kernel, max_pool1d)
-    kept = pruner(keys, values, length, budget, queries=q)
+    kept = pruner(keys, values, length, budget, attention=attention_weights(q, keys, length))
     for b, n in enumerate(length.tolist()):
         for h in range(H):
             prefix = n - window
@@ -185,22 +207,22 @@ def test_snapkv(kernel, pool, budget):
 
 def test_snapkv_averages_over_the_query_heads_of_a_group():
     keys, values, length = kv()
-    q = queries(3)
-    kept = SnapKV()(keys, values, length, 8, queries=q)
+    weights = attention_weights(queries(3), keys, length)
+    kept = SnapKV()(keys, values, length, 8, attention=weights)
     order = torch.tensor([2, 0, 1, 4, 5, 3])  # within the groups
-    assert torch.equal(SnapKV()(keys, values, length, 8, queries=q[:, order]), kept)
-    assert not torch.equal(SnapKV()(keys, values, length, 8, queries=q[:, [0, 4, 2, 3, 1, 5]]), kept)
+    assert torch.equal(SnapKV()(keys, values, length, 8, attention=weights[:, order]), kept)
+    assert not torch.equal(SnapKV()(keys, values, length, 8, attention=weights[:, [0, 4, 2, 3, 1, 5]]), kept)
 
 
 @pytest.mark.parametrize(("budget", "recent"), [(4, None), (5, None), (5, 0), (5, 5), (9, 2), (1, None)])
 def test_h2o(budget, recent):
     keys, values, length = kv()
-    attention = torch.rand(B, HQ, S, dtype=torch.float64)
+    attention = torch.rand(B, HQ, 3, S, dtype=torch.float64)
     kept = H2O(recent)(keys, values, length, budget, attention=attention)
     latest = math.ceil(budget / 2) if recent is None else recent
     for b, n in enumerate(length.tolist()):
         for h in range(H):
-            got = {s: sum(float(attention[b, 3 * h + g, s]) for g in range(3)) for s in range(n - latest)}
+            got = {s: float(attention[b, 3 * h : 3 * h + 3, :, s].sum()) for s in range(n - latest)}
             expected = best(got, budget - latest) + list(range(max(0, n - latest), n))
             assert kept[b, h].tolist() == padded(expected if n > budget else list(range(n)), budget)
 
@@ -219,7 +241,7 @@ def decode(pruner: Any, budget: int, steps: int, accumulate: bool) -> list[list[
             :, :, 0
         ]
         score = torch.nn.functional.pad(score, (0, 1)) + given if accumulate else given
-        kept = pruner(keys, keys, torch.tensor([held.shape[-1]]), budget, attention=score)
+        kept = pruner(keys, keys, torch.tensor([held.shape[-1]]), budget, attention=score[:, :, None])
         held, score = held.gather(-1, kept), score.gather(-1, kept)
         history.append(held[0, 0].tolist())
     return history
@@ -249,10 +271,10 @@ def test_called_after_every_token_it_is_the_greedy_eviction(which):
 
 def test_tova_makes_one_choice_for_all_heads():
     keys, values, length = kv()
-    attention = torch.rand(B, HQ, S, dtype=torch.float64)
+    attention = torch.rand(B, HQ, 3, S, dtype=torch.float64)
     kept = TOVA()(keys, values, length, 5, attention=attention)
     for b, n in enumerate(length.tolist()):
-        mean = {s: sum(attention[b, :, s].tolist()) / HQ for s in range(n)}
+        mean = {s: sum(attention[b, :, 2, s].tolist()) / HQ for s in range(n)}
         assert kept[b].tolist() == [padded(best(mean, 5), 5)] * H
 
 

@@ -219,12 +219,17 @@ def test_train_spire_continues_and_its_draft_is_evaluated(tmp_path):
         "3",
         "--per-prompt",
         "1",
+        "--pruners",
+        "H2O",
+        "--budget",
+        "8",
         "--live",
         "--json",
         str(file),
     )
     rows = [r for r in report(file) if not r["method"].startswith("live")]
-    assert {r["method"] for r in rows} == {"vanilla", "windowed_vanilla", "mine", "magicdec"}
+    magicdecs = {"magicdec", "magicdec_wider", "magicdec_H2O"}
+    assert {r["method"] for r in rows} == {"vanilla", "windowed_vanilla", "mine", *magicdecs}
     assert {r["domain"] for r in rows} == {"all", "code", "prose", "tabular"}
     assert all(r["low"] <= r["tau"] <= r["high"] and r["ratio_low"] <= r["ratio_high"] for r in rows)
     assert all(r["ratio_to_vanilla"] == 1 for r in rows if r["method"] == "vanilla")

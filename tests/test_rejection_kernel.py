@@ -83,7 +83,7 @@ def margin(logits, proposal, accept_u, bonus_u, temperature):
             q = (
                 torch.zeros_like(p[b, n]).index_fill(0, x, 1)
                 if proposal.probs is None
-                else proposal.probs[b, n].double()
+                else proposal.q(n)[b].double()
             )
             ratio = p[b, n, x] / q[x]
             out[b] = min(out[b], (accept_u[b, n] - ratio).abs())

@@ -9,8 +9,9 @@ import torch
 from tiny import tiny
 
 import specdec as sd
-from specdec.audit.tau import chances, efficiency, parallel_chances, spire_chances
+from specdec.audit.tau import chances, efficiency, magicdec_chances, parallel_chances, spire_chances
 from specdec.drafts.spire import SpireModel
+from specdec.pruning import H2O
 
 
 def enumerated(accept, n, k):
@@ -106,6 +107,36 @@ def test_same_mean_as_live_decoding(kind):
     assert abs(float(counted.mean() - expected.mean())) < 4 * float(error)
     assert float(error) < 0.15  # of about seven rounds: a bias of a tenth would show
     assert float(expected.var()) < float(counted.var())
+
+
+def magicdecs_case() -> tuple:
+    target = tiny("llama", num_hidden_layers=3, vocab_size=23)
+    tokens = torch.randint(0, 23, (3, 38), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        return target, tokens, target(tokens[:, :-1], output_hidden_states=True)
+
+
+@pytest.mark.parametrize(("window", "sinks", "k"), [(5, 1, 3), (9, 2, 4), (4, 0, 1)])
+def test_magicdec_is_the_targets_own_blocks_over_its_activations(window, sinks, k):
+    """Which is a ``SpireModel`` of all layers without feedback."""
+    target, tokens, out = magicdecs_case()
+    whole = SpireModel.from_target(target, 3, sinks=sinks, window=window, feedback=False)
+    inputs = {layer: out.hidden_states[layer] for layer in whole.layers}
+    expected = spire_chances(whole, out.logits, inputs, tokens, 15, k)
+    draft = sd.drafts.MagicDec(window=window, sinks=sinks)
+    got = magicdec_chances(draft, sd.HFModel(target), out.logits[:, 14:], tokens, 15, k)
+    torch.testing.assert_close(got[:, :-k], expected[:, :-k], rtol=0, atol=1e-6)  # norms are in float32
+    assert float(got[:, :-k].std()) > 0.03
+
+
+def test_magicdec_with_all_that_it_does_not_see_chosen_is_the_target():
+    """At the block start where its pruner chose; later the window has moved on."""
+    target, tokens, out = magicdecs_case()
+    for pruner, same in ((None, False), (H2O(), True)):
+        draft = sd.drafts.MagicDec(window=5, pruner=pruner, budget=40, observation=2)
+        made = magicdec_chances(draft, sd.HFModel(target), out.logits[:, 29:], tokens, 30, 3)
+        assert torch.allclose(made[:, 0, 0], torch.ones(3).double(), rtol=0, atol=1e-6) == same
+        assert float(made[:, 4:].min()) < 0.95
 
 
 def test_bad_input():

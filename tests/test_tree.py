@@ -1,5 +1,7 @@
 """Ragged token trees against the plainest possible computation."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,12 +19,15 @@ def proposals(draw, rows: int, vocab: int = 3, drawn: bool = False) -> Proposal:
     tokens = [[draw(st.integers(0, vocab - 1)) for _ in range(N)] for _ in range(rows)]
     long = {"dtype": torch.long}
     probs = torch.rand(rows, N, vocab) if drawn else None
+    shared = drawn and N > 0 and draw(st.booleans())  # by nodes that need not even be siblings
+    source = [[draw(st.integers(0, 1)) for _ in range(N)] for _ in range(rows)] if shared else None
     return Proposal(
         torch.tensor(tokens, **long).reshape(rows, N),
         torch.tensor(parents, **long).reshape(rows, N),
         torch.tensor(size),
-        probs,
+        torch.rand(rows, 2, vocab) if shared else probs,
         "sampled" if drawn else "point",
+        None if source is None else torch.tensor(source, **long),
     )
 
 
@@ -47,12 +52,27 @@ def test_depths_ancestors_and_sibling_numbers(proposal):
 
 
 def test_chains():
-    assert tree.is_chain(torch.tensor([[-1, 0, 1], [-1, 0, 1]]))
-    assert tree.is_chain(torch.zeros(2, 0, dtype=torch.long))
-    assert not tree.is_chain(torch.tensor([[-1, 0, 1], [-1, 0, 0]]))
+    parents = torch.tensor([[-1, 0, 1], [-1, 0, 0], [-1, 0, 0], [-1, -1, 1], [7, -9, 3]])
+    assert tree.is_chain(parents, torch.tensor([3, 3, 2, 2, 0])).tolist() == [True, False, True, False, True]
+    assert tree.is_chain(torch.zeros(2, 0, dtype=torch.long), torch.tensor([0, 0])).tolist() == [True, True]
     chain = Proposal.chain(torch.tensor([[4, 5, 6]]), torch.tensor([3]))
-    assert tree.is_chain(chain.parents)
+    assert tree.is_chain(chain.parents, chain.size).tolist() == [True]
     assert chain.provenance == "point"
+
+
+@given(proposals(rows=3), st.sampled_from([-99, -1, 0, 5, 99]))
+def test_nodes_that_do_not_exist_may_have_any_parents(proposal, parent):
+    dead = torch.arange(proposal.nodes) >= proposal.size[:, None]
+    wild = replace(proposal, parents=torch.where(dead, parent, proposal.parents))
+    tree.check(wild.parents, wild.size)
+    for of in (tree.depths, tree.ancestors, tree.sibling_numbers):
+        assert torch.equal(of(wild.parents)[~dead], of(proposal.parents)[~dead])
+    assert torch.equal(tree.is_chain(wild.parents, wild.size), tree.is_chain(proposal.parents, proposal.size))
+    one, other = tree.merge(wild, wild), tree.merge(proposal, proposal)
+    for row in range(3):
+        assert _texts(one, row) == _texts(other, row)
+    wanted = torch.randint(0, 3, (3, proposal.nodes + 1), generator=torch.Generator().manual_seed(0))
+    assert torch.equal(tree.follow(wild, wanted).path, tree.follow(proposal, wanted).path)
 
 
 def test_parents_must_come_first():
@@ -96,8 +116,9 @@ def test_merging_drawn_trees_keeps_every_node_with_its_own_law(a, b):
     for row in range(2):
         assert _texts(both, row) == _texts(a, row) + _texts(b, row)
         n, m = int(a.size[row]), int(b.size[row])
-        assert torch.equal(both.probs[row, :n], a.probs[row, :n])
-        assert torch.equal(both.probs[row, n : n + m], b.probs[row, :m])
+        q = both.distributions()
+        assert torch.equal(q[row, :n], a.distributions()[row, :n])
+        assert torch.equal(q[row, n : n + m], b.distributions()[row, :m])
 
 
 def test_merge_refuses_what_cannot_be_one_tree():

@@ -90,7 +90,7 @@ def attention(
     if plan.attend is not None and not lse:  # a captured step has its numbers in tensors
         return plan.attend(query, keys, values, scale, sliding, softcap, sinks)
     if plan.watch is not None:
-        plan.watch(query)
+        plan.watch(query, scale, sliding, softcap, sinks)
     grad = torch.is_grad_enabled() and (query.requires_grad or keys.requires_grad or values.requires_grad)
     key = (
         *(backend, query.shape, query.stride(), query.dtype, query.device),

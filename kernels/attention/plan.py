@@ -62,7 +62,8 @@ class AttentionPlan:
         tree: where the last slots are not causal.
         slots: ``[T]`` numbers of the new tokens' slots in a buffer flattened to ``[B * capacity, H, D]``, where they are
             known already.
-        watch: is given the queries ``[1, Hq, T, D]`` of every layer, in order.
+        watch: is called in every layer, in order, with the queries ``[1, Hq, T, D]`` and how they attend: scale, window, softcap
+            and the sinks' logits, as a backend is given them.
         fragment: slots of a fragment, where decomposition is not to choose fragments itself.
         table: ``[R][...]`` pages of each row, where buffers are ``[pages, page, H, D]``: slot s of row r is slot ``s % page`` of
             page ``table[r][s // page]``. ``rows`` then only say whose row it is, and ``capacity`` is not looked at.
@@ -79,7 +80,7 @@ class AttentionPlan:
     capacity: int
     tree: Tree | None = None
     slots: Tensor | None = None
-    watch: Callable[[Tensor], None] | None = None
+    watch: Callable[[Tensor, float, Reach, float | None, Tensor | None], None] | None = None
     fragment: int | None = None
     table: Sequence[Sequence[int]] | None = None
     page: int = 0

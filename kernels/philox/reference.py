@@ -56,12 +56,18 @@ def pick(probs: Tensor, u: Tensor) -> Tensor:
     """The token at quantile ``u [...]`` (float64, in [0, 1)) of ``probs [..., V]``.
 
     That is the first whose cumulative sum exceeds ``u * total``. Sums are float64, in the order of the vocabulary. A token of
-    probability 0 is never picked, whatever is rounded.
+    probability 0 is never picked, whatever is rounded. Where the last dimension but one is an expanded one, its sums are made once.
     """
+    shape = probs.shape[:-1]
+    shared = probs.dim() > 1 and probs.stride(-2) == 0 and shape[-1] > 1
+    if shared:
+        probs = probs[..., 0, :]
     cdf = probs.cumsum(-1, dtype=torch.float64)
     total = cdf[..., -1:].contiguous()
     last = torch.searchsorted(cdf, total)  # the last token with any probability
     if not probs.is_cpu:  # of NaN, too, a token comes out: whether it is one is known later
         last = last.clamp(max=probs.shape[-1] - 1)
-    at = torch.searchsorted(cdf, to_device(u, cdf.device)[..., None] * total, right=True)
-    return torch.minimum(at, last)[..., 0]
+    u = to_device(u, cdf.device)
+    at = torch.searchsorted(cdf, (u.expand(shape) if shared else u[..., None]) * total, right=True)
+    at = torch.minimum(at, last)
+    return at if shared else at[..., 0]

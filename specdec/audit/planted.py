@@ -161,7 +161,7 @@ class SiblingsForgetResidual(Rejection):
         number = tree.sibling_numbers(proposal.parents)
         law, taken = probs[:, 0], torch.full((B,), -1)
         for n in range(proposal.nodes):
-            x, q = proposal.tokens[:, n], proposal.probs[:, n]
+            x, q = proposal.tokens[:, n], proposal.q(n)
             asked = (taken < 0) & (n < proposal.size)
             ratio = torch.where(asked, probs[rows, 0, x] / q[rows, x], 0)
             yes = asked & rng.accept(ratio, Key(context.length, 0, number[:, n], ACCEPT))

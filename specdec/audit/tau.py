@@ -9,12 +9,16 @@ variance: nothing is drawn but the texts.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from specdec.drafts.magicdec import MagicDec
+from specdec.models.hf import HFModel
+from specdec.sampling import Sampling
 from specdec.training.passes import k_pass
+from specdec.types import Context, Proposal
 
 
 class Efficiency(NamedTuple):
@@ -115,6 +119,38 @@ def spire_chances(model, target_logits: Tensor, inputs, tokens: Tensor, start: i
         q = _of_next(logits, text[:, first : stop + 1])
         wide = torch.nn.functional.pad(p, (0, max(0, stop - T)), value=1.0)[:, first:stop]
         out[:, offset::k] = chances(wide, q).view(C, blocks, k)
+    return out
+
+
+@torch.no_grad()
+def magicdec_chances(
+    draft: MagicDec, target: HFModel, target_logits: Tensor, tokens: Tensor, start: int, k: int
+) -> Tensor:
+    """``accept [C, n, k]`` of a ``MagicDec``: from every block start in turn, its view of the text so far reads the tokens to come.
+
+    A pruner chooses once, before the first block; ``refresh`` is not looked at.
+
+    Args:
+        target_logits: ``[C, n, V]`` after each of the last n tokens but one. The rest as for ``parallel_chances``.
+    """
+    C, n = tokens.shape[0], tokens.shape[1] - start
+    p = _of_next(target_logits, tokens[:, start - 1 :])
+    out = torch.ones(C, n, k, dtype=p.dtype)
+    bound, cache = draft.bind(target, Sampling()), target.cache(C, tokens.shape[1])
+    context = Context.of(tokens[:, :start].tolist(), capacity=tokens.shape[1])
+    target.prefill(cache, context)
+    view: Any = bound.init(context, cache).cache
+    model: Any = bound.view
+    for s in range(n):
+        if s:
+            context = context.append(tokens[:, start + s - 1, None], torch.ones(C, dtype=torch.long))
+            target.prefill(cache, context)
+            view.catch_up()
+        room = min(k, n - s)
+        block = tokens[:, start + s : start + s + room]
+        chain = Proposal.chain(block[:, :-1], torch.full((C,), room - 1)) if room > 1 else None
+        q = _of_next(model.score(view, context, chain).logits, tokens[:, start + s - 1 : start + s + room])
+        out[:, s, :room] = chances(p[:, s : s + room], q)
     return out
 
 

@@ -202,13 +202,15 @@ def merged(parts: Sequence[tuple[Proposal, Tensor]], batch: int) -> Proposal:
         return parts[0][0]
     device = parts[0][0].tokens.device
     N = max(p.nodes for p, _ in parts)
+    Q = max(p.nodes if p.probs is None else p.probs.shape[1] for p, _ in parts)
     tokens = torch.zeros(batch, N, dtype=torch.long, device=device)
     parents = torch.arange(-1, N - 1).repeat(batch, 1)
     size = torch.zeros(batch, dtype=torch.long)
     laws = [p.probs for p, _ in parts if p.probs is not None]
     # The widest type: no law is rounded after its tokens were drawn.
     kind = max((law.dtype for law in laws), key=lambda dtype: dtype.itemsize, default=torch.float32)
-    probs = None if not laws else torch.zeros(batch, N, laws[0].shape[-1], dtype=kind, device=device)
+    probs = None if not laws else torch.zeros(batch, Q, laws[0].shape[-1], dtype=kind, device=device)
+    source = torch.arange(N).repeat(batch, 1) if any(p.source is not None for p, _ in parts) else None
     for p, rows in parts:
         here, n = to_device(rows, device), p.nodes
         if n == 0:
@@ -222,8 +224,10 @@ def merged(parts: Sequence[tuple[Proposal, Tensor]], batch: int) -> Proposal:
                 one = torch.zeros(len(rows), n, probs.shape[-1], dtype=probs.dtype, device=device)
                 probs[here, :n] = one.scatter_(2, tokens[here, :n, None], 1)
             else:
-                probs[here, :n] = p.probs[at].to(probs)
+                probs[here, : p.probs.shape[1]] = p.probs[at].to(probs)
+        if source is not None:
+            source[rows, :n] = p.sources()[rows]
     if probs is None:
         return Proposal(tokens, parents, size)
     declared = any(p.provenance == "declared" for p, _ in parts)
-    return Proposal(tokens, parents, size, probs, "declared" if declared else "sampled")
+    return Proposal(tokens, parents, size, probs, "declared" if declared else "sampled", source)

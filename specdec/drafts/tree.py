@@ -91,7 +91,7 @@ class Tree:
             return Proposal.none(B, device), ModelState(state.cache, None)
         tokens = torch.zeros(B, 0, dtype=torch.long, device=device)
         parents = torch.zeros(B, 0, dtype=torch.long)
-        laws: list[Tensor] = []
+        laws: list[Tensor] = []  # of the root's children, then of node 0's, node 1's, ...
         level = torch.tensor([-1])  # the nodes whose children come next
         sofar: Proposal | None = None
         for d in range(depth):
@@ -105,16 +105,19 @@ class Tree:
                 children = scores.topk(width, -1).indices.reshape(B, -1)
             else:
                 q = sampling(logits, context, sofar, first=first)
-                q = q.repeat_interleave(width, 1)
-                lane = torch.arange(q.shape[1])
-                children = rng.categorical(q, Key(context.length[:, None], d, lane.expand(B, -1)))
+                lane = torch.arange(len(level) * width).view(len(level), width)
+                key = Key(context.length[:, None, None], d, lane.expand(B, -1, -1))
+                each = q[:, :, None].expand(-1, -1, width, -1)
+                children = rng.categorical(each, key).reshape(B, -1)
                 laws.append(q)
             tokens = torch.cat([tokens, children], 1)
             parents = torch.cat([parents, level.repeat_interleave(width).expand(B, -1)], 1)
             level = torch.arange(tokens.shape[1] - children.shape[1], tokens.shape[1])
             sofar = Proposal(tokens, parents, size.clamp(max=tokens.shape[1]))
         assert sofar is not None
-        proposal = replace(sofar, probs=torch.cat(laws, 1), provenance="sampled") if laws else sofar
+        proposal = sofar
+        if laws:  # siblings share the distribution after their parent
+            proposal = replace(sofar, probs=torch.cat(laws, 1), provenance="sampled", source=parents + 1)
         return proposal, ModelState(state.cache, proposal)
 
     def observe(self, state: ModelState, round: Round) -> ModelState:

@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from specdec import tree
 from specdec.drafts.pool import merged
 from specdec.executors.round import Drafted, DraftRunner, MicroBatch
 from specdec.rng import Key, Rng
@@ -180,8 +181,7 @@ class _Bet(NamedTuple):
     @staticmethod
     def on(lane: MicroBatch, proposal: Proposal, limits: StopRules, tries: Counter[tuple[int, int]]) -> _Bet:
         """Rows that would be through, or whose next block would be empty, are left alone."""
-        at = torch.arange(proposal.nodes)
-        if bool(((proposal.parents != at - 1) & (at < proposal.size[:, None])).any()):
+        if not bool(tree.is_chain(proposal.parents, proposal.size).all()):
             raise ValueError(
                 "the draft proposed a tree and Optimistic goes on from a chain: set trees = True on the draft, so that build() refuses "
                 "it, and use executor Serial()"

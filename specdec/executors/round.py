@@ -229,9 +229,9 @@ def check(proposal: Proposal, budget: Tensor, vocab_size: int, most: int | None 
     _check_form(proposal, len(budget))
     if not proposal.nodes:
         return
-    B, N = proposal.tokens.shape
+    N = proposal.nodes
     live = torch.arange(N) < proposal.size[:, None]
-    if tree.is_chain(proposal.parents):
+    if bool(tree.is_chain(proposal.parents, proposal.size).all()):
         longest = proposal.size
     else:
         tree.check(proposal.parents, proposal.size)
@@ -250,12 +250,9 @@ def check(proposal: Proposal, budget: Tensor, vocab_size: int, most: int | None 
     tokens, probs = proposal.tokens, proposal.probs
     wrong = [(tokens < 0) | (tokens >= vocab_size)]
     if probs is not None:
-        if probs.shape != (B, N, vocab_size):
-            raise ValueError(
-                f"the draft's probs have shape {list(probs.shape)}: expected {[B, N, vocab_size]}"
-            )
-        total = probs.sum(-1, dtype=torch.float32)
-        drawn = probs.gather(2, tokens.clamp(0, vocab_size - 1)[..., None])[..., 0]
+        _check_source(proposal, live, vocab_size)
+        total = probs.sum(-1, dtype=torch.float32).gather(1, proposal.sources(probs.device))
+        drawn = proposal.q_of(tokens.clamp(0, vocab_size - 1))
         wrong += [~((total - 1).abs() < 1e-3), drawn <= 0]  # NaN is off too
 
     def judge(wrong: Tensor) -> None:
@@ -302,6 +299,34 @@ def _check_form(proposal: Proposal, batch: int) -> None:
         raise ValueError(
             f"the draft proposed {found} for {batch} rows: give tokens [{batch}, N], and parents [{batch}, N] and size [{batch}] on the "
             "CPU, all of them torch.int64"
+        )
+
+
+def _check_source(proposal: Proposal, live: Tensor, vocab_size: int) -> None:
+    """Raise ValueError unless every node that exists has a distribution over the vocabulary."""
+    probs, source, (B, N) = proposal.probs, proposal.source, proposal.tokens.shape
+    assert probs is not None
+    Q = N if source is None or probs.dim() != 3 else max(probs.shape[1], 1)
+    if probs.shape != (B, Q, vocab_size):
+        raise ValueError(
+            f"the draft's probs have shape {list(probs.shape)}: expected {[B, Q, vocab_size]}, one distribution "
+            + (
+                "a node (fewer with source)"
+                if source is None
+                else "or more, of which source says whose it is"
+            )
+        )
+    if source is None:
+        return
+    if source.shape != (B, N) or source.dtype != torch.long or not source.is_cpu:
+        raise ValueError(
+            f"the draft's source is {list(source.shape)} {source.dtype} on {source.device}: give {[B, N]}, torch.int64, on the CPU"
+        )
+    wrong = ((source < 0) | (source >= Q)) & live
+    if bool(wrong.any()):
+        b, n = wrong.nonzero()[0].tolist()
+        raise ValueError(
+            f"the draft's source of row {b}, node {n} is {int(source[b, n])} and probs has {Q} distributions a row: give 0 to {Q - 1}"
         )
 
 

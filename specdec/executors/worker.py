@@ -286,7 +286,10 @@ class ProcessWorker:
         proposal = said.drafted.proposal
         if proposal.probs is None:
             return said
-        probs = proposal.probs.contiguous()
+        probs, source = proposal.probs, proposal.source
+        if probs.shape[1] > proposal.nodes:  # there is room for one distribution a node
+            probs, source = proposal.distributions(), None
+        probs = probs.contiguous()
         bytes_ = probs.view(-1).view(torch.uint8)
         if len(bytes_) > len(self.buffers[said.lane]):
             return RuntimeError(
@@ -301,6 +304,7 @@ class ProcessWorker:
             proposal.provenance,
             probs.dtype,
             tuple(probs.shape),
+            source,
         )
         return said._replace(drafted=said.drafted._replace(proposal=laid))
 
@@ -310,7 +314,7 @@ class ProcessWorker:
             return said
         count = torch.Size(laid.shape).numel() * laid.dtype.itemsize
         probs = self.buffers[said.lane][:count].clone().view(laid.dtype).view(laid.shape)
-        proposal = Proposal(laid.tokens, laid.parents, laid.size, probs, laid.provenance)
+        proposal = Proposal(laid.tokens, laid.parents, laid.size, probs, laid.provenance, laid.source)
         return said._replace(drafted=said.drafted._replace(proposal=proposal))
 
     def stop(self) -> None:
@@ -349,6 +353,7 @@ class Laid(NamedTuple):
     provenance: Any
     dtype: torch.dtype
     shape: tuple[int, ...]
+    source: Tensor | None
 
 
 class _Pickler(pickle.Pickler):

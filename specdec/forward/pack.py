@@ -24,10 +24,11 @@ from specdec.types import Context, Proposal
 
 
 @lru_cache(maxsize=64)
-def _shape_of(parents: bytes, batch: int) -> tuple[np.ndarray, np.ndarray] | None:
-    """Ancestors ``[B, N, N]`` and depths ``[B, N]`` of equal bytes of parents; ``None`` for chains."""
-    table = torch.from_numpy(np.frombuffer(parents, dtype=np.int64).reshape(batch, -1).copy())
-    if tree.is_chain(table):
+def _shape_of(parents: bytes, size: bytes) -> tuple[np.ndarray, np.ndarray] | None:
+    """Ancestors ``[B, N, N]`` and depths ``[B, N]`` of equal bytes of parents and sizes; ``None`` for chains."""
+    counts = torch.from_numpy(np.frombuffer(size, dtype=np.int64).copy())
+    table = torch.from_numpy(np.frombuffer(parents, dtype=np.int64).reshape(len(counts), -1).copy())
+    if bool(tree.is_chain(table, counts).all()):
         return None
     return tree.ancestors(table).numpy(), tree.depths(table).numpy()
 
@@ -158,7 +159,7 @@ def feed(
     depth: list[list[int]] | None = None
     if proposal is not None:
         parents = proposal.parents.contiguous().numpy()
-        out.shape = _shape_of(parents.tobytes(), len(length))
+        out.shape = _shape_of(parents.tobytes(), proposal.size.numpy().tobytes())
         depth = None if out.shape is None else out.shape[1].tolist()
         if proposal.tokens.device.type == "cpu":
             drafted = proposal.tokens.tolist()

@@ -10,9 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.audit.tau import Efficiency, efficiency, parallel_chances, spire_chances
+from specdec.audit.tau import Efficiency, efficiency, magicdec_chances, parallel_chances, spire_chances
 from specdec.builder import decoder
 from specdec.data.prompts import entries
+from specdec.drafts import MagicDec
 from specdec.drafts.spire import SpireModel
 from specdec.models.hf import HFModel
 from specdec.training.forward import Parallel
@@ -99,18 +100,22 @@ def sample(
 
 
 @torch.no_grad()
-def accept_chances(draft: Any, texts: Texts, forward: Parallel | None = None) -> Tensor:
-    """``[C, n, k]``: the chance that each token of a block is accepted; a ``SpireModel`` by passes, a causal LM by its parallel forward.
+def accept_chances(draft: Any, texts: Texts, forward: Any = None) -> Tensor:
+    """``[C, n, k]``: the chance that each token of a block is accepted; a ``SpireModel`` by passes, a causal LM by its parallel forward,
+    a ``MagicDec`` by reading its view of the target (an ``HFModel``), which is ``forward``.
 
     What a chain draft proposes after a block's start does not depend on how many tokens it will propose: a causal LM's law depends on
     the text alone, and a ``SpireModel``'s on the text, the block's start and the tokens since. So ``[..., :j]`` are the chances of blocks
     of j tokens.
     """
     made, L = [], texts.context
-    device = next(draft.parameters()).device
+    magicdec = isinstance(draft, MagicDec)
+    device = torch.device("cpu") if magicdec else next(draft.parameters()).device
     for i in range(0, len(texts.tokens), 8):
         tokens, logits = (t[i : i + 8].to(device) for t in (texts.tokens, texts.logits))
-        if isinstance(draft, SpireModel):
+        if magicdec:
+            chances = magicdec_chances(draft, forward, logits, tokens, L + 1, texts.k)
+        elif isinstance(draft, SpireModel):
             whole = torch.nn.functional.pad(
                 logits, (0, 0, L, 0)
             )  # positions of the context are not looked at
@@ -123,13 +128,13 @@ def accept_chances(draft: Any, texts: Texts, forward: Parallel | None = None) ->
     return torch.cat(made)
 
 
-def score(draft: Any, texts: Texts, forward: Parallel | None = None) -> Efficiency:
+def score(draft: Any, texts: Texts, forward: Any = None) -> Efficiency:
     """A draft's expected rounds and tokens on each text, for blocks of ``texts.k`` tokens."""
     return efficiency(accept_chances(draft, texts, forward))
 
 
 def each_k(
-    drafts: Mapping[str, tuple[Any, Parallel | None]], texts: Texts, lengths: Sequence[int]
+    drafts: Mapping[str, tuple[Any, Any]], texts: Texts, lengths: Sequence[int]
 ) -> Iterator[tuple[Texts, dict[str, Efficiency]]]:
     """For each length of a block: the texts as texts of that k, and every draft's score, all from one pass at ``texts.k``.
 

@@ -8,9 +8,10 @@ from specdec.pruning.heads import head_importance, head_norms, keep_heads
 from specdec.pruning.influence import block_influence, layer_influence
 from specdec.pruning.keynorm import KeyNorm
 from specdec.pruning.layers import first_layers, influential_layers, keep_layers, last_layers, spaced_layers
+from specdec.pruning.pruner import Needs, Pruner
 from specdec.pruning.random import Random
 from specdec.pruning.sinks import StreamingLLM
-from specdec.pruning.slots import Pruner, gather
+from specdec.pruning.slots import gather, top
 from specdec.pruning.snapkv import SnapKV
 from specdec.pruning.tova import TOVA
 from specdec.pruning.uniform import Uniform
@@ -21,6 +22,7 @@ __all__ = [
     "H2O",
     "TOVA",
     "KeyNorm",
+    "Needs",
     "Pruner",
     "Random",
     "SnapKV",
@@ -47,4 +49,5 @@ __all__ = [
     "most_important",
     "spaced_layers",
     "token_counts",
+    "top",
 ]

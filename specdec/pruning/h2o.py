@@ -7,16 +7,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specdec.pruning.slots import check, per_kv_head, top
+from specdec.pruning.pruner import Needs, check
+from specdec.pruning.slots import per_kv_head, top
 
 
 @dataclass(frozen=True)
 class H2O:
     """The ``recent`` latest slots and, for the rest of the budget, those with the most accumulated attention, per KV head.
 
-    ``attention [B, Hq, S]`` is the sum, over the queries so far, of the weights that each slot was given. Query heads that
-    share a KV head are summed. Called after every token, with sums that the caller carries on, this is the paper's greedy
-    eviction; called once after the prefill, it is the choice that the authors' code makes for a prompt.
+    ``attention [B, Hq, Q, S]`` is summed over the Q queries that it has, and over the query heads that share a KV head. What is
+    accumulated is therefore the caller's choice. The paper accumulates over all queries: give it those of all slots, which is
+    the choice of the authors' code for a prompt, or call it after every token with sums that you carry on, as one query
+    (``sums[:, :, None]``), which is the greedy eviction of the paper. ``drafts.MagicDec`` gives it the queries of its last
+    ``observation`` tokens only, and starts anew whenever it chooses.
 
     Args:
         recent: latest slots to keep; by default half the budget (rounded up), as in the paper.
@@ -25,11 +28,12 @@ class H2O:
     """
 
     recent: int | None = None
+    needs = Needs(attention=True)
 
     def __post_init__(self) -> None:
         if self.recent is not None and self.recent < 0:
             raise ValueError(
-                f"recent is {self.recent}: the number of latest slots to keep; 0 keeps heavy hitters only"
+                f"H2O: recent is {self.recent}: the number of latest slots to keep; 0 keeps heavy hitters only"
             )
 
     def __call__(
@@ -38,20 +42,14 @@ class H2O:
         values: Tensor,
         length: Tensor,
         budget: int,
-        queries: Tensor | None = None,
         attention: Tensor | None = None,
     ) -> Tensor:
-        check(keys, values, length, budget)
-        score = per_kv_head(
-            attention,
-            keys,
-            "H2O",
-            "[B, Hq, S], the weights of all queries so far, summed over them (pruning.attention_weights(...).sum(2))",
-        )
+        check(self, keys, values, length, budget)
+        score = per_kv_head(self, attention, keys).sum(2)
         recent = budget - budget // 2 if self.recent is None else self.recent
         if recent > budget:
             raise ValueError(
-                f"budget is {budget} and recent is {recent}: raise the budget, or keep fewer recent slots"
+                f"H2O: budget is {budget} and recent is {recent}: raise the budget, or keep fewer recent slots"
             )
         slot = torch.arange(keys.shape[2], device=keys.device)
         latest = (slot >= length.to(keys.device)[:, None] - recent)[:, None]

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specdec.pruning.slots import check, top
+from specdec.pruning.pruner import Needs, check
+from specdec.pruning.slots import top
 
 
 @dataclass(frozen=True)
@@ -17,15 +18,16 @@ class KeyNorm:
     The paper leaves its model's first two layers whole, where the correlation is weak.
     """
 
+    needs = Needs()
+
     def __call__(
         self,
         keys: Tensor,
         values: Tensor,
         length: Tensor,
         budget: int,
-        queries: Tensor | None = None,
         attention: Tensor | None = None,
     ) -> Tensor:
-        check(keys, values, length, budget)
+        check(self, keys, values, length, budget)
         wide = torch.promote_types(keys.dtype, torch.float32)
         return top(-torch.linalg.vector_norm(keys, dim=-1, dtype=wide), length, budget)

@@ -86,9 +86,9 @@ def keep_layers(model: Any, layers: Sequence[int]) -> Any:
             tensors[name] = tensor
     new = rebuild(model, _config(model.config, layers, len(old)), tensors, "keep_layers")
     for n, o in enumerate(layers):
-        if getattr(model.config, "scale_attn_by_inverse_layer_idx", False) or _facts(
-            blocks_of(new)[n]
-        ) != _facts(old[o]):
+        if vars(model.config).get("scale_attn_by_inverse_layer_idx") or _facts(blocks_of(new)[n]) != _facts(
+            old[o]
+        ):
             raise ValueError(
                 f"keep_layers: in {model.config.model_type!r} models a layer's computation depends on its number, and layer {o} "
                 f"would not be the same as layer {n}"
@@ -98,17 +98,17 @@ def keep_layers(model: Any, layers: Sequence[int]) -> Any:
 
 def _config(old: Any, layers: list[int], count: int) -> Any:
     """The config of some layers; what it says of each layer goes with the layer."""
-    config = copy.deepcopy(old)
+    config, said = copy.deepcopy(old), vars(old)
     for name in ("layer_types", "mlp_layer_types", "no_rope_layers", "attention_layers"):
-        of_each = getattr(old, name, None)
+        of_each = said.get(name)
         if of_each is not None and len(of_each) == count:
             setattr(config, name, [of_each[i] for i in layers])
     config.num_hidden_layers = len(layers)
-    if hasattr(old, "attention_types"):  # GPT-Neo makes attention_layers from it
+    if "attention_types" in said:  # GPT-Neo makes attention_layers from it
         config.attention_types = [[config.attention_layers, 1]]
-    if getattr(old, "max_window_layers", None) is not None:  # Qwen: from this layer on the window slides
+    if said.get("max_window_layers") is not None:  # Qwen: from this layer on the window slides
         config.max_window_layers = sum(i < old.max_window_layers for i in layers)
-    if getattr(old, "decoder_sparse_step", None) is not None:  # Qwen's mixtures of experts
+    if said.get("decoder_sparse_step") is not None:  # Qwen's mixtures of experts
         without = {i for i in layers if i in old.mlp_only_layers or (i + 1) % old.decoder_sparse_step}
         config.mlp_only_layers = [n for n, i in enumerate(layers) if i in without]
         config.decoder_sparse_step = 1

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specdec.pruning.slots import check, top
+from specdec.pruning.pruner import Needs, check
+from specdec.pruning.slots import top
 from specdec.rng import Key, Philox, seeds
 
 
@@ -19,6 +20,7 @@ class Random:
     """
 
     seed: int = 0
+    needs = Needs()
 
     def __call__(
         self,
@@ -26,10 +28,9 @@ class Random:
         values: Tensor,
         length: Tensor,
         budget: int,
-        queries: Tensor | None = None,
         attention: Tensor | None = None,
     ) -> Tensor:
-        check(keys, values, length, budget)
+        check(self, keys, values, length, budget)
         B, H, S, _ = keys.shape
         key = Key(torch.arange(S).expand(1, H, S), torch.arange(H)[:, None])
         number = Philox(seeds(self.seed, 1)).uniform(key)  # [1, H, S]

@@ -32,7 +32,7 @@ def plain(model: Any, what: str) -> Any:
             f"{what}: model is a {type(model).__name__}: give a transformers model (of an HFModel its .model, of a PEFT wrapper "
             "what merge_and_unload() returns)"
         )
-    if getattr(model.config, "quantization_config", None) is not None:
+    if vars(model.config).get("quantization_config") is not None:
         raise ValueError(f"{what}: the weights are quantized: load the model without quantization_config")
     if any(t.is_meta for t in named_tensors(model).values()):
         raise ValueError(f"{what}: some weights are offloaded: load the whole model on one device")
@@ -88,6 +88,6 @@ def rebuild(model: Any, config: Any, tensors: Mapping[str, Tensor], what: str) -
             new.get_submodule(path)._buffers[own] = tensors[name].detach().to(where, copy=True)
     for module in new.modules():
         module._is_hf_initialized = True  # as after from_pretrained: nothing may draw these weights anew
-    if getattr(model, "generation_config", None) is not None:
+    if vars(model).get("generation_config") is not None:
         new.generation_config = copy.deepcopy(model.generation_config)
     return new.train(model.training)

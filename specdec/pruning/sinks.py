@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specdec.pruning.slots import check, top
+from specdec.pruning.pruner import Needs, check
+from specdec.pruning.slots import top
 
 
 @dataclass(frozen=True)
@@ -18,18 +19,22 @@ class StreamingLLM:
         sinks: 4 in the paper, 1 in SPIRe.
         window: latest slots to keep; by default what the budget leaves.
     Raises:
-        ValueError: negative sinks, a window below 1; when called, a budget that does not hold both, or a row that is shorter
-            than the sinks.
+        ValueError: negative sinks, a window below 1; when called, a budget that does not hold both.
     """
 
     sinks: int = 4
     window: int | None = None
+    needs = Needs()
 
     def __post_init__(self) -> None:
         if self.sinks < 0:
-            raise ValueError(f"sinks is {self.sinks}: the number of first slots to keep; 0 keeps none")
+            raise ValueError(
+                f"StreamingLLM: sinks is {self.sinks}: the number of first slots to keep; 0 keeps none"
+            )
         if self.window is not None and self.window < 1:
-            raise ValueError(f"window is {self.window}: keep at least the latest slot, or leave window out")
+            raise ValueError(
+                f"StreamingLLM: window is {self.window}: keep at least the latest slot, or leave window out"
+            )
 
     def __call__(
         self,
@@ -37,21 +42,15 @@ class StreamingLLM:
         values: Tensor,
         length: Tensor,
         budget: int,
-        queries: Tensor | None = None,
         attention: Tensor | None = None,
     ) -> Tensor:
-        lengths = check(keys, values, length, budget)
+        check(self, keys, values, length, budget)
         wanted = self.sinks + (1 if self.window is None else self.window)
         if wanted > budget:
             raise ValueError(
-                f"budget is {budget} and {self.sinks} sinks with a window of {wanted - self.sinks} take {wanted}: "
+                f"StreamingLLM: budget is {budget} and {self.sinks} sinks with a window of {wanted - self.sinks} take {wanted}: "
                 "raise the budget, or keep fewer sinks or a smaller window"
             )
-        for b, n in enumerate(lengths):
-            if n < self.sinks:
-                raise ValueError(
-                    f"row {b} has {n} slots and there are {self.sinks} sinks: prune when the row is longer, or keep fewer sinks"
-                )
         slot = torch.arange(keys.shape[2], device=keys.device)
         score = torch.where(slot < self.sinks, len(slot), slot).expand(keys.shape[:3]).float()
         kept = top(score, length, budget if self.window is None else wanted)

@@ -6,18 +6,21 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from specdec.pruning.slots import check, per_kv_head, top
+from specdec.pruning.pruner import Needs, check
+from specdec.pruning.slots import per_kv_head, top
 
 
 @dataclass(frozen=True)
 class TOVA:
     """The slots with the highest weights of the last query, averaged over all heads of the layer: one choice for all of them.
 
-    Nothing is kept for being recent. ``attention [B, Hq, S]`` is the last query's weights.
+    Nothing is kept for being recent. Of ``attention [B, Hq, Q, S]`` the last of the Q queries counts.
 
     Raises:
         ValueError: when called without attention.
     """
+
+    needs = Needs(attention=True)
 
     def __call__(
         self,
@@ -25,14 +28,8 @@ class TOVA:
         values: Tensor,
         length: Tensor,
         budget: int,
-        queries: Tensor | None = None,
         attention: Tensor | None = None,
     ) -> Tensor:
-        check(keys, values, length, budget)
-        score = per_kv_head(
-            attention,
-            keys,
-            "TOVA",
-            "[B, Hq, S], the weights of each row's last query (pruning.attention_weights(...)[:, :, -1])",
-        )
+        check(self, keys, values, length, budget)
+        score = per_kv_head(self, attention, keys)[:, :, -1]
         return top(score.mean(1, keepdim=True), length, budget).expand(-1, keys.shape[1], -1)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specdec.pruning.slots import check
+from specdec.pruning.pruner import Needs, check
 
 
 @dataclass(frozen=True)
@@ -17,16 +17,17 @@ class Uniform:
     A budget of 1 keeps the last.
     """
 
+    needs = Needs()
+
     def __call__(
         self,
         keys: Tensor,
         values: Tensor,
         length: Tensor,
         budget: int,
-        queries: Tensor | None = None,
         attention: Tensor | None = None,
     ) -> Tensor:
-        check(keys, values, length, budget)
+        check(self, keys, values, length, budget)
         n = length.to(keys.device)[:, None]
         k = n.clamp(max=budget)
         i = torch.arange(min(budget, keys.shape[2]), device=keys.device)

@@ -123,6 +123,6 @@ def keep_tokens(model: Any, ids: Sequence[int] | Tensor) -> Trimmed:
     new.set_output_embeddings(small.train(model.training))
     # What is compared with a target's, and what transformers' losses go by, is the width of the logits.
     new.config.vocab_size = len(kept)
-    if hasattr(new, "vocab_size"):
+    if "vocab_size" in vars(new):
         new.vocab_size = len(kept)
     return Trimmed(new, kept, V)

@@ -5,18 +5,29 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from specdec.kernels.attention.reach import Reach, near
 
-def attention_weights(queries: Tensor, keys: Tensor, length: Tensor, scale: float | None = None) -> Tensor:
+
+def attention_weights(
+    queries: Tensor,
+    keys: Tensor,
+    length: Tensor,
+    scale: float | None = None,
+    *,
+    window: Reach = None,
+    softcap: float | None = None,
+    sink_logits: Tensor | None = None,
+) -> Tensor:
     """How much the last Q slots of each row look at each slot, causally.
-
-    H2O takes ``attention_weights(...).sum(2)`` with the queries of all slots, TOVA ``attention_weights(...)[:, :, -1]``.
 
     Args:
         queries: ``[B, Hq, Q, D]``; query j of row b is that of slot ``length[b] - Q + j``. Where that is negative, it may hold
             anything. keys: ``[B, H, S, D]``, rotated as the queries are; H divides Hq. length: ``[B]`` slots in use.
         scale: of the scores, by default ``D ** -0.5``.
+        window: a query at slot p sees slots above ``p - window`` only. softcap: scores become ``softcap * tanh(scores / softcap)``.
+        sink_logits: ``[Hq]`` one more logit for each head, which takes weight and belongs to no slot.
     Returns:
-        ``[B, Hq, Q, S]`` in float32 at least. Rows of queries that exist sum to 1, the others are 0.
+        ``[B, Hq, Q, S]`` in float32 at least. Rows of queries that exist sum to 1 (less where sink logits take some), the others are 0.
     Raises:
         ValueError: shapes that do not fit.
     """
@@ -35,8 +46,16 @@ def attention_weights(queries: Tensor, keys: Tensor, length: Tensor, scale: floa
     Q = queries.shape[2]
     q = queries.to(wide).view(B, H, -1, Q, D)  # query heads that share a KV head are neighbours
     scores = torch.einsum("bhgqd,bhsd->bhgqs", q, keys.to(wide)) * (D**-0.5 if scale is None else scale)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     slot = torch.arange(S, device=keys.device)
     own = length.to(keys.device)[:, None] - Q + torch.arange(Q, device=keys.device)  # [B, Q]
-    seen = (slot <= own[:, :, None])[:, None, None]  # a query that does not exist sees nothing
-    weights = scores.masked_fill(~seen, float("-inf")).softmax(-1).masked_fill(~seen, 0)
-    return weights.view(B, -1, Q, S)
+    seen = slot <= own[:, :, None]  # a query that does not exist sees nothing
+    if window is not None:
+        seen &= near(own[:, :, None], slot, window)
+    seen = seen[:, None, None]
+    scores = scores.masked_fill(~seen, float("-inf"))
+    if sink_logits is not None:
+        extra = sink_logits.to(scores).view(1, H, -1, 1, 1).expand(*scores.shape[:4], 1)
+        scores = torch.cat([scores, extra], -1)
+    return scores.softmax(-1)[..., :S].masked_fill(~seen, 0).reshape(B, -1, Q, S)

@@ -34,7 +34,7 @@ def block_divergence(round: Round) -> Tensor:
     B, N = proposal.tokens.shape
     if not N:
         return torch.zeros(B, dtype=torch.float64)
-    if not tree.is_chain(proposal.parents):
+    if not bool(tree.is_chain(proposal.parents, proposal.size).all()):
         raise ValueError(
             "block_divergence is defined for chains: use tokens_per_round or Goodput for trees of proposals"
         )
@@ -44,18 +44,19 @@ def block_divergence(round: Round) -> Tensor:
         if proposal.probs is None:
             overlap = (top == proposal.tokens.cpu()).double()
         else:
-            overlap = proposal.probs.cpu().gather(2, top[..., None])[..., 0].double()
-        return (overlap * live).sum(1) / proposal.size.clamp(min=1)
+            overlap = proposal.q_of(top.to(proposal.probs.device)).double().cpu()
+        return torch.where(live, overlap, 0).sum(1) / proposal.size.clamp(min=1)
     if round.probs is None:
         raise ValueError(
             "block_divergence needs the target's probabilities, which this verifier does not make: use verifiers.Rejection"
         )
     p = round.probs[:, :N].double().cpu()
     if proposal.probs is None:
-        overlap = p.gather(2, proposal.tokens.cpu()[..., None])[..., 0]
+        tokens = torch.where(live, proposal.tokens.cpu(), 0)
+        overlap = p.gather(2, tokens[..., None])[..., 0]
     else:
-        overlap = torch.minimum(p, proposal.probs.double().cpu()).sum(-1)
-    return (overlap * live).sum(1) / proposal.size.clamp(min=1)
+        overlap = torch.minimum(p, proposal.distributions().double().cpu()).sum(-1)
+    return torch.where(live, overlap, 0).sum(1) / proposal.size.clamp(min=1)
 
 
 def measured(round: Round) -> Tensor:

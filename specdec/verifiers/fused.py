@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from specdec import tree
+from specdec.kernels.device import to_device
 from specdec.kernels.rejection import decide, verify
 from specdec.kernels.rejection.fused import supports
 from specdec.rng import ACCEPT, BONUS, Key, Philox, Rng, triton_kernels
@@ -42,35 +43,66 @@ class FusedRejection(Rejection):
         Raises:
             ValueError: logits that are no distribution.
         """
-        if not tree.is_chain(proposal.parents):
+        chain = tree.is_chain(proposal.parents, proposal.size)
+        if not bool(chain.any()):
             return self(proposal, sampling(logits, context, proposal), context, rng)
+        if not bool(chain.all()):
+            return self._apart(chain, proposal, logits, sampling, context, rng)
         at, N = context.length, proposal.nodes
         accepts = Key(at[:, None], torch.arange(N), 0, ACCEPT)
-        if isinstance(rng, Philox) and _fused(logits, proposal.probs):
+        live = to_device(torch.arange(N) < proposal.size[:, None], logits.device)
+        tokens = torch.where(live, proposal.tokens, 0)
+        draft = None if proposal.probs is None else proposal.distributions()
+        if isinstance(rng, Philox) and _fused(logits, draft):
             numbers = rng.uniform(accepts), rng.uniform(Key(at[:, None], torch.arange(N + 1), 0, BONUS))
             decision = verify(
                 logits,
-                proposal.tokens,
+                tokens,
                 proposal.size,
                 *numbers,
-                draft=proposal.probs,
+                draft=draft,
                 temperature=sampling.temperature,
                 backend="triton",
             )
         else:  # decisions, so that any ``Rng`` serves, the certifier's too
             decision = decide(
                 logits,
-                proposal.tokens,
+                tokens,
                 proposal.size,
                 lambda ratio: rng.accept(ratio, accepts),
                 lambda weights, accepted: draw_bonus(weights, accepted, context, rng, N),
-                draft=proposal.probs,
+                draft=draft,
                 temperature=sampling.temperature,
             )
         accepted = decision.accepted
         nodes = torch.arange(N, device=accepted.device)
         path = torch.where(nodes < accepted[:, None], nodes, -1)
         return Verdict.of(proposal, path, accepted, decision.token)
+
+    def _apart(
+        self,
+        chain: Tensor,
+        proposal: Proposal,
+        logits: Tensor,
+        sampling: Sampling,
+        context: Context,
+        rng: Rng,
+    ) -> Verdict:
+        """``from_logits`` of the rows ``chain [B]`` and of the others, so that no row is rounded as its batch mates are."""
+        groups = [chain.nonzero()[:, 0], (~chain).nonzero()[:, 0]]
+        parts = [
+            self.from_logits(
+                proposal.select(rows),
+                logits[to_device(rows, logits.device)],
+                sampling,
+                context.select(rows),
+                rng.select(rows),
+            )
+            for rows in groups
+        ]
+        back = torch.cat(groups).argsort()
+        fields = zip(*((part.path, part.accepted, part.bonus, part.tokens) for part in parts))
+        return Verdict(*(torch.cat(field)[back] for field in fields))
 
 
 def _fused(logits: Tensor, draft: Tensor | None) -> bool:

@@ -45,7 +45,7 @@ class Rejection:
         if proposal.nodes == 0:
             path, accepted = proposal.tokens, torch.zeros_like(proposal.size)
             law = probs[:, 0]
-        elif tree.is_chain(proposal.parents):
+        elif bool(tree.is_chain(proposal.parents, proposal.size).all()):
             path, accepted, law = verify_chain(proposal, probs, context, rng)
         else:
             path, accepted, law = verify_tree(proposal, probs, context, rng)
@@ -94,12 +94,14 @@ def verify_tree(
     law = probs[:, 0]
     path = torch.full((B, N + 1), -1, device=device)  # the last is for nodes that do not stand
     accepted = torch.zeros(B, dtype=torch.long, device=device)
+    tokens = torch.where(torch.arange(N, device=device) < size[:, None], proposal.tokens, 0)
+    sources = None if proposal.source is None else proposal.sources(device)
     for n in range(N):
-        x = proposal.tokens[:, n]
+        x = tokens[:, n]
         if proposal.probs is None:
             q = torch.zeros_like(law).scatter_(1, x[:, None], 1)
         else:
-            q = proposal.probs[:, n].to(law)
+            q = (proposal.probs[:, n] if sources is None else proposal.probs[rows, sources[:, n]]).to(law)
         asked = (parents[:, n] == here) & (n < size)
         ratio = torch.where(asked, law[rows, x] / q[rows, x], 0)
         yes = asked & rng.accept(ratio, Key(key.at[:, 0], key.depth[:, n], key.sibling[:, n], ACCEPT))  # type: ignore[index]
@@ -120,31 +122,30 @@ def verify_chain(
     device = probs.device
     rows, n = torch.arange(B, device=device), torch.arange(N, device=device)
     size = to_device(proposal.size, device)
-    p = probs[:, :N].gather(2, proposal.tokens[..., None])[..., 0]
-    q = (
-        torch.ones_like(p)
-        if proposal.probs is None
-        else proposal.probs.gather(2, proposal.tokens[..., None])[..., 0].to(p)
-    )
-    key = Key(context.length[:, None], torch.arange(N), 0, ACCEPT)
     live = n < size[:, None]
+    tokens = torch.where(live, proposal.tokens, 0)
+    p = probs[:, :N].gather(2, tokens[..., None])[..., 0]
+    q = torch.ones_like(p) if proposal.probs is None else proposal.q_of(tokens).to(p)
+    key = Key(context.length[:, None], torch.arange(N), 0, ACCEPT)
     stands = rng.accept(torch.where(live, p / q, 0), key) & live
     accepted = stands.long().cumprod(1).sum(1)
     path = torch.where(n < accepted[:, None], n, -1)
     law = probs[rows, accepted]
     if not probs.is_cpu:  # for all rows, so that nobody waits to learn which rejected a node
         at = accepted.clamp(max=N - 1)
-        if proposal.probs is None:
-            drafted = torch.zeros_like(law).scatter_(1, proposal.tokens.gather(1, at[:, None]), 1)
-        else:
-            drafted = proposal.probs[rows, at].to(law)
+        drafted = _drawn_from(proposal, rows, at, tokens[rows, at], law)
         return path, accepted, torch.where((accepted < size)[:, None], residual(law, drafted), law)
     cut = (accepted < size).nonzero()[:, 0]  # rows that rejected a node
     if len(cut):
-        at = accepted[cut]
-        if proposal.probs is None:
-            drafted = torch.zeros_like(law[cut]).scatter_(1, proposal.tokens[cut, at][:, None], 1)
-        else:
-            drafted = proposal.probs[cut, at].to(law)
-        law = law.index_copy(0, cut, residual(law[cut], drafted))
+        at, left = accepted[cut], law[cut]
+        drafted = _drawn_from(proposal, cut, at, tokens[cut, at], left)
+        law = law.index_copy(0, cut, residual(left, drafted))
     return path, accepted, law
+
+
+def _drawn_from(proposal: Proposal, rows: Tensor, node: Tensor, token: Tensor, like: Tensor) -> Tensor:
+    """``[R, V]`` what node ``node [R]`` of ``rows [R]`` was drawn from; for a point mass, all on its ``token [R]``."""
+    if proposal.probs is None:
+        return torch.zeros_like(like).scatter_(1, token[:, None], 1)
+    source = node if proposal.source is None else proposal.sources(node.device)[rows, node]
+    return proposal.probs[rows, source].to(like)

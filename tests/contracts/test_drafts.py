@@ -192,7 +192,7 @@ def seen(round):
         probs = (
             None
             if round.proposal.probs is None
-            else round.proposal.probs[b, :n].double().round(decimals=9).tolist()
+            else round.proposal.distributions()[b, :n].double().round(decimals=9).tolist()
         )
         tokens, parents = round.proposal.tokens[b, :n].tolist(), round.proposal.parents[b, :n].tolist()
         out[request] = (
@@ -221,15 +221,16 @@ def contract(draft, proposal, budget):
     assert int(proposal.size.max()) <= bound, "more nodes than nodes() says"
     assert bound >= N
     if not getattr(draft, "trees", False):
-        assert tree.is_chain(proposal.parents)
+        assert bool(tree.is_chain(proposal.parents, proposal.size).all())
     assert bool(((proposal.tokens >= 0) & (proposal.tokens < TARGET_MODEL.vocab_size))[live].all())
     if proposal.probs is None:
         assert proposal.provenance == "point"
     else:
         assert proposal.provenance in ("sampled", "declared")
-        assert proposal.probs.shape == (B, N, TARGET_MODEL.vocab_size)
-        assert bool((proposal.probs >= 0).all())
-        total = proposal.probs[live].double().sum(-1)
+        q = proposal.distributions()
+        assert q.shape == (B, N, TARGET_MODEL.vocab_size)
+        assert bool((q >= 0).all())
+        total = q[live].double().sum(-1)
         torch.testing.assert_close(total, torch.ones_like(total), rtol=0, atol=1e-6)
     check(proposal, budget, TARGET_MODEL.vocab_size)  # and the executor thinks so too
 
@@ -244,7 +245,7 @@ def dropped(proposal, log, rows):
         depth = tree.depths(proposal.parents)
         for b, row in enumerate(rows):
             for n in range(int(proposal.size[b])):
-                token, q = int(proposal.tokens[b, n]), proposal.probs[b, n]
+                token, q = int(proposal.tokens[b, n]), proposal.q(n)[b]
                 assert q[token] > 0
                 for i, (whose, d) in enumerate(left):
                     mine = whose == row and d.token == token and d.key[1] == int(depth[b, n])

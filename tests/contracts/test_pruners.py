@@ -24,8 +24,10 @@ from tiny import tiny
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+import specdec as sd
 from contracts import build, modules
 from specdec import pruning
+from specdec.audit.certify import certify
 
 # -- what there is -----------------------------------------------------------------------------------------------------
 
@@ -73,7 +75,7 @@ BUILDERS, OBSERVATIONS = of_kind("builder"), of_kind("observation")
 
 def test_everything_public_is_of_some_kind():
     assert of_kind("unknown") == {}
-    assert set(of_kind("value")) == {"slots.Pruner", "vocabulary.Trimmed"}
+    assert set(of_kind("value")) == {"pruner.Needs", "pruner.Pruner", "vocabulary.Trimmed"}
     with_parts = {name.partition(".")[0] for name in FOUND}
     assert {m.__name__.rpartition(".")[2] for m in modules(pruning)} == with_parts | HELPERS
     assert len(PRUNERS) >= 7
@@ -94,8 +96,7 @@ def case(dtype: torch.dtype = torch.float64, group: int = 2, seed: int = 0) -> d
         "keys": make(B, H, S, D),
         "values": make(B, H, S, D + 1),
         "length": LENGTH.clone(),
-        "queries": make(B, H * group, 3, D),
-        "attention": torch.rand(B, H * group, S, dtype=dtype),
+        "attention": torch.rand(B, H * group, 3, S, dtype=dtype),
     }
 
 
@@ -133,7 +134,7 @@ def check_never_looks_at_empty_slots(pruner: Any) -> None:
     for b, length in enumerate(LENGTH.tolist()):
         given["keys"][b, :, length:] = float("nan")
         given["values"][b, :, length:] = float("nan")
-        given["attention"][b, :, length:] = float("nan")
+        given["attention"][b, :, :, length:] = float("nan")
     assert torch.equal(pruner(budget=6, **given), kept)
 
 
@@ -163,20 +164,21 @@ def check_works_in_low_precision(pruner: Any) -> None:
 
 
 def check_asks_for_what_it_needs(pruner: Any) -> None:
-    given = case()
-    for name in ("queries", "attention"):
-        less = {key: t for key, t in given.items() if key != name}
-        try:
+    """It declares whether it reads attention weights, and refuses to work without them or does not look at them."""
+    given, kept = case(), pruner(budget=6, **case())
+    less = {key: t for key, t in given.items() if key != "attention"}
+    other = {**given, "attention": torch.rand_like(given["attention"])}
+    if pruner.needs.attention:
+        with pytest.raises(ValueError, match=rf"^{type(pruner).__name__} needs attention=: \[B, "):
             pruner(budget=6, **less)
-        except ValueError as error:
-            assert f"needs {name}=: " in str(error)  # noqa: PT017
-            assert "[" in str(error)  # noqa: PT017  # the shape, or how to get it
-        else:
-            junk = torch.full_like(given[name], float("nan"))
-            assert torch.equal(pruner(budget=6, **less), pruner(budget=6, **{**given, name: junk}))
+        assert not torch.equal(pruner(budget=6, **other), kept)
+    else:
+        assert torch.equal(pruner(budget=6, **less), kept)
+        assert torch.equal(pruner(budget=6, **other), kept)
 
 
 def check_refuses_what_makes_no_sense(pruner: Any) -> None:
+    name = type(pruner).__name__
     for change, message in (
         ({"budget": 0}, "budget is 0: keep at least 1"),
         ({"budget": -2}, "budget is -2: keep at least 1"),
@@ -186,13 +188,13 @@ def check_refuses_what_makes_no_sense(pruner: Any) -> None:
         ({"keys": torch.zeros(B, H, S)}, "keys are"),
         ({"values": torch.zeros(B, H, S + 1, D)}, "keys are"),
     ):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=f"^{name}: {message}"):
             pruner(**{"budget": 6, **case(), **change})
     for small in range(1, 5):  # what a pruner keeps in any case may not fit, and then it says so
         try:
             kept = pruner(budget=small, **case())
         except ValueError as error:
-            assert f"budget is {small} and " in str(error)  # noqa: PT017
+            assert f"{name}: budget is {small} and " in str(error)  # noqa: PT017
             assert ": raise the budget, or " in str(error)  # noqa: PT017
         else:
             assert [[len(slots) for slots in row] for row in rows_of(kept)] == [[small] * H] * B
@@ -222,56 +224,55 @@ def test_every_pruner(cls, check):
 @dataclass(frozen=True)
 class Planted:
     wrong: Callable[..., Tensor]
+    needs = pruning.Needs()
 
-    def __call__(self, keys, values, length, budget, queries=None, attention=None):
-        return self.wrong(pruning.KeyNorm(), keys, values, length, budget, queries, attention)
+    def __call__(self, keys, values, length, budget, attention=None):
+        return self.wrong(pruning.KeyNorm(), keys, values, length, budget, attention)
 
 
-def mutates(right, keys, values, length, budget, queries, attention):
+def mutates(right, keys, values, length, budget, attention):
     kept = right(keys, values, length, budget)
     keys.mul_(2)
     return kept
 
 
-def unsorted(right, keys, values, length, budget, queries, attention):
+def unsorted(right, keys, values, length, budget, attention):
     return right(keys, values, length, budget).flip(-1)
 
 
-def pads_with_zeros(right, keys, values, length, budget, queries, attention):
+def pads_with_zeros(right, keys, values, length, budget, attention):
     return right(keys, values, length, budget).clamp(min=0)
 
 
-def whole_buffer(right, keys, values, length, budget, queries, attention):
+def whole_buffer(right, keys, values, length, budget, attention):
     return right(keys, values, torch.full_like(length, keys.shape[2]), budget)
 
 
-def one_short(right, keys, values, length, budget, queries, attention):
+def one_short(right, keys, values, length, budget, attention):
     kept = right(keys, values, length, budget).clone()
     kept[..., -1] = -1
     return kept
 
 
-def by_the_batch(right, keys, values, length, budget, queries, attention):
+def by_the_batch(right, keys, values, length, budget, attention):
     return right(keys - keys[:1] * 0.5, values, length, budget)
 
 
-def by_chance(right, keys, values, length, budget, queries, attention):
+def by_chance(right, keys, values, length, budget, attention):
     return right(torch.rand_like(keys), values, length, budget)
 
 
-def by_the_padding(right, keys, values, length, budget, queries, attention):
+def by_the_padding(right, keys, values, length, budget, attention):
     keys = keys.nan_to_num(0)
     return right(keys - keys.mean(2, keepdim=True), values, length, budget)
 
 
-def never_refuses(right, keys, values, length, budget, queries, attention):
+def never_refuses(right, keys, values, length, budget, attention):
     return right(keys, values, length, max(budget, 1))
 
 
-def crashes_without(right, keys, values, length, budget, queries, attention):
-    if attention is None:
-        raise ValueError("no attention")
-    return right(keys, values, length, budget)
+def reads_more_than_it_declares(right, keys, values, length, budget, attention):
+    return right(keys if attention is None else attention[:, ::2].mean(2)[..., None], values, length, budget)
 
 
 PLANTED = {
@@ -283,7 +284,7 @@ PLANTED = {
     by_the_batch: check_a_row_does_not_depend_on_its_batch,
     by_chance: check_says_the_same_twice,
     by_the_padding: check_never_looks_at_empty_slots,
-    crashes_without: check_asks_for_what_it_needs,
+    reads_more_than_it_declares: check_asks_for_what_it_needs,
 }
 
 
@@ -296,6 +297,126 @@ def test_planted_mistakes_are_caught(wrong, check):
 def test_a_planted_lenience_is_caught():
     with pytest.raises(BaseException, match="DID NOT RAISE"):
         check_refuses_what_makes_no_sense(Planted(never_refuses))
+
+
+# -- pruners that drive a draft ----------------------------------------------------------------------------------------
+
+ROWS = [list(range(3, 43)), [5, 6, 7] * 7, [9, 8, 7, 6]]
+OBSERVED = 4
+
+
+@dataclass(frozen=True)
+class Watched:
+    """Another pruner, and what it was given and returned in every layer."""
+
+    inner: Any
+    calls: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+
+    @property
+    def needs(self) -> pruning.Needs:
+        return self.inner.needs
+
+    def __call__(self, keys, values, length, budget, attention=None):
+        kept = self.inner(keys, values, length, budget, attention=attention)
+        self.calls.append({"length": length, "budget": budget, "attention": attention, "kept": kept})
+        return kept
+
+
+def drafting(pruner: Any, **changes: Any) -> sd.drafts.MagicDec:
+    settings = {"window": 4, "budget": 12, "observation": OBSERVED, "refresh": 3, **changes}
+    return sd.drafts.MagicDec(pruner=pruner, **settings)
+
+
+every_pruner = pytest.mark.parametrize("cls", PRUNERS.values(), ids=PRUNERS.keys())
+
+
+@pytest.fixture(scope="module")
+def target() -> sd.HFModel:
+    return sd.HFModel(tiny("llama", num_hidden_layers=3))
+
+
+@every_pruner
+@pytest.mark.parametrize("temperature", [0.0, 0.7], ids=["greedy", "sampled"])
+def test_every_pruner_drives_magicdec_without_changing_the_text(target, cls, temperature):
+    """Coupled verification shows a sampled text to be that of plain decoding, token for token."""
+    base = sd.decoder(target).sampling(temperature=temperature)
+    base = base.verifier(sd.Coupled() if temperature else sd.Rejection())
+    plain = base.build().generate(ROWS, [24, 31, 9], seed=[1, 2, 3])
+    watched = Watched(build(cls, None))
+    out = base.draft(drafting(watched), length=3).build().generate(ROWS, [24, 31, 9], seed=[1, 2, 3])
+    assert out.ids == plain.ids
+    assert out.stats.tau > 1
+    assert len(watched.calls) > 3  # it chose again in later rounds
+    for call in watched.calls:
+        assert (call["attention"] is not None) == watched.needs.attention
+        assert call["attention"] is None or call["attention"].shape[2] == OBSERVED
+    layers = watched.calls[:3]
+    if watched.needs.attention:
+        assert not torch.equal(layers[0]["attention"], layers[1]["attention"])
+
+
+@every_pruner
+def test_every_pruner_drives_magicdec_to_the_targets_own_law(cls):
+    """Certified: the probability of every text, over all that may be drawn, against transformers' forward."""
+    model = tiny("llama", vocab_size=3)
+    model.set_attn_implementation("sdpa")  # eager attention rounds its weights to float32
+
+    def logits(prefixes: list[list[int]]) -> Tensor:
+        with torch.inference_mode():
+            return model(torch.tensor(prefixes)).logits[:, -1]
+
+    watched = Watched(build(cls, None))
+    draft = drafting(watched, window=1, budget=5, observation=1, refresh=1)
+    decoder = sd.decoder(sd.HFModel(model)).draft(draft, length=1).build()
+    found = certify(decoder, ((0, 1, 2, 0, 1, 2, 2, 1, 0), (2, 1)), (3, 2), logits=logits, batch=256)
+    assert found.lossless
+    assert len(watched.calls) > 4
+
+
+@every_pruner
+def test_every_pruner_keeps_a_budget_of_its_own_in_each_layer(target, cls):
+    watched, budgets = Watched(build(cls, None)), [20, 9, 6]
+    plain = sd.decoder(target).greedy().build().generate(ROWS, 12)
+    draft = drafting(watched, budget=budgets)
+    assert sd.decoder(target).greedy().draft(draft, 3).build().generate(ROWS, 12).ids == plain.ids
+    for i, call in enumerate(watched.calls):
+        assert call["budget"] == budgets[i % 3]
+        for b, length in enumerate(call["length"].tolist()):
+            kept = (call["kept"][b] >= 0).sum(-1)
+            assert (kept == min(length, budgets[i % 3])).all()
+
+
+DENSE = {
+    "llama": {},
+    "qwen3": {},
+    "mistral": {"sliding_window": 8},
+    "gemma2": {"sliding_window": 8, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 3},
+    "gpt_oss": {"sliding_window": 8},
+}
+
+
+@pytest.mark.parametrize("family", DENSE)
+def test_the_weights_that_a_pruner_is_given_are_those_of_the_targets_attention(family):
+    """Against transformers' own weights of a dense forward: grouped heads, windows, scales, capped scores, sink logits."""
+    model = tiny(family, **DENSE[family])
+    for name, parameter in model.named_parameters():
+        if name.endswith("sinks"):
+            torch.nn.init.normal_(parameter, 1.0)
+    model.set_attn_implementation("eager")
+    watched = Watched(pruning.TOVA())
+    sd.decoder(sd.HFModel(model)).draft(drafting(watched), 3).build().generate(ROWS[:2], 1, seed=0)
+    assert len(watched.calls) == model.config.num_hidden_layers
+    for b, ids in enumerate(ROWS[:2]):
+        with torch.inference_mode():
+            whole = model(torch.tensor([ids]), output_attentions=True, use_cache=False).attentions
+        n = len(ids)
+        for call, weights in zip(watched.calls, whole):
+            got = call["attention"][b, ..., : n - 4]  # those between one sink and a window of four
+            assert call["length"][b] == n - 4
+            # Eager attention rounds its weights to float32.
+            torch.testing.assert_close(
+                got.double(), weights[0, :, n - OBSERVED :, 1 : n - 3].double(), rtol=1e-4, atol=1e-6
+            )
 
 
 # -- selections --------------------------------------------------------------------------------------------------------

@@ -177,6 +177,21 @@ def test_nodes_that_do_not_exist_are_not_looked_at(cls, shape, kind):
     proposal, probs, context, rng = case(verifier, shape, kind)
     N = proposal.nodes
     dead = torch.arange(N) >= proposal.size[:, None]
+    expected = verifier(proposal, probs, context, rng)
+    drawn = proposal.probs is not None
+    for token, parent, source in ((V - 1, torch.arange(N) - 1, 0), (99, 99, 99), (-99, -99, -99)):
+        wild = replace(
+            proposal,
+            tokens=torch.where(dead, token, proposal.tokens),
+            parents=torch.where(dead, parent, proposal.parents),
+            probs=torch.where(dead[..., None], torch.nan, proposal.probs) if drawn else None,
+            source=torch.where(dead, source, torch.arange(N)) if drawn else None,
+        )
+        nothing = torch.where(dead[..., None], torch.nan, probs[:, 1:])
+        found = verifier(wild, torch.cat([probs[:, :1], nothing], 1), context, rng)
+        assert equal(found, expected)
+        if verifier.lossless:
+            assert equal(verifier.greedy(wild, probs.argmax(-1)), verifier.greedy(proposal, probs.argmax(-1)))
     junk = replace(
         proposal,
         tokens=torch.where(dead, V - 1, proposal.tokens),
@@ -190,10 +205,46 @@ def test_nodes_that_do_not_exist_are_not_looked_at(cls, shape, kind):
         probs=None if junk.probs is None else torch.nn.functional.pad(junk.probs, (0, 0, 0, 2), value=1 / V),
     )
     probs_of_junk = torch.cat([probs[:, :1], torch.where(dead[..., None], 1 / V, probs[:, 1:])], 1)
-    expected = committed(verifier(proposal, probs, context, rng))
-    assert committed(verifier(junk, probs_of_junk, context, rng)) == expected
+    assert committed(verifier(junk, probs_of_junk, context, rng)) == committed(expected)
     probs_of_wider = torch.nn.functional.pad(probs_of_junk, (0, 0, 0, 2), value=1 / V)
-    assert committed(verifier(wider, probs_of_wider, context, rng)) == expected
+    assert committed(verifier(wider, probs_of_wider, context, rng)) == committed(expected)
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["one shape", "chains among trees"])
+@every_shape
+@every_verifier
+def test_nodes_may_share_a_distribution(cls, shape, mixed):
+    """Stored once or once a node, in whatever order, it is the same distribution."""
+    verifier = instance(cls)
+    proposal, probs, context, rng = case(verifier, shape, "sampled")
+    B, N = proposal.tokens.shape
+    parents = proposal.parents.clone()
+    if mixed:
+        parents[::2] = torch.arange(-1, N - 1)
+    draw = torch.Generator().manual_seed(0)
+    source = torch.randint(0, 2, (B, N), generator=draw)
+    shared = replace(proposal, parents=parents, probs=proposal.probs[:, :1].expand(B, 2, V).clone())
+    shared.probs[:, 1] = proposal.probs[:, -1].roll(1, -1)
+    shared = replace(shared, source=source)
+    apiece = replace(
+        shared, probs=torch.stack([shared.probs[torch.arange(B), s] for s in source.T], 1), source=None
+    )
+    assert torch.equal(shared.distributions(), apiece.probs)
+    verdict = verifier(shared, probs, context, rng)
+    assert equal(verdict, verifier(apiece, probs, context, rng))
+    if isinstance(verifier, sd.Rejection):
+        assert not equal(verdict, verifier(replace(shared, source=1 - source), probs, context, rng))
+    rows = torch.tensor([40, 3, 2])
+    some = verifier(shared.select(rows), probs[rows], context.select(rows), rng.select(rows))
+    assert torch.equal(some.path, verdict.path[rows])
+    if hasattr(verifier, "from_logits"):
+        logits, plain = torch.where(probs.sum(-1, keepdim=True) > 0, probs.log(), 0), sd.Sampling()
+        found = verifier.from_logits(shared, logits, plain, context, rng)
+        assert equal(found, verifier.from_logits(apiece, logits, plain, context, rng))
+        alone = verifier.from_logits(
+            shared.select(rows), logits[rows], plain, context.select(rows), rng.select(rows)
+        )
+        assert torch.equal(alone.tokens, found.tokens[rows])
 
 
 @every_verifier

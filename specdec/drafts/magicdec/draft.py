@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
@@ -16,6 +16,7 @@ from specdec.masks import for_model, streaming
 from specdec.models.hf import HFModel
 from specdec.models.masked import Masked
 from specdec.protocols import LanguageModel
+from specdec.pruning.pruner import Pruner, check_pruner
 from specdec.rng import Rng
 from specdec.sampling import Sampling
 from specdec.types import Context, Proposal, Round
@@ -39,13 +40,15 @@ class MagicDec:
         mask: what a query sees instead, a ``masks.Mask`` of positions; the view of the target's KV is as small as its reach.
         positions: ``"original"``, those of the text, or ``"in_cache"``: the sinks seem to stand right before the window
             (StreamingLLM, arXiv 2309.17453, which the paper uses). For that the sinks' keys are turned in every step.
-        pruner: chooses further entries of each KV head, from all of the text (``specdec.pruning.SnapKV()``), at the start and
-            every ``refresh`` rounds (``None``: never again). It is given the queries of the last ``observation`` committed tokens,
-            for which the target reads these once more. The window follows the text in any case.
+        pruner: chooses further entries of each KV head (``specdec.pruning.SnapKV()``) from those that the draft does not see
+            already, at the start and every ``refresh`` rounds (``None``: never again). A pruner that needs attention weights is
+            given those of the last ``observation`` committed tokens, for which the target reads these once more; rows with fewer
+            choose nothing yet. The window follows the text in any case.
         budget: entries that the pruner may choose, for every layer or for each (``pruning.budgets``).
         block: the longest chain that can be asked for.
         sampling: how the draft's tokens are drawn; ``None`` takes the decoder's.
     Raises:
+        TypeError: a pruner that does not declare what it needs.
         ValueError: numbers that leave nothing to see, or a pruner with positions in the cache; in ``bind``, a target without KV
             to look at, or keys that cannot be turned; in ``init``, a row that is shorter than the sinks.
     """
@@ -53,7 +56,7 @@ class MagicDec:
     window: int = 64
     sinks: int = 1
     positions: Literal["original", "in_cache"] = "original"
-    pruner: Callable[..., Tensor] | None = None
+    pruner: Pruner | None = None
     budget: int | Sequence[int] = 128
     refresh: int | None = 16
     observation: int = 16
@@ -78,6 +81,8 @@ class MagicDec:
                 )
         if self.positions not in ("original", "in_cache"):
             raise ValueError(f"positions is {self.positions!r}: 'original' or 'in_cache'")
+        if self.pruner is not None:
+            check_pruner(self.pruner)
         if self.pruner is not None and self.positions == "in_cache":
             raise ValueError(
                 "a pruner chooses other positions for every head, which have no common place in the cache: use "

@@ -1,9 +1,9 @@
-"""What the last tokens of a text look for: their queries, from a forward over a cache that already holds them."""
+"""What the last tokens of a text look at: their queries and attention weights, from a forward over a cache that holds them already."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -11,7 +11,28 @@ from torch import Tensor
 
 from specdec.cache.contiguous import SlotCache
 from specdec.kernels.attention import AttentionPlan
+from specdec.kernels.attention.reach import Reach
 from specdec.models.hf import HFModel
+from specdec.pruning.pruner import Pruner, check_kept
+from specdec.pruning.slots import gather
+from specdec.pruning.weights import attention_weights
+
+
+class Observed(NamedTuple):
+    """The queries ``[R, Hq, Q, D]`` of the last Q tokens in one layer, and how that layer makes attention weights of them."""
+
+    queries: Tensor
+    scale: float
+    window: Reach
+    softcap: float | None
+    sink_logits: Tensor | None
+
+    def weights(self, keys: Tensor, length: Tensor) -> Tensor:
+        """``[R, Hq, Q, S]``: the weights that the layer's own attention gives to ``keys [R, H, S, D]``."""
+        queries, scale, window, softcap, sink_logits = self
+        return attention_weights(
+            queries, keys, length, scale, window=window, softcap=softcap, sink_logits=sink_logits
+        )
 
 
 class _Reader(NamedTuple):
@@ -25,24 +46,56 @@ class _Reader(NamedTuple):
         return self.source.layers[layer]
 
 
-def last_queries(model: HFModel, source: SlotCache, rows: Sequence[int], count: int) -> list[Tensor]:
-    """The queries of the last ``count`` committed tokens of some rows, for each layer ``[R, Hq, count, D]``.
-
-    A forward of these tokens over the cache, which stays as it is: pruners want to know what they look at.
-    """
-    if not isinstance(source, SlotCache):
-        raise TypeError(
-            f"the cache is a {type(source).__name__} and its slots are read row by row: make the model without page"
-        )
+def observe(model: HFModel, source: SlotCache, rows: Sequence[int], count: int) -> list[Observed]:
+    """The last ``count`` committed tokens of some rows in every layer: a forward of these over the cache, which stays as it is."""
     first = [source._lengths[b] - count for b in rows]
     text = [source._tokens[b, f : f + count] for b, f in zip(rows, first)]
     ids = torch.from_numpy(np.concatenate(text)).to(model.device)
     positions = torch.tensor([f + i for f in first for i in range(count)]).to(model.device)
-    found: dict[int, Tensor] = {}
-    reader = _Reader(source, [])
-    plan = AttentionPlan(list(rows), first, [count] * len(rows), source.slots)
-    plan.watch = lambda query: found.__setitem__(reader.seen[-1], query)
+    found: dict[int, Observed] = {}
+    reader, R = _Reader(source, []), len(rows)
+
+    def watch(query: Tensor, *how: Any) -> None:
+        each = query[0].view(-1, R, count, query.shape[-1]).transpose(0, 1)
+        found[reader.seen[-1]] = Observed(each, *how)
+
+    plan = AttentionPlan(list(rows), first, [count] * R, source.slots, watch=watch)
     with torch.inference_mode():
         model._path.forward(reader, plan, ids, positions, False)
-    R = len(rows)
-    return [found[i][0].view(-1, R, count, found[i].shape[-1]).transpose(0, 1) for i in range(len(found))]
+    return [found[i] for i in range(len(found))]
+
+
+def choices(
+    pruner: Pruner,
+    model: HFModel,
+    source: SlotCache,
+    rows: Sequence[int],
+    candidates: tuple[Tensor, Tensor],
+    budgets: Sequence[int],
+    count: int,
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Layer by layer, what ``pruner`` chooses of some rows of ``source``; attention weights exist for one layer at a time.
+
+    Args:
+        rows: with at least ``count`` committed tokens, whose attention weights the pruner is given if it needs any.
+        candidates: the positions ``[R, C]`` that it may choose, and how many they are ``[R]``. budgets: of each layer.
+    Yields:
+        positions ``[R, H, K]``, -1 for none, and their keys ``[R, H, K, D]`` and values ``[R, H, K, Dv]``.
+    Raises:
+        ValueError: the pruner returned something else than slots of these rows, within the budget.
+    """
+    positions, number = candidates
+    length = torch.tensor([source._lengths[b] for b in rows])
+    observed = observe(model, source, rows, count) if pruner.needs.attention else []
+    for layer, held in enumerate(source.layers):
+        at, which = (t.to(held[0].device) for t in (torch.tensor(rows)[:, None], positions))
+        keys, values = (t[at, which].transpose(1, 2) for t in held)
+        attention = None
+        if pruner.needs.attention:
+            whole = held[0][at[:, 0], : int(length.max())].transpose(1, 2)
+            weights = observed[layer].weights(whole, length)
+            attention = weights.gather(3, which[:, None, None].expand(*weights.shape[:3], -1))
+        kept = pruner(keys, values, number, budgets[layer], attention=attention)
+        check_kept(pruner, kept, keys, number, budgets[layer])
+        chosen = which[:, None].expand(keys.shape[:3]).gather(2, kept.clamp(min=0))
+        yield chosen.masked_fill(kept < 0, -1), gather(keys, kept), gather(values, kept)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -13,10 +14,12 @@ from specdec.kernels.attention.explicit import additive
 from specdec.kernels.attention.plan import Segment
 from specdec.kernels.attention.reach import Reach, Streaming
 from specdec.kernels.device import to_device
-from specdec.masks import sees
 
-if TYPE_CHECKING:
-    from specdec.drafts.magicdec.view import ViewCache
+
+class Store(Protocol):
+    """Takes new keys and values, and returns the layer's buffers."""
+
+    def append(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]: ...
 
 
 class PrunedPlan(ExplicitPlan):
@@ -24,25 +27,33 @@ class PrunedPlan(ExplicitPlan):
 
     Args:
         ring: the plan over the ring alone. queries: ``[T]`` positions.
+        kept: for each layer the positions ``[B, H, K]`` in the chosen slots, -1 for none. heads: query heads of a layer.
+        shows: whether the ring shows positions to queries, ``(queries, positions) -> bool`` of tensors that broadcast.
     """
 
-    def __init__(self, ring: ExplicitPlan, cache: ViewCache, queries: Tensor):
-        wide = ((0, 0), (0, cache.extra))
+    def __init__(
+        self,
+        ring: ExplicitPlan,
+        queries: Tensor,
+        kept: Sequence[Tensor],
+        heads: int,
+        shows: Callable[[Tensor, Tensor], Tensor],
+    ):
+        wide = ((0, 0), (0, kept[0].shape[2]))
         assert ring.slots is not None
         assert ring.distance is not None
         super().__init__(
             ring.rows, ring.counts, np.pad(ring.seen, wide), np.pad(ring.distance, wide), ring.slots
         )
-        self.cache, self.queries, self.layer = cache, queries, 0
-        self.heads: int = cache.view.clone.config.get_text_config().num_attention_heads
+        self.queries, self.kept, self.heads, self.shows, self.layer = queries, kept, heads, shows, 0
 
     def chosen(self, segment: Segment, window: Reach) -> Tensor:
-        """``[R, Hq, q, K]`` bool: which chosen slots are seen; those that the mask shows are seen in the ring."""
-        s, cache = segment, self.cache
-        kept = cache.kept[self.layer][s.b0 : s.b0 + s.r1 - s.r0, :, None]  # [R, H, 1, K]
+        """``[R, Hq, q, K]`` bool: which chosen slots are seen; what the ring shows is seen there already."""
+        s = segment
+        kept = self.kept[self.layer][s.b0 : s.b0 + s.r1 - s.r0, :, None]  # [R, H, 1, K]
         t1 = s.t0 + (s.r1 - s.r0) * s.queries
         q = to_device(self.queries[s.t0 : t1], kept.device).view(-1, 1, s.queries, 1)
-        seen = (kept >= 0) & (kept <= q) & ~sees(cache.mask, q, kept.clamp(min=0))
+        seen = (kept >= 0) & (kept <= q) & ~self.shows(q, kept)
         if window is not None:
             assert not isinstance(window, Streaming)  # refused where slots are in no order
             seen &= kept > q - window
@@ -69,9 +80,9 @@ class PrunedPlan(ExplicitPlan):
 class PrunedView:
     """A view's memo for one forward: tells the plan which layer is attending."""
 
-    def __init__(self, ring: ExplicitPlan, cache: ViewCache, queries: Tensor):
-        self.cache, self.plan = cache, PrunedPlan(ring, cache, queries)
+    def __init__(self, store: Store, plan: PrunedPlan):
+        self.store, self.plan = store, plan
 
     def append(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         self.plan.layer = layer
-        return self.cache.append(layer, slots, key, value)
+        return self.store.append(layer, slots, key, value)

@@ -6,7 +6,7 @@ never written. What the draft writes itself is provisional: it lies past the com
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,13 +16,15 @@ from torch import Tensor
 from specdec.cache.contiguous import SlotCache, check_memory
 from specdec.cache.ring_cache import RingCache
 from specdec.cache.token_index import Row
-from specdec.drafts.magicdec.observation import last_queries
-from specdec.drafts.magicdec.pruned_view import PrunedView
+from specdec.drafts.magicdec.observation import choices
+from specdec.drafts.magicdec.pruned_view import PrunedPlan, PrunedView
 from specdec.drafts.magicdec.rotation import Rotation
 from specdec.kernels.attention import ExplicitPlan
 from specdec.kernels.device import to_device
+from specdec.masks import sees
 from specdec.models.hf import HFModel
 from specdec.models.masked import Masked
+from specdec.pruning.pruner import Pruner
 
 
 class ViewCache(RingCache):
@@ -93,8 +95,9 @@ class ViewCache(RingCache):
             self._turn({r.b: r.end - 1 for r in rows})
         if self.extra and memo is self:
             queries = torch.tensor([q for r in rows for q in range(r.first, r.end)])
-            chosen = PrunedView(plan, self, queries)
-            return chosen, chosen.plan
+            heads = self.view.clone.config.get_text_config().num_attention_heads
+            chosen = PrunedPlan(plan, queries, self.kept, heads, self.shows)
+            return PrunedView(self, chosen), chosen
         return memo, plan
 
     def _turn(self, queries: dict[int, int]) -> None:
@@ -120,35 +123,40 @@ class ViewCache(RingCache):
             else:
                 sinks[layers[:, None], at] = turned
 
-    def choose(self, pruner: Callable[..., Tensor], budgets: Sequence[int], observe: int) -> None:
+    def shows(self, queries: Tensor, positions: Tensor) -> Tensor:
+        """Whether ``queries`` (positions) see earlier ``positions`` without a pruner; tensors broadcast."""
+        return sees(self.mask, queries, positions.clamp(min=0))
+
+    def candidates(self, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """The committed positions ``[R, C]`` of some rows that the view does not show to the next query, and how many ``[R]``.
+
+        They ascend; where a row has fewer, others follow.
+        """
+        length = torch.tensor([self.source._lengths[b] for b in rows])[:, None]
+        positions = torch.arange(int(length.max()))
+        hidden = (positions < length) & ~self.shows(length, positions)
+        number = hidden.sum(1)
+        return hidden.long().argsort(dim=1, descending=True, stable=True)[:, : int(number.max())], number
+
+    def choose(self, pruner: Pruner, budgets: Sequence[int], count: int) -> None:
         """Let ``pruner`` choose, for each layer and KV head, up to ``budgets[layer]`` entries of the target's cache.
 
-        Rows that do not have ``observe`` committed tokens yet choose nothing: the window shows them all.
+        It is given those that the view does not show (``candidates``). Rows that do not have ``count`` committed tokens yet choose
+        nothing.
         """
-        n = self.source._lengths
-        rows = [b for b in range(self.batch) if n[b] >= observe]
+        rows = [b for b in range(self.batch) if self.source._lengths[b] >= count]
         for kept in self.kept:
             kept.fill_(-1)
-        if not rows:
+        candidates = self.candidates(rows) if rows else None
+        if candidates is None or not candidates[0].numel():
             return
-        length = torch.tensor([n[b] for b in rows])
-        queries = last_queries(self.view, self.source, rows, observe)
-        low, top = self.sinks + self.size, int(length.max())
-        for layer, (keys, values) in enumerate(self.source.layers):
-            at = torch.tensor(rows, device=keys.device)
-            every = len(rows) == self.batch
-            full = [(t if every else t[at])[:, :top].transpose(1, 2) for t in (keys, values)]
-            kept = pruner(*full, length, budgets[layer], queries=queries[layer])
-            if kept.dim() != 3 or kept.shape[:2] != full[0].shape[:2] or kept.shape[2] > self.extra:
-                raise ValueError(
-                    f"the pruner chose {list(kept.shape)} slots: expected {[*full[0].shape[:2], self.extra]} or fewer, for rows, KV "
-                    "heads and the budget"
-                )
-            K = kept.shape[2]
-            self.kept[layer][at, :, :K] = kept
-            for mine, theirs in zip(self.layers[layer], full):
-                index = kept.clamp(min=0)[..., None].expand(-1, -1, -1, theirs.shape[-1])
-                mine[at, low : low + K] = theirs.gather(2, index).transpose(1, 2)
+        first = self.slots - self.extra
+        made = choices(pruner, self.view, self.source, rows, candidates, budgets, count)
+        for layer, (positions, *entries) in enumerate(made):
+            at, K = torch.tensor(rows, device=positions.device), positions.shape[2]
+            self.kept[layer][at, :, :K] = positions
+            for mine, theirs in zip(self.layers[layer], entries):
+                mine[at, first : first + K] = theirs.transpose(1, 2)
 
 
 class View(Masked):

@@ -1,0 +1,135 @@
+"""What a KV pruner is, what it is given and what it may return.
+
+A pruner is ``(keys, values, length, budget, attention=None) -> kept [B, H, K]`` with ``K = min(budget, S)``. Row b holds
+something in its first ``length[b]`` slots; what is in the others is never looked at. ``kept[b, h]`` are slots of row b in ascending
+order, all that exist where they are fewer than the budget, and then -1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from specdec.arguments import whole
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a pruner must be given besides keys and values; the caller computes nothing else.
+
+    Args:
+        attention: the pruner reads ``attention``, the weights that the last queries give to the slots.
+    """
+
+    attention: bool = False
+
+
+@runtime_checkable
+class Pruner(Protocol):
+    """Chooses the KV entries that a smaller cache starts from, or that a draft sees beside its window."""
+
+    @property
+    def needs(self) -> Needs:
+        """A class attribute will do: ``needs = Needs(attention=True)``."""
+        ...
+
+    def __call__(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        length: Tensor,
+        budget: int,
+        attention: Tensor | None = None,
+    ) -> Tensor:
+        """
+        Args:
+            keys: ``[B, H, S, D]`` and values: ``[B, H, S, Dv]``, as the cache holds them. length: ``[B]`` slots in use.
+            budget: the most slots to keep, of each head of each row.
+            attention: ``[B, Hq, Q, S]`` weights that the last Q queries of each row give to the slots (``pruning.attention_weights``);
+                Hq is a multiple of H. Where the caller leaves out slots, as a draft does that sees them anyway, weights of these
+                are left out, too.
+        Returns:
+            ``[B, H, K]`` slots, ascending, -1 at the end.
+        Raises:
+            ValueError: shapes that do not fit, a budget below 1, or something missing that the pruner needs.
+        """
+        ...
+
+
+def check_pruner(pruner: Any) -> None:
+    """Raise TypeError for what is no pruner, saying what is missing."""
+    if isinstance(pruner, type):
+        raise TypeError(f"pruner is the class {pruner.__name__}: give an instance, {pruner.__name__}()")
+    if not isinstance(pruner, Pruner) or not callable(pruner) or not isinstance(pruner.needs, Needs):
+        raise TypeError(
+            f"pruner is {pruner!r}: give an object with the call of pruning.Pruner that declares what it reads, such as "
+            "needs = pruning.Needs(attention=True)"
+        )
+
+
+def check(pruner: Any, keys: Tensor, values: Tensor, length: Tensor, budget: int) -> None:
+    """Refuse arguments of ``pruner`` that make no sense; errors name it.
+
+    Raises:
+        TypeError: a length that is no tensor, or a budget that is no whole number.
+        ValueError: the first thing that does not fit.
+    """
+    name = type(pruner).__name__
+    if keys.dim() != 4 or values.dim() != 4 or keys.shape[:3] != values.shape[:3]:
+        raise ValueError(
+            f"{name}: keys are {list(keys.shape)} and values {list(values.shape)}; they must be [B, H, S, D] with equal B, H and S"
+        )
+    B, _, S, _ = keys.shape
+    if not isinstance(length, Tensor):
+        raise TypeError(f"{name}: length is {length!r}: give a tensor [{B}], the slots in use of each row")
+    whole(f"{name}: budget", budget)
+    if length.shape != (B,):
+        raise ValueError(
+            f"{name}: length is {list(length.shape)}; it must be [{B}], the slots in use of each row"
+        )
+    for b, n in enumerate(length.tolist()):
+        if not 0 <= n <= S:
+            raise ValueError(f"{name}: length[{b}] is {n} and a row has {S} slots")
+    if budget < 1:
+        raise ValueError(f"{name}: budget is {budget}: keep at least 1 slot")
+
+
+def check_kept(pruner: Any, kept: Any, keys: Tensor, length: Tensor, budget: int) -> None:
+    """Refuse what ``pruner`` returned unless it is slots that exist, each once in a head; their order does not matter.
+
+    Raises:
+        ValueError: another shape, dtype or device, a slot beyond its row's length, or the same slot twice.
+    """
+    name, (B, H) = type(pruner).__name__, keys.shape[:2]
+    if not isinstance(kept, Tensor) or kept.dtype != torch.long:
+        what = f"a tensor of {kept.dtype}" if isinstance(kept, Tensor) else f"a {type(kept).__name__}"
+        raise ValueError(f"{name} returned {what}: return slot numbers, a tensor of torch.long")
+    if kept.dim() != 3 or kept.shape[:2] != (B, H) or kept.shape[2] > budget:
+        raise ValueError(
+            f"{name} returned slots of shape {list(kept.shape)}: return [{B}, {H}, K] for {B} rows and {H} KV heads, with K at most "
+            f"the budget of {budget}"
+        )
+    if kept.device != keys.device:
+        raise ValueError(
+            f"{name} returned slots on {kept.device} for keys on {keys.device}: return them on the keys' device"
+        )
+    ordered = kept.sort(-1).values
+    outside = (ordered < -1) | (ordered >= length.to(kept.device)[:, None, None])
+    twice = torch.zeros_like(outside)
+    twice[..., 1:] = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
+    wrong = (outside | twice).nonzero()[:1].tolist()
+    if wrong:
+        [[b, h, i]] = wrong
+        slot, end = int(ordered[b, h, i]), int(length[b])
+        why, remedy = (
+            (
+                f"and that row uses slots 0 to {end - 1}",
+                "choose below length[b], and pad with -1 where a row has fewer slots",
+            )
+            if bool(outside[b, h, i])
+            else ("twice", "return each slot once, and pad with -1")
+        )
+        raise ValueError(f"{name} returned slot {slot} for KV head {h} of row {b} {why}: {remedy}")
