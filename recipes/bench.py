@@ -12,42 +12,41 @@ rows that accept less go on when others have ended.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from time import perf_counter
 from typing import Any
 
 import torch
-from _measure import Case, Sample, bare_forward, decode, interleave, passing, quiet, table
-from _report import write
 
 import specdec as sd
-from specdec import zoo
 from specdec.data import prompts
+from specdec.lab.clock import bare_forward
+from specdec.lab.console import progress, table
+from specdec.lab.loading import load
+from specdec.lab.options import option, parse
+from specdec.lab.recipe import Recipe
+from specdec.lab.runs import Case, Sample, decode, interleave
 
 
-@dataclass
-class Settings:
-    target: str = "pocket-target"
-    draft: str = "pocket-vanilla"
-    batches: tuple[int, ...] = (1, 4, 16)
-    temperatures: tuple[float, ...] = (0.0, 1.0)
-    context: int = 512
-    new_tokens: int = 96
-    length: int = 4
-    repeats: int = 3
-    threads: int = 1
-    seed: int = 0
-    json: str | None = None
+@dataclass(frozen=True)
+class Settings(Recipe):
+    target: str = option("pocket-target", "pocket model, hub id or folder")
+    draft: str = option("pocket-vanilla", "the same for the draft")
+    batches: tuple[int, ...] = option((1, 4, 16), "rows decoded together")
+    temperatures: tuple[float, ...] = option((0.0, 1.0), "0 is greedy (default: 0 1)")
+    context: int = option(512, "prompt tokens")
+    new_tokens: int = option(96, "a row")
+    length: int = option(4, "k, drafted a round")
+    repeats: int = option(3, "timed repeats")
 
 
 def main(s: Settings) -> None:
-    torch.set_num_threads(s.threads)
-    quiet()
+    s.begin()
     (model, tokenizer), (small, _) = load(s.target), load(s.draft)
     for m in (model, small):  # both engines decode the full budget
         m.generation_config.eos_token_id = None
@@ -66,8 +65,8 @@ def main(s: Settings) -> None:
             some = ids[: max(batch, 4)]
             for make in (ours, theirs):
                 cases += make(s, target, draft, model, small, some, batch, temperature)
-    interleave(cases, s.repeats, passing)
-    passing()
+    interleave(cases, s.repeats, progress)
+    progress()
 
     forwards = {}
     for batch in s.batches:
@@ -114,8 +113,7 @@ def main(s: Settings) -> None:
                 f"  batch {batch:>2}: vanilla is {mine / assisted:.2f} x the faster assisted generation, "
                 f"{mine / plain_speed:.2f} x plain generate"
             )
-    if s.json:
-        write(s.json, rows, s.seed)
+    s.save(rows)
 
 
 STAGES = ("draft_ms", "target_ms", "verify_ms", "other_ms")
@@ -134,15 +132,6 @@ def profile(case: Case, k: int, bare: tuple[float, float, float] | None) -> dict
     return out
 
 
-def load(name: str) -> tuple[Any, Any]:
-    """A pocket model by name, or anything that transformers can load."""
-    if name in zoo.names():
-        return zoo.load(name)
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    return AutoModelForCausalLM.from_pretrained(name).eval(), AutoTokenizer.from_pretrained(name)
-
-
 def ours(
     s: Settings, target: Any, draft: Any, model: Any, small: Any, some: list, batch: int, temperature: float
 ) -> list[Case]:
@@ -152,18 +141,9 @@ def ours(
         "ngram": base.draft(sd.drafts.NGram(), length=s.length).build(),
         "vanilla": base.draft(draft, length=s.length).build(),
     }
-    return [
-        Case(
-            "specdec",
-            method,
-            batch,
-            s.context,
-            temperature,
-            lambda d=decoder: decode(d, some, batch, s.new_tokens, s.seed),
-            None if method == "plain" else s.length,
-        )
-        for method, decoder in decoders.items()
-    ]
+    runs = {method: partial(decode, d, some, batch, s.new_tokens, s.seed) for method, d in decoders.items()}
+    k = {method: None if method == "plain" else s.length for method in runs}
+    return [Case("specdec", m, batch, s.context, temperature, run, k[m]) for m, run in runs.items()]
 
 
 def theirs(
@@ -182,20 +162,13 @@ def theirs(
         ("assisted", s.length, {"assistant_model": small}, constant),
         ("prompt_lookup", s.length, {"prompt_lookup_num_tokens": s.length}, contextlib.nullcontext),
     ]
-    return [
-        Case(
-            "transformers",
-            method,
-            batch,
-            s.context,
-            temperature,
-            lambda o=options, c=context, m=method: generate(
-                model, some, batch if m == "plain" else 1, s, {**sampling, **o}, c
-            ),
-            k,
+    cases = []
+    for method, k, options, context in variants:
+        run = partial(
+            generate, model, some, batch if method == "plain" else 1, s, {**sampling, **options}, context
         )
-        for method, k, options, context in variants
-    ]
+        cases.append(Case("transformers", method, batch, s.context, temperature, run, k))
+    return cases
 
 
 def generate(
@@ -257,40 +230,4 @@ def find(cases: list[Case], engine: str, method: str, like: Case) -> Case:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    d = Settings()
-    parser.add_argument(
-        "--target", default=d.target, help="pocket model, hub id or folder (default: %(default)s)"
-    )
-    parser.add_argument("--draft", default=d.draft, help="the same for the draft (default: %(default)s)")
-    parser.add_argument("--batches", type=int, nargs="+", default=list(d.batches), help="default: 1 4 16")
-    parser.add_argument(
-        "--temperatures", type=float, nargs="+", default=list(d.temperatures), help="default: 0 1"
-    )
-    parser.add_argument("--context", type=int, default=d.context, help="prompt tokens (default: %(default)s)")
-    parser.add_argument("--new-tokens", type=int, default=d.new_tokens, help="default: %(default)s")
-    parser.add_argument(
-        "--length", type=int, default=d.length, help="k, drafted a round (default: %(default)s)"
-    )
-    parser.add_argument("--repeats", type=int, default=d.repeats, help="default: %(default)s")
-    parser.add_argument("--threads", type=int, default=d.threads, help="torch threads (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=d.seed)
-    parser.add_argument("--json", metavar="FILE", help="write the rows as JSON")
-    a = parser.parse_args()
-    main(
-        Settings(
-            a.target,
-            a.draft,
-            tuple(a.batches),
-            tuple(a.temperatures),
-            a.context,
-            a.new_tokens,
-            a.length,
-            a.repeats,
-            a.threads,
-            a.seed,
-            a.json,
-        )
-    )
+    main(parse(Settings, __doc__))

@@ -4,27 +4,31 @@ For each composition every outcome of every random decision is run through the r
 with its exact probability. The table shows the total variation between the law of what comes out and the target's own:
 rounding (below 1e-9) for everything that is called lossless. Then biases are planted, mistakes that real decoders make, and
 must be seen (at least 1e-3). About a minute on one core; the exit status is 1 when a claim fails or a bias is missed.
+
+    python recipes/certify.py --only tree --json trees.json
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from _report import write
 
 from specdec.audit.catalogue import everything
+from specdec.lab.options import option, parse
+from specdec.lab.report import write
 
 
-@dataclass
+@dataclass(frozen=True)
 class Settings:
-    only: str = ""
-    json: str | None = None
-    threads: int = 1
-    list: bool = False
+    only: str = option("", "only compositions whose name contains this text", metavar="TEXT")
+    list: bool = option(False, "show the names of the compositions and do nothing")
+    threads: int = option(1, "torch threads")
+    json: str | None = option(
+        None, "write the table as JSON: meta, and one flat row a composition", metavar="FILE"
+    )
 
 
 def main(s: Settings) -> int:
@@ -51,15 +55,11 @@ def main(s: Settings) -> int:
         )
         rows.append(
             {
-                "composition": composition.name,
-                "lossless": composition.lossless,
-                "total_variation": found.total_variation,
-                "share_of_paths_astray": found.astray,
-                "mass": found.mass,
-                "branches": found.branches,
-                "seconds": round(found.seconds, 3),
+                "composition": composition.name, "lossless": composition.lossless,
+                "total_variation": found.total_variation, "share_of_paths_astray": found.astray,
+                "mass": found.mass, "branches": found.branches, "seconds": round(found.seconds, 3),
             }
-        )
+        )  # fmt: skip
     claims = [row for row in rows if row["lossless"]]
     biases = [row for row in rows if not row["lossless"]]
     if claims:
@@ -75,21 +75,4 @@ def main(s: Settings) -> int:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="example: python recipes/certify.py --only tree --json trees.json",
-    )
-    d = Settings()
-    parser.add_argument(
-        "--only", default=d.only, metavar="TEXT", help="only compositions whose name contains this text"
-    )
-    parser.add_argument(
-        "--list", action="store_true", help="show the names of the compositions and do nothing"
-    )
-    parser.add_argument("--threads", type=int, default=d.threads, help="torch threads (default: %(default)s)")
-    parser.add_argument(
-        "--json", metavar="FILE", help="write the table as JSON: meta, and one flat row a composition"
-    )
-    a = parser.parse_args()
-    sys.exit(main(Settings(a.only, a.json, a.threads, a.list)))
+    sys.exit(main(parse(Settings, __doc__)))

@@ -8,45 +8,43 @@ Rounds are steady: prompts are fed before the clock starts and no row leaves.
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
-from time import perf_counter
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from _measure import passing, quiet, table
-from _report import write
-from _steady import capacity, group, kept, steady
-from bench import load
 
 import specdec as sd
 from specdec.data import prompts
 from specdec.kernels.native import library, ops
+from specdec.lab.clock import in_turn, seconds
+from specdec.lab.console import progress, table
+from specdec.lab.loading import load
+from specdec.lab.options import option, parse
+from specdec.lab.prefill import group, prefilled
+from specdec.lab.recipe import Recipe
+from specdec.lab.steady import capacity, steady
 
 
-@dataclass
-class Settings:
-    target: str = "pocket-target"
-    draft: str = "pocket-vanilla"
-    batches: tuple[int, ...] = (1, 16)
-    contexts: tuple[int, ...] = (1024,)
-    length: int = 4
-    new_tokens: int = 24
-    repeats: int = 5
-    threads: int = 1
-    seed: int = 0
-    json: str | None = None
+@dataclass(frozen=True)
+class Settings(Recipe):
+    target: str = option("pocket-target", "pocket model, hub id or folder")
+    draft: str = option("pocket-vanilla", "the same for the draft")
+    batches: tuple[int, ...] = option((1, 16), "rows at a time")
+    contexts: tuple[int, ...] = option((1024,), "prompt tokens")
+    length: int = option(4, "k, drafted a round")
+    new_tokens: int = option(24, "a row and repeat")
+    repeats: int = option(5, "timed repeats")
 
 
 def main(s: Settings) -> None:
-    torch.set_num_threads(s.threads)
-    quiet()
+    s.begin()
     (model, tokenizer), (small, _) = load(s.target), load(s.draft)
     for m in (model, small):
         m.generation_config.eos_token_id = None
-    target, draft = kept(sd.HFModel(model, tokenizer), taps=(0,)), kept(sd.HFModel(small, tokenizer))
+    target, draft = prefilled(sd.HFModel(model, tokenizer), taps=()), prefilled(sd.HFModel(small, tokenizer))
     decoders = {
         "plain": sd.decoder(target).build(),
         "vanilla": sd.decoder(target).draft(draft, length=s.length).build(),
@@ -56,20 +54,20 @@ def main(s: Settings) -> None:
         for batch in s.batches:
             some = long_enough(tokenizer, context, batch)
             room = capacity(context, s.new_tokens, s.length)
-            prefilled = group(some, list(range(s.seed, s.seed + batch)), room, target, [draft])
-            seconds: dict[str, list[float]] = {}
+            fed = group(some, list(range(s.seed, s.seed + batch)), room, target, [draft])
+            spent: dict[str, list[float]] = {}
             for repeat in range(s.repeats + 1):
                 for name, decoder in decoders.items():
-                    run = steady(decoder, [prefilled], s.new_tokens)
+                    run = steady(decoder, [fed], s.new_tokens)
                     at = context + s.new_tokens // 2
                     floor = floors(target, draft, batch, at, s.length if name == "vanilla" else 0)
                     if repeat:  # the first is warm-up
                         for key, value in {"round": run.round_seconds, **floor}.items():
-                            seconds.setdefault(f"{name} {key}", []).append(value)
+                            spent.setdefault(f"{name} {key}", []).append(value)
                         for stage in ("draft", "target", "verify", "other"):
-                            seconds.setdefault(f"{name} {stage}", []).append(run.stage(stage))
+                            spent.setdefault(f"{name} {stage}", []).append(run.stage(stage))
             for name in decoders:
-                found = {key: median(seconds[f"{name} {key}"]) for key in KEYS}
+                found = {key: median(spent[f"{name} {key}"]) for key in KEYS}
                 floor_seconds = found["products"] + found["reading"]
                 rows.append(
                     {
@@ -81,16 +79,15 @@ def main(s: Settings) -> None:
                         "floor_ms": floor_seconds * 1e3,
                         "times_floor": median(
                             r / (p + b)
-                            for r, p, b in zip(*(seconds[f"{name} {key}"] for key in ("round", *PARTS)))
+                            for r, p, b in zip(*(spent[f"{name} {key}"] for key in ("round", *PARTS)))
                         ),
                         **{f"{key}_ms": found[key] * 1e3 for key in KEYS if key != "round"},
                     }
                 )
-                passing(f"{name}, batch {batch}, context {context}")
-    passing()
+                progress(f"{name}, batch {batch}, context {context}")
+    progress()
     print(table(rows, tuple(rows[0])))
-    if s.json:
-        write(s.json, rows, s.seed)
+    s.save(rows)
 
 
 PARTS = ("products", "reading")
@@ -127,49 +124,23 @@ def multiply(model: Any, tokens: int) -> float:
     ways = [F.linear]
     if library() is not None and all(ops.linear_takes(*layer) for layer in layers):
         ways.append(ops.linear)
-    times = []
+
+    def every(linear: Any) -> None:
+        for x, layer in zip(inputs, layers):
+            linear(x, *layer)
+
     with torch.inference_mode():
-        for linear in ways:
-            for warm in (True, False):  # as in a round, the weights have been read a moment ago
-                start = perf_counter()
-                for x, layer in zip(inputs, layers):
-                    linear(x, *layer)
-                if not warm:
-                    times.append(perf_counter() - start)
-    return min(times)
+        for way in ways:  # as in a round, the weights have been read a moment ago
+            every(way)
+        return min(seconds(partial(every, way)) for way in ways)
 
 
 def copy_bandwidth(size: int) -> float:
     """Bytes read and written a second by copies of about ``size`` bytes."""
     here, there = (torch.ones(max(size // 8, 1 << 16)) for _ in range(2))  # half of the bytes each
-    times = []
-    for _ in range(5):
-        start = perf_counter()
-        there.copy_(here)
-        times.append(perf_counter() - start)
-    return 2 * here.numel() * here.element_size() / median(times[1:])
+    (spent,) = in_turn([lambda: there.copy_(here)], repeats=4, warmups=1)
+    return 2 * here.numel() * here.element_size() / spent
 
 
 if __name__ == "__main__":
-    d = Settings()
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--target", default=d.target, help="pocket model, hub id or folder (default: %(default)s)"
-    )
-    parser.add_argument("--draft", default=d.draft, help="the same for the draft (default: %(default)s)")
-    parser.add_argument("--batches", type=int, nargs="+", default=list(d.batches), help="default: 1 16")
-    parser.add_argument("--contexts", type=int, nargs="+", default=list(d.contexts), help="default: 1024")
-    parser.add_argument(
-        "--length", type=int, default=d.length, help="k, drafted a round (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--new-tokens", type=int, default=d.new_tokens, help="a row and repeat (default: %(default)s)"
-    )
-    parser.add_argument("--repeats", type=int, default=d.repeats, help="default: %(default)s")
-    parser.add_argument("--threads", type=int, default=d.threads, help="torch threads (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=d.seed)
-    parser.add_argument("--json", metavar="FILE", help="write the rows as JSON")
-    a = parser.parse_args()
-    main(Settings(**{**vars(a), "batches": tuple(a.batches), "contexts": tuple(a.contexts)}))
+    main(parse(Settings, __doc__))

@@ -4,28 +4,23 @@ Rows: `part` = `product` (`[tokens, inputs] x [outputs, inputs]`), `attention` (
 `step` (a bare forward of the pocket target); milliseconds of `ours` and of `pytorch`, medians of calls in turn, between which other
 memory is read, as in a round. PyTorch's step is that of a process with SPECDEC_NATIVE=0, and the two processes take turns. `host_ms` of a step
 is what is left of it when its one call of C does nothing.
-StopRules: STEP, FEW and WIDE of specdec/forward/llama_c.py, PROMPT of kernels/attention/native.py.
+Limits: STEP, FEW and WIDE of specdec/forward/llama_c.py, PROMPT of kernels/attention/native.py.
 
 `product, threads` and `attention, threads` are what the kernels' choice of one thread for small work rests on: `ours` on so many
-threads, however small the `work`, beside `one_thread`. StopRules: PRODUCT_ALONE and ATTENTION_ALONE of kernels/native/calls.h, in the
+threads, however small the `work`, beside `one_thread`. Limits: PRODUCT_ALONE and ATTENTION_ALONE of kernels/native/calls.h, in the
 same units.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from statistics import median
-from time import perf_counter
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from _apart import Call, apart
-from _measure import bare_steps, quiet, table
-from _report import write
 
 import specdec as sd
 from specdec import zoo
@@ -34,30 +29,34 @@ from specdec.kernels.native import library, ops, reason
 from specdec.kernels.native import step as native_step
 from specdec.kernels.native.build import compiler
 from specdec.kernels.native.narrow import Narrow
+from specdec.lab.clock import bare_steps, in_turn, seconds
+from specdec.lab.console import quiet, table
+from specdec.lab.options import option, parse
+from specdec.lab.processes import Call, apart
+from specdec.lab.recipe import Recipe
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 COPIES = "float32, bf16_weights"  # float32 models whose products read bfloat16 copies of their weights
 STEP = (1, 5)  # tokens a row of a step
-HEADS, SIZE, LAYERS = (
-    4,
-    64,
-    8,
-)  # of attention; calls one after the other, over keys of their own, where threads are compared
+# Of attention; and calls one after the other, over keys of their own, where threads are compared.
+HEADS, SIZE, LAYERS = 4, 64, 8
 NARROW = 256  # inputs and outputs of a product, there
 
 
-@dataclass
-class Settings:
-    tokens: tuple[int, ...] = (1, 5, 16, 80, 256, 512)
-    widths: tuple[int, ...] = (256, 2048)
-    batches: tuple[int, ...] = (1, 16)
-    contexts: tuple[int, ...] = (128, 1024)
-    queries: tuple[int, ...] = (1, 5, 64, 256)
-    threads: tuple[int, ...] = (1, 2)
-    work: tuple[int, ...] = (14, 15, 16, 17, 18, 19, 20, 21)
-    repeats: int = 9
-    seed: int = 0
-    json: str | None = None
+@dataclass(frozen=True)
+class Settings(Recipe):
+    tokens: tuple[int, ...] = option((1, 5, 16, 80, 256, 512), "of a product")
+    widths: tuple[int, ...] = option((256, 2048), "inputs and outputs of a product")
+    batches: tuple[int, ...] = option((1, 16), "rows")
+    contexts: tuple[int, ...] = option((128, 1024), "slots of a row")
+    queries: tuple[int, ...] = option((1, 5, 64, 256), "new tokens of a row, for attention")
+    threads: tuple[int, ...] = option(
+        (1, 2), "of steps; the first for everything else, the most where one thread is compared with several"
+    )
+    work: tuple[int, ...] = option(
+        tuple(range(14, 22)), "where one thread is compared with several, as powers of 2"
+    )
+    repeats: int = option(9, "timed turns")
 
 
 def main(s: Settings) -> None:
@@ -93,8 +92,7 @@ def main(s: Settings) -> None:
                     for n in s.work:
                         rows += kernels(part, name, 1 << n, max(s.threads), s.repeats, s.seed)
     print(table(rows, tuple(rows[0])))
-    if s.json:
-        write(s.json, rows, s.seed)
+    s.save(rows)
 
 
 def product(name: str, dtype: torch.dtype, tokens: int, width: int, s: Settings) -> dict[str, Any]:
@@ -156,7 +154,7 @@ def steps(
             "step",
             name,
             threads,
-            {way: each[i] for way, each in found.items()},
+            {w: t[i] for w, t in found.items()},
             batch=batch,
             context=context,
             queries=q,
@@ -191,11 +189,8 @@ def turn() -> list[float]:
 
 def hosts() -> list[float]:
     """The same of what a step is beside its one call of C: Python, and small tensors."""
-    own, native_step._function = native_step._function, lambda: lambda *given: 0
-    try:
+    with native_step.without_c():
         return turn()
-    finally:
-        native_step._function = own
 
 
 # -- threads ------------------------------------------------------------------------------------------------------------------
@@ -256,26 +251,17 @@ def compared(part: str, name: str, threads: int, found: Mapping[int, float], **s
 # -- clocks and rows --------------------------------------------------------------------------------------------------------
 
 
-def seconds(call: Callable[[], Any]) -> float:
-    start = perf_counter()
-    call()
-    return perf_counter() - start
-
-
 def clock(
     ways: Mapping[str, Callable[[], Any]], repeats: int, before: Callable[[str], None] = lambda name: None
 ) -> dict[str, float]:
     """Median seconds of each, in turn. ``before``: is told which comes next."""
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    other = torch.ones(1 << 21)
-    for repeat in range(repeats + 1):
-        for name, call in ways.items():
-            before(name)
-            other.sum()  # what a round does between two calls of a kind
-            spent = seconds(call)
-            if repeat:  # the first warms up
-                times[name].append(spent)
-    return {name: median(some) for name, some in times.items()}
+    names, other = list(ways), torch.ones(1 << 21)
+
+    def between(number: int) -> None:
+        before(names[number])
+        other.sum()  # what a round does between two calls of a kind
+
+    return dict(zip(names, in_turn(list(ways.values()), repeats, 1, between)))
 
 
 def row(part: str, dtype: str, threads: int, seconds: Mapping[str, float], **sizes: int) -> dict[str, Any]:
@@ -295,26 +281,4 @@ def row(part: str, dtype: str, threads: int, seconds: Mapping[str, float], **siz
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    d = Settings()
-    for name, what in {
-        "tokens": "of a product",
-        "widths": "inputs and outputs of a product",
-        "batches": "rows",
-        "contexts": "slots of a row",
-        "queries": "new tokens of a row, for attention",
-        "threads": "of steps; the first for everything else, the most where one thread is compared with several",
-        "work": "where one thread is compared with several, as powers of 2",
-    }.items():
-        given = getattr(d, name)
-        shown = " ".join(map(str, given))
-        parser.add_argument(
-            f"--{name}", type=int, nargs="+", default=list(given), help=f"{what} (default: {shown})"
-        )
-    parser.add_argument("--repeats", type=int, default=d.repeats, help="default: %(default)s")
-    parser.add_argument("--seed", type=int, default=d.seed)
-    parser.add_argument("--json", metavar="FILE", help="write the rows as JSON")
-    a = parser.parse_args()
-    main(Settings(**{k: tuple(v) if isinstance(v, list) else v for k, v in vars(a).items()}))
+    main(parse(Settings, __doc__))

@@ -13,50 +13,43 @@ its τ beside the estimate.
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from _measure import decode, quiet, table
-from _report import write
-from _tau import Efficiency, Texts, each_k, rows_of, sample
-from transformers import AutoModelForCausalLM
 
 import specdec as sd
-from specdec import pruning, zoo
-from specdec.drafts.spire.model import FILE, SpireModel
+from specdec import pruning
+from specdec.audit.tau import Efficiency
+from specdec.drafts.spire import SpireModel
+from specdec.lab.console import table
+from specdec.lab.loading import load, load_draft
+from specdec.lab.options import option, parse
+from specdec.lab.paired import rows_of
+from specdec.lab.recipe import Recipe
+from specdec.lab.runs import decode
+from specdec.lab.tau import Texts, each_k, sample
 from specdec.training.forward import Parallel
 
 
-@dataclass
-class Settings:
-    target: str = "pocket-target"
-    drafts: str = "vanilla=pocket-vanilla,spire=pocket-spire"
-    contexts: tuple[int, ...] = (256, 512, 960)
-    k: tuple[int, ...] = (4,)
-    window: int = 64
-    sinks: int = 1
-    pruners: tuple[str, ...] = ()
-    budget: int = 64
-    new_tokens: int = 64
-    per_prompt: int = 2
-    prompts: int | None = None
-    live: bool = False
-    threads: int = 1
-    seed: int = 0
-    json: str | None = None
-
-
-def load(name: str, target: Any) -> Any:
-    """A ``SpireModel`` or a causal LM from the zoo's name or a folder."""
-    folder = Path(name) if Path(name).is_dir() else zoo.FOLDER / name
-    if (folder / FILE).exists():
-        return SpireModel.from_pretrained(folder, target, dtype=torch.float32)
-    if folder.is_dir():
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    raise SystemExit(f"no draft {name!r}: give a folder, or one of {', '.join(zoo.names())}")
+@dataclass(frozen=True)
+class Settings(Recipe):
+    target: str = option("pocket-target", "a pocket model, a folder or a hub id")
+    drafts: tuple[str, ...] = option(
+        ("vanilla=pocket-vanilla", "spire=pocket-spire"), "name=folder or pocket model", metavar="NAME=DRAFT"
+    )
+    contexts: tuple[int, ...] = option((256, 512, 960), "context lengths", metavar="N")
+    k: tuple[int, ...] = option((4,), "proposed tokens a round", metavar="N")
+    window: int = option(64, "of windowed vanilla and MagicDec")
+    sinks: int = option(1, "likewise")
+    new_tokens: int = option(64, "positions where rounds start, a context")
+    per_prompt: int = option(2, "contexts cut from one held-out prompt")
+    prompts: int | None = option(None, "held-out prompts (default: all)")
+    pruners: tuple[str, ...] = option(
+        (), "KV pruners that drive MagicDec too, such as H2O,TOVA", metavar="NAME"
+    )
+    budget: int = option(64, "entries a head that a pruner chooses")
+    live: bool = option(False, "decode with the real decoder too")
 
 
 def main(s: Settings) -> None:
@@ -64,16 +57,14 @@ def main(s: Settings) -> None:
         raise SystemExit(
             f"--k {','.join(map(str, s.k))} with --window {s.window}: give block lengths from 1 to the window"
         )
-    torch.set_num_threads(s.threads)
-    quiet()
-    known = zoo.FOLDER / s.target
-    target, tokenizer = zoo.load(s.target) if known.is_dir() else _target(s.target)
+    s.begin()
+    target, tokenizer = load(s.target, torch.float32)
     drafts: dict[str, tuple[Any, Any]] = {}
-    for entry in filter(None, s.drafts.split(",")):
+    for entry in s.drafts:
         method, equals, name = entry.partition("=")
         if not equals:
             raise SystemExit(f"--drafts {entry}: write name=folder, for example mine={entry}")
-        draft = load(name, target)
+        draft = load_draft(name, target)
         drafts[method] = (draft, None if isinstance(draft, SpireModel) else Parallel())
         if method == "vanilla":
             drafts["windowed_vanilla"] = (draft, Parallel(s.window, s.sinks))
@@ -82,7 +73,7 @@ def main(s: Settings) -> None:
     drafts["magicdec"] = (
         whole,
         None,
-    )  # the same function: the target's blocks over its own activations, sparse
+    )  # the target's blocks over its own activations, sparse: the same function
     if s.pruners:
         model = sd.HFModel(target, tokenizer)
         for method, draft in pruned(s).items():
@@ -95,24 +86,19 @@ def main(s: Settings) -> None:
         )
         for at_k, scores in each_k(drafts, texts, s.k):
             rows += rows_of(scores, at_k)
-            print(
-                table(
-                    [r for r in rows if (r["context"], r["k"], r["domain"]) == (length, at_k.k, "all")],
-                    COLUMNS,
-                ),
-                "\n",
-            )
+            some = [r for r in rows if (r["context"], r["k"], r["domain"]) == (length, at_k.k, "all")]
+            print(table(some, COLUMNS), "\n")
             if s.live:
                 live(s, target, tokenizer, drafts, at_k, scores, rows)
-    if s.json:
-        write(s.json, rows, s.seed)
+    s.save(rows)
+
+
+COLUMNS = ["method", "context", "k", "tau", "low", "high", "ratio_to_vanilla", "ratio_low", "ratio_high"]
 
 
 def pruned(s: Settings) -> dict[str, sd.drafts.MagicDec]:
     """MagicDec with each pruner at one budget, and with that budget in its window."""
-    known = {
-        name: part for name, part in vars(pruning).items() if isinstance(part, type) and name in s.pruners
-    }
+    known = {n: part for n, part in vars(pruning).items() if isinstance(part, type) and n in s.pruners}
     missing = set(s.pruners) - set(known)
     if missing:
         raise SystemExit(f"no pruner {min(missing)!r}: give names of classes of specdec.pruning, such as H2O")
@@ -122,14 +108,6 @@ def pruned(s: Settings) -> dict[str, sd.drafts.MagicDec]:
             s.window, s.sinks, pruner=known[name](), budget=s.budget
         )
     return made
-
-
-COLUMNS = ["method", "context", "k", "tau", "low", "high", "ratio_to_vanilla", "ratio_low", "ratio_high"]
-
-
-def _target(folder: str) -> tuple[Any, Any]:
-    model = sd.HFModel.from_pretrained(folder, dtype=torch.float32)
-    return model.model, model.tokenizer
 
 
 def live(
@@ -159,56 +137,9 @@ def live(
         decoder = sd.decoder(wrapped).draft(part, texts.k).build()
         made = decode(decoder, prompts, 24, s.new_tokens + 1, seed=s.seed + 10_000)
         print(f"live {method}: tau {made.tau:.3f}, estimate {scores[method].tau:.3f}", flush=True)
-        rows.append(
-            {
-                "method": f"live_{method}",
-                "context": texts.context,
-                "k": texts.k,
-                "domain": "all",
-                "tau": made.tau,
-            }
-        )
-
-
-def settings() -> Settings:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    d = Settings()
-    numbers = {"type": lambda text: tuple(int(n) for n in text.split(",")), "metavar": "N,N,..."}
-    parser.add_argument(
-        "--target", default=d.target, help="a pocket model, a folder or a hub id (default %(default)s)"
-    )
-    parser.add_argument(
-        "--drafts", default=d.drafts, help="name=folder or pocket model, ... (default %(default)s)"
-    )
-    parser.add_argument(
-        "--contexts", default=d.contexts, help="context lengths (default %(default)s)", **numbers
-    )
-    parser.add_argument("--k", default=d.k, help="proposed tokens a round (default %(default)s)", **numbers)
-    parser.add_argument("--window", type=int, default=d.window, help="of windowed vanilla and MagicDec")
-    parser.add_argument("--sinks", type=int, default=d.sinks)
-    parser.add_argument(
-        "--pruners",
-        type=lambda text: tuple(text.split(",")),
-        metavar="NAME,NAME,...",
-        default=d.pruners,
-        help="KV pruners that drive MagicDec too, such as H2O,TOVA",
-    )
-    parser.add_argument("--budget", type=int, default=d.budget, help="entries a head that a pruner chooses")
-    parser.add_argument(
-        "--new-tokens", type=int, default=d.new_tokens, help="positions where rounds start, a context"
-    )
-    parser.add_argument(
-        "--per-prompt", type=int, default=d.per_prompt, help="contexts cut from one held-out prompt"
-    )
-    parser.add_argument("--prompts", type=int, default=d.prompts, help="held-out prompts (default: all)")
-    parser.add_argument("--live", action="store_true", help="decode with the real decoder too")
-    parser.add_argument("--threads", type=int, default=d.threads)
-    parser.add_argument("--seed", type=int, default=d.seed)
-    parser.add_argument("--json")
-    return Settings(**vars(parser.parse_args()))
+        place = {"context": texts.context, "k": texts.k, "domain": "all"}
+        rows.append({"method": f"live_{method}", **place, "tau": made.tau})
 
 
 if __name__ == "__main__":
-    main(settings())
+    main(parse(Settings, __doc__))

@@ -7,35 +7,32 @@ completion, with the tokens that came from the draft marked.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from dataclasses import dataclass
+from functools import partial
 
 import checkout  # noqa: F401
-import torch
-from _measure import Case, decode, interleave, passing, quiet, table
-from _report import write
 
 import specdec as sd
 from specdec import zoo
 from specdec.data import prompts
+from specdec.lab.console import progress, table
+from specdec.lab.options import option, parse
+from specdec.lab.recipe import Recipe
+from specdec.lab.runs import Case, decode, interleave
 
 
-@dataclass
-class Settings:
-    batches: tuple[int, ...] = (1, 16)
-    context: int = 256
-    new_tokens: int = 64
-    length: int = 4
-    repeats: int = 3
-    threads: int = 1
-    seed: int = 0
-    json: str | None = None
+@dataclass(frozen=True)
+class Settings(Recipe):
+    batches: tuple[int, ...] = option((1, 16), "batch sizes")
+    context: int = option(256, "prompt tokens")
+    new_tokens: int = option(64, "tokens to decode")
+    length: int = option(4, "tokens drafted a round")
+    repeats: int = option(3, "timed repeats")
 
 
 def main(s: Settings) -> None:
-    torch.set_num_threads(s.threads)
-    quiet()
+    s.begin()
     target, draft = sd.HFModel(*zoo.load("pocket-target")), sd.HFModel(*zoo.load("pocket-vanilla"))
     spire, _ = zoo.load("pocket-spire")
     base = sd.decoder(target).greedy()
@@ -53,19 +50,11 @@ def main(s: Settings) -> None:
     for batch in s.batches:
         some = ids[: max(batch, 4)]
         for method, decoder in decoders.items():
-            cases.append(
-                Case(
-                    "specdec",
-                    method,
-                    batch,
-                    s.context,
-                    0.0,
-                    lambda d=decoder, p=some, b=batch: decode(d, p, b, s.new_tokens, s.seed),
-                    None if method == "plain" else s.length,
-                )
-            )
-    interleave(cases, s.repeats, passing)
-    passing()
+            run = partial(decode, decoder, some, batch, s.new_tokens, s.seed)
+            k = None if method == "plain" else s.length
+            cases.append(Case("specdec", method, batch, s.context, 0.0, run, k))
+    interleave(cases, s.repeats, progress)
+    progress()
 
     rows = []
     for case in cases:
@@ -82,8 +71,7 @@ def main(s: Settings) -> None:
         "\ntau: tokens a round, bonus token included (plain decoding: 1). Ratio: speed over plain at the same batch."
     )
     show_one(decoders["vanilla"], ids[0], s)
-    if s.json:
-        write(s.json, rows, s.seed)
+    s.save(rows)
 
 
 def show_one(decoder: sd.Decoder, ids: list[int], s: Settings) -> None:
@@ -102,23 +90,4 @@ def show_one(decoder: sd.Decoder, ids: list[int], s: Settings) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    d = Settings()
-    parser.add_argument(
-        "--batches", type=int, nargs="+", default=list(d.batches), help="batch sizes (default: 1 16)"
-    )
-    parser.add_argument("--context", type=int, default=d.context, help="prompt tokens (default: %(default)s)")
-    parser.add_argument(
-        "--new-tokens", type=int, default=d.new_tokens, help="tokens to decode (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--length", type=int, default=d.length, help="tokens drafted a round (default: %(default)s)"
-    )
-    parser.add_argument("--repeats", type=int, default=d.repeats, help="timed repeats (default: %(default)s)")
-    parser.add_argument("--threads", type=int, default=d.threads, help="torch threads (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=d.seed)
-    parser.add_argument("--json", metavar="FILE", help="write the table as JSON")
-    a = parser.parse_args()
-    main(Settings(tuple(a.batches), a.context, a.new_tokens, a.length, a.repeats, a.threads, a.seed, a.json))
+    main(parse(Settings, __doc__))

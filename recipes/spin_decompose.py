@@ -9,62 +9,78 @@ and values are random: what they are does not change how long it takes.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import random
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from time import perf_counter
 from typing import Any
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler tells when it starts and stops
 
 import torch
-from _measure import quiet
-from _report import write
 
 import specdec as sd
 from specdec import zoo
 from specdec.kernels.attention import AttentionPlan, Fragments, attention, decompose, fit
+from specdec.lab import plots
+from specdec.lab.clock import seconds
+from specdec.lab.console import table
+from specdec.lab.options import option, parse
+from specdec.lab.recipe import Plotted
+from specdec.lab.workload import DISTRIBUTIONS, lengths
 
+COLUMNS = (
+    *(
+        "lengths",
+        "method",
+        "batch",
+        "milliseconds",
+        "attention_milliseconds",
+        "predicted_attention_milliseconds",
+    ),
+    *(
+        "peak_bytes",
+        "ratio_to_padded",
+        "ratio_to_packed",
+        "calls",
+        "cut",
+        "equal_fragments_attention_milliseconds",
+    ),
+)
 METHODS = ("padded", "packed", "decomposed")
-DISTRIBUTIONS = ("equal", "lognormal", "bimodal", "one_long")
 FRAGMENT = 512  # slots of the paper's fragments, of one length
 LONGEST = 1990  # the pocket target has 2048 positions
 
 Row = dict[str, Any]
 
 
-@dataclass
-class Settings:
-    target: str = "pocket-target"
-    batches: tuple[int, ...] = (8, 16, 32, 64)
-    mean: int = 400
-    k: int = 4
-    repeats: int = 9
-    threads: int = 1
-    seed: int = 0
-    json: str | None = None
-    plots: str | None = None
+@dataclass(frozen=True)
+class Settings(Plotted):
+    target: str = option("pocket-target", "name in the zoo")
+    batches: tuple[int, ...] = option((8, 16, 32, 64), "rows at a time")
+    mean: int = option(400, "tokens a row")
+    k: int = option(4, "proposed tokens a row")
+    repeats: int = option(9, "timed turns")
+    quick: bool = option(False, "batch 8 only, 3 repeats")
 
 
 def main(s: Settings) -> None:
-    quiet()
-    torch.set_num_threads(s.threads)
-    draw = None
-    if s.plots:
-        from _spin_plots import draw
+    s.begin()
+    if s.quick:
+        s = replace(s, batches=(8,), repeats=3)
+    if s.k < 1 or s.mean < 300 or s.mean > 1000 or min(s.batches) < 8 or s.repeats < 1:
+        raise SystemExit(
+            "give --k of at least 1, --mean of 300 to 1000, --batches of at least 8, --repeats of at least 1"
+        )
     raw, tokenizer = zoo.load(s.target)
     models = {method: sd.HFModel(raw, tokenizer, attention=method) for method in METHODS}
     config = raw.config
     shape = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
-    start = perf_counter()
     cost = fit(*shape)
-    print(f"calls fitted in {perf_counter() - start:.1f} s: {cost}")
+    print(f"cost of calls, fitted: {cost}")
     rows: list[Row] = []
     for batch in s.batches:
         cache = models["padded"].cache(batch, LONGEST + 2 * s.k + 2)
@@ -73,35 +89,14 @@ def main(s: Settings) -> None:
                 keys.normal_()
                 values.normal_()
         for name in DISTRIBUTIONS:
-            cells = measure(s, models, cache, lengths(name, batch, s.mean, s.seed), shape, cost)
-            rows += [{"lengths": name, "batch": batch, **cell} for cell in cells]
-            report(rows[-len(METHODS) :])
+            length = lengths(name, batch, s.mean, s.seed, LONGEST)
+            place = {"lengths": name, "batch": batch}
+            cells = [{**place, **cell} for cell in measure(s, models, cache, length, shape, cost)]
+            rows += cells
+            print(table(cells, COLUMNS), "\n", flush=True)
         del cache
-    if s.json:
-        write(s.json, rows, s.seed)
-    if draw:
-        print("\nplots:", ", ".join(draw(rows, s.plots)))
-
-
-def lengths(name: str, batch: int, mean: int, seed: int) -> list[int]:
-    """Tokens of each row, ``mean`` on average, at most ``LONGEST``."""
-    rng = random.Random(f"{name} {batch} {seed}")
-    if name == "equal":
-        return [mean] * batch
-    if name == "one_long":
-        made = [float(LONGEST)] + [(mean * batch - LONGEST) / (batch - 1)] * (batch - 1)
-    elif name == "bimodal":
-        long = max(1, round(batch / 6))
-        made = [rng.uniform(0.85, 1.0) * LONGEST for _ in range(long)]
-        rest = (mean * batch - sum(made)) / (batch - long)
-        made += [rest * rng.uniform(0.8, 1.2) for _ in range(batch - long)]
-    else:
-        made = [rng.lognormvariate(0.0, 1.0) for _ in range(batch)]
-        for _ in range(50):  # cut at the longest, and what that takes off goes to the others
-            scale = mean * batch / sum(made)
-            made = [min(n * scale, LONGEST) for n in made]
-    rng.shuffle(made)
-    return [max(8, round(n)) for n in made]
+    s.save(rows)
+    s.draw({"spin_decompose": lambda: draw(rows)})
 
 
 def measure(
@@ -179,12 +174,6 @@ def described(plan: Fragments) -> Row:
     }
 
 
-def seconds(run: Callable[[], Any]) -> float:
-    start = perf_counter()
-    run()
-    return perf_counter() - start
-
-
 def peak_bytes(run: Callable[[], Any]) -> int:
     """The most that is allocated at a time while ``run`` runs, beyond what lives already."""
     kinds = [torch.profiler.ProfilerActivity.CPU]
@@ -203,41 +192,52 @@ def peak_bytes(run: Callable[[], Any]) -> int:
     return most
 
 
-def report(cells: list[Row]) -> None:
-    """A line for each method."""
-    for c in cells:
-        print(
-            f"{c['lengths']:>10} batch {c['batch']:>3} {c['method']:>10}  {c['milliseconds']:8.1f} ms  attention "
-            f"{c['attention_milliseconds']:8.1f} (predicted {c['predicted_attention_milliseconds']:7.1f})  "
-            f"{c['peak_bytes'] / 2**20:6.1f} MiB  {c['ratio_to_padded']:.2f} of padded  {c['ratio_to_packed']:.2f} of packed"
-            + (
-                f"  {c['calls']} calls{', cut' if c['cut'] else ''}; cut every {FRAGMENT} slots attention "
-                f"{c['equal_fragments_attention_milliseconds']:.1f}"
-                if "calls" in c
-                else ""
-            ),
-            flush=True,
-        )
+STYLES = {"padded": ("#b0413e", "o"), "packed": ("#4f6d7a", "s"), "decomposed": ("#2a9d5c", "^")}
+LINES = (
+    ("milliseconds", "whole pass, ms", 1.0),
+    ("attention_milliseconds", "attention alone, ms", 1.0),
+    ("peak_bytes", "allocated at the peak, MiB", 2.0**20),
+)
+
+
+def draw(rows: list[Row]) -> Any:
+    """Time and memory of a verify pass over batches, a column for each distribution."""
+    from matplotlib.ticker import ScalarFormatter
+
+    names = list(dict.fromkeys(r["lengths"] for r in rows))
+    drawing, panels = plots.panels(
+        len(LINES), len(names), (2.9 * len(names), 2.5 * len(LINES)), sharex=True, sharey="row"
+    )
+    for (column, label, unit), line in zip(LINES, panels):
+        for name, panel in zip(names, line):
+            for method, (colour, marker) in STYLES.items():
+                some = [r for r in rows if r["lengths"] == name and r["method"] == method]
+                panel.plot(
+                    [r["batch"] for r in some],
+                    [r[column] / unit for r in some],
+                    color=colour,
+                    marker=marker,
+                    markersize=5,
+                    label=method,
+                )
+            panel.set_xscale("log", base=2)
+            if column != "peak_bytes":
+                panel.set_yscale("log", base=2)
+                panel.yaxis.set_major_formatter(ScalarFormatter())
+            panel.grid(alpha=0.3)
+        line[0].set_ylabel(label)
+        if column == "peak_bytes":
+            line[0].set_ylim(bottom=0)  # after all are drawn: it fixes the top as well
+    batches = sorted({r["batch"] for r in rows})
+    for name, top, bottom in zip(names, panels[0], panels[-1]):
+        top.set_title(name.replace("_", " "))
+        bottom.set_xlabel("batch")
+        bottom.set_xticks(batches, [str(b) for b in batches])
+    panels[0][0].legend(frameon=False)
+    drawing.suptitle("A verify pass over rows of different lengths: padded, packed, decomposed")
+    drawing.tight_layout()
+    return drawing
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    d = Settings()
-    parser.add_argument("--batches", type=int, nargs="+", default=list(d.batches), help="default: 8 16 32 64")
-    parser.add_argument("--mean", type=int, default=d.mean, help="tokens a row (default: %(default)s)")
-    parser.add_argument("--k", type=int, default=d.k, help="proposed tokens a row (default: %(default)s)")
-    parser.add_argument("--repeats", type=int, default=d.repeats, help="default: %(default)s")
-    parser.add_argument("--threads", type=int, default=d.threads, help="torch threads (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=d.seed)
-    parser.add_argument("--quick", action="store_true", help="batch 8 only, 3 repeats")
-    parser.add_argument("--json", metavar="FILE", help="write the rows as JSON")
-    parser.add_argument("--plots", metavar="DIR", help="write spin_decompose.png")
-    a = parser.parse_args()
-    batches, repeats = (tuple(a.batches), a.repeats) if not a.quick else ((8,), 3)
-    if a.k < 1 or a.mean < 300 or a.mean > 1000 or min(batches) < 8 or repeats < 1:
-        raise SystemExit(
-            "give --k of at least 1, --mean of 300 to 1000, --batches of at least 8, --repeats of at least 1"
-        )
-    main(Settings(d.target, batches, a.mean, a.k, repeats, a.threads, a.seed, a.json, a.plots))
+    main(parse(Settings, __doc__))

@@ -26,42 +26,47 @@ One row more for each round window, domain and draft says who was chosen (`confi
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from statistics import median
-from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from _measure import quiet
-from _report import write
-from _spin_workload import Kind, Workload, workload
-from torch import Tensor
 
 import specdec as sd
 from specdec import selectors, zoo
 from specdec.cost.arms import ArmCosts
+from specdec.data.corpus import DOMAINS
 from specdec.executors import Pipelined
 from specdec.kernels.attention import fit
 from specdec.kernels.native import library
-from specdec.types import Context, Round
+from specdec.lab import console, plots
+from specdec.lab.arms import Assigned, PoolRun, best_in_hindsight, pool_run
+from specdec.lab.options import option, parse
+from specdec.lab.recipe import Plotted
+from specdec.lab.workload import Kind, Workload, workload
 
-POOL = (
-    "pocket-tiny",
-    "pocket-code",
-    "pocket-prose",
-    "pocket-tabular",
-    "pocket-vanilla",
-)  # the smallest first
+# The smallest first.
+POOL = ("pocket-tiny", "pocket-code", "pocket-prose", "pocket-tabular", "pocket-vanilla")
 WINDOW = 5  # rounds
-SLOW = (
-    "selection_cold",
-    "selection_per_request",
-)  # far behind: the first workloads tell as much as all of them
+# Far behind: the first workloads tell as much as all of them.
+SLOW = ("selection_cold", "selection_per_request")
+COLUMNS = (
+    *(
+        "configuration",
+        "is",
+        "goodput",
+        "low",
+        "high",
+        "ratio_to_smallest",
+        "ratio_to_oracle",
+        "ratio_to_best_fixed",
+        "tau",
+    ),
+    *("draft_milliseconds", "target_milliseconds", "verify_milliseconds"),
+)
 FEW = 3  # workloads for those
 LEARNS = (  # what a selector has learned is kept from batch to batch
     "selection",
@@ -73,86 +78,22 @@ LEARNS = (  # what a selector has learned is kept from batch to batch
 )
 
 
-@dataclass
-class Settings:
-    """Every setting of a run."""
-
-    batches: str = "8,16"
-    tokens: int = 128
-    k: int = 4
-    repeats: int = 7
-    learn: int = 192
-    micro_batches: int = 2
-    median: int = 300
-    longest: int = 1000
-    threads: int = 1
-    bf16_weights: bool = library() is not None
-    seed: int = 0
-    quick: bool = False
-    json: str | None = None
-    plots: str | None = None
-
-
-class ByDomain:
-    """Always the arm of a request's domain: the oracle's choice."""
-
-    def __init__(self, arm: list[int]):
-        self.arm = torch.tensor(arm)
-
-    def init(self, arms: int) -> None:
-        return None
-
-    def select(
-        self, state: None, context: Context, capacities: Tensor, rng: Any
-    ) -> tuple[Tensor, Tensor, None]:
-        return self.arm[context.request], torch.ones(context.batch), None
-
-    def update(self, state: None, feedback: Any) -> None:
-        return None
-
-
-class Brief(NamedTuple):
-    """What is kept of a round: whole rounds hold logits, and memory would grow with the repeats."""
-
-    number: int
-    request: Tensor
-    arm: Tensor
-    kept: Tensor
-    cut: Tensor
-
-
-@dataclass
-class Run:
-    """One timed decode: tokens and seconds after the prefill, and what every round did."""
-
-    tokens: int
-    seconds: float
-    stats: Any
-    rounds: list[Brief]
-    ids: list[list[int]]
-    selector_seconds: float = 0.0
-
-    @property
-    def goodput(self) -> float:
-        return self.tokens / self.seconds
-
-
-def decode(decoder: Any, work: Workload, tokens: int, seed: int, selection: Any = None) -> Run:
-    """Decode all requests to the same number of new tokens."""
-    marks: list[tuple[float, int, int, float]] = []
-    rounds: list[Brief] = []
-
-    def mark(round: Round) -> None:
-        spent = selection.seconds if selection else 0.0
-        marks.append((perf_counter(), round.number, int(round.kept.sum()), spent))
-        rounds.append(Brief(round.number, round.context.request, round.arm, round.kept, round.cut))
-
-    if selection is None and decoder.selecting is not None:
-        selection = decoder.begin(len(work.rows))
-    out = decoder.generate(work.rows, tokens, seed=seed, eos_token_id=(), on_round=mark, selection=selection)
-    start, _, _, before = max(mark for mark in marks if mark[1] == 0)
-    made = sum(kept for at, _, kept, _ in marks if at > start)
-    return Run(made, marks[-1][0] - start, out.stats, rounds, out.ids, marks[-1][3] - before)
+@dataclass(frozen=True)
+class Settings(Plotted):
+    batches: tuple[int, ...] = option((8, 16), "rows at once")
+    tokens: int = option(128, "new tokens of each request")
+    k: int = option(4, "drafted tokens a round")
+    repeats: int = option(7, "workloads, each of all configurations")
+    learn: int = option(192, "requests from which the selectors learn beforehand")
+    micro_batches: int = option(2, "of the pipeline")
+    median: int = option(300, "tokens of the median prompt")
+    longest: int = option(1000, "tokens of the longest prompt")
+    threads: int = option(1, "of the target's process")
+    bf16_weights: bool = option(
+        library() is not None,
+        "products read bfloat16 copies of the weights, in all configurations (default: where there are C kernels)",
+    )
+    quick: bool = option(False, "a minute: one repeat, few tokens")
 
 
 class Parts:
@@ -175,7 +116,7 @@ class Parts:
 
     def profile(self, work: Workload) -> None:
         """Seconds of each draft alone, which its rounds are charged from now on: measured ones depend on who else is in the batch."""
-        runs = [decode(self.fixed(name), work, self.s.tokens, self.s.seed) for name in POOL]
+        runs = [pool_run(self.fixed(name), work.rows, self.s.tokens, self.s.seed) for name in POOL]
         draft = tuple(run.stats.seconds["draft"] / run.stats.drafted for run in runs)
         verify = median(
             sum(run.stats.seconds[k] for k in ("target", "verify")) / run.stats.rounds for run in runs
@@ -203,12 +144,13 @@ def repeat(
     learned: dict[str, Any],
     seen: dict[str, list[float]],
     taught: Any,
-) -> dict[str, Run]:
+) -> dict[str, PoolRun]:
     """All configurations once, in an order that turns; ``learned``: what selectors carry from batch to batch, ``taught``: what they begin
     with, ``seen``: past goodput."""
     s, seed = parts.s, parts.s.seed + turn
     pipeline = Pipelined(min(s.micro_batches, len(work.rows)), workers="processes")
-    runs = {f"fixed:{name}": decode(parts.fixed(name), work, s.tokens, seed) for name in POOL}
+    runs = {f"fixed:{name}": pool_run(parts.fixed(name), work.rows, s.tokens, seed) for name in POOL}
+    alone = list(runs.values())
     # As every real choice, these are made from what was seen before; in the first batch from the fixed runs of the batch itself.
     past = seen if turn else {name: [run.goodput] for name, run in runs.items()}
     best = max(POOL, key=lambda name: median(past[f"fixed:{name}"]))
@@ -216,7 +158,7 @@ def repeat(
     plans: dict[str, tuple[int, Callable[[], Any]]] = {
         "smallest_packed": (1, lambda: parts.fixed(POOL[0], "packed")),
         "best_fixed_packed": (1, lambda: parts.fixed(best, "packed")),
-        "oracle": (1, lambda: parts.chosen(ByDomain(best_by_domain(runs, work)))),
+        "oracle": (1, lambda: parts.chosen(Assigned(best_in_hindsight(alone, work.domain)))),
         "selection": (1, lambda: parts.chosen(parts.selector())),
         "selection_cold": (1, lambda: parts.chosen(parts.selector())),
         "selection_per_request": (1, lambda: parts.chosen(selectors.Spin())),
@@ -243,7 +185,7 @@ def repeat(
             learned[name] = decoder.begin(len(work.rows))
             learned[name].state = taught.state  # a value: nobody writes to it
         torch.set_num_threads(threads)
-        runs[name] = decode(decoder, work, s.tokens, seed, learned.get(name))
+        runs[name] = pool_run(decoder, work.rows, s.tokens, seed, learned.get(name))
         torch.set_num_threads(s.threads)
     runs["smallest"] = runs[f"fixed:{POOL[0]}"]
     return runs
@@ -255,34 +197,18 @@ def teach(parts: Parts, batch: int) -> Any:
     selection = decoder.begin(batch)
     for turn in range(math.ceil(s.learn / batch)):
         work = workload(parts.tokenizer, batch, s.longest, s.seed + 1001 + turn, s.median, half=0)
-        decode(decoder, work, s.tokens, s.seed + 1001 + turn, selection)
+        pool_run(decoder, work.rows, s.tokens, s.seed + 1001 + turn, selection)
     return selection
 
 
-def best_by_domain(runs: dict[str, Run], work: Workload) -> list[int]:
-    """``[requests]`` the arm whose fixed run made the most tokens a second for the request's domain."""
-
-    def rate(name: str, domain: str) -> float:
-        run, kept, rows = runs[f"fixed:{name}"], 0, 0
-        for round in run.rounds:
-            if round.number:
-                mine = torch.tensor([work.domain[r] == domain for r in round.request.tolist()]) & ~round.cut
-                kept += int(round.kept[mine].sum())
-                rows += int(mine.sum())
-        counted = sum(len(r.kept) for r in run.rounds if r.number)
-        return kept / max(rows, 1) / (run.seconds / counted)
-
-    best = {d: max(range(len(POOL)), key=lambda a: rate(POOL[a], d)) for d in set(work.domain)}
-    return [best[d] for d in work.domain]
-
-
 def main(s: Settings) -> list[dict[str, Any]]:
-    torch.set_num_threads(s.threads)
-    quiet()
+    if s.quick:
+        s = replace(s, batches=(3,), repeats=1, learn=3, tokens=8)
+    s.begin()
     parts = Parts(s)
     rows: list[dict[str, Any]] = []
-    for batch in [int(b) for b in s.batches.split(",")]:
-        kept: dict[str, list[Run]] = defaultdict(list)
+    for batch in s.batches:
+        kept: dict[str, list[PoolRun]] = defaultdict(list)
         learned: dict[str, Any] = {}
         seen: dict[str, list[float]] = defaultdict(list)
         parts.profile(workload(parts.tokenizer, batch, s.longest, s.seed + 1000, s.median, half=0))
@@ -297,17 +223,16 @@ def main(s: Settings) -> list[dict[str, Any]]:
                     kept[name].append(run)
                 rows += choices(runs["selection"], work, batch, turn)
         rows += table(kept, batch)
-        show(rows, batch)
-    if s.json:
-        write(s.json, rows, s.seed)
-    if s.plots:
-        from _spin_end_to_end_plots import draw
-
-        draw(rows, Path(s.plots), POOL, WINDOW)
+        print(
+            f"\nbatch {batch}\n"
+            + console.table([r for r in rows if "goodput" in r and r["batch"] == batch], COLUMNS)
+        )
+    s.save(rows)
+    s.draw({"spin_end_to_end": lambda: configurations(rows), "spin_choices": lambda: shares(rows)}, dpi=150)
     return rows
 
 
-def table(kept: dict[str, list[Run]], batch: int) -> list[dict[str, Any]]:
+def table(kept: dict[str, list[PoolRun]], batch: int) -> list[dict[str, Any]]:
     """A row a configuration; `best_fixed` is the fixed draft with the best median."""
     middle = {name: median(run.goodput for run in runs) for name, runs in kept.items()}
     fixed = max((n for n in middle if n.startswith("fixed:")), key=lambda n: middle[n])
@@ -318,11 +243,8 @@ def table(kept: dict[str, list[Run]], batch: int) -> list[dict[str, Any]]:
         stages: Counter[str] = sum((run.stats.seconds for run in runs), Counter())
         out.append(
             {
-                "configuration": name,
-                "batch": batch,
-                "goodput": middle.get(name, middle[fixed]),
-                "low": speeds[0],
-                "high": speeds[-1],
+                "configuration": name, "batch": batch, "goodput": middle.get(name, middle[fixed]),
+                "low": speeds[0], "high": speeds[-1],
                 **{
                     f"ratio_to_{other}": median(
                         run.goodput / base.goodput for run, base in zip(runs, kept[of])
@@ -332,85 +254,86 @@ def table(kept: dict[str, list[Run]], batch: int) -> list[dict[str, Any]]:
                 "tau": median(run.stats.tau for run in runs),
                 "selector_share": median(run.selector_seconds / run.seconds for run in runs),
                 "cores": 2 if "2 threads" in name or "pipeline" in name or name == "spin" else 1,
-                "repeats": len(runs),
-                "is": fixed if name == "best_fixed" else None,
+                "repeats": len(runs), "is": fixed if name == "best_fixed" else None,
                 **{
                     f"{stage}_milliseconds": 1e3 * stages[stage] / rounds
                     for stage in ("draft", "target", "verify")
                 },
             }
-        )
+        )  # fmt: skip
     return out
 
 
-def choices(run: Run, work: Workload, batch: int, turn: int) -> list[dict[str, Any]]:
+def choices(run: PoolRun, work: Workload, batch: int, turn: int) -> list[dict[str, Any]]:
     """Share of each arm by domain and window of rounds."""
-    counts: dict[tuple[int, str], Counter[int]] = defaultdict(Counter)
-    for round in run.rounds:
-        if round.number:
-            for request, arm in zip(round.request.tolist(), round.arm.tolist()):
-                counts[round.number // WINDOW * WINDOW, work.domain[request]][arm] += 1
     return [
         {
-            "configuration": "choice",
-            "batch": batch,
-            "repeat": turn,
-            "round": at,
-            "domain": domain,
-            "draft": POOL[arm],
-            "share": n / sum(arms.values()),
+            "configuration": "choice", "batch": batch, "repeat": turn, "round": at, "domain": domain,
+            "draft": POOL[arm], "share": n / sum(arms.values()),
         }
-        for (at, domain), arms in sorted(counts.items())
+        for (at, domain), arms in run.choices(work.domain, WINDOW).items()
         for arm, n in arms.items()
-    ]
+    ]  # fmt: skip
 
 
-def show(rows: list[dict[str, Any]], batch: int) -> None:
-    print(
-        f"\nbatch {batch:3}                    tokens/s      range        x smallest  x oracle  x fixed   tau   draft  target+verify ms"
-    )
-    for r in rows:
-        if r["configuration"] != "choice" and r["batch"] == batch:
-            print(
-                f"{r['configuration']:26} {r['goodput']:8.0f}  {r['low']:6.0f}-{r['high']:<6.0f}   {r['ratio_to_smallest']:8.2f}"
-                f"  {r['ratio_to_oracle']:9.2f}  {r['ratio_to_best_fixed']:7.2f}  {r['tau']:5.2f}  {r['draft_milliseconds']:6.1f}  {r['target_milliseconds'] + r['verify_milliseconds']:6.1f}"
-                + (f"   {r['is']}" if r["is"] else "")
-            )
+# -- figures ----------------------------------------------------------------------------------------------------------------
+
+ORDER = (
+    *(
+        "smallest, 2 threads",
+        "best_fixed_packed, 2 threads",
+        "selection+decomposition, 2 threads",
+        "smallest",
+    ),
+    *("smallest_packed", "best_fixed", "best_fixed_packed", "best_fixed_auto", "selection_auto", "oracle"),
+    *("selection_per_request", "selection_cold", "selection", "selection+decomposition"),
+    *("selection+decomposition+pipeline", "spin"),
+)
+STEPS = ("smallest", "selection", "selection+decomposition", "spin")
 
 
-def settings() -> Settings:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    d = Settings()
-    parser.add_argument("--batches", default=d.batches, help="rows at once (default %(default)s)")
-    parser.add_argument("--tokens", type=int, default=d.tokens, help="new tokens of each request")
-    parser.add_argument("--k", type=int, default=d.k, help="drafted tokens a round")
-    parser.add_argument(
-        "--repeats", type=int, default=d.repeats, help="workloads, each of all configurations"
-    )
-    parser.add_argument(
-        "--learn", type=int, default=d.learn, help="requests from which the selectors learn beforehand"
-    )
-    parser.add_argument("--micro-batches", type=int, default=d.micro_batches, help="of the pipeline")
-    parser.add_argument("--median", type=int, default=d.median, help="tokens of the median prompt")
-    parser.add_argument("--longest", type=int, default=d.longest, help="tokens of the longest prompt")
-    parser.add_argument("--threads", type=int, default=d.threads, help="of the target's process")
-    parser.add_argument(
-        "--bf16-weights",
-        action=argparse.BooleanOptionalAction,
-        default=d.bf16_weights,
-        help="products read bfloat16 copies of the weights, in all configurations (default: where there are C kernels)",
-    )
-    parser.add_argument("--seed", type=int, default=d.seed)
-    parser.add_argument("--quick", action="store_true", help="a minute: one repeat, few tokens")
-    parser.add_argument("--json")
-    parser.add_argument("--plots", help="folder for the figures")
-    s = Settings(**vars(parser.parse_args()))
-    if s.quick:
-        s.batches, s.repeats, s.learn, s.tokens = "3", 1, 3, 8
-    return s
+def configurations(rows: list[dict[str, Any]]) -> Any:
+    """Goodput by configuration, with the range of the repeats; the steps of SPIN are coloured."""
+    batches = sorted({r["batch"] for r in rows})
+    drawing, (panels,) = plots.panels(1, len(batches), (9, 4.2), bare=True, layout="tight")
+    names = ORDER[::-1]
+    for axes, batch in zip(panels, batches):
+        found = {r["configuration"]: r for r in rows if r["batch"] == batch}
+        values = [found[name]["goodput"] for name in names]
+        low = [found[name]["goodput"] - found[name]["low"] for name in names]
+        high = [found[name]["high"] - found[name]["goodput"] for name in names]
+        colors = ["C0" if name in STEPS else "0.7" for name in names]
+        axes.barh(names, values, xerr=[low, high], color=colors, error_kw={"lw": 0.8})
+        axes.set_title(f"batch {batch}", fontsize=9)
+        axes.set_xlabel("tokens/s", fontsize=8)
+        axes.tick_params(labelsize=8)
+        axes.label_outer()
+    return drawing
+
+
+def shares(rows: list[dict[str, Any]]) -> Any:
+    """Who was chosen by domain, over windows of rounds, at the largest batch."""
+    batch = max(r["batch"] for r in rows)
+    chosen = [r for r in rows if r["configuration"] == "choice" and r["batch"] == batch]
+    drawing, (panels,) = plots.panels(1, len(DOMAINS), (9, 2.8), bare=True, sharey=True, layout="tight")
+    for axes, domain in zip(panels, DOMAINS):
+        mine = [r for r in chosen if r["domain"] == domain]
+        windows = sorted({r["round"] for r in mine})
+        total = {w: sum(r["share"] for r in mine if r["round"] == w) or 1.0 for w in windows}
+        bottom = [0.0] * len(windows)
+        for i, name in enumerate(POOL):
+            part = [sum(r["share"] for r in mine if r["round"] == w and r["draft"] == name) for w in windows]
+            share = [p / total[w] for p, w in zip(part, windows)]
+            label = name.removeprefix("pocket-")
+            axes.bar(windows, share, WINDOW * 0.9, bottom, color=f"C{i}", align="edge", label=label)
+            bottom = [b + x for b, x in zip(bottom, share)]
+        axes.set_title(domain, fontsize=9)
+        axes.set_xlabel("round", fontsize=8)
+        axes.tick_params(labelsize=8)
+    panels[0].set_ylabel("share of rows", fontsize=8)
+    panels[-1].legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+    return drawing
 
 
 if __name__ == "__main__":
-    main(settings())
+    main(parse(Settings, __doc__))

@@ -9,43 +9,35 @@ fixed draft on the three domains together, each with the same number of tokens.
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
-
-import torch
-from _measure import quiet
-from _report import write
 
 import specdec as sd
 from specdec import zoo
 from specdec.data.corpus import DOMAINS
 from specdec.data.prompts import prompts
+from specdec.lab.console import table
+from specdec.lab.options import option, parse
+from specdec.lab.recipe import Recipe
 
 POOL = ("pocket-tiny", "pocket-code", "pocket-prose", "pocket-tabular", "pocket-vanilla")
 
 
-@dataclass
-class Settings:
-    """Every setting of a run."""
-
-    drafts: str = ",".join(POOL)
-    batch: int = 16
-    context: int = 512
-    tokens: int = 96
-    k: int = 4
-    repeats: int = 5
-    threads: int = 1
-    seed: int = 0
-    json: str | None = None
+@dataclass(frozen=True)
+class Settings(Recipe):
+    drafts: tuple[str, ...] = option(POOL, "names in the zoo")
+    batch: int = option(16, "rows at a time")
+    context: int = option(512, "prompt tokens")
+    tokens: int = option(96, "new tokens of each row")
+    k: int = option(4, "drafted tokens a round")
+    repeats: int = option(5, "timed repeats")
 
 
 def main(s: Settings) -> list[dict[str, Any]]:
-    torch.set_num_threads(s.threads)
-    quiet()
+    s.begin()
     target = sd.HFModel(*zoo.load("pocket-target"))
-    names = s.drafts.split(",")
+    names = list(s.drafts)
     decoders = {name: sd.decoder(target).draft(sd.HFModel(*zoo.load(name)), s.k).build() for name in names}
     texts = {domain: prompts(domain, s.batch, s.context, target.tokenizer) for domain in DOMAINS}
     runs: dict[tuple[str, str], list[Any]] = {}
@@ -70,9 +62,8 @@ def main(s: Settings) -> list[dict[str, Any]]:
         for (name, domain), stats in runs.items()
     ]
     rows += summary(rows, names)
-    show(rows, names)
-    if s.json:
-        write(s.json, rows, s.seed)
+    print(table(rows, ("draft", "domain", "tau", "goodput", "best_fixed", "headroom")))
+    s.save(rows)
     return rows
 
 
@@ -88,43 +79,11 @@ def summary(rows: list[dict[str, Any]], names: list[str]) -> list[dict[str, Any]
     return [
         *out,
         {
-            "draft": "oracle",
-            "domain": "all",
-            "goodput": oracle,
-            "best_fixed": fixed,
-            "headroom": oracle / mixed[fixed],
-            **choices,
+            "draft": "oracle", "domain": "all", "goodput": oracle, "best_fixed": fixed,
+            "headroom": oracle / mixed[fixed], **choices,
         },
-    ]
-
-
-def show(rows: list[dict[str, Any]], names: list[str]) -> None:
-    """The table: tokens a second (and tau)."""
-    cells = {(r["draft"], r["domain"]): r for r in rows}
-    print(f"{'draft':16}" + "".join(f"{d:>18}" for d in (*DOMAINS, "all")))
-    for name in names:
-        line = "".join(f"{cells[name, d]['goodput']:11.0f} ({cells[name, d]['tau']:.2f})" for d in DOMAINS)
-        print(f"{name:16}{line}{cells[name, 'all']['goodput']:18.0f}")
-    last = rows[-1]
-    print(f"{'oracle':16}{'':54}{last['goodput']:18.0f}   {last['headroom']:.2f} x {last['best_fixed']}")
-
-
-def settings() -> Settings:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    d = Settings()
-    parser.add_argument("--drafts", default=d.drafts, help="names in the zoo (default %(default)s)")
-    parser.add_argument("--batch", type=int, default=d.batch)
-    parser.add_argument("--context", type=int, default=d.context, help="prompt tokens (default %(default)s)")
-    parser.add_argument("--tokens", type=int, default=d.tokens, help="new tokens of each row")
-    parser.add_argument("--k", type=int, default=d.k, help="drafted tokens a round")
-    parser.add_argument("--repeats", type=int, default=d.repeats)
-    parser.add_argument("--threads", type=int, default=d.threads)
-    parser.add_argument("--seed", type=int, default=d.seed)
-    parser.add_argument("--json")
-    return Settings(**vars(parser.parse_args()))
+    ]  # fmt: skip
 
 
 if __name__ == "__main__":
-    main(settings())
+    main(parse(Settings, __doc__))

@@ -17,19 +17,23 @@ selectors over processes.
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from _report import write
-from _spin_regret_world import (
+
+from specdec.lab import plots
+from specdec.lab.options import option, parse
+from specdec.lab.paired import mean_interval
+from specdec.lab.recipe import Plotted
+from specdec.lab.simulated import (
     ALIKE,
     APART,
     BLOCK,
@@ -44,7 +48,6 @@ from _spin_regret_world import (
     slow,
     stationary,
 )
-
 from specdec.selectors import (
     EXP3,
     UCB1,
@@ -62,13 +65,11 @@ Row = dict[str, Any]
 Make = Callable[[np.ndarray], Any]
 
 
-@dataclass
-class Settings:
-    quick: bool = False
-    seed: int = 0
-    workers: int = 1
-    json: str | None = None
-    plots: str | None = None
+@dataclass(frozen=True)
+class Settings(Plotted):
+    quick: bool = option(False, "200 slots and 2 seeds, to see that it runs")
+    seed: int = option(0, "first seed (default: 0)")
+    workers: int = option(1, "processes")
 
 
 CAPACITIES = (3, 2, 3, 2, 3)  # 13 slots for 12 requests, three of which cannot have their best arm
@@ -85,19 +86,13 @@ def known(make: Callable[[Any], Any]) -> Make:
 
 
 EVERY: dict[str, Make] = {
-    "Fixed(2)": always(Fixed(2)),
-    "Random": always(Random()),
-    "EpsilonGreedy": always(EpsilonGreedy(0.1)),
-    "UCB1": always(UCB1(SCALE)),
-    "Thompson": always(Thompson(SCALE)),
-    "Thompson, spread 0.2": always(Thompson(SCALE, spread=0.2)),
-    "EXP3": always(EXP3(0.1, SCALE)),
-    "UCBSpec": always(UCBSpec(BLOCK)),
-    "EXP3Spec": always(EXP3Spec(BLOCK)),
-    "Hedge": always(Hedge(scale=SCALE)),
-    "Spin": always(Spin(exploration=10)),
+    "Fixed(2)": always(Fixed(2)), "Random": always(Random()), "EpsilonGreedy": always(EpsilonGreedy(0.1)),
+    "UCB1": always(UCB1(SCALE)), "Thompson": always(Thompson(SCALE)),
+    "Thompson, spread 0.2": always(Thompson(SCALE, spread=0.2)), "EXP3": always(EXP3(0.1, SCALE)),
+    "UCBSpec": always(UCBSpec(BLOCK)), "EXP3Spec": always(EXP3Spec(BLOCK)),
+    "Hedge": always(Hedge(scale=SCALE)), "Spin": always(Spin(exploration=10)),
     "Spin, learns always": always(Spin(exploration=10, learn="always")),
-}
+}  # fmt: skip
 POOLED: dict[str, Make] = {
     "EpsilonGreedy, pool by type": known(lambda pool: EpsilonGreedy(0.1, pool=pool)),
     "Thompson 0.2, pool by type": known(lambda pool: Thompson(SCALE, spread=0.2, pool=pool)),
@@ -136,14 +131,7 @@ def plan(quick: bool) -> list[tuple[Scenario, dict[str, Make]]]:
 
 
 def main(s: Settings) -> None:
-    draw = None
-    if s.plots:
-        try:
-            from _spin_regret_plots import draw
-        except ModuleNotFoundError as missing:
-            if (missing.name or "").partition(".")[0] != "matplotlib":
-                raise
-            raise SystemExit("--plots needs matplotlib: pip install matplotlib") from None
+    s.begin()
     rows = overheads(20 if s.quick else 1000)
     games = [(s.quick, at, name, s.seed) for at, (_, who) in enumerate(plan(s.quick)) for name in who]
     with ExitStack() as stack:
@@ -165,10 +153,9 @@ def main(s: Settings) -> None:
                 f"  overhead {100 * last['overhead']:5.2f} %  flatness {last['flatness']:.2f}  slope {last['slope']:.2f}  ({last['run_seconds']:.0f} s)",
                 flush=True,
             )
-    if s.json:
-        write(s.json, rows, s.seed)
-    if draw:
-        print("\nplots:", ", ".join(draw(rows, s.plots)))
+    s.save(rows)
+    drawings = {"spin_regret": curves, "spin_regret_theorem": theorem, "spin_regret_churn": churn}
+    s.draw({name: partial(make, rows) for name, make in drawings.items()})
 
 
 def overheads(calls: int) -> list[Row]:
@@ -209,22 +196,14 @@ def play(scenario: Scenario, name: str, make: Make, seed: int) -> list[Row]:
     slope = np.log10(max(regret[-1].mean(), 1e-9) / max(earlier, 1e-9))
     return [
         {
-            "scenario": scenario.name,
-            "selector": name,
-            "slots": slots,
-            "regret": regret[i].mean(),
-            "low": interval(regret[i])[0],
-            "high": interval(regret[i])[1],
+            "scenario": scenario.name, "selector": name, "slots": slots, "regret": regret[i].mean(),
+            "low": mean_interval(regret[i])[0], "high": mean_interval(regret[i])[1],
             "overhead": regret[i].mean() / ideal[i].mean(),
-            "regret_over_log": regret[i].mean() / np.log(slots),
-            "flatness": flat,
-            "slope": slope,
-            "requests": scenario.requests,
-            "seeds": scenario.seeds,
-            "run_seconds": took,
+            "regret_over_log": regret[i].mean() / np.log(slots), "flatness": flat, "slope": slope,
+            "requests": scenario.requests, "seeds": scenario.seeds, "run_seconds": took,
         }
         for i, slots in enumerate(marks)
-    ]
+    ]  # fmt: skip
 
 
 def flatness(slots: list[int], regret: np.ndarray) -> float:
@@ -233,22 +212,97 @@ def flatness(slots: list[int], regret: np.ndarray) -> float:
     return max(ratio) / min(ratio) if min(ratio) > 0 else float("inf")
 
 
-def interval(values: np.ndarray, draws: int = 2000) -> tuple[float, float]:
-    """95 % bootstrap interval of the mean (too narrow for a handful of values)."""
-    means = np.random.default_rng(0).choice(values, (draws, len(values))).mean(1)
-    return float(np.quantile(means, 0.025)), float(np.quantile(means, 0.975))
+# -- figures ----------------------------------------------------------------------------------------------------------------
+
+TITLES = {
+    "stationary": "stationary, requests alike",
+    "heterogeneous": "three types, binding capacities",
+    "drifting_slow": "means drift slowly",
+    "drifting_abrupt": "means change abruptly",
+    "too_little_exploration": "two arms 2 % apart",
+    "stationary_theorem": "wide gaps, capacities that just fit",
+}
+COLOURS = {
+    "Fixed(2)": "#bbbbbb",
+    "Random": "#777777",
+    "EpsilonGreedy": "#d98b2b",
+    "UCB1": "#2a9d8f",
+    "Thompson": "#90be6d",
+    "Thompson, spread 0.2": "#43702a",
+    "EXP3": "#c8a2c8",
+    "UCBSpec": "#c44e52",
+    "EXP3Spec": "#e79aa0",
+    "Hedge": "#8172b2",
+    "Spin": "#1f77b4",
+    "Spin, learns always": "#0b3d66",
+}
+
+
+def of(rows: list[Row], scenario: str) -> dict[str, list[Row]]:
+    """Selector -> its rows of a scenario, in order."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        if row["scenario"] == scenario:
+            found.setdefault(row["selector"], []).append(row)
+    return found
+
+
+def lines(axes: Any, some: dict[str, list[Row]], column: str, colours: dict[str, Any]) -> None:
+    """A line and an interval for every selector."""
+    for name, seen in some.items():
+        seen = [r for r in seen if r["slots"] >= 30]
+        slots = [r["slots"] for r in seen]
+        colour = colours[name]
+        axes.plot(slots, [r[column] for r in seen], color=colour, lw=1.8, label=name)
+        if column == "regret":
+            axes.fill_between(
+                slots, [r["low"] for r in seen], [r["high"] for r in seen], color=colour, alpha=0.15, lw=0
+            )
+    axes.set_xscale("log")
+    axes.set_xlabel("slots (rounds of each request)")
+
+
+def curves(rows: list[Row]) -> Any:
+    """Regret of every selector over slots, a panel for each scenario without churn."""
+    shown = ("stationary", "heterogeneous", "drifting_slow", "drifting_abrupt")
+    drawing, panels = plots.panels(2, 2, (11, 8.4), bare=True, layout="constrained")
+    for axes, scenario in zip(panels.flat, shown):
+        lines(axes, of(rows, scenario), "regret", COLOURS)
+        axes.set_yscale("log")
+        axes.set_title(TITLES[scenario], loc="left")
+        axes.set_ylabel("regret, seconds a request")
+    handles, names = panels[0, 0].get_legend_handles_labels()
+    drawing.legend(handles, names, loc="outside lower center", ncols=6, frameon=False, fontsize=9)
+    return drawing
+
+
+def theorem(rows: list[Row]) -> Any:
+    """Regret over ln T: flat where regret is logarithmic."""
+    drawing, (panels,) = plots.panels(1, 2, (11, 4.2), bare=True, layout="constrained")
+    for axes, scenario in zip(panels, ("stationary_theorem", "too_little_exploration")):
+        some = of(rows, scenario)
+        palette = [f"C{i}" for i in range(10)]
+        lines(axes, some, "regret_over_log", dict(zip(some, palette)))
+        axes.set_title(TITLES[scenario], loc="left")
+        axes.set_ylabel("regret / ln T, seconds a request")
+        axes.set_yscale("log")
+        axes.legend(frameon=False, fontsize=9)
+    return drawing
+
+
+def churn(rows: list[Row]) -> Any:
+    """How much longer than the oracle's the run with arrivals and departures took, every selector."""
+    last = sorted((seen[-1] for seen in of(rows, "churn").values()), key=lambda r: r["overhead"])
+    drawing, ((axes,),) = plots.panels(1, 1, (7.5, 0.3 * len(last) + 1), bare=True)
+    colours = ["#1f77b4" if r["selector"].startswith("Spin") else "#b5c7d3" for r in last]
+    bars = axes.barh([r["selector"] for r in last], [100 * r["overhead"] for r in last], color=colours)
+    axes.bar_label(bars, fmt="%.1f", padding=3, fontsize=9)
+    axes.invert_yaxis()
+    axes.tick_params(axis="y", length=0)
+    axes.set_xlabel("seconds beyond the oracle's, %")
+    axes.set_title("requests of 30 to 60 rounds, three types", loc="left")
+    return drawing
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="200 slots and 2 seeds, to see that it runs")
-    parser.add_argument("--seed", type=int, default=Settings.seed, help="first seed (default: %(default)s)")
-    parser.add_argument(
-        "--workers", type=int, default=Settings.workers, help="processes (default: %(default)s)"
-    )
-    parser.add_argument("--json", metavar="FILE", help="write the rows as JSON")
-    parser.add_argument("--plots", metavar="DIR", help="write PNGs (needs matplotlib)")
-    a = parser.parse_args()
-    main(Settings(a.quick, a.seed, a.workers, a.json, a.plots))
+    main(parse(Settings, __doc__))

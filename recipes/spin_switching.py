@@ -13,20 +13,20 @@ Rows: `executor, prepared, context, stall_milliseconds, ordinary_milliseconds, r
 
 from __future__ import annotations
 
-import argparse
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
 import torch
-from _measure import quiet, table
-from _report import write
 from torch import Tensor
 
 import specdec as sd
 from specdec import zoo
 from specdec.data.prompts import prompts
 from specdec.executors import Pipelined, Serial, Timeline
+from specdec.lab.console import table
+from specdec.lab.options import option, parse
+from specdec.lab.recipe import Recipe
 from specdec.pruning.layers import keep_layers
 from specdec.types import Context, Round
 
@@ -34,22 +34,19 @@ WAYS: tuple[tuple[str, bool], ...] = (("pipelined", True), ("pipelined", False),
 FIRST = 2  # the first round that counts as ordinary: the ones before it warm up
 
 
-@dataclass
-class Settings:
-    """Every setting of a run."""
-
-    target: str = "pocket-target"
-    draft: str = "pocket-vanilla"
-    second: str = "layers"
-    contexts: str = "256,512,960"
-    batch: int = 8
-    k: int = 4
-    switch: int = 6
-    repeats: int = 7
-    threads: int = 1
-    seed: int = 0
-    quick: bool = False
-    json: str | None = None
+@dataclass(frozen=True)
+class Settings(Recipe):
+    target: str = option("pocket-target", "name in the zoo")
+    draft: str = option("pocket-vanilla", "the first draft")
+    second: str = option(
+        "layers", "the draft that is changed to: a name in the zoo, or layers: two of the first draft's"
+    )
+    contexts: tuple[int, ...] = option((256, 512, 960), "prompt tokens")
+    batch: int = option(8, "rows at a time")
+    k: int = option(4, "drafted tokens a round")
+    switch: int = option(6, "the round of the change")
+    repeats: int = option(7, "timed repeats")
+    quick: bool = option(False, "one short context, one repeat: to see that it runs")
 
 
 @dataclass(frozen=True)
@@ -68,7 +65,7 @@ class Scripted:
         arm = []
         for request in context.request.tolist():
             n = state[request] = state.get(request, 0) + 1
-            # PrunedView ahead, the n-th choice is of round n + 1 (the first serves two rounds).
+            # Chosen ahead, the n-th choice is of round n + 1 (the first serves two rounds).
             arm.append(int(request % 2 == 0 and n + self.ahead >= self.switch))
         return torch.tensor(arm), torch.ones(context.batch), state
 
@@ -86,15 +83,15 @@ class Sample:
 
 
 def main(s: Settings) -> list[dict[str, Any]]:
-    torch.set_num_threads(s.threads)
-    quiet()
+    if s.quick:
+        s = replace(s, contexts=(64,), repeats=1, batch=4)
+    s.begin()
     target = sd.HFModel(*zoo.load(s.target))
-    contexts = [int(n) for n in s.contexts.split(",")]
     tokens = (s.k + 1) * (s.switch + 4)  # no row is through before the change has been seen
     samples: dict[tuple[str, bool, int], list[Sample]] = {}
     drafts = {"first": sd.drafts.Model(sd.HFModel(*zoo.load(s.draft))), "second": second(s)}
     for repeat in range(s.repeats + 1):  # the first is a warm-up
-        for context in contexts:
+        for context in s.contexts:
             texts = prompts("prose", s.batch, context, target.tokenizer)
             for executor, prepared in WAYS:
                 base = (
@@ -103,7 +100,7 @@ def main(s: Settings) -> list[dict[str, Any]]:
                 took = run(base, executor, prepared, texts, tokens, s)
                 if repeat:
                     samples.setdefault((executor, prepared, context), []).append(took)
-    for context in contexts:
+    for context in s.contexts:
         said = [one.ids for way in WAYS for one in samples[(*way, context)]]
         if any(ids != said[0] for ids in said):
             raise RuntimeError(
@@ -124,8 +121,7 @@ def main(s: Settings) -> list[dict[str, Any]]:
         )
     ]
     print(table(rows, ("executor", "prepared", "context", "stall_milliseconds", "ordinary_milliseconds")))
-    if s.json:
-        write(s.json, rows, s.seed)
+    s.save(rows)
     return rows
 
 
@@ -161,36 +157,5 @@ def run(base: sd.Builder, executor: str, ahead: bool, texts: list[Any], tokens: 
     return Sample(waits[first] - ordinary, ordinary, out.ids)
 
 
-def settings() -> Settings:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    d = Settings()
-    parser.add_argument("--target", default=d.target, help="name in the zoo (default %(default)s)")
-    parser.add_argument("--draft", default=d.draft, help="the first draft (default %(default)s)")
-    parser.add_argument(
-        "--second",
-        default=d.second,
-        help="the draft that is changed to: a name in the zoo, or layers: two of the first draft's",
-    )
-    parser.add_argument("--contexts", default=d.contexts, help="prompt tokens (default %(default)s)")
-    parser.add_argument("--batch", type=int, default=d.batch)
-    parser.add_argument("--k", type=int, default=d.k, help="drafted tokens a round")
-    parser.add_argument(
-        "--switch", type=int, default=d.switch, help="the round of the change (default %(default)s)"
-    )
-    parser.add_argument("--repeats", type=int, default=d.repeats)
-    parser.add_argument("--threads", type=int, default=d.threads)
-    parser.add_argument("--seed", type=int, default=d.seed)
-    parser.add_argument(
-        "--quick", action="store_true", help="one short context, one repeat: to see that it runs"
-    )
-    parser.add_argument("--json")
-    s = Settings(**vars(parser.parse_args()))
-    if s.quick:
-        s.contexts, s.repeats, s.batch = "64", 1, 4
-    return s
-
-
 if __name__ == "__main__":
-    main(settings())
+    main(parse(Settings, __doc__))

@@ -10,23 +10,25 @@ Llama 3 70B; growing: a generation of --new-tokens from each context; not_overla
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from _report import write
-
 from specdec.cost import H100_PAPER, Hardware, Investment, Load, Method, Shape, growing, paper, training_share
+from specdec.lab import plots
+from specdec.lab.options import option, parse
+from specdec.lab.report import write
 
 
-@dataclass
+@dataclass(frozen=True)
 class Settings:
-    tau_context: int = 512
-    vocab: int = paper.VOCAB
-    new_tokens: int = 1024
-    json: str | None = None
-    plots: str | None = None
+    tau_context: int = option(
+        512, "take tau as measured at this context: 256, 512 or 960 (default: 512, the paper's choice)"
+    )
+    vocab: int = option(paper.VOCAB, "of full_terms")
+    new_tokens: int = option(1024, "of growing")
+    json: str | None = option(None, "write the rows as JSON", metavar="FILE")
+    plots: str | None = option(None, "write a PNG for each figure (needs matplotlib)", metavar="DIR")
 
 
 BATCHES = tuple(2**i for i in range(8))  # 1 ... 128
@@ -40,19 +42,13 @@ Row = dict[str, Any]
 
 
 def main(s: Settings) -> None:
-    draw = None
     if s.plots:
-        try:
-            from _spire_plots import draw
-        except ModuleNotFoundError as missing:
-            if (missing.name or "").partition(".")[0] != "matplotlib":
-                raise
-            raise SystemExit("--plots needs matplotlib: pip install matplotlib") from None
+        plots.needed()
     rows = figures(s)
     report(rows)
     if s.json:
         write(s.json, rows)
-    if draw:
+    if s.plots:
         print("\nplots:", ", ".join(draw(rows, s.plots)))
 
 
@@ -105,16 +101,9 @@ def row(
     figure: str, method: str, batch: int, context: int, multiplier: float, tau: float, **more: Any
 ) -> Row:
     return {
-        "figure": figure,
-        "method": method,
-        "batch": batch,
-        "context": context,
-        "multiplier": multiplier,
-        "k": paper.K,
-        "tau": tau,
-        "delta_t": tau / multiplier,
-        **more,
-    }
+        "figure": figure, "method": method, "batch": batch, "context": context, "multiplier": multiplier,
+        "k": paper.K, "tau": tau, "delta_t": tau / multiplier, **more,
+    }  # fmt: skip
 
 
 def intensities(target: Shape, methods: Mapping[str, Method]) -> list[Row]:
@@ -191,17 +180,8 @@ def costs(
         share = 0.0 if method.draft == target else training_share(method.draft, target)
         one = Investment(share, multiplier)
         amounts = {"invested": one.share, "serving": one.serving, "saved": one.saved, "net": one.net}
-        rows += [
-            {
-                "figure": "cost",
-                "method": name,
-                "batch": batch,
-                "context": context,
-                "quantity": quantity,
-                "units": units,
-            }
-            for quantity, units in amounts.items()
-        ]
+        place = {"figure": "cost", "method": name, "batch": batch, "context": context}
+        rows += [{**place, "quantity": quantity, "units": units} for quantity, units in amounts.items()]
     return rows
 
 
@@ -229,22 +209,162 @@ def report(rows: list[Row]) -> None:
         print(f"  {name:<10}" + ", ".join(f"{q} {u:.2f}" for q, u in amounts.items()))
 
 
+# -- figures ----------------------------------------------------------------------------------------------------------------
+
+NAMES = {
+    "autoregressive": "target, plain step",
+    "verify": "target, verify step",
+    "vanilla": "Vanilla",
+    "magicdec": "MagicDec",
+    "spire": "SPIRe",
+}
+COLOURS = {"vanilla": "#7a7a7a", "magicdec": "#d98b2b", "spire": "#1f77b4"}
+VARIANTS = {
+    "spire": "SPIRe",
+    "distillation_only": "distillation loss only",
+    "no_feedback": "no feedback memory",
+    "random_init": "random initialisation",
+    "hard_target_loss": "hard-target loss",
+    "no_feedback_no_activations": "no feedback memory,\nno target activations",
+    "no_sparse_kv": "no sparse KV cache",
+}
+HEAT = {
+    "fig4": "Throughput multiplier (modelled)",
+    "fig6": "Throughput multiplier, Llama 3 70B (modelled)",
+    "growing": "Throughput multiplier of a generation of {new_tokens} tokens, by the context that it starts from",
+    "not_overlapped": "Throughput multiplier, compute and memory not overlapped",
+    "full_terms": "Throughput multiplier with (un)embedding, attention, KV writes and KV refresh",
+}
+
+
+def draw(rows: list[Row], folder: str) -> list[str]:
+    """Write ``<figure>.png`` for every figure; returns the files."""
+    special = {"fig1": lines, "fig3": intensity, "fig5": bars, "cost": units}
+    files = []
+    for figure in dict.fromkeys(r["figure"] for r in rows):
+        some = [r for r in rows if r["figure"] == figure]
+        drawing = special[figure](some) if figure in special else heat(some, HEAT[figure])
+        files.append(plots.save(folder, figure, drawing))
+    return files
+
+
+def methods(rows: list[Row]) -> list[str]:
+    return list(dict.fromkeys(r["method"] for r in rows))
+
+
+def lines(rows: list[Row]) -> Any:
+    drawing, ((axes,),) = plots.panels(1, 1, (6, 4), bare=True)
+    for method in methods(rows):
+        points = sorted((r["context"], r["multiplier"]) for r in rows if r["method"] == method)
+        x, y = zip(*points)
+        axes.plot(x, y, "o-", ms=4, color=COLOURS[method])
+        axes.annotate(
+            NAMES[method], (x[-1], y[-1]), (7, 0), "data", "offset points", color=COLOURS[method], va="center"
+        )
+    axes.axhline(1, color="black", lw=0.8, ls=":")
+    axes.annotate("plain decoding", (x[-1], 1), (0, -4), "data", "offset points", ha="right", va="top")
+    context_axis(axes, x)
+    axes.set_ylim(0)
+    axes.set_ylabel("throughput multiplier")
+    axes.set_title(f"Modelled throughput at batch size {rows[0]['batch']}", loc="left")
+    axes.grid(alpha=0.25)
+    return drawing
+
+
+def context_axis(axes: Any, values: Any) -> None:
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(values, [plots.short(v) for v in values])
+    axes.set_xlabel("context length")
+
+
+def intensity(rows: list[Row]) -> Any:
+    import matplotlib
+
+    names = methods(rows)
+    contexts = sorted({r["context"] for r in rows})
+    drawing, (panels,) = plots.panels(1, len(names), (3 * len(names), 3.6), bare=True, sharey=True)
+    shades = matplotlib.colormaps["viridis"]
+    for axes, method in zip(panels, names):
+        for i, context in enumerate(contexts):
+            points = sorted(
+                (r["batch"], r["intensity"]) for r in rows if (r["method"], r["context"]) == (method, context)
+            )
+            x, y = zip(*points)
+            axes.plot(x, y, color=shades(0.9 * i / (len(contexts) - 1)), label=f"L = {plots.short(context)}")
+        axes.axhline(600, color="crimson", lw=1, ls="--")
+        axes.set_title(NAMES[method] + (", draft step" if method in COLOURS else ""), loc="left", fontsize=10)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(x[::2], [plots.short(v) for v in x[::2]])
+        axes.set_yscale("log")
+        axes.set_xlabel("batch size")
+        axes.grid(alpha=0.25)
+    panels[0].annotate("H100: 600", (x[0], 600), (0, 3), "data", "offset points", color="crimson", fontsize=9)
+    panels[0].set_ylabel("FLOPs a byte")
+    panels[-1].legend(fontsize=8, loc="lower right")
+    drawing.suptitle(
+        "Operational intensity: below the line a step waits for memory", x=0.125, ha="left", fontsize=12
+    )
+    drawing.subplots_adjust(wspace=0.08, top=0.83)
+    return drawing
+
+
+def heat(rows: list[Row], title: str) -> Any:
+    names = methods(rows)
+    batches, contexts = sorted({r["batch"] for r in rows}), sorted({r["context"] for r in rows})
+    # White is plain decoding's speed, red is slower; the same scale in every figure that stays below 3.5.
+    norm = plots.around_one(max(r["multiplier"] for r in rows), 3.5)
+    drawing, (panels,) = plots.panels(1, len(names), (5.4 * len(names), 3.9), sharey=True)
+    for axes, method in zip(panels, names):
+        value = {(r["batch"], r["context"]): r["multiplier"] for r in rows if r["method"] == method}
+        image = plots.heat(axes, batches, contexts, norm, value)
+        axes.set_xlabel("context length")
+        axes.set_title(NAMES[method], loc="left")
+    panels[0].set_ylabel("batch size")
+    drawing.subplots_adjust(wspace=0.04, top=0.84, right=0.93)
+    place = panels[-1].get_position()
+    plots.scale(drawing, image, (0.945, place.y0, 0.009, place.height))
+    drawing.suptitle(title.format(**rows[0]), x=0.125, ha="left", fontsize=12)
+    return drawing
+
+
+def bars(rows: list[Row]) -> Any:
+    drawing, ((axes,),) = plots.panels(1, 1, (6.4, 3.6), bare=True)
+    values = [r["multiplier"] for r in rows]
+    colours = [COLOURS["spire"] if r["method"] == "spire" else "#9ec5e3" for r in rows]
+    marks = axes.barh([VARIANTS[r["method"]] for r in rows], values, color=colours)
+    for label, r in zip(axes.bar_label(marks, fmt="%.2f", padding=-30), rows):
+        label.set_color("white" if r["method"] == "spire" else "black")
+    axes.axvline(values[0], color=COLOURS["spire"], lw=0.8, ls=":")
+    axes.invert_yaxis()
+    axes.tick_params(axis="y", length=0)
+    axes.set_xlabel("throughput multiplier")
+    axes.set_title(
+        f"SPIRe without its parts, batch size {rows[0]['batch']}, context {rows[0]['context']}", loc="left"
+    )
+    return drawing
+
+
+def units(rows: list[Row]) -> Any:
+    drawing, ((axes,),) = plots.panels(1, 1, (6.4, 3.0), bare=True)
+    names = methods(rows)
+    shown = {"invested": "#c44e52", "saved": "#9ec5e3", "net": "#1f77b4"}
+    for i, (quantity, colour) in enumerate(shown.items()):
+        values = [
+            next(r["units"] for r in rows if (r["method"], r["quantity"]) == (n, quantity)) for n in names
+        ]
+        marks = axes.barh(
+            [n + 0.27 * (i - 1) for n in range(len(names))], values, 0.25, color=colour, label=quantity
+        )
+        axes.bar_label(marks, fmt="%.2f", padding=3, fontsize=9)
+    axes.set_yticks(range(len(names)), [NAMES[n] for n in names])
+    axes.invert_yaxis()
+    axes.tick_params(axis="y", length=0)
+    axes.set_xlim(0, 8)
+    axes.set_xlabel("units of the target's training")
+    axes.set_title("Cost of the draft and what it saves of 10 units of serving", loc="left")
+    axes.legend(fontsize=9, loc="upper right", frameon=False)
+    return drawing
+
+
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    d = Settings()
-    parser.add_argument(
-        "--tau-context",
-        type=int,
-        default=d.tau_context,
-        help="take tau as measured at this context: 256, 512 or 960 (default: %(default)s, the paper's choice)",
-    )
-    parser.add_argument("--vocab", type=int, default=d.vocab, help="of full_terms (default: %(default)s)")
-    parser.add_argument(
-        "--new-tokens", type=int, default=d.new_tokens, help="of growing (default: %(default)s)"
-    )
-    parser.add_argument("--json", metavar="FILE", help="write the rows as JSON")
-    parser.add_argument("--plots", metavar="DIR", help="write a PNG for each figure (needs matplotlib)")
-    a = parser.parse_args()
-    main(Settings(a.tau_context, a.vocab, a.new_tokens, a.json, a.plots))
+    main(parse(Settings, __doc__))

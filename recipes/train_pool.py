@@ -8,28 +8,23 @@ another draft. The same command continues an interrupted run; finished drafts ar
 
 from __future__ import annotations
 
-import argparse
-import copy
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import train_pocket
-from _data import held
-from _measure import quiet
-from _report import meta, write
-from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from specdec import zoo
 from specdec.data.corpus import DOMAINS
-from specdec.models.fingerprint import fingerprint
+from specdec.lab.options import option, parse
+from specdec.lab.recipe import Recipe
+from specdec.lab.report import meta
+from specdec.lab.states import First, stream_states
+from specdec.lab.streams import Streams
 from specdec.pruning.layers import keep_layers
 from specdec.training.losses import MixedLoss
-from specdec.training.states import States
 from specdec.training.train import Settings as Training
 from specdec.training.train import Trained, train
 
@@ -51,31 +46,25 @@ class Member:
 POOL = {
     "pocket-code": Member((1, 0, 0)),
     "pocket-prose": Member((0, 1, 0), start="pocket-code"),
-    "pocket-tabular": Member(
-        (0.3, 0, 0.7), start="pocket-code"
-    ),  # tables are written in code, and the corpus has few
+    # Tables are written in code, and the corpus has few.
+    "pocket-tabular": Member((0.3, 0, 0.7), start="pocket-code"),
     "pocket-tiny": Member(MIXTURE, 64, 2, 2, 160),
 }
 
 
-@dataclass
-class Settings:
-    """Every setting of a run."""
-
-    drafts: str = ",".join(POOL)
-    work: str = "runs/pocket"
-    site: str = ""
-    zoo: str = str(zoo.FOLDER)
-    tokens: float = 3.0
-    epochs: float = 1.0
-    batch: int = 2
-    muon_lr: float = 0.02
-    adam_lr: float = 0.006
-    compile: bool = True
-    validation: int = 16
-    threads: int = 1
-    seed: int = 0
-    json: str | None = None
+@dataclass(frozen=True)
+class Settings(Recipe):
+    drafts: tuple[str, ...] = option(tuple(POOL), "which, in order")
+    work: str = option("runs/pocket", "folder of shards and cached states")
+    site: str = option("", "more site-packages folders, separated by commas")
+    zoo: str = option(str(zoo.FOLDER), "folder to export to (default: the package's)")
+    tokens: float = option(3.0, "millions of tokens of text for each")
+    epochs: float = option(1.0, "times over them")
+    batch: int = option(2, "sequences of a step")
+    muon_lr: float = option(0.02)
+    adam_lr: float = option(0.006)
+    compile: bool = option(True, "torch.compile of the loss")
+    validation: int = option(16, "sequences of validation text")
 
 
 def started(member: Member, s: Settings) -> Any:
@@ -95,63 +84,32 @@ def started(member: Member, s: Settings) -> Any:
     return LlamaForCausalLM(LlamaConfig.from_dict(config))
 
 
-def states(s: Settings, target: Any, member: Member, split: str, count: int) -> States:
+def states(s: Settings, target: Any, tokenizer: Any, member: Member, split: str, count: int) -> First:
     """The target's final hidden states of ``count`` sequences of the member's domains, made where they are not there yet."""
-    name = "-".join(f"{share:g}" for share in member.shares)
-    folder = Path(s.work) / f"states-pool-{split}-{fingerprint(target)}-{name}"
-    if held(folder, target) < count:
-        low = copy.deepcopy(target).eval()
-        for p in low.parameters():
-            p.data = p.data.to(torch.bfloat16)
-        low.set_attn_implementation("block")
-        States.write(folder, low, sequences(s, member, split, count), (), count)
-    return States(folder, target)
+    label = f"pool-{'-'.join(f'{share:g}' for share in member.shares)}-"
+    streams = Streams(work=s.work, site=s.site, seed=s.seed)
+    return stream_states(target, tokenizer, streams, (), 1024 * count, split, member.shares, label)
 
 
-def sequences(s: Settings, member: Member, split: str, count: int) -> Iterator[Tensor]:
-    """``count`` sequences of 1025 ids of the member's domains."""
-    settings = train_pocket.Settings(work=s.work, site=s.site, seed=s.seed)
-    train_pocket.make_streams(settings)
-    streams = [train_pocket.stream(settings, split, domain) for domain in DOMAINS]
-    batches = train_pocket.Batches(streams, member.shares, settings.length, s.seed)
-    for start in range(0, count, 4):
-        yield batches.take(min(4, count - start))
-
-
-def fit(s: Settings, name: str, target: Any) -> tuple[Any, Trained]:
+def fit(s: Settings, name: str, target: Any, tokenizer: Any) -> tuple[Any, Trained]:
     """Train one draft; its checkpoint is in the work folder."""
     member, count = POOL[name], max(1, round(s.tokens * 1e6) // 1024)
     draft = started(member, s)
-    data, validation = (
-        states(s, target, member, "train", count),
-        states(s, target, member, "validation", s.validation),
-    )
+    data = states(s, target, tokenizer, member, "train", count)
+    validation = states(s, target, tokenizer, member, "validation", s.validation)
     steps = max(1, round(count * s.epochs / s.batch))
     training = Training(
-        steps,
-        s.batch,
-        s.muon_lr,
-        s.adam_lr,
-        warmup=0.02,
-        decay=0.8,
-        compile=s.compile,
-        seed=s.seed,
+        steps, s.batch, s.muon_lr, s.adam_lr, warmup=0.02, decay=0.8, compile=s.compile, seed=s.seed,
         validate_every=max(1, steps // 10),
-    )
+    )  # fmt: skip
 
     def tell(row: dict[str, float]) -> None:
         print(name, json.dumps({key: round(value, 4) for key, value in row.items()}), flush=True)
 
     report = train(
-        draft,
-        target,
-        data,
-        loss=MixedLoss(),
-        settings=training,
-        validation=validation,
-        checkpoint=Path(s.work) / f"{name}.pt",
-        on_validation=tell,
-    )
+        draft, target, data, loss=MixedLoss(), settings=training, validation=validation,
+        checkpoint=Path(s.work) / f"{name}.pt", on_validation=tell,
+    )  # fmt: skip
     return draft, report
 
 
@@ -205,50 +163,19 @@ def card(s: Settings, name: str, draft: Any, report: Trained) -> str:
 
 
 def main(s: Settings) -> None:
-    unknown = [name for name in s.drafts.split(",") if name not in POOL]
+    unknown = [name for name in s.drafts if name not in POOL]
     if unknown:
         raise SystemExit(f"--drafts {unknown[0]}: there are {', '.join(POOL)}")
-    torch.set_num_threads(s.threads)
-    quiet()
+    s.begin()
     target, tokenizer = zoo.load("pocket-target")
     rows = []
-    for name in s.drafts.split(","):
-        draft, report = fit(s, name, target)
+    for name in s.drafts:
+        draft, report = fit(s, name, target, tokenizer)
         export(s, name, draft, tokenizer, report)
         rows += [{"draft": name, **row, "seconds": report.seconds} for row in report.curve]
         print(f"{name}: {report.tokens / 1e6:.1f} M tokens in {report.seconds / 60:.0f} minutes", flush=True)
-    if s.json:
-        write(s.json, rows, s.seed)
-
-
-def settings() -> Settings:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    d = Settings()
-    parser.add_argument("--drafts", default=d.drafts, help="which, in order (default %(default)s)")
-    parser.add_argument(
-        "--work", default=d.work, help="folder of shards and cached states (default %(default)s)"
-    )
-    parser.add_argument("--site", default=d.site, help="more site-packages folders, separated by commas")
-    parser.add_argument("--zoo", default=d.zoo, help="folder to export to")
-    parser.add_argument("--tokens", type=float, default=d.tokens, help="millions of tokens of text for each")
-    parser.add_argument("--epochs", type=float, default=d.epochs, help="times over them")
-    parser.add_argument("--batch", type=int, default=d.batch, help="sequences of a step")
-    parser.add_argument("--muon-lr", type=float, default=d.muon_lr)
-    parser.add_argument("--adam-lr", type=float, default=d.adam_lr)
-    parser.add_argument(
-        "--compile",
-        action=argparse.BooleanOptionalAction,
-        default=d.compile,
-        help="torch.compile of the loss",
-    )
-    parser.add_argument("--validation", type=int, default=d.validation, help="sequences of validation text")
-    parser.add_argument("--threads", type=int, default=d.threads)
-    parser.add_argument("--seed", type=int, default=d.seed)
-    parser.add_argument("--json")
-    return Settings(**vars(parser.parse_args()))
+    s.save(rows)
 
 
 if __name__ == "__main__":
-    main(settings())
+    main(parse(Settings, __doc__))

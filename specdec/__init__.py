@@ -27,13 +27,26 @@ from specdec.verifiers import Coupled, Rejection
 
 __version__ = "0.1.0"
 
-_LATER = ("audit", "cost", "data", "distributed", "masks", "memory", "models", "pruning", "training", "zoo")
+_LATER = (
+    "audit",
+    "cost",
+    "data",
+    "distributed",
+    "lab",
+    "masks",
+    "memory",
+    "models",
+    "pruning",
+    "training",
+    "zoo",
+)
 
 if TYPE_CHECKING:  # what type checkers and editors see; a name that is missing here is an error to them
     from specdec import audit as audit
     from specdec import cost as cost
     from specdec import data as data
     from specdec import distributed as distributed
+    from specdec import lab as lab
     from specdec import masks as masks
     from specdec import memory as memory
     from specdec import models as models

@@ -459,7 +459,7 @@ def test_shapes_are_asked_for_by_name():
 
 
 def run(*words, code=None):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "recipes")}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     start = ["-c", code] if code else ["recipes/spire_throughput.py"]
     return subprocess.run(
         [sys.executable, *start, *words],

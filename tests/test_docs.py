@@ -92,13 +92,21 @@ def commands() -> list[tuple[str, str]]:
     ]
 
 
+def options_of(script: Path) -> str:
+    """The source of a script, and of the lab's modules that it imports: settings are dataclasses whose fields are options."""
+    source = script.read_text(encoding="utf-8")
+    lab = [
+        ROOT / "specdec/lab" / f"{name}.py" for name in re.findall(r"from specdec\.lab\.(\w+) import", source)
+    ]
+    return "\n".join([source, *map(options_of, lab)])
+
+
 def test_the_commands_exist():
     assert len(commands()) > 8
     for page, command in commands():
         script, *words = command.split()
-        source = (ROOT / script).read_text(encoding="utf-8")
+        source = options_of(ROOT / script)
         for option in (word.partition("=")[0] for word in words if word.startswith("--")):
-            # train_pocket makes its options from the fields of its settings
             field = rf"^    {option.removeprefix('--').replace('-', '_')}: "
             assert f'"{option}"' in source or re.search(field, source, re.MULTILINE), f"{page}: {command}"
 

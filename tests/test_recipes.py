@@ -9,10 +9,8 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from time import monotonic, sleep
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -69,16 +67,16 @@ RECIPES = [
     "spin_pipeline",
     "spin_switching",
     "spin_end_to_end",
-    "gpu_suite",
+    "gpu/suite",
 ]
 
 
 def test_help_says_what_and_how():
-    assert {p.stem for p in (ROOT / "recipes").glob("[a-z]*.py")} == {
-        *RECIPES,
-        "spire_throughput",
-        "checkout",
-    }
+    scripts = {str(p.relative_to(ROOT / "recipes").with_suffix("")) for p in (ROOT / "recipes").glob("*.py")}
+    assert not [
+        p.name for p in (ROOT / "recipes").rglob("_*.py")
+    ]  # what they share is public, in specdec.lab
+    assert scripts | {"gpu/suite"} == {*RECIPES, "spire_throughput", "checkout"}
     for name, ran in zip(RECIPES, each(*([f"recipes/{name}.py", "--help"] for name in RECIPES))):
         assert ran.returncode == 0, (name, ran.stderr)
         assert "--json" in ran.stdout, name
@@ -337,12 +335,12 @@ def test_the_pools_table(tmp_path):
 
 
 def test_a_checkout_that_is_not_installed(tmp_path):
-    """Neither the suite nor the tests need an installation: ``specdec.kernels``, which lies beside ``specdec``, is found, too."""
-    for folder, but in (("specdec", ("*.safetensors", "kernels")), ("kernels", ())):
-        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns(*but, "__pycache__"))
-    for file in ("recipes/_gpu_ready.py", "tests/conftest.py"):
-        (tmp_path / file).parent.mkdir()
-        shutil.copy(ROOT / file, tmp_path / file)
+    """Neither the suite nor the tests need an installation: ``specdec.kernels`` is a link to what lies beside ``specdec``."""
+    left_out = shutil.ignore_patterns("*.safetensors", "__pycache__")
+    for folder in ("specdec", "kernels"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=left_out, symlinks=True)
+    (tmp_path / "tests").mkdir()
+    shutil.copy(ROOT / "tests/conftest.py", tmp_path / "tests/conftest.py")
     paths = os.pathsep.join(path for path in sys.path if path.endswith("site-packages"))
     code = "import specdec.kernels.attention as a, specdec as s; print(s.__file__, a.__file__)"
 
@@ -355,7 +353,7 @@ def test_a_checkout_that_is_not_installed(tmp_path):
         pytest.skip("specdec is installed as a copy, which comes first")
     done = said("import runpy; runpy.run_path('tests/conftest.py');")
     assert done.returncode == 0, done.stderr
-    files = ("specdec/__init__.py", "kernels/attention/__init__.py")
+    files = ("specdec/__init__.py", "specdec/kernels/attention/__init__.py")
     assert done.stdout.split() == [str(tmp_path / file) for file in files]
 
 
@@ -363,7 +361,7 @@ def test_the_gpu_suite_at_toy_size(tmp_path):
     """All stages on the CPU, by the code that a GPU would run; Triton's kernels are interpreted."""
     pytest.importorskip("triton")
     file = tmp_path / "g.json"
-    said = run("recipes/gpu_suite.py", "--toy", "--minutes", "5", "--json", str(file), timeout=900)
+    said = run("recipes/gpu/suite.py", "--toy", "--minutes", "5", "--json", str(file), timeout=900)
     rows = report(file)
     columns = {"stage", "case", "seconds", "floor_seconds", "share_of_floor", "max_error"}
     assert {r["stage"] for r in rows} == {*"abcdef", "bars"}
@@ -403,8 +401,8 @@ def test_the_gpu_suite_stops_in_time_and_goes_on_after_a_failure(tmp_path):
     files = tmp_path / "a.json", tmp_path / "b.json"
     code = f"""
 import sys
-sys.path.insert(0, "recipes")
-import gpu_suite as g
+sys.path.insert(0, ".")
+import recipes.gpu.suite as g
 g.STAGES["a"] = "no_such_module"
 common = dict(toy=True, device="cpu", minutes="0.0001")
 assert g.main(g.Settings("a", isolated=False, json={str(files[0])!r}, **common)) == 1
@@ -454,9 +452,8 @@ def of_a_bar(case, seconds=1.0, **more):
         ),
     ],
 )  # fmt: skip
-def test_a_bar_is_met_by_every_point_and_none_that_failed(rows, verdict, note, monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "recipes")
-    from _gpu_bars import verdicts
+def test_a_bar_is_met_by_every_point_and_none_that_failed(rows, verdict, note):
+    from recipes.gpu.bars import verdicts
 
     bar = verdicts(rows, measured=True)[0]
     assert (bar["verdict"], bar["note"]) == (verdict, note)
@@ -464,14 +461,12 @@ def test_a_bar_is_met_by_every_point_and_none_that_failed(rows, verdict, note, m
     assert {b["verdict"] for b in verdicts(rows, measured=False)} == {"not measured"}
 
 
-def test_bars_know_how_many_points_the_suite_has(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "recipes")
-    import _gpu_bars
-    import _gpu_steps
+def test_bars_know_how_many_points_the_suite_has():
+    from recipes.gpu import bars, steps
 
-    points = {bar.key: bar.points for bar in _gpu_bars.BARS}
-    assert points["decode_step"] == len(_gpu_steps.POINTS)
-    assert points["generate"] == len(_gpu_steps.THEIRS)
+    points = {bar.key: bar.points for bar in bars.BARS}
+    assert points["decode_step"] == len(steps.POINTS)
+    assert points["generate"] == len(steps.THEIRS)
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
@@ -492,7 +487,7 @@ def test_a_gpu_suite_that_is_ended_leaves_what_it_has_measured(how, tmp_path):
     file.write_text(json.dumps({"meta": old, "rows": rows}))
     words = [
         sys.executable,
-        "recipes/gpu_suite.py",
+        "recipes/gpu/suite.py",
         "--toy",
         "--isolated",
         "--stages",
@@ -524,46 +519,8 @@ def test_a_gpu_suite_that_is_ended_leaves_what_it_has_measured(how, tmp_path):
         assert {f.name for f in tmp_path.iterdir()} == {"g.json", "g.md"}
 
 
-@pytest.mark.parametrize("executor", ["serial", "threads", "processes"])
-def test_a_timed_pipeline_stops_when_its_rounds_are_over(executor, monkeypatch):
-    """And can be used again; drafts that are waited for draft the same."""
-    monkeypatch.syspath_prepend(ROOT / "recipes")
-    import spin_pipeline as recipe
-
-    models = [sd.HFModel(tiny("llama", i, torch.float32)) for i in (0, 1)]
-    decoder = sd.decoder(models[0]).draft(models[1], 2).build()
-    assert recipe.waited(decoder) is decoder
-    with monkeypatch.context() as patch:
-        patch.setattr(models[0], "device", torch.device("cuda"))
-        slow = recipe.waited(decoder)
-    if executor != "serial":
-        decoder = replace(decoder, executor=recipe.Pipelined(2, workers=executor, ahead=False))
-    seen = []
-    original = recipe.Pipelined.run if executor != "serial" else recipe.Serial.run
-
-    def run(self, *args):
-        for round in original(self, *args):
-            seen.append(round.number)
-            yield round
-
-    monkeypatch.setattr(type(decoder.executor), "run", run)
-    micro = 1 if executor == "serial" else 2
-    rows = [[1, 2, 3], [4, 5], [6, 7, 8], [9]]
-    for _ in range(2):
-        seconds, parts = recipe.timed(decoder, rows, 5, micro, 0)
-        assert seconds > 0
-        assert len(parts) == 5 * micro
-        assert max(seen) <= 8  # of 27 tokens a row
-    waits = []
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waits.append(1))
-    prompts = [[1, 2, 3], [4, 5]]
-    assert slow.generate(prompts, 9, seed=0).ids == decoder.generate(prompts, 9, seed=0).ids
-    assert len(waits) > 2
-
-
-def test_rows_of_captured_steps_fail_where_nothing_was_captured(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "recipes")
-    from _gpu_steps import stopped
+def test_rows_of_captured_steps_fail_where_nothing_was_captured():
+    from recipes.gpu.steps import stopped
 
     model = tiny("llama", 0, torch.float32)
     made = sd.HFModel(model, graphs="eager")
@@ -578,54 +535,13 @@ def test_rows_of_captured_steps_fail_where_nothing_was_captured(monkeypatch):
     assert stopped(made)["note"].endswith("it waits")
 
 
-def test_an_error_shows_in_one_head_of_one_query(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "recipes")
-    from _gpu_lab import LIMITS, relative, worst
-
-    exact = torch.randn(1, 400, 32, 128, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    exact[0, 7, 3] = 0  # a query that sees nothing
-    out = exact.to(torch.bfloat16)
-    assert worst(out, exact) < LIMITS[torch.bfloat16] / 4
-    out[0, 5, 2] = out[0, 5, 3]
-    assert relative(out, exact) < LIMITS[torch.bfloat16] < worst(out, exact)
-    for wrong in (float("nan"), 1.0):
-        out = exact.clone()
-        out[0, 7, 3, 1] = wrong
-        assert not worst(out, exact) < LIMITS[torch.bfloat16]
-
-
-def test_runs_that_captured_a_shape_are_left_out(monkeypatch):
-    """Unless a method has no others."""
-    monkeypatch.syspath_prepend(ROOT / "recipes")
-    import spire_measured as recipe
-
-    programs, turns = [object()], Counter()
-
-    def steady(decoder, groups, new_tokens):
-        turns[decoder.name] += 1
-        if decoder.name == "unlucky" or (decoder.name == "plain" and turns["plain"] == 2):
-            programs.append(object())
-        return recipe.Run(turns[decoder.name], 1.0, 1, SimpleNamespace(acceptance=[0.5] * 4))
-
-    monkeypatch.setattr(recipe, "steady", steady)
-    monkeypatch.setattr(recipe, "captured", lambda *parts: list(programs))
-    monkeypatch.setattr(recipe, "SHORT", 0)
-    lab = object.__new__(recipe.Lab)
-    lab.s, lab.lengths = recipe.Settings(repeats=3), [4]
-    lab.target, lab.drafts = None, {"unlucky": None, "lucky": None}
-    lab.decoder = lambda method, k: SimpleNamespace(name=method, draft=None)
-    found = {case.method: [run.tokens for run in case.runs] for case in lab.measure([])}
-    assert found == {"plain": [3, 4], "unlucky": [3, 4, 5], "lucky": [3, 4, 5]}  # those before warm up
-
-
 @pytest.fixture
 def suite(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "recipes")
-    import gpu_suite
+    from recipes.gpu import suite
 
-    monkeypatch.setattr(gpu_suite, "ready", lambda device: None)
-    monkeypatch.setattr(gpu_suite.signal, "signal", lambda *_: None)
-    return gpu_suite
+    monkeypatch.setattr(suite, "ready", lambda device: None)
+    monkeypatch.setattr(suite.signal, "signal", lambda *_: None)
+    return suite
 
 
 def test_what_a_stage_takes_too_long_the_next_one_lacks(suite, monkeypatch):
@@ -695,9 +611,9 @@ def test_the_gpu_suites_reports_are_merged(tmp_path):
         return str(tmp_path / name)
 
     files, out = [write("x.json", "a,b", True), write("y.json", "b,c", True)], tmp_path / "all.json"
-    merge = ["recipes/gpu_suite.py", "--toy", "--stages", "", "--json", str(out), "--merge"]
+    merge = ["recipes/gpu/suite.py", "--toy", "--stages", "", "--json", str(out), "--merge"]
     full, none = [*merge, write("full.json", "a", False)], [*merge, str(ROOT / "pyproject.toml")]
-    wrong = ["recipes/gpu_suite.py", "--toy", "--stages", "a,b", "--minutes"]
+    wrong = ["recipes/gpu/suite.py", "--toy", "--stages", "a,b", "--minutes"]
     ran = each(
         [*merge, *files],
         full,
@@ -705,7 +621,7 @@ def test_the_gpu_suites_reports_are_merged(tmp_path):
         [*wrong, "1,2,3"],
         [*wrong, "1,0"],
         [*wrong, "x"],
-        ["recipes/gpu_suite.py"],
+        ["recipes/gpu/suite.py"],
     )
     assert ran[0].returncode == 0, ran[0].stderr
     assert [(r["stage"], r["case"]) for r in report(out) if r["stage"] != "bars"] == [

@@ -21,6 +21,7 @@ from specdec import drafts
 from specdec.audit.certify import certify
 from specdec.kernels import rejection
 from specdec.kernels.rejection import verify
+from specdec.lab.errors import decision_error
 from specdec.rng import ACCEPT, BONUS, Key, Philox, seeds
 from specdec.selectors.rewards import block_divergence
 from specdec.types import Context, Proposal
@@ -367,19 +368,10 @@ def test_interpreted_kernels_refuse_logits_that_are_no_distribution(temperature,
         refuses("triton", bad, temperature)
 
 
-@pytest.fixture
-def decision_error(monkeypatch):
-    """The GPU suite's: with large vocabularies some threshold is close to any number, but not the wrong ones of a decision."""
-    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "recipes")
-    from _gpu_correct import decision_error
-
-    return decision_error
-
-
 @pytest.mark.skipif(not GPU, reason="needs triton and a GPU")
 @KINDS
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 0.0])
-def test_on_a_gpu_the_kernels_decide_as_the_reference_does(kind, temperature, decision_error):
+def test_on_a_gpu_the_kernels_decide_as_the_reference_does(kind, temperature):
     for seed, (B, N, V, dtype) in enumerate([(8, 5, 50_000, F32), (3, 0, 2048, BF16), (5, 3, 151_936, BF16)]):
         logits, proposal, draft, context, rng = case(B, N, V, dtype, seed, 0.1, kind, temperature)
         args = (logits, proposal.tokens, proposal.size, *numbers(context, rng, N), draft)
@@ -390,7 +382,7 @@ def test_on_a_gpu_the_kernels_decide_as_the_reference_does(kind, temperature, de
 
 @KINDS
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 0.0])
-def test_an_error_of_decisions_is_how_far_a_number_is_from_its_interval(kind, temperature, decision_error):
+def test_an_error_of_decisions_is_how_far_a_number_is_from_its_interval(kind, temperature):
     """Next to nothing for the reference's, more for any other decision of its rows."""
     logits, proposal, draft, context, rng = case(6, 3, 5000, BF16, 4, 0.1, kind, temperature)
     args = (logits, proposal.tokens, proposal.size, *numbers(context, rng, 3), draft)

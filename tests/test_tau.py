@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -109,40 +107,6 @@ def test_same_mean_as_live_decoding(kind):
     assert abs(float(counted.mean() - expected.mean())) < 4 * float(error)
     assert float(error) < 0.15  # of about seven rounds: a bias of a tenth would show
     assert float(expected.var()) < float(counted.var())
-
-
-@pytest.mark.parametrize("kind", ["vanilla", "windowed", "spire", "no feedback", "all layers"])
-def test_every_k_from_one_pass_is_each_k_on_its_own(kind, monkeypatch):
-    """A block's first tokens do not depend on how many are to come, windows as narrow as the longest block included."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "recipes"))
-    from _tau import Texts, each_k, score
-
-    from specdec.training.forward import Parallel
-
-    target, (L, n, longest) = tiny("llama", num_hidden_layers=3, vocab_size=23), (12, 17, 6)
-    tokens = torch.randint(0, 23, (3, L + 1 + n + longest), generator=torch.Generator().manual_seed(2))
-    with torch.no_grad():
-        out = target(tokens[:, :-1], output_hidden_states=True)
-    hidden = {layer: out.hidden_states[layer] for layer in range(3)}
-    texts = Texts(tokens, L, n, longest, ["code"] * 3, torch.arange(3).numpy(), out.logits[:, L:], hidden)
-    spire = {
-        "spire": {"layers": 2, "window": longest},
-        "no feedback": {"layers": 2, "window": 9, "feedback": False},
-        "all layers": {"layers": 3, "window": longest, "feedback": False},
-    }
-    if kind in spire:
-        draft, forward = SpireModel.from_target(target, sinks=2, **spire[kind]), None
-        if draft.memory is not None:
-            torch.nn.init.normal_(draft.memory.weights, generator=torch.Generator().manual_seed(0))
-    else:
-        draft = tiny("llama", seed=1, vocab_size=23)
-        forward = Parallel(3, 1) if kind == "windowed" else Parallel()
-    found = list(each_k({kind: (draft, forward)}, texts, range(1, longest + 1)))
-    assert [at_k.k for at_k, _ in found] == list(range(1, longest + 1))
-    for at_k, scores in found:
-        for sliced, alone in zip(scores[kind], score(draft, replace(texts, k=at_k.k), forward)):
-            torch.testing.assert_close(sliced, alone, rtol=0, atol=1e-10)
-    assert len({round(scores[kind].tau, 6) for _, scores in found}) == longest  # k does matter
 
 
 def magicdecs_case() -> tuple:

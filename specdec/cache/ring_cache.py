@@ -63,6 +63,13 @@ class RingCache(Ring, TokenIndex):
                 self._lengths[b], self._fed[b], self._high[b], held[b] = 0, 0, -1, 0
         return held
 
+    def fill(self, other: RingCache) -> None:
+        """Take over what ``other``, a ring of the same sizes, holds and has consumed; ``other`` stays as it is."""
+        for mine, theirs in zip(self._blocks, other._blocks, strict=True):
+            mine.copy_(theirs)
+        self._hold(*other._rows(list(range(other.batch))))
+        self._high = list(other._high)
+
     def commit(self, context: Context, verdict: Verdict) -> None:
         """Take the accepted nodes of the chain that was scored last, in this ``context``, into the memo: they are in place."""
         self.accept(context, verdict)

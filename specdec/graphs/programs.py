@@ -86,8 +86,18 @@ class Programs:
         self._storages: list[Storage] = []
 
     def __repr__(self) -> str:
-        captured = sum(len(s.programs) for s in self._storages)
-        return f"{type(self).__name__}({captured} captured{f', stopped: {self.why}' if self.why else ''})"
+        stopped = f", stopped: {self.why}" if self.why else ""
+        return f"{type(self).__name__}({len(self.captured)} captured{stopped})"
+
+    @property
+    def captured(self) -> list[Program]:
+        """All programs that are captured now; over each memory, the one used last comes last."""
+        return [program for storage in self._storages for program in storage.programs.values()]
+
+    @property
+    def too_large(self) -> set[Hashable]:
+        """Names of the programs for whose capture there was too little memory."""
+        return {name for storage in self._storages for name in storage.too_large}
 
     def lent(self, batch: int, fits: Callable[[Any], bool]) -> Any:
         """As ``Storage.lend``, of memory that is free, has the rows, and whose cache ``fits``; without any ``None``, and what is free goes."""

@@ -240,6 +240,11 @@ class HFModel:
         """KV bytes of one token of one row, all layers."""
         return sum(shape.bytes for shape in self._shapes)
 
+    @property
+    def plain(self) -> HFModel:
+        """The model that a mask is joined to: itself. A subclass that only hands out other caches gives what it was made from."""
+        return self
+
     def cache(self, batch: int, capacity: int) -> Cache:
         """An empty cache for ``batch`` rows of up to ``capacity`` tokens, nodes included; in pages where the model has a ``page``.
 

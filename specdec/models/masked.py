@@ -64,6 +64,8 @@ class Masked(HFModel):
             raise TypeError(
                 f"model has a mask already, {model.mask!r}: give the HFModel that it was made from, and join masks by &"
             )
+        if isinstance(model, HFModel):
+            model = model.plain
         if type(model) is not HFModel:  # one with a forward of its own would lose it
             raise TypeError(f"model is a {type(model).__name__}: give an HFModel, HFModel(your_model)")
         whole("block", block)

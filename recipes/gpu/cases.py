@@ -1,0 +1,270 @@
+"""Attention problems for the GPU suite: random tensors and a plan, what they move and compute, and the answer in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from recipes.gpu.stage import Stage
+from specdec import tree
+from specdec.cache.ring import Ring
+from specdec.cache.slots import KVShape
+from specdec.kernels.attention import AttentionPlan, ExplicitPlan, Tree, attention, native, reference
+from specdec.kernels.attention.reach import Reach, reach
+from specdec.lab.errors import worst
+
+PARENTS = (-1, 0, 0, 1, 1, 2, 5)  # of a tree's nodes; the last committed token is fed before them
+LARGE = (-1, 0, *(i // 2 for i in range(2, 70)))  # more nodes than a word has bits
+
+
+@dataclass
+class Heads:
+    """Query heads, KV heads and their size."""
+
+    query: int
+    kv: int
+    size: int
+
+
+LLAMA_8B = Heads(32, 8, 128)
+TOY = Heads(4, 2, 32)
+TINY = Heads(2, 1, 16)
+
+
+@dataclass
+class Problem:
+    """A call of ``kernels.attention`` and what is known of it.
+
+    Attributes:
+        seen: slots that any query of its row sees, summed over rows. pairs: (query, slot) pairs that see each other.
+    """
+
+    query: Tensor
+    keys: Tensor
+    values: Tensor
+    plan: AttentionPlan
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    initial: int = 0
+    seen: int = 0
+    pairs: int = 0
+
+    def __post_init__(self) -> None:
+        for s in self.plan.runs(alone=True):
+            visible = np.asarray(self.plan.visible(s, self.reach)[0])
+            self.seen += int(visible.reshape(-1, visible.shape[-1]).any(0).sum())
+            self.pairs += int(visible.sum())
+
+    @property
+    def reach(self) -> Reach:
+        """The window and the first positions beside it."""
+        return reach(self.window, self.initial)
+
+    @property
+    def bytes(self) -> int:
+        """Keys and values of slots that are seen, queries and outputs: each once."""
+        _, heads, tokens, size = self.query.shape
+        slot = self.keys.shape[2] * (size + self.values.shape[-1])
+        return self.query.element_size() * (
+            self.seen * slot + tokens * heads * (size + self.values.shape[-1])
+        )
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.pairs * self.query.shape[1] * (self.query.shape[-1] + self.values.shape[-1])
+
+    def run(self, backend: str) -> Tensor:
+        return attention(
+            self.query,
+            self.keys,
+            self.values,
+            self.plan,
+            window=self.window,
+            softcap=self.softcap,
+            sink_logits=self.sinks,
+            initial=self.initial,
+            backend=backend,
+        )
+
+    def settings(self) -> tuple[Any, ...]:
+        """Arguments of ``choice.why_not`` after its name."""
+        return self.query, self.keys, self.values, self.plan, self.reach, self.softcap, self.sinks
+
+    def exact(self, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """The packed queries of some rows, and their outputs by the reference in float64."""
+        starts = np.concatenate([[0], np.cumsum(self.plan.counts)])
+        at = torch.from_numpy(np.concatenate([np.arange(starts[r], starts[r + 1]) for r in rows]))
+        chosen = at.to(self.query.device)
+        keys, values = self.keys, self.values
+        if self.plan.table is None:
+            where = torch.tensor([self.plan.rows[r] for r in rows], device=keys.device)
+            keys, values = keys[where], values[where]
+        out = reference.attend(
+            self.query[:, :, chosen].double(),
+            keys.double(),
+            values.double(),
+            _some(self.plan, rows, at),
+            self.query.shape[-1] ** -0.5,
+            self.reach,
+            self.softcap,
+            None if self.sinks is None else self.sinks.double(),
+        )
+        return chosen, out
+
+    def error(self, out: Tensor, rows: Sequence[int]) -> float:
+        """The largest relative error of a head of a query of some rows."""
+        at, exact = self.exact(rows)
+        return worst(out[:, at], exact)
+
+    def again(self, stage: Stage) -> Problem:
+        """The same with other numbers; the plan is shared."""
+        made = object.__new__(Problem)
+        vars(made).update(vars(self))
+        made.query = _query(stage, self.query.shape, self.query.dtype)
+        made.keys, made.values = (
+            stage.normal(t.shape[0], t.shape[2], t.shape[1], t.shape[3], dtype=t.dtype).transpose(1, 2)
+            for t in (self.keys, self.values)
+        )
+        return made
+
+
+def _query(stage: Stage, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """``[1, H, T, D]`` as a projection makes it, token by token."""
+    return stage.normal(1, shape[2], shape[1], shape[3], dtype=dtype).transpose(1, 2)
+
+
+def _some(plan: AttentionPlan, rows: Sequence[int], at: Tensor) -> AttentionPlan:
+    """The plan of some rows, over buffers that hold these rows only (or the same pages)."""
+    counts = [plan.counts[r] for r in rows]
+    if isinstance(plan, ExplicitPlan):
+        distance = None if plan.distance is None else plan.distance[at]
+        return ExplicitPlan(range(len(rows)), counts, plan.seen[at], distance, torch.arange(len(at)))
+    picked = list(rows)
+    shape = None if plan.tree is None else Tree(*(t[picked] for t in plan.tree))
+    table = None if plan.table is None else [plan.table[r] for r in rows]
+    first = [plan.first[r] for r in rows]
+    return AttentionPlan(
+        range(len(rows)), first, counts, plan.capacity, shape, table=table, page=plan.page, fragment=plan.fragment
+    )  # fmt: skip
+
+
+def slots(
+    stage: Stage,
+    heads: Heads,
+    dtype: torch.dtype,
+    first: Sequence[int],
+    counts: Sequence[int],
+    *,
+    branching: bool = False,
+    parents: Sequence[int] = PARENTS,
+    page: int = 0,
+    fragment: int | None = None,
+    window: int | None = None,
+    initial: int = 0,
+    softcap: float | None = None,
+    sinks: bool = False,
+) -> Problem:
+    """Queries after ``first [R]`` slots in use, over slots or pages.
+
+    Args:
+        branching: the queries of a row, after its first, are a tree (``parents``). sinks: with a sink logit a head.
+    """
+    R, length = len(first), [f + c for f, c in zip(first, counts)]
+    shape, table = None, None
+    if branching:
+        above = torch.tensor([parents] * R)
+        root = np.array(first) + 1
+        shape = Tree(root, tree.ancestors(above).numpy(), tree.depths(above).numpy())
+    B, S = R, max(length) + 3  # some slots that nothing was written to
+    if page:
+        need = [-(-n // page) for n in length]
+        order = np.random.default_rng(stage.seed).permutation(sum(need) + 2).tolist()
+        table = [[order.pop() for _ in range(n)] for n in need]
+        B, S = sum(need) + 2, page
+    plan = AttentionPlan(
+        range(R), list(first), list(counts), S, shape, table=table, page=page, fragment=fragment
+    )
+    keys, values = (stage.normal(B, heads.kv, S, heads.size, dtype=dtype).transpose(1, 2) for _ in range(2))
+    query = _query(stage, (1, heads.query, sum(counts), heads.size), dtype)
+    logits = stage.normal(heads.query, dtype=dtype) if sinks else None
+    return Problem(query, keys, values, plan, window, softcap, logits, initial)
+
+
+def intervals(
+    stage: Stage, heads: Heads, dtype: torch.dtype, first: Sequence[int], counts: Sequence[int], window: int
+) -> Problem:
+    """Each query sees a few ranges of slots of its own: the first ones, some in between, and the latest."""
+    R, S = len(first), max(f + c for f, c in zip(first, counts)) + 3
+    host = np.random.default_rng(stage.seed)
+    ranges = []
+    for p in (f + i for f, n in zip(first, counts) for i in range(n)):
+        ends = np.unique([0, *host.integers(1, max(2, p - window), 3), max(0, p + 1 - window), p + 1])
+        ranges.append([(int(a), int(b)) for a, b in list(pairwise(ends))[::-2]][::-1])
+    keys, values = (stage.normal(R, heads.kv, S, heads.size, dtype=dtype).transpose(1, 2) for _ in range(2))
+    query = _query(stage, (1, heads.query, sum(counts), heads.size), dtype)
+    return Problem(query, keys, values, ExplicitPlan.of_intervals(range(R), list(counts), ranges, S))
+
+
+def ring(
+    stage: Stage,
+    heads: Heads,
+    dtype: torch.dtype,
+    first: Sequence[int],
+    counts: Sequence[int],
+    sinks: int,
+    window: int,
+) -> Problem:
+    """Sinks and a window in constant memory (SPIRe, MagicDec): slots in no order, a mask by slot."""
+    R = len(first)
+    held = Ring(
+        [KVShape(heads.kv, heads.size, heads.size, dtype, stage.device)], R, sinks, window, max(counts)
+    )
+    for buffer in held.layers[0]:
+        buffer.copy_(stage.normal(*buffer.shape, dtype=dtype))
+    at = np.concatenate([np.arange(f, f + n) for f, n in zip(first, counts)])
+    where = held.at(torch.from_numpy(np.repeat(range(R), counts)), torch.from_numpy(at))
+    plan = ExplicitPlan(range(R), list(counts), held.visible(at), at[:, None] - held.held(at), where)
+    query = _query(stage, (1, heads.query, len(at), heads.size), dtype)
+    return Problem(query, *held.layers[0], plan)
+
+
+# Slots that no query sees are never read by these; others read them with weight 0, and are promised that they are finite.
+NEVER_READ = ("triton", "reference", "native")
+# These never read what no query has written; below a window they may read old keys with weight 0.
+NEVER_WRITTEN = ("torch_flash", "flash_attn")
+
+
+def poisoned(problem: Problem, backend: str) -> Problem:
+    """A copy in which whatever a backend must not look at is NaN, or large where it may be read with weight 0."""
+    plan = problem.plan
+    if (
+        backend == "native"
+        and max(plan.counts) * problem.query.shape[1] // problem.keys.shape[2] > native.PROMPT
+    ):
+        backend = "cpu"  # a prompt is PyTorch's there
+    unseen = torch.ones(problem.keys.shape[:2], dtype=torch.bool)
+    for r, s in enumerate(plan.runs(alone=True)):
+        used = np.ones(s.keys, dtype=bool)
+        if backend in NEVER_READ:
+            visible = np.asarray(plan.visible(s, problem.reach)[0])
+            used = visible.reshape(-1, s.keys).any(0)
+        at = np.flatnonzero(used)
+        if plan.table is None:
+            unseen[plan.rows[r], at] = False
+        else:
+            pages = np.array(plan.table[r])
+            unseen[pages[at // plan.page], at % plan.page] = False
+    value = float("nan") if backend in (*NEVER_READ, *NEVER_WRITTEN) else 50.0
+    made = object.__new__(Problem)
+    vars(made).update(vars(problem))
+    marked = unseen.to(problem.keys.device)
+    made.keys, made.values = problem.keys.clone(), problem.values.clone()
+    made.keys[marked], made.values[marked] = value, value
+    return made

@@ -1,0 +1,104 @@
+"""Norms, rotary embedding with the KV store, and SwiGLU in the GPU suite: errors against float64 (stage a), times beside bytes (stage b)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from recipes.gpu.stage import Stage
+from specdec.kernels import pointwise
+from specdec.kernels.pointwise import Place, reference
+from specdec.lab.errors import LIMITS, worst
+
+SETS = 2**28  # bytes of a call's inputs in all its sets together: several times a GPU's last cache
+Run = Callable[[], Any]
+
+
+def cases(
+    stage: Stage, tokens: int, dtype: torch.dtype
+) -> Iterator[tuple[str, Callable[[], tuple[Run, Callable[[], Tensor], Tensor, int]]]]:
+    """Name, and how to make the call, a function of its result, what that should be in float64, and the bytes that it must move."""
+    wide, inner, heads, kv, size = (64, 160, 4, 2, 16) if stage.toy else (4096, 14336, 32, 8, 128)
+    width = dtype.itemsize
+
+    def numbers(*shape: int) -> Tensor:
+        return stage.normal(*shape).to(dtype)
+
+    def norm() -> tuple[Run, Callable[[], Tensor], Tensor, int]:
+        x, y, w = numbers(tokens, wide), numbers(tokens, wide), numbers(wide)
+        stored = (x.double() + y.double()).to(dtype)
+        kept, made = x.clone(), {}
+
+        def run() -> None:
+            made["out"] = pointwise.add_norm(kept, y, w, 1e-5)
+
+        exact = reference.add_norm(stored.double(), None, w.double(), 1e-5)[1]
+        return run, lambda: made["out"], exact, 4 * tokens * wide * width
+
+    def turned() -> tuple[Run, Callable[[], Tensor], Tensor, int]:
+        q, k, v = numbers(tokens, heads, size), numbers(tokens, kv, size), numbers(tokens, kv, size)
+        angle = stage.normal(tokens, size // 2).repeat(1, 2)
+        cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+        keys, values = numbers(2, 1, tokens, kv, size).unbind(0)
+        slots = torch.randperm(tokens, generator=stage.draw, device=stage.device)
+        into = q.clone()
+
+        def run() -> None:
+            pointwise.turn(into, k, cos, sin, value=v, place=Place(keys, values, slots))
+
+        def result() -> Tensor:
+            return torch.cat([into, keys[0, slots], values[0, slots]], 1)
+
+        exact = [reference.turn(t.double(), cos.double(), sin.double()) for t in (q, k)]
+        moved = 2 * tokens * (heads + 2 * kv) * size * width + 2 * tokens * size * width
+        return run, result, torch.cat([*exact, v.double()], 1), moved
+
+    def product() -> tuple[Run, Callable[[], Tensor], Tensor, int]:
+        gate, up = numbers(tokens, inner), numbers(tokens, inner)
+        into = gate.clone()
+        exact = reference.silu_mul(gate.double(), up.double())
+        return lambda: pointwise.silu_mul(into, up), lambda: into, exact, 3 * tokens * inner * width
+
+    yield "residual and norm", norm
+    yield "rotary embedding and KV store", turned
+    yield "SwiGLU", product
+
+
+def made(
+    stage: Stage, tokens: int, dtype: torch.dtype, more: str = ""
+) -> Iterator[tuple[str, float, int, Callable[[], Run]]]:
+    """Of each case: its name (``more`` at its end), its error and its bytes once it has run, and how to make its call again."""
+    interpreted = stage.device.type == "cpu" and find_spec("triton") is not None  # which a dry run has chosen
+    for name, make in cases(stage, tokens, dtype):
+        case = f"{name}, {tokens} tokens{more}"
+        if stage.late(case):
+            continue
+        with stage.case(case):
+            why = None if interpreted else pointwise.why_not(stage.device, dtype)
+            if why is not None:
+                stage.skip(case, f"cannot: {why}")
+                continue
+            run, result, exact, moved = make()
+            run()
+            yield case, worst(result(), exact), moved, lambda make=make: make()[0]
+
+
+def correct(stage: Stage) -> None:
+    """Of stage a."""
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for tokens in (1, 3 if stage.toy else 300):
+            for case, error, _, _ in made(stage, tokens, dtype, f", {str(dtype).removeprefix('torch.')}"):
+                stage.row(case, error=error, limit=LIMITS[dtype])
+
+
+def timed(stage: Stage) -> None:
+    """Of stage b, in bfloat16."""
+    for tokens in (1, 4) if stage.toy else (1, 64, 384):
+        for case, error, moved, again in made(stage, tokens, torch.bfloat16):
+            with stage.case(case):
+                sets = [again() for _ in range(min(16, 1 + SETS // moved))]
+                stage.timed(case, sets, moved, 0.0, error, limit=LIMITS[torch.bfloat16])

@@ -1,0 +1,299 @@
+"""Stage c of the GPU suite: steps of a Llama-3-8B-shaped model with random weights, plain and verify, and whole decoding.
+
+Keys and values are random: what they are does not change how long a step takes. The floor of a step is that of its matrix
+products (all weights once, or their FLOPs) plus that of its attention (all keys and values once, or its FLOPs): one layer's cannot
+begin before the other's has ended.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.utils import logging
+
+import specdec as sd
+from recipes.gpu.stage import Part, Stage
+from specdec.cost import FULL, Forward, Shape, step
+from specdec.lab.captured import captured
+
+VERIFY = 6  # tokens a row
+# Batch and context, most telling first: time may run out.
+POINTS = (
+    (16, 8192),
+    (1, 1024),
+    (64, 8192),
+    (16, 1024),
+    (64, 1024),
+    (128, 1024),
+    (1, 32768),
+    (16, 32768),
+    (128, 4096),
+)
+TOY_POINTS = ((2, 24), (1, 40))
+EAGER, GRAPHS, COMPILED, FORWARD = "eager", "graphs", "graphs, compiled", "forward alone"
+
+
+def run(stage: Stage) -> None:
+    logging.set_verbosity_error()
+    _ = stage.rates
+    model = llama(stage)
+    if model is None:
+        return
+    stage.parts(
+        {
+            "steps": Part(0.4, lambda stage: steps(stage, model)),
+            "generate": Part(0.6, lambda stage: generate(stage, model)),
+        }
+    )
+
+
+def config(toy: bool, layers: int = 32) -> LlamaConfig:
+    """Llama-3-8B's, or a tiny one of the same make."""
+    sizes = {"vocab_size": 128_256, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": layers,
+             "num_attention_heads": 32, "num_key_value_heads": 8}  # fmt: skip
+    if toy:
+        sizes = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+                 "num_attention_heads": 2, "num_key_value_heads": 1}  # fmt: skip
+    return LlamaConfig(
+        **sizes, max_position_embeddings=65_536, rope_theta=500_000.0, bos_token_id=0, eos_token_id=None,
+        tie_word_embeddings=False, attn_implementation="sdpa",
+    )  # fmt: skip
+
+
+def llama(stage: Stage, layers: int = 32) -> LlamaForCausalLM | None:
+    """The model, made on the device in bf16; ``None`` where it does not fit."""
+    made = config(stage.toy, layers)
+    if not stage.room("Llama-3-8B-shaped model", 2.2 * Shape.of(made).parameters):
+        return None
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        torch.manual_seed(stage.seed)
+        with torch.inference_mode(False), torch.no_grad(), stage.device:
+            model = LlamaForCausalLM(made)
+            for p in model.parameters():  # whatever the version's own initialisation does with bf16
+                if p.dim() > 1:
+                    p.normal_(std=0.02)
+    finally:
+        torch.set_default_dtype(before)
+    return model.eval().requires_grad_(False)
+
+
+def wrapped(model: Any) -> dict[str, Any]:
+    """The model as decoders use it: step by step from Python, and by CUDA graphs, as it is and with its norms and MLPs compiled.
+
+    On a CPU the same steps are not captured, and traced but not compiled.
+    """
+    gpu = next(model.parameters()).is_cuda
+    graphs, compiled = (True, True) if gpu else ("eager", {"backend": "eager"})
+    return {
+        EAGER: sd.HFModel(model, prefill_chunk=8192),
+        GRAPHS: sd.HFModel(model, prefill_chunk=8192, graphs=graphs),
+        COMPILED: sd.HFModel(model, prefill_chunk=8192, graphs=graphs, compile=compiled),
+    }
+
+
+# -- steps ------------------------------------------------------------------------------------------------------------------
+
+
+def floor(stage: Stage, shape: Shape, batch: int, tokens: int, context: int) -> tuple[float, float, float]:
+    """Seconds that a step cannot beat, and its bytes and FLOPs."""
+    work = {w.name: w for w in step(Forward(shape, batch, tokens, context, 2, 2), FULL).work}
+    attention = [work.pop(name) for name in ("kv_reads", "kv_writes", "attention")]
+    parts = [(sum(w.bytes for w in some), sum(w.flops for w in some)) for some in (attention, work.values())]
+    return sum(stage.floor(*p) for p in parts), sum(p[0] for p in parts), sum(p[1] for p in parts)
+
+
+def steps(stage: Stage, model: Any) -> None:
+    shape, models = Shape.of(model.config), wrapped(model)
+    slot = models[EAGER].bytes_per_token()
+    for kind in (
+        GRAPHS,
+        EAGER,
+        COMPILED,
+    ):  # what the bar is of comes first, what is compiled before it is timed last
+        one = models[kind]
+        for batch, context in TOY_POINTS if stage.toy else POINTS:
+            name = f"{batch} x {context}: {kind}"
+            if stage.late(name, 0.0 if stage.toy else 5.0):
+                continue
+            logits = 4 * batch * VERIFY * shape.vocab * 4
+            if not stage.room(name, slot * batch * (context + 64) + logits):
+                continue
+            with stage.case(name, "decode_step" if kind == GRAPHS else None):
+                point(stage, one, kind, shape, batch, context)
+            if one.steps is not None:
+                one.steps.release()
+            stage.empty()
+
+
+def point(stage: Stage, model: Any, kind: str, shape: Shape, batch: int, context: int) -> None:
+    """Plain and verify steps at one batch and context."""
+    cache, text = filled(stage, model, batch, context, VERIFY + 2)
+    for tokens in (1, VERIFY):
+        nodes = None
+        if tokens > 1:
+            drafted = torch.randint(0, model.vocab_size, (batch, tokens - 1))
+            nodes = sd.Proposal.chain(drafted.to(model.device), torch.full((batch,), tokens - 1))
+        what = "plain step" if tokens == 1 else f"verify {tokens}"
+        least, bytes, flops = floor(stage, shape, batch, tokens, context)
+        more: dict[str, Any] = {"batch": batch, "context": context, "tokens": tokens, "kind": kind}
+        more |= {"bytes": bytes, "flops": flops}
+        for how, run in calls(model, cache, text, nodes, kind):
+            case = f"{what}, {batch} x {context}: {how}"
+            bar = {"bar": "decode_step"} if tokens == 1 and kind == GRAPHS else {}
+            with stage.case(case, **bar):
+                for _ in range(0 if model.steps is None else 2):  # a shape is captured when it is met again
+                    run()
+                time = stage.clock([run], seconds=0.5, graph=how == FORWARD)
+                stage.row(
+                    case, time.seconds, least, eager_seconds=time.eager, clock=time.how,
+                    share_of_copy=bytes / time.seconds / stage.rates.copy, **more, **bar, **stopped(model),
+                )  # fmt: skip
+
+
+def calls(
+    model: Any, cache: Any, text: sd.Context, nodes: sd.Proposal | None, kind: str
+) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """What is timed: the forward alone, prepared beforehand (replayed where it can be), and the whole of ``score``."""
+    if kind == EAGER:
+        yield FORWARD, model.bare_step(cache, text, nodes)
+    yield f"score, {kind}", lambda: model.score(cache, text, nodes)
+
+
+def filled(stage: Stage, model: Any, batch: int, context: int, more: int) -> tuple[Any, sd.Context]:
+    """A cache that holds all but the last token of random texts, its keys and values random."""
+    cache = model.cache(batch, context + more)
+    for keys, values in cache.layers:
+        for buffer in (keys, values):
+            buffer.normal_(generator=stage.draw)
+    host = torch.Generator().manual_seed(stage.seed)
+    ids = torch.randint(0, model.vocab_size, (batch, context + more), generator=host)
+    length = torch.full((batch,), context)
+    text = sd.Context(ids, length, length.clone(), torch.arange(batch))
+    for b in range(batch):
+        cache.remember(b, ids[b].numpy(), 0, context - 1, 0)
+    return cache, text
+
+
+# -- whole decoding -----------------------------------------------------------------------------------------------------------
+
+# transformers compiles by itself where the cache is static and the model on a GPU; how long that takes the first time is not timed.
+THEIRS = {
+    "transformers, static cache, compiled (its default)": {},
+    "transformers, static cache, not compiled": {"disable_compile": True},
+}
+COMPILING = 150.0  # seconds that it may need
+DECODED = ((16, 1024), (1, 1024), (64, 1024))  # batch and context; the bar is of the first
+
+
+def generate(stage: Stage, model: Any) -> None:
+    """Greedy decoding from the end of the prompt on: ours, and transformers' with sdpa and a static cache."""
+    kinds = wrapped(model)
+    for batch, context in ((2, 16),) if stage.toy else DECODED:
+        whole_decoding(stage, model, kinds, batch, context)
+
+
+def whole_decoding(stage: Stage, model: Any, kinds: dict[str, Any], batch: int, context: int) -> None:
+    """Ours with CUDA graphs first, theirs beside it, then ours in other ways."""
+    new = 4 if stage.toy else 64
+    host = torch.Generator().manual_seed(stage.seed)
+    ids = torch.randint(0, model.config.vocab_size, (batch, context), generator=host)
+    shape = Shape.of(model.config)
+    least, *_ = floor(stage, shape, batch, 1, context + new // 2)
+    first = (batch, context) == DECODED[0]
+
+    def report(name: str, seconds: float, **more: Any) -> float:
+        case = f"a token of {batch} rows after {context}: {name}"
+        stage.row(case, seconds, least, tokens_per_second=batch / seconds, **more)
+        return batch / seconds
+
+    def own(kind: str) -> float | None:
+        name = f"ours, {kind}"
+        if stage.late(f"{batch} x {context}: {name}"):
+            return None
+        with stage.case(f"{batch} x {context}: {name}"):
+            return report(name, ours(stage, kinds[kind], ids, new), **stopped(kinds[kind]))
+        return None
+
+    mine = own(GRAPHS)
+    for name, options in THEIRS.items():
+        if stage.toy and not options:
+            continue
+        case = f"{batch} x {context}: {name}"
+        if stage.late(case, 0.0 if stage.toy else 10.0 if options else COMPILING):
+            continue
+        if not stage.room(case, 12 * batch * context * shape.d_ff):
+            continue
+        bar = "generate" if first else None
+        with stage.case(case, bar):
+            speed = report(name, theirs(stage, model, ids.to(stage.device), new, options))
+            if mine is not None:
+                more = {"bar": bar} | stopped(kinds[GRAPHS]) if bar else {}
+                stage.row(f"tokens a second of {batch} rows after {context}: ours, {GRAPHS}, over {name}", ratio=mine / speed,
+                        **{"note": f"{mine:.0f} over {speed:.0f}"} | more)  # fmt: skip
+        stage.empty()
+    for kind in kinds:
+        if kind != GRAPHS:
+            own(kind)
+    for one in kinds.values():
+        if one.steps is not None:
+            one.steps.release()
+    stage.empty()
+
+
+def stopped(model: Any) -> dict[str, Any]:
+    """What a row says that was to be of captured steps and is not."""
+    if model.steps is None:
+        return {}
+    why = model.steps.why
+    if why is None and model.steps.too_large:
+        why = "too little memory"
+    if why is None and not captured(model):
+        why = "none was"
+    return {} if why is None else {"failed": True, "note": f"its steps are not captured: {why}"[:300]}
+
+
+def token_seconds(marks: list[float]) -> float:
+    """The median of the times between tokens: now and then one has something else in it (a capture of a new cache)."""
+    return median(b - a for a, b in pairwise(marks))
+
+
+def ours(stage: Stage, model: Any, ids: torch.Tensor, new: int) -> float:
+    """Seconds of a round of plain decoding; once to warm up."""
+    decoder = sd.decoder(model).greedy().build()
+    for turn in range(1 if stage.toy else 2):
+        marks: list[float] = []
+
+        def mark(_: Any, marks: list[float] = marks) -> None:
+            marks.append(perf_counter())
+
+        decoder.generate(ids, new, seed=turn, eos_token_id=(), on_round=mark)
+    return token_seconds(marks)
+
+
+def theirs(stage: Stage, model: Any, ids: torch.Tensor, new: int, options: dict[str, Any]) -> float:
+    """Seconds of a token of transformers' ``generate``, timed by a stopping criterion that only looks at the clock."""
+    for _ in range(1 if stage.toy else 2):
+        marks: list[float] = []
+
+        def look(input_ids: torch.Tensor, scores: Any, marks: list[float] = marks, **_: Any) -> torch.Tensor:
+            stage.sync()
+            marks.append(perf_counter())
+            return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+        with warnings.catch_warnings(), torch.inference_mode(False):  # as it is used by others
+            warnings.simplefilter("ignore")
+            ids = ids.clone()
+            model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, min_new_tokens=new, do_sample=False,
+                cache_implementation="static", stopping_criteria=[look], pad_token_id=0, **options,
+            )  # fmt: skip
+    return token_seconds(marks)

@@ -1,0 +1,236 @@
+"""The GPU suite: correctness, kernels, steps, the paper's shapes, SPIN and batch-invariant bf16 on one GPU, in stages.
+
+    python recipes/gpu/suite.py --stages a,b --json docs/results/gpu_suite.json    # on a machine with a GPU
+    python recipes/gpu/suite.py --toy                                              # the same code on a CPU, tiny
+
+a  correctness of every attention backend and of the verification kernels against float64
+b  kernels: time and bytes beside a copy and a matrix product measured in the same run; a table of Triton configurations
+c  steps of a Llama-3-8B-shaped model with random weights: plain and verify, beside their floor and transformers' generate
+d  the paper's shapes: train a 67 M target and drafts on local Python source, tau, and the measured grid beside the model
+e  SPIN's decomposition, and its pipeline on streams
+f  batch-invariant bf16: sampled speculative output equal to plain decoding's to the bit, and what that costs
+
+A stage stops when its --minutes are over (its parts have fixed shares of them), counted from the start of the process, and its own
+process is ended 45 seconds later at the latest; what a stage takes too long the next one lacks, so that the whole run ends 45 seconds
+after the sum at the latest. seconds are medians; floor_seconds is what nothing can beat (bytes at the rate of a copy, or FLOPs at
+that of a matrix product); share_of_floor = floor_seconds / seconds; max_error is the largest, over the vectors of an output, of
+|out - reference| / |reference|. --json writes FILE, and a table beside it (.md), anew after every row: a run that is
+ended leaves what it has measured. If FILE has rows of other stages, they stay; rows of the stages that are run are replaced.
+A failure is a row, the rest goes on, and the exit code is 1. Works in a checkout that is not installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+Row = dict[str, Any]
+ROOT = str(Path(__file__).resolve().parents[2])
+if ROOT not in sys.path:  # this checkout's ``recipes.gpu`` and ``specdec``, installed or not
+    sys.path.insert(0, ROOT)
+BEGAN = monotonic()  # before torch is imported, which takes long on a machine that has just started
+STAGES = {"a": "correct", "b": "kernels", "c": "steps", "d": "paper", "e": "spin", "f": "invariant"}
+GRACE = 45.0  # seconds beyond --minutes until a stage's process is ended
+POLL = 0.5  # seconds between looks at the rows of a stage's process
+
+
+@dataclass
+class Settings:
+    stages: str = "a,b,c,d,e,f"
+    minutes: str = "7"
+    toy: bool = False
+    device: str = ""
+    isolated: bool | None = None
+    seed: int = 0
+    json: str | None = None
+    merge: tuple[str, ...] = ()
+    rows: str | None = None  # of a stage's own process: where its rows go
+    until: float = 0.0  # likewise: its deadline, by the clock of all processes
+
+
+def main(s: Settings) -> int:
+    names = [name for name in s.stages.split(",") if name]
+    unknown = [name for name in names if name not in STAGES]
+    if unknown:
+        raise SystemExit(f"--stages {s.stages}: there is no stage {unknown[0]!r}, but {', '.join(STAGES)}")
+    minutes = minutes_of(s.minutes, names)
+    if s.rows is not None:
+        with open(s.rows, "a", encoding="utf-8") as file:
+            stage(s, names[0], s.until, _keeper(file))
+        return 0
+    ready(s.device)
+    if s.device == "cuda" and names:
+        import torch
+
+        if not torch.cuda.is_available():
+            raise SystemExit("no CUDA device: run this on a machine with a GPU, or with --toy on the CPU")
+    from recipes.gpu.report import Report
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # a stage's process is ended with this one
+    report = Report(s.json, s.seed, s.toy, not s.toy and s.device == "cuda", s.merge)
+    isolated = s.device == "cuda" if s.isolated is None else s.isolated
+    end = BEGAN
+    for name in names:
+        began, end = monotonic(), end + 60 * minutes[name]
+        until = min(end, began + 60 * minutes[name])
+        if isolated:
+            process(s, name, until, report.add)
+        else:
+            stage(s, name, until, report.add)
+        print(f"stage {name}: {monotonic() - began:.0f} s", flush=True)
+    report.write()
+    print("\nbars:")
+    for bar in report.bars:
+        value = "" if bar["value"] is None else f" ({bar['value']:.3g}, bound {bar['bound']:g})"
+        print(f"  {bar['case']}: {bar['verdict']}{value}{'; ' + bar['note'] if bar.get('note') else ''}")
+    failed = [r for r in report.rows if r.get("failed")]
+    for r in failed:
+        print(f"FAILED {r['stage']} {r['case']}: {r.get('note')}", flush=True)
+    return 1 if failed else 0
+
+
+def ready(device: str) -> None:
+    """Call before torch, triton and specdec are imported: Triton decides once whether kernels are interpreted."""
+    if device == "cpu":
+        os.environ["TRITON_INTERPRET"] = "1"
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # training takes a GPU wherever it sees one
+
+
+def minutes_of(said: str, names: list[str]) -> dict[str, float]:
+    """By stage, from one number for all, or one for each."""
+    try:
+        each = [float(word) for word in said.split(",")]
+    except ValueError:
+        each = []
+    if len(each) not in (1, len(names) or 1) or not all(m > 0 for m in each):
+        raise SystemExit(
+            f"--minutes {said}: give minutes for all stages, or for each of --stages {','.join(names)}, separated by "
+            "commas and more than 0"
+        )
+    return dict(zip(names, each * len(names) if len(each) == 1 else each))
+
+
+def stage(s: Settings, name: str, until: float, put: Callable[[Row], None]) -> None:
+    """One stage in this process; an exception is a row."""
+    ready(s.device)
+    import torch
+
+    from recipes.gpu.stage import Stage
+
+    one = Stage(name, s.device, s.toy, until, s.seed, put)
+    with one.case("stage"), torch.inference_mode(name not in "de"):
+        importlib.import_module(f"recipes.gpu.{STAGES[name]}").run(one)
+
+
+def process(s: Settings, name: str, until: float, put: Callable[[Row], None]) -> None:
+    """One stage in a process of its own, so that neither an error of the device nor a hang touches the others.
+
+    Its rows come through a file beside the report, which is read all the time.
+    """
+    beside = None if s.json is None else Path(s.json).parent
+    with tempfile.NamedTemporaryFile("r", dir=beside, suffix=f".{name}.jsonl", encoding="utf-8") as file:
+        words = [sys.executable, __file__, "--stages", name, "--seed", str(s.seed), "--device", s.device]
+        words += ["--rows", file.name, "--until", str(until), *(["--toy"] if s.toy else [])]
+        child = subprocess.Popen(words)
+        rest, why = "", None
+        try:
+            while True:
+                code = _ended(child)
+                if code is None and monotonic() > until + GRACE:
+                    child.kill()
+                    code = child.wait()
+                    why = "it did not stop in time: its process was ended, and the rows so far are kept"
+                *lines, rest = (rest + file.read()).split("\n")
+                for line in lines:
+                    put(json.loads(line))
+                if code is not None:
+                    break
+        finally:  # this process is told to end, or a file cannot be written
+            child.kill()
+            child.wait()
+        if why or code:
+            why = why or f"its process ended with code {code}"
+            put({"stage": name, "case": "stage", "failed": True, "note": why})
+
+
+def _ended(child: subprocess.Popen[bytes]) -> int | None:
+    """A process's exit code, or ``None`` after a moment."""
+    try:
+        return child.wait(POLL)
+    except subprocess.TimeoutExpired:
+        return None
+
+
+def _keeper(file: Any) -> Callable[[Row], None]:
+    """Writes rows for the process that has started this one, and ends this one when that is gone."""
+    from recipes.gpu.report import full
+
+    parent = os.getppid()
+
+    def keep(row: Row) -> None:
+        if os.getppid() != parent:
+            raise SystemExit("the process that reads the rows is gone")
+        file.write(json.dumps(full(row)) + "\n")
+        file.flush()
+
+    return keep
+
+
+def settings() -> Settings:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    d = Settings()
+    parser.add_argument(
+        "--stages", default=d.stages, help="which, separated by commas (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--minutes",
+        default=d.minutes,
+        help="for each stage: one number for all, or one for each of --stages, separated by commas (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--toy", action="store_true", help="tiny sizes, on the CPU unless --device says otherwise"
+    )
+    parser.add_argument(
+        "--device", default=d.device, choices=["", "cpu", "cuda"], help="default: cuda; cpu with --toy"
+    )
+    parser.add_argument(
+        "--isolated",
+        action=argparse.BooleanOptionalAction,
+        default=d.isolated,
+        help="a process for each stage (default: on a GPU)",
+    )
+    parser.add_argument("--seed", type=int, default=d.seed)
+    parser.add_argument(
+        "--json",
+        metavar="FILE",
+        help="write the rows as JSON, and as tables beside it (.md), after every row; rows of other stages that FILE has stay",
+    )
+    parser.add_argument(
+        "--merge",
+        metavar="FILE",
+        nargs="+",
+        default=(),
+        help="take over the rows of other reports; with --stages '' nothing is run",
+    )
+    parser.add_argument("--rows", help=argparse.SUPPRESS)
+    parser.add_argument("--until", type=float, default=d.until, help=argparse.SUPPRESS)
+    s = Settings(**vars(parser.parse_args()))
+    s.device, s.merge = s.device or ("cpu" if s.toy else "cuda"), tuple(s.merge)
+    return s
+
+
+if __name__ == "__main__":
+    sys.exit(main(settings()))

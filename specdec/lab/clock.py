@@ -1,0 +1,78 @@
+"""Seconds of calls, one after the other or in turn, and forwards of a model to be timed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from specdec.types import Context, Proposal
+
+Call = Callable[[], Any]
+
+
+def sync() -> None:
+    """Wait for the CUDA device, where one is in use."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+def seconds(call: Call) -> float:
+    """Wall-clock seconds of one call, the device's work included."""
+    sync()
+    start = perf_counter()
+    call()
+    sync()
+    return perf_counter() - start
+
+
+def in_turn(
+    calls: Sequence[Call], repeats: int, warmups: int = 2, before: Callable[[int], Any] = lambda number: None
+) -> list[float]:
+    """Median seconds of each call. They take turns, so that a slow minute of the machine falls on all of them alike.
+
+    Args:
+        repeats: timed turns. warmups: turns before these, which do not count. before: is told the number of the call that comes next.
+    """
+    times: list[list[float]] = [[] for _ in calls]
+    with torch.inference_mode():
+        for turn in range(repeats + warmups):
+            for number, call in enumerate(calls):
+                before(number)
+                spent = seconds(call)
+                if turn >= warmups:
+                    times[number].append(spent)
+    return [median(some) for some in times]
+
+
+def bare_steps(model: Any, batch: int, context: int, tokens: Sequence[int]) -> list[Call]:
+    """Forwards that feed ``tokens[i]`` tokens to each of ``batch`` rows after ``context`` tokens.
+
+    Nothing but the packed forward of the model (no sampling, no bookkeeping): ``HFModel.bare_step``.
+    """
+    with torch.inference_mode():
+        widest = max(tokens)
+        draw = torch.Generator().manual_seed(0)
+        ids = torch.randint(0, model.vocab_size, (batch, context + widest), generator=draw)
+
+        def text() -> Context:
+            return Context.of(ids[:, : context + 1].tolist(), capacity=context + widest)
+
+        cache = model.cache(batch, context + 2 * widest)
+        model.prefill(cache, text())
+        steps = []
+        for n in tokens:
+            size = torch.full((batch,), n - 1, dtype=torch.long)
+            nodes = Proposal.chain(ids[:, context + 1 : context + n], size) if n > 1 else None
+            steps.append(model.bare_step(cache, text(), nodes))
+    return steps
+
+
+def bare_forward(
+    model: Any, batch: int, context: int, tokens: Sequence[int], repeats: int = 15
+) -> list[float]:
+    """Median seconds of each of ``bare_steps``."""
+    return in_turn(bare_steps(model, batch, context, tokens), repeats)

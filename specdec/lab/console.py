@@ -1,0 +1,51 @@
+"""What a measurement says on the screen while it runs and at its end."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+def quiet() -> None:
+    """Switch off progress bars and advice of transformers, which would stand between the lines of a table."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
+def progress(line: str = "", stays: bool = False) -> None:
+    """Write a line on stderr.
+
+    Args:
+        stays: the line is kept, in a file as well. Otherwise it is written on a terminal only, where the next one replaces it; an
+            empty one wipes the last.
+    """
+    terminal = sys.stderr.isatty()
+    if stays or terminal:
+        clear, end = "\r\033[K" if terminal else "", "\n" if stays else ""
+        print(f"{clear}{line}", end=end, file=sys.stderr, flush=True)
+
+
+def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str:
+    """Rows as aligned text: numbers to two decimals (none from 100 on), ``-`` for what is not known. The first two columns are aligned
+    to the left."""
+
+    def show(value: Any) -> str:
+        if value is None:
+            return "-"
+        if isinstance(value, float):
+            return f"{value:.0f}" if abs(value) >= 100 else f"{value:.2f}"
+        return str(value)
+
+    lines = [
+        [c.replace("tokens_per_second", "tokens/s").replace("_", " ") for c in columns],
+        *[[show(row.get(c)) for c in columns] for row in rows],
+    ]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
+
+    def text(line: Sequence[str]) -> str:
+        return "  ".join(v.ljust(w) if i < 2 else v.rjust(w) for i, (v, w) in enumerate(zip(line, widths)))
+
+    return "\n".join([text(lines[0]), "  ".join("-" * w for w in widths), *map(text, lines[1:])])

@@ -1,0 +1,156 @@
+"""Wall clock of plain decoding, small drafts, MagicDec and SPIRe over a grid of batches and contexts, beside the throughput model.
+
+Methods take turns at each grid point, with the same prompts and seeds. Best k: a short run at k = 4 and one at the k farthest from it
+give the acceptance by position and the time of a round; the two k with the best estimate are measured, and k = 4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from itertools import product
+from time import perf_counter
+
+from specdec.lab.bare import timed_steps
+from specdec.lab.calibrated import Bare, Calibrated, fit
+from specdec.lab.captured import captured
+from specdec.lab.console import progress
+from specdec.lab.grid_rows import K, Point, Row, constants, grid_rows
+from specdec.lab.methods import Methods, MethodSettings
+from specdec.lab.options import option
+from specdec.lab.prefill import Group
+from specdec.lab.steady import Measured, Run, steady
+
+SHORT = 8.0
+"""Seconds that a point's measurements take at least, if four times the repeats (where there are more than one) are enough for that."""
+BARE_REPEATS = 7
+
+
+@dataclass(frozen=True)
+class GridSettings(MethodSettings):
+    """What is measured, and how."""
+
+    batches: tuple[int, ...] = option((1, 2, 4, 8, 16, 32), "rows at a time")
+    repeats: int = option(5, "timed runs of each method")
+    seconds: float = option(
+        float("inf"), "begin no grid point after so many; the corners come first (default: no limit)"
+    )
+
+    @property
+    def points(self) -> list[Point]:
+        """All batches and contexts, in order."""
+        return list(product(sorted(set(self.batches)), sorted(set(self.contexts))))
+
+    @property
+    def corners(self) -> list[Point]:
+        """Points with the least and the largest batch and context."""
+        ends = [{min(v), max(v)} for v in (self.batches, self.contexts)]
+        return [p for p in self.points if all(n in some for n, some in zip(p, ends))]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A run over a grid.
+
+    Args:
+        first: points that come first, and to which the model is fitted; default: the corners. replayed: a draft's bare step is its share
+            of the chain that it has captured, and all host work is one term; default: not on a CPU.
+    """
+
+    s: GridSettings
+    methods: Methods
+    first: tuple[Point, ...] = ()
+    replayed: bool | None = None
+
+    def measure(self, told: Callable[[list[Row]], None]) -> list[Row]:
+        """The rows of all points that there was time for, of the fitted constants and of the bare steps.
+
+        Args:
+            told: is given all rows so far after every point.
+        """
+        s, started = self.s, perf_counter()
+        if min(*s.batches, *s.lengths, s.new_tokens, s.repeats) < 1:
+            raise SystemExit("--lengths, --new-tokens, --repeats and --batches must be at least 1")
+        first = list(self.first) or s.corners
+        points, corners = first + [p for p in s.points if p not in first], set(first)
+        replayed = s.device != "cpu" if self.replayed is None else self.replayed
+        found: dict[Point, list[Measured]] = {}
+        bare: list[Bare] = []
+        rows: list[Row] = []
+        calibrated: Calibrated | None = None
+        for done, (batch, context) in enumerate(points, 1):
+            if found and perf_counter() - started > s.seconds:
+                left = f"{len(points) - len(found)} of {len(points)} grid points are left out"
+                progress(f"--seconds {s.seconds:g} are over: {left}", stays=True)
+                break
+            at = f"[{perf_counter() - started:4.0f} s] {done}/{len(points)}"
+            progress(f"{at}: batch {batch}, context {context}", stays=True)
+            groups = self.methods.groups(batch, context)
+            found[batch, context] = self.point(groups)
+            if (batch, context) in corners:
+                decoders = {m: self.methods.decoder(m, K if m != "plain" else 0) for m in self.methods.names}
+                lengths, chain = (K, max(self.methods.lengths)), K if replayed else 0
+                bare += timed_steps(
+                    decoders, groups[0], context, lengths, BARE_REPEATS, self.methods.model, chain
+                )
+            del groups
+            if calibrated is None and corners <= set(found):
+                mids = {(b, c, c + s.new_tokens / 2): found[b, c] for b, c in corners}
+                try:
+                    calibrated = fit(self.methods.model, bare, mids, apart=not replayed)
+                except ValueError as why:  # what was measured stands without a model
+                    progress(f"no model: {why}", stays=True)
+            rows = [*grid_rows(found, corners, calibrated, s.new_tokens), *constants(calibrated, bare)]
+            told(rows)
+        progress(stays=True)
+        return rows
+
+    def point(self, groups: list[Group]) -> list[Measured]:
+        """All methods in turn: k = 4 and the two k that promise most, after short runs that warm up and say which these are."""
+        s, methods = self.s, self.methods
+        far = max(methods.lengths, key=lambda k: abs(k - K))
+        short = max(1, s.new_tokens // 2)
+        cases = [Measured("plain", 0, [])]
+        steady(methods.decoder("plain", 0), groups, short)
+        for method in methods.names[1:]:
+            near, off = (
+                Measured(method, k, [steady(methods.decoder(method, k), groups, short)]) for k in (K, far)
+            )
+            chosen = {K, *promising(near, off, methods.lengths)}
+            cases += [Measured(method, k, []) for k in sorted(chosen)]
+        began, turn = perf_counter(), 0
+        while turn < s.repeats or (s.repeats > 1 and turn < 4 * s.repeats and perf_counter() - began < SHORT):
+            turn += 1
+            for case in cases:
+                progress(f"{case.method}, k = {case.k} ({turn})")
+                case.runs.append(self.run(case, groups))
+        # What captured a shape is no time of a round, unless there is nothing else.
+        return [replace(case, runs=[r for r in case.runs if not r.captured] or case.runs) for case in cases]
+
+    def run(self, case: Measured, groups: list[Group]) -> Run:
+        """One timed run of a method at its k."""
+        decoder = self.methods.decoder(case.method, case.k)
+        parts = (decoder.target, decoder.draft) if case.k else (decoder.target,)
+        before = captured(*parts)
+        run = steady(decoder, groups, self.s.new_tokens)
+        return replace(run, captured=any(all(p is not q for q in before) for p in captured(*parts)))
+
+
+def promising(near: Measured, far: Measured, lengths: Iterable[int], count: int = 2) -> list[int]:
+    """The k with the most tokens a second, by the chance of each position to be accepted and a round's time linear in k.
+
+    With k drafted tokens a round makes 1 + a1 + a1 a2 + ... tokens, a_i the share accepted at position i of those that are reached.
+    """
+    stats = max(near, far, key=lambda m: m.k).runs[0].stats
+    slope = 0.0
+    if far.k != near.k:
+        slope = max(0.0, (far.round_seconds - near.round_seconds) / (far.k - near.k))
+    speed = {}
+    for k in lengths:
+        chance = tau = 1.0
+        for a in stats.acceptance[:k]:
+            chance *= a
+            tau += chance
+        # However steep the line, a round of one drafted token is a draft step and a verification at least.
+        speed[k] = tau / max(near.round_seconds + slope * (k - near.k), near.round_seconds / (near.k + 1))
+    return sorted(speed, key=lambda k: -speed[k])[:count]

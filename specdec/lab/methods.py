@@ -1,0 +1,167 @@
+"""The methods that SPIRe is compared with, made of a target and its drafts: decoders, shapes for the throughput model, and prompts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from specdec import drafts, zoo
+from specdec.builder import decoder
+from specdec.cost import Method, Shape, Window, magicdec, spire, vanilla
+from specdec.data.prompts import prompts
+from specdec.decoder import Decoder
+from specdec.drafts.spire import SpireModel
+from specdec.lab.calibrated import Model
+from specdec.lab.grid_rows import K
+from specdec.lab.loading import load
+from specdec.lab.options import option
+from specdec.lab.prefill import Group, group, prefilled
+from specdec.lab.steady import capacity
+from specdec.models import HFModel, Windowed
+
+LEAST_ROWS = 4
+"""Smaller batches decode several groups of prompts, so that a point is not one prompt's luck."""
+
+
+@dataclass(frozen=True)
+class MethodSettings:
+    """Models, and how they decode."""
+
+    target: str = option("pocket-target", "pocket model, hub id or folder")
+    draft: str = option("pocket-vanilla", "the vanilla draft, likewise")
+    distilled: str = option(
+        "", "a second draft with all of the context, as method distilled_vanilla (default: none)"
+    )
+    spire: str = option(
+        "pocket-spire",
+        "a SPIRe draft of the target: pocket model or folder; or 'untrained' (default: pocket-spire)",
+    )
+    contexts: tuple[int, ...] = option((128, 256, 512, 1024), "prompt tokens")
+    lengths: tuple[int, ...] = option(
+        (1, 2, 3, 4, 6, 8), "k among which the best is sought; 4 is always measured (default: 1 2 3 4 6 8)"
+    )
+    new_tokens: int = option(20, "a row, on average")
+    temperature: float = option(1.0, "0 is greedy (default: 1)")
+    device: str = option("cpu", "cpu or cuda")
+    dtype: Literal["float32", "bfloat16", "float16"] = option("float32", "of weights and caches")
+    bf16_weights: bool = option(
+        False,
+        "float32 models' products read bfloat16 copies of their weights (docs/kernels.md), in all methods",
+    )
+    graphs: Literal["", "auto", "eager"] = option(
+        "",
+        "CUDA graphs of small steps (auto), or the same steps without capturing them (default: neither)",
+    )
+    joined: bool = option(False, "join prompts where a context is longer than one of them")
+    seed: int = option(0, "of the first row")
+
+    def model(self, name: str) -> HFModel:
+        """A model by name, as all methods use it."""
+        raw, tokenizer = load(name)
+        return HFModel(
+            raw.to(self.device, getattr(torch, self.dtype)), tokenizer, graphs=self.graphs or False,
+            prefill_chunk=512 if self.device == "cpu" else 8192, bf16_weights=self.bf16_weights,
+        )  # fmt: skip
+
+    def spire_model(self, target: HFModel) -> SpireModel:
+        """The trained SPIRe draft, or an untrained one, whose times are the same.
+
+        Raises:
+            SystemExit: there is none.
+        """
+        if self.spire == "untrained":
+            return SpireModel.from_target(target)
+        folder = zoo.FOLDER / self.spire
+        if not folder.is_dir():
+            folder = Path(self.spire)
+        try:
+            return SpireModel.from_pretrained(folder, target, dtype=target.dtype).to(target.device).eval()
+        except FileNotFoundError as missing:
+            raise SystemExit(
+                f"--spire {self.spire}: {missing}; or --spire untrained, for times without meaningful multipliers"
+            ) from None
+
+
+class Methods:
+    """Decoders of each method and k, over models whose prompts are fed once for all of them.
+
+    Attributes:
+        names: ``plain`` first. lengths: of a block, 4 included. model: the shapes, for the throughput model.
+    Raises:
+        SystemExit: a row would not fit into a model's positions, or no prompt is long enough.
+    """
+
+    def __init__(self, s: MethodSettings):
+        self.s = s
+        self.lengths = sorted({K, *s.lengths})
+        longest = capacity(max(s.contexts), s.new_tokens, max(self.lengths))
+        loaded = {"target": s.model(s.target), "draft": s.model(s.draft)}
+        if s.distilled:
+            loaded["distilled draft"] = s.model(s.distilled)
+        for who, one in loaded.items():
+            if one.max_positions is not None and longest > one.max_positions:
+                raise SystemExit(
+                    f"the {who} has {one.max_positions} positions and a row may come to {longest}: choose a smaller --contexts, "
+                    "--new-tokens or --lengths"
+                )
+        target, draft = loaded["target"], loaded["draft"]
+        block, small = max(self.lengths), s.spire_model(target)
+        sinks, window = small.sinks, small.window or max(s.contexts)
+        self.target = prefilled(target, taps=small.layers)
+        windowed = Windowed(draft, window, sinks, block=block)
+        self.caching = {"vanilla": prefilled(draft), "windowed": prefilled(windowed)}
+        slots = Window(sinks + window + block - 1)  # all of a ring is read, whatever of it a query sees
+        big, little = Shape.of(target.model), Shape.of(draft.model)
+        costs = {"vanilla": vanilla(little), "windowed": Method("windowed", little, slots)}
+        if s.distilled:
+            self.caching["distilled_vanilla"] = prefilled(loaded["distilled draft"])
+            costs["distilled_vanilla"] = vanilla(Shape.of(loaded["distilled draft"].model))
+        self.drafts: dict[str, Any] = {
+            **self.caching,
+            "magicdec": drafts.MagicDec(window=window, sinks=sinks, block=block),
+            "spire": drafts.Spire(small, block=block, graphs=s.graphs or False, bf16_weights=s.bf16_weights),
+        }
+        costs["magicdec"] = magicdec(big, slots)
+        costs["spire"] = spire(Shape.of(small.body), slots, feedback=small.memory is not None)
+        self.names = ["plain", *self.drafts]
+        self.model = Model(big, costs, target.dtype.itemsize, 2 if s.bf16_weights else target.dtype.itemsize)
+        self._decoders: dict[tuple[str, int], Decoder] = {}
+
+    @cached_property
+    def prompts(self) -> list[list[int]]:
+        """Ids of held-out prompts, each of the longest context."""
+        longest = max(self.s.contexts)
+        every = [self.target.tokenizer(text)["input_ids"] for text in prompts()]
+        if self.s.joined:
+            stream = [i for ids in every for i in ids]
+            every = [stream[n : n + longest] for n in range(0, len(stream), longest)]
+        found = [ids[:longest] for ids in every if len(ids) >= longest]
+        if not found:
+            raise SystemExit(
+                f"no prompt has {longest} tokens: choose smaller --contexts (about 1100 is the most), or --joined"
+            )
+        return found
+
+    def decoder(self, method: str, k: int) -> Decoder:
+        """A method's decoder with k drafted tokens a round; the same one every time."""
+        if (method, k) not in self._decoders:
+            base = decoder(self.target).sampling(temperature=self.s.temperature)
+            if method != "plain":
+                base = base.draft(self.drafts[method], length=k)
+            self._decoders[method, k] = base.build()
+        return self._decoders[method, k]
+
+    def groups(self, batch: int, context: int) -> list[Group]:
+        """Prompts of a grid point, fed once for all methods; small batches have several groups of them."""
+        room = capacity(context, self.s.new_tokens, max(self.lengths))
+        groups = []
+        for g in range(max(1, LEAST_ROWS // batch)):
+            numbers = range(g * batch, (g + 1) * batch)
+            texts = [self.prompts[n % len(self.prompts)][:context] for n in numbers]
+            seeds = [self.s.seed + n for n in numbers]  # a prompt that comes again has another seed
+            groups.append(group(texts, seeds, room, self.target, list(self.caching.values())))
+        return groups

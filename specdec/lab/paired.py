@@ -1,0 +1,69 @@
+"""Paired statistics: τ and its ratios with bootstrap intervals over clusters of texts that share a source."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specdec.audit.tau import Efficiency
+from specdec.lab.tau import Texts
+
+
+def mean_interval(values: np.ndarray, draws: int = 2000) -> tuple[float, float]:
+    """The 95 % bootstrap interval of the mean of ``values [n]`` (too narrow for a handful of values)."""
+    means = np.random.default_rng(0).choice(values, (draws, len(values))).mean(1)
+    return float(np.quantile(means, 0.025)), float(np.quantile(means, 0.975))
+
+
+def part(made: Efficiency, which: np.ndarray) -> Efficiency:
+    """The efficiency on the texts numbered ``which``."""
+    return Efficiency(*(t[torch.from_numpy(which)] for t in made))
+
+
+def intervals(
+    mine: Efficiency, other: Efficiency | None, documents: np.ndarray, draws: int = 2000, seed: int = 0
+) -> dict[str, float | None]:
+    """τ, and its ratio to ``other``'s on the same texts, with 95 % intervals by bootstrap over source files (paired).
+
+    Args:
+        documents: ``[C]``: the source of each text.
+    """
+    names, place = np.unique(documents, return_inverse=True)
+
+    def sums(t: Tensor) -> np.ndarray:
+        return np.bincount(place, t.numpy(), len(names))
+
+    picks = np.random.default_rng(seed).integers(0, len(names), (draws, len(names)))
+
+    def taus(e: Efficiency) -> np.ndarray:
+        return sums(e.tokens)[picks].sum(1) / sums(e.rounds)[picks].sum(1)
+
+    ours = taus(mine)
+    low, high = np.quantile(ours, [0.025, 0.975])
+    row: dict[str, float | None] = {"tau": mine.tau, "low": float(low), "high": float(high)}
+    ratio: dict[str, float | None] = dict.fromkeys(("ratio_to_vanilla", "ratio_low", "ratio_high"))
+    if other is not None:
+        low, high = np.quantile(ours / taus(other), [0.025, 0.975])
+        ratio = {"ratio_to_vanilla": mine.tau / other.tau, "ratio_low": float(low), "ratio_high": float(high)}
+    return {**row, **ratio}
+
+
+def rows_of(
+    scores: dict[str, Efficiency], texts: Texts, domains: bool = True, reference: str = "vanilla"
+) -> list[dict[str, Any]]:
+    """One row a method and domain; acceptance by position, given that the position was reached."""
+    out = []
+    groups = ["all", *sorted(set(texts.domain))] if domains else ["all"]
+    for domain in groups:
+        which = np.flatnonzero([domain in ("all", d) for d in texts.domain])
+        for method, made in scores.items():
+            mine, base = part(made, which), scores.get(reference)
+            other = None if base is None else part(base, which)
+            figures = intervals(mine, other, texts.prompt[which])
+            position = (mine.accepted.sum(0) / mine.reached.sum(0)).tolist()
+            place = {"method": method, "context": texts.context, "k": texts.k, "domain": domain}
+            out.append({**place, **figures, "acceptance": position, "texts": len(which)})
+    return out

@@ -1,0 +1,161 @@
+"""Rounds of pipelined executors, measured beside the time model that is fitted to serial rounds of other sizes in the same run."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from statistics import median
+from time import perf_counter
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from specdec.cost.pipeline import TimeModel
+from specdec.decoder import Decoder
+from specdec.executors import Pipelined, Serial
+from specdec.types import Round
+
+
+class Part(NamedTuple):
+    """A round of some rows: how many they were, and the seconds of drafting them and of verifying them."""
+
+    rows: int
+    draft: float
+    verify: float
+
+
+class Mode(NamedTuple):
+    """How rounds are run: ``serial``, ``steady`` or ``barrier``, by which workers, in how many micro-batches."""
+
+    name: str
+    workers: str = ""
+    micro_batches: int = 1
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What is compared.
+
+    Attributes:
+        micro_batches: more than the batch has rows are left out. workers: ``processes`` and ``threads``. rounds: timed rounds of a run.
+            repeats: runs of each mode, in turn; one more warms up.
+    """
+
+    micro_batches: tuple[int, ...] = (2, 4)
+    workers: tuple[Literal["threads", "processes"], ...] = ("processes", "threads")
+    rounds: int = 12
+    repeats: int = 3
+    seed: int = 0
+
+    def modes(self, batch: int) -> dict[Mode, Any]:
+        """The executors by mode; the serial one comes first."""
+        out: dict[Mode, Any] = {Mode("serial"): Serial()}
+        for workers in self.workers:
+            for m in self.micro_batches:
+                if m <= batch:
+                    out[Mode("steady", workers, m)] = Pipelined(m, workers=workers, ahead=False)
+                    if workers == "processes":
+                        out[Mode("barrier", workers, m)] = Pipelined(
+                            m, workers=workers, ahead=False, barrier=True
+                        )
+        return out
+
+    def rows(self, name: str, decoder: Decoder, prompts: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
+        """A row for every mode: milliseconds of a round of all prompts, measured and predicted, and the gain over serial rounds.
+
+        Args:
+            name: of the draft. prompts: ids.
+        """
+        batch, modes = len(prompts), self.modes(len(prompts))
+        times: dict[Mode, list[float]] = defaultdict(list)
+        parts: dict[Mode, list[Part]] = defaultdict(list)
+        samples: list[Part] = []
+        alone = waited(replace(decoder, executor=Serial()))
+        for turn in range(self.repeats + 1):
+            for size in sorted({max(1, batch // part) for part in (2, 4, 8)}):
+                some = prompts[:: batch // size][:size]
+                found = timed(alone, some, self.rounds // 2, 1, self.seed + turn)[1]
+                samples += found if turn else []
+            order = list(modes.items())
+            for mode, executor in order[turn % len(order) :] + order[: turn % len(order)]:
+                made = replace(decoder, executor=executor)
+                seconds, found = timed(made, prompts, self.rounds, mode.micro_batches, self.seed + turn)
+                if turn:
+                    times[mode].append(seconds)
+                    parts[mode] += found
+        model = TimeModel.fit(samples)
+        return [self._row(name, batch, mode, model, times, parts[mode]) for mode in modes]
+
+    @staticmethod
+    def _row(
+        name: str, batch: int, mode: Mode, model: TimeModel, times: dict[Mode, list[float]], parts: list[Part]
+    ) -> dict[str, Any]:
+        m, serial, seconds = mode.micro_batches, times[Mode("serial")], times[mode]
+        predicted = {
+            "serial": lambda: model.serial(batch),
+            "barrier": lambda: model.barrier(batch, m),
+            "steady": lambda: model.steady(batch, m),
+        }[mode.name]()
+        measured, said = median(seconds), model.serial(batch) / predicted
+        gain = median(a / b for a, b in zip(serial, seconds))
+        return {
+            "draft": name, "batch": batch, "mode": mode.name, "workers": mode.workers or None,
+            "micro_batches": m, "milliseconds": 1e3 * measured, "predicted": 1e3 * predicted,
+            "ratio": measured / predicted, "gain": gain, "predicted_gain": said,
+            "share_of_gain": (gain - 1) / (said - 1) if said > 1.001 else None,
+            "draft_slowdown": median(p.draft for p in parts) / model.d(batch / m),
+            "verify_slowdown": median(p.verify for p in parts) / model.v(batch / m),
+            "serial_milliseconds": 1e3 * median(serial), "draft_model": list(model.draft),
+            "verify_model": list(model.verify),
+        }  # fmt: skip
+
+
+class _Enough(Exception):
+    """The timed rounds are over: no others are needed."""
+
+
+def timed(
+    decoder: Decoder, prompts: Sequence[Sequence[int]], rounds: int, micro: int, seed: int
+) -> tuple[float, list[Part]]:
+    """Seconds of a round of all rows, over the middle of a run in which no row ends, and its parts.
+
+    Args:
+        rounds: how many are timed. micro: micro-batches of a round.
+    """
+    marks: list[float] = []
+    parts: list[Part] = []
+
+    def mark(round: Round) -> None:
+        if round.number > 1:
+            marks.append(perf_counter())
+            s = round.seconds
+            parts.append(Part(len(round.kept), s["draft"], s["target"] + s["verify"]))
+        if len(marks) > rounds * micro:
+            raise _Enough
+
+    tokens = (decoder.length + 1) * (rounds + 4)
+    with suppress(_Enough):
+        decoder.generate([list(p) for p in prompts], tokens, seed=seed, eos_token_id=(), on_round=mark)
+    return (marks[-1] - marks[0]) / (len(marks) - 1) * micro, parts[1:]
+
+
+class _Waited:
+    """Mixed into a draft: a proposal is there when ``propose`` returns, so that its seconds are those of the device's work."""
+
+    def propose(self, *args: Any) -> Any:
+        answer = super().propose(*args)  # type: ignore[misc]
+        torch.cuda.synchronize()
+        return answer
+
+
+def waited(decoder: Decoder) -> Decoder:
+    """A decoder whose rounds' seconds are the stages' own, on a GPU, too; there a draft otherwise only hands its work over."""
+    if torch.device(getattr(decoder.target, "device", "cpu")).type != "cuda":
+        return decoder
+    draft: Any = object.__new__(
+        type("Waited" + type(decoder.draft).__name__, (_Waited, type(decoder.draft)), {})
+    )
+    vars(draft).update(vars(decoder.draft))
+    return replace(decoder, draft=draft)

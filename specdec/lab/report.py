@@ -1,0 +1,108 @@
+"""The one shape of a measurement's JSON: ``{"meta": {command, date, versions, machine, seed}, "rows": [{...}, ...]}``."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+
+def meta(seed: int | None = None, packages: Iterable[str] = ()) -> dict[str, Any]:
+    """How the figures were made: command line (file names without folders), UTC date, versions (of more ``packages``), machine, seed."""
+    versions = {"python": platform.python_version()}
+    for package in ("torch", "transformers", "specdec", *packages):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = "not installed"
+    return {
+        "command": command(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "versions": versions,
+        "machine": machine(),
+        "seed": seed,
+    }
+
+
+def command() -> str:
+    """The command line, with the script's path from ``recipes`` on and absolute paths cut to their last part."""
+    script = Path(sys.argv[0])
+    parts = script.parts
+    start = parts.index("recipes") if "recipes" in parts else -1
+    words = ["python", "/".join(parts[start:])]
+    for word in sys.argv[1:]:
+        option, equals, value = word.partition("=")
+        if equals and option.startswith("-"):
+            words.append(f"{option}={_short(value)}")
+        else:
+            words.append(_short(word))
+    return shlex.join(words)
+
+
+def _short(word: str) -> str:
+    return Path(word).name if os.path.isabs(word) else word
+
+
+def machine() -> str:
+    """Cores that this process may use, CPU model, memory, and the GPU if there is one."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    parts = [f"{cores} core{'' if cores == 1 else 's'}", _cpu()]
+    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        parts.append(f"{memory / 2**30:.0f} GiB RAM")
+    import torch
+
+    if torch.cuda.is_available():
+        parts.append(torch.cuda.get_device_name(0))
+    return ", ".join(parts)
+
+
+def _cpu() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def write(
+    path: str | Path,
+    rows: Iterable[Mapping[str, Any]],
+    seed: int | None = None,
+    packages: Iterable[str] = (),
+    about: Mapping[str, Any] | None = None,
+) -> None:
+    """Write flat ``rows`` with ``about`` (``meta(seed, packages)``) to ``path``; numbers that JSON does not know (NaN, inf) become null.
+
+    The file is whole at any time: a process that is killed meanwhile leaves the one that was there.
+    """
+    report = {
+        "meta": meta(seed, packages) if about is None else about,
+        "rows": [{k: plain(v) for k, v in row.items()} for row in rows],
+    }
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(path.name + ".part")
+    new.write_text(json.dumps(report, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    new.replace(path)
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON knows it."""
+    if hasattr(value, "item"):  # numpy and torch scalars
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, list | tuple):
+        return [plain(v) for v in value]
+    return value

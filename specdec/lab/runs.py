@@ -1,0 +1,125 @@
+"""Timed runs of several methods in turn: decode time without the prefill, and one shape of a row for all of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+from specdec.decoder import Decoder
+from specdec.lab.peak import Peak
+from specdec.types import Round
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One timed run: decoded tokens and seconds, both from the end of the first round to the end of the last.
+
+    Attributes:
+        tau: tokens a round and row. full: seconds, tokens and rows times rounds of the rounds in which no row of the batch had ended
+            or was about to; stages: what these rounds' seconds went to.
+    """
+
+    tokens: int
+    seconds: float
+    ids: list[list[int]]
+    tau: float | None = None
+    peak_bytes: int | None = None
+    full: tuple[float, int, int] = (0.0, 0, 0)
+    stages: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def speed(self) -> float:
+        """Tokens a second."""
+        return self.tokens / self.seconds
+
+
+@dataclass(frozen=True)
+class Case:
+    """One line of a table: what is run, and its repeats so far."""
+
+    engine: str
+    method: str
+    batch: int
+    context: int
+    temperature: float
+    run: Callable[[], Sample]
+    k: int | str | None = None
+    samples: list[Sample] = field(default_factory=list)
+
+    @property
+    def speed(self) -> float:
+        """Median tokens a second."""
+        return median(s.speed for s in self.samples)
+
+    @property
+    def tau(self) -> float | None:
+        return self.samples[-1].tau
+
+    def row(self, plain: Case | None, share: float | None = None) -> dict[str, Any]:
+        """The row of a report. ``plain``: the case that it is compared with; ``share``: of the ideal speed."""
+        peaks = [s.peak_bytes for s in self.samples if s.peak_bytes is not None]
+        names = ("engine", "method", "batch", "context", "temperature", "k")
+        return {name: getattr(self, name) for name in names} | {
+            "tokens_per_second": self.speed,
+            "tau": self.tau,
+            "ratio_to_plain": None if plain is None else self.speed / plain.speed,
+            "share_of_ideal": share,
+            "peak_bytes": max(peaks) if peaks else None,
+        }
+
+
+def interleave(cases: Sequence[Case], repeats: int, tell: Callable[[str], None]) -> None:
+    """Run all cases in turn, ``repeats`` times over, so that a slow minute of the machine falls on all of them alike.
+
+    Args:
+        tell: is told what runs next.
+    """
+    for r in range(repeats):
+        for case in cases:
+            tell(f"{case.engine} {case.method} batch {case.batch} T={case.temperature:g} ({r + 1}/{repeats})")
+            with Peak() as peak:
+                sample = case.run()
+            case.samples.append(replace(sample, peak_bytes=peak.bytes))
+
+
+def decode(
+    decoder: Decoder, prompts: Sequence[Sequence[int]], batch: int, new_tokens: int, seed: int
+) -> Sample:
+    """All prompts through ``decoder`` in batches, timed from the end of each batch's prefill round.
+
+    Args:
+        batch: rows at a time. seed: of the first prompt; each one has a seed of its own.
+    """
+    tokens, seconds, ids = 0, 0.0, []
+    full_tokens = full_rounds = 0
+    full, stages = (0.0, 0, 0), Counter[str]()
+    for i in range(0, len(prompts), batch):
+        some = [list(p) for p in prompts[i : i + batch]]
+        marks: list[float] = []
+        all_in: list[tuple[int, int]] = []  # of each round: tokens and rows, while all rows are in flight
+
+        def look(round: Round, marks: list[float] = marks, all_in: list[Any] = all_in) -> None:
+            marks.append(perf_counter())
+            if round.context.batch == batch and not bool(round.finished.any()):
+                all_in.append((int(round.kept.sum()), batch))
+                if round.number:
+                    parts = dict(round.seconds)
+                    stages.update({**parts, "rounds": 1, "other": 2 * parts["total"] - sum(parts.values())})
+
+        seeds = [seed + i + j for j in range(len(some))]
+        out = decoder.generate(some, new_tokens, seed=seeds, eos_token_id=(), on_round=look)
+        seconds += marks[-1] - marks[0]
+        n = len(all_in) - 1  # the first is the prefill
+        if n > 0:
+            made, rows = (sum(part) for part in zip(*all_in[1:]))
+            full = (full[0] + marks[n] - marks[0], full[1] + made, full[2] + rows)
+        tokens += out.stats.tokens - out.stats.prefill_tokens
+        full_tokens += out.stats.full_tokens
+        full_rounds += out.stats.full_rounds
+        ids += out.ids
+    tau = full_tokens / full_rounds if full_rounds else None
+    return Sample(tokens, seconds, ids, tau, full=full, stages=stages)

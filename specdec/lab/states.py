@@ -1,0 +1,156 @@
+"""A target's states on training text, cached in a folder: of the pocket corpus's streams, or of any text data set."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from torch import Tensor
+from tqdm.auto import tqdm
+
+import specdec.lab.pretraining  # noqa: F401  # registers the attention "block"
+from specdec.lab.streams import Streams
+from specdec.models.fingerprint import fingerprint
+from specdec.training.states import Batch, States
+from specdec.training.train import hash_of
+
+
+@dataclass(frozen=True)
+class First:
+    """The first ``count`` sequences of some states, as ``training.train`` takes them."""
+
+    data: States
+    count: int
+
+    @property
+    def layers(self) -> Sequence[int]:
+        return self.data.layers
+
+    def __len__(self) -> int:
+        return min(self.count, len(self.data))
+
+    def take(self, which: Sequence[int]) -> Batch:
+        """The sequences of some numbers."""
+        return self.data.take(which)
+
+
+def stream_states(
+    target: Any,
+    tokenizer: Any,
+    streams: Streams,
+    layers: Sequence[int],
+    tokens: int,
+    split: str = "train",
+    shares: Sequence[float] = (),
+    label: str = "",
+) -> First:
+    """The target's states of the first ``tokens`` of the corpus, made in bf16 where they are not there yet.
+
+    Args:
+        layers: whose inputs are wanted. shares: of the domains, if not the mixture's. label: tells folders of other shares apart.
+    Raises:
+        SystemExit: the streams are of another tokenizer.
+    """
+    count = max(1, tokens // streams.length)
+    folder = _folder(streams.work, f"{label}{split}", target, layers)
+    with PartialState().main_process_first():
+        if held(folder, target) < count:
+            low = copy.deepcopy(target).eval()
+            for p in low.parameters():
+                p.data = p.data.to(torch.bfloat16)
+            low.set_attn_implementation("block")
+            tqdm.write(f"target states of {count} sequences")
+            States.write(folder, low, sequences(tokenizer, streams, split, count, shares), layers, count)
+    return First(States(folder, target), count)
+
+
+def sequences(
+    tokenizer: Any, streams: Streams, split: str, count: int, shares: Sequence[float] = (), batch: int = 4
+) -> Iterator[Tensor]:
+    """``count`` sequences of the pocket corpus, ``[batch, length + 1]`` at a time, in the order in which the pocket models saw them."""
+    if streams.make().get_vocab() != tokenizer.get_vocab():
+        work = Path(streams.work)
+        raise SystemExit(
+            f"the shards in {work} were made with another tokenizer than the target's: copy the target's tokenizer.json and "
+            f"tokenizer_config.json to {work / 'tokenizer'}, remove {work / 'shards'}, and run again"
+        )
+    batches = streams.batches(split, shares)
+    for start in range(0, count, batch):
+        yield batches.take(min(batch, count - start))
+
+
+def text_states(
+    target: Any,
+    tokenizer: Any,
+    work: str,
+    dataset: str,
+    column: str,
+    length: int,
+    layers: Sequence[int],
+    tokens: int,
+    skip: int = 0,
+) -> First:
+    """States of ``tokens`` of a data set's text, after the first ``skip`` sequences of ``length`` tokens.
+
+    Args:
+        dataset: as for ``packed``. column: of the texts. layers: whose inputs are wanted.
+    """
+    count = max(1, tokens // length)
+    folder = _folder(work, hash_of((dataset, column, skip, length)), target, layers)
+    with PartialState().main_process_first():
+        if held(folder, target) < count:
+            texts = documents(dataset, column)
+            States.write(folder, target, packed(tokenizer, texts, length, count, skip), layers, count)
+    return First(States(folder, target), count)
+
+
+def held(folder: Path, target: Any) -> int:
+    """How many sequences' states are in a folder."""
+    return len(States(folder, target)) if (folder / "states.json").exists() else 0
+
+
+def documents(dataset: str, column: str) -> Iterator[str]:
+    """The texts of a data set: a .txt file, a saved or plain folder, or a hub id (read as a stream).
+
+    Raises:
+        SystemExit: it has no such column.
+    """
+    import datasets
+
+    path = Path(dataset)
+    if path.is_file():
+        rows: Any = [{column: path.read_text()}]
+    elif (path / "dataset_info.json").exists():
+        rows = datasets.load_from_disk(dataset)
+    else:
+        rows = datasets.load_dataset(dataset, split="train", streaming=True)
+    for row in rows:
+        if column not in row:
+            raise SystemExit(f"--column {column}: the data set has {', '.join(row)}")
+        yield row[column]
+
+
+def packed(tokenizer: Any, texts: Iterable[str], length: int, count: int, skip: int = 0) -> Iterator[Tensor]:
+    """``count`` sequences ``[1, length + 1]`` of texts joined by the end token, after the first ``skip`` ones."""
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    ids: list[int] = []
+    for text in texts:
+        ids += tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] + end
+        while len(ids) > length:
+            if skip:
+                skip -= 1
+            elif count:
+                count -= 1
+                yield torch.tensor(ids[: length + 1])[None]
+            else:
+                return
+            ids = ids[length:]
+
+
+def _folder(work: str, name: str, target: Any, layers: Sequence[int]) -> Path:
+    return Path(work) / f"states-{name}-{fingerprint(target)}-{'-'.join(map(str, layers))}"

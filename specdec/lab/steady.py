@@ -1,0 +1,119 @@
+"""Steady decoding for measurements: no row leaves the batch before the clock stops.
+
+A batch whose rows end one after another measures its stragglers too; a server fills their places. Here every row goes on until the
+batch as a whole has produced its tokens, as in the throughput models that the figures are compared with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from time import perf_counter
+
+import torch
+
+from specdec.decoder import Decoder
+from specdec.lab.clock import sync
+from specdec.lab.prefill import Group
+from specdec.rng import Philox, seeds
+from specdec.stats import Record, Stats
+from specdec.stop_rules import StopRules
+
+
+@dataclass(frozen=True)
+class Run:
+    """One timed run of a method over all groups of prompts.
+
+    Attributes:
+        captured: a shape was captured while the clock ran.
+    """
+
+    tokens: int
+    seconds: float
+    rounds: int
+    stats: Stats
+    captured: bool = False
+
+    @property
+    def speed(self) -> float:
+        """Tokens a second."""
+        return self.tokens / self.seconds
+
+    @property
+    def round_seconds(self) -> float:
+        return self.seconds / self.rounds
+
+    def stage(self, name: str) -> float:
+        """Seconds a round in one stage: ``draft``, ``target``, ``verify`` or ``other``."""
+        return self.stats.seconds[name] / self.rounds
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Repeats of one method at one k and grid point. Every repeat draws the same numbers, so that only times differ."""
+
+    method: str
+    k: int
+    runs: list[Run]
+
+    @property
+    def speed(self) -> float:
+        """Median tokens a second."""
+        return median(run.speed for run in self.runs)
+
+    @property
+    def round_seconds(self) -> float:
+        return median(run.round_seconds for run in self.runs)
+
+    @property
+    def tau(self) -> float:
+        """Tokens a round and row."""
+        return self.runs[0].stats.tau
+
+    def stage(self, name: str) -> float:
+        """Median seconds a round in one stage."""
+        return median(run.stage(name) for run in self.runs)
+
+
+def steady(
+    decoder: Decoder,
+    groups: Sequence[Group],
+    new_tokens: int,
+    clock: Callable[[bool], None] = lambda runs: None,
+) -> Run:
+    """Decode each group until it has ``new_tokens`` more tokens a row on average; the clock starts after the prefill round.
+
+    Args:
+        clock: is told when the clock starts (``True``) and stops.
+    """
+    tokens = rounds = 0
+    seconds, records = 0.0, []
+    for some in groups:
+        some.use()
+        context, B = some.context, some.context.batch
+        room = context.tokens.shape[1] - decoder.length
+        stops = StopRules(max_length=torch.full((B,), room))
+        left, start = B * new_tokens, 0.0
+        with torch.inference_mode():
+            for round in decoder.executor.run(decoder, context, Philox(seeds(some.seed, B)), stops):
+                if round.number == 0:
+                    sync()
+                    clock(True)
+                    start = perf_counter()
+                    continue
+                records.append(Record.of(round))
+                rounds += 1
+                made = sum(records[-1].kept)
+                tokens, left = tokens + made, left - made
+                if left <= 0:
+                    break
+        sync()
+        seconds += perf_counter() - start
+        clock(False)
+    return Run(tokens, seconds, rounds, Stats.of(records))
+
+
+def capacity(context: int, new_tokens: int, k: int) -> int:
+    """Tokens that a row may come to have, nodes included: a round gives every row a token at least, so there are so many at most."""
+    return context + 2 + new_tokens * (k + 1) + k

@@ -1,0 +1,101 @@
+"""Mixed workloads (SPIN's experiments): held-out prompts of three domains, ragged lengths, and what kind of text a prompt is."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from specdec.data.corpus import DOMAINS
+from specdec.data.prompts import prompts
+from specdec.types import Context
+
+DISTRIBUTIONS = ("equal", "lognormal", "bimodal", "one_long")
+"""Of ``lengths``."""
+
+
+class Workload(NamedTuple):
+    """``rows`` of ids and the ``domain`` of each."""
+
+    rows: list[list[int]]
+    domain: list[str]
+
+
+def workload(
+    tokenizer: Any, batch: int, longest: int = 900, seed: int = 0, median: int = 200, half: int | None = None
+) -> Workload:
+    """``batch`` prompts, domains in turn; lengths are lognormal (``median``, sigma 0.8), cut to 32 ... ``longest`` tokens.
+
+    Args:
+        half: of the texts, 0 or 1 (every second one of a domain), so that what is learned from one can be tried on the other.
+    """
+    rng = np.random.default_rng((seed, batch))
+    lengths = np.clip(np.exp(rng.normal(np.log(median), 0.8, batch)), 32, longest).astype(int)
+    texts = {domain: prompts(domain)[slice(half, None, None if half is None else 2)] for domain in DOMAINS}
+    order = {domain: rng.permutation(len(texts[domain])) for domain in DOMAINS}
+    rows, domains = [], []
+    for i, length in enumerate(lengths.tolist()):
+        domain = DOMAINS[i % len(DOMAINS)]
+        text = texts[domain][order[domain][i // len(DOMAINS) % len(texts[domain])]]
+        rows.append(tokenizer(text, add_special_tokens=False)["input_ids"][:length])
+        domains.append(domain)
+    return Workload(rows, domains)
+
+
+def lengths(name: str, batch: int, mean: int, seed: int, longest: int = 1990) -> list[int]:
+    """Tokens of each row in random order, ``mean`` on average, at most ``longest``.
+
+    Args:
+        name: one of ``DISTRIBUTIONS``.
+    """
+    rng = random.Random(f"{name} {batch} {seed}")
+    if name == "equal":
+        return [mean] * batch
+    if name == "one_long":
+        made = [float(longest)] + [(mean * batch - longest) / (batch - 1)] * (batch - 1)
+    elif name == "bimodal":
+        long = max(1, round(batch / 6))
+        made = [rng.uniform(0.85, 1.0) * longest for _ in range(long)]
+        rest = (mean * batch - sum(made)) / (batch - long)
+        made += [rest * rng.uniform(0.8, 1.2) for _ in range(batch - long)]
+    else:
+        made = [rng.lognormvariate(0.0, 1.0) for _ in range(batch)]
+        for _ in range(50):  # cut at the longest, and what that takes off goes to the others
+            scale = mean * batch / sum(made)
+            made = [min(n * scale, longest) for n in made]
+    rng.shuffle(made)
+    return [max(8, round(n)) for n in made]
+
+
+CODE = re.compile(
+    r"^\s*(?:def |class |import |from \w|return\b|(?:if|elif|for|while|with|except) ?.*:$|else:|try:|raise |self\.|@)"
+    r"|\w\(.*\)\s*$|\w = |\w\.\w+\(",
+    re.MULTILINE,
+)
+
+
+class Kind:
+    """What a prompt looks like, from its characters alone: a key for pooled statistics that needs no labels.
+
+    Tables end in lines of digits and quotes; code has lines that are statements; prose neither.
+    """
+
+    def __init__(self, tokenizer: Any):
+        self.tokenizer = tokenizer
+
+    def __call__(self, context: Context) -> Sequence[str]:
+        return [self.of(context.tokens[b, : int(n)].tolist()) for b, n in enumerate(context.prompt_length)]
+
+    def of(self, ids: list[int]) -> str:
+        text = self.tokenizer.decode(ids)
+        end = self.tokenizer.decode(ids[-512:])
+        solid = max(1, sum(not c.isspace() for c in end))
+        digits = sum(c.isdigit() for c in end) / solid
+        marks = sum(c in "()[]{}=:._'\"," for c in end) / solid
+        if digits > 0.1 or (marks > 0.22 and end.count("(") < 0.012 * solid):
+            return "table"
+        lines = [line for line in text.splitlines() if line.strip()]
+        return "code" if sum(bool(CODE.search(line)) for line in lines) > 0.15 * len(lines) else "text"

@@ -1,0 +1,275 @@
+"""The lab's small parts: options, reports, tables, clocks, runs in turn, processes, errors, workloads."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import dataclass, field
+from time import sleep
+from typing import Literal
+
+import numpy as np
+import pytest
+import torch
+from tiny import tiny
+
+import specdec as sd
+from specdec.kernels.native import library
+from specdec.lab.arms import Assigned, best_in_hindsight, pool_run
+from specdec.lab.clock import bare_forward, in_turn
+from specdec.lab.console import progress, table
+from specdec.lab.errors import LIMITS, relative, worst
+from specdec.lab.loading import load_draft
+from specdec.lab.options import option, parse
+from specdec.lab.processes import apart
+from specdec.lab.report import command, write
+from specdec.lab.runs import Case, Sample, decode, interleave
+from specdec.lab.simulated import BLOCK, acceptance, oracle
+from specdec.lab.workload import DISTRIBUTIONS, lengths
+
+
+def test_the_lab_is_found_from_the_package():
+    assert sd.lab.options.parse is parse
+    assert {"tau", "steady", "report"} <= set(dir(sd.lab))
+    with pytest.raises(AttributeError, match="there are arms"):
+        sd.lab.nothing  # noqa: B018
+
+
+# -- options ----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Settings:
+    name: str = option("x", "what it is called, 100 %")
+    sizes: tuple[int, ...] = option((1, 16), "rows")
+    words: tuple[str, ...] = option((), "none or more")
+    at: tuple[int, int] | None = option(None, "a point", metavar=("B", "L"))
+    rate: float | None = option(None, "of learning")
+    flag: bool = option(False, "on or off")
+    kind: Literal["a", "b"] = option("a", "of two")
+    json: str | None = option(None, "write the rows", metavar="FILE")
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("", {}),
+        ("--sizes 1 2", {"sizes": (1, 2)}),
+        ("--sizes 1,2 3", {"sizes": (1, 2, 3)}),
+        ("--words a,b --flag", {"words": ("a", "b"), "flag": True}),
+        ("--at 2 64 --rate 0.5 --no-flag", {"at": (2, 64), "rate": 0.5}),
+        ("--kind b --json f --name y", {"kind": "b", "json": "f", "name": "y"}),
+    ],
+)
+def test_options_are_the_fields(line, expected):
+    assert parse(Settings, None, line.split()) == Settings(**expected)
+
+
+def test_an_empty_list_is_one():
+    assert parse(Settings, None, ["--words", ""]).words == ()
+
+
+@pytest.mark.parametrize("line", ["--sizes one", "--kind c", "--nothing 1", "--at 2"])
+def test_wrong_words_are_named(line, capsys):
+    with pytest.raises(SystemExit) as ended:
+        parse(Settings, None, line.split())
+    assert ended.value.code == 2
+    assert line.split()[-1].strip("-") in capsys.readouterr().err or line == "--at 2"
+
+
+def test_the_help_has_defaults_and_no_others(capsys):
+    with pytest.raises(SystemExit):
+        parse(Settings, "What it does.\n  As it is.", ["--help"])
+    said = capsys.readouterr().out
+    assert "What it does.\n  As it is." in said
+    assert "rows (default: 1 16)" in said
+    assert "100 % (default: x)" in said
+    assert said.count("default") == 3  # of kind, too; what is empty has none
+
+
+def test_a_field_of_another_type_is_refused():
+    @dataclass(frozen=True)
+    class Wrong:
+        one: dict = option(None)
+
+    @dataclass(frozen=True)
+    class Without:
+        one: tuple[int, ...] = field(default_factory=tuple)
+
+    Wrong.__annotations__["one"] = dict
+    Without.__annotations__["one"] = tuple[int, ...]
+    with pytest.raises(TypeError, match="options are numbers"):
+        parse(Wrong, None, [])
+    with pytest.raises(TypeError, match="needs one"):
+        parse(Without, None, [])
+
+
+# -- reports and tables --------------------------------------------------------------------------------------------------------
+
+
+def test_a_report_is_plain_json_and_says_how_it_was_made(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        sys, "argv", [str(tmp_path / "recipes/gpu/suite.py"), "--json", str(tmp_path / "x.json"), "--k=2"]
+    )
+    assert command() == "python recipes/gpu/suite.py --json x.json --k=2"
+    file = tmp_path / "new" / "x.json"
+    write(file, [{"a": torch.tensor(1.5), "b": float("nan"), "c": (np.int64(3), float("inf"))}], seed=7)
+    said = json.loads(file.read_text())
+    assert said["rows"] == [{"a": 1.5, "b": None, "c": [3, None]}]
+    assert said["meta"]["seed"] == 7
+    assert set(said["meta"]) == {"command", "date", "versions", "machine", "seed"}
+    assert str(tmp_path) not in file.read_text()
+    assert [f.name for f in file.parent.iterdir()] == ["x.json"]
+
+
+def test_a_table_is_aligned():
+    lines = table([{"a": "x", "b": None, "tokens_per_second": 123.4}, {"a": "long", "tokens_per_second": 1.0}],
+                  ("a", "b", "tokens_per_second")).splitlines()  # fmt: skip
+    assert lines[0] == "a     b  tokens/s"
+    assert lines[2:] == ["x     -       123", "long  -      1.00"]
+
+
+def test_progress_that_stays_and_progress_that_does_not(capsys):
+    progress("gone")  # not a terminal
+    progress("kept", stays=True)
+    assert capsys.readouterr().err == "kept\n"
+
+
+# -- clocks and runs -----------------------------------------------------------------------------------------------------------
+
+
+def test_calls_take_turns_and_warm_up():
+    said = []
+    calls = [lambda: said.append("a"), lambda: (said.append("b"), sleep(0.01))]
+    a, b = in_turn(calls, repeats=3, warmups=1, before=lambda number: said.append(number))
+    assert said == [0, "a", 1, "b"] * 4
+    assert 0 < a < 0.01 <= b
+
+
+def test_bare_forwards_leave_the_model_as_it_is():
+    model = sd.HFModel(tiny("llama", dtype=torch.float32))
+    decoder = sd.decoder(model).greedy().build()
+    before = decoder.generate([[1, 2, 3]], 6).ids
+    assert all(t > 0 for t in bare_forward(model, 2, 7, (1, 3), repeats=2))
+    assert decoder.generate([[1, 2, 3]], 6).ids == before
+
+
+def test_a_decode_counts_what_comes_after_the_prefill():
+    model = sd.HFModel(tiny("llama", dtype=torch.float32))
+    prompts = [[1, 2, 3], [4, 5], [6]]
+    plain = decode(sd.decoder(model).greedy().build(), prompts, 2, 6, seed=0)
+    fast = decode(sd.decoder(model).greedy().draft(model, 2).build(), prompts, 2, 6, seed=0)
+    assert plain.ids == fast.ids
+    assert plain.tokens == fast.tokens == 3 * 5
+    assert plain.tau == 1
+    assert fast.tau == 3
+    assert plain.full[2] >= plain.full[1] > 0
+    assert plain.stages["rounds"] > 0
+    assert plain.speed == plain.tokens / plain.seconds
+
+
+def test_cases_take_turns_and_make_one_row():
+    order = []
+
+    def run(name, tokens):
+        order.append(name)
+        return Sample(tokens, 2.0, [], 1.5)
+
+    cases = [
+        Case("specdec", n, 1, 8, 0.0, lambda n=n, t=t: run(n, t)) for n, t in (("plain", 10), ("fast", 30))
+    ]
+    interleave(cases, 2, lambda line: None)
+    assert order == ["plain", "fast"] * 2
+    row = cases[1].row(cases[0], share=0.9)
+    assert (row["ratio_to_plain"], row["tokens_per_second"], row["tau"], row["share_of_ideal"]) == (
+        3,
+        15,
+        1.5,
+        0.9,
+    )
+    assert row["peak_bytes"] is None or row["peak_bytes"] >= 0
+
+
+def test_another_process_has_another_environment(monkeypatch):
+    monkeypatch.setenv("SPECDEC_TEST", "here")
+    with apart(SPECDEC_TEST="there") as call:
+        assert call(os.getenv, "SPECDEC_TEST") == "there"
+        with pytest.raises(ValueError, match="invalid literal"):
+            call(int, "x")
+    assert os.environ["SPECDEC_TEST"] == "here"
+
+
+def test_a_draft_that_is_not_there():
+    with pytest.raises(SystemExit, match="give a folder, or one of"):
+        load_draft("nowhere", None)
+
+
+@pytest.mark.skipif(library() is None, reason="needs a C compiler")
+def test_steps_without_their_call_of_c_come_back():
+    from specdec.kernels.native import step
+
+    own = step._function
+    with pytest.raises(RuntimeError, match="stop"), step.without_c():
+        assert step._function()(1, 2) == 0
+        raise RuntimeError("stop")
+    assert step._function is own
+
+
+# -- pools and worlds ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_best_arm_in_hindsight_is_that_of_the_requests_group():
+    target = sd.HFModel(tiny("llama", dtype=torch.float32))
+    drafts = {
+        "itself": sd.drafts.Model(target),
+        "nothing": sd.drafts.Model(sd.HFModel(tiny("llama", 1, torch.float32))),
+    }
+    prompts, group = [[1, 2, 3], [4, 5], [6, 7]], ["a", "b", "a"]
+    runs = [pool_run(sd.decoder(target).greedy().draft(d, 2).build(), prompts, 9, 0) for d in drafts.values()]
+    assert [run.tokens for run in runs] == [3 * 8] * 2
+    assert len(runs[0].rounds) < len(runs[1].rounds)
+    assert best_in_hindsight([runs[0]] * 2, group).tolist() == [0, 0, 0]  # the first of equals
+    chosen = sd.decoder(target).greedy().pool(drafts, Assigned(torch.tensor([0, 1, 0])), 2).build()
+    run = pool_run(chosen, prompts, 9, 0)
+    assert run.ids == runs[0].ids
+    assert {
+        arm: n for (_, g), arms in run.choices(group, 100).items() if g == "b" for arm, n in arms.items()
+    }.keys() == {1}
+    assert run.selector_seconds > 0
+
+
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_lengths_have_their_mean(name):
+    found = lengths(name, 32, 400, 0)
+    assert abs(sum(found) / 32 - 400) < 8
+    assert 8 <= min(found) <= max(found) <= 1990
+    assert found == lengths(name, 32, 400, 0)
+    assert name == "equal" or any(lengths(name, 32, 400, seed) != found for seed in (1, 2, 3))
+
+
+def test_the_simulated_oracle_is_the_best_ratio_of_sums():
+    mean = np.array([1.5, 3.0, 5.9])
+    a = acceptance(mean)
+    assert np.allclose(sum(a**i for i in range(BLOCK + 1)), mean)
+    goodput = np.array([[3.0, 1.0, 1.0, 1.0, 1.0]])
+    assert oracle(goodput, None) == pytest.approx(3.0)
+    both = np.repeat(goodput, 2, 0)
+    # One row alone has its best arm; the other takes what costs least: sums of tokens over sums of seconds.
+    assert 1.0 < oracle(both, (1, 2, 2, 2, 2)) < 3.0
+
+
+# -- errors --------------------------------------------------------------------------------------------------------------------
+
+
+def test_an_error_shows_in_one_head_of_one_query():
+    exact = torch.randn(1, 400, 32, 128, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    exact[0, 7, 3] = 0  # a query that sees nothing
+    out = exact.to(torch.bfloat16)
+    assert worst(out, exact) < LIMITS[torch.bfloat16] / 4
+    out[0, 5, 2] = out[0, 5, 3]
+    assert relative(out, exact) < LIMITS[torch.bfloat16] < worst(out, exact)
+    for wrong in (float("nan"), 1.0):
+        out = exact.clone()
+        out[0, 7, 3, 1] = wrong
+        assert not worst(out, exact) < LIMITS[torch.bfloat16]
