@@ -1,7 +1,7 @@
-"""Prove losslessness, exactly: walk all randomness of composed decoders and compare with the target's law.
+"""Prove losslessness, exactly: walk all randomness of composed decoders and compare with the target's distribution.
 
 For each composition every outcome of every random decision is run through the real decoder, over a vocabulary of 3 tokens,
-with its exact probability. The table shows the total variation between the law of what comes out and the target's own:
+with its exact probability. The table shows the total variation between the distribution of what comes out and the target's own:
 rounding (below 1e-9) for everything that is called lossless. Then biases are planted, mistakes that real decoders make, and
 must be seen (at least 1e-3). About a minute on one core; the exit status is 1 when a claim fails or a bias is missed.
 

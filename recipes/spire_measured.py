@@ -1,7 +1,7 @@
 """Wall clock of SPIRe and its baselines over batch and context on this machine, next to the throughput model with its constants.
 
 Methods: plain decoding; vanilla (a small draft with all of the context); windowed (the same draft with SPIRe's sparse KV, a control
-that the paper lacks); with --distilled, a second small draft with all of the context, trained with the target's laws (another control);
+that the paper lacks); with --distilled, a second small draft with all of the context, trained with the target's distributions (another control);
 MagicDec (the target's weights over a window of its KV); SPIRe. Each at k = 4 and at its own best k.
 
 Clock: from the end of the prefill round until the batch has made --new-tokens tokens a row on average; no row leaves before (that is

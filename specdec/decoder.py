@@ -141,7 +141,7 @@ class Decoder(Composition):
         """Decode a stream of requests that come and go; yields each as soon as it is finished.
 
         What a request says does not depend on who else is in flight: it is what ``generate`` says to it alone with the same seed
-        (under ``Rejection`` with a selector that learns, its law does not; the tokens may).
+        (under ``Rejection`` with a selector that learns, its distribution does not; the tokens may).
 
         Args:
             requests: in the order of their arrival, taken one at a time: a generator may go on for ever.

@@ -43,7 +43,7 @@ def generate(
     process without a row waits for the others. Seeds are those of process 0 (which matters for ``seed=None``).
 
     A selector of arms learns in each process from that process's rows. Texts are then those of one process under ``Coupled`` and at
-    temperature 0; under ``Rejection`` they have the same law. Capacities hold in each process.
+    temperature 0; under ``Rejection`` they have the same distribution. Capacities hold in each process.
 
     Returns:
         The same in every process, in the order of the prompts. ``stats`` are sums; its seconds are those of the process that took

@@ -184,9 +184,9 @@ class Philox:
     def race(self, probs: Tensor, position: Tensor) -> Tensor:
         """Argmin of ``E_v / p_v`` with ``E_v`` exponential, keyed by (seed, position, v): a draw from ``probs [B, ..., V]``.
 
-        Two laws raced with the same key agree with probability at least (1 - TV) / (1 + TV) (Daliri, Musco, Suresh,
+        Two distributions raced with the same key agree with probability at least (1 - TV) / (1 + TV) (Daliri, Musco, Suresh,
         "Coupling without communication and drafter-invariant speculative decoding", arXiv 2408.07978). Only tokens with
-        positive probability are drawn for, so a greedy or truncated law is cheap.
+        positive probability are drawn for, so a greedy or truncated distribution is cheap.
         """
         shape, V = probs.shape[:-1], probs.shape[-1]
         flat = probs.reshape(-1, V)

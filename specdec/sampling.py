@@ -114,7 +114,7 @@ class Sampling:
 
     @property
     def only_temperature(self) -> bool:
-        """Whether the law is the softmax of ``logits / temperature``: no processors, no truncations."""
+        """Whether the distribution is the softmax of ``logits / temperature``: no processors, no truncations."""
         return not self.processors and all(isinstance(w, TemperatureLogitsWarper) for w in self._warpers)
 
     @cached_property

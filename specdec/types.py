@@ -300,8 +300,8 @@ class Round(_Shown):
     Attributes:
         context: before the round. kept: ``[B]`` tokens of ``verdict.tokens`` that were committed (fewer than accepted + 1
             where a stop cut the block). finished: ``[B]`` bool. budget: ``[B]`` longest path that the draft was allowed.
-        probs: ``[B, N + 1, V]`` the target's laws; ``None`` where the verifier took the logits themselves, and at temperature 0,
-            where they lie on one token each: ``tops [B, N + 1]``.
+        probs: ``[B, N + 1, V]`` the target's distributions; ``None`` where the verifier took the logits themselves, and at temperature 0,
+            where they lie on one token each: ``target_argmax [B, N + 1]``.
         cut: ``[B]`` bool, the block was shortened by a stop or by the end of the row's budget.
         arm, arm_prob: ``[B]`` the selector's choice and its probability. seconds: by stage.
     """
@@ -319,7 +319,7 @@ class Round(_Shown):
     arm_prob: Tensor
     number: int = 0
     seconds: Mapping[str, float] = field(default_factory=dict)
-    tops: Tensor | None = None
+    target_argmax: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -54,15 +54,15 @@ def test_a_certificate_says_what_was_found_in_one_line():
     assert repr(found).startswith("Certificate(total variation ")
     assert "\n" not in repr(found)
     assert found.branches == 27
-    assert found.law[0].keys() == found.target[0].keys()
+    assert found.distribution[0].keys() == found.target[0].keys()
     assert not Certificate(0.0, 0.0, 1, 0.0, astray=0.5).lossless
 
 
-def test_the_targets_law_is_the_tables_joint_law():
+def test_the_targets_distribution_is_the_tables_joint_distribution():
     plain = enumerate_plain(catalogue.MODEL, sd.Sampling(), [2, 1], 3)
     joint = catalogue.MODEL.joint([2, 1], 3)
-    assert len(plain.law) == 27
-    assert all(p == pytest.approx(float(joint[ids]), abs=1e-15) for ids, p in plain.law.items())
+    assert len(plain.distribution) == 27
+    assert all(p == pytest.approx(float(joint[ids]), abs=1e-15) for ids, p in plain.distribution.items())
 
 
 def test_total_variation_counts_missing_mass():
@@ -73,17 +73,17 @@ def test_total_variation_counts_missing_mass():
 
 def _outcomes(decide) -> dict[tuple[int, ...], float]:
     """All outcomes of ``decide(rng) -> tensors [R]`` with their measures."""
-    todo, law = [Branches.root()], {}
+    todo, distribution = [Branches.root()], {}
     while todo:
         walk = Walk(Branches.join(todo))
         answers = torch.stack([torch.as_tensor(a).long() for a in decide(walk.rng())], 1).tolist()
         for answer, measure in zip(answers, walk.branches.measure()):
-            law[tuple(answer)] = law.get(tuple(answer), 0.0) + float(measure)
+            distribution[tuple(answer)] = distribution.get(tuple(answer), 0.0) + float(measure)
         todo = [scripts for _, scripts in walk.left]
-    return law
+    return distribution
 
 
-def _law(rng, *probs):
+def _distribution(rng, *probs):
     return torch.tensor(probs, dtype=torch.float64).expand(len(rng.rows), -1)
 
 
@@ -93,23 +93,23 @@ def _at(rng):
 
 def test_a_key_that_is_asked_again_refines_the_same_number():
     def twice(rng):
-        first = rng.categorical(_law(rng, 0.5, 0.5), Key(_at(rng)))
-        again = rng.categorical(_law(rng, 0.2, 0.6, 0.2), Key(_at(rng)))
-        below = rng.accept(_law(rng, 0.9)[:, 0], Key(_at(rng)))
+        first = rng.categorical(_distribution(rng, 0.5, 0.5), Key(_at(rng)))
+        again = rng.categorical(_distribution(rng, 0.2, 0.6, 0.2), Key(_at(rng)))
+        below = rng.accept(_distribution(rng, 0.9)[:, 0], Key(_at(rng)))
         return first, again, below
 
-    law = _outcomes(twice)
-    assert law == pytest.approx(
+    distribution = _outcomes(twice)
+    assert distribution == pytest.approx(
         {(0, 0, 1): 0.2, (0, 1, 1): 0.3, (1, 1, 1): 0.3, (1, 2, 1): 0.1, (1, 2, 0): 0.1}
     )
 
 
 def test_different_keys_are_independent_and_certain_decisions_do_not_branch():
     def several(rng):
-        a = rng.accept(_law(rng, 0.3)[:, 0], Key(_at(rng), stream=ACCEPT))
+        a = rng.accept(_distribution(rng, 0.3)[:, 0], Key(_at(rng), stream=ACCEPT))
         b = rng.accept(torch.where(a, 0.5, 1.0).double(), Key(_at(rng), 1, stream=ACCEPT))
-        c = rng.accept(_law(rng, 0.0)[:, 0], Key(_at(rng), 2, stream=ACCEPT))
-        return a, b, c, rng.categorical(_law(rng, 0, 1, 0), Key(_at(rng)))
+        c = rng.accept(_distribution(rng, 0.0)[:, 0], Key(_at(rng), 2, stream=ACCEPT))
+        return a, b, c, rng.categorical(_distribution(rng, 0, 1, 0), Key(_at(rng)))
 
     assert _outcomes(several) == pytest.approx({(1, 1, 0, 1): 0.15, (1, 0, 0, 1): 0.15, (0, 1, 0, 1): 0.7})
 
@@ -150,7 +150,7 @@ def test_too_many_branches_are_refused_with_the_remedy():
         certify(catalogue.BASE.build(), max_new_tokens=6, limit=100)
 
 
-def test_each_prompt_of_a_ragged_batch_has_its_own_law():
+def test_each_prompt_of_a_ragged_batch_has_its_own_distribution():
     prompts, budgets = [[0, 1], [2], [1, 1, 0]], [1, 3, 2]
     decoder = catalogue.BASE.draft(catalogue.TREE, length=2).build()
     together = certify(
@@ -158,14 +158,14 @@ def test_each_prompt_of_a_ragged_batch_has_its_own_law():
     )  # many small batches, in which every prompt has mates
     for row, (prompt, budget) in enumerate(zip(prompts, budgets)):
         alone = certify(decoder, [prompt], budget)
-        assert together.law[row] == pytest.approx(alone.law[0], abs=1e-14)
+        assert together.distribution[row] == pytest.approx(alone.distribution[0], abs=1e-14)
         assert alone.lossless
     assert together.lossless
 
 
 @dataclass(frozen=True)
 class Forwards(Adversary):
-    """Proposes row 0's last token in every row: the law stays exact, but a row's text depends on its mates."""
+    """Proposes row 0's last token in every row: the distribution stays exact, but a row's text depends on its mates."""
 
     def propose(self, state, context, budget, rng):
         last = context.tokens[0, int(context.length[0]) - 1]

@@ -250,7 +250,7 @@ def test_what_cannot_be_windowed_is_refused(llama):
 
 
 def test_a_windowed_target_is_decoded_like_any_other(llama):
-    """Its law is that of the windowed model: plain decoding and speculation agree on it."""
+    """Its distribution is that of the windowed model: plain decoding and speculation agree on it."""
     target = Windowed(sd.HFModel(llama), 6, 1)
     small = Windowed(sd.HFModel(tiny("llama", seed=1)), 4, 1)
     for sampling, verifier in (({"temperature": 0.0}, sd.Rejection()), ({"temperature": 0.7}, sd.Coupled())):

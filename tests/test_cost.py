@@ -139,7 +139,7 @@ def test_an_independent_computation_of_figures_4_and_6(name, batch):
         assert ours == pytest.approx(plain_multiplier(name, batch, context, tau, llama, drafts[name]))
 
 
-# Laws and limits
+# Distributions and limits
 
 METHODS = st.sampled_from([*paper.METHODS.values(), cost.vanilla(paper.VANILLA_DRAFT, cost.Window(65))])
 SIZES = {"batch": st.integers(1, 4096), "context": st.integers(1, 1 << 20), "k": st.integers(1, 16)}

@@ -183,7 +183,7 @@ def test_a_merge_is_the_softmax_of_everything():
     torch.testing.assert_close(total, scores.logsumexp(-1), rtol=0, atol=1e-14)
 
 
-def test_laws_of_merging():
+def test_distributions_of_merging():
     outputs, lse = parts(4)
     out, total = merge(outputs, lse)
     one = merge(outputs[:, :1], lse[:, :1])

@@ -97,10 +97,10 @@ def test_a_trimmed_model_drafts(target):
 
 def test_made_up_provenance_is_refused():
     tokens = torch.zeros(1, 1, dtype=torch.long)
-    law = torch.full((1, 1, 4), 0.25)
+    distribution = torch.full((1, 1, 4), 0.25)
     for wrong in ("declare", "Sampled", "drawn"):
         with pytest.raises(ValueError, match=r"provenance is .*: give"):
-            sd.Proposal.chain(tokens, torch.tensor([1]), law, wrong)
+            sd.Proposal.chain(tokens, torch.tensor([1]), distribution, wrong)
 
 
 def test_stats_of_several_calls_add_up(target):

@@ -272,7 +272,7 @@ def test_operators(dtype):
     heads = q.view(5, 3, 8).float()
     half = torch.cat([-heads[..., 4:], heads[..., :4]], -1)
     expected = (heads * cos[:, None] + half * sin[:, None]).to(dtype)
-    torch.testing.assert_close(ops.turn(q, cos, sin, 8).view(5, 3, 8), expected, **near)
+    torch.testing.assert_close(ops.apply_rotary(q, cos, sin, 8).view(5, 3, 8), expected, **near)
 
 
 @needed
@@ -300,13 +300,13 @@ def test_entries_into_slots(dtype):
     buffer = torch.zeros(2, 3, 7, 4, dtype=dtype).transpose(1, 2)
     new = torch.randn(3, 5, 4).to(dtype).transpose(0, 1)
     slots = torch.tensor([[13, 0, 8, 2, 6], [0] * 5]).t()[:, 0]  # not contiguous
-    ops.keep(buffer, slots, new)
+    ops.store_kv(buffer, slots, new)
     expected = torch.zeros(14, 3, 4, dtype=dtype)
     expected[slots] = new
     assert torch.equal(buffer.reshape(14, 3, 4), expected)
     for bad in (14, -1):
         with pytest.raises(IndexError, match="not all in a buffer of 2 x 7"):
-            ops.keep(buffer, torch.tensor([0, 1, 2, 3, bad]), new)
+            ops.store_kv(buffer, torch.tensor([0, 1, 2, 3, bad]), new)
     assert torch.equal(buffer.reshape(14, 3, 4), expected)
 
 
@@ -414,18 +414,18 @@ def test_what_the_kernels_cannot_take_is_refused():
         lambda: ops.add_norm(x.half(), None, w.half(), 1e-6),
         lambda: ops.silu_mul(x, torch.randn(4, 8)),
         lambda: ops.silu_mul(x.double(), x.double()),
-        lambda: ops.turn(x, torch.ones(4, 4), torch.ones(4, 4), 8),
-        lambda: ops.turn(torch.randn(1, 1024), torch.ones(1, 1024), torch.ones(1, 1024), 1024),
+        lambda: ops.apply_rotary(x, torch.ones(4, 4), torch.ones(4, 4), 8),
+        lambda: ops.apply_rotary(torch.randn(1, 1024), torch.ones(1, 1024), torch.ones(1, 1024), 1024),
         lambda: ops.linear(x, torch.randn(16, 32), None),
         lambda: ops.linear(x, torch.randn(8, 16), None),
     ]
     slots, new = torch.arange(3), torch.randn(3, 2, 4)
     buffer = torch.zeros(2, 5, 2, 4)
     bad += [
-        lambda: ops.keep(buffer, slots[:2], new),
-        lambda: ops.keep(buffer, slots.int(), new),
-        lambda: ops.keep(buffer, slots, new.double()),
-        lambda: ops.keep(buffer, slots, torch.randn(3, 5, 4)),
+        lambda: ops.store_kv(buffer, slots[:2], new),
+        lambda: ops.store_kv(buffer, slots.int(), new),
+        lambda: ops.store_kv(buffer, slots, new.double()),
+        lambda: ops.store_kv(buffer, slots, torch.randn(3, 5, 4)),
     ]
     for call in bad:
         with pytest.raises(ValueError, match=r"give contiguous|do not go together|do not fit"):

@@ -93,10 +93,10 @@ def test_rounds_of_one_row_are_the_serial_runs(target, small):
 
 def test_a_kept_block_is_the_serial_runs_under_rejection_too(target):
     """As long as every guess holds, nothing is tried twice and all keys are the serial executor's."""
-    law = torch.full((97,), -30.0, dtype=torch.float64)
+    distribution = torch.full((97,), -30.0, dtype=torch.float64)
 
     def sure(prefix):  # nearly certain, so that draws rarely differ
-        return law.index_fill(0, torch.tensor((prefix[-1] * 7 + 1) % 97), 30.0)
+        return distribution.index_fill(0, torch.tensor((prefix[-1] * 7 + 1) % 97), 30.0)
 
     table = torch.stack([torch.softmax(sure([t]), -1) for t in range(97)])
     builder = sd.decoder(sd.TableModel(table)).draft(FunctionDraft(sure), length=3)
@@ -134,7 +134,7 @@ def test_selectors_choose_a_round_ahead_within_capacities(target, small):
         assert len({arm for round in rounds[1:] for arm in round.arm.tolist()}) == 4
 
 
-# -- the law -----------------------------------------------------------------------------------------------------------
+# -- the distribution -----------------------------------------------------------------------------------------------------------
 
 
 def small_pair(length=1):
@@ -183,7 +183,7 @@ class NoAttempts(OneNumber):
 
 @dataclass(frozen=True, eq=False)
 class Regrets(Remembers):
-    """Proposes one token from ``law``, or nothing when what it drew for this very place before is in ``unwanted``."""
+    """Proposes one token from ``distribution``, or nothing when what it drew for this very place before is in ``unwanted``."""
 
     revocable = True
 
@@ -193,7 +193,7 @@ class Regrets(Remembers):
     def propose(self, state, context, budget, rng):
         again = state.token[:, 0] == context.length
         size = budget.clamp(max=1) * ~(again & torch.isin(state.token[:, 1], torch.tensor(self.unwanted)))
-        q = self.law.expand(context.batch, -1)
+        q = self.distribution.expand(context.batch, -1)
         token = rng.categorical(q, Key(context.length))
         drew = torch.where((budget > 0)[:, None], torch.stack([context.length, token], 1), state.token)
         return sd.Proposal.chain(token[:, None], size, q[:, None], "sampled"), Dropped(drew)
@@ -207,8 +207,8 @@ def test_planted_biases_are_seen():
     kept = small_pair().executor(KeepsZeros()).build()
     assert certify(kept, [[0]], 5).total_variation > 1e-3
     assert certify(small_pair().build(), [[0]], 5, wrap=OneNumber).total_variation > 1e-3
-    law = torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64)
-    base = sd.decoder(sd.TableModel([0.5, 0.3, 0.2])).draft(Regrets(law, (2,)), length=1)
+    distribution = torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64)
+    base = sd.decoder(sd.TableModel([0.5, 0.3, 0.2])).draft(Regrets(distribution, (2,)), length=1)
     nosy = base.executor(Optimistic()).build()
     assert certify(nosy, [[0]], 5).lossless
     assert certify(nosy, [[0]], 5, wrap=NoAttempts).total_variation > 1e-3
@@ -227,19 +227,19 @@ def test_certified_under_coupled():
 
 
 def test_attempts_name_rows_on_their_own():
-    rng, law = sd.Philox(torch.arange(6)), torch.rand(6, 4, 50, dtype=torch.float64)
+    rng, distribution = sd.Philox(torch.arange(6)), torch.rand(6, 4, 50, dtype=torch.float64)
     key = Key(torch.arange(6)[:, None], torch.arange(4), 0)
     attempt = torch.tensor([0, 2, 0, 3, 2, 0])
     mixed = _Attempts(rng, attempt)
-    drawn, stood = mixed.categorical(law, key), mixed.accept(law[..., 0], key)
+    drawn, stood = mixed.categorical(distribution, key), mixed.accept(distribution[..., 0], key)
     for b in range(6):
         row = torch.tensor([b])
         own = Key(row[:, None], torch.arange(4), 0, attempt=OWN * int(attempt[b]))
-        assert torch.equal(drawn[b], sd.Philox(row).categorical(law[row], own)[0])
-        assert torch.equal(stood[b], sd.Philox(row).accept(law[row, :, 0], own)[0])
+        assert torch.equal(drawn[b], sd.Philox(row).categorical(distribution[row], own)[0])
+        assert torch.equal(stood[b], sd.Philox(row).accept(distribution[row, :, 0], own)[0])
     few = mixed.select(torch.tensor([3, 0]))
     assert torch.equal(
-        few.categorical(law[[3, 0]], Key(torch.tensor([[3], [0]]), torch.arange(4))), drawn[[3, 0]]
+        few.categorical(distribution[[3, 0]], Key(torch.tensor([[3], [0]]), torch.arange(4))), drawn[[3, 0]]
     )
 
 

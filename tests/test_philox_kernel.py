@@ -63,15 +63,15 @@ def test_interpreted_races_have_the_same_winners(rows, V, dtype):
 
 
 @pytest.mark.usefixtures("interpreted")
-def test_interpreted_races_read_strided_laws_and_refuse_shapes_that_do_not_fit():
-    law = torch.rand(4, 6, 50, generator=torch.Generator().manual_seed(0))
+def test_interpreted_races_read_strided_distributions_and_refuse_shapes_that_do_not_fit():
+    distribution = torch.rand(4, 6, 50, generator=torch.Generator().manual_seed(0))
     seed, at = seeds(0, 4), torch.arange(4)
-    for view in (law[:, 2], law.transpose(1, 2)[:, :, 0]):
+    for view in (distribution[:, 2], distribution.transpose(1, 2)[:, :, 0]):
         assert torch.equal(philox.race(view, seed, at), Philox(seed).race(view, at))
     with pytest.raises(ValueError, match=r"needs \[4\] of each"):
-        philox.race(law[:, 0], seed[:3], at)
+        philox.race(distribution[:, 0], seed[:3], at)
     with pytest.raises(ValueError, match=r"probs is \[4, 6, 50\]: give \[R, V\]"):
-        philox.race(law, seed, at)
+        philox.race(distribution, seed, at)
 
 
 @needs_triton
@@ -89,21 +89,23 @@ def test_on_a_gpu_numbers_and_winners_are_the_same():
     for rows, V in ((5, 50_000), (80, 4096), (3, 151_936)):
         same_race(rows, V, "cuda")
         same_race(rows, V, "cuda", torch.bfloat16, 0.99)
-    law = torch.rand(4, 3, 5000)
+    distribution = torch.rand(4, 3, 5000)
     at = torch.arange(12).view(4, 3)
-    assert torch.equal(Philox(SEEDS[:4]).race(law.cuda(), at.cuda()).cpu(), Philox(SEEDS[:4]).race(law, at))
+    assert torch.equal(
+        Philox(SEEDS[:4]).race(distribution.cuda(), at.cuda()).cpu(), Philox(SEEDS[:4]).race(distribution, at)
+    )
 
 
 COMPILE = """
     TYPES = dict.fromkeys(["AT", "NODE", "WHO", "SEED", "TOKEN"], "*i64") | dict.fromkeys(["OUT", "TIME"], "*fp64")
 
-    def one(kernel, arch, law, **const):
-        build(kernel, arch, {**TYPES, "P": "*" + law}, ("V", "stride"), 4, **const)
+    def one(kernel, arch, distribution, **const):
+        build(kernel, arch, {**TYPES, "P": "*" + distribution}, ("V", "stride"), 4, **const)
 
     for arch in (80, 90):
         one(k.uniform_kernel, arch, "fp32", BLOCK=1024)
-        for law in ("fp32", "bf16"):
-            one(k.race_kernel, arch, law, TARGET=3, STEPS=4, BLOCK=1024)
+        for distribution in ("fp32", "bf16"):
+            one(k.race_kernel, arch, distribution, TARGET=3, STEPS=4, BLOCK=1024)
         one(k.race_kernel, arch, "fp64", TARGET=3, STEPS=4, BLOCK=1024, splits=1)
 """
 

@@ -411,9 +411,9 @@ def test_certified_with_the_real_keys(name, executor):
     again = certify(builder.executor(executor).build(), prompts, budgets)
     assert found.lossless
     assert found.branches == again.branches
-    assert found.law == again.law  # not a bit depends on the threads' turns
-    for law, serial in zip(found.law, alone.law):
-        assert law == pytest.approx(serial, abs=1e-14)
+    assert found.distribution == again.distribution  # not a bit depends on the threads' turns
+    for distribution, serial in zip(found.distribution, alone.distribution):
+        assert distribution == pytest.approx(serial, abs=1e-14)
 
 
 # -- time ----------------------------------------------------------------------------------------------------------------

@@ -69,11 +69,11 @@ def turns_are_right(T, heads, D, dtype, device="cpu", layout="heads first", norm
         x = x.double()
         if normed:
             x = reference.add_norm(x, None, w.double(), 1e-5)[1]
-        return reference.turn(x, cos.double(), sin.double())
+        return reference.apply_rotary(x, cos.double(), sin.double())
 
     norms = weights if normed else None
     mine, theirs = q.clone(), k.clone()
-    pointwise.turn(mine, theirs, cos, sin, norms=norms)
+    pointwise.apply_rotary(mine, theirs, cos, sin, norms=norms)
     close(mine, expected(q, weights[0]), dtype)
     close(theirs, expected(k, weights[1]), dtype)
 
@@ -83,7 +83,7 @@ def turns_are_right(T, heads, D, dtype, device="cpu", layout="heads first", norm
     keys, values = (b.transpose(1, 2) if layout == "heads first" else b for b in buffers.unbind(0))
     slots = torch.randperm(rows * S, generator=torch.Generator().manual_seed(3))[:T].to(device)
     mine, theirs = q.clone(), k.clone()
-    pointwise.turn(mine, theirs, cos, sin, norms=norms, value=v, place=Place(keys, values, slots))
+    pointwise.apply_rotary(mine, theirs, cos, sin, norms=norms, value=v, place=Place(keys, values, slots))
     close(mine, expected(q, weights[0]), dtype)
     assert torch.equal(theirs, k)
     at = (slots // S, slots % S)
@@ -119,7 +119,7 @@ def test_interpreted_turns(heads, D, layout, normed, dtype):
 def test_interpreted_nothing_to_do_and_what_is_refused():
     empty, w = torch.empty(0, 8), torch.ones(8)
     assert pointwise.add_norm(empty, None, w, 1e-5).shape == (0, 8)
-    pointwise.turn(torch.empty(0, 2, 8), torch.empty(0, 1, 8), empty, empty)
+    pointwise.apply_rotary(torch.empty(0, 2, 8), torch.empty(0, 1, 8), empty, empty)
     assert pointwise.silu_mul(empty, empty).shape == (0, 8)
     x, q = torch.ones(3, 8), torch.ones(3, 2, 8)
     for call, name in (
@@ -127,11 +127,19 @@ def test_interpreted_nothing_to_do_and_what_is_refused():
         (lambda: pointwise.add_norm(x, None, w.double(), 1e-5), "add_norm"),
         (lambda: pointwise.add_norm(x.t(), None, torch.ones(3), 1e-5), "add_norm"),
         (lambda: pointwise.silu_mul(x, x[:, :4]), "silu_mul"),
-        (lambda: pointwise.turn(q, q.transpose(0, 1), x, x), "turn"),
-        (lambda: pointwise.turn(q, q, x[:2], x), "turn"),
-        (lambda: pointwise.turn(q, q, x, x, place=Place(q[None], q[None], torch.arange(3))), "turn"),
-        (lambda: pointwise.turn(q, q, x, x, value=q, place=Place(q[None], q[None], torch.arange(2))), "turn"),
-        (lambda: pointwise.turn(q, q, x, x, norms=(w, w[:4], 1e-5)), "turn"),
+        (lambda: pointwise.apply_rotary(q, q.transpose(0, 1), x, x), "apply_rotary"),
+        (lambda: pointwise.apply_rotary(q, q, x[:2], x), "apply_rotary"),
+        (
+            lambda: pointwise.apply_rotary(q, q, x, x, place=Place(q[None], q[None], torch.arange(3))),
+            "apply_rotary",
+        ),
+        (
+            lambda: pointwise.apply_rotary(
+                q, q, x, x, value=q, place=Place(q[None], q[None], torch.arange(2))
+            ),
+            "apply_rotary",
+        ),
+        (lambda: pointwise.apply_rotary(q, q, x, x, norms=(w, w[:4], 1e-5)), "apply_rotary"),
     ):
         with pytest.raises(ValueError, match=f"{name}: give contiguous tensors of one dtype and device"):
             call()
@@ -201,14 +209,14 @@ def test_interpreted_models_give_the_numbers_of_their_modules(family, dtype, opt
 @pytest.mark.usefixtures("interpreted")
 def test_interpreted_blocks_are_four_launches_beside_products_and_attention(monkeypatch):
     launched = []
-    for name in ("add_norm", "turn", "silu_mul"):
+    for name in ("add_norm", "apply_rotary", "silu_mul"):
         own = getattr(pointwise, name)
         monkeypatch.setattr(
             pointwise, name, lambda *a, _own=own, _name=name, **k: launched.append(_name) or _own(*a, **k)
         )
     model = tiny("llama", 0, torch.float32)
     logits(model, LlamaTriton, sd.Context.of([[1, 2, 3]], capacity=8), None)
-    block = ["add_norm", "turn", "add_norm", "silu_mul"]
+    block = ["add_norm", "apply_rotary", "add_norm", "silu_mul"]
     layers = model.config.num_hidden_layers
     assert launched == 3 * layers * block + [
         "add_norm"

@@ -185,7 +185,7 @@ def test_merging_keeps_what_each_node_was_drawn_from():
     exact = replace(sampled, probs=half.double() / 3 * 3)
     for order in ((sampled, exact), (exact, sampled)):
         both = merged([(order[0], torch.tensor([0])), (order[1], torch.tensor([2]))], 3)
-        assert both.probs.dtype == torch.float64  # no law is rounded after its draw
+        assert both.probs.dtype == torch.float64  # no distribution is rounded after its draw
     bush = sd.Proposal(
         torch.tensor([[1, 2, 3]] * 3), torch.tensor([[-1, -1, 0]] * 3), torch.tensor([3, 3, 3])
     )

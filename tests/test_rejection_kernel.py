@@ -77,7 +77,7 @@ def margin(logits, proposal, accept_u, bonus_u, temperature):
         n = 0
         while True:
             if n == int(proposal.size[b]):
-                law = p[b, n]
+                distribution = p[b, n]
                 break
             x = proposal.tokens[b, n]
             q = (
@@ -88,10 +88,10 @@ def margin(logits, proposal, accept_u, bonus_u, temperature):
             ratio = p[b, n, x] / q[x]
             out[b] = min(out[b], (accept_u[b, n] - ratio).abs())
             if accept_u[b, n] >= ratio:
-                law = (p[b, n] - q).clamp(min=0)
+                distribution = (p[b, n] - q).clamp(min=0)
                 break
             n += 1
-        cdf = law.cumsum(0)
+        cdf = distribution.cumsum(0)
         out[b] = min(out[b], (cdf / cdf[-1] - bonus_u[b, n]).abs().min())
     return out
 

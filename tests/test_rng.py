@@ -1,4 +1,4 @@
-"""Philox on its published answers; draws that depend on their key alone and follow the laws they are asked for."""
+"""Philox on its published answers; draws that depend on their key alone and follow the distributions they are asked for."""
 
 import pickle
 
@@ -136,9 +136,9 @@ def test_races_are_the_same_tile_by_tile_as_number_by_number(tile, dtype, monkey
             seeds(tile, rows),
             torch.arange(rows).view(-1, *[1] * (len(shape) - 2)).expand(shape[:-1]),
         )
-        law = torch.rand(shape, generator=torch.Generator().manual_seed(tile), dtype=dtype)
-        sparse = torch.where(torch.arange(shape[-1]) % 12 == 0, law, 0)
-        for p in (law, sparse, torch.where(law > 0.5, law, 0) + sparse):
+        distribution = torch.rand(shape, generator=torch.Generator().manual_seed(tile), dtype=dtype)
+        sparse = torch.where(torch.arange(shape[-1]) % 12 == 0, distribution, 0)
+        for p in (distribution, sparse, torch.where(distribution > 0.5, distribution, 0) + sparse):
             expected = torch.zeros(shape[:-1], dtype=torch.long)
             for at in np.ndindex(*shape[:-1]):
                 times = []
@@ -220,11 +220,11 @@ def test_seeds_are_one_a_row_and_an_int_spreads_over_rows_that_do_not_depend_on_
 
 
 def test_pick_never_picks_what_has_no_probability():
-    law = torch.tensor([0, 0.3, 0, 0, 0.7, 0, 0], dtype=torch.float64)
+    distribution = torch.tensor([0, 0.3, 0, 0, 0.7, 0, 0], dtype=torch.float64)
     u = torch.tensor([0, 1e-300, 0.3 - 1e-16, 0.3, 0.5, 1 - 2**-53])
-    assert set(pick(law.expand(6, 7), u).tolist()) <= {1, 4}
-    assert pick(law, torch.tensor(0.0)) == 1
-    assert pick(law, torch.tensor(1 - 2**-53)) == 4
+    assert set(pick(distribution.expand(6, 7), u).tolist()) <= {1, 4}
+    assert pick(distribution, torch.tensor(0.0)) == 1
+    assert pick(distribution, torch.tensor(1 - 2**-53)) == 4
 
 
 @given(
@@ -232,33 +232,36 @@ def test_pick_never_picks_what_has_no_probability():
     st.floats(0, 1, exclude_max=True),
     st.sampled_from([torch.float32, torch.float64]),
 )
-def test_pick_stays_in_the_support(law, u, dtype):
-    probs = torch.tensor(law, dtype=dtype)
+def test_pick_stays_in_the_support(distribution, u, dtype):
+    probs = torch.tensor(distribution, dtype=dtype)
     assert probs[pick(probs, torch.tensor(u, dtype=torch.float64))] > 0
 
 
-def test_categorical_and_race_follow_the_law():
-    rows, law = 20_000, torch.tensor([0.05, 0.45, 0.0, 0.3, 0.2], dtype=torch.float64)
+def test_categorical_and_race_follow_the_distribution():
+    rows, distribution = 20_000, torch.tensor([0.05, 0.45, 0.0, 0.3, 0.2], dtype=torch.float64)
     rng = Philox(seeds(11, rows))
     at = torch.full((rows,), 17)
-    for drawn in (rng.categorical(law.expand(rows, 5), Key(at)), rng.race(law.expand(rows, 5), at)):
+    for drawn in (
+        rng.categorical(distribution.expand(rows, 5), Key(at)),
+        rng.race(distribution.expand(rows, 5), at),
+    ):
         count = torch.bincount(drawn, minlength=5).numpy()
         assert count[2] == 0
-        here = law.numpy() > 0
-        assert stats.chisquare(count[here], rows * law.numpy()[here]).pvalue > 1e-3
+        here = distribution.numpy() > 0
+        assert stats.chisquare(count[here], rows * distribution.numpy()[here]).pvalue > 1e-3
 
 
 def test_the_sparse_race_equals_the_dense_one():
     rows, wide = 200, 64
-    law = torch.zeros(rows, wide, dtype=torch.float64)
-    law[:, 3], law[:, 40], law[:, 63] = 0.2, 0.5, 0.3
-    dense = law.clone()
+    distribution = torch.zeros(rows, wide, dtype=torch.float64)
+    distribution[:, 3], distribution[:, 40], distribution[:, 63] = 0.2, 0.5, 0.3
+    dense = distribution.clone()
     dense[:, :20] += 1e-300  # more tokens to race, none of which can win
     rng, at = Philox(seeds(0, rows)), torch.arange(rows)
-    assert torch.equal(rng.race(law, at), rng.race(dense, at))
+    assert torch.equal(rng.race(distribution, at), rng.race(dense, at))
 
 
-def test_races_of_two_laws_with_one_key_agree_as_often_as_promised():
+def test_races_of_two_distributions_with_one_key_agree_as_often_as_promised():
     rows = 20_000
     p = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
     q = torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64)
@@ -269,10 +272,10 @@ def test_races_of_two_laws_with_one_key_agree_as_often_as_promised():
 
 
 def test_races_do_not_share_numbers_with_other_decisions():
-    rows, law = 4000, torch.tensor([0.5, 0.5], dtype=torch.float64)
+    rows, distribution = 4000, torch.tensor([0.5, 0.5], dtype=torch.float64)
     rng, at = Philox(seeds(6, rows)), torch.full((rows,), 9)
-    raced = rng.race(law.expand(rows, 2), at)
+    raced = rng.race(distribution.expand(rows, 2), at)
     for stream in (DRAFT, ACCEPT, BONUS, TARGET):
-        drawn = rng.categorical(law.expand(rows, 2), Key(at, 1, 1, stream))
+        drawn = rng.categorical(distribution.expand(rows, 2), Key(at, 1, 1, stream))
         table = np.histogram2d(raced.numpy(), drawn.numpy(), bins=2)[0]
         assert stats.chi2_contingency(table).pvalue > 1e-3

@@ -59,7 +59,7 @@ def feedback(requests, arm, tokens=1.0, seconds=1.0, reward=1.0):
 
 
 class Given:
-    """Answers as told, and keeps the laws it was asked for."""
+    """Answers as told, and keeps the distributions it was asked for."""
 
     def __init__(self, answers):
         self.answers, self.asked = torch.tensor(answers), []
@@ -72,7 +72,7 @@ class Given:
         return Given(self.answers[rows].tolist())
 
 
-def law(selector, state, request=0, arms=2):
+def distribution(selector, state, request=0, arms=2):
     """What the selector's one decision is drawn from."""
     rng = Given([0])
     selector.select(state, context([request]), torch.full((arms,), 1), rng)
@@ -227,10 +227,10 @@ def test_ucbspec():
 def test_exp3():
     selector = EXP3(gamma=0.2, scale=2.0)
     state = selector.init(2)
-    assert law(selector, state) == pytest.approx([0.5, 0.5])
+    assert distribution(selector, state) == pytest.approx([0.5, 0.5])
     _, _, state = selector.select(state, context([0]), torch.tensor([1, 1]), Given([0]))
     state = selector.update(state, feedback([0], [0], reward=1.0))
-    assert law(selector, state) == pytest.approx([0.519983, 0.480017], abs=1e-6)
+    assert distribution(selector, state) == pytest.approx([0.519983, 0.480017], abs=1e-6)
 
 
 def test_exp3spec():
@@ -238,7 +238,7 @@ def test_exp3spec():
     state = selector.init(2)
     _, _, state = selector.select(state, context([0]), torch.tensor([1, 1]), Given([0]))
     state = selector.update(state, feedback([0], [0], tokens=2))
-    assert law(selector, state) == pytest.approx([0.348778, 0.651222], abs=1e-5)
+    assert distribution(selector, state) == pytest.approx([0.348778, 0.651222], abs=1e-5)
 
 
 def test_hedge():
@@ -246,8 +246,8 @@ def test_hedge():
     state = selector.init(2)
     _, _, state = selector.select(state, context([0]), torch.tensor([1, 1]), Given([1]))
     state = selector.update(state, feedback([0], [1], reward=[[2.0, 1.0]]))
-    assert law(selector, state) == pytest.approx([0.696894, 0.303106], abs=1e-5)
-    assert law(Hedge(rate=2.0, scale=2.0), state) == pytest.approx([0.731059, 0.268941], abs=1e-6)
+    assert distribution(selector, state) == pytest.approx([0.696894, 0.303106], abs=1e-5)
+    assert distribution(Hedge(rate=2.0, scale=2.0), state) == pytest.approx([0.731059, 0.268941], abs=1e-6)
     with pytest.raises(ValueError, match="every arm"):
         selector.update(state, feedback([0], [1], reward=1.0))
 
@@ -258,7 +258,7 @@ def test_epsilon_greedy():
     _, _, state = selector.select(state, context([0]), torch.ones(3).long(), Given([0]))
     for arm, tokens in ((0, 2), (1, 3), (2, 1)):
         state = selector.update(state, feedback([0], [arm], tokens=tokens))
-    assert law(selector, state, arms=3) == pytest.approx([0.1, 0.8, 0.1])
+    assert distribution(selector, state, arms=3) == pytest.approx([0.1, 0.8, 0.1])
 
 
 def test_thompson_is_the_chance_of_being_best():
@@ -277,7 +277,7 @@ def test_thompson_is_the_chance_of_being_best():
     for _ in range(3):
         state = selector.update(state, feedback([0], [1], reward=8.0))
     gap, spread = 2.4 / 4, 0.5 * np.sqrt(1 + 1 / 4)
-    assert law(selector, state)[1] == pytest.approx(norm.cdf(gap / spread), abs=0.008)
+    assert distribution(selector, state)[1] == pytest.approx(norm.cdf(gap / spread), abs=0.008)
 
 
 def test_the_key_is_the_committed_length_in_the_stream_of_selectors():
@@ -541,14 +541,14 @@ def test_block_divergence():
         0,
         0,
     ]
-    tops = torch.tensor([[1, 2, 0], [0, 0, 0], [0, 0, 0]])  # at temperature 0
-    laws = torch.nn.functional.one_hot(tops, 3).float()
+    target_argmax = torch.tensor([[1, 2, 0], [0, 0, 0], [0, 0, 0]])  # at temperature 0
+    distributions = torch.nn.functional.one_hot(target_argmax, 3).float()
     for proposal in (
         Proposal.chain(tokens, size),
         Proposal.chain(tokens, size, q.expand(3, 2, 3), "sampled"),
     ):
-        made = replace(one_round(laws, proposal, [1, 2, 1]), probs=None, tops=tops)
-        expected = rewards.block_divergence(one_round(laws, proposal, [1, 2, 1]))
+        made = replace(one_round(distributions, proposal, [1, 2, 1]), probs=None, target_argmax=target_argmax)
+        expected = rewards.block_divergence(one_round(distributions, proposal, [1, 2, 1]))
         assert rewards.block_divergence(made).tolist() == pytest.approx(expected.tolist())
     tree = Proposal(tokens, torch.tensor([[-1, -1]] * 3), size)
     with pytest.raises(ValueError, match="chains"):

@@ -44,24 +44,26 @@ class Urn:
     def propose(self, state: None, context: Context, budget: torch.Tensor, rng: Any) -> tuple[Proposal, None]:
         B, w = context.batch, self.width
         q = OTHER.probs[context.tokens[torch.arange(B), context.length - 1]]
-        laws, tokens = [], []
+        distributions, tokens = [], []
         for n in range(w):
-            laws.append(q)
+            distributions.append(q)
             tokens.append(rng.categorical(q, Key(context.length, 0, n)))
             if not self.replacement:
                 q = q.scatter(1, tokens[n][:, None], 0)
                 q = q / q.sum(1, keepdim=True)
         if self.replacement:
-            laws = laws[:1]
-        laws.append(OTHER.probs[tokens[0]])
-        tokens += [rng.categorical(laws[-1], Key(context.length, 1, n)) for n in range(2)]
+            distributions = distributions[:1]
+        distributions.append(OTHER.probs[tokens[0]])
+        tokens += [rng.categorical(distributions[-1], Key(context.length, 1, n)) for n in range(2)]
         number = [0] * w if self.replacement or self.lies else [*range(w)]
-        source = len(laws) - 1 - torch.tensor([*number, len(laws) - 1, len(laws) - 1])
+        source = (
+            len(distributions) - 1 - torch.tensor([*number, len(distributions) - 1, len(distributions) - 1])
+        )
         return Proposal(
             torch.stack(tokens, 1),
             torch.tensor([-1] * w + [0, 0]).expand(B, -1),
             torch.tensor([0, w, w + 2])[budget.clamp(max=2)],
-            torch.stack(laws[::-1], 1),
+            torch.stack(distributions[::-1], 1),
             "sampled",
             source.expand(B, -1),
         ), None

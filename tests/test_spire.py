@@ -129,8 +129,8 @@ def test_what_was_drafted_live_is_what_the_passes_give():
                 layer: torch.nn.functional.pad(x[:, : start + 1], (0, 0, 0, 9))[:, : start + 3]
                 for layer, x in inputs.items()
             }
-            law = k_pass(model, drafted[:, : start + 3], known, 3, start).softmax(-1)[0, :size]
+            distribution = k_pass(model, drafted[:, : start + 3], known, 3, start).softmax(-1)[0, :size]
             # the target's norms compute in float32, and its activations differ by that between two shapes
-            torch.testing.assert_close(r.proposal.probs[i, :size], law, rtol=1e-5, atol=1e-8)
+            torch.testing.assert_close(r.proposal.probs[i, :size], distribution, rtol=1e-5, atol=1e-8)
             compared += size
     assert compared > 40

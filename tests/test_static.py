@@ -565,7 +565,9 @@ def test_spire_with_graphs():
     assert bound.programs._of(copied).whole is copied._whole is copied._blocks
     args = bound.init(context, None).ring, context, torch.tensor([2]), rng
     assert [bound._drawn(*args, Sampling(0)) is None for _ in range(2)] == [True, False]
-    assert all(bound._drawn(*args, law) is None for law in (Sampling(), odd) for _ in range(2))
+    assert all(
+        bound._drawn(*args, distribution) is None for distribution in (Sampling(), odd) for _ in range(2)
+    )
     with pytest.raises(ValueError, match="on cpu: move it"):
         sd.drafts.Spire(model, graphs=True).bind(sd.HFModel(target), Sampling())
 
@@ -829,9 +831,11 @@ def test_what_is_wrong_with_a_draft_on_a_device(tokens, probs, why):
 
         def propose(self, state, context, budget, rng):
             B, N = context.batch, int(budget.max())
-            law = None if probs is None else torch.full((B, N, 97), probs, device="meta")
+            distribution = None if probs is None else torch.full((B, N, 97), probs, device="meta")
             drafted = torch.full((B, N), tokens, device="meta")
-            return sd.Proposal.chain(drafted, budget, law, None if law is None else "sampled"), None
+            return sd.Proposal.chain(
+                drafted, budget, distribution, None if distribution is None else "sampled"
+            ), None
 
         def observe(self, state, round):
             return state

@@ -9,7 +9,7 @@ from specdec.types import Context, Proposal
 TABLE = sd.TableModel.random(3, 2, seed=0, zeros=0.2)
 
 
-def test_scores_are_the_log_laws_of_the_true_prefixes():
+def test_scores_are_the_log_distributions_of_the_true_prefixes():
     rows = [[2], [0, 1], [1, 2, 0, 1]]
     context = Context.of(rows)
     parents = torch.tensor([[-1, 0, -1, 1], [-1, -1, 1, 2], [-1, 0, 0, 0]])
@@ -19,12 +19,12 @@ def test_scores_are_the_log_laws_of_the_true_prefixes():
     assert scores.shape == (3, 5, 3)
     assert scores.dtype == torch.float64
     for b, row in enumerate(rows):
-        assert torch.allclose(scores[b, 0].exp(), TABLE.law(row))
+        assert torch.allclose(scores[b, 0].exp(), TABLE.distribution(row))
         for n in range(4):
             path, m = [], n
             while m >= 0:
                 path, m = [int(tokens[b, m]), *path], int(parents[b, m])
-            want = TABLE.law(row + path) if n < size[b] else torch.ones(3, dtype=torch.float64)
+            want = TABLE.distribution(row + path) if n < size[b] else torch.ones(3, dtype=torch.float64)
             assert torch.allclose(scores[b, 1 + n].exp(), want)
 
 
@@ -41,16 +41,16 @@ def test_start_and_rows_choose_what_is_scored():
 
 
 def test_short_prefixes_are_padded_with_token_0_on_the_left():
-    assert torch.equal(TABLE.law([1]), TABLE.probs[0, 1])
-    assert torch.equal(TABLE.law([]), TABLE.probs[0, 0])
-    assert torch.equal(TABLE.law([2, 1, 0]), TABLE.probs[1, 0])
+    assert torch.equal(TABLE.distribution([1]), TABLE.probs[0, 1])
+    assert torch.equal(TABLE.distribution([]), TABLE.probs[0, 0])
+    assert torch.equal(TABLE.distribution([2, 1, 0]), TABLE.probs[1, 0])
 
 
-def test_the_joint_law_sums_to_one_and_is_the_product():
+def test_the_joint_distribution_sums_to_one_and_is_the_product():
     joint = TABLE.joint([2, 1], 3)
     assert joint.shape == (3, 3, 3)
     assert float(joint.sum()) == pytest.approx(1)
-    want = TABLE.law([2, 1])[0] * TABLE.law([1, 0])[2] * TABLE.law([0, 2])[1]
+    want = TABLE.distribution([2, 1])[0] * TABLE.distribution([1, 0])[2] * TABLE.distribution([0, 2])[1]
     assert float(joint[0, 2, 1]) == pytest.approx(float(want))
     assert float(TABLE.joint([0], 0)) == 1
 

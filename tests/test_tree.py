@@ -108,7 +108,7 @@ def test_merging_point_masses_gives_the_union_of_their_prefixes(a, b):
 
 @settings(deadline=None)
 @given(proposals(rows=2, drawn=True), proposals(rows=2, drawn=True))
-def test_merging_drawn_trees_keeps_every_node_with_its_own_law(a, b):
+def test_merging_drawn_trees_keeps_every_node_with_its_own_distribution(a, b):
     both = tree.merge(a, b)
     tree.check(both.parents, both.size)
     assert both.provenance == "sampled"

@@ -1,4 +1,4 @@
-"""Verifiers on plain tensors: decisions against the reference, laws against the target's, refusals."""
+"""Verifiers on plain tensors: decisions against the reference, distributions against the target's, refusals."""
 
 import numpy as np
 import pytest
@@ -15,8 +15,8 @@ from specdec.verifiers import FusedRejection, Rejection
 from specdec.verifiers.rejection import residual, verify_chain, verify_tree
 
 
-def laws(*shape: int, seed: int, zeros: float = 0.0) -> torch.Tensor:
-    """Random laws, some entries impossible."""
+def distributions(*shape: int, seed: int, zeros: float = 0.0) -> torch.Tensor:
+    """Random distributions, some entries impossible."""
     made = torch.rand(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) + 1e-3
     gone = torch.rand(*shape, generator=torch.Generator().manual_seed(seed + 1)) < zeros
     made[gone & (made < made.max(-1, keepdim=True).values)] = 0
@@ -48,37 +48,37 @@ def test_chains_and_trees_are_verified_decision_for_decision_alike(rows, nodes, 
     where, rng = context(rows), Philox(seeds(seed, rows))
     size = torch.from_numpy(np.random.default_rng(seed).integers(0, nodes + 1, rows))
     p, q = (
-        laws(rows, nodes + 1, vocab, seed=seed, zeros=zeros),
-        laws(rows, nodes, vocab, seed=seed + 2, zeros=zeros),
+        distributions(rows, nodes + 1, vocab, seed=seed, zeros=zeros),
+        distributions(rows, nodes, vocab, seed=seed + 2, zeros=zeros),
     )
     proposal = drawn(torch.arange(-1, nodes - 1).expand(rows, nodes), size, q, where, rng)
     if point:
         proposal = Proposal.chain(proposal.tokens, size)
-    path, accepted, law = verify_chain(proposal, p, where, rng)
+    path, accepted, distribution = verify_chain(proposal, p, where, rng)
     reference = verify_tree(proposal, p, where, rng)
     assert torch.equal(path, reference[0])
     assert torch.equal(accepted, reference[1])
-    assert torch.allclose(law, reference[2], rtol=0, atol=1e-12)
+    assert torch.allclose(distribution, reference[2], rtol=0, atol=1e-12)
     assert bool((accepted <= size).all())
-    assert torch.allclose(law.sum(-1), torch.ones(rows, dtype=torch.float64))
+    assert torch.allclose(distribution.sum(-1), torch.ones(rows, dtype=torch.float64))
 
 
-def test_sampled_trees_of_two_depths_have_the_targets_law():
-    """The joint law of the first two tokens of a block and the one after, ragged widths, chi-square against the target's."""
+def test_sampled_trees_of_two_depths_have_the_targets_distribution():
+    """The joint distribution of the first two tokens of a block and the one after, ragged widths, chi-square against the target's."""
     rows, V = 40_000, 3
     target = sd.TableModel.random(V, 1, seed=4, concentration=2.0)
     where, rng = Context.of([[0]] * rows), Philox(seeds(123, rows))
     parents = torch.tensor([-1, -1, 0, 0, 1]).expand(rows, 5)
     size = torch.tensor([0, 1, 2, 4, 5]).repeat(rows // 5)
-    q = laws(5, V, seed=9).expand(rows, 5, V)
+    q = distributions(5, V, seed=9).expand(rows, 5, V)
     proposal = drawn(parents, size, q, where, rng)
     probs = target.score(target.cache(rows, 8), where, proposal).logits.exp()
     verdict = sd.Rejection()(proposal, probs, where, rng)
     # finish every row with the target's own draws, so that all have three tokens
     text = where.append(verdict.tokens, verdict.accepted + 1)
     for step in range(3):
-        law = target.score(target.cache(rows, 8), text).logits[:, 0].exp()
-        token = rng.categorical(law, Key(text.length, 9, step, DRAFT))
+        distribution = target.score(target.cache(rows, 8), text).logits[:, 0].exp()
+        token = rng.categorical(distribution, Key(text.length, 9, step, DRAFT))
         text = text.append(token[:, None], (text.length < 4).long())
     assert int(verdict.accepted.max()) == 2
     drawn_tokens = text.tokens[:, 1:4]
@@ -92,16 +92,16 @@ def test_sampled_trees_of_two_depths_have_the_targets_law():
     assert stats.chisquare(seen, expected).pvalue > 1e-3
 
 
-def test_siblings_drawn_without_replacement_have_the_targets_law():
+def test_siblings_drawn_without_replacement_have_the_targets_distribution():
     rows, V = 30_000, 4
-    p, q = laws(V, seed=1), laws(V, seed=3)
+    p, q = distributions(V, seed=1), distributions(V, seed=3)
     where, rng = Context.of([[0]] * rows), Philox(seeds(5, rows))
-    law, tokens, said = q.expand(rows, V), [], []
+    distribution, tokens, said = q.expand(rows, V), [], []
     for n in range(3):
-        tokens.append(rng.categorical(law, Key(where.length, 0, n)))
-        said.append(law)
-        law = law.scatter(1, tokens[-1][:, None], 0)
-        law = law / law.sum(-1, keepdim=True)
+        tokens.append(rng.categorical(distribution, Key(where.length, 0, n)))
+        said.append(distribution)
+        distribution = distribution.scatter(1, tokens[-1][:, None], 0)
+        distribution = distribution / distribution.sum(-1, keepdim=True)
     proposal = Proposal(
         torch.stack(tokens, 1),
         torch.full((rows, 3), -1),
@@ -172,8 +172,8 @@ def test_coupled_commits_the_targets_draws_whatever_is_proposed(nodes, vocab, se
     verdict = sd.Coupled()(proposal, probs, where, rng)
     text = where
     for _ in range(nodes + 1):  # plain decoding with the same numbers
-        law = target.score(target.cache(rows, 16), text).logits[:, 0].exp()
-        text = text.append(rng.race(law, text.length)[:, None], torch.ones(rows, dtype=torch.long))
+        distribution = target.score(target.cache(rows, 16), text).logits[:, 0].exp()
+        text = text.append(rng.race(distribution, text.length)[:, None], torch.ones(rows, dtype=torch.long))
     for b in range(rows):
         block = verdict.tokens[b, : int(verdict.accepted[b]) + 1].tolist()
         start = int(where.length[b])
@@ -187,8 +187,8 @@ def test_a_verdict_does_not_depend_on_batch_mates():
     where, rng = context(rows), Philox(seeds(2, rows))
     parents = torch.tensor([-1, -1, 0, 1]).expand(rows, 4)
     size = torch.tensor([4, 0, 2, 3, 1, 4])
-    proposal = drawn(parents, size, laws(rows, 4, V, seed=0), where, rng)
-    probs = laws(rows, 5, V, seed=2)
+    proposal = drawn(parents, size, distributions(rows, 4, V, seed=0), where, rng)
+    probs = distributions(rows, 5, V, seed=2)
     for verifier in (sd.Rejection(), sd.Coupled()):
         whole = verifier(proposal, probs, where, rng)
         for some in (torch.tensor([5, 2]), torch.tensor([1]), torch.tensor([0, 3, 4])):
@@ -212,8 +212,8 @@ def test_a_verifier_of_its_own_is_asked_at_temperature_0_too():
         for kind in rounds
     ]
     assert said[0] == said[1]
-    assert all(r.tops is not None and r.probs is None for r in rounds[Rejection])
-    assert all(r.tops is None and r.probs is not None for r in rounds[Never])
+    assert all(r.target_argmax is not None and r.probs is None for r in rounds[Rejection])
+    assert all(r.target_argmax is None and r.probs is not None for r in rounds[Never])
     assert len(rounds[Rejection]) < len(rounds[Never])
 
 

@@ -29,7 +29,7 @@ torch.set_num_threads(1)  # one core, as in most of the figures of the documenta
 # %% [markdown]
 # ## 1. A model that fits in a line
 #
-# A `TableModel` is the law of the next token given the last `order` tokens. Plain decoding is the same engine without a draft: every
+# A `TableModel` is the distribution of the next token given the last `order` tokens. Plain decoding is the same engine without a draft: every
 # round commits one token, so τ, the tokens a round, is 1.
 
 # %%
@@ -43,14 +43,14 @@ assert plain.stats.tau == 1
 # ## 2. A function as a draft
 #
 # `prefix -> logits` is all that a draft needs. The library draws the tokens, keeps the distribution with each, and the verifier accepts
-# or rejects them so that the output keeps the target's law. Acceptance is by position in the block, given that the position was reached.
+# or rejects them so that the output keeps the target's distribution. Acceptance is by position in the block, given that the position was reached.
 
 
 # %%
 @sd.chain_draft
 def half_right(prefix):
     """Knows the target, but not well: its logits are halved."""
-    return 0.5 * target.law(prefix).log()
+    return 0.5 * target.distribution(prefix).log()
 
 
 drafted = sd.decoder(target).draft(half_right, length=3).build().generate(texts, max_new_tokens=40, seed=0)
@@ -80,7 +80,7 @@ print("bonus token:", int(first.verdict.bonus[0]))
 # ## 4. Is it lossless? Compute it
 #
 # The certifier walks all randomness of a decoder with its real keys and adds up the probability of every text. The total variation from
-# the target's law is zero up to rounding.
+# the target's distribution is zero up to rounding.
 
 # %%
 a, b = sd.TableModel.random(3, order=1, seed=0), sd.TableModel.random(3, order=1, seed=1)

@@ -54,7 +54,7 @@ pandas.DataFrame(table).T.round(2)
 # ## 2. A selector chooses
 #
 # Arms are drafts, draft lengths, or "do not speculate" (`None`). The selector sees arm numbers and what came of them, never a token. Whatever
-# it chooses, the text has the target's law.
+# it chooses, the text has the target's distribution.
 
 # %%
 arms = {**pool, "vanilla, 2": sd.Arm(pool["vanilla"], 2), "none": None}

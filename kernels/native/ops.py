@@ -82,17 +82,17 @@ def add_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> Tensor:
     return out
 
 
-def turn(x: Tensor, cos: Tensor, sin: Tensor, size: int) -> Tensor:
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, size: int) -> Tensor:
     """Rotary embedding of ``x [T, heads * size]`` in place, by float32 ``cos`` and ``sin [T, size]``, as transformers' llama."""
-    half, (T, wide) = _check("turn", x), x.shape
-    _check("turn", cos, sin)
+    half, (T, wide) = _check("apply_rotary", x), x.shape
+    _check("apply_rotary", cos, sin)
     right = cos.shape == sin.shape == (T, size) and cos.dtype == torch.float32
-    _shape("turn", right and wide % size == 0 == size % 2 and size <= MOST, x, cos, sin)
+    _shape("apply_rotary", right and wide % size == 0 == size % 2 and size <= MOST, x, cos, sin)
     _function("turn")(x.data_ptr(), cos.data_ptr(), sin.data_ptr(), T, wide // size, size, half)
     return x
 
 
-def keep(buffer: Tensor, slots: Tensor, new: Tensor) -> None:
+def store_kv(buffer: Tensor, slots: Tensor, new: Tensor) -> None:
     """``new [T, H, D]`` into flat ``slots [T]`` (int64) of ``buffer [B, S, H, D]``, any dtype; last dimensions contiguous.
 
     Raises:

@@ -55,7 +55,7 @@ def race(probs: Tensor, seed: Tensor, position: Tensor) -> Tensor:
     if why is not None:
         raise ValueError(f"{why}; rng.Philox gives the same anywhere")
     if probs.dim() != 2:
-        raise ValueError(f"probs is {list(probs.shape)}: give [R, V], a law for each row")
+        raise ValueError(f"probs is {list(probs.shape)}: give [R, V], a distribution for each row")
     R, V = probs.shape
     if seed.shape != (R,) or position.shape != (R,):
         raise ValueError(

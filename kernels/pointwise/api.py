@@ -59,7 +59,7 @@ def add_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> Tensor:
     return out
 
 
-def turn(
+def apply_rotary(
     query: Tensor,
     key: Tensor,
     cos: Tensor,
@@ -80,8 +80,8 @@ def turn(
     T, Hq, D = query.shape
     H = key.shape[1]
     fit = key.shape == (T, H, D) and cos.shape == sin.shape == (T, D) and D % 2 == 0 and D <= 512
-    _check("turn", fit, query, key, *(norms[:2] if norms else ()))
-    _check("turn", norms is None or norms[0].shape == norms[1].shape == (D,), cos, sin)
+    _check("apply_rotary", fit, query, key, *(norms[:2] if norms else ()))
+    _check("apply_rotary", norms is None or norms[0].shape == norms[1].shape == (D,), cos, sin)
     strides: tuple[int, ...] = (0,) * 6
     S = 1
     keys = values = slots = kept = key  # not looked at
@@ -93,8 +93,8 @@ def turn(
             and keys.shape[2:] == (H, D)
         )
         same = slots.shape == (T,) and slots.dtype == torch.long and keys.dtype == values.dtype == key.dtype
-        _check("turn", lie and same and value is not None and value.shape == key.shape, kept)
-        _check("turn", True, slots)
+        _check("apply_rotary", lie and same and value is not None and value.shape == key.shape, kept)
+        _check("apply_rotary", True, slots)
         strides, S = (*keys.stride()[:3], *values.stride()[:3]), keys.shape[1]
     parts = -(-H // HEADS) * (1 if place is None else 2)
     if T:

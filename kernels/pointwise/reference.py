@@ -12,7 +12,7 @@ def add_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> tuple[T
     return x, x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
 
 
-def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding of ``x [T, H, D]`` by ``cos`` and ``sin [T, D]``, as transformers' llama."""
     a, b = x.chunk(2, -1)
     return x * cos[:, None] + torch.cat([-b, a], -1) * sin[:, None]

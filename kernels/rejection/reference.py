@@ -13,7 +13,7 @@ What is computed, here and by the kernels, for ``x = logits / temperature`` (in 
 decisions are equal except where a number lies within rounding of a threshold. The ratio of step 2 differs by some 2^-22 of its
 value (a little more with the vocabulary). In step 4 another token comes out with the probability of falling between two
 running sums that should be equal, which adds up over the vocabulary: for random float32 logits some 10^-6 at V = 256, 10^-5 to
-10^-4 at 4,096, 10^-3 at 32,000, and up to several percent at 150,000, where the tail is flat and p and q are close. The *law*
+10^-4 at 4,096, 10^-3 at 32,000, and up to several percent at 150,000, where the tail is flat and p and q are close. The *distribution*
 is off by 10^-5 or so, and it is then as a rule ``Rejection``, whose p carry the rounding of a longer float32 sum, that is
 further from the exact decision. In float64 all of this is 10^9 times rarer. The kernels add block by block where the
 reference adds token by token: 2^-53 of the total per token.

@@ -48,12 +48,12 @@ def cases(
         into = q.clone()
 
         def run() -> None:
-            pointwise.turn(into, k, cos, sin, value=v, place=Place(keys, values, slots))
+            pointwise.apply_rotary(into, k, cos, sin, value=v, place=Place(keys, values, slots))
 
         def result() -> Tensor:
             return torch.cat([into, keys[0, slots], values[0, slots]], 1)
 
-        exact = [reference.turn(t.double(), cos.double(), sin.double()) for t in (q, k)]
+        exact = [reference.apply_rotary(t.double(), cos.double(), sin.double()) for t in (q, k)]
         moved = 2 * tokens * (heads + 2 * kv) * size * width + 2 * tokens * size * width
         return run, result, torch.cat([*exact, v.double()], 1), moved
 

@@ -22,19 +22,19 @@ class Seen(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Adversary:
-    """Length, shape, and the law of every node are pseudo-random functions of the whole past and of the nodes drawn so far.
+    """Length, shape, and the distribution of every node are pseudo-random functions of the whole past and of the nodes drawn so far.
 
     A drawn node is always submitted: that is the rule, and all that it may not do.
 
     Args:
-        laws: ``[M, V]`` the menu that each node's law is chosen from (disjoint supports, zeros, one-hot laws, ... welcome).
+        distributions: ``[M, V]`` the menu that each node's distribution is chosen from (disjoint supports, zeros, one-hot distributions, ... welcome).
         nodes: the largest tree. trees: several candidates a node, or chains only. salt: which function of the past.
-        replacement: draw siblings from the law without the tokens of their elders, or independently.
+        replacement: draw siblings from the distribution without the tokens of their elders, or independently.
         point: choose the tokens instead of drawing them, and say so.
         stops: 1 in ``stops`` nodes is the last of its tree (0: only the budget ends it).
     """
 
-    laws: Tensor
+    distributions: Tensor
     limit: int = 3
     trees: bool = True
     salt: int = 0
@@ -53,14 +53,14 @@ class Adversary:
         return Seen(memory)
 
     def propose(self, state: Seen, context: Context, budget: Tensor, rng: Rng) -> tuple[Proposal, Seen]:
-        B, N, V = context.batch, self.limit, self.laws.shape[-1]
+        B, N, V = context.batch, self.limit, self.distributions.shape[-1]
         rows = torch.arange(B)
         tokens, parents = torch.zeros(B, N, dtype=torch.long), torch.full((B, N), -1)
         depth, size = torch.zeros(B, N, dtype=torch.long), torch.zeros(B, dtype=torch.long)
-        probs = torch.zeros(B, N, V, dtype=self.laws.dtype)
+        probs = torch.zeros(B, N, V, dtype=self.distributions.dtype)
         memory, nothing = (
             state.memory,
-            torch.zeros(V, dtype=self.laws.dtype).index_fill(0, torch.tensor(0), 1),
+            torch.zeros(V, dtype=self.distributions.dtype).index_fill(0, torch.tensor(0), 1),
         )
         for n in range(N):
             # -1 or any node above the budget's end may be the parent; in a chain only the last one.
@@ -75,7 +75,7 @@ class Adversary:
                 torch.where(go, place - 1, -1),
                 torch.where(go, above[rows, place] + 1, 0),
             )
-            q = self.laws[_choose(memory, 3 * n + 2, len(self.laws))]
+            q = self.distributions[_choose(memory, 3 * n + 2, len(self.distributions))]
             if not self.replacement:
                 elder = (parents[:, :n] == parents[:, n : n + 1]) & go[:, None]
                 taken = torch.zeros(B, V, dtype=q.dtype).scatter_add(1, tokens[:, :n], elder.to(q))
@@ -134,12 +134,12 @@ class Dropped(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Remembers:
-    """A chain of two from ``law [V]``, or nothing when the token that was dropped untried last time is in ``unwanted``.
+    """A chain of two from ``distribution [V]``, or nothing when the token that was dropped untried last time is in ``unwanted``.
 
     Lawful when every draw has its own key. When draws are keyed by position alone, it has seen what it would draw now.
     """
 
-    law: Tensor
+    distribution: Tensor
     unwanted: Sequence[int]
     name = "remembers"
 
@@ -149,7 +149,7 @@ class Remembers:
     def propose(self, state: Dropped, context: Context, budget: Tensor, rng: Rng) -> tuple[Proposal, Dropped]:
         bad = torch.isin(state.token, torch.tensor(self.unwanted))
         size = torch.where(bad, 0, budget.clamp(max=2))
-        q = self.law.expand(context.batch, 2, -1)
+        q = self.distribution.expand(context.batch, 2, -1)
         tokens = rng.categorical(q, Key(context.length[:, None], torch.arange(2).expand(context.batch, 2)))
         return Proposal.chain(tokens, size, q, "sampled"), state
 
@@ -164,7 +164,7 @@ class Remembers:
 
 @dataclass(frozen=True, eq=False)
 class TwoChains:
-    """Two chains of two, drawn from different tables ``[V, V]`` (laws after each token), merged into one tree."""
+    """Two chains of two, drawn from different tables ``[V, V]`` (distributions after each token), merged into one tree."""
 
     one: Tensor
     two: Tensor
@@ -193,8 +193,8 @@ class TwoChains:
             (budget > 1)[:, None], table[a], torch.tensor([1.0, 0.0, 0.0])
         )  # not asked for: certain
         b = rng.categorical(second, Key(context.length, 1, sibling))
-        laws = torch.stack([first, second], 1)
-        return Proposal.chain(torch.stack([a, b], 1), budget.clamp(max=2), laws, "sampled")
+        distributions = torch.stack([first, second], 1)
+        return Proposal.chain(torch.stack([a, b], 1), budget.clamp(max=2), distributions, "sampled")
 
     def observe(self, state: None, round: Round) -> None:
         return None

@@ -136,8 +136,8 @@ def samplings() -> Iterator[Composition]:
 
 
 def shapes() -> Iterator[Composition]:
-    """Laws with zeros, ties and disjoint supports."""
-    for name, target, law in (
+    """Distributions with zeros, ties and disjoint supports."""
+    for name, target, distribution in (
         ("zeros", TableModel.random(3, 1, 5, zeros=0.4), TableModel.random(3, 1, 6, zeros=0.4)),
         ("ties", TableModel([1 / 3, 1 / 3, 1 / 3]), TableModel([0.5, 0.5, 0.0])),
         ("disjoint supports", TableModel([0.4, 0.6, 0.0]), TableModel([0.0, 0.0, 1.0])),
@@ -145,7 +145,7 @@ def shapes() -> Iterator[Composition]:
         ("a certain draft", MODEL, TableModel([0.0, 1.0, 0.0])),
     ):
         yield Composition(
-            f"tree (2, 1), {name}", decoder(target).draft(drafts.Tree(law, (2, 1)), length=2), 4
+            f"tree (2, 1), {name}", decoder(target).draft(drafts.Tree(distribution, (2, 1)), length=2), 4
         )
 
 
@@ -162,7 +162,7 @@ def stops() -> Iterator[Composition]:
 
 
 def adversaries() -> Iterator[Composition]:
-    """Lengths, shapes and laws chosen from everything that was seen, dropped nodes included."""
+    """Lengths, shapes and distributions chosen from everything that was seen, dropped nodes included."""
     starts = ((0,), (1,), (2, 0))
     for salt in range(3):
         draft = Adversary(MENU, salt=salt)
@@ -246,7 +246,7 @@ def coupled() -> Iterator[Composition]:
 
 
 def hugging_face() -> Iterator[Composition]:
-    """A float64 Hugging Face pair; the target's law comes from transformers' own forward."""
+    """A float64 Hugging Face pair; the target's distribution comes from transformers' own forward."""
     target, draft = _llama(0), _llama(1)
 
     def logits(prefixes: list[list[int]]) -> Tensor:
@@ -289,12 +289,15 @@ def biases() -> Iterator[Composition]:
     def row(name: str, builder: Builder, tokens: int = 3, **settings: Any) -> Composition:
         return Composition(name, builder, tokens, settings=settings, lossless=False)
 
-    p, q = _law(0.45, 0.45, 0.1), _law(0.2, 0.3, 0.5)
+    p, q = _distribution(0.45, 0.45, 0.1), _distribution(0.2, 0.3, 0.5)
     one, trust = BASE.draft(CHAIN, length=1), Rejection(trust_declared=True)
-    four, two, three = (decoder(TableModel(law)) for law in (_law(0.4, 0.3, 0.2, 0.1), _law(0.7, 0.3), p))
+    four, two, three = (
+        decoder(TableModel(distribution))
+        for distribution in (_distribution(0.4, 0.3, 0.2, 0.1), _distribution(0.7, 0.3), p)
+    )
     argmax, looks = (
-        planted.DeclaredArgmax(_law(0.1, 0.4, 0.3, 0.2)),
-        planted.LooksThenDrops(_law(0.5, 0.5), 1),
+        planted.DeclaredArgmax(_distribution(0.1, 0.4, 0.3, 0.2)),
+        planted.LooksThenDrops(_distribution(0.5, 0.5), 1),
     )
     yield row("argmax declared as a sample of softmax(q)", four.draft(argmax).verifier(trust))
     yield row("node dropped after looking at its value", two.draft(looks))
@@ -304,7 +307,7 @@ def biases() -> Iterator[Composition]:
     yield row("one number for all siblings", pair, wrap=planted.SiblingsShare)
     for name, draft in {
         "drawn at temperature 0.5, declared at 1": planted.DrawnElsewhere(q**2 / (q**2).sum(), q),
-        "drawn after top-k, declared before it": planted.DrawnElsewhere(_law(0, 0.375, 0.625), q),
+        "drawn after top-k, declared before it": planted.DrawnElsewhere(_distribution(0, 0.375, 0.625), q),
         "siblings without replacement, declared independent": planted.DrawnElsewhere(
             q, q, 2, replacement=False
         ),
@@ -345,13 +348,13 @@ def _everything(salt: int) -> Builder:
     return BASE.pool(arms, AdversarialSelector(salt), 2, reward=dropped)
 
 
-def _law(*probs: float) -> Tensor:
+def _distribution(*probs: float) -> Tensor:
     return torch.tensor(probs, dtype=torch.float64)
 
 
 @drafts.chain_draft
 def _function(prefix: list[int]) -> Tensor:
-    return _law(0.3 * len(prefix), 0.5, prefix[-1] - 1)
+    return _distribution(0.3 * len(prefix), 0.5, prefix[-1] - 1)
 
 
 def _twice(ids: Tensor, scores: Any) -> bool:
@@ -384,12 +387,14 @@ def _llama(seed: int) -> LlamaForCausalLM:
 PENALTIES = (RepetitionPenaltyLogitsProcessor(1.7), _prefix_penalty)
 MENU = torch.stack(
     [
-        _law(0.5, 0.3, 0.2),
-        _law(0.1, 0.2, 0.7),
-        _law(0, 0.5, 0.5),
-        _law(0.1, 0.9, 0),
-        _law(1 / 3, 1 / 3, 1 / 3),
-        _law(0, 0, 1),
+        _distribution(0.5, 0.3, 0.2),
+        _distribution(0.1, 0.2, 0.7),
+        _distribution(0, 0.5, 0.5),
+        _distribution(0.1, 0.9, 0),
+        _distribution(1 / 3, 1 / 3, 1 / 3),
+        _distribution(0, 0, 1),
     ]
 )
-REMEMBERING = decoder(TableModel([0.5, 0.3, 0.2])).draft(Remembers(_law(0.2, 0.3, 0.5), (2,)), length=2)
+REMEMBERING = decoder(TableModel([0.5, 0.3, 0.2])).draft(
+    Remembers(_distribution(0.2, 0.3, 0.5), (2,)), length=2
+)

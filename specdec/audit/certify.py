@@ -1,7 +1,7 @@
-"""Exact losslessness: all randomness of a composed decoder is walked, and the law of what it emits compared with the target's.
+"""Exact losslessness: all randomness of a composed decoder is walked, and the distribution of what it emits compared with the target's.
 
 The decoder runs through its own ``generate``; only the random numbers are replaced (``walk.py``). Branches are the rows of a
-batch. The target's law is enumerated over plain prefixes, without the decoder (``plain.py``).
+batch. The target's distribution is enumerated over plain prefixes, without the decoder (``plain.py``).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from specdec.audit.adversaries import Everything
-from specdec.audit.plain import Ids, Law, Logits, Numbered, Plain, enumerate_plain, total_variation
+from specdec.audit.plain import Distribution, Ids, Logits, Numbered, Plain, enumerate_plain, total_variation
 from specdec.audit.walk import Branches, Walk, pack, race_key
 from specdec.decoder import Decoder
 from specdec.rng import Rng
@@ -29,11 +29,11 @@ class Certificate:
     """What was found.
 
     Attributes:
-        total_variation: between the joint law of the emitted tokens (truncated at stops) and the target's, the largest over
+        total_variation: between the joint distribution of the emitted tokens (truncated at stops) and the target's, the largest over
             the rows; mass that is unaccounted for counts as wrong.
         mass: unaccounted, ``|1 - sum of the branches' measures|``, the largest over the rows.
         branches: how many were run. seconds: wall clock.
-        law, target: for each row, tokens -> probability.
+        distribution, target: for each row, tokens -> probability.
         astray: share of the branches (by measure) whose tokens are not the target's own draws; ``certify_coupled`` only.
     """
 
@@ -41,13 +41,13 @@ class Certificate:
     mass: float
     branches: int
     seconds: float
-    law: tuple[Law, ...] = field(default=(), repr=False)
-    target: tuple[Law, ...] = field(default=(), repr=False)
+    distribution: tuple[Distribution, ...] = field(default=(), repr=False)
+    target: tuple[Distribution, ...] = field(default=(), repr=False)
     astray: float | None = None
 
     @property
     def lossless(self) -> bool:
-        """Whether the law is the target's up to float64 rounding (1e-9), and every path is, where paths were followed."""
+        """Whether the distribution is the target's up to float64 rounding (1e-9), and every path is, where paths were followed."""
         return self.total_variation <= 1e-9 and not self.astray
 
     def __repr__(self) -> str:
@@ -71,12 +71,12 @@ def certify(
     batch: int = 2048,
     limit: int = 2_000_000,
 ) -> Certificate:
-    """The exact distance of a decoder's output from its target's law.
+    """The exact distance of a decoder's output from its target's distribution.
 
     Args:
         decoder: composed as usual. prompts: rows of ids; the branches of all rows share every batch.
         max_new_tokens, eos_token_id, stopping_criteria: as for ``generate``.
-        sampling: what the target's law is taken under, by default the decoder's.
+        sampling: what the target's distribution is taken under, by default the decoder's.
         logits: ``prefixes -> [R, V]``, the target's word on plain prefixes, by default its own ``score`` with a fresh cache.
         wrap: put around the scripted random decisions.
         batch: branches in a run. limit: branches after which to give up.
@@ -100,7 +100,7 @@ def certify_coupled(
 ) -> Certificate:
     """Path by path: whatever the target's draws and whatever is proposed, the draws are what is committed.
 
-    A race keyed by position is a function of the position and the law; each of the target's laws gets a free choice at
+    A race keyed by position is a function of the position and the distribution; each of the target's distributions gets a free choice at
     each position, and all choices are walked. The draft is replaced by one that proposes every tree of up to ``nodes``
     nodes, so that no draft, however much it knows, is left out; ``nodes=None`` keeps the decoder's own.
     """
@@ -176,24 +176,26 @@ def _walk(run: _Run, plain: list[Plain], numbered: Numbered | None, batch: int, 
             for row in rows:
                 if not mate[row]:
                     astray[row].append(float(measure[wrong & (owner == row)].sum()))
-        # Where two laws agree to rounding, what is left of one after the other is rounding, and a branch of that measure hangs on it.
+        # Where two distributions agree to rounding, what is left of one after the other is rounding, and a branch of that measure hangs on it.
         real = (measure > 1e-9).nonzero()[0]
         some = real[np.linspace(0, len(real) - 1, min(len(real), 64)).astype(int)] if len(real) else real
         sample.append((walk.branches.select(some), owner[some], [ids[b] for b in some]))
         count += sum(len(part) for part, through in zip(parts, mate) if not through)
         if count > limit:
             raise RuntimeError(
-                f"more than {limit} branches: use fewer nodes or tokens, a smaller vocabulary, or laws with zeros"
+                f"more than {limit} branches: use fewer nodes or tokens, a smaller vocabulary, or distributions with zeros"
             )
     _again(run, numbered, sample[-32:] + sample[: min(8, len(sample))])
-    laws = tuple({ids: fsum(parts) for ids, parts in mass.items()} for mass in masses)
+    distributions = tuple({ids: fsum(parts) for ids, parts in mass.items()} for mass in masses)
     return Certificate(
-        total_variation=max(total_variation(law, one.law) for law, one in zip(laws, plain)),
-        mass=max(abs(1 - fsum(law.values())) for law in laws),
+        total_variation=max(
+            total_variation(distribution, one.distribution) for distribution, one in zip(distributions, plain)
+        ),
+        mass=max(abs(1 - fsum(distribution.values())) for distribution in distributions),
         branches=count,
         seconds=perf_counter() - start,
-        law=laws,
-        target=tuple(one.law for one in plain),
+        distribution=distributions,
+        target=tuple(one.distribution for one in plain),
         astray=None if numbered is None else max(fsum(parts) for parts in astray),
     )
 
@@ -225,7 +227,7 @@ def _again(
         if before[b] != ids:
             raise RuntimeError(
                 f"the same random numbers gave {list(before[b])} and then, among other batch mates, {list(ids)}: some part of the "
-                "decoder depends on the batch or keeps state between calls, so its law cannot be certified"
+                "decoder depends on the batch or keeps state between calls, so its distribution cannot be certified"
             )
 
 
@@ -243,7 +245,7 @@ def _off_path(
         position = torch.tensor([len(plain[r].prompt) + step for r in owner])
         slot = branches.key == pack(race_key(position, number))[:, None]
         middle = 0.5 * (branches.low + branches.high)[every, slot.argmax(1)]
-        cdf = np.stack(numbered.laws)[number].cumsum(1)
+        cdf = np.stack(numbered.distributions)[number].cumsum(1)
         draw = (cdf <= (middle * cdf[:, -1])[:, None]).sum(1)
         said = np.array([one[step] if h else 0 for one, h in zip(ids, here)])
         wrong |= here & ((draw != said) | ~slot.any(1) | (number < 0))

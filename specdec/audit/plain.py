@@ -1,4 +1,4 @@
-"""What plain decoding would say: the law of a target's continuations, enumerated over plain prefixes without any decoder."""
+"""What plain decoding would say: the distribution of a target's continuations, enumerated over plain prefixes without any decoder."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from specdec.sampling import Sampling
 from specdec.types import Context
 
 Ids = tuple[int, ...]
-Law = dict[Ids, float]
+Distribution = dict[Ids, float]
 Logits = Callable[[list[list[int]]], Tensor]
 
 
 class Plain(NamedTuple):
-    """``law``: continuation (cut at a stop) -> probability. ``after``: continuation so far -> law of the next token ``[V]``."""
+    """``distribution``: continuation (cut at a stop) -> probability. ``after``: continuation so far -> distribution of the next token ``[V]``."""
 
     prompt: list[int]
-    law: Law
+    distribution: Distribution
     after: dict[Ids, np.ndarray]
 
 
@@ -41,8 +41,8 @@ def enumerate_plain(
         logits: ``prefixes -> [R, V]``; by default ``model.score`` with a fresh cache for every step.
     """
     prompt = list(prompt)
-    alive: Law = {(): 1.0}
-    done: Law = {}
+    alive: Distribution = {(): 1.0}
+    done: Distribution = {}
     after: dict[Ids, np.ndarray] = {}
     for step in range(1, max_new_tokens + 1):
         prefixes = [prompt + list(ids) for ids in alive]
@@ -52,46 +52,48 @@ def enumerate_plain(
             raw = model.score(cache, context).logits
         else:
             raw = logits(prefixes)[:, None]
-        laws = sampling(raw, context)[:, 0].double().cpu().numpy()
-        grown: Law = {}
-        for (ids, mass), law in zip(alive.items(), laws):
-            after[ids] = law
-            for token in np.flatnonzero(law).tolist():
+        distributions = sampling(raw, context)[:, 0].double().cpu().numpy()
+        grown: Distribution = {}
+        for (ids, mass), distribution in zip(alive.items(), distributions):
+            after[ids] = distribution
+            for token in np.flatnonzero(distribution).tolist():
                 to = (*ids, token)
                 ends = token in eos or step == max_new_tokens
                 ends = ends or any(
                     bool(torch.as_tensor(stop(torch.tensor([[*prompt, *to]]), None)).all())
                     for stop in criteria
                 )
-                (done if ends else grown)[to] = mass * float(law[token])
+                (done if ends else grown)[to] = mass * float(distribution[token])
         alive = grown
         if not alive:
             break
     return Plain(prompt, done, after)
 
 
-def total_variation(law: Law, target: Law) -> float:
-    """Half the sum of the differences, and half of what either law lacks to 1: at least the distance in any case."""
-    apart = sum(abs(law.get(ids, 0.0) - target.get(ids, 0.0)) for ids in law.keys() | target.keys())
-    return 0.5 * (apart + abs(1 - sum(law.values())) + abs(1 - sum(target.values())))
+def total_variation(distribution: Distribution, target: Distribution) -> float:
+    """Half the sum of the differences, and half of what either distribution lacks to 1: at least the distance in any case."""
+    apart = sum(
+        abs(distribution.get(ids, 0.0) - target.get(ids, 0.0)) for ids in distribution.keys() | target.keys()
+    )
+    return 0.5 * (apart + abs(1 - sum(distribution.values())) + abs(1 - sum(target.values())))
 
 
 class Numbered:
-    """Numbers for the different next-token laws of some enumerations, so that equal laws share a key."""
+    """Numbers for the different next-token distributions of some enumerations, so that equal distributions share a key."""
 
     def __init__(self, plain: Sequence[Plain]):
-        self.laws: list[np.ndarray] = []
+        self.distributions: list[np.ndarray] = []
         self.of: list[dict[Ids, int]] = []
         for one in plain:
             numbers = {}
-            for ids, law in one.after.items():
-                known = self(law) if self.laws else np.array(-1)
+            for ids, distribution in one.after.items():
+                known = self(distribution) if self.distributions else np.array(-1)
                 if known < 0:
-                    self.laws.append(law)
-                numbers[ids] = int(known) if known >= 0 else len(self.laws) - 1
+                    self.distributions.append(distribution)
+                numbers[ids] = int(known) if known >= 0 else len(self.distributions) - 1
             self.of.append(numbers)
 
     def __call__(self, probs: np.ndarray) -> np.ndarray:
-        """``[..., V] -> [...]`` the number of each law, -1 for one that is none of them (to 1e-9)."""
-        near = np.abs(probs[..., None, :] - np.stack(self.laws)).max(-1) < 1e-9
+        """``[..., V] -> [...]`` the number of each distribution, -1 for one that is none of them (to 1e-9)."""
+        near = np.abs(probs[..., None, :] - np.stack(self.distributions)).max(-1) < 1e-9
         return np.where(near.any(-1), near.argmax(-1), -1)

@@ -33,26 +33,26 @@ class _Stateless:
 
 @dataclass(frozen=True, eq=False)
 class DeclaredArgmax(_Stateless):
-    """Proposes the most probable token of ``law [V]`` and declares that it was drawn from ``law``."""
+    """Proposes the most probable token of ``distribution [V]`` and declares that it was drawn from ``distribution``."""
 
-    law: Tensor
+    distribution: Tensor
     name = "argmax declared as a sample"
 
     def propose(self, state: None, context: Context, budget: Tensor, rng: Rng) -> tuple[Proposal, None]:
-        q = self.law.expand(context.batch, 1, -1)
+        q = self.distribution.expand(context.batch, 1, -1)
         return Proposal.chain(q.argmax(-1), budget.clamp(max=1), q, "declared"), None
 
 
 @dataclass(frozen=True, eq=False)
 class LooksThenDrops(_Stateless):
-    """Draws one token from ``law [V]`` and does not submit it when it is ``unwanted``."""
+    """Draws one token from ``distribution [V]`` and does not submit it when it is ``unwanted``."""
 
-    law: Tensor
+    distribution: Tensor
     unwanted: int
     name = "drops a node after looking"
 
     def propose(self, state: None, context: Context, budget: Tensor, rng: Rng) -> tuple[Proposal, None]:
-        q = self.law.expand(context.batch, -1)
+        q = self.distribution.expand(context.batch, -1)
         token = rng.categorical(q, Key(context.length))
         size = torch.where(token == self.unwanted, 0, budget.clamp(max=1))
         return Proposal.chain(token[:, None], size, q[:, None], "sampled"), None
@@ -60,7 +60,7 @@ class LooksThenDrops(_Stateless):
 
 @dataclass(frozen=True, eq=False)
 class DrawnElsewhere(_Stateless):
-    """Draws ``width`` tokens from ``drawn [V]`` and says ``said [V]``: another temperature, a law before its truncation, ...
+    """Draws ``width`` tokens from ``drawn [V]`` and says ``said [V]``: another temperature, a distribution before its truncation, ...
 
     With ``replacement=False`` siblings are drawn without their elders' tokens, which ``said`` does not know.
     """
@@ -69,7 +69,7 @@ class DrawnElsewhere(_Stateless):
     said: Tensor
     width: int = 1
     replacement: bool = True
-    name = "drawn from another law than said"
+    name = "drawn from another distribution than said"
     trees = True
 
     def nodes(self, length: int) -> int:
@@ -159,20 +159,20 @@ class SiblingsForgetResidual(Rejection):
         assert proposal.probs is not None
         B, rows = context.batch, torch.arange(context.batch)
         number = tree.sibling_numbers(proposal.parents)
-        law, taken = probs[:, 0], torch.full((B,), -1)
+        distribution, taken = probs[:, 0], torch.full((B,), -1)
         for n in range(proposal.nodes):
             x, q = proposal.tokens[:, n], proposal.q(n)
             asked = (taken < 0) & (n < proposal.size)
             ratio = torch.where(asked, probs[rows, 0, x] / q[rows, x], 0)
             yes = asked & rng.accept(ratio, Key(context.length, 0, number[:, n], ACCEPT))
-            law = torch.where((asked & ~yes)[:, None], residual(law, q), law)
-            law = torch.where(yes[:, None], probs[:, n + 1], law)
+            distribution = torch.where((asked & ~yes)[:, None], residual(distribution, q), distribution)
+            distribution = torch.where(yes[:, None], probs[:, n + 1], distribution)
             taken = torch.where(yes, n, taken)
         accepted = (taken >= 0).long()
         path = torch.full_like(proposal.tokens, -1)
         path[:, 0] = taken
         return Verdict.of(
-            proposal, path, accepted, rng.categorical(law, Key(context.length, accepted, 0, BONUS))
+            proposal, path, accepted, rng.categorical(distribution, Key(context.length, accepted, 0, BONUS))
         )
 
 

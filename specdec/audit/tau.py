@@ -2,7 +2,7 @@
 
 On a text that was sampled from the target, the chance that a token was proposed and accepted, given that its position is reached
 by the draft, is ``min(p, q) / p = min(1, q / p)`` of that token (Leviathan et al., arXiv 2211.17192: a proposal is drawn with q and
-accepted with ``min(1, p / q)``, and the committed token has law p). Where a block ends decides where the next one starts, so the
+accepted with ``min(1, p / q)``, and the committed token has distribution p). Where a block ends decides where the next one starts, so the
 expected number of rounds is a small dynamic programme over block starts. The mean over texts is that of live decoding, with less
 variance: nothing is drawn but the texts.
 """
@@ -82,7 +82,7 @@ def chances(p: Tensor, q: Tensor) -> Tensor:
 def parallel_chances(
     target_logits: Tensor, draft_logits: Tensor, tokens: Tensor, start: int, k: int
 ) -> Tensor:
-    """``accept [C, n, k]`` of a draft whose law at a position does not depend on where the block began.
+    """``accept [C, n, k]`` of a draft whose distribution at a position does not depend on where the block began.
 
     Args:
         target_logits, draft_logits: ``[C, T, V]`` after each of the tokens ``[C, T + 1]``'s first T. start: tokens before round one:
@@ -98,7 +98,7 @@ def parallel_chances(
 
 @torch.no_grad()
 def spire_chances(model, target_logits: Tensor, inputs, tokens: Tensor, start: int, k: int) -> Tensor:
-    """``accept [C, n, k]`` of a ``SpireModel``, whose law depends on the block's start: k passes with blocks that start at every
+    """``accept [C, n, k]`` of a ``SpireModel``, whose distribution depends on the block's start: k passes with blocks that start at every
     position in turn.
 
     Args:

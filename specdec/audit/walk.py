@@ -87,13 +87,15 @@ class Walk:
 
     Args:
         branches: one script a row.
-        law_number: ``[..., V] -> [...]`` gives a law its number, -1 for one that is not the target's; needed for ``race``.
+        distribution_number: ``[..., V] -> [...]`` gives a distribution its number, -1 for one that is not the target's; needed for ``race``.
     """
 
-    def __init__(self, branches: Branches, law_number: Callable[[np.ndarray], np.ndarray] | None = None):
+    def __init__(
+        self, branches: Branches, distribution_number: Callable[[np.ndarray], np.ndarray] | None = None
+    ):
         self.branches = branches.select(slice(None))
         self.used = (branches.key >= 0).sum(1)
-        self.law_number = law_number
+        self.distribution_number = distribution_number
         self._left: list[tuple[np.ndarray, Branches]] = []
         self._lock = Lock()
 
@@ -153,18 +155,18 @@ class ScriptedRng:
         )
 
     def race(self, probs: Tensor, position: Tensor) -> Tensor:
-        """Any function of (position, law) is a possible outcome of the races: one free choice for each such pair.
+        """Any function of (position, distribution) is a possible outcome of the races: one free choice for each such pair.
 
-        A race over something that is not one of the target's laws steers only proposals; it answers its first possible token.
+        A race over something that is not one of the target's distributions steers only proposals; it answers its first possible token.
         """
-        if self.walk.law_number is None:
+        if self.walk.distribution_number is None:
             raise ValueError("races are not walked here: certify a Coupled decoder with certify_coupled")
-        number = self.walk.law_number(probs.double().cpu().numpy())
+        number = self.walk.distribution_number(probs.double().cpu().numpy())
         certain = torch.nn.functional.one_hot((probs > 0).int().argmax(-1), probs.shape[-1])
         ours = torch.from_numpy(number >= 0).to(probs.device)
-        law = torch.where(ours[..., None], probs, certain.to(probs))
+        distribution = torch.where(ours[..., None], probs, certain.to(probs))
         at = position.cpu().expand(probs.shape[:-1])
-        return self._ask(_cuts(law), race_key(at, number)).to(probs.device)
+        return self._ask(_cuts(distribution), race_key(at, number)).to(probs.device)
 
     def _ask(self, cuts: np.ndarray, key: Key) -> Tensor:
         code, shape = pack(key), cuts.shape[:-1]
@@ -181,7 +183,7 @@ class ScriptedRng:
 
 
 def race_key(position: Tensor, number: np.ndarray) -> Key:
-    """The key of the race for law ``number`` at a position (all laws that are not the target's share one)."""
+    """The key of the race for distribution ``number`` at a position (all distributions that are not the target's share one)."""
     return Key(position, torch.from_numpy(np.asarray(number) + 1), 0, TARGET)
 
 
@@ -190,7 +192,9 @@ def _cuts(probs: Tensor) -> np.ndarray:
     cdf = probs.double().cpu().numpy().cumsum(-1)
     total = cdf[..., -1:]
     if not (np.isfinite(total).all() and (total > 0).all() and (np.diff(cdf, axis=-1) >= 0).all()):
-        raise ValueError("a categorical decision was asked for a law with negative, NaN or no probabilities")
+        raise ValueError(
+            "a categorical decision was asked for a distribution with negative, NaN or no probabilities"
+        )
     cuts = np.concatenate([np.zeros_like(total), cdf / total], -1)
     cuts[..., -1] = 1
     return cuts

@@ -13,7 +13,7 @@ from specdec.cache.contract import KVStore
 from specdec.kernels.device import to_device
 from specdec.kernels.native import library
 from specdec.kernels.native.blocks import Buffers, buffers
-from specdec.kernels.native.ops import keep
+from specdec.kernels.native.ops import store_kv
 
 
 class KVShape(NamedTuple):
@@ -106,8 +106,8 @@ class Slots(KVStore):
             and not (torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad))
         )
         if plain and library() is not None:
-            keep(into[0], slots, keys)
-            keep(into[1], slots, values)
+            store_kv(into[0], slots, keys)
+            store_kv(into[1], slots, values)
             return
         into_keys, into_values = self._flat[layer]
         at = self._numbers(slots, keys.shape[1])

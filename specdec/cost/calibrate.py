@@ -91,7 +91,7 @@ class Host:
     """What one side of a round does around its steps, in seconds: sampling, verification, bookkeeping, and caches gone cold.
 
     ``fixed + per_row * rows + tokens * (per_token + per_row_token * rows)``: some work is done once, some for each row, some for each
-    step of a draft, and some (laws over the vocabulary) for each token of each row.
+    step of a draft, and some (distributions over the vocabulary) for each token of each row.
 
     Raises:
         ValueError: a negative part.

@@ -13,15 +13,17 @@ from specdec.sampling import Sampling, fit
 from specdec.types import Context, Proposal
 
 
-def with_laws(nodes: Proposal, laws: Sequence[Tensor], source: Tensor | None = None) -> Proposal:
-    """``nodes`` that were drawn from ``laws``, each ``[B, some distributions, V]``; without laws they are point masses.
+def with_distributions(
+    nodes: Proposal, distributions: Sequence[Tensor], source: Tensor | None = None
+) -> Proposal:
+    """``nodes`` that were drawn from ``distributions``, each ``[B, some distributions, V]``; without distributions they are point masses.
 
     Args:
         source: ``[B, N]`` which distribution each node was drawn from, where that is not its own.
     """
-    if not laws:
+    if not distributions:
         return nodes
-    return replace(nodes, probs=torch.cat(list(laws), 1), provenance="sampled", source=source)
+    return replace(nodes, probs=torch.cat(list(distributions), 1), provenance="sampled", source=source)
 
 
 class ChainDraw:
@@ -37,7 +39,7 @@ class ChainDraw:
         self.context, self.budget, self.sampling, self.vocab_size = context, budget, sampling, vocab_size
         self.count, self.length = 0, int(budget.max())
         self.tokens = torch.zeros(context.batch, self.length, dtype=torch.long)
-        self.laws: list[Tensor] = []
+        self.distributions: list[Tensor] = []
 
     @property
     def sofar(self) -> Proposal | None:
@@ -56,7 +58,7 @@ class ChainDraw:
         else:
             q = sampling(logits, self.context, before, first=n - 1)
             token = rng.categorical(q[:, 0], Key(self.context.length, n))
-            self.laws.append(q)
+            self.distributions.append(q)
         if not n and logits.device != self.tokens.device:
             self.tokens = torch.zeros_like(
                 self.tokens, device=logits.device
@@ -68,4 +70,8 @@ class ChainDraw:
     def proposal(self) -> Proposal:
         """All that was drawn, with its distributions."""
         nodes = self.sofar
-        return Proposal.none(self.context.batch) if nodes is None else with_laws(nodes, self.laws)
+        return (
+            Proposal.none(self.context.batch)
+            if nodes is None
+            else with_distributions(nodes, self.distributions)
+        )

@@ -32,7 +32,7 @@ class Model:
     Args:
         model: any ``LanguageModel`` with the target's tokenizer (or what becomes one, as for ``specdec.decoder``); a padded vocabulary is cut or filled to the target's size.
         sampling: how the draft's tokens are drawn; ``None`` (the usual choice) takes the decoder's. Whatever it is, the
-            proposal carries the distribution that was used, so the output keeps the target's law.
+            proposal carries the distribution that was used, so the output keeps the target's distribution.
     """
 
     model: LanguageModel

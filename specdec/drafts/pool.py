@@ -207,10 +207,18 @@ def merged(parts: Sequence[tuple[Proposal, Tensor]], batch: int) -> Proposal:
     tokens = torch.zeros(batch, N, dtype=torch.long, device=device)
     parents = torch.arange(-1, N - 1).repeat(batch, 1)
     size = torch.zeros(batch, dtype=torch.long)
-    laws = [p.probs for p, _ in parts if p.probs is not None]
-    # The widest type: no law is rounded after its tokens were drawn.
-    kind = max((law.dtype for law in laws), key=lambda dtype: dtype.itemsize, default=torch.float32)
-    probs = None if not laws else torch.zeros(batch, Q, laws[0].shape[-1], dtype=kind, device=device)
+    distributions = [p.probs for p, _ in parts if p.probs is not None]
+    # The widest type: no distribution is rounded after its tokens were drawn.
+    kind = max(
+        (distribution.dtype for distribution in distributions),
+        key=lambda dtype: dtype.itemsize,
+        default=torch.float32,
+    )
+    probs = (
+        None
+        if not distributions
+        else torch.zeros(batch, Q, distributions[0].shape[-1], dtype=kind, device=device)
+    )
     source = torch.arange(N).repeat(batch, 1) if any(p.source is not None for p, _ in parts) else None
     for p, rows in parts:
         here, n = to_device(rows, device), p.nodes

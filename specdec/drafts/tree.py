@@ -16,7 +16,7 @@ from torch import Tensor
 from specdec.arguments import whole
 from specdec.capabilities import DraftInfo
 from specdec.drafts.coerce import as_model
-from specdec.drafts.draw import with_laws
+from specdec.drafts.draw import with_distributions
 from specdec.drafts.model import Model, ModelState, readable
 from specdec.protocols import LanguageModel
 from specdec.rng import Key, Rng
@@ -91,7 +91,7 @@ class Tree:
             return Proposal.none(B), ModelState(state.cache, None)
         tokens = torch.zeros(B, 0, dtype=torch.long)
         parents = torch.zeros(B, 0, dtype=torch.long)
-        laws: list[Tensor] = []  # of the root's children, then of node 0's, node 1's, ...
+        distributions: list[Tensor] = []  # of the root's children, then of node 0's, node 1's, ...
         level = torch.tensor([-1])  # the nodes whose children come next
         sofar: Proposal | None = None
         for d in range(depth):
@@ -109,13 +109,15 @@ class Tree:
                 key = Key(context.length[:, None, None], d, lane.expand(B, -1, -1))
                 each = q[:, :, None].expand(-1, -1, width, -1)
                 children = rng.categorical(each, key).reshape(B, -1)
-                laws.append(q)
+                distributions.append(q)
             tokens = torch.cat([tokens, children], 1) if d else children
             parents = torch.cat([parents, level.repeat_interleave(width).expand(B, -1)], 1)
             level = torch.arange(tokens.shape[1] - children.shape[1], tokens.shape[1])
             sofar = Proposal(tokens, parents, size.clamp(max=tokens.shape[1]))
         assert sofar is not None
-        proposal = with_laws(sofar, laws, parents + 1)  # siblings share the distribution after their parent
+        proposal = with_distributions(
+            sofar, distributions, parents + 1
+        )  # siblings share the distribution after their parent
         return proposal, ModelState(state.cache, proposal)
 
     def observe(self, state: ModelState, round: Round) -> ModelState:

@@ -4,7 +4,7 @@ While round r is verified, a worker thread guesses the bonus token (a proposal o
 block after it (a second proposal). Rows in which everything was accepted and the bonus is the guess have their next block already; the
 others draft anew.
 
-**Why the output keeps the target's law under ``Rejection``.** Call a block that is drafted at committed length ``a`` of a row its try
+**Why the output keeps the target's distribution under ``Rejection``.** Call a block that is drafted at committed length ``a`` of a row its try
 0, 1, ... at ``a``: a block that was drafted ahead and dropped is one try, the one drafted instead another (it has the same start when
 only the guess was wrong, or when later rounds happen to end there). Try c of a block draws with attempt 2c, the guess before it with
 attempt 2c + 1, so that no number is ever drawn with twice. Whether a block is kept depends on the numbers of the round before (its

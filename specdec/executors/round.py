@@ -1,6 +1,6 @@
 """A lane: rows that go through their rounds together. Every executor is a way to run lanes.
 
-A round has two halves. DraftRunner needs the text and the draft's state (``DraftRunner``); verification needs the text, a proposal, and the
+A round has two halves. Drafting needs the text and the draft's state (``DraftRunner``); verification needs the text, a proposal, and the
 target's cache (``MicroBatch``). Both halves can run in different places, because the committed tokens are all that they share.
 """
 
@@ -151,11 +151,11 @@ class MicroBatch:
         clock.append(perf_counter())
         if proposal.tokens.device != scores.logits.device:  # drafts without a model work on the host
             proposal = proposal.to(scores.logits.device)
-        verifier, able, probs, tops = parts.verifier, parts.verifying, None, None
+        verifier, able, probs, target_argmax = parts.verifier, parts.verifying, None, None
         with drafted.later or DeferredChecks() as later:  # the verdict is all that is waited for
             if sampling.greedy and able.compares_tokens:
-                tops = sampling.argmax(scores.logits, context, proposal)
-                verdict = cast(ComparesTokens, verifier).greedy(proposal, tops)
+                target_argmax = sampling.argmax(scores.logits, context, proposal)
+                verdict = cast(ComparesTokens, verifier).greedy(proposal, target_argmax)
             elif sampling.only_temperature and able.takes_logits:
                 quick = cast(TakesLogits, verifier)
                 verdict = quick.from_logits(proposal, scores.logits, sampling, context, self.rng)
@@ -175,7 +175,7 @@ class MicroBatch:
             proposal=proposal,
             scores=scores,
             probs=probs,
-            tops=tops,
+            target_argmax=target_argmax,
             verdict=verdict,
             kept=kept,
             finished=finished,

@@ -335,7 +335,7 @@ def _slim(job: DraftRequest) -> DraftRequest:
             "proposal": Proposal.none(round.context.batch),
             "scores": Scores(nothing),
             "probs": nothing,
-            "tops": None,
+            "target_argmax": None,
         }
     )
     joins = None if job.joins is None else _slim(job.joins)

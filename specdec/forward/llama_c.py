@@ -27,7 +27,15 @@ from specdec.kernels.attention.native import always, lowered, prompt, series
 from specdec.kernels.native import library
 from specdec.kernels.native.blocks import CAST, Blocks, Buffers
 from specdec.kernels.native.narrow import Narrow
-from specdec.kernels.native.ops import MOST, add_norm, linear_takes, silu_mul, tiles, turn, unchecked_linear
+from specdec.kernels.native.ops import (
+    MOST,
+    add_norm,
+    apply_rotary,
+    linear_takes,
+    silu_mul,
+    tiles,
+    unchecked_linear,
+)
 from specdec.kernels.native.step import Reader, Steps
 from specdec.kernels.pointwise import Place
 
@@ -83,7 +91,7 @@ class Native(Eager):
             query = add_norm(query, None, b.query_norm.weight, b.query_norm.variance_epsilon)
             key = add_norm(key, None, b.key_norm.weight, b.key_norm.variance_epsilon)
         for heads in (query, key):
-            turn(heads.flatten(1), *angles, b.size)
+            apply_rotary(heads.flatten(1), *angles, b.size)
         return query, key
 
     def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:

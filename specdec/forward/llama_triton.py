@@ -46,7 +46,7 @@ class Launches(Eager):
         if b.query_norm is not None:
             norms = (b.query_norm.weight, b.key_norm.weight, b.query_norm.variance_epsilon)
         stored = None if place is None else value
-        pointwise.turn(query, key, *angles, norms=norms, value=stored, place=place)
+        pointwise.apply_rotary(query, key, *angles, norms=norms, value=stored, place=place)
         return query, key
 
     def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:

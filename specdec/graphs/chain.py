@@ -66,10 +66,10 @@ class Chain(Program):
         )
 
     def body(self) -> tuple[Tensor, Tensor | None]:
-        """Tokens ``[rows, steps]`` and their laws."""
+        """Tokens ``[rows, steps]`` and their distributions."""
         on, shape = self.staged.on, self.shape
         tokens: list[Tensor] = []
-        laws: list[Tensor] = []
+        distributions: list[Tensor] = []
         for n in range(shape.steps):
             live = on["limit"] > n
             if n == 0:
@@ -83,11 +83,11 @@ class Chain(Program):
                 slots = torch.where(live, on["home"] + at, self.memo.spare)
                 length = torch.where(live, at + 1, 1).to(torch.int32)
                 logits = self._run(tokens[-1].clamp(min=0), positions, slots, on["later"], length, None)
-            top, token, law = draw(logits, shape.sampling, shape.vocab_size, on["numbers"][n])
+            top, token, distribution = draw(logits, shape.sampling, shape.vocab_size, on["numbers"][n])
             tokens.append(torch.where(live, torch.where(torch.isfinite(top), token, -1), 0))
-            if law is not None:
-                laws.append(law)
-        return torch.stack(tokens, 1), torch.stack(laws, 1) if laws else None
+            if distribution is not None:
+                distributions.append(distribution)
+        return torch.stack(tokens, 1), torch.stack(distributions, 1) if distributions else None
 
     def _run(
         self, ids: Tensor, positions: Tensor, slots: Tensor, starts: Tensor, length: Tensor, keep: Any
@@ -106,7 +106,7 @@ class Chain(Program):
 def draw(
     logits: Tensor, sampling: Sampling, vocab_size: int | None, numbers: Tensor
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """As ``Sampling`` and ``Philox.categorical`` do it: the largest score, the token and the law of each of ``logits [R, V]``."""
+    """As ``Sampling`` and ``Philox.categorical`` do it: the largest score, the token and the distribution of each of ``logits [R, V]``."""
     nowhere: Any = None  # without processors the text does not matter
     logits = fit(logits, vocab_size)
     if sampling.greedy:
@@ -114,8 +114,8 @@ def draw(
         return top, token, None
     wide = logits if logits.dtype == torch.float64 else logits.float()
     scores = sampling.scores(wide, nowhere, None)
-    law = scores.softmax(-1)
-    return scores.amax(-1), pick(law, numbers), law
+    distribution = scores.softmax(-1)
+    return scores.amax(-1), pick(distribution, numbers), distribution
 
 
 def propose(

@@ -87,7 +87,7 @@ class RingChain(Program):
         """For tokens at ``position [N, R]``: the n-th forward ``(n, tokens [R], plan) -> logits [R, V]``; of an earlier one none are wanted."""
 
     def body(self) -> tuple[Tensor, Tensor | None]:
-        """Tokens ``[rows, steps]`` and their laws."""
+        """Tokens ``[rows, steps]`` and their distributions."""
         on, shape = self.staged.on, self.shape
         device = on["base"].device
         position = on["base"] + torch.arange(shape.steps, device=device)[:, None]  # [steps, R]
@@ -97,7 +97,7 @@ class RingChain(Program):
         held, seen = self._sight(position)
         forward, token = self.forward(position), on["ids"]
         tokens: list[Tensor] = []
-        laws: list[Tensor] = []
+        distributions: list[Tensor] = []
         for n in range(-int(shape.earlier), shape.steps):
             i = n + int(shape.earlier)
             self.memo.begin()
@@ -105,13 +105,13 @@ class RingChain(Program):
             logits = forward(i, on["earlier"] if n < 0 else token, plan)
             if logits is None:
                 continue
-            top, token, law = draw(logits, shape.sampling, shape.vocab_size, on["numbers"][n])
+            top, token, distribution = draw(logits, shape.sampling, shape.vocab_size, on["numbers"][n])
             said = torch.where(torch.isfinite(top), token, -1)
             token = said.clamp(min=0)
             tokens.append(torch.where(on["limit"] > n, said, 0))
-            if law is not None:
-                laws.append(law)
-        return torch.stack(tokens, 1), torch.stack(laws, 1) if laws else None
+            if distribution is not None:
+                distributions.append(distribution)
+        return torch.stack(tokens, 1), torch.stack(distributions, 1) if distributions else None
 
     def _slot(self, position: Tensor) -> Tensor:
         """As ``Ring.slot``."""

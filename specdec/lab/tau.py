@@ -104,7 +104,7 @@ def accept_chances(draft: Any, texts: Texts, forward: Any = None) -> Tensor:
     """``[C, n, k]``: the chance that each token of a block is accepted; a ``SpireModel`` by passes, a causal LM by its parallel forward,
     a ``MagicDec`` by reading its view of the target (an ``HFModel``), which is ``forward``.
 
-    What a chain draft proposes after a block's start does not depend on how many tokens it will propose: a causal LM's law depends on
+    What a chain draft proposes after a block's start does not depend on how many tokens it will propose: a causal LM's distribution depends on
     the text alone, and a ``SpireModel``'s on the text, the block's start and the tokens since. So ``[..., :j]`` are the chances of blocks
     of j tokens.
     """

@@ -268,7 +268,7 @@ class HFModel:
         return SlotCache(self._shapes, batch, capacity, self._path.spare)
 
     def prefill(self, cache: Cache, context: Context, rows: Tensor | None = None) -> None:
-        """PackedBatch what the cache lacks of each row (or of ``rows [R]``), all but its last committed token; no logits are computed."""
+        """Feed what the cache lacks of each row (or of ``rows [R]``), all but its last committed token; no logits are computed."""
         end = (context.length - 1).tolist()
         if rows is not None:
             asked = set(rows.tolist())

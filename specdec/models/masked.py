@@ -32,7 +32,7 @@ class MaskedCache(SlotCache):
 class Masked(HFModel):
     """The weights of ``model``, every layer of which sees what ``mask`` shows, within what it sees by itself.
 
-    It is a model of its own (another law than that of ``model``): as a draft, ``drafts.Model(Masked(small, mask))``; as a target, its output is
+    It is a model of its own (another distribution than that of ``model``): as a draft, ``drafts.Model(Masked(small, mask))``; as a target, its output is
     that of the masked model. Positions are those of the text; in a tree of proposed tokens a node stands one behind its parent.
 
     Args:

@@ -13,14 +13,14 @@ from specdec.types import Context, Proposal, Scores, Verdict
 
 
 class TableModel:
-    """The law of the next token given the last ``order`` tokens, from a table.
+    """The distribution of the next token given the last ``order`` tokens, from a table.
 
     Args:
-        probs: ``[V] * order + [V]``: ``probs[a, b]`` is the law after ``..., a, b`` (order 2). Order 0 is one law for every
+        probs: ``[V] * order + [V]``: ``probs[a, b]`` is the distribution after ``..., a, b`` (order 2). Order 0 is one distribution for every
             position. Prefixes shorter than ``order`` are padded with token 0 on the left.
         dtype: of the logits (log probabilities, -inf for zeros); float64 keeps the certifier exact.
     Raises:
-        ValueError: the shape is not a cube, an entry is negative or not finite, or a law does not sum to 1.
+        ValueError: the shape is not a cube, an entry is negative or not finite, or a distribution does not sum to 1.
     """
 
     supports_trees = True
@@ -32,7 +32,7 @@ class TableModel:
         table = torch.as_tensor(probs, dtype=torch.float64)
         if table.dim() < 1 or len(set(table.shape)) != 1:
             raise ValueError(
-                f"probs has shape {list(table.shape)}: give [V] (order 0), [V, V] (order 1: the law after each token), ..."
+                f"probs has shape {list(table.shape)}: give [V] (order 0), [V, V] (order 1: the distribution after each token), ..."
             )
         if not bool(torch.isfinite(table).all()) or bool((table < 0).any()):
             raise ValueError("probs has a negative, infinite or NaN entry: give probabilities, not logits")
@@ -41,7 +41,7 @@ class TableModel:
         if bool(off.any()):
             where = off.nonzero()[0].tolist()
             raise ValueError(
-                f"the law probs{where} sums to {float(total[tuple(where)]):.8g}: divide each law by its sum (the last dimension is "
+                f"the distribution probs{where} sums to {float(total[tuple(where)]):.8g}: divide each distribution by its sum (the last dimension is "
                 "the next token)"
             )
         self.probs = table / total[..., None]
@@ -55,14 +55,14 @@ class TableModel:
     def random(
         vocab_size: int, order: int = 1, seed: int = 0, concentration: float = 1.0, zeros: float = 0.0
     ) -> TableModel:
-        """Laws drawn from a symmetric Dirichlet; a share ``zeros`` of the entries is impossible (one a law always stays)."""
+        """Distributions drawn from a symmetric Dirichlet; a share ``zeros`` of the entries is impossible (one a distribution always stays)."""
         draw = np.random.default_rng(seed)
-        laws = draw.dirichlet([concentration] * vocab_size, size=vocab_size**order)
-        none = draw.random(laws.shape) < zeros
-        none[np.arange(len(laws)), laws.argmax(-1)] = False
-        laws[none] = 0
-        laws /= laws.sum(-1, keepdims=True)
-        return TableModel(torch.from_numpy(laws).reshape([vocab_size] * (order + 1)))
+        distributions = draw.dirichlet([concentration] * vocab_size, size=vocab_size**order)
+        none = draw.random(distributions.shape) < zeros
+        none[np.arange(len(distributions)), distributions.argmax(-1)] = False
+        distributions[none] = 0
+        distributions /= distributions.sum(-1, keepdims=True)
+        return TableModel(torch.from_numpy(distributions).reshape([vocab_size] * (order + 1)))
 
     def cache(self, batch: int, capacity: int) -> TableCache:
         """A memo with nothing to remember: it only counts what it was shown."""
@@ -115,8 +115,8 @@ class TableModel:
             raise ValueError(f"token {bad} is outside this table's vocabulary of {self.vocab_size}")
         return tokens
 
-    def law(self, prefix: Sequence[int]) -> Tensor:
-        """``[V]`` float64: the law of the token after ``prefix``."""
+    def distribution(self, prefix: Sequence[int]) -> Tensor:
+        """``[V]`` float64: the distribution of the token after ``prefix``."""
         last = [0] * self.order + self._known(torch.tensor([*prefix], dtype=torch.long)).tolist()
         return self.probs[tuple(last[len(last) - self.order :])]
 
@@ -125,8 +125,8 @@ class TableModel:
         if n == 0:
             return torch.ones((), dtype=torch.float64)
         after = [self.joint([*prefix, token], n - 1) for token in range(self.vocab_size)]
-        law = self.law(prefix)
-        return torch.stack([law[token] * rest for token, rest in enumerate(after)])
+        distribution = self.distribution(prefix)
+        return torch.stack([distribution[token] * rest for token, rest in enumerate(after)])
 
     def __repr__(self) -> str:
         return f"TableModel(vocab_size={self.vocab_size}, order={self.order})"

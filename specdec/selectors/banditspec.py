@@ -110,8 +110,8 @@ class EXP3Spec:
         rows, table = state.table.seat(self.pool, context)
         sums = table.sums[rows]
         t = sums[..., PULLS].sum(-1, keepdims=True) + 1
-        law = softmax(-np.sqrt(np.log(arms) / (t * arms)) * sums[..., REWARD])
-        arm, prob = draw(law, room, rng, context.length)
+        distribution = softmax(-np.sqrt(np.log(arms) / (t * arms)) * sums[..., REWARD])
+        arm, prob = draw(distribution, room, rng, context.length)
         pending = state.pending.remember(context.request.tolist(), arm, prob)
         return torch.from_numpy(arm), torch.from_numpy(prob).float(), Weighted(table, pending)
 

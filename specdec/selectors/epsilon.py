@@ -45,9 +45,9 @@ class EpsilonGreedy:
         rows, state = state.seat(self.pool, context)
         sums = state.sums[rows]
         scores = optimistic(goodput(sums), sums[..., PULLS] > 0)
-        law = np.full((context.batch, state.arms), self.epsilon / state.arms)
-        law[np.arange(context.batch), assign(scores, room)] += 1 - self.epsilon
-        arm, prob = draw(law, room, rng, context.length, scores)
+        distribution = np.full((context.batch, state.arms), self.epsilon / state.arms)
+        distribution[np.arange(context.batch), assign(scores, room)] += 1 - self.epsilon
+        arm, prob = draw(distribution, room, rng, context.length, scores)
         return torch.from_numpy(arm), torch.from_numpy(prob).float(), state
 
     def update(self, state: Table, feedback: Feedback) -> Table:

@@ -54,8 +54,8 @@ class EXP3:
         arms = state.table.arms
         room = checked(capacities, arms, context.batch)
         rows, table = state.table.seat(self.pool, context)
-        law = (1 - self.gamma) * softmax(self.gamma / arms * table.sums[rows][..., REWARD])
-        arm, prob = draw(law + self.gamma / arms, room, rng, context.length)
+        distribution = (1 - self.gamma) * softmax(self.gamma / arms * table.sums[rows][..., REWARD])
+        arm, prob = draw(distribution + self.gamma / arms, room, rng, context.length)
         pending = state.pending.remember(context.request.tolist(), arm, prob)
         return torch.from_numpy(arm), torch.from_numpy(prob).float(), Weighted(table, pending)
 

@@ -99,7 +99,7 @@ def draw(
 ) -> tuple[np.ndarray, np.ndarray]:
     """A keyed random arm for every row, and its probability *given the choices of the rows before it*.
 
-    Batch mates change nothing until an arm is full. From then on its share of a row's law belongs to the free arm with the best
+    Batch mates change nothing until an arm is full. From then on its share of a row's distribution belongs to the free arm with the best
     score. Rows are served in their order.
 
     Args:
@@ -141,8 +141,8 @@ def scatter(capacities: np.ndarray, rng: Rng, length: Tensor) -> tuple[np.ndarra
     B, arms = len(length), len(capacities)
     ample = capacities.min() >= B
     parts = arms if ample else lcm(*range(1, min(arms, 10) + 1)) * (1 if arms <= 10 else arms)
-    law = torch.full((1, 1), 1 / parts, dtype=torch.float64).expand(B, parts)
-    part = rng.categorical(law, Key(length, 0, 0, SELECT)).numpy()
+    distribution = torch.full((1, 1), 1 / parts, dtype=torch.float64).expand(B, parts)
+    part = rng.categorical(distribution, Key(length, 0, 0, SELECT)).numpy()
     if ample:
         return part, np.full(B, 1 / arms)
     arm, prob = np.zeros(B, dtype=np.int64), np.zeros(B)

@@ -24,7 +24,7 @@ def tokens_per_round(round: Round) -> Tensor:
 def block_divergence(round: Round) -> Tensor:
     """``[B]`` float64 in [0, 1]: 1 - TV(q, p) at each drafted node, averaged over the row's block (MetaSD).
 
-    q is what the node was drawn from (all on its token for a point mass), p the target's law in the same place. It is the mean of the
+    q is what the node was drawn from (all on its token for a point mass), p the target's distribution in the same place. It is the mean of the
     probabilities with which the nodes would be accepted, of nodes after a rejection too. Rows without a draft have 0.
 
     Raises:
@@ -39,8 +39,8 @@ def block_divergence(round: Round) -> Tensor:
             "block_divergence is defined for chains: use tokens_per_round or Goodput for trees of proposals"
         )
     live = torch.arange(N) < proposal.size[:, None]
-    if round.tops is not None:  # temperature 0: laws on one token each
-        top = round.tops[:, :N].cpu()
+    if round.target_argmax is not None:  # temperature 0: distributions on one token each
+        top = round.target_argmax[:, :N].cpu()
         if proposal.probs is None:
             overlap = (top == proposal.tokens.cpu()).double()
         else:

@@ -24,8 +24,8 @@ _CDF = ndtr(
 class Thompson:
     """The Gaussian form for rewards in [0, 1]: arm i is best with respect to ``N(sum reward / (n + 1), spread^2 / (n + 1))``.
 
-    A draw from each arm's posterior and the argmax of the draws is one decision with a law, the probabilities of being the
-    argmax. They are computed (``best_of``, by quadrature), and the arm is drawn from them with one key. The law is thus known, and
+    A draw from each arm's posterior and the argmax of the draws is one decision with a distribution, the probabilities of being the
+    argmax. They are computed (``best_of``, by quadrature), and the arm is drawn from them with one key. The distribution is thus known, and
     ``arm_prob`` is exact.
 
     Attributes:
@@ -52,8 +52,8 @@ class Thompson:
         rows, state = state.seat(self.pool, context)
         some, of = (rows[:1], np.zeros_like(rows)) if self.pool == "global" else (rows, slice(None))
         n = state.sums[some][..., PULLS] + 1
-        law = best_of(state.sums[some][..., REWARD] / n, self.spread / np.sqrt(n))[of]
-        arm, prob = draw(law, room, rng, context.length)
+        distribution = best_of(state.sums[some][..., REWARD] / n, self.spread / np.sqrt(n))[of]
+        arm, prob = draw(distribution, room, rng, context.length)
         return torch.from_numpy(arm), torch.from_numpy(prob).float(), state
 
     def update(self, state: Table, feedback: Feedback) -> Table:

@@ -1,4 +1,4 @@
-"""What a draft is trained for: the next token, the target's law, or the probability of being accepted.
+"""What a draft is trained for: the next token, the target's distribution, or the probability of being accepted.
 
 MixedLoss is SPIRe's (arXiv 2504.06419, section 3.4): half distillation, half acceptance. The expected acceptance probability of one
 token is ``sum_v min(p(v), q(v))`` (Leviathan et al., arXiv 2211.17192, section 3).

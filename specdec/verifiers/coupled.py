@@ -43,7 +43,7 @@ class Coupled:
         return tree.follow(proposal, rng.race(probs, context.length[:, None] + depth))
 
     def greedy(self, proposal: Proposal, tokens: Tensor) -> Verdict:
-        """``__call__`` at temperature 0, where every law lies on one token: ``tokens [B, N + 1]``."""
+        """``__call__`` at temperature 0, where every distribution lies on one token: ``tokens [B, N + 1]``."""
         return tree.follow(proposal, tokens)
 
 

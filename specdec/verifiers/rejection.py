@@ -24,7 +24,7 @@ class Rejection:
 
     Args:
         trust_declared: accept proposals whose q was declared rather than drawn by the library. The output has the target's
-            law only if the declaration is true; an argmax declared as softmax(q) is already off by 0.45 on one token.
+            distribution only if the declaration is true; an argmax declared as softmax(q) is already off by 0.45 on one token.
     """
 
     trust_declared: bool = False
@@ -48,33 +48,35 @@ class Rejection:
     def __call__(self, proposal: Proposal, probs: Tensor, context: Context, rng: Rng) -> Verdict:
         if proposal.nodes == 0:
             path, accepted = proposal.tokens, torch.zeros_like(proposal.size)
-            law = probs[:, 0]
+            distribution = probs[:, 0]
         elif bool(tree.is_chain(proposal.parents, proposal.size).all()):
-            path, accepted, law = verify_chain(proposal, probs, context, rng)
+            path, accepted, distribution = verify_chain(proposal, probs, context, rng)
         else:
-            path, accepted, law = verify_tree(proposal, probs, context, rng)
-        bonus = draw_bonus(law, accepted, context, rng, proposal.nodes)
+            path, accepted, distribution = verify_tree(proposal, probs, context, rng)
+        bonus = draw_bonus(distribution, accepted, context, rng, proposal.nodes)
         return Verdict.of(proposal, path, accepted, bonus, checked=True)
 
     def greedy(self, proposal: Proposal, tokens: Tensor) -> Verdict:
-        """``__call__`` at temperature 0, where every law lies on one token: ``tokens [B, N + 1]``.
+        """``__call__`` at temperature 0, where every distribution lies on one token: ``tokens [B, N + 1]``.
 
         Whatever q was, that token is accepted (p / q >= 1), any other is not (p = 0), and the residual is that token again.
         """
         return tree.follow(proposal, tokens)
 
 
-def draw_bonus(law: Tensor, accepted: Tensor, context: Context, rng: Rng, nodes: int) -> Tensor:
-    """``[B]`` the tokens after ``accepted [B]`` of at most ``nodes`` nodes, from ``law [B, V]``."""
-    if type(rng) is Philox and not law.is_cpu:  # numbers of all that it may be: nobody waits to learn which
+def draw_bonus(distribution: Tensor, accepted: Tensor, context: Context, rng: Rng, nodes: int) -> Tensor:
+    """``[B]`` the tokens after ``accepted [B]`` of at most ``nodes`` nodes, from ``distribution [B, V]``."""
+    if (
+        type(rng) is Philox and not distribution.is_cpu
+    ):  # numbers of all that it may be: nobody waits to learn which
         keys = Key(context.length[:, None], torch.arange(nodes + 1), 0, BONUS)
-        numbers = to_device(rng.uniform(keys), law.device)
-        return pick(law, numbers.gather(1, to_device(accepted, law.device)[:, None])[:, 0])
-    return rng.categorical(law, Key(context.length, accepted.cpu(), 0, BONUS))
+        numbers = to_device(rng.uniform(keys), distribution.device)
+        return pick(distribution, numbers.gather(1, to_device(accepted, distribution.device)[:, None])[:, 0])
+    return rng.categorical(distribution, Key(context.length, accepted.cpu(), 0, BONUS))
 
 
 def residual(p: Tensor, q: Tensor) -> Tensor:
-    """norm(max(p - q, 0)) of ``[B, V]`` laws; p itself where nothing is left (then rejection has probability 0)."""
+    """norm(max(p - q, 0)) of ``[B, V]`` distributions; p itself where nothing is left (then rejection has probability 0)."""
     rest = (p - q).clamp(min=0)
     total = rest.sum(-1, keepdim=True)
     return torch.where(total > 0, rest / total, p)
@@ -83,9 +85,9 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
 def verify_tree(
     proposal: Proposal, probs: Tensor, context: Context, rng: Rng
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The reference: walk the nodes in order, carrying the law that is left at the node where each row stands.
+    """The reference: walk the nodes in order, carrying the distribution that is left at the node where each row stands.
 
-    Returns ``path [B, N]``, ``accepted [B]`` and the law ``[B, V]`` of the bonus token.
+    Returns ``path [B, N]``, ``accepted [B]`` and the distribution ``[B, V]`` of the bonus token.
     """
     B, N = proposal.tokens.shape
     device = probs.device
@@ -95,7 +97,7 @@ def verify_tree(
         context.length[:, None], tree.depths(proposal.parents), tree.sibling_numbers(proposal.parents), ACCEPT
     )
     here = torch.full((B,), -1, device=device)
-    law = probs[:, 0]
+    distribution = probs[:, 0]
     path = torch.full((B, N + 1), -1, device=device)  # the last is for nodes that do not stand
     accepted = torch.zeros(B, dtype=torch.long, device=device)
     tokens = torch.where(torch.arange(N, device=device) < size[:, None], proposal.tokens, 0)
@@ -103,19 +105,23 @@ def verify_tree(
     for n in range(N):
         x = tokens[:, n]
         if proposal.probs is None:
-            q = torch.zeros_like(law).scatter_(1, x[:, None], 1)
+            q = torch.zeros_like(distribution).scatter_(1, x[:, None], 1)
         else:
-            q = (proposal.probs[:, n] if sources is None else proposal.probs[rows, sources[:, n]]).to(law)
+            q = (proposal.probs[:, n] if sources is None else proposal.probs[rows, sources[:, n]]).to(
+                distribution
+            )
         asked = (parents[:, n] == here) & (n < size)
-        ratio = torch.where(asked, law[rows, x] / q[rows, x], 0)
+        ratio = torch.where(asked, distribution[rows, x] / q[rows, x], 0)
         yes = asked & rng.accept(ratio, Key(key.at[:, 0], key.depth[:, n], key.sibling[:, n], ACCEPT))  # type: ignore[index]
-        law = torch.where(
-            yes[:, None], probs[:, n + 1], torch.where((asked & ~yes)[:, None], residual(law, q), law)
+        distribution = torch.where(
+            yes[:, None],
+            probs[:, n + 1],
+            torch.where((asked & ~yes)[:, None], residual(distribution, q), distribution),
         )
         path.scatter_(1, torch.where(yes, accepted, N)[:, None], n)
         accepted = accepted + yes
         here = torch.where(yes, n, here)
-    return path[:, :N], accepted, law
+    return path[:, :N], accepted, distribution
 
 
 def verify_chain(
@@ -134,17 +140,21 @@ def verify_chain(
     stands = rng.accept(torch.where(live, p / q, 0), key) & live
     accepted = stands.long().cumprod(1).sum(1)
     path = torch.where(n < accepted[:, None], n, -1)
-    law = probs[rows, accepted]
+    distribution = probs[rows, accepted]
     if not probs.is_cpu:  # for all rows, so that nobody waits to learn which rejected a node
         at = accepted.clamp(max=N - 1)
-        drafted = _drawn_from(proposal, rows, at, tokens[rows, at], law)
-        return path, accepted, torch.where((accepted < size)[:, None], residual(law, drafted), law)
+        drafted = _drawn_from(proposal, rows, at, tokens[rows, at], distribution)
+        return (
+            path,
+            accepted,
+            torch.where((accepted < size)[:, None], residual(distribution, drafted), distribution),
+        )
     cut = (accepted < size).nonzero()[:, 0]  # rows that rejected a node
     if len(cut):
-        at, left = accepted[cut], law[cut]
+        at, left = accepted[cut], distribution[cut]
         drafted = _drawn_from(proposal, cut, at, tokens[cut, at], left)
-        law = law.index_copy(0, cut, residual(left, drafted))
-    return path, accepted, law
+        distribution = distribution.index_copy(0, cut, residual(left, drafted))
+    return path, accepted, distribution
 
 
 def _drawn_from(proposal: Proposal, rows: Tensor, node: Tensor, token: Tensor, like: Tensor) -> Tensor:

@@ -65,11 +65,11 @@ every_setting = pytest.mark.parametrize("settings", SETTINGS, ids=lambda s: f"T=
 
 
 class Decision(NamedTuple):
-    """One answered question: whose, under which name, and from which law."""
+    """One answered question: whose, under which name, and from which distribution."""
 
     key: tuple[int, ...]
     token: int
-    law: torch.Tensor
+    distribution: torch.Tensor
 
 
 @dataclass
@@ -243,7 +243,7 @@ def contract(draft, proposal, budget):
 
 
 def dropped(proposal, log, rows):
-    """Decisions that no submitted node shows; fails unless every sampled node is a decision from exactly its law."""
+    """Decisions that no submitted node shows; fails unless every sampled node is a decision from exactly its distribution."""
     left = [entry for entry in log if entry[1].token >= 0]  # not the coins
     assert len({(row, d.key) for row, d in log}) == len(log), "a key was used for two decisions"
     streams = {d.key[Key._fields.index("stream")] for _, d in log}
@@ -256,11 +256,13 @@ def dropped(proposal, log, rows):
                 assert q[token] > 0
                 for i, (whose, d) in enumerate(left):
                     mine = whose == row and d.token == token and d.key[1] == int(depth[b, n])
-                    if mine and torch.equal(d.law.to(q), q):
+                    if mine and torch.equal(d.distribution.to(q), q):
                         del left[i]
                         break
                 else:
-                    raise AssertionError(f"node {n} of row {row} was not drawn from the law that it carries")
+                    raise AssertionError(
+                        f"node {n} of row {row} was not drawn from the distribution that it carries"
+                    )
     return left
 
 
@@ -295,7 +297,7 @@ def test_proposals_keep_the_contract_for_every_budget(cls, settings, kind):
 
 @every_setting
 @every_draft
-def test_sampled_nodes_carry_the_law_that_they_were_drawn_from(cls, settings):
+def test_sampled_nodes_carry_the_distribution_that_they_were_drawn_from(cls, settings):
     session = Session(build(cls, model_of(kinds(cls)[0])), settings)
     for budgets in BUDGETS * 2:
         proposal = session.round(budgets).proposal
@@ -311,12 +313,12 @@ def test_what_is_submitted_does_not_depend_on_what_is_dropped(cls, settings):
 
 
 def anticipation(draft, settings):
-    """DraftResponse every dropped decision otherwise: what is submitted must stay as it is."""
+    """Answer every dropped decision otherwise: what is submitted must stay as it is."""
     session, unseen = Session(draft, settings), {}
     for budgets in BUDGETS:
         round = session.round(budgets)
         for row, d in dropped(round.proposal, session.log, session.rows):
-            others = [t for t in d.law.nonzero()[:, 0].tolist() if t != d.token]
+            others = [t for t in d.distribution.nonzero()[:, 0].tolist() if t != d.token]
             if others:
                 unseen[row, d.key] = others[0]
     same = play(draft, settings, swap=unseen) == play(draft, settings)
@@ -415,7 +417,7 @@ def test_coupled_output_is_plain_samplings(cls, settings, budgets, kind):
 
 
 @every_draft
-def test_the_output_has_the_targets_law_exactly(cls):
+def test_the_output_has_the_targets_distribution_exactly(cls):
     target, small = sd.TableModel.random(3, seed=2, zeros=0.3), sd.TableModel.random(3, seed=3, zeros=0.3)
     if reads_target(cls):
         target = small = sd.HFModel(tiny("llama", seed=4, vocab_size=3))
@@ -431,23 +433,23 @@ def test_the_suite_sees_a_draft_that_looks_before_it_drops():
         anticipation(draft, SETTINGS[1])
 
 
-def test_the_suite_sees_a_law_that_was_not_drawn_from():
+def test_the_suite_sees_a_distribution_that_was_not_drawn_from():
     class Lies(DeclaredArgmax):
         def propose(self, state, context, budget, rng):
-            rng.categorical(self.law.expand(context.batch, 1, -1), Key(context.length[:, None]))
-            q = self.law.flip(0).expand(context.batch, 1, -1)
+            rng.categorical(self.distribution.expand(context.batch, 1, -1), Key(context.length[:, None]))
+            q = self.distribution.flip(0).expand(context.batch, 1, -1)
             return sd.Proposal.chain(q.argmax(-1), budget.clamp(max=1), q, "sampled"), state
 
     session = Session(Lies(HALF), SETTINGS[1])
     proposal = session.round(BUDGETS[0]).proposal
-    with pytest.raises(AssertionError, match="was not drawn from the law"):
+    with pytest.raises(AssertionError, match="was not drawn from the distribution"):
         dropped(proposal, session.log, session.rows)
 
 
 def test_the_suite_sees_a_key_used_twice():
     class Twice(LooksThenDrops):
         def propose(self, state, context, budget, rng):
-            rng.categorical(self.law.expand(context.batch, -1), Key(context.length))
+            rng.categorical(self.distribution.expand(context.batch, -1), Key(context.length))
             return super().propose(state, context, budget, rng)
 
     session = Session(Twice(HALF, unwanted=5), SETTINGS[1])

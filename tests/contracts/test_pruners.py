@@ -356,7 +356,7 @@ def test_every_pruner_drives_magicdec_without_changing_the_text(target, cls, tem
 
 
 @every_pruner
-def test_every_pruner_drives_magicdec_to_the_targets_own_law(cls):
+def test_every_pruner_drives_magicdec_to_the_targets_own_distribution(cls):
     """Certified: the probability of every text, over all that may be drawn, against transformers' forward."""
     model = tiny("llama", vocab_size=3)
     model.set_attn_implementation("sdpa")  # eager attention rounds its weights to float32

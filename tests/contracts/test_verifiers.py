@@ -26,7 +26,7 @@ SHAPES = {  # parents of a row's nodes
     "tree": [-1, -1, 0, 0, 1, 2, 2],
     "one": [-1],
 }
-KINDS = ["point", "sampled", "same law", "disjoint", "greedy draft", "zeros"]
+KINDS = ["point", "sampled", "same distribution", "disjoint", "greedy draft", "zeros"]
 
 LOSSLESS = {name: cls for name, cls in VERIFIERS.items() if VerifierInfo.of(build(cls, TABLE)).lossless}
 
@@ -41,7 +41,7 @@ def instance(cls):
 
 
 def case(verifier, shape, kind, rows=64, seed=0, greedy=False):
-    """A proposal for ragged rows, the target's laws at its nodes, the context and the decisions that are left.
+    """A proposal for ragged rows, the target's distributions at its nodes, the context and the decisions that are left.
 
     Node by node, the tokens are drawn with the draft's own keys, as a real draft would draw them.
     """
@@ -52,27 +52,27 @@ def case(verifier, shape, kind, rows=64, seed=0, greedy=False):
     parents = torch.tensor(shape).expand(rows, N).contiguous()
     size = torch.arange(rows) % (N + 1)
     depth, sibling = tree.depths(parents), tree.sibling_numbers(parents)
-    laws = np.random.default_rng(1).dirichlet([0.7] * V, size=(rows, N))
+    distributions = np.random.default_rng(1).dirichlet([0.7] * V, size=(rows, N))
     if kind == "zeros":
-        laws[..., ::2] = 0
-        laws[..., 1] += 1e-3
-        laws /= laws.sum(-1, keepdims=True)
-    q = torch.from_numpy(laws)
+        distributions[..., ::2] = 0
+        distributions[..., 1] += 1e-3
+        distributions /= distributions.sum(-1, keepdims=True)
+    q = torch.from_numpy(distributions)
     tokens = torch.zeros(rows, N, dtype=torch.long)
     for n in range(N):
         above = torch.where(
             parents[:, n] >= 0, tokens.gather(1, parents[:, n : n + 1].clamp(min=0))[:, 0], -1
         )
         before = torch.where(above >= 0, above, context.tokens.gather(1, context.length[:, None] - 1)[:, 0])
-        target_law = TABLE.probs[before]
-        if kind == "same law":
-            q[:, n] = target_law
+        target_distribution = TABLE.probs[before]
+        if kind == "same distribution":
+            q[:, n] = target_distribution
         elif kind == "disjoint":
-            free = (target_law == 0).double()
+            free = (target_distribution == 0).double()
             uniform = torch.full_like(free, 1 / V)
             q[:, n] = torch.where(free.sum(-1, keepdim=True) > 0, free / free.sum(-1, keepdim=True), uniform)
         elif kind == "greedy draft":
-            q[:, n] = torch.nn.functional.one_hot(target_law.argmax(-1), V)
+            q[:, n] = torch.nn.functional.one_hot(target_distribution.argmax(-1), V)
         key = Key(context.length, depth[:, n], sibling[:, n])
         tokens[:, n] = drafts_rng.categorical(q[:, n], key)
     tokens = torch.where(torch.arange(N) < size[:, None], tokens, 0)
@@ -287,17 +287,17 @@ def test_a_greedy_target_takes_its_own_path_and_all_of_it(cls, shape, kind):
 
 @every_lossless
 def test_a_draft_that_is_the_target_stands(cls):
-    """Under shared laws nothing is ever rejected: p / q is 1, and a coupled draw is the same draw."""
+    """Under shared distributions nothing is ever rejected: p / q is 1, and a coupled draw is the same draw."""
     verifier = instance(cls)
-    proposal, probs, context, rng = case(verifier, SHAPES["chain"], "same law")
+    proposal, probs, context, rng = case(verifier, SHAPES["chain"], "same distribution")
     assert torch.equal(verifier(proposal, probs, context, rng).accepted, proposal.size)
 
 
 @every_kind
 @every_shape
 @every_lossless
-def test_the_first_token_has_the_targets_law(cls, shape, kind):
-    """8,000 seeded rows; the exact law of whole texts is the certifier's business."""
+def test_the_first_token_has_the_targets_distribution(cls, shape, kind):
+    """8,000 seeded rows; the exact distribution of whole texts is the certifier's business."""
     first_token(instance(cls), shape, kind)
 
 
@@ -308,9 +308,11 @@ def first_token(verifier, shape, kind, rows=8_000):
     for token in range(V):
         here = last == token
         seen = torch.bincount(first[here], minlength=V).double()
-        law = TABLE.law([token])
-        assert float(seen[law == 0].sum()) == 0
-        assert chisquare(seen[law > 0], law[law > 0] * int(here.sum())).pvalue > 1e-4
+        distribution = TABLE.distribution([token])
+        assert float(seen[distribution == 0].sum()) == 0
+        assert (
+            chisquare(seen[distribution > 0], distribution[distribution > 0] * int(here.sum())).pvalue > 1e-4
+        )
 
 
 @pytest.mark.parametrize(
@@ -345,7 +347,7 @@ def refuses(verifier, proposal):
 
 @every_lossless
 def test_a_false_declaration_is_refused_or_does_no_harm(cls):
-    """An argmax that is declared as a sample of its law, the field's most common mistake."""
+    """An argmax that is declared as a sample of its distribution, the field's most common mistake."""
     verifier = instance(cls)
     p = torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=torch.float64)
     q = torch.tensor([0.1, 0.4, 0.3, 0.2], dtype=torch.float64)
