@@ -1,19 +1,18 @@
-"""Tests run in a checkout that is not installed, too: ``specdec`` is found there, and ``specdec.kernels`` beside it (``kernels/``)."""
+"""Tests use one thread a process, under any command: more wait for each other on the cores that pytest's workers already keep busy.
+
+Child processes inherit both settings from the environment; a test of threading sets its own.
+"""
 
 from __future__ import annotations
 
-import importlib.util
+import os
 from pathlib import Path
 
+for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+    os.environ[name] = "1"  # read when torch and numpy are imported
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ["HF_HUB_OFFLINE"] = "1"
+ROOT = str(Path(__file__).parents[1])
+import torch  # noqa: E402
 
-def _importable() -> None:
-    file = Path(__file__).parents[1] / "recipes/_gpu_ready.py"
-    spec = importlib.util.spec_from_file_location("_gpu_ready", file)
-    assert spec is not None
-    assert spec.loader is not None
-    ready = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(ready)
-    ready.importable()
-
-
-_importable()
+torch.set_num_threads(1)
