@@ -13,7 +13,7 @@ from _steady import Group, Measured, clocked
 import specdec as sd
 from specdec.cost import AUTOREGRESSIVE, Fitted, Host, Load, Method, Round, Shape, Step, calibrate
 from specdec.cost.calibrate import CACHED
-from specdec.models.spire_steps import SpireSteps
+from specdec.drafts.spire.steps import SpireSteps
 from specdec.types import Context, Proposal
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from specdec.models.chains import Chain
-from specdec.models.ring_chain import RingChain
-from specdec.models.steps import Programs
+from specdec.graphs.chain import Chain
+from specdec.graphs.programs import Programs
+from specdec.graphs.ring_chain import RingChain
 
 
 def keepers(*parts: Any) -> Iterator[Programs]:

@@ -13,10 +13,10 @@ from _gpu_lab import Lab, worst
 from torch import Tensor
 
 from specdec import tree
+from specdec.cache.ring import Ring
+from specdec.cache.slots import KVShape
 from specdec.kernels.attention import AttentionPlan, ExplicitPlan, Tree, attention, native, reference
 from specdec.kernels.attention.reach import Reach, reach
-from specdec.models.ring import Ring
-from specdec.models.slots import KVShape
 
 PARENTS = (-1, 0, 0, 1, 1, 2, 5)  # of a tree's nodes; the last committed token is fed before them
 LARGE = (-1, 0, *(i // 2 for i in range(2, 70)))  # more nodes than a word has bits

@@ -27,7 +27,7 @@ from transformers.utils import logging
 
 import specdec as sd
 from specdec.cost import Shape
-from specdec.models.packed import slot_attention
+from specdec.forward.packed import slot_attention
 from specdec.rng import Rng
 from specdec.types import Context, Proposal, Round
 

@@ -13,7 +13,7 @@ import torch
 from _gpu_bars import COLUMNS, Row
 from torch import Tensor
 
-from specdec.models.cache import free_bytes
+from specdec.cache.contiguous import free_bytes
 
 LIMITS = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-4}
 """The largest relative error of a vector of a result (``worst``) in each type that still counts as correct."""

@@ -32,7 +32,7 @@ from specdec.cost import paper
 from specdec.data.corpus import DOMAINS, HELD_OUT
 from specdec.data.extract import clean
 from specdec.data.tokens import write_stream
-from specdec.models.spire import SpireModel
+from specdec.drafts.spire import SpireModel
 from specdec.training.forward import Parallel
 from specdec.training.train import Settings as Training
 from specdec.training.train import train

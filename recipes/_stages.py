@@ -11,11 +11,12 @@ from typing import Any
 from _steady import Group, steady, sync
 
 import specdec as sd
-from specdec.drafts import spire
-from specdec.models import packed, spire_steps
-from specdec.models.compact import RingCache
+from specdec.drafts.magicdec.view import ViewCache
+from specdec.drafts.spire import draft as spire
+from specdec.drafts.spire import steps as spire_steps
+from specdec.forward import packed
 from specdec.models.hf import HFModel
-from specdec.models.view import ViewCache
+from specdec.models.windowed import RingCache
 from specdec.rng import Philox
 from specdec.sampling import Sampling
 from specdec.stats import Record

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 import specdec as sd
-from specdec.limits import Limits
-from specdec.models.ring import Ring
+from specdec.cache.ring import Ring
 from specdec.rng import Philox, seeds
 from specdec.stats import Record, Stats
+from specdec.stop_rules import StopRules
 from specdec.types import Context, Fed, Proposal, Scores
 
 
@@ -43,7 +43,7 @@ class Kept:
     at: Prefilled | None = None
 
     def open(self: Any, context: Context, capacity: int, scored: bool) -> Prefilled:
-        """Feed the prompts. ``scored``: to their end, as a target does, with activations; else as a draft does."""
+        """PackedBatch the prompts. ``scored``: to their end, as a target does, with activations; else as a draft does."""
         cache = super().cache(context.batch, capacity)  # type: ignore[misc]
         if not scored:
             self.prefill(cache, context)
@@ -164,7 +164,7 @@ class Group:
 def group(
     rows: Sequence[Sequence[int]], seed: list[int], capacity: int, target: Any, drafts: Sequence[Any]
 ) -> Group:
-    """Feed prompts to the target and to drafts that keep a cache of their own."""
+    """PackedBatch prompts to the target and to drafts that keep a cache of their own."""
     context = Context.of([list(row) for row in rows], capacity=capacity)
     with torch.inference_mode():
         prefilled = [(target, target.open(context, capacity, True))]
@@ -189,7 +189,7 @@ def steady(
         some.use()
         context, B = some.context, some.context.batch
         room = context.tokens.shape[1] - decoder.length
-        limits = Limits(max_length=torch.full((B,), room))
+        limits = StopRules(max_length=torch.full((B,), room))
         left, start = B * new_tokens, 0.0
         with torch.inference_mode():
             for round in decoder.executor.run(decoder, context, Philox(seeds(some.seed, B)), limits):

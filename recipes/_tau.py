@@ -13,7 +13,7 @@ from torch import Tensor
 import specdec as sd
 from specdec.audit.tau import Efficiency, efficiency, parallel_chances, spire_chances
 from specdec.data.prompts import entries
-from specdec.models.spire import SpireModel
+from specdec.drafts.spire import SpireModel
 from specdec.training.forward import Parallel
 from specdec.training.states import Batch
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from specdec.models.spire import SpireModel
+from specdec.drafts.spire import SpireModel
 from specdec.pruning.layers import keep_layers
 from specdec.training.forward import KPass, Parallel
 from specdec.training.losses import HardLoss, MixedLoss

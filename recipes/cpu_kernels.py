@@ -4,10 +4,10 @@ Rows: `part` = `product` (`[tokens, inputs] x [outputs, inputs]`), `attention` (
 `step` (a bare forward of the pocket target); milliseconds of `ours` and of `pytorch`, medians of calls in turn, between which other
 memory is read, as in a round. PyTorch's step is that of a process with SPECDEC_NATIVE=0, and the two processes take turns. `host_ms` of a step
 is what is left of it when its one call of C does nothing.
-Limits: STEP, FEW and WIDE of specdec/models/native.py, PROMPT of kernels/attention/native.py.
+StopRules: STEP, FEW and WIDE of specdec/forward/llama_c.py, PROMPT of kernels/attention/native.py.
 
 `product, threads` and `attention, threads` are what the kernels' choice of one thread for small work rests on: `ours` on so many
-threads, however small the `work`, beside `one_thread`. Limits: PRODUCT_ALONE and ATTENTION_ALONE of kernels/native/calls.h, in the
+threads, however small the `work`, beside `one_thread`. StopRules: PRODUCT_ALONE and ATTENTION_ALONE of kernels/native/calls.h, in the
 same units.
 """
 

@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM
 
 import specdec as sd
 from specdec import zoo
-from specdec.models.spire import FILE, SpireModel
+from specdec.drafts.spire.model import FILE, SpireModel
 from specdec.training.forward import Parallel
 
 

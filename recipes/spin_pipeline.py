@@ -2,7 +2,7 @@
 
     python recipes/spin_pipeline.py --json docs/results/spin_pipeline.json --plots docs/figures
 
-Drafting ``d(b)`` and verification ``v(b)`` are fitted to serial rounds of other sizes in the same run (``cost.pipeline.TimeModel``; on
+DraftRunner ``d(b)`` and verification ``v(b)`` are fitted to serial rounds of other sizes in the same run (``cost.pipeline.TimeModel``; on
 a GPU the host waits between the two, in these rounds alone); the other rounds are predicted from them. Two cores: the target's process and, for ``workers=processes``, a drafting process. Rows:
 `draft, batch, mode, workers, micro_batches, milliseconds` (a round of all rows, median of interleaved repeats), `predicted`, `ratio`,
 `gain` (serial / this), `predicted_gain`, `share_of_gain`, and `draft_slowdown`, `verify_slowdown`: a stage's seconds over the model's.

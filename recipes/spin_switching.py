@@ -68,7 +68,7 @@ class Scripted:
         arm = []
         for request in context.request.tolist():
             n = state[request] = state.get(request, 0) + 1
-            # Chosen ahead, the n-th choice is of round n + 1 (the first serves two rounds).
+            # PrunedView ahead, the n-th choice is of round n + 1 (the first serves two rounds).
             arm.append(int(request % 2 == 0 and n + self.ahead >= self.switch))
         return torch.tensor(arm), torch.ones(context.batch), state
 

@@ -24,8 +24,8 @@ from _tau import Efficiency, rows_of, sample, score
 from _variants import started, variants
 
 from specdec import zoo
+from specdec.drafts.spire import SpireModel
 from specdec.models.fingerprint import fingerprint
-from specdec.models.spire import SpireModel
 from specdec.training.train import Settings as Training
 from specdec.training.train import hash_of, train
 

@@ -39,8 +39,8 @@ import specdec as sd
 from specdec import zoo
 from specdec.cost import Method, Shape, Window, magicdec, spire, vanilla
 from specdec.data import prompts
+from specdec.drafts.spire import SpireModel
 from specdec.models import Windowed
-from specdec.models.spire import SpireModel
 
 
 @dataclass

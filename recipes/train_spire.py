@@ -25,7 +25,7 @@ from accelerate import PartialState
 
 import specdec as sd
 from specdec import zoo
-from specdec.models.spire import SpireModel
+from specdec.drafts.spire import SpireModel
 from specdec.training.forward import KPass, Parallel
 from specdec.training.losses import HardLoss, MixedLoss
 from specdec.training.train import Settings as Training

@@ -4,15 +4,15 @@ from importlib import import_module
 from typing import Any
 
 from specdec import drafts, executors, selectors, tree, verifiers
+from specdec.arm_policy import Arm
 from specdec.builder import Builder, decoder
-from specdec.decoder import Decoder, Piece
+from specdec.decoder import Decoder, StreamChunk
 from specdec.drafts import chain_draft
 from specdec.generation import Generation
 from specdec.models import HFModel, TableModel
-from specdec.requests import Finished, Request, Summary
 from specdec.rng import Philox
 from specdec.sampling import Sampling
-from specdec.selection import Arm
+from specdec.serving.requests import Finished, Request, Summary
 from specdec.stats import Stats
 from specdec.types import Context, Proposal, Round, Scores, Verdict
 from specdec.verifiers import Coupled, Rejection
@@ -39,7 +39,6 @@ __all__ = [
     "Generation",
     "HFModel",
     "Philox",
-    "Piece",
     "Proposal",
     "Rejection",
     "Request",
@@ -47,6 +46,7 @@ __all__ = [
     "Sampling",
     "Scores",
     "Stats",
+    "StreamChunk",
     "Summary",
     "TableModel",
     "Verdict",

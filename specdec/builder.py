@@ -9,13 +9,14 @@ from typing import Any, Literal
 
 from specdec import drafts
 from specdec.arguments import whole
+from specdec.arm_policy import Arm, ArmPolicy, Reward
 from specdec.cost.arms import ArmCosts
 from specdec.decoder import Decoder
+from specdec.drafts.coerce import as_model
+from specdec.drafts.spire.load import is_spire
 from specdec.executors.serial import Serial
-from specdec.models.given import as_model, is_spire
 from specdec.protocols import Draft, Executor, LanguageModel, Selector, Verifier
 from specdec.sampling import Sampling
-from specdec.selection import Arm, Reward, Selecting
 from specdec.verifiers.rejection import Rejection
 
 _ELSEWHERE = {  # settings of transformers' generate that are something else here
@@ -32,12 +33,12 @@ class Builder:
     """Every method returns a new builder, so ``base.draft(a)`` and ``base.draft(b)`` fork safely."""
 
     _target: LanguageModel
-    _draft: Draft[Any] = drafts.Nothing()
+    _draft: Draft[Any] = drafts.NoDraft()
     _length: int = 4
     _sampling: Sampling = Sampling()
     _verifier: Verifier = Rejection()
     _executor: Executor = Serial()
-    _selecting: Selecting | None = None
+    _selecting: ArmPolicy | None = None
 
     def __repr__(self) -> str:
         return (
@@ -140,7 +141,7 @@ class Builder:
             if costs == "modelled"
             else costs
         )
-        how = Selecting(selector, tuple(arms), tuple(lengths), held, charged, reward)
+        how = ArmPolicy(selector, tuple(arms), tuple(lengths), held, charged, reward)
         pool = drafts.Pool(
             *(_stacked(self._target, unique, numbers) if stacked else (tuple(unique), tuple(numbers)))
         )
@@ -188,7 +189,7 @@ class Builder:
         whole("length", self._length)
         if self._length < 1:
             raise ValueError(
-                f"length is {self._length}: a draft proposes at least 1 token (use drafts.Nothing() for plain decoding)"
+                f"length is {self._length}: a draft proposes at least 1 token (use drafts.NoDraft() for plain decoding)"
             )
         if getattr(draft, "trees", False) and not target.supports_trees:
             raise ValueError(
@@ -283,7 +284,7 @@ def as_draft(draft: Any, who: str) -> Draft[Any]:
     if hasattr(draft, "propose"):
         return draft
     if draft is None:
-        raise TypeError(f"{who} is None: give drafts.Nothing() for plain decoding, or a draft")
+        raise TypeError(f"{who} is None: give drafts.NoDraft() for plain decoding, or a draft")
     if is_spire(draft):
         return drafts.Spire(draft)
     if callable(draft) and not hasattr(draft, "config") and not hasattr(draft, "score"):

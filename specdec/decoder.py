@@ -11,22 +11,22 @@ import torch
 from torch import Tensor
 
 from specdec.arguments import whole
+from specdec.arm_policy import ArmAssignment, ArmPolicy
 from specdec.executors.serial import Serial
 from specdec.generation import Generation
-from specdec.limits import Limits
 from specdec.protocols import Draft, Executor, LanguageModel, Verifier
-from specdec.requests import Finished, Request
 from specdec.rng import Philox, Rng, seeds
 from specdec.sampling import Sampling
-from specdec.selection import Selecting, Selection
-from specdec.serving import Server, Settings, check
+from specdec.serving.requests import Finished, Request
+from specdec.serving.server import Server, Settings, check
 from specdec.stats import Record, Stats
+from specdec.stop_rules import StopRules
 from specdec.types import Context, Round
 
 Prompts = str | Sequence[Any] | Tensor
 
 
-class Piece(NamedTuple):
+class StreamChunk(NamedTuple):
     """What one round added to one row: new ids, new text (complete characters only), and why the row ended, if it did."""
 
     row: int
@@ -50,10 +50,10 @@ class Decoder:
     sampling: Sampling
     verifier: Verifier
     executor: Executor = Serial()
-    selecting: Selecting | None = None
-    learned: Selection | None = None
+    selecting: ArmPolicy | None = None
+    learned: ArmAssignment | None = None
 
-    def begin(self, batch: int) -> Selection | None:
+    def begin(self, batch: int) -> ArmAssignment | None:
         """A run's choice among arms, if there is one: a new one, or the one that ``generate`` was given."""
         return self.learned or (None if self.selecting is None else self.selecting.begin(batch))
 
@@ -76,7 +76,7 @@ class Decoder:
         progress: bool = False,
         rng: Rng | None = None,
         on_round: Callable[[Round], None] | None = None,
-        selection: Selection | None = None,
+        selection: ArmAssignment | None = None,
     ) -> Generation:
         """Decode a ragged batch.
 
@@ -136,8 +136,8 @@ class Decoder:
         stop_strings: str | Sequence[str] = (),
         stopping_criteria: Sequence[Callable[..., Any]] = (),
         on_round: Callable[[Round], None] | None = None,
-    ) -> Iterator[Piece]:
-        """As ``generate``, but yields a ``Piece`` for each row as soon as a round has committed its tokens."""
+    ) -> Iterator[StreamChunk]:
+        """As ``generate``, but yields a ``StreamChunk`` for each row as soon as a round has committed its tokens."""
         rows = self._rows(prompts)
         context, limits = self._prepare(rows, max_new_tokens, eos_token_id, stop_strings, stopping_criteria)
         return self._pieces(context, limits, seed, on_round)
@@ -180,8 +180,8 @@ class Decoder:
         check(self, settings)
         return Server(self, requests, settings).run()
 
-    def _with(self, selection: Selection, batch: int) -> Decoder:
-        if not isinstance(selection, Selection):
+    def _with(self, selection: ArmAssignment, batch: int) -> Decoder:
+        if not isinstance(selection, ArmAssignment):
             raise TypeError(f"selection is a {type(selection).__name__}: give what decoder.begin(batch) made")
         ours, theirs = self.selecting, selection.how
         parts = ("names", "lengths", "capacities")
@@ -195,10 +195,10 @@ class Decoder:
     def _pieces(
         self,
         context: Context,
-        limits: Limits,
+        limits: StopRules,
         seed: int | Sequence[int] | None,
         on_round: Callable[[Round], None] | None,
-    ) -> Iterator[Piece]:
+    ) -> Iterator[StreamChunk]:
         tokenizer = getattr(self.target, "tokenizer", None)
         ids: dict[int, list[int]] = {b: [] for b in range(context.batch)}
         shown = dict.fromkeys(ids, 0)
@@ -215,11 +215,11 @@ class Decoder:
                     if finish is None:
                         whole = whole.rstrip("\ufffd")  # a character whose last bytes are still to come
                     text, shown[row] = whole[shown[row] :], max(shown[row], len(whole))
-                yield Piece(row, new, text, finish)
+                yield StreamChunk(row, new, text, finish)
 
     @torch.inference_mode()  # as a decorator it is off between the steps, in the consumer's code
     def _run(
-        self, context: Context, limits: Limits, seed: int | Sequence[int] | None, rng: Rng | None
+        self, context: Context, limits: StopRules, seed: int | Sequence[int] | None, rng: Rng | None
     ) -> Iterator[Round]:
         keyed = Philox(seeds(seed, context.batch)) if rng is None else rng
         yield from self.executor.run(self, context, keyed, limits)
@@ -286,7 +286,7 @@ class Decoder:
         eos_token_id: int | Sequence[int] | None,
         stop_strings: str | Sequence[str],
         criteria: Sequence[Callable[..., Any]],
-    ) -> tuple[Context, Limits]:
+    ) -> tuple[Context, StopRules]:
         budgets = _listed("max_new_tokens", max_new_tokens, len(rows))
         if len(budgets) != len(rows):
             raise ValueError(
@@ -331,7 +331,7 @@ class Decoder:
         nodes = getattr(self.draft, "nodes", lambda length: length)(self.length)
         longest = max(len(row) + budget for row, budget in zip(rows, budgets))
         context = Context.of(rows, capacity=longest + nodes)
-        limits = Limits(
+        limits = StopRules(
             max_length=context.length + torch.tensor(budgets),
             eos=tuple(ends),
             stop_strings=strings,

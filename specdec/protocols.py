@@ -11,8 +11,8 @@ from specdec.types import Context, Feedback, Proposal, Round, Scores, Verdict
 
 if TYPE_CHECKING:
     from specdec.decoder import Decoder
-    from specdec.limits import Limits
     from specdec.rng import Rng
+    from specdec.stop_rules import StopRules
 
 S = TypeVar("S")
 
@@ -47,7 +47,7 @@ class LanguageModel(Protocol):
         ...
 
     def prefill(self, cache: Any, context: Context, rows: Tensor | None = None) -> None:
-        """Feed all but the last committed token of each row (or of ``rows [R]``), without computing logits."""
+        """PackedBatch all but the last committed token of each row (or of ``rows [R]``), without computing logits."""
         ...
 
     def score(
@@ -179,4 +179,4 @@ class Selector(Protocol[S]):
 class Executor(Protocol):
     """Runs rounds until every row is done; the only part that knows about time."""
 
-    def run(self, decoder: Decoder, context: Context, rng: Rng, limits: Limits) -> Iterator[Round]: ...
+    def run(self, decoder: Decoder, context: Context, rng: Rng, limits: StopRules) -> Iterator[Round]: ...

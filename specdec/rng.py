@@ -18,26 +18,37 @@ import torch
 from torch import Tensor
 
 from specdec.arguments import whole
-from specdec.device import sent
+from specdec.kernels.device import to_device
 from specdec.kernels.native import library
 from specdec.kernels.native.ops import race_numbers
+from specdec.kernels.philox.reference import (
+    ACCEPT,
+    BONUS,
+    DRAFT,
+    SELECT,
+    TARGET,
+    WORD,
+    Key,
+    philox4x32,
+    pick,
+)
 
-DRAFT, ACCEPT, BONUS, TARGET, SELECT = range(5)  # streams: who asks
-_WORD = 0xFFFFFFFF
-
-
-class Key(NamedTuple):
-    """Names one decision of a row. Fields are ints or host tensors that broadcast against each other, rows first.
-
-    ``at`` is the committed length at the start of the block (``[B]`` or ``[B, 1]``...), ``depth`` and ``sibling`` name a
-    node of it, ``stream`` who asks, ``attempt`` counts repeated drafts of the same block.
-    """
-
-    at: Tensor
-    depth: Tensor | int = 0
-    sibling: Tensor | int = 0
-    stream: int = DRAFT
-    attempt: int = 0
+__all__ = [
+    "ACCEPT",
+    "BONUS",
+    "DRAFT",
+    "SELECT",
+    "TARGET",
+    "Attempt",
+    "Key",
+    "Philox",
+    "Rng",
+    "philox4x32",
+    "pick",
+    "race_arrivals",
+    "seeds",
+    "triton_kernels",
+]
 
 
 class Rng(Protocol):
@@ -60,26 +71,6 @@ class Rng(Protocol):
         ...
 
 
-def philox4x32(counter: Sequence[Any], key: Sequence[Any], rounds: int = 10) -> list[Any]:
-    """Philox-4x32: four 32-bit words from a counter of four words and a key of two.
-
-    Works on anything with 64-bit integer arithmetic, elementwise: Python ints, int64 numpy arrays, int64 tensors (products
-    wrap, and the mask undoes the sign).
-    """
-    c0, c1, c2, c3 = counter
-    k0, k1 = key
-    for _ in range(rounds):
-        p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
-        c0, c1, c2, c3 = (
-            ((p1 >> 32) & _WORD) ^ c1 ^ k0,
-            p1 & _WORD,
-            ((p0 >> 32) & _WORD) ^ c3 ^ k1,
-            p0 & _WORD,
-        )
-        k0, k1 = (k0 + 0x9E3779B9) & _WORD, (k1 + 0xBB67AE85) & _WORD
-    return [c0, c1, c2, c3]
-
-
 def seeds(seed: int | Sequence[int] | None, rows: int) -> Tensor:
     """``[rows]`` int64 row seeds.
 
@@ -95,7 +86,7 @@ def seeds(seed: int | Sequence[int] | None, rows: int) -> Tensor:
     if isinstance(given, str) or not hasattr(given, "__len__"):
         whole("seed", given, ", or one for every row")
         given = int(given)
-        k = (given & _WORD, (given >> 32) & _WORD)
+        k = (given & WORD, (given >> 32) & WORD)
         words = [philox4x32((row, 0, 0, 0x5EED), k) for row in range(rows)]
         return torch.tensor([w[0] | ((w[1] >> 2) << 32) for w in words], dtype=torch.long)
     if len(given) != rows:
@@ -105,21 +96,6 @@ def seeds(seed: int | Sequence[int] | None, rows: int) -> Tensor:
     for one in given:
         whole("seed, in a list,", one)
     return torch.tensor([int(one) & (2**63 - 1) for one in given], dtype=torch.long)
-
-
-def pick(probs: Tensor, u: Tensor) -> Tensor:
-    """The token at quantile ``u [...]`` (float64, in [0, 1)) of ``probs [..., V]``.
-
-    That is the first whose cumulative sum exceeds ``u * total``. Sums are float64, in the order of the vocabulary. A token of
-    probability 0 is never picked, whatever is rounded.
-    """
-    cdf = probs.cumsum(-1, dtype=torch.float64)
-    total = cdf[..., -1:].contiguous()
-    last = torch.searchsorted(cdf, total)  # the last token with any probability
-    if not probs.is_cpu:  # of NaN, too, a token comes out: whether it is one is known later
-        last = last.clamp(max=probs.shape[-1] - 1)
-    at = torch.searchsorted(cdf, sent(u, cdf.device)[..., None] * total, right=True)
-    return torch.minimum(at, last)[..., 0]
 
 
 class Philox:
@@ -203,7 +179,7 @@ class Philox:
         return pick(probs, self.uniform(key))
 
     def accept(self, prob: Tensor, key: Key) -> Tensor:
-        return sent(self.uniform(key), prob.device) < prob
+        return to_device(self.uniform(key), prob.device) < prob
 
     def race(self, probs: Tensor, position: Tensor) -> Tensor:
         """Argmin of ``E_v / p_v`` with ``E_v`` exponential, keyed by (seed, position, v): a draw from ``probs [B, ..., V]``.
@@ -278,9 +254,9 @@ def race_arrivals(probs: Tensor, seed: Tensor, position: Tensor, token: Tensor |
                 _race_numbers(token.numpy(), position.numpy()[:, None], seed.numpy()[:, None])
             )
     else:
-        at, k = (sent(t, probs.device)[:, None] for t in (position, seed))
+        at, k = (to_device(t, probs.device)[:, None] for t in (position, seed))
         who, zero = torch.full_like(at, TARGET), torch.zeros_like(at)
-        w = philox4x32((at, token.expand(probs.shape), who, zero), (k & _WORD, (k >> 32) & _WORD))
+        w = philox4x32((at, token.expand(probs.shape), who, zero), (k & WORD, (k >> 32) & WORD))
         u = ((((w[0] >> 5) << 26) | (w[1] >> 6)).double() + 0.5) * 2.0**-53
     return u.clamp_(max=1 - 2.0**-53).log_().neg_().div_(probs.double())
 
@@ -293,8 +269,8 @@ _STEPS = np.arange(10, dtype=np.uint64)[:, None] * np.array([0x9E3779B9, 0xBB67A
 
 def _round_keys(seed: np.ndarray) -> np.ndarray:
     """``[10, 2, B]`` uint32: both key words of every round."""
-    words = np.stack([seed & _WORD, (seed >> 32) & _WORD]).astype(np.uint64)
-    return ((words + _STEPS[..., None]) & np.uint64(_WORD)).astype(np.uint32)
+    words = np.stack([seed & WORD, (seed >> 32) & WORD]).astype(np.uint64)
+    return ((words + _STEPS[..., None]) & np.uint64(WORD)).astype(np.uint32)
 
 
 def _two_words(word: np.ndarray, low: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -335,7 +311,7 @@ def _race_numbers(token: np.ndarray, at: np.ndarray, seed: np.ndarray) -> np.nda
     In the first three rounds half of the words do not depend on the token; the plain generator's broadcasting makes use of it.
     """
     at, seed = at.astype(np.uint64), seed.astype(np.uint64)
-    mask, shift = np.uint64(_WORD), np.uint64(32)
+    mask, shift = np.uint64(WORD), np.uint64(32)
     keys = [((seed >> s) + _STEPS[:, i, None, None]) & mask for i, s in enumerate((np.uint64(0), shift))]
     begun = philox4x32(
         (at, token.astype(np.uint64), np.uint64(TARGET), np.uint64(0)), (keys[0][0], keys[1][0]), rounds=3

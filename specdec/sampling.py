@@ -24,7 +24,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from specdec.device import Judge, judged
+from specdec.kernels.device import Judge, defer
 from specdec.types import Context, Proposal
 
 # Processors that remember earlier calls: what they do at a node would depend on what was tried elsewhere.
@@ -225,9 +225,9 @@ def _finite(top: Tensor) -> None:
 
 
 def _judge_finite(values: Tensor, judge: Judge) -> None:
-    """``judged(torch.isfinite(values), judge)``, which is made only where it may be wrong: NaN and inf show in a sum, and never cancel."""
+    """``defer(torch.isfinite(values), judge)``, which is made only where it may be wrong: NaN and inf show in a sum, and never cancel."""
     if not (values.is_cpu and math.isfinite(values.sum().item())):
-        judged(torch.isfinite(values), judge)
+        defer(torch.isfinite(values), judge)
 
 
 def _refuse(top: Tensor) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specdec.device import fetched
+from specdec.kernels.device import to_host
 from specdec.types import Proposal, Verdict
 
 
@@ -106,7 +106,7 @@ def follow(proposal: Proposal, wanted: Tensor) -> Verdict:
         wanted: ``[B, N + 1]`` int64, after the last committed token and after every node.
     """
     B, N = proposal.tokens.shape
-    drafted, wanted = fetched(proposal.tokens, wanted)  # one copy from a device
+    drafted, wanted = to_host(proposal.tokens, wanted)  # one copy from a device
     parents, size = proposal.parents, proposal.size
     nodes = torch.arange(N)
     live = nodes < size[:, None]

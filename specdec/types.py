@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from specdec.arguments import whole
-from specdec.device import fetched, sent
+from specdec.kernels.device import to_device, to_host
 
 Provenance = Literal["point", "sampled", "declared"]
 
@@ -148,8 +148,8 @@ class Proposal(_Shown):
 
     def to(self, device: torch.device) -> Proposal:
         """The same proposal with tokens and probabilities on ``device``."""
-        probs = None if self.probs is None else sent(self.probs, device)
-        return replace(self, tokens=sent(self.tokens, device), probs=probs)
+        probs = None if self.probs is None else to_device(self.probs, device)
+        return replace(self, tokens=to_device(self.tokens, device), probs=probs)
 
     @property
     def nodes(self) -> int:
@@ -158,7 +158,7 @@ class Proposal(_Shown):
 
     def select(self, rows: Tensor) -> Proposal:
         """The proposal of some rows, in the order given."""
-        at = sent(rows, self.tokens.device)
+        at = to_device(rows, self.tokens.device)
         return Proposal(
             self.tokens[at],
             self.parents[rows],
@@ -221,7 +221,7 @@ class Verdict(_Shown):
         Raises:
             ValueError: ``path[b, :accepted[b]]`` is no path of row b's tree from its root, padded with -1.
         """
-        path, accepted, bonus, drafted = fetched(path, accepted, bonus, proposal.tokens)
+        path, accepted, bonus, drafted = to_host(path, accepted, bonus, proposal.tokens)
         if not checked:
             _check_path(proposal, path, accepted, bonus)
         taken = torch.where(path >= 0, drafted.gather(1, path.clamp(min=0)), 0)

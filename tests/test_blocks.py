@@ -11,11 +11,11 @@ from tiny import tiny
 from torch.nn.utils import prune
 
 import specdec as sd
+from specdec.drafts.spire import SpireModel
+from specdec.drafts.spire.steps import SpireSteps
 from specdec.kernels.native import library, reason
 from specdec.kernels.native.blocks import buffers
 from specdec.kernels.native.step import Steps
-from specdec.models.spire import SpireModel
-from specdec.models.spire_steps import SpireSteps
 from specdec.types import Context, Proposal
 
 pytestmark = pytest.mark.skipif(library() is None, reason=f"no C kernels: {reason()}")

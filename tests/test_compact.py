@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from tiny import tiny
 
 import specdec as sd
-from specdec.models.compact import Windowed
-from specdec.models.ring import Ring
-from specdec.models.slots import KVShape
+from specdec.cache.ring import Ring
+from specdec.cache.slots import KVShape
+from specdec.models.windowed import Windowed
 
 SHAPE = KVShape(1, 1, 1, torch.float64, torch.device("cpu"))
 LIKE_LLAMA = ["llama", "mistral", "qwen2", "qwen3"]

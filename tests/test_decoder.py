@@ -54,7 +54,7 @@ def half_random(prefix):
 
 def all_drafts(target, small):
     return {
-        "plain": sd.drafts.Nothing(),
+        "plain": sd.drafts.NoDraft(),
         "model": sd.drafts.Model(small),
         "itself": sd.drafts.Model(target),
         "ngram": sd.drafts.NGram(),
@@ -526,7 +526,7 @@ class Accepts:
         return sd.Verdict.of(proposal, path, accepted, torch.full((B,), self.bonus))
 
 
-class Leaf(sd.drafts.Nothing):
+class Leaf(sd.drafts.NoDraft):
     """Nodes 0 and 1 are children of the root, and 2 of node 0."""
 
     def propose(self, state, context, budget, rng):

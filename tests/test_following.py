@@ -8,9 +8,9 @@ from tiny import tiny
 
 import specdec as sd
 from specdec.drafts import model as drafts_model
+from specdec.drafts.cpu_chain import CpuChain, cpu_chain
 from specdec.kernels.native import library, reason
 from specdec.models import StackedModel
-from specdec.models.following import Following, following
 from specdec.rng import Philox
 from specdec.sampling import Sampling
 from specdec.types import Context
@@ -49,14 +49,14 @@ def test_proposals_are_those_of_scoring(kind, temperature, budget, monkeypatch):
         return proposal, held._lengths, held._fed, keys
 
     def spied(*args):
-        found = following(*args)
+        found = cpu_chain(*args)
         used.append(found)
         return found
 
-    monkeypatch.setattr(drafts_model, "following", spied)
+    monkeypatch.setattr(drafts_model, "cpu_chain", spied)
     fast, *memory = proposed()
-    assert all(isinstance(f, Following) == (kind != "odd pages") for f in used)
-    monkeypatch.setattr(drafts_model, "following", lambda *_: None)
+    assert all(isinstance(f, CpuChain) == (kind != "odd pages") for f in used)
+    monkeypatch.setattr(drafts_model, "cpu_chain", lambda *_: None)
     slow, *expected = proposed()
     live = torch.arange(fast.nodes) < fast.size[:, None]
     assert torch.equal(fast.size, slow.size)
@@ -85,20 +85,20 @@ def test_only_where_it_can_be_done():
     budget, length = torch.tensor([3]), torch.tensor([2])
     model = models("slots")
     cache = model.cache(1, 8)
-    assert following(model, cache, length, budget) is not None
-    assert following(model, cache, length, torch.tensor([1])) is None  # there are no later steps
-    assert following(model, model.cache(1, 3), length, budget) is None  # no room: scoring says so
-    assert following(sd.TableModel([0.5, 0.5]), None, length, budget) is None
+    assert cpu_chain(model, cache, length, budget) is not None
+    assert cpu_chain(model, cache, length, torch.tensor([1])) is None  # there are no later steps
+    assert cpu_chain(model, model.cache(1, 3), length, budget) is None  # no room: scoring says so
+    assert cpu_chain(sd.TableModel([0.5, 0.5]), None, length, budget) is None
     wide = sd.HFModel(tiny("llama"))  # float64
-    assert following(wide, wide.cache(1, 8), length, budget) is None
-    assert following(with_more(model), cache, length, budget) is not None
+    assert cpu_chain(wide, wide.cache(1, 8), length, budget) is None
+    assert cpu_chain(with_more(model), cache, length, budget) is not None
     ring = sd.models.Windowed(model, 8, 1)
     assert type(ring).score is type(model).score
-    assert following(ring, ring.cache(1, 8), length, budget) is None  # slots of a ring are no positions
+    assert cpu_chain(ring, ring.cache(1, 8), length, budget) is None  # slots of a ring are no positions
     own = with_more(model, score=lambda *_: None)
-    assert following(own, cache, length, budget) is None
+    assert cpu_chain(own, cache, length, budget) is None
     handle = model.clone.model.layers[0].register_forward_hook(lambda *_: None)
-    assert following(model, cache, length, budget) is None  # somebody listens to the blocks
+    assert cpu_chain(model, cache, length, budget) is None  # somebody listens to the blocks
     handle.remove()
 
 

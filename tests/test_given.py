@@ -8,8 +8,8 @@ from tiny import byte_tokenizer, tiny
 
 import specdec as sd
 from specdec import drafts, pruning, zoo
+from specdec.drafts.spire import SpireModel
 from specdec.models import HFModel, TrimmedModel
-from specdec.models.spire import SpireModel
 
 ROWS = [[5, 6, 7, 8], [9, 2, 30]]
 
@@ -63,7 +63,7 @@ def test_drafts_take_what_the_builder_takes(target):
     with pytest.raises(TypeError, match="widths is 3: give the children"):
         drafts.Tree(small, widths=3)
     for wrong, said in (
-        (None, r"draft is None: give drafts.Nothing\(\)"),
+        (None, r"draft is None: give drafts.NoDraft\(\)"),
         (lambda prefix: prefix, r"draft is a function: give chain_draft"),
         (3, "draft is a int: give an HFModel"),
         (drafts.NGram, r"draft is the class NGram: give an object, NGram\(...\)"),

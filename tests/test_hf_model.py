@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tiny import FAMILIES, FLOAT32, byte_tokenizer, tiny
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaModel
 
+from specdec.cache.contiguous import KVShape, SlotCache, free_bytes
 from specdec.models import SUPPORTED, HFModel, UnsupportedModel
-from specdec.models.cache import KVShape, SlotCache, free_bytes
 from specdec.models.hf import self_check
 from specdec.tree import depths
 from specdec.types import Context, Proposal, Verdict

@@ -7,12 +7,12 @@ import torch
 from tiny import tiny
 
 import specdec as sd
+from specdec.forward.llama_c import LlamaC
+from specdec.forward.llama_eager import LlamaEager
 from specdec.kernels.native import library, reason
-from specdec.models.lean import Lean
-from specdec.models.native import Native
 
 
-def both(model, context, proposal=None, kind=Lean):
+def both(model, context, proposal=None, kind=LlamaEager):
     """Logits by the lean path and by transformers' modules, prompts of different lengths in slots."""
     wrapped = sd.HFModel(model)
     out = []
@@ -24,12 +24,12 @@ def both(model, context, proposal=None, kind=Lean):
     return out
 
 
-@pytest.mark.parametrize("kind", [Lean, Native])
+@pytest.mark.parametrize("kind", [LlamaEager, LlamaC])
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
 @pytest.mark.parametrize("rope", ["default", "linear"])
 def test_same_numbers_as_the_modules(family, rope, kind):
-    if kind is Native and library() is None:
-        assert not Native.suits(tiny(family, 0, torch.float32))
+    if kind is LlamaC and library() is None:
+        assert not LlamaC.suits(tiny(family, 0, torch.float32))
         assert reason()
         return
     changes = (
@@ -51,7 +51,7 @@ def test_same_numbers_as_the_modules(family, rope, kind):
     tree = sd.Proposal(nodes, torch.tensor([[-1, -1, 0, 2]] * 3), torch.tensor([4, 3, 4]))
     for proposal in (None, chain, tree):
         lean, own = both(model, context, proposal, kind)
-        if kind is Native:
+        if kind is LlamaC:
             torch.testing.assert_close(lean, own, rtol=0, atol=5e-6 * float(own.abs().max()))
         else:
             assert torch.equal(lean, own)

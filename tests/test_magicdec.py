@@ -11,8 +11,8 @@ from transformers import DynamicCache
 
 import specdec as sd
 from specdec.drafts import MagicDec
+from specdec.forward.taps import blocks_of
 from specdec.models import Windowed
-from specdec.models.taps import blocks_of
 from specdec.pruning import SnapKV, Uniform, gather
 from specdec.rng import seeds
 
@@ -315,7 +315,7 @@ def test_chosen_entries_are_seen_by_the_heads_that_they_were_chosen_for(target):
 
 
 def test_the_observers_queries_are_those_of_the_targets_own_forward(target):
-    from specdec.models.observation import last_queries
+    from specdec.drafts.magicdec.observation import last_queries
 
     found: list[torch.Tensor] = []
     cache = target.cache(2, 30)
@@ -442,7 +442,7 @@ def test_layers_that_rotate_differently_are_refused():
 
 
 def test_keys_that_turn_otherwise_are_found_out_by_trying(target, monkeypatch):
-    from specdec.models.rotation import Rotation
+    from specdec.drafts.magicdec.rotation import Rotation
 
     monkeypatch.setattr(Rotation, "__call__", lambda self, keys, by: keys)
     with pytest.raises(ValueError, match="turning its keys gives other keys than moving them"):

@@ -15,13 +15,13 @@ import torch.nn.functional as F
 from tiny import tiny
 
 import specdec as sd
+from specdec.drafts.spire import SpireModel
 from specdec.kernels.native import library, ops, reason
 from specdec.kernels.native import narrow as module
 from specdec.kernels.native.narrow import Narrow
 from specdec.kernels.native.ops import unchecked_linear
 from specdec.models import StackedModel
 from specdec.models.fingerprint import fingerprint
-from specdec.models.spire import SpireModel
 from specdec.types import Context
 
 pytestmark = pytest.mark.skipif(library() is None, reason=f"no C kernels: {reason()}")

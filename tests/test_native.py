@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from test_attention import PLANS, case, make_tree, naive
 from tiny import tiny
 
+from specdec.forward.llama_c import LlamaC
 from specdec.kernels.attention import AttentionPlan, ExplicitPlan, attention
 from specdec.kernels.attention import native as backend
 from specdec.kernels.native import library, ops, reason
-from specdec.models.native import Native
 
 needed = pytest.mark.skipif(library() is None, reason=f"no C kernels: {reason()}")
 
@@ -284,7 +284,7 @@ def test_bfloat16_models(family):
     model = tiny(family, 0, torch.bfloat16)
     context = sd.Context.of([[1], list(range(20)), [5, 6, 7] * 5])
     wrapped = sd.HFModel(model)
-    assert type(wrapped._path.lean) is Native
+    assert type(wrapped._path.lean) is LlamaC
     logits = [wrapped.score(wrapped.cache(3, 32), context).logits]
     wrapped._path.lean = None
     logits.append(wrapped.score(wrapped.cache(3, 32), context).logits)

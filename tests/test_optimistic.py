@@ -11,6 +11,7 @@ import torch
 from tiny import byte_tokenizer, tiny
 
 import specdec as sd
+from specdec.arm_policy import Arm
 from specdec.audit import catalogue
 from specdec.audit.adversaries import AdversarialSelector, Adversary, Dropped, Hindsight, Remembers
 from specdec.audit.certify import certify, certify_coupled
@@ -18,7 +19,6 @@ from specdec.drafts import FunctionDraft
 from specdec.executors import Guesses, Optimistic
 from specdec.executors.optimistic import OWN, _Attempts
 from specdec.rng import Key
-from specdec.selection import Arm
 
 PROMPTS = [[5], [7, 8, 9], [1, 2, 3, 4] * 5, [50] * 9, [3, 1], [11, 12] * 5]
 BUDGETS = [14, 3, 20, 1, 11, 16]

@@ -16,12 +16,15 @@ from tiny import tiny
 
 import specdec as sd
 from specdec import tree
+from specdec.cache import paged
+from specdec.cache.paged import PagedCache, Pool
+from specdec.cache.slots import KVShape
+from specdec.drafts.spire import SpireModel
 from specdec.executors import Optimistic
 from specdec.kernels.attention import AttentionPlan, Tree, attention
 from specdec.kernels.native import library
-from specdec.models import HFModel, paged
-from specdec.models.paged import PagedCache, Pool
-from specdec.models.slots import KVShape
+from specdec.models import HFModel
+from specdec.serving.server import Server, Settings
 from specdec.types import Context, Proposal, Verdict
 
 LONG = [n % 90 for n in range(3, 153)]
@@ -198,7 +201,7 @@ def test_other_executors_and_drafts(llama, draft):
     for page in (None, 16):
         target = HFModel(llama, page=page)
         if draft == "spire":
-            parts = sd.decoder(target).draft(sd.drafts.Spire(sd.models.spire.SpireModel.from_target(target)))
+            parts = sd.decoder(target).draft(sd.drafts.Spire(SpireModel.from_target(target)))
         else:
             parts = sd.decoder(target).draft(HFModel(small, page=page), length=3).executor(Optimistic())
         texts.append(parts.build().generate([[1, 2], *ROWS[1:]], 9, seed=0).ids)
@@ -225,9 +228,7 @@ def test_a_stream_takes_and_returns_pages(llama, limit, capacity, monkeypatch):
     decoder = sd.decoder(target).draft(HFModel(small, page=8), length=2).build()
     requests = [sd.Request(p, b, arrival=2 * n) for n, (p, b) in enumerate(zip(prompts, budgets))]
     if capacity:  # one pool serves all, and in the end everything is there again
-        server = sd.serving.Server(
-            decoder, requests, sd.serving.Settings(limit, 3, clock="rounds", capacity=capacity)
-        )
+        server = Server(decoder, requests, Settings(limit, 3, clock="rounds", capacity=capacity))
         for one in server.run():
             assert one.ids == expected[one.index]
             if server.places[0].lane:
@@ -553,7 +554,7 @@ def test_what_cannot_be_paged_is_refused(llama):
 
 
 def test_who_reads_slots_refuses_pages(llama):
-    from specdec.models.observation import last_queries
+    from specdec.drafts.magicdec.observation import last_queries
 
     target = HFModel(llama, page=16)
     with pytest.raises(

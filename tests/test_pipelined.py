@@ -22,13 +22,13 @@ from test_pool import Script
 from tiny import tiny
 
 import specdec as sd
+from specdec.arm_policy import Arm
 from specdec.audit import catalogue
 from specdec.audit.certify import certify
 from specdec.cost.pipeline import TimeModel
+from specdec.drafts.spire import SpireModel
 from specdec.executors import Pipelined, Serial, Timeline, profile, tune
 from specdec.executors.timeline import Span
-from specdec.models.spire import SpireModel
-from specdec.selection import Arm
 
 PROMPTS = [
     [5, 6],

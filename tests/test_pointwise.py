@@ -13,11 +13,11 @@ from tiny import tiny
 from without_a_gpu import compiled
 
 import specdec as sd
+from specdec.drafts.spire import SpireModel
+from specdec.forward import llama_triton
+from specdec.forward.llama_triton import LlamaTriton
 from specdec.kernels import pointwise
 from specdec.kernels.pointwise import Place, reference
-from specdec.models import fused
-from specdec.models.fused import Fused
-from specdec.models.spire import SpireModel
 
 TRITON = importlib.util.find_spec("triton") is not None
 GPU = TRITON and torch.cuda.is_available()
@@ -186,7 +186,7 @@ def test_interpreted_models_give_the_numbers_of_their_modules(family, dtype, opt
     context = sd.Context.of([[1], list(range(12)), [5, 6, 7]], capacity=32)
     nodes = torch.tensor([[3, 4, 5, 6]] * 3)
     tree = sd.Proposal(nodes, torch.tensor([[-1, -1, 0, 2]] * 3), torch.tensor([4, 3, 4]))
-    got, taps = logits(model, Fused, context, tree, **options)
+    got, taps = logits(model, LlamaTriton, context, tree, **options)
     own, own_taps = logits(model, lambda _: None, context, tree)
     if dtype is torch.float32:
         torch.testing.assert_close(got, own, rtol=0, atol=5e-6 * float(own.abs().max()))
@@ -203,12 +203,12 @@ def test_interpreted_models_give_the_numbers_of_their_modules(family, dtype, opt
 def test_interpreted_blocks_are_four_launches_beside_products_and_attention(monkeypatch):
     launched = []
     for name in ("add_norm", "turn", "silu_mul"):
-        own = getattr(fused, name)
+        own = getattr(llama_triton, name)
         monkeypatch.setattr(
-            fused, name, lambda *a, _own=own, _name=name, **k: launched.append(_name) or _own(*a, **k)
+            llama_triton, name, lambda *a, _own=own, _name=name, **k: launched.append(_name) or _own(*a, **k)
         )
     model = tiny("llama", 0, torch.float32)
-    logits(model, Fused, sd.Context.of([[1, 2, 3]], capacity=8), None)
+    logits(model, LlamaTriton, sd.Context.of([[1, 2, 3]], capacity=8), None)
     block = ["add_norm", "turn", "add_norm", "silu_mul"]
     layers = model.config.num_hidden_layers
     assert launched == 3 * layers * block + [
@@ -237,8 +237,8 @@ def test_interpreted_blocks_of_a_spire_draft(family, monkeypatch):
 
 def test_who_takes_it():
     model = tiny("llama", 0, torch.bfloat16)
-    assert not Fused.suits(model)  # it is on the CPU
-    fused = Fused(sd.HFModel(model).clone)
+    assert not LlamaTriton.suits(model)  # it is on the CPU
+    fused = LlamaTriton(sd.HFModel(model).clone)
     with torch.enable_grad():
         assert not fused.usable  # gradients go through the modules
     with torch.inference_mode():
@@ -256,9 +256,9 @@ def test_on_a_gpu(dtype):
             turns_are_right(T, heads, D, dtype, "cuda", normed=normed)
     if dtype is not torch.float32:
         model = tiny("llama", 0, dtype).cuda()
-        assert type(sd.HFModel(model)._path.lean) is Fused
+        assert type(sd.HFModel(model)._path.lean) is LlamaTriton
         context = sd.Context.of([[1], list(range(20)), [5, 6, 7] * 5], capacity=32)
-        got, _ = logits(model, Fused, context, None)
+        got, _ = logits(model, LlamaTriton, context, None)
         own, _ = logits(model, lambda _: None, context, None)
         torch.testing.assert_close(got, own, rtol=0, atol=0.05 * float(own.abs().max()))
 

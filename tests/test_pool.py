@@ -13,15 +13,15 @@ from tiny import byte_tokenizer, tiny
 from torch import Tensor
 
 import specdec as sd
+from specdec.arm_policy import Arm, ArmPolicy
 from specdec.audit import catalogue
 from specdec.audit.adversaries import AdversarialSelector
 from specdec.audit.certify import certify, certify_coupled
 from specdec.cost.arms import ArmCosts, weights
 from specdec.drafts.pool import Pool, PoolState, merged
+from specdec.drafts.spire import SpireModel
 from specdec.executors import Pipelined, Serial
-from specdec.executors.lane import Lane
-from specdec.models.spire import SpireModel
-from specdec.selection import Arm, Selecting
+from specdec.executors.round import MicroBatch
 from specdec.selectors import Fixed, Random, Spin
 from specdec.selectors.rewards import charge
 
@@ -278,14 +278,14 @@ def test_measured_seconds_add_up():
 
 def test_the_selectors_own_time_is_kept():
     decoder = sd.decoder(TABLE).pool({"a": SMALL, "none": None}, Script(pause=0.01), 2).build()
-    begun, selection = [], Selecting.begin
+    begun, selection = [], ArmPolicy.begin
 
     def begin(self, batch):
         begun.append(selection(self, batch))
         return begun[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Selecting, "begin", begin)
+        patch.setattr(ArmPolicy, "begin", begin)
         out = decoder.generate([[1]], 12, seed=0)
     assert 0.01 * out.stats.rounds <= begun[0].seconds <= sum(out.stats.seconds.values())
 
@@ -306,7 +306,7 @@ def test_capacities_hold_over_all_micro_batches(executor, monkeypatch):
     capacities = {"a": 2, "b": 1, "none": 3}
     flying: dict[int, int] = {}
     fullest: Counter[int] = Counter()
-    choose, settle = Lane.choose, Lane.settle
+    choose, settle = MicroBatch.choose, MicroBatch.settle
 
     def chosen(self, ahead=False):
         choose(self, ahead)
@@ -319,8 +319,8 @@ def test_capacities_hold_over_all_micro_batches(executor, monkeypatch):
             flying.pop(request, None)
         return settle(self, round)
 
-    monkeypatch.setattr(Lane, "choose", chosen)
-    monkeypatch.setattr(Lane, "settle", settled)
+    monkeypatch.setattr(MicroBatch, "choose", chosen)
+    monkeypatch.setattr(MicroBatch, "settle", settled)
     how = EXECUTORS.get(executor, Pipelined(6))
     for selector in (Fixed(0), Fixed(1), AdversarialSelector(), Random(), Spin(exploration=2)):
         base = sd.decoder(TABLE).pool(
@@ -452,7 +452,7 @@ def test_a_pool_without_a_selector_is_its_first_arm():
 
 
 def test_rows_that_join():
-    pool = Pool((sd.drafts.NGram(), sd.drafts.Nothing()), (0, 1))
+    pool = Pool((sd.drafts.NGram(), sd.drafts.NoDraft()), (0, 1))
     context = sd.Context.of([[1, 2, 1], [3]], 9)
     state = pool.assign(pool.init(context, None), torch.tensor([1, 0]))
     both = pool.join(state, pool.init(context, None))

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 
 import specdec as sd
 from specdec import pruning
+from specdec.forward.taps import blocks_of
 from specdec.masks import Causal, OriginalText, Sinks, Window, dense
-from specdec.models.taps import blocks_of
 from specdec.pruning import (
     H2O,
     TOVA,

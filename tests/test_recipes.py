@@ -25,7 +25,7 @@ from specdec import zoo
 from specdec.data.corpus import DOMAINS
 from specdec.data.prompts import prompts
 from specdec.data.tokens import write_stream
-from specdec.models.spire import SpireModel
+from specdec.drafts.spire import SpireModel
 
 ROOT = Path(__file__).parents[1]
 COLUMNS = {

@@ -21,7 +21,7 @@ import specdec as sd
 from specdec.audit.adversaries import AdversarialSelector, Adversary
 from specdec.audit.catalogue import MENU
 from specdec.executors import Optimistic, Pipelined, Serial, Timeline
-from specdec.serving import Server, Settings, joined
+from specdec.serving.server import Server, Settings, joined
 
 PROMPTS = [[5], [7, 8, 9], [1, 2, 3, 4] * 6, [50] * 9, [3, 1], [90, 4, 5, 6], list(range(17)), [11, 12] * 5]
 BUDGETS = [12, 3, 16, 1, 9, 14, 2, 13]
@@ -48,7 +48,7 @@ def drafts_of(small):
         return torch.arange(97, dtype=torch.float64).roll(sum(prefix[-2:])) / 20
 
     return {
-        "plain": sd.drafts.Nothing(),
+        "plain": sd.drafts.NoDraft(),
         "model": sd.drafts.Model(small),
         "ngram": sd.drafts.NGram(),
         "tree": sd.drafts.Tree(small, (2, 1)),
@@ -175,7 +175,7 @@ def test_rows_that_finish_when_others_arrive_make_room(small):
 
 
 def test_the_slots_of_rows_that_left_are_used_again(small):
-    from specdec.models.cache import SlotCache
+    from specdec.cache.contiguous import SlotCache
 
     made = []
     original = SlotCache.__init__
@@ -448,8 +448,8 @@ def test_a_pipeline_sleeps_only_when_nobody_is_there(small, monkeypatch):
         slept.append(seconds)
         now[0] += seconds
 
-    monkeypatch.setattr("specdec.serving.sleep", sleep)
-    monkeypatch.setattr("specdec.serving.perf_counter", lambda: now[0])
+    monkeypatch.setattr("specdec.serving.server.sleep", sleep)
+    monkeypatch.setattr("specdec.serving.server.perf_counter", lambda: now[0])
     decoder = sd.decoder(small).draft(small, length=1).executor(Pipelined(2)).build()
     late = [sd.Request([n], 4, arrival=time) for n, time in enumerate((0, 0, 2.5, 2.5, 2.5, 9))]
     server = Server(decoder, late, Settings(4))

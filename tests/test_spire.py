@@ -7,8 +7,8 @@ import torch
 from tiny import tiny
 
 import specdec as sd
-from specdec.models.spire import SpireModel
-from specdec.models.spire_steps import SpireSteps
+from specdec.drafts.spire import SpireModel
+from specdec.drafts.spire.steps import SpireSteps
 from specdec.training.passes import k_pass
 from specdec.types import Context
 

@@ -16,17 +16,18 @@ from tiny import tiny
 
 import specdec as sd
 from specdec import tree
-from specdec.executors.lane import staying
+from specdec.drafts.spire import SpireModel
+from specdec.executors.round import staying
+from specdec.graphs import capture
+from specdec.graphs import chain as chains
+from specdec.graphs.recorded import NotCapturable, record
+from specdec.graphs.ring_chain import RingChain
+from specdec.graphs.static import ALL, StaticPlan, bucket_of
 from specdec.kernels.attention import AttentionPlan, Tree, attention, reference, static_reference
 from specdec.kernels.attention.lowered import Lowered, lower
 from specdec.kernels.attention.reach import Streaming, reach
 from specdec.kernels.native import library
-from specdec.models import capture, chains
-from specdec.models.compact import RingCache
-from specdec.models.recorded import NotCapturable, record
-from specdec.models.ring_chain import RingChain
-from specdec.models.spire import SpireModel
-from specdec.models.static import ALL, StaticPlan, bucket_of
+from specdec.models.windowed import RingCache
 from specdec.rng import Attempt, Philox
 from specdec.sampling import Sampling
 from specdec.types import Context

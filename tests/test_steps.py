@@ -9,10 +9,10 @@ import torch
 from tiny import tiny
 
 import specdec as sd
+from specdec.drafts.cpu_chain import cpu_chain
 from specdec.kernels.native import library, reason
 from specdec.kernels.native.step import Steps
 from specdec.models import StackedModel
-from specdec.models.following import following
 from specdec.types import Context, Proposal
 
 pytestmark = pytest.mark.skipif(library() is None, reason=f"no C kernels: {reason()}")
@@ -35,7 +35,7 @@ def made(dtype=torch.float32, family="llama", **settings):
     context = Context.of(ROWS, capacity=20)
     cache = model.cache(2, 20)
     model.score(cache, context)
-    found = following(model, cache, context.length, torch.tensor([4, 4]))
+    found = cpu_chain(model, cache, context.length, torch.tensor([4, 4]))
     assert found is not None
     ((steps, _), *_) = found.steps
     return Made(model, cache, context, steps)

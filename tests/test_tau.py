@@ -12,7 +12,7 @@ from tiny import tiny
 
 import specdec as sd
 from specdec.audit.tau import chances, efficiency, parallel_chances, spire_chances
-from specdec.models.spire import SpireModel
+from specdec.drafts.spire import SpireModel
 
 
 def enumerated(accept, n, k):

@@ -16,7 +16,7 @@ from tiny import tiny
 
 import specdec as sd
 from specdec.drafts import Spire
-from specdec.models.spire import SpireModel
+from specdec.drafts.spire import SpireModel
 from specdec.training.forward import KPass, Parallel
 from specdec.training.losses import HardLoss, MixedLoss, acceptance, cross_entropy, distillation
 from specdec.training.passes import k_pass
@@ -317,7 +317,7 @@ from pathlib import Path
 from accelerate import PartialState
 from test_training import text
 from tiny import tiny
-from specdec.models.spire import SpireModel
+from specdec.drafts.spire import SpireModel
 from specdec.training.train import Settings, train
 folder, rank = Path(sys.argv[2]), int(os.environ.get("RANK", "0"))
 for clip in (0.05, 1e9):
@@ -346,7 +346,12 @@ def test_processes_share_a_batch(tmp_path):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     # What a launcher tells its processes; accelerate's own starts one on CPUs, whatever it is asked for.
-    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true"}
+    world = {
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "ACCELERATE_USE_CPU": "true",
+    }
     places = [(one, {}), *((two, {**world, "RANK": rank, "LOCAL_RANK": rank}) for rank in "01")]
     started = [
         subprocess.Popen(
@@ -373,7 +378,9 @@ def test_processes_share_a_batch(tmp_path):
             assert mine.keys() == theirs.keys()
             for i in mine:
                 expected = mine[i][gradients]
-                assert float((theirs[i][gradients] - expected).abs().max()) <= 1e-6 * float(expected.abs().max())
+                assert float((theirs[i][gradients] - expected).abs().max()) <= 1e-6 * float(
+                    expected.abs().max()
+                )
     first, second = (torch.load(two / f"weights-{rank}") for rank in "01")
     assert all(torch.equal(first[name], second[name]) for name in first)
 

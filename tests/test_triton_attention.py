@@ -10,6 +10,8 @@ import torch
 from interpreted import interpreter
 
 from specdec import tree
+from specdec.cache.ring import Ring
+from specdec.cache.slots import KVShape
 from specdec.kernels.attention import (
     AttentionPlan,
     ExplicitPlan,
@@ -22,8 +24,6 @@ from specdec.kernels.attention import (
 from specdec.kernels.attention import merge as merge_reference
 from specdec.kernels.attention.lowered import lower
 from specdec.kernels.attention.reach import reach
-from specdec.models.ring import Ring
-from specdec.models.slots import KVShape
 
 pytest.importorskip("triton")
 

@@ -24,8 +24,8 @@ import specdec as sd
 from specdec import zoo
 from specdec.audit.tau import efficiency, parallel_chances, spire_chances
 from specdec.data import prompts
+from specdec.drafts.spire import SpireModel
 from specdec.masks import Causal, Sinks, Window
-from specdec.models.spire import SpireModel
 
 torch.set_num_threads(1)  # one core, as in most of the figures of the documentation
 model, tokenizer = zoo.load("pocket-target")

@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.device import sent
 from specdec.kernels.attention import flash_recipes, torch_flash
 from specdec.kernels.attention.flash_recipes import Sequences, by_count, upload
 from specdec.kernels.attention.plan import AttentionPlan
 from specdec.kernels.attention.reach import Reach
+from specdec.kernels.device import to_device
 
 LONG = 128
 
@@ -142,7 +142,7 @@ class _Group:
         self.rows, self.low, self.high = upload([rows, low, high], device)
         self.from_zero, self.max_high = not low.any(), int(high.max())
         self.table = (
-            None if sequences.table is None else sequences.table[sent(torch.from_numpy(chosen), device)]
+            None if sequences.table is None else sequences.table[to_device(torch.from_numpy(chosen), device)]
         )
         self.row = int(rows[0])
         self.take: Tensor | None = None

@@ -30,10 +30,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.device import sent
 from specdec.kernels.attention.merge import merge, merge_two
 from specdec.kernels.attention.plan import AttentionPlan
 from specdec.kernels.attention.reach import Reach, Streaming, binding, near, split
+from specdec.kernels.device import to_device
 
 FOLD = 64  # queries of a row up to which a chain may be folded
 INTERVALS = 4  # of a query, up to which a plan made of intervals is served
@@ -394,7 +394,7 @@ def _block(
         buffer_row = np.take_along_axis(table[rows], key // plan.page, 1)
         key = key % plan.page
     row, at = upload([buffer_row, key], device, np.int64)
-    return _Block(row, at, sent(torch.from_numpy(~seen[:, None, None]), device))
+    return _Block(row, at, to_device(torch.from_numpy(~seen[:, None, None]), device))
 
 
 def _seen(plan: AttentionPlan, rows: np.ndarray, slot: np.ndarray, key: np.ndarray) -> np.ndarray:
@@ -438,5 +438,5 @@ def pages(plan: AttentionPlan) -> np.ndarray | None:
 def upload(arrays: Sequence[np.ndarray], device: torch.device, dtype: Any = np.int32) -> list[Tensor]:
     """All in one copy."""
     flat = np.concatenate([np.asarray(a, dtype=dtype).reshape(-1) for a in arrays])
-    parts = sent(torch.from_numpy(flat), device).split([a.size for a in arrays])
+    parts = to_device(torch.from_numpy(flat), device).split([a.size for a in arrays])
     return [part.view(a.shape) for part, a in zip(parts, arrays)]

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.device import sent
 from specdec.kernels.attention.plan import AttentionPlan
 from specdec.kernels.attention.reach import Reach
+from specdec.kernels.device import to_device
 
 NODES = 64  # of a tree whose ancestors fit into one word
 
@@ -124,7 +124,7 @@ def _copy(parts: dict[str, np.ndarray], device: torch.device) -> dict[str, Tenso
     for begin, part in zip(begins, ints.values()):
         flat = part.reshape(-1).view(np.int32)
         packed[begin : begin + len(flat)] = flat
-    there = sent(torch.from_numpy(packed), device)
+    there = to_device(torch.from_numpy(packed), device)
     made = {}
     for begin, (name, part) in zip(begins, ints.items()):
         own = there[begin : begin + part.nbytes // 4]
@@ -141,4 +141,4 @@ def _seen(plan: AttentionPlan, window: Reach, device: torch.device) -> Tensor:
         seen = seen[:, None] if seen.dim() == 3 else seen
         seen = seen.transpose(0, 1).reshape(seen.shape[1], -1, seen.shape[-1])
         parts.append(torch.nn.functional.pad(seen, (0, wide - seen.shape[-1])))
-    return sent(parts[0] if len(parts) == 1 else torch.cat(parts, 1), device).contiguous()
+    return to_device(parts[0] if len(parts) == 1 else torch.cat(parts, 1), device).contiguous()

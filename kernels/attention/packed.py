@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec.device import sent
 from specdec.kernels.attention.fused import fused, fused_supports, fused_with_lse, refuses
 from specdec.kernels.attention.plan import AttentionPlan, Segment
 from specdec.kernels.attention.reach import Reach, binding
+from specdec.kernels.device import to_device
 
 __all__ = ["attend", "attend_with_lse", "careful", "careful_with_lse", "refuses", "supports"]
 
@@ -151,7 +151,7 @@ def _paged(
     first = low // plan.page
     key = ("pages", s, first, query.device)
     if key not in plan.known:
-        plan.known[key] = sent(_pages(plan, s, first), query.device)
+        plan.known[key] = to_device(_pages(plan, s, first), query.device)
     at, rows = plan.known[key], s.r1 - s.r0
     keys, values = _gathered(keys, at, rows), _gathered(values, at, rows)
     return one(query, keys, values, plan, s._replace(b0=0), low, scale, window, first * plan.page)

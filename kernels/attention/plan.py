@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.device import sent
 from specdec.kernels.attention.reach import Reach, Streaming, near, split
+from specdec.kernels.device import to_device
 
 
 class Tree(NamedTuple):
@@ -183,7 +183,7 @@ class AttentionPlan:
         if self.slots.device != device:
             key = ("slots", device)
             if key not in self.known:
-                self.known[key] = sent(self.slots, device)
+                self.known[key] = to_device(self.slots, device)
             return self.known[key]
         return self.slots
 
@@ -201,7 +201,7 @@ class AttentionPlan:
             [self.counts[r] for r in rows],
             self.capacity,
             tree,
-            self.slots[sent(at, self.slots.device)],
+            self.slots[to_device(at, self.slots.device)],
             fragment=self.fragment,
             table=None if self.table is None else [self.table[r] for r in rows],
             page=self.page,
@@ -295,7 +295,7 @@ class AttentionPlan:
         if key not in self.known:
             blind = ~torch.as_tensor(self.visible(segment, window, low)).any(-1)  # [R, q], or [R, Hq, q]
             blind = blind[:, None] if blind.dim() == 2 else blind
-            self.known[key] = sent(blind, device) if bool(blind.any()) else None
+            self.known[key] = to_device(blind, device) if bool(blind.any()) else None
         return self.known[key]
 
     def visible(self, segment: Segment, window: Reach = None, low: int = 0) -> np.ndarray:
@@ -343,7 +343,7 @@ class AttentionPlan:
                 made = _band(s.queries, self.capacity, window, dtype, device)[:, at + low : at + s.keys]
             else:
                 seen = torch.from_numpy(self.visible(s, window, low)[:, None])
-                made = sent(additive(seen, dtype), device)
+                made = to_device(additive(seen, dtype), device)
             self._masks[key] = made
         return made
 
@@ -388,4 +388,4 @@ def _band(
         hidden |= j <= capacity + i - window
     with torch.inference_mode(False):
         band = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden.clone(), float("-inf"))
-        return sent(band, device)
+        return to_device(band, device)

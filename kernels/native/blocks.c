@@ -1,5 +1,5 @@
 /* Blocks of a llama-like model over few packed tokens, one after the other: the kernels of this folder in the order in which
-   specdec/models/native.py calls them one by one, and so the same results to the bit. */
+   specdec/forward/llama_c.py calls them one by one, and so the same results to the bit. */
 
 #include <stdlib.h>
 #include <string.h>

@@ -63,10 +63,10 @@ def buffers(layers: Sequence[tuple[Tensor, Tensor]]) -> Buffers | None:
 
 
 class Blocks:
-    """What ``models.native.Native`` computes between embedding and last norm, to the bit.
+    """What ``forward.llama_c.LlamaC`` computes between embedding and last norm, to the bit.
 
     Args:
-        blocks: of one model, ``models.lean.Block``, in order; ``takes`` says whether they can be computed here.
+        blocks: of one model, ``forward.llama_eager.Block``, in order; ``takes`` says whether they can be computed here.
         narrow: bfloat16 copies of the products' weights, to be read instead.
     """
 

@@ -61,7 +61,7 @@ class _Reader(Structure):
 
 
 class Steps:
-    """``(n, ids [N]) -> logits [R, V]``, every token by its reader, rows of none zero: what ``Native.forward`` computes, to the bit.
+    """``(n, ids [N]) -> logits [R, V]``, every token by its reader, rows of none zero: what ``LlamaC.forward`` computes, to the bit.
 
     Addresses are taken once: for use at once, while nobody changes the models' weights or frees what the readers hold.
 

@@ -7,9 +7,9 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from specdec.device import sent
+from specdec.kernels.device import to_device
 from specdec.kernels.interpreted import nowhere
-from specdec.rng import TARGET, Key
+from specdec.kernels.philox.reference import TARGET, Key
 
 BLOCK = 1024
 STEPS = 4  # blocks of a race that one program runs
@@ -67,7 +67,7 @@ def race(probs: Tensor, seed: Tensor, position: Tensor) -> Tensor:
     time = torch.empty(R, splits, dtype=torch.float64, device=probs.device)
     token = torch.empty(R, splits, dtype=torch.long, device=probs.device)
     if R:
-        seed, position = (sent(t, probs.device).contiguous() for t in (seed, position))
+        seed, position = (to_device(t, probs.device).contiguous() for t in (seed, position))
         kernels.race_kernel[(R, splits)](
             probs, seed, position, time, token, V, probs.stride(0), splits, TARGET=TARGET, STEPS=STEPS, BLOCK=BLOCK
         )  # fmt: skip

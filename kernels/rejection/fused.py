@@ -13,11 +13,11 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from specdec.device import sent
+from specdec.kernels.device import to_device
 from specdec.kernels.interpreted import nowhere
+from specdec.kernels.philox.reference import pick
 from specdec.kernels.rejection.arguments import check_numbers, check_shapes
 from specdec.kernels.rejection.reference import Decision, check, decide
-from specdec.rng import pick
 
 BACKENDS = ("reference", "triton")
 BLOCK = 2048  # tokens of one load
@@ -72,14 +72,14 @@ def verify(
         return _triton(logits, tokens, size, accept_u, bonus_u, draft, draft_logits, temperature)
 
     def quantile(accepted: Tensor) -> Tensor:
-        there = sent(bonus_u, accepted.device)
+        there = to_device(bonus_u, accepted.device)
         return there if there.dim() == 1 else there.gather(1, accepted[:, None])[:, 0]
 
     return decide(
         logits,
         tokens,
         size,
-        lambda ratio: sent(accept_u, ratio.device) < ratio,
+        lambda ratio: to_device(accept_u, ratio.device) < ratio,
         lambda weights, accepted: pick(weights, quantile(accepted)),
         draft,
         draft_logits,
@@ -118,7 +118,7 @@ def _triton(
     if not B:
         return Decision(accepted, token)
     logits, given = _rows(logits), (tokens, size, accept_u, bonus_u)
-    tokens, size, accept_u, bonus_u = (sent(t, device).contiguous() for t in given)
+    tokens, size, accept_u, bonus_u = (to_device(t, device).contiguous() for t in given)
     hot, divisor = temperature not in (0, 1), float(temperature or 1)
     splits = -(-V // (BLOCK * STEPS))
     split_pad = 1 << (splits - 1).bit_length()

@@ -27,7 +27,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specdec.device import judged, sent
+from specdec.kernels.device import defer, to_device
 
 
 class Decision(NamedTuple):
@@ -54,7 +54,7 @@ def decide(
         draw: weights ``[B, V]``, whose sum is not 1, and ``accepted [B]`` -> tokens ``[B]``.
     """
     B, N = tokens.shape
-    size = sent(size, logits.device)
+    size = to_device(size, logits.device)
     live = torch.arange(N, device=logits.device) < size[:, None]
     rows = torch.arange(B, device=logits.device)
     x = tempered(logits, temperature or 1.0)
@@ -102,7 +102,7 @@ def masses(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def check(good: Tensor) -> None:
-    """Raise ValueError naming the first row that is not good (on a device within ``Later``: with what is fetched next)."""
+    """Raise ValueError naming the first row that is not good (on a device within ``DeferredChecks``: with what is fetched next)."""
 
     def judge(good: Tensor) -> None:
         if not bool(good.all()):
@@ -111,4 +111,4 @@ def check(good: Tensor) -> None:
                 "model in float16 may need bfloat16 or float32"
             )
 
-    judged(good, judge)
+    defer(good, judge)

@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
 from specdec import drafts
+from specdec.arm_policy import Arm
 from specdec.audit import planted
 from specdec.audit.adversaries import (
     AdversarialSelector,
@@ -28,12 +29,11 @@ from specdec.audit.adversaries import (
 )
 from specdec.audit.certify import Certificate, certify, certify_coupled
 from specdec.builder import Builder, decoder
+from specdec.drafts.spire.model import SpireModel
 from specdec.executors import Optimistic, Pipelined
 from specdec.models import HFModel, TableModel, Windowed
-from specdec.models.spire import SpireModel
 from specdec.pruning import SnapKV
 from specdec.sampling import Sampling
-from specdec.selection import Arm
 from specdec.verifiers import Coupled, Rejection
 
 

@@ -1,12 +1,12 @@
 """Drafts: who proposes. One algorithm a file."""
 
 from specdec.drafts.function import FunctionDraft, chain_draft
+from specdec.drafts.magicdec.draft import MagicDec
 from specdec.drafts.model import Model
 from specdec.drafts.ngram import NGram
-from specdec.drafts.nothing import Nothing
+from specdec.drafts.none import NoDraft
 from specdec.drafts.pool import Pool
-from specdec.drafts.self_speculative import MagicDec
-from specdec.drafts.spire import Spire
+from specdec.drafts.spire.draft import Spire
 from specdec.drafts.stacked import Stacked
 from specdec.drafts.tree import Tree
 
@@ -15,7 +15,7 @@ __all__ = [
     "MagicDec",
     "Model",
     "NGram",
-    "Nothing",
+    "NoDraft",
     "Pool",
     "Spire",
     "Stacked",

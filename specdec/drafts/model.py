@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from specdec.models import chains
-from specdec.models.following import Following, following
-from specdec.models.given import as_model
+from specdec.drafts.coerce import as_model
+from specdec.drafts.cpu_chain import CpuChain, cpu_chain
+from specdec.graphs import chain as chains
 from specdec.protocols import LanguageModel
 from specdec.rng import Key, Rng
 from specdec.sampling import Sampling
@@ -26,7 +26,7 @@ class ModelState(NamedTuple):
 class Model:
     """Draws a chain from ``model``, one forward a token; at temperature 0 the chain is the model's greedy one.
 
-    With a model that has captured steps (``HFModel(graphs=...)``) the whole chain is one of them (``models.chains``).
+    With a model that has captured steps (``HFModel(graphs=...)``) the whole chain is one of them (``graphs.chain``).
 
     Args:
         model: any ``LanguageModel`` with the target's tokenizer (or what becomes one, as for ``specdec.decoder``); a padded vocabulary is cut or filled to the target's size.
@@ -75,7 +75,7 @@ class Model:
         drawn: list[Tensor] = []
         uniform = int(budget.min()) == N
         sofar: Proposal | None = None
-        more: Following | None = None  # the steps after the first, where they are known beforehand
+        more: CpuChain | None = None  # the steps after the first, where they are known beforehand
         for n in range(N):
             if more is not None:
                 logits = more(n, tokens[:, n - 1])[:, None]
@@ -84,7 +84,7 @@ class Model:
                 start = n - 1 if n else None
                 logits = self.model.score(state.cache, text, sofar, start=start, rows=rows).logits
             if n == 0:
-                more = following(self.model, state.cache, context.length, budget)
+                more = cpu_chain(self.model, state.cache, context.length, budget)
             logits = fit(logits, self.vocab_size)
             if sampling.greedy:
                 tokens[:, n] = sampling.argmax(logits, context, sofar, first=n - 1)[:, 0]

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from specdec.device import Later, sent
+from specdec.kernels.device import DeferredChecks, to_device
 from specdec.protocols import Draft, LanguageModel, proposed
 from specdec.rng import Rng
 from specdec.sampling import Sampling
@@ -142,7 +142,7 @@ class Pool:
             began = perf_counter()
             mine = torch.zeros_like(budget).index_copy_(0, rows, budget[rows])
             if bool(mine.any()):
-                with Later() as later:
+                with DeferredChecks() as later:
                     answer = self.drafts[d].propose(states[d], context, mine, rng)
                     made[d], states[d] = proposed(self.drafts[d], answer)
                 later.settle()  # seconds of an arm are those of its device, too
@@ -210,10 +210,10 @@ def merged(parts: Sequence[tuple[Proposal, Tensor]], batch: int) -> Proposal:
     kind = max((law.dtype for law in laws), key=lambda dtype: dtype.itemsize, default=torch.float32)
     probs = None if not laws else torch.zeros(batch, N, laws[0].shape[-1], dtype=kind, device=device)
     for p, rows in parts:
-        here, n = sent(rows, device), p.nodes
+        here, n = to_device(rows, device), p.nodes
         if n == 0:
             continue
-        at = sent(rows, p.tokens.device)
+        at = to_device(rows, p.tokens.device)
         tokens[here, :n] = p.tokens[at].to(device)
         parents[rows, :n] = p.parents[rows]
         size[rows] = p.size[rows]

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from specdec.arguments import whole
+from specdec.drafts.coerce import as_model
 from specdec.drafts.model import Model, ModelState, fit, readable
-from specdec.models.given import as_model
 from specdec.protocols import LanguageModel
 from specdec.rng import Key, Rng
 from specdec.sampling import Sampling

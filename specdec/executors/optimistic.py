@@ -35,13 +35,13 @@ import torch
 from torch import Tensor
 
 from specdec.drafts.pool import merged
-from specdec.executors.lane import Drafted, Drafting, Lane
+from specdec.executors.round import Drafted, DraftRunner, MicroBatch
 from specdec.rng import Key, Rng
 from specdec.types import Context, Proposal, Round
 
 if TYPE_CHECKING:
     from specdec.decoder import Decoder
-    from specdec.limits import Limits
+    from specdec.stop_rules import StopRules
 
 OWN = 64  # attempt numbers below this are a draft's own
 
@@ -108,8 +108,8 @@ class Optimistic:
                     "wrapper of its own, HFModel(model.model, model.tokenizer), or use Optimistic(threads=False)"
                 )
 
-    def run(self, decoder: Decoder, context: Context, rng: Rng, limits: Limits) -> Iterator[Round]:
-        lane, drafting = Lane(decoder, context, rng, decoder.begin(context.batch)), Drafting(decoder)
+    def run(self, decoder: Decoder, context: Context, rng: Rng, limits: StopRules) -> Iterator[Round]:
+        lane, drafting = MicroBatch(decoder, context, rng, decoder.begin(context.batch)), DraftRunner(decoder)
         tries: Counter[tuple[int, int]] = Counter()  # (request, length): blocks drafted ahead from there
         ready: _Ready | None = None
         # Leaving the block waits for what the worker has at hand, however the run ends.
@@ -178,7 +178,7 @@ class _Bet(NamedTuple):
         return bool((self.budget > 0).any())
 
     @staticmethod
-    def on(lane: Lane, proposal: Proposal, limits: Limits, tries: Counter[tuple[int, int]]) -> _Bet:
+    def on(lane: MicroBatch, proposal: Proposal, limits: StopRules, tries: Counter[tuple[int, int]]) -> _Bet:
         """Rows that would be through, or whose next block would be empty, are left alone."""
         at = torch.arange(proposal.nodes)
         if bool(((proposal.parents != at - 1) & (at < proposal.size[:, None])).any()):
@@ -198,7 +198,7 @@ class _Bet(NamedTuple):
         guess, block = _Attempts(lane.rng, attempt + 1), _Attempts(lane.rng, attempt)
         return _Bet(context, budget, arm, guess, block, torch.is_inference_mode_enabled(), stream)
 
-    def draft(self, drafting: Drafting) -> _Ready:
+    def draft(self, drafting: DraftRunner) -> _Ready:
         """Guess the bonus, then draft the block after it; anywhere, while ``drafting`` is left alone."""
         began = perf_counter()
         with torch.inference_mode(self.inference), self._own_stream():  # both belong to a thread
@@ -265,8 +265,8 @@ class _Attempts:
 
 
 def _draft(
-    lane: Lane,
-    drafting: Drafting,
+    lane: MicroBatch,
+    drafting: DraftRunner,
     budget: Tensor,
     ready: _Ready | None,
     tries: Mapping[tuple[int, int], int],

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from specdec.arguments import whole
-from specdec.executors.flow import Flow, members, reading
-from specdec.executors.lane import Lane
+from specdec.executors.round import MicroBatch
+from specdec.executors.scheduler import Scheduler, members, reading
 from specdec.executors.timeline import Timeline
 from specdec.executors.worker import ProcessWorker, ThreadWorker
 from specdec.rng import Rng
@@ -23,7 +23,7 @@ from specdec.types import Context, Round
 
 if TYPE_CHECKING:
     from specdec.decoder import Decoder
-    from specdec.limits import Limits
+    from specdec.stop_rules import StopRules
 
 WORKERS: dict[str, Any] = {"threads": ThreadWorker, "processes": ProcessWorker}
 
@@ -83,7 +83,7 @@ class Pipelined:
                     "use workers='processes'"
                 )
 
-    def run(self, decoder: Decoder, context: Context, rng: Rng, limits: Limits) -> Iterator[Round]:
+    def run(self, decoder: Decoder, context: Context, rng: Rng, limits: StopRules) -> Iterator[Round]:
         count = self.lanes(context.batch)
         if count > context.batch:
             rows = "is 1 row" if context.batch == 1 else f"are {context.batch} rows"
@@ -93,7 +93,7 @@ class Pipelined:
             )
         selection = decoder.begin(context.batch)
         parts = [torch.arange(context.batch)[i::count] for i in range(count)]
-        lanes = [Lane(decoder, context.select(rows), rng.select(rows), selection) for rows in parts]
+        lanes = [MicroBatch(decoder, context.select(rows), rng.select(rows), selection) for rows in parts]
         flow = self.flow(decoder, count, len(parts[0]))
         try:
             for number, lane in enumerate(lanes):
@@ -111,10 +111,10 @@ class Pipelined:
         """Micro-batches of so many rows."""
         return min(2, rows) if self.micro_batches is None else self.micro_batches
 
-    def flow(self, decoder: Decoder, lanes: int, rows: int) -> Flow:
+    def flow(self, decoder: Decoder, lanes: int, rows: int) -> Scheduler:
         """What runs so many lanes of at most ``rows`` rows each; its worker starts now, and ends with ``stop``."""
         worker = WORKERS[self.workers](decoder, lanes, rows)
-        return Flow(worker, ahead=self.ahead, barrier=self.barrier, timeline=self.timeline)
+        return Scheduler(worker, ahead=self.ahead, barrier=self.barrier, timeline=self.timeline)
 
 
 def models(decoder: Decoder) -> list[Any]:

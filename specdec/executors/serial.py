@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from specdec.executors.lane import Drafting, Lane, check, staying
+from specdec.executors.round import DraftRunner, MicroBatch, check, staying
 from specdec.rng import Rng
 from specdec.types import Context, Round
 
 if TYPE_CHECKING:
     from specdec.decoder import Decoder
-    from specdec.limits import Limits
+    from specdec.stop_rules import StopRules
 
 __all__ = ["Serial", "check", "staying"]
 
@@ -22,8 +22,8 @@ __all__ = ["Serial", "check", "staying"]
 class Serial:
     """All rows draft, then all rows verify; rows that finish leave the batch."""
 
-    def run(self, decoder: Decoder, context: Context, rng: Rng, limits: Limits) -> Iterator[Round]:
-        lane, drafting = Lane(decoder, context, rng, decoder.begin(context.batch)), Drafting(decoder)
+    def run(self, decoder: Decoder, context: Context, rng: Rng, limits: StopRules) -> Iterator[Round]:
+        lane, drafting = MicroBatch(decoder, context, rng, decoder.begin(context.batch)), DraftRunner(decoder)
         while lane:
             began = perf_counter()
             first = not lane.number

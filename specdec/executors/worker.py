@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from specdec.executors.lane import Drafted, Drafting
+from specdec.executors.round import Drafted, DraftRunner
 from specdec.executors.timeline import Span
 from specdec.rng import Philox, Rng
 from specdec.types import Context, Proposal, Round, Scores
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from specdec.decoder import Decoder
 
 
-class Job(NamedTuple):
+class DraftRequest(NamedTuple):
     """What the drafting half of a lane is told: of the last round, and what to draft next (no rows: nothing, the lane is through).
 
     Attributes:
@@ -50,11 +50,11 @@ class Job(NamedTuple):
     arm: Tensor | None = None
     wanted: Tensor | None = None
     target_cache: Any = None
-    half: Drafting | None = None
-    joins: Job | None = None
+    half: DraftRunner | None = None
+    joins: DraftRequest | None = None
 
 
-class Answer(NamedTuple):
+class DraftResponse(NamedTuple):
     """A proposal for a lane, and what the worker did since its last answer."""
 
     lane: int
@@ -62,19 +62,19 @@ class Answer(NamedTuple):
     spans: tuple[Span, ...]
 
 
-class Desk:
+class DraftWorker:
     """The drafting halves of all lanes, by number, and what was done for them since the last answer.
 
     Args:
-        settle: as for ``Drafting.propose``.
+        settle: as for ``DraftRunner.propose``.
     """
 
     def __init__(self, decoder: Decoder, settle: bool = True):
         self.decoder, self.settle = decoder, settle
-        self.halves: dict[int, Drafting] = {}
+        self.halves: dict[int, DraftRunner] = {}
         self.spans: list[Span] = []
 
-    def draft(self, job: Job) -> Answer | None:
+    def draft(self, job: DraftRequest) -> DraftResponse | None:
         """Hear of the last round and draft for the next; ``None`` for a lane that is through."""
         if not job.context.batch:
             self.halves.pop(job.lane, None)
@@ -86,23 +86,23 @@ class Desk:
         drafted = half.propose(job.context, job.budget, job.rng, job.arm, self.settle)
         self._note("draft", job.lane, began)
         spans, self.spans = tuple(self.spans), []
-        return Answer(job.lane, drafted, spans)
+        return DraftResponse(job.lane, drafted, spans)
 
-    def prepare(self, job: Job) -> None:
+    def prepare(self, job: DraftRequest) -> None:
         """After the answer: let the arms that are wanted next read their rows."""
         if job.wanted is not None:
             began = perf_counter()
             self.halves[job.lane].prepare(job.context, job.wanted)
             self._note("prepare", job.lane, began)
 
-    def _told(self, job: Job, half: Drafting | None) -> Drafting:
+    def _told(self, job: DraftRequest, half: DraftRunner | None) -> DraftRunner:
         """A half (``None``: of rows that begin) after the round of ``job``, with the rows that join."""
         begins = job.half is not None
         if job.half is not None:
             half = job.half
         else:
             if half is None:
-                began, half = perf_counter(), Drafting(self.decoder)
+                began, half = perf_counter(), DraftRunner(self.decoder)
                 half.start(job.round.context, job.target_cache)
                 self._note("prefill", job.lane, began)
             half.observe(job.round)
@@ -116,7 +116,7 @@ class Desk:
             half.state = half.draft.follow(half.state, job.target_cache)
         return half
 
-    def _read(self, half: Drafting, job: Job, arm: Tensor | None) -> None:
+    def _read(self, half: DraftRunner, job: DraftRequest, arm: Tensor | None) -> None:
         """Reading the prompt is prefill, whichever draft does it."""
         if arm is not None:
             began = perf_counter()
@@ -130,7 +130,7 @@ class Desk:
 def work(decoder: Decoder, receive: Callable[[], Any], send: Callable[[Any], None]) -> None:
     """Serve jobs until ``None`` comes; an exception is sent and ends the work."""
     try:
-        desk = Desk(decoder)
+        desk = DraftWorker(decoder)
         with torch.inference_mode():
             while (job := receive()) is not None:
                 answer = desk.draft(job)
@@ -155,13 +155,13 @@ class InlineWorker:
     shares = True
 
     def __init__(self, decoder: Decoder, lanes: int = 1, rows: int = 0):
-        self.desk = Desk(decoder, settle=False)
-        self.said: Answer | None = None
+        self.desk = DraftWorker(decoder, settle=False)
+        self.said: DraftResponse | None = None
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: DraftRequest) -> None:
         self.said = self.desk.draft(job)
 
-    def answer(self) -> Answer:
+    def answer(self) -> DraftResponse:
         """The proposal."""
         assert self.said is not None
         return self.said
@@ -195,12 +195,12 @@ class ThreadWorker:
         self.thread = threading.Thread(target=body, name="specdec-drafting", daemon=True)
         self.thread.start()
 
-    def submit(self, job: Job | None) -> None:
+    def submit(self, job: DraftRequest | None) -> None:
         # On a GPU the job waits for what the target's stream was given: activations, and cache rows that move.
         ready = None if self.stream is None else torch.cuda.current_stream(self.stream.device).record_event()
         self.inbox.put((job, ready))
 
-    def answer(self) -> Answer:
+    def answer(self) -> DraftResponse:
         """The next proposal. Raises what the worker raised."""
         said = self.outbox.get()
         if isinstance(said, BaseException):
@@ -241,7 +241,7 @@ class ProcessWorker:
         self.process.start()
         theirs.close()
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: DraftRequest) -> None:
         if not isinstance(job.rng, Philox):
             raise ValueError(
                 f"rng is a {type(job.rng).__name__}: random decisions that are kept in this process cannot be made in another; use "
@@ -253,7 +253,7 @@ class ProcessWorker:
             while True:  # it has ended: what it said last tells why
                 self.answer()
 
-    def answer(self) -> Answer:
+    def answer(self) -> DraftResponse:
         """The next proposal. Raises what the worker raised, or RuntimeError when it died."""
         wait([self.pipe, self.process.sentinel])
         try:
@@ -304,7 +304,7 @@ class ProcessWorker:
         )
         return said._replace(drafted=said.drafted._replace(proposal=laid))
 
-    def _take(self, said: Answer) -> Answer:
+    def _take(self, said: DraftResponse) -> DraftResponse:
         laid = said.drafted.proposal
         if not isinstance(laid, Laid):
             return said
@@ -324,7 +324,7 @@ class ProcessWorker:
         self.process.close()
 
 
-def _slim(job: Job) -> Job:
+def _slim(job: DraftRequest) -> DraftRequest:
     """A job without what only the target's process needs."""
     nothing, round = torch.empty(0), job.round
     slim = Round(

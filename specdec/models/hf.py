@@ -17,20 +17,20 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specdec.arguments import whole
-from specdec.device import sent
+from specdec.cache.contiguous import KVShape, SlotCache, check_memory
+from specdec.cache.paged import PagedCache, Pool
+from specdec.forward.families import SUPPORTED, UnsupportedModel, path_of, positions_of, refuse
+from specdec.forward.pack import PackedBatch, PrefillChunk, feed
+from specdec.forward.packed import Packed
+from specdec.forward.padded import Padded
+from specdec.forward.taps import listening
+from specdec.graphs.programs import Steps, steps_for
 from specdec.kernels.attention import AttentionPlan
 from specdec.kernels.attention.api import check as check_backend
-from specdec.models.cache import KVShape, SlotCache, check_memory
+from specdec.kernels.device import to_device
 from specdec.models.clone import structural_clone
 from specdec.models.compiled import compile_parts
-from specdec.models.fallback import Padded
-from specdec.models.families import SUPPORTED, UnsupportedModel, path_of, positions_of, refuse
-from specdec.models.feed import Feed, Piece, feed
 from specdec.models.load import load, load_tokenizer
-from specdec.models.packed import Packed
-from specdec.models.paged import PagedCache, Pool
-from specdec.models.steps import Steps, steps_for
-from specdec.models.taps import listening
 from specdec.types import Context, Fed, Proposal, Scores
 
 __all__ = ["SUPPORTED", "HFModel", "UnsupportedModel"]
@@ -323,7 +323,7 @@ class HFModel:
     # -- forward -------------------------------------------------------------------------------------------------------
 
     def prefill(self, cache: Cache, context: Context, rows: Tensor | None = None) -> None:
-        """Feed what the cache lacks of each row (or of ``rows [R]``), all but its last committed token; no logits are computed."""
+        """PackedBatch what the cache lacks of each row (or of ``rows [R]``), all but its last committed token; no logits are computed."""
         end = (context.length - 1).tolist()
         if rows is not None:
             asked = set(rows.tolist())
@@ -369,7 +369,7 @@ class HFModel:
                     for r in packed.rows
                     for node in range(max(r.first - r.length, -1), r.end - r.length)
                 ]
-                logits.index_copy_(0, sent(torch.tensor(at), device), made)
+                logits.index_copy_(0, to_device(torch.tensor(at), device), made)
             logits = logits.view(B, width, V)
         self._remember(cache, context, packed)
         return Scores(logits, Fed(layers, *packed.owners()) if taps else None)
@@ -381,7 +381,7 @@ class HFModel:
         proposal: Proposal | None,
         start: int | None,
         rows: Tensor | None,
-    ) -> tuple[Feed, int]:
+    ) -> tuple[PackedBatch, int]:
         """What to feed, and how many rows of logits each row has."""
         nodes = 0 if proposal is None else proposal.nodes
         length = context.length.tolist()
@@ -418,7 +418,7 @@ class HFModel:
         proposal: Proposal | None,
         first: Sequence[int],
         end: Sequence[int],
-    ) -> Feed:
+    ) -> PackedBatch:
         if end and max(end) > cache.capacity:
             raise ValueError(
                 f"row {end.index(max(end))} needs {max(end)} slots (nodes included) and the cache has {cache.capacity}: make it with "
@@ -432,9 +432,9 @@ class HFModel:
         return packed
 
     def _run(
-        self, cache: Cache, packed: Feed, wanted: bool, taps: Sequence[int]
+        self, cache: Cache, packed: PackedBatch, wanted: bool, taps: Sequence[int]
     ) -> tuple[Tensor | None, dict[int, Tensor]]:
-        """Feed packed tokens; logits ``[K, V]`` after the last committed token and nodes of each row, and tapped activations."""
+        """PackedBatch packed tokens; logits ``[K, V]`` after the last committed token and nodes of each row, and tapped activations."""
         if not packed.rows:
             width = self.clone.config.get_text_config().hidden_size
             return None, {tap: torch.zeros(0, width, dtype=self.dtype, device=self.device) for tap in taps}
@@ -458,7 +458,9 @@ class HFModel:
             made = None if not logits else logits[0] if len(logits) == 1 else torch.cat(logits)
         return made, {tap: torch.cat(parts).clone() for tap, parts in caught.items()} if taps else {}
 
-    def _pieces(self, cache: Any, packed: Feed, limit: int, wanted: bool) -> Iterator[tuple[Any, Piece]]:
+    def _pieces(
+        self, cache: Any, packed: PackedBatch, limit: int, wanted: bool
+    ) -> Iterator[tuple[Any, PrefillChunk]]:
         """What to run, in order, each with what its keys and values go to."""
         if isinstance(cache, PagedCache):
             table = cache.hold(packed.rows)
@@ -468,7 +470,7 @@ class HFModel:
         for piece in pieces:
             yield cache, piece
 
-    def _remember(self, cache: Cache, context: Context, packed: Feed) -> None:
+    def _remember(self, cache: Cache, context: Context, packed: PackedBatch) -> None:
         """Note what was fed in the memo; only after the forward, so that one that fails leaves the memo true."""
         text = context.tokens.numpy()
         for b, first, length, end in packed.rows:

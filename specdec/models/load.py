@@ -13,6 +13,8 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from specdec import zoo
+
 _DAMAGE = (SafetensorError, pickle.UnpicklingError, json.JSONDecodeError, EOFError, OSError)
 
 
@@ -88,3 +90,18 @@ def _check_folder(folder: Path) -> None:
         )
     if not [*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]:
         raise FileNotFoundError(f"{str(folder)!r} has no weights (*.safetensors): copy or download it again")
+
+
+def resolve(model: Any) -> tuple[Any, Any]:
+    """A model in memory, a hub id (str) or a folder (Path), and the tokenizer that came with it."""
+    model, tokenizer = model if is_pair(model) else (model, None)
+    if isinstance(model, os.PathLike) or (isinstance(model, str) and Path(model).exists()):
+        return Path(model), tokenizer
+    if isinstance(model, str) and model in zoo.names():
+        return zoo.load(model)
+    return model, tokenizer
+
+
+def is_pair(model: Any) -> bool:
+    """Whether it is a model and its tokenizer."""
+    return isinstance(model, (tuple, list)) and len(model) == 2

@@ -2,7 +2,7 @@
 
 Small drafts wait for calls, not for arithmetic. Three specialists that draft five rows each cost almost what three batches do; stacked,
 their projections are small products one after another in one forward, and attention, rotations and sampling are shared. Where a step of
-a member is one call of C (``models.native``), its rows are one such call, and only what lies around the forward is shared.
+a member is one call of C (``forward.llama_c``), its rows are one such call, and only what lies around the forward is shared.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import LlamaForCausalLM, MistralForCausalLM
 
-from specdec.device import sent
+from specdec.forward.llama_c import LlamaC
+from specdec.forward.llama_eager import LlamaEager
 from specdec.kernels.attention import AttentionPlan, attention
+from specdec.kernels.device import to_device
 from specdec.kernels.native.step import Reader, Steps
 from specdec.models.hf import HFModel
-from specdec.models.lean import Lean
-from specdec.models.native import Native
 
 
 class StackedModel(HFModel):
@@ -102,14 +102,14 @@ class _Path:
     concurrent = False
 
     def __init__(self, models: Sequence[Any], bf16_weights: Sequence[bool]):
-        leans = [Lean(model) for model in models]
+        leans = [LlamaEager(model) for model in models]
         self.rotary = leans[0].body.rotary_emb
         self.eps = leans[0].body.norm.variance_epsilon
         self.vocabulary = models[0].config.vocab_size
         self.member: list[int] = [0]  # the probe for shapes feeds one row
-        native = all(map(Native.suits, models))
+        native = all(map(LlamaC.suits, models))
         read = zip(models, bf16_weights)
-        self.natives = [Native(model, bf16_weights=narrow) for model, narrow in read] if native else None
+        self.natives = [LlamaC(model, bf16_weights=narrow) for model, narrow in read] if native else None
         if self.natives:
             return
 
@@ -149,9 +149,9 @@ class _Path:
         of = torch.tensor([self.member[b] for b, n in zip(plan.rows, plan.counts) for _ in range(n)])
         order, back, mixed = _sorted(of)
         groups = _groups(of[order] if mixed else of)
-        here, there = sent(order, device), sent(back, device)
-        member = sent(of[order] if mixed else of, device)
-        ids = (ids + sent(of, device) * self.vocabulary)[here]
+        here, there = to_device(order, device), to_device(back, device)
+        member = to_device(of[order] if mixed else of, device)
+        ids = (ids + to_device(of, device) * self.vocabulary)[here]
         x = F.embedding(ids, self.embedding)
         T, slots = len(ids), plan.slots_on(device)[here]
         cos, sin = (t[0][:, None] for t in self.rotary(x, positions[here][None]))
@@ -183,11 +183,11 @@ class _Path:
             return logits[there] if mixed else logits
         mine = of[keep.cpu()]
         order, back, mixed = _sorted(mine)
-        x = x[there[keep][sent(order, device)]]
-        return _linear(x, self.head, _groups(mine[order]))[sent(back, device)]
+        x = x[there[keep][to_device(order, device)]]
+        return _linear(x, self.head, _groups(mine[order]))[to_device(back, device)]
 
     def _by_member(
-        self, natives: list[Native], memo: Any, plan: AttentionPlan, ids: Tensor, positions: Tensor, keep: Any
+        self, natives: list[LlamaC], memo: Any, plan: AttentionPlan, ids: Tensor, positions: Tensor, keep: Any
     ) -> Tensor | None:
         """Each member's rows through its own forward, over the cache that they share."""
         of = [self.member[b] for b in plan.rows]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec.models.taps import blocks_of
+from specdec.forward.taps import blocks_of
 from specdec.pruning.each_layer import check_each_layer
 from specdec.pruning.observe import observe
 from specdec.pruning.rebuild import llama_like, named_tensors, rebuild

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec.models.taps import blocks_of
+from specdec.forward.taps import blocks_of
 from specdec.pruning.observe import observe
 from specdec.pruning.rebuild import plain
 

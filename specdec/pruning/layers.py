@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from specdec.models.taps import blocks_of
+from specdec.forward.taps import blocks_of
 from specdec.pruning.rebuild import named_tensors, plain, rebuild
 
 _PLAIN = (int, float, str, bool, type(None))

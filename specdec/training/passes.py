@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from specdec.models.spire import SpireModel
+from specdec.drafts.spire.model import SpireModel
 
 
 def k_pass(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from specdec import tree
-from specdec.device import sent
+from specdec.kernels.device import to_device
 from specdec.rng import Key, Rng
 from specdec.types import Context, Proposal, Verdict
 
@@ -55,7 +55,9 @@ class _Shared:
         if bool((sibling > 0).any()):  # further candidates are drawn on their own
             first = self.rng.race(probs, key.at + key.depth)
             return torch.where(
-                sent(sibling == 0, first.device), first, self.rng.categorical(probs, key).to(first.device)
+                to_device(sibling == 0, first.device),
+                first,
+                self.rng.categorical(probs, key).to(first.device),
             )
         return self.rng.race(probs, (key.at + key.depth).expand(probs.shape[:-1]))
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from specdec import tree
-from specdec.device import sent
+from specdec.kernels.device import to_device
 from specdec.rng import ACCEPT, BONUS, Key, Philox, Rng, pick
 from specdec.types import Context, Proposal, Verdict
 
@@ -64,8 +64,8 @@ def draw_bonus(law: Tensor, accepted: Tensor, context: Context, rng: Rng, nodes:
     """``[B]`` the tokens after ``accepted [B]`` of at most ``nodes`` nodes, from ``law [B, V]``."""
     if type(rng) is Philox and not law.is_cpu:  # numbers of all that it may be: nobody waits to learn which
         keys = Key(context.length[:, None], torch.arange(nodes + 1), 0, BONUS)
-        numbers = sent(rng.uniform(keys), law.device)
-        return pick(law, numbers.gather(1, sent(accepted, law.device)[:, None])[:, 0])
+        numbers = to_device(rng.uniform(keys), law.device)
+        return pick(law, numbers.gather(1, to_device(accepted, law.device)[:, None])[:, 0])
     return rng.categorical(law, Key(context.length, accepted.cpu(), 0, BONUS))
 
 
@@ -86,7 +86,7 @@ def verify_tree(
     B, N = proposal.tokens.shape
     device = probs.device
     rows = torch.arange(B, device=device)
-    parents, size = sent(proposal.parents, device), sent(proposal.size, device)
+    parents, size = to_device(proposal.parents, device), to_device(proposal.size, device)
     key = Key(
         context.length[:, None], tree.depths(proposal.parents), tree.sibling_numbers(proposal.parents), ACCEPT
     )
@@ -119,7 +119,7 @@ def verify_chain(
     B, N = proposal.tokens.shape
     device = probs.device
     rows, n = torch.arange(B, device=device), torch.arange(N, device=device)
-    size = sent(proposal.size, device)
+    size = to_device(proposal.size, device)
     p = probs[:, :N].gather(2, proposal.tokens[..., None])[..., 0]
     q = (
         torch.ones_like(p)

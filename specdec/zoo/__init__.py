@@ -39,7 +39,7 @@ def load(name: str, folder: str | Path = FOLDER) -> tuple[Any, "PreTrainedTokeni
     logging.disable_progress_bar()  # of files that are read in no time
     try:
         if (path / "spire.json").exists():
-            from specdec.models.spire import SpireModel
+            from specdec.drafts.spire.model import SpireModel
 
             model: Any = SpireModel.from_pretrained(path, dtype=torch.float32)
         else:

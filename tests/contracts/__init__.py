@@ -1,6 +1,6 @@
 """One suite for every part of a kind: the parts are found by looking at the package, so that a new one needs no edit here.
 
-A part is a public class that is defined in a module of the package and has the methods of its kind. An instance comes
+A part is a public class that a module (or a folder) of the package defines and that has the methods of its kind. An instance comes
 from the first of these that the class has:
 
 1. ``example(model)``, a static or class method on the part;
@@ -32,7 +32,7 @@ def parts(package: ModuleType, *methods: str) -> dict[str, type]:
         for module in modules(package)
         for name, cls in vars(module).items()
         if inspect.isclass(cls)
-        and cls.__module__ == module.__name__
+        and f"{cls.__module__}.".startswith(f"{module.__name__}.")
         and not name.startswith("_")
         and all(callable(getattr(cls, method, None)) for method in methods)
     }

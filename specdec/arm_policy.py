@@ -1,0 +1,184 @@
+"""Arms and their selection: what a selector chooses among, what it is charged, and one run's use of it.
+
+An arm is a draft and a length, or "do not speculate" (SPIN, arXiv 2503.15921, section 4). Selectors see numbers only.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from specdec.arguments import whole
+from specdec.cost.arms import ArmCosts
+from specdec.protocols import Selector
+from specdec.rng import Rng
+from specdec.selectors.rewards import charge
+from specdec.types import Context, Feedback, Round
+
+Reward = Callable[[Round], Tensor]
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One of the things that a selector may choose: ``draft`` (``None``: do not speculate) and the longest path it drafts.
+
+    Raises:
+        ValueError: a length below 1.
+    """
+
+    draft: Any
+    length: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.length is not None:
+            whole("length", self.length)
+        if self.length is not None and self.length < 1:
+            raise ValueError(
+                f"length is {self.length}: at least 1; an arm that does not speculate is None, or Arm(None)"
+            )
+
+
+@dataclass(frozen=True)
+class ArmPolicy:
+    """How a decoder chooses: the selector, and what its arms are called, may take and are charged.
+
+    Attributes:
+        names, lengths: of each arm. capacities: rows that each arm may draft at once, ``None`` without limit.
+        costs: modelled seconds, or ``"wall"`` for measured ones. reward: ``Round -> [B]`` in 0 .. 1 (or ``[B, arms]`` for selectors
+            with full information); by default the share of the longest block that was committed.
+    """
+
+    selector: Selector[Any]
+    names: tuple[str, ...]
+    lengths: tuple[int, ...]
+    capacities: tuple[int, ...] | None = None
+    costs: ArmCosts | Literal["wall"] = "wall"
+    reward: Reward | None = None
+
+    def begin(self, batch: int) -> ArmAssignment:
+        """For one run of at most ``batch`` rows at a time.
+
+        Raises:
+            ValueError: the capacities do not hold the batch.
+        """
+        if self.capacities is not None and sum(self.capacities) < batch:
+            held = ", ".join(f"{name} {n}" for name, n in zip(self.names, self.capacities))
+            raise ValueError(
+                f"capacities hold {sum(self.capacities)} rows together ({held}) and the batch has {batch}: raise them, add an arm "
+                "'do not speculate', or use a smaller batch"
+            )
+        return ArmAssignment(self)
+
+
+class Choice(NamedTuple):
+    """``arm [B]``, the probability of each ``prob [B]``, and the longest path that each row may draft ``length [B]``."""
+
+    arm: Tensor
+    prob: Tensor
+    length: Tensor
+
+    def select(self, rows: Tensor) -> Choice:
+        return Choice(self.arm[rows], self.prob[rows], self.length[rows])
+
+
+class ArmAssignment:
+    """A run's use of a selector: who is on which arm, and rounds turned into feedback.
+
+    Attributes:
+        seconds: spent in the selector so far, for the overhead.
+    """
+
+    def __init__(self, how: ArmPolicy):
+        self.how, self.state = how, how.selector.init(len(how.names))
+        self.lengths, self.longest = torch.tensor(how.lengths), 1 + max(how.lengths)
+        self.on: dict[int, int] = {}
+        self.seconds = 0.0
+
+    def again(self, batch: int) -> ArmAssignment:
+        """For another run, of at most ``batch`` rows: what was learned stays, but of requests that an aborted run left behind."""
+        self.how.begin(batch)  # its checks
+        if self.on and hasattr(self.how.selector, "leave"):
+            self.state = self.how.selector.leave(self.state, torch.tensor(list(self.on)))
+        self.on.clear()
+        return self
+
+    def choose(self, context: Context, rng: Rng) -> Choice:
+        """Arms for the rows of ``context``; rows that are elsewhere in flight keep theirs.
+
+        Raises:
+            ValueError: the selector chose an arm that does not exist, or more rows than an arm may take.
+        """
+        began, how = perf_counter(), self.how
+        requests = context.request.tolist()
+        capacities = self._left(requests)
+        arm, prob, self.state = how.selector.select(self.state, context, capacities, rng)
+        chosen = self._check(context.batch, arm, prob)
+        room = capacities.tolist()
+        for a, n in Counter(chosen).items():
+            if n > room[a]:
+                raise ValueError(
+                    f"selector {how.selector!r} gave arm {how.names[a]!r} {n} rows of the {room[a]} that it may take"
+                )
+        self.on.update(zip(requests, chosen))
+        self.seconds += perf_counter() - began
+        return Choice(arm, prob, self.lengths[arm])
+
+    def _check(self, batch: int, arm: Any, prob: Any) -> list[int]:
+        """The arms as a list; raise ValueError for answers that are not an arm and a probability for every row."""
+        selector, arms = self.how.selector, len(self.how.names)
+        said = arm.tolist() if isinstance(arm, Tensor) else arm
+        whole = isinstance(arm, Tensor) and arm.dtype == torch.long and arm.shape == (batch,)
+        if not whole or not all(0 <= a < arms for a in said):
+            raise ValueError(
+                f"selector {selector!r} chose arms {said} for {batch} rows: give an int64 tensor [{batch}] of arms 0 to {arms - 1}"
+            )
+        odds = prob.tolist() if isinstance(prob, Tensor) else prob
+        right = isinstance(prob, Tensor) and prob.shape == (batch,) and all(0 < x <= 1 + 1e-6 for x in odds)
+        if not right:
+            raise ValueError(
+                f"selector {selector!r} gave probabilities {odds} of its choices for {batch} rows: give a tensor [{batch}] in (0, 1]"
+            )
+        return said
+
+    def _left(self, requests: Sequence[int]) -> Tensor:
+        """``[arms]`` rows that each arm may take besides those of other requests."""
+        if self.how.capacities is None:
+            return torch.full((len(self.how.names),), len(requests))
+        mine = set(requests)
+        busy = Counter(arm for request, arm in self.on.items() if request not in mine)
+        return torch.tensor([c - busy[arm] for arm, c in enumerate(self.how.capacities)])
+
+    def learn(self, round: Round, spent: Sequence[float] | None = None) -> None:
+        """PackedBatch a round back. Rows that a stop or the end of a budget cut say nothing about an arm, and are left out.
+
+        Args:
+            spent: measured seconds of drafting by arm.
+        """
+        began, how = perf_counter(), self.how
+        cut = round.cut.tolist()
+        if not all(cut):
+            if how.costs == "wall":
+                rest = round.seconds.get("target", 0.0) + round.seconds.get("verify", 0.0)
+                seconds = charge(round.arm, torch.tensor(spent or [0.0] * len(how.names)), rest)
+            else:
+                seconds = how.costs.seconds(round.arm, round.proposal.size)
+            drafted, tokens = round.proposal.size, round.verdict.accepted + 1
+            reward = how.reward(round) if how.reward else tokens / self.longest
+            parts = [round.context.request, round.arm, tokens, drafted, seconds, reward]
+            if any(cut):
+                rows = (~round.cut).nonzero()[:, 0]
+                parts = [part[rows] for part in parts]
+            self.state = how.selector.update(self.state, Feedback(*parts))
+        gone = round.context.request[round.finished]
+        if len(gone):
+            for request in gone.tolist():
+                self.on.pop(request, None)
+            if hasattr(how.selector, "leave"):
+                self.state = how.selector.leave(self.state, gone)
+        self.seconds += perf_counter() - began

@@ -1,0 +1,273 @@
+"""A KV cache in pages: rows of any length share one pool, so that a long row does not size the others (PagedAttention, arXiv 2309.06180).
+
+Slot ``s`` of a row is slot ``s % page`` of page ``table[s // page]`` of the row's own table. A row holds the pages that its slots need:
+they are taken before a forward that needs them, and given back when the row is rolled back (at the next forward) or leaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specdec.cache.contiguous import free_bytes
+from specdec.cache.slots import KVShape, Slots
+from specdec.cache.token_index import TokenIndex
+from specdec.forward.pack import Row
+from specdec.kernels.native.blocks import Buffers
+from specdec.types import Context, Verdict
+
+
+class Pool(Slots):
+    """Pages of ``page`` slots that rows take and give back; none at first.
+
+    A pool cannot know what rows will need: it grows, by a copy, by half of its pages or by what is asked for, whichever is more, so
+    that all copies together move a page about twice. While it is copied, the old pages and the new ones are there.
+
+    Args:
+        shapes: one for each layer. page: slots of a page, at least 1.
+    Attributes:
+        layers: for each layer its keys ``[pages, page, H, D]`` and values ``[pages, page, H, Dv]``; other tensors after it grew.
+        free: numbers of the pages that nobody holds. They keep what was last written to them, zeros at first.
+    """
+
+    def __init__(self, shapes: Sequence[KVShape], page: int):
+        super().__init__(shapes, 0, page)
+        self.page, self.free = page, list[int]()
+
+    @property
+    def pages(self) -> int:
+        """All pages, held or free."""
+        return self._blocks[0].shape[1]
+
+    @property
+    def bytes(self) -> int:
+        """Memory of all pages, held or free."""
+        return sum(shape.bytes for shape in self.shapes) * self.page * self.pages
+
+    def take(self, count: int, reserve: int = 0, who: str = "") -> list[int]:
+        """Numbers of ``count`` pages that nobody else holds.
+
+        Args:
+            reserve: how many more will be wanted soon; a pool that grows grows by these too, if there is memory.
+            who: for whom, to be said in an error.
+        Raises:
+            MemoryError: there is no memory to grow; no page is taken, and nothing was allocated.
+        """
+        lack = count - len(self.free)
+        if lack > 0:
+            self._grow(lack, reserve, who)
+        kept = len(self.free) - count
+        taken = self.free[kept:]
+        del self.free[kept:]
+        return taken[::-1]
+
+    def give(self, pages: Sequence[int]) -> None:
+        """Pages that nobody holds any more."""
+        self.free += reversed(pages)
+
+    def _grow(self, lack: int, reserve: int, who: str) -> None:
+        have = self.pages
+        need = have + lack
+        short = None
+        for pages in (max(need + reserve, have + have // 2), need):
+            short = self._short(pages)
+            if short is None:
+                self._become(pages)
+                return
+        assert short is not None
+        raise MemoryError(self._refusal(need, *short, who))
+
+    def _short(self, pages: int) -> tuple[torch.device, int, int] | None:
+        """A device that has no room for ``pages`` beside what is there, the bytes of a page on it, and those that are free."""
+        for device in {shape.device for shape in self.shapes}:
+            each = self.page * sum(shape.bytes for shape in self.shapes if shape.device == device)
+            free = free_bytes(device)
+            if free is not None and each * pages > free:
+                return device, each, free
+        return None
+
+    def _refusal(self, need: int, device: torch.device, each: int, free: int, who: str) -> str:
+        fit = free // each
+        room = f"{need * each / 2**30:.2f} GiB on {device} and {free / 2**30:.2f} GiB are free"
+        remedy = "decode fewer rows at a time, or shorter ones"
+        if not self.pages:
+            return (
+                f"a paged KV cache{who} needs {need} pages of {self.page} tokens, {room}: {fit} pages would fit, {fit * self.page} "
+                f"tokens over all rows; {remedy}"
+            )
+        return (
+            f"all {self.pages} pages of {self.page} tokens are taken and the KV cache{who} needs {need}: the larger pool takes {room} "
+            f"beside the old one, which is copied: {remedy}"
+        )
+
+    def _become(self, pages: int) -> None:
+        have = self.pages
+        with torch.inference_mode(False), torch.no_grad():
+            blocks = []
+            for old in self._blocks:
+                layers, _, page, heads, size = old.shape
+                new = old.new_zeros(layers, pages, heads, page, size).transpose(2, 3)
+                new[:, :have] = old
+                blocks.append(new)
+        self._whole = self._blocks = blocks
+        self._view()
+        self.free += range(pages - 1, have - 1, -1)
+
+
+class PagedCache(TokenIndex):
+    """As ``SlotCache``, for rows that hold pages of a ``Pool``.
+
+    Args:
+        pool: where the pages come from. batch, capacity: rows, and the tokens of a row at most (nodes included). Neither costs
+            memory on the device until rows are fed.
+    """
+
+    def __init__(self, pool: Pool, batch: int, capacity: int):
+        self.pool = pool
+        self._pages: list[list[int]] = [[] for _ in range(batch)]
+        super().__init__(batch, capacity)
+
+    def __del__(self) -> None:
+        if "_pages" in vars(self):
+            self._leave(self._pages)
+
+    @property
+    def page(self) -> int:
+        """Slots of a page."""
+        return self.pool.page
+
+    @property
+    def shapes(self) -> list[KVShape]:
+        return self.pool.shapes
+
+    @property
+    def layers(self) -> list[tuple[Tensor, Tensor]]:
+        """Those of the pool, of all pages, whoever holds them: rows are found through ``table``."""
+        return self.pool.layers
+
+    @property
+    def buffers(self) -> Buffers | None:
+        """``layers`` as C kernels take them, or ``None`` where they cannot."""
+        return self.pool.buffers
+
+    def table(self, b: int) -> list[int]:
+        """The pages that row ``b`` holds, in the order of its slots."""
+        return list(self._pages[b])
+
+    def beside(self, batch: int, capacity: int) -> PagedCache:
+        """An empty cache whose rows take their pages from the same pool, so that joining both later copies nothing."""
+        return PagedCache(self.pool, batch, capacity)
+
+    def hold(self, rows: Sequence[Row]) -> dict[int, list[int]]:
+        """Make sure that rows have pages for all that they are about to be fed, and take back what no row needs.
+
+        The first time, the pool is made large enough for what these rows may still become: ``capacity`` is the longest text and all
+        that may follow it, and as much may follow the others.
+
+        Returns:
+            row -> its pages.
+        Raises:
+            MemoryError: there are too few; every row keeps what it has.
+        """
+        page, ends = self.page, [n + fed for n, fed in zip(self._lengths, self._fed)]
+        first = not any(self._pages)
+        for r in rows:
+            ends[r.b] = max(ends[r.b], r.end)
+        wanted = [-(-end // page) for end in ends]
+        for pages, want in zip(self._pages, wanted):
+            if len(pages) > want:
+                self.pool.give(pages[want:])
+                del pages[want:]
+        lack = sum(wanted) - sum(map(len, self._pages))
+        if lack:
+            reserve = 0
+            if first:
+                room = self.capacity - max(ends)
+                reserve = sum(-(-(r.end + room) // page) - wanted[r.b] for r in rows)
+            some = iter(
+                self.pool.take(lack, reserve, f" of {self.batch} rows with {sum(ends)} tokens in all")
+            )
+            for pages, want in zip(self._pages, wanted):
+                pages += [next(some) for _ in range(want - len(pages))]
+        return {r.b: self.table(r.b) for r in rows}
+
+    def append(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Put ``key [1, H, T, D]`` and ``value [1, H, T, Dv]`` into the pool's flat ``slots [T]``; returns its buffers."""
+        return self.pool.append(layer, slots, key, value)
+
+    def commit(self, context: Context, verdict: Verdict) -> None:
+        """As ``SlotCache.commit``."""
+        source: list[int] = []
+        target: list[int] = []
+        for b, start, path in self.accept(context, verdict):
+            moved = [(node, d) for d, node in enumerate(path) if node != d]
+            source += self._flat(self._pages[b], [start + node for node, _ in moved])
+            target += self._flat(self._pages[b], [start + d for _, d in moved])
+        self.pool.copy(source, target)
+
+    def select(self, rows: Tensor) -> PagedCache:
+        """The cache of some rows, in the order given; the old object must not be used any more.
+
+        Pages of rows that leave are given back. Nothing is copied, except for a row that is asked for more than once.
+        """
+        order = rows.tolist()
+        if order == list(range(self.batch)):
+            return self
+        again = [i for i, b in enumerate(order) if b in order[:i]]
+        copies = iter(self.pool.take(sum(len(self._pages[order[i]]) for i in again)))
+        pages = [self._pages[b] for b in order]
+        for i in again:
+            pages[i] = [next(copies) for _ in self._pages[order[i]]]
+            self._copy(self, order[i], pages[i])
+        new = self.beside(0, self.capacity)
+        new._pages = pages
+        new._hold(*self._rows(order))
+        self._leave([held for b, held in enumerate(self._pages) if b not in order])
+        self._pages = []
+        return new
+
+    def join(self, other: PagedCache) -> PagedCache:
+        """A cache of both caches' rows, these first; neither may be used any more.
+
+        Where both share a pool (``beside``) nothing is copied; otherwise the entries of ``other`` are, into pages of this one's.
+
+        Raises:
+            MemoryError: there are no pages for them; both caches stay as they are.
+        """
+        mine, theirs, capacity = self.batch, other.batch, max(self.capacity, other.capacity)
+        new = self.beside(0, capacity)
+        if other.pool is self.pool:
+            more, other._pages = other._pages, []
+        else:
+            used = [n + fed for n, fed in zip(other._lengths, other._fed)]
+            counts = [-(-n // self.page) for n in used]
+            some = iter(self.pool.take(sum(counts), 0, f" of {mine + theirs} rows"))
+            more = [[next(some) for _ in range(count)] for count in counts]
+            for b, pages in enumerate(more):
+                self._copy(other, b, pages)
+        new._pages, self._pages = [*self._pages, *more], []
+        tokens = np.zeros((mine + theirs, capacity), dtype=np.int64)
+        tokens[:mine, : self.capacity], tokens[mine:, : other.capacity] = self._tokens, other._tokens
+        new._hold(tokens, [*self._lengths, *other._lengths], [*self._fed, *other._fed])
+        return new
+
+    def take(self, b: int, other: PagedCache, i: int) -> None:
+        """Row ``b`` becomes row ``i`` of ``other``, a cache of the same pool (``beside``); nothing is copied."""
+        self._pages[b], other._pages[i] = other._pages[i], self._pages[b]
+        self._become(b, other, i)
+
+    def _copy(self, other: PagedCache, b: int, pages: list[int]) -> None:
+        """Copy what row ``b`` of ``other`` holds into ``pages`` of this cache's pool."""
+        used = range(other._lengths[b] + other._fed[b])
+        self.pool.copy(other._flat(other._pages[b], used), self._flat(pages, used), other.pool)
+
+    def _flat(self, pages: list[int], slots: Sequence[int]) -> list[int]:
+        """Flat numbers, in the pool, of a row's slots."""
+        return [pages[s // self.page] * self.page + s % self.page for s in slots]
+
+    def _leave(self, rows: list[list[int]]) -> None:
+        for pages in rows:
+            self.pool.give(pages)

@@ -1,0 +1,119 @@
+"""Keys and values in constant memory a row: the first positions, and a ring of the latest (StreamingLLM, arXiv 2309.17453).
+
+A query at position q sees position p iff ``p <= q`` and (``p > q - window`` or ``p < sinks``): a window counts the query itself.
+Position p lives in slot p for ``p < sinks`` and in slot ``sinks + (p - sinks) mod W`` of the ring otherwise, so slot numbers are
+positions until the ring is full. Nothing says on the device what a slot holds: seen from a query at q, a ring slot holds the
+latest position up to q that belongs there, and that is within the last W.
+
+How large must W be? Entries are written ahead of the text: a draft's provisional positions up to h, most of which are taken back.
+Taking back is free (the next query is at some q <= h, and what lies past q is not visible) unless a write has destroyed what q
+still sees. Writing position h destroys h - W, and q sees down to ``q - window + 1``, so all is well iff
+
+    h - W < q - window + 1        that is    W >= window + (h - q),
+
+where h is the highest position written so far, the entries of a forward being written before its queries look. With ``block``
+positions in flight, from the first that may be asked again to the highest written (both counted), ``h - q <= block - 1``:
+
+    W = window + block - 1.
+
+``tests/test_compact.py`` finds by brute force that a smaller W fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specdec.arguments import whole
+from specdec.cache.slots import KVShape, Slots
+from specdec.kernels.device import to_device
+
+
+class Ring(Slots):
+    """Slots for ``sinks`` first positions and the latest ``window``, with ``block`` positions in flight.
+
+    Args:
+        shapes: one for each layer. sinks: may be 0. window: at least 1, the query included; a ring that is to hold everything
+            has the text's capacity for a window.
+        block: how many positions may be written from the earliest that may be asked (again) on, that one included.
+        extra: slots after the ring that are left to the user of this class; ``visible`` leaves them out.
+    Raises:
+        ValueError: a window or a block below 1, negative sinks.
+    """
+
+    def __init__(
+        self,
+        shapes: Sequence[KVShape],
+        batch: int,
+        sinks: int,
+        window: int,
+        block: int,
+        extra: int = 0,
+    ):
+        check(window, sinks, block)
+        self.sinks, self.window, self.block, self.extra = sinks, window, block, extra
+        self.size = window + block - 1  # W
+        super().__init__(shapes, batch, sinks + self.size + extra)
+
+    def slot(self, positions: np.ndarray) -> np.ndarray:
+        """The slot of each position, for any shape of non-negative positions."""
+        ring = self.sinks + (positions - self.sinks) % self.size
+        return np.where(positions < self.sinks, positions, ring)
+
+    def at(self, rows: Tensor, positions: Tensor, device: torch.device | str = "cpu") -> Tensor:
+        """``[T]`` flat slots of ``positions [T]`` in batch ``rows [T]`` (both on the host), for ``write`` or ``append``.
+
+        They must be different slots: of more than W positions of a row, keep the latest.
+        """
+        flat = rows.numpy() * self.slots + self.slot(positions.numpy())
+        return to_device(torch.from_numpy(flat), device)
+
+    def write(self, layer: int, at: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Put ``keys [T, H, D]`` and ``values [T, H, Dv]`` into flat slots ``at [T]``, on the layer's device."""
+        self.put(layer, at, keys, values)
+
+    def held(self, queries: np.ndarray) -> np.ndarray:
+        """``[..., sinks + W]``: the position that each slot holds, seen from queries at positions ``[...]``; not above the query.
+
+        Negative, or above the query among the sinks, where no such position exists.
+        """
+        s = np.arange(self.sinks + self.size)
+        q = queries[..., None]
+        return np.where(s < self.sinks, s, q - (q - s) % self.size)
+
+    def visible(self, queries: np.ndarray) -> np.ndarray:
+        """``[..., sinks + W]`` bool: which slots queries at positions ``[...]`` see."""
+        p, q = self.held(queries), queries[..., None]
+        s = np.arange(self.sinks + self.size)
+        ring = (p >= self.sinks) & (p > q - self.window)
+        return np.where(s < self.sinks, p <= q, ring)
+
+    def safe(self, highest: int, query: int) -> bool:
+        """Whether all that ``query`` sees is still there, once ``highest`` is the highest position ever written to its row."""
+        return highest - self.size <= max(query - self.window, self.sinks - 1)
+
+    def select(self, rows: Tensor) -> Ring:
+        """The ring of some rows, in the order given; the old object must not be used any more."""
+        blocks = self._gathered(rows, [self.slots] * self._blocks[0].shape[1])
+        new = object.__new__(type(self))
+        vars(new).update(vars(self))
+        new._blocks = blocks
+        new._view()
+        return new
+
+
+def check(window: int, sinks: int, block: int = 1) -> None:
+    """Raise ValueError for numbers that leave nothing to see, TypeError for what is no whole number."""
+    for name, value in (("window", window), ("sinks", sinks), ("block", block)):
+        whole(name, value)
+    if window < 1:
+        raise ValueError(f"window is {window}: a query must see at least itself, which is window=1")
+    if sinks < 0:
+        raise ValueError(f"sinks is {sinks}: how many first positions stay visible, 0 or more")
+    if block < 1:
+        raise ValueError(
+            f"block is {block}: how many positions are written before any is taken back, 1 or more"
+        )

@@ -1,0 +1,153 @@
+"""Keys and values of a batch in slots: plain tensors, one block for all layers of a kind."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from specdec.kernels.device import to_device
+from specdec.kernels.native import library
+from specdec.kernels.native.blocks import Buffers, buffers
+from specdec.kernels.native.ops import keep
+
+
+class KVShape(NamedTuple):
+    """What one slot of one layer holds: keys ``[heads, key_size]`` and values ``[heads, value_size]``."""
+
+    heads: int
+    key_size: int
+    value_size: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def bytes(self) -> int:
+        return self.heads * (self.key_size + self.value_size) * self.dtype.itemsize
+
+
+class Slots:
+    """``slots`` slots for each of ``batch`` rows; what they mean is for others to say.
+
+    Args:
+        shapes: one for each layer.
+    Attributes:
+        layers: for each layer its keys ``[B, S, H, D]`` and values ``[B, S, H, Dv]``. Slot s of row b has the number
+            ``b * slots + s`` wherever slots are numbered flat.
+
+    In memory heads come before slots, so that what one head reads lies together: a plain step over a long context
+    waits for that. ``layers`` and ``_blocks [layers, B, S, H, D]`` are views that hide this.
+    """
+
+    def __init__(self, shapes: Sequence[KVShape], batch: int, slots: int):
+        self.shapes, self.slots = list(shapes), slots
+        # One tensor for all buffers of a kind: moving entries, or selecting rows, is one launch for all layers.
+        kinds: dict[tuple[int, int, torch.dtype, torch.device], list[tuple[int, int]]] = defaultdict(list)
+        for i, s in enumerate(self.shapes):
+            kinds[s.heads, s.key_size, s.dtype, s.device].append((i, 0))
+            kinds[s.heads, s.value_size, s.dtype, s.device].append((i, 1))
+        self._places = list(kinds.values())
+        with torch.inference_mode(False):
+            # Zeros, not empty: batched attention reads unused slots with weight 0, and 0 * NaN is NaN.
+            self._blocks = [
+                torch.zeros(len(at), batch, heads, slots, size, dtype=dtype, device=device).transpose(2, 3)
+                for (heads, size, dtype, device), at in kinds.items()
+            ]
+        self._whole = self._blocks  # all rows that were asked for, those that left included
+        self._view()
+
+    def _view(self) -> None:
+        pairs: list[list[Tensor]] = [[torch.empty(0)] * 2 for _ in self.shapes]
+        flat: list[list[Tensor]] = [[torch.empty(0)] * 2 for _ in self.shapes]
+        with torch.inference_mode(False):
+            for block, at in zip(self._blocks, self._places):
+                for buffer, (layer, which) in zip(block.unbind(0), at):
+                    pairs[layer][which] = buffer
+                    flat[layer][which] = buffer.transpose(1, 2).view(-1, buffer.shape[-1])
+        self.layers, self._flat = [(k, v) for k, v in pairs], [(k, v) for k, v in flat]
+        self._numbered: dict[tuple[torch.device, int], tuple[Tensor, Tensor]] = {}
+        self._buffers: tuple[Buffers | None] | None = None
+
+    @property
+    def buffers(self) -> Buffers | None:
+        """``layers`` as C kernels take them, or ``None`` where they cannot."""
+        if self._buffers is None:
+            self._buffers = (buffers(self.layers),)
+        return self._buffers[0]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but addresses, which mean nothing to a copy."""
+        return {**vars(self), "_buffers": None}
+
+    def append(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Put ``key [1, H, T, D]`` and ``value [1, H, T, Dv]`` into flat ``slots [T]``; returns the layer's buffers."""
+        self.put(layer, slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
+        return self.layers[layer]
+
+    def put(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Put ``keys [T, H, D]`` and ``values [T, H, Dv]`` into flat ``slots [T]``, on the layer's device."""
+        into = self.layers[layer]
+        plain = (
+            keys.is_cpu
+            and keys.stride(-1) == 1 == values.stride(-1)
+            and slots.dtype == torch.long
+            and not (torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad))
+        )
+        if plain and library() is not None:
+            keep(into[0], slots, keys)
+            keep(into[1], slots, values)
+            return
+        into_keys, into_values = self._flat[layer]
+        at = self._numbers(slots, keys.shape[1])
+        into_keys.index_copy_(0, at, keys.reshape(-1, keys.shape[-1]))
+        into_values.index_copy_(0, at, values.reshape(-1, values.shape[-1]))
+
+    def _numbers(self, slots: Tensor, heads: int) -> Tensor:
+        """``[T * H]``: where the heads of flat ``slots [T]`` are in memory; all layers of a forward ask with the same tensor."""
+        key = (slots.device, heads)
+        known = self._numbered.get(key)
+        if known is None or known[0] is not slots:
+            row, slot = slots // self.slots, slots % self.slots
+            head = torch.arange(heads, device=slots.device)
+            at = ((row[:, None] * heads + head) * self.slots + slot[:, None]).flatten()
+            self._numbered[key] = known = (slots, at)
+        return known[1]
+
+    def copy(self, source: Sequence[int], target: Sequence[int], other: Slots | None = None) -> None:
+        """Copy the entries of flat slots ``source`` (of ``other``, with the same shapes, or of these) into flat ``target``."""
+        if not len(source):
+            return
+        at = torch.tensor([list(source), list(target)])
+        for mine, theirs in zip(self._blocks, (other or self)._blocks):
+            there, here = to_device(at, mine.device).unbind(0)
+            heads = mine.shape[3]
+            src, dst = (other or self)._numbers(there, heads), self._numbers(here, heads)
+            _flatten(mine).index_copy_(1, dst, _flatten(theirs).index_select(1, src))
+
+    def _gathered(self, rows: Tensor, used: Sequence[int]) -> list[Tensor]:
+        """The blocks of some rows, in the order given; ``used [B]``: slots of each row that matter.
+
+        Where the rows that stay keep their numbers and only gaps are filled from the end (as the serial executor asks), just the
+        fillers are copied; otherwise everything is.
+        """
+        order = rows.tolist()
+        moved = [(new, old) for new, old in enumerate(order) if new != old]
+        with torch.inference_mode(False):
+            if len(set(order)) == len(order) and all(old >= len(order) for _, old in moved):
+                for to, old in moved:
+                    for block in self._blocks:
+                        block[:, to, : used[old]] = block[:, old, : used[old]]
+                return [block[:, : len(order)] for block in self._blocks]
+            self._whole = [
+                block.transpose(2, 3).index_select(1, to_device(rows, block.device)).transpose(2, 3)
+                for block in self._blocks
+            ]
+            return self._whole
+
+
+def _flatten(block: Tensor) -> Tensor:
+    """``[layers, B, S, H, D]`` -> ``[layers, B * H * S, D]`` as it lies in memory, a view."""
+    return block.transpose(2, 3).view(block.shape[0], -1, block.shape[-1])

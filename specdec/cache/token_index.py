@@ -1,0 +1,121 @@
+"""The host's side of a KV cache: which tokens each row has consumed. Rolling back is changing a length.
+
+Committed tokens are at positions ``0 .. length - 1``; after them come the nodes of the proposal that was scored last, which enter
+the memo through ``commit`` only, because equal tokens do not mean equal ancestors.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specdec.types import Context, Verdict
+
+
+class TokenIndex:
+    """What ``batch`` rows of up to ``capacity`` tokens have consumed; nothing at first."""
+
+    def __init__(self, batch: int, capacity: int):
+        self.capacity = capacity
+        self._hold(np.zeros((batch, capacity), dtype=np.int64), [0] * batch, [0] * batch)
+
+    def _hold(self, tokens: np.ndarray, lengths: list[int], fed: list[int]) -> None:
+        self._tokens, self._lengths, self._fed = tokens, lengths, fed
+
+    @property
+    def batch(self) -> int:
+        return len(self._lengths)
+
+    @property
+    def length(self) -> Tensor:
+        """``[B]`` on the host: committed tokens in slots."""
+        return torch.tensor(self._lengths, dtype=torch.long)
+
+    @property
+    def fed_nodes(self) -> Tensor:
+        """``[B]`` on the host: nodes of the current proposal in slots."""
+        return torch.tensor(self._fed, dtype=torch.long)
+
+    def row(self, b: int) -> list[int]:
+        """The committed tokens that row ``b`` holds."""
+        return self._tokens[b, : self._lengths[b]].tolist()
+
+    def sync(self, context: Context) -> Tensor:
+        """Keep the longest prefix of each row that is still in ``context``: a length changes, nothing is copied.
+
+        Returns:
+            ``[B]`` how many tokens need not be fed again. The last committed one always must, since its logits are wanted.
+        Raises:
+            ValueError: the context has another number of rows.
+        """
+        return torch.tensor(self.matched(context), dtype=torch.long)
+
+    def matched(self, context: Context) -> list[int]:
+        """``sync``, as a list."""
+        if context.batch != self.batch:
+            raise ValueError(
+                f"the context has {context.batch} rows and the cache {self.batch}: select the same rows of both"
+            )
+        committed, text = context.length.tolist(), context.tokens.numpy()
+        held = [min(a, b) for a, b in zip(self._lengths, committed)]
+        top = max(held, default=0)
+        differ = self._tokens[:, :top] != text[:, :top]
+        if differ.any():  # often only behind the end of a shorter row
+            differ &= np.arange(top) < np.array(held)[:, None]
+            for b in np.flatnonzero(differ.any(1)).tolist():
+                held[b] = int(differ[b].argmax())
+        for b, (new, old) in enumerate(zip(held, self._lengths)):
+            if new < old:
+                self._lengths[b], self._fed[b] = new, 0  # the slots after the prefix are free again
+        return [min(h, n - 1) for h, n in zip(held, committed)]
+
+    def forget_nodes(self, b: int) -> None:
+        """Row ``b`` is about to be fed over the nodes that it holds."""
+        self._fed[b] = 0
+
+    def forget(self, b: int) -> None:
+        """Row ``b`` holds nothing any more."""
+        self._lengths[b] = self._fed[b] = 0
+
+    def remember(self, b: int, text: np.ndarray, first: int, length: int, nodes: int) -> None:
+        """Note that row ``b`` was fed ``text[first:length]`` and then ``nodes`` nodes of a proposal."""
+        if first < length:
+            self._tokens[b, first:length] = text[first:length]
+        self._lengths[b], self._fed[b] = length, nodes
+
+    def has_nodes(self, b: int, length: int, nodes: int) -> bool:
+        """Whether row ``b`` holds ``length`` committed tokens and, after them, at least ``nodes`` nodes."""
+        return self._lengths[b] == length and self._fed[b] >= nodes
+
+    def accept(self, context: Context, verdict: Verdict) -> list[tuple[int, int, list[int]]]:
+        """Note the accepted nodes of the proposal that was scored last, in this ``context``.
+
+        Nodes that were never fed here (a draft's last one) are left out, and so is everything below them; rows in which the
+        proposal was not scored stay as they are. Node ids must be those of the proposal that was scored.
+
+        Returns:
+            for each other row its number, its length before, and the nodes that it took.
+        """
+        out: list[tuple[int, int, list[int]]] = []
+        paths, accepted, tokens = verdict.path.tolist(), verdict.accepted.tolist(), verdict.tokens.numpy()
+        for b, start in enumerate(context.length.tolist()):
+            path, fed = paths[b][: accepted[b]], self._fed[b]
+            self._fed[b] = 0
+            if self._lengths[b] != start:
+                continue
+            taken = next((d for d, node in enumerate(path) if node >= fed), len(path))
+            self._tokens[b, start : start + taken] = tokens[b, :taken]
+            self._lengths[b] = start + taken
+            out.append((b, start, path[:taken]))
+        return out
+
+    def _become(self, b: int, other: TokenIndex, i: int) -> None:
+        """Row ``b`` holds what row ``i`` of ``other`` does."""
+        n = other._lengths[i]
+        self._tokens[b, :n] = other._tokens[i, :n]
+        self._lengths[b], self._fed[b] = n, other._fed[i]
+
+    def _rows(self, order: list[int]) -> tuple[np.ndarray, list[int], list[int]]:
+        """What ``_hold`` needs for some rows, in the order given."""
+        return self._tokens[order], [self._lengths[b] for b in order], [self._fed[b] for b in order]

@@ -1,0 +1,156 @@
+"""The target drafts for itself over a constant-size view of its own KV (MagicDec, Chen et al., arXiv 2408.11049)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
+
+from torch import Tensor
+
+from specdec.arguments import whole
+from specdec.cache.ring import check
+from specdec.drafts.magicdec.view import View, ViewCache
+from specdec.drafts.model import Model, ModelState
+from specdec.models.hf import HFModel
+from specdec.models.windowed import Windowed
+from specdec.protocols import LanguageModel
+from specdec.rng import Rng
+from specdec.sampling import Sampling
+from specdec.types import Context, Proposal, Round
+
+
+class MagicDecState(NamedTuple):
+    cache: ViewCache
+    rounds: int  # since the pruner chose
+
+
+@dataclass(frozen=True)
+class MagicDec:
+    """Draws a chain with the target's own weights, which see the first tokens and the latest of the target's own KV.
+
+    At committed positions the draft's keys and values are the target's, to the bit; only those of the block at hand are its own. A
+    step costs the target's step without the long context: it pays where reading the KV is the cost, with long texts and large
+    batches. It needs an ``HFModel`` as target.
+
+    Args:
+        window: latest tokens that a query sees, itself included. sinks: first tokens that stay visible.
+        positions: ``"original"``, those of the text, or ``"in_cache"``: the sinks seem to stand right before the window
+            (StreamingLLM, arXiv 2309.17453, which the paper uses). For that the sinks' keys are turned in every step.
+        pruner: chooses further entries of each KV head, from all of the text (``specdec.pruning.SnapKV()``), at the start and
+            every ``refresh`` rounds (``None``: never again). It is given the queries of the last ``observation`` committed tokens,
+            for which the target reads these once more. The window follows the text in any case.
+        budget: entries that the pruner may choose, for every layer or for each (``pruning.budgets``).
+        block: the longest chain that can be asked for.
+        sampling: how the draft's tokens are drawn; ``None`` takes the decoder's.
+    Raises:
+        ValueError: numbers that leave nothing to see, or a pruner with positions in the cache; in ``bind``, a target without KV
+            to look at, or keys that cannot be turned; in ``init``, a row that is shorter than the sinks.
+    """
+
+    window: int = 64
+    sinks: int = 1
+    positions: Literal["original", "in_cache"] = "original"
+    pruner: Callable[..., Tensor] | None = None
+    budget: int | Sequence[int] = 128
+    refresh: int | None = 16
+    observation: int = 16
+    block: int = 16
+    sampling: Sampling | None = None
+    view: View | None = field(default=None, repr=False)  # bind makes it
+    name = "magicdec"
+    trees = False
+
+    def __post_init__(self) -> None:
+        check(self.window, self.sinks, self.block)
+        if self.positions not in ("original", "in_cache"):
+            raise ValueError(f"positions is {self.positions!r}: 'original' or 'in_cache'")
+        if self.pruner is not None and self.positions == "in_cache":
+            raise ValueError(
+                "a pruner chooses other positions for every head, which have no common place in the cache: use "
+                "positions='original'"
+            )
+        budgets = list(self.budget) if isinstance(self.budget, Iterable) else [self.budget]
+        for each in budgets:
+            whole("budget", each, ", or one for every layer")
+        whole("observation", self.observation)
+        if self.refresh is not None:
+            whole("refresh", self.refresh, ", or None for never")
+        for what, value in (("budget", min(budgets, default=0)), ("observation", self.observation)):
+            if value < 1:
+                raise ValueError(f"{what} is {value}: at least 1")
+        if self.refresh is not None and self.refresh < 1:
+            raise ValueError(f"refresh is {self.refresh}: a number of rounds, or None to choose once")
+
+    @staticmethod
+    def example(model: Any) -> MagicDec:
+        """One with a view small enough to matter (for the contract tests)."""
+        return MagicDec(window=3, sinks=1)
+
+    def bind(self, target: LanguageModel, sampling: Sampling) -> MagicDec:
+        if not isinstance(target, HFModel) or isinstance(target, Windowed):
+            raise ValueError(
+                f"draft 'magicdec' looks at the target's keys and values, and the target is {target!r}: give an HFModel"
+            )
+        layers = len(target._shapes)
+        if not isinstance(self.budget, int) and len(self.budget) != layers:
+            raise ValueError(
+                f"budget has {len(self.budget)} numbers and the target {layers} layers: one for each"
+            )
+        extra = 0 if self.pruner is None else max(self._budgets(layers))
+        view = View(target, self.window, self.sinks, self.block, self.positions == "in_cache", extra)
+        return replace(self, sampling=self.sampling or sampling, view=view)
+
+    def init(self, context: Context, target_cache: Any) -> MagicDecState:
+        shortest = int(context.length.min())
+        if shortest < self.sinks:
+            raise ValueError(
+                f"row {int(context.length.argmin())} has {shortest} tokens and the draft {self.sinks} sinks: give a prompt of at "
+                "least as many, or use a draft with fewer sinks"
+            )
+        cache = self._bound().of(target_cache)
+        self._choose(cache)
+        return MagicDecState(cache, -1)  # the prefill is observed too
+
+    def propose(
+        self, state: MagicDecState, context: Context, budget: Tensor, rng: Rng
+    ) -> tuple[Proposal, MagicDecState]:
+        if int(budget.max()) > self.block:
+            raise ValueError(
+                f"a chain of {int(budget.max())} tokens is asked for and block is {self.block}: use "
+                f"MagicDec(block={int(budget.max())})"
+            )
+        view = self._bound()
+        draft = Model(view, self.sampling, view.vocab_size)
+        proposal, _ = draft.propose(ModelState(state.cache, None), context, budget, rng)
+        return proposal, state
+
+    def observe(self, state: MagicDecState, round: Round) -> MagicDecState:
+        state.cache.catch_up()
+        rounds = state.rounds + 1
+        if self.refresh is not None and rounds == self.refresh:
+            self._choose(state.cache)
+            rounds = 0
+        return MagicDecState(state.cache, rounds)
+
+    def select(self, state: MagicDecState, rows: Tensor) -> MagicDecState:
+        return MagicDecState(state.cache.select(rows), state.rounds)
+
+    def follow(self, state: MagicDecState, target_cache: Any) -> MagicDecState:
+        """The target's cache is this object from now on, with the rows of the state."""
+        state.cache.source = target_cache
+        return state
+
+    def _bound(self) -> View:
+        if self.view is None:
+            raise RuntimeError(
+                "draft 'magicdec' has no target yet: build() binds it, or call bind(target, sampling)"
+            )
+        return self.view
+
+    def _budgets(self, layers: int) -> list[int]:
+        return [self.budget] * layers if isinstance(self.budget, int) else list(self.budget)
+
+    def _choose(self, cache: ViewCache) -> None:
+        if self.pruner is not None:
+            cache.choose(self.pruner, self._budgets(len(cache.layers)), self.observation)

@@ -1,0 +1,202 @@
+"""SPIRe: a few of the target's blocks over its own activations, sparse attention and feedback memory (arXiv 2504.06419).
+
+The KV cache has a constant size: sinks, window and the block at hand. At committed positions it holds what the target's activations
+give, taken from the verification pass that computed them anyway; no other forward of the target is needed. At positions of the block
+it holds what the draft's memory vectors give.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specdec.arguments import whole
+from specdec.cache.ring import Ring
+from specdec.cache.slots import KVShape
+from specdec.drafts.spire.chain import SpireChain
+from specdec.drafts.spire.load import as_spire
+from specdec.drafts.spire.model import SpireModel
+from specdec.drafts.spire.steps import SpireSteps, remember
+from specdec.graphs.chain import Drawn
+from specdec.graphs.programs import Programs, capture_named
+from specdec.graphs.ring_chain import Shape, drawn
+from specdec.graphs.static import StaticMemo
+from specdec.kernels.device import to_device
+from specdec.protocols import LanguageModel
+from specdec.rng import Key, Rng
+from specdec.sampling import Sampling
+from specdec.types import Context, Proposal, Provenance, Round
+
+
+class SpireState(NamedTuple):
+    ring: Ring
+
+
+@dataclass(frozen=True)
+class Spire:
+    """Draws a chain from a ``SpireModel``, one step a token; at temperature 0 the chain is the draft's greedy one.
+
+    Args:
+        model: made from the decoder's target and trained for it, or the folder that it was saved to. block: the longest chain that it can be asked for; the KV cache
+            has ``sinks + window + block - 1`` slots a row.
+        sampling: how the draft's tokens are drawn; ``None`` takes the decoder's.
+        graphs: whether a chain is captured as one CUDA graph, as for ``HFModel``.
+        bf16_weights: whether steps on the CPU read bfloat16 copies of the draft's weights, as for ``HFModel``.
+    Raises:
+        ValueError (in ``bind``): the target is another one, or has no activations to read; graphs, or copies of weights, that cannot
+            be had.
+    """
+
+    model: SpireModel
+    block: int = 8
+    sampling: Sampling | None = None
+    graphs: bool | str = False
+    bf16_weights: bool = False
+    programs: Programs | None = field(default=None, repr=False, compare=False)  # bind makes them
+    name = "spire"
+    trees = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "model", as_spire(self.model))
+        whole("block", self.block)
+        if self.block < 1:
+            raise ValueError(f"block is {self.block}: a draft proposes at least 1 token")
+        if self.bf16_weights and self.graphs:
+            raise ValueError(
+                "bf16_weights and graphs are both set: captured steps do not read such copies; leave one of them False"
+            )
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """The target's activations that every verification must bring: the inputs of the blocks that the draft has copies of."""
+        return self.model.layers
+
+    @staticmethod
+    def example(model: Any) -> Spire:
+        """An untrained one over an ``HFModel`` (for the contract tests)."""
+        return Spire(SpireModel.from_target(model, layers=1, window=4))
+
+    def bind(self, target: LanguageModel, sampling: Sampling) -> Spire:
+        if not hasattr(target, "clone"):
+            raise ValueError(
+                f"draft 'spire' reads the target's activations, and the target is a {type(target).__name__}: give an HFModel"
+            )
+        self.model.check_target(target)
+        capture = capture_named(self.graphs, self.model.device)
+        programs = None if capture is None else Programs(self.model.device, capture)
+        model = self.model.narrowed() if self.bf16_weights and self.model.narrow is None else self.model
+        return replace(self, model=model, sampling=self.sampling or sampling, programs=programs)
+
+    def init(self, context: Context, target_cache: Any) -> SpireState:
+        """An empty cache; the prefill's activations come with the first ``observe``.
+
+        Raises:
+            ValueError: a row that is shorter than the sinks.
+        """
+        model, shortest = self.model, int(context.length.min())
+        if model.narrow is not None:
+            model.narrow.check()
+        if shortest < model.sinks:
+            raise ValueError(
+                f"row {int(context.length.argmin())} has {shortest} tokens and the draft {model.sinks} sinks: give a prompt of at "
+                "least as many, or use a draft with fewer sinks"
+            )
+        return SpireState(self.ring(context.batch, context.tokens.shape[1]))
+
+    def ring(self, batch: int, capacity: int) -> Ring:
+        """Empty slots for ``batch`` rows of texts of up to ``capacity`` tokens."""
+        model = self.model
+        shapes = [
+            KVShape(b.key.out_features // b.size, b.size, b.size, model.dtype, model.device)
+            for b in model.blocks
+        ]
+        # Without a window everything is kept, and nothing is ever in the way.
+        window = capacity if model.window is None else model.window
+        slots = model.sinks + window + self.block - 1
+        lent = None if self.programs is None else self.programs.lent(batch, lambda ring: ring.slots == slots)
+        return lent or Ring(shapes, batch, model.sinks, window, self.block)
+
+    def propose(
+        self, state: SpireState, context: Context, budget: Tensor, rng: Rng
+    ) -> tuple[Proposal, SpireState]:
+        sampling, model = self.sampling or Sampling(), self.model
+        B, N = context.batch, int(budget.max())
+        if N == 0:
+            return Proposal.none(B, model.device), state
+        if self.block < N:
+            raise ValueError(
+                f"a chain of {N} tokens is asked for and block is {self.block}: use Spire(model, block={N})"
+            )
+        if self.programs is not None:
+            chain = self._drawn(state.ring, context, budget, rng, sampling)
+            if chain is not None:
+                how: Provenance = "point" if chain.probs is None else "sampled"
+                return Proposal.chain(chain.tokens, budget, chain.probs, how), state
+        step = SpireSteps(model, state.ring, context, N)
+        tokens = torch.zeros(B, N, dtype=torch.long, device=model.device)
+        last = to_device(context.tokens.gather(1, context.length[:, None] - 1)[:, 0], model.device)
+        drawn: list[Tensor] = []
+        sofar: Proposal | None = None
+        for n in range(N):
+            logits = step(n, last)[:, None]
+            if sampling.greedy:
+                last = sampling.argmax(logits, context, sofar, first=n - 1)[:, 0]
+            else:
+                q = sampling(logits, context, sofar, first=n - 1)[:, 0]
+                last = rng.categorical(q, Key(context.length, n))
+                drawn.append(q)
+            tokens[:, n] = last
+            sofar = Proposal.chain(tokens[:, : n + 1], budget.clamp(max=n + 1))
+        assert sofar is not None
+        return (replace(sofar, probs=torch.stack(drawn, 1), provenance="sampled") if drawn else sofar), state
+
+    def _drawn(
+        self, ring: Ring, context: Context, budget: Tensor, rng: Rng, sampling: Sampling
+    ) -> Drawn | None:
+        assert self.programs is not None
+
+        def make(memo: StaticMemo, shape: Shape) -> SpireChain:
+            return SpireChain(self.model, ring, memo, shape)
+
+        return drawn(self.programs, ring, context, budget, rng, sampling, make)
+
+    def observe(self, state: SpireState, round: Round) -> SpireState:
+        """Entries of newly committed positions from the target's activations there (section 3.3: ``m_t^i = y_t`` )."""
+        fed = round.scores.fed
+        if fed is None:
+            raise ValueError("the round has no activations: the executor must score with taps=draft.taps")
+        which = _committed(fed, round, state.ring)
+        if not len(which):
+            return state
+        model, at = self.model, torch.from_numpy(which)
+        rows, positions = fed.row[at], fed.position[at]
+        slots, rotary = (
+            state.ring.at(rows, positions, model.device),
+            model.rotary(to_device(positions, model.device)),
+        )
+        at = to_device(at, model.device)
+        activations = [fed.layers[layer].to(model.device, model.dtype)[at] for layer in model.layers]
+        remember(model, state.ring, slots, activations, rotary)
+        return state
+
+    def select(self, state: SpireState, rows: Tensor) -> SpireState:
+        return SpireState(state.ring.select(rows))
+
+
+def _committed(fed: Any, round: Round, ring: Ring) -> np.ndarray:
+    """Which fed positions hold text that is committed now and that the ring has room for."""
+    row, position, node = fed.row.numpy(), fed.position.numpy(), fed.node.numpy()
+    accepted, path = round.verdict.accepted.numpy(), round.verdict.path.numpy()
+    kept = node < 0
+    drafted = np.flatnonzero(~kept)
+    if len(drafted):
+        on_path = path[row[drafted]] == node[drafted, None]
+        kept[drafted] = (on_path & (np.arange(path.shape[1]) < accepted[row[drafted], None])).any(1)
+    last = np.zeros(len(accepted), dtype=np.int64)
+    np.maximum.at(last, row[kept], position[kept])
+    kept &= (position < ring.sinks) | (position > last[row] - ring.size)
+    return np.flatnonzero(kept)

@@ -1,0 +1,332 @@
+"""SPIRe's draft model: a few of the target's blocks that attend to the target's own activations and to feedback memory.
+
+Neelam et al., "SPIRe: Boosting LLM Inference Throughput with Speculative Decoding", arXiv 2504.06419, section 3. The draft is the
+target's embedding, some of its blocks (the last two in the paper) and its head. Where a block of an ordinary model attends to its
+own inputs at earlier positions, a block ``i`` of the draft attends
+
+- at *committed* positions to the inputs of the target's block that it was copied from, which every verification pass computes
+  anyway (with all blocks and an unlimited window the draft *is* the target);
+- at positions of the block being drafted to memory vectors, a mixture of all the draft's activations there (section 3.3);
+- at its own position to its own input.
+
+Attention is sparse: ``sinks`` first positions and the last ``window``, at positions of the original text (section 3.1).
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from specdec.forward.families import positions_of
+from specdec.forward.llama_c import small
+from specdec.forward.llama_eager import Block, block_of, norm
+from specdec.kernels import pointwise
+from specdec.kernels.native.blocks import Blocks
+from specdec.kernels.native.narrow import Narrow
+from specdec.kernels.native.ops import add_norm, linear, linear_takes, unchecked_linear
+from specdec.memory import FeedbackMemory
+from specdec.models.fingerprint import fingerprint, unwrapped
+from specdec.models.load import load, load_tokenizer
+from specdec.pruning.layers import keep_layers
+from specdec.pruning.rebuild import llama_like
+
+FILE = "spire.json"
+
+
+class SpireModel(nn.Module):
+    """The draft's weights and its arithmetic for given keys and values; ``drafts.Spire`` decodes with it.
+
+    Args:
+        body: a causal LM with as many llama-like blocks as ``layers``. layers: the target's blocks that they correspond to,
+            counted from 0: block ``i`` reads the target's activations before block ``layers[i]``.
+        sinks, window: the sparse mask: a query at position q sees positions below ``sinks`` and above ``q - window``;
+            ``window=None`` is unlimited. feedback: whether positions of the block are seen as memory vectors, or as each layer's own
+            inputs. target: the fingerprint of the target.
+    Raises:
+        ValueError: a window or sinks that leave nothing to see, or blocks that are not llama-like.
+    """
+
+    supports_trees = False
+    narrow: Narrow | None = None  # bfloat16 copies that steps read, where ``narrowed`` made them
+
+    def __init__(
+        self,
+        body: Any,
+        layers: Sequence[int],
+        *,
+        sinks: int = 1,
+        window: int | None = 64,
+        feedback: bool = True,
+        target: str = "",
+        tokenizer: Any = None,
+    ):
+        super().__init__()
+        if sinks < 0:
+            raise ValueError(f"sinks is {sinks}: it must be at least 0")
+        if window is not None and window < 1:
+            raise ValueError(
+                f"window is {window}: a query must see at least itself (window=1), or None for all positions"
+            )
+        if body.config.hidden_act not in ("silu", "swish"):
+            raise ValueError(
+                f"the target's hidden_act is {body.config.hidden_act!r}: only silu blocks can be copied"
+            )
+        self.body, self.layers, self.tokenizer = body, tuple(layers), tokenizer
+        self.sinks, self.window, self.target = sinks, window, target
+        if len(self.layers) != body.config.num_hidden_layers:
+            raise ValueError(
+                f"layers has {len(self.layers)} entries and the body {body.config.num_hidden_layers} blocks"
+            )
+        self.blocks: list[Block] = [block_of(layer, body) for layer in body.model.layers]
+        slides = [b.window for b in self.blocks if b.window is not None]
+        if slides:  # what the target itself would not see
+            self.window = min([*slides, *([] if window is None else [window])])
+        self.memory = FeedbackMemory(len(self.layers)).to(body.dtype).to(body.device) if feedback else None
+
+    @classmethod
+    def from_target(
+        cls,
+        target: Any,
+        layers: int | Sequence[int] = 2,
+        *,
+        sinks: int = 1,
+        window: int | None = 64,
+        feedback: bool = True,
+        random: bool = False,
+        tokenizer: Any = None,
+    ) -> SpireModel:
+        """A draft from a transformers target: a copy of its embedding, of some of its blocks, and of its head (section 3.2).
+
+        Args:
+            layers: the last so many blocks, or their numbers, counted from 0. random: new weights of the same shape instead (an
+                ablation of the paper).
+        Raises:
+            ValueError: layers that the target does not have, or a target without blocks that can be copied.
+        """
+        tokenizer = tokenizer or getattr(target, "tokenizer", None)
+        target = llama_like(unwrapped(target), "SpireModel.from_target")
+        count = target.config.num_hidden_layers
+        if isinstance(layers, int):
+            if not 1 <= layers <= count:
+                raise ValueError(f"layers is {layers}: the target has {count} blocks")
+            layers = range(count - layers, count)
+        body = keep_layers(target, list(layers))
+        if random:
+            body = type(body)(body.config).to(body.dtype).to(body.device)
+        return cls(
+            body.eval(),
+            list(layers),
+            sinks=sinks,
+            window=window,
+            feedback=feedback,
+            target=fingerprint(target),
+            tokenizer=tokenizer,
+        )
+
+    # -- what a draft is asked for -------------------------------------------------------------------------------------
+
+    @property
+    def vocab_size(self) -> int:
+        return self.body.config.vocab_size
+
+    @property
+    def max_positions(self) -> int | None:
+        return positions_of(self.body.config)
+
+    @property
+    def device(self) -> torch.device:
+        return self.body.lm_head.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.body.dtype
+
+    def __repr__(self) -> str:
+        size = sum(p.numel() for p in self.parameters())
+        return (
+            f"SpireModel(blocks {list(self.layers)} of target {self.target}, {size / 1e6:.3g}M parameters, sinks {self.sinks}, "
+            f"window {self.window}, feedback {self.memory is not None})"
+        )
+
+    def fast(self, x: Tensor) -> Blocks | None:
+        """All blocks in one call of C, where there is one for inputs ``x [T, E]``: few tokens on a CPU, and no gradients."""
+        return self._fast if small(x) and self._fast is not None and self._fast.plain else None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but what the machine has compiled."""
+        return {name: value for name, value in vars(self).items() if name != "_fast"}
+
+    @cached_property
+    def _fast(self) -> Blocks | None:
+        return Blocks(self.blocks, self.narrow) if Blocks.takes(self.blocks) else None
+
+    def narrowed(self) -> SpireModel:
+        """The same parameters, of which steps on the CPU read bfloat16 copies (``HFModel``'s ``bf16_weights``).
+
+        Raises:
+            ValueError: there are no C kernels for blocks of these sizes, or weights that bfloat16 would round.
+        """
+        if self._fast is None or not linear_takes(self.body.lm_head.weight, self.body.lm_head.bias):
+            raise ValueError(
+                "bf16_weights is True and this draft has no steps in C: it is for float32 drafts on a CPU where specdec.kernels.native.reason() "
+                "is None, with sizes that are multiples of 16; leave it False"
+            )
+        made = copy.copy(self)
+        made.__dict__.pop("_fast", None)
+        products = [p for b in self.blocks for p in (b.query, b.key, b.value, b.out, b.gate, b.up, b.down)]
+        made.narrow = Narrow(p.weight for p in [*products, self.body.lm_head])
+        return made
+
+    # -- arithmetic ----------------------------------------------------------------------------------------------------
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """``[...]`` ids -> ``[..., E]``."""
+        return F.embedding(tokens, self.body.model.embed_tokens.weight)
+
+    def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines ``[..., 1, D]`` of positions in the text ``[...]``; the 1 is for heads."""
+        like = self.body.lm_head.weight[:1]
+        cos, sin = self.body.model.rotary_emb(like, positions.reshape(1, -1))
+        return cos.view(*positions.shape, 1, -1), sin.view(*positions.shape, 1, -1)
+
+    def keys_values(self, layer: int, memory: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Keys and values ``[..., H, D]`` of layer ``layer`` at positions where its input is, or stands for, ``memory [..., E]``."""
+        b = self.blocks[layer]
+        y = norm(memory, b.before)
+        return self._key(b, y, rotary), _heads(y, b.value, b.size)
+
+    def run(
+        self, layer: int, x: Tensor, rotary: tuple[Tensor, Tensor], attend: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """One block over ``x [..., E]``.
+
+        Args:
+            attend: ``(query [..., Hq, D], key [..., H, D], value [..., H, D]) -> [..., Hq, D]``; key and value are those of the
+                query's own position.
+        Returns:
+            the block's output ``[..., E]``, its own keys and its own values.
+        """
+        b = self.blocks[layer]
+        if self._launches(x):
+            return self._run_launches(b, x, rotary, attend)
+        y = norm(x, b.before)
+        query = _heads(y, b.query, b.size)
+        if b.query_norm is not None:
+            query = norm(query, b.query_norm)
+        key, value = self._key(b, y, rotary), _heads(y, b.value, b.size)
+        seen = attend(_turn(query, rotary), key, value)
+        x = x + F.linear(seen.flatten(-2), b.out.weight, b.out.bias)
+        y = norm(x, b.after)
+        gate, up = F.linear(y, b.gate.weight, b.gate.bias), F.linear(y, b.up.weight, b.up.bias)
+        return x + F.linear(F.silu(gate) * up, b.down.weight, b.down.bias), key, value
+
+    @staticmethod
+    def _launches(x: Tensor) -> bool:
+        """Whether what lies between products is ``kernels.pointwise``'s for ``x``: in half precision on a GPU, without gradients."""
+        half = x.is_cuda and x.dim() == 2 and x.dtype is not torch.float32 and not torch.is_grad_enabled()
+        return half and pointwise.why_not(x.device, x.dtype) is None
+
+    @staticmethod
+    def _run_launches(
+        b: Block, x: Tensor, rotary: tuple[Tensor, Tensor], attend: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As ``run`` for ``x [T, E]``, which stays as it is."""
+        y = pointwise.add_norm(x.contiguous(), None, b.before.weight, b.before.variance_epsilon)
+        query, key, value = (_heads(y, p, b.size) for p in (b.query, b.key, b.value))
+        norms = None
+        if b.query_norm is not None:
+            norms = (b.query_norm.weight, b.key_norm.weight, b.query_norm.variance_epsilon)
+        cos, sin = (t.squeeze(-2).contiguous() for t in rotary)
+        pointwise.turn(query, key, cos, sin, norms=norms)
+        out = F.linear(attend(query, key, value).flatten(-2), b.out.weight, b.out.bias)
+        y = pointwise.add_norm(out, x.contiguous(), b.after.weight, b.after.variance_epsilon)
+        gate, up = F.linear(y, b.gate.weight, b.gate.bias), F.linear(y, b.up.weight, b.up.bias)
+        return out + F.linear(pointwise.silu_mul(gate, up), b.down.weight, b.down.bias), key, value
+
+    def logits(self, x: Tensor) -> Tensor:
+        """``[..., E]`` after the last block -> ``[..., V]``."""
+        head, last = self.body.lm_head, self.body.model.norm
+        if self.fast(x) and linear_takes(head.weight, head.bias):
+            y = add_norm(x, None, last.weight, last.variance_epsilon)
+            if self.narrow is not None:
+                return unchecked_linear(y, self.narrow[head.weight], head.bias)
+            return linear(y, head.weight, head.bias)
+        return F.linear(norm(x, last), head.weight, head.bias)
+
+    @staticmethod
+    def _key(b: Block, y: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+        key = _heads(y, b.key, b.size)
+        return _turn(key if b.key_norm is None else norm(key, b.key_norm), rotary)
+
+    # -- on disk -------------------------------------------------------------------------------------------------------
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """A transformers checkpoint of the blocks, and beside it ``spire.json`` and the memory's weights."""
+        self.body.save_pretrained(folder)
+        settings = {"layers": self.layers, "sinks": self.sinks, "window": self.window, "target": self.target}
+        (Path(folder) / FILE).write_text(
+            json.dumps({**settings, "feedback": self.memory is not None}, indent=1) + "\n"
+        )
+        if self.memory is not None:
+            save_file(dict(self.memory.state_dict()), Path(folder) / "memory.safetensors")
+        if self.tokenizer is not None:
+            self.tokenizer.save_pretrained(folder)
+
+    @classmethod
+    def from_pretrained(
+        cls, folder: str | Path, target: Any = None, *, dtype: Any = "auto", **kwargs: Any
+    ) -> SpireModel:
+        """Load what ``save_pretrained`` wrote.
+
+        Args:
+            target: when given, the draft must be this model's.
+        Raises:
+            FileNotFoundError: the folder is not a SPIRe checkpoint. ValueError: it is one of another target.
+        """
+        if not (Path(folder) / FILE).exists():
+            raise FileNotFoundError(
+                f"{folder} has no {FILE}: it is not a SPIRe draft; make one with SpireModel.from_target"
+            )
+        settings = json.loads((Path(folder) / FILE).read_text())
+        body = load(str(folder), dtype=dtype, **kwargs)
+        model = cls(body.eval(), tokenizer=load_tokenizer(str(folder)), **settings)
+        if model.memory is not None:
+            model.memory.load_state_dict(load_file(Path(folder) / "memory.safetensors"))
+        if target is not None:
+            model.check_target(target)
+        return model
+
+    def check_target(self, target: Any) -> None:
+        """Raise ValueError when this is not the draft of ``target`` (an HFModel or a transformers model)."""
+        target = unwrapped(target)
+        config = target.config
+        if config.hidden_size != self.body.config.hidden_size:
+            raise ValueError(
+                f"the target's hidden size is {config.hidden_size} and the draft's {self.body.config.hidden_size}: the draft reads "
+                "the target's activations; make it from this target with SpireModel.from_target"
+            )
+        if self.target and fingerprint(target) != self.target:
+            raise ValueError(
+                f"this draft was made for target {self.target}, and this target is {fingerprint(target)} (fingerprints of the "
+                "weights): use its own target, or make a draft from this one with SpireModel.from_target and train it"
+            )
+
+
+def _heads(y: Tensor, projection: Any, size: int) -> Tensor:
+    return F.linear(y, projection.weight, projection.bias).unflatten(-1, (-1, size))
+
+
+def _turn(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotary embedding of ``x [..., H, D]`` as in transformers' llama."""
+    cos, sin = rotary
+    half = x.shape[-1] // 2
+    return x * cos + torch.cat([-x[..., half:], x[..., :half]], -1) * sin

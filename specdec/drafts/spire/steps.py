@@ -1,0 +1,88 @@
+"""SPIRe's draft at work: its forward for the tokens of a block, one after the other, over keys and values in a ring."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from specdec.cache.ring import Ring
+from specdec.drafts.spire.model import SpireModel
+from specdec.kernels.attention import ExplicitPlan, attention
+from specdec.kernels.attention.native import lowered
+from specdec.kernels.device import to_device
+from specdec.types import Context
+
+Rotary = tuple[Tensor, Tensor]
+
+
+class SpireSteps:
+    """The forward for the n-th token of a block, all rows at once.
+
+    Args:
+        context: the text that the block follows. steps: tokens of the block, at most.
+    """
+
+    def __init__(self, model: SpireModel, ring: Ring, context: Context, steps: int):
+        self.model, self.ring, self.steps = model, ring, steps
+        positions = context.length[:, None] - 1 + torch.arange(steps)  # [B, steps]
+        queries, rows = positions.numpy(), range(context.batch)
+        at = ring.at(torch.arange(context.batch).repeat_interleave(steps), positions.flatten(), model.device)
+        seen, behind = ring.visible(queries), queries[..., None] - ring.held(queries)
+        self.plans = [
+            ExplicitPlan(rows, [1] * context.batch, seen[:, n], behind[:, n], slots)
+            for n, slots in enumerate(at.view(-1, steps).t().contiguous())
+        ]
+        cos, sin = model.rotary(to_device(positions.t().contiguous(), model.device))
+        self.rotary = list(zip(cos, sin))
+
+    @torch.no_grad()
+    def __call__(self, n: int, tokens: Tensor) -> Tensor:
+        """Logits ``[B, V]`` after ``tokens [B]``."""
+        model, plan, rotary = self.model, self.plans[n], self.rotary[n]
+        slots = plan.slots_on(model.device)
+        activations = self._run(model.embed(tokens), plan, slots, rotary)
+        if (
+            model.memory is not None and n + 1 < self.steps
+        ):  # the next steps see memory here, not the layers' own inputs
+            remember(model, self.ring, slots, model.memory(activations), rotary)
+        return model.logits(activations[-1])
+
+    def _run(self, x: Tensor, plan: ExplicitPlan, slots: Tensor, rotary: Rotary) -> Sequence[Tensor] | Tensor:
+        """``x [B, E]`` through all blocks: the input of the first, and the output of each."""
+        model, ring = self.model, self.ring
+        fast, count = model.fast(x), len(model.layers)
+        if fast is not None and ring.buffers is not None:
+            out = x.new_empty(count + 1, *x.shape)
+            plans = [lowered(plan, None)] * count
+            fast(x, *_flat(rotary), slots, ring.buffers, plans, dict(enumerate(out)))
+            return out
+        activations = [x]
+        for i in range(count):
+
+            def attend(query: Tensor, key: Tensor, value: Tensor, i: int = i) -> Tensor:
+                ring.write(i, slots, key, value)
+                return attention(query.transpose(0, 1)[None], *ring.layers[i], plan)[0]
+
+            x, _, _ = model.run(i, x, rotary, attend)
+            activations.append(x)
+        return activations
+
+
+def remember(
+    model: SpireModel, ring: Ring, slots: Tensor, memory: Sequence[Tensor] | Tensor, rotary: Rotary
+) -> None:
+    """Keys and values of each layer for its ``memory [T, E]`` (or the target's activations) into flat ``slots [T]`` of the ring."""
+    fast = model.fast(memory[0])
+    for i, x in enumerate(memory):
+        if fast is not None and ring.buffers is not None:
+            fast.remember(i, x.contiguous(), *_flat(rotary), slots, ring.buffers)
+        else:
+            ring.write(i, slots, *model.keys_values(i, x, rotary))
+
+
+def _flat(rotary: Rotary) -> Rotary:
+    """Cosines and sines as the C kernels take them, ``[T, D]`` in float32."""
+    cos, sin = (t.squeeze(-2).float().contiguous() for t in rotary)
+    return cos, sin

@@ -1,0 +1,1 @@
+"""Forwards: one call from packed tokens to logits."""

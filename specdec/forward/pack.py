@@ -1,0 +1,185 @@
+"""Which tokens a call has to feed, and where: committed tokens that the cache lacks, then the nodes of a proposal.
+
+A token's slot says what it is: slots below the row's committed length hold committed tokens, slot ``length + n`` holds node
+``n``. Plain lists on purpose: between two forwards the caches are cold, and a loop over a few rows costs less than twenty
+different array operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specdec import tree
+from specdec.kernels.attention import AttentionPlan, Tree
+from specdec.kernels.device import to_device
+from specdec.types import Context, Proposal
+
+
+@lru_cache(maxsize=64)
+def _shape_of(parents: bytes, batch: int) -> tuple[np.ndarray, np.ndarray] | None:
+    """Ancestors ``[B, N, N]`` and depths ``[B, N]`` of equal bytes of parents; ``None`` for chains."""
+    table = torch.from_numpy(np.frombuffer(parents, dtype=np.int64).reshape(batch, -1).copy())
+    if tree.is_chain(table):
+        return None
+    return tree.ancestors(table).numpy(), tree.depths(table).numpy()
+
+
+class Row(NamedTuple):
+    """One row of a call: buffer row ``b`` is fed the slots ``first:end``, of which those below ``length`` are committed."""
+
+    b: int
+    first: int
+    length: int
+    end: int
+
+
+class PrefillChunk(NamedTuple):
+    """What one forward is given: ``ids [T]``, ``positions [T]``, and ``keep``: the tokens whose logits are wanted."""
+
+    plan: AttentionPlan
+    ids: Tensor
+    positions: Tensor
+    keep: Tensor | bool | None  # indices, None for all, False for none
+
+
+@dataclass
+class PackedBatch:
+    """All tokens of a call, packed row after row."""
+
+    rows: list[Row]
+    ids: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    drafted: Tensor | None = None  # proposed tokens that live on a device; ``ids`` has zeros in their place
+    shape: tuple[np.ndarray, np.ndarray] | None = None
+
+    @property
+    def tokens(self) -> int:
+        return len(self.ids)
+
+    def owners(self) -> tuple[Tensor, Tensor, Tensor]:
+        """``[T]`` row, position and node of every token; committed tokens have node -1."""
+        row = torch.tensor([r.b for r in self.rows for _ in range(r.first, r.end)])
+        node = torch.tensor([max(s - r.length, -1) for r in self.rows for s in range(r.first, r.end)])
+        return row, torch.tensor(self.positions), node
+
+    def pieces(
+        self,
+        slots: int,
+        limit: int,
+        wanted: bool,
+        device: torch.device,
+        table: Mapping[int, list[int]] | None = None,
+        page: int = 0,
+    ) -> Iterator[PrefillChunk]:
+        """What to run, in order, over a cache of ``slots`` slots a row: at most ``limit`` tokens at a time.
+
+        Args:
+            wanted: whether logits are wanted, of the last committed token and of nodes.
+            table: row -> its pages of ``page`` slots, over a cache in pages; ``slots`` is then what a row can have at most.
+        """
+        if table is None:
+            flat = [r.b * slots + s for r in self.rows for s in range(r.first, r.end)]
+        else:
+            flat = [table[r.b][s // page] * page + s % page for r in self.rows for s in range(r.first, r.end)]
+        ids, positions, at = self.tensors(device, flat)
+        if self.tokens <= limit:
+            yield PrefillChunk(
+                self._plan(self.rows, slots, at, table, page),
+                ids,
+                positions,
+                self.keep(self.rows, wanted, device),
+            )
+            return
+        for low in range(0, self.tokens, limit):
+            part, rows = slice(low, low + limit), self.cut(low, low + limit)
+            plan = self._plan(rows, slots, at[part], table, page)
+            yield PrefillChunk(plan, ids[part], positions[part], self.keep(rows, wanted, device))
+
+    def tensors(self, device: torch.device, *more: Sequence[int]) -> tuple[Tensor, ...]:
+        """Ids ``[T]``, positions ``[T]``, and ``more`` lists of T numbers, all in one copy to ``device``."""
+        ids, *others = to_device(torch.tensor([self.ids, self.positions, *more]), device).unbind(0)
+        if self.drafted is not None:
+            here = [(i, r.b, s - r.length) for i, (r, s) in enumerate(self._slots()) if s >= r.length]
+            where, b, n = to_device(torch.tensor(here), device).unbind(1)
+            ids.index_copy_(0, where, self.drafted[b, n])
+        return ids, *others
+
+    def _slots(self) -> Iterator[tuple[Row, int]]:
+        return ((r, s) for r in self.rows for s in range(r.first, r.end))
+
+    def _plan(
+        self, rows: list[Row], slots: int, at: Tensor, table: Mapping[int, list[int]] | None, page: int
+    ) -> AttentionPlan:
+        shape = None
+        if self.shape is not None:
+            which = [r.b for r in rows]
+            shape = Tree(np.array([r.length for r in rows]), *(table[which] for table in self.shape))
+        return AttentionPlan(
+            [r.b for r in rows],
+            [r.first for r in rows],
+            [r.end - r.first for r in rows],
+            slots,
+            shape,
+            at,
+            table=None if table is None else [table[r.b] for r in rows],
+            page=page,
+        )
+
+    def cut(self, low: int, high: int) -> list[Row]:
+        """The part of each row among packed tokens ``low:high``."""
+        rows, t = [], 0
+        for r in self.rows:
+            first, end = r.first + max(low - t, 0), min(r.end, r.first + high - t)
+            if first < end:
+                rows.append(Row(r.b, first, r.length, end))
+            t += r.end - r.first
+        return rows
+
+    def keep(self, rows: list[Row], wanted: bool, device: torch.device) -> Tensor | bool | None:
+        """Whose logits are wanted, as in ``PrefillChunk.keep``: those of the last committed token and of nodes."""
+        if not wanted:
+            return False
+        if all(r.first >= r.length - 1 for r in rows):
+            return None
+        keep: list[int] = []
+        t = 0
+        for r in rows:
+            keep += range(t + max(r.length - 1 - r.first, 0), t + r.end - r.first)
+            t += r.end - r.first
+        return to_device(torch.tensor(keep), device) if keep else False
+
+
+def feed(
+    context: Context, proposal: Proposal | None, first: Sequence[int], end: Sequence[int]
+) -> PackedBatch:
+    """Pack slots ``first[b]:end[b]`` of every row that has any."""
+    length, text = context.length.tolist(), context.tokens.numpy()
+    out = PackedBatch([Row(b, *span) for b, span in enumerate(zip(first, length, end)) if span[0] < span[2]])
+    drafted: list[list[int]] | None = None
+    depth: list[list[int]] | None = None
+    if proposal is not None:
+        parents = proposal.parents.contiguous().numpy()
+        out.shape = _shape_of(parents.tobytes(), len(length))
+        depth = None if out.shape is None else out.shape[1].tolist()
+        if proposal.tokens.device.type == "cpu":
+            drafted = proposal.tokens.tolist()
+        elif any(r.end > r.length for r in out.rows):
+            out.drafted = proposal.tokens
+    for b, begin, n, stop in out.rows:
+        if begin < n:
+            out.ids += text[b, begin : min(n, stop)].tolist()
+        nodes = range(max(begin - n, 0), stop - n)
+        if nodes:
+            out.ids += [0] * len(nodes) if drafted is None else drafted[b][nodes.start : nodes.stop]
+        if depth is None:
+            out.positions += range(begin, stop)
+        else:
+            out.positions += [*range(begin, min(n, stop)), *(n + depth[b][node] for node in nodes)]
+    return out

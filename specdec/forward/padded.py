@@ -1,0 +1,123 @@
+"""Run a model's forward on padded ``[R, q]`` rows with a 4-D mask, for families whose attention cannot be replaced.
+
+An object in the place of transformers' cache writes into the same slots, and a float mask says what each query sees. Padding
+goes to a spare slot at the end of each row, which nothing reads.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from specdec.forward.families import refuse
+from specdec.forward.taps import tapped
+from specdec.kernels.attention.plan import AttentionPlan, Segment
+
+
+class Padded:
+    """``[R, q]`` rows, padded at the end, and a 4-D mask; for families without a replaceable attention."""
+
+    spare = 1
+    concurrent = False  # the call at hand is kept in the object
+
+    def __init__(self, model: Any, trees: bool):
+        self.model, self.body, self.trees = model, model.base_model, trees
+        if any("Flash" in type(m).__name__ for m in model.modules()):
+            raise refuse(
+                model.config.model_type,
+                "flash attention takes no mask; load it with attn_implementation='eager'",
+            )
+        for part in model.modules():
+            if hasattr(part, "config"):
+                part.config._attn_implementation_internal = "eager"
+        self.window: int | None = None
+        if model.config.model_type == "gpt_neo":
+            self._open_gpt_neo()
+
+    def _open_gpt_neo(self) -> None:
+        """GPT-Neo slices causal and local masks of its own by slot: replace them by ours, which go by position."""
+        self.window = self.model.config.window_size
+        everything = torch.ones(1, 1, 1, 1, dtype=torch.bool).expand(1, 1, 2**24, 2**24)  # one byte
+        for block in self.body.h:
+            block.attn.attention.bias = everything.to(block.attn.attention.bias.device)
+            if block.attn.attention_type == "local":
+                block.attn.register_forward_pre_hook(self._local, with_kwargs=True)
+
+    def _local(self, module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return args, {**kwargs, "attention_mask": self._mask(self.window)}
+
+    def _mask(self, window: int | None) -> Tensor:
+        """``[R, 1, q, S']`` added to scores. Finite, since some families divide it afterwards."""
+        if window not in self._masks:
+            seen = torch.from_numpy(self._plan.visible(self._segment, window)[:, None])
+            low = torch.finfo(self.model.dtype).min
+            made = torch.zeros(seen.shape, dtype=self.model.dtype).masked_fill_(~seen, low)
+            self._masks[window] = made.to(self._device)
+        return self._masks[window]
+
+    def forward(
+        self,
+        memo: Any,
+        plan: AttentionPlan,
+        ids: Tensor,
+        positions: Tensor,
+        keep: Any,
+        caught: dict[int, list[Tensor]] | None = None,
+    ) -> Tensor | None:
+        """As for ``Packed``."""
+        rows, first, counts = (np.array(a) for a in (plan.rows, plan.first, plan.counts))
+        R, q = len(rows), int(counts.max())
+        column = np.arange(q)
+        live = column < counts[:, None]
+        last = counts.cumsum()[:, None]
+        packed = np.minimum(last - counts[:, None] + column, last - 1)  # padding repeats the row's last token
+        slot = np.where(live, first[:, None] + column, memo.capacity) + rows[:, None] * plan.capacity
+        self._device = ids.device
+        self._plan, self._segment = plan, Segment(0, R, 0, 0, q, max(plan.length))
+        self._masks: dict[int | None, Tensor] = {}
+        self._live = tuple(torch.from_numpy(i).to(ids.device) for i in live.nonzero())
+        at = torch.from_numpy(packed).to(ids.device)
+        model, wanted, pick = self.model, {}, self._live
+        if keep is False:
+            model = self.body
+        elif keep is not None:
+            r, c = (i[keep] for i in self._live)
+            columns, c = torch.unique(c, return_inverse=True)
+            wanted, pick = {"logits_to_keep": columns}, (r, c)
+        with tapped(self.model, caught, lambda hidden: hidden[self._live]):
+            out = model(
+                input_ids=ids[at],
+                position_ids=positions[at],
+                attention_mask=self._mask(None),
+                past_key_values=_Slots(memo, plan, torch.from_numpy(slot.reshape(-1)).to(ids.device)),
+                use_cache=True,
+                **wanted,
+            )
+        return None if keep is False else out.logits[pick]
+
+
+class _Slots(Cache):
+    """What the model takes for its cache: writes go to our slots, and it sees them up to the longest row's end."""
+
+    def __init__(self, memo: Any, plan: AttentionPlan, slots: Tensor):
+        super().__init__(layers=[])
+        self.memo, self.slots = memo, slots
+        self.rows, self.high = torch.tensor(plan.rows), max(plan.length)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        key, value = (
+            t.transpose(0, 1).flatten(1, 2)[None] for t in (key_states, value_states)
+        )  # [1, H, R * q, D]
+        buffers = self.memo.append(layer_idx, self.slots.to(key.device), key, value)
+        whole = len(self.rows) == buffers[0].shape[0]  # rows ascend, so these are all of them
+        seen = [(b if whole else b[self.rows.to(b.device)])[:, : self.high].transpose(1, 2) for b in buffers]
+        return seen[0], seen[1]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0  # positions are always given

@@ -1,0 +1,1 @@
+"""Steps of fixed shapes, captured or recorded once and replayed."""

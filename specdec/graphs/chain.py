@@ -1,0 +1,218 @@
+"""A draft's whole chain as one captured step: k forwards, their draws and the ids in between, without the host.
+
+Numbers to draw with are functions of keys that the host knows beforehand, so they travel with the rest, in one copy.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from specdec.cache.contiguous import SlotCache
+from specdec.cache.ring import Ring
+from specdec.graphs.programs import SMALL
+from specdec.graphs.staging import Program, Staged, pad
+from specdec.graphs.static import Forward, StaticMemo, StaticPlan, bucket_of
+from specdec.kernels.attention.lowered import Lowered
+from specdec.kernels.device import to_device
+from specdec.models.hf import HFModel
+from specdec.rng import Attempt, Key, Philox, Rng, pick
+from specdec.sampling import Sampling
+from specdec.types import Context
+
+
+class Drawn(NamedTuple):
+    """``tokens [B, N]``, 0 where a row has no more, -1 where logits were not finite, and what they were drawn from, ``[B, N, V]``; ``None`` for greedy ones."""
+
+    tokens: Tensor
+    probs: Tensor | None
+
+
+class Shape(NamedTuple):
+    """What a chain is captured for: ``rows`` of ``queries`` committed tokens at most to begin with, ``steps`` draws, ``length`` slots."""
+
+    rows: int
+    queries: int
+    steps: int
+    length: int
+    sampling: Sampling
+    vocab_size: int | None
+
+
+class Chain(Program):
+    """``steps`` draws of every row, each from the forward of the one before.
+
+    Args:
+        forward: as ``Packed.forward``. memo: where keys and values go. shape: what it is for. device: of the model.
+    """
+
+    def __init__(self, forward: Forward, memo: StaticMemo, shape: Shape, device: torch.device):
+        self.forward, self.memo, self.shape = forward, memo, shape
+        R, T = shape.rows, shape.rows * shape.queries
+        self.staged = Staged(
+            {
+                **dict.fromkeys(("ids", "positions", "slots"), ("i8", (T,))),
+                **dict.fromkeys(("keep", "base", "limit", "home"), ("i8", (R,))),
+                "numbers": ("f8", (shape.steps, R)),
+                **dict.fromkeys(("first", "later"), ("i4", (R + 1,))),
+                **dict.fromkeys(("length", "rows"), ("i4", (R,))),
+            },
+            device,
+        )
+
+    def body(self) -> tuple[Tensor, Tensor | None]:
+        """Tokens ``[rows, steps]`` and their laws."""
+        on, shape = self.staged.on, self.shape
+        tokens: list[Tensor] = []
+        laws: list[Tensor] = []
+        for n in range(shape.steps):
+            live = on["limit"] > n
+            if n == 0:
+                keep = None if shape.queries == 1 else on["keep"]
+                logits = self._run(on["ids"], on["positions"], on["slots"], on["first"], on["length"], keep)
+            else:
+                at = (
+                    on["base"] + n - 1
+                )  # rows without a further draw look at their first slot and write nowhere
+                positions = torch.where(live, at, 0)
+                slots = torch.where(live, on["home"] + at, self.memo.spare)
+                length = torch.where(live, at + 1, 1).to(torch.int32)
+                logits = self._run(tokens[-1].clamp(min=0), positions, slots, on["later"], length, None)
+            top, token, law = draw(logits, shape.sampling, shape.vocab_size, on["numbers"][n])
+            tokens.append(torch.where(live, torch.where(torch.isfinite(top), token, -1), 0))
+            if law is not None:
+                laws.append(law)
+        return torch.stack(tokens, 1), torch.stack(laws, 1) if laws else None
+
+    def _run(
+        self, ids: Tensor, positions: Tensor, slots: Tensor, starts: Tensor, length: Tensor, keep: Any
+    ) -> Tensor:
+        shape = self.shape
+        count = shape.queries if starts is self.staged.on["first"] else 1
+        rows = self.staged.on["rows"]
+        lowered = Lowered(starts, length, rows, length, None, None, None, None, count, shape.length)
+        self.memo.begin()
+        plan: Any = StaticPlan(lowered, slots)
+        logits = self.forward(self.memo, plan, ids, positions, keep)
+        assert logits is not None
+        return logits
+
+
+def draw(
+    logits: Tensor, sampling: Sampling, vocab_size: int | None, numbers: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """As ``Sampling`` and ``Philox.categorical`` do it: the largest score, the token and the law of each of ``logits [R, V]``."""
+    from specdec.drafts.model import fit
+
+    nowhere: Any = None  # without processors the text does not matter
+    logits = fit(logits, vocab_size)
+    if sampling.greedy:
+        top, token = sampling.scores(logits, nowhere, None).max(-1)
+        return top, token, None
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    scores = sampling.scores(wide, nowhere, None)
+    law = scores.softmax(-1)
+    return scores.amax(-1), pick(law, numbers), law
+
+
+def propose(
+    model: Any,
+    cache: Any,
+    text: Context,
+    budget: Tensor,
+    rng: Rng,
+    sampling: Sampling,
+    vocab_size: int | None,
+) -> Drawn | None:
+    """A chain of ``budget [B]`` tokens in each row, as ``drafts.Model`` draws it token by token.
+
+    Returns:
+        ``None`` where a chain cannot be captured or is not captured yet: nothing has happened then, and the tokens are to be drawn one
+        by one.
+    """
+    B, N = text.batch, int(budget.max())
+    if getattr(model, "steps", None) is None or N < 1 or sampling.processors:
+        return None
+    if isinstance(cache, Ring):
+        from specdec.graphs import windowed_chain
+
+        return windowed_chain.propose(model, cache, text, budget, rng, sampling, vocab_size)
+    if type(cache) is not SlotCache:
+        return None
+    numbers = None
+    if not sampling.greedy:
+        numbers = numbers_of(rng, text, N)
+        if numbers is None:
+            return None
+    some = None if int(budget.min()) > 0 else (budget > 0).nonzero()[:, 0]
+    assert isinstance(model, HFModel)
+    steps = model.steps
+    assert steps is not None
+    feed, _ = model._plan(cache, text, None, None, some)
+    limits = [int(budget[r.b]) for r in feed.rows]
+    counts = [r.end - r.first for r in feed.rows]
+    ends = [r.length + n - 1 for r, n in zip(feed.rows, limits)]
+    if max(counts) > SMALL or max(ends) > cache.capacity:
+        return None
+    slots = cache.slots
+    bucket = bucket_of(counts, [1] * len(counts), max(ends), slots)
+    R = bucket.rows
+    shape = Shape(R, bucket.queries, N, bucket.length, sampling, vocab_size)
+
+    def make(memo: StaticMemo) -> Chain:
+        return Chain(steps.forward, memo, shape, steps.device)
+
+    def update(chain: Any) -> None:
+        array = chain.staged.begin()
+        live, total = len(limits), sum(counts)
+        pad(array["ids"], feed.ids)
+        pad(array["positions"], feed.positions)
+        flat = [r.b * slots + s for r in feed.rows for s in range(r.first, r.end)]
+        pad(array["slots"], flat, chain.memo.spare)
+        array["first"][0] = array["later"][0] = 0
+        array["first"][1 : live + 1] = array["keep"][:live] = torch.tensor(counts).cumsum(0).numpy()
+        array["keep"][:live] -= 1
+        array["keep"][live:] = 0
+        array["first"][live + 1 :] = total
+        pad(array["later"][1:], range(1, live + 1), live)
+        pad(array["base"], [r.length for r in feed.rows])
+        pad(array["length"], [r.length for r in feed.rows])
+        pad(array["rows"], [r.b for r in feed.rows])
+        pad(array["home"], [r.b * slots for r in feed.rows])
+        pad(array["limit"], limits)
+        if numbers is not None:
+            array["numbers"][:, :live] = numbers[:, [r.b for r in feed.rows]]
+            array["numbers"][:, live:] = 0
+        chain.staged.send()
+
+    with torch.inference_mode():
+        chain = steps.program(cache, shape, make, update)
+        if chain is None:
+            return None
+        tokens, probs = chain.replay()
+        tokens, probs = tokens[: len(limits)], None if probs is None else probs[: len(limits)]
+        if len(limits) < B:
+            at = to_device(torch.tensor([r.b for r in feed.rows]), tokens.device)
+            tokens = tokens.new_zeros(B, N).index_copy_(0, at, tokens)
+            if probs is not None:
+                probs = probs.new_full((B, *probs.shape[1:]), 1 / probs.shape[-1]).index_copy_(0, at, probs)
+        else:  # the next replay writes over them
+            tokens, probs = tokens.clone(), None if probs is None else probs.clone()
+    words = text.tokens.numpy()
+    for r, n in zip(feed.rows, limits):
+        cache.remember(r.b, words[r.b], r.first, r.length, n - 1)
+    return Drawn(tokens, probs)
+
+
+def numbers_of(rng: Rng, text: Context, count: int) -> Any:
+    """``[N, B]`` the numbers that ``rng`` draws a chain's tokens with; ``None`` where it draws in another way."""
+    attempt = 0
+    inner: Any = rng
+    while isinstance(inner, Attempt):
+        inner, attempt = inner.rng, inner.attempt
+    if type(inner) is not Philox:
+        return None
+    key = Key(text.length[:, None], torch.arange(count), attempt=attempt)
+    return inner.uniform(key).numpy().T

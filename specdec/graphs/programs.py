@@ -1,0 +1,312 @@
+"""The captured steps of one model: which calls go through them, the memory that they are captured on, and when they are dropped.
+
+A graph knows addresses, so a step is captured for the memory of one cache. That memory is kept when the cache is gone, and lent to the
+next one that fits in: the steps of one ``generate`` serve the next.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec.cache.contiguous import SlotCache, check_memory
+from specdec.cache.slots import KVShape, Slots
+from specdec.cache.token_index import TokenIndex
+from specdec.forward.llama_c import LlamaC
+from specdec.forward.llama_eager import LlamaEager
+from specdec.forward.pack import PackedBatch
+from specdec.graphs.capture import CAPTURES, capture_for, synchronize
+from specdec.graphs.staging import Program
+from specdec.graphs.static import StaticMemo, StaticStep, bucket_of, fits, nodes_of
+
+MOST = 16  # captured steps over one memory
+SMALL = 64  # new tokens of a row up to which a call is decoding or verification
+DRAFTED = 64  # proposed tokens a row that may stay on the device
+
+
+class Lease:
+    """Held by a cache and by what ``select`` and ``join`` make of it: its memory is in use while somebody holds it."""
+
+
+class Storage:
+    """The memory of a cache, and what was captured on it."""
+
+    def __init__(self, cache: Slots):
+        lease = vars(cache).setdefault("lease", Lease())
+        self.lease = weakref.ref(lease)
+        self.whole, self.memo = cache._whole, StaticMemo(cache)
+        self._model = copy.copy(cache)
+        del vars(self._model)["lease"]
+        self.programs: OrderedDict[Hashable, Program] = OrderedDict()
+        self.seen: OrderedDict[Hashable, None] = OrderedDict()
+        self.too_large: set[Hashable] = set()
+
+    @property
+    def free(self) -> bool:
+        return self.lease() is None
+
+    def lend(self, batch: int) -> Any:
+        """The memory's first ``batch`` rows as an empty cache of its kind; whatever that remembers of texts is the caller's to make."""
+        new = copy.copy(self._model)
+        lease = Lease()
+        vars(new)["lease"], self.lease = lease, weakref.ref(lease)
+        with torch.inference_mode(False):
+            new._blocks = [block[:, :batch] for block in self.whole]
+            for block in new._blocks:
+                block.zero_()
+        new._whole = self.whole
+        new._view()
+        return new
+
+
+class Programs:
+    """Captured programs over the memory of caches; not for several threads at once.
+
+    Args:
+        device: where all of it is. capture: a name of ``capture.CAPTURES``. most: programs over one memory; of more, the one that was
+            not used for longest is dropped.
+    Attributes:
+        why: why nothing is captured any more, until ``release``, or ``None``. Too little memory is no reason: a shape that there was none
+            for runs without a graph for as long as its memory is there.
+    """
+
+    def __init__(self, device: torch.device, capture: str, most: int = MOST):
+        self.device, self.most = device, most
+        self.capture = capture_for(capture, device)
+        self.why: str | None = None
+        self._storages: list[Storage] = []
+
+    def __repr__(self) -> str:
+        captured = sum(len(s.programs) for s in self._storages)
+        return f"{type(self).__name__}({captured} captured{f', stopped: {self.why}' if self.why else ''})"
+
+    def lent(self, batch: int, fits: Callable[[Any], bool]) -> Any:
+        """As ``Storage.lend``, of memory that is free, has the rows, and whose cache ``fits``; without any ``None``, and what is free goes."""
+        for storage in self._storages:
+            if storage.free and storage.whole[0].shape[1] >= batch and fits(storage._model):
+                return storage.lend(batch)
+        self._drop(lambda storage: storage.free)
+        return None
+
+    def release(self) -> None:
+        """Drop all that was captured, and the memory that no cache uses; what could not be captured may be tried again."""
+        self._drop(lambda _: True)
+        self.why = None
+
+    def program(
+        self,
+        cache: Slots,
+        key: Hashable,
+        make: Callable[[StaticMemo], Program],
+        update: Callable[[Any], None],
+    ) -> Program | None:
+        """The captured program of a name over a cache's memory, with its numbers up to date.
+
+        ``None`` for a name that is met for the first time, and when it, or something before it, could not be captured, which is said.
+        """
+        if self.why is not None:
+            return None
+        storage = self._of(cache)
+        programs, seen = storage.programs, storage.seen
+        program = programs.get(key)
+        if program is not None:
+            programs.move_to_end(key)
+            update(program)
+            return program
+        if key in storage.too_large:
+            return None
+        if key not in seen:
+            seen[key] = None
+            if len(seen) > 16 * self.most:
+                seen.popitem(last=False)
+            return None
+        try:
+            program = make(storage.memo)
+            update(program)
+            program.capture(self.capture)
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}"
+            if _out_of_memory(error):
+                storage.too_large.add(key)
+                what = (
+                    "there was too little memory to capture a step of this shape, so it runs without a graph"
+                )
+            else:
+                self.release()
+                self.why = said
+                what = "a step of this model cannot be captured, so it runs without graphs"
+            warnings.warn(f"graphs: {what}: {said}", RuntimeWarning, stacklevel=2)
+            return None
+        programs[key] = program
+        if len(programs) > self.most:
+            self._wait()
+            programs.popitem(last=False)
+        return program
+
+    def _of(self, cache: Slots) -> Storage:
+        for storage in self._storages:
+            if storage.whole is cache._whole:
+                return storage
+        lease = getattr(cache, "lease", None)  # a cache that was copied does not use its old memory any more
+        self._drop(lambda storage: storage.free or (lease is not None and storage.lease() is lease))
+        storage = Storage(cache)
+        self._storages.append(storage)
+        return storage
+
+    def _drop(self, which: Callable[[Storage], bool]) -> None:
+        if any(which(storage) and storage.programs for storage in self._storages):
+            self._wait()
+        self._storages = [storage for storage in self._storages if not which(storage)]
+
+    def _wait(self) -> None:
+        """Until no graph that is about to go is still running."""
+        if self.device.type == "cuda":
+            synchronize(self.device)
+
+
+class Steps(Programs):
+    """Captured steps of one ``HFModel``.
+
+    Args:
+        path: the model's ``Packed``. others: as for ``Programs``.
+    """
+
+    def __init__(self, path: Any, device: torch.device, capture: str, most: int = MOST):
+        super().__init__(device, capture, most)
+        if isinstance(path.lean, LlamaC):  # C code is not seen by graphs
+            path = copy.copy(path)
+            path.lean = LlamaEager(path.model, path.backend) if LlamaEager.suits(path.model) else None
+        self.forward = path.forward
+
+    def cache(self, shapes: Sequence[KVShape], batch: int, capacity: int) -> SlotCache:
+        """An empty cache, in memory that has been used before where that is free and large enough.
+
+        Raises:
+            MemoryError: it would not fit.
+        """
+        lent = self.lent(batch, lambda cache: type(cache) is SlotCache and cache.slots > capacity)
+        if lent is not None:
+            TokenIndex.__init__(lent, batch, capacity)
+            return lent
+        spare = 64 - capacity % 64  # one at least, for padding
+        check_memory(shapes, batch, capacity, spare)
+        cache = SlotCache(shapes, batch, capacity, spare)
+        self._of(cache)
+        return cache
+
+    def step(
+        self, cache: Any, feed: PackedBatch, wanted: bool, taps: Sequence[int] = ()
+    ) -> Callable[[], tuple[Tensor | None, dict[int, Tensor]]] | None:
+        """A function that feeds a call's tokens and returns the logits ``[K, V]`` that are wanted, and activations ``[T, E]`` of the
+        layers ``taps``. They hold until the next step.
+
+        Returns:
+            ``None`` where the call is not for steps, or its step is not captured yet: shapes are captured when they are met again.
+        """
+        if type(cache) is not SlotCache or self.why is not None or not feed.rows:
+            return None
+        counts = [r.end - r.first for r in feed.rows]
+        if max(counts) > SMALL or len(counts) * max(counts) > 2 * sum(counts) + 64:
+            return None
+        kept = [r.end - max(r.first, r.length - 1) if wanted else 0 for r in feed.rows]
+        slots = cache.slots
+        flat = [r.b * slots + s for r in feed.rows for s in range(r.first, r.end)]
+        plan = feed._plan(feed.rows, slots, torch.tensor(flat), None, 0)
+        if not fits(plan):
+            return None
+        bucket = bucket_of(counts, kept, max(plan.length), slots, nodes_of(plan))
+        drafted, source = feed.drafted, list[int]()
+        room = 0
+        if drafted is not None:
+            N, room = drafted.shape[1], bucket.rows * DRAFTED
+            if drafted.numel() > room:
+                return None
+            source = [
+                r.b * N + s - r.length if s >= r.length else -1
+                for r in feed.rows
+                for s in range(r.first, r.end)
+            ]
+        keep, t = list[int](), 0
+        for count, k in zip(counts, kept):
+            keep += range(t + count - k, t + count)
+            t += count
+
+        def make(memo: StaticMemo) -> StaticStep:
+            return StaticStep(self.forward, memo, bucket, self.device, room, taps)
+
+        def update(step: Any) -> None:
+            step.update(plan, feed.ids, feed.positions, keep, drafted, source)
+
+        step = self.program(cache, (bucket, room, tuple(taps)), make, update)
+        if step is None:
+            return None
+
+        def run() -> tuple[Tensor | None, dict[int, Tensor]]:
+            out, seen = step.replay()
+            fed = {tap: x[: feed.tokens] for tap, x in zip(taps, seen)}
+            return None if out is None or not keep else out[: len(keep)], fed
+
+        return run
+
+
+def steps_for(
+    graphs: bool | str, path: Any, model: Any, device: torch.device, attention: str, page: int | None
+) -> Steps | None:
+    """What ``HFModel(graphs=...)`` asks for; ``None``: no steps.
+
+    Raises:
+        ValueError: steps are asked for and this model cannot have any.
+    """
+    if graphs is False:
+        return None
+    name = capture_named(graphs, device)
+    why = _why_not(path, model, device, attention, page)
+    if name is None or (graphs == "auto" and why):
+        return None
+    if why:
+        raise ValueError(f"graphs is {graphs!r} but {why}: give graphs=False")
+    return Steps(path, device, name)
+
+
+def capture_named(graphs: bool | str, device: torch.device) -> str | None:
+    """Which of ``CAPTURES`` an argument ``graphs`` asks for; ``None``: none.
+
+    Raises:
+        ValueError: there is no such way.
+    """
+    if graphs not in (False, True, "auto", *CAPTURES):
+        raise ValueError(f"graphs is {graphs!r}: False, True, 'auto', or one of {', '.join(CAPTURES)}")
+    if graphs == "auto":
+        return "cuda" if device.type == "cuda" and find_spec("triton") is not None else None
+    return "cuda" if graphs is True else graphs or None
+
+
+def _out_of_memory(error: BaseException | None) -> bool:
+    """Also where that has broken a capture, whose end then is an error of its own."""
+    while error is not None:
+        if isinstance(error, torch.OutOfMemoryError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _why_not(path: Any, model: Any, device: torch.device, attention: str, page: int | None) -> str | None:
+    if not hasattr(path, "backend"):
+        return "this family runs padded, with masks made on the host"
+    if getattr(path.lean, "invariant", False):
+        return "invariant is True, which is computed in C, and graphs do not see C code"
+    if page is not None:
+        return "graphs know the addresses of slots, and pages move"
+    if attention not in ("auto", "triton"):
+        return f"attention is {attention!r}, and only the Triton kernel (or 'auto') can be captured"
+    if any(p.device != device for p in model.parameters()) or hasattr(model, "_hf_hook"):
+        return "the model is spread over devices"
+    return None

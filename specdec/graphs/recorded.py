@@ -1,0 +1,178 @@
+"""A graph on the CPU: every operator of a function, with its tensors, replayed without the function's Python.
+
+It asks of a function what a CUDA graph asks, and says which operator breaks it: nothing may wait for the device, no shape may depend
+on data, no tensor may come from the host on the way, and nothing may depend on what Python remembers between two calls. So a step
+that is recorded and replays to the same numbers has what it needs to be captured on a GPU. Replaying is slow; it is for tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from specdec.graphs.capture import Body
+
+_WAITS = "waits for the device: its result, or the shape of it, is needed on the host"
+_HOST = "brings numbers from the host: put them into a tensor that is there before, and written anew for every replay"
+_RANDOM = "draws random numbers: draw them on the host by their keys, and pass them in"
+_WAITING = [
+    "_local_scalar_dense",
+    "is_nonzero",
+    "equal",
+    "nonzero",
+    "masked_select",
+    "bincount",
+    "repeat_interleave",
+]
+_WAITING += ["_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive"]
+_DRAWING = ["rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "multinomial"]
+_DRAWING += ["bernoulli", "bernoulli_", "uniform_", "normal_", "exponential_", "random_", "native_dropout"]
+FORBIDDEN: dict[str, str] = {
+    **dict.fromkeys(_WAITING, _WAITS),
+    **dict.fromkeys(["lift_fresh", "lift_fresh_copy"], _HOST),
+    **dict.fromkeys(_DRAWING, _RANDOM),
+}
+_EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"}
+_UNSEEN = {"tolist", "numpy", "cpu", "data_ptr", "__array__", "__dlpack__"}  # no operators on the CPU
+
+
+class NotCapturable(RuntimeError):
+    """A function does something that a graph cannot hold; the message names the operator and the remedy."""
+
+
+def record(body: Body) -> Body:
+    """Call ``body`` twice, recording the second time; returns a function that replays what was recorded.
+
+    Raises:
+        NotCapturable: it cannot be captured, or both calls differ.
+    """
+    first, second = Recording(), Recording()
+    with _Guard(), first:
+        body()
+    with _Guard(), second:
+        out = body()
+    second.compare(first)
+    kept = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+
+    def replay(_: Any = (first, kept)) -> Any:
+        second.replay()
+        return out
+
+    return replay
+
+
+class _Guard(TorchFunctionMode):
+    """Refuses what takes numbers out of a tensor without an operator."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if getattr(func, "__name__", "") in _UNSEEN:
+            raise NotCapturable(f"Tensor.{func.__name__} in a captured step {_WAITS}")
+        return func(*args, **(kwargs or {}))
+
+
+class Recording(TorchDispatchMode):
+    """Notes the operators that run while it is active, and what they made.
+
+    Attributes:
+        calls: operator, its arguments, and its outputs, in order.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
+        self.made: set[int] = set()  # storages of what was made on the way, which live as long as this does
+        self.outside: dict[int, Tensor] = {}  # tensors from before, by storage
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func.overloadpacket.__name__ == "lift_fresh" and not args[0].dim():  # a number in the code
+            self.made.add(_storage(args[0]))
+            self.calls.append((func, args, {"value": args[0].item()}, args[0]))
+            return args[0]
+        self._refuse(func, args, kwargs)
+        if func._can_decompose():  # an operator that is made of others, which are looked at one by one
+            with self:
+                out = func.decompose(*args, **kwargs)
+            if out is not NotImplemented:
+                return out
+        for t in tree_leaves((args, kwargs)):
+            if isinstance(t, Tensor) and _storage(t) not in self.made:
+                self.outside.setdefault(_storage(t), t)
+        out = func(*args, **kwargs)
+        there = {_storage(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        self.made |= {_storage(t) for t in tree_leaves(out) if isinstance(t, Tensor)} - there
+        self.calls.append((func, args, kwargs, out))
+        return out
+
+    def _refuse(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        name = func.overloadpacket.__name__
+        why = FORBIDDEN.get(name)
+        if name == "repeat_interleave" and isinstance(args[0], Tensor) and "self_int" in func._overloadname:
+            why = None
+        if name in ("index", "index_put", "index_put_", "_index_put_impl_") and len(args) > 1:
+            masks = [t for t in args[1] if isinstance(t, Tensor) and t.dtype in (torch.bool, torch.uint8)]
+            why = f"has an index of {masks[0].dtype}, which {_WAITS}" if masks else why
+        if name in ("_to_copy", "copy_", "to"):
+            devices = {t.device for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+            if kwargs.get("device") is not None:
+                devices.add(torch.device(kwargs["device"]))
+            if len(devices) > 1:
+                why = f"copies from one device to another ({', '.join(sorted(map(str, devices)))}): do it before"
+        if why is not None:
+            raise NotCapturable(f"{func} in a captured step {why}")
+
+    def compare(self, other: Recording) -> None:
+        """Raise ``NotCapturable`` unless ``other`` holds the same operators on the same tensors from before."""
+        mine, theirs = ([_shown(call) for call in r.calls] for r in (self, other))
+        for i in range(max(len(mine), len(theirs))):
+            a, b = (s[i] if i < len(s) else "nothing" for s in (theirs, mine))
+            if a != b:
+                raise NotCapturable(
+                    f"operator {i} of a captured step is {a} in one call and {b} in the next: a step must not depend on what Python "
+                    "remembers, nor shapes on data"
+                )
+        fresh = [t for key, t in self.outside.items() if key not in other.outside]
+        if fresh:
+            raise NotCapturable(
+                f"a captured step reads a tensor {list(fresh[0].shape)} of {fresh[0].dtype} that was made on the way but not by its "
+                f"operators; it {_HOST}"
+            )
+
+    def replay(self) -> None:
+        """Run the operators again; what they make goes where it went when they were recorded."""
+        for func, args, kwargs, out in self.calls:
+            if "value" in kwargs and func.overloadpacket.__name__ == "lift_fresh":
+                continue
+            if func._schema.is_mutable:
+                func(*args, **kwargs)
+                continue
+            if func.overloadpacket.__name__ in _EMPTY:
+                continue
+            there = {_storage(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+            places = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+            if all(_storage(t) in there for t in places):
+                continue  # views see what was written anew
+            made = [t for t in tree_leaves(func(*args, **kwargs)) if isinstance(t, Tensor)]
+            for place, new in zip(places, made, strict=True):
+                place.copy_(new)
+
+
+def _storage(t: Tensor) -> int:
+    return t.untyped_storage()._cdata
+
+
+def _shown(call: tuple[Any, tuple[Any, ...], dict[str, Any], Any]) -> str:
+    """An operator with the shapes of its tensors and its other arguments."""
+    func, args, kwargs, _ = call
+    show: Callable[[Any], str] = lambda x: str(list(x.shape)) if isinstance(x, Tensor) else str(x)  # noqa: E731
+    return f"{func}({', '.join(show(x) for x in tree_leaves((args, kwargs)))})"

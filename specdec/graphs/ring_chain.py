@@ -1,0 +1,173 @@
+"""A draft's whole chain as one captured step, as ``graphs.chain``, over keys and values in a ring.
+
+Where a token goes and what it sees follows from its position, so all of that is computed by the step itself. Rows of the memory that
+no row of the batch uses are the padding: they write into their own slots.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from specdec.cache.ring import Ring
+from specdec.graphs.chain import Drawn, draw, numbers_of
+from specdec.graphs.programs import Programs
+from specdec.graphs.staging import Program, Staged, pad
+from specdec.graphs.static import StaticMemo, StaticPlan, power
+from specdec.kernels.attention.lowered import Lowered
+from specdec.rng import Rng
+from specdec.sampling import Sampling
+from specdec.types import Context
+
+Forward = Callable[[int, Tensor, "RingPlan"], Tensor | None]
+
+
+class Shape(NamedTuple):
+    """What a chain is captured for: the first ``rows`` of the memory, and so many ``steps``.
+
+    ``earlier``: a forward before them, for rows that lack two tokens of the text; others are given their last one twice.
+    """
+
+    rows: int
+    steps: int
+    sampling: Sampling
+    vocab_size: int | None = None
+    earlier: bool = False
+
+
+class RingPlan(StaticPlan):
+    """What the queries of one step see of their rows' rings, ``seen [R, S]``; slots hold positions so far ``behind [R, S]`` them."""
+
+    def __init__(self, seen: Tensor, behind: Tensor, slots: Tensor):
+        rows, size = seen.shape
+        number = torch.arange(rows + 1, dtype=torch.int32, device=seen.device)
+        length = torch.full((rows,), size, dtype=torch.int32, device=seen.device)
+        parts = (number, length, number[:-1], length, None, None, None, None)
+        super().__init__(Lowered(*parts, max_count=1, max_length=size), slots)
+        self.seen, self.behind = seen, behind
+        self.known: dict[int | None, Lowered] = {}
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float, *more: Any) -> Tensor:
+        """As ``StaticPlan.attend``; a layer's own ``window`` goes by positions."""
+        window, *others = more
+        if window not in self.known:
+            seen = self.seen if window is None else self.seen & (self.behind < window)
+            self.known[window] = replace(self.lowered, seen=seen[None].to(torch.uint8))
+        return self._attend(query, keys, values, self.known[window], scale, None, *others)
+
+
+class RingChain(Program):
+    """``steps`` draws of every row, each from the forward of the one before.
+
+    Args:
+        ring: of the memory that ``memo`` is of.
+    """
+
+    def __init__(self, ring: Ring, memo: StaticMemo, shape: Shape, device: torch.device):
+        self.memo, self.shape = memo, shape
+        self.sinks, self.size, self.window = ring.sinks, ring.size, ring.window
+        R = shape.rows
+        fields = {
+            **dict.fromkeys(("ids", "base", "limit", "earlier", "before"), ("i8", (R,))),
+            "numbers": ("f8", (shape.steps, R)),
+        }
+        self.staged = Staged(fields, device)
+
+    @abstractmethod
+    def forward(self, position: Tensor) -> Forward:
+        """For tokens at ``position [N, R]``: the n-th forward ``(n, tokens [R], plan) -> logits [R, V]``; of an earlier one none are wanted."""
+
+    def body(self) -> tuple[Tensor, Tensor | None]:
+        """Tokens ``[rows, steps]`` and their laws."""
+        on, shape = self.staged.on, self.shape
+        device = on["base"].device
+        position = on["base"] + torch.arange(shape.steps, device=device)[:, None]  # [steps, R]
+        if shape.earlier:
+            position = torch.cat([on["before"][None], position])
+        slots = torch.arange(shape.rows, device=device) * self.memo.slots + self._slot(position)
+        held, seen = self._sight(position)
+        forward, token = self.forward(position), on["ids"]
+        tokens: list[Tensor] = []
+        laws: list[Tensor] = []
+        for n in range(-int(shape.earlier), shape.steps):
+            i = n + int(shape.earlier)
+            self.memo.begin()
+            plan = RingPlan(seen[i], position[i][:, None] - held[i], slots[i])
+            logits = forward(i, on["earlier"] if n < 0 else token, plan)
+            if logits is None:
+                continue
+            top, token, law = draw(logits, shape.sampling, shape.vocab_size, on["numbers"][n])
+            said = torch.where(torch.isfinite(top), token, -1)
+            token = said.clamp(min=0)
+            tokens.append(torch.where(on["limit"] > n, said, 0))
+            if law is not None:
+                laws.append(law)
+        return torch.stack(tokens, 1), torch.stack(laws, 1) if laws else None
+
+    def _slot(self, position: Tensor) -> Tensor:
+        """As ``Ring.slot``."""
+        ring = self.sinks + (position - self.sinks) % self.size
+        return torch.where(position < self.sinks, position, ring)
+
+    def _sight(self, position: Tensor) -> tuple[Tensor, Tensor]:
+        """As ``Ring.held`` and ``Ring.visible``."""
+        s = torch.arange(self.sinks + self.size, device=position.device)
+        q = position[..., None]
+        held = torch.where(s < self.sinks, s, q - (q - s) % self.size)
+        ring = (held >= self.sinks) & (held > q - self.window)
+        return held, torch.where(s < self.sinks, held <= q, ring)
+
+
+def drawn(
+    programs: Programs,
+    ring: Ring,
+    context: Context,
+    budget: Tensor,
+    rng: Rng,
+    sampling: Sampling,
+    make: Callable[[StaticMemo, Shape], RingChain],
+    vocab_size: int | None = None,
+    first: Tensor | None = None,
+) -> Drawn | None:
+    """Chains of ``budget [B]`` tokens in rows whose ring holds all of the text but its last token, or all before ``first [B]``: at most
+    the last two are not held.
+
+    All rows are written as far as the longest chain goes.
+
+    Returns:
+        ``None`` where a chain cannot be captured or is not captured yet: nothing has happened then.
+    """
+    if sampling.processors:
+        return None
+    numbers, B, steps = None, context.batch, int(budget.max())
+    if not sampling.greedy:
+        numbers = numbers_of(rng, context, steps)
+        if numbers is None:
+            return None
+    base = context.length - 1
+    first = base if first is None else first
+    rows = min(power(B), ring._whole[0].shape[1])
+    shape = Shape(rows, steps, sampling, vocab_size, earlier=bool((first < base).any()))
+
+    def update(chain: Any) -> None:
+        array = chain.staged.begin()
+        for ids, positions, at in (("ids", "base", base), ("earlier", "before", first)):
+            pad(array[ids], context.tokens.gather(1, at[:, None])[:, 0])
+            pad(array[positions], at)
+        pad(array["limit"], budget)
+        array["numbers"][:] = 0
+        if numbers is not None:
+            array["numbers"][:, :B] = numbers
+        chain.staged.send()
+
+    with torch.inference_mode():
+        chain = programs.program(ring, shape, lambda memo: make(memo, shape), update)
+        if chain is None:
+            return None
+        tokens, probs = chain.replay()  # the next replay writes over them
+        return Drawn(tokens[:B].clone(), None if probs is None else probs[:B].clone())

@@ -1,0 +1,93 @@
+"""Numbers that a captured step reads: arrays of fixed shapes in one block on the device, written anew by one copy."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from specdec.graphs.capture import Capture
+
+_DTYPES = {"i4": torch.int32, "i8": torch.int64, "f8": torch.float64}
+
+
+class Staged:
+    """Named arrays in one block.
+
+    Args:
+        fields: name -> type (``"i4"``, ``"i8"`` or ``"f8"``) and shape. device: where a step reads them.
+    Attributes:
+        on: name -> tensor on the device; the same ones for ever. Each begins at a multiple of 16 bytes, which is what kernels are
+            specialised for.
+    """
+
+    def __init__(self, fields: Mapping[str, tuple[str, tuple[int, ...]]], device: torch.device):
+        self._cuda = device.type == "cuda"
+        places, end = {}, 0
+        for name, (kind, shape) in fields.items():
+            size = int(np.prod(shape)) * int(kind[1])
+            places[name] = (end, end + size, kind, shape)
+            end += -(-size // 16) * 16
+        with torch.inference_mode(False):
+            self._block = torch.zeros(end, dtype=torch.uint8, device=device)
+            # Two, so that one can be filled while the other is still read.
+            self._host = [torch.zeros(end, dtype=torch.uint8, pin_memory=self._cuda) for _ in range(2)]
+            self.on = {
+                name: self._block[a:b].view(_DTYPES[kind]).view(shape)
+                for name, (a, b, kind, shape) in places.items()
+            }
+        self._arrays = [
+            {
+                name: host.numpy()[a:b].view(f"<{kind}").reshape(shape)
+                for name, (a, b, kind, shape) in places.items()
+            }
+            for host in self._host
+        ]
+        self._sent: list[Any] = [None, None]  # CUDA events
+        self._turn = 0
+
+    def begin(self) -> dict[str, np.ndarray]:
+        """Arrays to fill, whatever they hold; ``send`` copies them. Waits until they were read, two copies ago."""
+        self._turn ^= 1
+        if self._sent[self._turn] is not None:
+            self._sent[self._turn].synchronize()
+        return self._arrays[self._turn]
+
+    def send(self) -> None:
+        """Copy what was filled to the device; the host does not wait."""
+        self._block.copy_(self._host[self._turn], non_blocking=True)
+        if self._cuda:
+            self._sent[self._turn] = torch.cuda.Event()
+            self._sent[self._turn].record()
+
+
+class Program(ABC):
+    """A body over staged numbers, captured once they are there.
+
+    Attributes:
+        staged: its numbers.
+    """
+
+    staged: Staged
+    _replay: Any = None
+
+    @abstractmethod
+    def body(self) -> Any:
+        """What is captured: a function of tensors that stay where they are."""
+
+    def capture(self, capture: Capture) -> None:
+        """Capture the body on the numbers that were sent last, which it may be run on more than once."""
+        self._replay = capture(self.body)
+
+    def replay(self) -> Any:
+        """The body's results for the numbers that were sent last, in tensors that hold until the next replay."""
+        return self._replay()
+
+
+def pad(array: np.ndarray, values: Any, rest: int = 0) -> None:
+    """Put ``values`` at the beginning of an array and ``rest`` behind them."""
+    array[: len(values)] = values
+    array[len(values) :] = rest

@@ -1,0 +1,260 @@
+"""Steps of fixed shapes: a forward whose every number is in tensors that stay where they are, so that it can be captured and replayed.
+
+A step is made for a ``Bucket``: so many rows, at most so many new tokens a row, at most so many slots. Calls that fit write their
+numbers into its tensors and replay it. What a call has less than the bucket is *padding*: tokens that belong to no row, whose keys and
+values go to a spare slot that nobody sees, and rows without tokens.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specdec.cache.slots import Slots
+from specdec.graphs.staging import Program, Staged, pad
+from specdec.kernels.attention import AttentionPlan, static_reference
+from specdec.kernels.attention.lowered import NODES, Lowered, lower, written_out
+from specdec.kernels.attention.reach import Reach, binding
+
+SHORTEST = 256  # slots of the smallest bucket
+ALL = -1  # every token's logits are wanted
+Forward = Callable[..., Tensor | None]  # as ``Packed.forward``
+
+
+class Bucket(NamedTuple):
+    """What a step is made for, at most: ``rows`` of ``queries`` new tokens and of ``length`` slots, the new ones included.
+
+    ``kept``: tokens of a row whose logits are wanted; 0 for no logits, ``ALL`` where all are. ``nodes``: of a tree, 0 for chains.
+    """
+
+    rows: int
+    queries: int
+    kept: int
+    length: int
+    nodes: int = 0
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.queries
+
+    @property
+    def chosen(self) -> int:
+        """How many tokens are chosen by number for their logits."""
+        return self.rows * max(self.kept, 0)
+
+
+def bucket_of(counts: Sequence[int], kept: Sequence[int], longest: int, slots: int, nodes: int = 0) -> Bucket:
+    """The bucket for rows of ``counts [R]`` new tokens, of which the last ``kept [R]`` are wanted, in rows of ``slots`` slots.
+
+    Counts are taken as they are, since they repeat from round to round. Rows are rounded up to powers of two, and from 8 on to
+    multiples of 8; slots and nodes to powers of two.
+    """
+    rows = len(counts)
+    rows = -(-rows // 8) * 8 if rows > 8 else power(rows)
+    most = ALL if list(kept) == list(counts) else max(kept)
+    return Bucket(rows, max(counts), most, min(power(longest, SHORTEST), slots), power(nodes) if nodes else 0)
+
+
+def power(n: int, least: int = 1) -> int:
+    """The least power of two that is at least ``n`` and ``least``."""
+    return max(least, 1 << (n - 1).bit_length())
+
+
+class StaticMemo:
+    """All rows that a cache was made for, those that left included, in operators that may be captured.
+
+    Attributes:
+        layers: for each layer its keys ``[B, S, H, D]`` and values. spare: the flat slot that padding goes to.
+    """
+
+    def __init__(self, cache: Slots):
+        whole = copy.copy(cache)
+        whole._blocks = cache._whole
+        Slots._view(whole)
+        self.layers, self._flat, self.slots = whole.layers, whole._flat, whole.slots
+        self.spare = self.slots - 1
+        self.capacity = self.spare
+        self._at: dict[int, Tensor] = {}
+
+    def begin(self) -> None:
+        """A forward begins: slots may have other numbers."""
+        self._at = {}
+
+    def append(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """As ``Slots.append``."""
+        at = self._at.get(key.shape[1])
+        if at is None:
+            row, slot = slots // self.slots, slots % self.slots
+            head = torch.arange(key.shape[1], device=slots.device)
+            at = ((row[:, None] * key.shape[1] + head) * self.slots + slot[:, None]).flatten()
+            self._at[key.shape[1]] = at
+        for into, new in zip(self._flat[layer], (key, value)):
+            into.index_copy_(0, at, new[0].transpose(0, 1).reshape(-1, new.shape[-1]))
+        return self.layers[layer]
+
+
+class StaticPlan:
+    """Stands in for an ``AttentionPlan`` in a step: what a layer asks for is in tensors."""
+
+    watch = None
+    tree = None
+
+    def __init__(self, lowered: Lowered, slots: Tensor):
+        self.lowered, self.slots = lowered, slots
+
+    def slots_on(self, device: torch.device) -> Tensor:
+        if device != self.slots.device:
+            raise RuntimeError(f"a layer is on {device} and the first one on {self.slots.device}")
+        return self.slots
+
+    def attend(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scale: float,
+        window: Reach,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """Attention of ``query [1, Hq, T, D]``, as ``kernels.attention.attention``."""
+        window = binding(window, self.lowered.max_length)
+        return self._attend(query, keys, values, self.lowered, scale, window, softcap, sinks)
+
+    @staticmethod
+    def _attend(
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        lowered: Lowered,
+        scale: float,
+        window: Reach,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        if query.device.type != "cuda":
+            return static_reference.attend(query, keys, values, lowered, scale, window, softcap, sinks)
+        from specdec.kernels.attention import triton_backend
+
+        why = triton_backend.supports(query, softcap, sinks)
+        if why:
+            raise RuntimeError(f"Triton's kernel cannot serve the step: {why}")
+        return triton_backend.launch(query, keys, values, lowered, scale, window, softcap, sinks)
+
+
+class StaticStep(Program):
+    """One forward of a bucket.
+
+    Args:
+        forward: as ``Packed.forward``. memo: where keys and values go. device: of the model.
+        drafted: how many proposed tokens may stay on the device (``update``). taps: layers whose activations are wanted.
+    """
+
+    def __init__(
+        self,
+        forward: Forward,
+        memo: StaticMemo,
+        bucket: Bucket,
+        device: torch.device,
+        drafted: int = 0,
+        taps: Sequence[int] = (),
+    ):
+        self.forward, self.memo, self.bucket, self.taps = forward, memo, bucket, tuple(taps)
+        R, T = bucket.rows, bucket.tokens
+        fields: dict[str, tuple[str, tuple[int, ...]]] = {
+            **dict.fromkeys(("ids", "positions", "slots", "source"), ("i8", (T,))),
+            "keep": ("i8", (bucket.chosen,)),
+            "starts": ("i4", (R + 1,)),
+            **dict.fromkeys(("length", "rows", "root"), ("i4", (R,))),
+        }
+        if bucket.nodes:
+            fields |= {"words": ("i8", (T,)), "depth": ("i4", (R, bucket.nodes))}
+        self.staged = Staged(fields, device)
+        on = self.staged.on
+        with torch.inference_mode(False):
+            self.drafted = torch.zeros(drafted, dtype=torch.long, device=device)
+        self.plan: Any = StaticPlan(
+            Lowered(
+                starts=on["starts"],
+                length=on["length"],
+                rows=on["rows"],
+                root=on["root"],
+                words=on.get("words"),
+                depth=on.get("depth"),
+                table=None,
+                seen=None,
+                max_count=bucket.queries,
+                max_length=bucket.length,
+            ),
+            on["slots"],
+        )
+
+    def body(self) -> tuple[Tensor | None, tuple[Tensor, ...]]:
+        """Logits ``[K, V]``: those that are wanted, then padding's; ``None`` where none are. Activations ``[T, E]`` of each tap."""
+        on, bucket = self.staged.on, self.bucket
+        self.memo.begin()
+        ids = on["ids"]
+        if len(self.drafted):
+            source = on["source"]
+            ids = torch.where(source < 0, ids, self.drafted.index_select(0, source.clamp(min=0)))
+        keep: Any = False
+        if bucket.kept:
+            keep = None if bucket.kept == ALL else on["keep"]
+        caught: dict[int, list[Tensor]] = {tap: [] for tap in self.taps}
+        logits = self.forward(self.memo, self.plan, ids, on["positions"], keep, caught)
+        return logits, tuple(x for (x,) in caught.values())
+
+    def update(
+        self,
+        plan: AttentionPlan,
+        ids: Sequence[int],
+        positions: Sequence[int],
+        keep: Sequence[int],
+        drafted: Tensor | None = None,
+        source: Sequence[int] = (),
+    ) -> None:
+        """Give the step the numbers of a call that fits its bucket, in one copy.
+
+        Args:
+            plan: made on the host. ids, positions: ``[T]``. keep: the tokens whose logits are wanted, ascending.
+            drafted: proposed tokens that are on the device. source: ``[T]`` which of them a token is, -1 for one of ``ids``.
+        """
+        low, array = lower(plan, "cpu"), self.staged.begin()
+        T, R = len(ids), len(plan.rows)
+        assert plan.slots is not None
+        pad(array["ids"], ids)
+        pad(array["positions"], positions)
+        pad(array["slots"], plan.slots.numpy(), self.memo.spare)
+        pad(array["source"], source, -1)
+        if self.bucket.chosen:
+            pad(array["keep"], keep)
+        pad(array["starts"], low.starts.numpy(), T)
+        for name in ("length", "rows", "root"):
+            pad(array[name], getattr(low, name).numpy())
+        if self.bucket.nodes:
+            assert low.words is not None
+            assert low.depth is not None
+            pad(array["words"], low.words.numpy())
+            array["depth"][:] = 0
+            array["depth"][:R, : low.depth.shape[1]] = low.depth.numpy()
+        if drafted is not None:
+            self.drafted[: drafted.numel()].copy_(drafted.reshape(-1), non_blocking=True)
+        self.staged.send()
+
+
+def fits(plan: AttentionPlan) -> bool:
+    """Whether what a plan's queries see follows from a few numbers a row, as a step needs it."""
+    return plan.table is None and not written_out(plan)
+
+
+def nodes_of(plan: AttentionPlan) -> int:
+    """Nodes of a plan's largest tree; 0 for chains."""
+    if plan.tree is None:
+        return 0
+    used = np.asarray(plan.length) - plan.tree.root
+    return max(1, min(int(used.max()), plan.tree.depth.shape[1], NODES))

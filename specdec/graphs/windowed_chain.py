@@ -1,0 +1,68 @@
+"""The chain of a model with constant-size KV (``Windowed``, and MagicDec's view of a target) as one captured step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec.cache.ring import Ring
+from specdec.graphs.chain import Drawn
+from specdec.graphs.ring_chain import Forward, RingChain, RingPlan, Shape, drawn
+from specdec.graphs.static import Forward as Packed
+from specdec.graphs.static import StaticMemo
+from specdec.rng import Rng
+from specdec.sampling import Sampling
+from specdec.types import Context
+
+
+class WindowedChain(RingChain):
+    """The chain of a packed model; ``run``: as ``Packed.forward``."""
+
+    def __init__(self, run: Packed, ring: Ring, memo: StaticMemo, shape: Shape, device: torch.device):
+        super().__init__(ring, memo, shape, device)
+        self.run = run
+
+    def forward(self, position: Tensor) -> Forward:
+        """As ``RingChain.forward``."""
+
+        def run(n: int, tokens: Tensor, plan: RingPlan) -> Tensor | None:
+            keep = False if n == 0 and self.shape.earlier else None
+            return self.run(self.memo, plan, tokens, position[n], keep)
+
+        return run
+
+
+def propose(
+    model: Any,
+    cache: Any,
+    text: Context,
+    budget: Tensor,
+    rng: Rng,
+    sampling: Sampling,
+    vocab_size: int | None,
+) -> Drawn | None:
+    """As ``chains.propose``, over a ``RingCache`` where sinks and window are all there is to see. Texts of which more than
+    the last two tokens are missing are read first."""
+    N = int(budget.max())
+    if cache.extra or getattr(model, "rotation", None) is not None or cache.block < N:
+        return None
+    words, length = text.tokens.numpy(), text.length.tolist()
+    if max(length) + N > cache.capacity:
+        return None
+    steps = model.steps
+    first = cache.matched(text)
+    if any(n - held > 2 for n, held in zip(length, first)):
+        model.prefill(cache, text)
+        first = cache.matched(text)
+
+    def make(memo: StaticMemo, shape: Shape) -> WindowedChain:
+        return WindowedChain(steps.forward, cache, memo, shape, steps.device)
+
+    made = drawn(steps, cache, text, budget, rng, sampling, make, vocab_size, torch.tensor(first))
+    if made is not None:
+        for b, (n, k) in enumerate(zip(length, budget.tolist())):
+            cache.remember(b, words[b], first[b], n, max(k - 1, 0))
+            cache.wrote(b, n + N - 2)
+    return made

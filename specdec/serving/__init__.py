@@ -1,0 +1,1 @@
+"""Serving: streams of requests over any executor."""

@@ -1,0 +1,379 @@
+"""Continuous batching: requests join a running batch as they arrive and leave it as they finish (Orca, Yu et al., OSDI 2022).
+
+New rows are prefilled as a lane of their own, which then joins a running one between two of its rounds. The serial executor has one
+lane, the pipeline as many as micro-batches. A row's decisions are keyed by its own seed and length, so that what it says does not depend
+on who else is in flight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from time import perf_counter, sleep
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from specdec.arguments import whole
+from specdec.arm_policy import Choice
+from specdec.executors.pipelined import Pipelined
+from specdec.executors.round import MicroBatch
+from specdec.executors.scheduler import Scheduler, members
+from specdec.executors.serial import Serial
+from specdec.executors.worker import DraftRequest, InlineWorker
+from specdec.rng import Philox, seeds
+from specdec.serving.requests import Finished, Request
+from specdec.stats import Record, Stats
+from specdec.stop_rules import StopRules
+from specdec.types import Context, Round
+
+if TYPE_CHECKING:
+    from specdec.decoder import Decoder
+
+CLOCKS = ("wall", "rounds")
+
+
+@dataclass(frozen=True, eq=False)
+class Settings:
+    """What ``Decoder.serve`` was asked for."""
+
+    limit: int = 16
+    seed: int | None = None
+    eos_token_id: int | Sequence[int] | None = None
+    stop_strings: str | Sequence[str] = ()
+    clock: Literal["wall", "rounds"] = "wall"
+    capacity: int | None = None
+    on_round: Callable[[Round], None] | None = None
+
+
+def check(decoder: Decoder, settings: Settings) -> None:
+    """Refuse what cannot be served, before anything is done.
+
+    Raises:
+        ValueError: a limit or a capacity below 1, another clock, an executor that is neither ``Serial`` nor ``Pipelined``, more
+            micro-batches than rows, or a part whose state cannot take in new rows.
+    """
+    whole("limit", settings.limit)
+    if settings.capacity is not None:
+        whole("capacity", settings.capacity)
+    if settings.limit < 1:
+        raise ValueError(f"limit is {settings.limit}: rows in flight, at least 1")
+    if settings.clock not in CLOCKS:
+        raise ValueError(f"clock is {settings.clock!r}: 'wall' (seconds) or 'rounds'")
+    if settings.capacity is not None and settings.capacity < 1:
+        raise ValueError(f"capacity is {settings.capacity}: tokens of a row, or None to grow as needed")
+    if not isinstance(decoder.executor, (Serial, Pipelined)):
+        raise ValueError(
+            f"rows cannot join those in flight under the executor {decoder.executor}: build with Serial() or Pipelined(micro_batches)"
+        )
+    if lanes_of(decoder, settings) > settings.limit:
+        raise ValueError(
+            f"micro_batches is {lanes_of(decoder, settings)} and limit is {settings.limit}: a micro-batch needs a row; use at most "
+            f"{settings.limit}, or raise limit"
+        )
+    for draft in members(decoder.draft):
+        name = getattr(draft, "name", type(draft).__name__)
+        model = getattr(draft, "model", None)
+        if not hasattr(draft, "join") or not (model is None or hasattr(model.cache(1, 1), "join")):
+            raise ValueError(
+                f"draft {name!r} cannot take in rows on the way (there is no join): use drafts.Model, NGram or a function, or "
+                "generate() a fixed batch"
+            )
+    if not hasattr(decoder.target.cache(1, 1), "join"):
+        raise ValueError(
+            f"the target {decoder.target!r} cannot take in rows on the way (its cache has no join): use a plain HFModel"
+        )
+
+
+def lanes_of(decoder: Decoder, settings: Settings) -> int:
+    """How many lanes share the rows in flight."""
+    executor = decoder.executor
+    return executor.lanes(settings.limit) if isinstance(executor, Pipelined) else 1
+
+
+@dataclass(eq=False)
+class _Open:
+    """A request in flight."""
+
+    request: Request
+    started: float
+    ids: list[int]
+    stats: Stats
+    first_token: float = 0.0
+
+
+@dataclass(eq=False)
+class Place:
+    """Where a lane runs, over and over again.
+
+    Attributes:
+        lane: the one that runs, if any. spare: the target's cache for all rows of a lane, while nobody is in it.
+        waiting: requests that will join the lane when it has been verified; at once where there is none.
+    """
+
+    number: int
+    lane: MicroBatch | None = None
+    spare: Any = None
+    waiting: list[tuple[int, Request]] = field(default_factory=list)
+
+    @property
+    def load(self) -> int:
+        """Rows, with those to come."""
+        return len(self.waiting) + (self.lane.context.batch if self.lane else 0)
+
+
+def _in_order(one: tuple[int, Any], before: Request | None) -> None:
+    """Refuse what is no request, or arrives earlier than the one ``before`` it."""
+    index, request = one
+    if not isinstance(request, Request):
+        raise TypeError(f"request {index} is a {type(request).__name__}: give Request(prompt, ...)")
+    if before is not None and request.arrival < before.arrival:
+        raise ValueError(
+            f"request {index}: its arrival is {request.arrival} and that of the one before it {before.arrival}: give requests in the order "
+            "of arrival"
+        )
+
+
+class Server:
+    """The running lanes, and the requests in them.
+
+    Attributes:
+        places: of the lanes. flow: runs them. time: of the stream's clock.
+    """
+
+    flow: Scheduler
+
+    def __init__(self, decoder: Decoder, requests: Iterable[Request], settings: Settings):
+        self.decoder, self.settings, self.selection = decoder, settings, decoder.begin(settings.limit)
+        if not isinstance(requests, Iterable):
+            raise TypeError(
+                f"requests is a {type(requests).__name__}: give a list of Request, or a generator"
+            )
+        if isinstance(requests, Sequence):  # all of them at once, before anything is done
+            for before, one in zip((None, *requests), enumerate(requests)):
+                _in_order(one, before)
+        self.source = enumerate(requests)
+        self.latest: Request | None = None
+        self.next: tuple[int, Request] | None = None
+        self.places = [Place(number) for number in range(lanes_of(decoder, settings))]
+        self.rows = -(-settings.limit // len(self.places))  # of a lane at most
+        self.limits = StopRules(torch.zeros(64, dtype=torch.long))
+        self.open: dict[int, _Open] = {}
+        self.seeds, self.rounds, self.began = torch.zeros(0, dtype=torch.long), Fraction(0), perf_counter()
+        if settings.capacity is not None:
+            self._provide(settings.capacity)
+
+    def _provide(self, capacity: int) -> None:
+        """Caches for the rows of all lanes; pages come from one pool."""
+        first: Any = None
+        for place in self.places:
+            if hasattr(first, "beside"):
+                place.spare = first.beside(0, capacity)
+            else:
+                first = self.decoder.target.cache(self.rows, capacity)
+                place.spare = first = first.select(torch.arange(0))
+
+    @property
+    def time(self) -> float:
+        return float(self.rounds) if self.settings.clock == "rounds" else perf_counter() - self.began
+
+    @torch.inference_mode()  # as a decorator it is off between the steps, in the consumer's code
+    def run(self) -> Iterator[Finished]:
+        """Everything, in the order in which requests finish."""
+        executor, decoder = self.decoder.executor, self.decoder
+        if isinstance(executor, Pipelined):
+            self.flow = executor.flow(decoder, len(self.places), self.rows)
+        else:
+            self.flow = Scheduler(InlineWorker(decoder))
+        try:
+            while True:
+                self._deal()
+                for place in self.places:
+                    if place.waiting and not place.lane:
+                        job = yield from self._admit(place)
+                        if job is not None and place.lane:
+                            self.flow.go_on(place.lane, job, self.limits)
+                if self.flow.running:
+                    yield from self._round()
+                elif self._peek() is None:
+                    return
+                else:
+                    self._wait()
+        finally:
+            self.flow.stop()
+
+    # -- arrivals ------------------------------------------------------------------------------------------------------
+
+    def _peek(self) -> tuple[int, Request] | None:
+        """The next request; no more than one is taken ahead."""
+        if self.next is None:
+            self.next = next(self.source, None)
+            if self.next is not None:
+                _in_order(self.next, self.latest)
+                self.latest = self.next[1]
+        return self.next
+
+    def _deal(self) -> None:
+        """Requests that are due, as many as there is room for, each to the lane with the fewest rows.
+
+        No lane gets more than its share of the limit.
+        """
+        while sum(place.load for place in self.places) < self.settings.limit:
+            one = self._peek()
+            if one is None or one[1].arrival > self.time:
+                break
+            place = min(self.places, key=lambda place: (place.load, place.number in self.flow.running))
+            place.waiting.append(one)
+            self.next = None
+
+    def _wait(self) -> None:
+        """Nobody is in flight: until the next request is due."""
+        assert self.next is not None
+        arrival = self.next[1].arrival
+        if self.settings.clock == "rounds":
+            self.rounds = max(self.rounds, Fraction(arrival))
+        else:
+            sleep(max(arrival - self.time, 0))
+        self.flow.clock = perf_counter()
+
+    def _admit(self, place: Place) -> Generator[Finished, None, DraftRequest | None]:
+        """Prefill those that wait as a lane of their own, and let it join the running one; returns what the drafts are to be told."""
+        arrived, place.waiting = place.waiting, []
+        started = self.time
+        contexts, own = zip(*(self._prepared(index, request) for index, request in arrived))
+        for index, request in arrived:
+            self.open[index] = _Open(request, started, [], Stats())
+        lane = MicroBatch(
+            self.decoder, joined(contexts, self.settings.capacity), Philox(torch.cat(own)), self.selection
+        )
+        running: Any = next((cache for cache in self._caches(place) if cache is not None), None)
+        if hasattr(running, "beside"):  # pages: joining them later copies nothing
+            lane.cache = running.beside(len(contexts), max(context.tokens.shape[1] for context in contexts))
+        job = self.flow.prefill(place.number, lane, self.limits)
+        self._count(job.round)
+        for index, _ in arrived:
+            self.open[index].first_token = self.time
+        if lane:
+            self._join(place, lane)
+        yield from self._finished(job.round)
+        return job if lane else None
+
+    def _caches(self, place: Place) -> Iterator[Any]:
+        """The target's caches: that of a place first."""
+        for one in (place, *self.places):
+            yield one.lane.cache if one.lane else one.spare
+
+    def _prepared(self, index: int, request: Request) -> tuple[Context, Tensor]:
+        """A row of its own and its seed.
+
+        Raises:
+            ValueError: a request that cannot be served, with its number.
+        """
+        decoder, settings = self.decoder, self.settings
+        try:
+            rows = decoder._rows(request.prompt)
+            if len(rows) > 1:
+                raise ValueError(f"prompt holds {len(rows)} prompts: make a Request of each")
+            context, limits = decoder._prepare(
+                rows, [request.max_new_tokens], settings.eos_token_id, settings.stop_strings, ()
+            )
+        except (TypeError, ValueError) as error:
+            what = str(error).replace("prompt 0", "its prompt").replace(" for row 0", "")
+            raise type(error)(f"request {index}: {what}") from error
+        need = context.tokens.shape[1]
+        if settings.capacity is not None and need > settings.capacity:
+            raise ValueError(
+                f"request {index}: {len(rows[0])} tokens, a budget of {request.max_new_tokens} and a draft's block need {need} slots and "
+                f"capacity is {settings.capacity}: raise it, or leave it out so that rows grow"
+            )
+        known = self.limits.max_length
+        while index >= len(known):
+            known = torch.cat([known, torch.zeros_like(known)])
+        known[index] = limits.max_length[0]
+        self.limits = replace(limits, max_length=known, reasons=self.limits.reasons)
+        return replace(context, request=torch.tensor([index])), self._seed(index, request)
+
+    def _seed(self, index: int, request: Request) -> Tensor:
+        """``[1]``: that of ``generate(prompt, seed=request.seed)``, or of row ``index`` of a batch with the stream's seed."""
+        if request.seed is not None or self.settings.seed is None:
+            return seeds(request.seed, 1)
+        if index >= len(self.seeds):
+            self.seeds = seeds(self.settings.seed, max(64, 2 * index))
+        return self.seeds[index : index + 1]
+
+    def _join(self, place: Place, lane: MicroBatch) -> None:
+        """The rows of ``lane`` go on with those that run, after them."""
+        running = place.lane
+        if running is None:
+            if place.spare is not None:
+                lane.cache, place.spare = place.spare.join(lane.cache), None
+            place.lane = lane
+            return
+        running.context = joined([running.context, lane.context])
+        running.rng = Philox(torch.cat([running.rng.seed, lane.rng.seed]))  # type: ignore[attr-defined]
+        running.cache = running.cache.join(lane.cache)
+        if running.wish is not None:  # arms are chosen a round ahead: new rows begin with some of their own
+            lane.choose(ahead=True)
+            assert lane.wish is not None
+            running.wish = Choice._make(map(torch.cat, zip(running.wish, lane.wish)))
+
+    # -- rounds --------------------------------------------------------------------------------------------------------
+
+    def _round(self) -> Iterator[Finished]:
+        """Verify the next proposal; those that wait for its lane join it, and it goes on."""
+        running = len(self.flow.running)
+        lane, job = self.flow.verify(self.limits)
+        place = self.places[job.lane]
+        self.rounds += Fraction(1, running)
+        self._count(job.round)
+        if not lane:
+            place.lane = None
+            if self.settings.capacity is not None:
+                place.spare = lane.cache.select(torch.arange(0))
+        yield from self._finished(job.round)
+        self._deal()
+        joins = None
+        if lane and place.waiting:
+            joins = yield from self._admit(place)
+        self.flow.go_on(lane, job, self.limits, joins)
+
+    def _count(self, round: Round) -> None:
+        record, new = Record.of(round), round.verdict.tokens.tolist()
+        for b, index in enumerate(record.request):
+            one = self.open[index]
+            one.ids += new[b][: record.kept[b]]
+            one.stats._add(record, b)
+        if self.settings.on_round is not None:
+            self.settings.on_round(round)
+
+    def _finished(self, round: Round) -> Iterator[Finished]:
+        time, tokenizer = self.time, getattr(self.decoder.target, "tokenizer", None)
+        for index in sorted(round.context.request[round.finished].tolist()):
+            one = self.open.pop(index)
+            yield Finished(
+                request=one.request,
+                index=index,
+                ids=one.ids,
+                text=tokenizer.decode(one.ids, skip_special_tokens=True) if tokenizer else None,
+                finish=self.limits.reasons.pop(index),
+                stats=one.stats,
+                arrived=one.request.arrival,
+                started=one.started,
+                first_token=one.first_token,
+                finished=time,
+            )
+        self.flow.clock = perf_counter()  # the consumer's time is no round's
+
+
+def joined(contexts: Sequence[Context], capacity: int | None = None) -> Context:
+    """One context of all rows, in order, with a buffer for the longest (or for ``capacity`` tokens)."""
+    wide = max(capacity or 0, *(context.tokens.shape[1] for context in contexts))
+    pad = torch.nn.functional.pad
+    return Context(
+        torch.cat([pad(context.tokens, (0, wide - context.tokens.shape[1])) for context in contexts]),
+        torch.cat([context.length for context in contexts]),
+        torch.cat([context.prompt_length for context in contexts]),
+        torch.cat([context.request for context in contexts]),
+    )

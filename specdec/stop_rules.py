@@ -1,0 +1,76 @@
+"""When a row ends: budgets, end-of-sequence ids, stop strings and Hugging Face stopping criteria, token by token.
+
+A block of accepted tokens is cut at the first token that ends the row: nothing after a stop is ever committed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec.types import Context, Verdict
+
+
+@dataclass(frozen=True, eq=False)
+class StopRules:
+    """Stops for all requests of one ``generate`` call.
+
+    Attributes:
+        max_length: ``[requests]`` prompt plus budget. eos: ids that end a row (they are kept, as in transformers).
+        stop_strings: texts that end a row as soon as the generated text contains them; needs ``tokenizer``.
+        criteria: transformers ``StoppingCriteria`` or functions ``(ids [1, l], scores) -> bool``, asked after every token.
+    """
+
+    max_length: Tensor
+    eos: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+    criteria: tuple[Callable[..., Any], ...] = ()
+    tokenizer: Any = None
+    reasons: dict[int, str] = field(default_factory=dict)  # request -> why it ended
+
+    def room(self, context: Context) -> Tensor:
+        """``[B]`` tokens that each row may still commit."""
+        return self.max_length[context.request] - context.length
+
+    def apply(self, context: Context, verdict: Verdict) -> tuple[Tensor, Tensor]:
+        """``kept [B]`` tokens of the block to commit and ``finished [B]``."""
+        block = verdict.accepted + 1
+        room = self.room(context)
+        kept = torch.minimum(block, room)
+        why: dict[int, str] = dict.fromkeys((kept == room).nonzero()[:, 0].tolist(), "length")
+        if self.eos:
+            hit = torch.isin(verdict.tokens, torch.tensor(self.eos))
+            hit &= torch.arange(verdict.tokens.shape[1]) < kept[:, None]
+            for b in hit.any(1).nonzero()[:, 0].tolist():
+                kept[b] = int(hit[b].int().argmax()) + 1
+                why[b] = "eos"
+        if self.stop_strings or self.criteria:
+            for b in range(context.batch):
+                stop = self._scan(
+                    context.row(b), int(context.prompt_length[b]), verdict.tokens[b], int(kept[b])
+                )
+                if stop is not None and (stop[0] < int(kept[b]) or why.get(b) != "eos"):
+                    kept[b], why[b] = stop
+        finished = torch.zeros(context.batch, dtype=torch.bool)
+        for b, reason in why.items():
+            finished[b] = True
+            self.reasons[int(context.request[b])] = reason
+        return kept, finished
+
+    def _scan(self, ids: list[int], prompt: int, block: Tensor, count: int) -> tuple[int, str] | None:
+        for n, token in enumerate(block[:count].tolist(), 1):
+            ids.append(token)
+            if self.stop_strings:
+                reach = max(len(s.encode()) for s in self.stop_strings) + 4  # a token has at least one byte
+                text = self.tokenizer.decode(ids[max(prompt, len(ids) - reach) :], skip_special_tokens=True)
+                if any(s in text for s in self.stop_strings):
+                    return n, "stop_string"
+            for criterion in self.criteria:
+                said = criterion(torch.tensor([ids]), None)
+                if bool(torch.as_tensor(said).all()):
+                    return n, "criteria"
+        return None
