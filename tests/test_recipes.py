@@ -328,26 +328,35 @@ def test_the_pools_table(tmp_path):
 
 
 def test_a_checkout_that_is_not_installed(tmp_path):
-    """Neither the suite nor the tests need an installation: ``specdec.kernels``, which lies beside ``specdec``, is found, too."""
-    for folder, but in (("specdec", ("*.safetensors", "kernels")), ("kernels", ())):
-        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns(*but, "__pycache__"))
-    for file in ("recipes/_gpu_ready.py", "tests/conftest.py"):
-        (tmp_path / file).parent.mkdir()
+    """Neither the suite nor the tests need an installation: ``specdec`` is found, and through a link ``specdec.kernels``."""
+    for folder, but in (("specdec", ("*.safetensors", "__pycache__")), ("kernels", ("__pycache__",))):
+        shutil.copytree(ROOT / folder, tmp_path / folder, symlinks=True, ignore=shutil.ignore_patterns(*but))
+    for file in ("recipes/_gpu_ready.py", "tests/conftest.py", "pyproject.toml"):
+        (tmp_path / file).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / file, tmp_path / file)
     paths = os.pathsep.join(path for path in sys.path if path.endswith("site-packages"))
     code = "import specdec.kernels.attention as a, specdec as s; print(s.__file__, a.__file__)"
+    (tmp_path / "tests/test_here.py").write_text(f"def test_here():\n    {code}\n")
 
-    def said(start):  # -S: no editable installations; -P: nor the working directory
-        bare = [sys.executable, "-S", "-P", "-c", start + code]
-        env = {**os.environ, "PYTHONPATH": paths}
-        return subprocess.run(bare, cwd=tmp_path, env=env, capture_output=True, text=True)
+    def said(*words):  # -S: no editable installations; -P: nor the working directory
+        return subprocess.run(
+            [sys.executable, "-S", "-P", *words],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": paths},
+            capture_output=True,
+            text=True,
+        )
 
-    if said("").returncode == 0:
+    if said("-c", "import importlib.util as i; assert i.find_spec('specdec')").returncode == 0:
         pytest.skip("specdec is installed as a copy, which comes first")
-    done = said("import runpy; runpy.run_path('tests/conftest.py');")
-    assert done.returncode == 0, done.stderr
-    files = ("specdec/__init__.py", "kernels/attention/__init__.py")
-    assert done.stdout.split() == [str(tmp_path / file) for file in files]
+    files = [
+        str(tmp_path / file) for file in ("specdec/__init__.py", "specdec/kernels/attention/__init__.py")
+    ]
+    start = "import sys; sys.path.insert(0, 'recipes'); import _gpu_ready; _gpu_ready.importable();"
+    for words in (("-c", start + code), ("-m", "pytest", "-n", "0", "-s", "tests/test_here.py")):
+        done = said(*words)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert done.stdout.split()[:2] == files
 
 
 def test_the_gpu_suite_at_toy_size(tmp_path):
