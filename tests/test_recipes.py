@@ -115,6 +115,7 @@ def test_quickstart(tmp_path):
     assert "One completion" in said
 
 
+@pytest.mark.slow
 def test_cpu_floor(tmp_path):
     file = tmp_path / "f.json"
     sizes = ["--batches", "1", "2", "--contexts", "40", "--new-tokens", "4", "--repeats", "1"]
@@ -127,6 +128,7 @@ def test_cpu_floor(tmp_path):
     assert "times floor" in said
 
 
+@pytest.mark.slow
 def test_cpu_kernels(tmp_path):
     file = tmp_path / "k.json"
     sizes = [
@@ -195,6 +197,7 @@ def test_bench(tmp_path):
     assert "bare forwards" in said
 
 
+@pytest.mark.slow
 def test_train_spire_continues_and_its_draft_is_evaluated(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("\n".join(prompts(n=9)))
@@ -233,6 +236,7 @@ def test_train_spire_continues_and_its_draft_is_evaluated(tmp_path):
     assert said.count("live mine") == 2
 
 
+@pytest.mark.slow
 def test_ablations(tmp_path):
     """Two rows, two seeds, on shards made here; the second run trains nothing again."""
     _, tokenizer = zoo.load("pocket-target")
@@ -272,6 +276,7 @@ def test_ablations(tmp_path):
     assert all(again[method] == rows[method] for method in ("spire", "vanilla"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "recipe", ["spin_regret", "spin_decompose", "spin_pipeline", "spin_switching", "spin_end_to_end"]
 )
@@ -359,6 +364,7 @@ def test_a_checkout_that_is_not_installed(tmp_path):
         assert done.stdout.split()[:2] == files
 
 
+@pytest.mark.slow
 def test_the_gpu_suite_at_toy_size(tmp_path):
     """All stages on the CPU, by the code that a GPU would run; Triton's kernels are interpreted."""
     pytest.importorskip("triton")
@@ -397,6 +403,7 @@ def test_the_gpu_suite_at_toy_size(tmp_path):
     assert "| stage | case | seconds | floor_seconds | share_of_floor | max_error | note |" in table
 
 
+@pytest.mark.slow
 def test_the_gpu_suite_stops_in_time_and_goes_on_after_a_failure(tmp_path):
     """A stage that cannot be had is a row and an exit code; the next one, a process of its own, has no time."""
     pytest.importorskip("triton")
