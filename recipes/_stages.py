@@ -11,12 +11,12 @@ from typing import Any
 from _steady import Group, steady, sync
 
 import specdec as sd
+from specdec.cache.ring_cache import RingCache
 from specdec.drafts.magicdec.view import ViewCache
 from specdec.drafts.spire import draft as spire
 from specdec.drafts.spire import steps as spire_steps
 from specdec.forward import packed
 from specdec.models.hf import HFModel
-from specdec.models.windowed import RingCache
 from specdec.rng import Philox
 from specdec.sampling import Sampling
 from specdec.stats import Record

@@ -11,6 +11,7 @@ import argparse
 import sys
 from dataclasses import dataclass
 
+import checkout  # noqa: F401
 import torch
 from _measure import Case, decode, interleave, passing, quiet, table
 from _report import write

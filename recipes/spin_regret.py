@@ -143,7 +143,7 @@ def main(s: Settings) -> None:
         except ModuleNotFoundError as missing:
             if (missing.name or "").partition(".")[0] != "matplotlib":
                 raise
-            raise SystemExit('--plots needs matplotlib: pip install "specdec[plots]"') from None
+            raise SystemExit("--plots needs matplotlib: pip install matplotlib") from None
     rows = overheads(20 if s.quick else 1000)
     games = [(s.quick, at, name, s.seed) for at, (_, who) in enumerate(plan(s.quick)) for name in who]
     with ExitStack() as stack:

@@ -47,7 +47,7 @@ def main(s: Settings) -> None:
         except ModuleNotFoundError as missing:
             if (missing.name or "").partition(".")[0] != "matplotlib":
                 raise
-            raise SystemExit('--plots needs matplotlib: pip install "specdec[plots]"') from None
+            raise SystemExit("--plots needs matplotlib: pip install matplotlib") from None
     rows = figures(s)
     report(rows)
     if s.json:

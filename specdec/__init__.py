@@ -1,8 +1,15 @@
 """specdec: composable, provably lossless speculative decoding for Hugging Face causal language models."""
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+try:
+    from specdec import kernels
+except ImportError as missing:  # a checkout without symbolic links has a text file in their place
+    raise ImportError(
+        "specdec/kernels is not a folder: git could not make the symbolic link to ../kernels. Run `git config core.symlinks true` and "
+        "`git checkout -- specdec/kernels` (on Windows in developer mode), or put a copy of the folder kernels in its place"
+    ) from missing
 from specdec import drafts, executors, selectors, tree, verifiers
 from specdec.arm_policy import Arm
 from specdec.builder import Builder, decoder
@@ -19,14 +26,30 @@ from specdec.verifiers import Coupled, Rejection
 
 __version__ = "0.1.0"
 
-_LATER = ("audit", "cost", "data", "distributed", "masks", "memory", "pruning", "training", "zoo")
+_LATER = ("audit", "cost", "data", "distributed", "masks", "memory", "models", "pruning", "training", "zoo")
+
+if TYPE_CHECKING:  # what type checkers and editors see; a name that is missing here is an error to them
+    from specdec import audit as audit
+    from specdec import cost as cost
+    from specdec import data as data
+    from specdec import distributed as distributed
+    from specdec import masks as masks
+    from specdec import memory as memory
+    from specdec import models as models
+    from specdec import pruning as pruning
+    from specdec import training as training
+    from specdec import zoo as zoo
+else:
+
+    def __getattr__(name: str) -> Any:
+        """Modules that are imported when they are first asked for (``sd.zoo``)."""
+        if name in _LATER:
+            return import_module(f"specdec.{name}")
+        raise AttributeError(f"module 'specdec' has no attribute {name!r}")
 
 
-def __getattr__(name: str) -> Any:
-    """Modules that are imported when they are first asked for (``sd.zoo``)."""
-    if name in _LATER:
-        return import_module(f"specdec.{name}")
-    raise AttributeError(f"module 'specdec' has no attribute {name!r}")
+def __dir__() -> list[str]:
+    return sorted({*__all__, *_LATER, *(name for name in globals() if name.startswith("__"))})
 
 
 __all__ = [
@@ -54,6 +77,7 @@ __all__ = [
     "decoder",
     "drafts",
     "executors",
+    "kernels",
     "selectors",
     "tree",
     "verifiers",

@@ -5,19 +5,22 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 from specdec import drafts
 from specdec.arguments import whole
 from specdec.arm_policy import Arm, ArmPolicy, Reward
 from specdec.cost.arms import ArmCosts
 from specdec.decoder import Decoder
-from specdec.drafts.coerce import as_model
+from specdec.drafts.coerce import ModelLike, as_model
+from specdec.drafts.spire import SpireModel
 from specdec.drafts.spire.load import is_spire
 from specdec.executors.serial import Serial
 from specdec.protocols import Draft, Executor, LanguageModel, Selector, Verifier
-from specdec.sampling import Sampling
+from specdec.sampling import Sampling, SamplingSettings
 from specdec.verifiers.rejection import Rejection
+
+DraftLike = Draft[Any] | ModelLike | SpireModel | tuple[SpireModel, Any]
 
 _ELSEWHERE = {  # settings of transformers' generate that are something else here
     "do_sample": "greedy() takes the most probable token, and every other temperature than 0 samples",
@@ -45,7 +48,7 @@ class Builder:
             f"Builder({self._target!r}, draft {getattr(self._draft, 'name', self._draft)}, ...): call build()"
         )
 
-    def draft(self, draft: Any, length: int | None = None) -> Builder:
+    def draft(self, draft: DraftLike, length: int | None = None) -> Builder:
         """Who proposes, and the longest path a round (default: 4, or as deep as a tree's widths go).
 
         A model (or it and its tokenizer), a hub id, a folder or a pocket model's name becomes ``drafts.Model``; what is a SPIRe draft becomes
@@ -58,7 +61,7 @@ class Builder:
 
     def pool(
         self,
-        arms: Mapping[str, Any],
+        arms: Mapping[str, DraftLike | Arm | None],
         selector: Selector[Any],
         length: int = 4,
         *,
@@ -147,7 +150,7 @@ class Builder:
         )
         return replace(self, _draft=pool, _length=max(1, *lengths), _selecting=how)
 
-    def sampling(self, sampling: Sampling | None = None, **settings: Any) -> Builder:
+    def sampling(self, sampling: Sampling | None = None, **settings: Unpack[SamplingSettings]) -> Builder:
         """How tokens are drawn: a ``Sampling``, or its settings (``temperature=0.7, top_p=0.9``)."""
         if sampling is not None and settings:
             raise ValueError("sampling: give a Sampling object or settings, not both")
@@ -156,9 +159,10 @@ class Builder:
                 f"sampling is {sampling!r}: give a Sampling object, or settings such as temperature=0.7"
             )
         known = [field.name for field in fields(Sampling)]
-        for name in settings.keys() - known:
-            remedy = _ELSEWHERE.get(name, f"there are {', '.join(known)}").format(value=settings[name])
-            raise TypeError(f"sampling has no setting {name!r}: {remedy}")
+        for name, value in settings.items():
+            if name not in known:
+                remedy = _ELSEWHERE.get(name, f"there are {', '.join(known)}").format(value=value)
+                raise TypeError(f"sampling has no setting {name!r}: {remedy}")
         return replace(self, _sampling=sampling or Sampling(**settings))
 
     def greedy(self) -> Builder:
@@ -257,7 +261,7 @@ def _stacked(target: LanguageModel, parts: list[Any], numbers: list[int]) -> tup
     return tuple(together), tuple(at[n][0] for n in numbers), tuple(at[n][1] for n in numbers)
 
 
-def decoder(target: Any) -> Builder:
+def decoder(target: ModelLike) -> Builder:
     """Start a composition.
 
     ``target`` is an ``HFModel``, a transformers model (or it and its tokenizer), a hub id, a folder, the name of a pocket model, or any

@@ -23,7 +23,9 @@ from specdec.stats import Record, Stats
 from specdec.stop_rules import StopRules
 from specdec.types import Context, Round
 
-Prompts = str | Sequence[Any] | Tensor
+Chat = Sequence[Mapping[str, Any]]  # messages {"role": ..., "content": ...}
+Prompt = str | Chat | Sequence[int] | Tensor
+Prompts = Prompt | Sequence[Prompt]
 
 
 class StreamChunk(NamedTuple):

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from numbers import Real
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -39,6 +40,16 @@ _STATEFUL = {
     "EncoderNoRepeatNGramLogitsProcessor": "it keeps the prompts of a fixed batch",
     "MinNewTokensLengthLogitsProcessor": "it has one prompt length for all rows; use MinLengthLogitsProcessor",
 }
+
+
+class SamplingSettings(TypedDict, total=False):
+    """The arguments of ``Sampling`` by name, for type checkers and completion in editors."""
+
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    processors: tuple[Callable[[Tensor, Tensor], Tensor], ...]
 
 
 @dataclass(frozen=True)

@@ -102,7 +102,7 @@ class FakeDevice(TorchDispatchMode):
         place, frame = "", sys._getframe(1)
         while frame is not None and not quick:
             code = frame.f_code
-            quick = code.co_name == "sent"  # on a GPU it pins memory first
+            quick = code.co_name == "to_device"  # on a GPU it pins memory first
             if not place and ("/specdec/" in code.co_filename or "/kernels/" in code.co_filename):
                 place = f"{code.co_filename}:{frame.f_lineno}"
             frame = frame.f_back

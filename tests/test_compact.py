@@ -236,7 +236,7 @@ def test_what_cannot_be_windowed_is_refused(llama):
     whole = sd.HFModel(llama)
     with pytest.raises(ValueError, match="'gptj' runs padded"):
         Windowed(sd.HFModel(tiny("gptj")), 4)
-    with pytest.raises(TypeError, match="Windowed already"):
+    with pytest.raises(TypeError, match="has a mask already"):
         Windowed(Windowed(whole, 4), 4)
     with pytest.raises(TypeError, match="give an HFModel"):
         Windowed(sd.TableModel.random(5), 4)  # type: ignore[arg-type]

@@ -74,7 +74,11 @@ RECIPES = [
 
 
 def test_help_says_what_and_how():
-    assert {p.stem for p in (ROOT / "recipes").glob("[a-z]*.py")} == {*RECIPES, "spire_throughput"}
+    assert {p.stem for p in (ROOT / "recipes").glob("[a-z]*.py")} == {
+        *RECIPES,
+        "spire_throughput",
+        "checkout",
+    }
     for name, ran in zip(RECIPES, each(*([f"recipes/{name}.py", "--help"] for name in RECIPES))):
         assert ran.returncode == 0, (name, ran.stderr)
         assert "--json" in ran.stdout, name

@@ -16,6 +16,7 @@ from tiny import tiny
 
 import specdec as sd
 from specdec import tree
+from specdec.cache.ring_cache import RingCache
 from specdec.drafts.spire import SpireModel
 from specdec.executors.round import staying
 from specdec.graphs import capture
@@ -27,7 +28,6 @@ from specdec.kernels.attention import AttentionPlan, Tree, attention, reference,
 from specdec.kernels.attention.lowered import Lowered, lower
 from specdec.kernels.attention.reach import Streaming, reach
 from specdec.kernels.native import library
-from specdec.models.windowed import RingCache
 from specdec.rng import Attempt, Philox
 from specdec.sampling import Sampling
 from specdec.types import Context

@@ -83,7 +83,7 @@ BACKENDS: Mapping[str, Any] = _Backends()
 @lru_cache(maxsize=32)
 def _load(name: str) -> Any:
     if name == "triton" and find_spec("triton") is None:
-        raise ImportError("triton is not installed: pip install specdec[triton]")
+        raise ImportError("triton is not installed: pip install triton")
     module = import_module(f"{_HERE}.{_MODULES[name]}")
     if name == "flash_attn":
         module.package()

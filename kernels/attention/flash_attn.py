@@ -1,4 +1,4 @@
-"""The flash-attn package, ``pip install specdec[flash]``: FlashAttention-2 with soft caps (Dao, arXiv 2307.08691). CUDA only.
+"""The flash-attn package, ``pip install flash-attn``: FlashAttention-2 with soft caps (Dao, arXiv 2307.08691). CUDA only.
 
 ``flash_attn_with_kvcache`` reads our buffers in place: a sequence is a row (``cache_batch_idx``) from ``cache_leftpad`` to
 ``cache_seqlens``, or its pages (``block_table``, multiples of 256 slots). It wants equally many queries a sequence. Where they
@@ -60,7 +60,7 @@ def package() -> Any:
         module = importlib.import_module("flash_attn")
     except ImportError as error:
         raise ImportError(
-            "flash-attn is not installed: pip install specdec[flash] (it is built from source and needs CUDA)"
+            "flash-attn is not installed: pip install flash-attn (it is built from source and needs CUDA)"
         ) from error
     for name, wanted in _NEEDED.items():
         function = getattr(module, name, None)

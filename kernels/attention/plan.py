@@ -243,6 +243,16 @@ class AttentionPlan:
         node = slot - root
         return np.where(node < 0, slot, root + np.take_along_axis(depth, node.clip(0, depth.shape[1] - 1), 1))
 
+    def positions(self, segment: Segment) -> tuple[np.ndarray, np.ndarray]:
+        """``[R, q]`` position in the text of each query of a segment, and ``[R, keys]`` of each of its slots."""
+        s = segment
+        slots = np.repeat(np.arange(s.keys)[None], s.r1 - s.r0, 0)
+        if self.tree is not None:
+            for slot, root, depth in zip(slots, self.tree.root[s.r0 : s.r1], self.tree.depth[s.r0 : s.r1]):
+                nodes = max(0, s.keys - root)
+                slot[root:] = root + np.pad(depth, (0, max(0, nodes - len(depth))))[:nodes]
+        return self._query_positions(s), slots
+
     def low(self, segment: Segment, window: int | Streaming) -> int:
         """Slots below are outside every query's window (never above the root of a tree); 0 where first positions are seen beside it."""
         if isinstance(window, Streaming):

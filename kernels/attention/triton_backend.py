@@ -88,7 +88,7 @@ def config(
 def missing() -> str | None:
     """Why Triton cannot be used here at all; ``None``: it can."""
     if find_spec("triton") is None:
-        return "triton is not installed: pip install specdec[triton]"
+        return "triton is not installed: pip install triton"
     return None
 
 

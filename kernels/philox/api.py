@@ -78,5 +78,5 @@ def _kernels() -> ModuleType:
     try:
         from specdec.kernels.philox import triton_kernels
     except ImportError as error:
-        raise ImportError("this backend needs Triton: pip install specdec[triton]") from error
+        raise ImportError("this backend needs Triton: pip install triton") from error
     return triton_kernels

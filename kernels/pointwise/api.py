@@ -32,7 +32,7 @@ def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
     if dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return f"they compute float16, bfloat16 and float32, not {str(dtype).removeprefix('torch.')}"
     if find_spec("triton") is None:
-        return "they need Triton: pip install specdec[triton]"
+        return "they need Triton: pip install triton"
     if device.type != "cuda":
         return f"they run on CUDA devices, not on {device}"
     return None
@@ -138,7 +138,7 @@ def _kernels() -> ModuleType:
     try:
         from specdec.kernels.pointwise import triton_kernels
     except ImportError as error:
-        raise ImportError("this needs Triton: pip install specdec[triton]") from error
+        raise ImportError("this needs Triton: pip install triton") from error
     return triton_kernels
 
 

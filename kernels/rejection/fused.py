@@ -187,5 +187,5 @@ def _kernels() -> ModuleType:
     try:
         from specdec.kernels.rejection import triton_kernels
     except ImportError as error:
-        raise ImportError("backend 'triton' needs Triton: pip install specdec[triton]") from error
+        raise ImportError("backend 'triton' needs Triton: pip install triton") from error
     return triton_kernels

@@ -28,10 +28,11 @@ from specdec.audit.adversaries import (
     dropped,
 )
 from specdec.audit.certify import Certificate, certify, certify_coupled
-from specdec.builder import Builder, decoder
+from specdec.builder import Builder, DraftLike, decoder
 from specdec.drafts.spire.model import SpireModel
 from specdec.executors import Optimistic, Pipelined
-from specdec.models import HFModel, TableModel, Windowed
+from specdec.masks import Causal, Window
+from specdec.models import HFModel, Masked, TableModel, Windowed
 from specdec.pruning import SnapKV
 from specdec.sampling import Sampling
 from specdec.verifiers import Coupled, Rejection
@@ -258,7 +259,9 @@ def hugging_face() -> Iterator[Composition]:
     yield Composition("float64 llama, tree (2, 1)", base.draft(drafts.Tree(other, (2, 1)), length=2), *rest)
     for name, sparse in {
         "windowed chain k=2": drafts.Model(Windowed(other, window=2, block=2)),
+        "chain k=2 under a mask of its own": drafts.Model(Masked(other, Causal() & (Window(1) | _even))),
         "MagicDec k=2": drafts.MagicDec(window=2),
+        "MagicDec k=2, a mask of its own": drafts.MagicDec(mask=Causal() & (Window(1) | _even), block=2),
         "MagicDec k=2, positions in the cache": drafts.MagicDec(window=1, positions="in_cache"),
         "MagicDec k=2, SnapKV every 2 rounds": drafts.MagicDec(
             window=1, pruner=SnapKV(), budget=2, observation=1, refresh=2
@@ -267,9 +270,17 @@ def hugging_face() -> Iterator[Composition]:
         "SPIRe k=2, all layers, no feedback": drafts.Spire(
             SpireModel.from_target(target, 2, sinks=0, window=3, feedback=False), block=2
         ),
+        "SPIRe k=2, a mask of its own": drafts.Spire(
+            SpireModel.from_target(target, 1, mask=Causal() & (Window(1) | _even)), block=2
+        ),
     }.items():
         builder = base.draft(sparse, length=2)  # type: ignore[arg-type]
         yield Composition(f"float64 llama, {name}", builder, (4, 3), ((0, 1, 2, 0, 1), (2, 1)), said)
+
+
+def _even(b: Any, h: Any, q_position: Any, kv_position: Any) -> Any:
+    """A mask of a user's own: every second position."""
+    return kv_position % 2 == 0
 
 
 def biases() -> Iterator[Composition]:
@@ -324,7 +335,13 @@ def _pool(salt: int) -> Builder:
 def _everything(salt: int) -> Builder:
     """Point masses, chains and trees in one pool; what is drafted for some rows is merged with what is for others."""
     point = Adversary(MENU, limit=2, point=True)
-    arms = {"chain": CHAIN, "short": Arm(CHAIN, 1), "tree": TREE, "point": point, "none": None}
+    arms: dict[str, DraftLike | Arm | None] = {
+        "chain": CHAIN,
+        "short": Arm(CHAIN, 1),
+        "tree": TREE,
+        "point": point,
+        "none": None,
+    }
     return BASE.pool(arms, AdversarialSelector(salt), 2, reward=dropped)
 
 

@@ -61,7 +61,7 @@ class SlotCache(Slots, TokenIndex):
         order = rows.tolist()
         if order == list(range(self.batch)):
             return self
-        new = object.__new__(SlotCache)
+        new = object.__new__(type(self))
         vars(new).update(vars(self))
         new._blocks = self._gathered(rows, [n + fed for n, fed in zip(self._lengths, self._fed)])
         new._whole = self._whole
@@ -78,7 +78,7 @@ class SlotCache(Slots, TokenIndex):
         mine, theirs, capacity = self.batch, other.batch, max(self.capacity, other.capacity)
         used = [n + fed for n, fed in zip(other._lengths, other._fed)]
         room = capacity == self.capacity and self._whole[0].shape[1] >= mine + theirs
-        new = object.__new__(SlotCache)
+        new = object.__new__(type(self))
         vars(new).update(vars(self))
         if room:
             new._blocks = [block[:, : mine + theirs] for block in self._whole]

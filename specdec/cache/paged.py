@@ -14,8 +14,7 @@ from torch import Tensor
 
 from specdec.cache.contiguous import free_bytes
 from specdec.cache.slots import KVShape, Slots
-from specdec.cache.token_index import TokenIndex
-from specdec.forward.pack import Row
+from specdec.cache.token_index import Row, TokenIndex
 from specdec.kernels.native.blocks import Buffers
 from specdec.types import Context, Verdict
 

@@ -1,7 +1,7 @@
 """Keys and values in constant memory a row: the first positions, and a ring of the latest (StreamingLLM, arXiv 2309.17453).
 
-A query at position q sees position p iff ``p <= q`` and (``p > q - window`` or ``p < sinks``): a window counts the query itself.
-Position p lives in slot p for ``p < sinks`` and in slot ``sinks + (p - sinks) mod W`` of the ring otherwise, so slot numbers are
+A query at position q sees at most the positions ``p <= q`` with ``p > q - window`` or ``p < sinks`` (a window counts the query itself);
+which of them is for a mask to say, whose reach ``sinks`` and ``window`` are. Position p lives in slot p for ``p < sinks`` and in slot ``sinks + (p - sinks) mod W`` of the ring otherwise, so slot numbers are
 positions until the ring is full. Nothing says on the device what a slot holds: seen from a query at q, a ring slot holds the
 latest position up to q that belongs there, and that is within the last W.
 
@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specdec import masks
 from specdec.arguments import whole
 from specdec.cache.slots import KVShape, Slots
 from specdec.kernels.device import to_device
@@ -40,8 +41,9 @@ class Ring(Slots):
             has the text's capacity for a window.
         block: how many positions may be written from the earliest that may be asked (again) on, that one included.
         extra: slots after the ring that are left to the user of this class; ``visible`` leaves them out.
+        mask: what a query sees, within that reach; by default all of it.
     Raises:
-        ValueError: a window or a block below 1, negative sinks.
+        ValueError: a window or a block below 1, negative sinks; a mask without a reach, or with a longer one.
     """
 
     def __init__(
@@ -52,8 +54,12 @@ class Ring(Slots):
         window: int,
         block: int,
         extra: int = 0,
+        mask: masks.Mask | None = None,
     ):
         check(window, sinks, block)
+        all_of_it = masks.streaming(window, sinks)
+        self.mask = all_of_it if mask is None else mask
+        self.narrower = self.mask != all_of_it
         self.sinks, self.window, self.block, self.extra = sinks, window, block, extra
         self.size = window + block - 1  # W
         super().__init__(shapes, batch, sinks + self.size + extra)
@@ -88,8 +94,13 @@ class Ring(Slots):
         """``[..., sinks + W]`` bool: which slots queries at positions ``[...]`` see."""
         p, q = self.held(queries), queries[..., None]
         s = np.arange(self.sinks + self.size)
-        ring = (p >= self.sinks) & (p > q - self.window)
-        return np.where(s < self.sinks, p <= q, ring)
+        exists = np.where(s < self.sinks, p <= q, (p >= self.sinks) & (p > q - self.window))
+        return exists & self.sees(q, p) if self.narrower else exists
+
+    def sees(self, queries: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """Which ``positions`` queries see by the mask alone, of the broadcast shape; below 0 stands for 0."""
+        at = torch.from_numpy(positions.clip(min=0))
+        return masks.sees(self.mask, torch.from_numpy(queries), at).numpy()
 
     def safe(self, highest: int, query: int) -> bool:
         """Whether all that ``query`` sees is still there, once ``highest`` is the highest position ever written to its row."""

@@ -6,11 +6,22 @@ the memo through ``commit`` only, because equal tokens do not mean equal ancesto
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from specdec.types import Context, Verdict
+
+
+class Row(NamedTuple):
+    """One row of a call: buffer row ``b`` is fed the slots ``first:end``, of which those below ``length`` are committed."""
+
+    b: int
+    first: int
+    length: int
+    end: int
 
 
 class TokenIndex:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ from specdec.models.load import resolve
 from specdec.models.reduced_vocab import TrimmedModel
 from specdec.protocols import LanguageModel
 from specdec.pruning.vocabulary import Trimmed
+
+_Loadable = PreTrainedModel | Trimmed | str | os.PathLike[str]
+ModelLike = LanguageModel | _Loadable | tuple[_Loadable, Any]  # what ``as_model`` takes
 
 
 def as_model(model: Any, who: str) -> LanguageModel:

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from specdec.cache.contiguous import SlotCache
 from specdec.cache.paged import PagedCache
+from specdec.cache.token_index import Row
 from specdec.forward.llama_c import LlamaC
-from specdec.forward.pack import Row
 from specdec.kernels.native.step import Steps
 from specdec.models.hf import HFModel
 from specdec.models.stacked import StackedModel

@@ -84,7 +84,7 @@ class Timeline:
         try:
             from matplotlib.figure import Figure
         except ImportError as missing:
-            raise ImportError("plot() needs matplotlib: pip install 'specdec[plots]'") from missing
+            raise ImportError("plot() needs matplotlib: pip install matplotlib") from missing
         start = min((s.began for s in self.spans), default=0.0)
         low, high = seconds or (0.0, self.seconds)
         shown = [s for s in self.spans if s.ended - start >= low and s.began - start <= high]

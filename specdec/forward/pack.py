@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from specdec import tree
+from specdec.cache.token_index import Row
 from specdec.kernels.attention import AttentionPlan, Tree
 from specdec.kernels.device import to_device
 from specdec.types import Context, Proposal
@@ -29,15 +30,6 @@ def _shape_of(parents: bytes, batch: int) -> tuple[np.ndarray, np.ndarray] | Non
     if tree.is_chain(table):
         return None
     return tree.ancestors(table).numpy(), tree.depths(table).numpy()
-
-
-class Row(NamedTuple):
-    """One row of a call: buffer row ``b`` is fed the slots ``first:end``, of which those below ``length`` are committed."""
-
-    b: int
-    first: int
-    length: int
-    end: int
 
 
 class PrefillChunk(NamedTuple):

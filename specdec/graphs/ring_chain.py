@@ -20,6 +20,8 @@ from specdec.graphs.programs import Programs
 from specdec.graphs.staging import Program, Staged, pad
 from specdec.graphs.static import StaticMemo, StaticPlan, power
 from specdec.kernels.attention.lowered import Lowered
+from specdec.masks import Mask, sees
+from specdec.masks.text import known
 from specdec.rng import Rng
 from specdec.sampling import Sampling
 from specdec.types import Context
@@ -38,6 +40,7 @@ class Shape(NamedTuple):
     sampling: Sampling
     vocab_size: int | None = None
     earlier: bool = False
+    mask: Mask | None = None
 
 
 class RingPlan(StaticPlan):
@@ -70,7 +73,7 @@ class RingChain(Program):
 
     def __init__(self, ring: Ring, memo: StaticMemo, shape: Shape, device: torch.device):
         self.memo, self.shape = memo, shape
-        self.sinks, self.size, self.window = ring.sinks, ring.size, ring.window
+        self.sinks, self.size, self.window, self.mask = ring.sinks, ring.size, ring.window, ring.mask
         R = shape.rows
         fields = {
             **dict.fromkeys(("ids", "base", "limit", "earlier", "before"), ("i8", (R,))),
@@ -119,8 +122,8 @@ class RingChain(Program):
         s = torch.arange(self.sinks + self.size, device=position.device)
         q = position[..., None]
         held = torch.where(s < self.sinks, s, q - (q - s) % self.size)
-        ring = (held >= self.sinks) & (held > q - self.window)
-        return held, torch.where(s < self.sinks, held <= q, ring)
+        exists = torch.where(s < self.sinks, held <= q, (held >= self.sinks) & (held > q - self.window))
+        return held, exists & sees(self.mask, q, held.clamp(min=0))
 
 
 def drawn(
@@ -142,7 +145,7 @@ def drawn(
     Returns:
         ``None`` where a chain cannot be captured or is not captured yet: nothing has happened then.
     """
-    if sampling.processors:
+    if sampling.processors or not known(ring.mask):  # a user's mask need not be made of operators alone
         return None
     numbers, B, steps = None, context.batch, int(budget.max())
     if not sampling.greedy:
@@ -152,7 +155,7 @@ def drawn(
     base = context.length - 1
     first = base if first is None else first
     rows = min(power(B), ring._whole[0].shape[1])
-    shape = Shape(rows, steps, sampling, vocab_size, earlier=bool((first < base).any()))
+    shape = Shape(rows, steps, sampling, vocab_size, earlier=bool((first < base).any()), mask=ring.mask)
 
     def update(chain: Any) -> None:
         array = chain.staged.begin()

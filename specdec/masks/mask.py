@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from specdec.masks.reach import Reach, of_both, of_either
 from specdec.masks.show import Picture, picture
 
 MaskMod = Callable[[Any, Any, Any, Any], Any]
@@ -48,6 +49,11 @@ class Mask(ABC):
             value = getattr(self, field.name)
             if isinstance(value, Mask):
                 yield from value.parts()
+
+    @property
+    def reach(self) -> Reach | None:
+        """How far back a causal query sees; ``None``: without a bound, so that a cache has to hold the whole text."""
+        return None
 
     @property
     def slots(self) -> int:
@@ -90,6 +96,10 @@ class And(Mask):
     def __call__(self, b: Any, h: Any, q_position: Any, kv_position: Any) -> Any:
         return self.a(b, h, q_position, kv_position) & self.b(b, h, q_position, kv_position)
 
+    @property
+    def reach(self) -> Reach | None:
+        return of_both(_reach(self.a), _reach(self.b))
+
     def __repr__(self) -> str:
         return " & ".join(f"({_short(p)})" if isinstance(p, Or) else _short(p) for p in (self.a, self.b))
 
@@ -111,6 +121,10 @@ class Or(Mask):
     def __call__(self, b: Any, h: Any, q_position: Any, kv_position: Any) -> Any:
         return self.a(b, h, q_position, kv_position) | self.b(b, h, q_position, kv_position)
 
+    @property
+    def reach(self) -> Reach | None:
+        return of_either(_reach(self.a), _reach(self.b))
+
     def __repr__(self) -> str:
         return " | ".join(f"({_short(p)})" if isinstance(p, And) else _short(p) for p in (self.a, self.b))
 
@@ -128,6 +142,11 @@ def check_masks(*masks: Any) -> None:
             raise TypeError(
                 f"a {type(mask).__name__} is no mask: join masks, or functions (b, h, q_position, kv_position) -> bool"
             )
+
+
+def _reach(mask: MaskMod) -> Reach | None:
+    """Of a plain function none is known."""
+    return mask.reach if isinstance(mask, Mask) else None
 
 
 def _short(value: Any) -> str:

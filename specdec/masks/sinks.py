@@ -7,6 +7,7 @@ from typing import Any
 
 from specdec.arguments import whole
 from specdec.masks.mask import Mask
+from specdec.masks.reach import Reach
 
 
 @dataclass(frozen=True, repr=False)
@@ -29,3 +30,7 @@ class Sinks(Mask):
 
     def __call__(self, b: Any, h: Any, q_position: Any, kv_position: Any) -> Any:
         return kv_position < self.count
+
+    @property
+    def reach(self) -> Reach:
+        return Reach(self.count, 0)

@@ -7,6 +7,7 @@ from typing import Any
 
 from specdec.arguments import whole
 from specdec.masks.mask import Mask
+from specdec.masks.reach import Reach
 
 
 @dataclass(frozen=True, repr=False)
@@ -31,3 +32,7 @@ class Window(Mask):
 
     def __call__(self, b: Any, h: Any, q_position: Any, kv_position: Any) -> Any:
         return kv_position > q_position - self.size
+
+    @property
+    def reach(self) -> Reach:
+        return Reach(0, self.size)

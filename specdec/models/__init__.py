@@ -1,6 +1,7 @@
 """Target and draft models behind one interface: Hugging Face causal LMs, and exact tables for tests and notebooks."""
 
 from specdec.models.hf import SUPPORTED, HFModel, UnsupportedModel
+from specdec.models.masked import Masked
 from specdec.models.reduced_vocab import TrimmedModel
 from specdec.models.stacked import StackedModel
 from specdec.models.table import TableModel
@@ -9,6 +10,7 @@ from specdec.models.windowed import Windowed
 __all__ = [
     "SUPPORTED",
     "HFModel",
+    "Masked",
     "StackedModel",
     "TableModel",
     "TrimmedModel",

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 import torch
 from torch import Tensor
@@ -37,6 +37,21 @@ __all__ = ["SUPPORTED", "HFModel", "UnsupportedModel"]
 
 _NOTHING: Any = nullcontext()
 Cache = SlotCache | PagedCache
+
+Graphs = bool | Literal["auto", "eager", "recorded"]
+
+
+class Options(TypedDict, total=False):
+    """The settings of ``HFModel`` by name, where they are passed on to it."""
+
+    prefill_chunk: int
+    unlisted: Literal["packed"] | None
+    attention: str
+    page: int | None
+    graphs: Graphs
+    compile: bool | Mapping[str, Any]
+    invariant: bool
+    bf16_weights: bool
 
 
 class HFModel:
@@ -82,10 +97,10 @@ class HFModel:
         tokenizer: Any = None,
         *,
         prefill_chunk: int = 512,
-        unlisted: str | None = None,
+        unlisted: Literal["packed"] | None = None,
         attention: str = "auto",
         page: int | None = None,
-        graphs: bool | str = False,
+        graphs: Graphs = False,
         compile: bool | Mapping[str, Any] = False,
         invariant: bool = False,
         bf16_weights: bool = False,
@@ -184,10 +199,10 @@ class HFModel:
         device_map: Any = None,
         tokenizer: Any = None,
         prefill_chunk: int = 512,
-        unlisted: str | None = None,
+        unlisted: Literal["packed"] | None = None,
         attention: str = "auto",
         page: int | None = None,
-        graphs: bool | str = False,
+        graphs: Graphs = False,
         compile: bool | Mapping[str, Any] = False,
         invariant: bool = False,
         bf16_weights: bool = False,

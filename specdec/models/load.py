@@ -53,11 +53,12 @@ def load(name: str | os.PathLike[str], **kwargs: Any) -> PreTrainedModel:
 
 
 def load_tokenizer(name: str | os.PathLike[str]) -> Any:
-    """The tokenizer next to a model, or ``None`` for a folder that has none."""
-    if Path(name).is_dir() and not any(Path(name).glob("*token*")):
+    """The tokenizer of a hub id, or of the model in a folder; ``None`` for a folder that has none."""
+    folder = zoo.tokenizer_folder(Path(name)) if Path(name).is_dir() else name
+    if folder is None:
         return None
     try:
-        return AutoTokenizer.from_pretrained(name)
+        return AutoTokenizer.from_pretrained(folder)
     except Exception as error:
         if not Path(name).is_dir():
             raise

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Unpack
 
-from specdec.models.hf import HFModel
+from specdec.models.hf import HFModel, Options
 from specdec.pruning.vocabulary import Trimmed
 from specdec.types import Scores
 
@@ -19,7 +19,7 @@ class TrimmedModel(HFModel):
         trimmed: from ``keep_tokens``. tokenizer: the model's own. options: as for ``HFModel``.
     """
 
-    def __init__(self, trimmed: Trimmed, tokenizer: Any = None, **options: Any):
+    def __init__(self, trimmed: Trimmed, tokenizer: Any = None, **options: Unpack[Options]):
         super().__init__(trimmed.model, tokenizer, **options)
         self.trimmed, self.vocab_size = trimmed, trimmed.vocab_size
 

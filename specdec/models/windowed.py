@@ -1,162 +1,19 @@
 """Any packed Hugging Face model with constant-size KV: every layer attends to the first tokens and a window of the latest.
 
-StreamingLLM's mask (Xiao et al., arXiv 2309.17453) at positions of the original text. What a layer's entries hold depends on the
-layer below at other positions, so with n layers a hidden state depends on n windows of text: a prompt cannot be entered in the
-middle. It is fed whole, in pieces, and what is kept of it has constant size all along.
+StreamingLLM's mask (Xiao et al., arXiv 2309.17453) at positions of the original text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
-
-import numpy as np
-import torch
-from torch import Tensor
-
-from specdec.cache.contiguous import check_memory
-from specdec.cache.ring import Ring, check
-from specdec.cache.slots import KVShape
-from specdec.cache.token_index import TokenIndex
-from specdec.forward.families import UnsupportedModel
-from specdec.forward.pack import PackedBatch, PrefillChunk, Row
-from specdec.forward.packed import Packed
-from specdec.kernels.attention import ExplicitPlan
-from specdec.kernels.device import to_device
+from specdec.masks import streaming
 from specdec.models.hf import HFModel
-from specdec.types import Context, Proposal, Verdict
+from specdec.models.masked import Masked
 
 
-class RingCache(Ring, TokenIndex):
-    """A ring of keys and values, and the memo of the tokens that they came from.
+class Windowed(Masked):
+    """``Masked`` under ``masks.streaming(window, sinks)``: the first ``sinks`` tokens and the latest ``window``, the query included.
 
-    Args:
-        capacity: tokens of a text. Only the host's memo grows with it.
-        others: as for ``Ring``.
-    """
-
-    def __init__(
-        self,
-        shapes: Sequence[KVShape],
-        batch: int,
-        capacity: int,
-        sinks: int,
-        window: int,
-        block: int,
-        extra: int = 0,
-    ):
-        Ring.__init__(self, shapes, batch, sinks, window, block, extra)
-        self.empty(batch, capacity)
-
-    def empty(self, batch: int, capacity: int) -> None:
-        """It holds nothing, of ``batch`` rows of texts of up to ``capacity`` tokens."""
-        TokenIndex.__init__(self, batch, capacity)
-        self._high = [-1] * batch  # highest position ever written to the row, since it was last empty
-
-    def wrote(self, b: int, position: int) -> None:
-        """Row ``b`` was written up to this position."""
-        self._high[b] = max(self._high[b], position)
-
-    def matched(self, context: Context) -> list[int]:
-        """As ``TokenIndex.matched``; a row that was rolled back to where the ring no longer reaches holds nothing."""
-        held = super().matched(context)
-        for b, query in enumerate(held):
-            if not self.safe(self._high[b], query):
-                self._lengths[b], self._fed[b], self._high[b], held[b] = 0, 0, -1, 0
-        return held
-
-    def commit(self, context: Context, verdict: Verdict) -> None:
-        """Take the accepted nodes of the chain that was scored last, in this ``context``, into the memo: they are in place."""
-        self.accept(context, verdict)
-
-    def select(self, rows: Tensor) -> RingCache:
-        """The cache of some rows, in the order given; the old object must not be used any more."""
-        order = rows.tolist()
-        if order == list(range(self.batch)):
-            return self
-        new: Any = super().select(rows)
-        new._hold(*self._rows(order))
-        new._high = [self._high[b] for b in order]
-        return new
-
-    def place(self, rows: list[Row], device: torch.device) -> tuple[Any, ExplicitPlan]:
-        """Where the keys and values of new tokens go, and what their queries see. Call it just before the forward.
-
-        Returns:
-            the ring itself, or, where a row has more new tokens than ``block``, something that shows a forward the ring's entries
-            and its own, and keeps the latest.
-        """
-        counts = [r.end - r.first for r in rows]
-        for r in rows:  # before it is done: a forward that fails has written too
-            self.wrote(r.b, r.end - 1)
-        if max(counts) > self.block:
-            stage = Stage(self, rows)
-            return stage, stage.plan
-        queries = np.concatenate([np.arange(r.first, r.end) for r in rows])
-        owner = np.repeat([r.b for r in rows], counts)
-        at = self.at(torch.from_numpy(owner), torch.from_numpy(queries), device)
-        return self, self.plan([r.b for r in rows], counts, queries, at)
-
-    def plan(self, rows: list[int], counts: list[int], queries: np.ndarray, at: Tensor) -> ExplicitPlan:
-        """What ``queries [T]`` (positions) see of the ring; their own entries go to flat slots ``at``."""
-        return ExplicitPlan(rows, counts, self.visible(queries), queries[:, None] - self.held(queries), at)
-
-
-class Stage:
-    """Stands in for a ring while many tokens of a row are fed: they see the ring as it was, and each other."""
-
-    def __init__(self, ring: RingCache, rows: list[Row]):
-        S, W = ring.sinks + ring.size, ring.size
-        counts = [r.end - r.first for r in rows]
-        wide = S + max(counts)
-        self.ring, self.rows, self.used, self.spare = ring, torch.tensor([r.b for r in rows]), S, wide - S
-        seen, distance, slots = [], [], []
-        stay, at = [], []  # which new tokens stay in the ring, and where
-        packed = 0
-        for i, r in enumerate(rows):
-            new = np.arange(
-                r.first, r.first + self.spare
-            )  # those from r.end on are padding, above every query
-            old = ring.held(np.array(r.first - 1))
-            slot = np.arange(S)
-            exists = np.where(slot < ring.sinks, old < r.first, old >= ring.sinks)
-            held = np.concatenate([np.where(exists, old, -1), new])
-            q = np.arange(r.first, r.end)[:, None]
-            recent = (held > q - ring.window) | (held < ring.sinks)
-            seen.append((held >= 0) & (held <= q) & recent)
-            distance.append(q - held)
-            slots.append(i * wide + S + np.arange(r.end - r.first))
-            kept = np.flatnonzero((new >= r.end - W) | (new < ring.sinks))
-            kept = kept[new[kept] < r.end]
-            stay.append(packed + kept)
-            at.append(r.b * ring.slots + ring.slot(new[kept]))
-            packed += r.end - r.first
-        self.stay, self.at = (torch.from_numpy(np.concatenate(part)) for part in (stay, at))
-        flat = torch.from_numpy(np.concatenate(slots))
-        self.plan = ExplicitPlan(
-            range(len(rows)), counts, np.concatenate(seen), np.concatenate(distance), flat
-        )
-
-    def append(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """As ``Slots.append``: returns what the queries see, ``[R, S + new, H, D]``."""
-        shown = []
-        rows, stay, at = (to_device(t, key.device) for t in (self.rows, self.stay, self.at))
-        fresh = [t[0].transpose(0, 1) for t in (key, value)]
-        for buffer, new in zip(self.ring.layers[layer], fresh):
-            both = torch.nn.functional.pad(
-                buffer.index_select(0, rows)[:, : self.used], (0, 0, 0, 0, 0, self.spare)
-            )
-            both.view(-1, *both.shape[2:]).index_copy_(0, slots, new)
-            shown.append(both)
-        self.ring.write(layer, at, *(new.index_select(0, stay) for new in fresh))
-        return shown[0], shown[1]
-
-
-class Windowed(HFModel):
-    """The weights of ``model`` under a mask of ``sinks`` first tokens and the latest ``window``, the query included.
-
-    Memory and time of a step do not depend on the length of the text. It is a model of its own (another law than that of
-    ``model``): as a draft, ``drafts.Model(Windowed(small))``; as a target, its output is that of the windowed model.
+    Memory and time of a step do not depend on the length of the text.
 
     Args:
         model: of a family that runs packed. It is shared, not copied, and not changed.
@@ -168,68 +25,10 @@ class Windowed(HFModel):
     """
 
     def __init__(self, model: HFModel, window: int = 64, sinks: int = 1, *, block: int = 16):
-        check(window, sinks, block)
-        if not isinstance(model, HFModel):
-            raise TypeError(f"model is a {type(model).__name__}: give an HFModel, HFModel(your_model)")
-        if isinstance(model, Windowed):
-            raise TypeError("model is Windowed already: give the HFModel that it was made from")
-        if not isinstance(model._path, Packed):
-            raise UnsupportedModel(
-                f"{model.clone.config.model_type!r} runs padded, where a mask goes by slot and not by position: a constant-size "
-                "cache needs a family that runs packed (models.hf.SUPPORTED)"
-            )
-        vars(self).update(vars(model))
-        self.supports_trees = False
-        self.window, self.sinks, self.block = window, sinks, block
+        if window is None:
+            raise TypeError("window is None: give a whole number; without a window use the HFModel itself")
+        super().__init__(model, streaming(window, sinks), block=block, storage="ring")
+        self.window, self.sinks = window, sinks
 
     def __repr__(self) -> str:
-        return f"Windowed({super().__repr__()}, window={self.window}, sinks={self.sinks})"
-
-    def cache(self, batch: int, capacity: int) -> Any:
-        """An empty cache for ``batch`` rows of texts of up to ``capacity`` tokens, nodes included; its KV does not grow with it.
-
-        Raises:
-            MemoryError, RuntimeError: as for ``HFModel``.
-        """
-        self._check_storage()
-        lent = self._lent(RingCache, batch)
-        if lent is not None:
-            lent.empty(batch, capacity)
-            return lent
-        check_memory(self._shapes, batch, self.sinks + self.window + self.block - 1)
-        return RingCache(self._shapes, batch, capacity, self.sinks, self.window, self.block)
-
-    def _lent(self, kind: Any, batch: int, extra: int = 0) -> Any:
-        """A cache of a kind in memory that captured steps know, where there is one."""
-        size = (self.sinks, self.window, self.block, extra)
-
-        def fits(cache: Any) -> bool:
-            return type(cache) is kind and (cache.sinks, cache.window, cache.block, cache.extra) == size
-
-        return None if self.steps is None else self.steps.lent(batch, fits)
-
-    def _feed(
-        self,
-        cache: Any,
-        context: Context,
-        proposal: Proposal | None,
-        first: Sequence[int],
-        end: Sequence[int],
-    ) -> PackedBatch:
-        packed = super()._feed(cache, context, proposal, first, end)
-        most = max((r.end - r.length for r in packed.rows), default=0)
-        if most > self.block:
-            raise ValueError(
-                f"{most} tokens are proposed and this model keeps {self.block} in flight: make it with block={most}, "
-                "or propose fewer"
-            )
-        return packed
-
-    def _pieces(
-        self, cache: Any, packed: PackedBatch, limit: int, wanted: bool
-    ) -> Iterator[tuple[Any, PrefillChunk]]:
-        ids, positions = packed.tensors(self.device)
-        for low in range(0, packed.tokens, limit):
-            part, rows = slice(low, low + limit), packed.cut(low, low + limit)
-            memo, plan = cache.place(rows, self.device)
-            yield memo, PrefillChunk(plan, ids[part], positions[part], packed.keep(rows, wanted, self.device))
+        return f"Windowed({HFModel.__repr__(self)}, window={self.window}, sinks={self.sinks})"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
 
+from specdec.masks import Mask, for_model, sees, streaming
+from specdec.masks.sight import check_sight
 from specdec.training.passes import k_pass
 from specdec.training.states import Batch
 
@@ -31,17 +33,27 @@ class KPass:
 
 @dataclass(frozen=True)
 class Parallel:
-    """The ordinary forward of a transformers causal LM; with ``window``, every layer sees ``sinks`` first positions and that many
-    last ones, itself included (the control "windowed vanilla")."""
+    """The ordinary forward of a transformers causal LM; with a mask, every layer sees what it shows.
+
+    Args:
+        window, sinks: that many last positions, itself included, and first ones (the control "windowed vanilla"). mask: another mask
+            instead, a ``masks.Mask`` of positions or a function.
+    Raises:
+        TypeError: a mask beside a window. ValueError: a mask that ``masks.for_model`` refuses, a window below 1, negative sinks.
+    """
 
     window: int | None = None
     sinks: int = 1
+    mask: Any = None
+    shown: Mask = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if self.window is not None and self.window < 1:
-            raise ValueError(
-                f"window is {self.window}: a query must see at least itself (window=1), or None for all"
+        if self.mask is not None and self.window is not None:
+            raise TypeError(
+                f"mask is {self.mask!r} and window {self.window}: give either, since the mask says all that is seen"
             )
+        plain = streaming(self.window, self.sinks)
+        object.__setattr__(self, "shown", plain if self.mask is None else for_model(self.mask))
 
     def layers(self, draft: Any) -> tuple[int, ...]:
         return ()
@@ -52,7 +64,7 @@ class Parallel:
         before = draft.config._attn_implementation
         draft.set_attn_implementation("specdec_band")
         try:  # the draft's own generate must find its own attention again
-            made = draft.base_model(input_ids=tokens, use_cache=False, band=(self.sinks, self.window))
+            made = draft.base_model(input_ids=tokens, use_cache=False, shown=self.shown)
         finally:
             draft.set_attn_implementation(before)
         head = draft.get_output_embeddings()
@@ -68,11 +80,12 @@ def band_attention(
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    band: tuple[int, int | None] = (0, None),
+    sliding_window: int | None = None,
+    shown: Mask | None = None,
     block: int = 128,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention over sinks and a window, one block of queries at a time against the keys that it may see.
+    """Attention by a mask of positions, ``shown``, one block of queries at a time against the keys that it may see.
 
     Plain matrix products: PyTorch's fused attention has a slow backward on CPUs in bf16. ``query [B, Hq, L, D]``.
     """
@@ -80,28 +93,29 @@ def band_attention(
         raise ValueError(
             "a draft with a soft cap on scores or with sink logits cannot be trained here: use a llama-like one"
         )
-    sinks, window = band
+    assert shown is not None
+    reach = shown.reach
     group = query.shape[1] // key.shape[1]
     if group > 1:
         key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
-    L = query.shape[2]
+    L, device = query.shape[2], query.device
     query, key = query * (scaling or query.shape[-1] ** -0.5), key.transpose(2, 3)
-    block = block if window is not None else 256
+    block = block if reach is not None else 256
     outputs = []
     for start in range(0, L, block):
         stop = min(start + block, L)
-        low = 0 if window is None else max(0, start - window + 1)
-        at, q = (
-            torch.arange(low, stop, device=query.device),
-            torch.arange(start, stop, device=query.device)[:, None],
-        )
-        keys, values, seen = key[..., low:stop], value[:, :, low:stop], at <= q
-        if window is not None:
-            seen = seen & ((at > q - window) | (at < sinks))
-        if low and sinks:  # sinks that the band does not reach
-            far = min(sinks, low)
+        low = 0 if reach is None else max(0, start - max(reach.window, 1) + 1)
+        at = torch.arange(low, stop, device=device)
+        keys, values = key[..., low:stop], value[:, :, low:stop]
+        if low and reach is not None and reach.sinks:  # first positions that the band does not reach
+            far = min(reach.sinks, low)
+            at = torch.cat([torch.arange(far, device=device), at])
             keys, values = torch.cat([key[..., :far], keys], -1), torch.cat([value[:, :, :far], values], 2)
-            seen = F.pad(seen, (far, 0), value=True)
+        q = torch.arange(start, stop, device=device)[:, None]
+        seen = (at <= q) & sees(shown, q, at)
+        if sliding_window is not None:
+            seen = seen & (at > q - sliding_window)
+        check_sight(shown, seen, q[:, 0])
         weights = (query[:, :, start:stop] @ keys).masked_fill(~seen, float("-inf")).softmax(-1)
         outputs.append(weights @ values)
     return torch.cat(outputs, 2).transpose(1, 2), None

@@ -9,13 +9,16 @@ function. All passes together cost about one ordinary forward.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from specdec.drafts.spire.model import SpireModel
+from specdec.masks import Mask, sees
+from specdec.masks.sight import check_sight
 
 
 def k_pass(
@@ -35,7 +38,7 @@ def k_pass(
     Returns:
         ``[B, n * k, V]`` of positions ``phase .. phase + n * k - 1``, n whole blocks.
     Raises:
-        ValueError: no whole block, a negative phase, a window shorter than a block, missing inputs.
+        ValueError: no whole block, a negative phase, missing inputs, a position that the draft's mask shows nothing.
     """
     B, L = tokens.shape
     n = (L - phase) // k
@@ -43,10 +46,6 @@ def k_pass(
         raise ValueError(f"phase is {phase}: the position of the first block, 0 or later")
     if n < 1:
         raise ValueError(f"tokens has {L} positions: too few for a block of k = {k} at phase {phase}")
-    if model.window is not None and model.window < k:
-        raise ValueError(
-            f"window is {model.window}: a window shorter than a block of k = {k} cannot be trained in passes"
-        )
     lacking = [layer for layer in model.layers if layer not in inputs]
     if lacking:
         raise ValueError(
@@ -55,11 +54,10 @@ def k_pass(
     T, layers = n * k, range(len(model.layers))
     cos, sin = model.rotary(torch.arange(L, device=tokens.device))
     past = [model.keys_values(i, inputs[layer], (cos, sin)) for i, layer in enumerate(model.layers)]
+    sight = _Sight(model.mask, k, phase, n, tokens.device)
+    dense = dense or model.window is None or model.window < k
     look: list[_Band | _Dense] = [
-        _Dense(*kv, model.sinks, model.window, k, phase, n)
-        if model.window is None or dense
-        else _Band(*kv, model.sinks, model.window, k, phase, n)
-        for kv in past
+        _Dense(*kv, sight) if dense else _Band(*kv, sight, model.sinks, model.window or 0) for kv in past
     ]
     x0 = model.embed(tokens[:, phase : phase + T]).view(B, n, k, -1)
     turns = [t[phase : phase + T].view(n, k, *t.shape[1:]) for t in (cos, sin)]
@@ -85,28 +83,65 @@ def k_pass(
     return model.logits(torch.stack(outputs, 2).flatten(1, 2))
 
 
+class _Sight:
+    """What the j-th queries of all blocks see, the same for every layer: made once for each j.
+
+    ``n`` blocks of ``k`` positions, the first of them at ``phase``.
+    """
+
+    def __init__(self, mask: Mask, k: int, phase: int, n: int, device: torch.device):
+        self.mask, self.k, self.phase, self.n = mask, k, phase, n
+        self.start = (
+            phase + k * torch.arange(n, device=device)[:, None]
+        )  # [n, 1] first position of each block
+        self._made: dict[Any, Any] = {}
+
+    def of(self, key: Any, make: Callable[[], Any]) -> Any:
+        """What ``make`` gives, once."""
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
+    def near(self, j: int) -> Tensor | None:
+        """``[n, j + 1]`` which positions of its own block each query sees; ``None``: all."""
+
+        def make() -> Tensor | None:
+            seen = sees(self.mask, self.start + j, self.start + torch.arange(j + 1, device=self.start.device))
+            return None if bool(seen.all()) else seen
+
+        return self.of(("near", j), make)
+
+    def check(self, j: int, *far: Tensor) -> None:
+        """Raise ValueError where a query sees nothing, neither in its own block nor of ``far [n, ...]``."""
+        near = self.near(j)
+        if near is not None:
+            check_sight(self.mask, torch.cat([near, *far], 1), (self.start + j)[:, 0])
+
+
 class _Dense:
     """Attention of all blocks' j-th queries to the past through one mask, and to their own block."""
 
-    def __init__(
-        self, keys: Tensor, values: Tensor, sinks: int, window: int | None, k: int, phase: int, n: int
-    ):
+    def __init__(self, keys: Tensor, values: Tensor, sight: _Sight):
         self.keys, self.values = keys.transpose(1, 2), values.transpose(1, 2)  # [B, H, L, D]
-        self.sinks, self.window, self.k = sinks, window, k
-        self.start = phase + k * torch.arange(n, device=keys.device)  # [n] first position of each block
+        self.sight = sight
 
     def at(self, j: int, keys: list[Tensor], values: list[Tensor]):
-        position = torch.arange(self.keys.shape[2], device=self.keys.device)
-        seen = position < self.start[:, None]  # [n, L]
-        if self.window is not None:
-            seen &= (position > self.start[:, None] + j - self.window) | (position < self.sinks)
+        sight = self.sight
+
+        def make() -> Tensor:
+            position = torch.arange(self.keys.shape[2], device=self.keys.device)
+            seen = (position < sight.start) & sees(sight.mask, sight.start + j, position)  # [n, L]
+            sight.check(j, seen)
+            return seen
+
+        seen, beside = sight.of(("past", j), make), sight.near(j)
 
         def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # query [B, n, Hq, D]
             q = query.transpose(1, 2) * query.shape[-1] ** -0.5
             group = q.shape[1] // key.shape[2]
             far = q @ _repeat(self.keys, group).transpose(2, 3)
             far = far.masked_fill(~seen, -math.inf)
-            near, near_values = _near(q, [*keys, key], [*values, value], group)
+            near, near_values = _near(q, [*keys, key], [*values, value], group, beside)
             weights = torch.cat([far, near], -1).softmax(-1)
             far, near = weights.split([far.shape[-1], near.shape[-1]], -1)
             out = far @ _repeat(self.values, group) + (near[..., None] * near_values).sum(-2)
@@ -116,13 +151,14 @@ class _Dense:
 
 
 class _Band:
-    """The same, where neighbouring blocks share a stretch of the past: work grows with the window, not with the text."""
+    """The same, where neighbouring blocks share a stretch of the past: work grows with the mask's reach, not with the text."""
 
-    def __init__(self, keys: Tensor, values: Tensor, sinks: int, window: int, k: int, phase: int, n: int):
-        self.sinks, self.window, self.k, self.n = sinks, window, k, n
+    def __init__(self, keys: Tensor, values: Tensor, sight: _Sight, sinks: int, window: int):
+        k, n, phase = sight.k, sight.n, sight.phase
+        self.sight, self.sinks, self.window = sight, sinks, window
         self.group = G = max(1, min(n, window // k))  # blocks that share a stretch
         self.chunks = C = -(-n // G)
-        self.phase, self.span = phase, window - 1 + (G - 1) * k
+        self.span = window - 1 + (G - 1) * k
         last = phase + (C - 1) * G * k + self.span
         stretch = [
             pad(t.transpose(1, 2), (0, 0, window - 1, max(0, last - (window - 1) - t.shape[1])))[
@@ -133,16 +169,27 @@ class _Band:
         self.keys, self.values = stretch[0], stretch[1].transpose(3, 4)
         self.sink_keys, self.sink_values = keys[:, :sinks].transpose(1, 2), values[:, :sinks].transpose(1, 2)
 
-    def at(self, j: int, keys: list[Tensor], values: list[Tensor]):
-        G, C, n, k, device = self.group, self.chunks, self.n, self.k, self.keys.device
+    def _seen(self, j: int) -> tuple[Tensor, Tensor]:
+        """``[C, G, span]`` of the stretch, and ``[C * G, sinks]`` of the first positions."""
+        sight, device = self.sight, self.keys.device
+        G, C, k = self.group, self.chunks, sight.k
         start = k * torch.arange(G, device=device)[:, None]  # of each block, from its chunk's first
         offset = torch.arange(self.span, device=device) - (self.window - 1)
-        first = self.phase + G * k * torch.arange(C, device=device)[:, None, None]
-        seen = (
-            (offset < start) & (offset > start + j - self.window) & (first + offset >= self.sinks)
-        )  # [C, G, span]
-        block = self.phase + k * torch.arange(C * G, device=device)[:, None]
-        sunk = torch.arange(self.sink_keys.shape[2], device=device) < block  # [C * G, sinks]
+        first = sight.phase + G * k * torch.arange(C, device=device)[:, None, None]
+        position = first + offset
+        within = (offset < start) & (offset > start + j - self.window) & (position >= self.sinks)
+        seen = within & sees(sight.mask, first + start + j, position.clamp(min=0))
+        block = sight.phase + k * torch.arange(C * G, device=device)[:, None]
+        sink = torch.arange(self.sink_keys.shape[2], device=device)
+        sunk = (sink < block) & sees(sight.mask, block + j, sink)
+        n = sight.n
+        sight.check(j, seen.view(C * G, -1)[:n], sunk[:n])
+        return seen, sunk
+
+    def at(self, j: int, keys: list[Tensor], values: list[Tensor]):
+        sight, G, C, n = self.sight, self.group, self.chunks, self.sight.n
+        seen, sunk = sight.of(("past", j), lambda: self._seen(j))
+        beside = sight.near(j)
 
         def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             B, Hq, D = query.shape[0], query.shape[2], query.shape[3]
@@ -152,7 +199,7 @@ class _Band:
             far = wide.view(B, Hq, C, G, D) @ _repeat(self.keys, group)
             far = far.masked_fill(~seen, -math.inf).view(B, Hq, C * G, self.span)
             sink = (wide @ _repeat(self.sink_keys, group).transpose(2, 3)).masked_fill(~sunk, -math.inf)
-            near, near_values = _near(q, [*keys, key], [*values, value], group)
+            near, near_values = _near(q, [*keys, key], [*values, value], group, beside)
             weights = torch.cat([far[:, :, :n], sink[:, :, :n], near], -1).softmax(-1)
             far, sink, near = weights.split([self.span, sunk.shape[1], near.shape[-1]], -1)
             far = pad(far, (0, 0, 0, C * G - n)).view(B, Hq, C, G, self.span)
@@ -163,10 +210,13 @@ class _Band:
         return attend
 
 
-def _near(q: Tensor, keys: list[Tensor], values: list[Tensor], group: int) -> tuple[Tensor, Tensor]:
-    """Scores ``[B, Hq, n, m]`` against the block's m positions so far, and their values ``[B, Hq, n, m, D]``."""
+def _near(
+    q: Tensor, keys: list[Tensor], values: list[Tensor], group: int, seen: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Scores ``[B, Hq, n, m]`` against the block's m positions so far, of which ``seen [n, m]`` count, and their values ``[B, Hq, n, m, D]``."""
     k, v = (_repeat(torch.stack(t, 2).permute(0, 3, 1, 2, 4), group) for t in (keys, values))
-    return (q[..., None, :] * k).sum(-1), v
+    scores = (q[..., None, :] * k).sum(-1)
+    return scores if seen is None else scores.masked_fill(~seen, -math.inf), v
 
 
 def _repeat(x: Tensor, group: int) -> Tensor:

@@ -346,7 +346,7 @@ class _Run:
 def _described(draft: Any) -> str:
     """What of a draft a checkpoint does not hold: its parts and how it looks at the text."""
     shapes = hash_of([(name, list(p.shape)) for name, p in draft.named_parameters()])
-    looks = {name: getattr(draft, name) for name in ("layers", "sinks", "window") if hasattr(draft, name)}
+    looks = {name: getattr(draft, name) for name in ("layers", "mask") if hasattr(draft, name)}
     return f"{type(draft).__name__} {looks} {shapes}"
 
 

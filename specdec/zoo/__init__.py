@@ -7,12 +7,19 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 FOLDER = Path(__file__).parent
-_NEEDED = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
+TOKENIZER = FOLDER / "tokenizer"  # one for all pocket models
 
 
 def names() -> list[str]:
     """The names that `load` takes."""
-    return sorted(path.parent.name for path in FOLDER.glob("*/tokenizer.json"))
+    return sorted(path.parent.name for path in FOLDER.glob("*/config.json"))
+
+
+def tokenizer_folder(model: Path) -> Path | None:
+    """The folder with the tokenizer of the model in folder ``model``: the same one, or ``TOKENIZER`` for a pocket model; ``None`` without any."""
+    if any(model.glob("*token*")):
+        return model
+    return TOKENIZER if model.resolve().parent == FOLDER.resolve() else None
 
 
 def load(name: str, folder: str | Path = FOLDER) -> tuple[Any, "PreTrainedTokenizerFast"]:
@@ -25,7 +32,10 @@ def load(name: str, folder: str | Path = FOLDER) -> tuple[Any, "PreTrainedTokeni
     path = Path(folder) / name
     if not path.is_dir() or Path(name).name != name:
         raise ValueError(f"there is no pocket model {name!r}; there are: {', '.join(names())}")
-    missing = [file for file in _NEEDED if not (path / file).exists()]
+    beside = tokenizer_folder(path) or TOKENIZER  # copies of pocket models have none of their own
+    needed = [path / file for file in ("config.json", "model.safetensors")]
+    needed += [beside / file for file in ("tokenizer.json", "tokenizer_config.json")]
+    missing = [file.name for file in needed if not file.exists()]
     if missing:
         raise FileNotFoundError(
             f"pocket model {name!r} lacks {', '.join(missing)}: reinstall the package, or train it with "
@@ -44,7 +54,7 @@ def load(name: str, folder: str | Path = FOLDER) -> tuple[Any, "PreTrainedTokeni
             model: Any = SpireModel.from_pretrained(path, dtype=torch.float32)
         else:
             model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(beside, local_files_only=True)
     except Exception as error:  # safetensors, tokenizers and json each have their own
         raise ValueError(
             f"pocket model {name!r} has a damaged file ({error}): reinstall the package"

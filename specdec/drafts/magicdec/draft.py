@@ -12,8 +12,9 @@ from specdec.arguments import whole
 from specdec.cache.ring import check
 from specdec.drafts.magicdec.view import View, ViewCache
 from specdec.drafts.model import Model, ModelState
+from specdec.masks import for_model, streaming
 from specdec.models.hf import HFModel
-from specdec.models.windowed import Windowed
+from specdec.models.masked import Masked
 from specdec.protocols import LanguageModel
 from specdec.rng import Rng
 from specdec.sampling import Sampling
@@ -35,6 +36,7 @@ class MagicDec:
 
     Args:
         window: latest tokens that a query sees, itself included. sinks: first tokens that stay visible.
+        mask: what a query sees instead, a ``masks.Mask`` of positions; the view of the target's KV is as small as its reach.
         positions: ``"original"``, those of the text, or ``"in_cache"``: the sinks seem to stand right before the window
             (StreamingLLM, arXiv 2309.17453, which the paper uses). For that the sinks' keys are turned in every step.
         pruner: chooses further entries of each KV head, from all of the text (``specdec.pruning.SnapKV()``), at the start and
@@ -57,12 +59,23 @@ class MagicDec:
     observation: int = 16
     block: int = 16
     sampling: Sampling | None = None
+    mask: Any = None
     view: View | None = field(default=None, repr=False)  # bind makes it
     name = "magicdec"
     trees = False
 
     def __post_init__(self) -> None:
         check(self.window, self.sinks, self.block)
+        if self.mask is not None:
+            object.__setattr__(self, "mask", for_model(self.mask))
+            if (self.window, self.sinks) != (64, 1):
+                raise TypeError(
+                    f"mask is {self.mask!r}, and window or sinks are set: give either, since the mask says all that is seen"
+                )
+            if self.positions == "in_cache":
+                raise ValueError(
+                    f"mask is {self.mask!r} and positions 'in_cache', which are those of sinks and a window: use positions='original'"
+                )
         if self.positions not in ("original", "in_cache"):
             raise ValueError(f"positions is {self.positions!r}: 'original' or 'in_cache'")
         if self.pruner is not None and self.positions == "in_cache":
@@ -88,7 +101,7 @@ class MagicDec:
         return MagicDec(window=3, sinks=1)
 
     def bind(self, target: LanguageModel, sampling: Sampling) -> MagicDec:
-        if not isinstance(target, HFModel) or isinstance(target, Windowed):
+        if not isinstance(target, HFModel) or isinstance(target, Masked):
             raise ValueError(
                 f"draft 'magicdec' looks at the target's keys and values, and the target is {target!r}: give an HFModel"
             )
@@ -97,18 +110,20 @@ class MagicDec:
             raise ValueError(
                 f"budget has {len(self.budget)} numbers and the target {layers} layers: one for each"
             )
+        mask = streaming(self.window, self.sinks) if self.mask is None else self.mask
         extra = 0 if self.pruner is None else max(self._budgets(layers))
-        view = View(target, self.window, self.sinks, self.block, self.positions == "in_cache", extra)
+        view = View(target, mask, self.block, self.positions == "in_cache", extra)
         return replace(self, sampling=self.sampling or sampling, view=view)
 
     def init(self, context: Context, target_cache: Any) -> MagicDecState:
-        shortest = int(context.length.min())
-        if shortest < self.sinks:
+        view, shortest = self._bound(), int(context.length.min())
+        sinks = 0 if view.reach is None else view.reach.sinks
+        if shortest < sinks:
             raise ValueError(
-                f"row {int(context.length.argmin())} has {shortest} tokens and the draft {self.sinks} sinks: give a prompt of at "
+                f"row {int(context.length.argmin())} has {shortest} tokens and the draft {sinks} sinks: give a prompt of at "
                 "least as many, or use a draft with fewer sinks"
             )
-        cache = self._bound().of(target_cache)
+        cache = view.of(target_cache)
         self._choose(cache)
         return MagicDecState(cache, -1)  # the prefill is observed too
 

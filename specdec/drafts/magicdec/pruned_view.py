@@ -13,6 +13,7 @@ from specdec.kernels.attention.explicit import additive
 from specdec.kernels.attention.plan import Segment
 from specdec.kernels.attention.reach import Reach, Streaming
 from specdec.kernels.device import to_device
+from specdec.masks import sees
 
 if TYPE_CHECKING:
     from specdec.drafts.magicdec.view import ViewCache
@@ -36,12 +37,12 @@ class PrunedPlan(ExplicitPlan):
         self.heads: int = cache.view.clone.config.get_text_config().num_attention_heads
 
     def chosen(self, segment: Segment, window: Reach) -> Tensor:
-        """``[R, Hq, q, K]`` bool: which chosen slots are seen; those in the sinks or the window are seen there already."""
+        """``[R, Hq, q, K]`` bool: which chosen slots are seen; those that the mask shows are seen in the ring."""
         s, cache = segment, self.cache
         kept = cache.kept[self.layer][s.b0 : s.b0 + s.r1 - s.r0, :, None]  # [R, H, 1, K]
         t1 = s.t0 + (s.r1 - s.r0) * s.queries
         q = to_device(self.queries[s.t0 : t1], kept.device).view(-1, 1, s.queries, 1)
-        seen = (kept >= cache.sinks) & (kept <= q - cache.window)
+        seen = (kept >= 0) & (kept <= q) & ~sees(cache.mask, q, kept.clamp(min=0))
         if window is not None:
             assert not isinstance(window, Streaming)  # refused where slots are in no order
             seen &= kept > q - window

@@ -14,14 +14,15 @@ import torch
 from torch import Tensor
 
 from specdec.cache.contiguous import SlotCache, check_memory
+from specdec.cache.ring_cache import RingCache
+from specdec.cache.token_index import Row
 from specdec.drafts.magicdec.observation import last_queries
 from specdec.drafts.magicdec.pruned_view import PrunedView
 from specdec.drafts.magicdec.rotation import Rotation
-from specdec.forward.pack import Row
 from specdec.kernels.attention import ExplicitPlan
 from specdec.kernels.device import to_device
 from specdec.models.hf import HFModel
-from specdec.models.windowed import RingCache, Windowed
+from specdec.models.masked import Masked
 
 
 class ViewCache(RingCache):
@@ -33,8 +34,9 @@ class ViewCache(RingCache):
     """
 
     def __init__(self, view: View, source: SlotCache):
-        shapes, batch, extra = source.shapes, source.batch, view.extra
-        super().__init__(shapes, batch, source.capacity, view.sinks, view.window, view.block, extra)
+        super().__init__(
+            source.shapes, source.batch, source.capacity, *view.ring(source), view.extra, mask=view.mask
+        )
         self.look(view, source)
 
     def look(self, view: View, source: SlotCache) -> None:
@@ -149,11 +151,11 @@ class ViewCache(RingCache):
                 mine[at, low : low + K] = theirs.gather(2, index).transpose(1, 2)
 
 
-class View(Windowed):
+class View(Masked):
     """The target's weights over a ``ViewCache``.
 
     Args:
-        model, window, sinks, block: as for ``Windowed``.
+        model, mask, block: as for ``Masked``. Where the mask has no reach, the view is as long as the text.
         in_cache: positions are those in the cache (StreamingLLM): a query sees the sinks as if they stood right before its window.
         extra: slots a head for entries that a pruner chooses.
     Raises:
@@ -164,13 +166,13 @@ class View(Windowed):
     def __init__(
         self,
         model: HFModel,
-        window: int,
-        sinks: int,
+        mask: Any,
         block: int,
         in_cache: bool = False,
         extra: int = 0,
     ):
-        super().__init__(model, window, sinks, block=block)
+        super().__init__(model, mask, block=block)
+        self.supports_trees = False
         if model.page is not None:
             raise ValueError(
                 f"the target's KV is in pages of {model.page} tokens and a view of it reads slots: make the target without page"
@@ -178,15 +180,19 @@ class View(Windowed):
         self.extra = extra
         self.rotation = Rotation(self) if in_cache else None
 
+    def ring(self, source: SlotCache) -> tuple[int, int, int]:
+        """The first positions, the window and the block that a view of ``source`` has room for."""
+        return (0, source.capacity, self.block) if self.reach is None else self.constant
+
     def of(self, source: SlotCache) -> ViewCache:
         """A view of what ``source`` holds now, which must be the sinks at least.
 
         Raises:
             MemoryError: it would not fit.
         """
-        cache = self._lent(ViewCache, source.batch, self.extra)
+        cache = None if self.reach is None else self._lent(ViewCache, source.batch, self.extra)
         if cache is None:
-            check_memory(self._shapes, source.batch, self.sinks + self.window + self.block - 1 + self.extra)
+            check_memory(self._shapes, source.batch, sum(self.ring(source)) - 1 + self.extra)
             cache = ViewCache(self, source)
         else:
             cache.look(self, source)

@@ -118,7 +118,7 @@ class Spire:
         window = capacity if model.window is None else model.window
         slots = model.sinks + window + self.block - 1
         lent = None if self.programs is None else self.programs.lent(batch, lambda ring: ring.slots == slots)
-        return lent or Ring(shapes, batch, model.sinks, window, self.block)
+        return lent or Ring(shapes, batch, model.sinks, window, self.block, mask=model.mask)
 
     def propose(
         self, state: SpireState, context: Context, budget: Tensor, rng: Rng

@@ -9,7 +9,7 @@ own inputs at earlier positions, a block ``i`` of the draft attends
 - at positions of the block being drafted to memory vectors, a mixture of all the draft's activations there (section 3.3);
 - at its own position to its own input.
 
-Attention is sparse: ``sinks`` first positions and the last ``window``, at positions of the original text (section 3.1).
+Attention is sparse: a static mask of positions in the original text, by default one first position and a window (section 3.1).
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ from specdec.kernels import pointwise
 from specdec.kernels.native.blocks import Blocks
 from specdec.kernels.native.narrow import Narrow
 from specdec.kernels.native.ops import add_norm, linear, linear_takes, unchecked_linear
+from specdec.masks import Window, for_model, streaming
+from specdec.masks.text import known, parse
 from specdec.memory import FeedbackMemory
 from specdec.models.fingerprint import fingerprint, unwrapped
 from specdec.models.load import load, load_tokenizer
@@ -49,10 +51,13 @@ class SpireModel(nn.Module):
         body: a causal LM with as many llama-like blocks as ``layers``. layers: the target's blocks that they correspond to,
             counted from 0: block ``i`` reads the target's activations before block ``layers[i]``.
         sinks, window: the sparse mask: a query at position q sees positions below ``sinks`` and above ``q - window``;
-            ``window=None`` is unlimited. feedback: whether positions of the block are seen as memory vectors, or as each layer's own
+            ``window=None`` is unlimited. mask: another one instead, a ``masks.Mask`` of positions or a function. feedback: whether positions of the block are seen as memory vectors, or as each layer's own
             inputs. target: the fingerprint of the target.
     Raises:
-        ValueError: a window or sinks that leave nothing to see, or blocks that are not llama-like.
+        ValueError: a window, sinks or a mask that leave nothing to see, a mask beside them, or blocks that are not llama-like.
+
+    Attributes:
+        mask: what a query sees, target's own windows included. sinks, window: its reach; 0 and ``None`` where it has none.
     """
 
     supports_trees = False
@@ -65,31 +70,39 @@ class SpireModel(nn.Module):
         *,
         sinks: int = 1,
         window: int | None = 64,
+        mask: Any = None,
         feedback: bool = True,
         target: str = "",
         tokenizer: Any = None,
     ):
         super().__init__()
-        if sinks < 0:
-            raise ValueError(f"sinks is {sinks}: it must be at least 0")
-        if window is not None and window < 1:
-            raise ValueError(
-                f"window is {window}: a query must see at least itself (window=1), or None for all positions"
+        if mask is not None and (sinks, window) != (1, 64):
+            raise TypeError(
+                f"mask is {mask!r}, and sinks or window are set: give either, since the mask says all that is seen"
             )
+        plain = streaming(window, sinks)
         if body.config.hidden_act not in ("silu", "swish"):
             raise ValueError(
                 f"the target's hidden_act is {body.config.hidden_act!r}: only silu blocks can be copied"
             )
         self.body, self.layers, self.tokenizer = body, tuple(layers), tokenizer
-        self.sinks, self.window, self.target = sinks, window, target
+        self.target = target
         if len(self.layers) != body.config.num_hidden_layers:
             raise ValueError(
                 f"layers has {len(self.layers)} entries and the body {body.config.num_hidden_layers} blocks"
             )
         self.blocks: list[Block] = [block_of(layer, body) for layer in body.model.layers]
         slides = [b.window for b in self.blocks if b.window is not None]
-        if slides:  # what the target itself would not see
-            self.window = min([*slides, *([] if window is None else [window])])
+        if mask is not None:
+            shown = for_model(mask, positions=positions_of(body.config))
+            self.mask = for_model(shown & Window(min(slides))) if slides else shown
+        else:  # the target itself would not see beyond its slides
+            self.mask = (
+                streaming(min([*slides, *([] if window is None else [window])]), sinks) if slides else plain
+            )
+        reach = self.mask.reach
+        self.sinks = 0 if reach is None else reach.sinks
+        self.window: int | None = None if reach is None else max(reach.window, 1)
         self.memory = FeedbackMemory(len(self.layers)).to(body.dtype).to(body.device) if feedback else None
 
     @classmethod
@@ -100,6 +113,7 @@ class SpireModel(nn.Module):
         *,
         sinks: int = 1,
         window: int | None = 64,
+        mask: Any = None,
         feedback: bool = True,
         random: bool = False,
         tokenizer: Any = None,
@@ -127,6 +141,7 @@ class SpireModel(nn.Module):
             list(layers),
             sinks=sinks,
             window=window,
+            mask=mask,
             feedback=feedback,
             target=fingerprint(target),
             tokenizer=tokenizer,
@@ -153,8 +168,8 @@ class SpireModel(nn.Module):
     def __repr__(self) -> str:
         size = sum(p.numel() for p in self.parameters())
         return (
-            f"SpireModel(blocks {list(self.layers)} of target {self.target}, {size / 1e6:.3g}M parameters, sinks {self.sinks}, "
-            f"window {self.window}, feedback {self.memory is not None})"
+            f"SpireModel(blocks {list(self.layers)} of target {self.target}, {size / 1e6:.3g}M parameters, {self.mask!r}, "
+            f"feedback {self.memory is not None})"
         )
 
     def fast(self, x: Tensor) -> Blocks | None:
@@ -272,7 +287,11 @@ class SpireModel(nn.Module):
     def save_pretrained(self, folder: str | Path) -> None:
         """A transformers checkpoint of the blocks, and beside it ``spire.json`` and the memory's weights."""
         self.body.save_pretrained(folder)
-        settings = {"layers": self.layers, "sinks": self.sinks, "window": self.window, "target": self.target}
+        settings: dict[str, Any] = {"layers": self.layers, "target": self.target}
+        if self.mask == streaming(self.window, self.sinks):
+            settings |= {"sinks": self.sinks, "window": self.window}
+        else:
+            settings |= {"mask" if known(self.mask) else "own mask": repr(self.mask)}
         (Path(folder) / FILE).write_text(
             json.dumps({**settings, "feedback": self.memory is not None}, indent=1) + "\n"
         )
@@ -283,20 +302,33 @@ class SpireModel(nn.Module):
 
     @classmethod
     def from_pretrained(
-        cls, folder: str | Path, target: Any = None, *, dtype: Any = "auto", **kwargs: Any
+        cls, folder: str | Path, target: Any = None, *, mask: Any = None, dtype: Any = "auto", **kwargs: Any
     ) -> SpireModel:
         """Load what ``save_pretrained`` wrote.
 
         Args:
-            target: when given, the draft must be this model's.
+            target: when given, the draft must be this model's. mask: the one that it was trained under, where that is of the user's own
+                (the library's masks are saved with the draft).
         Raises:
-            FileNotFoundError: the folder is not a SPIRe checkpoint. ValueError: it is one of another target.
+            FileNotFoundError: the folder is not a SPIRe checkpoint. ValueError: it is one of another target; a mask of the user's own is
+                missing, or given for a draft that brings its mask.
         """
         if not (Path(folder) / FILE).exists():
             raise FileNotFoundError(
                 f"{folder} has no {FILE}: it is not a SPIRe draft; make one with SpireModel.from_target"
             )
         settings = json.loads((Path(folder) / FILE).read_text())
+        own = settings.pop("own mask", None)
+        if (own is None) != (mask is None):
+            raise ValueError(
+                f"the draft in {folder} brings its mask: leave mask out"
+                if own is None
+                else f"the draft in {folder} was trained under a mask of one's own, {own}: give it, mask=..."
+            )
+        if "mask" in settings:
+            settings["mask"] = parse(settings["mask"])
+        elif own is not None:
+            settings["mask"] = mask
         body = load(str(folder), dtype=dtype, **kwargs)
         model = cls(body.eval(), tokenizer=load_tokenizer(str(folder)), **settings)
         if model.memory is not None:

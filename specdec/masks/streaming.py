@@ -1,0 +1,33 @@
+"""First tokens and a window of the latest: the mask of StreamingLLM (arXiv 2309.17453) and of SPIRe's drafts (arXiv 2504.06419)."""
+
+from __future__ import annotations
+
+from specdec.arguments import whole
+from specdec.masks.causal import Causal
+from specdec.masks.mask import Mask
+from specdec.masks.sinks import Sinks
+from specdec.masks.window import Window
+
+
+def streaming(window: int | None = 64, sinks: int = 1) -> Mask:
+    """``Causal() & (Sinks(sinks) | Window(window))``, without the parts that leave nothing out.
+
+    Args:
+        window: latest positions, the query's own included; ``None`` for all. sinks: first positions.
+    Raises:
+        TypeError: what is no whole number. ValueError: a window below 1, negative sinks.
+    """
+    if isinstance(window, Mask):
+        raise TypeError(
+            f"window is {window!r}: give the number of positions; a mask is an argument of its own, mask="
+        )
+    if window is not None:
+        whole("window", window, ", or None for all positions")
+        if window < 1:
+            raise ValueError(f"window is {window}: a query must see at least itself, which is window=1")
+    whole("sinks", sinks)
+    if sinks < 0:
+        raise ValueError(f"sinks is {sinks}: how many first positions stay visible, 0 or more")
+    if window is None:
+        return Causal()
+    return Causal() & (Sinks(sinks) | Window(window)) if sinks else Causal() & Window(window)

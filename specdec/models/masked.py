@@ -1,0 +1,183 @@
+"""Any packed Hugging Face model under a mask: what every layer's queries see is a ``Mask``, and the KV is as small as that allows.
+
+A mask that looks back no further than some first positions and a window of the latest (its ``reach``) is served from constant memory
+(``cache.ring_cache``). Any other mask needs the whole text, in slots, where trees of proposed tokens can be verified, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from specdec.arguments import whole
+from specdec.cache.contiguous import SlotCache, check_memory
+from specdec.cache.ring_cache import RingCache
+from specdec.forward.families import UnsupportedModel
+from specdec.forward.pack import PackedBatch, PrefillChunk
+from specdec.forward.packed import Packed
+from specdec.kernels.attention import AttentionPlan, ExplicitPlan
+from specdec.masks import Mask, Reach, for_model, sees
+from specdec.masks.sight import check_sight
+from specdec.models.hf import HFModel
+from specdec.types import Context, Proposal
+
+
+class MaskedCache(SlotCache):
+    """Slots for the whole text, of which queries see what a mask says: no kernel may take them for those of a plain model."""
+
+
+class Masked(HFModel):
+    """The weights of ``model``, every layer of which sees what ``mask`` shows, within what it sees by itself.
+
+    It is a model of its own (another law than that of ``model``): as a draft, ``drafts.Model(Masked(small, mask))``; as a target, its output is
+    that of the masked model. Positions are those of the text; in a tree of proposed tokens a node stands one behind its parent.
+
+    Args:
+        model: of a family that runs packed. It is shared, not copied, and not changed.
+        mask: a ``masks.Mask``, or a function ``(b, h, q_position, kv_position) -> bool``, of positions alone.
+        block: the most proposed tokens a row that are in flight at a time, where the memory is constant.
+        storage: ``"ring"``, constant memory; ``"dense"``, the whole text; ``"auto"``, a ring where the mask has a reach.
+    Attributes:
+        reach: of the mask; ``None`` where the whole text is held.
+    Raises:
+        TypeError: no mask, or no HFModel. ValueError: a mask that ``masks.for_model`` refuses; a ring for one without a reach; pages and the whole
+            text.
+        UnsupportedModel: a family that is run padded: its mask goes by slot.
+    """
+
+    mask: Mask
+    block: int
+    reach: Reach | None
+
+    def __init__(
+        self,
+        model: HFModel,
+        mask: Any,
+        *,
+        block: int = 16,
+        storage: Literal["auto", "ring", "dense"] = "auto",
+    ):
+        if isinstance(model, Masked):
+            raise TypeError(
+                f"model has a mask already, {model.mask!r}: give the HFModel that it was made from, and join masks by &"
+            )
+        if type(model) is not HFModel:  # one with a forward of its own would lose it
+            raise TypeError(f"model is a {type(model).__name__}: give an HFModel, HFModel(your_model)")
+        whole("block", block)
+        if block < 1:
+            raise ValueError(f"block is {block}: how many tokens are in flight at a time, 1 or more")
+        mask = for_model(mask, positions=model.max_positions)
+        if storage not in ("auto", "ring", "dense"):
+            raise ValueError(f"storage is {storage!r}: 'auto', 'ring' or 'dense'")
+        if storage == "ring" and mask.reach is None:
+            raise ValueError(
+                f"storage is 'ring' and {mask!r} has no reach: from some positions it sees ever more, or ever older ones, which constant "
+                "memory cannot hold. Join it with a window, Causal() & Window(n) & ..., or give storage='dense'"
+            )
+        if not isinstance(model._path, Packed):
+            raise UnsupportedModel(
+                f"{model.clone.config.model_type!r} runs padded, where a mask goes by slot and not by position: a mask needs a family that "
+                "runs packed (models.SUPPORTED)"
+            )
+        vars(self).update(vars(model))
+        self.mask, self.block = mask, block
+        self.reach = None if storage == "dense" else mask.reach
+        if self.reach is None:
+            if model.page is not None:
+                raise ValueError(
+                    f"the model keeps its KV in pages of {model.page} tokens and {mask!r} needs slots: make the HFModel without page"
+                )
+            if model.steps is not None:
+                raise ValueError(
+                    f"the model has graphs, whose steps see what a plain model's do, and {mask!r} needs others: make the HFModel without graphs"
+                )
+        else:
+            self.supports_trees = False
+
+    def __repr__(self) -> str:
+        return f"Masked({super().__repr__()}, {self.mask!r})"
+
+    @property
+    def constant(self) -> tuple[int, int, int]:
+        """The first positions, the window and the block of constant memory, in tokens."""
+        assert self.reach is not None
+        return self.reach.sinks, max(self.reach.window, 1), self.block
+
+    def cache(self, batch: int, capacity: int) -> Any:
+        """An empty cache for ``batch`` rows of texts of up to ``capacity`` tokens, nodes included; where the mask has a reach, its KV does
+        not grow with the text.
+
+        Raises:
+            MemoryError, RuntimeError: as for ``HFModel``.
+        """
+        self._check_storage()
+        if self.reach is None:
+            check_memory(self._shapes, batch, capacity)
+            return MaskedCache(self._shapes, batch, capacity)
+        lent = self._lent(RingCache, batch)
+        if lent is not None:
+            lent.empty(batch, capacity)
+            return lent
+        sinks, window, block = self.constant
+        check_memory(self._shapes, batch, sinks + window + block - 1)
+        return RingCache(self._shapes, batch, capacity, sinks, window, block, mask=self.mask)
+
+    def _lent(self, kind: Any, batch: int, extra: int = 0) -> Any:
+        """A cache of a kind in memory that captured steps know, where there is one."""
+        size = (*self.constant, extra, self.mask)
+
+        def fits(cache: Any) -> bool:
+            mine = type(cache) is kind and (cache.sinks, cache.window, cache.block, cache.extra, cache.mask)
+            return mine == size
+
+        return None if self.steps is None else self.steps.lent(batch, fits)
+
+    def _feed(
+        self,
+        cache: Any,
+        context: Context,
+        proposal: Proposal | None,
+        first: Sequence[int],
+        end: Sequence[int],
+    ) -> PackedBatch:
+        packed = super()._feed(cache, context, proposal, first, end)
+        most = max((r.end - r.length for r in packed.rows), default=0)
+        if self.reach is not None and most > self.block:
+            raise ValueError(
+                f"{most} tokens are proposed and this model keeps {self.block} in flight: make it with block={most}, "
+                "or propose fewer"
+            )
+        return packed
+
+    def _pieces(
+        self, cache: Any, packed: PackedBatch, limit: int, wanted: bool
+    ) -> Iterator[tuple[Any, PrefillChunk]]:
+        if self.reach is None:
+            for memo, chunk in super()._pieces(cache, packed, limit, wanted):
+                yield memo, chunk._replace(plan=masked(chunk.plan, self.mask))
+            return
+        ids, positions = packed.tensors(self.device)
+        for low in range(0, packed.tokens, limit):
+            part, rows = slice(low, low + limit), packed.cut(low, low + limit)
+            memo, plan = cache.place(rows, self.device)
+            yield memo, PrefillChunk(plan, ids[part], positions[part], packed.keep(rows, wanted, self.device))
+
+
+def masked(plan: AttentionPlan, mask: Mask) -> ExplicitPlan:
+    """A plan whose queries see, of what they see by ``plan`` (the text before them, or their branch of a tree), what ``mask`` shows."""
+    S, T = max(plan.length), sum(plan.counts)
+    seen, distance = np.zeros((T, S), dtype=bool), np.zeros((T, S), dtype=np.int32)
+    queries = np.empty(T, dtype=np.int64)
+    for s in plan.segments:
+        query, slot = plan.positions(s)  # [R, q], [R, keys]
+        behind = query[:, :, None] - slot[:, None]
+        shown = sees(mask, torch.from_numpy(query)[:, :, None], torch.from_numpy(slot)[:, None]).numpy()
+        at = slice(s.t0, s.t0 + query.size)
+        seen[at, : s.keys] = (plan.visible(s) & shown).reshape(-1, s.keys)
+        distance[at, : s.keys] = behind.reshape(-1, s.keys)
+        queries[at] = query.ravel()
+    check_sight(mask, seen, queries)
+    return ExplicitPlan(plan.rows, plan.counts, seen, distance, plan.slots)
