@@ -1,10 +1,17 @@
-"""Tests run in a checkout that is not installed, too: ``specdec`` and ``recipes`` are found at its root."""
+"""Every test process computes on one thread, whatever the command: pytest's workers already keep all cores busy.
+
+Child processes inherit the settings from the environment. A test of threading sets its own number of threads.
+"""
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
+import os
 
-ROOT = str(Path(__file__).parents[1])
-if ROOT not in sys.path:
-    sys.path.append(ROOT)
+for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+    os.environ[name] = "1"  # read once, when torch and numpy are imported
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import torch  # noqa: E402
+
+torch.set_num_threads(1)

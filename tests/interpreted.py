@@ -10,7 +10,9 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
+from typing import Any
 
+import numpy as np
 import pytest
 
 from specdec.kernels.attention import triton_backend
@@ -39,12 +41,18 @@ def _exchange(there: dict[str, ModuleType]) -> dict[str, ModuleType]:
     return now
 
 
+def _matmul(a: Any, b: Any, dtype: Any, multiply: Any = np.matmul) -> Any:
+    """A tile's product with rows that do not depend on their place, as on a GPU; those of some BLAS in float32 do."""
+    return multiply(a, b, dtype=np.float64).astype(dtype)
+
+
 @contextmanager
 def interpreter() -> Iterator[None]:
     """Everything that imports triton in here gets the interpreting copy."""
     outside = _exchange(_copies)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
+        patch.setattr(np, "matmul", _matmul)
         try:
             yield
         finally:

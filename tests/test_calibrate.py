@@ -256,6 +256,7 @@ def recipe(*words):
 TOY = ("--spire", "untrained", "--new-tokens", "4", "--repeats", "1", "--lengths", "1", "2")
 
 
+@pytest.mark.slow
 def test_the_recipe_at_toy_size(tmp_path):
     file, plots = tmp_path / "m.json", tmp_path / "plots"
     sizes = ("--batches", "1", "2", "4", "--contexts", "32", "96")
@@ -305,6 +306,7 @@ def test_the_recipe_begins_no_point_when_its_time_is_over(tmp_path):
     assert {r["method"] for r in grid} == {"plain", "vanilla", "windowed", "magicdec", "spire"}
 
 
+@pytest.mark.slow
 def test_the_recipe_explains_a_round():
     done = recipe(*TOY, "--profile", "2", "64")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -16,7 +16,7 @@ from specdec.rng import ACCEPT, Key
 from specdec.types import Proposal
 
 ALL = catalogue.everything()
-SLOW = {  # left to the recipe
+SLOW = {  # seconds each
     "chain k=3",
     "chain k=3, vocabulary 2",
     "tree of two drafts' chains, merged",
@@ -31,7 +31,10 @@ SLOW = {  # left to the recipe
 EXACT = {"argmax declared as a sample of softmax(q)": 0.45, "node dropped after looking at its value": 0.15}
 
 
-@pytest.mark.parametrize("composition", [c for c in ALL if c.name not in SLOW], ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    "composition",
+    [pytest.param(c, marks=pytest.mark.slow if c.name in SLOW else (), id=c.name) for c in ALL],
+)
 def test_claims_are_exact_and_planted_biases_are_seen(composition):
     found = composition.run()
     assert composition.stands(found), found

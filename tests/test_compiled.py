@@ -41,6 +41,7 @@ def test_the_compiled_parts_run(monkeypatch):
     assert all(seen)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # PyTorch's compiler imports them
 def test_the_compilers_own_code_gives_the_same_text():
     model = tiny("llama", dtype=torch.float32, num_hidden_layers=1)

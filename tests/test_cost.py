@@ -556,6 +556,7 @@ def test_the_recipe(tmp_path):
     assert plain[64, 512] == pytest.approx(2 * N * 64 / (N + 64 * 512 * 2 * 8 * 8 * 128))
 
 
+@pytest.mark.slow
 def test_the_recipe_without_matplotlib_says_what_to_install(tmp_path):
     code = (
         "import runpy, sys; sys.modules['matplotlib'] = None; sys.argv[0] = 'recipes/spire_throughput.py'; "

@@ -15,7 +15,13 @@ def test_there_is_one():
     assert {"first_steps.py", "spire.py"} <= {path.name for path in FOLDER.glob("*.py")}
 
 
-@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, marks=() if path.name == "first_steps.py" else pytest.mark.slow, id=path.name)
+        for path in sorted(FOLDER.glob("*.py"))
+    ],
+)
 def test_runs_from_top_to_bottom(path, tmp_path):
     notebook = jupytext.read(path)
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]

@@ -172,8 +172,14 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("page", [1, 16, 24])
-@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize(
+    ("kind", "page"),
+    [
+        pytest.param(kind, page, marks=() if page == fast else pytest.mark.slow)
+        for kind, fast in zip(KINDS, (1, 16, 24, 16, 24, 16, 24))
+        for page in (1, 16, 24)
+    ],
+)
 def test_texts_are_those_over_slots(kind, page):
     """Ragged prompts with one long row, chains and trees, budgets at which rows leave one after the other."""
     family, changes = kind.split(",")[0], KINDS[kind]

@@ -110,6 +110,7 @@ COMPILE = """
 """
 
 
+@pytest.mark.slow
 @needs_triton
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton's compiler is for Linux")
 def test_the_kernels_compile_for_gpus_without_spilling(tmp_path):

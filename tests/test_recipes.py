@@ -117,6 +117,7 @@ def test_quickstart(tmp_path):
     assert "One completion" in said
 
 
+@pytest.mark.slow
 def test_cpu_floor(tmp_path):
     file = tmp_path / "f.json"
     sizes = ["--batches", "1", "2", "--contexts", "40", "--new-tokens", "4", "--repeats", "1"]
@@ -129,6 +130,7 @@ def test_cpu_floor(tmp_path):
     assert "times floor" in said
 
 
+@pytest.mark.slow
 def test_cpu_kernels(tmp_path):
     file = tmp_path / "k.json"
     sizes = [
@@ -197,6 +199,7 @@ def test_bench(tmp_path):
     assert "bare forwards" in said
 
 
+@pytest.mark.slow
 def test_train_spire_continues_and_its_draft_is_evaluated(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("\n".join(prompts(n=9)))
@@ -240,6 +243,7 @@ def test_train_spire_continues_and_its_draft_is_evaluated(tmp_path):
     assert said.count("live mine") == 2
 
 
+@pytest.mark.slow
 def test_ablations(tmp_path):
     """Two rows, two seeds, on shards made here; the second run trains nothing again."""
     _, tokenizer = zoo.load("pocket-target")
@@ -279,6 +283,7 @@ def test_ablations(tmp_path):
     assert all(again[method] == rows[method] for method in ("spire", "vanilla"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "recipe", ["spin_regret", "spin_decompose", "spin_pipeline", "spin_switching", "spin_end_to_end"]
 )
@@ -335,28 +340,34 @@ def test_the_pools_table(tmp_path):
 
 
 def test_a_checkout_that_is_not_installed(tmp_path):
-    """Neither the suite nor the tests need an installation: ``specdec.kernels`` is a link to what lies beside ``specdec``."""
-    left_out = shutil.ignore_patterns("*.safetensors", "__pycache__")
-    for folder in ("specdec", "kernels"):
-        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=left_out, symlinks=True)
-    (tmp_path / "tests").mkdir()
-    shutil.copy(ROOT / "tests/conftest.py", tmp_path / "tests/conftest.py")
+    """Tests need no installation: ``specdec`` is found, and through a link ``specdec.kernels``."""
+    for folder, but in (("specdec", ("*.safetensors", "__pycache__")), ("kernels", ("__pycache__",))):
+        shutil.copytree(ROOT / folder, tmp_path / folder, symlinks=True, ignore=shutil.ignore_patterns(*but))
+    for file in ("tests/conftest.py", "pyproject.toml"):
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / file, tmp_path / file)
     paths = os.pathsep.join(path for path in sys.path if path.endswith("site-packages"))
     code = "import specdec.kernels.attention as a, specdec as s; print(s.__file__, a.__file__)"
+    (tmp_path / "tests/test_here.py").write_text(f"def test_here():\n    {code}\n")
 
-    def said(start):  # -S: no editable installations; -P: nor the working directory
-        bare = [sys.executable, "-S", "-P", "-c", start + code]
-        env = {**os.environ, "PYTHONPATH": paths}
-        return subprocess.run(bare, cwd=tmp_path, env=env, capture_output=True, text=True)
+    def said(*words):  # -S: no editable installations; -P: nor the working directory
+        return subprocess.run(
+            [sys.executable, "-S", "-P", *words],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": paths},
+            capture_output=True,
+            text=True,
+        )
 
-    if said("").returncode == 0:
+    if said("-c", "import importlib.util as i; assert i.find_spec('specdec')").returncode == 0:
         pytest.skip("specdec is installed as a copy, which comes first")
-    done = said("import runpy; runpy.run_path('tests/conftest.py');")
-    assert done.returncode == 0, done.stderr
+    done = said("-m", "pytest", "-n", "0", "-s", "tests/test_here.py")
+    assert done.returncode == 0, done.stdout + done.stderr
     files = ("specdec/__init__.py", "specdec/kernels/attention/__init__.py")
-    assert done.stdout.split() == [str(tmp_path / file) for file in files]
+    assert done.stdout.split()[:2] == [str(tmp_path / file) for file in files]
 
 
+@pytest.mark.slow
 def test_the_gpu_suite_at_toy_size(tmp_path):
     """All stages on the CPU, by the code that a GPU would run; Triton's kernels are interpreted."""
     pytest.importorskip("triton")
@@ -395,6 +406,7 @@ def test_the_gpu_suite_at_toy_size(tmp_path):
     assert "| stage | case | seconds | floor_seconds | share_of_floor | max_error | note |" in table
 
 
+@pytest.mark.slow
 def test_the_gpu_suite_stops_in_time_and_goes_on_after_a_failure(tmp_path):
     """A stage that cannot be had is a row and an exit code; the next one, a process of its own, has no time."""
     pytest.importorskip("triton")

@@ -494,8 +494,14 @@ def spire_of(target, **settings):
 SPIRE = [{"window": 6}, {"window": 5, "sinks": 3, "feedback": False}, {"window": None}]
 
 
-@pytest.mark.parametrize("settings", SPIRE, ids=["feedback", "plain", "no window"])
-@pytest.mark.parametrize("sampling", LAWS[:3])
+@pytest.mark.parametrize(
+    ("settings", "sampling"),
+    [
+        pytest.param(settings, LAWS[j], marks=() if i == j else pytest.mark.slow, id=f"{name}-{j}")
+        for i, (name, settings) in enumerate(zip(("feedback", "plain", "no window"), SPIRE))
+        for j in range(3)
+    ],
+)
 @torch.no_grad()
 def test_a_captured_spire_chain_is_the_loop(sampling, settings):
     """Proposals of three drafts over the same rounds: the loop, steps of fixed shapes, and their recordings."""
@@ -609,8 +615,16 @@ def test_a_captured_chain_of_a_windowed_model_is_the_loop(sampling):
     assert ways[2].model.steps.why is None
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
-@pytest.mark.parametrize("sampling", [LAWS[0], LAWS[2]])
+@pytest.mark.parametrize(
+    ("family", "sampling"),
+    [
+        *(("llama", LAWS[0]), ("gemma2", LAWS[2]), ("gpt_oss", LAWS[2])),
+        *(
+            pytest.param(family, LAWS[i], marks=pytest.mark.slow)
+            for family, i in (("llama", 2), ("gemma2", 0), ("gpt_oss", 0))
+        ),
+    ],
+)
 @torch.no_grad()
 def test_a_captured_chain_over_a_ring_is_the_loop(family, sampling):
     """MagicDec's view of a target, over the same rounds: a layer's own window, soft caps and sinks included."""
@@ -756,15 +770,13 @@ def builder_of(draft, graphs=False, on=lambda model: model):
 @pytest.mark.parametrize(
     ("draft", "verifier", "temperature"),
     [
-        *(("none", sd.Rejection, 0), ("none", sd.Rejection, 1.0), ("none", sd.Coupled, 1.0)),
-        *(("model", sd.Rejection, 0), ("model", sd.Rejection, 1.0), ("model", sd.Coupled, 1.0)),
+        *(("none", sd.Coupled, 1.0), ("model", sd.Rejection, 0), ("model", sd.Coupled, 1.0)),
+        *(("model", sd.verifiers.FusedRejection, 1.0), ("tree", sd.Rejection, 1.0)),
+        *(("ngram", sd.Rejection, 1.0), ("magicdec", sd.Rejection, 1.0), ("spire", sd.Rejection, 1.0)),
         *(
-            ("model", sd.verifiers.FusedRejection, 1.0),
-            ("tree", sd.Rejection, 0),
-            ("tree", sd.Rejection, 1.0),
+            pytest.param(draft, sd.Rejection, temperature, marks=pytest.mark.slow)
+            for draft, temperature in (("none", 0), ("none", 1.0), ("model", 1.0), ("tree", 0), ("spire", 0))
         ),
-        *(("ngram", sd.Rejection, 1.0), ("magicdec", sd.Rejection, 1.0)),
-        *(("spire", sd.Rejection, 0), ("spire", sd.Rejection, 1.0)),
     ],
 )
 def test_a_round_waits_once(draft, verifier, temperature):

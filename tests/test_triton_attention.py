@@ -128,9 +128,18 @@ def test_first_positions_beside_a_window(name, window, initial):
     close(case(PLANS[name]), PLANS[name], window=reach(window, initial))
 
 
-@pytest.mark.parametrize("processors", [1, 132])
-@pytest.mark.parametrize("chunk", [None, 64, 128])
-@pytest.mark.parametrize(("window", "initial"), [(2, 1), (40, 5), (70, 65), (130, 100)])
+@pytest.mark.parametrize(
+    ("window", "initial", "chunk", "processors"),
+    [
+        *((2, 1, 64, 1), (40, 5, 128, 132), (70, 65, None, 132), (70, 65, 64, 1), (130, 100, 128, 1)),
+        *(
+            pytest.param(*reach, chunk, processors, marks=pytest.mark.slow)
+            for reach in ((2, 1), (40, 5), (70, 65), (130, 100))
+            for chunk in (None, 64, 128)
+            for processors in (1, 132)
+        ),
+    ],
+)
 def test_first_positions_and_chunks(window, initial, chunk, processors, monkeypatch):
     """Long ragged rows, a one-token row and a tree; first positions of less and of more than a tile or a chunk."""
     monkeypatch.setattr(triton_backend, "processors", lambda device: processors)
