@@ -1,4 +1,4 @@
-"""Block-local attention: a query sees the block of positions that it stands in (Blockwise BERT, Qiu et al., arXiv 1911.02972)."""
+"""Block-local attention: a query sees the block of positions that it is in (Blockwise BERT, Qiu et al., arXiv 1911.02972)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from specdec.masks.reach import Reach
 
 @dataclass(frozen=True, repr=False)
 class Block(Mask):
-    """``kv // size == q // size``: in both directions inside a block, unless it is taken with ``Causal()``.
+    """``kv // size == q // size``: both directions inside a block; combine it with ``Causal()`` to hide the future.
 
     Raises:
         TypeError: a size that is no whole number.

@@ -1,4 +1,4 @@
-"""Masks from functions: of a query and a key, or of a query alone, which says the intervals that it sees."""
+"""Masks from functions: of a query and a key, or of a query alone that returns the intervals it sees."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ class Function(Mask):
     """The mask of a plain ``mask_mod``, FlexAttention's (Dong et al., arXiv 2412.05496).
 
     Args:
-        mask_mod: ``(b, h, q_position, kv_position) -> bool``, elementwise. sinks, window: a bound of what a causal query sees: positions
-            below ``sinks`` and the latest ``window``, its own included. Without a window there is none, and caches hold the whole text.
+        mask_mod: ``(b, h, q_position, kv_position) -> bool``, elementwise.
+        sinks, window: a bound on what a causal query sees: positions below ``sinks`` and the latest ``window``, its own included.
+            Without a window there is no bound, and caches hold the whole text.
     """
 
     mask_mod: MaskMod
@@ -44,10 +45,10 @@ class Function(Mask):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Intervals(Mask):
-    """The mask of a function that says which intervals of positions a query sees; it is called once for each position, now.
+    """The mask of a function that returns the intervals of positions a query sees. It is called once per position, at construction.
 
     Args:
-        of: ``position -> [(start, end), ...]``, half-open. positions: how many there are. sinks, window: as for ``Function``.
+        of: ``position -> [(start, end), ...]``, half-open. positions: number of positions. sinks, window: as for ``Function``.
     Raises:
         ValueError: no positions, or an interval that is no pair.
     """

@@ -1,4 +1,4 @@
-"""From a mask to what an attention kernel takes: a boolean tensor, FlexAttention's ``BlockMask``, or intervals of slots."""
+"""Lowers a mask to what an attention kernel takes: a boolean tensor, FlexAttention's ``BlockMask``, or intervals of slots."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ class Part(Protocol):
 
 @runtime_checkable
 class HasParts(Protocol):
-    """A mask that can say what it is made of, as ``Mask`` does; a plain function cannot."""
+    """A mask that lists its parts, as ``Mask`` does; a plain function cannot."""
 
     def parts(self) -> Iterable[Part]: ...
 
 
 def parts_of(mask: MaskMod) -> Iterable[Part]:
-    """The mask itself and all that it is made of; nothing for a plain function."""
+    """The mask itself and all masks that it is made of; nothing for a plain function."""
     return mask.parts() if isinstance(mask, HasParts) else ()
 
 
 def dense(mask: MaskMod, q_positions: Tensor, kv_positions: Tensor, row: int = 0, head: int = 0) -> Tensor:
-    """Who sees whom, as a boolean tensor. For SDPA's ``attn_mask``, whose dimension before queries is heads, give ``[B, Q, K]`` as ``[:, None]``.
+    """The mask as a boolean tensor. SDPA's ``attn_mask`` has a head dimension before the queries: pass ``[B, Q, K]`` as ``[:, None]``.
 
     Args:
-        q_positions: ``[Q]`` for one row, or ``[B, Q]``. kv_positions: ``[K]``, or ``[B, K]``. Where the mask holds tensors, on
-            their device.
-        row: whose mask, when both are of one row. head: whose mask, where heads differ.
+        q_positions: ``[Q]`` for one row, or ``[B, Q]``. kv_positions: ``[K]``, or ``[B, K]``. Both are on the device of the
+            mask's tensors, if it has any.
+        row: the row to ask the mask about when neither has rows. head: the head to ask about.
     Returns:
         ``[Q, K]``, or ``[B, Q, K]`` when either has rows.
     """
@@ -50,7 +50,7 @@ def dense(mask: MaskMod, q_positions: Tensor, kv_positions: Tensor, row: int = 0
 
 
 def home(mask: MaskMod) -> torch.device:
-    """Where the tensors of a mask live; the CPU when it has none."""
+    """The device of a mask's tensors; the CPU when it has none."""
     for part in parts_of(mask):
         for value in vars(part).values():
             if isinstance(value, Tensor):
@@ -69,13 +69,13 @@ def block_mask(
     device: Any = "cpu",
     block: int | tuple[int, int] = 128,
 ) -> BlockMask:
-    """For ``flex_attention``: query i stands at position (or slot) ``first + i``, key j at j.
+    """A ``BlockMask`` for ``flex_attention``: query i is at position (or slot) ``first + i``, key j at j.
 
     Args:
-        rows, heads: as many as the mask tells apart; ``None`` where all are alike.
-        block: positions to a block, of queries and keys alike or one each.
+        rows, heads: how many the mask distinguishes; ``None`` if it treats all alike.
+        block: positions per block, one number for queries and keys or one for each.
     Raises:
-        ValueError: nothing to attend from or to.
+        ValueError: no queries or no keys.
     """
     if queries < 1 or keys < 1:
         raise ValueError(f"block_mask of {queries} queries and {keys} keys: both must be at least 1")
@@ -83,7 +83,7 @@ def block_mask(
 
 
 def _moved(mask: MaskMod, first: int) -> Callable[[Any, Any, Any, Any], Any]:
-    # Always a plain function of four arguments, which is how FlexAttention tells masks from score functions.
+    # FlexAttention recognises a mask by its four arguments.
     def mask_mod(b: Any, h: Any, q: Any, kv: Any) -> Any:
         return mask(b, h, q + first, kv)
 
@@ -93,13 +93,13 @@ def _moved(mask: MaskMod, first: int) -> Callable[[Any, Any, Any, Any], Any]:
 def intervals(
     mask: MaskMod, q_position: int, slots: int | None = None, *, row: int = 0, head: int = 0, limit: int = 4
 ) -> list[tuple[int, int]]:
-    """The slots that one query sees, as half-open intervals ``[start, end)``, ascending and apart from each other.
+    """The slots that one query sees, as half-open intervals ``[start, end)``, ascending, with gaps between them.
 
-    Sinks and a window give two. ``kernels.attention.ExplicitPlan.of_intervals`` makes a plan of those of all queries.
+    Sinks and a window give two. ``kernels.attention.ExplicitPlan.of_intervals`` makes a plan from the intervals of all queries.
 
     Args:
-        slots: look at slots below; by default up to the query's own, which is all that a causal query can see.
-        limit: the most intervals that are worth a kernel call each.
+        slots: number of slots to consider; by default up to the query's own, which is all that a causal query can see.
+        limit: the largest number of intervals allowed.
     Raises:
         ValueError: a tree, or more intervals than the limit.
     """

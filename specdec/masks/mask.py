@@ -1,4 +1,4 @@
-"""What all masks share: ``&``, ``|`` and ``show()``. The call is FlexAttention's ``mask_mod`` (Dong et al., arXiv 2412.05496)."""
+"""The base class of masks: ``&``, ``|`` and ``show()``. The call is FlexAttention's ``mask_mod`` (Dong et al., arXiv 2412.05496)."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from specdec.masks.show import Picture, picture
 class Mask(ABC):
     """Which keys a query sees: ``mask(b, h, q_position, kv_position) -> bool``, elementwise on ints or broadcasting tensors.
 
-    ``b`` counts rows and ``h`` heads. In a full cache slots are positions; for a compact one, or a tree, see
-    ``OriginalText`` and ``InCache``. A mask is a frozen dataclass that defines the call, and nothing else is needed.
+    ``b`` is the row and ``h`` the head. In a full cache slots are positions; for a compact one, or a tree, see
+    ``OriginalText`` and ``InCache``. A new mask is a frozen dataclass that defines the call; nothing else is needed.
     """
 
     no_intervals: ClassVar[str] = ""  # why ``intervals`` refuses this mask, and the remedy
@@ -43,7 +43,7 @@ class Mask(ABC):
         raise TypeError("a mask is neither true nor false: join masks by & and |, not by 'and' and 'or'")
 
     def parts(self) -> Iterator[Mask]:
-        """The mask itself and all that it is made of."""
+        """The mask itself and all masks that it is made of."""
         yield self
         for field in fields(self):  # type: ignore[arg-type]
             value = vars(self)[field.name]
@@ -52,17 +52,17 @@ class Mask(ABC):
 
     @property
     def reach(self) -> Reach | None:
-        """How far back a causal query sees; ``None``: without a bound, so that a cache has to hold the whole text."""
+        """How far back a causal query sees; ``None``: no bound, so a cache must hold the whole text."""
         return None
 
     @property
     def slots(self) -> int:
-        """How many slots the mask's own tensors speak of; 0 where it has none."""
+        """How many slots the mask's tensors describe; 0 if it has none."""
         return 0
 
     @property
     def extent(self) -> int:
-        """How many positions show what is particular to this mask; for pictures."""
+        """How many positions ``show`` draws by default: enough to show the mask's structure."""
         parts = list(self.parts())
         sizes = [size for part in parts for size in vars(part).values() if isinstance(size, int)]
         return max((part.slots for part in parts), default=0) or max(16, *(2 * size for size in sizes), 0)
@@ -85,7 +85,7 @@ class Mask(ABC):
 
 @dataclass(frozen=True, repr=False)
 class And(Mask):
-    """Sees what both see."""
+    """A query sees what both masks show."""
 
     a: MaskMod
     b: MaskMod
@@ -110,7 +110,7 @@ class And(Mask):
 
 @dataclass(frozen=True, repr=False)
 class Or(Mask):
-    """Sees what either sees."""
+    """A query sees what either mask shows."""
 
     a: MaskMod
     b: MaskMod
@@ -134,7 +134,7 @@ class Or(Mask):
 
 
 def check_masks(*masks: Any) -> None:
-    """Refuse what is no mask, and no function that could be one."""
+    """Raise TypeError for anything but masks and functions."""
     for mask in masks:
         if isinstance(mask, type):
             raise TypeError(f"{mask.__name__} is a class: give an object, such as {mask.__name__}(...)")
@@ -145,12 +145,12 @@ def check_masks(*masks: Any) -> None:
 
 
 def _reach(mask: MaskMod) -> Reach | None:
-    """Of a plain function none is known."""
+    """The mask's reach; ``None`` for a plain function."""
     return mask.reach if isinstance(mask, Mask) else None
 
 
 def _short(value: Any) -> str:
-    """A plain function by its name."""
+    """The ``repr`` of a mask, the name of a plain function."""
     if callable(value) and not isinstance(value, Mask):
         return value.__name__ if isinstance(value, FunctionType) else type(value).__name__
     return repr(value)

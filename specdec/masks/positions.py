@@ -1,18 +1,18 @@
-"""What a position means once slots have been dropped: the place in the text (SPIRe) or in the cache (StreamingLLM).
+"""What a position means once slots have been dropped: the position in the text (SPIRe) or in the cache (StreamingLLM).
 
-A compact cache keeps some tokens of a text; slot s of row b holds the one that stood at ``positions[b, s]``. Attention asks
-about slots, so a mask must be told which of the two numbers to look at, and the rotary embedding must turn by the same.
+A compact cache keeps some tokens of a text; slot s of row b holds the token of position ``positions[b, s]``. Attention works on
+slots, so a mask must be told which of the two numbers to use, and the rotary embedding must use the same one.
 
 - SPIRe (arXiv 2504.06419) counts in the original text: a key keeps the rotation that it was written with, distances are the
-  true ones, and a sink drifts away from the query as the text grows, past any length that was trained on.
+  true ones, and the distance to a sink grows with the text, beyond any length seen in training.
 - StreamingLLM (arXiv 2309.17453) and MagicDec (arXiv 2408.11049) count inside the cache: with the text's tokens 0, 1, 2, 3, 6, 7, 8
-  cached, they have positions 0 to 6 and the query for token 9 has position 7. No distance exceeds the size of the cache, so
-  that a text may be longer than any seen in training. A key's rotation thus follows its slot, which changes with every
-  eviction. Since only differences matter, keys that are stored rotated by their place in the text can stay so in the
-  window; then the sinks are turned forward by the number of evicted tokens.
+  cached, they have positions 0 to 6 and the query for token 9 has position 7. No distance exceeds the size of the cache, so a
+  text may be longer than any seen in training. A key's rotation follows its slot, which changes with every eviction. Since
+  only differences matter, keys in the window may stay rotated by their position in the text if the sinks are rotated forward
+  by the number of evicted tokens.
 
-For sinks and a window the two see the same slots and only rotations differ. For choices with gaps (SnapKV, H2O) a window
-differs too: of text positions, or of kept tokens.
+For sinks and a window both see the same slots and only rotations differ. Where the kept slots have gaps (SnapKV, H2O) a window
+differs too: it counts text positions in one and kept tokens in the other.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from specdec.masks.window import Window
 
 @dataclass(frozen=True, repr=False, eq=False)
 class OriginalText(Mask):
-    """``mask`` asked where the tokens stood in the text: ``Window(64)`` reaches 64 positions back, kept or not.
+    """``mask`` applied to positions in the text: ``Window(64)`` reaches 64 positions back, whether they were kept or not.
 
     Args:
         mask: over positions. positions: ``[B, S]``, or ``[B, H, S]`` where heads keep different tokens; the queries' own slots
-            included. -1 marks an empty slot, which nobody sees; so are slots from S on.
+            included. -1 marks an empty slot, which no query sees; slots from S on are empty, too.
     Raises:
         ValueError: positions of another shape.
     """
@@ -51,7 +51,7 @@ class OriginalText(Mask):
 
     @property
     def rotary(self) -> Tensor:
-        """``[B, S]`` or ``[B, H, S]``: what the key in each slot is rotated by; -1 where there is none."""
+        """``[B, S]`` or ``[B, H, S]``: the position that the key in each slot is rotated by; -1 for an empty slot."""
         return self.positions
 
     @property
@@ -66,7 +66,7 @@ class OriginalText(Mask):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class InCache(Mask):
-    """``mask`` asked for slots: ``Window(64)`` reaches 64 kept tokens back, wherever they stood.
+    """``mask`` applied to slots: ``Window(64)`` reaches 64 kept tokens back, whatever their positions in the text.
 
     Args:
         mask: over slots. positions: as for ``OriginalText``; only which slots are empty matters.
@@ -85,7 +85,7 @@ class InCache(Mask):
 
     @property
     def rotary(self) -> Tensor:
-        """``[B, S]`` or ``[B, H, S]``: what the key in each slot is rotated by, at every use; -1 where there is none."""
+        """``[B, S]`` or ``[B, H, S]``: the position that the key in each slot is rotated by at every use; -1 for an empty slot."""
         slot = torch.arange(self.positions.shape[-1], device=self.positions.device)
         return torch.where(self.positions >= 0, slot, -1)
 

@@ -7,27 +7,27 @@ import torch
 from specdec.masks.lower import MaskMod, dense, home
 
 CELLS = 24  # each way; a cell is two characters wide, so that it looks square
-SAMPLE = 16  # positions of a cell that are looked at, at most
+SAMPLE = 16  # the most positions of a cell that are evaluated
 SEEN, PARTLY, HIDDEN = "██", "▒▒", " ·"
 
 
 class Picture(str):
-    """Text that a notebook shows as it is, not as a quoted string."""
+    """Text that a notebook shows without quotes."""
 
     def __repr__(self) -> str:
         return str(self)
 
 
 def picture(mask: MaskMod, length: int, row: int = 0, head: int = 0) -> Picture:
-    """Queries down, keys across; a cell of several positions says whether all, some or none of its pairs are seen.
+    """Queries down, keys across; a cell of several positions shows whether all, some or none of its pairs are seen.
 
     Raises:
         ValueError: length below 1.
     """
     if length < 1:
         raise ValueError(f"length is {length}: a picture has at least 1 position")
-    step = 1 << (-(-length // CELLS) - 1).bit_length()  # a power of two, as most sizes are
-    # Of a large cell a sample with both ends; of a smaller last one some positions twice, which changes nothing.
+    step = 1 << (-(-length // CELLS) - 1).bit_length()
+    # A large cell is sampled, both ends included; a smaller last cell repeats positions, which changes nothing.
     inside = torch.linspace(0, step - 1, min(step, SAMPLE)).long()
     at = (torch.arange(-(-length // step))[:, None] * step + inside).clamp(max=length - 1)
     at = at.to(home(mask))

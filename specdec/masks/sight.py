@@ -1,4 +1,4 @@
-"""What the queries of a model see by a mask, and which masks a model can be given."""
+"""What the queries of a model see under a mask, and which masks a model accepts."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from specdec.masks.streaming import streaming
 from specdec.masks.text import known
 from specdec.masks.tree import Tree
 
-FAR = (1_500, 4_095, 10_007, 32_768)  # queries that are asked about beyond the first ones
-PROBED = (128, 1_024)  # how many first queries, at least and at most
+FAR = (1_500, 4_095, 10_007, 32_768)  # queries that are checked beyond the first ones
+PROBED = (128, 1_024)  # how many first queries are checked, at least and at most
 
 
 class _Unsaid:
-    """Stands for the row and the head, which a model's mask may not depend on: any use of it is an error."""
+    """A placeholder for the row and the head, which a model's mask may not depend on: any use of it raises an error."""
 
     def __init__(self, what: str):
         self.what = what
@@ -46,7 +46,7 @@ _ROW, _HEAD = _Unsaid("b, the row"), _Unsaid("h, the head")
 
 
 def sees(mask: Mask, queries: Tensor, keys: Tensor) -> Tensor:
-    """Which positions ``keys`` queries at ``queries`` see, by the mask alone: bool, of the broadcast shape. Both are int64 on one device."""
+    """Whether queries at positions ``queries`` see positions ``keys``: bool, of the broadcast shape. Both are int64 on one device."""
     shape = torch.broadcast_shapes(queries.shape, keys.shape)
     found = mask(_ROW, _HEAD, queries, keys)
     return torch.as_tensor(found, dtype=torch.bool, device=queries.device).expand(shape)
@@ -60,14 +60,14 @@ def check_sight(mask: Mask, seen: Any, queries: Any) -> None:
 
 
 def for_model(mask: Any, name: str = "mask", positions: int | None = None) -> Mask:
-    """A mask that a model's queries can see by, from a mask or from a function ``(b, h, q_position, kv_position) -> bool``.
+    """A mask that a model can use, from a mask or a function ``(b, h, q_position, kv_position) -> bool``.
 
-    It is asked about the first positions, and about a few far ones, below ``positions``. What is beyond its reach is hidden.
+    It is checked at the first positions and at a few far ones below ``positions``. Positions beyond its reach are hidden.
 
     Raises:
-        TypeError: it is neither.
-        ValueError: it goes by rows, heads or slots; sees a later position; sees nothing from some position; or sees further back
-            than its ``reach`` says.
+        TypeError: ``mask`` is neither.
+        ValueError: it depends on rows, heads or slots; shows a later position; shows nothing to some position; or shows more
+            than its ``reach``.
     """
     if isinstance(mask, int):
         raise TypeError(f"{name} is {mask!r}: give a mask, such as Causal() & Window({mask})")

@@ -1,4 +1,4 @@
-"""Attention sinks: the first positions, which every query keeps seeing (StreamingLLM, Xiao et al., arXiv 2309.17453)."""
+"""Attention sinks: the first positions, which every later query sees (StreamingLLM, Xiao et al., arXiv 2309.17453)."""
 
 from __future__ import annotations
 

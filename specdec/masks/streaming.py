@@ -10,12 +10,12 @@ from specdec.masks.window import Window
 
 
 def streaming(window: int | None = 64, sinks: int = 1) -> Mask:
-    """``Causal() & (Sinks(sinks) | Window(window))``, without the parts that leave nothing out.
+    """``Causal() & (Sinks(sinks) | Window(window))``, without the parts that change nothing.
 
     Args:
         window: latest positions, the query's own included; ``None`` for all. sinks: first positions.
     Raises:
-        TypeError: what is no whole number. ValueError: a window below 1, negative sinks.
+        TypeError: not a whole number. ValueError: a window below 1, negative sinks.
     """
     if isinstance(window, Mask):
         raise TypeError(

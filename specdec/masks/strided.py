@@ -1,4 +1,4 @@
-"""Strided attention: a query sees every so many positions back (Sparse Transformer, Child et al., arXiv 1904.10509)."""
+"""Strided attention: a query sees every ``stride``-th position back (Sparse Transformer, Child et al., arXiv 1904.10509)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Masks as text: ``repr`` of the library's masks and back, so that a trained draft can say what it sees."""
+"""Masks as text: ``repr`` of the library's masks and back, so that a trained draft's folder can store its mask."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _KNOWN = {cls.__name__: cls for cls in (Block, Causal, Sinks, Strided, Window)}
 
 
 def known(mask: Any) -> bool:
-    """Whether a mask is made of the library's own alone: its ``repr`` says all of it."""
+    """Whether a mask is made of the library's masks only, so that its ``repr`` is complete."""
     if type(mask) in (And, Or):
         return known(mask.a) and known(mask.b)
     return type(mask) in _KNOWN.values()
@@ -26,7 +26,7 @@ def parse(text: str) -> Mask:
     """The mask whose ``repr`` is ``text``.
 
     Raises:
-        ValueError: it is made of something else than the library's masks, ``&`` and ``|``.
+        ValueError: the text has anything but the library's masks, ``&`` and ``|``.
     """
     try:
         return _parsed(ast.parse(text, mode="eval").body)

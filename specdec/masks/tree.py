@@ -16,14 +16,14 @@ from specdec.masks.mask import Mask
 class Tree(Mask):
     """A mask over *slots*: node n of row b takes slot ``root[b] + n``, and slots below the root hold the text, in order.
 
-    Siblings have the same position and different slots, so a window over a tree must be asked for positions:
+    Siblings have the same position and different slots, so a window over a tree must be given positions:
     ``Tree(root, parents) & OriginalText(Window(8), tree.positions(S))``.
 
     Args:
         root: ``[B]`` slot of each row's first node. parents: ``[B, N]`` as in a proposal, on the host; nodes that do not
-            exist may hold anything, and nobody may ask about them.
+            exist may hold anything, and the mask must not be evaluated for them.
     Raises:
-        ValueError: as many roots as rows of parents are needed.
+        ValueError: the number of roots is not the number of rows of parents.
 
     The mask works on the device of ``root``.
     """
@@ -55,7 +55,7 @@ class Tree(Mask):
         return torch.where((query >= 0) & (key >= 0), above, key <= query)
 
     def positions(self, slots: int) -> Tensor:
-        """``[B, slots]`` position in the text of each slot, for ``OriginalText``; -1 behind the tree."""
+        """``[B, slots]`` position in the text of each slot, for ``OriginalText``; -1 after the tree."""
         node = torch.arange(slots, device=self.root.device) - self.root[:, None]
         nodes = self.parents.shape[1]
         if not nodes:

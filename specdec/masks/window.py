@@ -12,9 +12,9 @@ from specdec.masks.reach import Reach
 
 @dataclass(frozen=True, repr=False)
 class Window(Mask):
-    """``kv > q - size``: as many positions, the query's own included. The same as ``window`` of the attention plan.
+    """``kv > q - size``: ``size`` positions, the query's own included, as ``window=`` of ``attention``.
 
-    It bounds the past alone, so use it as ``Causal() & Window(size)``.
+    It does not hide the future: use it as ``Causal() & Window(size)``.
 
     Raises:
         TypeError: a size that is no whole number.

@@ -38,7 +38,7 @@ def mix(activations: Sequence[Tensor] | Tensor, weights: Tensor) -> Tensor:
     if isinstance(activations, Tensor):
         made = share.to(activations.dtype) @ activations.flatten(1)
         return made.view(*share.shape[:-1], *activations.shape[1:])
-    # A sum over a handful of tensors, not a matrix product: nothing is stacked.
+    # A sum over a few tensors, so that nothing is stacked for a matrix product.
     return sum(
         (
             share[..., l].reshape(*share.shape[:-1], *[1] * x.dim()).to(x.dtype) * x

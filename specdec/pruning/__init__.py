@@ -1,4 +1,4 @@
-"""Pruned initialisers: what a smaller model, or a smaller KV cache, starts from. Each is callable on plain tensors."""
+"""Pruning: the initial weights of a smaller model, or the entries of a smaller KV cache. All of it works on plain tensors."""
 
 from specdec.pruning import budgets
 from specdec.pruning.channels import channel_importance, channel_means, keep_channels

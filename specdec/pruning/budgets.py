@@ -18,15 +18,15 @@ def pyramid(
 ) -> list[int]:
     """An arithmetic sequence from many slots in the first layer to few in the last, with a mean of ``budget``.
 
-    Every layer keeps ``window`` slots. Of the others, ``budget - window`` a layer on average, the last layer has the share
-    ``1 / beta`` and the first what makes the mean right (the paper's equations, with its ``beta = 20``).
+    Every layer keeps ``window`` slots. Of the others, ``budget - window`` per layer on average, the last layer gets the share
+    ``1 / beta`` and the first layer whatever makes the mean right (the paper's equations, with its ``beta = 20``).
 
     Args:
         window: latest slots that every layer keeps; SnapKV's observation window in the paper.
-        beta: at least 1, which gives ``uniform``; the larger, the steeper.
-        most: slots that there are. What the first layer cannot use goes to the last ones, as in the authors' code.
+        beta: steepness, at least 1, which gives ``uniform``.
+        most: slots that exist. What the first layer cannot use goes to the last ones, as in the authors' code.
     Returns:
-        ``[layers]`` descending; their sum is ``layers * budget``, or ``layers * most`` where there are no more.
+        ``[layers]`` descending; their sum is ``layers * budget``, or ``layers * most`` if that is smaller.
     Raises:
         ValueError: no layers, a budget below 1 or not above the window, beta below 1.
     """
@@ -40,12 +40,12 @@ def pyramid(
     if most is not None and most <= budget:
         return [most] * layers
     mean = budget - window
-    last = max(mean / beta, 0 if window else 1)  # no layer is left with nothing
+    last = max(mean / beta, 0 if window else 1)  # every layer keeps something
     if most is not None:
         last = max(last, 2 * mean - (most - window))
     first = 2 * mean - last
     step = (first - last) / (layers - 1) if layers > 1 else 0
-    # Rounded so that the parts add up: floors, and the largest remainders (of the earlier layers first) get what is left.
+    # Rounded by largest remainder, earlier layers first, so that the parts add up.
     exact = [first - step * i if layers > 1 else mean for i in range(layers)]
     floors = [int(x + 1e-9) for x in exact]
     order = sorted(range(layers), key=lambda i: (round(floors[i] - exact[i], 9), i))

@@ -27,12 +27,12 @@ def channel_means(activations: Tensor) -> Tensor:
 
 
 def channel_importance(model: Any, tokens: Tensor, length: Tensor | None = None) -> Tensor:
-    """``[layers, C]`` mean absolute value of what each FFN channel gives to the down projection, on a calibration batch.
+    """``[layers, C]`` mean absolute input of the down projection per FFN channel, on a calibration batch.
 
-    In a gated FFN that is the product of gate and up projection, after the nonlinearity.
+    In a gated FFN the input is the product of gate and up projection, after the nonlinearity.
 
     Args:
-        tokens: ``[B, L]`` right-padded. length: ``[B]``; by default all tokens count.
+        tokens: ``[B, L]`` right-padded. length: ``[B]``; by default all of ``L``.
     Raises:
         TypeError, ValueError: a model without Llama's projections, tokens that do not fit.
     """
@@ -43,11 +43,11 @@ def channel_importance(model: Any, tokens: Tensor, length: Tensor | None = None)
 
 
 def keep_channels(model: Any, channels: Sequence[Sequence[int]]) -> Any:
-    """A model of the same class with some of the FFN channels of each layer; nothing is shared with ``model``.
+    """A model of the same class with some of the FFN channels of each layer; it shares no memory with ``model``.
 
     Args:
         model: a Llama-like transformers causal LM; it is only read.
-        channels: for each layer those to keep, counted from 0, ascending, equally many in all layers.
+        channels: the channels to keep in each layer, counted from 0, ascending, equally many in all layers.
     Raises:
         TypeError: not a transformers model.
         ValueError: a family without Llama's projections, or channels that do not fit.

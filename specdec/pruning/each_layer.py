@@ -1,4 +1,4 @@
-"""For each layer the heads or channels to keep: the most important ones, equally many in all (Minitron, arXiv 2407.14679)."""
+"""The most important heads or channels of each layer, equally many in all layers (Minitron, arXiv 2407.14679)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def most_important(importance: Tensor, keep: int) -> list[list[int]]:
     """For each layer the ``keep`` entries (heads or channels) of the highest ``importance [layers, X]``, ascending.
 
     Raises:
-        ValueError: fewer than 1 or more than there are.
+        ValueError: ``keep`` is below 1 or above X.
     """
     if importance.dim() != 2 or not 1 <= keep <= importance.shape[1]:
         raise ValueError(

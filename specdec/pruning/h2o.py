@@ -1,4 +1,4 @@
-"""Keep the heavy hitters, which got the most attention so far, and the latest (H2O, Zhang et al., arXiv 2306.14048)."""
+"""Keep the slots with the most attention so far (heavy hitters) and the latest (H2O, Zhang et al., arXiv 2306.14048)."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from specdec.pruning.slots import per_kv_head, top
 class H2O:
     """The ``recent`` latest slots and, for the rest of the budget, those with the most accumulated attention, per KV head.
 
-    ``attention [B, Hq, Q, S]`` is summed over the Q queries that it has, and over the query heads that share a KV head. What is
-    accumulated is therefore the caller's choice. The paper accumulates over all queries: give it those of all slots, which is
-    the choice of the authors' code for a prompt, or call it after every token with sums that you carry on, as one query
-    (``sums[:, :, None]``), which is the greedy eviction of the paper. ``drafts.MagicDec`` gives it the queries of its last
-    ``observation`` tokens only, and starts anew whenever it chooses.
+    ``attention [B, Hq, Q, S]`` is summed over its Q queries and over the query heads that share a KV head, so the caller decides
+    what is accumulated. The paper accumulates over all queries. To do so, pass the weights of all queries, as the authors' code
+    does for a prompt, or call the pruner after every token with running sums as one query (``sums[:, :, None]``), which is the
+    paper's greedy eviction. ``drafts.MagicDec`` passes the queries of its last ``observation`` tokens only, at every choice anew.
 
     Args:
         recent: latest slots to keep; by default half the budget (rounded up), as in the paper.

@@ -1,4 +1,4 @@
-"""Attention heads by the size of what they give (Minitron, Muralidharan et al., arXiv 2407.14679); whole KV groups are kept."""
+"""Attention heads by the norm of their outputs (Minitron, Muralidharan et al., arXiv 2407.14679); whole KV groups are kept."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from specdec.pruning.rebuild import llama_like, named_tensors, rebuild
 def head_norms(outputs: Tensor, heads: int) -> Tensor:
     """``[heads]`` mean L2 norm of each head's output, from ``[T, heads * D]`` or more leading axes.
 
-    With ``heads`` the number of *KV* heads, a head is the group of query heads that share one: their outputs are neighbours,
-    and the norm is of all of them together.
+    If ``heads`` is the number of *KV* heads, a head is the group of query heads that share one. Their outputs are adjacent,
+    and the norm is over the whole group.
 
     Raises:
-        ValueError: a width that is no multiple of ``heads``, or no tokens.
+        ValueError: a width that is not a multiple of ``heads``, or no tokens.
     """
     if heads < 1 or outputs.shape[-1] % heads or not outputs.numel():
         raise ValueError(
@@ -33,10 +33,10 @@ def head_norms(outputs: Tensor, heads: int) -> Tensor:
 
 
 def head_importance(model: Any, tokens: Tensor, length: Tensor | None = None) -> Tensor:
-    """``[layers, KV heads]`` mean norm of what each group of heads gives to the output projection, on a calibration batch.
+    """``[layers, KV heads]`` mean norm of each head group's input to the output projection, on a calibration batch.
 
     Args:
-        tokens: ``[B, L]`` right-padded. length: ``[B]``; by default all tokens count.
+        tokens: ``[B, L]`` right-padded. length: ``[B]``; by default all of ``L``.
     Raises:
         TypeError, ValueError: a model without Llama's projections, tokens that do not fit.
     """
@@ -48,11 +48,11 @@ def head_importance(model: Any, tokens: Tensor, length: Tensor | None = None) ->
 
 
 def keep_heads(model: Any, heads: Sequence[Sequence[int]]) -> Any:
-    """A model of the same class with some of the KV heads of each layer, and all query heads of those; nothing is shared.
+    """A model of the same class with some of the KV heads of each layer and all of their query heads; it shares no memory with ``model``.
 
     Args:
         model: a Llama-like transformers causal LM; it is only read.
-        heads: for each layer the KV heads to keep, counted from 0, ascending, equally many in all layers.
+        heads: the KV heads to keep in each layer, counted from 0, ascending, equally many in all layers.
     Raises:
         TypeError: not a transformers model.
         ValueError: a family without Llama's projections, or heads that do not fit.
@@ -65,7 +65,7 @@ def keep_heads(model: Any, heads: Sequence[Sequence[int]]) -> Any:
     group = old.num_attention_heads // old.num_key_value_heads
     config = copy.deepcopy(old)
     config.num_attention_heads, config.num_key_value_heads = count * group, count
-    config.head_dim = size  # no longer the hidden size over the heads
+    config.head_dim = size  # no longer hidden size / heads
     tensors = named_tensors(model)
     prefix = next(name for name, module in model.named_modules() if module is blocks)
     for i, kept in enumerate(heads):

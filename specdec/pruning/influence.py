@@ -1,4 +1,4 @@
-"""Block influence: how much a layer turns the hidden states that pass through it (ShortGPT, Men et al., arXiv 2403.03853)."""
+"""Block influence: how much a layer changes the direction of the hidden states (ShortGPT, Men et al., arXiv 2403.03853)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from specdec.pruning.rebuild import plain
 def block_influence(before: Tensor, after: Tensor) -> Tensor:
     """``1 - E[cos(before, after)]`` over all tokens of a layer's inputs and outputs, both ``[..., E]``: a number from 0 to 2.
 
-    A layer of low influence gives back nearly what it was given, and is the first to drop.
+    A layer of low influence returns nearly its input, and is dropped first.
 
     Raises:
         ValueError: different shapes, or no tokens.
@@ -28,12 +28,12 @@ def block_influence(before: Tensor, after: Tensor) -> Tensor:
 
 
 def layer_influence(model: Any, tokens: Tensor, length: Tensor | None = None) -> Tensor:
-    """``[layers]`` block influence of each layer on a calibration batch; for ``influential_layers``.
+    """``[layers]`` block influence on a calibration batch; input of ``influential_layers``.
 
-    The last layer's output is taken before the final norm (transformers' ``output_hidden_states`` gives it after).
+    The last layer's output is taken before the final norm (transformers' ``output_hidden_states`` returns it after).
 
     Args:
-        tokens: ``[B, L]`` right-padded. length: ``[B]``; by default all tokens count.
+        tokens: ``[B, L]`` right-padded. length: ``[B]``; by default all of ``L``.
     Raises:
         TypeError, ValueError: a model that cannot be read, tokens that do not fit.
     """

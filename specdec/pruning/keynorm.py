@@ -15,7 +15,7 @@ from specdec.pruning.slots import top
 class KeyNorm:
     """The slots whose keys have the smallest L2 norm, per KV head. A rotary embedding does not change norms.
 
-    The paper leaves its model's first two layers whole, where the correlation is weak.
+    The paper does not prune its model's first two layers, where the correlation is weak.
     """
 
     needs = Needs()

@@ -1,5 +1,5 @@
-"""Which layers a smaller model starts with, and that model: the last (SPIRe, Neelam et al., arXiv 2504.06419), the first, evenly
-spaced ones (Distil-Whisper, Gandhi et al., arXiv 2311.00430), or those that change their input most (ShortGPT, arXiv 2403.03853).
+"""Smaller models from some of the layers: the last (SPIRe, Neelam et al., arXiv 2504.06419), the first, evenly spaced ones
+(Distil-Whisper, Gandhi et al., arXiv 2311.00430), or those that change their input most (ShortGPT, arXiv 2403.03853).
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ _PLAIN = (int, float, str, bool, type(None))
 
 
 def last_layers(layers: int, keep: int) -> list[int]:
-    """The last ``keep`` of ``layers``, counted from 0: SPIRe's choice, which leaves the way to the logits whole.
+    """The last ``keep`` of ``layers``, counted from 0: SPIRe's choice.
 
     Raises:
-        ValueError: fewer than 1 or more than there are.
+        ValueError: ``keep`` is below 1 or above the number of layers.
     """
     _check(layers, keep)
     return list(range(layers - keep, layers))
@@ -30,40 +30,40 @@ def first_layers(layers: int, keep: int) -> list[int]:
     """The first ``keep`` of ``layers``: an early exit.
 
     Raises:
-        ValueError: fewer than 1 or more than there are.
+        ValueError: ``keep`` is below 1 or above the number of layers.
     """
     _check(layers, keep)
     return list(range(keep))
 
 
 def spaced_layers(layers: int, keep: int) -> list[int]:
-    """Evenly spaced layers with the first and the last among them; of 1, the last. Rounded down, as Distil-Whisper does.
+    """Evenly spaced layers, the first and the last included (only the last if ``keep`` is 1), rounded down as in Distil-Whisper.
 
     Raises:
-        ValueError: fewer than 1 or more than there are.
+        ValueError: ``keep`` is below 1 or above the number of layers.
     """
     _check(layers, keep)
     return [i * (layers - 1) // (keep - 1) for i in range(keep)] if keep > 1 else [layers - 1]
 
 
 def influential_layers(influence: Tensor, keep: int) -> list[int]:
-    """The ``keep`` layers of the highest block influence ``[L]`` (``block_influence``); of equal ones the earlier.
+    """The ``keep`` layers of the highest block influence ``[L]`` (``block_influence``); ties go to the earlier layer.
 
     Raises:
-        ValueError: fewer than 1 or more than there are.
+        ValueError: ``keep`` is below 1 or above the number of layers.
     """
     _check(len(influence), keep)
     return sorted(influence.argsort(descending=True, stable=True)[:keep].tolist())
 
 
 def keep_layers(model: Any, layers: Sequence[int]) -> Any:
-    """A model of the same class with some of the layers, embeddings and unembedding included; nothing is shared with ``model``.
+    """A model of the same class with some of the layers, embeddings and unembedding included; it shares no memory with ``model``.
 
     Args:
         model: a transformers causal LM; it is only read. layers: counted from 0, ascending.
     Raises:
-        TypeError: not a transformers model, or layers that are one number.
-        ValueError: layers that do not exist or are out of order, or a family whose layers depend on their number in a way that
+        TypeError: not a transformers model, or ``layers`` is a single number.
+        ValueError: layers that do not exist or are out of order, or a family whose layers depend on their index in a way that
             its config cannot express.
     """
     model = plain(model, "keep_layers")
@@ -97,7 +97,7 @@ def keep_layers(model: Any, layers: Sequence[int]) -> Any:
 
 
 def _config(old: Any, layers: list[int], count: int) -> Any:
-    """The config of some layers; what it says of each layer goes with the layer."""
+    """The config of some layers; per-layer settings follow their layers."""
     config, said = copy.deepcopy(old), vars(old)
     for name in ("layer_types", "mlp_layer_types", "no_rope_layers", "attention_layers"):
         of_each = said.get(name)
@@ -116,7 +116,7 @@ def _config(old: Any, layers: list[int], count: int) -> Any:
 
 
 def _facts(block: Any) -> list[tuple[str, str, Any]]:
-    """Every plain value that a block computes with, apart from its number."""
+    """Every plain value that a block computes with, apart from its index."""
     return [
         (name, key, value)
         for name, module in block.named_modules()

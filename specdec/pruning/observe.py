@@ -1,4 +1,4 @@
-"""Statistics of what modules are given on a calibration batch, by hooks that live for one forward."""
+"""Statistics of modules' inputs and outputs on a calibration batch, by hooks that last for one forward."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def observe(
     """``statistic(input, output)`` of each module, over the tokens of the batch, stacked: ``[modules, ...]``.
 
     Args:
-        model: a causal LM. It is run once without dropout, without gradients and without its unembedding, and left as it was.
-        statistic: of ``[T, X]`` inputs and ``[T, Y]`` outputs, the padding left out, in float32 at least.
-        tokens: ``[B, L]`` right-padded. length: ``[B]``; by default all tokens count.
+        model: a causal LM. It runs once without dropout, gradients and unembedding, and is not changed.
+        statistic: called with ``[T, X]`` inputs and ``[T, Y]`` outputs without the padding, in float32 or wider.
+        tokens: ``[B, L]`` right-padded. length: ``[B]``; by default all of ``L``.
     Raises:
         ValueError: no tokens, or lengths that do not fit.
     """
@@ -33,7 +33,7 @@ def observe(
         raise ValueError(
             f"length is {lengths.tolist()} for tokens {[B, L]}: one number a row, between 0 and {L}, and some tokens"
         )
-    real = torch.arange(L) < lengths[:, None]  # [B, L]; causal: what follows a text does not change it
+    real = torch.arange(L) < lengths[:, None]  # [B, L]; the model is causal, so padding does not change the text's states
     found: list[Tensor | None] = [None] * len(modules)
 
     def hook(i: int) -> Callable[[Any, Any, Any, Any], None]:

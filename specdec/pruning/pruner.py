@@ -1,8 +1,8 @@
-"""What a KV pruner is, what it is given and what it may return.
+"""The contract of KV pruners: their arguments and what they may return.
 
-A pruner is ``(keys, values, length, budget, attention=None) -> kept [B, H, K]`` with ``K = min(budget, S)``. Row b holds
-something in its first ``length[b]`` slots; what is in the others is never looked at. ``kept[b, h]`` are slots of row b in ascending
-order, all that exist where they are fewer than the budget, and then -1.
+A pruner is ``(keys, values, length, budget, attention=None) -> kept [B, H, K]`` with ``K = min(budget, S)``. Row b uses its first
+``length[b]`` slots; the others are never read. ``kept[b, h]`` holds slots of row b in ascending order, padded with -1 where the
+row has fewer than the budget.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from specdec.arguments import whole
 
 @dataclass(frozen=True)
 class Needs:
-    """What a pruner must be given besides keys and values; the caller computes nothing else.
+    """What a pruner needs besides keys and values; the caller computes nothing else.
 
     Args:
-        attention: the pruner reads ``attention``, the weights that the last queries give to the slots.
+        attention: whether the pruner reads ``attention``, the last queries' weights on the slots.
     """
 
     attention: bool = False
@@ -29,7 +29,7 @@ class Needs:
 
 @runtime_checkable
 class Pruner(Protocol):
-    """Chooses the KV entries that a smaller cache starts from, or that a draft sees beside its window."""
+    """Chooses the KV entries of a smaller cache, or those that a draft sees beside its window."""
 
     @property
     def needs(self) -> Needs:
@@ -47,20 +47,20 @@ class Pruner(Protocol):
         """
         Args:
             keys: ``[B, H, S, D]`` and values: ``[B, H, S, Dv]``, as the cache holds them. length: ``[B]`` slots in use.
-            budget: the most slots to keep, of each head of each row.
-            attention: ``[B, Hq, Q, S]`` weights that the last Q queries of each row give to the slots (``pruning.attention_weights``);
-                Hq is a multiple of H. Where the caller leaves out slots, as a draft does that sees them anyway, weights of these
-                are left out, too.
+            budget: the most slots to keep per head and row.
+            attention: ``[B, Hq, Q, S]`` weights of the last Q queries of each row on the slots (``pruning.attention_weights``);
+                Hq is a multiple of H. Where the caller passes only some of the slots (a draft leaves out those it sees anyway), S
+                counts these only.
         Returns:
             ``[B, H, K]`` slots, ascending, -1 at the end.
         Raises:
-            ValueError: shapes that do not fit, a budget below 1, or something missing that the pruner needs.
+            ValueError: shapes that do not fit, a budget below 1, or a missing input that the pruner needs.
         """
         ...
 
 
 def check_pruner(pruner: Any) -> None:
-    """Raise TypeError for what is no pruner, saying what is missing."""
+    """Raise TypeError for an object that is not a pruner; the message names what is missing."""
     if isinstance(pruner, type):
         raise TypeError(f"pruner is the class {pruner.__name__}: give an instance, {pruner.__name__}()")
     if not isinstance(pruner, Pruner) or not callable(pruner) or not isinstance(pruner.needs, Needs):
@@ -71,11 +71,11 @@ def check_pruner(pruner: Any) -> None:
 
 
 def check(pruner: Any, keys: Tensor, values: Tensor, length: Tensor, budget: int) -> None:
-    """Refuse arguments of ``pruner`` that make no sense; errors name it.
+    """Refuse invalid arguments of ``pruner``; errors name it.
 
     Raises:
-        TypeError: a length that is no tensor, or a budget that is no whole number.
-        ValueError: the first thing that does not fit.
+        TypeError: a length that is not a tensor, or a budget that is not a whole number.
+        ValueError: shapes, lengths or a budget that do not fit.
     """
     name = type(pruner).__name__
     if keys.dim() != 4 or values.dim() != 4 or keys.shape[:3] != values.shape[:3]:
@@ -98,7 +98,7 @@ def check(pruner: Any, keys: Tensor, values: Tensor, length: Tensor, budget: int
 
 
 def check_kept(pruner: Any, kept: Any, keys: Tensor, length: Tensor, budget: int) -> None:
-    """Refuse what ``pruner`` returned unless it is slots that exist, each once in a head; their order does not matter.
+    """Refuse what ``pruner`` returned unless it is existing slots, each at most once per head; their order does not matter.
 
     Raises:
         ValueError: another shape, dtype or device, a slot beyond its row's length, or the same slot twice.

@@ -1,4 +1,4 @@
-"""Keep slots at random: the control that any other choice must beat."""
+"""Keep random slots: the control that any other pruner must beat."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from specdec.rng import Key, Philox, seeds
 
 @dataclass(frozen=True)
 class Random:
-    """Each head's own random slots, as a function of (seed, head, slot) alone: rows of equal length keep the same.
+    """Random slots for each head, as a function of (seed, head, slot) alone: rows of equal length keep the same slots.
 
-    So a row's choice depends neither on its batch nor on the call. Another seed gives another choice.
+    A row's choice therefore depends neither on its batch nor on the call.
     """
 
     seed: int = 0

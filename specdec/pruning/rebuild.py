@@ -1,4 +1,4 @@
-"""A smaller Hugging Face model from a config and the tensors that it shall hold; the given model is only read."""
+"""A smaller Hugging Face model from a config and its tensors; the original model is only read."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
 
 
 def named_tensors(model: Any) -> dict[str, Tensor]:
-    """Name -> parameter or buffer; those that are tied once, under their first name."""
+    """Name -> parameter or buffer; tied ones once, under their first name."""
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
 def plain(model: Any, what: str) -> Any:
-    """The model, out of ``torch.compile``'s wrapper, if it is one whose weights can be copied.
+    """The model without ``torch.compile``'s wrapper, if its weights can be copied.
 
     Raises:
         TypeError: not a transformers model.
@@ -44,7 +44,7 @@ def plain(model: Any, what: str) -> Any:
 
 
 def llama_like(model: Any, what: str) -> Any:
-    """``plain``, for models whose blocks have the projections of Llama's.
+    """``plain``, for models whose blocks have Llama's projections.
 
     Raises:
         ValueError: another family.
@@ -59,13 +59,13 @@ def llama_like(model: Any, what: str) -> Any:
 
 
 def rebuild(model: Any, config: Any, tensors: Mapping[str, Tensor], what: str) -> Any:
-    """A new model of the class of ``model`` with copies of ``tensors``, in the mode of ``model``.
+    """A new model of the class of ``model`` with copies of ``tensors``, in the same mode (training or eval).
 
-    All of it is on the device of the input embedding, also where the model was spread over several.
+    The whole model is on the device of the input embedding, even if the original was spread over several devices.
 
     Args:
-        config: of the new model. tensors: name in the new model -> what it holds; exactly its parameters and buffers.
-        what: the caller, for messages.
+        config: of the new model. tensors: name in the new model -> tensor, for exactly its parameters and buffers.
+        what: the caller's name, for messages.
     Raises:
         ValueError: names or shapes that are not those of the new model.
     """
@@ -87,7 +87,7 @@ def rebuild(model: Any, config: Any, tensors: Mapping[str, Tensor], what: str) -
             path, _, own = name.rpartition(".")
             new.get_submodule(path)._buffers[own] = tensors[name].detach().to(where, copy=True)
     for module in new.modules():
-        module._is_hf_initialized = True  # as after from_pretrained: nothing may draw these weights anew
+        module._is_hf_initialized = True  # as after from_pretrained, so that these weights are not initialised again
     if vars(model).get("generation_config") is not None:
         new.generation_config = copy.deepcopy(model.generation_config)
     return new.train(model.training)

@@ -13,13 +13,13 @@ from specdec.pruning.slots import top
 
 @dataclass(frozen=True)
 class StreamingLLM:
-    """``sinks`` first slots and a window of the latest; the same for all heads, and blind to what the slots hold.
+    """The first ``sinks`` slots and a window of the latest; the same for all heads, whatever the slots hold.
 
     Args:
         sinks: 4 in the paper, 1 in SPIRe.
         window: latest slots to keep; by default what the budget leaves.
     Raises:
-        ValueError: negative sinks, a window below 1; when called, a budget that does not hold both.
+        ValueError: negative sinks, a window below 1; when called, a budget that is too small for both.
     """
 
     sinks: int = 4

@@ -1,4 +1,4 @@
-"""From scores of slots to the slots that are kept, and from those to a compact buffer."""
+"""Turns scores of slots into the kept slots, and these into a compact buffer."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 def per_kv_head(pruner: Any, attention: Tensor | None, keys: Tensor) -> Tensor:
-    """``attention [B, Hq, Q, S]`` summed over the query heads that share a KV head: ``[B, H, Q, S]``, in float32 at least.
+    """``attention [B, Hq, Q, S]`` summed over the query heads that share a KV head: ``[B, H, Q, S]``, in float32 or wider.
 
     Raises:
-        ValueError: ``pruner`` was given none, or its shape does not fit.
+        ValueError: ``attention`` is None, or its shape does not fit; the message names ``pruner``.
     """
     name, remedy = (
         type(pruner).__name__,
@@ -35,7 +35,7 @@ def per_kv_head(pruner: Any, attention: Tensor | None, keys: Tensor) -> Tensor:
 
 
 def top(scores: Tensor, length: Tensor, budget: int) -> Tensor:
-    """The slots of the highest ``scores [B, H, S]``, ``[B, H, min(budget, S)]``; of equal ones the earlier."""
+    """The slots of the highest ``scores [B, H, S]``, ``[B, H, min(budget, S)]``; ties go to the earlier slot."""
     S = scores.shape[-1]
     slot = torch.arange(S, device=scores.device)
     used = (slot < length.to(scores.device)[:, None, None]).expand_as(scores)

@@ -1,4 +1,4 @@
-"""Keep what the last queries look at, with its neighbours (SnapKV, Li et al., arXiv 2404.14469)."""
+"""Keep the slots that the last queries attend to, and their neighbours (SnapKV, Li et al., arXiv 2404.14469)."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from specdec.pruning.slots import per_kv_head, top
 
 @dataclass(frozen=True)
 class SnapKV:
-    """The last Q slots, as many as there are queries that vote, and the slots before them with the most votes, per KV head.
+    """The last Q slots (those of the Q observing queries) and the slots before them with the most votes, per KV head.
 
-    Votes are the attention weights of the last Q queries, summed over them and over the query heads that share a KV head (the
-    authors' code keeps a choice for each query head), and smoothed along the text so that what is kept comes in clusters.
+    Votes are the attention weights of the last Q queries, summed over these and over the query heads that share a KV head (the
+    authors' code chooses per query head), and smoothed along the text so that the kept slots form clusters.
 
     Args:
         kernel: odd width of the smoothing; 5 in the authors' code, 1 for none.
         pool: ``avg_pool1d`` (the authors' default) or ``max_pool1d`` of ``torch.nn.functional``.
     Raises:
-        ValueError: an even kernel; when called, no attention, or a budget that holds nothing besides the observation window.
+        ValueError: an even kernel; when called, no attention, or a budget not above the observation window.
     """
 
     kernel: int = 5
@@ -55,6 +55,6 @@ class SnapKV:
         votes = weights.sum(2)
         slot = torch.arange(keys.shape[2], device=keys.device)
         observing = (slot >= length.to(keys.device)[:, None] - window)[:, None].expand_as(votes)
-        votes = votes.masked_fill(observing, 0)  # the smoothing is of the text before it
+        votes = votes.masked_fill(observing, 0)  # smoothing covers the text before the observation window only
         smooth = self.pool(votes, kernel_size=self.kernel, padding=self.kernel // 2, stride=1)
         return top(smooth.masked_fill(observing, float("inf")), length, budget)

@@ -1,4 +1,4 @@
-"""Keep what the last query looks at (TOVA, Oren et al., "Transformers are Multi-State RNNs", arXiv 2401.06104)."""
+"""Keep the slots that the last query attends to (TOVA, Oren et al., "Transformers are Multi-State RNNs", arXiv 2401.06104)."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from specdec.pruning.slots import per_kv_head, top
 
 @dataclass(frozen=True)
 class TOVA:
-    """The slots with the highest weights of the last query, averaged over all heads of the layer: one choice for all of them.
+    """The slots with the highest weights of the last query, averaged over all heads of the layer: all heads keep the same slots.
 
-    Nothing is kept for being recent. Of ``attention [B, Hq, Q, S]`` the last of the Q queries counts.
+    No slot is kept for being recent. Only the last of the Q queries of ``attention [B, Hq, Q, S]`` counts.
 
     Raises:
         ValueError: when called without attention.

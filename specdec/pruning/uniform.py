@@ -12,7 +12,7 @@ from specdec.pruning.pruner import Needs, check
 
 @dataclass(frozen=True)
 class Uniform:
-    """Slot ``i * (length - 1) // (k - 1)`` for i below ``k = min(budget, length)``: the first, the last, and evenly between.
+    """Slot ``i * (length - 1) // (k - 1)`` for i below ``k = min(budget, length)``: the first, the last, and evenly spaced ones between.
 
     A budget of 1 keeps the last.
     """

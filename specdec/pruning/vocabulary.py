@@ -1,7 +1,7 @@
 """The most frequent tokens as a draft's output vocabulary (FR-Spec, Zhao et al., arXiv 2502.14856).
 
-The unembedding of a large vocabulary can cost more than a small draft's layers. A draft may propose from a part of the
-vocabulary and stay lossless: what it never proposes has q = 0, and the verifier supplies it.
+The unembedding of a large vocabulary can cost more than a small draft's layers. Decoding stays lossless when the draft proposes
+from a part of the vocabulary: all other tokens have q = 0, and the verifier supplies them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from specdec.pruning.rebuild import named_tensors, plain, rebuild
 
 
 def token_counts(tokens: Tensor, vocab_size: int, length: Tensor | None = None) -> Tensor:
-    """``[V]`` how often each token occurs in ``tokens [B, L]`` (right-padded, ``length [B]`` each) or in ``[L]``.
+    """``[V]`` counts of each token in ``tokens [B, L]`` (right-padded to L from ``length [B]``) or in ``[L]``.
 
     Raises:
         ValueError: tokens outside the vocabulary.
@@ -36,12 +36,12 @@ def token_counts(tokens: Tensor, vocab_size: int, length: Tensor | None = None) 
 
 
 def frequent_tokens(counts: Tensor, keep: int, always: Sequence[int] = ()) -> list[int]:
-    """The ``keep`` tokens of the highest ``counts [V]``, ascending; of equal ones the lower id.
+    """The ``keep`` tokens of the highest ``counts [V]``, ascending; ties go to the lower id.
 
     Args:
         always: ids that are kept in any case, such as those that end a text.
     Raises:
-        ValueError: fewer than 1, more than there are, or fewer than ``always`` holds.
+        ValueError: ``keep`` is below 1, above V, or below the number of ``always``.
     """
     V, forced = len(counts), sorted(set(always))
     if forced and not 0 <= forced[0] <= forced[-1] < V:
@@ -57,11 +57,11 @@ def frequent_tokens(counts: Tensor, keep: int, always: Sequence[int] = ()) -> li
 
 @dataclass(frozen=True, eq=False)
 class Trimmed:
-    """A model that gives logits of some tokens only. It reads all tokens: its input embedding is whole.
+    """A model with logits for some tokens only. It reads all tokens: its input embedding is complete.
 
     Attributes:
-        model: its logits are ``[..., K]`` and its config's ``vocab_size`` is K. No config can say that the input has more, so trim
-            after everything else: save the model that was trimmed, and trim again after loading.
+        model: its logits are ``[..., K]`` and its config's ``vocab_size`` is K. A config cannot express that the input has more
+            tokens, so the trimmed model cannot be saved: save the full model, and trim again after loading.
         ids: ``[K]``, entry k is the token of logit k. vocab_size: V, of the input.
     """
 
@@ -76,15 +76,15 @@ class Trimmed:
 
 
 def keep_tokens(model: Any, ids: Sequence[int] | Tensor) -> Trimmed:
-    """A model of the same class whose unembedding holds only the rows of ``ids``; nothing is shared with ``model``.
+    """A model of the same class whose unembedding has only the rows of ``ids``; it shares no memory with ``model``.
 
-    A tied unembedding becomes one of its own.
+    A tied unembedding is untied.
 
     Args:
         model: a transformers causal LM; it is only read. ids: distinct tokens, logit k is that of ``ids[k]``.
     Raises:
         TypeError: not a transformers model.
-        ValueError: ids that do not exist or come twice, or a model without an unembedding.
+        ValueError: ids that do not exist or are repeated, or a model without an unembedding.
     """
     model = plain(model, "keep_tokens")
     head = model.get_output_embeddings()
@@ -107,7 +107,7 @@ def keep_tokens(model: Any, ids: Sequence[int] | Tensor) -> Trimmed:
     name = next(name for name, module in model.named_modules() if module is head)
     tensors = {n: t for n, t in named_tensors(model).items() if not n.startswith(f"{name}.")}
     rows = {n: t.index_select(0, kept.to(t.device)) for n, t in head.named_parameters()}
-    # Build with an unembedding of full size, which is never written to, then put the small one in its place.
+    # Build with an unembedding of full size, which is never written to, then replace it by the small one.
     whole = {f"{name}.{n}": t for n, t in head.named_parameters()}
     new = rebuild(model, config, {**tensors, **whole}, "keep_tokens")
     small = torch.nn.utils.skip_init(  # draws no random numbers
@@ -121,7 +121,7 @@ def keep_tokens(model: Any, ids: Sequence[int] | Tensor) -> Trimmed:
     for n, parameter in small.named_parameters():
         parameter.data = rows[n].detach().to(parameter.device)  # index_select has copied it
     new.set_output_embeddings(small.train(model.training))
-    # What is compared with a target's, and what transformers' losses go by, is the width of the logits.
+    # Comparisons with the target and transformers' losses use the width of the logits.
     new.config.vocab_size = len(kept)
     if "vocab_size" in vars(new):
         new.vocab_size = len(kept)

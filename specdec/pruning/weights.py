@@ -1,4 +1,4 @@
-"""Attention weights of the last queries of each row, from which the scores of SnapKV, H2O and TOVA are made."""
+"""Attention weights of the last queries of each row: the input of SnapKV, H2O and TOVA."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ def attention_weights(
     softcap: float | None = None,
     sink_logits: Tensor | None = None,
 ) -> Tensor:
-    """How much the last Q slots of each row look at each slot, causally.
+    """Causal attention weights of the last Q queries of each row on all slots.
 
     Args:
-        queries: ``[B, Hq, Q, D]``; query j of row b is that of slot ``length[b] - Q + j``. Where that is negative, it may hold
+        queries: ``[B, Hq, Q, D]``; query j of row b belongs to slot ``length[b] - Q + j``. If that is negative, the query may hold
             anything. keys: ``[B, H, S, D]``, rotated as the queries are; H divides Hq. length: ``[B]`` slots in use.
         scale: of the scores, by default ``D ** -0.5``.
         window: a query at slot p sees slots above ``p - window`` only. softcap: scores become ``softcap * tanh(scores / softcap)``.
-        sink_logits: ``[Hq]`` one more logit for each head, which takes weight and belongs to no slot.
+        sink_logits: ``[Hq]`` an extra logit for each head, which takes weight and belongs to no slot.
     Returns:
-        ``[B, Hq, Q, S]`` in float32 at least. Rows of queries that exist sum to 1 (less where sink logits take some), the others are 0.
+        ``[B, Hq, Q, S]`` in float32 or wider. Rows of existing queries sum to 1 (less with sink logits); the others are 0.
     Raises:
         ValueError: shapes that do not fit.
     """
