@@ -365,12 +365,12 @@ def test_a_draft_brings_its_mask(tmp_path, llama):
         (
             Causal() & Tree(torch.tensor([3]), torch.tensor([[-1]])),
             ValueError,
-            "Tree goes by the slots of certain rows",
+            "Tree depends on the slots of particular rows",
         ),
         (
             Function(lambda b, h, q, kv: kv <= q, window=4),
             ValueError,
-            "says that its reach is .* and lets position 4 see",
+            "declares the reach .* and lets position 4 see",
         ),
         (Window, TypeError, "Window is a class"),
         (4, TypeError, "give a mask, such as Causal"),

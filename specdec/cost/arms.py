@@ -1,7 +1,7 @@
-"""What an arm's round costs: modelled by weights read, or given.
+"""The cost of an arm's round: modelled by the weights read, or given.
 
-One row's round is charged ``length * draft + verify``: what it would cost if all rows of the batch were on its arm, divided by the
-batch. Only ratios matter to a selector; the model's unit is one verification pass. A tree is charged by its nodes.
+A row's round is charged ``length * draft + verify``: the cost if all rows of the batch were on its arm, divided by the batch. Only
+ratios matter to a selector; the unit is one verification pass. A tree is charged by its nodes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class ArmCosts:
             )
 
     def seconds(self, arm: Tensor, drafted: Tensor) -> Tensor:
-        """``[B]`` charged to rows of these arms that drafted so many tokens."""
+        """``[B]`` the charge for rows on arms ``arm`` that drafted ``drafted`` tokens."""
         return drafted * self._draft[arm] + self.verify
 
     @cached_property
@@ -38,11 +38,11 @@ class ArmCosts:
 
     @staticmethod
     def of(target: Any, drafts: Sequence[Any]) -> ArmCosts:
-        """Modelled: a pass costs what its weights are, in units of the target's; a draft without a model costs nothing, and one that
-        looks at the target's cache with the target's own weights (``drafts.MagicDec``) what the target does.
+        """A pass costs its number of weights, in units of the target's. A draft without a model costs nothing, and one that reads the
+        target's cache with the target's own weights (``drafts.MagicDec``) costs what the target does.
 
-        A decoder that reads few tokens at a time waits for its weights, and for a small model's calls, whose number grows with its
-        weights too.
+        Decoding few tokens at a time is bound by reading weights and, for small models, by the number of calls, which grows with the
+        weights, too.
         """
         whole = weights(target)
         used = [getattr(d, "model", target if hasattr(d, "view") else None) for d in drafts]
@@ -50,6 +50,6 @@ class ArmCosts:
 
 
 def weights(model: Any) -> int:
-    """Numbers in a model's parameters; 0 for what has none."""
+    """The number of a model's parameters; 0 for a draft without a model."""
     inner = model if isinstance(model, torch.nn.Module) else getattr(model, "model", None)
     return sum(p.numel() for p in inner.parameters()) if isinstance(inner, torch.nn.Module) else 0

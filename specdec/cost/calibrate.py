@@ -1,8 +1,8 @@
-"""A machine's constants from step times measured on it, and the host's work around steps from round times.
+"""Fits a machine's constants to measured step times, and the host's work around steps to round times.
 
-The model is that of SPIRe (arXiv 2504.06419, section 2) with the overheads of ``Hardware``, so that a handful of measurements
-predicts steps of other sizes. Constants are fitted to *relative* errors, or else the largest steps would be all that counts, and none
-is negative. The problems are small and searched exhaustively: nothing here depends on a starting point.
+The model is that of SPIRe (arXiv 2504.06419, section 2) with the overheads of ``Hardware``, so that a few measurements predict steps
+of other sizes. Constants are fitted to *relative* errors, since the largest steps would dominate otherwise, and none is negative.
+The problems are small and searched exhaustively, so the result does not depend on a starting point.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Fitted(Hardware):
     Attributes:
         cached_bytes_per_second: rate at which cached keys and values move; ``None``: as fast as everything else. Weights that fit
             a processor's cache are read faster than the keys and values of a long context, which do not.
-        cache_bytes: what the processor's cache holds of all that is touched before it is touched again. Of more than that it misses
-            a share (``missed``), and missed weights move at the rate of cached keys and values. ``None``: weights always fit.
-        residuals: modelled over measured seconds, less 1, of each sample in the order given.
+        cache_bytes: size of the processor's cache. If a loop touches more bytes, a share of its accesses misses (``missed``), and
+            missed weights move at the rate of cached keys and values. ``None``: weights always fit.
+        residuals: modelled over measured seconds, minus 1, of each sample in the order given.
     """
 
     cached_bytes_per_second: float | None = None
@@ -51,14 +51,14 @@ class Fitted(Hardware):
 
     @property
     def error(self) -> float:
-        """Median relative error on the samples, without sign."""
+        """Median absolute relative error on the samples."""
         return float(np.median(np.abs(self.residuals))) if self.residuals else float("nan")
 
     def time(self, step: Step, loop: float | None = None) -> float:
         """Seconds for a step.
 
         Args:
-            loop: bytes that are touched from one time of the step to the next; ``None``: the step's own, it follows itself.
+            loop: bytes touched between two runs of this step; ``None``: only the step's own.
         """
         compute, moved = step.flops / self.flops, step.bytes / self.bytes_per_second
         if self.cached_bytes_per_second is not None:
@@ -72,7 +72,7 @@ class Fitted(Hardware):
 
 @lru_cache
 def missed(loop: float, cache: float) -> float:
-    """Share of accesses that a cache misses which replaces at random, if ``loop`` bytes are touched over and over.
+    """Miss rate of a cache with random replacement if ``loop`` bytes are touched over and over.
 
     Between two touches of a line, misses replace ``m * loop`` bytes, and the line outlives that with probability
     ``exp(-m * loop / cache)``: so ``m = 1 - exp(-m * loop / cache)``, which is 0 if the loop fits, and 0.8 if it is twice as large.
@@ -88,7 +88,7 @@ def missed(loop: float, cache: float) -> float:
 
 @dataclass(frozen=True)
 class Host:
-    """What one side of a round does around its steps, in seconds: sampling, verification, bookkeeping, and caches gone cold.
+    """The host's seconds around a round's steps: sampling, verification, bookkeeping, and cache misses after them.
 
     ``fixed + per_row * rows + tokens * (per_token + per_row_token * rows)``: some work is done once, some for each row, some for each
     step of a draft, and some (distributions over the vocabulary) for each token of each row.
@@ -114,9 +114,9 @@ class Host:
 
     @classmethod
     def fit(cls, samples: Iterable[tuple[int, int, float, float]]) -> Host:
-        """From ``(rows, tokens, measured, explained)``: seconds measured, and those of them that steps explain.
+        """Fits ``(rows, tokens, measured, explained)``: measured seconds, and those of them that steps explain.
 
-        Errors are relative to ``measured``. Where steps explain more than was measured, nothing is left for the host.
+        Errors are relative to ``measured``. If steps explain more than was measured, the host's share is 0.
 
         Raises:
             ValueError: no samples, or seconds that are not positive.
@@ -137,15 +137,15 @@ def calibrate(
     cached_apart: bool = False,
     cache: bool = False,
 ) -> Fitted:
-    """The machine that explains measured steps best.
+    """The constants that best explain measured steps.
 
     Args:
         samples: steps and their seconds. They must differ in FLOPs, bytes and layers: several batches, contexts and models.
-        overlapped: whether memory moves while the machine computes; ``None`` takes what fits better.
-        cached_apart: give cached keys and values a rate of their own.
-        cache: look for the size of a cache that weights fall out of (``Fitted.cache_bytes``); needs ``cached_apart``. Each sample is
-            taken to have followed itself. Sizes tried are the samples' own; where none fits better, or memory would be faster than
-            the cache, there is none.
+        overlapped: whether memory moves while the machine computes; ``None`` takes the better fit.
+        cached_apart: fit a separate rate for cached keys and values.
+        cache: fit the size of a cache that weights may not fit (``Fitted.cache_bytes``); needs ``cached_apart``. Each sample is
+            assumed to repeat the same step. The sizes tried are the samples' own; if none fits better, or memory would be faster
+            than the cache, ``cache_bytes`` is ``None``.
     Raises:
         ValueError: fewer samples than constants, seconds that are not positive, or ``cache`` without ``cached_apart``.
     """
@@ -171,10 +171,10 @@ def calibrate(
 def _machines(
     samples: Sequence[tuple[Step, float]], name: str, overlapped: bool, apart: bool, size: float | None
 ) -> Iterable[Fitted]:
-    """Candidates with a cache of ``size``: one without overlap; with it, some for each border in intensity between steps that wait for memory and the others.
+    """Candidates with a cache of ``size``: one without overlap; with it, one for each split by intensity into memory-bound and compute-bound steps.
 
-    With one rate for all bytes the right border is among those tried. With two it need not be, so each candidate says which of its
-    steps wait, and is fitted again until that stands.
+    With one rate for all bytes the right split is among those tried. With two it need not be, so each candidate determines which
+    of its steps are memory-bound and is fitted again until that does not change.
     """
     seconds = np.array([s for _, s in samples])
     flops = np.array([step.flops for step, _ in samples])
@@ -193,7 +193,7 @@ def _machines(
             columns = [flops * computing, others * moving, cached * moving, np.ones_like(flops), layers]
             x = _positive(np.stack(columns, 1) / seconds[:, None], np.ones_like(seconds))
             made = _machine(name, x.tolist(), overlapped, apart, size)
-            if size is None or x[1] <= x[2]:  # a cache is not slower than memory
+            if size is None or x[1] <= x[2]:  # the cache must not be slower than memory
                 yield replace(made, residuals=tuple(made.time(step) / s - 1 for step, s in samples))
             now = flops * x[0] > others * x[1] + cached * x[2]
             if not overlapped or (now == computing).all():
@@ -202,7 +202,7 @@ def _machines(
 
 
 def _machine(name: str, x: list[float], overlapped: bool, apart: bool, size: float | None) -> Fitted:
-    """From seconds a FLOP, a byte, a cached byte, a step and a layer. A rate that no step shows is no limit."""
+    """From seconds per FLOP, byte, cached byte, step and layer. A rate of 0 seconds is unlimited."""
     flops, other, cached = (1 / v if v > 0 else float("inf") for v in x[:3])
     return Fitted(name, flops, other, x[3], x[4], overlapped, cached if apart else None, cache_bytes=size)
 
@@ -218,7 +218,7 @@ def _positive(columns: np.ndarray, values: np.ndarray) -> np.ndarray:
             part = columns[:, chosen] / scale[list(chosen)]
             x = np.linalg.lstsq(part, values, rcond=None)[0]
             left = float(((part @ x - values) ** 2).sum())
-            if (x >= 0).all() and left < error - 1e-12 * len(values):  # no column for rounding's sake
+            if (x >= 0).all() and left < error - 1e-12 * len(values):  # an extra column must gain more than rounding
                 best, error = np.zeros(count), left
                 best[list(chosen)] = x / scale[list(chosen)]
     return best

@@ -8,12 +8,12 @@ from typing import Any
 
 from specdec.configs import setting
 
-# Families whose feed-forward layers have two matrices. Configs do not say it, and all others of today have three.
+# Families whose feed-forward layers have two matrices, which configs do not say. All others have three.
 _TWO_MATRICES = (
     "apertus arcee biogpt bloom codegen falcon gpt2 gpt_bigcode gpt_neo gpt_neox gpt_neox_japanese gptj jais2 mpt nanochat "
     "nemotron opt persimmon phi starcoder2 xglm"
 )
-# Families of plain multi-head attention, whatever stands in ``num_key_value_heads``.
+# Families of plain multi-head attention, whatever ``num_key_value_heads`` says.
 _ONE_KV_A_HEAD = "biogpt bloom codegen gpt2 gpt_neo gpt_neox gpt_neox_japanese gptj mpt opt xglm"
 _STATE = "its layers keep a state and no keys and values"
 _REFUSED_FIELDS = {
@@ -37,12 +37,12 @@ _KINDS = {"full_attention", "sliding_attention", "attention", "global", "local"}
 def read(config: Any) -> dict[str, Any]:
     """The arguments of ``Shape``, by name, for a decoder-only config or a model that has one; ``experts`` are those of ``Experts``.
 
-    Biases, positions that are learned, norms of queries and keys, and the last norm are left out (below a percent of
-    the body). Every expert layer is taken to choose its experts uniformly.
+    Biases, learned positions, norms of queries and keys, and the last norm are left out (below a percent of the body). Every
+    expert layer is assumed to choose its experts uniformly.
 
     Raises:
-        TypeError: a name, or a dictionary.
-        ValueError: a field is missing; the layers keep something else than keys and values; an encoder-decoder.
+        TypeError: ``config`` is a name or a dictionary.
+        ValueError: a field is missing; the layers cache something other than keys and values; the model is an encoder-decoder.
     """
     if setting(config, "config") is None:
         config = setting(config, "model") or config  # an HFModel's
@@ -54,7 +54,7 @@ def read(config: Any) -> dict[str, Any]:
     text = setting(config, "get_text_config")
     config = config if text is None else text()
     family = setting(config, "model_type") or type(config).__name__
-    # BERT and its kin say that they are no decoders; so does GPT-NeoX, which is one.
+    # The configs of BERT-like models deny being decoders; so does GPT-NeoX's, which is one.
     encoder = setting(config, "is_decoder") is False and not family.startswith("gpt_neox")
     if encoder or setting(config, "is_encoder_decoder"):
         raise ValueError(f"{family!r} is not decoder-only: only decoder-only models have a shape here")
@@ -119,7 +119,7 @@ def _width(config: Any, family: str, d_model: int) -> int:
         return 4 * d_model
     names = ("ffn_dim", "ffn_hidden_size", "n_inner", "intermediate_size", "moe_intermediate_size")
     if _first(config, *names) is None and family in _TWO_MATRICES.split():
-        return 4 * d_model  # what these families mean by no width
+        return 4 * d_model  # the default of these families
     return _need(config, family, *names)
 
 
@@ -158,7 +158,7 @@ def _experts(config: Any, family: str, layers: int) -> dict[str, Any] | None:
 
 
 def _is_sparse(config: Any, layer: int, layers: int) -> bool:
-    """Whether a layer has experts: every family has its own way to say that some are dense."""
+    """Whether a layer has experts: families mark dense layers in different ways."""
     kinds = _first(config, "mlp_layer_types")
     if kinds is not None:
         return bool(kinds[layer] == "sparse")

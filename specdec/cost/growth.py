@@ -1,8 +1,8 @@
-"""Throughput while contexts grow: times summed over a generation, not taken at one length.
+"""Throughput while contexts grow: times summed over a generation instead of taken at one length.
 
-The definition is ours: SPIRe (arXiv 2504.06419) prints its figures at fixed lengths. Every length that the context passes through
-is taken to be the start of a round with the same probability 1 / τ, so that the expected time of the generation is the sum of the
-rounds' times over all lengths, divided by τ.
+The definition is this library's: SPIRe (arXiv 2504.06419) prints its figures at fixed lengths. Every context length is assumed to be
+the start of a round with the same probability 1 / τ, so the expected time of the generation is the sum of the rounds' times over
+all lengths, divided by τ.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ def growing(
 
     Args:
         tau: mean tokens a round, the same at every length.
-        stride: take one length of so many, the middle one. Exact at 1; 8 is eight times faster and as good to three digits.
+        stride: evaluate only the middle one of every ``stride`` lengths. Exact at 1; 8 is eight times faster and agrees to three digits.
     Raises:
-        ValueError: nothing is generated, a stride below 1, or τ outside 1 to k + 1.
+        ValueError: ``new_tokens`` or ``stride`` below 1, or τ outside 1 to k + 1.
     """
     if new_tokens < 1:
         raise ValueError(f"new_tokens is {new_tokens}: generate at least 1")

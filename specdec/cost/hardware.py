@@ -1,4 +1,4 @@
-"""Machines as two rates and two overheads, and the time of a step on them: the roofline of SPIRe (arXiv 2504.06419, §2)."""
+"""A machine as two rates and two overheads, and the time of a step on it: the roofline of SPIRe (arXiv 2504.06419, §2)."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from specdec.cost.terms import Step
 
 @dataclass(frozen=True)
 class Hardware:
-    """What a machine does at best, or what was measured on it.
+    """A machine's peak or measured rates.
 
     Attributes:
         name: shown in tables. flops: FLOP/s. bytes_per_second: of memory.
-        overhead: seconds for every step, whatever it does. overhead_per_layer: seconds for every layer of a step.
-        overlapped: memory moves while the machine computes, so that the longer of the two counts; if not, their sum.
+        overhead: fixed seconds per step. overhead_per_layer: seconds per layer of a step.
+        overlapped: whether memory moves while the machine computes: a step then takes the longer of the two times, else their sum.
     Raises:
         ValueError: a rate that is not positive, or a negative overhead.
     """
@@ -36,7 +36,7 @@ class Hardware:
 
     @property
     def intensity(self) -> float:
-        """FLOPs in the time of one byte (the paper's HOI): steps below it wait for memory."""
+        """FLOPs in the time of one byte (the paper's HOI): steps of lower intensity are memory-bound."""
         return self.flops / self.bytes_per_second
 
     @property
@@ -52,9 +52,9 @@ class Hardware:
 
 
 H100_PAPER = Hardware("H100 SXM, FP8, as in the paper", flops=600 * 3.35e12, bytes_per_second=3.35e12)
-"""The paper's rounded ratio of 600 FLOPs a byte. Multipliers depend on nothing else."""
+"""The paper's rounded ratio of 600 FLOPs a byte, the only property that multipliers depend on."""
 
-# NVIDIA's data sheets. FP8 is given there with 2:4 sparsity, twice what dense matrices reach.
+# NVIDIA's data sheets, whose FP8 figures are with 2:4 sparsity: dense matrices reach half.
 H100_FP8 = Hardware("H100 SXM, FP8", flops=1979e12, bytes_per_second=3.35e12)
 H200_FP8 = Hardware("H200 SXM, FP8", flops=1979e12, bytes_per_second=4.8e12)
 A100_BF16 = Hardware("A100 80 GB SXM, BF16", flops=312e12, bytes_per_second=2.039e12)

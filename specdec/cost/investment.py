@@ -1,4 +1,4 @@
-"""What a trained draft costs and saves, in units of one training of the target (SPIRe, arXiv 2504.06419, section 5)."""
+"""The cost of training a draft and its savings, in units of one training of the target (SPIRe, arXiv 2504.06419, section 5)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Investment:
 
     @property
     def saved(self) -> float:
-        """Units of serving that are saved: serving · (1 - 1 / multiplier). Negative for a slowdown."""
+        """Units of serving saved: serving · (1 - 1 / multiplier). Negative for a slowdown."""
         return self.serving * (1 - 1 / self.multiplier)
 
     @property
@@ -41,13 +41,13 @@ class Investment:
 
     @property
     def break_even(self) -> float:
-        """Units of plain serving from which on the draft pays; infinite for a slowdown."""
+        """Units of plain serving at which the draft pays off; infinite for a slowdown."""
         return self.share / (1 - 1 / self.multiplier) if self.multiplier > 1 else float("inf")
 
 
 def training_share(draft: Shape, target: Shape) -> float:
-    """Body parameters of the draft over the target's, at as many training tokens: the paper's 0.25 for SPIRe (§5).
+    """Body parameters of the draft over the target's, at equal training tokens: the paper's 0.25 for SPIRe (§5).
 
-    The target's activations, which the draft learns from, are taken to be at hand.
+    Computing the target's activations, which the draft learns from, is not counted.
     """
     return draft.body / target.body

@@ -11,7 +11,7 @@ from specdec.cost.shapes import Shape
 from specdec.cost.terms import FULL, PAPER, Forward, Step, Term, kv_refresh, memory_projection, step
 
 View = Callable[[float], float]
-"""How many positions a draft reads, given the context's: ``full``, ``Sparse()``, ``Window(65)``, or a function of yours."""
+"""From the positions of the context to those that a draft reads: ``full``, ``Sparse()``, ``Window(65)``, or any function."""
 
 
 def full(context: float) -> float:
@@ -39,7 +39,7 @@ class Sparse:
 
 @dataclass(frozen=True)
 class Window:
-    """At most ``size`` positions, sinks included: what the paper's drafts were measured with is ``Window(65)`` (§3.1)."""
+    """At most ``size`` positions, sinks included: the paper's drafts were measured with ``Window(65)`` (§3.1)."""
 
     size: int
 
@@ -54,12 +54,12 @@ class Window:
 
 @dataclass(frozen=True)
 class Load:
-    """What is served, and what of it is counted.
+    """The workload, and which of its costs are counted.
 
     Attributes:
         batch: sequences. context: positions of each (a mean if they differ). k: tokens drafted a round.
-        bytes_per_weight, bytes_per_kv: as in ``Forward``. terms: counted in every step, drafts' and target's.
-        refresh: count how drafts that have a refresh make their keys and values anew after a round.
+        bytes_per_weight, bytes_per_kv: as in ``Forward``. terms: counted in every step of drafts and target.
+        refresh: whether to count the refresh of a draft's keys and values after a round, for drafts that have one.
     Raises:
         ValueError: no sequence, no context, or nothing drafted.
     """
@@ -89,11 +89,11 @@ class Load:
 
     @property
     def full(self) -> Load:
-        """With the terms that the paper leaves out: (un)embedding, attention, KV writes, refresh."""
+        """The load with the terms that the paper omits: (un)embedding, attention, KV writes, refresh."""
         return replace(self, terms=FULL, refresh=True)
 
     def forward(self, shape: Shape, tokens: int, kv_length: float) -> Forward:
-        """A pass over ``shape`` at this batch and these widths."""
+        """A pass over ``shape`` at this load's batch and bytes."""
         return Forward(shape, self.batch, tokens, kv_length, self.bytes_per_weight, self.bytes_per_kv)
 
 
@@ -102,7 +102,7 @@ class Round:
     """One round of a method: draft ``k`` times, verify once, refresh once if that is counted.
 
     Attributes:
-        target: a plain decoding step, what the round is compared with. draft, refresh: ``None`` if there is none.
+        target: a plain decoding step, to compare with. draft, refresh: ``None`` if the method has none.
     """
 
     k: int
@@ -124,7 +124,7 @@ class Round:
         """Throughput over plain decoding's: τ / Δt (§2).
 
         Args:
-            tau: mean tokens that a round produces, bonus token included.
+            tau: mean tokens of a round, bonus token included.
         Raises:
             ValueError: τ outside 1 to k + 1.
         """
@@ -133,7 +133,7 @@ class Round:
 
 
 def check_tau(tau: float, k: int) -> None:
-    """Refuses a number of tokens that no round of ``k`` drafted ones produces on average."""
+    """Raise ValueError for a mean number of tokens that rounds of ``k`` drafted tokens cannot have."""
     if not 1 <= tau <= k + 1:
         raise ValueError(
             f"tau is {tau} at k = {k}: a round produces 1 to {k + 1} tokens, the bonus token included; "
@@ -143,13 +143,13 @@ def check_tau(tau: float, k: int) -> None:
 
 @dataclass(frozen=True)
 class Method:
-    """A way to decode. Compose your own: a windowed vanilla draft is ``Method("windowed", draft, Window(65))``.
+    """A decoding method; for example, a windowed vanilla draft is ``Method("windowed", draft, Window(65))``.
 
     Attributes:
-        draft: ``None`` decodes plainly. view: how much of the context the draft reads. own: terms of the draft's alone.
-        refresh: after a round, the draft's keys and values of its tokens are made from the target's activations.
+        draft: ``None`` is plain decoding. view: how much of the context the draft reads. own: terms of the draft alone.
+        refresh: whether the draft's keys and values of a round's tokens are computed from the target's activations after it.
     Raises:
-        TypeError: a draft, or in ``round`` a target, that is no ``Shape``.
+        TypeError: a draft, or in ``round`` a target, that is not a ``Shape``.
     """
 
     name: str
@@ -163,7 +163,7 @@ class Method:
             _shape("draft", self.draft)
 
     def round(self, target: Shape, load: Load) -> Round:
-        """The steps of a round. The context is taken to stand still while it lasts, as in the paper."""
+        """The steps of a round, at a constant context, as in the paper."""
         _shape("target", target)
         plain = step(load.forward(target, 1, load.context), load.terms)
         if self.draft is None:
@@ -173,7 +173,7 @@ class Method:
         verify = step(load.forward(target, load.k + 1, load.context), load.terms)
         refresh = None
         if self.refresh and load.refresh:
-            # All fed tokens, not only the accepted ones: a kernel is launched before these are known.
+            # All fed tokens, accepted or not: a kernel is launched before acceptance is known.
             refresh = step(load.forward(self.draft, load.k + 1, kv_length), (kv_refresh,))
         return Round(load.k, plain, verify, draft, refresh)
 
@@ -200,5 +200,5 @@ def magicdec(target: Shape, view: View = Sparse()) -> Method:
 
 
 def spire(draft: Shape, view: View = Sparse(), feedback: bool = True) -> Method:
-    """A few of the target's layers, a sparse KV cache, and feedback memory, unless that is taken away (§3)."""
+    """A few of the target's layers, a sparse KV cache and, with ``feedback``, a feedback memory (§3)."""
     return Method("spire", draft, view, (memory_projection,) if feedback else (), refresh=True)

@@ -1,8 +1,8 @@
-"""How long a round lasts: serial, in micro-batches with a barrier, and in a pipeline's steady state.
+"""The duration of a round: serial, in micro-batches with a barrier, and in a pipeline's steady state.
 
-A derivation of our own for SPIN's pipeline (arXiv 2503.15921, section 6): drafting ``b`` rows takes ``d(b)`` seconds and verifying
-them ``v(b)``, each a constant and a part for every row. ``B`` rows in ``m`` micro-batches of ``b = B / m``, one drafting and one
-verifying worker:
+A derivation for SPIN's pipeline (arXiv 2503.15921, section 6) that is not the paper's: drafting ``b`` rows takes ``d(b)`` seconds
+and verifying them ``v(b)``, each a constant plus a part per row. ``B`` rows run in ``m`` micro-batches of ``b = B / m`` on one
+drafting and one verifying worker:
 
 - serial: ``d(B) + v(B)``;
 - a barrier after each round: ``d + (m - 1) max(d, v) + v`` at ``b``;
@@ -49,11 +49,11 @@ class TimeModel:
         return max(micro_batches * d, micro_batches * v, d + v)
 
     def gain(self, batch: int, micro_batches: int) -> float:
-        """How many times faster than the serial round the pipeline is said to be."""
+        """The predicted speed-up of the pipeline over the serial round."""
         return self.serial(batch) / self.steady(batch, micro_batches)
 
     def best(self, batch: int, limit: int = 16) -> int:
-        """The number of micro-batches with the shortest steady round; of equal ones the fewest."""
+        """The number of micro-batches with the shortest steady round; ties go to the fewest."""
         return min(range(1, min(limit, batch) + 1), key=lambda m: (self.steady(batch, m), m))
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Model shapes: weights that a step multiplies and reads, keys and values that it keeps (SPIRe, arXiv 2504.06419, §2)."""
+"""Model shapes: the weights that a step multiplies and reads, and the keys and values that it caches (SPIRe, arXiv 2504.06419, §2)."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class Experts:
     """The feed-forward layers of a mixture of experts.
 
     Attributes:
-        count: experts in a layer. chosen: of them, for each token. d_ff: width of one expert.
-        shared_d_ff: width of what every token goes through besides, 0 for nothing.
-        layers: how many of the model's layers have experts; ``None`` is all of them, the others are dense.
+        count: experts in a layer. chosen: experts per token. d_ff: width of one expert.
+        shared_d_ff: width of the shared expert that every token uses, 0 for none.
+        layers: how many of the model's layers have experts, the others being dense; ``None``: all.
     """
 
     count: int
@@ -36,19 +36,19 @@ class Experts:
             raise ValueError(f"chosen is {self.chosen} of {self.count} experts: give 1 to count")
 
     def distinct(self, tokens: float) -> float:
-        """Expected number of different experts that ``tokens`` tokens choose, if each chooses uniformly and on its own."""
+        """Expected number of different experts of ``tokens`` tokens, each choosing uniformly and independently."""
         return self.count * (1 - (1 - self.chosen / self.count) ** tokens)
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A decoder-only Transformer, as far as its cost is concerned.
+    """The sizes of a decoder-only Transformer that its cost depends on.
 
     Attributes:
-        layers, d_model, heads (of queries), kv_heads, d_head: the usual. d_ff: width of a dense feed-forward layer.
-        vocab: ids, 0 if the (un)embedding is not looked at. tied: the unembedding is the embedding.
-        gated: three feed-forward matrices (SwiGLU), not two. experts: what replaces dense feed-forward layers.
-        window: positions that each of ``windowed_layers`` layers keeps; the other layers keep all.
+        layers, d_model, heads (of queries), kv_heads, d_head: as usual. d_ff: width of a dense feed-forward layer.
+        vocab: number of ids, 0 to ignore the (un)embedding. tied: whether the unembedding is the embedding.
+        gated: three feed-forward matrices (SwiGLU) instead of two. experts: replace dense feed-forward layers.
+        window: positions that each of ``windowed_layers`` layers caches; the other layers cache all.
     Raises:
         ValueError: a size below 1, heads that kv_heads do not divide, or a window without layers.
     """
@@ -101,8 +101,8 @@ class Shape:
         """The shape of a transformers config (or of a model that has one, or of an ``HFModel``); see ``specdec.cost.configs``.
 
         Raises:
-            TypeError: a name or a dictionary.
-            ValueError: a config that lacks what is needed, or whose cost this model does not describe.
+            TypeError: ``config`` is a name or a dictionary.
+            ValueError: a config with missing fields, or one whose cost this model does not describe.
         """
         found = read(config)
         experts = found.pop("experts")
@@ -112,7 +112,7 @@ class Shape:
         """The same with another number of layers: SPIRe's draft is ``target.with_layers(2)`` (section 3.2).
 
         Raises:
-            ValueError: layers of more than one kind, of which it would not be known which ones are kept.
+            ValueError: layers of more than one kind, so that it is unclear which are kept.
         """
         if self.windowed_layers not in (0, self.layers) or self._layers_with_experts not in (0, self.layers):
             raise ValueError(
@@ -132,11 +132,11 @@ class Shape:
 
     @property
     def active(self) -> int:
-        """Body parameters that one token goes through: ``body`` but for experts."""
+        """Body parameters that one token uses: ``body`` with the chosen experts only."""
         return self._per_token
 
     def touched(self, tokens: float) -> float:
-        """Expected body parameters that a step over ``tokens`` tokens reads, each once: ``body`` but for experts."""
+        """Expected body parameters that a step over ``tokens`` tokens reads, each once: ``body`` with the chosen experts only."""
         if self.experts is None:
             return float(self.body)
         return self._per_token + self._unchosen * (self.experts.distinct(tokens) - self.experts.chosen)
@@ -157,7 +157,7 @@ class Shape:
         return 2 * self.layers * self.kv_heads * self.d_model * self.d_head
 
     def positions(self, kv_length: float) -> float:
-        """Positions attended to, summed over the layers, by a query that may see ``kv_length`` of them."""
+        """Positions attended to by a query that may see ``kv_length`` of them, summed over the layers."""
         windowed = 0.0 if self.window is None else self.windowed_layers * min(kv_length, self.window)
         return (self.layers - self.windowed_layers) * kv_length + windowed
 

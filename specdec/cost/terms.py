@@ -1,6 +1,6 @@
-"""What a forward pass costs, term by term: FLOPs and bytes (SPIRe, arXiv 2504.06419, section 2, and what it leaves out).
+"""The FLOPs and bytes of a forward pass, term by term (SPIRe, arXiv 2504.06419, section 2, and the terms that it omits).
 
-A term is a function ``Forward -> Work``; a ``Step`` is the sum of some. ``PAPER`` has the two that the paper counts.
+A term is a function ``Forward -> Work``; a ``Step`` is a sum of terms. ``PAPER`` has the two that the paper counts.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ Term = Callable[[Forward], Work]
 
 @dataclass(frozen=True)
 class Step:
-    """One pass over a model: its terms, and its number of layers (for what costs time by the layer)."""
+    """One pass over a model: its terms, and its number of layers (for per-layer overheads)."""
 
     work: tuple[Work, ...]
     layers: int
@@ -98,12 +98,12 @@ def kv_reads(f: Forward) -> Work:
 
 
 def memory_projection(f: Forward) -> Work:
-    """SPIRe's second projection to keys and values, of the memory vector (§3.3): weights that ``body`` has read."""
+    """SPIRe's second projection to keys and values, of the memory vector (§3.3); ``body`` has counted reading its weights."""
     return Work("memory_projection", 2 * f.shape.kv_projection * f.fed, 0.0)
 
 
 def attention(f: Forward) -> Work:
-    """Scores and weighted sums: 4 FLOPs a query head, head dimension and position, those fed along included. Not in the paper."""
+    """Scores and weighted sums: 4 FLOPs per query head, head dimension and position, those of the same pass included. Not in the paper."""
     positions = f.shape.positions(f.kv_length + (f.tokens - 1) / 2)
     return Work("attention", 4 * f.shape.heads * f.shape.d_head * positions * f.fed, 0.0)
 
@@ -124,7 +124,7 @@ def unembedding(f: Forward) -> Work:
 
 
 def embedding(f: Forward) -> Work:
-    """A row for every token fed, none twice; a tied one is what ``unembedding`` has read. Not in the paper.
+    """One row per distinct token fed; if tied, ``unembedding`` has counted it. Not in the paper.
 
     Raises:
         ValueError: a shape without a vocabulary.
@@ -135,9 +135,9 @@ def embedding(f: Forward) -> Work:
 
 
 def kv_refresh(f: Forward) -> Work:
-    """A draft's keys and values made anew from the target's activations, for every token fed (§3.3). Not in the paper's costs.
+    """Recomputing a draft's keys and values from the target's activations, for every token fed (§3.3). Not in the paper's costs.
 
-    Projections are read again, one activation a layer is read, keys and values are written.
+    The projections and one activation per layer are read, keys and values are written.
     """
     moved = f.fed * (f.shape.layers * f.shape.d_model + f.shape.kv_values(1)) * f.bytes_per_kv
     return Work(
@@ -151,7 +151,7 @@ def _need_vocab(f: Forward, term: str) -> None:
 
 
 PAPER: tuple[Term, ...] = (body, kv_reads)
-"""What the paper counts."""
+"""The terms that the paper counts."""
 
 FULL: tuple[Term, ...] = (body, kv_reads, kv_writes, attention, unembedding, embedding)
-"""With what it leaves out of a step. Sampling, prefill and communication are still not counted."""
+"""With the terms of a step that the paper omits. Sampling, prefill and communication are still not counted."""

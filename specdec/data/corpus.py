@@ -1,6 +1,6 @@
 """Python source that every installation has, as datasets by domain, with whole packages held out.
 
-Three domains are cut from the same files: `code` (the files), `prose` (their docstrings and comment blocks) and
+Three domains are extracted from the same files: `code` (the files), `prose` (their docstrings and comment blocks) and
 `tabular` (their large literal collections). A package is a distribution named in packages.txt, or one top-level
 module or package of the standard library ("stdlib.json"). Its split is decided before anything is extracted.
 """
@@ -55,10 +55,10 @@ HELD_OUT = {
         "stdlib.zipfile",
     ],
 }
-PACKAGE_LIMIT = 4_000_000  # bytes of code from one training package, so that no single one sets the style
+PACKAGE_LIMIT = 4_000_000  # bytes of code from one training package, so that no single one dominates
 MANIFEST = Path(__file__).with_name("manifest.json")
 PACKAGES = Path(__file__).with_name("packages.txt")
-_VERSION = 2  # of what is extracted: a cached corpus of another version is built again
+_VERSION = 2  # of the extraction: a cached corpus of another version is built again
 _SKIPPED = {"_vendor", "vendor", "_vendored", "_vendored_packages", "extern", "site-packages", "__pycache__"}
 _COPYLEFT = re.compile(r"GPL|General Public|MPL|Mozilla", re.IGNORECASE)
 
@@ -78,7 +78,7 @@ class Package:
 
 
 def split_of(package: str) -> str:
-    """The split of a package by its name alone: everything not held out is for training."""
+    """The split of a package by its name alone: packages that are not held out are for training."""
     return next((split for split, names in HELD_OUT.items() if package in names), "train")
 
 
@@ -162,7 +162,7 @@ def describe(package: Package, rows: list[dict[str, str]]) -> dict[str, Any]:
 
 
 def verify(site: str | Path | Sequence[str | Path] = ()) -> list[str]:
-    """How this installation differs from the manifest, one sentence a package; empty when results are comparable."""
+    """How this installation differs from the manifest, one sentence per package; empty if results are comparable."""
     here = {package.name: describe(package, read(package)) for package in packages(site)}
     return differences(
         here, {entry["package"]: entry for entry in json.loads(MANIFEST.read_text())["packages"]}
@@ -180,7 +180,7 @@ def differences(here: dict[str, dict[str, Any]], there: dict[str, dict[str, Any]
 
 
 def _pieces(row: dict[str, str]) -> dict[str, str]:
-    """The prose and the tables of one file; empty where too short to be a document."""
+    """The prose and the tables of one file; a text too short to be a document is empty."""
     tree = extract.parse(row["text"])
     if tree is None:
         return {"prose": "", "tabular": ""}
@@ -189,8 +189,8 @@ def _pieces(row: dict[str, str]) -> dict[str, str]:
 
 
 def _role(file: dict[str, str], piece: dict[str, str]) -> str:
-    """The one domain that a held-out file serves: were its docstrings also test text of their own, the same bytes
-    would be counted twice, and a compressor with a long memory would get the second copy for nothing."""
+    """The one domain that a held-out file serves. If its docstrings were test text as well, the same bytes would be
+    counted twice, and a compressor with a long memory would compress the second copy to nothing."""
     if len(piece["tabular"]) > 0.2 * len(file["text"]):
         return "tabular"
     return "prose" if piece["prose"] and int(file["sha256"][:2], 16) % 2 else "code"
@@ -241,7 +241,7 @@ def build(
 
 
 def _distinct(rows: list[dict]) -> list[dict]:
-    """Drops near-duplicates; held-out rows come first, so that it is the training rows that go."""
+    """Drops near-duplicates; held-out rows come first, so that training rows are dropped."""
     guarded = sum(row["split"] != "train" for row in rows)
     keep = dedup.keep_first((row["text"] for row in rows), guarded)
     return [row for row, kept in zip(rows, keep, strict=True) if kept]
@@ -273,7 +273,7 @@ def corpus(
         for name in SPLITS:
             table = {column: [row[column] for row in rows if row["split"] == name] for column in columns}
             datasets.Dataset.from_dict(table).save_to_disk(folder / name)
-        # Last: its presence says that the rest is whole.
+        # Written last: its presence marks the rest as complete.
         (folder / "manifest.json").write_text(json.dumps(manifest))
     if MANIFEST.exists():
         here, there = (

@@ -5,14 +5,14 @@ from collections.abc import Iterable
 
 import numpy as np
 
-BANDS, ROWS = 16, 3  # two documents that share half of their lines meet in some band with probability 0.88
+BANDS, ROWS = 16, 3  # two documents that share half of their lines agree in some band with probability 0.88
 _random = np.random.default_rng(0)
 _A = _random.integers(1, 2**63, BANDS * ROWS, dtype=np.uint64) | np.uint64(1)
 _B = _random.integers(0, 2**63, BANDS * ROWS, dtype=np.uint64)
 
 
 def shingles(text: str) -> np.ndarray:
-    """Hashes of the distinct lines of at least 12 characters, `uint64[n]`; the whole text where it has none."""
+    """Hashes of the distinct lines of at least 12 characters, `uint64[n]`; of the whole text if it has no such line."""
     lines = {line for raw in text.split("\n") if len(line := raw.strip()) >= 12} or {text}
     return np.fromiter((zlib.crc32(line.encode()) for line in lines), np.uint64, len(lines))
 
@@ -24,11 +24,11 @@ def signature(hashes: np.ndarray) -> np.ndarray:
 
 
 def keep_first(texts: Iterable[str], guarded: int = 0, threshold: float = 0.5) -> list[bool]:
-    """Which documents to keep so that no two are near-duplicates; of two, the earlier stays.
+    """Which documents to keep so that no two are near-duplicates; the earlier of two is kept.
 
-    `threshold` is the estimated Jaccard index of two documents' lines. The first `guarded` documents are held
-    out: of those that follow, one is also dropped when over `threshold` of its own lines occur among theirs, which
-    catches a file copied into a bigger one.
+    `threshold` is the estimated Jaccard index of two documents' lines. The first `guarded` documents are held out: a
+    later document is also dropped if over `threshold` of its own lines occur among theirs, which catches a file copied
+    into a bigger one.
     """
     buckets: dict[tuple[int, bytes], int] = {}
     signatures: list[np.ndarray] = []

@@ -1,4 +1,4 @@
-"""What one Python file contributes to each domain of the corpus: itself, its prose, its tables."""
+"""The contribution of one Python file to each domain of the corpus: its code, its prose, its tables."""
 
 import ast
 import re
@@ -10,10 +10,10 @@ _LEGAL = re.compile(r"copyright|licen[sc]e|spdx", re.IGNORECASE)
 
 
 def clean(raw: bytes) -> str | None:
-    """The text of a file worth learning from, or None.
+    """The text of a file, or None for a file that is not used.
 
-    Refused: under 200 or over 300 000 bytes, not UTF-8, more than 10 % outside ASCII (a vocabulary of 4096 has no
-    room for other scripts), a header that says "generated", lines too long to have been typed.
+    Refused are files under 200 or over 300 000 bytes, not in UTF-8, with more than 10 % outside ASCII (a vocabulary of 4096
+    has no room for other scripts), with a header that says "generated", or with lines too long to have been typed.
     """
     if not MIN_BYTES <= len(raw) <= MAX_BYTES:
         return None
@@ -30,7 +30,7 @@ def clean(raw: bytes) -> str | None:
 
 
 def parse(text: str) -> ast.Module | None:
-    """The syntax tree, or None for what this interpreter cannot parse (old syntax, templates)."""
+    """The syntax tree, or None if this interpreter cannot parse the text (old syntax, templates)."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

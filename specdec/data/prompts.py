@@ -13,7 +13,7 @@ FILE = Path(__file__).with_name("prompts.json")
 
 @cache
 def entries() -> tuple[dict[str, str], ...]:
-    """The shipped prompts with where they come from: text, domain, package, path, licence."""
+    """The shipped prompts and their origin: text, domain, package, path, licence."""
     return tuple(json.loads(FILE.read_text())["prompts"])
 
 
@@ -23,8 +23,8 @@ def prompts(
     """The held-out prompts of a domain, or of all domains in turn (code, prose, tabular, code, …).
 
     `n` limits their number. `tokens` cuts each to its first `tokens` tokens under `tokenizer` (a Hugging Face fast
-    tokenizer); prompts with fewer are left out, so that all that are returned have the same length. About 1100
-    tokens of the pocket models' tokenizer is the most that there is.
+    tokenizer); shorter prompts are left out, so that all have the same length. The longest prompt has about 1100 tokens of
+    the pocket models' tokenizer.
     """
     if domain not in (None, *DOMAINS):
         raise ValueError(f"domain must be None or one of {DOMAINS}, not {domain!r}")

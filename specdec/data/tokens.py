@@ -59,7 +59,7 @@ def write_stream(
 class Batches:
     """Sequences of length + 1 tokens drawn from several streams in proportion to `shares`.
 
-    `cursor`, the number of sequences taken from each stream, is all the state that there is: set it to resume.
+    `cursor`, the number of sequences taken from each stream, is the only state: set it to resume.
     """
 
     def __init__(self, streams: Sequence[Path], shares: Sequence[float], length: int, seed: int = 0) -> None:
@@ -68,12 +68,12 @@ class Batches:
         self.length = length
         self.cursor = np.zeros(len(streams), np.int64)
         counts = [(len(stream) - length - 1) // length for stream in self.streams]
-        # Neighbours in a stream belong to one document, and a batch of one document's pieces teaches little.
+        # Neighbours in a stream belong to one document, and a batch from one document teaches little.
         rng = np.random.default_rng(seed)
         self.order = [rng.permutation(count) for count in counts]
 
     def take(self, count: int) -> Tensor:
-        """The next `count` sequences, `int64[count, length + 1]`; each from the stream most behind its share."""
+        """The next `count` sequences, `int64[count, length + 1]`; each from the stream furthest behind its share."""
         rows = []
         for _ in range(count):
             stream = int(np.argmax(self.shares * (self.cursor.sum() + 1) - self.cursor))
@@ -82,7 +82,7 @@ class Batches:
         return torch.stack(rows)
 
     def read(self, stream: int, index: int) -> Tensor:
-        """Sequence `index` of a stream, `int64[length + 1]`; later rounds start a little further on."""
+        """Sequence `index` of a stream, `int64[length + 1]`; later epochs start at another offset."""
         turn, place = divmod(index, len(self.order[stream]))
         start = int(self.order[stream][place]) * self.length + turn * 389 % self.length
         return torch.from_numpy(self.streams[stream][start : start + self.length + 1].astype(np.int64))

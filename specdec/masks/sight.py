@@ -27,7 +27,7 @@ class _Unsaid:
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
         raise ValueError(
-            f"it looks at its argument {self.what}: a model's mask is the same for all rows and heads, so let it go by positions alone"
+            f"it looks at its argument {self.what}: a model's mask must be the same for all rows and heads: make it a function of positions only"
         )
 
     @classmethod
@@ -77,8 +77,8 @@ def for_model(mask: Any, name: str = "mask", positions: int | None = None) -> Ma
     for part in mask.parts():
         if isinstance(part, (Tree, OriginalText, InCache)):
             raise ValueError(
-                f"{name} is {mask!r}, and {type(part).__name__} goes by the slots of certain rows: give a mask that goes by positions (a "
-                "model knows where its own slots and tree nodes stand)"
+                f"{name} is {mask!r}, and {type(part).__name__} depends on the slots of particular rows: give a mask of positions (the "
+                "model maps its own slots and tree nodes to positions)"
             )
     limit = min([positions or max(FAR) + 2, *(part.slots for part in mask.parts() if part.slots)])
     first = torch.arange(min(max(PROBED[0], 2 * mask.extent), PROBED[1], limit))
@@ -110,8 +110,8 @@ def _probe(mask: Mask, queries: Tensor, keys: Tensor) -> None:
         if far.any():
             q, p = (int(t[0]) for t in far.nonzero(as_tuple=True))
             raise ValueError(
-                f"{mask!r} says that its reach is {mask.reach}, and lets position {int(queries[q])} see position {int(keys[p])}: give it the "
-                "reach of all that it sees, or None"
+                f"{mask!r} declares the reach {mask.reach} and lets position {int(queries[q])} see position {int(keys[p])}: declare a "
+                "reach that covers all positions it shows, or None"
             )
 
 
@@ -121,6 +121,6 @@ def _within(reach: Reach, queries: Tensor, keys: Tensor) -> Tensor:
 
 def _blind(mask: Mask, query: int) -> str:
     return (
-        f"{mask!r} lets position {query} see nothing: join it with what every position sees, such as Window(1), itself: "
+        f"{mask!r} lets position {query} see nothing: join it with a mask that shows every position something, such as Window(1): "
         "Causal() & (... | Window(1))"
     )

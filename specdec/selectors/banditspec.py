@@ -33,14 +33,15 @@ from specdec.types import Context, Feedback
 
 @dataclass(frozen=True)
 class UCBSpec:
-    """``argmax mu_i + cr_i``: mean tokens a round and a radius that holds at all times with probability ``1 - delta``.
+    """``argmax mu_i + cr_i``: mean tokens a round plus a confidence radius, valid at all times with probability ``1 - delta``.
 
     ``cr_i = L/2 sqrt((1 + n) / n^2 (1 + 2 log(K t^2 sqrt(1 + n) / delta)))``, n pulls of arm i, t rounds, K arms. Every arm is tried once
     first. Deterministic.
 
     Attributes:
         length: L, drafted tokens a round (a round commits 1 to L + 1). delta: in (0, 1).
-        pool: None (each request its own), "global", or a function from a context to a hashable key a row.
+        pool: which rows share statistics: None (each request has its own), "global", or a function from a context to a hashable
+            key per row.
     """
 
     length: int = 5
@@ -76,7 +77,7 @@ class UCBSpec:
 
 
 def radius(pulls: np.ndarray, length: int, delta: float) -> np.ndarray:
-    """UCBSpec's ``cr_i [B, arms]`` from pulls ``[B, arms]``, t being their sum; an arm without pulls is taken as one with 1."""
+    """UCBSpec's ``cr_i [B, arms]`` from pulls ``[B, arms]``, t being their sum; an arm without pulls counts as one with 1."""
     K, n = pulls.shape[-1], np.maximum(pulls, 1)
     t = np.maximum(pulls.sum(-1, keepdims=True), 1)
     return length / 2 * np.sqrt((1 + n) / n**2 * (1 + 2 * np.log(K * t**2 * np.sqrt(1 + n) / delta)))
@@ -84,12 +85,12 @@ def radius(pulls: np.ndarray, length: int, delta: float) -> np.ndarray:
 
 @dataclass(frozen=True)
 class EXP3Spec:
-    """Arm i with probability proportional to ``exp(-eta_t sum Z_i)``, ``Z_i = (L + 1 - Y) / (L p_i)`` when i was chosen, else 0.
+    """Chooses arm i with probability proportional to ``exp(-eta_t sum Z_i)``, ``Z_i = (L + 1 - Y) / (L p_i)`` if i was chosen, else 0.
 
-    Y is the tokens of the round, ``eta_t = sqrt(log K / (t K))`` in round t. Without uniform exploration.
+    Y is the number of tokens of the round, ``eta_t = sqrt(log K / (t K))`` in round t. There is no uniform exploration.
 
     Attributes:
-        length: L, drafted tokens a round. pool: None (each request its own), "global", or a function from a context to a key a row.
+        length: L, drafted tokens a round. pool: as for ``UCBSpec``.
     """
 
     length: int = 5

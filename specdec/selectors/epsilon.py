@@ -1,4 +1,4 @@
-"""Epsilon-greedy on goodput: mostly the best arm so far, now and then any (Sutton and Barto, "Reinforcement learning", section 2.2)."""
+"""Epsilon-greedy on goodput: mostly the best arm so far, sometimes a random one (Sutton and Barto, "Reinforcement learning", section 2.2)."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from specdec.types import Context, Feedback
 
 @dataclass(frozen=True)
 class EpsilonGreedy:
-    """With probability ``1 - epsilon`` the arm that a matching on estimated goodput gives the row, else a random arm.
+    """Chooses the row's arm by a matching on estimated goodput with probability ``1 - epsilon``, else a random arm.
 
-    Goodput is tokens over seconds, a ratio of sums. An arm that was never seen comes first.
+    Goodput is tokens over seconds, a ratio of sums. Arms never tried come first.
 
     Attributes:
-        epsilon: share of random choices, in [0, 1]; 0 is greedy. pool: whose observations count together: None (each request
-            its own), "global", or a function from a context to a hashable key a row.
+        epsilon: share of random choices, in [0, 1]; 0 is greedy. pool: which rows share statistics: None (each request has its
+            own), "global", or a function from a context to a hashable key per row.
     """
 
     epsilon: float = 0.1

@@ -17,7 +17,7 @@ from specdec.types import Context, Feedback
 
 
 class Weighted(NamedTuple):
-    """Sums of importance-weighted rewards, and the probabilities of the choices whose feedback has not come yet."""
+    """Sums of importance-weighted rewards, and the probabilities of the choices that await feedback."""
 
     table: Table
     pending: Pending
@@ -25,13 +25,14 @@ class Weighted(NamedTuple):
 
 @dataclass(frozen=True)
 class EXP3:
-    """Arm i with probability ``(1 - gamma) w_i / sum w + gamma / K``, ``w_i = exp(gamma / K * sum of reward / p)`` (figure 1 there).
+    """Chooses arm i with probability ``(1 - gamma) w_i / sum w + gamma / K``, ``w_i = exp(gamma / K * sum of reward / p)`` (figure 1 there).
 
-    The probability of a choice is remembered until its feedback comes, late or not; feedback without a choice is passed over.
+    The probability of a choice is stored until its feedback comes, however late; feedback without a choice is ignored.
 
     Attributes:
-        gamma: share of uniform exploration and rate of learning, in (0, 1]. scale: rewards are divided by it and cut to [0, 1].
-        pool: None (each request its own), "global", or a function from a context to a hashable key a row.
+        gamma: share of uniform exploration and learning rate, in (0, 1]. scale: rewards are divided by it and clipped to [0, 1].
+        pool: which rows share statistics: None (each request has its own), "global", or a function from a context to a hashable
+            key per row.
     """
 
     gamma: float = 0.1
@@ -69,7 +70,7 @@ class EXP3:
 
 
 def softmax(x: np.ndarray) -> np.ndarray:
-    """``[B, arms]``, exponentials over their sum."""
+    """Softmax over the arms of ``x [B, arms]``."""
     e = np.exp(x - x.max(-1, keepdims=True))
     return e / e.sum(-1, keepdims=True)
 
@@ -77,7 +78,7 @@ def softmax(x: np.ndarray) -> np.ndarray:
 def weigh(
     state: Weighted, pool: Pool, feedback: Feedback, arm: np.ndarray, columns: np.ndarray, value: np.ndarray
 ) -> Weighted:
-    """With ``value [B]`` over the probability of its choice added; feedback of unknown choices is passed over."""
+    """The state after adding ``value [B]`` over the probability of its choice; feedback of unknown choices is ignored."""
     prob, pending = state.pending.recall(feedback.request.tolist(), arm)
     columns[:, REWARD] = value / prob
     rows = np.where(np.isnan(prob), -1, state.table.rows(pool, feedback))

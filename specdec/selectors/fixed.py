@@ -1,4 +1,4 @@
-"""Always the same arm: the baseline that every selector has to beat."""
+"""Always the same arm: the baseline that every selector must beat."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Arms(NamedTuple):
 
 @dataclass(frozen=True)
 class Fixed:
-    """Arm ``arm`` for every row; the rows beyond its capacity go to the first arms with room.
+    """Arm ``arm`` for every row; rows beyond its capacity get the first arms with room.
 
     Raises:
-        TypeError: ``arm`` is no whole number.
+        TypeError: ``arm`` is not a whole number.
         ValueError: (``init``) ``arm`` is not one of the arms.
     """
 

@@ -1,6 +1,6 @@
 """Hedge: exponential weights when every arm is scored in every round (Freund, Schapire, JCSS 1997; HedgeSpec, arXiv 2510.20064).
 
-After verification the accepted text is known, so what every draft *would* have got can be computed: full information.
+After verification the accepted text is known, so the reward that every draft *would* have got can be computed: full information.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from specdec.types import Context, Feedback
 
 @dataclass(frozen=True)
 class Hedge:
-    """Arm i with probability proportional to ``exp(eta * sum of its rewards)``; needs ``feedback.reward [B, arms]``.
+    """Chooses arm i with probability proportional to ``exp(eta * sum of its rewards)``; needs ``feedback.reward [B, arms]``.
 
     Attributes:
         rate: eta; None is ``sqrt(8 ln K / t)`` in round t, which needs no horizon (Cesa-Bianchi, Lugosi 2006, theorem 2.3).
-        scale: rewards are divided by it and cut to [0, 1]. pool: None (each request its own), "global", or a function from a context
-            to a hashable key a row.
+        scale: rewards are divided by it and clipped to [0, 1]. pool: which rows share statistics: None (each request has its own),
+            "global", or a function from a context to a hashable key per row.
     """
 
     rate: float | None = None

@@ -1,6 +1,6 @@
-"""Requests to arms under capacities: maximum-weight matching (SPIN, arXiv 2503.15921, section 4), and keyed random choices.
+"""Assigns requests to arms under capacities: maximum-weight matching (SPIN, arXiv 2503.15921, section 4), and keyed random choices.
 
-Everything here is on small arrays of the host: numpy, because a select has to take microseconds. CPU tensors are taken as well.
+All arrays are small and on the host: numpy, because a selection must take microseconds. CPU tensors are accepted, too.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from specdec.rng import SELECT, Key, Rng
 
-TIE = 1e-9  # of the largest weight: totals closer than this count as equal
+TIE = 1e-9  # relative to the largest weight: totals closer than this count as equal
 
 
 def checked(capacities: Tensor | np.ndarray, arms: int, batch: int) -> np.ndarray:
@@ -39,8 +39,8 @@ def assign(weights: Any, capacities: Any) -> np.ndarray:
     """The arm of every row in a matching of the largest total weight; exact (Jonker-Volgenant, through scipy).
 
     Args:
-        weights: ``[B, arms]`` finite, in any unit: what is gained when the row has the arm.
-        capacities: ``[arms]`` how many rows each arm takes at most; their sum is at least B.
+        weights: ``[B, arms]`` finite, in any unit: the gain if the row has the arm.
+        capacities: ``[arms]`` the most rows of each arm; their sum is at least B.
     Returns:
         ``[B]`` int64 array. Ties go to the first arm; totals within 1e-9 of the largest weight are ties.
     Raises:
@@ -55,7 +55,7 @@ def assign(weights: Any, capacities: Any) -> np.ndarray:
             "weights has NaN or infinite entries: give an arm that was never seen a large finite weight"
         )
     if not B or (np.bincount(best, minlength=arms) <= room).all():
-        return best  # every row has its best arm: no matching is better
+        return best  # every row has its best arm
     slot_arm = np.repeat(np.arange(arms), np.minimum(room, B))
     step = TIE * max(float(np.abs(weights).max()), 1e-300) / arms
     _, slot = linear_sum_assignment((weights - step * np.arange(arms))[:, slot_arm], maximize=True)
@@ -63,13 +63,13 @@ def assign(weights: Any, capacities: Any) -> np.ndarray:
 
 
 def within(wish: Any, scores: Any, capacities: Any) -> np.ndarray:
-    """Keeps the wishes that fit and repairs the others.
+    """Preferred arms where capacities allow, other arms elsewhere.
 
-    Where more rows wish for an arm than it takes, those with the highest score for it keep it (ties: the first row). The
-    others are assigned to what is left, by the largest total score. Cheaper than ``assign``, and nobody else moves.
+    If more rows prefer an arm than it takes, those with the highest score for it get it (ties: the first row). The others
+    are assigned to the remaining room by the largest total score. This is cheaper than ``assign`` and moves no other row.
 
     Args:
-        wish: ``[B]`` arm numbers. scores: ``[B, arms]`` finite. capacities: ``[arms]``.
+        wish: ``[B]`` preferred arm. scores: ``[B, arms]`` finite. capacities: ``[arms]``.
     Returns:
         ``[B]`` int64 array.
     """
@@ -99,11 +99,11 @@ def draw(
 ) -> tuple[np.ndarray, np.ndarray]:
     """A keyed random arm for every row, and its probability *given the choices of the rows before it*.
 
-    Batch mates change nothing until an arm is full. From then on its share of a row's distribution belongs to the free arm with the best
-    score. Rows are served in their order.
+    Other rows change nothing until an arm is full. From then on its probability goes to the free arm with the best score. Rows
+    are served in order.
 
     Args:
-        probs: ``[B, arms]`` float64, rows sum to 1. capacities: ``[arms]`` that serve B rows (``checked``).
+        probs: ``[B, arms]`` float64, rows sum to 1. capacities: ``[arms]`` with room for B rows (``checked``).
         length: ``[B]`` committed lengths, the key of the decision (stream SELECT). scores: ``[B, arms]``; default ``probs``.
     Returns:
         arm ``[B]`` int64 and its conditional probability ``[B]`` float64.
@@ -127,14 +127,14 @@ def draw(
 
 
 def scatter(capacities: np.ndarray, rng: Rng, length: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """A keyed arm for every row, uniform over those with room left for it; rows are served in their order.
+    """A keyed arm for every row, uniform over the arms with room left; rows are served in order.
 
-    One number a row serves whatever number of arms is free: it is asked for one of M equal parts, M a multiple of 1, ..., arms (up to
-    10 arms; above, shares differ by at most 1 / M and the probability is still the exact one), which f free arms divide among
-    themselves. While no arm is full the answer is that of a draw from ``arms`` equal parts.
+    One random number per row is enough for any number f of free arms: it selects one of M equal parts, M being a multiple of 1, ...,
+    arms, and the free arms share the parts equally. (Above 10 arms the shares differ by at most 1 / M, and the returned
+    probability is still exact.) While no arm is full the result is that of a draw from ``arms`` equal parts.
 
     Args:
-        capacities: ``[arms]`` that serve B rows (``checked``). length: ``[B]`` committed lengths, the key (stream SELECT).
+        capacities: ``[arms]`` with room for B rows (``checked``). length: ``[B]`` committed lengths, the key (stream SELECT).
     Returns:
         arm ``[B]`` int64 and its probability given the rows before it, ``[B]`` float64.
     """

@@ -1,4 +1,4 @@
-"""A random arm for every row in every round: what exploration alone costs."""
+"""A random arm for every row in every round: the cost of pure exploration."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from specdec.types import Context, Feedback
 
 @dataclass(frozen=True)
 class Random:
-    """Uniform over the arms that have room left for the row."""
+    """Uniform over the arms with room left."""
 
     def init(self, arms: int) -> Arms:
         return Arms(at_least_one(arms))

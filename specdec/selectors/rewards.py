@@ -1,7 +1,7 @@
-"""What a round was worth to a selector, and which seconds of it each row pays for.
+"""Rewards of a round for selectors, and the seconds of it that each row is charged.
 
-Rewards are functions of a ``Round``, one number a row. ``block_divergence`` is MetaSD's reward: it varies less than a count of tokens.
-Seconds: a batch's round takes as long as its parts, so a row is charged a share of the round (``charge``) or what it adds (``marginal``).
+Rewards are functions of a ``Round``, one number per row. ``block_divergence`` is MetaSD's reward: it varies less than a token count.
+A batch's rows share a round's seconds: a row is charged a share of them (``charge``) or what it adds to them (``marginal``).
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ def tokens_per_round(round: Round) -> Tensor:
 def block_divergence(round: Round) -> Tensor:
     """``[B]`` float64 in [0, 1]: 1 - TV(q, p) at each drafted node, averaged over the row's block (MetaSD).
 
-    q is what the node was drawn from (all on its token for a point mass), p the target's distribution in the same place. It is the mean of the
-    probabilities with which the nodes would be accepted, of nodes after a rejection too. Rows without a draft have 0.
+    q is the distribution that the node was drawn from (one-hot for a point mass), p the target's there. The reward is the mean
+    acceptance probability of the nodes, those after a rejection included. Rows without a draft have 0.
 
     Raises:
-        ValueError: the proposal is not a chain, or the verifier made no probabilities.
+        ValueError: the proposal is not a chain, or the verifier computed no probabilities.
     """
     proposal = round.proposal
     B, N = proposal.tokens.shape
@@ -39,7 +39,7 @@ def block_divergence(round: Round) -> Tensor:
             "block_divergence is defined for chains: use tokens_per_round or Goodput for trees of proposals"
         )
     live = torch.arange(N) < proposal.size[:, None]
-    if round.target_argmax is not None:  # temperature 0: distributions on one token each
+    if round.target_argmax is not None:  # temperature 0: one-hot distributions
         top = round.target_argmax[:, :N].cpu()
         if proposal.probs is None:
             overlap = (top == proposal.tokens.cpu()).double()
@@ -48,7 +48,7 @@ def block_divergence(round: Round) -> Tensor:
         return torch.where(live, overlap, 0).sum(1) / proposal.size.clamp(min=1)
     if round.probs is None:
         raise ValueError(
-            "block_divergence needs the target's probabilities, which this verifier does not make: use verifiers.Rejection"
+            "block_divergence needs the target's probabilities, which this verifier does not compute: use verifiers.Rejection"
         )
     p = round.probs[:, :N].double().cpu()
     if proposal.probs is None:
@@ -69,9 +69,9 @@ def measured(round: Round) -> Tensor:
 
 @dataclass(frozen=True)
 class Goodput:
-    """``Round -> [B]`` float64 tokens a second of each row, for selectors that are defined on one reward a round.
+    """``Round -> [B]`` float64 tokens a second of each row, for selectors that take one reward a round.
 
-    A mean of these is a mean of ratios: it is not goodput when the seconds of an arm vary. ``EpsilonGreedy`` and ``Spin`` do not use it.
+    A mean of these is a mean of ratios, which is not goodput if an arm's seconds vary. ``EpsilonGreedy`` and ``Spin`` do not use it.
 
     Attributes:
         seconds: ``Round -> [B]`` seconds charged to each row; ``measured`` by default, or ``Modelled(...)``.
@@ -102,15 +102,15 @@ class Modelled:
 def charge(
     arm: Tensor, draft_seconds: Tensor, verify_seconds: float | Tensor, parallel: bool = False
 ) -> Tensor:
-    """Shares of a round's seconds, whose sum over rows is exactly the round's.
+    """Shares of a round's seconds, which add up to exactly the round's.
 
-    The round takes the sum of its arms' draft times (``parallel``: the longest of them, for arms on devices of their own) and the
-    verification. A row pays its part of its own arm's drafting (with ``parallel`` reduced so that the parts add up to the longest) and
-    an equal part of the verification.
+    The round takes the sum of its arms' draft times (``parallel``: the longest of them, for arms on separate devices) plus the
+    verification. A row is charged its part of its own arm's drafting (with ``parallel`` scaled so that the parts add up to the
+    longest) and an equal part of the verification.
 
     Args:
-        arm: ``[B]`` int64. draft_seconds: ``[arms]``, what each arm's drafting takes for all its rows; those of unused arms are not
-            looked at. verify_seconds: of the whole batch.
+        arm: ``[B]`` int64. draft_seconds: ``[arms]``, seconds of each arm's drafting for all its rows; those of unused arms are
+            ignored. verify_seconds: of the whole batch.
     Returns:
         ``[B]`` float64 seconds.
     """
@@ -133,11 +133,11 @@ def marginal(
     verify_per_row: float,
     parallel: bool = False,
 ) -> Tensor:
-    """What each row adds to the round: its time with the row, minus without it, under a linear model.
+    """What each row adds to the round: the round's time with the row minus that without it, under a linear model.
 
     An arm with n > 0 rows drafts for ``fixed + per_row * n`` seconds, the verification of B > 0 rows takes the same form; the round is
-    their sum (``parallel``: the longest draft and the verification). The parts do not add up to the round: what rows share is
-    nobody's, and with ``parallel`` only the longest arm's rows add drafting.
+    their sum (``parallel``: the longest draft plus the verification). The parts do not add up to the round: costs that rows share
+    are charged to none, and with ``parallel`` only the longest arm's rows add drafting.
 
     Args:
         arm: ``[B]`` int64. draft_fixed, draft_per_row: ``[arms]`` seconds. verify_fixed, verify_per_row: seconds.
@@ -156,7 +156,7 @@ def marginal(
         verify = torch.where(rows > 0, verify_fixed + verify_per_row * rows.double(), 0.0)
         return (draft.amax(-1) if parallel else draft.sum(-1)) + verify
 
-    without = count - torch.eye(len(count), dtype=torch.long)  # row j: one row of arm j less
+    without = count - torch.eye(len(count), dtype=torch.long)  # row j: arm j has one row less
     adds = round_seconds(count) - round_seconds(without.clamp(min=0))
     return adds[arm]
 

@@ -1,6 +1,6 @@
 """SPIN's selection: epochs that explore, then exploit a maximum-weight matching for 2^k rounds (arXiv 2503.15921, section 4).
 
-No code was published. What the paper leaves open and is ours is said in docs/selectors.md.
+No code was published. docs/selectors.md says what the paper leaves open and how it is filled in here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from specdec.selectors.matching import assign, checked, scatter, within
 from specdec.selectors.statistics import PULLS, Index, Pending, Pool, Table, goodput, poolable, room, seen
 from specdec.types import Context, Feedback
 
-LONGEST = 2**40  # slots of an exploitation phase, so that nothing overflows
+LONGEST = 2**40  # slots of an exploitation phase: a cap against overflow
 
 
 class Phases(NamedTuple):
@@ -26,7 +26,7 @@ class Phases(NamedTuple):
 
     Attributes:
         epoch: ``[R]`` 1, 2, ...; 0 before the first. explore, exploit: ``[R]`` slots left of this epoch. plan: ``[R]`` arm of the
-            exploitation phase, -1 until its matching. weight: ``[R, arms]`` the estimates of that matching.
+            exploitation phase, -1 before its matching. weight: ``[R, arms]`` the estimates used in that matching.
     """
 
     requests: Index
@@ -56,7 +56,7 @@ class Phases(NamedTuple):
 
 
 class State(NamedTuple):
-    """``own``: what estimates are made of; ``shared``: the prior's observations; ``pending``: 1 for choices made to explore."""
+    """``own``: the observations behind estimates; ``shared``: the prior's observations; ``pending``: 1 for exploratory choices."""
 
     own: Table
     shared: Table
@@ -69,19 +69,19 @@ class Spin:
     """Epoch k of a request: ``exploration`` slots on random arms, then ``growth^k`` slots on the arm of a matching.
 
     A slot is one round of the request. The matching maximises the sum of estimated goodputs (tokens over seconds, a ratio of sums; 0
-    for an arm never seen) under the capacities, over all rows that exploit. It is made when a row begins to exploit; other rows enter
-    it with the estimates of their own matching, so they move only for capacity's sake. Rows that explore choose first, from all arms
-    with room; an exploiting row that they displace has its next best arm for that slot. A row that has seen nothing at all when its
-    exploration ends explores on.
+    for an arm never tried) under the capacities, over all exploiting rows. It is computed when a row begins to exploit; other rows
+    enter it with the estimates of their own matching, so they move only if capacities require it. Exploring rows choose first,
+    from all arms with room; an exploiting row that they displace gets its next best arm for that slot. A row without any
+    observation at the end of its exploration continues to explore.
 
     Attributes:
-        exploration: slots an epoch, at least 1. growth: at least 1; 2 is the paper's.
-        pool: whose observations count together: None (each request its own, the paper), "global", or a function from a context to a
-            hashable key a row. With a ``prior``, whose observations make the prior (None: everybody's).
-        prior: rounds that the pooled estimate of an arm counts for beside the request's own; 0 (the paper): no prior.
-        warm: pooled observations of every arm that make exploring unnecessary: an epoch that begins with them has no
-            exploration. None (the paper): always explore. Needs a ``pool`` or a ``prior``.
-        learn: "exploration" (the paper: estimates are of exploration slots) or "always" (of all slots).
+        exploration: slots per epoch, at least 1. growth: at least 1; 2 in the paper.
+        pool: which rows share statistics: None (each request has its own, as in the paper), "global", or a function from a context
+            to a hashable key per row. With a ``prior``: which rows share the prior (None: all).
+        prior: the weight of an arm's pooled estimate, in rounds of the request's own; 0 (the paper): no prior.
+        warm: number of pooled observations of every arm from which on an epoch begins without exploration. None (the paper):
+            always explore. Needs a ``pool`` or a ``prior``.
+        learn: "exploration" (the paper: estimates use exploration slots) or "always" (all slots).
     """
 
     exploration: int = 5
@@ -97,7 +97,7 @@ class Spin:
         numbers(self, "growth", "prior")
         if self.exploration < 1:
             raise ValueError(
-                f"exploration is {self.exploration}: give at least one slot an epoch (warm spares them)"
+                f"exploration is {self.exploration}: give at least one slot per epoch (to skip exploration, set warm)"
             )
         if self.growth < 1:
             raise ValueError(f"growth is {self.growth}: exploitation phases must not shrink, give at least 1")
@@ -188,7 +188,7 @@ class Spin:
 
     @property
     def _pool(self) -> Pool:
-        """Where a request's own observations go."""
+        """The pool of a request's own observations."""
         return None if self.prior else self.pool
 
     @property
@@ -203,7 +203,7 @@ class Spin:
         return own, own_row, shared, shared_row
 
     def _estimate(self, own: np.ndarray, shared: np.ndarray) -> np.ndarray:
-        """Goodput ``[B, arms]``: the pooled sums, scaled down to ``prior`` pulls, count as observations of the request's own."""
+        """Goodput ``[B, arms]``: the pooled sums, scaled down to ``prior`` pulls, are added to the request's own."""
         if self.prior:
             pulls = shared[..., PULLS : PULLS + 1]
             own = own + shared * np.minimum(1, self.prior / np.maximum(pulls, 1))

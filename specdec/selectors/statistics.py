@@ -1,6 +1,6 @@
-"""What a selector has seen: sums by request, by a user's key, or of everybody. States go in and come out, nothing is changed in place.
+"""A selector's observations: sums per request, per user-defined key, or over all requests. States are values: nothing changes in place.
 
-Goodput is a ratio of sums (tokens over seconds), never a mean of ratios: a mean over rounds weighs a short round like a long one.
+Goodput is a ratio of sums (tokens over seconds), never a mean of ratios, which would weigh a short round like a long one.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from specdec.types import Context, Feedback
 
 PULLS, TOKENS, SECONDS, REWARD = range(4)  # columns of Table.sums
 Pool = Literal["global"] | Callable[[Context], Sequence[Hashable]] | None
-OUTSTANDING = 64  # choices of a request that wait for feedback; older ones are forgotten
+OUTSTANDING = 64  # choices of a request that await feedback; older ones are dropped
 
 
 class Index(NamedTuple):
-    """Rows of arrays for hashable keys: a row is given out on arrival and is free again after ``drop``."""
+    """Maps hashable keys to rows of arrays: ``enter`` assigns a row, ``drop`` frees it."""
 
     of: dict[Hashable, int]
     free: tuple[int, ...]
@@ -35,7 +35,7 @@ class Index(NamedTuple):
         return np.array([of.get(key, -1) for key in keys], dtype=np.int64)
 
     def enter(self, keys: Sequence[Hashable]) -> tuple[np.ndarray, Index]:
-        """The keys' rows; a key without one gets one."""
+        """The keys' rows; new keys are assigned one."""
         of = self.of
         if all(key in of for key in keys):
             return np.array([of[key] for key in keys], dtype=np.int64), self
@@ -48,7 +48,7 @@ class Index(NamedTuple):
         return np.array([of[key] for key in keys], dtype=np.int64), Index(of, tuple(free), size)
 
     def drop(self, keys: Sequence[Hashable]) -> tuple[np.ndarray, Index]:
-        """The rows that become free; keys without one are passed over."""
+        """The rows that become free; unknown keys are ignored."""
         known = [key for key in dict.fromkeys(keys) if key in self.of]
         of = dict(self.of)
         rows = [of.pop(key) for key in known]
@@ -56,17 +56,17 @@ class Index(NamedTuple):
 
 
 def room(array: np.ndarray, size: int) -> np.ndarray:
-    """The array with ``size`` rows, zeros in the new ones; itself when it has them."""
+    """The array padded with zero rows to ``size`` rows; itself if it has them."""
     if len(array) >= size:
         return array
     return np.concatenate([array, np.zeros((size - len(array), *array.shape[1:]), array.dtype)])
 
 
 class Table(NamedTuple):
-    """Sums ``[R, arms, 4]`` (pulls, tokens, seconds, reward) and who writes to which row.
+    """Sums ``[R, arms, 4]`` (pulls, tokens, seconds, reward), and the row of each key.
 
     Attributes:
-        keys: key -> row; the key is the request itself without a pool. member: request -> row, for a user's keys only.
+        keys: key -> row; without a pool the key is the request itself. member: request -> row, for user-defined keys only.
     """
 
     keys: Index
@@ -75,7 +75,7 @@ class Table(NamedTuple):
 
     @staticmethod
     def empty(arms: int) -> Table:
-        """Nothing seen. ValueError for fewer than one arm."""
+        """A table without observations. ValueError for fewer than one arm."""
         index = Index.empty()
         return Table(index, {}, np.zeros((index.size, at_least_one(arms), 4)))
 
@@ -84,7 +84,7 @@ class Table(NamedTuple):
         return self.sums.shape[1]
 
     def seat(self, pool: Pool, context: Context) -> tuple[np.ndarray, Table]:
-        """``[B]`` the row of each request; new ones get theirs. A user's key is asked for once, when its request is new."""
+        """``[B]`` the row of each request; new requests are assigned one. ``pool`` is called once per request, when it is new."""
         if pool == "global":
             return np.zeros(context.batch, dtype=np.int64), self
         requests = context.request.tolist()
@@ -100,12 +100,12 @@ class Table(NamedTuple):
             )
         asked, index = self.keys.enter(named)
         new = dict(zip(requests, asked.tolist()))
-        member = {**new, **self.member}  # a request stays where it is
+        member = {**new, **self.member}  # a request keeps its row
         rows = np.array([member[r] for r in requests], dtype=np.int64)
         return rows, Table(index, member, room(self.sums, index.size))
 
     def rows(self, pool: Pool, feedback: Feedback) -> np.ndarray:
-        """``[B]`` where feedback goes; -1 for requests that were never seen or have left."""
+        """``[B]`` the rows that feedback is added to; -1 for unknown requests and those that have left."""
         if pool == "global":
             return np.zeros(len(feedback.request), dtype=np.int64)
         requests = feedback.request.tolist()
@@ -114,7 +114,7 @@ class Table(NamedTuple):
         return np.array([self.member.get(r, -1) for r in requests], dtype=np.int64)
 
     def add(self, rows: np.ndarray, arm: np.ndarray, seen: np.ndarray) -> Table:
-        """With ``seen [B, 4]`` added to ``(rows, arm)``; rows of -1 are dropped."""
+        """The table with ``seen [B, 4]`` added to ``(rows, arm)``; rows of -1 are dropped."""
         sums, real = self.sums.copy(), rows >= 0
         if not real.all():
             rows, arm, seen = rows[real], arm[real], seen[real]
@@ -122,7 +122,7 @@ class Table(NamedTuple):
         return self._replace(sums=sums)
 
     def leave(self, pool: Pool, requests: Sequence[int]) -> Table:
-        """Without the requests' own sums; what is shared stays."""
+        """The table without the requests' own sums; shared sums stay."""
         if pool == "global":
             return self
         if pool is not None:
@@ -135,19 +135,19 @@ class Table(NamedTuple):
 
 
 class Pending(NamedTuple):
-    """Choices that wait for their feedback, which may come late: request -> ((arm, value), ...), oldest first."""
+    """Choices that await feedback: request -> ((arm, value), ...), oldest first."""
 
     of: dict[int, tuple[tuple[int, float], ...]]
 
     def remember(self, requests: Sequence[int], arm: np.ndarray, value: np.ndarray) -> Pending:
-        """With one more choice of each request."""
+        """The pending choices with one more for each request."""
         of = dict(self.of)
         for r, a, v in zip(requests, arm.tolist(), value.tolist()):
             of[r] = (*of.get(r, ())[1 - OUTSTANDING :], (a, v))
         return Pending(of)
 
     def recall(self, requests: Sequence[int], arm: np.ndarray) -> tuple[np.ndarray, Pending]:
-        """``[B]`` the value of the oldest choice of this arm by the request, NaN when there is none; it waits no more."""
+        """``[B]`` the value of each request's oldest pending choice of the arm, NaN if there is none; it is removed."""
         of, values = dict(self.of), np.full(len(requests), np.nan)
         for b, (r, a) in enumerate(zip(requests, arm.tolist())):
             waiting = of.get(r, ())
@@ -164,27 +164,27 @@ class Pending(NamedTuple):
 
 
 def goodput(sums: np.ndarray) -> np.ndarray:
-    """Tokens a second as a ratio of sums: ``[..., arms]`` from ``[..., arms, 4]``; 0 for an arm that was never seen."""
+    """Tokens a second as a ratio of sums: ``[..., arms]`` from ``[..., arms, 4]``; 0 for an arm never tried."""
     seconds = sums[..., SECONDS]
     return np.divide(sums[..., TOKENS], seconds, out=np.zeros_like(seconds), where=seconds > 0)
 
 
 def mean(sums: np.ndarray, column: int = REWARD) -> np.ndarray:
-    """Mean of a column a pull, ``[..., arms]``; 0 for an arm that was never seen."""
+    """Mean of a column per pull, ``[..., arms]``; 0 for an arm never tried."""
     pulls = sums[..., PULLS]
     return np.divide(sums[..., column], pulls, out=np.zeros_like(pulls), where=pulls > 0)
 
 
 def optimistic(values: np.ndarray, seen: np.ndarray) -> np.ndarray:
-    """Values in which an arm that was never seen is twice as good as anything: finite, so that a matching can add it up."""
+    """Values in which an arm never tried is twice as good as any other: finite, so that a matching can add them up."""
     return np.where(seen, values, 2 * (1 + np.abs(values).max(initial=0)))
 
 
 def seen(feedback: Feedback, arms: int, seconds: bool = False) -> tuple[np.ndarray, np.ndarray]:
-    """arm ``[B]`` and the increments ``[B, 4]`` of feedback, the reward as it is (with full information, the chosen arm's).
+    """arm ``[B]`` and the increments ``[B, 4]`` of feedback; the reward is unscaled (with full information, the chosen arm's).
 
     Raises:
-        ValueError: an arm out of range, or, where ``seconds`` are divided by, seconds that are not positive.
+        ValueError: an arm out of range, or, with ``seconds``, seconds that are not positive.
     """
     arm = feedback.arm.numpy()
     if len(arm) and (arm.min() < 0 or arm.max() >= arms):
@@ -215,18 +215,18 @@ def _chosen(reward: np.ndarray, arm: np.ndarray, arms: int) -> np.ndarray:
 
 
 def unit(reward: np.ndarray, scale: float) -> np.ndarray:
-    """Rewards in units of ``scale``, cut to [0, 1]."""
+    """Rewards over ``scale``, clipped to [0, 1]."""
     return np.clip(reward / scale, 0.0, 1.0)
 
 
 def poolable(pool: Any) -> None:
-    """TypeError for what cannot say whose observations count together."""
+    """Raise TypeError unless ``pool`` is None, "global" or callable."""
     if not (pool is None or pool == "global" or callable(pool)):
-        raise TypeError(f'pool is {pool!r}: give None, "global", or a function from a context to a key a row')
+        raise TypeError(f'pool is {pool!r}: give None, "global", or a function from a context to a key per row')
 
 
 def at_least_one(arms: int) -> int:
-    """``arms``, or ValueError."""
+    """``arms``; ValueError if it is below 1."""
     if arms < 1:
         raise ValueError(
             f"arms is {arms}: give a selector at least one arm (not to speculate is an arm as well)"
@@ -235,7 +235,7 @@ def at_least_one(arms: int) -> int:
 
 
 def positive(name: str, value: float) -> None:
-    """ValueError for a setting that must be above 0, TypeError for what is no number."""
+    """Raise ValueError for a setting that is not above 0, TypeError for one that is not a number."""
     number(name, value)
     if not value > 0:
         raise ValueError(f"{name} is {value}: give a number above 0")

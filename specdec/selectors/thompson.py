@@ -14,7 +14,7 @@ from specdec.selectors.matching import checked, draw
 from specdec.selectors.statistics import PULLS, REWARD, Pool, Table, poolable, positive, seen, unit
 from specdec.types import Context, Feedback
 
-_Z = np.linspace(-6, 6, 13)  # where each arm's posterior is cut, in its standard deviations
+_Z = np.linspace(-6, 6, 13)  # quadrature points of each arm's posterior, in its standard deviations
 _CDF = ndtr(
     np.linspace(-8, 8, 4097)
 )  # a look-up is several times as fast as ndtr, and off by less than 0.001
@@ -22,15 +22,15 @@ _CDF = ndtr(
 
 @dataclass(frozen=True)
 class Thompson:
-    """The Gaussian form for rewards in [0, 1]: arm i is best with respect to ``N(sum reward / (n + 1), spread^2 / (n + 1))``.
+    """The Gaussian form for rewards in [0, 1]: arm i's posterior is ``N(sum reward / (n + 1), spread^2 / (n + 1))``.
 
-    A draw from each arm's posterior and the argmax of the draws is one decision with a distribution, the probabilities of being the
-    argmax. They are computed (``best_of``, by quadrature), and the arm is drawn from them with one key. The distribution is thus known, and
-    ``arm_prob`` is exact.
+    Thompson sampling draws from each arm's posterior and takes the argmax. Here the probabilities of being the argmax are
+    computed (``best_of``, by quadrature) and the arm is drawn from them with one key, so that ``arm_prob`` is exact.
 
     Attributes:
-        scale: rewards are divided by it and cut to [0, 1]. spread: standard deviation of the prior, 1 in the paper; rewards that vary
-            less allow less. pool: None (each request its own), "global", or a function from a context to a hashable key a row.
+        scale: rewards are divided by it and clipped to [0, 1]. spread: standard deviation of the prior, 1 in the paper; rewards that
+            vary less allow less. pool: which rows share statistics: None (each request has its own), "global", or a function from a
+            context to a hashable key per row.
     """
 
     scale: float = 1.0
@@ -66,16 +66,16 @@ class Thompson:
 
 
 def best_of(mean: np.ndarray, deviation: np.ndarray) -> np.ndarray:
-    """``[B, arms]`` the probability that each of independent normal numbers is the largest.
+    """``[B, arms]`` the probability that each of independent normal variables is the largest.
 
-    ``P(i) = integral of dF_i prod_{j != i} F_j`` on the arms' own cut points (13 an arm, to 6 deviations: within 0.01), F_j taken in the middle of
-    a piece as the mean of its ends; then normalised.
+    ``P(i) = integral of dF_i prod_{j != i} F_j`` on the arms' own grid points (13 per arm, to 6 deviations: within 0.01), F_j within
+    an interval being the mean of its ends; then normalised.
     """
     x = (mean[..., None] + deviation[..., None] * _Z).reshape(len(mean), 1, mean.shape[1] * len(_Z))
     x.sort(-1)
     steps = 256 / deviation[..., None]  # of _CDF
     cdf = _CDF.take((x * steps + (2048.5 - mean[..., None] * steps)).astype(np.int64), mode="clip")
-    low, high = cdf[..., :-1], cdf[..., 1:]  # [B, arms, pieces], never 0
+    low, high = cdf[..., :-1], cdf[..., 1:]  # [B, arms, intervals], never 0
     twice = low + high
     probs = ((high - low) / twice * twice.prod(1, keepdims=True)).sum(-1)
     return probs / probs.sum(1, keepdims=True)

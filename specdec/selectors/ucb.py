@@ -1,4 +1,4 @@
-"""UCB1: the arm whose reward could still be the highest (Auer, Cesa-Bianchi, Fischer, Machine Learning 47, 2002)."""
+"""UCB1: the arm with the highest upper confidence bound (Auer, Cesa-Bianchi, Fischer, Machine Learning 47, 2002)."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ class UCB1:
     """``mean reward + sqrt(2 ln t / n)`` (figure 1 of the paper); every arm is tried once first. Deterministic.
 
     Attributes:
-        scale: rewards are divided by it and cut to [0, 1], where the bound holds: give the largest possible reward.
-        pool: whose observations count together: None (each request its own), "global", or a function from a context to a key a row.
+        scale: rewards are divided by it and clipped to [0, 1], where the bound holds: give the largest possible reward.
+        pool: which rows share statistics: None (each request has its own), "global", or a function from a context to a hashable key
+            per row.
     """
 
     scale: float = 1.0

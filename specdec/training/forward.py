@@ -33,11 +33,11 @@ class KPass:
 
 @dataclass(frozen=True)
 class Parallel:
-    """The ordinary forward of a transformers causal LM; with a mask, every layer sees what it shows.
+    """The ordinary forward of a transformers causal LM, with ``mask`` in every layer if it is given.
 
     Args:
-        window, sinks: that many last positions, itself included, and first ones (the control "windowed vanilla"). mask: another mask
-            instead, a ``masks.Mask`` of positions or a function.
+        window, sinks: a query sees the last ``window`` positions, its own included, and the first ``sinks`` (the control "windowed
+            vanilla"). mask: another mask instead, a ``masks.Mask`` of positions or a function.
     Raises:
         TypeError: a mask beside a window. ValueError: a mask that ``masks.for_model`` refuses, a window below 1, negative sinks.
     """
@@ -50,7 +50,7 @@ class Parallel:
     def __post_init__(self) -> None:
         if self.mask is not None and self.window is not None:
             raise TypeError(
-                f"mask is {self.mask!r} and window {self.window}: give either, since the mask says all that is seen"
+                f"mask is {self.mask!r} and window {self.window}: give one of them"
             )
         plain = streaming(self.window, self.sinks)
         object.__setattr__(self, "shown", plain if self.mask is None else for_model(self.mask))
@@ -63,7 +63,7 @@ class Parallel:
         tokens = batch.tokens[:, :-1]
         before = draft.config._attn_implementation
         draft.set_attn_implementation("specdec_band")
-        try:  # the draft's own generate must find its own attention again
+        try:  # the draft's attention setting is restored below
             made = draft.base_model(input_ids=tokens, use_cache=False, shown=self.shown)
         finally:
             draft.set_attn_implementation(before)
@@ -85,7 +85,7 @@ def band_attention(
     block: int = 128,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attention by a mask of positions, ``shown``, one block of queries at a time against the keys that it may see.
+    """Attention under a mask of positions, ``shown``, one block of queries at a time against the keys that it may see.
 
     Plain matrix products: PyTorch's fused attention has a slow backward on CPUs in bf16. ``query [B, Hq, L, D]``.
     """
@@ -107,7 +107,7 @@ def band_attention(
         low = 0 if reach is None else max(0, start - max(reach.window, 1) + 1)
         at = torch.arange(low, stop, device=device)
         keys, values = key[..., low:stop], value[:, :, low:stop]
-        if low and reach is not None and reach.sinks:  # first positions that the band does not reach
+        if low and reach is not None and reach.sinks:  # sinks outside the band
             far = min(reach.sinks, low)
             at = torch.cat([torch.arange(far, device=device), at])
             keys, values = torch.cat([key[..., :far], keys], -1), torch.cat([value[:, :, :far], values], 2)

@@ -1,4 +1,4 @@
-"""What a draft is trained for: the next token, the target's distribution, or the probability of being accepted.
+"""Training losses of drafts: the next token, the target's distribution, or the probability of acceptance.
 
 MixedLoss is SPIRe's (arXiv 2504.06419, section 3.4): half distillation, half acceptance. The expected acceptance probability of one
 token is ``sum_v min(p(v), q(v))`` (Leviathan et al., arXiv 2211.17192, section 3).
@@ -13,16 +13,16 @@ from torch import Tensor
 
 
 def cross_entropy(logits: Tensor, tokens: Tensor) -> Tensor:
-    """``-log q(token)`` in nats, a mean over all positions.
+    """``-log q(token)`` in nats, the mean over all positions.
 
     Args:
-        logits: ``[..., V]`` of the draft. tokens: ``[...]`` the next ones.
+        logits: ``[..., V]`` of the draft. tokens: ``[...]`` the next tokens.
     """
     return F.cross_entropy(logits.flatten(0, -2), tokens.flatten())
 
 
 def distillation(logits: Tensor, target_logits: Tensor) -> Tensor:
-    """``-sum_v p(v) log q(v)`` in nats, a mean over all positions; both ``[..., V]``."""
+    """``-sum_v p(v) log q(v)`` in nats, the mean over all positions; both ``[..., V]``."""
     return -(target_logits.softmax(-1) * logits.log_softmax(-1)).sum(-1).mean()
 
 

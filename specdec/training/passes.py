@@ -1,9 +1,9 @@
 """SPIRe's parallel training forward: all blocks of k positions at once, in k passes (arXiv 2504.06419, section 3.3, figure 2).
 
-The text is cut into blocks of k tokens. Pass j computes the j-th position of every block, so that the memory vectors of a block's
-earlier positions are there when they are needed; positions before the block come from the target. What pass j computes at a
-position is what ``drafts.Spire`` computes for the j-th token of a block that starts there: training and inference are the same
-function. All passes together cost about one ordinary forward.
+The text is cut into blocks of k tokens. Pass j computes the j-th position of every block, after the memory vectors of the block's
+earlier positions; those of positions before the block come from the target. At each position pass j computes what ``drafts.Spire``
+computes for the j-th token of the same block: training and inference are the same function. All passes together cost about one
+ordinary forward.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def k_pass(
 
     Args:
         tokens: ``[B, L]``. inputs: layer of the target -> ``[B, L, E]``, its input (counted from 0), for ``model.layers``.
-        k: positions of a block. phase: where the first block starts; positions before it are only looked back at.
-        dense: attend through one mask over all positions (the plain form of the same function) instead of a band.
+        k: positions of a block. phase: where the first block starts; positions before it are only attended to.
+        dense: attend through one mask over all positions (the plain reference) instead of a band.
     Returns:
         ``[B, n * k, V]`` of positions ``phase .. phase + n * k - 1``, n whole blocks.
     Raises:
@@ -84,7 +84,7 @@ def k_pass(
 
 
 class _Sight:
-    """What the j-th queries of all blocks see, the same for every layer: made once for each j.
+    """What the j-th queries of all blocks see, computed once per j and shared by all layers.
 
     ``n`` blocks of ``k`` positions, the first of them at ``phase``.
     """
@@ -97,13 +97,13 @@ class _Sight:
         self._made: dict[Any, Any] = {}
 
     def of(self, key: Any, make: Callable[[], Any]) -> Any:
-        """What ``make`` gives, once."""
+        """The result of ``make``, cached under ``key``."""
         if key not in self._made:
             self._made[key] = make()
         return self._made[key]
 
     def near(self, j: int) -> Tensor | None:
-        """``[n, j + 1]`` which positions of its own block each query sees; ``None``: all."""
+        """``[n, j + 1]`` the positions of its own block that each query sees; ``None``: all."""
 
         def make() -> Tensor | None:
             seen = sees(self.mask, self.start + j, self.start + torch.arange(j + 1, device=self.start.device))
@@ -112,7 +112,7 @@ class _Sight:
         return self.of(("near", j), make)
 
     def check(self, j: int, *far: Tensor) -> None:
-        """Raise ValueError where a query sees nothing, neither in its own block nor of ``far [n, ...]``."""
+        """Raise ValueError if a query sees nothing, neither in its own block nor in ``far [n, ...]``."""
         near = self.near(j)
         if near is not None:
             check_sight(self.mask, torch.cat([near, *far], 1), (self.start + j)[:, 0])
@@ -151,12 +151,12 @@ class _Dense:
 
 
 class _Band:
-    """The same, where neighbouring blocks share a stretch of the past: work grows with the mask's reach, not with the text."""
+    """The same with a band: neighbouring blocks share a span of the past, so work grows with the mask's reach, not with the text."""
 
     def __init__(self, keys: Tensor, values: Tensor, sight: _Sight, sinks: int, window: int):
         k, n, phase = sight.k, sight.n, sight.phase
         self.sight, self.sinks, self.window = sight, sinks, window
-        self.group = G = max(1, min(n, window // k))  # blocks that share a stretch
+        self.group = G = max(1, min(n, window // k))  # blocks that share a span
         self.chunks = C = -(-n // G)
         self.span = window - 1 + (G - 1) * k
         last = phase + (C - 1) * G * k + self.span
@@ -170,10 +170,10 @@ class _Band:
         self.sink_keys, self.sink_values = keys[:, :sinks].transpose(1, 2), values[:, :sinks].transpose(1, 2)
 
     def _seen(self, j: int) -> tuple[Tensor, Tensor]:
-        """``[C, G, span]`` of the stretch, and ``[C * G, sinks]`` of the first positions."""
+        """Which positions are seen: ``[C, G, span]`` of the span, and ``[C * G, sinks]`` of the first positions."""
         sight, device = self.sight, self.keys.device
         G, C, k = self.group, self.chunks, sight.k
-        start = k * torch.arange(G, device=device)[:, None]  # of each block, from its chunk's first
+        start = k * torch.arange(G, device=device)[:, None]  # of each block, relative to its chunk
         offset = torch.arange(self.span, device=device) - (self.window - 1)
         first = sight.phase + G * k * torch.arange(C, device=device)[:, None, None]
         position = first + offset
@@ -213,12 +213,12 @@ class _Band:
 def _near(
     q: Tensor, keys: list[Tensor], values: list[Tensor], group: int, seen: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Scores ``[B, Hq, n, m]`` against the block's m positions so far, of which ``seen [n, m]`` count, and their values ``[B, Hq, n, m, D]``."""
+    """Scores ``[B, Hq, n, m]`` against the block's m positions so far, masked by ``seen [n, m]``, and their values ``[B, Hq, n, m, D]``."""
     k, v = (_repeat(torch.stack(t, 2).permute(0, 3, 1, 2, 4), group) for t in (keys, values))
     scores = (q[..., None, :] * k).sum(-1)
     return scores if seen is None else scores.masked_fill(~seen, -math.inf), v
 
 
 def _repeat(x: Tensor, group: int) -> Tensor:
-    """KV heads as often as there are query heads a KV head."""
+    """KV heads repeated for their query heads."""
     return x if group == 1 else x.repeat_interleave(group, 1)

@@ -1,7 +1,7 @@
-"""What a draft's training needs of the target, computed once: final hidden states and the inputs of chosen layers, on disk.
+"""The target's states that training needs, computed once and stored on disk: final hidden states and inputs of chosen layers.
 
-Logits would not fit (a row of V numbers a token); the final hidden state is E numbers, and the target's frozen head makes the
-logits of a batch again when they are needed (SPIRe, arXiv 2504.06419, section 3.3: "target activations can be cached").
+Logits would not fit (V numbers per token); the final hidden state is E numbers, and the target's frozen head recomputes the logits
+of a batch from it (SPIRe, arXiv 2504.06419, section 3.3: "target activations can be cached").
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from specdec.models.fingerprint import fingerprint
 
 
 class Batch(NamedTuple):
-    """Training sequences and what the target made of them.
+    """Training sequences and the target's states on them.
 
     ``tokens [B, L + 1]`` int64; ``inputs``: layer -> ``[B, L, E]``, the target's activations before that layer (counted from 0,
     so that 0 is the embedding and ``l`` the output of the l-th block); ``final [B, L, E]``: the input of the head.
@@ -32,7 +32,7 @@ class Batch(NamedTuple):
     final: Tensor
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Batch:
-        """The same batch elsewhere, its activations in another precision."""
+        """The batch on another device, its activations in ``dtype``."""
         inputs = {layer: x.to(device, dtype) for layer, x in self.inputs.items()}
         return Batch(self.tokens.to(device), inputs, self.final.to(device, dtype))
 
@@ -42,7 +42,7 @@ def target_states(target: Any, tokens: Tensor, layers: Sequence[int]) -> Batch:
     """One forward of the target over ``tokens[:, :-1]``.
 
     Args:
-        target: a transformers causal LM. tokens: ``[B, L + 1]``. layers: whose inputs are wanted, counted from 0.
+        target: a transformers causal LM. tokens: ``[B, L + 1]``. layers: the layers whose inputs to return, counted from 0.
     """
     tokens = tokens.to(target.device)
     made = target.base_model(input_ids=tokens[:, :-1], use_cache=False, output_hidden_states=bool(layers))
@@ -50,10 +50,10 @@ def target_states(target: Any, tokens: Tensor, layers: Sequence[int]) -> Batch:
 
 
 class States:
-    """Cached batches in a folder; ``States.write`` makes it, and continues where an interruption left off.
+    """Cached batches in a folder; ``States.write`` makes it, and continues after an interruption.
 
     Args:
-        folder: written by ``write``. target: when given, must be the model that the states are of.
+        folder: written by ``write``. target: if given, it must be the model that computed the states.
     Raises:
         FileNotFoundError: no states there. ValueError: states of another target, named by fingerprint.
     """
@@ -75,7 +75,7 @@ class States:
             "activations": (np.int16, (len(self.layers) + 1, self.length, self.meta["hidden"])),
         }
         files = {name: self.folder / f"{name}.bin" for name in shapes}
-        # What an interruption cut short does not count.
+        # A sequence that an interruption cut short does not count.
         sizes = {
             name: int(np.prod(shape)) * np.dtype(kind).itemsize for name, (kind, shape) in shapes.items()
         }
@@ -111,12 +111,12 @@ class States:
         total: int | None = None,
         progress: bool = True,
     ) -> States:
-        """Run the target over batches of sequences ``[B, L + 1]`` and keep the results, in bf16.
+        """Run the target over batches of sequences ``[B, L + 1]`` and store the results in bf16.
 
         Args:
-            sequences: always the same ones in the same order, batches of any size; those that are there already are skipped.
-            layers: whose inputs to keep, counted from 0.
-            total: sequences to expect, for the progress bar.
+            sequences: the same ones in the same order at every call, in batches of any size; stored ones are skipped.
+            layers: the layers whose inputs to store, counted from 0.
+            total: number of sequences, for the progress bar.
         """
         folder, done, meta = Path(folder), 0, None
         folder.mkdir(parents=True, exist_ok=True)

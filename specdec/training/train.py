@@ -1,9 +1,9 @@
 """One call that trains a draft for a target: ``train(draft, target, data)``.
 
-Weights are kept in float32 and computed with in bf16; Muon (Jordan, 2024) steps the matrices of the blocks, AdamW the rest;
-gradients are clipped. A checkpoint holds weights, optimisers and the place in the data, so that the same call continues after an
-interruption and ends with the same weights (a draft with dropout: with others). Devices and data
-parallelism are accelerate's: under ``accelerate launch`` every process takes its share of each batch.
+Weights are float32 and the arithmetic bf16; Muon (Jordan, 2024) updates the matrices of the blocks, AdamW the rest; gradients are
+clipped. A checkpoint holds weights, optimisers and the position in the data, so that the same call continues after an interruption
+and ends with the same weights (except for a draft with dropout). Devices and data parallelism are accelerate's: under
+``accelerate launch`` every process takes its share of each batch.
 """
 
 from __future__ import annotations
@@ -32,16 +32,18 @@ from specdec.training.states import Batch, States, target_states
 
 @dataclass(frozen=True)
 class Settings:
-    """Numbers of a training run.
+    """Settings of a training run.
 
     Attributes:
-        steps: optimiser steps; more than a checkpoint was made with trains it on, at the rates of the longer run. batch: sequences of a step, all processes together. muon_lr, adam_lr: peak learning rates of the
-            blocks' matrices and of all other weights. weight_decay: of the matrices, times the rate. warmup, decay: shares of the
-            steps in which the rate rises and falls, linearly. clip: largest gradient norm. precision: of the arithmetic.
-        compile: torch.compile of the loss (its passes over the vocabulary cost as much as the draft on a CPU). seed: of the order of the sequences.
+        steps: optimiser steps; if a checkpoint was made with fewer, its training continues at the rates of the longer run.
+        batch: sequences per step, over all processes. muon_lr, adam_lr: peak learning rates of the blocks' matrices and of all
+            other weights. weight_decay: of the matrices, times the rate. warmup, decay: shares of the steps in which the rate rises
+            and falls linearly. clip: largest gradient norm. precision: of the arithmetic.
+        compile: torch.compile of the loss (its passes over the vocabulary cost as much as the draft on a CPU). seed: of the order
+            of the sequences.
         validate_every: steps between validations (0: at the end only). checkpoint_minutes: time between checkpoints.
     Raises:
-        TypeError: steps or a batch that is no whole number. ValueError: a number that is out of range.
+        TypeError: steps or a batch that is not a whole number. ValueError: a number that is out of range.
     """
 
     steps: int = 1000
@@ -72,14 +74,14 @@ class Settings:
                 raise ValueError(f"{name} is {said[name]}: give a number above 0")
 
     def rate(self, step: int) -> float:
-        """Factor of the learning rates at a step: up, level, down to zero."""
+        """Factor of the learning rates at a step: linear warmup, constant, linear decay to zero."""
         share = step / self.steps
         return max(0.0, min(1.0, (share + 1 / self.steps) / self.warmup, (1 - share) / self.decay))
 
 
 @dataclass
 class Trained:
-    """What a run did: ``curve`` has a row a validation (step, loss, validation loss, acceptance, τ), and ``tokens`` were seen."""
+    """The result of a run: ``curve`` has a row per validation (step, loss, validation loss, acceptance, τ); ``tokens`` is the number of training tokens."""
 
     settings: Settings
     tokens: int = 0
@@ -89,7 +91,7 @@ class Trained:
 
 @runtime_checkable
 class Source(Protocol):
-    """Sequences and what the target makes of them: ``States``, ``Live``, or an object with the same two methods."""
+    """Sequences and the target's states on them: ``States``, ``Live``, or an object with the same two methods."""
 
     def __len__(self) -> int: ...
 
@@ -97,11 +99,11 @@ class Source(Protocol):
 
 
 class Live:
-    """Batches whose target states are computed when they are asked for.
+    """Batches whose target states are computed on demand.
 
     Args:
-        target: a transformers causal LM, or ``None`` when only tokens are needed.
-        sequences: ``[N, L + 1]`` ids. layers: whose inputs are wanted.
+        target: a transformers causal LM, or ``None`` if only tokens are needed.
+        sequences: ``[N, L + 1]`` ids. layers: the layers whose inputs to compute.
     """
 
     def __init__(self, target: Any, sequences: Tensor, layers: Sequence[int]):
@@ -130,12 +132,12 @@ def train(
     progress: bool = True,
     on_validation: Callable[[dict[str, float]], None] | None = None,
 ) -> Trained:
-    """Train ``draft`` in place to be accepted by ``target``, which is left as it is.
+    """Train ``draft`` in place for ``target``, which is not changed.
 
     Args:
-        draft: a ``SpireModel``, or any transformers causal LM. target: a transformers causal LM; its head makes the logits.
-        data: ``States``, or sequences of equally many ids ``[N, L + 1]`` (the target then runs in every step). Sequences are drawn
-            without repetition until all were seen, then in another order.
+        draft: a ``SpireModel``, or any transformers causal LM. target: a transformers causal LM; its head computes the logits.
+        data: ``States``, or sequences of equally many ids ``[N, L + 1]`` (the target then runs in every step). All sequences are
+            used once in random order, then again in another order.
         loss: by default ``MixedLoss()``. forward: ``(draft, batch) -> logits`` with ``layers(draft)``; by default ``KPass()`` for a
             ``SpireModel`` and ``Parallel()`` otherwise.
         validation: as ``data``. checkpoint: a file to continue from and to write.
@@ -144,7 +146,7 @@ def train(
         ValueError: data without sequences or of another target, a checkpoint of another run, or a draft that would train weights of
             the target.
         FloatingPointError: the loss is not finite.
-        TypeError: ids that are no whole numbers, or settings of another kind.
+        TypeError: ids that are not whole numbers, or ``settings`` of another type.
     """
     from accelerate import Accelerator
 
@@ -255,7 +257,7 @@ def train(
 
 
 class _Run:
-    """Float32 weights, their optimisers, and the copy in low precision that the forward uses."""
+    """Float32 weights, their optimisers, and the low-precision copy that the forward uses."""
 
     def __init__(self, draft: Any, settings: Settings, device: torch.device):
         if not any(p.ndim == 2 and "layers." in n for n, p in draft.named_parameters()):
@@ -323,7 +325,7 @@ class _Run:
         ours, theirs = asdict(self.settings), state["settings"]
         free = {"checkpoint_minutes", "compile", "validate_every"}
         if ours["steps"] > theirs.get("steps", 0):
-            free.add("steps")  # trained on: the rates follow the longer run from here
+            free.add("steps")  # training continues: the rates follow the longer run from here
         differ = [n for n in ours if n not in free and ours[n] != theirs.get(n)]
         if differ:
             raise ValueError(
@@ -347,7 +349,7 @@ class _Run:
         )
 
     def finish(self) -> None:
-        """The float32 weights into the draft, in the precision that it came in."""
+        """Copy the float32 weights into the draft, in its original precision."""
         self.draft.eval()
         with torch.no_grad():
             for name, p in self.draft.named_parameters():
@@ -356,7 +358,7 @@ class _Run:
 
 
 def _described(draft: Any) -> str:
-    """What of a draft a checkpoint does not hold: its parts and how it looks at the text."""
+    """The properties of a draft that a checkpoint does not store: its shapes and its mask."""
     shapes = hash_of([(name, list(p.shape)) for name, p in draft.named_parameters()])
     looks: dict[str, Any] = {}
     if isinstance(draft, SpireModel):
@@ -371,7 +373,7 @@ def hash_of(value: Any) -> str:
 
 @torch.no_grad()
 def _same_head(target: Any) -> None:
-    """Refuse a target whose logits are more than its head of the final hidden state (a scale, a soft cap)."""
+    """Refuse a target that applies more than its head to the final hidden state (a scale, a soft cap)."""
     table = target.get_input_embeddings().weight
     ids = torch.arange(8, device=table.device)[None] % len(table)
     final = target.base_model(input_ids=ids, use_cache=False).last_hidden_state
@@ -384,7 +386,7 @@ def _same_head(target: Any) -> None:
 
 
 def _check_ids(name: str, data: Any, vocab_size: int) -> None:
-    """Refuse sequences that are no ids of the target's."""
+    """Refuse sequences that are not ids of the target's vocabulary."""
     if data is None or (isinstance(data, Source) and not isinstance(data, Tensor)):
         return
     try:
@@ -406,7 +408,7 @@ def _check_ids(name: str, data: Any, vocab_size: int) -> None:
 def _source(data: Any, target: Any, layers: Sequence[int]) -> Any:
     if isinstance(data, Source) and not isinstance(data, Tensor):
         if target is not None and isinstance(data, States):
-            States(data.folder, target)  # raises when they are another target's
+            States(data.folder, target)  # raises for another target's states
         held = data.layers if isinstance(data, States) else layers
         lacking = [layer for layer in layers if layer not in held]
         if lacking:
@@ -423,7 +425,7 @@ def _source(data: Any, target: Any, layers: Sequence[int]) -> Any:
 
 
 def _order(count: int, settings: Settings, step: int) -> np.ndarray:
-    """Numbers of the sequences of a step."""
+    """Indices of the sequences of a step."""
     at = np.arange(step * settings.batch, (step + 1) * settings.batch)
     turns = {
         turn: np.random.default_rng((settings.seed, int(turn))).permutation(count)

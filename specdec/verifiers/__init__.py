@@ -1,4 +1,4 @@
-"""Verifiers: which proposed nodes stand."""
+"""Verifiers: which proposed nodes are accepted."""
 
 from specdec.verifiers.coupled import Coupled
 from specdec.verifiers.fused import FusedRejection

@@ -1,4 +1,4 @@
-"""Coupled verification: the target's own keyed draw at each position decides, so the draft changes nothing but the speed.
+"""Coupled verification: the target's own keyed draw at each position decides, so the draft changes only the speed.
 
 Gumbel coupling, "drafter-invariant speculative decoding" (Daliri, Musco, Suresh, arXiv 2408.07978).
 """
@@ -19,16 +19,16 @@ from specdec.types import Context, Proposal, Verdict
 
 @dataclass(frozen=True)
 class Coupled:
-    """Accept a node iff it equals the target's draw there: output bit-identical to plain sampling with the same seeds.
+    """Accept a node iff it equals the target's draw there: the output is bit-identical to plain sampling with the same seeds.
 
-    Holds for every draft, tree, length, selector and executor, whatever they have seen, as long as the target's logits do
-    not depend on the batch (float32 and float64 barring ties). Accepts at most 1 - TV, at least (1 - TV) / (1 + TV) when the
-    draft draws with the same keys, as the library's own do.
+    This holds for every draft, tree, length, selector and executor, whatever they have seen, as long as the target's logits do
+    not depend on the batch (float32 and float64 barring ties). The acceptance probability is at most 1 - TV, and at least
+    (1 - TV) / (1 + TV) if the draft draws with the same keys, as the library's drafts do.
     """
 
     @property
     def info(self) -> VerifierInfo:
-        own = type(self).__call__ is Coupled.__call__  # what the shortcut stands for
+        own = type(self).__call__ is Coupled.__call__  # a subclass with its own call gets no shortcut
         return VerifierInfo("coupled", lossless=True, compares_tokens=own)
 
     def check(self, proposal: Proposal) -> None:
@@ -43,19 +43,19 @@ class Coupled:
         return tree.follow(proposal, rng.race(probs, context.length[:, None] + depth))
 
     def greedy(self, proposal: Proposal, tokens: Tensor) -> Verdict:
-        """``__call__`` at temperature 0, where every distribution lies on one token: ``tokens [B, N + 1]``."""
+        """``__call__`` at temperature 0, where every distribution is one-hot, on ``tokens [B, N + 1]``."""
         return tree.follow(proposal, tokens)
 
 
 class _Shared:
-    """Gives drafts the target's numbers: the first candidate at a depth races with the key of the token's position."""
+    """Gives drafts the target's random numbers: the first candidate at a depth races with the key of the token's position."""
 
     def __init__(self, rng: Rng):
         self.rng = rng
 
     def categorical(self, probs: Tensor, key: Key) -> Tensor:
         sibling = torch.as_tensor(key.sibling)
-        if bool((sibling > 0).any()):  # further candidates are drawn on their own
+        if bool((sibling > 0).any()):  # further candidates use keys of their own
             first = self.rng.race(probs, key.at + key.depth)
             return torch.where(
                 to_device(sibling == 0, first.device),

@@ -1,4 +1,4 @@
-"""Rejection verification straight from logits, by fused kernels on a GPU: no probabilities are made."""
+"""Rejection verification directly from logits, by fused kernels on a GPU, without computing probabilities."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from specdec.verifiers.rejection import Rejection, draw_bonus
 
 @dataclass(frozen=True)
 class FusedRejection(Rejection):
-    """``Rejection`` that takes the target's logits where sampling is a temperature and nothing else.
+    """``Rejection`` that takes the target's logits if sampling is a temperature and nothing else.
 
-    Its decisions are those of ``Rejection`` with the same numbers, up to the rounding of probabilities; how rarely they differ,
-    ``kernels/rejection/reference.py`` says. ``Round.probs`` is then ``None``. Under other sampling, and for trees, it is ``Rejection``. On the CPU
-    nothing is fused, and nothing gained.
+    Its decisions are those of ``Rejection`` with the same random numbers, up to the rounding of probabilities;
+    ``kernels/rejection/reference.py`` says how rarely they differ. ``Round.probs`` is then ``None``. Under other sampling, and for
+    trees, it is ``Rejection``. On the CPU nothing is fused, and nothing is gained.
 
     Args:
         trust_declared: as for ``Rejection``.
@@ -32,7 +32,7 @@ class FusedRejection(Rejection):
 
     @property
     def info(self) -> VerifierInfo:
-        kind = type(self)  # a subclass with its own decisions takes no shortcut past them
+        kind = type(self)  # a subclass with its own decisions gets no shortcut
         own = kind.__call__ is Rejection.__call__
         return VerifierInfo(
             "fused rejection",
@@ -44,10 +44,10 @@ class FusedRejection(Rejection):
     def from_logits(
         self, proposal: Proposal, logits: Tensor, sampling: Sampling, context: Context, rng: Rng
     ) -> Verdict:
-        """``__call__`` with ``logits [B, N + 1, V]`` and a ``sampling`` of which only the temperature counts.
+        """``__call__`` with ``logits [B, N + 1, V]`` and a ``sampling`` whose temperature alone is used.
 
         Raises:
-            ValueError: logits that are no distribution.
+            ValueError: logits that have NaN, +inf or only -inf.
         """
         chain = tree.is_chain(proposal.parents, proposal.size)
         if not bool(chain.any()):
@@ -70,7 +70,7 @@ class FusedRejection(Rejection):
                 temperature=sampling.temperature,
                 backend="triton",
             )
-        else:  # decisions, so that any ``Rng`` serves, the certifier's too
+        else:  # by decisions of the ``Rng``, so that the certifier's works, too
             decision = decide(
                 logits,
                 tokens,
@@ -94,7 +94,7 @@ class FusedRejection(Rejection):
         context: Context,
         rng: Rng,
     ) -> Verdict:
-        """``from_logits`` of the rows ``chain [B]`` and of the others, so that no row is rounded as its batch mates are."""
+        """``from_logits`` of the rows ``chain [B]`` and ``__call__`` of the others: a row's rounding must not depend on its batch."""
         groups = [chain.nonzero()[:, 0], (~chain).nonzero()[:, 0]]
         parts = [
             self.from_logits(

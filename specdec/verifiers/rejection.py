@@ -1,7 +1,7 @@
 """Rejection verification, lossless for chains, trees and several candidates a node.
 
 Leviathan et al. (arXiv 2211.17192, algorithm 1) and Chen et al. (arXiv 2302.01318) for chains; siblings are tried in order
-against the residual that their elders left (recursive rejection: SpecInfer, arXiv 2305.09781, section 4.3).
+against the residual of the rejected ones (recursive rejection: SpecInfer, arXiv 2305.09781, section 4.3).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from specdec.types import Context, Proposal, Verdict
 
 @dataclass(frozen=True)
 class Rejection:
-    """Accept node x with probability min(1, p(x) / q(x)), else go on with norm(max(p - q, 0)).
+    """Accept node x with probability min(1, p(x) / q(x)), else continue with norm(max(p - q, 0)).
 
     Args:
         trust_declared: accept proposals whose q was declared rather than drawn by the library. The output has the target's
@@ -31,7 +31,7 @@ class Rejection:
 
     @property
     def info(self) -> VerifierInfo:
-        own = type(self).__call__ is Rejection.__call__  # what the shortcut stands for
+        own = type(self).__call__ is Rejection.__call__  # a subclass with its own call gets no shortcut
         return VerifierInfo("rejection", lossless=True, compares_tokens=own)
 
     def check(self, proposal: Proposal) -> None:
@@ -57,9 +57,9 @@ class Rejection:
         return Verdict.of(proposal, path, accepted, bonus, checked=True)
 
     def greedy(self, proposal: Proposal, tokens: Tensor) -> Verdict:
-        """``__call__`` at temperature 0, where every distribution lies on one token: ``tokens [B, N + 1]``.
+        """``__call__`` at temperature 0, where every distribution is one-hot, on ``tokens [B, N + 1]``.
 
-        Whatever q was, that token is accepted (p / q >= 1), any other is not (p = 0), and the residual is that token again.
+        Whatever q was, that token is accepted (p / q >= 1), any other is rejected (p = 0), and the residual is that token again.
         """
         return tree.follow(proposal, tokens)
 
@@ -68,7 +68,7 @@ def draw_bonus(distribution: Tensor, accepted: Tensor, context: Context, rng: Rn
     """``[B]`` the tokens after ``accepted [B]`` of at most ``nodes`` nodes, from ``distribution [B, V]``."""
     if (
         type(rng) is Philox and not distribution.is_cpu
-    ):  # numbers of all that it may be: nobody waits to learn which
+    ):  # the numbers of all possible depths, so that the host need not wait for ``accepted``
         keys = Key(context.length[:, None], torch.arange(nodes + 1), 0, BONUS)
         numbers = to_device(rng.uniform(keys), distribution.device)
         return pick(distribution, numbers.gather(1, to_device(accepted, distribution.device)[:, None])[:, 0])
@@ -76,7 +76,7 @@ def draw_bonus(distribution: Tensor, accepted: Tensor, context: Context, rng: Rn
 
 
 def residual(p: Tensor, q: Tensor) -> Tensor:
-    """norm(max(p - q, 0)) of ``[B, V]`` distributions; p itself where nothing is left (then rejection has probability 0)."""
+    """norm(max(p - q, 0)) of ``[B, V]`` distributions; p itself if that is all zero (then rejection has probability 0)."""
     rest = (p - q).clamp(min=0)
     total = rest.sum(-1, keepdim=True)
     return torch.where(total > 0, rest / total, p)
@@ -85,7 +85,7 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
 def verify_tree(
     proposal: Proposal, probs: Tensor, context: Context, rng: Rng
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The reference: walk the nodes in order, carrying the distribution that is left at the node where each row stands.
+    """The reference: walk the nodes in order, carrying each row's residual distribution at its latest accepted node.
 
     Returns ``path [B, N]``, ``accepted [B]`` and the distribution ``[B, V]`` of the bonus token.
     """
@@ -98,7 +98,7 @@ def verify_tree(
     )
     here = torch.full((B,), -1, device=device)
     distribution = probs[:, 0]
-    path = torch.full((B, N + 1), -1, device=device)  # the last is for nodes that do not stand
+    path = torch.full((B, N + 1), -1, device=device)  # the last column takes rejected nodes
     accepted = torch.zeros(B, dtype=torch.long, device=device)
     tokens = torch.where(torch.arange(N, device=device) < size[:, None], proposal.tokens, 0)
     sources = None if proposal.source is None else proposal.sources(device)
@@ -127,7 +127,7 @@ def verify_tree(
 def verify_chain(
     proposal: Proposal, probs: Tensor, context: Context, rng: Rng
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same decisions as ``verify_tree`` for chains, with one residual instead of one a node."""
+    """The same decisions as ``verify_tree`` for chains, with one residual per row instead of one per node."""
     B, N = proposal.tokens.shape
     device = probs.device
     rows, n = torch.arange(B, device=device), torch.arange(N, device=device)
@@ -141,7 +141,7 @@ def verify_chain(
     accepted = stands.long().cumprod(1).sum(1)
     path = torch.where(n < accepted[:, None], n, -1)
     distribution = probs[rows, accepted]
-    if not probs.is_cpu:  # for all rows, so that nobody waits to learn which rejected a node
+    if not probs.is_cpu:  # for all rows, so that the host need not wait to learn which rejected a node
         at = accepted.clamp(max=N - 1)
         drafted = _drawn_from(proposal, rows, at, tokens[rows, at], distribution)
         return (
@@ -158,7 +158,7 @@ def verify_chain(
 
 
 def _drawn_from(proposal: Proposal, rows: Tensor, node: Tensor, token: Tensor, like: Tensor) -> Tensor:
-    """``[R, V]`` what node ``node [R]`` of ``rows [R]`` was drawn from; for a point mass, all on its ``token [R]``."""
+    """``[R, V]`` the distribution that node ``node [R]`` of ``rows [R]`` was drawn from; one-hot on ``token [R]`` for a point mass."""
     if proposal.probs is None:
         return torch.zeros_like(like).scatter_(1, token[:, None], 1)
     source = node if proposal.source is None else proposal.sources(node.device)[rows, node]

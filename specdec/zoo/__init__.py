@@ -1,4 +1,4 @@
-"""The pocket models that come with the package: small, really trained, no network needed."""
+"""The pocket models that come with the package: small trained models that need no network."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,9 +14,10 @@ __all__ = ["FOLDER", "TOKENIZER", "load", "names", "tokenizer_folder"]
 def load(name: str, folder: str | Path = FOLDER) -> tuple[Any, "PreTrainedTokenizerFast"]:
     """A pocket model (float32, CPU, evaluation mode) and its tokenizer: a transformers model, or a ``SpireModel``.
 
-    They are stored in bf16 and computed with in float32, where greedy decoding does not depend on the shape of a
-    batch. Raises ValueError for a name that does not exist, and FileNotFoundError or ValueError for a folder with
-    files missing or cut short.
+    They are stored in bf16 and loaded in float32, in which greedy decoding does not depend on the shape of a batch.
+
+    Raises:
+        ValueError: an unknown name, or a damaged file. FileNotFoundError: a folder with files missing.
     """
     if (Path(folder) / name / "spire.json").exists():
         from specdec.drafts.spire.load import read_pocket

@@ -1,4 +1,4 @@
-"""The files of the pocket models: which there are, whether they are whole, and how they are read."""
+"""The files of the pocket models: their names, whether they are complete, and how they are read."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +17,7 @@ def names() -> list[str]:
 
 
 def tokenizer_folder(model: Path) -> Path | None:
-    """The folder with the tokenizer of the model in folder ``model``: the same one, or ``TOKENIZER`` for a pocket model; ``None`` without any."""
+    """The folder with the tokenizer of the model in folder ``model``: the same one, or ``TOKENIZER`` for a pocket model; ``None`` if there is none."""
     if any(model.glob("*token*")):
         return model
     return TOKENIZER if model.resolve().parent == FOLDER.resolve() else None
@@ -26,8 +26,8 @@ def tokenizer_folder(model: Path) -> Path | None:
 def read(
     name: str, folder: str | Path = FOLDER, load: Callable[[Path], Any] | None = None
 ) -> tuple[Any, "PreTrainedTokenizerFast"]:
-    """A pocket model (float32, CPU, evaluation mode) and its tokenizer. ``load`` reads the model's folder, as a transformers model
-    where it is ``None``.
+    """A pocket model (float32, CPU, evaluation mode) and its tokenizer. ``load`` reads the model's folder; ``None`` reads a
+    transformers model.
 
     Raises:
         ValueError: a name that does not exist, or a damaged file. FileNotFoundError: a folder with files missing.
@@ -49,7 +49,7 @@ def read(
     from transformers.utils import logging
 
     bars = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()  # of files that are read in no time
+    logging.disable_progress_bar()  # the files are small
     try:
         if load is None:
             model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
