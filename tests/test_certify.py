@@ -177,7 +177,7 @@ class Forwards(Adversary):
 
 def test_a_row_that_depends_on_its_mates_is_not_certified():
     builder = catalogue.BASE.draft(Forwards(catalogue.MENU), length=1)
-    with pytest.raises(RuntimeError, match="among other batch mates"):
+    with pytest.raises(RuntimeError, match="in another batch"):
         certify(builder.build(), [[0], [1], [2]], 4, batch=64)
 
 

@@ -1,4 +1,4 @@
-"""Lawful drafts that do all they can to bias a decoder: what they propose depends on everything that they may see."""
+"""Adversarial drafts within the rules: their proposals depend on everything that a draft may see."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from specdec.types import Context, Feedback, Proposal, Round
 
 
 class Seen(NamedTuple):
-    """``memory [B]``: a hash of all that a row has shown so far, dropped nodes and verdicts included."""
+    """``memory [B]``: a hash of everything observed of a row so far, dropped nodes and verdicts included."""
 
     memory: Tensor
 
@@ -24,13 +24,13 @@ class Seen(NamedTuple):
 class Adversary:
     """Length, shape, and the distribution of every node are pseudo-random functions of the whole past and of the nodes drawn so far.
 
-    A drawn node is always submitted: that is the rule, and all that it may not do.
+    The one rule it keeps is that every drawn node is submitted.
 
     Args:
-        distributions: ``[M, V]`` the menu that each node's distribution is chosen from (disjoint supports, zeros, one-hot distributions, ... welcome).
-        nodes: the largest tree. trees: several candidates a node, or chains only. salt: which function of the past.
-        replacement: draw siblings from the distribution without the tokens of their elders, or independently.
-        point: choose the tokens instead of drawing them, and say so.
+        distributions: ``[M, V]`` each node's distribution is one of these (disjoint supports, zeros and one-hot distributions are allowed).
+        nodes: the largest tree. trees: several candidates per node, or chains only. salt: selects the function of the past.
+        replacement: draw siblings independently, or else without the tokens of earlier siblings.
+        point: choose the tokens instead of drawing them, and declare point masses.
         stops: 1 in ``stops`` nodes is the last of its tree (0: only the budget ends it).
     """
 
@@ -80,7 +80,7 @@ class Adversary:
                 elder = (parents[:, :n] == parents[:, n : n + 1]) & go[:, None]
                 taken = torch.zeros(B, V, dtype=q.dtype).scatter_add(1, tokens[:, :n], elder.to(q))
                 q = torch.where(taken > 0, 0, q)
-                go = go & (q.sum(1) > 0)  # every token was tried: nothing is drawn, so nothing is dropped
+                go = go & (q.sum(1) > 0)  # if every token was tried, nothing is drawn, so nothing is dropped
                 q = q / q.sum(1, keepdim=True)
             q = torch.where(go[:, None], q, nothing)
             sibling = (depth[:, :n] == depth[:, n : n + 1]).sum(1)
@@ -98,7 +98,7 @@ class Adversary:
     def observe(self, state: Seen, round: Round) -> Seen:
         memory, proposal, verdict = state.memory, round.proposal, round.verdict
         memory = _mix(memory, proposal.size * 64 + verdict.accepted)
-        for n in range(proposal.nodes):  # a row must not notice how wide its mates are
+        for n in range(proposal.nodes):  # a row must not depend on the width of the others
             memory = _mix(
                 memory, proposal.tokens[:, n].cpu() * 64 + proposal.parents[:, n] + 1, n < proposal.size
             )
@@ -112,7 +112,7 @@ class Adversary:
 
 @dataclass(frozen=True, eq=False)
 class Hindsight(Adversary):
-    """An adversary that also remembers all that it drew for texts that did not come (``executors.Optimistic``)."""
+    """An adversary that also remembers its draws for predicted texts that did not come (``executors.Optimistic``)."""
 
     trees: bool = False
     name = "hindsight"
@@ -127,16 +127,16 @@ class Hindsight(Adversary):
 
 
 class Dropped(NamedTuple):
-    """``token [B]``: the last node that was proposed and dropped without being tried, -1 if there is none."""
+    """``token [B]``: the last node that was proposed and dropped without being tried, -1 if none was."""
 
     token: Tensor
 
 
 @dataclass(frozen=True, eq=False)
 class Remembers:
-    """A chain of two from ``distribution [V]``, or nothing when the token that was dropped untried last time is in ``unwanted``.
+    """A chain of two from ``distribution [V]``, or nothing if the token that was dropped untried last time is in ``unwanted``.
 
-    Lawful when every draw has its own key. When draws are keyed by position alone, it has seen what it would draw now.
+    It is unbiased if every draw has its own key. If draws are keyed by position alone, it has already seen its next draw.
     """
 
     distribution: Tensor
@@ -191,7 +191,7 @@ class TwoChains:
         a = rng.categorical(first, Key(context.length, 0, sibling))
         second = torch.where(
             (budget > 1)[:, None], table[a], torch.tensor([1.0, 0.0, 0.0])
-        )  # not asked for: certain
+        )  # certain beyond the budget, so that no drawn token is dropped
         b = rng.categorical(second, Key(context.length, 1, sibling))
         distributions = torch.stack([first, second], 1)
         return Proposal.chain(torch.stack([a, b], 1), budget.clamp(max=2), distributions, "sampled")
@@ -205,7 +205,7 @@ class TwoChains:
 
 @dataclass(frozen=True)
 class Everything:
-    """Every tree of up to ``limit`` nodes over ``vocab_size`` tokens, by free choices that the certifier walks one by one."""
+    """Every tree of up to ``limit`` nodes over ``vocab_size`` tokens, by free choices that the certifier enumerates."""
 
     vocab_size: int
     limit: int = 3
@@ -255,10 +255,10 @@ class Everything:
 
 @dataclass(frozen=True)
 class AdversarialSelector:
-    """Arms are pseudo-random functions of the row's whole text and of all feedback on it; ``dropped`` as a reward tells even more.
+    """Arms are pseudo-random functions of the row's whole text and of all feedback on it; with ``dropped`` as reward also of dropped nodes.
 
     Args:
-        salt: which function.
+        salt: selects the function.
     """
 
     salt: int = 0
@@ -276,7 +276,7 @@ class AdversarialSelector:
         for column in range(int(context.length.max())):
             seen = _mix(seen, context.tokens[:, column], column < context.length)
         arm, left = _choose(seen, 0, arms), capacities.clone()
-        for b in range(context.batch):  # without capacities below the batch, no row notices its mates
+        for b in range(context.batch):  # unless a capacity is below the batch, rows are independent
             arm[b] = next(a for step in range(arms) if left[a := (int(arm[b]) + step) % arms] > 0)
             left[arm[b]] -= 1
         return arm, torch.ones(context.batch), (arms, memory)
@@ -290,7 +290,7 @@ class AdversarialSelector:
 
 
 def dropped(round: Round) -> Tensor:
-    """A reward ``[B]`` in 0 .. 1 that is a hash of the proposal's tokens, so that feedback tells a selector what was dropped."""
+    """A reward ``[B]`` in [0, 1] that is a hash of the proposal's tokens, so that feedback reveals dropped nodes to a selector."""
     memory = round.verdict.accepted + 0x5EED
     for n in range(round.proposal.nodes):
         memory = _mix(memory, round.proposal.tokens[:, n].cpu(), n < round.proposal.size)

@@ -1,7 +1,7 @@
-"""What the certifier is run on: compositions that claim to be lossless, and planted biases that it must catch.
+"""The compositions that the certifier runs on: those that claim to be lossless, and planted biases that it must catch.
 
-Vocabulary 3, trees of up to 3 nodes and at least 3 tokens: round 0 commits a token without a draft and every round ends with a
-bonus, so that ``d`` drafted levels come into play when ``d + 2`` tokens are asked for.
+Most have a vocabulary of 3, trees of up to 3 nodes and at least 3 tokens: round 0 commits a token without a draft and every round
+ends with a bonus, so ``d`` drafted levels take effect only with ``d + 2`` tokens.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Composition:
     """Something to certify.
 
     Attributes:
-        tokens: how many, one number or one for each of ``prompts``. settings: further arguments of ``certifier``.
-        lossless: what we claim; ``False`` is a planted bias.
+        tokens: number of new tokens, one number or one for each of ``prompts``. settings: further arguments of ``certifier``.
+        lossless: the claim; ``False`` is a planted bias.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Composition:
         return self.certifier(self.builder.build(), self.prompts, self.tokens, **self.settings)
 
     def stands(self, found: Certificate) -> bool:
-        """Whether what was found is what we claim: exact, or a bias that is visible (at least 1e-3)."""
+        """Whether the certificate agrees with the claim: lossless, or a visible bias (at least 1e-3)."""
         return found.lossless if self.lossless else found.total_variation >= 1e-3
 
 
@@ -150,7 +150,7 @@ def shapes() -> Iterator[Composition]:
 
 
 def stops() -> Iterator[Composition]:
-    """Prompts and budgets of different lengths in one batch; rows that end early."""
+    """Prompts and budgets of different lengths in one batch, and rows that end early."""
     end, twice = {"eos_token_id": (2,)}, {"stopping_criteria": (_twice,)}
     for name, draft in (("chain k=2", CHAIN), ("tree (2, 1)", TREE)):
         builder = BASE.draft(draft, length=2)  # type: ignore[arg-type]
@@ -162,7 +162,7 @@ def stops() -> Iterator[Composition]:
 
 
 def adversaries() -> Iterator[Composition]:
-    """Lengths, shapes and distributions chosen from everything that was seen, dropped nodes included."""
+    """Lengths, shapes and distributions that depend on everything seen so far, dropped nodes included."""
     starts = ((0,), (1,), (2, 0))
     for salt in range(3):
         draft = Adversary(MENU, salt=salt)
@@ -181,7 +181,7 @@ def adversaries() -> Iterator[Composition]:
 
 
 def selectors() -> Iterator[Composition]:
-    """Arms chosen from everything that was seen, dropped nodes included."""
+    """Arms that depend on everything seen so far, dropped nodes included."""
     for salt in range(3):
         yield Composition(f"adversarial selector {salt}", _pool(salt), 4, ((0,), (1,)))
     yield Composition(
@@ -190,7 +190,7 @@ def selectors() -> Iterator[Composition]:
 
 
 def optimistic() -> Iterator[Composition]:
-    """Blocks drafted ahead on a thread, guesses and blocks that were dropped remembered by those who can."""
+    """Blocks drafted ahead on a thread; ``Hindsight`` remembers dropped guesses and blocks."""
     starts = ((0,), (1,))
     builder = BASE.draft(CHAIN, length=1).executor(Optimistic())
     yield Composition("optimistic, chain k=1", builder, 5)
@@ -209,7 +209,7 @@ def optimistic() -> Iterator[Composition]:
 
 
 def pipelined() -> Iterator[Composition]:
-    """Micro-batches that are drafted on a thread while others are verified; arms chosen a round ahead, and late."""
+    """Micro-batches drafted on a thread while others are verified, with arms chosen a round ahead or late."""
     starts, early, late = ((0,), (1,)), Pipelined(), Pipelined(ahead=False)
     yield Composition("pipelined, chain k=2", BASE.draft(CHAIN, length=2).executor(early), 4, starts)
     yield Composition("pipelined, tree (2, 1)", BASE.draft(TREE, length=2).executor(early), 3, starts)
@@ -224,7 +224,7 @@ def pipelined() -> Iterator[Composition]:
 
 
 def coupled() -> Iterator[Composition]:
-    """``Coupled``, path by path: whatever the draws and whatever is proposed, the draws are committed."""
+    """``Coupled``, path by path: for all draws and all proposals, the draws are committed."""
 
     def row(
         name: str, builder: Builder, tokens: Any = 3, prompts: Any = ((0,),), **settings: Any
@@ -246,7 +246,7 @@ def coupled() -> Iterator[Composition]:
 
 
 def hugging_face() -> Iterator[Composition]:
-    """A float64 Hugging Face pair; the target's distribution comes from transformers' own forward."""
+    """A float64 Hugging Face pair; the target's distribution is from transformers' own forward."""
     target, draft = _llama(0), _llama(1)
 
     def logits(prefixes: list[list[int]]) -> Tensor:
@@ -284,7 +284,7 @@ def _even(b: Any, h: Any, q_position: Any, kv_position: Any) -> Any:
 
 
 def biases() -> Iterator[Composition]:
-    """Mistakes that must be seen."""
+    """Mistakes that the certifier must detect."""
 
     def row(name: str, builder: Builder, tokens: int = 3, **settings: Any) -> Composition:
         return Composition(name, builder, tokens, settings=settings, lossless=False)
@@ -330,13 +330,13 @@ def biases() -> Iterator[Composition]:
 
 
 def _pool(salt: int) -> Builder:
-    """Two drafts and none, chosen among by an adversary who is told of dropped nodes."""
+    """A pool of two drafts and none; an adversary selects the arm and sees dropped nodes."""
     arms = {"a": drafts.Model(OTHER), "b": drafts.Model(TableModel.random(3, 1, seed=8)), "none": None}
     return BASE.pool(arms, AdversarialSelector(salt), 2, reward=dropped)
 
 
 def _everything(salt: int) -> Builder:
-    """Point masses, chains and trees in one pool; what is drafted for some rows is merged with what is for others."""
+    """Point masses, chains and trees in one pool, so that proposals of different arms are merged in one batch."""
     point = Adversary(MENU, limit=2, point=True)
     arms: dict[str, DraftLike | Arm | None] = {
         "chain": CHAIN,
@@ -362,7 +362,7 @@ def _twice(ids: Tensor, scores: Any) -> bool:
 
 
 def _prefix_penalty(ids: Tensor, scores: Tensor) -> Tensor:
-    """Needs every token of the prefix, in order."""
+    """A penalty that depends on every token of the prefix, in order."""
     weighted = (ids * torch.arange(1, ids.shape[1] + 1)).sum(1, keepdim=True)
     return scores - 0.3 * (weighted + torch.arange(scores.shape[1])).remainder(3)
 

@@ -1,7 +1,7 @@
-"""Exact losslessness: all randomness of a composed decoder is walked, and the distribution of what it emits compared with the target's.
+"""Exact losslessness: enumerates all random outcomes of a decoder, and compares its output's distribution with the target's.
 
-The decoder runs through its own ``generate``; only the random numbers are replaced (``walk.py``). Branches are the rows of a
-batch. The target's distribution is enumerated over plain prefixes, without the decoder (``plain.py``).
+The decoder runs its own ``generate``; only the random numbers are replaced (``walk.py``). Branches are the rows of a batch. The
+target's distribution is enumerated over plain prefixes, without the decoder (``plain.py``).
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from specdec.sampling import Sampling
 
 @dataclass(frozen=True, eq=False)
 class Certificate:
-    """What was found.
+    """The result of a certification.
 
     Attributes:
         total_variation: between the joint distribution of the emitted tokens (truncated at stops) and the target's, the largest over
-            the rows; mass that is unaccounted for counts as wrong.
-        mass: unaccounted, ``|1 - sum of the branches' measures|``, the largest over the rows.
-        branches: how many were run. seconds: wall clock.
+            the rows; unaccounted mass counts as wrong.
+        mass: unaccounted mass, ``|1 - sum of the branches' measures|``, the largest over the rows.
+        branches: number of branches that were run. seconds: wall clock.
         distribution, target: for each row, tokens -> probability.
         astray: share of the branches (by measure) whose tokens are not the target's own draws; ``certify_coupled`` only.
     """
@@ -47,7 +47,7 @@ class Certificate:
 
     @property
     def lossless(self) -> bool:
-        """Whether the distribution is the target's up to float64 rounding (1e-9), and every path is, where paths were followed."""
+        """Whether the distribution (for ``certify_coupled`` every path) is the target's up to float64 rounding (1e-9)."""
         return self.total_variation <= 1e-9 and not self.astray
 
     def __repr__(self) -> str:
@@ -74,14 +74,14 @@ def certify(
     """The exact distance of a decoder's output from its target's distribution.
 
     Args:
-        decoder: composed as usual. prompts: rows of ids; the branches of all rows share every batch.
+        decoder: built as usual. prompts: rows of ids; the branches of all rows share every batch.
         max_new_tokens, eos_token_id, stopping_criteria: as for ``generate``.
-        sampling: what the target's distribution is taken under, by default the decoder's.
-        logits: ``prefixes -> [R, V]``, the target's word on plain prefixes, by default its own ``score`` with a fresh cache.
-        wrap: put around the scripted random decisions.
-        batch: branches in a run. limit: branches after which to give up.
+        sampling: defines the target's distribution; by default the decoder's.
+        logits: ``prefixes -> [R, V]``, the target's logits on plain prefixes; by default its own ``score`` with a fresh cache.
+        wrap: wraps the scripted random number generator.
+        batch: branches per run. limit: the most branches.
     Raises:
-        RuntimeError: more than ``limit`` branches, or the output of a row depends on its batch mates.
+        RuntimeError: more than ``limit`` branches, or the output of a row depends on the rest of its batch.
     """
     run = _Run(decoder, prompts, max_new_tokens, eos_token_id, stopping_criteria, wrap)
     return _walk(run, run.plain(sampling, logits), None, batch, limit)
@@ -98,11 +98,11 @@ def certify_coupled(
     batch: int = 2048,
     limit: int = 2_000_000,
 ) -> Certificate:
-    """Path by path: whatever the target's draws and whatever is proposed, the draws are what is committed.
+    """Certifies ``Coupled`` path by path: for all draws of the target and all proposals, the draws are committed.
 
     A race keyed by position is a function of the position and the distribution; each of the target's distributions gets a free choice at
-    each position, and all choices are walked. The draft is replaced by one that proposes every tree of up to ``nodes``
-    nodes, so that no draft, however much it knows, is left out; ``nodes=None`` keeps the decoder's own.
+    each position, and all choices are enumerated. The draft is replaced by one that proposes every tree of up to ``nodes`` nodes,
+    which covers every draft, whatever it has seen; ``nodes=None`` keeps the decoder's own.
     """
     if nodes is not None:
         decoder = replace(decoder, draft=Everything(decoder.target.vocab_size, nodes))
@@ -113,7 +113,7 @@ def certify_coupled(
 
 @dataclass(frozen=True)
 class _Run:
-    """What is run: branches of some prompts as the rows of one ``generate``."""
+    """Runs branches of some prompts as the rows of one ``generate``."""
 
     decoder: Decoder
     prompts: Sequence[Sequence[int]]
@@ -155,7 +155,7 @@ def _walk(run: _Run, plain: list[Plain], numbered: Numbered | None, batch: int, 
     sample: list[tuple[Branches, np.ndarray, list[Ids]]] = []
     count = 0
     while any(stacks):
-        # A prompt that is through stays as a batch mate, so that every branch runs next to every prompt.
+        # A finished prompt stays in the batch, so that every branch runs beside every prompt.
         mate = [not stack for stack in stacks]
         parts = [_take(stack, max(1, batch // len(rows))) if stack else Branches.root() for stack in stacks]
         owner = np.repeat(np.arange(len(rows)), [len(part) for part in parts])
@@ -176,7 +176,7 @@ def _walk(run: _Run, plain: list[Plain], numbered: Numbered | None, batch: int, 
             for row in rows:
                 if not mate[row]:
                     astray[row].append(float(measure[wrong & (owner == row)].sum()))
-        # Where two distributions agree to rounding, what is left of one after the other is rounding, and a branch of that measure hangs on it.
+        # If two distributions agree up to rounding, their residual is rounding error, and a branch of that measure depends on it.
         real = (measure > 1e-9).nonzero()[0]
         some = real[np.linspace(0, len(real) - 1, min(len(real), 64)).astype(int)] if len(real) else real
         sample.append((walk.branches.select(some), owner[some], [ids[b] for b in some]))
@@ -201,7 +201,7 @@ def _walk(run: _Run, plain: list[Plain], numbered: Numbered | None, batch: int, 
 
 
 def _take(stack: list[Branches], count: int) -> Branches:
-    """Remove up to ``count`` branches from the top, the most decided ones: the stack stays small."""
+    """Remove up to ``count`` branches from the top, those with the most decisions, so that the stack stays small."""
     parts: list[Branches] = []
     have = 0
     while stack and have < count:
@@ -217,7 +217,7 @@ def _take(stack: list[Branches], count: int) -> Branches:
 def _again(
     run: _Run, numbered: Numbered | None, sample: list[tuple[Branches, np.ndarray, list[Ids]]]
 ) -> None:
-    """Run some finished branches once more, among other mates: a row's output must be a function of its own numbers."""
+    """Run some finished branches again in another batch: a row's output must be a function of its own random numbers."""
     branches = Branches.join([part for part, _, _ in sample])
     owner = np.concatenate([part for _, part, _ in sample])
     before = [ids for _, _, part in sample for ids in part]
@@ -226,7 +226,7 @@ def _again(
     for b, ids in zip(order, after):
         if before[b] != ids:
             raise RuntimeError(
-                f"the same random numbers gave {list(before[b])} and then, among other batch mates, {list(ids)}: some part of the "
+                f"the same random numbers gave {list(before[b])} and then, in another batch, {list(ids)}: some part of the "
                 "decoder depends on the batch or keeps state between calls, so its distribution cannot be certified"
             )
 

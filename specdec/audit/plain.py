@@ -1,4 +1,4 @@
-"""What plain decoding would say: the distribution of a target's continuations, enumerated over plain prefixes without any decoder."""
+"""The reference distribution: a target's continuations, enumerated over plain prefixes without any decoder."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Logits = Callable[[list[list[int]]], Tensor]
 
 
 class Plain(NamedTuple):
-    """``distribution``: continuation (cut at a stop) -> probability. ``after``: continuation so far -> distribution of the next token ``[V]``."""
+    """``distribution``: continuation (truncated at a stop) -> probability. ``after``: continuation so far -> distribution of the next token ``[V]``."""
 
     prompt: list[int]
     distribution: Distribution
@@ -71,7 +71,7 @@ def enumerate_plain(
 
 
 def total_variation(distribution: Distribution, target: Distribution) -> float:
-    """Half the sum of the differences, and half of what either distribution lacks to 1: at least the distance in any case."""
+    """Half the sum of the absolute differences, plus half of the mass that either lacks to 1: an upper bound of the distance."""
     apart = sum(
         abs(distribution.get(ids, 0.0) - target.get(ids, 0.0)) for ids in distribution.keys() | target.keys()
     )
@@ -79,7 +79,7 @@ def total_variation(distribution: Distribution, target: Distribution) -> float:
 
 
 class Numbered:
-    """Numbers for the different next-token distributions of some enumerations, so that equal distributions share a key."""
+    """Numbers the distinct next-token distributions of some enumerations, so that equal distributions share a key."""
 
     def __init__(self, plain: Sequence[Plain]):
         self.distributions: list[np.ndarray] = []
@@ -94,6 +94,6 @@ class Numbered:
             self.of.append(numbers)
 
     def __call__(self, probs: np.ndarray) -> np.ndarray:
-        """``[..., V] -> [...]`` the number of each distribution, -1 for one that is none of them (to 1e-9)."""
+        """``[..., V] -> [...]`` the number of each distribution, -1 for one that is not among them (to 1e-9)."""
         near = np.abs(probs[..., None, :] - np.stack(self.distributions)).max(-1) < 1e-9
         return np.where(near.any(-1), near.argmax(-1), -1)

@@ -1,4 +1,4 @@
-"""Planted biases: mistakes that real decoders make, each as one small wrong part. A certifier that misses one is worthless."""
+"""Planted biases: mistakes of real decoders, each as one small wrong part that the certifier must catch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from specdec.verifiers.rejection import Rejection, residual, verify_chain
 
 
 class _Stateless:
-    """A draft that remembers nothing."""
+    """A draft without state."""
 
     def init(self, context: Context, target_cache: Any) -> None:
         return None
@@ -60,16 +60,16 @@ class LooksThenDrops(_Stateless):
 
 @dataclass(frozen=True, eq=False)
 class DrawnElsewhere(_Stateless):
-    """Draws ``width`` tokens from ``drawn [V]`` and says ``said [V]``: another temperature, a distribution before its truncation, ...
+    """Draws ``width`` tokens from ``drawn [V]`` and declares ``said [V]``: another temperature, a distribution before truncation, ...
 
-    With ``replacement=False`` siblings are drawn without their elders' tokens, which ``said`` does not know.
+    With ``replacement=False`` siblings are drawn without the tokens of earlier ones, which ``said`` does not reflect.
     """
 
     drawn: Tensor
     said: Tensor
     width: int = 1
     replacement: bool = True
-    name = "drawn from another distribution than said"
+    name = "drawn from another distribution than declared"
     trees = True
 
     def nodes(self, length: int) -> int:
@@ -88,7 +88,7 @@ class DrawnElsewhere(_Stateless):
 
 
 class PositionKeyed:
-    """Draws keyed by (position, stream) alone: after a rejection, a draft draws again the number that somebody has seen."""
+    """Draws keyed by (position, stream) alone: after a rejection, a draft reuses a number that has been seen."""
 
     def __init__(self, rng: Rng):
         self.rng = rng
@@ -110,14 +110,14 @@ class PositionKeyed:
 
 
 class SiblingsShare(PositionKeyed):
-    """Siblings get one number: "several candidates" are then the same candidate several times."""
+    """Siblings share one random number, so that all candidates are the same token."""
 
     def _key(self, key: Key) -> Key:
         return Key(key.at, key.depth, 0 * torch.as_tensor(key.sibling), key.stream, key.attempt)
 
 
 class StreamsShare(PositionKeyed):
-    """Drawing a token and accepting it use one number."""
+    """Drawing a token and accepting it share one random number."""
 
     def _key(self, key: Key) -> Key:
         return key._replace(stream=DRAFT) if key.stream == ACCEPT else key
@@ -138,7 +138,7 @@ class BonusFromTarget(Rejection):
 
 @dataclass(frozen=True)
 class GreedyAcceptance(Rejection):
-    """A node stands iff it is the target's most probable token, although tokens are sampled."""
+    """A node is accepted iff it is the target's most probable token, although tokens are sampled."""
 
     def __call__(self, proposal: Proposal, probs: Tensor, context: Context, rng: Rng) -> Verdict:
         B, N = proposal.tokens.shape
@@ -151,7 +151,7 @@ class GreedyAcceptance(Rejection):
 
 @dataclass(frozen=True)
 class SiblingsForgetResidual(Rejection):
-    """Each sibling is tried against p itself rather than against what its elders left."""
+    """Each sibling is tried against p instead of the residual of earlier siblings."""
 
     def __call__(self, proposal: Proposal, probs: Tensor, context: Context, rng: Rng) -> Verdict:
         if proposal.nodes == 0:
@@ -178,7 +178,7 @@ class SiblingsForgetResidual(Rejection):
 
 @dataclass(frozen=True)
 class StandsStill(Coupled):
-    """The target's draw is keyed by where the block starts, not by the position: one draw for all its tokens."""
+    """The target's draw is keyed by the start of the block instead of the position: one draw for all its tokens."""
 
     def __call__(self, proposal: Proposal, probs: Tensor, context: Context, rng: Rng) -> Verdict:
         return super().__call__(proposal, probs, context, _AtStart(rng, context.length))  # type: ignore[arg-type]
@@ -194,7 +194,7 @@ class _AtStart:
 
 @dataclass(frozen=True)
 class ForgetsNodes(Sampling):
-    """Processors see the committed prefix at every node, without the nodes on the way."""
+    """Processors see the committed prefix at every node, without the node's ancestors."""
 
     def _process(self, logits: Tensor, context: Context, proposal: Proposal | None, first: int) -> Tensor:
         rows = [
@@ -205,7 +205,7 @@ class ForgetsNodes(Sampling):
 
 @dataclass(frozen=True)
 class LateStops(Serial):
-    """An end of sequence inside an accepted block is overlooked: only the last token of a block can end a row."""
+    """An end of sequence inside an accepted block is missed: only the last token of a block can end a row."""
 
     def run(self, decoder: Any, context: Context, rng: Rng, limits: Any) -> Iterator[Round]:
         return super().run(decoder, context, rng, _Late(limits))  # type: ignore[arg-type]

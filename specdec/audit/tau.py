@@ -1,10 +1,10 @@
-"""Block efficiency τ without the noise of accepting: tokens a round of speculation, exact for given texts.
+"""Block efficiency τ (tokens a round of speculation), exact for given texts, without the noise of acceptance.
 
-On a text that was sampled from the target, the chance that a token was proposed and accepted, given that its position is reached
-by the draft, is ``min(p, q) / p = min(1, q / p)`` of that token (Leviathan et al., arXiv 2211.17192: a proposal is drawn with q and
-accepted with ``min(1, p / q)``, and the committed token has distribution p). Where a block ends decides where the next one starts, so the
+On a text that was sampled from the target, the probability that a token was proposed and accepted, given that the draft reached
+its position, is ``min(p, q) / p = min(1, q / p)`` of that token (Leviathan et al., arXiv 2211.17192: a proposal is drawn from q and
+accepted with ``min(1, p / q)``, and the committed token has distribution p). A block starts where the last one ended, so the
 expected number of rounds is a small dynamic programme over block starts. The mean over texts is that of live decoding, with less
-variance: nothing is drawn but the texts.
+variance, since only the texts are random.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from specdec.types import Context, Proposal
 
 
 class Efficiency(NamedTuple):
-    """``tokens, rounds [C]`` expected; ``reached, accepted [C, k]``: how often, in expectation, the draft's j-th token was submitted
-    after j accepted ones, and was accepted."""
+    """Expected ``tokens, rounds [C]``; ``reached, accepted [C, k]``: the expected number of times that the draft's j-th token was
+    submitted after j accepted ones, and that it was accepted."""
 
     tokens: Tensor
     rounds: Tensor
@@ -37,16 +37,16 @@ class Efficiency(NamedTuple):
 
 
 def efficiency(accept: Tensor, k: int | None = None, cut: bool = False) -> Efficiency:
-    """Expected rounds and tokens when a round proposes k tokens and adds one of the target's, over rounds that start among the
+    """Expected rounds and tokens if a round proposes k tokens and adds one of the target's, over rounds that start among the
     first n positions.
 
     Args:
-        accept: ``[C, n, K]``: the chance that, in a block that starts after s tokens, token ``s + j`` is accepted when the j before
-            it were. k: at most K; default K.
-        cut: the text ends after n tokens and, as in the decoder, a round never proposes more than what is left less one; entries
-            past the end are not looked at. Otherwise all rounds are whole and the last one may end past n.
+        accept: ``[C, n, K]``: the probability that, in a block that starts after s tokens, token ``s + j`` is accepted if the j
+            before it were. k: at most K; default K.
+        cut: the text ends after n tokens and, as in the decoder, a round proposes at most one token less than remain; entries past
+            the end are ignored. Otherwise all rounds are whole and the last one may end past n.
     Raises:
-        ValueError: k outside 1 .. K, or chances outside 0 .. 1.
+        ValueError: k outside 1 .. K, or probabilities outside 0 .. 1.
     """
     C, n, K = accept.shape
     k = K if k is None else k
@@ -56,7 +56,7 @@ def efficiency(accept: Tensor, k: int | None = None, cut: bool = False) -> Effic
     if not bool(((accept >= 0) & (accept <= 1))[:, inside].all()):
         raise ValueError("accept has entries outside 0 .. 1: give probabilities, min(1, q / p)")
     accept = accept.double()
-    starts = torch.zeros(C, n + k + 1, dtype=torch.float64)  # chance that a round starts after s tokens
+    starts = torch.zeros(C, n + k + 1, dtype=torch.float64)  # probability that a round starts after s tokens
     starts[:, 0] = 1
     reached, accepted = torch.zeros(2, C, k, dtype=torch.float64)
     for s in range(n):
@@ -74,7 +74,7 @@ def efficiency(accept: Tensor, k: int | None = None, cut: bool = False) -> Effic
 
 
 def chances(p: Tensor, q: Tensor) -> Tensor:
-    """``min(1, q / p)``: that a token with these probabilities under target and draft came from the draft."""
+    """``min(1, q / p)``: the probability that a token with these probabilities under target and draft came from the draft."""
     return torch.where(q >= p, torch.ones_like(p), q / p)
 
 
@@ -85,9 +85,9 @@ def parallel_chances(
     """``accept [C, n, k]`` of a draft whose distribution at a position does not depend on where the block began.
 
     Args:
-        target_logits, draft_logits: ``[C, T, V]`` after each of the tokens ``[C, T + 1]``'s first T. start: tokens before round one:
-            the prompt and the token that its prefill gave; n = T + 1 - start. Entries past the text's end are 1: for whole rounds
-            (``efficiency(..., cut=False)``) leave out the last k block starts, ``accept[:, :-k]``.
+        target_logits, draft_logits: ``[C, T, V]`` after each of the first T of ``tokens [C, T + 1]``. start: number of tokens before
+            round one, those of the prompt and the one that its prefill gave; n = T + 1 - start. Entries past the text's end are 1:
+            for whole rounds (``efficiency(..., cut=False)``) leave out the last k block starts, ``accept[:, :-k]``.
     """
     p, q = (_of_next(logits, tokens) for logits in (target_logits, draft_logits))
     accept = chances(p, q)[:, start - 1 :]
@@ -98,17 +98,17 @@ def parallel_chances(
 
 @torch.no_grad()
 def spire_chances(model, target_logits: Tensor, inputs, tokens: Tensor, start: int, k: int) -> Tensor:
-    """``accept [C, n, k]`` of a ``SpireModel``, whose distribution depends on the block's start: k passes with blocks that start at every
+    """``accept [C, n, k]`` of a ``SpireModel``, whose distribution depends on the block's start: k passes for blocks that start at every
     position in turn.
 
     Args:
-        inputs: layer -> ``[C, T, E]``, as for ``k_pass``. The rest as for ``parallel_chances``.
+        inputs: layer -> ``[C, T, E]``, as for ``k_pass``. Other arguments as for ``parallel_chances``.
     """
     C, T = tokens.shape[0], tokens.shape[1] - 1
     n = T + 1 - start
     p = _of_next(target_logits, tokens)
     out = torch.ones(C, n, k, dtype=p.dtype)
-    spare = -(-n // k) * k + k  # whole blocks past the end, of which nothing is used
+    spare = -(-n // k) * k + k  # whole blocks past the end, which are not used
     text = torch.nn.functional.pad(tokens, (0, spare))
     known = {layer: torch.nn.functional.pad(x, (0, 0, 0, spare)) for layer, x in inputs.items()}
     for offset in range(min(k, n)):
@@ -126,12 +126,12 @@ def spire_chances(model, target_logits: Tensor, inputs, tokens: Tensor, start: i
 def magicdec_chances(
     draft: MagicDec, target: HFModel, target_logits: Tensor, tokens: Tensor, start: int, k: int
 ) -> Tensor:
-    """``accept [C, n, k]`` of a ``MagicDec``: from every block start in turn, its view of the text so far reads the tokens to come.
+    """``accept [C, n, k]`` of a ``MagicDec``: from every block start in turn, its view of the text so far reads the next tokens.
 
-    A pruner chooses once, before the first block; ``refresh`` is not looked at.
+    A pruner chooses once, before the first block; ``refresh`` is ignored.
 
     Args:
-        target_logits: ``[C, n, V]`` after each of the last n tokens but one. The rest as for ``parallel_chances``.
+        target_logits: ``[C, n, V]`` after each of the last n + 1 tokens but the last. Other arguments as for ``parallel_chances``.
     """
     C, n = tokens.shape[0], tokens.shape[1] - start
     p = _of_next(target_logits, tokens[:, start - 1 :])

@@ -1,12 +1,12 @@
 """A scripted ``Rng`` that visits every outcome of the random decisions of a real run, each with its exact measure.
 
-Each key of a row owns one number in [0, 1), of which the script knows an interval. A decision cuts the interval at the
-points where its answer changes; the run goes on with the first piece, and every other piece becomes a new branch that is run
-from the start. A key that is asked again refines the *same* interval: a part that uses a number twice is walked as it is.
-The pieces always partition the unit cube, so the measures of all branches sum to 1 whatever the parts ask.
+Each key of a row has one number in [0, 1), of which the script knows an interval. A decision cuts the interval where its result
+changes; the run continues with the first piece, and every other piece becomes a new branch that is run from the start. If a key
+is used again, the *same* interval is refined, so a part that uses a number twice is enumerated correctly. The pieces always
+partition the unit cube, so the measures of all branches sum to 1 whatever decisions the parts make.
 
-Parts may ask from several threads: decisions are made one at a time, and since those of one row come in an order of their own (a
-row is drafted or verified, never both), what is found does not depend on how the threads take turns.
+Decisions may come from several threads: they are made one at a time, and since those of one row have a fixed order (a row is
+drafted or verified, never both), the result does not depend on the order of the threads.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from specdec.rng import TARGET, Key
 
-SLIVER = 1e-13  # pieces this thin are rounding of equal cut points; what is lost shows up as unaccounted mass
+SLIVER = 1e-13  # thinner pieces are rounding errors of equal cut points; they show up as unaccounted mass
 _BITS = (16, 12, 12, 8, 12)  # of Key's fields in one int64
 
 
@@ -48,14 +48,14 @@ class Branches:
 
     @staticmethod
     def root() -> Branches:
-        """The one branch that has decided nothing."""
+        """The one branch without decisions."""
         return Branches(np.full((1, 1), -1), np.zeros((1, 1)), np.ones((1, 1)))
 
     def __len__(self) -> int:
         return len(self.key)
 
     def select(self, rows: np.ndarray | slice, width: int | None = None) -> Branches:
-        """A copy of some scripts, of their first ``width`` keys."""
+        """A copy of some scripts with their first ``width`` keys."""
         return Branches(*(a[rows, :width].copy() for a in (self.key, self.low, self.high)))
 
     def widen(self, width: int) -> Branches:
@@ -83,11 +83,11 @@ class Branches:
 
 
 class Walk:
-    """The branches of one run, a row each, and the alternatives that they leave for later.
+    """The branches of one run, a row each, and the alternatives that remain to be run.
 
     Args:
         branches: one script a row.
-        distribution_number: ``[..., V] -> [...]`` gives a distribution its number, -1 for one that is not the target's; needed for ``race``.
+        distribution_number: ``[..., V] -> [...]`` maps a distribution to its number, -1 if it is not the target's; needed for ``race``.
     """
 
     def __init__(
@@ -101,14 +101,14 @@ class Walk:
 
     @property
     def left(self) -> list[tuple[np.ndarray, Branches]]:
-        """The alternatives: rows that they come from, and scripts; in an order that the threads' turns do not change."""
+        """The alternatives: rows that they come from, and scripts, in an order that does not depend on the order of threads."""
         return sorted(self._left, key=lambda entry: int(entry[0][0]))
 
     def rng(self) -> ScriptedRng:
         return ScriptedRng(self, np.arange(len(self.used)))
 
     def decide(self, row: np.ndarray, code: np.ndarray, cuts: np.ndarray) -> np.ndarray:
-        """Answers ``[R]``: in which piece of ``cuts [R, C + 1]`` (0 ... 1, ascending) the number of key ``code [R]`` lies."""
+        """``[R]`` the piece of ``cuts [R, C + 1]`` (0 ... 1, ascending) in which the number of key ``code [R]`` lies."""
         with self._lock:
             return self._decide(row, code, cuts)
 
@@ -137,7 +137,7 @@ class Walk:
 
 
 class ScriptedRng:
-    """The ``Rng`` that a decoder is run with: the decisions of ``rows`` of a walk."""
+    """The ``Rng`` of a decoder's run: the decisions of ``rows`` of a walk."""
 
     def __init__(self, walk: Walk, rows: np.ndarray):
         self.walk, self.rows = walk, rows
@@ -157,10 +157,10 @@ class ScriptedRng:
     def race(self, probs: Tensor, position: Tensor) -> Tensor:
         """Any function of (position, distribution) is a possible outcome of the races: one free choice for each such pair.
 
-        A race over something that is not one of the target's distributions steers only proposals; it answers its first possible token.
+        A race over a distribution that is not the target's affects only proposals; it returns its first possible token.
         """
         if self.walk.distribution_number is None:
-            raise ValueError("races are not walked here: certify a Coupled decoder with certify_coupled")
+            raise ValueError("certify cannot enumerate races: certify a Coupled decoder with certify_coupled")
         number = self.walk.distribution_number(probs.double().cpu().numpy())
         certain = torch.nn.functional.one_hot((probs > 0).int().argmax(-1), probs.shape[-1])
         ours = torch.from_numpy(number >= 0).to(probs.device)

@@ -1,6 +1,6 @@
-"""What measurements share: models and prompts, clocks, steady runs, τ with intervals, calibrated throughput models, and reports.
+"""Tools for measurements: models and prompts, clocks, steady runs, τ with intervals, calibrated throughput models, and reports.
 
-Each module is one idea; the page on the lab lists them. Nothing else in the package imports this one.
+docs/lab.md lists the modules. Nothing else in the package imports this one.
 """
 
 from importlib import import_module
@@ -11,7 +11,7 @@ __all__ = sorted(module.name for module in iter_modules(__path__))
 
 
 def __getattr__(name: str) -> Any:
-    """A module, imported when it is first asked for (``lab.tau``)."""
+    """A module, imported at its first use (``lab.tau``)."""
     if name in __all__:
         return import_module(f"specdec.lab.{name}")
     raise AttributeError(f"module 'specdec.lab' has no attribute {name!r}: there are {', '.join(__all__)}")

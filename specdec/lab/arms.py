@@ -1,4 +1,4 @@
-"""Runs of a pool of drafts: tokens and seconds after the prefill, which arm every row used in every round, and the best in hindsight."""
+"""Runs of a pool of drafts: tokens and seconds after the prefill, each row's arm in every round, and the best arm in hindsight."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from specdec.types import Context, Round
 
 @dataclass(frozen=True)
 class Assigned:
-    """A selector that gives every request its arm: an oracle's choice. ``arm [requests]``."""
+    """A selector with a fixed arm for each request, ``arm [requests]``: an oracle's choice."""
 
     arm: Tensor
 
@@ -39,7 +39,7 @@ class Assigned:
 
 
 class Brief(NamedTuple):
-    """What is kept of a round: whole rounds hold logits, and memory would grow with the repeats. All ``[B]`` but the number."""
+    """The stored part of a round: whole rounds hold logits, and memory would grow with the repeats. All fields but the number are ``[B]``."""
 
     number: int
     request: Tensor
@@ -50,7 +50,7 @@ class Brief(NamedTuple):
 
 @dataclass(frozen=True)
 class PoolRun:
-    """One timed decode: tokens and seconds after the prefill, what every round did, and the seconds that the selector took."""
+    """One timed decode: tokens and seconds after the prefill, a summary of every round, and the seconds that the selector took."""
 
     tokens: int
     seconds: float
@@ -65,7 +65,7 @@ class PoolRun:
         return self.tokens / self.seconds
 
     def rate(self, rows: Sequence[bool]) -> float:
-        """Tokens a second of a batch of the requests that ``rows [requests]`` marks, at this run's seconds a row and round."""
+        """Tokens a second of a batch of the requests in ``rows [requests]`` (bool), at this run's seconds per row and round."""
         kept = count = 0
         for round in self.rounds:
             if round.number:
@@ -76,7 +76,7 @@ class PoolRun:
         return kept / max(count, 1) / (self.seconds / counted)
 
     def choices(self, group: Sequence[str], window: int) -> dict[tuple[int, str], Counter[int]]:
-        """How often each arm was used, by window of rounds (its first round) and group of a request."""
+        """How often each arm was used, by window of rounds (named by its first round) and group of requests."""
         counts: dict[tuple[int, str], Counter[int]] = defaultdict(Counter)
         for round in self.rounds:
             if round.number:
@@ -91,7 +91,7 @@ def pool_run(
     """Decode all requests to the same number of new tokens.
 
     Args:
-        rows: ids of the prompts. selection: what a selector has learned before (``Decoder.begin``), which this run adds to.
+        rows: ids of the prompts. selection: a selector's earlier state (``Decoder.begin``), which this run continues.
     """
     marks: list[tuple[float, int, int, float]] = []
     rounds: list[Brief] = []
@@ -110,7 +110,7 @@ def pool_run(
 
 
 def best_in_hindsight(runs: Sequence[PoolRun], group: Sequence[str]) -> Tensor:
-    """``[requests]``: the arm whose own run, with no other arm in it, was fastest on the request's group.
+    """``[requests]``: the arm whose single-arm run was fastest on the request's group.
 
     Args:
         runs: of each arm. group: of each request.

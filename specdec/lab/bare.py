@@ -1,4 +1,4 @@
-"""Bare steps of decoders, timed in turn: the forwards that a throughput model's constants are fitted to."""
+"""Bare steps of decoders, timed alternately: the forwards that a throughput model's constants are fitted to."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ def timed_steps(
     model: Model,
     replayed: int = 0,
 ) -> list[Bare]:
-    """Forwards alone (no sampling, no bookkeeping), all in turn: the target's over 1 and k + 1 tokens, each draft's over 1.
+    """Forwards without sampling and bookkeeping, timed alternately: the target's over 1 and k + 1 tokens, each draft's over 1.
 
     Args:
-        decoders: by method; ``group`` is what they are about to decode. replayed: of a draft that has captured its chain of so many
-            tokens, that chain is timed and divided by its forwards: that is what its rounds do.
+        decoders: by method; ``group`` holds their prompts. replayed: if a draft has captured its chain of that many tokens, time
+            the chain, as its rounds replay it, and divide by its forwards.
     """
     group.use()
     target: Any = decoders["plain"].target
     B = group.context.batch
     tokens = group.context.tokens.clone()
-    tokens[:, context] = tokens[:, context - 1]  # any token will do
+    tokens[:, context] = tokens[:, context - 1]  # an arbitrary token
     text = Context(tokens, group.context.length + 1, group.context.prompt_length, group.context.request)
     chains = {
         method: replay_of_a_chain(decoder.draft, B, replayed)

@@ -36,6 +36,6 @@ def bits_per_byte(model: Any, tokenizer: Any, texts: Sequence[str], window: int 
 
 
 def xz_bits_per_byte(texts: Sequence[str]) -> float:
-    """What ``xz -9`` makes of the concatenated texts, in bits per byte."""
+    """Bits per byte of the concatenated texts under ``xz -9``."""
     data = "".join(texts).encode()
     return 8 * len(lzma.compress(data, preset=9)) / len(data)

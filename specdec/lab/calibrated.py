@@ -1,4 +1,4 @@
-"""The throughput model with a machine's own constants, fitted to bare steps and rounds of some grid points."""
+"""The throughput model with constants fitted to a machine's bare steps and to rounds of some grid points."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from specdec.lab.steady import Measured
 
 @dataclass(frozen=True)
 class Model:
-    """Shapes of what was measured, and from them the steps of a round.
+    """The shapes of the measured models, and the steps of a round that follow from them.
 
     Attributes:
-        methods: without plain decoding. bytes: of a cached value. weight_bytes: of a weight.
+        methods: without plain decoding. bytes: per cached value. weight_bytes: per weight.
     """
 
     target: Shape
@@ -29,7 +29,7 @@ class Model:
         return self.methods.get(method, AUTOREGRESSIVE).round(self.target, load)
 
     def step(self, what: str, batch: int, context: int, tokens: int) -> Step:
-        """What a bare step does: one token of a method's draft, or ``tokens`` of the target (``"target"``)."""
+        """A bare step: one token of a method's draft, or ``tokens`` of the target (``"target"``)."""
         if what != "target":
             draft = self.round(what, batch, context, 1).draft
             assert draft is not None
@@ -40,16 +40,16 @@ class Model:
     def seconds(
         self, machine: Fitted, method: str, batch: int, context: float, k: int
     ) -> tuple[float, float]:
-        """Of a round's steps: of those that draft, and of the others.
+        """Seconds of a round's draft steps, and of its other steps.
 
-        The target, and a draft's first step, come once a round and find in the cache what all of the round leaves there; later
-        steps of a draft follow themselves.
+        The target's step and a draft's first step run once a round, so the whole round's bytes pass through the cache between two of
+        them; later steps of a draft follow each other.
         """
         one = self.round(method, batch, context, k)
         if one.draft is None or not k:
             return 0.0, machine.time(one.target)
         around = one.verify.bytes + one.draft.bytes
-        if self.methods[method].draft == self.target:  # which drafts with its own weights
+        if self.methods[method].draft == self.target:  # the target drafts with its own weights
             around -= sum(w.bytes for w in one.draft.work if w.name not in CACHED)
         drafting = machine.time(one.draft, around) + (k - 1) * machine.time(one.draft)
         refresh = machine.time(one.refresh) if one.refresh else 0.0
@@ -57,7 +57,7 @@ class Model:
 
 
 class Bare(NamedTuple):
-    """A timed step: ``what`` is a method's draft step, or the target's (``"target"``)."""
+    """A timed step: ``what`` is a method's name for its draft step, or ``"target"``."""
 
     what: str
     batch: int
@@ -69,7 +69,7 @@ class Bare(NamedTuple):
 
 
 class Around(NamedTuple):
-    """A method's host work: while it drafts k tokens, and in the rest of a round."""
+    """A method's host work: while drafting k tokens, and in the rest of a round."""
 
     draft: Host
     rest: Host
@@ -77,14 +77,14 @@ class Around(NamedTuple):
 
 @dataclass(frozen=True)
 class Calibrated:
-    """A model with constants."""
+    """A model with fitted constants."""
 
     model: Model
     machine: Fitted
     hosts: Mapping[str, Around]
 
     def seconds(self, method: str, batch: int, context: float, k: int) -> float:
-        """Of a round."""
+        """Seconds of a round."""
         host = self.hosts[method]
         drafting = host.draft.seconds(batch, k) if k else 0.0
         return (
@@ -105,11 +105,11 @@ def fit(
     rounds: Mapping[tuple[int, int, float], Iterable[Measured]],
     apart: bool = True,
 ) -> Calibrated:
-    """Constants from bare steps, and then each method's host work from what its rounds took beyond them.
+    """Fits constants to bare steps, and then each method's host work to the rest of its rounds' seconds.
 
     Args:
-        rounds: measured at ``(batch, context, mean context while decoding)``. apart: host work while drafting is told from the rest; not
-            on a device that works while the host goes on, where only the whole round's seconds are the device's.
+        rounds: measured at ``(batch, context, mean context while decoding)``. apart: fit host work while drafting separately from the
+            rest; not possible on an asynchronous device, where only the seconds of the whole round include the device's work.
     """
     machine = calibrate([(b.step, b.seconds) for b in bare], "this machine", cached_apart=True, cache=True)
     drafting: dict[str, list[tuple[int, int, float, float]]] = {}

@@ -1,4 +1,4 @@
-"""What a decoder has captured: whether a timed run captured anything, and a draft's chain by itself, as rounds replay it."""
+"""A decoder's captured programs: whether a timed run captured any, and a draft's captured chain as a function."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from specdec.graphs.ring_chain import RingChain
 
 
 def keepers(*parts: Any) -> Iterator[Programs]:
-    """The captured programs of targets and drafts, and of the models that a draft holds, each once."""
+    """The program caches of targets and drafts, and of the models that a draft holds, each once."""
     seen: list[Programs] = []
     for part in parts:
         for owner in (part, *vars(part).values()):
@@ -23,13 +23,13 @@ def keepers(*parts: Any) -> Iterator[Programs]:
 
 
 def captured(*parts: Any) -> list[Any]:
-    """Every program of the parts that is captured now, those used last at the end."""
+    """All programs captured by the parts, least recently used first."""
     return [program for programs in keepers(*parts) for program in programs.captured]
 
 
 @dataclass(frozen=True)
 class Replay:
-    """A captured chain as a function to be timed, which does so many ``forwards``."""
+    """A captured chain of ``forwards`` forwards as a function to be timed."""
 
     program: Any
     forwards: int
@@ -41,7 +41,7 @@ class Replay:
 def replay_of_a_chain(draft: Any, batch: int, k: int) -> Replay | None:
     """The chain of ``k`` tokens that the draft has captured for ``batch`` rows, replayed; ``None`` if there is none.
 
-    It works on the numbers of the last round, and writes what that has written.
+    It reads the inputs of the last round and overwrites its outputs.
     """
     for program in reversed(captured(draft)):
         if not isinstance(program, Chain | RingChain):

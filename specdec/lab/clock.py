@@ -1,4 +1,4 @@
-"""Seconds of calls, one after the other or in turn, and forwards of a model to be timed."""
+"""Seconds of single calls or of alternating ones, and forwards of a model to be timed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Call = Callable[[], Any]
 
 
 def sync() -> None:
-    """Wait for the CUDA device, where one is in use."""
+    """Wait for the CUDA device if one is in use."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.synchronize()
 
@@ -32,10 +32,10 @@ def seconds(call: Call) -> float:
 def in_turn(
     calls: Sequence[Call], repeats: int, warmups: int = 2, before: Callable[[int], Any] = lambda number: None
 ) -> list[float]:
-    """Median seconds of each call. They take turns, so that a slow minute of the machine falls on all of them alike.
+    """Median seconds of each call. Calls alternate, so that a slow minute of the machine affects all of them.
 
     Args:
-        repeats: timed turns. warmups: turns before these, which do not count. before: is told the number of the call that comes next.
+        repeats: timed passes over all calls. warmups: untimed passes before them. before: called with the index of the next call.
     """
     times: list[list[float]] = [[] for _ in calls]
     with torch.inference_mode():
@@ -51,7 +51,7 @@ def in_turn(
 def bare_steps(model: Any, batch: int, context: int, tokens: Sequence[int]) -> list[Call]:
     """Forwards that feed ``tokens[i]`` tokens to each of ``batch`` rows after ``context`` tokens.
 
-    Nothing but the packed forward of the model (no sampling, no bookkeeping): ``HFModel.bare_step``.
+    Only the packed forward of the model runs, without sampling and bookkeeping: ``HFModel.bare_step``.
     """
     with torch.inference_mode():
         widest = max(tokens)

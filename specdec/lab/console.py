@@ -1,4 +1,4 @@
-"""What a measurement says on the screen while it runs and at its end."""
+"""The console output of measurements: progress and tables."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def quiet() -> None:
-    """Switch off progress bars and advice of transformers, which would stand between the lines of a table."""
+    """Switch off transformers' progress bars and advice, which would interrupt tables."""
     from transformers.utils import logging
 
     logging.set_verbosity_error()
@@ -19,8 +19,8 @@ def progress(line: str = "", stays: bool = False) -> None:
     """Write a line on stderr.
 
     Args:
-        stays: the line is kept, in a file as well. Otherwise it is written on a terminal only, where the next one replaces it; an
-            empty one wipes the last.
+        stays: whether the line stays, also if stderr is a file. Otherwise it is written to a terminal only, and the next line
+            replaces it; an empty one clears it.
     """
     terminal = sys.stderr.isatty()
     if stays or terminal:
@@ -29,8 +29,7 @@ def progress(line: str = "", stays: bool = False) -> None:
 
 
 def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str:
-    """Rows as aligned text: numbers to two decimals (none from 100 on), ``-`` for what is not known. The first two columns are aligned
-    to the left."""
+    """Rows as aligned text: numbers to two decimals (none from 100 on), ``-`` for missing values. The first two columns are left-aligned."""
 
     def show(value: Any) -> str:
         if value is None:

@@ -1,4 +1,4 @@
-"""A clock for calls on a device: by CUDA events, replayed from a CUDA graph where they can be, and the device's two rates."""
+"""A clock for calls on a device (CUDA events, replayed from a CUDA graph if possible), and the device's peak rates."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class Rates(NamedTuple):
     matmul: float
 
     def floor(self, bytes: float, flops: float = 0.0) -> float:
-        """Seconds that nothing can beat: all bytes at the rate of a copy, or all FLOPs at that of a matrix product."""
+        """A lower bound in seconds: all bytes at the rate of a copy, or all FLOPs at that of a matrix product."""
         return max(bytes / self.copy, flops / self.matmul)
 
 
 class Time(NamedTuple):
-    """Seconds of a call, those with the host's launches in, and how they were read: ``graph``, ``events`` or ``host clock``."""
+    """Seconds of a call, seconds with the host's launches, and the source: ``graph``, ``events`` or ``host clock``."""
 
     seconds: float
     eager: float
@@ -33,13 +33,13 @@ class Time(NamedTuple):
 def clock(
     device: torch.device, runs: Sequence[Callable[[], Any]], seconds: float = 0.3, graph: bool = True
 ) -> Time:
-    """Median seconds of a call, over ``runs`` in turn (several sets of inputs, so that none is found in a cache).
+    """Median seconds of a call, over alternating ``runs`` (several sets of inputs, so that none stays in a cache).
 
     Args:
-        seconds: how long to measure. graph: replay the calls from a CUDA graph where they can be captured, so that launches
-            by the host are left out; ``Time.eager`` has them in.
+        seconds: how long to measure. graph: replay the calls from a CUDA graph if they can be captured, so that the host's launches
+            are excluded; ``Time.eager`` includes them.
     """
-    if device.type == "cpu":  # a dry run: what it took this once
+    if device.type == "cpu":  # a dry run: the seconds of one call
         start = perf_counter()
         for run in runs:
             run()
@@ -56,7 +56,7 @@ def clock(
 
 
 def _events(run: Callable[[], Any], seconds: float) -> float:
-    """Median seconds of ``run`` by CUDA events, several calls between two of them if it is short."""
+    """Median seconds of ``run`` by CUDA events, with several calls between two events if it is short."""
     first = _between(run, 1)
     inner = max(1, min(50, int(0.005 / max(first, 1e-7))))
     repeats = max(5, min(200, int(seconds / max(first * inner, 1e-7))))
@@ -74,10 +74,10 @@ def _between(run: Callable[[], Any], inner: int) -> float:
 
 
 def capture(runs: Sequence[Callable[[], Any]]) -> Callable[[], None] | None:
-    """All ``runs`` as one CUDA graph, or ``None`` for something that cannot be captured."""
+    """All ``runs`` as one CUDA graph, or ``None`` if they cannot be captured."""
     graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
     try:
-        torch.cuda.set_sync_debug_mode("error")  # a failed capture leaves a mess: find out before
+        torch.cuda.set_sync_debug_mode("error")  # a failed capture corrupts CUDA's state: detect it before
         try:
             side = torch.cuda.Stream()
             side.wait_stream(current)

@@ -1,4 +1,4 @@
-"""How far an output is from a reference in float64, and how far a verifier's decisions are from the right ones."""
+"""Errors of outputs relative to a float64 reference, and of a verifier's decisions."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 LIMITS = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-4}
-"""The largest relative error of a vector of a result (``worst``) in each type that still counts as correct."""
+"""The largest relative error of a result's vectors (``worst``) that counts as correct, by dtype."""
 
 
 def worst(out: Tensor, reference: Tensor) -> float:
     """The largest ``|out - reference| / |reference|`` of the last dimension's vectors: one wrong head of one query is an error of 1.
 
-    Not finite if anything in ``out`` is not.
+    It is not finite if any value of ``out`` is not.
     """
     exact = reference.double()
     error, size = (out.to(exact.device).double() - exact).norm(dim=-1), exact.norm(dim=-1)
@@ -22,7 +22,7 @@ def worst(out: Tensor, reference: Tensor) -> float:
 
 
 def relative(out: Tensor, reference: Tensor) -> float:
-    """``|out - reference| / |reference|`` over all numbers; not finite if anything in ``out`` is not."""
+    """``|out - reference| / |reference|`` over all values; not finite if any value of ``out`` is not."""
     exact = reference.double()
     size = float(exact.norm())
     error = float((out.to(exact.device).double() - exact).norm())
@@ -32,10 +32,10 @@ def relative(out: Tensor, reference: Tensor) -> float:
 def decision_error(
     made: Any, given: tuple[Any, ...], kind: str, temperature: float, rows: int | None = None
 ) -> float:
-    """How far a number lies outside the interval, in float64, of the decision that was taken; infinite for a wrong greedy one.
+    """How far a random number is outside the float64 interval of the decision that was made; infinite for a wrong greedy decision.
 
     Args:
-        given: as for ``rejection.verify``; the draft comes last. rows: how many of them are looked at, from the first on; all.
+        given: as for ``rejection.verify``; the draft comes last. rows: how many rows to check, from the first on; default: all.
     """
     *others, draft = (None if t is None else t[:rows].cpu() for t in given)
     logits, tokens, size, accept, bonus = (t for t in others if t is not None)
@@ -58,7 +58,7 @@ def decision_error(
             q = (q / temperature).softmax(-1) if kind == "logits" else q
         if not 0 <= n <= N or not 0 <= int(token[b]) < x.shape[-1]:
             return float("inf")
-        for i in range(min(n + 1, N)):  # accepted nodes, and the one that was not
+        for i in range(min(n + 1, N)):  # accepted nodes, and the first rejected one
             t = int(tokens[b, i])
             ratio = float(p[b, i, t] / (1.0 if q is None else q[i, t]))
             over = float(accept[b, i]) - min(ratio, 1.0)

@@ -1,7 +1,7 @@
 """Wall clock of plain decoding, small drafts, MagicDec and SPIRe over a grid of batches and contexts, beside the throughput model.
 
-Methods take turns at each grid point, with the same prompts and seeds. Best k: a short run at k = 4 and one at the k farthest from it
-give the acceptance by position and the time of a round; the two k with the best estimate are measured, and k = 4.
+Methods alternate at each grid point, with the same prompts and seeds. Best k: a short run at k = 4 and one at the k farthest from it
+give the acceptance by position and the time of a round; the two k with the best estimate are measured, besides k = 4.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from specdec.lab.prefill import Group
 from specdec.lab.steady import Measured, Run, steady
 
 SHORT = 8.0
-"""Seconds that a point's measurements take at least, if four times the repeats (where there are more than one) are enough for that."""
+"""The least seconds of a point's measurements: more repeats are run until then, at most four times as many."""
 BARE_REPEATS = 7
 
 
 @dataclass(frozen=True)
 class GridSettings(MethodSettings):
-    """What is measured, and how."""
+    """Settings of a grid measurement."""
 
     batches: tuple[int, ...] = option((1, 2, 4, 8, 16, 32), "rows at a time")
     repeats: int = option(5, "timed runs of each method")
     seconds: float = option(
-        float("inf"), "begin no grid point after so many; the corners come first (default: no limit)"
+        float("inf"), "begin no grid point after this time; the corners come first (default: no limit)"
     )
 
     @property
@@ -43,7 +43,7 @@ class GridSettings(MethodSettings):
 
     @property
     def corners(self) -> list[Point]:
-        """Points with the least and the largest batch and context."""
+        """Points with the smallest and the largest batch and context."""
         ends = [{min(v), max(v)} for v in (self.batches, self.contexts)]
         return [p for p in self.points if all(n in some for n, some in zip(p, ends))]
 
@@ -53,8 +53,8 @@ class Grid:
     """A run over a grid.
 
     Args:
-        first: points that come first, and to which the model is fitted; default: the corners. replayed: a draft's bare step is its share
-            of the chain that it has captured, and all host work is one term; default: not on a CPU.
+        first: points that are measured first, and to which the model is fitted; default: the corners. replayed: a draft's bare step is
+            its share of the captured chain, and all host work is one term; default: on devices other than a CPU.
     """
 
     s: GridSettings
@@ -63,10 +63,10 @@ class Grid:
     replayed: bool | None = None
 
     def measure(self, told: Callable[[list[Row]], None]) -> list[Row]:
-        """The rows of all points that there was time for, of the fitted constants and of the bare steps.
+        """The rows of all points measured in time, of the fitted constants and of the bare steps.
 
         Args:
-            told: is given all rows so far after every point.
+            told: called with all rows so far after every point.
         """
         s, started = self.s, perf_counter()
         if min(*s.batches, *s.lengths, s.new_tokens, s.repeats) < 1:
@@ -98,7 +98,7 @@ class Grid:
                 mids = {(b, c, c + s.new_tokens / 2): found[b, c] for b, c in corners}
                 try:
                     calibrated = fit(self.methods.model, bare, mids, apart=not replayed)
-                except ValueError as why:  # what was measured stands without a model
+                except ValueError as why:  # the measurements are kept without a model
                     progress(f"no model: {why}", stays=True)
             rows = [*grid_rows(found, corners, calibrated, s.new_tokens), *constants(calibrated, bare)]
             told(rows)
@@ -106,7 +106,7 @@ class Grid:
         return rows
 
     def point(self, groups: list[Group]) -> list[Measured]:
-        """All methods in turn: k = 4 and the two k that promise most, after short runs that warm up and say which these are."""
+        """All methods alternately at k = 4 and the two most promising k, which short warm-up runs determine."""
         s, methods = self.s, self.methods
         far = max(methods.lengths, key=lambda k: abs(k - K))
         short = max(1, s.new_tokens // 2)
@@ -124,7 +124,7 @@ class Grid:
             for case in cases:
                 progress(f"{case.method}, k = {case.k} ({turn})")
                 case.runs.append(self.run(case, groups))
-        # What captured a shape is no time of a round, unless there is nothing else.
+        # Runs that captured a shape are excluded, unless there are no others.
         return [replace(case, runs=[r for r in case.runs if not r.captured] or case.runs) for case in cases]
 
     def run(self, case: Measured, groups: list[Group]) -> Run:
@@ -137,9 +137,9 @@ class Grid:
 
 
 def promising(near: Measured, far: Measured, lengths: Iterable[int], count: int = 2) -> list[int]:
-    """The k with the most tokens a second, by the chance of each position to be accepted and a round's time linear in k.
+    """The k with the most tokens a second, estimated from the acceptance rate of each position and a round's time linear in k.
 
-    With k drafted tokens a round makes 1 + a1 + a1 a2 + ... tokens, a_i the share accepted at position i of those that are reached.
+    With k drafted tokens a round has 1 + a1 + a1 a2 + ... tokens, a_i being the acceptance rate at position i if it is reached.
     """
     stats = max(near, far, key=lambda m: m.k).runs[0].stats
     slope = 0.0
@@ -151,6 +151,6 @@ def promising(near: Measured, far: Measured, lengths: Iterable[int], count: int 
         for a in stats.acceptance[:k]:
             chance *= a
             tau += chance
-        # However steep the line, a round of one drafted token is a draft step and a verification at least.
+        # A lower bound for steep lines: a round of one drafted token is at least a draft step and a verification.
         speed[k] = tau / max(near.round_seconds + slope * (k - near.k), near.round_seconds / (near.k + 1))
     return sorted(speed, key=lambda k: -speed[k])[:count]

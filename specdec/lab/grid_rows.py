@@ -1,4 +1,4 @@
-"""Rows of a measured grid: measured and modelled multipliers, constants, how good the model is; and the same as text."""
+"""Rows of a measured grid: measured and modelled multipliers, constants and model errors; and the same as text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from specdec.lab.console import table
 from specdec.lab.steady import Measured
 
 K = 4
-"""The paper's k, at which every method is measured besides its own best."""
+"""The paper's k, at which every method is measured besides its best k."""
 
 Point = tuple[int, int]
 Row = dict[str, Any]
@@ -19,7 +19,7 @@ Row = dict[str, Any]
 def grid_rows(
     found: dict[Point, list[Measured]], corners: set[Point], calibrated: Calibrated | None, new_tokens: int
 ) -> list[Row]:
-    """A row for every method and k that was measured, grid points in order."""
+    """A row for every measured method and k, grid points in order."""
     rows = []
     for (batch, context), cases in sorted(found.items()):
         plain = next(m for m in cases if m.method == "plain")
@@ -42,7 +42,7 @@ def grid_rows(
 
 
 def constants(calibrated: Calibrated | None, bare: list[Bare]) -> list[Row]:
-    """The fitted constants, and the bare steps that they were fitted to."""
+    """Rows of the fitted constants, and of the bare steps that they were fitted to."""
     rows: list[Row] = [
         {"part": "bare", "method": b.what, "batch": b.batch, "context": b.context, "tokens": b.tokens}
         | {"seconds": b.seconds, "modelled_seconds": calibrated.machine.time(b.step) if calibrated else None}
@@ -86,14 +86,14 @@ def winner(methods: dict[str, Row], column: str) -> str:
 
 
 def summary(rows: list[Row], seconds: float) -> list[Row]:
-    """How good the model is where it was not fitted, and where SPIRe stands. Units in the names."""
+    """The model's errors at points that it was not fitted to, and SPIRe's rank. Units are in the names."""
     values: dict[str, Any] = {"wall_seconds": seconds}
     for name, best in (("k4", False), ("best_k", True)):
         points = at_k(rows, best)
         unseen = {p: m for p, m in points.items() if not m["plain"]["fitted"] and m["plain"]["modelled"]}
         if unseen:
             right = [winner(m, "multiplier") == winner(m, "modelled") for m in unseen.values()]
-            # What following the model costs: the best method's speed over that of the one that it names.
+            # The loss from following the model: the best method's speed over that of the model's choice.
             lost = [
                 m[winner(m, "multiplier")]["multiplier"] / m[winner(m, "modelled")]["multiplier"] - 1
                 for m in unseen.values()
@@ -124,7 +124,7 @@ def summary(rows: list[Row], seconds: float) -> list[Row]:
 
 
 def report(rows: list[Row]) -> None:
-    """Print measured multipliers, modelled ones in brackets; * is a point that the model was fitted to."""
+    """Print measured multipliers, modelled ones in brackets; * marks points that the model was fitted to."""
     for title, best in (("k = 4", False), ("each method's best k", True)):
         lines: list[Row] = []
         for (batch, context), methods in at_k(rows, best).items():
@@ -142,7 +142,7 @@ def report(rows: list[Row]) -> None:
         print(table(lines, tuple(lines[0])))
     for part, title in (
         ("constant", "constants"),
-        ("summary", "summary, of points that the model was not fitted to"),
+        ("summary", "summary of the points that the model was not fitted to"),
     ):
         some = [r | {"value": f"{r['value']:.6g}" if isinstance(r["value"], float) else r["value"]}
                 for r in rows if r["part"] == part]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Models by the names that a command line gives."""
+"""Loads models by the names on a command line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The methods that SPIRe is compared with, made of a target and its drafts: decoders, shapes for the throughput model, and prompts."""
+"""SPIRe and the methods it is compared with, for a target and its drafts: decoders, shapes for the throughput model, and prompts."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from specdec.lab.steady import capacity
 from specdec.models import HFModel, Windowed
 
 LEAST_ROWS = 4
-"""Smaller batches decode several groups of prompts, so that a point is not one prompt's luck."""
+"""Smaller batches decode several groups of prompts, to reduce the noise of single prompts."""
 
 
 @dataclass(frozen=True)
 class MethodSettings:
-    """Models, and how they decode."""
+    """Settings of models and decoding."""
 
     target: str = option("pocket-target", "pocket model, hub id or folder")
     draft: str = option("pocket-vanilla", "the vanilla draft, likewise")
     distilled: str = option(
-        "", "a second draft with all of the context, as method distilled_vanilla (default: none)"
+        "", "a second draft that reads the whole context, as method distilled_vanilla (default: none)"
     )
     spire: str = option(
         "pocket-spire",
@@ -42,9 +42,9 @@ class MethodSettings:
     )
     contexts: tuple[int, ...] = option((128, 256, 512, 1024), "prompt tokens")
     lengths: tuple[int, ...] = option(
-        (1, 2, 3, 4, 6, 8), "k among which the best is sought; 4 is always measured (default: 1 2 3 4 6 8)"
+        (1, 2, 3, 4, 6, 8), "candidates for the best k; 4 is always measured (default: 1 2 3 4 6 8)"
     )
-    new_tokens: int = option(20, "a row, on average")
+    new_tokens: int = option(20, "new tokens per row, on average")
     temperature: float = option(1.0, "0 is greedy (default: 1)")
     device: str = option("cpu", "cpu or cuda")
     dtype: Literal["float32", "bfloat16", "float16"] = option("float32", "of weights and caches")
@@ -56,11 +56,11 @@ class MethodSettings:
         "",
         "CUDA graphs of small steps (auto), or the same steps without capturing them (default: neither)",
     )
-    joined: bool = option(False, "join prompts where a context is longer than one of them")
-    seed: int = option(0, "of the first row")
+    joined: bool = option(False, "join prompts for contexts that are longer than a prompt")
+    seed: int = option(0, "seed of the first row")
 
     def model(self, name: str) -> HFModel:
-        """A model by name, as all methods use it."""
+        """A model by name, with these settings."""
         raw, tokenizer = load(name)
         return HFModel(
             raw.to(self.device, getattr(torch, self.dtype)), tokenizer, graphs=self.graphs or False,
@@ -71,7 +71,7 @@ class MethodSettings:
         """The trained SPIRe draft, or an untrained one, whose times are the same.
 
         Raises:
-            SystemExit: there is none.
+            SystemExit: no such draft.
         """
         if self.spire == "untrained":
             return SpireModel.from_target(target)
@@ -90,9 +90,9 @@ class Methods:
     """Decoders of each method and k, over models whose prompts are fed once for all of them.
 
     Attributes:
-        names: ``plain`` first. lengths: of a block, 4 included. model: the shapes, for the throughput model.
+        names: ``plain`` first. lengths: block lengths, 4 included. model: the shapes, for the throughput model.
     Raises:
-        SystemExit: a row would not fit into a model's positions, or no prompt is long enough.
+        SystemExit: a row would exceed a model's positions, or no prompt is long enough.
     """
 
     def __init__(self, s: MethodSettings):
@@ -114,7 +114,7 @@ class Methods:
         self.target = prefilled(target, taps=small.layers)
         windowed = Windowed(draft, window, sinks, block=block)
         self.caching = {"vanilla": prefilled(draft), "windowed": prefilled(windowed)}
-        slots = Window(sinks + window + block - 1)  # all of a ring is read, whatever of it a query sees
+        slots = Window(sinks + window + block - 1)  # a ring is read as a whole, whatever a query sees of it
         big, little = Shape.of(target.model), Shape.of(draft.model)
         costs = {"vanilla": vanilla(little), "windowed": Method("windowed", little, slots)}
         if s.distilled:
@@ -133,7 +133,7 @@ class Methods:
 
     @cached_property
     def prompts(self) -> list[list[int]]:
-        """Ids of held-out prompts, each of the longest context."""
+        """Ids of held-out prompts, each as long as the longest context."""
         longest = max(self.s.contexts)
         every = [self.target.tokenizer(text)["input_ids"] for text in prompts()]
         if self.s.joined:
@@ -147,7 +147,7 @@ class Methods:
         return found
 
     def decoder(self, method: str, k: int) -> Decoder:
-        """A method's decoder with k drafted tokens a round; the same one every time."""
+        """A method's decoder with k drafted tokens a round, cached."""
         if (method, k) not in self._decoders:
             base = decoder(self.target).sampling(temperature=self.s.temperature)
             if method != "plain":
@@ -162,6 +162,6 @@ class Methods:
         for g in range(max(1, LEAST_ROWS // batch)):
             numbers = range(g * batch, (g + 1) * batch)
             texts = [self.prompts[n % len(self.prompts)][:context] for n in numbers]
-            seeds = [self.s.seed + n for n in numbers]  # a prompt that comes again has another seed
+            seeds = [self.s.seed + n for n in numbers]  # repeated prompts get different seeds
             groups.append(group(texts, seeds, room, self.target, list(self.caching.values())))
         return groups

@@ -15,22 +15,23 @@ def option(default: Any, help: str = "", metavar: Any = None) -> Any:
     """A field of a settings dataclass.
 
     Args:
-        help: what the option means; its default is added, unless the text mentions one. metavar: how its value is called in the help; a tuple for an option with that many values.
+        help: the option's help text; the default is appended unless the text mentions one. metavar: the name of the value in the help;
+            a tuple for an option with several values.
     """
     return field(default=default, metadata={"help": help, "metavar": metavar})
 
 
 def parse(kind: type[Settings], description: str | None, words: Sequence[str] | None = None) -> Settings:
-    """The settings that a command line describes; field ``new_tokens`` is option ``--new-tokens``.
+    """Parse a command line into settings; field ``new_tokens`` is option ``--new-tokens``.
 
-    Fields are ``str``, ``int``, ``float``, ``bool`` (``--flag`` and ``--no-flag``), a ``Literal`` of texts, a ``tuple[int, ...]`` or the like (values separated
-    by spaces or commas), a ``tuple[int, int]`` (so many values), or one of these or ``None``.
+    Fields are ``str``, ``int``, ``float``, ``bool`` (``--flag`` and ``--no-flag``), a ``Literal`` of texts, a ``tuple[int, ...]`` or
+    similar (values separated by spaces or commas), a ``tuple[int, int]`` (exactly two values), or one of these or ``None``.
 
     Args:
-        kind: the dataclass; every field has a default. description: of the help, printed as it is. words: default: ``sys.argv[1:]``.
+        kind: the dataclass; every field has a default. description: printed verbatim in the help. words: default: ``sys.argv[1:]``.
     Raises:
-        SystemExit: after ``--help``, and for words that are no options or no values, which are named.
-        TypeError: a field has a type that is none of these.
+        SystemExit: after ``--help``, and for unknown options or invalid values, which the message names.
+        TypeError: a field has another type.
     """
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter

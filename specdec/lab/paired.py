@@ -13,13 +13,13 @@ from specdec.lab.tau import Texts
 
 
 def mean_interval(values: np.ndarray, draws: int = 2000) -> tuple[float, float]:
-    """The 95 % bootstrap interval of the mean of ``values [n]`` (too narrow for a handful of values)."""
+    """The 95 % bootstrap interval of the mean of ``values [n]`` (too narrow for few values)."""
     means = np.random.default_rng(0).choice(values, (draws, len(values))).mean(1)
     return float(np.quantile(means, 0.025)), float(np.quantile(means, 0.975))
 
 
 def part(made: Efficiency, which: np.ndarray) -> Efficiency:
-    """The efficiency on the texts numbered ``which``."""
+    """The efficiency on the texts ``which``."""
     return Efficiency(*(t[torch.from_numpy(which)] for t in made))
 
 
@@ -54,7 +54,7 @@ def intervals(
 def rows_of(
     scores: dict[str, Efficiency], texts: Texts, domains: bool = True, reference: str = "vanilla"
 ) -> list[dict[str, Any]]:
-    """One row a method and domain; acceptance by position, given that the position was reached."""
+    """One row per method and domain; acceptance by position, given that the position was reached."""
     out = []
     groups = ["all", *sorted(set(texts.domain))] if domains else ["all"]
     for domain in groups:

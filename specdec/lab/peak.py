@@ -1,4 +1,4 @@
-"""How much memory a piece of work takes."""
+"""Peak memory of a code block."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import torch
 
 
 class Peak:
-    """A context: peak resident bytes above those at its start, from the kernel's high-water mark (CUDA: the allocator's).
+    """A context manager: peak resident bytes above those at its start, from the kernel's high-water mark (CUDA: the allocator's).
 
     Attributes:
-        bytes: after the context; ``None`` where the system does not tell.
+        bytes: available after the context; ``None`` if the system does not report it.
     """
 
     bytes: int | None = None
 
     def __enter__(self) -> Peak:
         self._base: int | None = None
-        if torch.cuda.is_initialized():  # something runs there
+        if torch.cuda.is_initialized():
             torch.cuda.reset_peak_memory_stats()
             self._base = torch.cuda.memory_allocated()
         else:

@@ -1,4 +1,4 @@
-"""Rounds of pipelined executors, measured beside the time model that is fitted to serial rounds of other sizes in the same run."""
+"""Measured rounds of pipelined executors beside a time model that is fitted to serial rounds of other sizes in the same run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from specdec.types import Round
 
 
 class Part(NamedTuple):
-    """A round of some rows: how many they were, and the seconds of drafting them and of verifying them."""
+    """A round: its number of rows, and the seconds of drafting and of verification."""
 
     rows: int
     draft: float
@@ -27,7 +27,7 @@ class Part(NamedTuple):
 
 
 class Mode(NamedTuple):
-    """How rounds are run: ``serial``, ``steady`` or ``barrier``, by which workers, in how many micro-batches."""
+    """An executor's mode: ``serial``, ``steady`` or ``barrier``, the kind of worker, and the number of micro-batches."""
 
     name: str
     workers: str = ""
@@ -36,11 +36,11 @@ class Mode(NamedTuple):
 
 @dataclass(frozen=True)
 class Comparison:
-    """What is compared.
+    """Settings of a comparison.
 
     Attributes:
-        micro_batches: more than the batch has rows are left out. workers: ``processes`` and ``threads``. rounds: timed rounds of a run.
-            repeats: runs of each mode, in turn; one more warms up.
+        micro_batches: numbers above the batch are left out. workers: ``processes`` and ``threads``. rounds: timed rounds per run.
+            repeats: runs of each mode, alternating, after one to warm up.
     """
 
     micro_batches: tuple[int, ...] = (2, 4)
@@ -113,7 +113,7 @@ class Comparison:
 
 
 class _Enough(Exception):
-    """The timed rounds are over: no others are needed."""
+    """Ends a run after the timed rounds."""
 
 
 def timed(
@@ -122,7 +122,7 @@ def timed(
     """Seconds of a round of all rows, over the middle of a run in which no row ends, and its parts.
 
     Args:
-        rounds: how many are timed. micro: micro-batches of a round.
+        rounds: number of timed rounds. micro: micro-batches of a round.
     """
     marks: list[float] = []
     parts: list[Part] = []
@@ -142,7 +142,7 @@ def timed(
 
 
 class _Waited:
-    """Mixed into a draft: a proposal is there when ``propose`` returns, so that its seconds are those of the device's work."""
+    """Mixed into a draft: ``propose`` waits for the device, so that its seconds include the device's work."""
 
     def propose(self, *args: Any) -> Any:
         answer = super().propose(*args)  # type: ignore[misc]
@@ -151,7 +151,7 @@ class _Waited:
 
 
 def waited(decoder: Decoder) -> Decoder:
-    """A decoder whose rounds' seconds are the stages' own, on a GPU, too; there a draft otherwise only hands its work over."""
+    """A decoder whose stage seconds are right on a GPU, too, where ``propose`` otherwise returns before the device is done."""
     if torch.device(getattr(decoder.target, "device", "cpu")).type != "cuda":
         return decoder
     draft: Any = object.__new__(

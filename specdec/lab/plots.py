@@ -1,4 +1,4 @@
-"""What the recipes' figures share: panels without a window system, heat maps over batch and context, files."""
+"""Shared code of the recipes' figures: panels without a window system, heat maps over batch and context, files."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 
 STYLE: Any = {"font.size": 10}
 BARE: Any = {"axes.spines.top": False, "axes.spines.right": False}
-"""Settings of matplotlib: for every figure, and for those whose panels have no frame."""
+"""Settings of matplotlib: for all figures, and for those with bare panels."""
 
 
 def needed() -> None:
-    """Ask for matplotlib before anything is measured.
+    """Check for matplotlib before anything is measured.
 
     Raises:
-        SystemExit: it is not installed; the message says how to get it.
+        SystemExit: it is not installed; the message says how to install it.
     """
     try:
         import matplotlib.figure  # noqa: F401
@@ -31,7 +31,8 @@ def panels(
     """A figure and its panels ``[rows, columns]``.
 
     Args:
-        size: inches. bare: without the upper and the right side of the frames. how: for ``Figure.subplots``; ``layout`` is the figure's.
+        size: inches. bare: without the upper and the right side of the frames. how: arguments of ``Figure.subplots``, and ``layout``
+            of the figure.
     """
     import matplotlib
     from matplotlib.figure import Figure
@@ -42,7 +43,7 @@ def panels(
 
 
 def save(folder: str | Path, name: str, drawing: Any, dpi: int = 110) -> str:
-    """Write ``<folder>/<name>.png``; returns the file."""
+    """Write ``<folder>/<name>.png``; returns its path."""
     import matplotlib
 
     file = Path(folder) / f"{name}.png"
@@ -61,7 +62,7 @@ def short(n: int) -> str:
 
 
 def around_one(top: float, least: float) -> Any:
-    """Colours of ratios: white is 1, red is below, blue is above up to ``top``, ``least`` at least."""
+    """Colour norm for ratios: white is 1, red below, blue above, up to ``max(top, least)``."""
     from matplotlib.colors import TwoSlopeNorm
 
     return TwoSlopeNorm(vcenter=1, vmin=0, vmax=max(least, top))
@@ -76,10 +77,10 @@ def heat(
     after: Callable[[tuple[int, int]], str] = lambda at: "",
     italic: Collection[tuple[int, int]] = (),
 ) -> Any:
-    """A heat map with its values written in: a line for each batch, a column for each context.
+    """A heat map with printed values: a line per batch, a column per context.
 
     Args:
-        value: by (batch, context). after: text below a value. italic: points that are set in italics.
+        value: by (batch, context). after: text below a value. italic: points whose text is italic.
     Returns:
         the image, for ``scale``.
     """
@@ -100,6 +101,6 @@ def heat(
 
 
 def scale(drawing: Any, image: Any, box: tuple[float, float, float, float]) -> None:
-    """The scale of colours, in a box of the figure."""
+    """Draw the colour bar in a box of the figure."""
     bar = drawing.colorbar(image, cax=drawing.add_axes(box))
     bar.outline.set_visible(False)

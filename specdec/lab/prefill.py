@@ -1,4 +1,4 @@
-"""Prompts that are fed once for many decoders: models whose caches begin after a prompt that was fed before."""
+"""Feeds prompts once for many decoders: models whose new caches already hold a prompt."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from specdec.types import Context, Fed, Proposal, Scores
 
 @dataclass(frozen=True)
 class Prefill:
-    """A model's cache after a prompt, and, of a target, what it said there."""
+    """A model's cache after a prompt and, for a target, its scores of the prompt."""
 
     context: Context
     cache: Any
@@ -23,14 +23,14 @@ class Prefill:
 
 
 class PrefilledDraft:
-    """Mixed into a model: ``cache`` gives the one that holds the prompts at hand (``at``).
+    """Mixed into a model: ``cache`` returns the one that holds the current prompts (``at``).
 
-    Everything after the prompt is taken back by the cache's own means, a change of lengths. Rings forget what they have overwritten,
-    so of these a copy is given. Valid while no row leaves the batch.
+    Tokens after the prompt are rolled back by changing lengths. A ring loses overwritten entries, so a copy of it is returned.
+    Valid while no row leaves the batch.
     """
 
     at: Prefill | None = None
-    plain: Any = None  # the model as it was
+    plain: Any = None  # the original model
 
     def feed(self: Any, context: Context, capacity: int) -> Prefill:
         """Feed the prompts as a draft does: all but their last token."""
@@ -46,18 +46,18 @@ class PrefilledDraft:
             )
         if not isinstance(at.cache, RingCache):
             return at.cache
-        new = super().cache(batch, at.cache.capacity)  # type: ignore[misc]  # in memory that captured steps know, if any
+        new = super().cache(batch, at.cache.capacity)  # type: ignore[misc]  # reuses the memory of captured steps, if any
         new.fill(at.cache)
         return new
 
 
 class PrefilledTarget(PrefilledDraft):
-    """Of a target: ``score`` of the prompts gives what was said there before."""
+    """The target's version: ``score`` of the prompts returns the stored scores."""
 
     taps: tuple[int, ...] = ()
 
     def feed(self: Any, context: Context, capacity: int) -> Prefill:
-        """Feed the prompts to their end, and keep the activations of ``taps``."""
+        """Feed the whole prompts, and store the activations of ``taps``."""
         cache = super(PrefilledDraft, self).cache(context.batch, capacity)  # type: ignore[misc]
         return Prefill(context, cache, super().score(cache, context, taps=self.taps))  # type: ignore[misc]
 
@@ -73,7 +73,7 @@ class PrefilledTarget(PrefilledDraft):
         at = self.at
         if at is None or at.scores is None or proposal is not None or context is not at.context:
             return super().score(cache, context, proposal, start, rows, taps)  # type: ignore[misc]
-        cache.matched(context)  # takes back what an earlier run has added
+        cache.matched(context)  # rolls back the tokens of an earlier run
         fed = at.scores.fed
         if not taps:
             return Scores(at.scores.logits)
@@ -87,10 +87,10 @@ class PrefilledTarget(PrefilledDraft):
 
 
 def prefilled(model: Any, taps: Sequence[int] | None = None) -> Any:
-    """``model`` as one whose prompts are fed by ``group``; the weights are shared.
+    """A copy of ``model`` whose prompts are fed by ``group``; the weights are shared.
 
     Args:
-        taps: of a target: layers whose activations drafts may ask for, which may be none. ``None`` for a draft.
+        taps: for a target, the (possibly empty) layers whose activations drafts may request. ``None`` for a draft.
     """
     kind = PrefilledDraft if taps is None else PrefilledTarget
     made: Any = object.__new__(
@@ -111,7 +111,7 @@ class Group:
     prefills: list[tuple[Any, Prefill]]
 
     def use(self) -> None:
-        """Let the models' next caches hold these prompts."""
+        """Make the models' next caches hold these prompts."""
         for model, at in self.prefills:
             model.at = at
 
@@ -119,10 +119,10 @@ class Group:
 def group(
     rows: Sequence[Sequence[int]], seed: list[int], capacity: int, target: Any, drafts: Sequence[Any]
 ) -> Group:
-    """Feed prompts to the target and to drafts that keep a cache of their own.
+    """Feed prompts to the target and to drafts with a cache.
 
     Args:
-        rows: ids of the prompts. seed: of each row. capacity: tokens that a row may come to have. target, drafts: made by ``prefilled``.
+        rows: ids of the prompts. seed: of each row. capacity: the most tokens of a row. target, drafts: made by ``prefilled``.
     """
     context = Context.of([list(row) for row in rows], capacity=capacity)
     with torch.inference_mode():

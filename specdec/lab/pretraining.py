@@ -1,4 +1,4 @@
-"""Training a small Llama from nothing for a given time: Muon and AdamW over float32 weights, bf16 arithmetic, resumable."""
+"""Pretrains a small Llama for a given time: Muon and AdamW on float32 weights, bf16 arithmetic, resumable."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from specdec.lab.streams import Streams
 
 
 class Sizes(NamedTuple):
-    """Of a Llama: hidden size, layers, heads (as many for keys), intermediate size, and a head's size, 0 for hidden / heads."""
+    """Sizes of a Llama: hidden size, layers, heads (as many KV heads), intermediate size, and head size (0: hidden / heads)."""
 
     hidden: int
     layers: int
@@ -34,22 +34,22 @@ class Sizes(NamedTuple):
 
 @dataclass(frozen=True)
 class Pretraining(Streams):
-    """How models are trained on the streams."""
+    """Training settings."""
 
     micro_batch: int = option(4, "sequences in one forward")
     batch: int = option(4, "sequences in one optimiser step")
     muon_lr: float = option(0.02, "body matrices")
-    adam_lr: float = option(0.006, "embedding and norms")
-    weight_decay: float = option(0.02, "times the learning rate, body matrices only")
-    warmup: float = option(0.02, "share of the time to rise")
-    decay: float = option(0.7, "share of the time to fall linearly to zero")
+    adam_lr: float = option(0.006, "learning rate of embedding and norms")
+    weight_decay: float = option(0.02, "weight decay times the learning rate, body matrices only")
+    warmup: float = option(0.02, "share of the time in which the learning rate rises")
+    decay: float = option(0.7, "share of the time in which the learning rate falls linearly to zero")
     attention: str = option("block", '"block": matmuls by query block, faster on CPU; "sdpa": PyTorch\'s')
     compile: bool = option(True, "torch.compile")
     checkpoint_minutes: float = option(4.0, "time between checkpoints")
 
     def model(self, sizes: Sizes) -> LlamaForCausalLM:
         """An untrained model in float32, its weights drawn with the seed."""
-        made: Any = LlamaConfig  # whose keywords its base class takes are not in its signature
+        made: Any = LlamaConfig  # its signature lacks the keywords of its base class
         config = made(
             vocab_size=self.vocabulary, hidden_size=sizes.hidden, num_hidden_layers=sizes.layers,
             num_attention_heads=sizes.heads, num_key_value_heads=sizes.heads, intermediate_size=sizes.intermediate,
@@ -60,7 +60,7 @@ class Pretraining(Streams):
         return LlamaForCausalLM(config)
 
     def rate(self, progress: float) -> float:
-        """Learning-rate factor at a share of the training time: up, level, then linearly to zero."""
+        """Learning-rate factor at a share of the training time: warmup, constant, then linear decay to zero."""
         return max(0.0, min(1.0, progress / self.warmup, (1 - progress) / self.decay))
 
     def train(
@@ -70,11 +70,11 @@ class Pretraining(Streams):
         minutes: float,
         snapshot: tuple[float, Callable[[Any, Any], None]] | None = None,
     ) -> tuple[LlamaForCausalLM, dict[str, Any]]:
-        """Train until the time is up, from the last checkpoint in the work folder if there is one.
+        """Train for a given time, from the last checkpoint in the work folder if there is one.
 
         Args:
-            name: of the checkpoint. minutes: of wall time; the schedule follows the clock. snapshot: minutes, and what is then given the
-                model so far and its summary.
+            name: of the checkpoint. minutes: of wall time; the schedule follows the clock. snapshot: minutes, and a function that is
+                called then with the model so far and its summary.
         Returns:
             the model in bf16, and ``step``, ``tokens``, ``minutes``, ``budget`` and ``curve`` of the run.
         Raises:
@@ -103,7 +103,7 @@ class Pretraining(Streams):
 
 
 class _Training:
-    """Weights in float32 beside the bf16 ones that the matrix products use, optimisers, data, and what was seen so far."""
+    """float32 weights, the bf16 copies used in matrix products, optimisers, data, and progress."""
 
     def __init__(self, s: Pretraining, name: str, sizes: Sizes):
         self.s, self.path = s, Path(s.work) / f"{name}.pt"
@@ -169,7 +169,7 @@ class _Training:
         self.losses = [*self.losses[-49:], torch.stack(losses).mean()]
 
     def recent(self) -> float:
-        """The mean loss of the last steps."""
+        """The mean loss of recent steps."""
         value = float(torch.stack(self.losses).mean()) if self.losses else math.nan
         if self.losses and not math.isfinite(value):
             raise FloatingPointError(

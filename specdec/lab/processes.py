@@ -1,4 +1,4 @@
-"""Functions called in a process with another environment, to compare what a process decides once, at its start."""
+"""Calls functions in a process with another environment, to compare settings that are fixed when a process starts."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from multiprocessing import get_context
 from typing import Any
 
 Call = Callable[..., Any]
-"""``call(function, *arguments)`` calls in the other process and returns here; functions of a module, and values that pickle."""
+"""``call(function, *arguments)`` runs a module's function in the other process; arguments and results are pickled."""
 
 
 @contextmanager
 def apart(**environment: str) -> Iterator[Call]:
-    """One process for all calls in the context, which waits between them; its exceptions are raised here.
+    """One process for all calls in the context; its exceptions are raised here.
 
     Args:
-        environment: variables that are set there before the functions' module is imported.
+        environment: variables that are set before the functions' module is imported.
     """
     with ProcessPoolExecutor(1, get_context("spawn"), initializer=_set, initargs=(environment,)) as pool:
         yield lambda function, *arguments: pool.submit(function, *arguments).result()

@@ -1,4 +1,4 @@
-"""What the command lines of recipes have in common: threads, seed, a JSON report, and figures."""
+"""The common options of recipes: threads, seed, a JSON report, and figures."""
 
 from __future__ import annotations
 
@@ -19,38 +19,38 @@ class Recipe:
     """The base of a recipe's settings."""
 
     threads: int = option(1, "torch threads")
-    seed: int = option(0, "of all that is drawn (default: 0)")
+    seed: int = option(0, "random seed (default: 0)")
     json: str | None = option(None, "write the rows as JSON", metavar="FILE")
 
     def begin(self) -> None:
-        """Set the threads, and switch off advice between the lines of a table."""
+        """Set the number of threads, and silence transformers' advice."""
         torch.set_num_threads(self.threads)
         quiet()
 
     def save(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Write the report, if one is asked for."""
+        """Write the report if ``json`` is set."""
         if self.json:
             write(self.json, rows, self.seed)
 
 
 @dataclass(frozen=True)
 class Plotted(Recipe):
-    """The base of a recipe's settings that draws figures."""
+    """The base of the settings of recipes that draw figures."""
 
     plots: str | None = option(None, "write PNGs into this folder (needs matplotlib)", metavar="DIR")
 
     def begin(self) -> None:
-        """As of every recipe.
+        """As ``Recipe.begin``.
 
         Raises:
-            SystemExit: plots are asked for and matplotlib is missing.
+            SystemExit: ``plots`` is set and matplotlib is missing.
         """
         super().begin()
         if self.plots:
             plots.needed()
 
     def draw(self, drawings: Mapping[str, Callable[[], Any]], dpi: int = 110) -> None:
-        """Write figures, by the names of their files, if they are asked for; each is made when its turn comes."""
+        """Make and write figures, by file name, if ``plots`` is set."""
         if self.plots:
             files = [plots.save(self.plots, name, make(), dpi) for name, make in drawings.items()]
             print("\nplots:", ", ".join(files))

@@ -1,4 +1,4 @@
-"""The one shape of a measurement's JSON: ``{"meta": {command, date, versions, machine, seed}, "rows": [{...}, ...]}``."""
+"""The format of a measurement's JSON: ``{"meta": {command, date, versions, machine, seed}, "rows": [{...}, ...]}``."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def meta(seed: int | None = None, packages: Iterable[str] = ()) -> dict[str, Any
 
 
 def command() -> str:
-    """The command line, with the script's path from ``recipes`` on and absolute paths cut to their last part."""
+    """The command line, with the script's path from ``recipes`` on and absolute paths shortened to their last part."""
     script = Path(sys.argv[0])
     parts = script.parts
     start = parts.index("recipes") if "recipes" in parts else -1
@@ -52,7 +52,7 @@ def _short(word: str) -> str:
 
 
 def machine() -> str:
-    """Cores that this process may use, CPU model, memory, and the GPU if there is one."""
+    """The cores that this process may use, CPU model, memory, and GPU if any."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     parts = [f"{cores} core{'' if cores == 1 else 's'}", _cpu()]
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
@@ -82,9 +82,9 @@ def write(
     packages: Iterable[str] = (),
     about: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write flat ``rows`` with ``about`` (``meta(seed, packages)``) to ``path``; numbers that JSON does not know (NaN, inf) become null.
+    """Write flat ``rows`` with ``about`` (``meta(seed, packages)``) to ``path``; NaN and infinities become null.
 
-    The file is whole at any time: a process that is killed meanwhile leaves the one that was there.
+    The file is replaced atomically: a process that is killed meanwhile leaves the old one.
     """
     report = {
         "meta": meta(seed, packages) if about is None else about,
@@ -98,7 +98,7 @@ def write(
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON knows it."""
+    """A value as JSON can express it."""
     if hasattr(value, "item"):  # numpy and torch scalars
         value = value.item()
     if isinstance(value, float) and not math.isfinite(value):

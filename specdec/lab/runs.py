@@ -1,4 +1,4 @@
-"""Timed runs of several methods in turn: decode time without the prefill, and one shape of a row for all of them."""
+"""Alternating timed runs of several methods: decode time without the prefill, in rows of one format."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Sample:
     """One timed run: decoded tokens and seconds, both from the end of the first round to the end of the last.
 
     Attributes:
-        tau: tokens a round and row. full: seconds, tokens and rows times rounds of the rounds in which no row of the batch had ended
-            or was about to; stages: what these rounds' seconds went to.
+        tau: tokens per round and row. full: seconds, tokens and rows times rounds, over the rounds in which no row of the batch had
+            ended or was about to. stages: seconds of these rounds by stage.
     """
 
     tokens: int
@@ -39,7 +39,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Case:
-    """One line of a table: what is run, and its repeats so far."""
+    """One line of a table: a configuration, and its samples so far."""
 
     engine: str
     method: str
@@ -60,7 +60,7 @@ class Case:
         return self.samples[-1].tau
 
     def row(self, plain: Case | None, share: float | None = None) -> dict[str, Any]:
-        """The row of a report. ``plain``: the case that it is compared with; ``share``: of the ideal speed."""
+        """The row of a report. ``plain``: the case to compare with. ``share``: of the ideal speed."""
         peaks = [s.peak_bytes for s in self.samples if s.peak_bytes is not None]
         names = ("engine", "method", "batch", "context", "temperature", "k")
         return {name: getattr(self, name) for name in names} | {
@@ -73,10 +73,10 @@ class Case:
 
 
 def interleave(cases: Sequence[Case], repeats: int, tell: Callable[[str], None]) -> None:
-    """Run all cases in turn, ``repeats`` times over, so that a slow minute of the machine falls on all of them alike.
+    """Run all cases alternately, ``repeats`` times, so that a slow minute of the machine affects all of them.
 
     Args:
-        tell: is told what runs next.
+        tell: called with a line that names the next run.
     """
     for r in range(repeats):
         for case in cases:
@@ -92,7 +92,7 @@ def decode(
     """All prompts through ``decoder`` in batches, timed from the end of each batch's prefill round.
 
     Args:
-        batch: rows at a time. seed: of the first prompt; each one has a seed of its own.
+        batch: rows at a time. seed: of the first prompt; each prompt has its own seed.
     """
     tokens, seconds, ids = 0, 0.0, []
     full_tokens = full_rounds = 0
@@ -100,7 +100,7 @@ def decode(
     for i in range(0, len(prompts), batch):
         some = [list(p) for p in prompts[i : i + batch]]
         marks: list[float] = []
-        all_in: list[tuple[int, int]] = []  # of each round: tokens and rows, while all rows are in flight
+        all_in: list[tuple[int, int]] = []  # tokens and rows of each round, while all rows are active
 
         def look(round: Round, marks: list[float] = marks, all_in: list[Any] = all_in) -> None:
             marks.append(perf_counter())

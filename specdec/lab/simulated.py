@@ -1,4 +1,4 @@
-"""A simulated world for selectors: requests, arms, tokens and seconds, and the oracle that knows all of it (SPIN, arXiv 2503.15921)."""
+"""A simulation for selectors: requests, arms, tokens and seconds, and an oracle that knows the goodputs (SPIN, arXiv 2503.15921)."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from specdec.selectors.matching import assign
 from specdec.types import Context, Feedback
 
 BLOCK = 5  # drafted tokens a round
-SECONDS = np.array([0.8, 0.9, 1.0, 1.2, 1.5])  # of a round, by arm; the unit is the fixed arm 2's round
-SCALE = (BLOCK + 1) / SECONDS.min()  # no round gives more tokens a second
+SECONDS = np.array([0.8, 0.9, 1.0, 1.2, 1.5])  # of a round, by arm; the unit is arm 2's round
+SCALE = (BLOCK + 1) / SECONDS.min()  # an upper bound of a round's tokens a second
 # Goodput [types, arms]. ALIKE: the last arm has the most tokens a round, arm 1 the most a second; CLOSE: two arms 2 % apart;
 # TYPES: three types of requests; APART: three types, wide gaps.
 ALIKE = np.array([[2.4, 3.0, 2.7, 2.1, 2.2]])
@@ -28,11 +28,11 @@ APART = np.array([[3.0, 1.6, 1.6, 1.2, 1.0], [1.4, 1.6, 3.0, 1.6, 1.4], [1.3, 1.
 
 @dataclass(frozen=True)
 class Scenario:
-    """What a selector meets.
+    """A setting of the simulation.
 
     Attributes:
-        goodput: ``goodput(slot) [types, arms]``, tokens a second. requests: rows at a time. slots: rounds. seeds: how many runs.
-        capacities: rows of each arm; ``None``: every arm takes all. life: least and most rounds of a request; ``None``: for ever.
+        goodput: ``goodput(slot) [types, arms]``, tokens a second. requests: rows at a time. slots: rounds. seeds: number of runs.
+        capacities: rows of each arm; ``None``: unlimited. life: fewest and most rounds of a request; ``None``: unlimited.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Scenario:
 
 
 class Numbers:
-    """The decisions of a simulated run: the protocol of ``Rng`` on one sequential generator, because keyed numbers are slower."""
+    """The ``Rng`` of a simulated run, on one sequential generator, because keyed numbers are slower."""
 
     def __init__(self, generator: np.random.Generator):
         self.generator = generator
@@ -94,11 +94,11 @@ def checkpoints(slots: int) -> list[int]:
 def simulate(
     scenario: Scenario, make: Callable[[np.ndarray], Any], numbers: list[int]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Regret and the oracle's seconds, both ``[checkpoints, seeds]`` and per request at a time.
+    """Regret and the oracle's seconds, both ``[checkpoints, seeds]`` and per concurrent request.
 
     Args:
-        make: ``make(types)`` gives the selector; ``types [request]`` is the type of each request number, for pools keyed by type.
-        numbers: seeds. Several at once are replicas: they share the selector's state but not a single number of it.
+        make: ``make(types)`` returns the selector; ``types [request]`` is the type of each request, for pools keyed by type.
+        numbers: seeds. Several seeds run as independent replicas in one selector state.
     """
     noise = np.random.default_rng(numbers)
     R, B = len(numbers), len(numbers) * scenario.requests
@@ -156,7 +156,7 @@ def simulate(
 
 
 def overhead(selector: Any, batch: int, room: int, calls: int) -> tuple[float, float]:
-    """Median milliseconds of a select and of an update with the library's own keyed numbers, ``room`` rows an arm."""
+    """Median milliseconds of a select and of an update with the library's keyed generator, ``room`` rows per arm."""
     arms, noise = len(SECONDS), np.random.default_rng(0)
     state, rng = selector.init(arms), Philox(seeds(0, batch))
     capacities, times = torch.full((arms,), room), np.zeros((calls, 2))
@@ -178,7 +178,7 @@ def overhead(selector: Any, batch: int, room: int, calls: int) -> tuple[float, f
 
 
 def drawn(u: np.ndarray, log_accept: np.ndarray) -> np.ndarray:
-    """Tokens of a round: one more than the accepted ones of a block, each accepted with the same chance after the last."""
+    """Tokens of a round: one more than the accepted tokens of a block, each accepted with the same probability after the last."""
     return 1.0 + np.minimum(BLOCK, np.floor(np.log(np.maximum(u, 1e-300)) / log_accept))
 
 
@@ -188,14 +188,14 @@ def stationary(table: np.ndarray) -> Callable[[int], np.ndarray]:
 
 
 def abrupt(table: np.ndarray, every: int) -> Callable[[int], np.ndarray]:
-    """The arms' goodputs move on by two places every ``every`` slots."""
+    """The arms' goodputs rotate by two places every ``every`` slots."""
     tables = [np.roll(table, 2 * i, axis=1) for i in range(table.shape[1])]
     tables = [np.maximum(x, 1.02 / SECONDS) for x in tables]
     return lambda slot: tables[slot // every % len(tables)]
 
 
 def slow(period: int, steps: int = 200) -> Callable[[int], np.ndarray]:
-    """Every arm's goodput swings between 1.8 and 3 tokens a second, one after the other, in ``steps`` steps a period."""
+    """Each arm's goodput oscillates between 1.8 and 3 tokens a second, out of phase, in ``steps`` steps per period."""
     phase = np.arange(len(SECONDS)) / len(SECONDS)
     tables = [(2.4 + 0.6 * np.cos(2 * np.pi * (i / steps - phase)))[None] for i in range(steps)]
     return lambda slot: tables[slot * steps // period % steps]

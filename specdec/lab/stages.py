@@ -1,7 +1,7 @@
-"""Where a round's time goes: exclusive seconds of specdec's own functions while a decoder runs, without touching any of them.
+"""A profile of rounds: exclusive seconds of specdec's functions while a decoder runs, without patching any of them.
 
-Python tells the profiler of every call (``sys.setprofile``). What a function of the package takes is its own time, with what it calls
-outside of the package (PyTorch, transformers), and without what it calls inside of it.
+Python reports every call to a profiler (``sys.setprofile``). The time of a function of the package includes the calls that it makes
+outside of the package (PyTorch, transformers), and excludes those inside.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from specdec.lab.prefill import Group
 from specdec.lab.steady import steady
 
 PACKAGE = Path(__file__).resolve().parents[1]
-LEAST = 0.01  # share of a round that a function takes to be shown
+LEAST = 0.01  # functions below this share of a round are not shown
 
 
 class Stages:
-    """Exclusive seconds and calls by (side, function), while it watches and is on.
+    """Exclusive seconds and calls by (side, function), while watching and counting.
 
     Args:
-        sides: the side that a function and all that it calls belong to, by its code (``sides``); the outermost one counts, and
-            ``rest`` is everything else's.
-        waits: the device is waited for where a function begins and ends, so that its seconds are the device's work, too.
+        sides: the side (draft, target) of a function and all of its calls, by the function's code (``sides``); the outermost one
+            counts, and everything else is ``rest``.
+        waits: wait for the device where a function begins and ends, so that its seconds include the device's work.
     Attributes:
         seconds, calls: by (side, name); a name is module and function, ``models.hf: HFModel.score``.
     """
@@ -48,13 +48,13 @@ class Stages:
         self._since = 0.0
 
     def clock(self, runs: bool) -> None:
-        """Count from now on, or not."""
+        """Start or stop counting."""
         self._spent()
         self._on = runs
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """While the body runs, this thread's calls are watched; a profiler that was there before comes back afterwards."""
+        """Watch this thread's calls in the body; an earlier profiler is restored afterwards."""
         before = sys.getprofile()
         self._stack, self._since = [], perf_counter()
         sys.setprofile(self._look)
@@ -79,18 +79,18 @@ class Stages:
             self._stack.append((side, name))
             if self._on:
                 self.calls[side, name] += 1
-        elif self._stack:  # what was entered before it was watched is not on it
+        elif self._stack:  # calls entered before watching are not on the stack
             self._stack.pop()
 
     def _spent(self) -> None:
-        """Charge the time since the last event to the function that runs."""
+        """Charge the time since the last event to the current function."""
         now = perf_counter()
         if self._on and self._stack:
             self.seconds[self._stack[-1]] += now - self._since
         self._since = now
 
     def _named(self, code: CodeType) -> str | None:
-        """A function's name, ``None`` for one that is neither the package's nor the beginning of a side."""
+        """A function's name; ``None`` if it is neither the package's nor the beginning of a side."""
         file, name = Path(code.co_filename), None
         if file.is_relative_to(PACKAGE) and not file.is_relative_to(PACKAGE / "lab"):
             name = f"{'.'.join(file.relative_to(PACKAGE).with_suffix('').parts)}: {code.co_qualname}"
@@ -112,10 +112,10 @@ def sides(decoder: Decoder) -> dict[CodeType, str]:
 
 
 def profile(method: str, decoder: Decoder, groups: Sequence[Group], new_tokens: int) -> Stages:
-    """Print the parts of a round, in milliseconds; a plain run before says what watching itself costs.
+    """Print the parts of a round, in milliseconds, and a plain run's time, which shows the profiler's overhead.
 
     Args:
-        method: what the decoder is called. groups, new_tokens: as for ``steady``.
+        method: the decoder's name. groups, new_tokens: as for ``steady``.
     """
     steady(decoder, groups, new_tokens)
     plain = steady(decoder, groups, new_tokens)

@@ -1,4 +1,4 @@
-"""A target's states on training text, cached in a folder: of the pocket corpus's streams, or of any text data set."""
+"""A target's states on training text, cached in a folder: from the pocket corpus's streams, or from any text data set."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class First:
         return min(self.count, len(self.data))
 
     def take(self, which: Sequence[int]) -> Batch:
-        """The sequences of some numbers."""
+        """The sequences with these indices."""
         return self.data.take(which)
 
 
@@ -49,12 +49,13 @@ def stream_states(
     shares: Sequence[float] = (),
     label: str = "",
 ) -> First:
-    """The target's states of the first ``tokens`` of the corpus, made in bf16 where they are not there yet.
+    """The target's states on the first ``tokens`` of the corpus, computed in bf16 unless they are cached.
 
     Args:
-        layers: whose inputs are wanted. shares: of the domains, if not the mixture's. label: tells folders of other shares apart.
+        layers: the layers whose inputs to store. shares: of the domains, if not the mixture's. label: distinguishes folders of other
+            shares.
     Raises:
-        SystemExit: the streams are of another tokenizer.
+        SystemExit: the streams were made with another tokenizer.
     """
     count = max(1, tokens // streams.length)
     folder = _folder(streams.work, f"{label}{split}", target, layers)
@@ -98,7 +99,7 @@ def text_states(
     """States of ``tokens`` of a data set's text, after the first ``skip`` sequences of ``length`` tokens.
 
     Args:
-        dataset: as for ``packed``. column: of the texts. layers: whose inputs are wanted.
+        dataset: as for ``documents``. column: of the texts. layers: the layers whose inputs to store.
     """
     count = max(1, tokens // length)
     folder = _folder(work, hash_of((dataset, column, skip, length)), target, layers)
@@ -110,7 +111,7 @@ def text_states(
 
 
 def held(folder: Path, target: Any) -> int:
-    """How many sequences' states are in a folder."""
+    """How many sequences' states a folder holds."""
     return len(States(folder, target)) if (folder / "states.json").exists() else 0
 
 
@@ -118,7 +119,7 @@ def documents(dataset: str, column: str) -> Iterator[str]:
     """The texts of a data set: a .txt file, a saved or plain folder, or a hub id (read as a stream).
 
     Raises:
-        SystemExit: it has no such column.
+        SystemExit: no such column.
     """
     import datasets
 
@@ -136,7 +137,7 @@ def documents(dataset: str, column: str) -> Iterator[str]:
 
 
 def packed(tokenizer: Any, texts: Iterable[str], length: int, count: int, skip: int = 0) -> Iterator[Tensor]:
-    """``count`` sequences ``[1, length + 1]`` of texts joined by the end token, after the first ``skip`` ones."""
+    """``count`` sequences ``[1, length + 1]`` of texts joined by the end token, after the first ``skip`` sequences."""
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     ids: list[int] = []
     for text in texts:

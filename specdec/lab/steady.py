@@ -1,7 +1,7 @@
 """Steady decoding for measurements: no row leaves the batch before the clock stops.
 
-A batch whose rows end one after another measures its stragglers too; a server fills their places. Here every row goes on until the
-batch as a whole has produced its tokens, as in the throughput models that the figures are compared with.
+A batch whose rows end one after another includes rounds of few stragglers, whereas a server refills the batch. Here every row
+continues until the batch as a whole has produced its tokens, as in the throughput models that the figures are compared with.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Run:
     """One timed run of a method over all groups of prompts.
 
     Attributes:
-        captured: a shape was captured while the clock ran.
+        captured: whether a shape was captured while the clock ran.
     """
 
     tokens: int
@@ -45,13 +45,13 @@ class Run:
         return self.seconds / self.rounds
 
     def stage(self, name: str) -> float:
-        """Seconds a round in one stage: ``draft``, ``target``, ``verify`` or ``other``."""
+        """Seconds per round in one stage: ``draft``, ``target``, ``verify`` or ``other``."""
         return self.stats.seconds[name] / self.rounds
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Repeats of one method at one k and grid point. Every repeat draws the same numbers, so that only times differ."""
+    """Repeats of one method at one k and grid point. Every repeat uses the same random numbers, so only times differ."""
 
     method: str
     k: int
@@ -68,11 +68,11 @@ class Measured:
 
     @property
     def tau(self) -> float:
-        """Tokens a round and row."""
+        """Tokens per round and row."""
         return self.runs[0].stats.tau
 
     def stage(self, name: str) -> float:
-        """Median seconds a round in one stage."""
+        """Median seconds per round in one stage."""
         return median(run.stage(name) for run in self.runs)
 
 
@@ -82,10 +82,10 @@ def steady(
     new_tokens: int,
     clock: Callable[[bool], None] = lambda runs: None,
 ) -> Run:
-    """Decode each group until it has ``new_tokens`` more tokens a row on average; the clock starts after the prefill round.
+    """Decode each group until it has ``new_tokens`` more tokens per row on average; the clock starts after the prefill round.
 
     Args:
-        clock: is told when the clock starts (``True``) and stops.
+        clock: called with True when the clock starts and False when it stops.
     """
     tokens = rounds = 0
     seconds, records = 0.0, []
@@ -115,5 +115,5 @@ def steady(
 
 
 def capacity(context: int, new_tokens: int, k: int) -> int:
-    """Tokens that a row may come to have, nodes included: a round gives every row a token at least, so there are so many at most."""
+    """The most tokens of a row, nodes included; every round commits at least one token per row, which bounds the number of rounds."""
     return context + 2 + new_tokens * (k + 1) + k

@@ -1,4 +1,4 @@
-"""Token streams for training: the pocket corpus of this installation as a tokenizer and one stream of tokens a split and domain."""
+"""Token streams for training: the pocket corpus of this installation as a tokenizer and one token stream per split and domain."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from specdec.lab.options import option
 
 @dataclass(frozen=True)
 class Streams:
-    """The corpus, and the folder in which all that is made of it is kept."""
+    """Settings of the corpus, and of the folder for everything made from it."""
 
-    work: str = option("runs/pocket", "folder of corpus, shards and checkpoints")
+    work: str = option("runs/pocket", "folder for corpus, shards and checkpoints")
     site: str = option("", "more site-packages folders, separated by commas")
     vocabulary: int = option(4096, "tokens of the BPE tokenizer")
-    tokenizer_megabytes: float = option(24.0, "text that the tokenizer learns from")
+    tokenizer_megabytes: float = option(24.0, "megabytes of text to train the tokenizer on")
     token_limit: int = option(
         32_000_000, "training tokens to prepare, shared among the domains like the mixture"
     )
@@ -29,7 +29,7 @@ class Streams:
         (0.7, 0.2, 0.1), "shares of code, prose, tabular among the training sequences"
     )
     length: int = option(1024, "tokens of a training sequence")
-    seed: int = option(0, "of initialisation and of the order of the data")
+    seed: int = option(0, "seed of the initialisation and of the order of the data")
 
     @property
     def sites(self) -> list[str]:
@@ -51,7 +51,7 @@ class Streams:
         return texts
 
     def tokenizer(self, texts: dict[str, list[str]]) -> PreTrainedTokenizerFast:
-        """The tokenizer kept in the work folder, or a new one, learnt from texts by domain in the mixture's proportions."""
+        """The tokenizer in the work folder, or a new one, trained on texts by domain in the mixture's proportions."""
         folder = Path(self.work) / "tokenizer"
         if not (folder / "tokenizer.json").exists():
             sample = []
@@ -66,7 +66,7 @@ class Streams:
         return PreTrainedTokenizerFast.from_pretrained(folder)
 
     def make(self) -> PreTrainedTokenizerFast:
-        """Write the tokenizer and the streams of training and validation, where they are not there yet; returns the tokenizer."""
+        """Write the tokenizer and the training and validation streams unless they exist; returns the tokenizer."""
         tokenizer = None
         for split in ("train", "validation"):
             if all(self.path(split, domain).exists() for domain in DOMAINS):

@@ -22,12 +22,12 @@ from specdec.training.states import Batch
 
 @dataclass(frozen=True)
 class Texts:
-    """``C`` contexts of L tokens and what the target made of them.
+    """``C`` contexts of L tokens and the target's continuations.
 
     Attributes:
         tokens: ``[C, L + 1 + n + k]``: contexts, the token of the prefill, n positions where rounds start, k more for the last round.
-        context: L. new_tokens: n. k: of the longest block. domain: of each context. prompt: ``[C]``: which contexts come from one
-            source file; intervals are made over files. logits: ``[C, 1 + n + k - 1, V]`` after each token from the context's end on.
+        context: L. new_tokens: n. k: of the longest block. domain: of each context. prompt: ``[C]`` number of the source file of each
+            context; intervals are over files. logits: ``[C, 1 + n + k - 1, V]`` after each token from the context's end on.
         hidden: layer -> its inputs ``[C, T, E]``.
     """
 
@@ -71,11 +71,11 @@ def sample(
     per_prompt: int,
     count: int | None,
 ) -> Texts:
-    """Continuations drawn from the target at temperature 1, and what the target says along them.
+    """Continuations sampled from the target at temperature 1, and the target's logits along them.
 
     Args:
-        target: a transformers causal LM. length: tokens of a context. new_tokens, k: as for ``Texts``. layers: whose inputs the
-            drafts need. per_prompt: contexts that are cut from one prompt at most. count: prompts; ``None``: all.
+        target: a transformers causal LM. length: tokens of a context. new_tokens, k: as for ``Texts``. layers: the layers whose
+            inputs the drafts need. per_prompt: the most contexts cut from one prompt. count: prompts; ``None``: all.
     Raises:
         SystemExit: no prompt is long enough.
     """
@@ -101,12 +101,11 @@ def sample(
 
 @torch.no_grad()
 def accept_chances(draft: Any, texts: Texts, forward: Any = None) -> Tensor:
-    """``[C, n, k]``: the chance that each token of a block is accepted; a ``SpireModel`` by passes, a causal LM by its parallel forward,
-    a ``MagicDec`` by reading its view of the target (an ``HFModel``), which is ``forward``.
+    """``[C, n, k]``: the probability that each token of a block is accepted: of a ``SpireModel`` by passes, of a causal LM by its
+    parallel forward, of a ``MagicDec`` by its view of the target (an ``HFModel``), passed as ``forward``.
 
-    What a chain draft proposes after a block's start does not depend on how many tokens it will propose: a causal LM's distribution depends on
-    the text alone, and a ``SpireModel``'s on the text, the block's start and the tokens since. So ``[..., :j]`` are the chances of blocks
-    of j tokens.
+    A chain draft's distributions do not depend on how many tokens it will propose: a causal LM's depend on the text alone, and a
+    ``SpireModel``'s on the text, the block's start and the tokens since. So ``[..., :j]`` holds for blocks of j tokens.
     """
     made, L = [], texts.context
     magicdec = isinstance(draft, MagicDec)
@@ -118,7 +117,7 @@ def accept_chances(draft: Any, texts: Texts, forward: Any = None) -> Tensor:
         elif isinstance(draft, SpireModel):
             whole = torch.nn.functional.pad(
                 logits, (0, 0, L, 0)
-            )  # positions of the context are not looked at
+            )  # positions of the context are not used
             inputs = {layer: texts.hidden[layer][i : i + 8].to(device) for layer in draft.layers}
             chances = spire_chances(draft, whole, inputs, tokens, L + 1, texts.k)
         else:
@@ -136,10 +135,10 @@ def score(draft: Any, texts: Texts, forward: Any = None) -> Efficiency:
 def each_k(
     drafts: Mapping[str, tuple[Any, Any]], texts: Texts, lengths: Sequence[int]
 ) -> Iterator[tuple[Texts, dict[str, Efficiency]]]:
-    """For each length of a block: the texts as texts of that k, and every draft's score, all from one pass at ``texts.k``.
+    """For each block length k: the texts restricted to k, and every draft's score, all from one pass at ``texts.k``.
 
     Args:
-        drafts: method -> draft and forward, as for ``score``. lengths: at most ``texts.k``.
+        drafts: method -> draft and forward, as for ``score``. lengths: block lengths, at most ``texts.k``.
     """
     chances = {method: accept_chances(draft, texts, forward) for method, (draft, forward) in drafts.items()}
     for k in lengths:

@@ -1,4 +1,4 @@
-"""The rows of SPIRe's figure 5 (arXiv 2504.06419) and the controls that the paper lacks: how each draft starts, runs and is trained."""
+"""The rows of SPIRe's figure 5 (arXiv 2504.06419) and controls that the paper lacks: initialisation, forward and loss of each draft."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Variant:
     """A draft to train.
 
     Attributes:
-        make: starts it, for a target. forward, loss: those of ``training.train``. paper: τ at a context of 512 (figure 5).
+        make: creates the untrained draft for a target. forward, loss: as for ``training.train``. paper: τ at a context of 512 (figure 5).
     """
 
     make: Callable[[Any], Any]
@@ -49,11 +49,11 @@ def last_blocks(target: Any, layers: int) -> Any:
 def variants(
     layers: int = 2, sinks: int = 1, window: int = 64, k: int = 4, weight: float = 0.5
 ) -> dict[str, Variant]:
-    """Every row by name; ``spire`` is the whole of it, and each other SPIRe row changes one thing (``no_feedback_no_activations`` two).
+    """Every row by name; ``spire`` is the full method, and each other SPIRe row changes one thing (``no_feedback_no_activations`` two).
 
     Args:
-        layers: of the target's that SPIRe copies. sinks, window: what sparse drafts see. k: passes of SPIRe's training, and tokens of a
-            block. weight: of distillation in the mixed loss.
+        layers: number of the target's layers that SPIRe copies. sinks, window: the mask of sparse drafts. k: passes of SPIRe's
+            training, and tokens of a block. weight: of distillation in the mixed loss.
     """
 
     def spire(**settings: Any) -> Callable[[Any], Any]:
@@ -79,6 +79,6 @@ def variants(
 
 
 def started(variant: Variant, target: Any, seed: int) -> Any:
-    """The untrained draft; ``seed`` is of its random weights."""
+    """The untrained draft; ``seed`` sets its random weights."""
     torch.manual_seed(seed)
     return variant.make(target)

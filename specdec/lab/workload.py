@@ -1,4 +1,4 @@
-"""Mixed workloads (SPIN's experiments): held-out prompts of three domains, ragged lengths, and what kind of text a prompt is."""
+"""Mixed workloads (SPIN's experiments): held-out prompts of three domains, ragged lengths, and a classifier of prompts."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class Workload(NamedTuple):
 def workload(
     tokenizer: Any, batch: int, longest: int = 900, seed: int = 0, median: int = 200, half: int | None = None
 ) -> Workload:
-    """``batch`` prompts, domains in turn; lengths are lognormal (``median``, sigma 0.8), cut to 32 ... ``longest`` tokens.
+    """``batch`` prompts of alternating domains; lengths are lognormal (``median``, sigma 0.8), clipped to 32 ... ``longest`` tokens.
 
     Args:
-        half: of the texts, 0 or 1 (every second one of a domain), so that what is learned from one can be tried on the other.
+        half: 0 or 1, every second text of a domain, so that a policy learned on one half can be tested on the other.
     """
     rng = np.random.default_rng((seed, batch))
     lengths = np.clip(np.exp(rng.normal(np.log(median), 0.8, batch)), 32, longest).astype(int)
@@ -63,7 +63,7 @@ def lengths(name: str, batch: int, mean: int, seed: int, longest: int = 1990) ->
         made += [rest * rng.uniform(0.8, 1.2) for _ in range(batch - long)]
     else:
         made = [rng.lognormvariate(0.0, 1.0) for _ in range(batch)]
-        for _ in range(50):  # cut at the longest, and what that takes off goes to the others
+        for _ in range(50):  # clip to the longest and give the excess to the others
             scale = mean * batch / sum(made)
             made = [min(n * scale, longest) for n in made]
     rng.shuffle(made)
@@ -78,9 +78,9 @@ CODE = re.compile(
 
 
 class Kind:
-    """What a prompt looks like, from its characters alone: a key for pooled statistics that needs no labels.
+    """The kind of a prompt, from its characters alone: a key for pooled statistics that needs no labels.
 
-    Tables end in lines of digits and quotes; code has lines that are statements; prose neither.
+    Tables end in lines of digits and quotes; code has lines that are statements; prose has neither.
     """
 
     def __init__(self, tokenizer: Any):
