@@ -1,1 +1,1 @@
-"""Kernels: one function an operation, several backends behind it, all tested against a plain reference."""
+"""Kernels: one function per operation, several backends behind it, all tested against a plain reference."""

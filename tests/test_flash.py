@@ -659,7 +659,7 @@ def test_arguments_that_do_not_fit(changes, why):
 
 def test_pages_that_do_not_fit():
     *args, plan = paged("decode")
-    with pytest.raises(ValueError, match="the pool that the table speaks of"):
+    with pytest.raises(ValueError, match="the buffers that the table refers to"):
         attention(args[0], args[1][:1], args[2][:1], plan)
     below = replace(plan, table=[[-1, *pages[1:]] for pages in plan.table])
     with pytest.raises(ValueError, match="with numbers from -1 to "):

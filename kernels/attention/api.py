@@ -1,4 +1,4 @@
-"""Attention of packed ragged queries over KV slots: chooses a backend by what a call needs, or by name."""
+"""Attention of packed ragged queries over KV slots, by a backend chosen for the call or by name."""
 
 from __future__ import annotations
 
@@ -72,31 +72,31 @@ def attention(
     backend: str | None = None,
     lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Each packed query over the slots that it sees; the new keys and values are in their slots already.
+    """Attention of each packed query over the slots that it sees; the new keys and values must be in their slots already.
 
     Args:
         query: ``[1, Hq, T, D]``. keys: ``[B, S, Hkv, D]`` and values: ``[B, S, Hkv, Dv]``, slots; ``Hkv`` divides ``Hq``. With
             pages in the plan, ``[pages, page, Hkv, D]`` and ``[pages, page, Hkv, Dv]``.
         plan: which row each query belongs to and what it sees.
-        scale: of the scores, by default ``D ** -0.5``.
+        scale: factor of the scores, by default ``D ** -0.5``.
         window: a query at position p sees positions above ``p - window`` only.
         softcap: scores become ``softcap * tanh(scores / softcap)``.
-        sink_logits: ``[Hq]`` one more logit a head, which takes weight and contributes nothing.
-        initial: positions below are seen whatever the window (StreamingLLM's attention sinks); without a window they are anyway.
-        backend: a name of ``BACKENDS``, which serves the call or refuses it; ``None`` or ``"auto"`` chooses one that can
+        sink_logits: ``[Hq]`` an extra logit per head, which takes weight and contributes nothing.
+        initial: positions below ``initial`` are seen whatever the window (StreamingLLM's attention sinks).
+        backend: a name of ``BACKENDS``, which serves the call or refuses it; ``None`` or ``"auto"`` chooses one that serves it
             (``explain`` says which and why).
-        lse: whether to return the log-sum-exp as well, by which parts of a row are merged (``merge``).
+        lse: whether to return the log-sum-exp, too, which ``merge`` needs to combine parts of a row.
     Returns:
-        ``[1, T, Hq, Dv]``; with ``lse`` also ``[1, T, Hq]``, natural logarithms of the sum of the exponentiated scores, a sink
+        ``[1, T, Hq, Dv]``; with ``lse`` also ``[1, T, Hq]``, the natural logarithm of the sum of the exponentiated scores, sink
         logit included: -inf for a query that sees nothing.
     Raises:
-        ValueError: no such backend, or it cannot serve this call; arguments that do not fit each other.
+        ValueError: an unknown backend, or one that cannot serve this call; arguments that do not fit each other.
         ImportError: the backend needs a package that is not installed.
     """
     if scale is None:
         scale = query.shape[-1] ** -0.5
     sliding = reach(window, initial)
-    if plan.attend is not None and not lse:  # a captured step has its numbers in tensors
+    if plan.attend is not None and not lse:  # a captured step keeps its plan in tensors
         return plan.attend(query, keys, values, scale, sliding, softcap, sink_logits)
     if plan.watch is not None:
         plan.watch(query, scale, sliding, softcap, sink_logits)
@@ -108,7 +108,7 @@ def attention(
         *(sliding, softcap, lse, grad),
         None if sink_logits is None else _kind(sink_logits),
     )
-    serve = plan.known.get(key)  # layers of one kind are looked at once
+    serve = plan.known.get(key)  # checked once for all layers of one kind
     if serve is None:
         serve = plan.known[key] = _serve(
             query, keys, values, plan, sliding, softcap, sink_logits, backend, lse
@@ -117,7 +117,7 @@ def attention(
 
 
 def _kind(sink_logits: Tensor) -> tuple[Any, ...]:
-    """What a backend is chosen by."""
+    """The properties of sink logits that the choice of a backend depends on."""
     if not isinstance(sink_logits, Tensor):
         raise ValueError(
             f"sink_logits is a {type(sink_logits).__name__}: give a tensor, a logit for each head of the query"
@@ -137,7 +137,7 @@ def _serve(
     backend: str | None,
     lse: bool,
 ) -> Callable[..., Any]:
-    """The function of a backend that serves such calls."""
+    """The backend's function for such calls."""
     if backend is not None:
         check(backend)
     if query.shape[2] == 0:
@@ -190,7 +190,7 @@ def _check(
             )
         if other.shape[-1] > 1 and other.stride(-1) != 1:
             raise ValueError(
-                f"{name} has stride {other.stride(-1)} in its last dimension: allocate it so that a head's numbers lie together"
+                f"{name} has stride {other.stride(-1)} in its last dimension: allocate it so that each head is contiguous"
             )
     (_, heads, tokens, size), (rows, slots, shared, _) = query.shape, keys.shape
     if keys.shape[-1] != size:
@@ -232,5 +232,5 @@ def _check(
         if slots != plan.page or lowest < 0 or highest >= rows:
             raise ValueError(
                 f"the plan has pages of {plan.page} slots with numbers from {lowest} to {highest}, and keys {rows} pages of "
-                f"{slots}: give the pool that the table speaks of"
+                f"{slots}: give the buffers that the table refers to"
             )

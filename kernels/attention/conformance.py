@@ -1,4 +1,4 @@
-"""Whether an attention backend keeps the rules of ``contract``: small calls of every kind, compared with the reference in float64."""
+"""Tests an attention backend against the rules of ``contract``: small calls of every kind, compared with the reference in float64."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FINITE = (
     "decomposed",
     "torch_flash",
     "flash_attn",
-)  # want finite numbers everywhere on a GPU
+)  # need finite values everywhere on a GPU
 
 
 class Case(NamedTuple):
@@ -37,7 +37,7 @@ def plans() -> dict[str, AttentionPlan]:
     """Chains, ragged rows, gaps between rows, rows out of order, trees, explicit masks, pages, prompts."""
     draw = np.random.default_rng(0)
     seen = draw.random((9, 24)) < 0.4
-    seen[4] = seen[:, -1] = False  # a query that sees nothing, and a slot that nobody sees
+    seen[4] = seen[:, -1] = False  # a query that sees nothing, and a slot that no query sees
     ancestors = np.zeros((3, 7, 7), dtype=bool)
     depth = np.zeros((3, 7), dtype=int)
     for node, parent in enumerate([-1, 0, 0, 1, 1, 2, 5]):
@@ -60,7 +60,7 @@ def plans() -> dict[str, AttentionPlan]:
 
 
 def cases(heads: int) -> Iterator[Case]:
-    """Every plan, alone and with what a layer may ask for."""
+    """Every plan, alone and with the options of layers."""
     for name, plan in plans().items():
         layers: list[dict[str, Any]] = [{}]
         if plan.ordered or name == "mask and distances":
@@ -84,7 +84,7 @@ def buffers(
 
 
 def hide(plan: AttentionPlan, keys: Tensor, values: Tensor, options: dict[str, Any], poison: float) -> None:
-    """Put ``poison`` where no query of a row sees anything."""
+    """Write ``poison`` to slots that no query of their row sees."""
     unseen = torch.ones(keys.shape[:2], dtype=torch.bool)
     for s in plan.runs(alone=True):
         within = reach(options.get("window"), options.get("initial", 0))
@@ -103,13 +103,13 @@ def check(
     heads: int = 4,
     size: int = 16,
 ) -> list[str]:
-    """Send calls of every kind through a backend (a name of ``BACKENDS``; see ``register``).
+    """Run calls of every kind through a backend (a name of ``BACKENDS``; see ``register``).
 
     Returns:
-        what it served, a line for each call.
+        a line for each call that it served.
     Raises:
         AssertionError: a rule of ``contract`` is broken; the message names the call and the rule.
-        ValueError: it refuses a plain call of one token; the message says why.
+        ValueError: the backend refuses a plain call of one token; the message says why.
     """
     device = torch.device(device)
     atol = max(2e-6, 8 * torch.finfo(dtype).eps) if dtype != torch.float64 else 1e-12
@@ -174,7 +174,7 @@ def check(
 
 
 def replace_plan(plan: AttentionPlan) -> AttentionPlan:
-    """The same plan without what calls have left in it."""
+    """The same plan with empty caches."""
     if isinstance(plan, ExplicitPlan):
         return ExplicitPlan(plan.rows, plan.counts, plan.seen, plan.distance, plan.slots)
     return replace(plan)

@@ -1,4 +1,4 @@
-"""What a batched attention call costs here: constants that a machine's own timings give, and defaults for one not measured.
+"""The cost of a batched attention call: constants fitted to timings of this machine, or defaults.
 
 seconds = call + rows * row + rows * slots * (bytes of a slot / bandwidth + queries * FLOPs of a slot and query / rate), and
 for a merge of two fragments: merge + rows * queries * merged.
@@ -25,9 +25,8 @@ class CostModel:
     """Seconds of the parts of a call, for one shape of heads.
 
     Attributes:
-        call: of every call, whatever its size. row: of each row in it. slot: of each slot of each row, keys and values moved.
-        query: of each slot of each row and query, multiplied and added. merge: of every merge of two fragments. merged: of each
-        row and query in it.
+        call: per call. row: per row. slot: per slot of each row, for moving keys and values. query: per slot of each row and query,
+        for arithmetic. merge: per merge of two fragments. merged: per row and query of a merge.
     Raises:
         ValueError: a negative part.
     """
@@ -74,7 +73,7 @@ _FITTED: dict[tuple[Any, ...], CostModel] = {}
 
 
 def cost_model(heads: int, kv_heads: int, size: int, dtype: torch.dtype) -> CostModel:
-    """What ``fit`` found in this process for this shape and as many threads; the defaults where it was not called."""
+    """The result of ``fit`` in this process for this shape and number of threads; the defaults if it was not called."""
     fitted = _FITTED.get((heads, kv_heads, size, dtype, torch.get_num_threads()))
     return _default(heads, kv_heads, size, dtype.itemsize) if fitted is None else fitted
 
@@ -90,11 +89,11 @@ def fit(
     *,
     repeats: int = 7,
 ) -> CostModel:
-    """Time a few calls on this machine (under 2 s), and plan with what they show from now on in this process.
+    """Time a few calls on this machine (under 2 s), and plan with the fitted constants from now on in this process.
 
     Args:
-        heads: query heads. kv_heads: as many by default. size: of a head.
-        repeats: of each call, of which the fastest counts.
+        heads: query heads. kv_heads: by default ``heads``. size: of a head.
+        repeats: of each call; the fastest counts.
     Raises:
         ValueError: a number below 1, or ``kv_heads`` does not divide ``heads``.
     """
@@ -118,7 +117,7 @@ def fit(
 def _calls(
     heads: int, kv_heads: int, size: int, dtype: torch.dtype, repeats: int
 ) -> Iterator[tuple[int, int, int, float]]:
-    """(rows, slots, queries, seconds) of calls on buffers that have left the caches, as a model's layers find them."""
+    """(rows, slots, queries, seconds) of calls on buffers that are not in the processor's cache, as in a model's layers."""
     rows, capacity, layers = 8, 1040, 6
     made = torch.Generator().manual_seed(0)
     with torch.inference_mode():
@@ -133,7 +132,7 @@ def _calls(
                 start = perf_counter()
                 fused(query, key, value, plan, s, 0, size**-0.5, None)
                 took = perf_counter() - start
-                best = best if not turn else min(best, took)  # the first makes the mask
+                best = best if not turn else min(best, took)  # the first call builds the mask
             yield n, s.keys, q, best
 
 
@@ -152,7 +151,7 @@ def _merges(n: int, q: int, heads: int, size: int, dtype: torch.dtype, repeats: 
 
 
 def _positive(columns: np.ndarray, values: np.ndarray) -> list[float]:
-    """Least squares without negative parts: columns whose part would be negative are left out, one after the other."""
+    """Least squares without negative coefficients: columns with a negative one are dropped one after another."""
     x, kept = np.zeros(columns.shape[1]), list(range(columns.shape[1]))
     scale = np.abs(columns).max(0)
     while kept:

@@ -1,4 +1,4 @@
-"""The fast path of a CPU by one name: C kernels where they can serve a call, and PyTorch's fused attention where not."""
+"""The fast CPU path under one name: C kernels if they can serve a call, else PyTorch's fused attention."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def refuses(
     sink_logits: Tensor | None = None,
     lse: bool = False,
 ) -> str | None:
-    """As ``contract.Backend.refuses``: why neither can serve a call."""
+    """As ``contract.Backend.refuses``: why neither of the two can serve a call."""
     if not query.is_cpu:
         return "it runs on the CPU"
     why = _no_c(query, keys, values, plan, window, softcap, sink_logits)
@@ -55,7 +55,7 @@ def attend_with_lse(
     softcap: float | None = None,
     sink_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As ``attend``, with the log-sum-exp ``[1, T, Hq]`` of the scores; where ``refuses`` has nothing against it."""
+    """As ``attend``, with the log-sum-exp ``[1, T, Hq]`` of the scores; for calls that ``refuses`` allows."""
     c = _no_c(query, keys, values, plan, window, softcap, sink_logits) is None
     serve = native.attend_with_lse if c else packed.attend_with_lse
     return serve(query, keys, values, plan, scale, window, softcap, sink_logits)

@@ -1,10 +1,9 @@
-"""Cuts the rows of a verify pass into fragments by what a cost model predicts: request decomposition (SPIN, section 2).
+"""Cuts the rows of a verification pass into fragments by a cost model: request decomposition (SPIN, section 2).
 
-Lengths over buffer rows are a skyline. It is covered by *blocks*, neighbouring rows times a range of slots, each one batched call
-on a view: nothing is copied. Inside a block, rows that end below its top are masked (padding); rows that go on beyond it are
-continued by blocks above, and the parts are merged by their log-sum-exps (``merge``). Fragments need not be equal. Among the
-covers that are looked at are the one block of padding, today's packing, and the best of all covers without cuts, so that what is
-chosen is never predicted slower than these.
+The rows' lengths form a skyline. It is covered by *blocks*, neighbouring rows times a range of slots, each of which is one batched
+call on a view: nothing is copied. Inside a block, rows that end below its top are masked (padding); longer rows continue in blocks
+above, and the parts are merged by their log-sum-exps (``merge``). Fragments may differ in size. The search includes the single
+padded block, the packed backend's blocks, and the best cover without cuts, so the chosen cover is never predicted slower than these.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from specdec.kernels.attention.plan import mostly_padding
 if TYPE_CHECKING:
     from specdec.kernels.attention.costs import CostModel
 
-CUTS = 4  # heights that are tried for a first cut
-DEPTH = 2  # cuts above each other that are looked for
+CUTS = 4  # heights tried for a first cut
+DEPTH = 2  # the most cuts above each other
 
 
 class Block(NamedTuple):
-    """Rows ``r0:r1`` over slots ``low:high``; ``above``: what continues some of the rows."""
+    """Rows ``r0:r1`` over slots ``low:high``; ``above``: blocks that continue some of the rows."""
 
     r0: int
     r1: int
@@ -33,7 +32,7 @@ class Block(NamedTuple):
     above: tuple[Block, ...] = ()
 
     def walk(self) -> Iterator[Block]:
-        """It and all above it."""
+        """This block and all above it."""
         yield self
         for block in self.above:
             yield from block.walk()
@@ -41,11 +40,11 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True)
 class Fragments:
-    """A cover of a batch, and what is predicted for one layer.
+    """A cover of a batch, and its predicted time for one layer.
 
     Attributes:
         blocks: those at the bottom; each row is in one of them. lengths: ``[R]`` slots of each row. queries: ``[R]``.
-        seconds: predicted. padded, packed: what is predicted for these.
+        seconds: predicted. padded, packed: predicted seconds of these backends.
     """
 
     blocks: tuple[Block, ...]
@@ -70,11 +69,11 @@ class Fragments:
             yield from block.walk()
 
     def slots(self) -> int:
-        """Row-slots that are worked on, padding included."""
+        """Row-slots that are computed, padding included."""
         return sum((b.r1 - b.r0) * (b.high - b.low) for b in self.walk())
 
     def show(self, width: int = 48) -> str:
-        """A line for each block, drawn over its slots, and what is predicted."""
+        """A line for each block, drawn over its slots, and the predicted times."""
         top = max(b.high for b in self.walk())
         lines = []
         for b in self.walk():
@@ -102,16 +101,16 @@ def decompose(
     fragment: int | None = None,
     cut: bool = True,
 ) -> Fragments:
-    """The cheapest cover that is found; the same for the same arguments.
+    """The cheapest cover found; deterministic.
 
     Args:
         lengths: ``[R]`` slots of each row, those of the new queries included.
-        queries: of each row. Rows share a block only if they are as many.
-        model: what calls cost.
-        lows: ``[R]`` slots below are seen by no query (a sliding window); by default 0.
+        queries: of each row. Rows share a block only if they have equally many.
+        model: the cost of calls.
+        lows: ``[R]`` no query sees slots below (a sliding window); by default 0.
         rows: ``[R]`` buffer rows; by default 0, 1, ... Rows share a block only if they are neighbours.
-        fragment: cut each row into fragments of at most this many slots instead, whatever that costs.
-        cut: whether a row may be cut; if not, only which rows share a call is chosen.
+        fragment: cut each row into fragments of at most this many slots instead, at any cost.
+        cut: whether a row may be cut; if not, only the grouping of rows into calls is chosen.
     Raises:
         ValueError: lists that do not match, a row without slots, or ``fragment`` below 1.
     """
@@ -151,7 +150,7 @@ _NONE: tuple[Block, ...] = ()
 
 
 class _Run:
-    """Covers of neighbouring rows with equally many queries: seconds and blocks. Plain numbers: there are few of them."""
+    """Covers of neighbouring rows with equally many queries: seconds and blocks. Plain Python, since there are few."""
 
     def __init__(self, length: Sequence[int], low: Sequence[int], queries: int, model: CostModel):
         self.length, self.low, self.queries, self.model = length, low, queries, model
@@ -161,7 +160,7 @@ class _Run:
         return self.call + rows * (self.row + slots * self.slot)
 
     def groups(self, borders: Sequence[int], base: int = 0) -> Cover:
-        """A block for the rows between each two borders, from their lowest slot (at least ``base``) to their highest."""
+        """A block for the rows between two borders each, from their lowest slot (at least ``base``) to their highest."""
         blocks = tuple(
             Block(a, b, max(base, min(self.low[a:b])), max(self.length[a:b])) for a, b in pairwise(borders)
         )
@@ -180,7 +179,7 @@ class _Run:
             rest = self.call + sum(self.length[r] - height for r in on) * self.slot
             bottom = self.block(j - i, height - base)
             if bottom + rest + self.model.merging(len(on), self.queries) >= found[0]:
-                continue  # not even if all that is left were one call without padding
+                continue  # worse even if the rest were one call without padding
             total, above = bottom, _NONE
             for a, b in _stretches(on):
                 cost, blocks = self.best(a, b, height, depth - 1)
@@ -191,7 +190,7 @@ class _Run:
         return found
 
     def equal(self, i: int, j: int, base: int, size: int) -> Cover:
-        """Fragments of ``size`` slots; those of one height share a call where rows are neighbours."""
+        """Fragments of ``size`` slots; neighbouring rows share a call at each height."""
         high = base + size
         on = [r for r in range(i, j) if self.length[r] > high]
         if not on:
@@ -204,10 +203,10 @@ class _Run:
         return total, (Block(i, j, base, high, above),)
 
     def _borders(self, i: int, j: int, base: int) -> list[int]:
-        """Which neighbours share a call, by dynamic programming over where the last group begins."""
+        """The borders of groups that share a call, by dynamic programming over the start of the last group."""
         length, low, n = self.length[i:j], [max(base, low) for low in self.low[i:j]], j - i
         if (n * (max(length) - min(low)) - sum(length) + sum(low)) * self.slot <= self.call:
-            return [i, j]  # one more call costs more than all padding
+            return [i, j]  # another call costs more than all padding
         best, begin = [0.0], [0]
         for last in range(1, n + 1):  # groups first:last
             high, bottom, needed, rows = 0, base + max(length), 0, 0
@@ -220,7 +219,7 @@ class _Run:
                 if cost < least:
                     least, at = cost, first
                 elif (work - needed) * self.slot > last * self.call:
-                    break  # more padding than any calls that could be saved
+                    break  # more padding than any saved calls are worth
             best.append(least + self.call)
             begin.append(at)
         borders = [n]

@@ -1,8 +1,9 @@
-"""Runs a verify pass by the blocks that ``decompose`` chose: exact, on views, partial outputs merged by their log-sum-exps.
+"""Runs a verification pass by the blocks of ``decompose``: exact, on views, with partial outputs merged by their log-sum-exps.
 
-As elsewhere, a call covers slots beyond the end of its shorter rows, and hidden ones, with weight 0; should they not be finite, it
-is repeated row by row (``packed``). Rows are cut only on the CPU, and only where keys and values have one size: elsewhere no kernel
-says its log-sum-exp, and just which rows share a call is chosen. A window beside first positions is a mask over the whole row. Prompts (more than ``PROMPT`` queries a row) and slots in no order run ``packed``.
+A call covers slots beyond the end of its shorter rows, and hidden ones, with weight 0; if these are not finite, it is repeated row
+by row (``packed``). Rows are cut only on the CPU, and only if keys and values have one size: elsewhere no kernel returns its
+log-sum-exp, and only the grouping of rows into calls is chosen. A window beside first positions is a mask over the whole row.
+Prompts (more than ``PROMPT`` queries a row) and slots in arbitrary order run ``packed``.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def attend_with_lse(
     softcap: float | None = None,
     sink_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As ``attend``, with the log-sum-exp ``[1, T, Hq]`` of the scores; where ``refuses`` has nothing against it."""
+    """As ``attend``, with the log-sum-exp ``[1, T, Hq]`` of the scores; for calls that ``refuses`` allows."""
     if not plan.ordered or max(plan.counts) > PROMPT:
         return packed.attend_with_lse(query, keys, values, plan, scale, window)
     window = binding(window, max(plan.length))
@@ -80,7 +81,7 @@ def attend_with_lse(
 
 
 def fragments(query: Tensor, keys: Tensor, values: Tensor, plan: AttentionPlan, window: Reach) -> Fragments:
-    """What ``decompose`` chooses for a layer."""
+    """The cover that ``decompose`` chooses for a layer."""
     model = cost_model(query.shape[1], keys.shape[2], query.shape[3], query.dtype)
     low = None if window is None else [plan.low(s, window) for s in _alone(plan)]
     cut = query.is_cpu and values.shape[-1] == keys.shape[-1]
@@ -102,7 +103,7 @@ def _alone(plan: AttentionPlan) -> list[Segment]:
 def _chosen(
     query: Tensor, keys: Tensor, values: Tensor, plan: AttentionPlan, window: Reach
 ) -> list[tuple[Block, Segment]]:
-    """The blocks at the bottom and what each covers; layers with the same heads share them."""
+    """The blocks at the bottom and their segments; layers with the same heads share them."""
     key = ("fragments", window, query.shape[1], keys.shape[2:], values.shape[-1], query.dtype, query.is_cpu)
     if key not in plan.known:
         blocks = fragments(query, keys, values, plan, window).blocks

@@ -1,4 +1,4 @@
-"""A plan for slots in any order: what each query sees is said slot by slot, and does not follow from slot numbers."""
+"""A plan for slots in any order: visibility is given slot by slot instead of following from slot numbers."""
 
 from __future__ import annotations
 
@@ -19,17 +19,16 @@ class ExplicitPlan(AttentionPlan):
     """Packed queries over slots that hold arbitrary positions.
 
     Args:
-        rows: ``[R]`` buffer row of each row, in any order. counts: ``[R]`` its queries, at least 1.
+        rows: ``[R]`` buffer row of each row, in any order. counts: ``[R]`` queries of each row, at least 1.
         seen: ``[T, S]`` bool, which of its row's S slots each query sees.
-        distance: ``[T, S]`` how far behind the query the position of a slot is, for layers with a window of their own; without it
-            windows are refused.
-        slots: ``[T]`` flat numbers of the new tokens' slots; by default the last ones of each row.
+        distance: ``[T, S]`` query position minus slot position, for layers with a window of their own; without it windows are refused.
+        slots: ``[T]`` flat indices of the new tokens' slots; by default the last ones of each row.
     Attributes:
-        layer: which layer is attending, in a subclass whose ``visible`` depends on it.
-        intervals: ``[T]`` what each query sees as intervals of slots, where the plan was made of these (``of_intervals``).
+        layer: the layer that is attending, in a subclass whose ``visible`` depends on it.
+        intervals: ``[T]`` the intervals of slots that each query sees, if the plan was made by ``of_intervals``.
     Raises:
-        ValueError: ``seen`` or ``distance`` is no array of two dimensions or of another type, or does not have as many queries as
-            ``counts`` say; a row has more of them than slots.
+        ValueError: ``seen`` or ``distance`` is not a two-dimensional array of the right type, or does not have the number of
+            queries of ``counts``; a row has more queries than slots.
     """
 
     ordered: ClassVar[bool] = False
@@ -43,7 +42,7 @@ class ExplicitPlan(AttentionPlan):
         slots: Tensor | None = None,
     ):
         self.seen, self.distance = seen, distance
-        _check("seen", seen, "b", "bool")  # others' bytes are read, too
+        _check("seen", seen, "b", "bool")  # kernels read its bytes
         T, S = sum(counts), seen.shape[1]
         if distance is not None:
             _check("distance", distance, "iuf", "numbers")
@@ -68,18 +67,18 @@ class ExplicitPlan(AttentionPlan):
         distance: np.ndarray | None = None,
         slots: Tensor | None = None,
     ) -> ExplicitPlan:
-        """The plan of queries that see a few ranges of slots each, as ``specdec.masks.intervals`` says them.
+        """The plan of queries that see a few ranges of slots each, as returned by ``specdec.masks.intervals``.
 
-        FlashAttention serves such a plan where no query has more than ``flash_recipes.INTERVALS`` of them, without a window.
-        Others read the mask that the intervals make.
+        FlashAttention serves such a plan if no query has more than ``flash_recipes.INTERVALS`` of them and there is no window. Other
+        backends read the equivalent mask.
 
         Args:
             rows, counts, distance, slots: as for the class.
-            intervals: ``[T]`` of each packed query, half-open ``(start, end)``, ascending and apart; none for a query that sees
+            intervals: ``[T]`` lists of half-open ``(start, end)``, ascending with gaps between; an empty list for a query that sees
                 nothing.
             capacity: slots of a buffer row.
         Raises:
-            ValueError: not one list for each query, or an interval that is empty, overlaps the one before it, or leaves the row.
+            ValueError: not one list per query, or an interval that is empty, overlaps the previous one, or exceeds the row.
         """
         T = sum(counts)
         if len(intervals) != T:
@@ -102,17 +101,17 @@ class ExplicitPlan(AttentionPlan):
         return plan
 
     def _segments(self) -> list[Segment]:
-        return self.runs()  # every row has S slots: nothing is wasted on the longest
+        return self.runs()  # every row has S slots, so there is no padding
 
     def low(self, segment: Segment, window: int | Streaming) -> int:
-        """0: slots are in no order."""
+        """0: slots are in arbitrary order."""
         return 0
 
     def visible(self, segment: Segment, window: Reach = None, low: int = 0) -> np.ndarray:
         """``[R, q, S - low]`` bool: which slots from ``low`` on each query of a segment sees.
 
         Raises:
-            ValueError: a window, and the plan knows of no distances; or first positions beside it.
+            ValueError: a window without ``distance``, or first positions beside a window.
         """
         t1 = segment.t0 + (segment.r1 - segment.r0) * segment.queries
         seen = self.seen[segment.t0 : t1]
@@ -131,7 +130,7 @@ class ExplicitPlan(AttentionPlan):
 
 
 def _check(name: str, given: object, kinds: str, what: str) -> None:
-    """Refuse what is no array ``[queries, slots]`` of one of NumPy's ``kinds``."""
+    """Refuse anything but an array ``[queries, slots]`` of one of NumPy's ``kinds``."""
     if not isinstance(given, np.ndarray):
         raise ValueError(
             f"{name} is a {type(given).__name__}: give a NumPy array of {what}, [queries, slots]; a tensor's is .numpy()"

@@ -1,7 +1,7 @@
 """One call of PyTorch's fused attention: neighbouring rows with equally many queries over a range of slots, on views.
 
-Nothing is copied but what is small: where several query heads share keys and values (GQA) and queries are few, the heads are
-*folded* into the queries, so that one pass over the keys serves them all (up to twice as fast as the kernel's own grouping).
+Only small tensors are copied: if several query heads share keys and values (GQA) and queries are few, the heads are *folded* into
+the queries, so that one pass over the keys serves them all (up to twice as fast as the kernel's own grouping).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ FOLD = (
     16  # queries a row up to which folding pays; its mask is as many times larger as there are heads to fold
 )
 
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # the only one that says its log-sum-exp
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # the only one that returns its log-sum-exp
 
 
 def fused_supports(query: Tensor, softcap: float | None, sink_logits: Tensor | None) -> str | None:
@@ -39,15 +39,15 @@ def refuses(
     sink_logits: Tensor | None = None,
     lse: bool = False,
 ) -> str | None:
-    """As ``contract.Backend.refuses``; slots or pages are the same to it."""
+    """As ``contract.Backend.refuses``, for slots and pages alike."""
     why = fused_supports(query, softcap, sink_logits)
     if why or not lse:
         return why
     if not query.is_cpu:
-        return "PyTorch's fused attention says its log-sum-exp on the CPU only"
+        return "PyTorch's fused attention returns its log-sum-exp on the CPU only"
     if keys.shape[-1] != values.shape[-1]:
         return (
-            "PyTorch's fused attention says its log-sum-exp for keys and values of one size, "
+            "PyTorch's fused attention returns its log-sum-exp for keys and values of one size, "
             f"not {keys.shape[-1]} and {values.shape[-1]}"
         )
     if torch.is_grad_enabled() and (query.requires_grad or keys.requires_grad or values.requires_grad):
@@ -68,8 +68,8 @@ def fused(
 ) -> Tensor:
     """Attention of one segment over the slots ``low:s.keys`` of its rows: ``[R, Hq, q, Dv]``.
 
-    Arguments as for ``api.attention``; ``query [1, Hq, T, D]`` are all packed queries. Slots beyond a row's end are read, with
-    weight 0, if ``s.keys`` is beyond it. ``begin``: the slot with which rows of ``keys`` and ``values`` begin, at most ``low``.
+    Arguments as for ``api.attention``; ``query [1, Hq, T, D]`` are all packed queries. Slots beyond a row's end, up to ``s.keys``,
+    are read with weight 0. ``begin``: the first slot of the rows of ``keys`` and ``values``, at most ``low``.
     """
     group = query.shape[1] // keys.shape[2]
     if s.queries > FOLD:
@@ -82,13 +82,13 @@ def fused(
         query.dtype,
         query.device,
         group,
-    )  # one look-up: small models wait for Python
+    )  # one look-up, because small models are bound by Python
     known = plan.known.get(key)
     if known is None:
         causal = plan.causal(s, window, low)
         mask = None if causal else _mask(query, plan, s, window, low, group)
         known = mask, causal, 1 if causal else group
-        if plan.ordered:  # slots in no order may be seen differently by each layer
+        if plan.ordered:  # otherwise visibility may differ between layers
             plan.known[key] = known
     mask, causal, group = known
     q, k, v = _views(query, keys, values, s, low, group, begin)
@@ -109,7 +109,7 @@ def fused_with_lse(
     window: Reach,
     begin: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """As ``fused``, with the log-sum-exp ``[R, Hq, q]`` of the scores; where ``refuses`` has nothing against it.
+    """As ``fused``, with the log-sum-exp ``[R, Hq, q]`` of the scores; for calls that ``refuses`` allows.
 
     A query that sees none of the slots gets 0 and -inf.
     """
@@ -121,7 +121,7 @@ def fused_with_lse(
     out, lse = (t.reshape(q.shape[0], -1, s.queries, *t.shape[3:]) for t in (out, lse))
     if mask is not None:
         blind = plan.blind(s, window, low, query.device)
-        if blind is not None:  # the kernel says 0 for both
+        if blind is not None:  # for these the kernel returns 0 for both
             lse = lse.masked_fill(blind, float("-inf"))
     return out, lse
 
@@ -155,7 +155,7 @@ def _views(
 
 
 def _slots(buffer: Tensor, b0: int, rows: int, low: int, slots: int) -> Tensor:
-    """``[B, S, H, D]`` -> ``[rows, H, slots, D]``: one operation instead of three, since there is one for each call and layer."""
+    """``[B, S, H, D]`` -> ``[rows, H, slots, D]`` in one operation instead of three, since it runs for each call and layer."""
     by_row, by_slot, by_head, by_size = buffer.stride()
     _, _, heads, size = buffer.shape
     at = buffer.storage_offset() + b0 * by_row + low * by_slot

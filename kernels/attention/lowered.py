@@ -1,8 +1,7 @@
-"""A plan's numbers where a kernel can read them: a few integers a row, copied to the device once per forward.
+"""A plan in device memory for kernels: a few integers per row, copied to the device once per forward.
 
-What a query sees follows from them: slots below its row's ``root`` up to its own, and of the slots from ``root`` on those
-whose bit is set in its word of ancestors (one word, so a tree has at most 64 nodes). What does not fit into that is written
-out slot by slot.
+They determine what a query sees: slots below its row's ``root`` up to its own, and of the slots from ``root`` on those whose bit
+is set in its word of ancestors (one word, so a tree has at most 64 nodes). Other plans are written out slot by slot.
 """
 
 from __future__ import annotations
@@ -23,21 +22,21 @@ NODES = 64  # of a tree whose ancestors fit into one word
 
 @dataclass(frozen=True)
 class Lowered:
-    """What kernels read of a plan: int32 tensors on one device, unless said otherwise.
+    """A plan as kernels read it: int32 tensors on one device, unless noted otherwise.
 
     Attributes:
         starts: ``[R + 1]`` first packed query of each row, cumulative counts.
         length: ``[R]`` slots in use, the new ones included.
         rows: ``[R]`` buffer row.
         root: ``[R]`` slot of node 0; without a tree ``length``, so that no slot is a node.
-        words: ``[T]`` int64, bit m says that node m is the query itself or above it; 0 for a query below the root. ``None``
+        words: ``[T]`` int64, bit m is set if node m is the query itself or an ancestor; 0 for a query below the root. ``None``
             without a tree, or with ``seen``.
         depth: ``[R, N]`` of each node; ``None`` where ``words`` is.
         table: ``[R, P]`` pages of each row, 0 beyond its last; ``None`` for slots.
-        seen: ``[1 or Hq, T, S]`` uint8, which slots of its row each query sees, a window included, where that does not
-            follow from the rest (slots in no order; trees of more than 64 nodes). ``S`` is ``max_length``.
-        max_count, max_length: queries and slots of the largest row, on the host. They may be larger than that, so that one
-            captured launch serves many steps.
+        seen: ``[1 or Hq, T, S]`` uint8, which slots of its row each query sees, windows included, if that does not follow from the
+            rest (slots in arbitrary order; trees of more than 64 nodes). ``S`` is ``max_length``.
+        max_count, max_length: upper bounds of a row's queries and slots, on the host. Loose bounds let one captured launch serve
+            many steps.
     """
 
     starts: Tensor
@@ -53,14 +52,14 @@ class Lowered:
 
 
 def lower(plan: AttentionPlan, device: torch.device | str, window: Reach = None) -> Lowered:
-    """The numbers of ``plan`` on ``device``, remembered in ``plan.known``; only ``seen`` depends on ``window``."""
+    """``plan`` on ``device``, cached in ``plan.known``; only ``seen`` depends on ``window``."""
     device = torch.device(device)
     known = plan.known.get(("lowered", device))
     if known is None:
         known = plan.known["lowered", device] = _numbers(plan, device)
     if not written_out(plan):
         return known
-    layer = plan.layer  # only the latest layer's mask is kept
+    layer = plan.layer  # only the latest layer's mask is cached
     key = ("lowered", device, window)
     if key not in plan.known or plan.known[key][0] != layer:
         plan.known[key] = layer, replace(known, seen=_seen(plan, window, device))
@@ -68,12 +67,12 @@ def lower(plan: AttentionPlan, device: torch.device | str, window: Reach = None)
 
 
 def written_out(plan: AttentionPlan) -> bool:
-    """Whether what a query sees has to be said slot by slot."""
+    """Whether visibility must be written out slot by slot."""
     return not plan.ordered or _nodes(plan) > NODES
 
 
 def _nodes(plan: AttentionPlan) -> int:
-    """Nodes of the largest tree; entries beyond these are never looked at."""
+    """Nodes of the largest tree; entries beyond these are never read."""
     if plan.tree is None:
         return 0
     used = max(n - int(root) for n, root in zip(plan.length, plan.tree.root))
@@ -113,7 +112,7 @@ def _words(plan: AttentionPlan, nodes: int) -> np.ndarray:
 
 
 def _copy(parts: dict[str, np.ndarray], device: torch.device) -> dict[str, Tensor]:
-    """All of them in one copy; each begins at a multiple of 16 bytes, which is what kernels are specialised for."""
+    """All arrays in one copy; each begins at a multiple of 16 bytes, for which kernels are specialised."""
     ints = {
         name: np.ascontiguousarray(part, dtype=np.int64 if name == "words" else np.int32)
         for name, part in parts.items()

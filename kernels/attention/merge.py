@@ -1,8 +1,8 @@
-"""Partial attention outputs into one, exactly, by their log-sum-exps (online softmax, Milakov & Gimelshein, arXiv 1805.02867).
+"""Merges partial attention outputs exactly by their log-sum-exps (online softmax, Milakov & Gimelshein, arXiv 1805.02867).
 
 A fragment f of a row's slots gives ``o_f``, attention over its own slots alone, and ``l_f``, the log of the sum of its
 exponentiated scores. Then ``l = log sum_f exp(l_f)`` and ``o = sum_f exp(l_f - l) o_f`` are those of all slots together. A query
-that sees nothing in a fragment has ``l_f = -inf`` there, and what that fragment put into ``o_f`` does not count.
+that sees nothing in a fragment has ``l_f = -inf`` there, and its ``o_f`` is ignored.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def merge(outputs: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Any number of fragments.
+    """Merge any number of fragments.
 
     Args:
         outputs: ``[..., F, q, D]``, finite where ``lse`` is. lse: ``[..., F, q]``, natural logarithms.
@@ -39,8 +39,8 @@ def merge_two(a: Tensor, lse_a: Tensor, b: Tensor, lse_b: Tensor) -> tuple[Tenso
 
     ``exp(l_b - l) = sigmoid(l_b - l_a)``.
     """
-    share = torch.sigmoid(torch.nan_to_num(lse_b - lse_a))[..., None]  # NaN: neither sees anything
-    if share.dtype != a.dtype:  # half precision: outputs are rounded, sums are not
+    share = torch.sigmoid(torch.nan_to_num(lse_b - lse_a))[..., None]  # NaN if the query sees nothing in either
+    if share.dtype != a.dtype:  # in half precision outputs are rounded, sums are not
         out = torch.lerp(a.to(share.dtype), b.to(share.dtype), share).to(a.dtype)
     else:
         out = torch.lerp(a, b, share)

@@ -1,9 +1,9 @@
-"""C kernels for decoding and verification on the CPU: every slot is read once, and nothing is padded, masked or repeated.
+"""C kernels for decoding and verification on the CPU: every slot is read once, without padding or repetition.
 
-One call serves a ragged batch of any shape: a task is a row and a KV head, its queries and all query heads that share the head
-are served by one pass over the slots (``kernels/native/attention.c``). Slots that no query of a row sees are not read, and a
-query's result depends on its own row alone: not on batch mates, nor on how many queries the call has. Prompts (more than
-``PROMPT`` queries by head group; over pages ``PAGED_PROMPT``) go to PyTorch, whose matrix products are faster there.
+One call serves a ragged batch of any shape: a task is a row and a KV head, and one pass over the slots serves all of its queries
+and query heads (``kernels/native/attention.c``). Slots that no query of a row sees are not read. The kernels are batch-invariant:
+a query's result depends on its own row alone, and not on the number of queries in the call. Prompts (more than ``PROMPT`` queries
+times query heads per KV head; over pages ``PAGED_PROMPT``) go to PyTorch, whose matrix products are faster there.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from specdec.kernels.attention.plan import AttentionPlan
 from specdec.kernels.attention.reach import Reach, Streaming, split
 from specdec.kernels.native import library, reason
 
-PROMPT = 64  # queries of a row, times the query heads of a KV head, from which on a call is a prompt, and PyTorch clearly faster
-PAGED_PROMPT = 1024  # the same over pages, which PyTorch needs copied together first
+PROMPT = 64  # queries of a row times query heads per KV head, above which PyTorch is clearly faster
+PAGED_PROMPT = 1024  # the same over pages, which must be copied together for PyTorch
 _LANES = 16
 
 
 def fields(kind: Any, names: str) -> list[tuple[str, Any]]:
-    """Fields of one kind, of a ``Structure``."""
+    """Fields of a ``Structure`` with one type."""
     return [(name, kind) for name in names.split()]
 
 
 class First(NamedTuple):
-    """What a query sees below its window and apart from it: the kernel takes one interval of slots a query."""
+    """First positions as a separate reach: the kernel takes one interval of slots per query."""
 
     beside: Streaming
 
@@ -68,7 +68,7 @@ def supports(
     if query.shape[-1] % _LANES or query.shape[-1] > 256:
         return f"the C kernels need heads of a multiple of {_LANES} up to 256, not {query.shape[-1]}"
     if library() is None:
-        return f"the C kernels are not there: {reason()}"
+        return f"the C kernels are not available: {reason()}"
     return None
 
 
@@ -139,7 +139,7 @@ def attend_with_lse(
 
 
 def _joined(a: Tensor, lse_a: Tensor, b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """``merge_two`` by operations that give a number the same bits wherever in a tensor it stands, as PyTorch's sigmoid does not."""
+    """``merge_two`` by operations whose bits do not depend on an element's place in the tensor, unlike PyTorch's sigmoid."""
     one, other = lse_a.numpy(), lse_b.numpy()
     top = np.maximum(one, other)
     top = np.where(top == -np.inf, np.float32(0), top)
@@ -154,14 +154,14 @@ def _joined(a: Tensor, lse_a: Tensor, b: Tensor, lse_b: Tensor) -> tuple[Tensor,
 
 
 def _first(plan: AttentionPlan, window: Reach) -> First | None:
-    """The first positions as a reach of their own, if a row is so long that they and a window may lie apart."""
+    """The first positions as a separate reach, if a row is so long that they may not overlap the window."""
     if isinstance(window, Streaming) and max(plan.length) - window.window > window.initial:
         return First(window)
     return None
 
 
 def always(plan: AttentionPlan) -> None:
-    """Compute prompts here, too: slower, and then a prompt's entries do not depend on what else is in the batch either."""
+    """Run prompts on the C kernels, too: slower, but batch-invariant."""
     plan.known["always"] = True
 
 
@@ -191,12 +191,12 @@ def _run(
         out.stride(),
     )
     call = plan.known.get(key)
-    if call is None:  # the kernel itself checks nothing
+    if call is None:  # the kernel does not check its arguments
         why = supports(query, softcap, sink_logits, plan) or fits(query, keys, values, plan)
         if why:
             raise ValueError(why)
         call = plan.known[key] = _call(query, keys, values, out, scale, softcap)
-    call = _Call.from_buffer_copy(call)  # other threads may be at this plan
+    call = _Call.from_buffer_copy(call)  # other threads may use this plan
     made = lowered(plan, window)
     call.keys, call.values = keys.data_ptr(), values.data_ptr()
     call.query, call.out = query.data_ptr(), out.data_ptr()
@@ -210,7 +210,7 @@ def _run(
 
 
 def prompt(plan: AttentionPlan, group: int) -> bool:
-    """Whether a call of ``group`` query heads a KV head is PyTorch's."""
+    """Whether a call with ``group`` query heads per KV head goes to PyTorch."""
     known = plan.known.get(("prompt", group))
     if known is None:
         most = PROMPT if plan.table is None else PAGED_PROMPT
@@ -220,8 +220,8 @@ def prompt(plan: AttentionPlan, group: int) -> bool:
 
 
 def lowered(plan: AttentionPlan, window: Reach | First) -> PlanStruct:
-    """``lower``, remembered with the plan."""
-    layer = plan.layer  # plans that differ between layers say so
+    """``lower``, cached in the plan."""
+    layer = plan.layer
     made = plan.known.get(("native", window, layer))
     if made is None:
         made = plan.known["native", window, layer] = lower(plan, window)
@@ -239,7 +239,7 @@ def _kernel() -> Any:
 def _call(
     query: Tensor, keys: Tensor, values: Tensor, out: Tensor, scale: float, softcap: float | None
 ) -> _Call:
-    """All of a call but its addresses, which differ from layer to layer."""
+    """The fields of a call that do not differ between layers: all but the addresses."""
     k_row, k_slot, k_head, _ = keys.stride()
     v_row, v_slot, v_head, _ = values.stride()
     _, q_head, q_token, _ = query.stride()
@@ -254,7 +254,7 @@ def _call(
 
 
 def lower(plan: AttentionPlan, window: Reach | First) -> tuple[PlanStruct, list[Any]]:
-    """A plan as the kernel reads it, and the arrays that must live as long."""
+    """A plan as the kernel reads it, and the arrays that it points to."""
     first_ones = isinstance(window, First)
     if isinstance(window, First):
         window = window.beside
@@ -288,7 +288,7 @@ def lower(plan: AttentionPlan, window: Reach | First) -> tuple[PlanStruct, list[
         begin, mask = root, per_row
     if first_ones:
         high, mask = np.where(low > initial, np.minimum(high, initial), 0), None
-    if initial:  # in one interval, if nothing lies between
+    if initial:  # one interval, if there is no gap
         low = np.zeros_like(low) if first_ones else np.where(low > initial, low, 0)
     lowered = PlanStruct(rows_count=len(rows), pages=0, page=0)
     alive: list[Any] = [rows, starts, length, low.astype(np.int32), high.astype(np.int32)]
@@ -312,7 +312,7 @@ def lower(plan: AttentionPlan, window: Reach | First) -> tuple[PlanStruct, list[
 
 
 def _chains(plan: AttentionPlan, window: int | None) -> tuple[PlanStruct, list[Any]]:
-    """``lower`` for what is asked for most, in few calls: a step of a small model is not much longer."""
+    """``lower`` for chains, the most frequent case, in few operations: they take a noticeable part of a small model's step."""
     R, starts = len(plan.rows), [0, *accumulate(plan.counts)]
     high = [s + 1 for f, end in zip(plan.first, plan.length) for s in range(f, end)]
     low = [0] * len(high) if window is None else [max(h - window, 0) for h in high]
@@ -332,9 +332,9 @@ def series(
     table: Sequence[Sequence[int]] | None = None,
     page: int = 0,
 ) -> tuple[PlanStruct, list[Any]]:
-    """Plans of ``steps`` steps that feed each of ``rows`` its next token, the first of them at slots ``first``.
+    """Plans of ``steps`` steps that feed each of ``rows`` its next token, the first one at slots ``first``.
 
-    The plan is the first step's; those of the others lie behind in the arrays of lengths and of slots seen, ``len(rows)`` numbers each.
+    The returned plan is the first step's; the other steps follow in its arrays of lengths and visible slots, ``len(rows)`` entries each.
     """
     R = len(rows)
     high = [slot + n for n in range(1, steps + 1) for slot in first]

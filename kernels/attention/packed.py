@@ -1,12 +1,13 @@
-"""No work on padding to speak of: rows of about one length in one fused call on views of the slots, or else row by row.
+"""Attention with little padding: rows of similar length in one fused call on views of the slots, else row by row.
 
-In the steady state (decoding, verification) all rows have equally many queries and one call serves the batch, cut to its
-longest row; where more than half of that would be masked, each row has a call of its own. The slots between a shorter row's end
-and the longest row's, and those that a window, a tree or a mask hides, are read with weight 0; on the CPU, if the result shows
-that something there may not have been finite, the rows are computed again one by one, on copies in which it is 0.
+In the steady state (decoding, verification) all rows have equally many queries and one call serves the batch, up to its longest
+row; if more than half of that would be masked, each row has its own call. Slots between a shorter row's end and the longest row's,
+and those hidden by a window, a tree or a mask, are read with weight 0. On the CPU, if the result shows that such slots may not be
+finite, the rows are recomputed one by one on copies in which they are 0.
 
-Pages are copied together first, those of a segment's rows at a time, from the first that a window reaches: a pass over memory more
-for each layer, which a prompt does not notice. Only the CPU, where what is not finite is noticed, takes several rows of pages at once.
+Pages are copied together first, for the rows of one segment at a time, from the first page that a window reaches. This is another
+pass over memory per layer, which is negligible for prompts. Only the CPU, where non-finite values are detected, takes several rows
+of pages at once.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def attend_with_lse(
     softcap: float | None = None,
     sink_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As ``attend``, with the log-sum-exp ``[1, T, Hq]`` of the scores; where ``refuses`` has nothing against it."""
+    """As ``attend``, with the log-sum-exp ``[1, T, Hq]`` of the scores; for calls that ``refuses`` allows."""
     return join_with_lse(_parts(careful_with_lse, query, keys, values, plan, scale, window))
 
 
@@ -62,7 +63,7 @@ def _parts(
     scale: float,
     window: Reach,
 ) -> list[Any]:
-    """What ``one`` (``careful``, ``careful_with_lse``) makes of each segment."""
+    """The result of ``one`` (``careful``, ``careful_with_lse``) for each segment."""
     if plan.ordered:
         window = binding(window, max(plan.length))
     if plan.table is not None:
@@ -85,7 +86,7 @@ def careful(
     window: Reach,
     begin: int = 0,
 ) -> Tensor:
-    """``fused``, and row by row if a slot that nothing sees was not finite: ``[R, Hq, q, Dv]``."""
+    """``fused``, repeated row by row if a slot that no query sees was not finite: ``[R, Hq, q, Dv]``."""
     out = fused(query, keys, values, plan, s, low, scale, window, begin)
     if out.is_cpu and plan.hides(s, window, low) and not finite(out):
         for r in range(s.r0, s.r1):
@@ -118,7 +119,7 @@ def careful_with_lse(
 def _cleaned(
     keys: Tensor, values: Tensor, plan: AttentionPlan, s: Segment, r: int, low: int, window: Reach, begin: int
 ) -> tuple[Tensor, Tensor, Segment]:
-    """Copies of one row's slots from ``low`` on, ``[1, n, H, D]``, 0 where none of its queries sees them, and its segment of these."""
+    """Copies of one row's slots from ``low`` on, ``[1, n, H, D]``, with 0 in slots that none of its queries sees, and their segment."""
     one = plan.at(s, r, r + 1, min(s.keys, plan.length[r]))
     visible = torch.as_tensor(plan.visible(one, window, low))  # [1, q, n], or [1, Hq, q, n]
     seen = visible.flatten(0, -2).any(0)
@@ -162,14 +163,14 @@ def _pages(plan: AttentionPlan, s: Segment, first: int) -> Tensor:
 
 
 def _gathered(buffer: Tensor, pages: Tensor, rows: int) -> Tensor:
-    """``[pages, page, H, D]`` -> ``[rows, P * page, H, D]``, in memory heads before slots."""
+    """``[pages, page, H, D]`` -> ``[rows, P * page, H, D]``, stored with heads before slots."""
     heads, size = buffer.shape[2:]
     copied = buffer.permute(2, 0, 1, 3).index_select(1, pages)  # [H, R * P, page, D]
     return copied.view(heads, rows, -1, size).permute(1, 2, 0, 3)
 
 
 def finite(out: Tensor) -> bool:
-    """Whether a sum over all of it is: NaN and infinities do not cancel, and 0 times either is NaN."""
+    """Whether the sum over ``out`` is finite: NaN and infinities do not cancel, and 0 times either is NaN."""
     total = float(out.detach().sum())
     return total - total == 0
 

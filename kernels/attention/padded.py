@@ -1,7 +1,7 @@
-"""Every row works on as many slots as the longest has, masked, in one call a layer: what request decomposition improves on (SPIN).
+"""All rows padded to the longest, masked, in one call per layer: the baseline of request decomposition (SPIN).
 
-A baseline. One call serves neighbouring rows with equally many queries, as in a verify pass. Slots between a shorter row's end and
-the longest row's, and hidden ones, are read with weight 0; rows are computed one by one if one of them was not finite (``packed``).
+One call serves neighbouring rows with equally many queries, as in a verification pass. Slots between a shorter row's end and the
+longest row's, and hidden ones, are read with weight 0; if they are not finite, rows are computed one by one (``packed``).
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def attend_with_lse(
     softcap: float | None = None,
     sink_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As ``attend``, with the log-sum-exp ``[1, T, Hq]`` of the scores; where ``refuses`` has nothing against it."""
+    """As ``attend``, with the log-sum-exp ``[1, T, Hq]`` of the scores; for calls that ``refuses`` allows."""
     return join_with_lse(_parts(careful_with_lse, query, keys, values, plan, scale, window))
 
 

@@ -1,4 +1,4 @@
-"""What every layer of one forward needs to know about its rows: built once on the host, shared by all layers.
+"""The attention plan of one forward: built once on the host, shared by all layers.
 
 ``T`` new tokens of ``R`` rows are packed without padding; row ``r`` has ``counts[r]`` of them, and they take the slots
 ``first[r], first[r] + 1, ...`` of buffer row ``rows[r]``. A query sees the slots of its row up to its own (causal); where the
@@ -27,7 +27,7 @@ class Tree(NamedTuple):
     """The proposed tokens at the end of each row, those of earlier calls included.
 
     ``root [R]``: slot of node 0 (= its position when its depth is 0); ``ancestors [R, N, N]`` bool: entry ``[r, n, m]`` says
-    that node m is n itself or above it; ``depth [R, N]``. Entries of nodes that do not exist are never looked at.
+    that node m is n itself or an ancestor; ``depth [R, N]``. Entries of nodes that do not exist are never read.
     """
 
     root: np.ndarray
@@ -43,34 +43,33 @@ class Segment(NamedTuple):
     b0: int  # buffer rows b0:b0 + (r1 - r0)
     t0: int  # packed queries t0:t0 + (r1 - r0) * queries
     queries: int
-    keys: int  # slots 0:keys hold all that any of its rows sees
+    keys: int  # its rows see slots 0:keys only
 
 
 def mostly_padding(length: Sequence[int]) -> bool:
-    """Whether a batched call, which works on as many slots as its longest row has, would be masked in most of them."""
+    """Whether a batched call, padded to the longest row, would mask more than half of its slots."""
     return len(length) * max(length) > 2 * sum(length) + 64 * len(length)
 
 
 @dataclass
 class AttentionPlan:
-    """Where the packed tokens of one forward live, and what they see.
+    """Where the packed tokens of one forward are stored, and what they see.
 
     Args:
         rows: ``[R]`` buffer row of each row, in any order; neighbours that ascend one by one share calls. first: ``[R]`` slot of
             its first query. counts: ``[R]`` its queries, at least 1: a row without queries is left out.
         capacity: slots of a buffer row. tree: where the last slots are not causal.
-        slots: ``[T]`` numbers of the new tokens' slots in a buffer flattened to ``[B * capacity, H, D]``, where they are
-            known already.
-        watch: is called in every layer, in order, with the queries ``[1, Hq, T, D]`` and how they attend: scale, window, softcap
-            and sink logits, as a backend is given them.
-        fragment: slots of a fragment, where decomposition is not to choose fragments itself.
+        slots: ``[T]`` indices of the new tokens' slots in a buffer flattened to ``[B * capacity, H, D]``, if they are already known.
+        watch: called in every layer, in order, with the queries ``[1, Hq, T, D]`` and the scale, window, softcap and sink logits
+            that a backend gets.
+        fragment: slots of a fragment, if decomposition is not to choose them.
         table: ``[R][...]`` pages of each row, where buffers are ``[pages, page, H, D]``: slot s of row r is slot ``s % page`` of
-            page ``table[r][s // page]``. ``rows`` then only say whose row it is, and ``capacity`` is not looked at.
+            page ``table[r][s // page]``. ``rows`` are then only labels, and ``capacity`` is ignored.
         page: slots of a page; 0 without a table.
     Raises:
-        ValueError: rows, first and counts of different lengths, or of none; a row without queries, of a negative slot, or beyond
-            the capacity; a table without a page size or the other way round, or with too few pages for a row; a tree of other rows
-            or of too few nodes; not one slot for each query; a fragment below 1.
+        ValueError: rows, first and counts of different lengths, or empty; a row without queries, with a negative slot, or beyond
+            the capacity; a table without a page size or vice versa, or with too few pages for a row; a tree with other rows or too
+            few nodes; not one slot per query; a fragment below 1.
     """
 
     rows: Sequence[int]
@@ -83,19 +82,19 @@ class AttentionPlan:
     fragment: int | None = None
     table: Sequence[Sequence[int]] | None = None
     page: int = 0
-    attend: ClassVar[Callable[..., Tensor] | None] = None  # computes every layer, and no backend is chosen
-    ordered: ClassVar[bool] = True  # slot numbers are positions (but for a tree's nodes)
+    attend: ClassVar[Callable[..., Tensor] | None] = None  # if set, it computes every layer instead of a backend
+    ordered: ClassVar[bool] = True  # slot numbers are positions (except for a tree's nodes)
 
     def __post_init__(self) -> None:
         self._check_counts()
         # [R] slots in use, the new ones included
         self.length = [f + c for f, c in zip(self.first, self.counts)]
         self._check_slots()
-        self.layer = 0  # which one is attending, in plans whose ``visible`` depends on it
-        self.intervals: Sequence[Sequence[tuple[int, int]]] | None = None  # what it was made of
+        self.layer = 0  # the attending layer, in plans whose ``visible`` depends on it
+        self.intervals: Sequence[Sequence[tuple[int, int]]] | None = None  # set by ``ExplicitPlan.of_intervals``
         self.segments = self._segments()
         self._masks: dict[Any, Any] = {}
-        self.known: dict[Any, Any] = {}  # what else layers ask for again and again
+        self.known: dict[Any, Any] = {}  # caches shared by all layers
         if self.table is not None or self.page:
             self._check_table()
         if self.slots is None:
@@ -173,11 +172,11 @@ class AttentionPlan:
                 )
 
     def __getstate__(self) -> dict[str, Any]:
-        """All but what is remembered for layers, which may hold addresses."""
+        """All fields except caches, which may hold addresses."""
         return {**vars(self), "known": {}, "_masks": {}}
 
     def slots_on(self, device: torch.device) -> Tensor:
-        """``slots`` where a layer lives: a model may be spread over devices."""
+        """``slots`` on a layer's device: a model may be spread over several."""
         assert self.slots is not None
         if self.slots.device != device:
             key = ("slots", device)
@@ -187,7 +186,7 @@ class AttentionPlan:
         return self.slots
 
     def part(self, rows: Sequence[int]) -> tuple[AttentionPlan, Tensor]:
-        """The plan of ``rows`` of this one (ascending, counted from 0), and which of its packed tokens are theirs ``[T']``."""
+        """The plan of some ``rows`` of this one (ascending, counted from 0), and the indices ``[T']`` of their packed tokens."""
         starts = [0, *accumulate(self.counts)]
         at = torch.tensor([t for r in rows for t in range(starts[r], starts[r + 1])])
         assert self.slots is not None
@@ -211,7 +210,7 @@ class AttentionPlan:
         return self.runs(mostly_padding(self.length))
 
     def runs(self, alone: bool = False) -> list[Segment]:
-        """Neighbouring rows with equally many queries together, or each row ``alone``."""
+        """Segments of neighbouring rows with equally many queries, or each row ``alone``."""
         rows, counts, length = self.rows, self.counts, self.length
         R = len(rows)
         if R == 1:
@@ -225,7 +224,7 @@ class AttentionPlan:
         ]
 
     def at(self, s: Segment, r0: int, r1: int, keys: int) -> Segment:
-        """Rows ``r0:r1`` of a segment, and another end of their slots."""
+        """Rows ``r0:r1`` of a segment, with ``keys`` slots."""
         skipped = r0 - s.r0
         return Segment(r0, r1, s.b0 + skipped, s.t0 + skipped * s.queries, s.queries, keys)
 
@@ -253,7 +252,7 @@ class AttentionPlan:
         return self._query_positions(s), slots
 
     def low(self, segment: Segment, window: int | Streaming) -> int:
-        """Slots below are outside every query's window (never above the root of a tree); 0 where first positions are seen beside it."""
+        """The slots below are outside every query's window (at most the root of a tree); 0 if first positions are seen beside it."""
         if isinstance(window, Streaming):
             return 0
         key = ("low", segment.r0, segment.r1, window)
@@ -267,13 +266,13 @@ class AttentionPlan:
         return self.known[key]
 
     def causal(self, segment: Segment, window: Reach, low: int) -> bool:
-        """Whether a segment is a text from its beginning, so that a kernel's own causal mask serves it."""
+        """Whether a segment is a text from its beginning, so that a kernel's causal mask is right."""
         s = segment
         alone = s.r1 - s.r0 == 1 and self.ordered and self.tree is None and window is None
         return alone and low == self.first[s.r0] == 0 and 1 < s.queries == s.keys
 
     def hides(self, segment: Segment, window: Reach, low: int) -> bool:
-        """Whether a call for the slots ``low:segment.keys`` may read some that no query of their row sees."""
+        """Whether a call for the slots ``low:segment.keys`` may read slots that no query of their row sees."""
         key = ("hides", segment, window, low)
         made = self.known.get(key)
         if made is None:
@@ -299,7 +298,7 @@ class AttentionPlan:
         return self.known[key]
 
     def blind(self, segment: Segment, window: Reach, low: int, device: torch.device) -> Tensor | None:
-        """``[R, 1 or Hq, q]`` bool: which queries see none of ``low:segment.keys``; ``None``: all see something."""
+        """``[R, 1 or Hq, q]`` bool: which queries see none of ``low:segment.keys``; ``None`` if all see some."""
         key = ("blind", segment, window, low, device, self.layer)
         if key not in self.known:
             blind = ~torch.as_tensor(self.visible(segment, window, low)).any(-1)  # [R, q], or [R, Hq, q]
@@ -323,7 +322,7 @@ class AttentionPlan:
         root, ancestors, depth = (t[s.r0 : s.r1] for t in tree)
         N, r = depth.shape[1], np.arange(s.r1 - s.r0)[:, None]
         wanted, low = low, min(low, int(root.min()))
-        # Spare columns, so that nodes beyond a row's end (or the end of this piece of it) fall outside.
+        # Spare columns take nodes beyond a row's end (or the end of this part of it).
         key = np.arange(low, max(s.keys, int(root.max())) + N)
         seen = key <= query[:, :, None]
         node, column = query - root[:, None], root[:, None] - low + np.arange(N)
@@ -338,10 +337,10 @@ class AttentionPlan:
     def mask(
         self, segment: Segment, window: Reach, low: int, dtype: torch.dtype, device: torch.device
     ) -> Tensor | None:
-        """To add to scores: 0 where a query sees a slot, -inf elsewhere. Made once per forward.
+        """An additive mask: 0 where a query sees a slot, -inf elsewhere. Built once per forward.
 
         Returns:
-            ``[R, 1, q, keys - low]``, or ``[q, keys - low]`` for a chain alone; ``None`` where all is seen.
+            ``[R, 1, q, keys - low]``, or ``[q, keys - low]`` for a single chain; ``None`` if all is seen.
         """
         s = segment
         key = (s, window, low, dtype, device)
@@ -365,7 +364,7 @@ class AttentionPlan:
         device: torch.device,
         group: int,
     ) -> Tensor | None:
-        """``mask`` where the ``group`` heads that share keys are folded into queries: ``[..., group * q, keys - low]``."""
+        """``mask`` for ``group`` heads that share keys folded into queries: ``[..., group * q, keys - low]``."""
         mask = self.mask(segment, window, low, dtype, device)
         if mask is None:
             return None
@@ -382,7 +381,7 @@ class AttentionPlan:
 
 
 def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    """To add to scores: 0 where ``seen``, -inf elsewhere."""
+    """An additive mask: 0 where ``seen``, -inf elsewhere."""
     return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, float("-inf"))
 
 
@@ -390,7 +389,7 @@ def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
 def _band(
     queries: int, capacity: int, window: int | None, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """``[q, capacity + q]``: what queries at slots ``capacity + i`` see; the mask of every chain is a slice of it."""
+    """``[q, capacity + q]`` additive mask of queries at slots ``capacity + i``; the mask of every chain is a slice of it."""
     i, j = torch.arange(queries)[:, None], torch.arange(capacity + queries)
     hidden = j > capacity + i
     if window is not None:

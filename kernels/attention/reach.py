@@ -18,10 +18,10 @@ Reach = int | Streaming | None
 
 
 def reach(window: int | None, initial: int = 0) -> Reach:
-    """Both in one value; without a window the first positions are seen anyway.
+    """Window and first positions as one value; ``None`` without a window.
 
     Raises:
-        ValueError: ``initial`` below 0, or one of them is no whole number.
+        ValueError: ``initial`` below 0, or an argument that is not a whole number.
     """
     if not (window is None or isinstance(window, int)):
         window = _whole("window", window)
@@ -45,12 +45,12 @@ def split(window: int | Streaming) -> tuple[int, int]:
 
 
 def near(query: Any, key: Any, window: int | Streaming) -> Any:
-    """Whether a query at position ``query`` reaches position ``key``; arrays and tensors broadcast. The future is not looked at."""
+    """Whether position ``key`` is within the reach of a query at position ``query``, ignoring causality; arrays and tensors broadcast."""
     size, initial = split(window)
     reached = key > query - size
     return reached | (key < initial) if initial else reached
 
 
 def binding(window: Reach, length: int) -> Reach:
-    """``window``, or ``None`` where it hides nothing of a text of ``length`` positions."""
+    """``window``, or ``None`` if it hides nothing of a text of ``length`` positions."""
     return None if window is None or sum(split(window)) >= length else window

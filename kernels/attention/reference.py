@@ -1,4 +1,4 @@
-"""Attention written out: one row after the other, dense, in the precision of its input (float32 at least), on any device."""
+"""The reference: dense attention row by row, in the precision of its input (float32 or wider), on any device."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def attend_with_lse(
     softcap: float | None = None,
     sink_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As ``attend``, with the log-sum-exp of the scores, which merges parts of a row (``merge``).
+    """As ``attend``, with the log-sum-exp of the scores.
 
     Returns:
         output ``[1, T, Hq, Dv]`` and lse ``[1, T, Hq]`` (float32, or float64 for a float64 query), natural logarithms, a
@@ -62,7 +62,7 @@ def attend_with_lse(
     for r, (row, count, length) in enumerate(zip(plan.rows, plan.counts, plan.length)):
         one = Segment(r, r + 1, row, t, count, length)
         visible = torch.as_tensor(plan.visible(one, window)[0]).to(query.device)  # [q, n], or [Hq, q, n]
-        used = visible.flatten(0, -2).any(0)  # slots that this call's queries do not see may hold anything
+        used = visible.flatten(0, -2).any(0)  # slots that no query of this call sees may hold anything
         q = query[0, :, t : t + count].to(wide)  # [Hq, q, D]
         k = _slots(keys, plan, r, used).to(wide).repeat_interleave(group, 1)  # [n, Hq, D]
         v = _slots(values, plan, r, used).to(wide).repeat_interleave(group, 1)
@@ -70,7 +70,7 @@ def attend_with_lse(
         if softcap is not None:
             scores = torch.tanh(scores / softcap) * softcap
         scores = scores.masked_fill(~visible[..., used], float("-inf"))
-        # A logit of its own for each head that takes weight and gives nothing; -inf takes none.
+        # An extra logit per head takes weight and contributes nothing; -inf takes none.
         extra = query.new_full((heads,), float("-inf")) if sink_logits is None else sink_logits
         scores = torch.cat([scores, extra.to(wide)[:, None, None].expand(-1, count, 1)], -1)
         top = scores.logsumexp(-1)

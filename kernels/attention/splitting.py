@@ -1,11 +1,11 @@
-"""Into chunks of how many slots rows are cut, so that all multiprocessors have work to the end (flash-decoding, Dao et al., 2023).
+"""Chooses the chunk size into which rows are cut, so that all multiprocessors stay busy (flash-decoding, Dao et al., 2023).
 
-A program reads one chunk of one row, and a device holds some programs at a time; as one ends, the next begins, in order. A batch of
-few rows does not fill the device, and one of uneven rows leaves it to the longest row in the end. Shorter chunks mend both; they
-cost a start each, parts of results that are written and read again, and a second launch that merges them.
+A program reads one chunk of one row, and a device runs a limited number of programs at a time, in order. A batch of few rows does
+not fill the device, and in a batch of uneven rows the longest row runs alone in the end. Shorter chunks avoid both; each costs a
+program start and a partial result that is written and read again, and a second launch merges the results.
 
-Times are said in bytes that one program reads meanwhile: on an H200, of which two programs share a multiprocessor, 16 KiB a
-microsecond. Nothing here is measured on a GPU.
+Times are in bytes that one program reads meanwhile: on an H200, with two programs per multiprocessor, 16 KiB per microsecond. The
+constants are not measured on a GPU.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from collections.abc import Sequence
 
 import numpy as np
 
-START = 16 << 10  # of a program, one that finds nothing to do included
-MERGE = 64 << 10  # of the second launch
-LEAST = 64 << 10  # a program reads at least that much, or its row is not cut further
+START = 16 << 10  # cost of a program's start, also without work
+MERGE = 64 << 10  # cost of the second launch
+LEAST = 64 << 10  # rows are not cut into smaller chunks than this
 TRIED = np.array([1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 96, 128, 256, 512])
 
 
 def chunk_slots(
     spans: Sequence[int], copies: int, resident: int, tile: int, slot_bytes: int, part_bytes: int
 ) -> int:
-    """Slots of a chunk, a multiple of ``tile``: those of the longest row where it is best not to cut.
+    """Slots of a chunk, a multiple of ``tile``; the longest row's slots if it is best not to cut.
 
     Args:
-        spans: ``[R]`` slots that the programs of each row visit. copies: programs of a row that one chunk has.
-        resident: programs that the device holds at a time. tile: slots of a tile.
-        slot_bytes: that a program reads of a slot. part_bytes: that one part of all results takes, written and read.
+        spans: ``[R]`` slots that the programs of each row visit. copies: programs per chunk of a row.
+        resident: programs that the device runs at a time. tile: slots of a tile.
+        slot_bytes: bytes that a program reads per slot. part_bytes: bytes written and read per part of the results.
     """
     span = np.asarray(spans)
     longest = int(span.max())
@@ -42,11 +42,11 @@ def chunk_slots(
 
 
 def makespan(span: np.ndarray, slots: np.ndarray, copies: int, resident: int, slot_bytes: int) -> np.ndarray:
-    """``[C]`` when the last program has ended at the latest, for chunks of ``slots [C]``.
+    """``[C]`` an upper bound of the time at which the last program ends, for chunks of ``slots [C]``.
 
-    Two bounds that hold in any order of programs (Graham, 1966), the lower of which is taken: the last one begins before a device
-    that is never idle would be done; and they end within as many whole waves of the longest as there are programs, which is the
-    lower one for rows about as long as each other.
+    It is the smaller of two bounds that hold for any order of programs (Graham, 1966): the last program begins before a device that
+    is never idle would be done; and all end within the number of waves times the longest program, which is the smaller bound for
+    rows of similar length.
     """
     parts = -(-int(span.max()) // slots)
     working = copies * (-(-span[:, None] // slots)).sum(0)

@@ -1,7 +1,7 @@
-"""Attention written out over ``[rows, slots]`` from the tensors of a ``Lowered`` alone: no shape and no branch depends on a number.
+"""Dense attention over ``[rows, slots]`` from the tensors of a ``Lowered`` alone: no shape and no branch depends on tensor values.
 
-What a CUDA graph asks of a step, in plain PyTorch on any device. It is what captured steps use where Triton's kernels do not run, in
-tests above all: every row is worked on up to ``max_length`` slots, whatever its length.
+This is what a CUDA graph requires of a step, in plain PyTorch on any device. Captured steps use it where Triton's kernels do not run,
+mostly in tests: every row is computed over ``max_length`` slots, whatever its length.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ def attend(
     softcap: float | None = None,
     sink_logits: Tensor | None = None,
 ) -> Tensor:
-    """Arguments as for ``api.attention``, with the plan's numbers in tensors.
+    """Arguments as for ``api.attention``, with the plan in tensors.
 
-    ``query`` may have more tokens than the rows take, and ``lowered`` rows without a query (equal ``starts``). Slots that no query of a
+    ``query`` may have more tokens than the rows use, and ``lowered`` rows without a query (equal ``starts``). Slots that no query of a
     row sees may hold anything.
 
     Returns:
         ``[1, T, Hq, Dv]``; 0 for tokens of no row.
     Raises:
-        ValueError: ``lowered`` says for each head what is seen (``seen``).
+        ValueError: ``lowered.seen`` has a mask for each head.
     """
     if lowered.seen is not None and lowered.seen.shape[0] != 1:
         raise ValueError(f"lowered.seen has {lowered.seen.shape[0]} heads: give one mask for all of them")
@@ -40,7 +40,7 @@ def attend(
     group, C, S = heads // keys.shape[2], lowered.max_count, lowered.max_length
     starts, ends = lowered.starts[:-1].long(), lowered.starts[1:].long()
     column = torch.arange(C, device=query.device)
-    packed = starts[:, None] + column  # [R, C] the row's queries, and others where it has fewer
+    packed = starts[:, None] + column  # [R, C] the row's queries, followed by others if it has fewer
     live = packed < ends[:, None]
     at = packed.clamp(max=T - 1)
     seen = visible(lowered, at, window)  # [R, C, S]
@@ -59,20 +59,20 @@ def attend(
     blind = scores.amax(-1, keepdim=True) == float("-inf")
     weights = scores.softmax(-1).masked_fill(blind, 0)[..., :S]
     out = torch.einsum("rhcs,rshd->rchd", weights, v).to(query.dtype)
-    into = query.new_zeros(T + 1, heads, values.shape[-1])  # the last one takes what belongs to no query
+    into = query.new_zeros(T + 1, heads, values.shape[-1])  # the last entry takes results of no query
     into.index_copy_(0, torch.where(live, packed, T).flatten(), out.flatten(0, 1))
     return into[None, :T]
 
 
 def visible(lowered: Lowered, at: Tensor, window: Reach = None) -> Tensor:
     """``[R, C, S]`` bool: which slots the queries ``at [R, C]`` (packed) see, each as a query of its row."""
-    if lowered.seen is not None:  # a window included
+    if lowered.seen is not None:  # windows are included
         return lowered.seen[0][at] != 0
     length, starts = lowered.length.long()[:, None], lowered.starts.long()
     slot = length - (starts[1:] - starts[:-1])[:, None] + at - starts[:-1, None]  # [R, C] of each query
     key = torch.arange(lowered.max_length, device=at.device)
     seen = key <= slot[:, :, None]
-    place: Tensor = key.expand(slot.shape[0], -1)  # [R, S] the position that a slot holds
+    place: Tensor = key.expand(slot.shape[0], -1)  # [R, S] the position of a slot
     position = slot
     if lowered.words is not None and lowered.depth is not None:
         root = lowered.root.long()[:, None]

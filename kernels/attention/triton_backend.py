@@ -1,11 +1,10 @@
-"""Attention by our own Triton kernel: decode, ragged and tree verification, masks by slot; one launch a layer, or two.
+"""Attention by the library's Triton kernel: decoding, ragged and tree verification, masks by slot; one or two launches per layer.
 
-Keys and values of a KV head are read once for all queries and heads that share them, rows are as long as they are, and a row
-is cut into equal chunks where a batch is too small to fill the device (flash-decoding); ``triton_kernels`` says how.
+Keys and values of a KV head are read once for all queries and heads that share them, rows are not padded, and rows are cut into
+equal chunks if a batch is too small to fill the device (flash-decoding, see ``triton_kernels``).
 
-**Equal bits.** With ``chunk`` (or ``plan.fragment``) the chunks and tiles are fixed: a query's result then depends neither
-on the other rows nor on how many queries its row has, so that a verify pass gives what plain decoding gives, bit by bit, as
-far as attention goes.
+**Batch invariance.** With ``chunk`` (or ``plan.fragment``) the chunks and tiles are fixed: a query's result then depends neither on
+the other rows nor on how many queries its row has, so attention in a verification pass is bit-identical to that in plain decoding.
 """
 
 from __future__ import annotations
@@ -28,15 +27,15 @@ from specdec.kernels.interpreted import REMEDY
 LOG2E = 1.4426950408889634
 LARGEST = 256  # head size
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-REGISTERS = 255  # of a thread: all that there are
-WAVES = 2  # programs of four warps that a multiprocessor holds at a time, as rows are cut for
+REGISTERS = 255  # the hardware's limit per thread
+WAVES = 2  # programs of four warps per multiprocessor that the chunk size is chosen for
 
 
 class Config(NamedTuple):
-    """How a call is tiled: ``queries`` (times heads that share a KV head) and ``slots`` of a tile, for Triton.
+    """The tiling of a call: ``queries`` (times heads that share a KV head) and ``slots`` of a tile, for Triton.
 
-    ``registers``: a bound on those of a thread, if only the hardware's own, 0 for none. Without one NVIDIA's assembler spills a few
-    where that lets one more program share a multiprocessor; with one it takes more where it need not.
+    ``registers``: a bound per thread, possibly the hardware's own; 0 for none. Without a bound NVIDIA's assembler spills a few
+    registers if that lets another program share a multiprocessor; with one it uses more than necessary elsewhere.
     """
 
     queries: int
@@ -56,14 +55,14 @@ def config(
     paged: bool = False,
     bent: bool = False,
 ) -> Config:
-    """The tile for a head size, from reasoning and compiled resource usage, not from timings.
+    """The tile for a head size, derived from compiled resource usage, not from timings.
 
     A query tile is as small as holds all ``packed`` queries (queries of a row times heads of a group), up to 64; ``fixed``
     makes it independent of them. A slot tile keeps keys and values of three stages in at most half of an A100's shared memory,
     so that two programs share a multiprocessor where registers allow; with a mask that is ``written_out``, and with a ``tree`` or
     pages beside 64 queries, it is smaller, since these take registers, too. Bits depend on tiles and warps, so with ``fixed``
     chains have those of trees in pages. Where slots are ``paged``, a page's number is loaded ahead of its slots, which takes two
-    stages for each. ``bent``: with a window or a soft cap. Nothing is tuned at run time: equal calls are to run equal code.
+    stages for each. ``bent``: with a window or a soft cap. Nothing is tuned at run time, so that equal calls run equal code.
     """
     queries = 64 if fixed or packed > 32 else 32 if packed > 16 else 16
     wide = _power(size) * itemsize  # bytes of a slot's keys
@@ -86,7 +85,7 @@ def config(
 
 
 def missing() -> str | None:
-    """Why Triton cannot be used here at all; ``None``: it can."""
+    """Why Triton cannot be used at all, or ``None``."""
     if find_spec("triton") is None:
         return "triton is not installed: pip install triton"
     return None
@@ -95,7 +94,7 @@ def missing() -> str | None:
 def supports(
     query: Tensor, softcap: float | None, sink_logits: Tensor | None, plan: AttentionPlan | None = None
 ) -> str | None:
-    """Why this backend cannot serve a call, or ``None``. Any plan will do, pages included."""
+    """Why this backend cannot serve a call, or ``None``. It serves any plan, pages included."""
     why = missing()
     if why:
         return why
@@ -122,7 +121,7 @@ def supports(
 
 
 def _cannot_run(query: Tensor, name: str = "query") -> str | None:
-    """Why no kernel of Triton runs where a tensor is, or ``None``."""
+    """Why no Triton kernel runs on a tensor's device, or ``None``."""
     if query.is_cuda or _kernels().INTERPRET:
         return None
     return f"{name} is on {query.device.type!r} and {REMEDY}"
@@ -131,7 +130,7 @@ def _cannot_run(query: Tensor, name: str = "query") -> str | None:
 def fits(
     query: Tensor, keys: Tensor, values: Tensor, plan: AttentionPlan, window: Reach = None
 ) -> str | None:
-    """Why tensors do not fit the kernel, each other, or the plan; ``None``: they do."""
+    """Why tensors do not fit the kernel, each other, or the plan, or ``None``."""
     for name, buffer in (("keys", keys), ("values", values)):
         if buffer.dtype != query.dtype or buffer.device != query.device:
             return (
@@ -206,8 +205,8 @@ def attend(
     """Arguments and result as for ``api.attention``. Slots that no query of a row sees may hold anything.
 
     Args:
-        chunk: slots of a chunk, rounded up to whole tiles, for results that do not depend on the batch; by default
-            ``plan.fragment``, and without that chosen so that the device is filled.
+        chunk: slots of a chunk, rounded up to whole tiles, for batch-invariant results; by default ``plan.fragment``, else chosen
+            to fill the device.
     Raises:
         ValueError: tensors that do not fit each other or the plan, or whose last dimension is not contiguous.
     """
@@ -253,16 +252,15 @@ def launch(
     lse: Tensor | None = None,
     plan: AttentionPlan | None = None,
 ) -> Tensor:
-    """The kernels alone, on numbers that are on the device already; nothing is checked and nothing waits for the device.
+    """Launches the kernels on a plan that is already on the device; nothing is checked and nothing waits for the device.
 
     Without ``plan``, grid and allocations depend on shapes, ``max_count`` and ``max_length`` only, so a launch can be captured in
-    a CUDA graph and replayed after the tensors of ``lowered`` were written anew, as long as rows stay within these.
+    a CUDA graph and replayed after the tensors of ``lowered`` were rewritten, as long as rows stay within these bounds.
 
     Args:
-        lowered: as from ``lower``; its ``seen`` already knows about ``window``. With a ``table``, pages are
-            ``keys.shape[1]`` slots.
+        lowered: from ``lower``; its ``seen`` includes ``window``. With a ``table``, pages have ``keys.shape[1]`` slots.
         out: ``[1, T, Hq, Dv]`` contiguous, to be written. lse: ``[1, T, Hq]`` float32, contiguous, to be written.
-        plan: what ``lowered`` was made from, where rows are to be cut by what they are now.
+        plan: the source of ``lowered``, if chunks are to be chosen for its present rows.
     Raises:
         ValueError: ``scale`` or ``softcap`` is not positive, or ``chunk`` is below 1.
     """
@@ -388,7 +386,7 @@ def _merge(
 
 
 class Work(NamedTuple):
-    """What a launch has to do, beside its rows: see ``splitting.chunk_slots``."""
+    """The work of a launch, apart from its rows; fields as for ``splitting.chunk_slots``."""
 
     copies: int
     resident: int
@@ -400,15 +398,14 @@ class Work(NamedTuple):
 def chunking(
     lowered: Lowered, window: Reach, work: Work, chunk: int | None, plan: AttentionPlan | None = None
 ) -> tuple[int, int, int]:
-    """Into how many chunks rows are cut at most, their slots, and the multiples at which a window's slots of a row begin.
+    """The most chunks of a row, their slots, and the alignment of the first slot of a row's windows.
 
     Args:
-        chunk: fixed slots of a chunk; its borders are then multiples of that. plan: remembers what is chosen for its rows, since
-            all layers ask. Without it, and without a window, rows may be anything up to ``max_length`` and are taken to be
-            spread from a third of it.
+        chunk: fixed slots of a chunk, whose borders are then multiples of it. plan: caches the choice for all layers. Without it,
+            and without a window, row lengths are assumed to be spread from a third of ``max_length`` to ``max_length``.
     """
     tile, initial = work.tile, 0
-    span = lowered.max_length  # slots that a row's queries may see, but for the first ones
+    span = lowered.max_length  # slots that a row's queries may see, except the first ones
     if window is not None:
         nodes = 0 if lowered.depth is None else lowered.depth.shape[1]
         back, initial = split(window)
@@ -438,7 +435,7 @@ def chunking(
 
 @lru_cache
 def processors(device: torch.device) -> int:
-    """Multiprocessors of a device; 1 where kernels are interpreted."""
+    """Multiprocessors of a device; 1 if kernels are interpreted."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
@@ -470,12 +467,12 @@ def _prepare(
 
 
 def _on(device: torch.device) -> Any:
-    """Triton launches on the current device."""
+    """A context with ``device`` as current device, on which Triton launches."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def bound(c: Config) -> dict[str, int]:
-    """On a thread's registers, as Triton takes it for NVIDIA."""
+    """The bound on a thread's registers as Triton's option for NVIDIA."""
     return {"maxnreg": c.registers} if c.registers and torch.version.hip is None else {}
 
 
@@ -484,7 +481,7 @@ def _upcast(query: Tensor) -> bool:
 
 
 def _power(size: int) -> int:
-    """The least power of two that holds ``size``, and a matrix product takes: 16 at least."""
+    """The least power of two that is at least ``size`` and 16, the minimum of a matrix product."""
     return max(16, 1 << (size - 1).bit_length())
 
 

@@ -3,11 +3,10 @@
 One program takes the queries of one row that share a KV head (all heads of the group, so keys and values are read once), and one
 chunk of the row's slots: flash-decoding (Dao et al., 2023) with an online softmax (Milakov & Gimelshein, arXiv 1805.02867).
 
-Arithmetic is written so that a query's result does not depend on what it is computed with. Slots are taken in tiles that begin at
-multiples of BN, in order, and a tile that a query does not see changes nothing: its weights are exactly 0, the factor that
-rescales what came before is exactly 1. Products that feed sums are fused by hand, since a compiler may fuse them in one
-variant of a kernel and not in another. With equal chunks, BM and BN, a query therefore gets equal bits in a step of one
-query or of many.
+The arithmetic is batch-invariant: a query's result does not depend on the other queries of the call. Slots are read in tiles that
+begin at multiples of BN, in order, and a tile that a query does not see changes nothing: its weights are exactly 0, and the factor
+that rescales earlier sums is exactly 1. Products that feed sums are fused explicitly, since a compiler may fuse them in one variant
+of a kernel and not in another. With equal chunks, BM and BN, a query therefore gets equal bits in a step of one query or of many.
 
 This module imports triton; nothing else of the library does.
 """
@@ -19,7 +18,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-INTERPRET: bool = bool(triton.knobs.runtime.interpret)  # decided once: decorators look at it too
+INTERPRET: bool = bool(triton.knobs.runtime.interpret)  # read once, since decorators use it, too
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -28,7 +27,7 @@ loop: Any = tl.range
 if INTERPRET:
 
     def loop(start: Any, end: Any, step: int, **_: Any) -> range:
-        """``tl.range`` with bounds that are tensors, which the interpreter cannot do with every NumPy."""
+        """``tl.range`` with tensors as bounds, which the interpreter does not support with every NumPy version."""
         low, high = (int(b.handle.data.item()) if isinstance(b, tl.tensor) else b for b in (start, end))
         return range(low, high, step)
 
@@ -80,7 +79,7 @@ def attend_kernel(
     Keys,  # [B, S, Hkv, D], or pages
     Values,  # [B, S, Hkv, DV]
     Out,  # [chunks, T, Hq, DV] float32, or [T, Hq, DV] with DIRECT
-    Lse,  # [chunks, T, Hq] float32 to base 2, or [T, Hq] natural with DIRECT; None: not wanted
+    Lse,  # [chunks, T, Hq] float32 to base 2, or [T, Hq] natural with DIRECT; None: not returned
     Starts,  # these are the fields of Lowered
     Length,
     Rows,
@@ -90,10 +89,10 @@ def attend_kernel(
     Table,
     Seen,
     Sinks,  # [Hq] or None
-    factor,  # makes exponents to base 2 of scores: scale * log2(e); of bent scores: softcap * log2(e)
+    factor,  # from scores to exponents of base 2: scale * log2(e), or softcap * log2(e) with a soft cap
     bend,  # 2 * log2(e) * scale / softcap
     window,
-    initial,  # slots below are seen whatever the window, or None
+    initial,  # slots below it are seen whatever the window, or None
     chunk,  # slots, a multiple of BN
     align,  # the slots of a row's windows begin at a multiple of this, a multiple of BN
     tiles,  # of BM for the largest row
@@ -156,7 +155,7 @@ def attend_kernel(
                 node = slot - root
                 own = tl.load(Depth + r * depth_r + node, mask=valid & (node >= 0) & (node < nodes), other=0)
                 position = tl.where(node >= 0, root + own, slot)
-                # Ancestors that are too far above are no longer seen: their bits go.
+                # Clear the bits of ancestors outside the window.
                 each = tl.arange(0, 64)
                 theirs = root + tl.load(Depth + r * depth_r + each, mask=each < nodes, other=0)
                 flag = tl.full([64], 1, tl.int64) << each.to(tl.int64)
@@ -166,8 +165,8 @@ def attend_kernel(
                 word = word & tl.sum(tl.where(near, flag[None, :], 0), 1)
             union = tl.reduce(word, 0, _either)
 
-        # Slots low:high hold all that these queries see, but for the first ones; those and the windows of the row, from base on, are
-        # cut into chunks as if nothing lay between, and begin:end is one of them.
+        # These queries see slots low:high and the first ones. The first slots and those of the row's windows, from base on, are cut
+        # into chunks as if adjacent, and begin:end is one chunk.
         low = n * 0
         high = last + 1
         if Words is not None or Seen is not None:
@@ -211,10 +210,10 @@ def attend_kernel(
             at = _offsets(Table + r * table_r if PAGE > 0 else Table, s0, s, inside, row, k_b, k_s, PAGE, BN)
             k = _load(Keys + h * k_h + at[None, :] + d[:, None], inside[None, :] & (d < D)[:, None], UPCAST)
             score = tl.dot(q, k, input_precision="ieee")
-            if SOFTCAP:  # softcap * tanh(scale * score / softcap), but for the factor
+            if SOFTCAP:  # softcap * tanh(scale * score / softcap), without the factor
                 score = 1.0 - 2.0 / (tl.exp2(score * bend) + 1.0)
 
-            # Which slots each query sees, and which are seen by any query here: others may hold anything.
+            # Which slots each query sees, and which any query here sees: others may hold anything.
             if Seen is not None:
                 seen = tl.load(
                     (Seen + head * seen_h + token * seen_t)[:, None] + s[None, :],
@@ -289,7 +288,7 @@ def merge_kernel(
     Parts,  # [N, F, Q, DV] by strides
     PartLse,  # [N, F, Q]
     Out,  # [N, Q, DV]
-    Lse,  # [N, Q] natural; None: not wanted
+    Lse,  # [N, Q] natural; None: not returned
     Sinks,  # [Q] or None
     F,
     p_n,
@@ -306,7 +305,7 @@ def merge_kernel(
     BDV: tl.constexpr,
     NATURAL: tl.constexpr,  # PartLse is to base e, else 2
 ):
-    """Parts of attention into one by their log-sum-exps, added in order: a part that sees nothing changes nothing."""
+    """Merges parts of attention by their log-sum-exps, in order; a part that sees nothing changes nothing."""
     n = tl.program_id(0).to(tl.int64)
     q = tl.program_id(1).to(tl.int64)
     d = tl.arange(0, BDV)
