@@ -1,4 +1,4 @@
-"""Host and device: small numbers go over without the host waiting, and come back in one copy, since every copy back is a wait."""
+"""Transfers between host and device: small tensors go without the host waiting, and return in one copy, since every copy back is a wait."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ Judge = Callable[[Tensor], None]
 
 
 class _Thread(threading.local):
-    later: DeferredChecks | None = None  # that is open
+    later: DeferredChecks | None = None  # the open one
 
 
 _thread = _Thread()
 
 
 def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """Host numbers on a device; the host does not wait for what the device has still to do."""
+    """A host tensor on a device; the host does not wait for the device's queue."""
     if tensor.is_cpu and torch.device(device).type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
 
 
 class DeferredChecks:
-    """Checks that nobody waits for. What is ``judged`` while it is open goes to the host with what is ``fetched`` next.
+    """Deferred checks: tensors passed to ``defer`` in this context are copied to the host with the next ``to_host``.
 
-    Until then numbers may be wrong, so what they index must be kept within bounds. It belongs to one thread at a time, and may be
-    opened again.
+    Until then values may be invalid, so indices made from them must be clamped. It belongs to one thread at a time, and may be
+    entered again.
     """
 
     def __init__(self) -> None:
@@ -47,12 +47,12 @@ class DeferredChecks:
         _thread.later = self._outer
 
     def settle(self) -> None:
-        """Make the checks that nothing was fetched with."""
+        """Run the checks that are still pending."""
         _fetched((), self)
 
 
 def defer(tensor: Tensor, judge: Judge) -> None:
-    """Show a bool or int64 tensor to ``judge``, which raises where it is wrong: at once, or, on a device within ``DeferredChecks``, later."""
+    """Check a bool or int64 tensor by ``judge``, which raises if it is invalid: at once, or, on a device within ``DeferredChecks``, later."""
     later = _thread.later
     if later is None or tensor.is_cpu:
         judge(tensor.cpu())
@@ -64,7 +64,7 @@ def to_host(*tensors: Tensor) -> list[Tensor]:
     """int64 or bool tensors on the host, in one copy where they are on one device.
 
     Raises:
-        Exception: what was to be ``judged`` before is wrong.
+        Exception: a deferred check failed.
     """
     later = _thread.later
     return _fetched(tensors, None if all(t.is_cpu for t in tensors) else later)

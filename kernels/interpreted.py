@@ -1,4 +1,4 @@
-"""Where Triton's kernels run: on a GPU, and on the CPU by Triton's interpreter, a mode that is chosen before Triton is imported."""
+"""Where Triton kernels run: on a GPU, or on the CPU by Triton's interpreter, a mode that is set before Triton is imported."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ REMEDY = "Triton's kernels run on CUDA: move it there, or set TRITON_INTERPRET=1
 
 
 def nowhere(kernel: Any, device: torch.device, name: str) -> str | None:
-    """Why a kernel cannot run on the device of the argument ``name``, with what to do about it, or ``None``."""
+    """Why a kernel cannot run on the device of the argument ``name``, and the remedy, or ``None``."""
     if device.type != "cpu" or type(kernel).__name__ == "InterpretedFunction":
         return None
     return f"{name} is on 'cpu' and {REMEDY}"

@@ -17,7 +17,9 @@ FOLD = (
     16  # queries a row up to which folding pays; its mask is as many times larger as there are heads to fold
 )
 
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # the only one that returns its log-sum-exp
+_flash = (
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+)  # the only one that returns its log-sum-exp
 
 
 def fused_supports(query: Tensor, softcap: float | None, sink_logits: Tensor | None) -> str | None:

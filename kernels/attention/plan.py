@@ -82,7 +82,9 @@ class AttentionPlan:
     fragment: int | None = None
     table: Sequence[Sequence[int]] | None = None
     page: int = 0
-    attend: ClassVar[Callable[..., Tensor] | None] = None  # if set, it computes every layer instead of a backend
+    attend: ClassVar[Callable[..., Tensor] | None] = (
+        None  # if set, it computes every layer instead of a backend
+    )
     ordered: ClassVar[bool] = True  # slot numbers are positions (except for a tree's nodes)
 
     def __post_init__(self) -> None:
@@ -91,7 +93,9 @@ class AttentionPlan:
         self.length = [f + c for f, c in zip(self.first, self.counts)]
         self._check_slots()
         self.layer = 0  # the attending layer, in plans whose ``visible`` depends on it
-        self.intervals: Sequence[Sequence[tuple[int, int]]] | None = None  # set by ``ExplicitPlan.of_intervals``
+        self.intervals: Sequence[Sequence[tuple[int, int]]] | None = (
+            None  # set by ``ExplicitPlan.of_intervals``
+        )
         self.segments = self._segments()
         self._masks: dict[Any, Any] = {}
         self.known: dict[Any, Any] = {}  # caches shared by all layers

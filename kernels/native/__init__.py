@@ -1,4 +1,4 @@
-"""Small C kernels for the CPU, compiled at first use where there is a compiler; nothing needs them."""
+"""Optional C kernels for the CPU, compiled at first use if there is a compiler."""
 
 from specdec.kernels.native.build import library, reason
 

@@ -18,7 +18,7 @@ from specdec.kernels.native.ops import linear_takes
 _NORMS = ("before", "after", "query_norm", "key_norm")
 _PRODUCTS = ("query", "key", "value", "out", "gate", "up", "down")
 
-CAST = "the model was cast, laid out anew or changed in shape after it was wrapped: make a new HFModel (or SpireModel) from it"
+CAST = "the model's dtype, layout or shape changed after it was wrapped: make a new HFModel (or SpireModel) from it"
 
 
 class _Block(Structure):
@@ -38,7 +38,7 @@ class _Buffer(Structure):
 
 
 class Buffers:
-    """Keys and values ``[B, S, H, D]`` of each layer as the kernel takes them, and the tensors, so that addresses mean something.
+    """Keys and values ``[B, S, H, D]`` of each layer as the kernel takes them, and the tensors, which keep the addresses valid.
 
     Attributes:
         kinds: heads, sizes and dtypes of each layer.
@@ -63,18 +63,18 @@ def buffers(layers: Sequence[tuple[Tensor, Tensor]]) -> Buffers | None:
 
 
 class Blocks:
-    """What ``forward.llama_c.LlamaC`` computes between embedding and last norm, to the bit.
+    """The blocks of ``forward.llama_c.LlamaC``, between embedding and last norm, with bit-identical results.
 
     Args:
-        blocks: of one model, ``forward.llama_eager.Block``, in order; ``takes`` says whether they can be computed here.
-        narrow: bfloat16 copies of the products' weights, to be read instead.
+        blocks: of one model, ``forward.llama_eager.Block``, in order; ``takes`` says whether they are supported.
+        narrow: bfloat16 copies of the products' weights, which are read instead.
     """
 
     def __init__(self, blocks: Sequence[Any], narrow: Narrow | None = None):
         self._blocks, self._table, self._narrow = list(blocks), (_Block * len(blocks))(), narrow
         self._places: list[
             tuple[_Block, str, Any, str]
-        ] = []  # a field, and the module and name of what is there
+        ] = []  # a field, and the module and name of its parameter
         self._shapes: list[torch.Size] = []
         for b, made in zip(blocks, self._table):
             made.heads, made.kv_heads = (p.out_features // b.size for p in (b.query, b.key))
@@ -93,7 +93,7 @@ class Blocks:
         self._seen: list[Any] = []
         self._dtype: torch.dtype | None = None
 
-    def __reduce__(self) -> Any:  # addresses mean nothing in another process, or to a copy
+    def __reduce__(self) -> Any:  # addresses are invalid in another process and for a copy
         return Blocks, (self._blocks, self._narrow)
 
     def _add(self, block: _Block, field: str, module: Any, name: str) -> None:
@@ -102,22 +102,22 @@ class Blocks:
 
     @property
     def width(self) -> int:
-        """Of what goes in."""
+        """The hidden size."""
         return self._blocks[0].query.in_features
 
     @property
     def size(self) -> int:
-        """Of a head."""
+        """The head size."""
         return self._blocks[0].size
 
     @property
     def plain(self) -> bool:
-        """Whether all weights are still plain parameters of their modules (and not pruned or parametrised, say)."""
+        """Whether all weights are still plain parameters of their modules (not pruned or parametrised, for example)."""
         return all(module._parameters.get(name) is not None for _, _, module, name in self._places)
 
     @staticmethod
     def takes(blocks: Sequence[Any]) -> bool:
-        """Whether the C kernels are there and take all sizes."""
+        """Whether the C kernels are available and support all sizes."""
         return library() is not None and all(b.size % 16 == 0 and b.size <= 256 and _fits(b) for b in blocks)
 
     def __call__(
@@ -133,11 +133,11 @@ class Blocks:
         """``x [T, E]`` through all blocks, in place; keys and values go to flat ``slots [T]`` of ``held``.
 
         Args:
-            cos, sin: ``[T, size]``, float32. plans: of each block, ``attention.native.lowered``.
+            cos, sin: ``[T, size]``, float32. plans: of each block, from ``attention.native.lowered``.
             taps: ``[T, E]`` tensors for the inputs of blocks by number, and for the result.
         Raises:
-            IndexError: slots that the buffers do not have. ValueError: arguments that do not fit. RuntimeError: weights that
-                have changed their shape, layout or dtype.
+            IndexError: slots outside of the buffers. ValueError: arguments that do not fit. RuntimeError: weights whose shape,
+                layout or dtype has changed.
         """
         table, (T, E), half = self.table(x.dtype), x.shape, x.dtype == torch.bfloat16
         count = len(self._blocks)
@@ -158,7 +158,7 @@ class Blocks:
     def remember(
         self, number: int, x: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, held: Buffers
     ) -> None:
-        """Only keys and values of block ``number`` for inputs ``x [T, E]``."""
+        """Compute and store only the keys and values of block ``number`` for inputs ``x [T, E]``."""
         table, (T, E), half = self.table(x.dtype), x.shape, x.dtype == torch.bfloat16
         _check(x, cos, sin, slots, self._blocks[number].size)
         self.check_buffers(x.dtype, held, (number,))
@@ -181,7 +181,7 @@ class Blocks:
         return len(self._blocks)
 
     def table(self, dtype: torch.dtype) -> Array[_Block]:
-        """The blocks as the kernel takes them, with today's addresses, for inputs of ``dtype``."""
+        """The blocks as the kernel takes them, with current addresses, for inputs of ``dtype``."""
         tensors = [module._parameters[name] for _, _, module, name in self._places]
         seen = [(t.data_ptr(), t.shape, t.stride()) for t in tensors]
         if seen != self._seen or dtype != self._dtype:
@@ -224,7 +224,7 @@ def _check(x: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, size: int) -> Non
 def tapped(
     taps: dict[int, Tensor] | None, count: int, shape: tuple[int, int], dtype: torch.dtype
 ) -> Array[c_void_p] | None:
-    """Where the kernel puts the inputs of ``count`` blocks, and the result; ``None`` for no taps."""
+    """Addresses for the inputs of ``count`` blocks, and for the result; ``None`` without taps."""
     if not taps:
         return None
     at = (c_void_p * (count + 1))()
@@ -236,7 +236,7 @@ def tapped(
 
 
 def check_inputs(T: int, cos: Tensor, sin: Tensor, slots: Tensor, size: int) -> None:
-    """Raise ValueError unless they are rotations of ``size`` and slots of ``T`` tokens, as the kernels take them."""
+    """Raise ValueError unless ``cos``, ``sin`` and ``slots`` are those of ``T`` tokens with head size ``size``, as the kernels take them."""
     right = (
         cos.shape == sin.shape == (T, size)
         and cos.is_contiguous()

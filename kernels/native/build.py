@@ -1,8 +1,8 @@
-"""The C kernels of this folder, compiled at first use by the machine's own C compiler and kept in the user's cache folder.
+"""Compiles the C kernels of this folder at first use with the machine's C compiler, and keeps them in the user's cache folder.
 
-They need a compiler (gcc 12 or clang 14, or newer) and nothing of Python or torch: plain functions on pointers, called by ctypes. Where
-there is none, or with ``SPECDEC_NATIVE=0`` in the environment, ``library`` returns ``None`` and ``reason`` says why; everything then
-runs on PyTorch alone. ``SPECDEC_CACHE`` names another folder for what is compiled, ``CC`` another compiler.
+They need a compiler (gcc 12 or clang 14, or newer) but no headers of Python or torch: plain functions on pointers, called by ctypes.
+Without a compiler, or with ``SPECDEC_NATIVE=0`` in the environment, ``library`` returns ``None`` and ``reason`` says why; everything
+then runs on PyTorch alone. ``SPECDEC_CACHE`` sets another cache folder, ``CC`` another compiler.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _made() -> tuple[ctypes.CDLL | None, str | None]:
         made = _compile()
         try:
             return ctypes.CDLL(str(made)), None
-        except OSError:  # cut off, or made on a machine like this with other libraries
+        except OSError:  # truncated, or compiled on a similar machine with other libraries
             made.unlink(missing_ok=True)
             return ctypes.CDLL(str(_compile())), None
     except (OSError, RuntimeError, ValueError, subprocess.SubprocessError) as error:
@@ -51,12 +51,12 @@ def reason() -> str | None:
 
 
 def compiler() -> str | None:
-    """The C compiler's command, with options if ``CC`` has some; ``None`` where there is none."""
+    """The C compiler's command, with the options in ``CC``; ``None`` if there is none."""
     return os.environ.get("CC") or next((c for c in ("cc", "gcc", "clang") if shutil.which(c)), None)
 
 
 def _compile() -> Path:
-    """Path of the compiled library, which is made if the cache has none of these sources, this compiler and this processor."""
+    """Path of the compiled library for these sources, this compiler and this processor, from the cache or newly made."""
     if os.name == "nt":
         raise RuntimeError("there are no C kernels on Windows")
     command = compiler()
@@ -67,9 +67,7 @@ def _compile() -> Path:
         version = _run([*words, "--version"], check=True).stdout
     except (OSError, subprocess.CalledProcessError) as error:
         raise RuntimeError(f"the C compiler {command!r} does not run: {error}") from None
-    openmp = (
-        _openmp() if "Free Software Foundation" in version else []
-    )  # clang brings another pool of threads
+    openmp = _openmp() if "Free Software Foundation" in version else []  # clang uses another thread pool
     sources, headers = sorted(_HERE.glob("*.c")), sorted(_HERE.glob("*.h"))
     what = hashlib.sha256()
     for part in (
@@ -87,14 +85,14 @@ def _compile() -> Path:
     tuned = ["-mcpu=native"] if platform.machine() in ("arm64", "aarch64") else ["-march=native"]
     with tempfile.TemporaryDirectory(dir=made.parent) as folder:
         out = Path(folder) / made.name
-        for more in ([*tuned, *openmp], tuned, []):  # the best that this compiler takes
+        for more in ([*tuned, *openmp], tuned, []):  # the best options that this compiler supports
             line = [*words, *_FLAGS, *more, *map(str, sources), "-o", str(out), "-lm"]
             try:
                 done = _run(line)
             except subprocess.TimeoutExpired:
                 raise RuntimeError(f"{command!r} did not compile the C kernels in 5 minutes") from None
             if done.returncode == 0:
-                os.replace(out, made)  # at once: another process may be making the same
+                os.replace(out, made)  # atomic: another process may be compiling the same
                 return made
     raise RuntimeError(f"{command!r} cannot compile the C kernels: {done.stderr.strip()[:400]}")
 
@@ -104,14 +102,14 @@ def _run(line: list[str], check: bool = False) -> subprocess.CompletedProcess[st
 
 
 def _openmp() -> list[str]:
-    """Options to share PyTorch's own pool of threads: two pools would wait for each other's cores."""
+    """Options to share PyTorch's thread pool: two pools would compete for cores."""
     found = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
     found += sorted((Path(torch.__file__).parents[1] / "torch.libs").glob("libgomp*.so*"))
     return ["-fopenmp", str(found[0])] if found else []
 
 
 def _processor() -> str:
-    """What ``-march=native`` depends on: a cache folder may be shared by different machines."""
+    """The processor, on which ``-march=native`` depends: a cache folder may be shared by different machines."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -120,7 +118,7 @@ def _processor() -> str:
 
 
 def _folder() -> Path:
-    """A folder of this user's alone: what lies there is loaded and run."""
+    """The cache folder. Only this user may own it, since its files are loaded and run."""
     root = (
         os.environ.get("SPECDEC_CACHE")
         or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specdec"
@@ -129,7 +127,7 @@ def _folder() -> Path:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if hasattr(os, "getuid") and folder.stat().st_uid != os.getuid():
-            raise RuntimeError(f"{folder} is somebody else's: give SPECDEC_CACHE a folder of your own")
+            raise RuntimeError(f"{folder} belongs to another user: set SPECDEC_CACHE to a folder of your own")
         if folder.stat().st_mode & 0o022:
             folder.chmod(0o700)
         if os.access(folder, os.W_OK):

@@ -1,7 +1,7 @@
-"""bfloat16 copies of float32 weights that are bfloat16 numbers, as a checkpoint's mostly are: half the bytes to read, the same products.
+"""bfloat16 copies of float32 weights whose values are exact in bfloat16, as in most checkpoints: half the bytes, the same products.
 
-Where the processor has matrix units, each float32 input is multiplied as the sum of three bfloat16 numbers that it is (``split.c``);
-elsewhere weights are widened in the vector unit. Either way sums are of float32.
+If the processor has matrix units, each float32 input is split exactly into three bfloat16 numbers (``split.c``); otherwise weights
+are widened in the vector unit. Sums are float32 in both cases.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from specdec.kernels.native.build import library, reason
 from specdec.kernels.native.ops import linear_takes
 
 CHANGED = "weights of the model were changed or cast after their bfloat16 copies were made: wrap the model again, or leave bf16_weights False"
-LOOKED_AT = 256  # numbers of a weight
+LOOKED_AT = 256  # values of a weight that are compared
 
 
 @dataclass(frozen=True, eq=False)
 class _Copy:
-    """``made`` from a weight that had counted ``version`` changes; ``some`` of its numbers, every ``step``-th."""
+    """``made`` from a weight at ``version`` (PyTorch's counter of changes); ``some`` of its values, every ``step``-th."""
 
     weight: ReferenceType[Tensor]
     made: Tensor
@@ -33,14 +33,14 @@ class _Copy:
     step: int
 
     def stands(self) -> bool:
-        """Whether the weight is still what was copied, as far as a look tells."""
+        """Whether the weight is unchanged, as far as its version and sampled values show."""
         weight = self.weight()
         if weight is None or weight.dtype != torch.float32 or _version(weight) != self.version:
             return False
         return weight.shape == self.made.shape and torch.equal(_some(weight, self.step), self.some)
 
 
-# By the weight's id, for as long as somebody reads them: models that share a weight share its copy.
+# By the weight's id, while in use: models that share a weight share its copy.
 _COPIES: WeakValueDictionary[int, _Copy] = WeakValueDictionary()
 
 
@@ -48,10 +48,10 @@ class Narrow:
     """Copies of weights ``[O, E]``, by the weight.
 
     Args:
-        weights: of products. They are kept, and ``check`` says whether they are as they were.
+        weights: of products. They are kept, so that ``check`` can detect changes.
     Raises:
-        RuntimeError: there are no C kernels. ValueError: a weight is not float32 on the CPU with sizes that are multiples of 16,
-            or has numbers that bfloat16 would round.
+        RuntimeError: the C kernels are not available. ValueError: a weight is not float32 on the CPU with sizes that are multiples
+            of 16, or has values that bfloat16 would round.
     """
 
     def __init__(self, weights: Iterable[Tensor]):
@@ -63,14 +63,14 @@ class Narrow:
                     copy = _COPIES[id(weight)] = _copied(weight)
                 self._weights[id(weight)] = weight, copy
 
-    def __reduce__(self) -> Any:  # a copy's weights are other objects
+    def __reduce__(self) -> Any:  # a copied model has other weight objects
         return Narrow, ([weight for weight, _ in self._weights.values()],)
 
     def __getitem__(self, weight: Tensor) -> Tensor:
-        """The copy of a weight, as ``linear`` reads it: not for other use.
+        """The copy of a weight, in the internal layout of ``linear``.
 
         Raises:
-            RuntimeError: it is none of those that were copied, or was cast.
+            RuntimeError: the weight was not copied, or was cast since.
         """
         found = self._weights.get(id(weight))
         if found is None or weight.dtype != torch.float32:
@@ -79,13 +79,13 @@ class Narrow:
 
     @property
     def bytes(self) -> int:
-        """Of all copies, beside the weights'."""
+        """Bytes of all copies, in addition to the weights."""
         return sum(copy.made.nbytes for _, copy in self._weights.values())
 
     def check(self) -> None:
-        """Raise RuntimeError where a weight is not what was copied: by PyTorch's count of changes, and by a look at some of its numbers.
+        """Raise RuntimeError if a weight has changed, by PyTorch's counter of changes and by comparing some values.
 
-        (Fused optimisers and writes through ``.data`` are not counted; the look finds them if they changed more than a few numbers.)
+        (Fused optimisers and writes through ``.data`` are not counted; the comparison detects them if they changed more than a few values.)
         """
         if not all(copy.stands() for _, copy in self._weights.values()):
             raise RuntimeError(CHANGED)
@@ -115,5 +115,5 @@ def _copied(weight: Tensor) -> _Copy:
             f"bf16_weights is True and a weight {tuple(weight.shape)} has numbers that bfloat16 would round: leave it False, or round "
             "them first (model.to(torch.bfloat16).float())"
         )
-    step = max(1, weight.numel() // LOOKED_AT) | 1  # odd, so that it does not stay in a column
+    step = max(1, weight.numel() // LOOKED_AT) | 1  # odd, so that samples are from several columns
     return _Copy(ref(weight), made, _version(weight), _some(weight, step).clone(), step)

@@ -1,4 +1,4 @@
-"""The C kernels of ``ops.c`` on contiguous tensors, float32 or bfloat16 where nothing else is said. They need ``library()``."""
+"""The C kernels of ``ops.c`` on contiguous tensors, float32 or bfloat16 unless noted otherwise. They need ``library()``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from specdec.kernels.native.build import library, reason
 
-MOST = 512  # size of a head that can be turned
+MOST = 512  # the largest head size of ``apply_rotary``
 _DTYPES = (torch.float32, torch.bfloat16)
 _TAKES = {
     "add_norm": [c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_float, c_int],
@@ -35,13 +35,13 @@ def _function(name: str) -> Any:
 
 @cache
 def tiles() -> bool:
-    """Whether bfloat16 is multiplied by the processor's matrix units (AMX)."""
+    """Whether bfloat16 products use the processor's matrix units (AMX)."""
     lib = library()
     return lib is not None and bool(lib.units())
 
 
 def _check(name: str, *tensors: Tensor | None) -> bool:
-    """Whether numbers are bfloat16; the kernels themselves check nothing.
+    """Whether the tensors are bfloat16. The kernels themselves check nothing.
 
     Raises:
         ValueError: tensors that are not contiguous, on the CPU, and of one dtype, float32 or bfloat16.
@@ -68,7 +68,7 @@ def _shape(name: str, right: bool, *tensors: Tensor | None) -> None:
 
 
 def add_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    """``x [..., n] += y`` in place (where there is a y), and the RMS norm of the sum times ``weight [n]``."""
+    """``x [..., n] += y`` in place (unless y is None), and the RMS norm of the sum times ``weight [n]``."""
     half, n = _check("add_norm", x, y, weight), x.shape[-1]
     _shape("add_norm", weight.shape == (n,) and (y is None or y.shape == x.shape), x, y, weight)
     out = torch.empty_like(x)
@@ -93,10 +93,10 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, size: int) -> Tensor:
 
 
 def store_kv(buffer: Tensor, slots: Tensor, new: Tensor) -> None:
-    """``new [T, H, D]`` into flat ``slots [T]`` (int64) of ``buffer [B, S, H, D]``, any dtype; last dimensions contiguous.
+    """Write ``new [T, H, D]`` to flat ``slots [T]`` (int64) of ``buffer [B, S, H, D]``, any dtype; last dimensions contiguous.
 
     Raises:
-        IndexError: slots that the buffer does not have; nothing is written then.
+        IndexError: slots outside of the buffer; nothing is written then.
         ValueError: shapes, dtypes or strides that do not go together.
     """
     T, heads, size = new.shape
@@ -132,9 +132,9 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def linear_takes(weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether ``linear`` can multiply by ``weight [O, E]``: sizes are multiples of 16, and numbers lie together."""
+    """Whether ``linear`` supports ``weight [O, E]``: sizes are multiples of 16, and it is contiguous."""
     plain = weight.dtype in (torch.float32, torch.bfloat16) and weight.is_cpu and weight.is_contiguous()
-    plain = plain and type(weight.data) is Tensor  # a subclass may have its numbers elsewhere
+    plain = plain and type(weight.data) is Tensor  # a subclass may store its values elsewhere
     same = bias is None or (
         bias.dtype == weight.dtype and bias.is_contiguous() and bias.shape == weight.shape[:1]
     )
@@ -144,7 +144,7 @@ def linear_takes(weight: Tensor, bias: Tensor | None) -> bool:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``x [T, E]`` times ``weight [O, E]`` transposed, plus ``bias [O]``, of one dtype: ``[T, O]``, for few rows.
 
-    A row's result does not depend, to the bit, on how many rows there are.
+    A row's bits do not depend on the number of rows.
     """
     _check("linear", x, weight, bias)
     _, E = x.shape
@@ -155,9 +155,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def unchecked_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``linear`` for callers that have checked their arguments: a small model spends more time on checks than on products.
+    """``linear`` without checks, which take longer than the products of a small model.
 
-    ``weight`` may be a copy that ``narrow.Narrow`` made, of float32 inputs.
+    For float32 inputs ``weight`` may be a copy made by ``narrow.Narrow``.
     """
     T, E = x.shape
     O = weight.shape[0]
@@ -177,7 +177,7 @@ def unchecked_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def race_numbers(token: Tensor, position: Tensor, seed: Tensor, columns: int) -> Tensor:
-    """``(k + 1/2) 2^-53``, float64 ``[R, columns]``, k being 53 bits of Philox at (seed, position, token, the target's stream).
+    """Random numbers ``(k + 1/2) 2^-53``, float64 ``[R, columns]``, k being 53 bits of Philox at (seed, position, token, the target's stream).
 
     Args:
         token: ``[columns]`` or ``[R, columns]``. position, seed: ``[R]``. All int64 on the CPU.

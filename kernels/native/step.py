@@ -18,18 +18,18 @@ from specdec.kernels.native.ops import linear_takes
 
 
 class Reader(NamedTuple):
-    """A model, and the ``T`` tokens that it reads in each of some steps.
+    """A model, and the ``T`` tokens that it reads in each step.
 
     Attributes:
         embedding: ``[tokens, E]``. norm: ``[E]`` weights of the last norm, and its ``eps``. head: ``[V, E]``. bias: ``[V]`` or ``None``.
         cos, sin: ``[steps * T, size]``. slots: ``[steps * T]``. held: keys and values.
-        plans: of each block, ``attention.native.lowered``, or of more steps ``series``; ``alive``: what they point to. They are believed:
-            who makes them looks that they speak of ``T`` tokens, and of rows and slots that there are.
+        plans: of each block, from ``attention.native.lowered``, or from ``series`` for several steps; ``alive``: the arrays that they
+            point to. They are not checked: the caller guarantees that they are for ``T`` tokens and for existing rows and slots.
         source: ``[T]`` int64, which of the ids it reads; ``None``: the first T.
-        keep: ``[K]`` int64, which of its tokens' logits are wanted; ``None``: all. rows: ``[K]`` int64, which rows of the logits they
-            are; ``None``: the first K.
+        keep: ``[K]`` int64, the tokens whose logits to compute; ``None``: all. rows: ``[K]`` int64, their rows in the logits; ``None``:
+            the first K.
         taps: ``[T, E]`` tensors for the inputs of blocks by number, and for the last one's result.
-        narrow: the head's copy that ``narrow.Narrow`` made, to be read instead.
+        narrow: the copy of the head by ``narrow.Narrow``, which is read instead.
     """
 
     blocks: Blocks
@@ -62,14 +62,14 @@ class _Reader(Structure):
 
 
 class Steps:
-    """``(n, ids [N]) -> logits [R, V]``, every token by its reader, rows of none zero: what ``LlamaC.forward`` computes, to the bit.
+    """``(n, ids [N]) -> logits [R, V]``, every token by its reader, other rows zero; bit-identical to ``LlamaC.forward``.
 
-    Addresses are taken once: for use at once, while nobody changes the models' weights or frees what the readers hold.
+    Addresses are taken at construction, so it is valid only until the models' weights change or the readers' tensors are freed.
 
     Args:
-        ids, rows: how many there are. steps: of one token a row each, where there are more than one.
+        ids, rows: numbers of ids and of rows of logits. steps: number of steps; if above 1, each has one token per row.
     Raises:
-        ValueError: readers that do not fit. RuntimeError: weights that have changed their shape, layout or dtype.
+        ValueError: readers that do not fit. RuntimeError: weights whose shape, layout or dtype has changed.
     """
 
     def __init__(self, readers: Sequence[Reader], ids: int, rows: int, steps: int = 1):
@@ -130,7 +130,7 @@ class Steps:
         """Logits ``[R, V]`` after ``ids [N]`` int64, in step ``n``, counted from 0.
 
         Raises:
-            ValueError: a step that there is not, or ids of another shape. IndexError: ids or slots that there are not.
+            ValueError: a step out of range, or ids of another shape. IndexError: ids or slots out of range.
         """
         if not 0 <= n < self._steps or ids.shape != (self._ids,) or ids.dtype != torch.long:
             raise ValueError(
@@ -154,7 +154,7 @@ class Steps:
 
 
 def _within(numbers: Tensor | None, count: int, limit: int) -> bool:
-    """Whether there are ``count`` numbers below ``limit``, laid out as the kernel takes them; ``None``: 0, 1, ..."""
+    """Whether ``numbers`` are ``count`` contiguous int64 values below ``limit``; ``None`` means 0, 1, ..."""
     if numbers is None:
         return count <= limit
     plain = numbers.dtype == torch.long and numbers.is_contiguous() and numbers.is_cpu
@@ -163,7 +163,7 @@ def _within(numbers: Tensor | None, count: int, limit: int) -> bool:
 
 @contextmanager
 def without_c() -> Iterator[None]:
-    """While the body runs, the one call of C of every step does nothing: what a step takes then is the host's share of it."""
+    """Disable the C call of every step in the body, to measure the host's share of a step."""
     global _function
     own: Any = _function
     _function = lambda: lambda *given: 0  # type: ignore[assignment]  # noqa: E731

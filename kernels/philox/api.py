@@ -1,4 +1,4 @@
-"""Keyed numbers and races by Triton. Without Triton or a GPU, ``specdec.rng.Philox`` gives the same."""
+"""Keyed uniforms and races by Triton. Without Triton or a GPU, ``specdec.rng.Philox`` gives the same results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STEPS = 4  # blocks of a race that one program runs
 
 
 def uniforms(seed: Tensor, key: Key, device: torch.device | str) -> Tensor:
-    """float64 in [0, 1) in the broadcast shape of the key's fields, on ``device``: ``Philox(seed).uniform(key)`` to the bit.
+    """float64 in [0, 1) in the broadcast shape of the key's fields, on ``device``: bit-identical to ``Philox(seed).uniform(key)``.
 
     Raises:
         ImportError: Triton is not installed. ValueError: ``device`` is a CPU, and Triton does not interpret its kernels.
@@ -39,10 +39,10 @@ def uniforms(seed: Tensor, key: Key, device: torch.device | str) -> Tensor:
 
 
 def race(probs: Tensor, seed: Tensor, position: Tensor) -> Tensor:
-    """``[R]`` the tokens that arrive first, as ``Philox.race`` says; one pass over ``probs [R, V]``.
+    """``[R]`` the tokens that arrive first, as in ``Philox.race``; one pass over ``probs [R, V]``.
 
-    The numbers are the same to the bit. Logarithms of different libraries differ in the last bit, so that of two tokens whose
-    arrivals agree to about 2^-52 another may win: at most once in 10^14 draws or so.
+    The random numbers are bit-identical. Logarithms of different libraries differ in the last bit, so if two tokens' arrival times
+    agree to about 2^-52 the other one may win: at most once in about 10^14 draws.
 
     Args:
         probs: ``[R, V]`` in float16, bfloat16, float32 or float64. seed, position: ``[R]`` int64, on any device.

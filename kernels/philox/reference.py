@@ -1,7 +1,7 @@
 """The keyed generator in plain arithmetic: keys, Philox-4x32-10 words, and the token at a quantile.
 
-Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011. ``specdec.rng`` makes decisions of it, and the Triton
-kernels beside it give the same numbers to the bit.
+Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011. ``specdec.rng`` makes its decisions with it, and
+the Triton kernels beside it are bit-identical.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from torch import Tensor
 
 from specdec.kernels.device import to_device
 
-DRAFT, ACCEPT, BONUS, TARGET, SELECT = range(5)  # streams: who asks
+DRAFT, ACCEPT, BONUS, TARGET, SELECT = range(5)  # streams: the kind of decision
 WORD = 0xFFFFFFFF
 
 
 class Key(NamedTuple):
-    """Names one decision of a row. Fields are ints or host tensors that broadcast against each other, rows first.
+    """Identifies one decision of a row. Fields are ints or host tensors that broadcast against each other, rows first.
 
-    ``at`` is the committed length at the start of the block (``[B]`` or ``[B, 1]``...), ``depth`` and ``sibling`` name a
-    node of it, ``stream`` who asks, ``attempt`` counts repeated drafts of the same block.
+    ``at`` is the committed length at the start of the block (``[B]`` or ``[B, 1]``...), ``depth`` and ``sibling`` identify a node
+    of it, ``stream`` the kind of decision, ``attempt`` counts repeated drafts of the same block.
     """
 
     at: Tensor
@@ -55,8 +55,8 @@ def philox4x32(counter: Sequence[Any], key: Sequence[Any], rounds: int = 10) -> 
 def pick(probs: Tensor, u: Tensor) -> Tensor:
     """The token at quantile ``u [...]`` (float64, in [0, 1)) of ``probs [..., V]``.
 
-    That is the first whose cumulative sum exceeds ``u * total``. Sums are float64, in the order of the vocabulary. A token of
-    probability 0 is never picked, whatever is rounded. Where the last dimension but one is an expanded one, its sums are made once.
+    It is the first whose cumulative sum exceeds ``u * total``. Sums are float64, in the order of the vocabulary. A token of
+    probability 0 is never picked, whatever the rounding. If the last dimension but one is expanded, its sums are computed once.
     """
     shape = probs.shape[:-1]
     shared = probs.dim() > 1 and probs.stride(-2) == 0 and shape[-1] > 1
@@ -65,7 +65,7 @@ def pick(probs: Tensor, u: Tensor) -> Tensor:
     cdf = probs.cumsum(-1, dtype=torch.float64)
     total = cdf[..., -1:].contiguous()
     last = torch.searchsorted(cdf, total)  # the last token with any probability
-    if not probs.is_cpu:  # of NaN, too, a token comes out: whether it is one is known later
+    if not probs.is_cpu:  # NaN gives a valid token, too, and is detected by a later check
         last = last.clamp(max=probs.shape[-1] - 1)
     u = to_device(u, cdf.device)
     at = torch.searchsorted(cdf, (u.expand(shape) if shared else u[..., None]) * total, right=True)

@@ -1,4 +1,4 @@
-"""Philox-4x32-10 in Triton (Salmon, Moraes, Dror, Shaw, SC 2011), bit for bit ``specdec.rng.philox4x32``."""
+"""Philox-4x32-10 in Triton (Salmon, Moraes, Dror, Shaw, SC 2011), bit-identical to ``specdec.rng.philox4x32``."""
 
 from __future__ import annotations
 
@@ -70,5 +70,5 @@ def race_kernel(
         won = tl.where(sooner, v, won)
     first = tl.min(best, 0)
     tl.store(TIME + r * splits + s, first)
-    # of equals the first token, as argmin says
+    # ties go to the first token, as in argmin
     tl.store(TOKEN + r * splits + s, tl.min(tl.where(best == first, won, 2147483647), 0).to(tl.int64))

@@ -11,15 +11,15 @@ from torch import Tensor
 
 from specdec.kernels.interpreted import nowhere
 
-MOST = 16384  # numbers of a row that is normed
-HEADS = 4  # heads of a token that one program turns
+MOST = 16384  # the longest row that is normed
+HEADS = 4  # heads of a token per program of ``apply_rotary``
 BLOCK = 1024
 
 
 class Place(NamedTuple):
     """Where new entries go: ``keys`` and ``values [B, S, H, D]``, last dimension contiguous, and flat ``slots [T]`` int64, ``b * S + s``.
 
-    Slots are not looked at: those outside would be written all the same.
+    Slots are not checked: a slot out of range is written out of bounds.
     """
 
     keys: Tensor
@@ -28,7 +28,7 @@ class Place(NamedTuple):
 
 
 def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why these kernels cannot serve tensors of a kind, or ``None``."""
+    """Why these kernels do not support a device or dtype, or ``None``."""
     if dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return f"they compute float16, bfloat16 and float32, not {str(dtype).removeprefix('torch.')}"
     if find_spec("triton") is None:
@@ -39,7 +39,7 @@ def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def add_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    """``x [..., n] += y`` in place (where there is a y), and the RMS norm of the sum times ``weight [n]``, rounded once.
+    """``x [..., n] += y`` in place (unless y is None), and the RMS norm of the sum times ``weight [n]``, rounded once.
 
     Raises:
         ValueError: tensors that are not contiguous, not on a GPU, or do not fit. ImportError: Triton is not installed.
@@ -72,8 +72,8 @@ def apply_rotary(
     """Rotary embedding, as transformers' llama, of ``query [T, Hq, D]`` and ``key [T, H, D]`` in place, rounded once.
 
     Args:
-        cos, sin: ``[T, D]``. norms: RMS norms before it, of a query's and of a key's heads: weights ``[D]``, ``[D]`` and eps.
-        value, place: with ``value [T, H, D]`` keys and values are stored there, and ``key`` stays as it is.
+        cos, sin: ``[T, D]``. norms: RMS norms before the rotation, of query and key heads: weights ``[D]``, ``[D]`` and eps.
+        value, place: with ``value [T, H, D]`` keys and values are stored in ``place``, and ``key`` is not changed.
     Raises:
         ValueError: tensors that are not contiguous, not on a GPU, or do not fit. ImportError: Triton is not installed.
     """
@@ -84,7 +84,7 @@ def apply_rotary(
     _check("apply_rotary", norms is None or norms[0].shape == norms[1].shape == (D,), cos, sin)
     strides: tuple[int, ...] = (0,) * 6
     S = 1
-    keys = values = slots = kept = key  # not looked at
+    keys = values = slots = kept = key  # placeholders that are not read
     if place is not None:
         (keys, values, slots), kept = place, key if value is None else value
         lie = (

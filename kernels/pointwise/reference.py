@@ -1,4 +1,4 @@
-"""The operators in plain PyTorch, in the dtype of their inputs or in float64 where they are; they change nothing in place."""
+"""The operators in plain PyTorch, in the dtype of their inputs; they change nothing in place."""
 
 from __future__ import annotations
 

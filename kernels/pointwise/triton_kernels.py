@@ -1,4 +1,4 @@
-"""Triton kernels between matrix products: float32 inside, one rounding each."""
+"""Triton kernels between matrix products: float32 arithmetic, one rounding each."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def add_norm_kernel(X, Y, WEIGHT, OUT, n, eps, ADD: tl.constexpr, BLOCK: tl.constexpr):
-    """A row of ``X [rows, n] += Y``, and its RMS norm times ``WEIGHT [n]`` to ``OUT``; the norm is of what is stored."""
+    """A row of ``X [rows, n] += Y``, and its RMS norm times ``WEIGHT [n]`` to ``OUT``; the norm is of the stored (rounded) sum."""
     row = tl.program_id(0).to(tl.int64) * n
     lane = tl.arange(0, BLOCK)
     live = lane < n
@@ -25,7 +25,7 @@ def add_norm_kernel(X, Y, WEIGHT, OUT, n, eps, ADD: tl.constexpr, BLOCK: tl.cons
 
 @triton.jit
 def _turned(X, at, live, W, lane, half, c0, c1, s0, s1, eps, NORM: tl.constexpr):
-    """Both halves of some heads of a token, turned; before that normed each, where NORM."""
+    """Both halves of some heads of a token after the rotation; with NORM, heads are normed before it."""
     a = tl.load(X + at, mask=live, other=0.0).to(tl.float32)
     b = tl.load(X + at + half, mask=live, other=0.0).to(tl.float32)
     if NORM:
@@ -65,7 +65,7 @@ def turn_kernel(
     NORM: tl.constexpr,
     KEEP: tl.constexpr,
 ):
-    """Some heads of a token of ``Q [T, q_heads, 2 half]`` and ``K``, turned in place; with KEEP, K and V go to their slot instead."""
+    """Rotate some heads of a token of ``Q [T, q_heads, 2 half]`` and ``K`` in place; with KEEP, K and V go to their slot instead."""
     t, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     lane = tl.arange(0, HALF)
     inside = lane < half

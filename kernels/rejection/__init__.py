@@ -1,4 +1,4 @@
-"""Rejection verification of drafted chains on logits: probabilities are never written to memory."""
+"""Rejection verification of drafted chains on logits, without writing probabilities to memory."""
 
 from specdec.kernels.rejection.fused import BACKENDS, verify
 from specdec.kernels.rejection.reference import Decision, decide

@@ -1,11 +1,11 @@
-"""What ``verify`` asks of its arguments: shapes and types everywhere, and on the CPU, where nothing waits for it, numbers too."""
+"""Checks of the arguments of ``verify``: shapes and types everywhere, values only on the CPU, where reading them is free."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-CLOSE = 0.02  # of 1: rounding of half precision adds up to less
+CLOSE = 0.02  # allowed deviation of a sum from 1: rounding in half precision adds up to less
 
 
 def check_shapes(
@@ -17,7 +17,7 @@ def check_shapes(
     draft: Tensor | None,
     temperature: float,
 ) -> None:
-    """Raise ValueError for shapes and types that do not fit; no number of a tensor is read."""
+    """Raise ValueError for shapes and types that do not fit; no values are read."""
     if logits.dim() != 3 or not logits.shape[1] or not logits.shape[2]:
         raise ValueError(
             f"logits has shape {list(logits.shape)}: give [B, N + 1, V], one row more than there are nodes"
@@ -54,9 +54,9 @@ def check_numbers(
     vocabulary: int,
     greedy: bool,
 ) -> None:
-    """Raise ValueError for numbers that cannot be, where they count: not of nodes that do not exist, but for their tokens.
+    """Raise ValueError for invalid values. Nodes that do not exist are ignored, except for the range of their tokens.
 
-    ``greedy``: numbers and the draft are not looked at.
+    ``greedy``: random numbers and the draft are ignored.
     """
     N = tokens.shape[1]
     wrong = (size < 0) | (size > N)

@@ -1,8 +1,8 @@
-"""One function for the verification of chains on logits, its backends, and what they ask of their arguments.
+"""Verification of chains on logits, by one of several backends.
 
-A step over ``[B, N + 1, V]`` logits reads each once for its row's mass, and the rows at the cut twice more; nothing of that size
-is written. Trees have no kernel: a node's siblings are tried against what their elders left, residual after residual, so every
-rejected node costs a pass over a row that a chain does not need. ``verifiers.Rejection`` does that on probabilities.
+A step over ``[B, N + 1, V]`` logits reads each once for its row's mass, and the rows at the first rejection twice more; nothing of
+that size is written. Trees have no kernel: a node's siblings are tried against the residual of earlier ones, so every rejected node
+costs another pass over a row. ``verifiers.Rejection`` does that on probabilities.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ def verify(
     temperature: float = 1.0,
     backend: str | None = None,
 ) -> Decision:
-    """How many nodes of each chain stand, and the token after them, as ``reference.py`` says: a function of the numbers given.
+    """The number of accepted nodes of each chain, and the next token, as ``reference.py`` defines them: a pure function.
 
     Args:
-        logits: ``[B, N + 1, V]``, what the target says after the last committed token and after every node; rows of nodes that do
-            not exist are not looked at.
+        logits: ``[B, N + 1, V]`` of the target after the last committed token and after every node; rows of nodes that do not exist
+            are ignored.
         tokens: ``[B, N]`` int64 drafted. size: ``[B]`` int64 how many of them exist.
-        accept_u: ``[B, N]`` float64 in [0, 1): node n stands if its number is below its ratio. bonus_u: ``[B]`` quantiles, or
-            ``[B, N + 1]``, one for each number of accepted nodes.
-        draft: ``[B, N, V]`` what the tokens were drawn from; ``None``: point masses. draft_logits: it holds logits, to be divided
-            by the same temperature, and not probabilities.
-        temperature: 0 takes the largest logit, the first of several; no number is looked at.
-        backend: ``"reference"``, ``"triton"``, or ``None``: Triton for CUDA tensors where it is installed.
+        accept_u: ``[B, N]`` float64 uniforms in [0, 1): node n is accepted if its uniform is below its ratio. bonus_u: ``[B]``
+            quantiles, or ``[B, N + 1]``, one for each number of accepted nodes.
+        draft: ``[B, N, V]`` the distributions that the tokens were drawn from; ``None``: point masses. draft_logits: whether
+            ``draft`` holds logits, to be divided by the same temperature, instead of probabilities.
+        temperature: 0 takes the largest logit (ties: the first) and ignores the random numbers.
+        backend: ``"reference"``, ``"triton"``, or ``None``: Triton for CUDA tensors if it is installed.
     Raises:
-        ValueError: shapes or types do not fit; logits that are no distribution; on the CPU also sizes, tokens or numbers out of
-            range and drafts that are no distribution, where they count.
-        ImportError: Triton is asked for and not installed.
+        ValueError: shapes or types do not fit; logits with NaN, +inf or only -inf; on the CPU also sizes, tokens or uniforms out of
+            range and drafts that are not distributions, for existing nodes.
+        ImportError: ``backend`` is "triton" and Triton is not installed.
     """
     check_shapes(logits, tokens, size, accept_u, bonus_u, draft, temperature)
     if logits.is_cpu:
@@ -125,7 +125,7 @@ def _triton(
     node_pad = 1 << (R - 1).bit_length()
 
     def mass(x: Tensor, extra: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Largest values, masses and (where it is greedy) the places of the largest: ``[B * rows, splits]``."""
+        """Largest values, masses and (if greedy) the indices of the largest: ``[B * rows, splits]``."""
         shape = (B * x.shape[1], splits)
         top, total = (torch.empty(shape, dtype=torch.float32, device=device) for _ in range(2))
         place = torch.empty(shape if temperature == 0 else (0,), dtype=torch.int32, device=device)
@@ -143,7 +143,7 @@ def _triton(
         )
         check(accepted >= 0)
         return Decision(accepted, token)
-    kind, q, qtop, qtotal = 0, logits, top, total  # what a kernel does not read may be anything
+    kind, q, qtop, qtotal = 0, logits, top, total  # placeholders for arguments that the kernel does not read
     if draft is not None:
         kind, q = 1 + draft_logits, _rows(draft)
         if draft_logits:

@@ -1,22 +1,21 @@
 """Speculative sampling on logits, in plain PyTorch (Leviathan et al., arXiv 2211.17192, algorithm 1).
 
-What is computed, here and by the kernels, for ``x = logits / temperature`` (in float32, or in float64 for float64 logits):
+The computation, here and in the kernels, for ``x = logits / temperature`` (in float32, or in float64 for float64 logits):
 
-1. of each row of logits the largest value m and ``z = sum(exp(x - m))``; then ``p(v) = exp(x_v - m) / z``, for single tokens;
-2. node n stands with probability ``min(1, p_n(x_n) / q_n(x_n))``; the first that does not is the *cut*, of a row that takes
-   all of its nodes the position after the last;
-3. there, ``w = max(p - q, 0)`` (p itself after the last node, or where nothing is left), for a point mass all but the drafted
-   token;
+1. for each row of logits the largest value m and ``z = sum(exp(x - m))``; then ``p(v) = exp(x_v - m) / z``, for single tokens;
+2. node n is accepted with probability ``min(1, p_n(x_n) / q_n(x_n))``; the *cut* is the first rejected node, or the position after
+   the last node if all are accepted;
+3. there, ``w = max(p - q, 0)`` (p itself after the last node, or if that is all zero); for a point mass p without the drafted token;
 4. the bonus is the first token at which the running sum of w, in float64, exceeds the quantile u times the total.
 
-``verifiers.Rejection`` does the same with rounded probabilities, which it normalises once more. With equal numbers the
-decisions are equal except where a number lies within rounding of a threshold. The ratio of step 2 differs by some 2^-22 of its
-value (a little more with the vocabulary). In step 4 another token comes out with the probability of falling between two
-running sums that should be equal, which adds up over the vocabulary: for random float32 logits some 10^-6 at V = 256, 10^-5 to
-10^-4 at 4,096, 10^-3 at 32,000, and up to several percent at 150,000, where the tail is flat and p and q are close. The *distribution*
-is off by 10^-5 or so, and it is then as a rule ``Rejection``, whose p carry the rounding of a longer float32 sum, that is
-further from the exact decision. In float64 all of this is 10^9 times rarer. The kernels add block by block where the
-reference adds token by token: 2^-53 of the total per token.
+``verifiers.Rejection`` does the same with rounded probabilities, which it normalises once more. With equal random numbers the
+decisions are equal except if a random number is within rounding of a threshold. The ratio of step 2 differs by about 2^-22 of its
+value (slightly more for large vocabularies). In step 4 the token differs with the probability of falling between two running sums
+that should be equal, which adds up over the vocabulary: for random float32 logits about 10^-6 at V = 256, 10^-5 to 10^-4 at 4,096,
+10^-3 at 32,000, and up to several percent at 150,000, if the tail is flat and p and q are close. The *distribution* is off by about
+10^-5, and then usually ``Rejection``, whose p carry the rounding of a longer float32 sum, is further from the exact decision. In
+float64 all of this is 10^9 times rarer. The kernels add block by block and the reference token by token: a difference of 2^-53 of
+the total per token.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from specdec.kernels.device import defer, to_device
 
 
 class Decision(NamedTuple):
-    """``accepted [B]``: how many nodes stand. ``token [B]``: the one after them. Both int64."""
+    """``accepted [B]``: the number of accepted nodes. ``token [B]``: the next token. Both int64."""
 
     accepted: Tensor
     token: Tensor
@@ -47,11 +46,11 @@ def decide(
     draft_logits: bool = False,
     temperature: float = 1.0,
 ) -> Decision:
-    """Verify chains by decisions that somebody else makes; the arguments are those of ``fused.verify``, but for two.
+    """Verify chains with random decisions by ``accept`` and ``draw``; other arguments as for ``fused.verify``.
 
     Args:
-        accept: ratios ``[B, N]`` -> ``[B, N]`` bool, True with probability ``min(1, ratio)``; 0 for nodes that do not exist.
-        draw: weights ``[B, V]``, whose sum is not 1, and ``accepted [B]`` -> tokens ``[B]``.
+        accept: ratios ``[B, N]`` -> ``[B, N]`` bool, True with probability ``min(1, ratio)``; the ratio is 0 for nodes that do not exist.
+        draw: unnormalised weights ``[B, V]`` and ``accepted [B]`` -> tokens ``[B]``.
     """
     B, N = tokens.shape
     size = to_device(size, logits.device)
@@ -102,7 +101,7 @@ def masses(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def check(good: Tensor) -> None:
-    """Raise ValueError naming the first row that is not good (on a device within ``DeferredChecks``: with what is fetched next)."""
+    """Raise ValueError naming the first row that is not good (on a device within ``DeferredChecks``: at the next ``to_host``)."""
 
     def judge(good: Tensor) -> None:
         if not bool(good.all()):

@@ -1,7 +1,7 @@
 """Kernels of rejection verification: masses of all rows, the cut, the residual's block sums, the token. See ``reference.py``.
 
-Sums of one block are float32 for masses and float64 for residuals; sums over blocks are float64 where they decide. ``KIND`` says
-what the draft gave: 0 point masses, 1 probabilities, 2 logits.
+Sums of one block are float32 for masses and float64 for residuals; sums over blocks are float64 where decisions depend on them.
+``KIND`` is the kind of draft: 0 point masses, 1 probabilities, 2 logits.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def mass_kernel(
 
 @triton.jit
 def combined(TOP, TOTAL, b, rows, count, splits, NODES: tl.constexpr, SPLITS: tl.constexpr):
-    """Largest values, finite, and masses of the first ``count`` of ``rows`` rows, ``[NODES]``, from those of their parts."""
+    """Largest values (finite) and masses of the first ``count`` of ``rows`` rows, ``[NODES]``, from those of their parts."""
     i, s = tl.arange(0, NODES), tl.arange(0, SPLITS)
     at = (b * rows + i)[:, None] * splits + s[None, :]
     known = (i < count)[:, None] & (s < splits)[None, :]
@@ -61,7 +61,7 @@ def combined(TOP, TOTAL, b, rows, count, splits, NODES: tl.constexpr, SPLITS: tl
 
 @triton.jit
 def worst(i, count, total):
-    """1 if one of the first ``count`` masses is not that of a distribution: 0, infinite or NaN."""
+    """1 if one of the first ``count`` masses is 0, infinite or NaN."""
     good = (total > 0) & (total < float("inf"))
     return tl.max(tl.where((i < count) & (good == 0), 1, 0), 0)
 
@@ -70,7 +70,7 @@ def worst(i, count, total):
 def greedy_kernel(
     TOKENS, SIZE, TOP, TOTAL, PLACE, ACCEPTED, TOKEN, R, splits, NODES: tl.constexpr, SPLITS: tl.constexpr
 ):
-    """At temperature 0 a node stands if it is the first of the largest logits."""
+    """At temperature 0 a node is accepted if it is the first of the largest logits."""
     b = tl.program_id(0).to(tl.int64)
     i, s = tl.arange(0, NODES), tl.arange(0, SPLITS)
     size = tl.load(SIZE + b)
@@ -91,7 +91,7 @@ def accept_kernel(
     X, Q, U, TOP, TOTAL, QTOP, QTOTAL, splits, TOKENS, SIZE, ACCEPTED, CUT, R, sb, sr, qb, qr, divisor,
     NODES: tl.constexpr, SPLITS: tl.constexpr, KIND: tl.constexpr, HOT: tl.constexpr,
 ):  # fmt: skip
-    """``ACCEPTED [B]`` (-1: a row of logits is no distribution), ``CUT [B, 4]``: the masses of p and q at the cut."""
+    """``ACCEPTED [B]`` (-1: a row of logits has an invalid mass), ``CUT [B, 4]``: the masses of p and q at the cut."""
     b = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, NODES)
     size = tl.load(SIZE + b)
@@ -162,7 +162,7 @@ def residual_kernel(
     X, Q, REST, WHOLE, V, blocks, TOKENS, SIZE, ACCEPTED, CUT, R, sb, sr, qb, qr, divisor,
     KIND: tl.constexpr, HOT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Sums over each block of tokens at the cut: of what the draft leaves (``REST [B, blocks]``) and of p (``WHOLE``)."""
+    """Sums over each block of tokens at the cut: of the residual (``REST [B, blocks]``) and of p (``WHOLE``)."""
     b, j = tl.program_id(0).to(tl.int64), tl.program_id(1)
     v = j * BLOCK + tl.arange(0, BLOCK)
     p, w = weights(X, Q, v, V, b, TOKENS, SIZE, ACCEPTED, CUT, R, sb, sr, qb, qr, divisor, KIND, HOT)
@@ -172,7 +172,7 @@ def residual_kernel(
 
 @triton.jit
 def first_above(w, base, mark, i):
-    """The first place with weight at which ``base`` plus the running sum exceeds ``mark``; rounding may leave the last one."""
+    """The first index with weight at which ``base`` plus the running sum exceeds ``mark``; with rounding it may be the last one."""
     above = (base + tl.cumsum(w, 0) > mark) & (w > 0)
     first = tl.min(tl.where(above, i, 2147483647), 0)
     last = tl.max(tl.where(w > 0, i, 0), 0)
@@ -184,7 +184,7 @@ def pick_kernel(
     X, Q, REST, WHOLE, U, TOKEN, V, blocks, ub, un, TOKENS, SIZE, ACCEPTED, CUT, R, sb, sr, qb, qr, divisor,
     KIND: tl.constexpr, HOT: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """The token at quantile u of the weights at the cut: its block first, then its place."""
+    """The token at quantile u of the weights at the cut: its block first, then its index."""
     b = tl.program_id(0).to(tl.int64)
     j = tl.arange(0, BLOCKS)
     rest = tl.load(REST + b * blocks + j, mask=j < blocks, other=0.0)

@@ -218,7 +218,9 @@ def _positive(columns: np.ndarray, values: np.ndarray) -> np.ndarray:
             part = columns[:, chosen] / scale[list(chosen)]
             x = np.linalg.lstsq(part, values, rcond=None)[0]
             left = float(((part @ x - values) ** 2).sum())
-            if (x >= 0).all() and left < error - 1e-12 * len(values):  # an extra column must gain more than rounding
+            if (x >= 0).all() and left < error - 1e-12 * len(
+                values
+            ):  # an extra column must gain more than rounding
                 best, error = np.zeros(count), left
                 best[list(chosen)] = x / scale[list(chosen)]
     return best

@@ -115,9 +115,7 @@ def accept_chances(draft: Any, texts: Texts, forward: Any = None) -> Tensor:
         if magicdec:
             chances = magicdec_chances(draft, forward, logits, tokens, L + 1, texts.k)
         elif isinstance(draft, SpireModel):
-            whole = torch.nn.functional.pad(
-                logits, (0, 0, L, 0)
-            )  # positions of the context are not used
+            whole = torch.nn.functional.pad(logits, (0, 0, L, 0))  # positions of the context are not used
             inputs = {layer: texts.hidden[layer][i : i + 8].to(device) for layer in draft.layers}
             chances = spire_chances(draft, whole, inputs, tokens, L + 1, texts.k)
         else:

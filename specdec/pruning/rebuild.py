@@ -87,7 +87,9 @@ def rebuild(model: Any, config: Any, tensors: Mapping[str, Tensor], what: str) -
             path, _, own = name.rpartition(".")
             new.get_submodule(path)._buffers[own] = tensors[name].detach().to(where, copy=True)
     for module in new.modules():
-        module._is_hf_initialized = True  # as after from_pretrained, so that these weights are not initialised again
+        module._is_hf_initialized = (
+            True  # as after from_pretrained, so that these weights are not initialised again
+        )
     if vars(model).get("generation_config") is not None:
         new.generation_config = copy.deepcopy(model.generation_config)
     return new.train(model.training)

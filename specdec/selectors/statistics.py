@@ -222,7 +222,9 @@ def unit(reward: np.ndarray, scale: float) -> np.ndarray:
 def poolable(pool: Any) -> None:
     """Raise TypeError unless ``pool`` is None, "global" or callable."""
     if not (pool is None or pool == "global" or callable(pool)):
-        raise TypeError(f'pool is {pool!r}: give None, "global", or a function from a context to a key per row')
+        raise TypeError(
+            f'pool is {pool!r}: give None, "global", or a function from a context to a key per row'
+        )
 
 
 def at_least_one(arms: int) -> int:

@@ -49,9 +49,7 @@ class Parallel:
 
     def __post_init__(self) -> None:
         if self.mask is not None and self.window is not None:
-            raise TypeError(
-                f"mask is {self.mask!r} and window {self.window}: give one of them"
-            )
+            raise TypeError(f"mask is {self.mask!r} and window {self.window}: give one of them")
         plain = streaming(self.window, self.sinks)
         object.__setattr__(self, "shown", plain if self.mask is None else for_model(self.mask))
 
