@@ -1,13 +1,13 @@
 """specdec against transformers on the same pair of models: speed, block efficiency, share of the ideal, memory.
 
-transformers: plain ``generate``, assisted generation with its default schedule and with a constant number of drafted tokens,
+transformers runs plain ``generate``, assisted generation with its default schedule and with a constant number of drafted tokens, and
 prompt lookup. It assists one row at a time, so its batches are run row by row. Only decode time counts: from the end of the
-first token's round to the end of the last. All methods take turns, repeated; figures are medians within this one run.
+first token's round to the end of the last. All methods run alternately; figures are medians within this run.
 
-share_of_ideal = speed / (plain speed x tau / (k c_d + c_v)), with c_d and c_v the draft's one-token forward and the target's
-(k+1)-token forward over the target's one-token forward, bare (no sampling, no bookkeeping), measured alone in the same run.
-share_while_full is the same of the rounds in which all rows of the batch are still in flight: c_d and c_v are those of a whole batch, and
-rows that accept less go on when others have ended.
+share_of_ideal = speed / (plain speed x tau / (k c_d + c_v)), where c_d and c_v are the draft's one-token forward and the target's
+(k+1)-token forward over the target's one-token forward, without sampling and bookkeeping, measured in the same run.
+share_while_full is the same for the rounds in which all rows of the batch are active: c_d and c_v are those of a full batch, and
+rows that accept less continue when others have ended.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Settings(Recipe):
     temperatures: tuple[float, ...] = option((0.0, 1.0), "0 is greedy (default: 0 1)")
     context: int = option(512, "prompt tokens")
     new_tokens: int = option(96, "a row")
-    length: int = option(4, "k, drafted a round")
+    length: int = option(4, "k, tokens drafted per round")
     repeats: int = option(3, "timed repeats")
 
 
@@ -93,7 +93,7 @@ def main(s: Settings) -> None:
         rows.append({**row, **profile(case, s.length, forwards.get(case.batch))})
     shown = ("engine", "method", "k", "batch", "temperature", "tau", "tokens_per_second", "ratio_to_plain")
     print(table(rows, (*shown, "share_of_ideal", "share_while_full", "peak_bytes", "same_ids_as_plain")))
-    print("\nmilliseconds of a round while all rows are in flight, beside bare forwards:")
+    print("\nmilliseconds of a round while all rows are active, beside bare forwards:")
     parts = [r for r in rows if r["method"] in ("plain", "vanilla") and r.get("draft_ms") is not None]
     print(table(parts, ("method", "batch", "temperature", *STAGES, "bare_draft_ms", "bare_target_ms")))
     print("\nbare forwards, milliseconds (batch: plain, verify, draft; c_v, c_d):")
@@ -174,7 +174,7 @@ def theirs(
 def generate(
     model: Any, some: list, rows: int, s: Settings, options: dict[str, Any], context: Callable[[], Any]
 ) -> Sample:
-    """transformers' ``generate``, timed by a stopping criterion that only looks at the clock."""
+    """transformers' ``generate``, timed by a stopping criterion that only reads the clock."""
     tokens, seconds, ids = 0, 0.0, []
     rounds = 0
     torch.manual_seed(s.seed)
@@ -206,7 +206,7 @@ def generate(
 
 @contextlib.contextmanager
 def schedule(small: Any, count: int, kind: str) -> Any:
-    """Let the assistant draft ``count`` tokens every round, and put its settings back afterwards."""
+    """Make the assistant draft ``count`` tokens every round, and restore its settings afterwards."""
     config = small.generation_config
     kept = {name: getattr(config, name, None) for name in _ASSISTANT}
     try:

@@ -1,9 +1,9 @@
-"""Prove losslessness, exactly: walk all randomness of composed decoders and compare with the target's distribution.
+"""Prove losslessness exactly: enumerate all random outcomes of decoders and compare with the target's distribution.
 
 For each composition every outcome of every random decision is run through the real decoder, over a vocabulary of 3 tokens,
-with its exact probability. The table shows the total variation between the distribution of what comes out and the target's own:
-rounding (below 1e-9) for everything that is called lossless. Then biases are planted, mistakes that real decoders make, and
-must be seen (at least 1e-3). About a minute on one core; the exit status is 1 when a claim fails or a bias is missed.
+with its exact probability. The table shows the total variation between the output's distribution and the target's: rounding error
+(below 1e-9) for every composition that claims to be lossless. Planted biases, mistakes of real decoders, must be detected (at
+least 1e-3). It takes about a minute on one core; the exit status is 1 if a claim fails or a bias is missed.
 
     python recipes/certify.py --only tree --json trees.json
 """
@@ -23,11 +23,11 @@ from specdec.lab.report import write
 
 @dataclass(frozen=True)
 class Settings:
-    only: str = option("", "only compositions whose name contains this text", metavar="TEXT")
-    list: bool = option(False, "show the names of the compositions and do nothing")
+    only: str = option("", "run only compositions whose name contains this text", metavar="TEXT")
+    list: bool = option(False, "list the names of the compositions and exit")
     threads: int = option(1, "torch threads")
     json: str | None = option(
-        None, "write the table as JSON: meta, and one flat row a composition", metavar="FILE"
+        None, "write the table as JSON: meta, and one flat row per composition", metavar="FILE"
     )
 
 
@@ -43,7 +43,7 @@ def main(s: Settings) -> int:
     for composition in chosen:
         if composition.lossless != claim:
             claim = composition.lossless
-            title = "claimed lossless" if claim else "planted biases, to be seen"
+            title = "claimed lossless" if claim else "planted biases, to be detected"
             print(f"\n{title:62} {'total variation':>15} {'unaccounted':>11} {'branches':>9} {'seconds':>8}")
         found = composition.run()
         if not composition.stands(found):
@@ -67,7 +67,10 @@ def main(s: Settings) -> int:
         print(f"\n{len(claims)} claims, the largest total variation is {worst:.1e} (allowed: 1e-9).", end="")
     if biases:
         least = min(row["total_variation"] for row in biases)
-        print(f"\n{len(biases)} planted biases, the smallest was seen as {least:.1e} (needed: 1e-3).", end="")
+        print(
+            f"\n{len(biases)} planted biases, the smallest total variation is {least:.1e} (required: 1e-3).",
+            end="",
+        )
     print(f"\n{'All as claimed.' if not wrong else 'NOT AS CLAIMED: ' + '; '.join(wrong)}")
     if s.json:
         write(s.json, rows)

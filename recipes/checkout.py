@@ -1,4 +1,4 @@
-"""Recipes import this first: ``specdec`` is this checkout's where none is installed, and another project of that name is refused."""
+"""Imported first by recipes: makes this checkout's ``specdec`` importable if none is installed, and refuses another project of that name."""
 
 from __future__ import annotations
 

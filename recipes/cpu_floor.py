@@ -1,9 +1,9 @@
-"""How far a round is from what the machine must do for it: matrix products, and reading keys and values.
+"""A round's time beside its floor: its matrix products, and reading keys and values.
 
-The floor of a round is measured in the same run, in turn with the rounds: the time of its matrix products alone (the models' own
-weights, in order, with as many tokens, nothing between them) and the bytes of keys and values that its queries see, over the
-bandwidth of a copy (bytes read and written). Sampling, verification, Python and everything between the products are above the floor.
-Rounds are steady: prompts are fed before the clock starts and no row leaves.
+The floor of a round is measured in the same run, alternating with the rounds: the time of its matrix products alone (the models' own
+weights, in order, with as many tokens) plus the bytes of keys and values that its queries see, over the bandwidth of a copy (bytes
+read and written). Sampling, verification, Python and everything between the products come on top of the floor. Rounds are steady:
+prompts are fed before the clock starts and no row leaves.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Settings(Recipe):
     draft: str = option("pocket-vanilla", "the same for the draft")
     batches: tuple[int, ...] = option((1, 16), "rows at a time")
     contexts: tuple[int, ...] = option((1024,), "prompt tokens")
-    length: int = option(4, "k, drafted a round")
-    new_tokens: int = option(24, "a row and repeat")
+    length: int = option(4, "k, tokens drafted per round")
+    new_tokens: int = option(24, "new tokens per row and repeat")
     repeats: int = option(5, "timed repeats")
 
 
@@ -111,14 +111,14 @@ def floors(target: Any, draft: Any, batch: int, length: int, k: int) -> dict[str
     products = multiply(target, batch * (k + 1))
     for step in range(
         k
-    ):  # a draft's first step feeds the token that the target added, too; one is what it must
+    ):  # a draft's first step also feeds the target's token; the floor counts one token per step
         seen += batch * (length + step) * draft.bytes_per_token()
         products += multiply(draft, batch)
     return {"products": products, "reading": seen / copy_bandwidth(seen)}
 
 
 def multiply(model: Any, tokens: int) -> float:
-    """Seconds of all linear layers of a model on ``tokens`` tokens, one after the other, by PyTorch or by C, whichever is faster."""
+    """Seconds of all linear layers of a model on ``tokens`` tokens, in PyTorch or C, whichever is faster."""
     layers = [(m.weight, m.bias) for m in model.clone.modules() if isinstance(m, torch.nn.Linear)]
     inputs = [torch.randn(tokens, weight.shape[1]) for weight, _ in layers]
     ways = [F.linear]
@@ -130,13 +130,13 @@ def multiply(model: Any, tokens: int) -> float:
             linear(x, *layer)
 
     with torch.inference_mode():
-        for way in ways:  # as in a round, the weights have been read a moment ago
+        for way in ways:  # as in a round, the weights were read recently
             every(way)
         return min(seconds(partial(every, way)) for way in ways)
 
 
 def copy_bandwidth(size: int) -> float:
-    """Bytes read and written a second by copies of about ``size`` bytes."""
+    """Bytes read and written per second by copies of about ``size`` bytes."""
     here, there = (torch.ones(max(size // 8, 1 << 16)) for _ in range(2))  # half of the bytes each
     (spent,) = in_turn([lambda: there.copy_(here)], repeats=4, warmups=1)
     return 2 * here.numel() * here.element_size() / spent

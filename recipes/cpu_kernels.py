@@ -1,14 +1,13 @@
-"""The C kernels beside PyTorch's operators, to see their limits: up to how many tokens which is faster, in which dtype, on how many threads.
+"""The C kernels beside PyTorch's operators, by tokens, dtype and threads, to find the limits up to which they are faster.
 
-Rows: `part` = `product` (`[tokens, inputs] x [outputs, inputs]`), `attention` (`queries` tokens of each of `batch` rows over `context` slots) or
-`step` (a bare forward of the pocket target); milliseconds of `ours` and of `pytorch`, medians of calls in turn, between which other
-memory is read, as in a round. PyTorch's step is that of a process with SPECDEC_NATIVE=0, and the two processes take turns. `host_ms` of a step
-is what is left of it when its one call of C does nothing.
+Rows: `part` = `product` (`[tokens, inputs] x [outputs, inputs]`), `attention` (`queries` tokens of each of `batch` rows over `context`
+slots) or `step` (a bare forward of the pocket target); milliseconds of `ours` and of `pytorch`, medians of alternating calls, between
+which other memory is read, as in a round. PyTorch's step runs in a process with SPECDEC_NATIVE=0, alternating with this one. `host_ms`
+is the time of a step whose C call does nothing.
 Limits: STEP, FEW and WIDE of specdec/forward/llama_c.py, PROMPT of kernels/attention/native.py.
 
-`product, threads` and `attention, threads` are what the kernels' choice of one thread for small work rests on: `ours` on so many
-threads, however small the `work`, beside `one_thread`. Limits: PRODUCT_ALONE and ATTENTION_ALONE of kernels/native/calls.h, in the
-same units.
+`product, threads` and `attention, threads` justify the kernels' choice of one thread for small work: `ours` is on several threads
+whatever the `work`, beside `one_thread`. Limits: PRODUCT_ALONE and ATTENTION_ALONE of kernels/native/calls.h, in the same units.
 """
 
 from __future__ import annotations
@@ -37,24 +36,24 @@ from specdec.lab.recipe import Recipe
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 COPIES = "float32, bf16_weights"  # float32 models whose products read bfloat16 copies of their weights
-STEP = (1, 5)  # tokens a row of a step
-# Of attention; and calls one after the other, over keys of their own, where threads are compared.
+STEP = (1, 5)  # tokens per row of a step
+# Sizes of attention, and the number of calls over different keys in the comparison of threads.
 HEADS, SIZE, LAYERS = 4, 64, 8
-NARROW = 256  # inputs and outputs of a product, there
+NARROW = 256  # inputs and outputs of a product in that comparison
 
 
 @dataclass(frozen=True)
 class Settings(Recipe):
-    tokens: tuple[int, ...] = option((1, 5, 16, 80, 256, 512), "of a product")
+    tokens: tuple[int, ...] = option((1, 5, 16, 80, 256, 512), "tokens of a product")
     widths: tuple[int, ...] = option((256, 2048), "inputs and outputs of a product")
     batches: tuple[int, ...] = option((1, 16), "rows")
     contexts: tuple[int, ...] = option((128, 1024), "slots of a row")
     queries: tuple[int, ...] = option((1, 5, 64, 256), "new tokens of a row, for attention")
     threads: tuple[int, ...] = option(
-        (1, 2), "of steps; the first for everything else, the most where one thread is compared with several"
+        (1, 2), "threads of steps; other parts use the first number, the comparison of threads the largest"
     )
     work: tuple[int, ...] = option(
-        tuple(range(14, 22)), "where one thread is compared with several, as powers of 2"
+        tuple(range(14, 22)), "sizes in the comparison of one thread with several, as powers of 2"
     )
     repeats: int = option(9, "timed turns")
 
@@ -96,7 +95,7 @@ def main(s: Settings) -> None:
 
 
 def product(name: str, dtype: torch.dtype, tokens: int, width: int, s: Settings) -> dict[str, Any]:
-    """A product with a square weight, of which there are as many as do not fit a core's own cache."""
+    """A product with a square weight; there are enough weights to exceed a core's cache."""
     count = max(2, (1 << 23) // (width * width))
     weights = [torch.randn(width, width).bfloat16().to(dtype) for _ in range(count)]
     x = torch.randn(tokens, width).to(dtype)
@@ -119,7 +118,7 @@ def product(name: str, dtype: torch.dtype, tokens: int, width: int, s: Settings)
 def attend(
     name: str, dtype: torch.dtype, batch: int, context: int, queries: int, s: Settings
 ) -> dict[str, Any]:
-    """Four heads of 64; the last tokens of every row ask."""
+    """Attention of the last tokens of every row, with four heads of 64."""
     plan = AttentionPlan(list(range(batch)), [context - queries] * batch, [queries] * batch, context)
     native.always(plan)
     query = torch.randn(1, batch * queries, 4, 64).to(dtype).transpose(1, 2)
@@ -137,10 +136,10 @@ def attend(
 def steps(
     plain: Call, name: str, batch: int, context: int, threads: int, repeats: int
 ) -> list[dict[str, Any]]:
-    """Steps of this process, with the C kernels, and of one without them, in turn."""
+    """Alternating steps of this process, with the C kernels, and of one without them."""
     ways: dict[str, Call] = {"ours": lambda f, *given: f(*given), "pytorch": plain}
     if [call(hold, name, batch, context, threads) for call in ways.values()] != [True, False]:
-        raise RuntimeError("C kernels must be there in this process, and not in the other")
+        raise RuntimeError("the C kernels must be available in this process, and not in the other")
     times: dict[str, list[list[float]]] = {way: [] for way in ways}
     for repeat in range(repeats + 1):
         for way, call in ways.items():
@@ -174,21 +173,21 @@ def target(name: str) -> sd.HFModel:
 
 
 def hold(name: str, batch: int, context: int, threads: int) -> bool:
-    """Make steps ready in this process; whether it has the C kernels."""
+    """Prepare steps in this process; returns whether it has the C kernels."""
     torch.set_num_threads(threads)
     _held[:] = bare_steps(target(name), batch, context, STEP)
     return library() is not None
 
 
 def turn() -> list[float]:
-    """Seconds of each step that is held, after one that finds the other process's memory in the processor's cache."""
+    """Seconds of each prepared step, after an untimed one that refills the processor's cache."""
     with torch.inference_mode():
         _held[0]()
         return [seconds(step) for step in _held]
 
 
 def hosts() -> list[float]:
-    """The same of what a step is beside its one call of C: Python, and small tensors."""
+    """As ``turn``, without the C call: Python and small tensors only."""
     with native_step.without_c():
         return turn()
 
@@ -197,7 +196,7 @@ def hosts() -> list[float]:
 
 
 def narrow(name: str, work: int, threads: int, repeats: int, seed: int) -> list[dict[str, Any]]:
-    """A product of so many multiplications on one thread and on several, where the kernels do not choose."""
+    """A product of ``work`` multiplications on one thread and on several, overriding the kernels' choice."""
     torch.manual_seed(seed)
     tokens = max(1, work // NARROW**2)
     outputs = work // tokens // NARROW
@@ -213,7 +212,7 @@ def narrow(name: str, work: int, threads: int, repeats: int, seed: int) -> list[
 
 
 def layers(name: str, work: int, threads: int, repeats: int, seed: int) -> list[dict[str, Any]]:
-    """Attention of one token and of five of a row that reads so many numbers of keys, likewise."""
+    """As ``narrow``, for attention of one and of five tokens of a row that reads ``work`` values of keys."""
     torch.manual_seed(seed)
     context, rows = work // (HEADS * SIZE), []
     for q in STEP:
@@ -238,7 +237,7 @@ def layers(name: str, work: int, threads: int, repeats: int, seed: int) -> list[
 
 
 def on(call: Callable[[], Any], threads: tuple[int, ...], repeats: int) -> dict[int, float]:
-    """Median seconds of a call on each number of threads, in turn."""
+    """Median seconds of a call on each number of threads, alternating."""
     with torch.inference_mode():
         found = clock({str(n): call for n in threads}, repeats, lambda n: torch.set_num_threads(int(n)))
     return {int(n): s for n, s in found.items()}
@@ -254,7 +253,7 @@ def compared(part: str, name: str, threads: int, found: Mapping[int, float], **s
 def clock(
     ways: Mapping[str, Callable[[], Any]], repeats: int, before: Callable[[str], None] = lambda name: None
 ) -> dict[str, float]:
-    """Median seconds of each, in turn. ``before``: is told which comes next."""
+    """Median seconds of alternating calls. ``before``: called with the index of the next call."""
     names, other = list(ways), torch.ones(1 << 21)
 
     def between(number: int) -> None:

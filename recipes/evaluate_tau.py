@@ -3,12 +3,12 @@
     python recipes/evaluate_tau.py --json tau.json
     python recipes/evaluate_tau.py --drafts mine=path/to/spire,other=path/to/causal-lm
 
-Texts are drawn from the target at temperature 1 after held-out contexts of each length. Along them the probability that a draft's token
-is accepted is known exactly (specdec/audit/tau.py), so that nothing but the texts is random. Every --k comes from one pass at the largest:
-a shorter block is the beginning of a longer one. --pruners adds MagicDec with entries that each of them chooses once, after the
-context, and without a pruner but with a window that is larger by the budget. Rows are by method, context, k and domain, with acceptance by position; ratios to
-`vanilla` are paired, intervals are 95 % bootstraps over source files. --live decodes the same contexts with the real decoder and prints
-its τ beside the estimate.
+Texts are sampled from the target at temperature 1 after held-out contexts of each length. Along them the probability that a draft's
+token is accepted is known exactly (specdec/audit/tau.py), so only the texts are random. Every --k comes from one pass at the largest:
+a shorter block is the beginning of a longer one. --pruners adds MagicDec with entries that each pruner chooses once, after the
+context, and MagicDec without a pruner but with a window larger by the budget. Rows are by method, context, k and domain, with
+acceptance by position; ratios to `vanilla` are paired, intervals are 95 % bootstraps over source files. --live decodes the same
+contexts with the real decoder and prints its τ beside the estimate.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ class Settings(Recipe):
         ("vanilla=pocket-vanilla", "spire=pocket-spire"), "name=folder or pocket model", metavar="NAME=DRAFT"
     )
     contexts: tuple[int, ...] = option((256, 512, 960), "context lengths", metavar="N")
-    k: tuple[int, ...] = option((4,), "proposed tokens a round", metavar="N")
-    window: int = option(64, "of windowed vanilla and MagicDec")
+    k: tuple[int, ...] = option((4,), "proposed tokens per round", metavar="N")
+    window: int = option(64, "window of windowed vanilla and MagicDec")
     sinks: int = option(1, "likewise")
-    new_tokens: int = option(64, "positions where rounds start, a context")
+    new_tokens: int = option(64, "positions per context at which rounds start")
     per_prompt: int = option(2, "contexts cut from one held-out prompt")
     prompts: int | None = option(None, "held-out prompts (default: all)")
     pruners: tuple[str, ...] = option(
-        (), "KV pruners that drive MagicDec too, such as H2O,TOVA", metavar="NAME"
+        (), "also evaluate MagicDec with these KV pruners, such as H2O,TOVA", metavar="NAME"
     )
-    budget: int = option(64, "entries a head that a pruner chooses")
-    live: bool = option(False, "decode with the real decoder too")
+    budget: int = option(64, "entries per head that a pruner chooses")
+    live: bool = option(False, "also decode with the real decoder")
 
 
 def main(s: Settings) -> None:
@@ -73,7 +73,7 @@ def main(s: Settings) -> None:
     drafts["magicdec"] = (
         whole,
         None,
-    )  # the target's blocks over its own activations, sparse: the same function
+    )  # all of the target's blocks over its own activations, sparse: the same function as MagicDec
     if s.pruners:
         model = sd.HFModel(target, tokenizer)
         for method, draft in pruned(s).items():
@@ -97,7 +97,7 @@ COLUMNS = ["method", "context", "k", "tau", "low", "high", "ratio_to_vanilla", "
 
 
 def pruned(s: Settings) -> dict[str, sd.drafts.MagicDec]:
-    """MagicDec with each pruner at one budget, and with that budget in its window."""
+    """MagicDec with each pruner at the budget, and with the budget added to its window."""
     known = {n: part for n, part in vars(pruning).items() if isinstance(part, type) and n in s.pruners}
     missing = set(s.pruners) - set(known)
     if missing:
@@ -119,7 +119,7 @@ def live(
     scores: dict[str, Efficiency],
     rows: list[Any],
 ) -> None:
-    """τ of the real decoder on the same contexts; another sample of texts, so equal in the mean only."""
+    """τ of the real decoder on the same contexts; its texts are another sample, so τ agrees in the mean only."""
     wrapped = sd.HFModel(target, tokenizer)
     prompts = texts.tokens[:, : texts.context].tolist()
     for method, (draft, forward) in drafts.items():
@@ -132,7 +132,7 @@ def live(
             part = sd.drafts.Spire(draft, block=max(8, texts.k))
         else:
             if forward is not None and forward.window is not None:
-                continue  # one function with vanilla's; decoded in spire_measured.py
+                continue  # not decoded here: spire_measured.py does
             part = sd.drafts.Model(sd.HFModel(draft, tokenizer))
         decoder = sd.decoder(wrapped).draft(part, texts.k).build()
         made = decode(decoder, prompts, 24, s.new_tokens + 1, seed=s.seed + 10_000)

@@ -1,8 +1,8 @@
 """See speculative decoding work: real (small) models, real prompts, no network, about a minute on two CPU cores.
 
 Decodes held-out prompts with the pocket target alone, with n-gram lookup, with the pocket draft model, with the target itself over
-a sparse view of its cache (MagicDec), and with the pocket SPIRe draft; prints a table of efficiency (tau: tokens a round, bonus included), speed, and whether the text is the same as plain decoding's; then shows one
-completion, with the tokens that came from the draft marked.
+a sparse view of its cache (MagicDec), and with the pocket SPIRe draft; prints a table of efficiency (tau: tokens a round, bonus
+included), speed, and whether the text equals plain decoding's; then shows one completion, with the target's own tokens marked.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Settings(Recipe):
     batches: tuple[int, ...] = option((1, 16), "batch sizes")
     context: int = option(256, "prompt tokens")
     new_tokens: int = option(64, "tokens to decode")
-    length: int = option(4, "tokens drafted a round")
+    length: int = option(4, "tokens drafted per round")
     repeats: int = option(3, "timed repeats")
 
 
@@ -75,7 +75,7 @@ def main(s: Settings) -> None:
 
 
 def show_one(decoder: sd.Decoder, ids: list[int], s: Settings) -> None:
-    """One completion; each round's bonus token is set in brackets, the rest was drafted."""
+    """Print one completion; each round's bonus token is marked, the rest was drafted."""
     tokenizer = decoder.target.tokenizer
     bold, color, end = ("\033[1m", "\033[36m", "\033[0m") if sys.stdout.isatty() else ("", "", "")
     pieces = []
@@ -83,7 +83,7 @@ def show_one(decoder: sd.Decoder, ids: list[int], s: Settings) -> None:
         *drafted, bonus = piece.ids
         pieces.append(tokenizer.decode(drafted) + f"{bold}[{tokenizer.decode([bonus])}]{end}")
     print(
-        "\nOne completion: the end of the prompt, then what was generated; the target chose the [bold] tokens,"
+        "\nOne completion: the end of the prompt, then the generated text; the target chose the [bold] tokens,"
     )
     print("the draft proposed all others and the target agreed.\n")
     print("..." + tokenizer.decode(ids[-60:]) + color + "".join(pieces) + end)

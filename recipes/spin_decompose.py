@@ -1,10 +1,10 @@
-"""Batch verification by request decomposition (SPIN) against padding and packing: time and memory of verify passes, measured.
+"""Batch verification by request decomposition (SPIN) against padding and packing: measured time and memory of verification passes.
 
-Verify passes of k + 1 tokens a row over rows of different lengths: `equal`, `lognormal`, `bimodal`, `one_long`, in shuffled order and
-with as many tokens in all. The three methods take turns within one run and figures are medians. A pass is the whole of
-``HFModel.score``, choice of fragments and masks included; `attention_milliseconds` is that of all layers' attention alone, the same
-included, and `equal_fragments_attention_milliseconds` what it would be with rows cut every 512 slots, as in the paper. `peak_bytes` is what the pass allocates beyond what lives already, at its peak, from the profiler's memory events. Keys
-and values are random: what they are does not change how long it takes.
+The passes have k + 1 tokens per row, and rows of different lengths: `equal`, `lognormal`, `bimodal`, `one_long`, in shuffled order and
+with the same number of tokens. The three methods alternate within one run; figures are medians. A pass is the whole of
+``HFModel.score``, including the choice of fragments and masks; `attention_milliseconds` is all layers' attention alone, including
+the same, and `equal_fragments_attention_milliseconds` the same with rows cut every 512 slots, as in the paper. `peak_bytes` is the
+peak of memory that the pass allocates, from the profiler's memory events. Keys and values are random, which does not affect times.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler tells when it starts and stops
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silence the profiler's messages
 
 import torch
 
@@ -51,7 +51,7 @@ COLUMNS = (
     ),
 )
 METHODS = ("padded", "packed", "decomposed")
-FRAGMENT = 512  # slots of the paper's fragments, of one length
+FRAGMENT = 512  # slots of the paper's equal fragments
 LONGEST = 1990  # the pocket target has 2048 positions
 
 Row = dict[str, Any]
@@ -61,8 +61,8 @@ Row = dict[str, Any]
 class Settings(Plotted):
     target: str = option("pocket-target", "name in the zoo")
     batches: tuple[int, ...] = option((8, 16, 32, 64), "rows at a time")
-    mean: int = option(400, "tokens a row")
-    k: int = option(4, "proposed tokens a row")
+    mean: int = option(400, "mean tokens per row")
+    k: int = option(4, "proposed tokens per row")
     repeats: int = option(9, "timed turns")
     quick: bool = option(False, "batch 8 only, 3 repeats")
 
@@ -107,7 +107,7 @@ def measure(
     shape: tuple[int, int, int],
     cost: Any,
 ) -> list[Row]:
-    """The three methods on one batch, in turns."""
+    """The three methods on one batch, alternating."""
     batch, heads, size = len(length), shape[0], shape[2]
     draw = torch.Generator().manual_seed(s.seed)
     vocab = models["padded"].vocab_size
@@ -137,7 +137,7 @@ def measure(
     part: dict[str, list[float]] = {m: [] for m in METHODS}
     equal: list[float] = []
     for turn in range(s.repeats):
-        for m in METHODS[turn % 3 :] + METHODS[: turn % 3]:  # nobody is always first
+        for m in METHODS[turn % 3 :] + METHODS[: turn % 3]:  # the first method rotates
             whole[m].append(seconds(passes[m]))
             part[m].append(seconds(lambda m=m: alone(m)))
         equal.append(seconds(lambda: alone("decomposed", FRAGMENT)))
@@ -175,7 +175,7 @@ def described(plan: Fragments) -> Row:
 
 
 def peak_bytes(run: Callable[[], Any]) -> int:
-    """The most that is allocated at a time while ``run`` runs, beyond what lives already."""
+    """Peak bytes allocated by ``run``."""
     kinds = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=kinds, profile_memory=True) as profile:
         kept = run()
@@ -201,7 +201,7 @@ LINES = (
 
 
 def draw(rows: list[Row]) -> Any:
-    """Time and memory of a verify pass over batches, a column for each distribution."""
+    """Time and memory of a verification pass over batches, a column for each distribution."""
     from matplotlib.ticker import ScalarFormatter
 
     names = list(dict.fromkeys(r["lengths"] for r in rows))
@@ -227,14 +227,14 @@ def draw(rows: list[Row]) -> Any:
             panel.grid(alpha=0.3)
         line[0].set_ylabel(label)
         if column == "peak_bytes":
-            line[0].set_ylim(bottom=0)  # after all are drawn: it fixes the top as well
+            line[0].set_ylim(bottom=0)  # after drawing all, because it fixes the top as well
     batches = sorted({r["batch"] for r in rows})
     for name, top, bottom in zip(names, panels[0], panels[-1]):
         top.set_title(name.replace("_", " "))
         bottom.set_xlabel("batch")
         bottom.set_xticks(batches, [str(b) for b in batches])
     panels[0][0].legend(frameon=False)
-    drawing.suptitle("A verify pass over rows of different lengths: padded, packed, decomposed")
+    drawing.suptitle("A verification pass over rows of different lengths: padded, packed, decomposed")
     drawing.tight_layout()
     return drawing
 

@@ -2,26 +2,26 @@
 
     python recipes/spin_end_to_end.py --json docs/results/spin_end_to_end.json --plots docs/figures
 
-Requests of three domains with ragged prompts decode in one batch. Rows: `configuration, batch, goodput` (decoded tokens a second after
-the prefill, median of interleaved repeats), its range, tau, and the seconds of its stages:
+Requests of three domains with ragged prompts are decoded in one batch. Rows: `configuration, batch, goodput` (decoded tokens a second
+after the prefill, median of interleaved repeats), its range, tau, and the seconds of its stages:
 
 - `smallest`: the smallest draft, padded verification, serial; `smallest_packed`: with packed verification;
 - `fixed:NAME`: every draft alone, padded; `best_fixed`: the best of them in hindsight; `best_fixed_packed`: the best
   of earlier batches, packed;
-- `oracle`: each domain's best draft, padded (from the fixed runs of the same repeats); `selection`: Spin with statistics pooled by what
-  a prompt looks like and kept from batch to batch, after `--learn` requests of other texts that are not counted (there one selector tries
-  everything, and all begin with what it has learned); `selection_cold`: the same, forgotten after every batch;
-  `selection_per_request`: the paper's settings, nothing pooled and nothing kept (both on three workloads only). The three specialists are drafted together (`stacked`); seconds are charged by a
-  profile of each draft alone, made before;
-- `selection+decomposition`; `selection+decomposition+pipeline`: with a pipeline of `--micro-batches` (drafting in a process of its own, on
-  the other core); `spin`: with as many micro-batches, that or one, as were faster in the batches before (the paper finds their number by
-  observation too); `best_fixed_auto`, `selection_auto`: on the attention that the library itself would choose (C kernels on a CPU), which
-  has nothing to pad; `... 2 threads`: what both cores do without a pipeline. The fixed runs' drafts read their prompts before the clock
-  starts, and so do the serial selectors' first choices.
+- `oracle`: each domain's best draft, padded (from the fixed runs of the same repeats); `selection`: Spin with statistics pooled by the
+  kind of prompt and kept from batch to batch, after `--learn` uncounted requests of other texts (there one selector explores, and all
+  others start from its state); `selection_cold`: the same, reset after every batch; `selection_per_request`: the paper's settings,
+  nothing pooled or kept (both on three workloads only). The three specialists draft together (`stacked`); seconds are charged by an
+  earlier profile of each draft alone;
+- `selection+decomposition`; `selection+decomposition+pipeline`: with a pipeline of `--micro-batches` (drafting in another process, on
+  the other core); `spin`: with that number of micro-batches or one, whichever was faster in earlier batches (the paper finds their
+  number by observation, too); `best_fixed_auto`, `selection_auto`: with the attention backend that the library chooses (C kernels on a
+  CPU), which does not pad; `... 2 threads`: both cores without a pipeline. The fixed runs' drafts, and the first choices of serial
+  selectors, read their prompts before the clock starts.
 
-All models' products read bfloat16 copies of their weights (`--no-bf16-weights`: the float32 ones).
+All models' products read bfloat16 copies of their weights (`--no-bf16-weights`: the float32 weights).
 
-One row more for each round window, domain and draft says who was chosen (`configuration = "choice"`).
+Rows with `configuration = "choice"` give each draft's share by round window and domain.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from specdec.lab.workload import Kind, Workload, workload
 # The smallest first.
 POOL = ("pocket-tiny", "pocket-code", "pocket-prose", "pocket-tabular", "pocket-vanilla")
 WINDOW = 5  # rounds
-# Far behind: the first workloads tell as much as all of them.
+# Much slower configurations, for which the first workloads are enough.
 SLOW = ("selection_cold", "selection_per_request")
 COLUMNS = (
     *(
@@ -68,7 +68,7 @@ COLUMNS = (
     *("draft_milliseconds", "target_milliseconds", "verify_milliseconds"),
 )
 FEW = 3  # workloads for those
-LEARNS = (  # what a selector has learned is kept from batch to batch
+LEARNS = (  # the selector's state is kept from batch to batch
     "selection",
     "selection+decomposition",
     "selection+decomposition+pipeline",
@@ -82,22 +82,22 @@ LEARNS = (  # what a selector has learned is kept from batch to batch
 class Settings(Plotted):
     batches: tuple[int, ...] = option((8, 16), "rows at once")
     tokens: int = option(128, "new tokens of each request")
-    k: int = option(4, "drafted tokens a round")
-    repeats: int = option(7, "workloads, each of all configurations")
-    learn: int = option(192, "requests from which the selectors learn beforehand")
-    micro_batches: int = option(2, "of the pipeline")
+    k: int = option(4, "drafted tokens per round")
+    repeats: int = option(7, "workloads, each run by all configurations")
+    learn: int = option(192, "requests that the selectors learn from beforehand")
+    micro_batches: int = option(2, "micro-batches of the pipeline")
     median: int = option(300, "tokens of the median prompt")
     longest: int = option(1000, "tokens of the longest prompt")
-    threads: int = option(1, "of the target's process")
+    threads: int = option(1, "threads of the target's process")
     bf16_weights: bool = option(
         library() is not None,
         "products read bfloat16 copies of the weights, in all configurations (default: where there are C kernels)",
     )
-    quick: bool = option(False, "a minute: one repeat, few tokens")
+    quick: bool = option(False, "a one-minute run: one repeat, few tokens")
 
 
 class Parts:
-    """Models and the decoders made of them."""
+    """The models, and decoders made from them."""
 
     def __init__(self, s: Settings):
         model, tokenizer = zoo.load("pocket-target")
@@ -115,7 +115,7 @@ class Parts:
         self.costs = ArmCosts((0.0,) * len(POOL))
 
     def profile(self, work: Workload) -> None:
-        """Seconds of each draft alone, which its rounds are charged from now on: measured ones depend on who else is in the batch."""
+        """Profile each draft alone; its rounds are charged these seconds, because measured ones depend on the rest of the batch."""
         runs = [pool_run(self.fixed(name), work.rows, self.s.tokens, self.s.seed) for name in POOL]
         draft = tuple(run.stats.seconds["draft"] / run.stats.drafted for run in runs)
         verify = median(
@@ -133,7 +133,7 @@ class Parts:
         return (base if executor is None else base.executor(executor)).build()
 
     def selector(self, exploration: int = 4, growth: float = 64) -> Any:
-        """One whose requests keep the arm of their first matching to the end (growth: their rounds) once enough is known."""
+        """A selector whose requests keep the arm of their first matching to the end (by a large growth) once it has enough observations."""
         return selectors.Spin(exploration, growth, Kind(self.tokenizer), warm=300, learn="always")
 
 
@@ -145,13 +145,13 @@ def repeat(
     seen: dict[str, list[float]],
     taught: Any,
 ) -> dict[str, PoolRun]:
-    """All configurations once, in an order that turns; ``learned``: what selectors carry from batch to batch, ``taught``: what they begin
-    with, ``seen``: past goodput."""
+    """All configurations once, in a rotating order. ``learned``: the selectors' states between batches, ``taught``: their initial state,
+    ``seen``: past goodput."""
     s, seed = parts.s, parts.s.seed + turn
     pipeline = Pipelined(min(s.micro_batches, len(work.rows)), workers="processes")
     runs = {f"fixed:{name}": pool_run(parts.fixed(name), work.rows, s.tokens, seed) for name in POOL}
     alone = list(runs.values())
-    # As every real choice, these are made from what was seen before; in the first batch from the fixed runs of the batch itself.
+    # These choices use earlier batches only, as in practice; in the first batch they use its own fixed runs.
     past = seen if turn else {name: [run.goodput] for name, run in runs.items()}
     best = max(POOL, key=lambda name: median(past[f"fixed:{name}"]))
     serial, piped = (median(past.get(f"selection+decomposition{p}", [1.0])) for p in ("", "+pipeline"))
@@ -183,7 +183,7 @@ def repeat(
         decoder = make()
         if name in LEARNS and name not in learned:
             learned[name] = decoder.begin(len(work.rows))
-            learned[name].state = taught.state  # a value: nobody writes to it
+            learned[name].state = taught.state  # states are values, so this can be shared
         torch.set_num_threads(threads)
         runs[name] = pool_run(decoder, work.rows, s.tokens, seed, learned.get(name))
         torch.set_num_threads(s.threads)
@@ -192,7 +192,7 @@ def repeat(
 
 
 def teach(parts: Parts, batch: int) -> Any:
-    """A selection that has tried everything on ``--learn`` requests, in batches; on the fastest attention, since costs are the profile's."""
+    """A selection that has explored on ``--learn`` requests, in batches; on the fastest attention, since costs come from the profile."""
     s, decoder = parts.s, parts.chosen(parts.selector(8, 1), "auto")
     selection = decoder.begin(batch)
     for turn in range(math.ceil(s.learn / batch)):
@@ -233,7 +233,7 @@ def main(s: Settings) -> list[dict[str, Any]]:
 
 
 def table(kept: dict[str, list[PoolRun]], batch: int) -> list[dict[str, Any]]:
-    """A row a configuration; `best_fixed` is the fixed draft with the best median."""
+    """A row per configuration; `best_fixed` is the fixed draft with the best median."""
     middle = {name: median(run.goodput for run in runs) for name, runs in kept.items()}
     fixed = max((n for n in middle if n.startswith("fixed:")), key=lambda n: middle[n])
     out = []
@@ -312,7 +312,7 @@ def configurations(rows: list[dict[str, Any]]) -> Any:
 
 
 def shares(rows: list[dict[str, Any]]) -> Any:
-    """Who was chosen by domain, over windows of rounds, at the largest batch."""
+    """The share of each draft by domain, over windows of rounds, at the largest batch."""
     batch = max(r["batch"] for r in rows)
     chosen = [r for r in rows if r["configuration"] == "choice" and r["batch"] == batch]
     drawing, (panels,) = plots.panels(1, len(DOMAINS), (9, 2.8), bare=True, sharey=True, layout="tight")

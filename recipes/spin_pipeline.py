@@ -3,9 +3,10 @@
     python recipes/spin_pipeline.py --json docs/results/spin_pipeline.json --plots docs/figures
 
 Drafting ``d(b)`` and verification ``v(b)`` are fitted to serial rounds of other sizes in the same run (``cost.pipeline.TimeModel``; on
-a GPU the host waits between the two, in these rounds alone); the other rounds are predicted from them. Two cores: the target's process and, for ``workers=processes``, a drafting process. Rows:
-`draft, batch, mode, workers, micro_batches, milliseconds` (a round of all rows, median of interleaved repeats), `predicted`, `ratio`,
-`gain` (serial / this), `predicted_gain`, `share_of_gain`, and `draft_slowdown`, `verify_slowdown`: a stage's seconds over the model's.
+a GPU the host waits between the two in these rounds only); the other rounds are predicted from them. It needs two cores: the target's
+process and, for ``workers=processes``, a drafting process. Rows: `draft, batch, mode, workers, micro_batches, milliseconds` (a round of
+all rows, median of interleaved repeats), `predicted`, `ratio`, `gain` (serial / this), `predicted_gain`, `share_of_gain`, and
+`draft_slowdown`, `verify_slowdown`: a stage's seconds over the model's.
 """
 
 from __future__ import annotations
@@ -44,13 +45,13 @@ COLUMNS = (
 class Settings(Plotted):
     drafts: tuple[str, ...] = option(("pocket-code", "pocket-vanilla"), "names in the zoo")
     batches: tuple[int, ...] = option((8, 16), "rows at a time")
-    micro_batches: tuple[int, ...] = option((2, 4), "parts of a batch")
+    micro_batches: tuple[int, ...] = option((2, 4), "micro-batches of a batch")
     workers: tuple[str, ...] = option(("processes", "threads"), "what drafts")
     rounds: int = option(12, "timed rounds of a run")
-    k: int = option(4, "drafted tokens a round")
+    k: int = option(4, "drafted tokens per round")
     longest: int = option(600, "tokens of the longest prompt")
     repeats: int = option(3, "timed runs")
-    quick: bool = option(False, "a small batch, one repeat: to see that it runs")
+    quick: bool = option(False, "a small batch and one repeat, as a smoke test")
 
 
 def main(s: Settings) -> list[dict[str, Any]]:
@@ -75,7 +76,7 @@ def main(s: Settings) -> list[dict[str, Any]]:
 
 
 def picture(s: Settings, folder: Path, target: Any) -> None:
-    """The time line of a pipeline of two micro-batches."""
+    """The timeline of a pipeline of two micro-batches."""
     folder.mkdir(parents=True, exist_ok=True)
     line = Timeline()
     rows = workload(target.tokenizer, 8, s.longest, s.seed).rows

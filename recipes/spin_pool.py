@@ -1,10 +1,10 @@
-"""Goodput of every draft of the pool on every domain, and what a choice by domain is worth.
+"""Goodput of every draft of the pool on every domain, and the possible gain of a choice by domain.
 
     python recipes/spin_pool.py --json docs/results/spin_pool.json
 
-Each draft decodes the same held-out prompts of each domain alone (serial, temperature 1). Rows: `draft, domain, tau, goodput` (tokens
-a second, medians of interleaved repeats), then `draft = "oracle"`: the best draft of each domain, and its head-room over the best
-fixed draft on the three domains together, each with the same number of tokens.
+Each draft alone decodes the same held-out prompts of each domain (serial, temperature 1). Rows: `draft, domain, tau, goodput` (tokens
+a second, medians of interleaved repeats), then `draft = "oracle"`: the best draft of each domain, and its gain over the best fixed
+draft on the three domains together, each with the same number of tokens.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Settings(Recipe):
     batch: int = option(16, "rows at a time")
     context: int = option(512, "prompt tokens")
     tokens: int = option(96, "new tokens of each row")
-    k: int = option(4, "drafted tokens a round")
+    k: int = option(4, "drafted tokens per round")
     repeats: int = option(5, "timed repeats")
 
 
@@ -68,7 +68,7 @@ def main(s: Settings) -> list[dict[str, Any]]:
 
 
 def summary(rows: list[dict[str, Any]], names: list[str]) -> list[dict[str, Any]]:
-    """Each draft, and the oracle, on all domains with as many tokens each: harmonic means of goodput."""
+    """Each draft, and the oracle, on all domains with equally many tokens: harmonic means of goodput."""
     goodput = {(r["draft"], r["domain"]): r["goodput"] for r in rows}
     mixed = {name: len(DOMAINS) / sum(1 / goodput[name, d] for d in DOMAINS) for name in names}
     best = {d: max(names, key=lambda name: goodput[name, d]) for d in DOMAINS}

@@ -1,18 +1,17 @@
 """Regret of the selectors in seconds, on simulated requests and arms (SPIN, arXiv 2503.15921, theorem 1: O(log T)).
 
-A round of arm j takes known seconds and commits 1 to 6 tokens (truncated geometric, block of 5). Regret after T slots is what the run
-took, minus what the oracle would have needed for the same expected tokens: sum of seconds - sum of expected tokens / rate of the best
+A round of arm j takes known seconds and commits 1 to 6 tokens (truncated geometric, block of 5). Regret after T slots is the run's
+seconds minus those that the oracle needs for the same expected tokens: sum of seconds - sum of expected tokens / rate of the best
 matching, where a matching's rate is a ratio of sums (all rows' expected tokens over all rows' seconds) and the best one respects the
-capacities and is that of the moment where means or requests change. It is given per concurrent request; ``overhead`` is regret over the
-oracle's seconds. Intervals are 95 % bootstrap over seeds, of the mean.
+capacities; it changes with means and requests. Regret is per concurrent request; ``overhead`` is regret over the oracle's seconds.
+Intervals are 95 % bootstrap intervals of the mean over seeds.
 
-Scenarios: stationary, requests alike, for ever; heterogeneous, three types with different best arms and binding capacities;
+Scenarios: stationary, identical requests that never end; heterogeneous, three types with different best arms and binding capacities;
 drifting_slow and drifting_abrupt; churn, requests of 30 to 60 rounds; too_little_exploration, two arms 2 % apart; stationary_theorem,
 SPIN alone, wide gaps, capacities that just fit. ``regret_over_log`` is regret / ln T, ``flatness`` its largest over its smallest value
-in the last two decades, ``slope`` the exponent of T over the last one (1: linear). Selectors are the library's own objects; only the random
-numbers come from a sequential generator, for speed. Rows of scenario ``overhead`` are milliseconds a
-call, with keyed numbers. Takes about two hours on a core of its own; ``--workers`` spreads the
-selectors over processes.
+in the last two decades, ``slope`` the exponent of T over the last one (1: linear). Selectors are the library's; only the random
+numbers come from a sequential generator, for speed. Rows of scenario ``overhead`` are milliseconds per call, with the keyed generator.
+It takes about two hours on one core; ``--workers`` spreads the selectors over processes.
 """
 
 from __future__ import annotations
@@ -67,13 +66,13 @@ Make = Callable[[np.ndarray], Any]
 
 @dataclass(frozen=True)
 class Settings(Plotted):
-    quick: bool = option(False, "200 slots and 2 seeds, to see that it runs")
+    quick: bool = option(False, "200 slots and 2 seeds, as a smoke test")
     seed: int = option(0, "first seed (default: 0)")
     workers: int = option(1, "processes")
 
 
 CAPACITIES = (3, 2, 3, 2, 3)  # 13 slots for 12 requests, three of which cannot have their best arm
-FITTING = (4, 2, 4, 2, 4)  # every request can have its best arm, and not one more
+FITTING = (4, 2, 4, 2, 4)  # exactly enough room for every request's best arm
 
 
 def always(selector: Any) -> Make:
@@ -81,7 +80,7 @@ def always(selector: Any) -> Make:
 
 
 def known(make: Callable[[Any], Any]) -> Make:
-    """A selector whose statistics are shared by the requests of a type, which the user knows."""
+    """A selector whose statistics are pooled by the requests' types, which the user knows."""
     return lambda types: make(lambda context: types[context.request.numpy()].tolist())
 
 
@@ -116,7 +115,7 @@ THEOREM: dict[str, Make] = {f"Spin, exploration {n}": always(Spin(exploration=n)
 
 
 def plan(quick: bool) -> list[tuple[Scenario, dict[str, Make]]]:
-    """Scenarios and who plays them; ``quick`` is a toy size for tests."""
+    """Scenarios and their selectors; ``quick`` is a toy size for tests."""
     turn = 50 if quick else 2_500
     many, few = ((200, 2), (200, 2)) if quick else ((100_000, 8), (100_000, 3))
     return [
@@ -159,7 +158,7 @@ def main(s: Settings) -> None:
 
 
 def overheads(calls: int) -> list[Row]:
-    """Milliseconds a call at batch 16 and 5 arms, with room for all and with 20 slots for the 16 rows."""
+    """Milliseconds per call at batch 16 and 5 arms, with unlimited room and with 20 slots for the 16 rows."""
     print(f"{'ms a call, batch 16, 5 arms':<30}{'select':>8}{'update':>8}{'tight select':>14}")
     rows: list[Row] = []
     for name, make in {**EVERY, "Spin, exploring": always(Spin(exploration=10**6))}.items():
@@ -175,7 +174,7 @@ def overheads(calls: int) -> list[Row]:
 
 
 def game(one: tuple[bool, int, str, int]) -> list[Row]:
-    """``play`` of what can be sent to another process: toy size, number of the scenario, name of the selector, first seed."""
+    """``play`` with picklable arguments, for other processes: toy size, number of the scenario, name of the selector, first seed."""
     quick, at, name, seed = one
     torch.set_num_threads(1)
     scenario, who = plan(quick)[at]
@@ -183,7 +182,7 @@ def game(one: tuple[bool, int, str, int]) -> list[Row]:
 
 
 def play(scenario: Scenario, name: str, make: Make, seed: int) -> list[Row]:
-    """A row for every checkpoint. Seeds are replicas in one batch where nothing couples the rows, else runs of their own."""
+    """A row for every checkpoint. Seeds are replicas in one batch if rows are independent, else separate runs."""
     began = time.perf_counter()
     seeds = [1000 * seed + i for i in range(scenario.seeds)]
     coupled = scenario.capacities is not None or scenario.life is not None
@@ -291,7 +290,7 @@ def theorem(rows: list[Row]) -> Any:
 
 
 def churn(rows: list[Row]) -> Any:
-    """How much longer than the oracle's the run with arrivals and departures took, every selector."""
+    """Each selector's overhead over the oracle in the run with arrivals and departures."""
     last = sorted((seen[-1] for seen in of(rows, "churn").values()), key=lambda r: r["overhead"])
     drawing, ((axes,),) = plots.panels(1, 1, (7.5, 0.3 * len(last) + 1), bare=True)
     colours = ["#1f77b4" if r["selector"].startswith("Spin") else "#b5c7d3" for r in last]

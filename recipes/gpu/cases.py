@@ -1,4 +1,4 @@
-"""Attention problems for the GPU suite: random tensors and a plan, what they move and compute, and the answer in float64."""
+"""Attention problems for the GPU suite: random tensors and a plan, their bytes and FLOPs, and the float64 result."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from specdec.kernels.attention.reach import Reach, reach
 from specdec.lab.errors import worst
 
 PARENTS = (-1, 0, 0, 1, 1, 2, 5)  # of a tree's nodes; the last committed token is fed before them
-LARGE = (-1, 0, *(i // 2 for i in range(2, 70)))  # more nodes than a word has bits
+LARGE = (-1, 0, *(i // 2 for i in range(2, 70)))  # more nodes than bits in a word
 
 
 @dataclass
@@ -39,10 +39,10 @@ TINY = Heads(2, 1, 16)
 
 @dataclass
 class Problem:
-    """A call of ``kernels.attention`` and what is known of it.
+    """A call of ``kernels.attention`` and its sizes.
 
     Attributes:
-        seen: slots that any query of its row sees, summed over rows. pairs: (query, slot) pairs that see each other.
+        seen: slots that any query of their row sees, summed over rows. pairs: visible (query, slot) pairs.
     """
 
     query: Tensor
@@ -69,7 +69,7 @@ class Problem:
 
     @property
     def bytes(self) -> int:
-        """Keys and values of slots that are seen, queries and outputs: each once."""
+        """Bytes of the visible slots' keys and values, queries and outputs, each counted once."""
         _, heads, tokens, size = self.query.shape
         slot = self.keys.shape[2] * (size + self.values.shape[-1])
         return self.query.element_size() * (
@@ -94,11 +94,11 @@ class Problem:
         )
 
     def settings(self) -> tuple[Any, ...]:
-        """Arguments of ``choice.why_not`` after its name."""
+        """Arguments of ``choice.why_not`` after the backend's name."""
         return self.query, self.keys, self.values, self.plan, self.reach, self.softcap, self.sinks
 
     def exact(self, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """The packed queries of some rows, and their outputs by the reference in float64."""
+        """The packed queries of some rows, and the reference's outputs in float64."""
         starts = np.concatenate([[0], np.cumsum(self.plan.counts)])
         at = torch.from_numpy(np.concatenate([np.arange(starts[r], starts[r + 1]) for r in rows]))
         chosen = at.to(self.query.device)
@@ -124,7 +124,7 @@ class Problem:
         return worst(out[:, at], exact)
 
     def again(self, stage: Stage) -> Problem:
-        """The same with other numbers; the plan is shared."""
+        """The same call with other random tensors; the plan is shared."""
         made = object.__new__(Problem)
         vars(made).update(vars(self))
         made.query = _query(stage, self.query.shape, self.query.dtype)
@@ -136,7 +136,7 @@ class Problem:
 
 
 def _query(stage: Stage, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """``[1, H, T, D]`` as a projection makes it, token by token."""
+    """``[1, H, T, D]`` in the memory layout of a projection's output, token by token."""
     return stage.normal(1, shape[2], shape[1], shape[3], dtype=dtype).transpose(1, 2)
 
 
@@ -174,7 +174,7 @@ def slots(
     """Queries after ``first [R]`` slots in use, over slots or pages.
 
     Args:
-        branching: the queries of a row, after its first, are a tree (``parents``). sinks: with a sink logit a head.
+        branching: the queries of a row, after its first, are a tree (``parents``). sinks: with a sink logit per head.
     """
     R, length = len(first), [f + c for f, c in zip(first, counts)]
     shape, table = None, None
@@ -182,7 +182,7 @@ def slots(
         above = torch.tensor([parents] * R)
         root = np.array(first) + 1
         shape = Tree(root, tree.ancestors(above).numpy(), tree.depths(above).numpy())
-    B, S = R, max(length) + 3  # some slots that nothing was written to
+    B, S = R, max(length) + 3  # including some unwritten slots
     if page:
         need = [-(-n // page) for n in length]
         order = np.random.default_rng(stage.seed).permutation(sum(need) + 2).tolist()
@@ -200,7 +200,7 @@ def slots(
 def intervals(
     stage: Stage, heads: Heads, dtype: torch.dtype, first: Sequence[int], counts: Sequence[int], window: int
 ) -> Problem:
-    """Each query sees a few ranges of slots of its own: the first ones, some in between, and the latest."""
+    """Each query sees a few ranges of slots: the first ones, some in between, and the latest."""
     R, S = len(first), max(f + c for f, c in zip(first, counts)) + 3
     host = np.random.default_rng(stage.seed)
     ranges = []
@@ -221,7 +221,7 @@ def ring(
     sinks: int,
     window: int,
 ) -> Problem:
-    """Sinks and a window in constant memory (SPIRe, MagicDec): slots in no order, a mask by slot."""
+    """Sinks and a window in constant memory (SPIRe, MagicDec): slots in arbitrary order, a mask by slot."""
     R = len(first)
     held = Ring(
         [KVShape(heads.kv, heads.size, heads.size, dtype, stage.device)], R, sinks, window, max(counts)
@@ -235,20 +235,20 @@ def ring(
     return Problem(query, *held.layers[0], plan)
 
 
-# Slots that no query sees are never read by these; others read them with weight 0, and are promised that they are finite.
+# These never read slots that no query sees; the other backends read them with weight 0 and require finite values.
 NEVER_READ = ("triton", "reference", "native")
-# These never read what no query has written; below a window they may read old keys with weight 0.
+# These never read unwritten slots; below a window they may read old keys with weight 0.
 NEVER_WRITTEN = ("torch_flash", "flash_attn")
 
 
 def poisoned(problem: Problem, backend: str) -> Problem:
-    """A copy in which whatever a backend must not look at is NaN, or large where it may be read with weight 0."""
+    """A copy with NaN in slots that a backend must not read, and large values in those that it may read with weight 0."""
     plan = problem.plan
     if (
         backend == "native"
         and max(plan.counts) * problem.query.shape[1] // problem.keys.shape[2] > native.PROMPT
     ):
-        backend = "cpu"  # a prompt is PyTorch's there
+        backend = "cpu"  # prompts go to PyTorch there
     unseen = torch.ones(problem.keys.shape[:2], dtype=torch.bool)
     for r, s in enumerate(plan.runs(alone=True)):
         used = np.ones(s.keys, dtype=bool)

@@ -1,9 +1,9 @@
 """Stage a of the GPU suite: every attention backend and the kernels of verification against float64, on fresh random inputs.
 
-Memory that an output may be put into is filled with NaN before each call, and slots that a query must not see hold NaN (or, for
-backends that read them with weight 0, large numbers). ``max_error`` is the largest ``|out - reference| / |reference|`` of a head of a
-query, ``relative_error`` that of the whole output. Of verification ``max_error`` is the largest distance of a random number from the
-interval whose decision was taken; of keyed numbers the share that differs.
+Free memory is filled with NaN before each call, and slots that a query must not see hold NaN (or, for backends that read them with
+weight 0, large values). ``max_error`` is the largest ``|out - reference| / |reference|`` of a head of a query, ``relative_error``
+that of the whole output. For verification ``max_error`` is the largest distance of a random number from the interval of the decision
+that was made; for keyed random numbers it is the share that differs.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def run(stage: Stage) -> None:
 
 
 def problems(stage: Stage, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], Problem]]]:
-    """What a layer may be asked: name and how to make it."""
+    """Cases of a layer's attention: name and constructor."""
     heads, n = (TOY, 30) if stage.toy else (LLAMA_8B, 2000)
     first, counts, eight = [n + 7, 3, n // 2], [6, 1, 4], [8, 8, 8]
     w = n // 4
@@ -115,7 +115,7 @@ def one_backend(stage: Stage, case: str, backend: str, problem: Problem, exact: 
 
 
 def nan_memory(stage: Stage, numbers: int) -> None:
-    """NaN into memory that is then given back: what a kernel allocates next, and does not write, shows."""
+    """Fill memory with NaN and free it, so that values that a kernel allocates and does not write show up."""
     sizes = [numbers * k for k in (1, 2, 4, 8)]
     held = [torch.full((n,), float("nan"), device=stage.device) for n in sizes]
     stage.sync()
@@ -149,7 +149,7 @@ def verify(stage: Stage) -> None:
 def draws(
     stage: Stage, B: int, N: int, V: int, kind: str, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor, Tensor]:
-    """Logits of a target and a draft that resembles it, and what verification needs besides."""
+    """Logits of a target and a similar draft, and the other arguments of verification."""
     logits = stage.normal(B, N + 1, V) * 3
     theirs = logits[:, :N] + stage.normal(B, N, V)
     tokens = torch.multinomial(theirs.softmax(-1).view(-1, V), 1, generator=stage.draw).view(B, N)

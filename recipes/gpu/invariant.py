@@ -1,15 +1,14 @@
-"""Stage f of the GPU suite: bf16 in which speculation changes no bit, how often bits differ without it, and what it costs.
+"""Stage f of the GPU suite: batch-invariant bf16, how often bits differ without it, and its cost.
 
-Matrix products, norms and attention choose how to add up by the shape that they are given, and a verify pass has other shapes than a
-plain step (He, "Defeating nondeterminism in LLM inference", 2025). Two things remove that:
+Matrix products, norms and attention choose their order of summation by shape, and a verification pass has other shapes than a plain
+step (He, "Defeating nondeterminism in LLM inference", 2025). Two measures remove that:
 
-- **one shape**: every small forward is padded to the same number of packed tokens, so that each operator but attention runs the same
-  kernel on the same shape whatever is decoded; a token's numbers then depend on that token alone, as far as a kernel treats the rows
-  of a shape alike;
-- **fixed chunks**: our attention cuts rows at multiples of a fixed number of slots (``triton_backend``).
+- **one shape**: every small forward is padded to the same number of packed tokens, so that each operator except attention runs the
+  same kernel on the same shape; a token's result then depends on that token alone, if the kernel treats all rows alike;
+- **fixed chunks**: the library's attention cuts rows at multiples of a fixed number of slots (``triton_backend``).
 
-Prompts are read alike by both decoders, so they may have shapes of their own. With equal logits, ``Coupled`` verification gives plain
-sampling's tokens. Nothing is taken for granted: logits and texts are compared bit by bit.
+Both decoders read prompts in the same way, so prompts may have other shapes. With equal logits, ``Coupled`` verification gives plain
+sampling's tokens. Logits and texts are compared bit by bit.
 """
 
 from __future__ import annotations
@@ -31,15 +30,15 @@ from specdec.forward.packed import slot_attention
 from specdec.rng import Rng
 from specdec.types import Context, Proposal, Round
 
-K = 5  # drafted tokens a round
-WRONG = 5  # every so many drafted tokens one is wrong
+K = 5  # drafted tokens per round
+WRONG = 5  # one in this many drafted tokens is wrong
 ATTENTION = "specdec_one_shape"
 
 
 def one_shape_attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, plan: Any = None, **more: Any
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """``slot_attention`` of the plan's tokens; those after them are padding, and get zeros."""
+    """``slot_attention`` of the plan's tokens; the tokens after them are padding, and get zeros."""
     T = sum(plan.counts)
     parts = (t[:, :, :T] for t in (query, key, value))
     out, _ = slot_attention(module, *parts, attention_mask, plan=plan, **more)
@@ -53,7 +52,7 @@ class OneShape:
     """A path of ``HFModel`` whose forwards of up to ``tokens`` packed tokens all have that many; fixed chunks of ``chunk`` slots.
 
     Args:
-        path: a ``Packed``. tokens: 0: shapes as they come, and fixed chunks alone.
+        path: a ``Packed``. tokens: 0 leaves shapes as they are and only fixes chunks.
     """
 
     def __init__(self, path: Any, tokens: int, chunk: int):
@@ -69,9 +68,9 @@ class OneShape:
             raise ValueError("a forward of one shape has no taps: use a draft that does not read its target")
         plan.fragment = self.chunk
         spare = self.tokens - len(ids)
-        if spare < 0:  # a prompt, or shapes as they come
+        if spare < 0:  # a prompt, or ``tokens`` is 0
             return self.path.forward(memo, plan, ids, positions, keep)
-        whole = False if keep is False else None  # the head, too, has one shape
+        whole = False if keep is False else None  # the head gets the same shape, too
         out = self.path.forward(memo, plan, F.pad(ids, (0, spare)), F.pad(positions, (0, spare)), whole)
         if out is None:
             return None
@@ -91,7 +90,7 @@ VARIANTS = ("as it comes", "fixed chunks", INVARIANT)
 
 
 def models(raw: Any, tokens: int, chunk: int) -> dict[str, sd.HFModel]:
-    """The same weights: as they come, with fixed chunks, and with one shape, too."""
+    """Models with the same weights: unchanged, with fixed chunks, and with fixed chunks and one shape."""
     plain = sd.HFModel(raw, prefill_chunk=1024, attention="triton")
     return dict(zip(VARIANTS, (plain, OneShapeModel(raw, 0, chunk), OneShapeModel(raw, tokens, chunk))))
 
@@ -117,7 +116,7 @@ def run(stage: Stage) -> None:
 
 
 def logits(stage: Stage, made: dict[str, sd.HFModel], batch: int, context: int, k: int) -> None:
-    """A verify pass against plain steps over the same text, and a row in the batch against the row alone."""
+    """A verification pass against plain steps over the same text, and a row in the batch against the row alone."""
     for name, model in made.items():
         with stage.case(f"logits: {name}", "invariant" if name == INVARIANT else None):
             cache, text = filled(stage, model, batch, context, k + 2)
@@ -134,7 +133,7 @@ def logits(stage: Stage, made: dict[str, sd.HFModel], batch: int, context: int, 
 
 
 def told(stage: Stage, case: str, a: Tensor, b: Tensor) -> None:
-    """How many logits, and how many rows of them, differ in any bit. The fully invariant ones must not."""
+    """The shares of logits, and of rows of them, that differ in any bit. Those of ``INVARIANT`` must be 0."""
     differ = a.view(torch.int16) != b.view(torch.int16)
     numbers, rows = float(differ.double().mean()), float(differ.any(-1).double().mean())
     tokens = float((a.argmax(-1) != b.argmax(-1)).double().mean())
@@ -149,7 +148,7 @@ def told(stage: Stage, case: str, a: Tensor, b: Tensor) -> None:
 
 
 def cost(stage: Stage, made: dict[str, sd.HFModel], shape: Shape, batch: int, context: int, k: int) -> None:
-    """Seconds of a plain and a verify step."""
+    """Seconds of a plain and a verification step."""
     for tokens in (1, k + 1):
         what = "plain step" if tokens == 1 else f"verify {tokens}"
         least, *_ = floor(stage, shape, batch, tokens, context)
@@ -176,7 +175,7 @@ def cost(stage: Stage, made: dict[str, sd.HFModel], shape: Shape, batch: int, co
 
 @dataclass(frozen=True)
 class Told:
-    """A draft that was told a text and errs now and then: acceptance does not depend on what is measured.
+    """A draft that proposes a given text with occasional errors, so that acceptance is the same for all models.
 
     Args:
         texts: the continuation of each request.

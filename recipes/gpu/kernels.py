@@ -1,8 +1,8 @@
-"""Stage b of the GPU suite: kernels of the Llama-3-8B shape beside the time that their bytes take to be copied.
+"""Stage b of the GPU suite: kernels at the Llama-3-8B shape beside the time of copying their bytes.
 
 One layer of attention at batch 64 and a context of 8192, by every backend that serves it; the Triton kernel in a list of
-configurations; what lies between products; the merge of chunks; verification; the race of keyed numbers. Errors are those of the worst head of a query, of two
-rows, against float64.
+configurations; the operators between products; the merge of chunks; verification; the keyed race. Errors are those of the worst
+head of a query, of two rows, against float64.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from specdec.kernels.attention.choice import why_not
 from specdec.lab.errors import LIMITS, decision_error, worst
 from specdec.rng import Philox, seeds
 
-SETS = 2**28  # bytes that a call's inputs have in all its sets together: several times a GPU's last cache
+SETS = 2**28  # total bytes of a call's input sets: several times a GPU's last-level cache
 SINKS, WINDOW = 4, 512
 
-# Of the Triton kernel: slots of a tile, warps, stages of its pipeline, programs for each multiprocessor up to which rows are cut.
-# ``None`` is what the backend takes by itself.
+# Configurations of the Triton kernel: slots of a tile, warps, pipeline stages, programs per multiprocessor that chunks are chosen for.
+# ``None`` is the backend's own choice.
 VARIANTS: tuple[tuple[int, int, int, int] | None, ...] = (
     None,
     (32, 4, 3, 2),
@@ -59,7 +59,7 @@ def run(stage: Stage) -> None:
 
 
 def problems(stage: Stage) -> Iterator[tuple[str, str | None, Callable[[], Problem]]]:
-    """Name, the bar that it belongs to, and how to make it."""
+    """Cases: name, bar, and constructor."""
     heads, batch, n = (TINY, 2, 60) if stage.toy else (LLAMA_8B, 64, 8192)
     sinks, window = (2, 16) if stage.toy else (SINKS, WINDOW)
     dtype = torch.bfloat16
@@ -103,7 +103,7 @@ def attend(stage: Stage) -> None:
             for backend in sorted(available(stage.device, torch.bfloat16), key=lambda b: b != "triton"):
                 case = f"{name}: {backend}"
                 if backend == "reference" and not stage.toy:
-                    continue  # dense and row by row: it is what others are compared with
+                    continue  # the reference itself, dense and row by row
                 if stage.late(case):
                     continue
                 mine = bar if backend == "triton" else None
@@ -118,7 +118,7 @@ def attend(stage: Stage) -> None:
 
 
 def several(stage: Stage, problem: Problem) -> list[Problem]:
-    """A problem and others like it, so many that none is in a cache when its turn comes again."""
+    """A problem and copies with other tensors, enough that none stays in a cache until it is used again."""
     count = 1 if stage.toy else max(1, min(16, -(-SETS // problem.bytes)))
     return [problem, *(problem.again(stage) for _ in range(count - 1))]
 
@@ -146,7 +146,7 @@ def timed(
 
 @contextmanager
 def configured(variant: tuple[int, int, int, int] | None) -> Iterator[None]:
-    """The Triton backend with other tiles; how queries are tiled stays its own."""
+    """The Triton backend with other slot tiles; query tiles do not change."""
     from specdec.kernels.attention import triton_backend as backend
 
     own, waves = backend.config, backend.WAVES
@@ -182,7 +182,10 @@ def variants(stage: Stage) -> None:
                 case = f"{name}: triton, {said}"
                 if stage.late(case):
                     break
-                with stage.case(case), configured(variant):  # too large for the chip: a row that says so
+                with (
+                    stage.case(case),
+                    configured(variant),
+                ):  # a configuration too large for the chip gives an error row
                     best[said] = timed(stage, case, "triton", sets, exact, None, variant=said)
             if best:
                 first = min(best, key=lambda said: best[said])
@@ -214,7 +217,7 @@ def merges(stage: Stage) -> None:
 
 
 def rejections(stage: Stage) -> None:
-    """[64, 6, 128256]: all logits are read once, and the draft's row at the cut."""
+    """[64, 6, 128256]: all logits are read once, and the draft's row at the first rejection."""
     from specdec.kernels import rejection
 
     B, N, V = (2, 5, 97) if stage.toy else (64, 5, 128_256)
@@ -253,7 +256,7 @@ def rejections(stage: Stage) -> None:
 
 @contextmanager
 def unchecked() -> Iterator[None]:
-    """Verification without the check that its logits are a distribution, for which the host waits: the device's part alone."""
+    """Verification without the check of the logits, for which the host waits, to time the device's work alone."""
     from specdec.kernels.rejection import fused, reference
 
     kept = fused.check, reference.check
@@ -265,7 +268,7 @@ def unchecked() -> Iterator[None]:
 
 
 def races(stage: Stage) -> None:
-    """A keyed exponential race over the vocabulary: for 64 rows and for a verify pass of them."""
+    """A keyed exponential race over the vocabulary, for 64 rows and for a verification pass of them."""
     from specdec.kernels import philox
 
     V = 97 if stage.toy else 128_256

@@ -1,9 +1,9 @@
-"""Stage d of the GPU suite: SPIRe's shapes (arXiv 2504.06419) in one go, each step for its share of the time.
+"""Stage d of the GPU suite: SPIRe's experiment at the paper's shapes (arXiv 2504.06419), each step for its share of the time.
 
-Text is the Python source that this machine has, but for packages that the held-out prompts are cut from. The 67 M target is trained,
-then drafts for it: vanilla (an eighth of it), the same distilled, and SPIRe. τ is exact on texts sampled from the target after
-held-out contexts; each small draft is also looked at through SPIRe's window, the control that the paper lacks. The grid is that of
-``lab.grid``, beside the throughput model with this machine's constants.
+The text is the Python source on this machine, without the packages of the held-out prompts. The 67 M target is trained, then its
+drafts: vanilla (an eighth of the target), the same distilled, and SPIRe. τ is exact on texts sampled from the target after held-out
+contexts; each small draft is also evaluated under SPIRe's window, a control that the paper lacks. The grid is that of ``lab.grid``,
+beside the throughput model with this machine's constants.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from specdec.training.train import train
 TARGET = "paper-target"
 DRAFTS = ("vanilla", "distilled_vanilla", "spire")
 WINDOW, SINKS, K = 64, 1, 4
-POINT = 15.0  # seconds that a point of the grid may take
+POINT = 15.0  # the most seconds of a point of the grid
 
 
 def run(stage: Stage) -> None:
@@ -60,7 +60,7 @@ def run(stage: Stage) -> None:
 
 
 class Study:
-    """Models and data of a run, kept in ``folder``; a step that needs what an earlier one did not make says so."""
+    """Models and data of a run, kept in ``folder``; a step raises an error if an earlier one did not make its inputs."""
 
     def __init__(self, stage: Stage, folder: Path):
         self.folder, self.drafts = folder, dict[str, Any]()
@@ -77,14 +77,14 @@ class Study:
     # -- text ---------------------------------------------------------------------------------------------------------------
 
     def text(self, stage: Stage) -> None:
-        """A tokenizer and streams of tokens, where ``Streams`` looks for them."""
+        """A tokenizer and token streams, in the folders of ``Streams``."""
         megabytes = 0.3 if stage.toy else 120.0
         texts = list(sources(megabytes, stage.seed, everything=not stage.toy))
         held, rest = texts[: max(2, len(texts) // 50)], texts[max(2, len(texts) // 50) :]
         Path(self.s.work, "shards").mkdir(parents=True)
         self.tokenizer = self.s.tokenizer(dict.fromkeys(DOMAINS, rest))
         for split, some in (("train", rest), ("validation", held)):
-            for domain in DOMAINS:  # all of it is code: the mixture takes nothing of the others
+            for domain in DOMAINS:  # all text is code: the mixture's other domains are empty
                 part = some if domain == "code" else some[:40]
                 write_stream(self.s.path(split, domain), self.tokenizer, part)
         size = sum(map(len, rest)) / 1e6
@@ -101,7 +101,7 @@ class Study:
             raise RuntimeError("there is no text to train on")
         seconds = 1.0 if stage.toy else max(10.0, stage.deadline - monotonic() - 8)
         model, seen = self.s.train(TARGET, self.shape, seconds / 60)
-        model.config.max_position_embeddings = 8192  # positions are rotations: any number of them
+        model.config.max_position_embeddings = 8192  # rotary positions need no table
         model.save_pretrained(self.folder / "target")
         self.tokenizer.save_pretrained(self.folder / "target")
         loaded = AutoModelForCausalLM.from_pretrained(self.folder / "target", dtype=torch.float32)
@@ -148,7 +148,7 @@ class Study:
         )
 
     def variants(self) -> dict[str, Variant]:
-        """Those of the ablations, with the paper's shape for the small draft."""
+        """The drafts of the ablations, with the paper's shape for the small draft."""
         every = variants(2, SINKS, WINDOW, K)
         small = paper.VANILLA_DRAFT
         sizes = (small.d_model, small.layers, small.heads, small.d_ff, small.d_head)
@@ -230,7 +230,7 @@ class Study:
             Grid(settings, Methods(settings), first, replayed=True).measure(
                 lambda found: rows.__setitem__(slice(None), found)
             )
-        finally:  # what was measured before an error is told, too
+        finally:  # report the rows measured before an error, too
             self._grid_rows(stage, rows)
             done = {(r["batch"], r["context"]) for r in rows if r["part"] == "grid"}
             for batch, context in sorted(set(settings.points) - done):
@@ -268,10 +268,10 @@ class Study:
 
 
 def sources(megabytes: float, seed: int, everything: bool) -> Iterator[str]:
-    """Python files of this installation, in a random order, but those of packages that prompts are cut from.
+    """Python files of this installation in random order, without the packages of the held-out prompts.
 
     Args:
-        everything: installed packages, too, not the top of the standard library alone.
+        everything: include installed packages, not just the top level of the standard library.
     """
     paths = sysconfig.get_paths()
     library = Path(paths["stdlib"])

@@ -1,4 +1,4 @@
-"""Norms, rotary embedding with the KV store, and SwiGLU in the GPU suite: errors against float64 (stage a), times beside bytes (stage b)."""
+"""Norms, rotary embedding with the KV store, and SwiGLU in the GPU suite: errors against float64 (stage a), times beside those of their bytes (stage b)."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from specdec.kernels import pointwise
 from specdec.kernels.pointwise import Place, reference
 from specdec.lab.errors import LIMITS, worst
 
-SETS = 2**28  # bytes of a call's inputs in all its sets together: several times a GPU's last cache
+SETS = 2**28  # total bytes of a call's input sets: several times a GPU's last-level cache
 Run = Callable[[], Any]
 
 
 def cases(
     stage: Stage, tokens: int, dtype: torch.dtype
 ) -> Iterator[tuple[str, Callable[[], tuple[Run, Callable[[], Tensor], Tensor, int]]]]:
-    """Name, and how to make the call, a function of its result, what that should be in float64, and the bytes that it must move."""
+    """Cases: name, and a constructor of the call, a function that returns its result, the float64 reference, and the bytes to move."""
     wide, inner, heads, kv, size = (64, 160, 4, 2, 16) if stage.toy else (4096, 14336, 32, 8, 128)
     width = dtype.itemsize
 
@@ -71,8 +71,8 @@ def cases(
 def made(
     stage: Stage, tokens: int, dtype: torch.dtype, more: str = ""
 ) -> Iterator[tuple[str, float, int, Callable[[], Run]]]:
-    """Of each case: its name (``more`` at its end), its error and its bytes once it has run, and how to make its call again."""
-    interpreted = stage.device.type == "cpu" and find_spec("triton") is not None  # which a dry run has chosen
+    """For each case: its name (with ``more`` appended), its error and bytes after one run, and its constructor."""
+    interpreted = stage.device.type == "cpu" and find_spec("triton") is not None  # set by a dry run
     for name, make in cases(stage, tokens, dtype):
         case = f"{name}, {tokens} tokens{more}"
         if stage.late(case):
@@ -88,7 +88,7 @@ def made(
 
 
 def correct(stage: Stage) -> None:
-    """Of stage a."""
+    """Rows of stage a."""
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for tokens in (1, 3 if stage.toy else 300):
             for case, error, _, _ in made(stage, tokens, dtype, f", {str(dtype).removeprefix('torch.')}"):
@@ -96,7 +96,7 @@ def correct(stage: Stage) -> None:
 
 
 def timed(stage: Stage) -> None:
-    """Of stage b, in bfloat16."""
+    """Rows of stage b, in bfloat16."""
     for tokens in (1, 4) if stage.toy else (1, 64, 384):
         for case, error, moved, again in made(stage, tokens, torch.bfloat16):
             with stage.case(case):

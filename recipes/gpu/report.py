@@ -1,4 +1,4 @@
-"""The GPU suite's report: rows as they come, on the screen and in a JSON file with tables beside it; with rows of other stages from before."""
+"""The GPU suite's report: rows on the screen and in a JSON file, with tables beside it, including earlier rows of other stages."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ PACKAGES = ("triton", "flash_attn")
 
 
 class Report:
-    """The rows of a run, and those of other stages that its file had, or that other files have.
+    """The rows of a run, and those of other stages in its file or in other files.
 
     Args:
-        file: rewritten after every row, so that a run that is ended leaves what it has measured. A stage's first row takes the place
-            of all that the file had of it. times: whether times are worth something (not at toy size), so that bars are.
-        others: reports whose rows are taken over, later ones for earlier ones of a stage.
+        file: rewritten after every row, so that an aborted run keeps its measurements. A stage's first row replaces all of its earlier
+            rows in the file. times: whether times, and so bars, are meaningful (not at toy size).
+        others: reports whose rows are included; for a stage in several, the last one counts.
 
     Raises:
-        SystemExit: a report cannot be read, or is of toy size and this run is not (or the other way round).
+        SystemExit: a report cannot be read, or is of toy size and this run is not (or vice versa).
     """
 
     def __init__(self, file: str | None, seed: int, toy: bool, times: bool, others: Iterable[str] = ()):
@@ -31,7 +31,7 @@ class Report:
             self.file.parent.mkdir(parents=True, exist_ok=True)
         self.times, self.rows = times, list[Row]()
         self.meta = {**meta(seed, PACKAGES), "toy": toy}
-        self.kept: dict[str, tuple[Row, list[Row]]] = {}  # of each other stage: how it was made, and its rows
+        self.kept: dict[str, tuple[Row, list[Row]]] = {}  # for each other stage: its metadata and rows
         own = [self.file] if self.file is not None and self.file.exists() else []
         for path in [*own, *map(Path, others)]:
             self._take(path, toy)
@@ -53,7 +53,7 @@ class Report:
             self.kept[name] = (how, [r for r in rows if r["stage"] == name])
 
     def add(self, row: Row) -> None:
-        """A row: shown, and kept in the file."""
+        """Show a row and write it to the file."""
         self.kept.pop(row["stage"], None)
         self.rows.append(full(row))
         print(line(row), flush=True)
@@ -65,12 +65,12 @@ class Report:
 
     @property
     def every(self) -> list[Row]:
-        """All rows but the bars, by stage."""
+        """All rows except the bars, by stage."""
         rows = [r for _, some in self.kept.values() for r in some] + self.rows
         return sorted(rows, key=lambda r: r["stage"])
 
     def write(self) -> None:
-        """The JSON, and beside it the tables."""
+        """Write the JSON file, and the tables beside it."""
         if self.file is None:
             return
         earlier: list[Row] = []
@@ -88,7 +88,7 @@ class Report:
 
 
 def full(row: Row) -> Row:
-    """With all columns, as JSON knows them."""
+    """The row with all columns, as JSON values."""
     return dict.fromkeys(COLUMNS) | {name: plain(value) for name, value in row.items()}
 
 
@@ -107,7 +107,7 @@ def line(row: Row) -> str:
 
 
 def markdown(rows: list[Row], about: Row) -> str:
-    """What is in the JSON file as tables."""
+    """The JSON file's content as Markdown tables."""
     out = []
     for made in [about, *about.get("earlier", [])]:
         versions = ", ".join(f"{name} {version}" for name, version in made["versions"].items())

@@ -1,8 +1,8 @@
 """Stage e of the GPU suite: SPIN's request decomposition on rows of unequal length, and its pipeline on streams (arXiv 2503.15921).
 
-Decomposition: one layer of a verify pass, padded to the longest row, packed, decomposed, and by the kernels that take ragged rows as
-they are, with chunks of their own choice and of a fixed size. Pipeline: rounds measured serially and with a drafting thread that has
-a stream of its own, beside the time model that is fitted to serial rounds of other sizes in the same run (``lab.pipeline``).
+Decomposition: one layer of a verification pass, padded to the longest row, packed, decomposed, and by the kernels for ragged rows,
+with chunks of their own choice and of a fixed size. Pipeline: rounds measured serially and with a drafting thread on a separate
+stream, beside the time model fitted to serial rounds of other sizes in the same run (``lab.pipeline``).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def run(stage: Stage) -> None:
 
 
 def decomposition(stage: Stage) -> None:
-    """Every method on every distribution of lengths, with as many tokens in all."""
+    """Every method on every distribution of lengths, with the same number of tokens."""
     batch, mean, k = (8, 300, 2) if stage.toy else (64, 400, 5)
     heads, dtype = TINY if stage.toy else LLAMA_8B, torch.bfloat16
     ways = [(b, None) for b in ("padded", "packed", "decomposed")]
@@ -41,7 +41,7 @@ def decomposition(stage: Stage) -> None:
         (b, f) for b in ("triton", "torch_flash", "flash_attn") for f in (None, 8 if stage.toy else FRAGMENT)
     ]
     for name in DISTRIBUTIONS[:2] if stage.toy else DISTRIBUTIONS:
-        # At toy size a sixteenth of the lengths: each tile costs the interpreter milliseconds.
+        # At toy size lengths are a sixteenth: each tile costs the interpreter milliseconds.
         length = [
             max(1, n // 16) if stage.toy else LONGER * n for n in lengths(name, batch, mean, stage.seed)
         ]
@@ -56,7 +56,7 @@ def decomposition(stage: Stage) -> None:
             ):
                 continue
             with stage.case(case):
-                stage.draw.manual_seed(stage.seed)  # the same numbers for all
+                stage.draw.manual_seed(stage.seed)  # the same tensors for all methods
                 problem = slots(stage, heads, dtype, length, [k + 1] * batch, fragment=fragment)
                 why = why_not(backend, *problem.settings())
                 if why is not None:
@@ -74,7 +74,7 @@ def decomposition(stage: Stage) -> None:
 
 
 def pipeline(stage: Stage) -> None:
-    """A Llama-3-8B-shaped target and a draft of an eighth of its layers, with random weights: times, not acceptance."""
+    """A Llama-3-8B-shaped target and a draft of an eighth of its layers, with random weights, for times only."""
     model = llama(stage)
     if model is None:
         return

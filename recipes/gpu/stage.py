@@ -1,4 +1,4 @@
-"""What every stage of the GPU suite uses: rows of the report, shares of the time, free memory, the device's rates and clock."""
+"""Shared by all stages of the GPU suite: rows of the report, shares of the time, free memory, the device's rates and clock."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from specdec.cache.contiguous import free_bytes
 from specdec.lab.device import Rates, Time, clock
 
 TOO_LARGE = ("OutOfMemoryError", "OutOfResources")
-"""Errors of the device, of a multiprocessor: no failure, but no figure either."""
+"""Errors of the device, which give a row without a figure instead of a failure."""
 
 
 class Part(NamedTuple):
-    """A part of a stage and its share of the stage's time; what one leaves over, the next may use."""
+    """A part of a stage and its share of the stage's time; later parts may use what earlier ones leave over."""
 
     share: float
     run: Callable[[Stage], None]
@@ -30,8 +30,8 @@ class Stage:
     """One stage's run.
 
     Args:
-        letter: of the stage. device: ``cuda`` or ``cpu``. toy: small sizes. until: when the stage's time is over, by ``monotonic``.
-        put: takes each row as soon as it is known.
+        letter: of the stage. device: ``cuda`` or ``cpu``. toy: small sizes. until: the stage's deadline, by ``monotonic``.
+        put: called with each row as soon as it is known.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Stage:
         limit: float | None = None,
         **more: Any,
     ) -> None:
-        """A row of the report. ``limit``: of the error; above it, or not a number, the row has failed."""
+        """Add a row to the report. It has failed if its error is NaN or above ``limit``."""
         share = floor / seconds if floor is not None and seconds else None
         row: Row = dict(zip(COLUMNS, (self.letter, case, seconds, floor, share, error)))
         if limit is not None and not (error is not None and error <= limit):
@@ -65,15 +65,15 @@ class Stage:
         self.put(row | more)
 
     def skip(self, case: str, why: str) -> None:
-        """A row without figures."""
+        """Add a row without figures."""
         self.row(case, note=why)
 
     @contextmanager
     def case(self, name: str, bar: str | None = None) -> Iterator[None]:
-        """An exception in here is a row (of ``bar``, which is then not met), and the rest goes on."""
+        """Turn an exception in the body into a row (of ``bar``, which is then not met), and continue."""
         try:
             yield
-        except Exception as error:  # whatever it is, it belongs to this case
+        except Exception as error:
             where = traceback.extract_tb(error.__traceback__)[-1]
             said = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300]
             if type(error).__name__ in TOO_LARGE:
@@ -98,7 +98,7 @@ class Stage:
             self.empty()
 
     def late(self, case: str, needs: float = 0.0) -> bool:
-        """Whether there is no time left for a case that needs so many seconds; a row says so."""
+        """Whether too little time is left for a case that needs ``needs`` seconds; if so, a row says it."""
         if monotonic() + needs < self.deadline:
             return False
         self.skip(case, "not run: its share of the time was used up")
@@ -113,9 +113,9 @@ class Stage:
         return False
 
     def empty(self) -> None:
-        """Give cached memory back, so that the next case finds it."""
+        """Free cached memory for the next case."""
         if self.device.type == "cuda":
-            with suppress(Exception):  # after an error of the device nothing works, and rows say so
+            with suppress(Exception):  # after an error of the device this fails, too
                 torch.cuda.empty_cache()
 
     # -- time -------------------------------------------------------------------------------------------------------------
@@ -130,7 +130,7 @@ class Stage:
 
     @property
     def rates(self) -> Rates:
-        """Measured here, once a stage: everything is compared with these."""
+        """The device's rates, measured once per stage."""
         if self._rates is None:
             size, n = (2**20, 256) if self.toy else (2**30, 8192)
             a = self.normal(size, dtype=torch.bfloat16)
@@ -148,12 +148,12 @@ class Stage:
         return self._rates
 
     def floor(self, bytes: float, flops: float = 0.0) -> float:
-        """As ``Rates.floor``, with the rates measured here."""
+        """``Rates.floor`` with the measured rates."""
         return self.rates.floor(bytes, flops)
 
     def timed(self, case: str, runs: Sequence[Callable[[], Any]], bytes: float, flops: float = 0.0,
               error: float | None = None, limit: float | None = None, graph: bool = True, **more: Any) -> Time:  # fmt: skip
-        """``clock`` and a row of it, with the share of the copy's bytes a second."""
+        """``clock`` and its row, with the share of the floor."""
         time = self.clock(runs, graph=graph)
         moved = bytes / time.seconds
         self.row(

@@ -1,8 +1,7 @@
 """Stage c of the GPU suite: steps of a Llama-3-8B-shaped model with random weights, plain and verify, and whole decoding.
 
-Keys and values are random: what they are does not change how long a step takes. The floor of a step is that of its matrix
-products (all weights once, or their FLOPs) plus that of its attention (all keys and values once, or its FLOPs): one layer's cannot
-begin before the other's has ended.
+Keys and values are random, which does not affect the time of a step. The floor of a step is that of its matrix products (all weights
+once, or their FLOPs) plus that of its attention (all keys and values once, or its FLOPs), since they cannot overlap.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from recipes.gpu.stage import Part, Stage
 from specdec.cost import FULL, Forward, Shape, step
 from specdec.lab.captured import captured
 
-VERIFY = 6  # tokens a row
-# Batch and context, most telling first: time may run out.
+VERIFY = 6  # tokens per row
+# Batch and context, most informative first, since time may run out.
 POINTS = (
     (16, 8192),
     (1, 1024),
@@ -55,7 +54,7 @@ def run(stage: Stage) -> None:
 
 
 def config(toy: bool, layers: int = 32) -> LlamaConfig:
-    """Llama-3-8B's, or a tiny one of the same make."""
+    """The config of Llama-3-8B, or a tiny one of the same kind."""
     sizes = {"vocab_size": 128_256, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": layers,
              "num_attention_heads": 32, "num_key_value_heads": 8}  # fmt: skip
     if toy:
@@ -68,7 +67,7 @@ def config(toy: bool, layers: int = 32) -> LlamaConfig:
 
 
 def llama(stage: Stage, layers: int = 32) -> LlamaForCausalLM | None:
-    """The model, made on the device in bf16; ``None`` where it does not fit."""
+    """The model, made on the device in bf16; ``None`` if it does not fit."""
     made = config(stage.toy, layers)
     if not stage.room("Llama-3-8B-shaped model", 2.2 * Shape.of(made).parameters):
         return None
@@ -78,7 +77,7 @@ def llama(stage: Stage, layers: int = 32) -> LlamaForCausalLM | None:
         torch.manual_seed(stage.seed)
         with torch.inference_mode(False), torch.no_grad(), stage.device:
             model = LlamaForCausalLM(made)
-            for p in model.parameters():  # whatever the version's own initialisation does with bf16
+            for p in model.parameters():  # independent of the version's bf16 initialisation
                 if p.dim() > 1:
                     p.normal_(std=0.02)
     finally:
@@ -87,9 +86,9 @@ def llama(stage: Stage, layers: int = 32) -> LlamaForCausalLM | None:
 
 
 def wrapped(model: Any) -> dict[str, Any]:
-    """The model as decoders use it: step by step from Python, and by CUDA graphs, as it is and with its norms and MLPs compiled.
+    """The model as decoders use it: step by step from Python, and by CUDA graphs, plain and with compiled norms and MLPs.
 
-    On a CPU the same steps are not captured, and traced but not compiled.
+    On a CPU the same steps are not captured, and are traced but not compiled.
     """
     gpu = next(model.parameters()).is_cuda
     graphs, compiled = (True, True) if gpu else ("eager", {"backend": "eager"})
@@ -104,7 +103,7 @@ def wrapped(model: Any) -> dict[str, Any]:
 
 
 def floor(stage: Stage, shape: Shape, batch: int, tokens: int, context: int) -> tuple[float, float, float]:
-    """Seconds that a step cannot beat, and its bytes and FLOPs."""
+    """A lower bound of a step's seconds, and its bytes and FLOPs."""
     work = {w.name: w for w in step(Forward(shape, batch, tokens, context, 2, 2), FULL).work}
     attention = [work.pop(name) for name in ("kv_reads", "kv_writes", "attention")]
     parts = [(sum(w.bytes for w in some), sum(w.flops for w in some)) for some in (attention, work.values())]
@@ -118,7 +117,7 @@ def steps(stage: Stage, model: Any) -> None:
         GRAPHS,
         EAGER,
         COMPILED,
-    ):  # what the bar is of comes first, what is compiled before it is timed last
+    ):  # the bar's kind comes first, the one that must be compiled last
         one = models[kind]
         for batch, context in TOY_POINTS if stage.toy else POINTS:
             name = f"{batch} x {context}: {kind}"
@@ -135,7 +134,7 @@ def steps(stage: Stage, model: Any) -> None:
 
 
 def point(stage: Stage, model: Any, kind: str, shape: Shape, batch: int, context: int) -> None:
-    """Plain and verify steps at one batch and context."""
+    """Plain and verification steps at one batch and context."""
     cache, text = filled(stage, model, batch, context, VERIFY + 2)
     for tokens in (1, VERIFY):
         nodes = None
@@ -150,7 +149,7 @@ def point(stage: Stage, model: Any, kind: str, shape: Shape, batch: int, context
             case = f"{what}, {batch} x {context}: {how}"
             bar = {"bar": "decode_step"} if tokens == 1 and kind == GRAPHS else {}
             with stage.case(case, **bar):
-                for _ in range(0 if model.steps is None else 2):  # a shape is captured when it is met again
+                for _ in range(0 if model.steps is None else 2):  # a shape is captured at its second use
                     run()
                 time = stage.clock([run], seconds=0.5, graph=how == FORWARD)
                 stage.row(
@@ -162,14 +161,14 @@ def point(stage: Stage, model: Any, kind: str, shape: Shape, batch: int, context
 def calls(
     model: Any, cache: Any, text: sd.Context, nodes: sd.Proposal | None, kind: str
 ) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """What is timed: the forward alone, prepared beforehand (replayed where it can be), and the whole of ``score``."""
+    """The timed calls: the prepared forward alone (replayed if possible), and the whole of ``score``."""
     if kind == EAGER:
         yield FORWARD, model.bare_step(cache, text, nodes)
     yield f"score, {kind}", lambda: model.score(cache, text, nodes)
 
 
 def filled(stage: Stage, model: Any, batch: int, context: int, more: int) -> tuple[Any, sd.Context]:
-    """A cache that holds all but the last token of random texts, its keys and values random."""
+    """A cache of all but the last token of random texts, with random keys and values."""
     cache = model.cache(batch, context + more)
     for keys, values in cache.layers:
         for buffer in (keys, values):
@@ -185,24 +184,24 @@ def filled(stage: Stage, model: Any, batch: int, context: int, more: int) -> tup
 
 # -- whole decoding -----------------------------------------------------------------------------------------------------------
 
-# transformers compiles by itself where the cache is static and the model on a GPU; how long that takes the first time is not timed.
+# transformers compiles by default if the cache is static and the model on a GPU; compilation is not timed.
 THEIRS = {
     "transformers, static cache, compiled (its default)": {},
     "transformers, static cache, not compiled": {"disable_compile": True},
 }
-COMPILING = 150.0  # seconds that it may need
-DECODED = ((16, 1024), (1, 1024), (64, 1024))  # batch and context; the bar is of the first
+COMPILING = 150.0  # seconds reserved for compilation
+DECODED = ((16, 1024), (1, 1024), (64, 1024))  # batch and context; the bar uses the first
 
 
 def generate(stage: Stage, model: Any) -> None:
-    """Greedy decoding from the end of the prompt on: ours, and transformers' with sdpa and a static cache."""
+    """Greedy decoding after the prompt: specdec's, and transformers' with sdpa and a static cache."""
     kinds = wrapped(model)
     for batch, context in ((2, 16),) if stage.toy else DECODED:
         whole_decoding(stage, model, kinds, batch, context)
 
 
 def whole_decoding(stage: Stage, model: Any, kinds: dict[str, Any], batch: int, context: int) -> None:
-    """Ours with CUDA graphs first, theirs beside it, then ours in other ways."""
+    """specdec with CUDA graphs first, transformers beside it, then specdec's other variants."""
     new = 4 if stage.toy else 64
     host = torch.Generator().manual_seed(stage.seed)
     ids = torch.randint(0, model.config.vocab_size, (batch, context), generator=host)
@@ -250,7 +249,7 @@ def whole_decoding(stage: Stage, model: Any, kinds: dict[str, Any], batch: int, 
 
 
 def stopped(model: Any) -> dict[str, Any]:
-    """What a row says that was to be of captured steps and is not."""
+    """The note of a row whose steps should be captured and are not."""
     if model.steps is None:
         return {}
     why = model.steps.why
@@ -262,12 +261,12 @@ def stopped(model: Any) -> dict[str, Any]:
 
 
 def token_seconds(marks: list[float]) -> float:
-    """The median of the times between tokens: now and then one has something else in it (a capture of a new cache)."""
+    """The median time between tokens, which excludes occasional outliers (the capture for a new cache)."""
     return median(b - a for a, b in pairwise(marks))
 
 
 def ours(stage: Stage, model: Any, ids: torch.Tensor, new: int) -> float:
-    """Seconds of a round of plain decoding; once to warm up."""
+    """Seconds of a round of plain decoding, after a warm-up."""
     decoder = sd.decoder(model).greedy().build()
     for turn in range(1 if stage.toy else 2):
         marks: list[float] = []
@@ -280,7 +279,7 @@ def ours(stage: Stage, model: Any, ids: torch.Tensor, new: int) -> float:
 
 
 def theirs(stage: Stage, model: Any, ids: torch.Tensor, new: int, options: dict[str, Any]) -> float:
-    """Seconds of a token of transformers' ``generate``, timed by a stopping criterion that only looks at the clock."""
+    """Seconds per token of transformers' ``generate``, timed by a stopping criterion that only reads the clock."""
     for _ in range(1 if stage.toy else 2):
         marks: list[float] = []
 
@@ -289,7 +288,7 @@ def theirs(stage: Stage, model: Any, ids: torch.Tensor, new: int, options: dict[
             marks.append(perf_counter())
             return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
-        with warnings.catch_warnings(), torch.inference_mode(False):  # as it is used by others
+        with warnings.catch_warnings(), torch.inference_mode(False):
             warnings.simplefilter("ignore")
             ids = ids.clone()
             model.generate(

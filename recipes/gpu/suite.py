@@ -10,13 +10,13 @@ d  the paper's shapes: train a 67 M target and drafts on local Python source, ta
 e  SPIN's decomposition, and its pipeline on streams
 f  batch-invariant bf16: sampled speculative output equal to plain decoding's to the bit, and what that costs
 
-A stage stops when its --minutes are over (its parts have fixed shares of them), counted from the start of the process, and its own
-process is ended 45 seconds later at the latest; what a stage takes too long the next one lacks, so that the whole run ends 45 seconds
-after the sum at the latest. seconds are medians; floor_seconds is what nothing can beat (bytes at the rate of a copy, or FLOPs at
-that of a matrix product); share_of_floor = floor_seconds / seconds; max_error is the largest, over the vectors of an output, of
-|out - reference| / |reference|. --json writes FILE, and a table beside it (.md), anew after every row: a run that is
-ended leaves what it has measured. If FILE has rows of other stages, they stay; rows of the stages that are run are replaced.
-A failure is a row, the rest goes on, and the exit code is 1. Works in a checkout that is not installed.
+A stage stops when its --minutes are over (its parts have fixed shares of them), counted from the start of the process, and its
+process is ended at most 45 seconds later; time that a stage overruns is taken from the next one, so the whole run ends at most 45
+seconds after the sum. seconds are medians; floor_seconds is a lower bound (bytes at the rate of a copy, or FLOPs at that of a matrix
+product); share_of_floor = floor_seconds / seconds; max_error is the largest, over the vectors of an output, of
+|out - reference| / |reference|. --json rewrites FILE, and a table beside it (.md), after every row, so that an aborted run keeps its
+measurements. If FILE has rows of other stages, they stay; rows of the stages that are run are replaced.
+A failure gives a row, the run continues, and the exit code is 1. The suite works in a checkout that is not installed.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ Row = dict[str, Any]
 ROOT = str(Path(__file__).resolve().parents[2])
 if ROOT not in sys.path:  # this checkout's ``recipes.gpu`` and ``specdec``, installed or not
     sys.path.insert(0, ROOT)
-BEGAN = monotonic()  # before torch is imported, which takes long on a machine that has just started
+BEGAN = monotonic()  # before torch is imported, which is slow on a machine that has just started
 STAGES = {"a": "correct", "b": "kernels", "c": "steps", "d": "paper", "e": "spin", "f": "invariant"}
 GRACE = 45.0  # seconds beyond --minutes until a stage's process is ended
-POLL = 0.5  # seconds between looks at the rows of a stage's process
+POLL = 0.5  # seconds between reads of the rows of a stage's process
 
 
 @dataclass
@@ -55,8 +55,8 @@ class Settings:
     seed: int = 0
     json: str | None = None
     merge: tuple[str, ...] = ()
-    rows: str | None = None  # of a stage's own process: where its rows go
-    until: float = 0.0  # likewise: its deadline, by the clock of all processes
+    rows: str | None = None  # in a stage's own process: the file for its rows
+    until: float = 0.0  # in a stage's own process: its deadline, by the system-wide monotonic clock
 
 
 def main(s: Settings) -> int:
@@ -101,14 +101,14 @@ def main(s: Settings) -> int:
 
 
 def ready(device: str) -> None:
-    """Call before torch, triton and specdec are imported: Triton decides once whether kernels are interpreted."""
+    """Must be called before torch, triton and specdec are imported: Triton decides once whether kernels are interpreted."""
     if device == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # training takes a GPU wherever it sees one
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # training would use a visible GPU
 
 
 def minutes_of(said: str, names: list[str]) -> dict[str, float]:
-    """By stage, from one number for all, or one for each."""
+    """Minutes by stage, from one number for all, or one for each."""
     try:
         each = [float(word) for word in said.split(",")]
     except ValueError:
@@ -122,7 +122,7 @@ def minutes_of(said: str, names: list[str]) -> dict[str, float]:
 
 
 def stage(s: Settings, name: str, until: float, put: Callable[[Row], None]) -> None:
-    """One stage in this process; an exception is a row."""
+    """Run one stage in this process; an exception gives a row."""
     ready(s.device)
     import torch
 
@@ -134,9 +134,9 @@ def stage(s: Settings, name: str, until: float, put: Callable[[Row], None]) -> N
 
 
 def process(s: Settings, name: str, until: float, put: Callable[[Row], None]) -> None:
-    """One stage in a process of its own, so that neither an error of the device nor a hang touches the others.
+    """Run one stage in its own process, so that neither a device error nor a hang affects the others.
 
-    Its rows come through a file beside the report, which is read all the time.
+    Its rows come through a file beside the report, which is polled.
     """
     beside = None if s.json is None else Path(s.json).parent
     with tempfile.NamedTemporaryFile("r", dir=beside, suffix=f".{name}.jsonl", encoding="utf-8") as file:
@@ -156,7 +156,7 @@ def process(s: Settings, name: str, until: float, put: Callable[[Row], None]) ->
                     put(json.loads(line))
                 if code is not None:
                     break
-        finally:  # this process is told to end, or a file cannot be written
+        finally:  # this process is terminated, or a file cannot be written
             child.kill()
             child.wait()
         if why or code:
@@ -165,7 +165,7 @@ def process(s: Settings, name: str, until: float, put: Callable[[Row], None]) ->
 
 
 def _ended(child: subprocess.Popen[bytes]) -> int | None:
-    """A process's exit code, or ``None`` after a moment."""
+    """A process's exit code, or ``None`` if it is still running after a moment."""
     try:
         return child.wait(POLL)
     except subprocess.TimeoutExpired:
@@ -173,7 +173,7 @@ def _ended(child: subprocess.Popen[bytes]) -> int | None:
 
 
 def _keeper(file: Any) -> Callable[[Row], None]:
-    """Writes rows for the process that has started this one, and ends this one when that is gone."""
+    """Writes rows for the parent process, and ends this process if the parent has gone."""
     from recipes.gpu.report import full
 
     parent = os.getppid()
@@ -193,12 +193,12 @@ def settings() -> Settings:
     )
     d = Settings()
     parser.add_argument(
-        "--stages", default=d.stages, help="which, separated by commas (default: %(default)s)"
+        "--stages", default=d.stages, help="stages to run, separated by commas (default: %(default)s)"
     )
     parser.add_argument(
         "--minutes",
         default=d.minutes,
-        help="for each stage: one number for all, or one for each of --stages, separated by commas (default: %(default)s)",
+        help="minutes per stage: one number for all, or one for each of --stages, separated by commas (default: %(default)s)",
     )
     parser.add_argument(
         "--toy", action="store_true", help="tiny sizes, on the CPU unless --device says otherwise"
@@ -210,20 +210,20 @@ def settings() -> Settings:
         "--isolated",
         action=argparse.BooleanOptionalAction,
         default=d.isolated,
-        help="a process for each stage (default: on a GPU)",
+        help="run each stage in its own process (default: on a GPU)",
     )
     parser.add_argument("--seed", type=int, default=d.seed)
     parser.add_argument(
         "--json",
         metavar="FILE",
-        help="write the rows as JSON, and as tables beside it (.md), after every row; rows of other stages that FILE has stay",
+        help="write the rows as JSON, and as tables beside it (.md), after every row; rows of other stages in FILE are kept",
     )
     parser.add_argument(
         "--merge",
         metavar="FILE",
         nargs="+",
         default=(),
-        help="take over the rows of other reports; with --stages '' nothing is run",
+        help="include the rows of other reports; with --stages '' nothing is run",
     )
     parser.add_argument("--rows", help=argparse.SUPPRESS)
     parser.add_argument("--until", type=float, default=d.until, help=argparse.SUPPRESS)
