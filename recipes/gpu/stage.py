@@ -153,7 +153,7 @@ class Stage:
 
     def timed(self, case: str, runs: Sequence[Callable[[], Any]], bytes: float, flops: float = 0.0,
               error: float | None = None, limit: float | None = None, graph: bool = True, **more: Any) -> Time:  # fmt: skip
-        """``clock`` and its row, with the share of the floor."""
+        """``clock`` and its row, with the shares of the floor, of the copy's bandwidth and of the matrix product's FLOP/s."""
         time = self.clock(runs, graph=graph)
         moved = bytes / time.seconds
         self.row(
