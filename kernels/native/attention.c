@@ -1,9 +1,9 @@
 /* Attention of few queries over many slots, at the speed at which the slots can be read.
 
-A task is one row and some KV heads: keys and values are read once for all queries and for all query heads that share them, a block of
-slots for one head after the other, so that memory is read in order. Slots are taken in blocks of KC, aligned to absolute slot numbers, with an online softmax over the blocks (Milakov & Gimelshein,
-arXiv 1805.02867), so over finite keys and values the result of a query does not depend on which other queries or rows are in the
-call. */
+A task is one row and some KV heads: keys and values are read once for all queries and query heads that share them, one head of a block
+of slots after another, so that memory is read in order. Slots are read in blocks of KC, aligned to absolute slot numbers, with an
+online softmax over the blocks (Milakov & Gimelshein, arXiv 1805.02867), so over finite keys and values the result of a query does not
+depend on the other queries or rows of the call. */
 
 #include <math.h>
 #include <stdint.h>
@@ -17,8 +17,8 @@ call. */
 #define QT 6         /* queries that share registers */
 #define TOGETHER 128 /* queries, times KV heads, whose sums go through a row's slots together */
 
-/* Asks memory for an entry that is read a block later, one at a time between the arithmetic: of itself a processor does not look that
-   far ahead past so many instructions. */
+/* Prefetches an entry that is read a block later, one at a time between the arithmetic, because the processor does not look that far
+   ahead by itself. */
 static inline __attribute__((always_inline)) void soon(const void *from, int64_t at, int D, int half) {
     const int64_t bytes = half ? 2 : 4;
     for (int64_t b = 0; b < D * bytes; b += 64) __builtin_prefetch((const char *)from + at * bytes + b, 0, 2);
@@ -48,7 +48,7 @@ DOTS(4)
 DOTS(5)
 DOTS(6)
 
-/* acc [NQ][D] += weights [NQ][n slots] x values; slots that are not live, of no weight for any query, are not looked at */
+/* acc [NQ][D] += weights [NQ][n slots] x values; slots that are not live (weight 0 for all queries) are not read */
 #define MIX(NQ)                                                                                               \
     static inline __attribute__((always_inline)) void mix##NQ(float *acc, const float *p, const int32_t *live, \
                                                               const void *v, int64_t at, int64_t stride,     \
@@ -283,7 +283,7 @@ static void run(const Plan *p, const Call *c, int64_t r, int64_t h0, int64_t h1,
     for (int64_t h = h0; h < h1; h += step) some_heads(p, c, r, h, h + step, space);
 }
 
-/* All rows and heads; returns 0, or 1 where there is no memory. */
+/* All rows and heads; returns 0, or 1 if memory cannot be allocated. */
 int attend(const Plan *p, const Call *c, int threads) {
     const int64_t rows = p->rows_count;
     int64_t most = 0, work = 0;

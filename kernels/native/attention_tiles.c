@@ -1,4 +1,4 @@
-/* attention.c's task by matrix units, for bfloat16: what is computed and over which blocks of slots is the same.
+/* The task of attention.c on matrix units, for bfloat16: the same computation over the same blocks of slots.
 
 Sixteen keys, as they lie in memory, are the left operand and up to sixteen queries, packed once, the right one, and weights, rounded to
 bfloat16 as in FlashAttention, the left one against pairs of values. Over finite keys and values a query's result does not depend on which other queries or rows
@@ -232,7 +232,7 @@ static inline __attribute__((always_inline)) void task(const Plan *p, const Call
     }
 }
 
-/* Heads of 32 are not worth packing for the few queries of a step, and a query's bits are to be the same in any number of them. */
+/* Heads of 32 are not worth packing for the few queries of a step, and a query's bits must not depend on their number. */
 int tiles_fit(const Call *c) { return c->half && c->size >= 64 && c->size % 32 == 0 && c->value_size % 32 == 0 && tiles(); }
 
 /* One row and KV head; this thread's tiles are set up. */

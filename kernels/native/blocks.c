@@ -6,7 +6,7 @@
 
 #include "calls.h"
 
-/* keys and values of T inputs y, normed already, into their slots; k and v: room for them */
+/* keys and values of T normed inputs y into their slots; k and v: scratch memory */
 static int entries(const Block *b, const Buffer *into, const void *y, char *k, char *v, int64_t T, int64_t E, const float *cos,
                    const float *sin, const int64_t *slots, int half, int threads) {
     const int64_t wide = b->kv_heads * b->size, bytes = half ? 2 : 4, each = b->size * bytes;
@@ -24,7 +24,7 @@ static int entries(const Block *b, const Buffer *into, const void *y, char *k, c
     return FINE;
 }
 
-/* One block's keys and values of x [T, E], for tokens that ask nothing themselves. */
+/* One block's keys and values of x [T, E], for tokens whose own queries are not needed. */
 int remember(const Block *b, const Buffer *into, const void *x, int64_t T, int64_t E, const float *cos, const float *sin,
              const int64_t *slots, int half, int threads) {
     const int64_t bytes = half ? 2 : 4, wide = b->kv_heads * b->size;

@@ -18,7 +18,7 @@ from specdec.kernels.native.ops import linear_takes
 _NORMS = ("before", "after", "query_norm", "key_norm")
 _PRODUCTS = ("query", "key", "value", "out", "gate", "up", "down")
 
-CAST = "the model's dtype, layout or shape changed after it was wrapped: make a new HFModel (or SpireModel) from it"
+CAST = "the model was cast, or its layout or shapes changed, after it was wrapped: make a new HFModel (or SpireModel) from it"
 
 
 class _Block(Structure):

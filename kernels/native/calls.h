@@ -1,4 +1,4 @@
-/* What the kernels take, and what they call of each other. */
+/* Arguments of the kernels, and the functions that they share. */
 
 #pragma once
 #include <stdint.h>
@@ -39,12 +39,12 @@ typedef struct { /* keys and values of one layer, [rows, capacity, kv_heads, siz
     int64_t k_row, k_slot, k_head, v_row, v_slot, v_head, rows, capacity;
 } Buffer;
 
-/* what linear multiplies: float32, bfloat16, or float32 rows by bfloat16 weights */
+/* dtypes of linear: float32, bfloat16, or float32 rows by bfloat16 weights */
 enum { WIDE, HALF, NARROW };
 
 enum { FINE, NO_MEMORY, NO_SLOT, NO_TOKEN };
 
-/* Work below which one thread does all of it: waking another is expected to take longer. recipes/cpu_kernels.py measures both. */
+/* Work below which one thread is used, because waking another takes longer; measured by recipes/cpu_kernels.py. */
 #ifndef ATTENTION_ALONE
 #define ATTENTION_ALONE (1 << 17) /* numbers of the keys that are read */
 #endif
@@ -54,7 +54,7 @@ enum { FINE, NO_MEMORY, NO_SLOT, NO_TOKEN };
 
 #define KC 64 /* slots of a block of attention; a page holds a multiple of 16 */
 
-/* where a slot is, counted in elements */
+/* offset of a slot in elements */
 static inline int64_t locate(const Plan *p, int64_t r, int64_t slot, int64_t row, int64_t stride) {
     if (p->table) return p->table[r * p->pages + slot / p->page] * row + slot % p->page * stride;
     return p->rows[r] * row + slot * stride;

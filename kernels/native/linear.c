@@ -77,7 +77,7 @@ static __attribute__((noinline)) void widened(const float *x, const uint16_t *we
     outputs(x, wide, bias, out, M, O, E, o, next, bytes, 0, 0);
 }
 
-/* out [M, O]; E and O multiples of W; bias [O] or NULL. Returns 0, or 1 where there is no memory. */
+/* out [M, O]; E and O multiples of W; bias [O] or NULL. Returns 0, or 1 if memory cannot be allocated. */
 int linear(const void *x, const void *weight, const void *bias, void *out, int64_t M, int64_t O, int64_t E, int kind, int threads) {
     if (!M) return 0;
     const int half = kind == HALF;

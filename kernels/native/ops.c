@@ -1,4 +1,4 @@
-/* What lies between the matrix products of a llama block, each in one pass instead of one PyTorch operator after the other.
+/* The operators between the matrix products of a llama block, each in one pass instead of several PyTorch operators.
    Tensors are float32, or bfloat16 where half is set; sums are float32. */
 
 #include <math.h>
@@ -31,7 +31,7 @@ INLINE void add_norm_(void *restrict x, const void *restrict y, const void *rest
     }
 }
 
-/* x [rows, n] += y (where there is a y), then out = x / rms(x) * weight */
+/* x [rows, n] += y (unless y is NULL), then out = x / rms(x) * weight */
 void add_norm(void *x, const void *y, const void *weight, void *out, int64_t rows, int64_t n, float eps, int half) {
     if (half) add_norm_(x, y, weight, out, rows, n, eps, 1);
     else add_norm_(x, y, weight, out, rows, n, eps, 0);

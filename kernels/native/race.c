@@ -1,4 +1,4 @@
-/* The numbers of exponential races: words 0 and 1 of Philox-4x32-10 (Salmon et al., SC 2011) for every (seed, position, token). */
+/* The random numbers of exponential races: words 0 and 1 of Philox-4x32-10 (Salmon et al., SC 2011) for every (seed, position, token). */
 
 #include <stdint.h>
 

@@ -10,7 +10,7 @@
 
 int tiles(void);
 
-/* What was written before is there when tiles are loaded: compilers do not know that a load reads memory. */
+/* Makes earlier writes visible to tile loads: compilers do not know that these read memory. */
 #define WRITTEN() __asm__ volatile("" ::: "memory")
 
 static inline void begin_tiles(void) {

@@ -53,7 +53,7 @@ static inline float total(vec x) {
 
 static const ivec LANES = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
-/* Numbers are float32, or bfloat16 where half is set. */
+/* Values are float32, or bfloat16 if half is set. */
 
 static inline vec load(const void *p, int64_t at, int half) {
     if (half) {
