@@ -44,11 +44,7 @@ OPEN_ARROWS = {
     *((f"specdec.{name}", "specdec.decoder") for name in ("protocols", "serving.server")),
     *(("specdec.graphs.chain", to) for to in ("specdec.drafts.model", "specdec.models.hf")),
 }
-LONG = {
-    "specdec/training/train.py",
-    "kernels/attention/flash_recipes.py",
-    "kernels/attention/triton_backend.py",
-}
+LONG: set[str] = set()
 PROBES = 137
 PRIVATE_RECIPES = 30
 MODELS, LINES = 14, 400
