@@ -562,7 +562,7 @@ def test_what_cannot_be_paged_is_refused(llama):
 
 
 def test_who_reads_slots_refuses_pages(llama):
-    from specdec.drafts.magicdec.observation import last_queries
+    from specdec.drafts.magicdec.observation import observe
 
     target = HFModel(llama, page=16)
     with pytest.raises(
@@ -572,7 +572,7 @@ def test_who_reads_slots_refuses_pages(llama):
     cache = target.cache(1, 20)
     target.score(cache, Context.of([[1, 2, 3]]))
     with pytest.raises(TypeError, match="PagedCache and its slots are read row by row"):
-        last_queries(target, cache, [0], 2)
+        observe(target, cache, [0], 2)
 
 
 def test_a_windowed_model_of_a_paged_one_keeps_its_ring(llama):
