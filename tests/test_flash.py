@@ -193,8 +193,8 @@ rows = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 5), st.booleans()), 
 
 
 @settings(max_examples=60, deadline=None)
-@given(rows, st.sampled_from([None, 1, 2, 5]), st.sampled_from([1, 2, 4]), st.sampled_from([1, 128]))
-def test_any_rows(rows, window, shared, long):
+@given(rows, st.sampled_from([None, 1, 2, 5]), st.sampled_from([1, 2, 4]))
+def test_any_rows(rows, window, shared):
     there = [b for b, row in enumerate(rows) if row[2]] or [0]
     plan = AttentionPlan(there, [rows[b][0] for b in there], [rows[b][1] for b in there], 18)
     args = case(plan, 4, shared, 8)
@@ -204,7 +204,6 @@ def test_any_rows(rows, window, shared, long):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch_flash, "primitive", lambda: (varlen_attn, True))
         patch.setattr(package, "package", operators.package)
-        patch.setattr(package, "LONG", long)  # every row alone, or those with as many queries together
         for module in (torch_flash, package):
             made = module.attend_with_lse(*args, replace(plan), 8**-0.5, window)
             torch.testing.assert_close(made, exact, rtol=0, atol=1e-13)
@@ -233,10 +232,7 @@ def test_prompts_are_one_causal_call(emulated):
 def test_prompts_have_a_call_each_in_the_package(emulated):
     backend, operators = emulated("package")
     attention(*inputs("prompts"), fresh("prompts"), backend=backend)
-    assert [c["max_q"] for c in operators.calls] == [7, 130, 150]
-    operators.calls.clear()
-    attention(*inputs("out of order"), fresh("out of order"), backend=backend)
-    assert [(c["max_q"], c["sequences"]) for c in operators.calls] == [(1, 1), (2, 2), (9, 1)]
+    assert [(c["max_q"], c["sequences"]) for c in operators.calls] == [(150, 1), (130, 1), (7, 1)]
 
 
 def test_emulated_operators_refuse_and_surprise_as_the_real_ones():
@@ -410,7 +406,7 @@ def test_auto_on_a_gpu(monkeypatch):
     monkeypatch.setattr(choice, "BACKENDS", dict.fromkeys(choice._MODULES))
     cuda = torch.device("cuda")
     assert next(iter(choice.order(cuda, fresh("verify")))) == "triton"
-    assert next(iter(choice.order(cuda, fresh("mixed")))) == "flash_attn"
+    assert next(iter(choice.order(cuda, fresh("mixed")))) == "torch_flash"
     for plan in (fresh("verify"), fresh("mixed")):
         assert list(choice.order(cuda, plan))[-1] == "reference"
 

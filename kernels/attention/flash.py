@@ -36,7 +36,8 @@ class Sequences:
     Attributes:
         starts: ``[N + 1]`` first query of each, packed. rows: ``[N]`` buffer row of each. low, high: ``[N]`` its keys are slots
             ``low:high``. used: ``[N]`` how many these are. table: ``[N, P]`` its pages; ``None`` for slots. ``low`` is 0 in pages.
-        host: numbers of queries, rows, low and high. max_count, max_used, max_high: of the largest.
+        host: queries, row, low and high of each. max_count, max_used: queries and keys of the largest. skips: whether any ``low``
+            is not 0.
         causal: whether the last query of a sequence sees all of its keys, the one before it one less, and so on; otherwise each
             has one query, which sees all. left: how many keys below its own a query sees at most, -1 for all.
         known: what a backend remembers about them.
@@ -47,13 +48,12 @@ class Sequences:
         paged = plan.table is not None
         low = np.zeros_like(first) if window is None or paged else np.maximum(0, first - window + 1)
         starts, rows = np.concatenate([[0], np.cumsum(counts)]), np.asarray(plan.rows)
-        self.host = counts, rows, low, high
+        self.host = list(zip(plan.counts, plan.rows, low.tolist(), plan.length))
         self.starts, self.rows, self.low, self.high, self.used = upload(
             [starts, rows, low, high, high - low], device
         )
         self.table = None if plan.table is None else upload([_pages(plan.table)], device)[0]
-        self.max_count, self.max_high = int(counts.max()), int(high.max())
-        self.max_used = int((high - low).max())
+        self.max_count, self.max_used, self.skips = max(plan.counts), int((high - low).max()), bool(low.any())
         self.causal = self.max_count > 1 or (paged and window is not None)
         self.left = window - 1 if self.causal and window is not None else -1
         self.known: dict[Any, Any] = {}

@@ -1,9 +1,9 @@
 """The flash-attn package, ``pip install flash-attn``: FlashAttention-2 with soft caps. CUDA only; ``flash`` says what it serves.
 
-``flash_attn_with_kvcache`` reads our buffers in place: a sequence is a row (``cache_batch_idx``) from ``cache_leftpad`` to
-``cache_seqlens``, or its pages (``block_table``, multiples of 256 slots). It wants equally many queries a sequence, so rows with as
-many share a call. Rows of ``LONG`` queries or more are a call of ``flash_attn_varlen_func`` each, a kernel made for prompts; its
-``cu_seqlens_k`` are lengths as well as starts, so it cannot read several of our rows at once.
+Decoding is one call of ``flash_attn_with_kvcache``, which reads our buffers in place: a sequence is a row (``cache_batch_idx``) from
+``cache_leftpad`` to ``cache_seqlens``, or its pages (``block_table``, multiples of 256 slots). Other rows are a call of
+``flash_attn_varlen_func`` each, a kernel made for prompts: its ``cu_seqlens_k`` are lengths as well as starts, so it cannot read
+several of our rows at once.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ from torch import Tensor
 
 from specdec.kernels.attention.flash import Flash, Sequences, upload
 from specdec.kernels.attention.plan import AttentionPlan
-
-LONG = 128
 
 _NEEDED = {
     "flash_attn_with_kvcache": "cache_seqlens cache_batch_idx cache_leftpad block_table softmax_scale causal window_size softcap "
@@ -74,94 +72,49 @@ def call(
         "causal": sequences.causal,
         "window_size": (sequences.left, 0) if sequences.left >= 0 else (-1, -1),
     }
-    if "groups" not in sequences.known:
-        sequences.known["groups"] = _groups(sequences)
-    groups, back = sequences.known["groups"]
-    parts = []
-    for group in groups:
-        q = query if group.take is None else query.index_select(0, group.take)
-        parts.append((_prompt if group.alone else _batch)(q, keys, values, group, settings))
-    if back is None:
-        return parts[0]
-    out, lse = (torch.cat(p) for p in zip(*parts))
-    return out.index_select(0, back), lse.index_select(0, back)
+    return (_decode if sequences.max_count == 1 else _prompts)(query, keys, values, sequences, settings)
 
 
-class _Group:
-    """Sequences with ``count`` queries each that share a call, or one ``alone``; ``take``: their queries, ``None`` for all, in order."""
-
-    def __init__(self, s: Sequences, which: np.ndarray, alone: bool):
-        counts, rows, low, high = (a[which] for a in s.host)
-        self.alone, self.n, self.count = alone, len(which), int(counts[0])
-        self.row, self.begin, self.end = int(rows[0]), int(low[0]), int(high[0])  # of one alone
-        self.from_zero, self.max_high = not low.any(), int(high.max())
-        self.take: Tensor | None = None
-        ends = np.array([0, self.count]), np.array([0, self.end - self.begin])
-        self.rows, self.low, self.high, numbers, self.starts_q, self.starts_k = upload(
-            [rows, low, high, which, *ends], s.rows.device
-        )
-        self.table = None if s.table is None else s.table.index_select(0, numbers)
-
-
-def _groups(s: Sequences) -> tuple[list[_Group], Tensor | None]:
-    """Which sequences share a call; ``back [T]``: where each packed query is in their outputs, ``None`` for one call of all."""
-    counts, groups, places = s.host[0], [], []
-    starts = np.concatenate([[0], np.cumsum(counts)])
-    for count in np.unique(counts):
-        same, alone = np.flatnonzero(counts == count), int(count) >= LONG
-        for which in np.split(same, len(same)) if alone else [same]:
-            groups.append(_Group(s, which, alone))
-            places.append((starts[which][:, None] + np.arange(count)).reshape(-1))
-    if len(groups) == 1:
-        return groups, None
-    *takes, back = upload([*places, np.argsort(np.concatenate(places))], s.rows.device, np.int64)
-    for group, take in zip(groups, takes):
-        group.take = take
-    return groups, back
-
-
-def _batch(
-    query: Tensor, keys: Tensor, values: Tensor, group: _Group, settings: dict[str, Any]
+def _decode(
+    query: Tensor, keys: Tensor, values: Tensor, s: Sequences, settings: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    """``[n * count, Hq, D]`` and lse ``[n * count, Hq]``."""
-    heads, size = query.shape[1:]
-    where: dict[str, Any] = {"block_table": group.table}
-    if group.table is None:
-        end = group.max_high  # keys are split by what is given
+    where: dict[str, Any] = {"block_table": s.table}
+    if s.table is None:
+        end = max(high for *_, high in s.host)  # keys are split by what is given
         keys, values = keys[:, :end], values[:, :end]
-        where = {"cache_batch_idx": group.rows, "cache_leftpad": None if group.from_zero else group.low}
+        where = {"cache_batch_idx": s.rows, "cache_leftpad": s.low if s.skips else None}
     out, lse = package().flash_attn_with_kvcache(
-        query.reshape(group.n, group.count, heads, size),
-        keys,
-        values,
-        cache_seqlens=group.high,
-        return_softmax_lse=True,
-        **where,
-        **settings,
+        query[:, None], keys, values, cache_seqlens=s.high, return_softmax_lse=True, **where, **settings
     )
-    return out.reshape(-1, heads, size), lse.transpose(1, 2).reshape(-1, heads)
+    return out[:, 0], lse[:, :, 0]
 
 
-def _prompt(
-    query: Tensor, keys: Tensor, values: Tensor, group: _Group, settings: dict[str, Any]
+def _prompts(
+    query: Tensor, keys: Tensor, values: Tensor, s: Sequences, settings: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    """``[count, Hq, D]`` and lse ``[count, Hq]`` of one row."""
-    if group.table is None:
-        at = slice(group.begin, group.end)
-        keys, values = keys[group.row, at], values[group.row, at]
-    out, lse, *_ = package().flash_attn_varlen_func(
-        query,
-        keys,
-        values,
-        group.starts_q,
-        group.starts_k,
-        group.count,
-        group.end - group.begin,
-        block_table=group.table,
-        return_attn_probs=True,
-        **settings,
-    )
-    return out, lse.transpose(0, 1)
+    if "ends" not in s.known:
+        ends = np.array([[[0, count], [0, high - low]] for count, _, low, high in s.host])
+        s.known["ends"] = upload([ends], query.device)[0]
+    parts, t = [], 0
+    for n, (count, row, low, high) in enumerate(s.host):
+        k, v, table = keys, values, None if s.table is None else s.table[n : n + 1]
+        if table is None:
+            k, v = keys[row, low:high], values[row, low:high]
+        out, lse, *_ = package().flash_attn_varlen_func(
+            query[t : t + count],
+            k,
+            v,
+            *s.known["ends"][n],
+            count,
+            high - low,
+            block_table=table,
+            return_attn_probs=True,
+            **settings,
+        )
+        parts.append((out, lse.transpose(0, 1)))
+        t += count
+    out, lse = (torch.cat(p) for p in zip(*parts))
+    return out, lse
 
 
 _backend = Flash(_lacks, call)

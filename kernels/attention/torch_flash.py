@@ -32,7 +32,7 @@ from torch import Tensor
 from specdec.kernels.attention.flash import Flash, Sequences
 from specdec.kernels.attention.plan import AttentionPlan
 
-Varlen = Callable[..., tuple[Tensor, Tensor]]
+Varlen = Callable[[Tensor, Tensor, Tensor, Tensor, Sequences, float], tuple[Tensor, Tensor]]
 
 
 def _lacks(
@@ -70,9 +70,7 @@ def call(
         starts = s.known.get("pages")
         if starts is None:
             starts = s.known["pages"] = torch.nn.functional.pad(s.used.cumsum(0, dtype=torch.int32), (1, 0))
-    out, lse = primitive()[0](
-        query, k, v, s.starts, starts, s.max_count, s.max_used, s.used, s.table, scale, s.causal, s.left
-    )
+    out, lse = primitive()[0](query, k, v, starts, s, scale)
     return out, lse.transpose(0, 1)
 
 
@@ -109,35 +107,16 @@ def primitive() -> tuple[Varlen, bool]:
 def public(varlen_attn: Callable[..., Any], aux: Any) -> Varlen:
     """``torch.nn.attention.varlen.varlen_attn`` as ``Varlen``."""
 
-    def varlen(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        starts_q: Tensor,
-        starts_k: Tensor,
-        max_q: int,
-        max_k: int,
-        used: Tensor,
-        table: Tensor | None,
-        scale: float,
-        causal: bool,
-        left: int,
-    ) -> tuple[Tensor, Tensor]:
+    def varlen(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, s: Sequences, scale: float) -> Any:
         return varlen_attn(
-            q,
-            k,
-            v,
-            starts_q,
-            starts_k,
-            max_q,
-            max_k,
+            *(q, k, v, s.starts, starts, s.max_count, s.max_used),
             return_aux=aux,
             scale=scale,
-            window_size=(left, 0) if causal else (-1, -1),
+            window_size=(s.left, 0) if s.causal else (-1, -1),
             enable_gqa=True,
-            seqused_k=used,
-            block_table=table,
-            num_splits=None if table is None else 1,
+            seqused_k=s.used,
+            block_table=s.table,
+            num_splits=None if s.table is None else 1,
         )
 
     return varlen
@@ -146,36 +125,14 @@ def public(varlen_attn: Callable[..., Any], aux: Any) -> Varlen:
 def private(operator: Callable[..., Any]) -> Varlen:
     """``aten::_flash_attention_forward`` as ``Varlen``; no pages."""
 
-    def varlen(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        starts_q: Tensor,
-        starts_k: Tensor,
-        max_q: int,
-        max_k: int,
-        used: Tensor,
-        table: Tensor | None,
-        scale: float,
-        causal: bool,
-        left: int,
-    ) -> tuple[Tensor, Tensor]:
-        window = (left, 0) if left >= 0 else (None, None)
+    def varlen(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, s: Sequences, scale: float) -> Any:
+        left, right = (s.left, 0) if s.left >= 0 else (None, None)
         out, lse, *_ = operator(
-            q,
-            k,
-            v,
-            starts_q,
-            starts_k,
-            max_q,
-            max_k,
-            0.0,
-            causal and left < 0,
-            False,
+            *(q, k, v, s.starts, starts, s.max_count, s.max_used, 0.0, s.causal and left is None, False),
             scale=scale,
-            window_size_left=window[0],
-            window_size_right=window[1],
-            seqused_k=used,
+            window_size_left=left,
+            window_size_right=right,
+            seqused_k=s.used,
         )
         return out, lse
 
