@@ -35,6 +35,7 @@ from specdec.kernels.native.blocks import Blocks
 from specdec.kernels.native.narrow import Narrow
 from specdec.kernels.native.ops import add_norm, linear, linear_takes, unchecked_linear
 from specdec.masks import Window, for_model, streaming
+from specdec.masks.sight import longest
 from specdec.masks.text import known, parse
 from specdec.memory import FeedbackMemory
 from specdec.models.fingerprint import fingerprint, unwrapped
@@ -156,7 +157,7 @@ class SpireModel(nn.Module):
 
     @property
     def max_positions(self) -> int | None:
-        return positions_of(self.body.config)
+        return longest(self.mask, positions_of(self.body.config))
 
     @property
     def device(self) -> torch.device:
