@@ -372,6 +372,13 @@ def test_a_draft_brings_its_mask(tmp_path, llama):
             ValueError,
             "says that its reach is .* and lets position 4 see",
         ),
+        (
+            lambda b, h, q, kv: kv if kv <= q else q,
+            ValueError,
+            "ambiguous .*operations on tensors.* without if",
+        ),
+        (lambda q, kv: kv <= q, ValueError, r"2 positional .*\(b, h, q_position, kv_position\) -> bool"),
+        (lambda b, h, q, kv: torch.ones(3, dtype=torch.bool), ValueError, "expanded size .*that broadcast"),
         (Window, TypeError, "Window is a class"),
         (4, TypeError, "give a mask, such as Causal"),
         ("window", TypeError, "a str is no mask"),
@@ -414,8 +421,15 @@ def test_what_cannot_be_masked_is_refused(llama):
 
     with pytest.raises(TypeError, match="model is a Other: give an HFModel"):
         Masked(Other(llama), OWN)
-    with pytest.raises(TypeError, match="window is Window\\(4\\): give the number of positions"):
-        Windowed(HFModel(llama), window=Window(4))  # type: ignore[arg-type]
+    for wrong in (
+        lambda: Windowed(HFModel(llama), window=Window(4)),  # type: ignore[arg-type]
+        lambda: MagicDec(window=Window(4)),  # type: ignore[arg-type]
+        lambda: draft_of(llama, window=Window(4)),
+    ):
+        with pytest.raises(
+            TypeError, match=r"window is Window\(4\): give the number .*models.Masked\(model, mask\)"
+        ):
+            wrong()
     with pytest.raises(TypeError, match="give either"):
         MagicDec(mask=OWN, window=3)
     with pytest.raises(TypeError, match="give either"):

@@ -16,6 +16,7 @@ from specdec.masks.text import known
 from specdec.masks.tree import Tree
 
 FAR = (1_500, 4_095, 10_007, 32_768)  # queries that are asked about beyond the first ones
+_HOW = "make it of operations on tensors that broadcast, (b, h, q_position, kv_position) -> bool, without if, and, or"
 PROBED = (128, 1_024)  # how many first queries, at least and at most
 
 
@@ -104,7 +105,8 @@ def for_model(mask: Any, name: str = "mask", positions: int | None = None) -> Ma
             if far + 1 < limit:
                 _probe(mask, torch.tensor([far]), torch.arange(far + 2))
     except Exception as error:
-        raise ValueError(f"{name} cannot be used: {error}") from error
+        how = "" if isinstance(error, ValueError) else f" ({_HOW})"
+        raise ValueError(f"{name} cannot be used: {error}{how}") from error
     if mask.reach is None or known(mask):
         return mask
     return mask & streaming(max(mask.reach.window, 1), mask.reach.sinks)

@@ -156,8 +156,8 @@ class Masked(HFModel):
         most = max((r.end - r.length for r in packed.rows), default=0)
         if self.reach is not None and most > self.block:
             raise ValueError(
-                f"{most} tokens are proposed and this model keeps {self.block} in flight: make it with block={most}, "
-                "or propose fewer"
+                f"{most} tokens or more are proposed and this model keeps {self.block} in flight: make it with block={most} or more, the "
+                "length of the longest chain, or propose fewer"
             )
         return packed
 
