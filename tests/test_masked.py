@@ -343,9 +343,17 @@ def test_a_draft_brings_its_mask(tmp_path, llama):
     draft_of(llama, window=7).save_pretrained(tmp_path / "window")
     assert SpireModel.from_pretrained(tmp_path / "window").mask == streaming(7, 1)
     draft_of(llama, mask=OWN).save_pretrained(tmp_path / "own")
-    with pytest.raises(ValueError, match="trained under a mask of one's own"):
+    with pytest.raises(
+        ValueError, match=r"trained under a mask of one's own, .*SpireModel.from_pretrained\(folder, mask="
+    ):
         SpireModel.from_pretrained(tmp_path / "own")
     assert SpireModel.from_pretrained(tmp_path / "own", mask=OWN).mask is not None
+    sliding = draft_of(tiny("mistral"), 1, mask=library & Window(12))
+    sliding.save_pretrained(tmp_path / "sliding")
+    loaded = SpireModel.from_pretrained(tmp_path / "sliding")
+    assert (
+        loaded.mask == sliding.mask == library & Window(12) & Window(8)
+    )  # joined once, however often it is saved
 
 
 # -- what is refused ----------------------------------------------------------------------------------------------------

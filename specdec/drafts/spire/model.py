@@ -97,7 +97,11 @@ class SpireModel(nn.Module):
         slides = [b.window for b in self.blocks if b.window is not None]
         if mask is not None:
             shown = for_model(mask, positions=positions_of(body.config))
-            self.mask = for_model(shown & Window(min(slides))) if slides else shown
+            reach = shown.reach
+            within = (
+                reach is not None and not reach.sinks and reach.window <= min(slides, default=reach.window)
+            )
+            self.mask = for_model(shown & Window(min(slides))) if slides and not within else shown
         else:  # the target itself would not see beyond its slides
             self.mask = (
                 streaming(min([*slides, *([] if window is None else [window])]), sinks) if slides else plain
@@ -305,7 +309,8 @@ class SpireModel(nn.Module):
             raise ValueError(
                 f"the draft in {folder} brings its mask: leave mask out"
                 if own is None
-                else f"the draft in {folder} was trained under a mask of one's own, {own}: give it, mask=..."
+                else f"the draft in {folder} was trained under a mask of one's own, {own}: load it with "
+                "SpireModel.from_pretrained(folder, mask=...), and give that mask"
             )
         if "mask" in settings:
             settings["mask"] = parse(settings["mask"])
