@@ -336,7 +336,7 @@ class HFModel:
     def _run(
         self, cache: Cache, packed: PackedBatch, wanted: bool, taps: Sequence[int]
     ) -> tuple[Tensor | None, dict[int, Tensor]]:
-        """Run packed tokens; logits ``[K, V]`` after the last committed token and nodes of each row, and tapped activations."""
+        """Feed packed tokens; logits ``[K, V]`` after the last committed token and nodes of each row, and tapped activations."""
         if not packed.rows:
             width = self.clone.config.get_text_config().hidden_size
             return None, {tap: torch.zeros(0, width, dtype=self.dtype, device=self.device) for tap in taps}
