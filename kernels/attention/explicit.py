@@ -25,7 +25,6 @@ class ExplicitPlan(AttentionPlan):
         slots: ``[T]`` flat indices of the new tokens' slots; by default the last ones of each row.
     Attributes:
         layer: the layer that is attending, in a subclass whose ``visible`` depends on it.
-        intervals: ``[T]`` the intervals of slots that each query sees, if the plan was made by ``of_intervals``.
     Raises:
         ValueError: ``seen`` or ``distance`` is not a two-dimensional array of the right type, or does not have the number of
             queries of ``counts``; a row has more queries than slots.
@@ -69,9 +68,6 @@ class ExplicitPlan(AttentionPlan):
     ) -> ExplicitPlan:
         """The plan of queries that see a few ranges of slots each, as returned by ``specdec.masks.intervals``.
 
-        FlashAttention serves such a plan if no query has more than ``flash_recipes.INTERVALS`` of them and there is no window. Other
-        backends read the equivalent mask.
-
         Args:
             rows, counts, distance, slots: as for the class.
             intervals: ``[T]`` lists of half-open ``(start, end)``, ascending with gaps between; an empty list for a query that sees
@@ -96,9 +92,7 @@ class ExplicitPlan(AttentionPlan):
                     )
                 seen[t, start:end] = True
                 before = end
-        plan = ExplicitPlan(rows, counts, seen, distance, slots)
-        plan.intervals = [list(own) for own in intervals]
-        return plan
+        return ExplicitPlan(rows, counts, seen, distance, slots)
 
     def _segments(self) -> list[Segment]:
         return self.runs()  # every row has S slots, so there is no padding
