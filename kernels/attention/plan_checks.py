@@ -1,4 +1,4 @@
-"""Whether the arguments of an ``AttentionPlan`` fit each other: errors that name the argument, and what to give instead."""
+"""Checks of the arguments of an ``AttentionPlan``: errors name the argument and the remedy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def check_counts(rows: Sequence[int], first: Sequence[int], counts: Sequence[int]) -> None:
-    """Refuse lists of different lengths, or of none, and rows without queries."""
+    """Refuse lists that are empty or of different lengths, and rows without queries."""
     if not len(rows) or not len(rows) == len(first) == len(counts):
         raise ValueError(
             f"rows, first and counts have {len(rows)}, {len(first)} and {len(counts)} entries: give one for "
@@ -26,7 +26,7 @@ def check_counts(rows: Sequence[int], first: Sequence[int], counts: Sequence[int
 def check_slots(
     first: Sequence[int], length: Sequence[int], queries: int, slots: Tensor | None, capacity: int | None
 ) -> None:
-    """Refuse negative slots, rows beyond the ``capacity`` (``None`` for pages), and not one slot for each query."""
+    """Refuse negative slots, rows beyond the ``capacity`` (``None`` for pages), and a number of slots other than one per query."""
     if min(first) < 0:
         r = next(r for r, slot in enumerate(first) if slot < 0)
         raise ValueError(f"first[{r}] is {first[r]}: give the slot of its first query, 0 or above")
@@ -43,7 +43,7 @@ def check_slots(
 
 
 def check_tree(root: np.ndarray, ancestors: np.ndarray, depth: np.ndarray, length: Sequence[int]) -> None:
-    """Refuse a tree of other rows, of negative slots, or of too few nodes."""
+    """Refuse a tree with other rows, negative slots, or too few nodes."""
     (R, N), rows = depth.shape, len(length)
     if not len(root) == R == rows or ancestors.shape != (R, N, N):
         raise ValueError(
@@ -61,7 +61,7 @@ def check_tree(root: np.ndarray, ancestors: np.ndarray, depth: np.ndarray, lengt
 
 
 def check_table(table: Sequence[Sequence[int]] | None, page: int, length: Sequence[int]) -> None:
-    """Refuse a table without a page size or the other way round, and too few pages for a row."""
+    """Refuse a table without a page size or vice versa, and too few pages for a row."""
     if table is None or page < 1:
         raise ValueError(
             f"page is {page} and table is {'not ' if table is None else ''}given: give both, or neither"

@@ -1,4 +1,4 @@
-"""How Triton's attention is tiled: queries and slots of a tile, warps, stages and registers, for each kind of call."""
+"""The tiling of the Triton attention kernel: queries and slots of a tile, warps, stages and registers, for each kind of call."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-REGISTERS = 255  # of a thread: all that there are
+REGISTERS = 255  # the hardware's limit per thread
 
 
 class Config(NamedTuple):

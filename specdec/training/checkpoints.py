@@ -1,4 +1,4 @@
-"""Checkpoints of a training run: written whole or not at all, and read only by a run that would have written the same."""
+"""Checkpoints of a training run: written atomically, and read only by a run with the same settings and parts."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _FREE = {"checkpoint_minutes", "compile", "validate_every"}  # settings that may
 def save(
     path: Path, state: Mapping[str, Any], settings: Mapping[str, Any], identity: Mapping[str, str]
 ) -> None:
-    """Write ``state``, and whose it is: the run's ``settings``, and the ``identity`` of its parts."""
+    """Write ``state`` with the run's ``settings`` and the ``identity`` of its parts."""
     part = path.with_name(path.name + ".part")
     torch.save({**state, "settings": dict(settings), "identity": dict(identity)}, part)
     part.replace(path)
 
 
 def load(path: Path, settings: Mapping[str, Any], identity: Mapping[str, str]) -> dict[str, Any]:
-    """What ``save`` wrote, for a run of the same settings and parts; ``steps`` may be more.
+    """Read what ``save`` wrote, for a run of the same settings and parts; ``steps`` may be larger.
 
     Raises:
         ValueError: it is of another run.
@@ -32,7 +32,7 @@ def load(path: Path, settings: Mapping[str, Any], identity: Mapping[str, str]) -
     state = torch.load(path, map_location="cpu", weights_only=False)
     theirs, free = state["settings"], set(_FREE)
     if settings["steps"] > theirs.get("steps", 0):
-        free.add("steps")  # trained on: the rates follow the longer run from here
+        free.add("steps")  # training continues: the rates follow the longer run from here
     differ = [n for n in settings if n not in free and settings[n] != theirs.get(n)]
     if differ:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Sequences to train on, with what the target makes of them: read from disk, or computed when they are asked for."""
+"""Training sequences with the target's states on them: read from disk, or computed on demand."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def check_ids(name: str, data: Any, vocab_size: int) -> None:
 
 
 def source_of(data: Any, target: Any, layers: Sequence[int]) -> Any:
-    """Data as a ``Source`` that has the target's inputs of ``layers``."""
+    """``data`` as a ``Source`` that has the target's inputs of ``layers``."""
     if isinstance(data, Source) and not isinstance(data, Tensor):
         if target is not None and isinstance(data, States):
             States(data.folder, target)  # raises for another target's states
@@ -83,7 +83,7 @@ def source_of(data: Any, target: Any, layers: Sequence[int]) -> Any:
 
 
 def order(count: int, batch: int, seed: int, step: int) -> np.ndarray:
-    """Numbers of the sequences of a step: without repetition until all were seen, then in another order."""
+    """Indices of the sequences of a step: all sequences once, then again in another order."""
     at = np.arange(step * batch, (step + 1) * batch)
     turns = {
         turn: np.random.default_rng((seed, int(turn))).permutation(count) for turn in np.unique(at // count)
