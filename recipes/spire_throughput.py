@@ -4,7 +4,7 @@ Nothing is measured: FLOPs and bytes of each step are counted and divided by a m
 multiplier = throughput over plain decoding's = tau / (k draft steps + 1 verify step, in plain steps). tau is the paper's, k = 4.
 
 fig1 B = 64 over contexts; fig3 operational intensity; fig4 multipliers over batch and context; fig5 ablations at (64, 512); fig6
-Llama 3 70B; growing: a generation of --new-tokens from each context; not_overlapped: compute and memory in turn; full_terms: with
+Llama 3 70B; growing: a generation of --new-tokens from each context; not_overlapped: compute and memory one after the other; full_terms: with
 (un)embedding, attention, KV writes and KV refresh; cost: units of the target's training. Takes a few seconds.
 """
 

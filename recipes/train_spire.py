@@ -69,7 +69,7 @@ def variant(s: Settings) -> Variant:
     sees: dict[str, Any] = {"sinks": s.sinks, "window": window}
     if s.mask:
         if (s.sinks, s.window) != (1, 64):
-            raise SystemExit("--mask says all that a draft sees: leave --sinks and --window out")
+            raise SystemExit("--mask replaces --sinks and --window: leave them out")
         try:
             sees = {"mask": parse_mask(s.mask)}
         except ValueError as error:

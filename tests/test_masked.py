@@ -483,13 +483,13 @@ def test_a_mask_of_so_many_positions_takes_texts_of_so_many(llama, bound):
             made.generate(prompts, max_new_tokens=12)
     with pytest.raises(ValueError, match="the target has 30: shorten the prompt, or ask for at most 8 new"):
         sd.decoder(masked).build().generate(prompts, max_new_tokens=9)
-    with pytest.raises(ValueError, match="speaks of 30 positions and a text has 31"):
+    with pytest.raises(ValueError, match="is defined for 30 positions and a text has 31"):
         masked.score(masked.cache(1, 40), sd.Context.of([[1] * 31]))
     tokens = torch.zeros(1, 32, dtype=torch.long)
     inputs = {layer: torch.zeros(1, 32, 32, dtype=llama.dtype) for layer in spire.model.layers}
-    with pytest.raises(ValueError, match="speaks of 30 positions and a text has 32"):
+    with pytest.raises(ValueError, match="is defined for 30 positions and a text has 32"):
         k_pass(spire.model, tokens, inputs)
-    with pytest.raises(ValueError, match="speaks of 30 positions and a text has 31"):
+    with pytest.raises(ValueError, match="is defined for 30 positions and a text has 31"):
         Parallel(mask=mask)(llama, Batch(tokens, {}, None))  # type: ignore[arg-type]
 
 
@@ -522,7 +522,7 @@ def test_a_mask_may_be_a_plain_class(llama):
     one, other = (Masked(HFModel(llama), m) for m in (mask, Causal() & Window(5)))
     a, b = (m.score(m.cache(4, 60), text).logits for m in (one, other))
     torch.testing.assert_close(a, b)
-    with pytest.raises(ValueError, match="Tree goes by the slots"):
+    with pytest.raises(ValueError, match="Tree depends on the slots"):
         Masked(HFModel(llama), Every(Tree(torch.tensor([3]), torch.tensor([[-1]]))))
 
 

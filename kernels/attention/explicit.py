@@ -111,7 +111,7 @@ class ExplicitPlan(AttentionPlan):
         seen = self.seen[segment.t0 : t1]
         if isinstance(window, Streaming):
             raise ValueError(
-                f"initial is {window.initial}, and this plan says slot by slot what is seen: let it say so of the first ones"
+                f"initial is {window.initial}, and this plan lists slot by slot what is seen: include the first positions in it"
             )
         if window is not None:
             if self.distance is None:

@@ -26,7 +26,7 @@ from specdec.kernels.device import to_device
 class Tree(NamedTuple):
     """The proposed tokens at the end of each row, those of earlier calls included.
 
-    ``root [R]``: slot of node 0 (= its position when its depth is 0); ``ancestors [R, N, N]`` bool: entry ``[r, n, m]`` says
+    ``root [R]``: slot of node 0 (= its position when its depth is 0); ``ancestors [R, N, N]`` bool: entry ``[r, n, m]`` tells
     that node m is n itself or an ancestor; ``depth [R, N]``. Entries of nodes that do not exist are never read.
     """
 

@@ -153,7 +153,7 @@ static inline __attribute__((always_inline)) void task(const Plan *p, const Call
                 sum[x] = sum[x] * old[i] + total(more);
             }
             if (!some) continue; /* what was stays as it is */
-            for (int s = 0; s < KC; s += 2) { /* values of slots without weight are not looked at */
+            for (int s = 0; s < KC; s += 2) { /* values of slots without weight are not read */
                 const int64_t slot = s0 + s;
                 if (slot + KC + 1 < high) { /* read a block later */
                     const uint16_t *k = keys + locate(p, r, slot + KC, c->k_row, c->k_slot) + h * c->k_head;

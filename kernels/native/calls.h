@@ -7,7 +7,7 @@
 typedef struct {
     const int32_t *rows, *starts, *length; /* [R], [R + 1], [R]: buffer row, first packed query, slots in use */
     const int32_t *low, *high;             /* [T]: a query sees the slots low <= s < high, */
-    const uint8_t *mask;                   /* and, where its row's mask says so, slots from mask_from on, or NULL */
+    const uint8_t *mask;                   /* and, as its row's mask allows, slots from mask_from on, or NULL */
     const int32_t *mask_from;              /* [R] */
     const int64_t *mask_at;                /* [R]: where the row's mask [heads or 1, queries, length - mask_from] begins */
     const int64_t *mask_head;              /* [R]: bytes between the heads of a row's mask, 0 for one mask for all */

@@ -14,7 +14,7 @@
 #define ROWS 6
 #define LONGEST 2048 /* inputs of a product whose weights are widened beforehand */
 
-/* The next sixteen outputs' weights are asked for early: all of them spread over the only tile (alone), or `each` bytes for each quarter
+/* The next sixteen outputs' weights are prefetched: all of them spread over the only tile (alone), or `each` bytes for each quarter
    of one of several tiles. */
 #define TILE(N)                                                                                                     \
     static inline __attribute__((always_inline)) void tile##N(const float *x, const void *w, int64_t at, int64_t E, \
@@ -54,7 +54,7 @@ TILE(6)
 #define CASE(N, ALONE) case N: tile##N(x + m * E, weight, 0, E, narrow, made, next, each, ALONE); break;
 #define CASES(ALONE) switch (n) { CASE(1, ALONE) CASE(2, ALONE) CASE(3, ALONE) CASE(4, ALONE) CASE(5, ALONE) CASE(6, ALONE) }
 
-/* Outputs o .. o + 15, whose weights are bfloat16 where `narrow` is set; `bytes` at `next` will be wanted after them. */
+/* Outputs o .. o + 15, whose weights are bfloat16 where `narrow` is set; `bytes` at `next` will be needed after them. */
 static inline __attribute__((always_inline)) void outputs(const float *x, const void *weight, const void *bias, void *out, int64_t M,
                                                           int64_t O, int64_t E, int64_t o, const char *next, int64_t bytes,
                                                           const int half, const int narrow) {

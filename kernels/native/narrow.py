@@ -32,7 +32,7 @@ class _Copy:
     some: Tensor
     step: int
 
-    def stands(self) -> bool:
+    def unchanged(self) -> bool:
         """Whether the weight is unchanged, as far as its version and sampled values show."""
         weight = self.weight()
         if weight is None or weight.dtype != torch.float32 or _version(weight) != self.version:
@@ -59,7 +59,7 @@ class Narrow:
         for weight in weights:
             if id(weight) not in self._weights:
                 copy = _COPIES.get(id(weight))
-                if copy is None or copy.weight() is not weight or not copy.stands():
+                if copy is None or copy.weight() is not weight or not copy.unchanged():
                     copy = _COPIES[id(weight)] = _copied(weight)
                 self._weights[id(weight)] = weight, copy
 
@@ -87,7 +87,7 @@ class Narrow:
 
         (Fused optimisers and writes through ``.data`` are not counted; the comparison detects them if they changed more than a few values.)
         """
-        if not all(copy.stands() for _, copy in self._weights.values()):
+        if not all(copy.unchanged() for _, copy in self._weights.values()):
             raise RuntimeError(CHANGED)
 
 

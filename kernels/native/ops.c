@@ -8,7 +8,7 @@
 #include "calls.h"
 #include "vector.h"
 
-#define MOST 512 /* size of a head that is turned */
+#define MOST 512 /* largest head size of rotary embeddings */
 #define INLINE static inline __attribute__((always_inline))
 
 INLINE void add_norm_(void *restrict x, const void *restrict y, const void *restrict weight, void *restrict out, int64_t rows,

@@ -14,7 +14,7 @@ typedef struct { /* one model, and the T tokens that it reads; where steps of a 
     const float *cos, *sin;                     /* [steps, T, size] */
     const int64_t *slots;                       /* [steps, T] */
     const int64_t *from;                        /* [T]: which of the ids, or NULL for 0 .. T - 1 */
-    const int64_t *keep, *rows;                 /* [kept]: whose logits are wanted, or NULL for all T; where they go, or NULL for 0 .. kept - 1 */
+    const int64_t *keep, *rows;                 /* [kept]: tokens whose logits to compute, or NULL for all T; their rows, or NULL for 0 .. kept - 1 */
     int64_t count, T, kept, E, V, size, tokens;
     int64_t narrow; /* the head is as narrow() makes it */
     float eps;

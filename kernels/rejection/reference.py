@@ -71,8 +71,8 @@ def decide(
     if y is not None:
         q = y.gather(2, drafted)[..., 0].to(p)
         q = q if qm is None or qz is None else (q - qm).exp() / qz
-    stands = accept(torch.where(live, p / q, 0)) & live
-    accepted = stands.long().cumprod(1).sum(1)
+    accepts = accept(torch.where(live, p / q, 0)) & live
+    accepted = accepts.long().cumprod(1).sum(1)
     whole = (x[rows, accepted] - m[rows, accepted][:, None]).exp() / z[rows, accepted][:, None]
     if not N:
         return Decision(accepted, draw(whole, accepted))

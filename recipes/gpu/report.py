@@ -84,7 +84,9 @@ class Report:
         about = self.meta | {"stages": stages} | ({"earlier": earlier} if earlier else {})
         rows = self.every + self.bars
         write(self.file, rows, about=about)
-        self.file.with_suffix(".md").write_text(markdown(rows, about), encoding="utf-8")
+        tables = self.file.with_name(self.file.stem + ".md.part")
+        tables.write_text(markdown(rows, about), encoding="utf-8")
+        tables.replace(self.file.with_suffix(".md"))  # atomic, as the JSON is: the process may be killed here
 
 
 def full(row: Row) -> Row:

@@ -102,7 +102,7 @@ def pipeline(stage: Stage) -> None:
                     f"{name}: {how}", r["milliseconds"] / 1e3, gain=r["gain"], predicted_gain=r["predicted_gain"],
                     predicted_seconds=r["predicted"] / 1e3, draft_slowdown=r["draft_slowdown"],
                     verify_slowdown=r["verify_slowdown"],
-                    note=f"gain {r['gain']:.2f}, the time model says {r['predicted_gain']:.2f}",
+                    note=f"gain {r['gain']:.2f}, the time model predicts {r['predicted_gain']:.2f}",
                 )  # fmt: skip
 
 

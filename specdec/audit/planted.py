@@ -142,8 +142,8 @@ class GreedyAcceptance(Rejection):
 
     def __call__(self, proposal: Proposal, probs: Tensor, context: Context, rng: Rng) -> Verdict:
         B, N = proposal.tokens.shape
-        stands = (proposal.tokens == probs[:, :N].argmax(-1)) & (torch.arange(N) < proposal.size[:, None])
-        accepted = stands.long().cumprod(1).sum(1)
+        accepts = (proposal.tokens == probs[:, :N].argmax(-1)) & (torch.arange(N) < proposal.size[:, None])
+        accepted = accepts.long().cumprod(1).sum(1)
         path = torch.where(torch.arange(N) < accepted[:, None], torch.arange(N), -1)
         bonus = rng.categorical(probs[torch.arange(B), accepted], Key(context.length, accepted, 0, BONUS))
         return Verdict.of(proposal, path, accepted, bonus)

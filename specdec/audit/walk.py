@@ -192,9 +192,7 @@ def _cuts(probs: Tensor) -> np.ndarray:
     cdf = probs.double().cpu().numpy().cumsum(-1)
     total = cdf[..., -1:]
     if not (np.isfinite(total).all() and (total > 0).all() and (np.diff(cdf, axis=-1) >= 0).all()):
-        raise ValueError(
-            "a categorical decision was asked for a distribution with negative, NaN or no probabilities"
-        )
+        raise ValueError("a categorical decision got a distribution with negative, NaN or no probabilities")
     cuts = np.concatenate([np.zeros_like(total), cdf / total], -1)
     cuts[..., -1] = 1
     return cuts

@@ -20,7 +20,7 @@ def entries() -> tuple[dict[str, str], ...]:
 def prompts(
     domain: str | None = None, n: int | None = None, tokens: int | None = None, tokenizer: Any = None
 ) -> list[str]:
-    """The held-out prompts of a domain, or of all domains in turn (code, prose, tabular, code, …).
+    """The held-out prompts of a domain, or of all domains alternately (code, prose, tabular, code, …).
 
     `n` limits their number. `tokens` cuts each to its first `tokens` tokens under `tokenizer` (a Hugging Face fast
     tokenizer); shorter prompts are left out, so that all have the same length. The longest prompt has about 1100 tokens of

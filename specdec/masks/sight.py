@@ -61,17 +61,17 @@ def check_sight(mask: Mask, seen: Any, queries: Any) -> None:
 
 
 def longest(mask: Mask, positions: int | None = None) -> int | None:
-    """How many positions a mask speaks of, at most ``positions``; ``None``: of any number."""
+    """How many positions a mask is defined for, at most ``positions``; ``None``: any number."""
     known = [part.slots for part in mask.parts() if part.slots]
     return min([*known, *([] if positions is None else [positions])], default=None)
 
 
 def check_length(mask: Mask, length: int) -> None:
-    """Raise ValueError for a text of ``length`` tokens, of the last of which a mask says nothing."""
+    """Raise ValueError if a mask is not defined for all positions of a text of ``length`` tokens."""
     limit = longest(mask)
     if limit is not None and length > limit:
         raise ValueError(
-            f"{mask!r} speaks of {limit} positions and a text has {length}: make it with positions={length} or more, or give a shorter text"
+            f"{mask!r} is defined for {limit} positions and a text has {length}: make it with positions={length} or more, or give a shorter text"
         )
 
 

@@ -137,8 +137,8 @@ def verify_chain(
     p = probs[:, :N].gather(2, tokens[..., None])[..., 0]
     q = torch.ones_like(p) if proposal.probs is None else proposal.q_of(tokens).to(p)
     key = Key(context.length[:, None], torch.arange(N), 0, ACCEPT)
-    stands = rng.accept(torch.where(live, p / q, 0), key) & live
-    accepted = stands.long().cumprod(1).sum(1)
+    accepts = rng.accept(torch.where(live, p / q, 0), key) & live
+    accepted = accepts.long().cumprod(1).sum(1)
     path = torch.where(n < accepted[:, None], n, -1)
     distribution = probs[rows, accepted]
     if not probs.is_cpu:  # for all rows, so that the host need not wait to learn which rejected a node
