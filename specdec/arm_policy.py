@@ -161,14 +161,14 @@ class ArmAssignment:
         return torch.tensor([c - busy[arm] for arm, c in enumerate(self.how.capacities)])
 
     def learn(self, round: Round, spent: Sequence[float] | None = None) -> None:
-        """Feed a round back. Rows that a stop or the end of a budget cut say nothing about an arm, and are left out.
+        """Feed a round back. Rows that a stop or the end of a budget truncated say nothing about an arm, and are left out.
 
         Args:
             spent: measured seconds of drafting by arm.
         """
         began, how = perf_counter(), self.how
-        cut = round.cut.tolist()
-        if not all(cut):
+        truncated = round.truncated.tolist()
+        if not all(truncated):
             if how.costs == "wall":
                 rest = round.seconds.get("target", 0.0) + round.seconds.get("verify", 0.0)
                 seconds = charge(round.arm, torch.tensor(spent or [0.0] * len(how.names)), rest)
@@ -177,8 +177,8 @@ class ArmAssignment:
             drafted, tokens = round.proposal.size, round.verdict.accepted + 1
             reward = how.reward(round) if how.reward else tokens / self.longest
             parts = [round.context.request, round.arm, tokens, drafted, seconds, reward]
-            if any(cut):
-                rows = (~round.cut).nonzero()[:, 0]
+            if any(truncated):
+                rows = (~round.truncated).nonzero()[:, 0]
                 parts = [part[rows] for part in parts]
             self.state = how.selector.update(self.state, Feedback(*parts))
         gone = round.context.request[round.finished]

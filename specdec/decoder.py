@@ -92,12 +92,12 @@ class Decoder(Composition):
             for round in decoder._run(context, limits, seed, rng):
                 records.append(Record.of(round))
                 new = round.verdict.tokens.tolist()
-                for b, (row, n) in enumerate(zip(records[-1].request, records[-1].kept)):
+                for b, (row, n) in enumerate(zip(records[-1].request, records[-1].committed)):
                     ids[row] += new[b][:n]
                 if on_round is not None:
                     on_round(round)
                 if bar is not None:
-                    bar.update(sum(records[-1].kept))
+                    bar.update(sum(records[-1].committed))
                     if round.number % 16 == 0:
                         bar.set_postfix_str(f"tau {Stats.of(records).tau:.2f}")
         tokenizer = ModelInfo.of(self.target).tokenizer
@@ -149,11 +149,11 @@ class Decoder(Composition):
             seed: of requests without one of their own: request i gets the seed of row i of a batch.
             eos_token_id, stop_strings: as for ``generate``.
             clock: what arrivals and times are measured in: ``"wall"`` (seconds) or ``"rounds"`` (prefills take none; with k
-                lanes of a pipeline in flight, the round of one is 1/k), which does not depend on the machine.
+                micro-batches of a pipeline in flight, the round of one is 1/k), which does not depend on the machine.
             capacity: make the target's cache for ``limit`` rows of so many tokens (prompt, budget and a draft's block) at the start, and
                 refuse longer requests; ``None``: caches grow as needed.
             on_round: called with every round; a request's prefill is round 0 of a batch of its own. ``round.context.request[b]`` is
-                the request's number and ``round.verdict.tokens[b, :round.kept[b]]`` what it just got: how to show partial results.
+                the request's number and ``round.verdict.tokens[b, :round.committed[b]]`` what it just got: how to show partial results.
         Raises:
             ValueError: at once, for a part that cannot take in rows on the way, an executor other than ``Serial`` and
                 ``Pipelined``, or a limit, clock or capacity that makes no sense, and for a list of requests out
@@ -189,7 +189,7 @@ class Decoder(Composition):
             if on_round is not None:
                 on_round(round)
             for b, row in enumerate(round.context.request.tolist()):
-                new = round.verdict.tokens[b, : int(round.kept[b])].tolist()
+                new = round.verdict.tokens[b, : int(round.committed[b])].tolist()
                 ids[row] += new
                 finish = limits.reasons.get(row) if bool(round.finished[b]) else None
                 text = None

@@ -108,7 +108,9 @@ class Philox:
     def __init__(self, seed: Tensor):
         self.seed = seed
         self._keys: np.ndarray | None = None  # the round keys, [10, 2, B]
-        self._blocks: tuple[_Block, ...] = ()  # the last two; replaced as a whole, since lanes share threads
+        self._blocks: tuple[
+            _Block, ...
+        ] = ()  # the last two; replaced as a whole, since threads of several micro-batches share it
         self._reach = 4  # depths in a block
 
     def __reduce__(self) -> tuple[type[Philox], tuple[Tensor]]:

@@ -25,7 +25,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from specdec.kernels.device import Judge, defer
+from specdec.kernels.device import Check, defer
 from specdec.types import Context, Proposal
 
 # Processors that remember earlier calls: what they do at a node would depend on what was tried elsewhere.
@@ -189,11 +189,11 @@ class Sampling:
             return torch.zeros_like(scores).scatter_(-1, token[..., None], 1)
         probs = scores.softmax(-1)
 
-        def judge(finite: Tensor) -> None:
+        def refuse(finite: Tensor) -> None:
             if not bool(finite.all()):
                 _refuse(self.scores(logits, context, proposal, first).amax(-1))
 
-        _judge_finite(probs.select(-1, 0), judge)  # NaN everywhere in a row that has no distribution
+        _defer_finite(probs.select(-1, 0), refuse)  # NaN everywhere in a row that has no distribution
         return probs
 
     def _process(self, logits: Tensor, context: Context, proposal: Proposal | None, first: int) -> Tensor:
@@ -237,17 +237,17 @@ def _largest(scores: Tensor) -> tuple[Tensor, Tensor]:
 def _finite(top: Tensor) -> None:
     """``top`` is the largest logit of each row; it shows NaN, +inf and rows of nothing but -inf."""
 
-    def judge(finite: Tensor) -> None:
+    def refuse(finite: Tensor) -> None:
         if not bool(finite.all()):
             _refuse(top)
 
-    _judge_finite(top, judge)
+    _defer_finite(top, refuse)
 
 
-def _judge_finite(values: Tensor, judge: Judge) -> None:
-    """``defer(torch.isfinite(values), judge)``, which is made only where it may be wrong: NaN and inf show in a sum, and never cancel."""
+def _defer_finite(values: Tensor, check: Check) -> None:
+    """``defer(torch.isfinite(values), check)``, only where it may fail: NaN and inf show in a sum and never cancel."""
     if not (values.is_cpu and math.isfinite(values.sum().item())):
-        defer(torch.isfinite(values), judge)
+        defer(torch.isfinite(values), check)
 
 
 def _refuse(top: Tensor) -> None:

@@ -298,11 +298,11 @@ class Round(_Shown):
     """All that happened in one round. It is observed, never carried: no part may keep state in it.
 
     Attributes:
-        context: before the round. kept: ``[B]`` tokens of ``verdict.tokens`` that were committed (fewer than accepted + 1
+        context: before the round. committed: ``[B]`` how many of the tokens of ``verdict.tokens`` were committed (fewer than accepted + 1
             where a stop cut the block). finished: ``[B]`` bool. budget: ``[B]`` longest path that the draft was allowed.
         probs: ``[B, N + 1, V]`` the target's distributions; ``None`` where the verifier took the logits themselves, and at temperature 0,
             where they lie on one token each: ``target_argmax [B, N + 1]``.
-        cut: ``[B]`` bool, the block was shortened by a stop or by the end of the row's budget.
+        truncated: ``[B]`` bool, the block was shortened by a stop or by the end of the row's budget.
         arm, arm_prob: ``[B]`` the selector's choice and its probability. seconds: by stage.
     """
 
@@ -311,10 +311,10 @@ class Round(_Shown):
     scores: Scores
     probs: Tensor | None
     verdict: Verdict
-    kept: Tensor
+    committed: Tensor
     finished: Tensor
     budget: Tensor
-    cut: Tensor
+    truncated: Tensor
     arm: Tensor
     arm_prob: Tensor
     number: int = 0

@@ -306,7 +306,7 @@ def test_acceptance_is_conditional_on_reaching_the_position(draft):
     decoder = sd.decoder(table).draft(part, length=3).build()
     stats = decoder.generate([[1]] * 50, 30, seed=0, on_round=rounds.append).stats
     for d in range(3):
-        asked = stood = 0
+        asked = accepted = 0
         for r in rounds[1:]:
             depth = sd.tree.depths(r.proposal.parents)
             for b in range(r.context.batch):
@@ -316,8 +316,8 @@ def test_acceptance_is_conditional_on_reaching_the_position(draft):
                 asked += reached and any(
                     depth[b, n] == d and r.proposal.parents[b, n] == path[d] for n in nodes
                 )
-                stood += int(r.verdict.accepted[b]) > d
-        assert (stats.reached[d], stats.stood[d]) == (asked, stood)
+                accepted += int(r.verdict.accepted[b]) > d
+        assert (stats.reached[d], stats.accepted_at[d]) == (asked, accepted)
         assert 0 < stats.acceptance[d] < 1
 
 

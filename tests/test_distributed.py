@@ -142,7 +142,7 @@ def test_two_processes_give_what_one_gives(tmp_path):
                 assert two.row_stats == one.row_stats
                 assert (two.stats.rounds, two.stats.accepted) == (one.stats.rounds, one.stats.accepted)
                 assert two.stats.tau == pytest.approx(one.stats.tau, nan_ok=True)
-                assert two.stats.stood == one.stats.stood
+                assert two.stats.accepted_at == one.stats.accepted_at
         assert found[name].stats == other[0][name].stats
         assert found[name].stats.tokens_per_second > 0
     whole = sorted(BUDGETS)

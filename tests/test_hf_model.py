@@ -401,7 +401,7 @@ def test_what_unused_slots_hold_does_not_matter(family):
     torch.testing.assert_close(again, expected, rtol=0, atol=1e-12)
 
 
-def test_a_forward_that_fails_leaves_the_memo_true():
+def test_a_forward_that_fails_leaves_the_token_index_true():
     model = tiny("llama")
     target = HFModel(model, prefill_chunk=8)
     cache, context = target.cache(4, 64), Context.of(ROWS)

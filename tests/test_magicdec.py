@@ -338,9 +338,9 @@ def test_the_observers_queries_are_those_of_the_targets_own_forward(target):
     context = sd.Context.of([PROMPTS[0][:20], PROMPTS[2][:9]])
     score, forward = target.score, target._path.forward
 
-    def watched(memo: Any, plan: Any, *rest: Any) -> Any:
+    def watched(store: Any, plan: Any, *rest: Any) -> Any:
         plan.watch = lambda query, *how: found.append(query)
-        return forward(memo, plan, *rest)
+        return forward(store, plan, *rest)
 
     target._path.forward = watched
     try:

@@ -239,8 +239,8 @@ def test_a_stream_takes_and_returns_pages(llama, limit, capacity, monkeypatch):
         )
         for one in server.run():
             assert one.ids == expected[one.index]
-            if server.places[0].lane:
-                pools.add(server.places[0].lane.cache.pool)
+            if server.places[0].micro_batch:
+                pools.add(server.places[0].micro_batch.cache.pool)
         assert len(pools) <= 1
         pool = server.places[0].spare.pool
         assert sorted(pool.free) == list(range(pool.pages))
@@ -377,8 +377,8 @@ def test_rows_may_be_selected_reordered_and_repeated(llama, order):
     context, proposal = Context.of(ROWS, capacity=170), propose([6, 5, 4, 3])
     cache, slots = target.cache(4, 170), plain.cache(4, 170)
     pool = cache.pool
-    for model, memo in ((target, cache), (plain, slots)):
-        model.score(memo, context, proposal)
+    for model, store in ((target, cache), (plain, slots)):
+        model.score(store, context, proposal)
     assert cache.select(torch.arange(4)) is cache
     rows = torch.tensor(order, dtype=torch.long)
     cache, slots = cache.select(rows), slots.select(rows)
@@ -388,8 +388,8 @@ def test_rows_may_be_selected_reordered_and_repeated(llama, order):
         return
     context, proposal = context.select(rows), proposal.select(rows)
     verdict = accept(proposal, [[[0, 2, 4], [0, 2], [0], []][b] for b in order])
-    for memo in (cache, slots):
-        memo.commit(context, verdict)
+    for store in (cache, slots):
+        store.commit(context, verdict)
     assert [cache.row(b) for b in range(len(order))] == [slots.row(b) for b in range(len(order))]
     context = context.append(verdict.tokens, verdict.accepted + 1)
     again = propose([6] * len(order), 2)

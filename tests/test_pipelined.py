@@ -450,12 +450,14 @@ def test_time_line(models, workers, tmp_path):
         assert all(s.began <= s.ended for s in spans)
     stages = {worker: {s.stage for s in line.spans if s.worker == worker} for worker in line.workers}
     assert stages == {"target": {"prefill", "verify"}, "drafts": {"prefill", "draft", "prepare"}}
-    assert {s.lane for s in line.spans} == {0, 1, 2}
+    assert {s.micro_batch for s in line.spans} == {0, 1, 2}
     verified = [s for s in line.spans if s.stage == "verify"]
     drafted = [s for s in line.spans if s.stage == "draft"]
     assert len(verified) == len(drafted) == sum(len(r) > 0 for r in _rounds(decoder, out))
-    for lane in range(3):  # a lane is drafted, then verified, then drafted
-        turns = sorted((s.began, s.ended, s.stage) for s in verified + drafted if s.lane == lane)
+    for micro_batch in range(3):  # a micro-batch is drafted, then verified, then drafted
+        turns = sorted(
+            (s.began, s.ended, s.stage) for s in verified + drafted if s.micro_batch == micro_batch
+        )
         assert [t[2] for t in turns] == ["draft", "verify"] * (len(turns) // 2)
         assert all(a[1] <= b[0] for a, b in pairwise(turns))
     assert all(0 < share <= 1 for share in line.busy().values())
@@ -480,9 +482,9 @@ def test_time_line(models, workers, tmp_path):
 
 
 def _rounds(decoder, out):
-    """The rounds of a run that were not prefill, by lane."""
+    """The rounds of a run that were not prefill, by micro-batch."""
     rounds: list[Any] = []
-    decoder.generate(PROMPTS, 12, seed=0, on_round=lambda r: rounds.append(r.kept) if r.number else None)
+    decoder.generate(PROMPTS, 12, seed=0, on_round=lambda r: rounds.append(r.committed) if r.number else None)
     return rounds
 
 

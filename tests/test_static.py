@@ -820,7 +820,7 @@ def test_a_device_that_says_nan(who, graphs, temperature):
         committed = []
 
         def spoil(round):
-            committed.append(int(round.kept.sum()))
+            committed.append(int(round.committed.sum()))
             if round.number == 4:
                 with torch.no_grad():
                     model.model.lm_head.weight.fill_(float("nan"))

@@ -1,7 +1,7 @@
-"""A KV cache as a memo of tokens: the host remembers which tokens each row's slots hold; rolling back is changing a length.
+"""A KV cache of contiguous slots: the host remembers which tokens each row's slots hold, and rolling back changes a length.
 
 Slot ``s`` of a row holds the keys and values of its committed token at position ``s``, for ``s < length``. The nodes of a
-proposal that was scored take slots ``length + n`` at position ``length + depth``; they enter the memo through ``commit`` only,
+proposal that was scored take slots ``length + n`` at position ``length + depth``; they enter the token index through ``commit`` only,
 because equal tokens do not mean equal ancestors.
 """
 
@@ -23,7 +23,7 @@ __all__ = ["KVShape", "SlotCache", "check_memory", "free_bytes"]
 
 
 class SlotCache(Slots, TokenIndex):
-    """Slots for ``batch`` rows of ``capacity`` tokens (nodes included), and the memo of what is in them.
+    """Slots for ``batch`` rows of ``capacity`` tokens (nodes included), and the token index of what is in them.
 
     Args:
         shapes: one for each layer. spare: slots past ``capacity``, for padding.
@@ -36,7 +36,7 @@ class SlotCache(Slots, TokenIndex):
         TokenIndex.__init__(self, batch, capacity)
 
     def commit(self, context: Context, verdict: Verdict) -> None:
-        """Take the accepted nodes of the proposal that was scored last, in this ``context``, into the memo.
+        """Take the accepted nodes of the proposal that was scored last, in this ``context``, into the token index.
 
         Nodes that were never fed here (a draft's last one) are left out, and so is everything below them; rows in which the
         proposal was not scored stay as they are. Node ids must be those of the proposal that was scored.

@@ -16,7 +16,7 @@ positions in flight, from the first that may be asked again to the highest writt
 
     W = window + block - 1.
 
-``tests/test_compact.py`` finds by brute force that a smaller W fails.
+``tests/test_windowed.py`` finds by brute force that a smaller W fails.
 """
 
 from __future__ import annotations

@@ -25,10 +25,10 @@ from specdec.types import Context, Verdict
 
 
 class RingCache(Ring, TokenIndex):
-    """A ring of keys and values, and the memo of the tokens that they came from.
+    """A ring of keys and values, and the index of the tokens that they came from.
 
     Args:
-        capacity: tokens of a text. Only the host's memo grows with it.
+        capacity: tokens of a text. Only the host's token index grows with it.
         others: as for ``Ring``.
     """
 
@@ -71,7 +71,7 @@ class RingCache(Ring, TokenIndex):
         self._high = list(other._high)
 
     def commit(self, context: Context, verdict: Verdict) -> None:
-        """Take the accepted nodes of the chain that was scored last, in this ``context``, into the memo: they are in place."""
+        """Take the accepted nodes of the chain that was scored last, in this ``context``, into the token index: they are in place."""
         self.accept(context, verdict)
 
     def select(self, rows: Tensor) -> RingCache:

@@ -1,7 +1,7 @@
 """The host's side of a KV cache: which tokens each row has consumed. Rolling back is changing a length.
 
 Committed tokens are at positions ``0 .. length - 1``; after them come the nodes of the proposal that was scored last, which enter
-the memo through ``commit`` only, because equal tokens do not mean equal ancestors.
+the index through ``commit`` only, because equal tokens do not mean equal ancestors.
 """
 
 from __future__ import annotations

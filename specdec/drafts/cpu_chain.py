@@ -23,7 +23,7 @@ from specdec.models.stacked import StackedModel
 
 
 class CpuChain:
-    """Forwards of node ``n - 1`` of every row that has one, for n = 1, 2, ..., one after the other; ``following`` makes it.
+    """Forwards of node ``n - 1`` of every row that has one, for n = 1, 2, ..., one after the other; ``cpu_chain`` makes it.
 
     Args:
         leans, member: models, and which of them reads each row ``[B]``.

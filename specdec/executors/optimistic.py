@@ -51,12 +51,12 @@ class Guesses:
     """How often it paid to be optimistic, over all runs of the executor that it was given to.
 
     Attributes:
-        made: blocks drafted ahead, one a row and round. stood: those whose round was accepted as a whole and not the row's last, so
+        made: blocks drafted ahead, one a row and round. accepted: those whose round was accepted as a whole and was not the row's last, so
             that the guess of the bonus decided. held: those that became the next proposal.
     """
 
     made: int = 0
-    stood: int = 0
+    accepted: int = 0
     held: int = 0
 
     @property
@@ -67,7 +67,7 @@ class Guesses:
 
 @dataclass(frozen=True)
 class Optimistic:
-    """The draft works for the next round while the target verifies this one; all rows are one lane.
+    """The draft works for the next round while the target verifies this one; all rows are one micro-batch.
 
     For drafts of chains that are ``revocable``. Times of the draft and the target overlap, so ``stats.seconds`` has what that saved
     as a negative ``"overlapped"``. A draft that forgets the past (``Windowed``) must be able to go back over two blocks:
@@ -107,33 +107,33 @@ class Optimistic:
                 )
 
     def run(self, composition: Composition, context: Context, rng: Rng, limits: StopRules) -> Iterator[Round]:
-        lane = MicroBatch(composition, context, rng, composition.begin(context.batch))
+        micro_batch = MicroBatch(composition, context, rng, composition.begin(context.batch))
         drafting = DraftRunner(composition)
         tries: Counter[tuple[int, int]] = Counter()  # (request, length): blocks drafted ahead from there
         ready: _Ready | None = None
         # Leaving the block waits for what the worker has at hand, however the run ends.
         with ThreadPoolExecutor(1, "specdec-optimistic") as worker:
-            while lane:
+            while micro_batch:
                 began = perf_counter()
-                if lane.number:
-                    lane.choose(ahead=True)
-                    budget = lane.budget(limits)
-                    drafted = _draft(lane, drafting, budget, ready, tries)
-                    bet = _Bet.on(lane, drafted.proposal, limits, tries)
+                if micro_batch.number:
+                    micro_batch.choose(ahead=True)
+                    budget = micro_batch.budget(limits)
+                    drafted = _draft(micro_batch, drafting, budget, ready, tries)
+                    bet = _Bet.on(micro_batch, drafted.proposal, limits, tries)
                     later = worker.submit(bet.draft, drafting) if self.threads and bet else None
-                    round = lane.verify(limits, drafted, budget)
+                    round = micro_batch.verify(limits, drafted, budget)
                     ready = later.result() if later else bet.draft(drafting) if bet else None
                     if ready is not None:
                         round.seconds["draft"] += ready.drafted.seconds  # type: ignore[index]
                         ready = self._keep(ready, round)
                 else:
-                    round = lane.prefill(limits)
-                    drafting.start(lane.context, lane.cache)
+                    round = micro_batch.prefill(limits)
+                    drafting.start(micro_batch.context, micro_batch.cache)
                     round.seconds["prefill"] = perf_counter() - began  # type: ignore[index]
                 drafting.observe(round)
-                stay = lane.settle(round)
-                if stay is not None and lane:
-                    drafting.select(stay, lane.cache)
+                stay = micro_batch.settle(round)
+                if stay is not None and micro_batch:
+                    drafting.select(stay, micro_batch.cache)
                     ready = ready and ready.select(stay)
                 round.seconds["total"] = perf_counter() - began  # type: ignore[index]
                 yield round
@@ -141,11 +141,11 @@ class Optimistic:
     def _keep(self, ready: _Ready, round: Round) -> _Ready:
         """What was drafted ahead, for the rows whose guess held."""
         verdict = round.verdict
-        stood = ready.good & (verdict.accepted == round.proposal.size) & ~round.finished
-        good = stood & (verdict.bonus == ready.guess)
+        whole = ready.good & (verdict.accepted == round.proposal.size) & ~round.finished
+        good = whole & (verdict.bonus == ready.guess)
         if self.guesses is not None:
             self.guesses.made += int(ready.good.sum())
-            self.guesses.stood += int(stood.sum())
+            self.guesses.accepted += int(whole.sum())
             self.guesses.held += int(good.sum())
         return ready._replace(good=good)
 
@@ -177,23 +177,27 @@ class _Bet(NamedTuple):
         return bool((self.budget > 0).any())
 
     @staticmethod
-    def on(lane: MicroBatch, proposal: Proposal, limits: StopRules, tries: Counter[tuple[int, int]]) -> _Bet:
+    def on(
+        micro_batch: MicroBatch, proposal: Proposal, limits: StopRules, tries: Counter[tuple[int, int]]
+    ) -> _Bet:
         """Rows that would be through, or whose next block would be empty, are left alone."""
         if not bool(tree.is_chain(proposal.parents, proposal.size).all()):
             raise ValueError(
                 "the draft proposed a tree and Optimistic goes on from a chain: declare DraftInfo(..., trees=True), so that build() refuses "
                 "it, and use executor Serial()"
             )
-        context = lane.context.append(proposal.tokens.cpu(), proposal.size)
-        longest = lane.composition.length if lane.next_arms is None else lane.next_arms.length
+        context = micro_batch.context.append(proposal.tokens.cpu(), proposal.size)
+        longest = (
+            micro_batch.composition.length if micro_batch.next_arms is None else micro_batch.next_arms.length
+        )
         budget = (limits.room(context) - 2).clamp(min=0).clamp(max=longest)
         starts = [*zip(context.request.tolist(), (context.length + 1).tolist())]
         attempt = 2 * torch.tensor([tries[start] for start in starts])
         tries.update(start for start, n in zip(starts, budget.tolist()) if n)
-        device = lane.composition.device
+        device = micro_batch.composition.device
         stream = torch.cuda.current_stream(device) if device is not None and device.type == "cuda" else None
-        arm = None if lane.next_arms is None else lane.next_arms.arm
-        guess, block = _Attempts(lane.rng, attempt + 1), _Attempts(lane.rng, attempt)
+        arm = None if micro_batch.next_arms is None else micro_batch.next_arms.arm
+        guess, block = _Attempts(micro_batch.rng, attempt + 1), _Attempts(micro_batch.rng, attempt)
         return _Bet(context, budget, arm, guess, block, torch.is_inference_mode_enabled(), stream)
 
     def draft(self, drafting: DraftRunner) -> _Ready:
@@ -263,14 +267,14 @@ class _Attempts:
 
 
 def _draft(
-    lane: MicroBatch,
+    micro_batch: MicroBatch,
     drafting: DraftRunner,
     budget: Tensor,
     ready: _Ready | None,
     tries: Mapping[tuple[int, int], int],
 ) -> Drafted:
     """The next proposal: what is ready, and new blocks for the other rows."""
-    context, arm = lane.context, None if lane.choice is None else lane.choice.arm
+    context, arm = micro_batch.context, None if micro_batch.choice is None else micro_batch.choice.arm
     good = torch.zeros(context.batch, dtype=torch.bool) if ready is None else ready.good
     anew = budget.masked_fill(good, 0)
     old = Drafted(Proposal.none(context.batch), 0.0, None if ready is None else ready.drafted.spent)
@@ -281,7 +285,7 @@ def _draft(
         return old
     starts = zip(context.request.tolist(), context.length.tolist())
     attempt = 2 * torch.tensor([tries.get(start, 0) for start in starts])
-    new = drafting.propose(context, anew, _Attempts(lane.rng, attempt), arm)
+    new = drafting.propose(context, anew, _Attempts(micro_batch.rng, attempt), arm)
     proposal = new.proposal
     if bool(good.any()):
         parts = [(old.proposal, good.nonzero()[:, 0]), (new.proposal, (~good).nonzero()[:, 0])]

@@ -1,6 +1,6 @@
 """The speculation-verification pipeline: while the target verifies one micro-batch, the drafts work on others.
 
-SPIN, arXiv 2503.15921, section 6. Nothing is guessed: a micro-batch (a lane) is drafted, verified and drafted again; there is no
+SPIN, arXiv 2503.15921, section 6. Nothing is guessed: a micro-batch is drafted, verified and drafted again; there is no
 barrier between rounds. Draws are keyed, so that what comes out is what the serial executor gives.
 """
 
@@ -83,7 +83,7 @@ class Pipelined:
             )
 
     def run(self, composition: Composition, context: Context, rng: Rng, limits: StopRules) -> Iterator[Round]:
-        count = self.lanes(context.batch)
+        count = self.count(context.batch)
         if count > context.batch:
             rows = "is 1 row" if context.batch == 1 else f"are {context.batch} rows"
             raise ValueError(
@@ -92,25 +92,27 @@ class Pipelined:
             )
         selection = composition.begin(context.batch)
         parts = [torch.arange(context.batch)[i::count] for i in range(count)]
-        lanes = [MicroBatch(composition, context.select(rows), rng.select(rows), selection) for rows in parts]
+        micro_batches = [
+            MicroBatch(composition, context.select(rows), rng.select(rows), selection) for rows in parts
+        ]
         flow = self.flow(composition, count, len(parts[0]))
         try:
-            for number, lane in enumerate(lanes):
-                job = flow.prefill(number, lane, limits)
-                flow.go_on(lane, job, limits)
+            for number, micro_batch in enumerate(micro_batches):
+                job = flow.prefill(number, micro_batch, limits)
+                flow.go_on(micro_batch, job, limits)
                 yield job.round
             while flow.running:
-                lane, job = flow.verify(limits)
-                flow.go_on(lane, job, limits)
+                micro_batch, job = flow.verify(limits)
+                flow.go_on(micro_batch, job, limits)
                 yield job.round
         finally:
             flow.stop()
 
-    def lanes(self, rows: int) -> int:
-        """Micro-batches of so many rows."""
+    def count(self, rows: int) -> int:
+        """How many micro-batches so many rows make."""
         return min(2, rows) if self.micro_batches is None else self.micro_batches
 
-    def flow(self, composition: Composition, lanes: int, rows: int) -> Scheduler:
-        """What runs so many lanes of at most ``rows`` rows each; its worker starts now, and ends with ``stop``."""
-        worker = WORKERS[self.workers](composition, lanes, rows)
+    def flow(self, composition: Composition, micro_batches: int, rows: int) -> Scheduler:
+        """A scheduler of so many micro-batches of at most ``rows`` rows each; its worker starts now and ends with ``stop``."""
+        worker = WORKERS[self.workers](composition, micro_batches, rows)
         return Scheduler(worker, ahead=self.ahead, barrier=self.barrier, timeline=self.timeline)

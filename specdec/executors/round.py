@@ -1,4 +1,4 @@
-"""A lane: rows that go through their rounds together. Every executor is a way to run lanes.
+"""A micro-batch: rows that go through their rounds together. Every executor is a way to run micro-batches.
 
 A round has two halves. Drafting needs the text and the draft's state (``DraftRunner``); verification needs the text, a proposal, and the
 target's cache (``MicroBatch``). Both halves can run in different places, because the committed tokens are all that they share.
@@ -35,7 +35,7 @@ class Drafted(NamedTuple):
 
 
 class DraftRunner:
-    """The drafting half of a lane: the draft's state."""
+    """The drafting half of a micro-batch: the draft's state."""
 
     def __init__(self, composition: Composition):
         self.part, self.draft, self.state = composition.drafting, composition.draft, None
@@ -118,7 +118,9 @@ class MicroBatch:
         if not ahead:
             self.choice = self.selection.choose(self.context, self.rng)
             return
-        if self.next_arms is None:  # the first arms serve two rounds, so that other lanes know who is where
+        if (
+            self.next_arms is None
+        ):  # the first arms serve two rounds, so that other micro-batches know who is where
             self.choice = self.next_arms = self.selection.choose(self.context, self.rng)
         else:
             self.choice, self.next_arms = self.next_arms, self.selection.choose(self.context, self.rng)
@@ -165,7 +167,7 @@ class MicroBatch:
         later.settle()
         _check_verdict(verdict, able.name, target.vocab_size)
         self.cache.commit(context, verdict)
-        kept, finished = limits.apply(context, verdict)
+        committed, finished = limits.apply(context, verdict)
         clock.append(perf_counter())
         t, v = (b - a for a, b in pairwise(clock))
         short = (limits.room(context) - 1 < self.lengths()) if self.number else torch.zeros_like(finished)
@@ -177,11 +179,11 @@ class MicroBatch:
             probs=probs,
             target_argmax=target_argmax,
             verdict=verdict,
-            kept=kept,
+            committed=committed,
             finished=finished,
             budget=budget,
-            cut=(kept <= verdict.accepted) | short,
-            arm=torch.zeros_like(kept) if choice is None else choice.arm,
+            truncated=(committed <= verdict.accepted) | short,
+            arm=torch.zeros_like(committed) if choice is None else choice.arm,
             arm_prob=torch.ones(context.batch) if choice is None else choice.prob,
             number=self.number,
             seconds={"draft": drafted.seconds, "target": t, "verify": v}
@@ -195,7 +197,7 @@ class MicroBatch:
         """Take a round's tokens; rows that are finished leave. Returns those that stay, ``None`` when all do."""
         if self.selection is not None and self.number:
             self.selection.learn(round, self.spent)
-        self.context = self.context.append(round.verdict.tokens, round.kept)
+        self.context = self.context.append(round.verdict.tokens, round.committed)
         self.number += 1
         if not bool(round.finished.any()):
             return None
@@ -251,7 +253,7 @@ def check(proposal: Proposal, budget: Tensor, vocab_size: int, most: int | None 
         drawn = proposal.q_of(tokens.clamp(0, vocab_size - 1))
         wrong += [~((total - 1).abs() < 1e-3), drawn <= 0]  # NaN is off too
 
-    def judge(wrong: Tensor) -> None:
+    def refuse(wrong: Tensor) -> None:
         outside, *unlike = wrong & live
         if bool(outside.any()):
             raise ValueError(
@@ -274,7 +276,7 @@ def check(proposal: Proposal, budget: Tensor, vocab_size: int, most: int | None 
                 "drawn from them"
             )
 
-    defer(torch.stack(wrong), judge)
+    defer(torch.stack(wrong), refuse)
 
 
 def _check_form(proposal: Proposal, batch: int) -> None:

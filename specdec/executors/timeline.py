@@ -1,4 +1,4 @@
-"""A time line of the stages: who worked on which lane when, as a picture and as Chrome-trace JSON (chrome://tracing, Perfetto)."""
+"""A time line of the stages: which worker worked on which micro-batch when, as a picture and as Chrome-trace JSON (chrome://tracing, Perfetto)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Span(NamedTuple):
 
     worker: str
     stage: str
-    lane: int
+    micro_batch: int
     began: float
     ended: float
 
@@ -26,8 +26,8 @@ class Timeline:
     def __repr__(self) -> str:
         return f"Timeline({len(self.spans)} spans of {', '.join(self.workers) or 'nobody'}, {self.seconds:.3f} s)"
 
-    def add(self, worker: str, stage: str, lane: int, began: float, ended: float) -> None:
-        self.spans.append(Span(worker, stage, lane, began, ended))
+    def add(self, worker: str, stage: str, micro_batch: int, began: float, ended: float) -> None:
+        self.spans.append(Span(worker, stage, micro_batch, began, ended))
 
     def clear(self) -> None:
         self.spans.clear()
@@ -64,19 +64,19 @@ class Timeline:
         return named + [
             {
                 "ph": "X",
-                "name": f"{s.stage} {s.lane}",
+                "name": f"{s.stage} {s.micro_batch}",
                 "cat": s.stage,
                 "pid": 0,
                 "tid": names[s.worker],
                 "ts": 1e6 * (s.began - start),
                 "dur": 1e6 * (s.ended - s.began),
-                "args": {"lane": s.lane},
+                "args": {"lane": s.micro_batch},
             }
             for s in self.spans
         ]
 
     def plot(self, path: str | Path, seconds: tuple[float, float] | None = None) -> None:
-        """A picture: a line a worker, a colour a lane, stages by their letter. Needs matplotlib (the ``plots`` extra).
+        """A picture: a line a worker, a colour a micro-batch, stages by their letter. Needs matplotlib (the ``plots`` extra).
 
         Args:
             seconds: the part to show, from the first span; default all.
@@ -98,13 +98,15 @@ class Timeline:
                 1e3 * (s.ended - s.began),
                 left=1e3 * (s.began - start),
                 height=0.7,
-                color=f"C{s.lane % 10}",
+                color=f"C{s.micro_batch % 10}",
                 alpha=shade.get(s.stage, 0.85),
                 edgecolor="white",
                 linewidth=0.5,
             )
             if s.ended - s.began > 0.02 * (high - low):
-                axes.bar_label(box, [f"{s.stage[0]}{s.lane}"], label_type="center", fontsize=7, color="white")
+                axes.bar_label(
+                    box, [f"{s.stage[0]}{s.micro_batch}"], label_type="center", fontsize=7, color="white"
+                )
         axes.set_yticks(list(lines.values()), list(lines))
         axes.set_xlim(1e3 * low, 1e3 * max(high, low + 1e-6))
         axes.set_xlabel("milliseconds")

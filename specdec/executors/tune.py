@@ -54,7 +54,7 @@ def profile(decoder: Decodes, prompts: Sequence[Any], rounds: int = 12, seed: in
             round.finished.any()
         ):  # the first round of all is not like the others
             s = round.seconds
-            samples.append((len(round.kept), s["draft"], s["target"] + s["verify"]))
+            samples.append((len(round.committed), s["draft"], s["target"] + s["verify"]))
 
     for size in sizes:
         serial.generate(prompts[:size], decoder.length * rounds, seed=seed, eos_token_id=(), on_round=take)
@@ -104,8 +104,8 @@ def _speed(decoder: Decodes, prompts: Sequence[Any], tokens: int, seed: int) -> 
         tokens,
         seed=seed,
         eos_token_id=(),
-        on_round=lambda r: marks.append((perf_counter(), r.number, int(r.kept.sum()))),
+        on_round=lambda r: marks.append((perf_counter(), r.number, int(r.committed.sum()))),
     )
     start = max((at for at, number, _ in marks if number == 0), default=0.0)
     spent = marks[-1][0] - start
-    return sum(kept for at, number, kept in marks if at > start) / spent if spent else 0.0
+    return sum(made for at, number, made in marks if at > start) / spent if spent else 0.0

@@ -1,4 +1,4 @@
-"""Where the drafting halves of lanes run while the target verifies: a thread, or a forked process with shared tensors.
+"""Where the drafting halves of micro-batches run while the target verifies: a thread, or a forked process with shared tensors.
 
 Both take jobs in order and answer each with a proposal. An exception in the worker is raised where its answer is awaited; a process
 that dies is an exception too.
@@ -29,17 +29,17 @@ from specdec.types import Context, Proposal, Round, Scores
 
 
 class DraftRequest(NamedTuple):
-    """What the drafting half of a lane is told: of the last round, and what to draft next (no rows: nothing, the lane is through).
+    """What the drafting half of a micro-batch is told: of the last round, and what to draft next (no rows: nothing, the micro-batch is through).
 
     Attributes:
         round, stay: the last round, and the rows of it that go on (``None``: all do).
         context, budget, rng, arm: of the rows to be drafted. wanted: arms of the round after.
         target_cache: where the worker shares memory with the target. half: the drafting half, where it had to begin in the target's
             thread: it knows the round already.
-        joins: new rows, which come after the others: told as a lane of their own, whose last round is their prefill.
+        joins: new rows, which come after the others: told as a micro-batch of their own, whose last round is their prefill.
     """
 
-    lane: int
+    micro_batch: int
     round: Round
     stay: Tensor | None
     context: Context
@@ -53,15 +53,15 @@ class DraftRequest(NamedTuple):
 
 
 class DraftResponse(NamedTuple):
-    """A proposal for a lane, and what the worker did since its last answer."""
+    """A proposal for a micro-batch, and what the worker did since its last answer."""
 
-    lane: int
+    micro_batch: int
     drafted: Drafted
     spans: tuple[Span, ...]
 
 
 class DraftWorker:
-    """The drafting halves of all lanes, by number, and what was done for them since the last answer.
+    """The drafting halves of all micro-batches, by number, and what was done for them since the last answer.
 
     Args:
         settle: as for ``DraftRunner.propose``.
@@ -73,25 +73,25 @@ class DraftWorker:
         self.spans: list[Span] = []
 
     def draft(self, job: DraftRequest) -> DraftResponse | None:
-        """Hear of the last round and draft for the next; ``None`` for a lane that is through."""
+        """Hear of the last round and draft for the next; ``None`` for a micro-batch that is through."""
         if not job.context.batch:
-            self.halves.pop(job.lane, None)
+            self.halves.pop(job.micro_batch, None)
             return None
-        half = self.halves[job.lane] = self._told(job, self.halves.get(job.lane))
+        half = self.halves[job.micro_batch] = self._told(job, self.halves.get(job.micro_batch))
         if not job.round.number:
             self._read(half, job, job.arm)
         began = perf_counter()
         drafted = half.propose(job.context, job.budget, job.rng, job.arm, self.settle)
-        self._note("draft", job.lane, began)
+        self._note("draft", job.micro_batch, began)
         spans, self.spans = tuple(self.spans), []
-        return DraftResponse(job.lane, drafted, spans)
+        return DraftResponse(job.micro_batch, drafted, spans)
 
     def prepare(self, job: DraftRequest) -> None:
         """After the answer: let the arms that are wanted next read their rows."""
         if job.wanted is not None:
             began = perf_counter()
-            self.halves[job.lane].prepare(job.context, job.wanted)
-            self._note("prepare", job.lane, began)
+            self.halves[job.micro_batch].prepare(job.context, job.wanted)
+            self._note("prepare", job.micro_batch, began)
 
     def _told(self, job: DraftRequest, half: DraftRunner | None) -> DraftRunner:
         """A half (``None``: of rows that begin) after the round of ``job``, with the rows that join."""
@@ -102,7 +102,7 @@ class DraftWorker:
             if half is None:
                 began, half = perf_counter(), DraftRunner(self.composition)
                 half.start(job.round.context, job.target_cache)
-                self._note("prefill", job.lane, began)
+                self._note("prefill", job.micro_batch, began)
             half.observe(job.round)
             if job.stay is not None:
                 half.state = half.draft.select(half.state, job.stay)
@@ -120,10 +120,10 @@ class DraftWorker:
         if arm is not None:
             began = perf_counter()
             half.prepare(job.context, arm)
-            self._note("prefill", job.lane, began)
+            self._note("prefill", job.micro_batch, began)
 
-    def _note(self, stage: str, lane: int, began: float) -> None:
-        self.spans.append(Span("drafts", stage, lane, began, perf_counter()))
+    def _note(self, stage: str, micro_batch: int, began: float) -> None:
+        self.spans.append(Span("drafts", stage, micro_batch, began, perf_counter()))
 
 
 def work(composition: Composition, receive: Callable[[], Any], send: Callable[[Any], None]) -> None:
@@ -149,11 +149,11 @@ def _finish(proposal: Proposal) -> None:
 
 
 class InlineWorker:
-    """No worker: drafts in the caller's thread, as soon as it is told to; for one lane, as the serial executor has it."""
+    """No worker: drafts in the caller's thread, as soon as it is told to; for one micro-batch, as the serial executor has it."""
 
     shares = True
 
-    def __init__(self, composition: Composition, lanes: int = 1, rows: int = 0):
+    def __init__(self, composition: Composition, micro_batches: int = 1, rows: int = 0):
         self.desk = DraftWorker(composition, settle=False)
         self.said: DraftResponse | None = None
 
@@ -174,7 +174,7 @@ class ThreadWorker:
 
     shares = True
 
-    def __init__(self, composition: Composition, lanes: int, rows: int):
+    def __init__(self, composition: Composition, micro_batches: int, rows: int):
         self.inbox: SimpleQueue[Any] = SimpleQueue()
         self.outbox: SimpleQueue[Any] = SimpleQueue()
         device = composition.device
@@ -219,11 +219,11 @@ class ProcessWorker:
 
     shares = False
 
-    def __init__(self, composition: Composition, lanes: int, rows: int):
+    def __init__(self, composition: Composition, micro_batches: int, rows: int):
         fork = multiprocessing.get_context("fork")
         ours, theirs = fork.Pipe()
         size = max(1, rows * composition.nodes * composition.target.vocab_size * 8)
-        self.buffers = [torch.empty(size, dtype=torch.uint8).share_memory_() for _ in range(lanes)]
+        self.buffers = [torch.empty(size, dtype=torch.uint8).share_memory_() for _ in range(micro_batches)]
         self.pipe = ours
 
         def body() -> None:
@@ -289,12 +289,12 @@ class ProcessWorker:
             probs, source = proposal.distributions(), None
         probs = probs.contiguous()
         bytes_ = probs.view(-1).view(torch.uint8)
-        if len(bytes_) > len(self.buffers[said.lane]):
+        if len(bytes_) > len(self.buffers[said.micro_batch]):
             return RuntimeError(
                 f"the draft proposed {proposal.nodes} nodes a row, more than it declares: a draft of trees has "
                 "info = DraftInfo(..., nodes=lambda length: ...), the most nodes of a proposal"
             )
-        self.buffers[said.lane][: len(bytes_)].copy_(bytes_)
+        self.buffers[said.micro_batch][: len(bytes_)].copy_(bytes_)
         laid = Laid(
             proposal.tokens,
             proposal.parents,
@@ -311,7 +311,7 @@ class ProcessWorker:
         if not isinstance(laid, Laid):
             return said
         count = torch.Size(laid.shape).numel() * laid.dtype.itemsize
-        probs = self.buffers[said.lane][:count].clone().view(laid.dtype).view(laid.shape)
+        probs = self.buffers[said.micro_batch][:count].clone().view(laid.dtype).view(laid.shape)
         proposal = Proposal(laid.tokens, laid.parents, laid.size, probs, laid.provenance, laid.source)
         return said._replace(drafted=said.drafted._replace(proposal=proposal))
 

@@ -1,6 +1,6 @@
 """A draft's whole chain as one captured step: k forwards, their draws and the ids in between, without the host.
 
-Numbers to draw with are functions of keys that the host knows beforehand, so they travel with the rest, in one copy.
+The uniforms of its draws are functions of keys that the host knows beforehand, so they travel with the rest, in one copy.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ class Chain(Program):
     """``steps`` draws of every row, each from the forward of the one before.
 
     Args:
-        forward: as ``Packed.forward``. memo: where keys and values go. shape: what it is for. device: of the model.
+        forward: as ``Packed.forward``. store: where keys and values go. shape: what it is for. device: of the model.
     """
 
-    def __init__(self, forward: Forward, memo: StaticStore, shape: Shape, device: torch.device):
-        self.forward, self.memo, self.shape = forward, memo, shape
+    def __init__(self, forward: Forward, store: StaticStore, shape: Shape, device: torch.device):
+        self.forward, self.store, self.shape = forward, store, shape
         R, T = shape.rows, shape.rows * shape.queries
         self.staged = Staged(
             {
                 **dict.fromkeys(("ids", "positions", "slots"), ("i8", (T,))),
                 **dict.fromkeys(("keep", "base", "limit", "home"), ("i8", (R,))),
-                "numbers": ("f8", (shape.steps, R)),
+                "uniforms": ("f8", (shape.steps, R)),
                 **dict.fromkeys(("first", "later"), ("i4", (R + 1,))),
                 **dict.fromkeys(("length", "rows"), ("i4", (R,))),
             },
@@ -80,10 +80,10 @@ class Chain(Program):
                     on["base"] + n - 1
                 )  # rows without a further draw look at their first slot and write nowhere
                 positions = torch.where(live, at, 0)
-                slots = torch.where(live, on["home"] + at, self.memo.spare)
+                slots = torch.where(live, on["home"] + at, self.store.spare)
                 length = torch.where(live, at + 1, 1).to(torch.int32)
                 logits = self._run(tokens[-1].clamp(min=0), positions, slots, on["later"], length, None)
-            top, token, distribution = draw(logits, shape.sampling, shape.vocab_size, on["numbers"][n])
+            top, token, distribution = draw(logits, shape.sampling, shape.vocab_size, on["uniforms"][n])
             tokens.append(torch.where(live, torch.where(torch.isfinite(top), token, -1), 0))
             if distribution is not None:
                 distributions.append(distribution)
@@ -96,15 +96,15 @@ class Chain(Program):
         count = shape.queries if starts is self.staged.on["first"] else 1
         rows = self.staged.on["rows"]
         lowered = Lowered(starts, length, rows, length, None, None, None, None, count, shape.length)
-        self.memo.begin()
+        self.store.begin()
         plan: Any = StaticPlan(lowered, slots)
-        logits = self.forward(self.memo, plan, ids, positions, keep)
+        logits = self.forward(self.store, plan, ids, positions, keep)
         assert logits is not None
         return logits
 
 
 def draw(
-    logits: Tensor, sampling: Sampling, vocab_size: int | None, numbers: Tensor
+    logits: Tensor, sampling: Sampling, vocab_size: int | None, uniforms: Tensor
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """As ``Sampling`` and ``Philox.categorical`` do it: the largest score, the token and the distribution of each of ``logits [R, V]``."""
     nowhere: Any = None  # without processors the text does not matter
@@ -115,7 +115,7 @@ def draw(
     wide = logits if logits.dtype == torch.float64 else logits.float()
     scores = sampling.scores(wide, nowhere, None)
     distribution = scores.softmax(-1)
-    return scores.amax(-1), pick(distribution, numbers), distribution
+    return scores.amax(-1), pick(distribution, uniforms), distribution
 
 
 def propose(
@@ -138,10 +138,10 @@ def propose(
     B, N = text.batch, int(budget.max())
     if N < 1 or sampling.processors or type(cache) is not SlotCache:
         return None
-    numbers = None
+    uniforms = None
     if not sampling.greedy:
-        numbers = numbers_of(rng, text, N)
-        if numbers is None:
+        uniforms = uniforms_of(rng, text, N)
+        if uniforms is None:
             return None
     some = None if int(budget.min()) > 0 else (budget > 0).nonzero()[:, 0]
     steps = model.steps
@@ -156,8 +156,8 @@ def propose(
     R = bucket.rows
     shape = Shape(R, bucket.queries, N, bucket.length, sampling, vocab_size)
 
-    def make(memo: StaticStore) -> Chain:
-        return Chain(steps.forward, memo, shape, steps.device)
+    def make(store: StaticStore) -> Chain:
+        return Chain(steps.forward, store, shape, steps.device)
 
     def update(chain: Any) -> None:
         array = chain.staged.begin()
@@ -165,7 +165,7 @@ def propose(
         pad(array["ids"], feed.ids)
         pad(array["positions"], feed.positions)
         flat = [r.b * slots + s for r in feed.rows for s in range(r.first, r.end)]
-        pad(array["slots"], flat, chain.memo.spare)
+        pad(array["slots"], flat, chain.store.spare)
         array["first"][0] = array["later"][0] = 0
         array["first"][1 : live + 1] = array["keep"][:live] = torch.tensor(counts).cumsum(0).numpy()
         array["keep"][:live] -= 1
@@ -177,9 +177,9 @@ def propose(
         pad(array["rows"], [r.b for r in feed.rows])
         pad(array["home"], [r.b * slots for r in feed.rows])
         pad(array["limit"], limits)
-        if numbers is not None:
-            array["numbers"][:, :live] = numbers[:, [r.b for r in feed.rows]]
-            array["numbers"][:, live:] = 0
+        if uniforms is not None:
+            array["uniforms"][:, :live] = uniforms[:, [r.b for r in feed.rows]]
+            array["uniforms"][:, live:] = 0
         chain.staged.send()
 
     with torch.inference_mode():
@@ -201,8 +201,8 @@ def propose(
     return Drawn(tokens, probs)
 
 
-def numbers_of(rng: Rng, text: Context, count: int) -> Any:
-    """``[N, B]`` the numbers that ``rng`` draws a chain's tokens with; ``None`` where it draws in another way."""
+def uniforms_of(rng: Rng, text: Context, count: int) -> Any:
+    """``[N, B]`` the uniforms that ``rng`` draws a chain's tokens with; ``None`` where it draws in another way."""
     attempt = 0
     inner: Any = rng
     while isinstance(inner, Attempt):

@@ -43,7 +43,7 @@ class Storage:
     def __init__(self, cache: Slots):
         lease = cache.lease = cache.lease or Lease()
         self.lease = weakref.ref(lease)
-        self.whole, self.memo = cache._whole, StaticStore(cache)
+        self.whole, self.store = cache._whole, StaticStore(cache)
         self._model = copy.copy(cache)
         self._model.lease = None
         self.programs: OrderedDict[Hashable, Program] = OrderedDict()
@@ -140,7 +140,7 @@ class Programs:
                 seen.popitem(last=False)
             return None
         try:
-            program = make(storage.memo)
+            program = make(storage.store)
             update(program)
             program.capture(self.capture)
         except Exception as error:
@@ -247,8 +247,8 @@ class Steps(Programs):
             keep += range(t + count - k, t + count)
             t += count
 
-        def make(memo: StaticStore) -> StaticStep:
-            return StaticStep(self.forward, memo, bucket, self.device, room, taps)
+        def make(store: StaticStore) -> StaticStep:
+            return StaticStep(self.forward, store, bucket, self.device, room, taps)
 
         def update(step: Any) -> None:
             step.update(plan, feed.ids, feed.positions, keep, drafted, source)

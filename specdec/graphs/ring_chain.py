@@ -16,7 +16,7 @@ from torch import Tensor
 
 from specdec.cache.ring import Ring
 from specdec.cache.static import StaticStore
-from specdec.graphs.chain import Drawn, draw, numbers_of
+from specdec.graphs.chain import Drawn, draw, uniforms_of
 from specdec.graphs.programs import Programs
 from specdec.graphs.staging import Program, Staged, pad
 from specdec.graphs.static import StaticPlan, power
@@ -69,16 +69,16 @@ class RingChain(Program):
     """``steps`` draws of every row, each from the forward of the one before.
 
     Args:
-        ring: of the memory that ``memo`` is of.
+        ring: of the memory that ``store`` is of.
     """
 
-    def __init__(self, ring: Ring, memo: StaticStore, shape: Shape, device: torch.device):
-        self.memo, self.shape = memo, shape
+    def __init__(self, ring: Ring, store: StaticStore, shape: Shape, device: torch.device):
+        self.store, self.shape = store, shape
         self.sinks, self.size, self.window, self.mask = ring.sinks, ring.size, ring.window, ring.mask
         R = shape.rows
         fields = {
             **dict.fromkeys(("ids", "base", "limit", "earlier", "before"), ("i8", (R,))),
-            "numbers": ("f8", (shape.steps, R)),
+            "uniforms": ("f8", (shape.steps, R)),
         }
         self.staged = Staged(fields, device)
 
@@ -93,19 +93,19 @@ class RingChain(Program):
         position = on["base"] + torch.arange(shape.steps, device=device)[:, None]  # [steps, R]
         if shape.earlier:
             position = torch.cat([on["before"][None], position])
-        slots = torch.arange(shape.rows, device=device) * self.memo.slots + self._slot(position)
+        slots = torch.arange(shape.rows, device=device) * self.store.slots + self._slot(position)
         held, seen = self._sight(position)
         forward, token = self.forward(position), on["ids"]
         tokens: list[Tensor] = []
         distributions: list[Tensor] = []
         for n in range(-int(shape.earlier), shape.steps):
             i = n + int(shape.earlier)
-            self.memo.begin()
+            self.store.begin()
             plan = RingPlan(seen[i], position[i][:, None] - held[i], slots[i])
             logits = forward(i, on["earlier"] if n < 0 else token, plan)
             if logits is None:
                 continue
-            top, token, distribution = draw(logits, shape.sampling, shape.vocab_size, on["numbers"][n])
+            top, token, distribution = draw(logits, shape.sampling, shape.vocab_size, on["uniforms"][n])
             said = torch.where(torch.isfinite(top), token, -1)
             token = said.clamp(min=0)
             tokens.append(torch.where(on["limit"] > n, said, 0))
@@ -148,10 +148,10 @@ def drawn(
     """
     if sampling.processors or not known(ring.mask):  # a user's mask need not be made of operators alone
         return None
-    numbers, B, steps = None, context.batch, int(budget.max())
+    uniforms, B, steps = None, context.batch, int(budget.max())
     if not sampling.greedy:
-        numbers = numbers_of(rng, context, steps)
-        if numbers is None:
+        uniforms = uniforms_of(rng, context, steps)
+        if uniforms is None:
             return None
     base = context.length - 1
     first = base if first is None else first
@@ -164,13 +164,13 @@ def drawn(
             pad(array[ids], context.tokens.gather(1, at[:, None])[:, 0])
             pad(array[positions], at)
         pad(array["limit"], budget)
-        array["numbers"][:] = 0
-        if numbers is not None:
-            array["numbers"][:, :B] = numbers
+        array["uniforms"][:] = 0
+        if uniforms is not None:
+            array["uniforms"][:, :B] = uniforms
         chain.staged.send()
 
     with torch.inference_mode():
-        chain = programs.program(ring, shape, lambda memo: make(memo, shape), update)
+        chain = programs.program(ring, shape, lambda store: make(store, shape), update)
         if chain is None:
             return None
         tokens, probs = chain.replay()  # the next replay writes over them

@@ -117,20 +117,20 @@ class StaticStep(Program):
     """One forward of a bucket.
 
     Args:
-        forward: as ``Packed.forward``. memo: where keys and values go. device: of the model.
+        forward: as ``Packed.forward``. store: where keys and values go. device: of the model.
         drafted: how many proposed tokens may stay on the device (``update``). taps: layers whose activations are wanted.
     """
 
     def __init__(
         self,
         forward: Forward,
-        memo: StaticStore,
+        store: StaticStore,
         bucket: Bucket,
         device: torch.device,
         drafted: int = 0,
         taps: Sequence[int] = (),
     ):
-        self.forward, self.memo, self.bucket, self.taps = forward, memo, bucket, tuple(taps)
+        self.forward, self.store, self.bucket, self.taps = forward, store, bucket, tuple(taps)
         R, T = bucket.rows, bucket.tokens
         fields: dict[str, tuple[str, tuple[int, ...]]] = {
             **dict.fromkeys(("ids", "positions", "slots", "source"), ("i8", (T,))),
@@ -163,7 +163,7 @@ class StaticStep(Program):
     def body(self) -> tuple[Tensor | None, tuple[Tensor, ...]]:
         """Logits ``[K, V]``: those that are wanted, then padding's; ``None`` where none are. Activations ``[T, E]`` of each tap."""
         on, bucket = self.staged.on, self.bucket
-        self.memo.begin()
+        self.store.begin()
         ids = on["ids"]
         if len(self.drafted):
             source = on["source"]
@@ -172,7 +172,7 @@ class StaticStep(Program):
         if bucket.kept:
             keep = None if bucket.kept == ALL else on["keep"]
         caught: dict[int, list[Tensor]] = {tap: [] for tap in self.taps}
-        logits = self.forward(self.memo, self.plan, ids, on["positions"], keep, caught)
+        logits = self.forward(self.store, self.plan, ids, on["positions"], keep, caught)
         return logits, tuple(x for (x,) in caught.values())
 
     def update(
@@ -195,7 +195,7 @@ class StaticStep(Program):
         assert plan.slots is not None
         pad(array["ids"], ids)
         pad(array["positions"], positions)
-        pad(array["slots"], plan.slots.numpy(), self.memo.spare)
+        pad(array["slots"], plan.slots.numpy(), self.store.spare)
         pad(array["source"], source, -1)
         if self.bucket.chosen:
             pad(array["keep"], keep)

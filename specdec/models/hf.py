@@ -392,7 +392,7 @@ class HFModel:
             yield cache, piece
 
     def _remember(self, cache: Cache, context: Context, packed: PackedBatch) -> None:
-        """Note what was fed in the memo; only after the forward, so that one that fails leaves the memo true."""
+        """Note in the token index what was fed. This comes after the forward, so that one that fails leaves the index true."""
         text = context.tokens.numpy()
         for b, first, length, end in packed.rows:
             cache.remember(b, text[b], first, min(length, end), max(end - length, 0))

@@ -162,14 +162,17 @@ class Masked(HFModel):
         self, cache: Any, packed: PackedBatch, limit: int, wanted: bool
     ) -> Iterator[tuple[Any, PrefillChunk]]:
         if self.reach is None:
-            for memo, chunk in super()._pieces(cache, packed, limit, wanted):
-                yield memo, chunk._replace(plan=masked(chunk.plan, self.mask))
+            for store, chunk in super()._pieces(cache, packed, limit, wanted):
+                yield store, chunk._replace(plan=masked(chunk.plan, self.mask))
             return
         ids, positions = packed.tensors(self.device)
         for low in range(0, packed.tokens, limit):
             part, rows = slice(low, low + limit), packed.cut(low, low + limit)
-            memo, plan = cache.place(rows, self.device)
-            yield memo, PrefillChunk(plan, ids[part], positions[part], packed.keep(rows, wanted, self.device))
+            store, plan = cache.place(rows, self.device)
+            yield (
+                store,
+                PrefillChunk(plan, ids[part], positions[part], packed.keep(rows, wanted, self.device)),
+            )
 
 
 def masked(plan: AttentionPlan, mask: Mask) -> ExplicitPlan:

@@ -65,7 +65,7 @@ class TableModel:
         return TableModel(torch.from_numpy(distributions).reshape([vocab_size] * (order + 1)))
 
     def cache(self, batch: int, capacity: int) -> TableCache:
-        """A memo with nothing to remember: it only counts what it was shown."""
+        """A token index without keys and values: it only counts the tokens that were fed."""
         return TableCache(torch.zeros(batch, dtype=torch.long))
 
     def prefill(self, cache: TableCache, context: Context, rows: Tensor | None = None) -> None:

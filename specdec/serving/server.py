@@ -1,7 +1,7 @@
 """Continuous batching: requests join a running batch as they arrive and leave it as they finish (Orca, Yu et al., OSDI 2022).
 
-New rows are prefilled as a lane of their own, which then joins a running one between two of its rounds. The serial executor has one
-lane, the pipeline as many as micro-batches. A row's decisions are keyed by its own seed and length, so that what it says does not depend
+New rows are prefilled as a micro-batch of their own, which then joins a running one between two of its rounds. The serial executor runs one
+micro-batch, the pipeline several. A row's decisions are keyed by its own seed and length, so that what it says does not depend
 on who else is in flight.
 """
 
@@ -89,8 +89,8 @@ def check(composition: Composition, executor: Executor, settings: Settings) -> N
 
 
 def lanes_of(executor: Executor, settings: Settings) -> int:
-    """How many lanes share the rows in flight."""
-    return executor.lanes(settings.limit) if isinstance(executor, Pipelined) else 1
+    """How many micro-batches share the rows in flight."""
+    return executor.count(settings.limit) if isinstance(executor, Pipelined) else 1
 
 
 @dataclass(eq=False)
@@ -106,22 +106,22 @@ class _Open:
 
 @dataclass(eq=False)
 class Place:
-    """Where a lane runs, over and over again.
+    """Where a micro-batch runs, over and over again.
 
     Attributes:
-        lane: the one that runs, if any. spare: the target's cache for all rows of a lane, while nobody is in it.
-        waiting: requests that will join the lane when it has been verified; at once where there is none.
+        micro_batch: the one that runs, if any. spare: the target's cache for all rows of a micro-batch, while nobody is in it.
+        waiting: requests that will join the micro-batch when it has been verified; at once where there is none.
     """
 
     number: int
-    lane: MicroBatch | None = None
+    micro_batch: MicroBatch | None = None
     spare: Any = None
     waiting: list[tuple[int, Request]] = field(default_factory=list)
 
     @property
     def load(self) -> int:
         """Rows, with those to come."""
-        return len(self.waiting) + (self.lane.context.batch if self.lane else 0)
+        return len(self.waiting) + (self.micro_batch.context.batch if self.micro_batch else 0)
 
 
 def _in_order(one: tuple[int, Any], before: Request | None) -> None:
@@ -137,10 +137,10 @@ def _in_order(one: tuple[int, Any], before: Request | None) -> None:
 
 
 class Server:
-    """The running lanes, and the requests in them.
+    """The running micro-batches, and the requests in them.
 
     Attributes:
-        places: of the lanes. flow: runs them. time: of the stream's clock.
+        places: of the micro-batches. flow: runs them. time: of the stream's clock.
     """
 
     flow: Scheduler
@@ -161,7 +161,7 @@ class Server:
         self.latest: Request | None = None
         self.next: tuple[int, Request] | None = None
         self.places = [Place(number) for number in range(lanes_of(executor, settings))]
-        self.rows = -(-settings.limit // len(self.places))  # of a lane at most
+        self.rows = -(-settings.limit // len(self.places))  # of a micro-batch at most
         self.limits = StopRules(torch.zeros(64, dtype=torch.long))
         self.open: dict[int, _Open] = {}
         self.seeds, self.rounds, self.began = torch.zeros(0, dtype=torch.long), Fraction(0), perf_counter()
@@ -169,7 +169,7 @@ class Server:
             self._provide(settings.capacity)
 
     def _provide(self, capacity: int) -> None:
-        """Caches for the rows of all lanes; pages come from one pool."""
+        """Caches for the rows of all micro-batches; pages come from one pool."""
         first: Any = None
         for place in self.places:
             if isinstance(first, PooledCache):
@@ -193,10 +193,10 @@ class Server:
             while True:
                 self._deal()
                 for place in self.places:
-                    if place.waiting and not place.lane:
+                    if place.waiting and not place.micro_batch:
                         job = yield from self._admit(place)
-                        if job is not None and place.lane:
-                            self.flow.go_on(place.lane, job, self.limits)
+                        if job is not None and place.micro_batch:
+                            self.flow.go_on(place.micro_batch, job, self.limits)
                 if self.flow.running:
                     yield from self._round()
                 elif self._peek() is None:
@@ -218,9 +218,9 @@ class Server:
         return self.next
 
     def _deal(self) -> None:
-        """Requests that are due, as many as there is room for, each to the lane with the fewest rows.
+        """Requests that are due, as many as there is room for, each to the micro-batch with the fewest rows.
 
-        No lane gets more than its share of the limit.
+        No micro-batch gets more than its share of the limit.
         """
         while sum(place.load for place in self.places) < self.settings.limit:
             one = self._peek()
@@ -241,31 +241,33 @@ class Server:
         self.flow.clock = perf_counter()
 
     def _admit(self, place: Place) -> Generator[Finished, None, DraftRequest | None]:
-        """Prefill those that wait as a lane of their own, and let it join the running one; returns what the drafts are to be told."""
+        """Prefill those that wait as a micro-batch of their own, and let it join the running one; returns what the drafts are to be told."""
         arrived, place.waiting = place.waiting, []
         started = self.time
         contexts, own = zip(*(self._prepared(index, request) for index, request in arrived))
         for index, request in arrived:
             self.open[index] = _Open(request, started, [], Stats())
-        lane = MicroBatch(
+        micro_batch = MicroBatch(
             self.composition, joined(contexts, self.settings.capacity), Philox(torch.cat(own)), self.selection
         )
         running: Any = next((cache for cache in self._caches(place) if cache is not None), None)
         if isinstance(running, PooledCache):  # pages: joining them later copies nothing
-            lane.cache = running.beside(len(contexts), max(context.tokens.shape[1] for context in contexts))
-        job = self.flow.prefill(place.number, lane, self.limits)
+            micro_batch.cache = running.beside(
+                len(contexts), max(context.tokens.shape[1] for context in contexts)
+            )
+        job = self.flow.prefill(place.number, micro_batch, self.limits)
         self._count(job.round)
         for index, _ in arrived:
             self.open[index].first_token = self.time
-        if lane:
-            self._join(place, lane)
+        if micro_batch:
+            self._join(place, micro_batch)
         yield from self._finished(job.round)
-        return job if lane else None
+        return job if micro_batch else None
 
     def _caches(self, place: Place) -> Iterator[Any]:
         """The target's caches: that of a place first."""
         for one in (place, *self.places):
-            yield one.lane.cache if one.lane else one.spare
+            yield one.micro_batch.cache if one.micro_batch else one.spare
 
     def _prepared(self, index: int, request: Request) -> tuple[Context, Tensor]:
         """A row of its own and its seed.
@@ -310,49 +312,49 @@ class Server:
             self.seeds = seeds(self.settings.seed, max(64, 2 * index))
         return self.seeds[index : index + 1]
 
-    def _join(self, place: Place, lane: MicroBatch) -> None:
-        """The rows of ``lane`` go on with those that run, after them."""
-        running = place.lane
+    def _join(self, place: Place, micro_batch: MicroBatch) -> None:
+        """The rows of ``micro_batch`` go on with those that run, after them."""
+        running = place.micro_batch
         if running is None:
             if place.spare is not None:
-                lane.cache, place.spare = place.spare.join(lane.cache), None
-            place.lane = lane
+                micro_batch.cache, place.spare = place.spare.join(micro_batch.cache), None
+            place.micro_batch = micro_batch
             return
-        running.context = joined([running.context, lane.context])
-        running.rng = Philox(torch.cat([running.rng.seed, lane.rng.seed]))  # type: ignore[attr-defined]
-        running.cache = running.cache.join(lane.cache)
+        running.context = joined([running.context, micro_batch.context])
+        running.rng = Philox(torch.cat([running.rng.seed, micro_batch.rng.seed]))  # type: ignore[attr-defined]
+        running.cache = running.cache.join(micro_batch.cache)
         if (
             running.next_arms is not None
         ):  # arms are chosen a round ahead: new rows begin with some of their own
-            lane.choose(ahead=True)
-            assert lane.next_arms is not None
-            running.next_arms = Choice._make(map(torch.cat, zip(running.next_arms, lane.next_arms)))
+            micro_batch.choose(ahead=True)
+            assert micro_batch.next_arms is not None
+            running.next_arms = Choice._make(map(torch.cat, zip(running.next_arms, micro_batch.next_arms)))
 
     # -- rounds --------------------------------------------------------------------------------------------------------
 
     def _round(self) -> Iterator[Finished]:
-        """Verify the next proposal; those that wait for its lane join it, and it goes on."""
+        """Verify the next proposal; those that wait for its micro-batch join it, and it goes on."""
         running = len(self.flow.running)
-        lane, job = self.flow.verify(self.limits)
-        place = self.places[job.lane]
+        micro_batch, job = self.flow.verify(self.limits)
+        place = self.places[job.micro_batch]
         self.rounds += Fraction(1, running)
         self._count(job.round)
-        if not lane:
-            place.lane = None
+        if not micro_batch:
+            place.micro_batch = None
             if self.settings.capacity is not None:
-                place.spare = lane.cache.select(torch.arange(0))
+                place.spare = micro_batch.cache.select(torch.arange(0))
         yield from self._finished(job.round)
         self._deal()
         joins = None
-        if lane and place.waiting:
+        if micro_batch and place.waiting:
             joins = yield from self._admit(place)
-        self.flow.go_on(lane, job, self.limits, joins)
+        self.flow.go_on(micro_batch, job, self.limits, joins)
 
     def _count(self, round: Round) -> None:
         record, new = Record.of(round), round.verdict.tokens.tolist()
         for b, index in enumerate(record.request):
             one = self.open[index]
-            one.ids += new[b][: record.kept[b]]
+            one.ids += new[b][: record.committed[b]]
             one.stats._add(record, b)
         if self.settings.on_round is not None:
             self.settings.on_round(round)

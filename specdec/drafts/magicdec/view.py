@@ -90,15 +90,15 @@ class ViewCache(RingCache):
 
     def place(self, rows: list[Row], device: torch.device) -> tuple[Any, ExplicitPlan]:
         """As ``RingCache.place``; sinks are turned to where the row's last query is to see them."""
-        memo, plan = super().place(rows, device)
+        store, plan = super().place(rows, device)
         if self.view.rotation is not None:
             self._turn({r.b: r.end - 1 for r in rows})
-        if self.extra and memo is self:
+        if self.extra and store is self:
             queries = torch.tensor([q for r in rows for q in range(r.first, r.end)])
             heads = self.view.clone.config.get_text_config().num_attention_heads
             chosen = PrunedPlan(plan, queries, self.kept, heads, self.shows)
             return PrunedView(self, chosen), chosen
-        return memo, plan
+        return store, plan
 
     def _turn(self, queries: dict[int, int]) -> None:
         """Rotate the sinks' keys by the number of positions between them and the window that ``queries`` (by row) do not see."""

@@ -148,8 +148,8 @@ class Spire:
     ) -> Drawn | None:
         assert self.programs is not None
 
-        def make(memo: StaticStore, shape: Shape) -> SpireChain:
-            return SpireChain(self.model, ring, memo, shape)
+        def make(store: StaticStore, shape: Shape) -> SpireChain:
+            return SpireChain(self.model, ring, store, shape)
 
         return drawn(self.programs, ring, context, budget, rng, sampling, make)
 
