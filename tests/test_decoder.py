@@ -496,7 +496,7 @@ def star(context, budget):
             r"parents \[2, 1\]",
         ),
         (lambda c, b: (sd.Proposal.chain(zeros(c), b.clamp(max=1).int()), None), ValueError, r"size \[2\] torch.int32"),
-        (star, ValueError, r"proposed 5 nodes in a row, and there is room for 2: declare the most nodes"),
+        (star, ValueError, r"proposed 5 nodes in a row, and there is room for 2: declare the maximum"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("pooled", [False, True])

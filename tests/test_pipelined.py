@@ -343,7 +343,7 @@ class Widens(Fails):
 @pytest.mark.parametrize(
     ("exist", "error", "says"),
     [
-        (4, ValueError, r"4 nodes in a row, and there is room for 1: declare the most nodes"),
+        (4, ValueError, r"4 nodes in a row, and there is room for 1: declare the maximum"),
         (1, RuntimeError, r"4 nodes a row, more than it declares"),  # they are too large to send
     ],
 )
@@ -361,7 +361,8 @@ def test_clear_refusals(models, table):
     with pytest.raises(ValueError, match="micro_batches is 0: need at least 1"):
         Pipelined(0)
     with pytest.raises(
-        ValueError, match="micro_batches is 3 and there are 2 rows: a micro-batch needs a row; use at most 2"
+        ValueError,
+        match="micro_batches is 3 and there are 2 rows: each micro-batch needs a row; use at most 2",
     ):
         table.executor(Pipelined(3)).build().generate([[1], [2]], 4)
     with pytest.raises(

@@ -444,7 +444,7 @@ def test_a_pipeline_sleeps_only_when_nobody_is_there(small, monkeypatch):
     now, slept = [0.0], []
 
     def sleep(seconds):
-        assert not server.flow.running
+        assert not server.scheduler.running
         slept.append(seconds)
         now[0] += seconds
 

@@ -825,7 +825,7 @@ def test_a_device_that_says_nan(who, graphs, temperature):
                 with torch.no_grad():
                     model.model.lm_head.weight.fill_(float("nan"))
 
-        with pytest.raises(ValueError, match=r"logits of row 0, entry 0 contain nan|draft says -1 where"):
+        with pytest.raises(ValueError, match=r"logits of row 0, entry 0 contain nan|draft proposes -1 where"):
             decoder.generate([[1, 2, 3, 4], [7, 8]], 40, seed=3, on_round=spoil)
     assert len(committed) == 5  # nothing after that
 

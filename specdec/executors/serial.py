@@ -1,4 +1,4 @@
-"""One round after another: draft, score, verify, commit. The executor that the others must equal."""
+"""One round after another: draft, score, verify, commit. The other executors are tested against this one."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Serial:
                 micro_batch.choose()
                 if (
                     first and micro_batch.choice is not None
-                ):  # reading the prompt is prefill, whichever draft does it
+                ):  # a draft that reads the prompt counts as prefill
                     drafting.prepare(micro_batch.context, micro_batch.choice.arm)
             round.seconds["total"] = perf_counter() - began  # type: ignore[index]
             if first:

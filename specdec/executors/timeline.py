@@ -1,4 +1,4 @@
-"""A time line of the stages: which worker worked on which micro-batch when, as a picture and as Chrome-trace JSON (chrome://tracing, Perfetto)."""
+"""When each worker ran which stage of which micro-batch: a picture, or Chrome-trace JSON (chrome://tracing, Perfetto)."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class Span(NamedTuple):
 
 
 class Timeline:
-    """Spans of a run. Give it to an executor: ``Pipelined(timeline=Timeline())``; it collects until it is cleared."""
+    """Spans of runs, collected until ``clear``. Pass one to an executor: ``Pipelined(timeline=Timeline())``."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
 
     def __repr__(self) -> str:
-        return f"Timeline({len(self.spans)} spans of {', '.join(self.workers) or 'nobody'}, {self.seconds:.3f} s)"
+        return f"Timeline({len(self.spans)} spans of {', '.join(self.workers) or 'no worker'}, {self.seconds:.3f} s)"
 
     def add(self, worker: str, stage: str, micro_batch: int, began: float, ended: float) -> None:
         self.spans.append(Span(worker, stage, micro_batch, began, ended))
@@ -38,20 +38,20 @@ class Timeline:
 
     @property
     def seconds(self) -> float:
-        """From the first beginning to the last end."""
+        """From the start of the first span to the end of the last."""
         if not self.spans:
             return 0.0
         return max(s.ended for s in self.spans) - min(s.began for s in self.spans)
 
     def busy(self) -> dict[str, float]:
-        """Worker -> share of the time in which it worked."""
+        """Worker -> share of the time in which it was busy."""
         return {
             worker: sum(s.ended - s.began for s in self.spans if s.worker == worker) / self.seconds
             for worker in self.workers
         }
 
     def chrome(self, path: str | Path) -> None:
-        """Write the JSON that chrome://tracing and ui.perfetto.dev open; microseconds from the first span."""
+        """Write the JSON that chrome://tracing and ui.perfetto.dev open, in microseconds from the first span."""
         Path(path).write_text(json.dumps({"traceEvents": self.events(), "displayTimeUnit": "ms"}))
 
     def events(self) -> list[dict[str, Any]]:
@@ -76,10 +76,10 @@ class Timeline:
         ]
 
     def plot(self, path: str | Path, seconds: tuple[float, float] | None = None) -> None:
-        """A picture: a line a worker, a colour a micro-batch, stages by their letter. Needs matplotlib (the ``plots`` extra).
+        """Save a picture: one line for each worker, one colour for each micro-batch, stages by their first letter. Needs matplotlib (the ``plots`` extra).
 
         Args:
-            seconds: the part to show, from the first span; default all.
+            seconds: the part to show, counted from the first span (default: all).
         """
         try:
             from matplotlib.figure import Figure
