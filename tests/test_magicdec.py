@@ -412,7 +412,7 @@ def test_a_view_of_everything_is_never_rejected_and_a_narrow_one_is(target):
         ({"sinks": -1}, "sinks is -1"),
         ({"block": 0}, "block is 0"),
         ({"positions": "cache"}, "positions is 'cache'"),
-        ({"positions": "in_cache", "pruner": SnapKV()}, "no common place in the cache"),
+        ({"positions": "in_cache", "pruner": SnapKV()}, "the cache has no common positions"),
         ({"budget": 0}, "budget is 0"),
         ({"budget": []}, "budget is 0"),
         ({"observation": 0}, "observation is 0"),
@@ -461,7 +461,7 @@ def test_keys_that_turn_otherwise_are_found_out_by_trying(target, monkeypatch):
     from specdec.drafts.magicdec.rotation import Rotation
 
     monkeypatch.setattr(Rotation, "__call__", lambda self, keys, by: keys)
-    with pytest.raises(ValueError, match="turning its keys gives other keys than moving them"):
+    with pytest.raises(ValueError, match="rotating its keys gives other keys than moving them"):
         sd.decoder(target).draft(MagicDec(positions="in_cache")).build()
 
 

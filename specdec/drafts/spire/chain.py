@@ -1,4 +1,4 @@
-"""A SPIRe draft's forward in a captured chain: as ``spire_steps``, in operators alone."""
+"""A SPIRe draft's forward in a captured chain: as ``SpireSteps``, in operators that can be captured."""
 
 from __future__ import annotations
 
