@@ -23,7 +23,7 @@ from specdec.types import Context, Proposal
 
 
 class Drawn(NamedTuple):
-    """``tokens [B, N]``, 0 where a row has no more, -1 where logits were not finite, and what they were drawn from, ``[B, N, V]``; ``None`` for greedy ones."""
+    """``tokens [B, N]`` (0 after a row's last, -1 where logits were not finite) and their distributions ``probs [B, N, V]``, ``None`` if greedy."""
 
     tokens: Tensor
     probs: Tensor | None
@@ -34,7 +34,7 @@ class Drawn(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """What a chain is captured for: ``rows`` of ``queries`` committed tokens at most to begin with, ``steps`` draws, ``length`` slots."""
+    """What a chain is captured for: ``rows`` with at most ``queries`` committed tokens to feed first, ``steps`` draws, ``length`` slots."""
 
     rows: int
     queries: int
@@ -48,7 +48,7 @@ class Chain(Program):
     """``steps`` draws of every row, each from the forward of the one before.
 
     Args:
-        forward: as ``Packed.forward``. store: where keys and values go. shape: what it is for. device: of the model.
+        forward: as ``Packed.forward``. store: where keys and values go. shape: what it is captured for. device: of the model.
     """
 
     def __init__(self, forward: Forward, store: StaticStore, shape: Shape, device: torch.device):
@@ -76,9 +76,7 @@ class Chain(Program):
                 keep = None if shape.queries == 1 else on["keep"]
                 logits = self._run(on["ids"], on["positions"], on["slots"], on["first"], on["length"], keep)
             else:
-                at = (
-                    on["base"] + n - 1
-                )  # rows without a further draw look at their first slot and write nowhere
+                at = on["base"] + n - 1  # finished rows read their first slot and write to the spare one
                 positions = torch.where(live, at, 0)
                 slots = torch.where(live, on["home"] + at, self.store.spare)
                 length = torch.where(live, at + 1, 1).to(torch.int32)
@@ -106,8 +104,8 @@ class Chain(Program):
 def draw(
     logits: Tensor, sampling: Sampling, vocab_size: int | None, uniforms: Tensor
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """As ``Sampling`` and ``Philox.categorical`` do it: the largest score, the token and the distribution of each of ``logits [R, V]``."""
-    nowhere: Any = None  # without processors the text does not matter
+    """The largest score, the token and the distribution of each of ``logits [R, V]``, as by ``Sampling`` and ``Philox.categorical``."""
+    nowhere: Any = None  # without processors the text is not read
     logits = fit(logits, vocab_size)
     if sampling.greedy:
         top, token = sampling.scores(logits, nowhere, None).max(-1)
@@ -132,8 +130,7 @@ def propose(
     Args:
         model: an ``HFModel`` with captured steps.
     Returns:
-        ``None`` where a chain cannot be captured or is not captured yet: nothing has happened then, and the tokens are to be drawn one
-        by one.
+        ``None``, without side effects, where a chain cannot be captured or is not captured yet; the caller then draws token by token.
     """
     B, N = text.batch, int(budget.max())
     if N < 1 or sampling.processors or type(cache) is not SlotCache:
@@ -193,7 +190,7 @@ def propose(
             tokens = tokens.new_zeros(B, N).index_copy_(0, at, tokens)
             if probs is not None:
                 probs = probs.new_full((B, *probs.shape[1:]), 1 / probs.shape[-1]).index_copy_(0, at, probs)
-        else:  # the next replay writes over them
+        else:  # the next replay overwrites them
             tokens, probs = tokens.clone(), None if probs is None else probs.clone()
     words = text.tokens.numpy()
     for r, n in zip(feed.rows, limits):
@@ -202,7 +199,7 @@ def propose(
 
 
 def uniforms_of(rng: Rng, text: Context, count: int) -> Any:
-    """``[N, B]`` the uniforms that ``rng`` draws a chain's tokens with; ``None`` where it draws in another way."""
+    """``[N, B]`` the uniforms that ``rng`` draws a chain's tokens with; ``None`` where it is not a ``Philox``."""
     attempt = 0
     inner: Any = rng
     while isinstance(inner, Attempt):

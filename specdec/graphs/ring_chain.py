@@ -1,7 +1,7 @@
 """A draft's whole chain as one captured step, as ``graphs.chain``, over keys and values in a ring.
 
-Where a token goes and what it sees follows from its position, so all of that is computed by the step itself. Rows of the memory that
-no row of the batch uses are the padding: they write into their own slots.
+A token's slot and what it sees follow from its position, so the step computes both. Rows of the memory that no row of the batch uses are
+padding: they write to their own slots.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ Forward = Callable[[int, Tensor, "RingPlan"], Tensor | None]
 
 
 class Shape(NamedTuple):
-    """What a chain is captured for: the first ``rows`` of the memory, and so many ``steps``.
+    """What a chain is captured for: the first ``rows`` of the memory, and ``steps`` draws.
 
-    ``earlier``: a forward before them, for rows that lack two tokens of the text; others are given their last one twice.
+    ``earlier``: a forward before them, for rows that lack two tokens of the text; in other rows the last token is fed twice.
     """
 
     rows: int
@@ -45,7 +45,7 @@ class Shape(NamedTuple):
 
 
 class RingPlan(StaticPlan):
-    """What the queries of one step see of their rows' rings, ``seen [R, S]``; slots hold positions so far ``behind [R, S]`` them."""
+    """Which slots of their rings the queries of one step see, ``seen [R, S]``, and how far ``behind [R, S]`` the query each slot's position is."""
 
     def __init__(self, seen: Tensor, behind: Tensor, slots: Tensor):
         rows, size = seen.shape
@@ -57,7 +57,7 @@ class RingPlan(StaticPlan):
         self.known: dict[int | None, Lowered] = {}
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float, *more: Any) -> Tensor:
-        """As ``StaticPlan.attend``; a layer's own ``window`` goes by positions."""
+        """As ``StaticPlan.attend``; a layer's own ``window`` counts positions."""
         window, *others = more
         if window not in self.known:
             seen = self.seen if window is None else self.seen & (self.behind < window)
@@ -69,7 +69,7 @@ class RingChain(Program):
     """``steps`` draws of every row, each from the forward of the one before.
 
     Args:
-        ring: of the memory that ``store`` is of.
+        ring: in the memory of ``store``.
     """
 
     def __init__(self, ring: Ring, store: StaticStore, shape: Shape, device: torch.device):
@@ -84,7 +84,7 @@ class RingChain(Program):
 
     @abstractmethod
     def forward(self, position: Tensor) -> Forward:
-        """For tokens at ``position [N, R]``: the n-th forward ``(n, tokens [R], plan) -> logits [R, V]``; of an earlier one none are wanted."""
+        """For tokens at ``position [N, R]``: the n-th forward ``(n, tokens [R], plan) -> logits [R, V]``; for the earlier one, logits are not used."""
 
     def body(self) -> tuple[Tensor, Tensor | None]:
         """Tokens ``[rows, steps]`` and their distributions."""
@@ -138,15 +138,15 @@ def drawn(
     vocab_size: int | None = None,
     first: Tensor | None = None,
 ) -> Drawn | None:
-    """Chains of ``budget [B]`` tokens in rows whose ring holds all of the text but its last token, or all before ``first [B]``: at most
-    the last two are not held.
+    """Chains of ``budget [B]`` tokens in rows whose ring holds the text except its last token, or all before ``first [B]`` (at most two tokens
+    are missing).
 
-    All rows are written as far as the longest chain goes.
+    All rows are written up to the end of the longest chain.
 
     Returns:
-        ``None`` where a chain cannot be captured or is not captured yet: nothing has happened then.
+        ``None``, without side effects, where a chain cannot be captured or is not captured yet.
     """
-    if sampling.processors or not known(ring.mask):  # a user's mask need not be made of operators alone
+    if sampling.processors or not known(ring.mask):  # a user's mask need not consist of operators
         return None
     uniforms, B, steps = None, context.batch, int(budget.max())
     if not sampling.greedy:
@@ -173,5 +173,5 @@ def drawn(
         chain = programs.program(ring, shape, lambda store: make(store, shape), update)
         if chain is None:
             return None
-        tokens, probs = chain.replay()  # the next replay writes over them
+        tokens, probs = chain.replay()  # the next replay overwrites them
         return Drawn(tokens[:B].clone(), None if probs is None else probs[:B].clone())

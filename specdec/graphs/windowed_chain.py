@@ -43,8 +43,8 @@ def propose(
     sampling: Sampling,
     vocab_size: int | None,
 ) -> Drawn | None:
-    """As ``chain.propose``, over a ``RingCache`` where sinks and window are all there is to see. Texts of which more than
-    the last two tokens are missing are read first."""
+    """As ``chain.propose``, over a ``RingCache`` whose mask is sinks and a window. Where more than the last two tokens of a text
+    are missing, they are fed first."""
     N = int(budget.max())
     if N < 1 or cache.block < N:
         return None
