@@ -1,8 +1,7 @@
-"""What a run measured. The definitions are fixed here, because everybody's differ.
+"""Measurements of a run, with the library's definitions (others in the literature differ).
 
 A *round* is one pass of one row through draft, target and verifier. The prefill round is not counted. A round is *truncated* when
-a stop discarded some of its tokens or when the end of the row's budget shortened its draft. Truncated
-rounds are left out of tau.
+a stop discarded some of its tokens, or when the end of the row's budget shortened its draft. Truncated rounds are left out of tau.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from specdec.types import Round
 
 
 class Record(NamedTuple):
-    """The countable part of a round, as plain lists: keeping it does not keep logits alive."""
+    """The counts of a round as plain lists, which do not keep logits alive."""
 
     number: int
     request: list[int]
@@ -59,11 +58,11 @@ class Stats:
     Attributes:
         rounds: counted rounds, truncated ones included. full_rounds, full_tokens: without the truncated ones.
         drafted: proposed nodes. accepted: accepted nodes (before a stop discarded some).
-        reached, accepted_at: by depth: how often some node of that depth was asked, and how often one was accepted. A position
-            is reached when everything before it was accepted.
-        tokens: committed tokens, the first one of each row (which the prefill gives) included.
-        seconds: by stage: prefill (draft's too), draft, target, verify, other; ``overlapped`` is negative: what stages that ran at the
-            same time saved, so that all of them sum to the wall clock.
+        reached, accepted_at: by depth, how often a node of that depth was verified, and how often one was accepted. A position
+            is reached when all before it were accepted.
+        tokens: committed tokens, including the first of each row, which the prefill gives.
+        seconds: by stage: prefill (the draft's too), draft, target, verify, other. ``overlapped`` is negative, the time saved by stages that
+            ran at the same time, so that all of them sum to the wall clock.
     """
 
     rounds: int = 0
@@ -94,7 +93,7 @@ class Stats:
         return (self.tokens - self.prefill_tokens) / spent if spent else float("nan")
 
     def __add__(self, other: Stats) -> Stats:
-        """Of both: counts and seconds of several calls, as one (``sum(stats, Stats())``)."""
+        """The sums of counts and seconds, to combine several calls (``sum(stats, Stats())``)."""
         if not isinstance(other, Stats):
             return NotImplemented
         made = Stats()
@@ -147,7 +146,7 @@ class Stats:
         self.accepted_at.update(range(accepted))
 
     def row(self) -> dict[str, Any]:
-        """Flat figures, units in the names."""
+        """A flat dictionary of figures, with units in the names."""
         return {
             "tau": self.tau,
             "tokens_per_second": self.tokens_per_second,

@@ -599,7 +599,7 @@ def test_declared_probabilities_can_be_trusted(target):
         (lambda d: d.generate([[1], []], 5), "prompt 1 is empty"),
         (lambda d: d.generate([[1, 97]], 5), "outside the target's vocabulary"),
         (lambda d: d.generate([[1] * 250], 20), "ask for at most 6 new tokens"),
-        (lambda d: d.generate([[1]], 0), "it must be >= 1"),
+        (lambda d: d.generate([[1]], 0), "give at least 1"),
         (lambda d: d.generate([[1], [2]], [5]), "1 entries for 2 prompts"),
         (lambda d: d.generate([[1], [2]], 5, seed=[1]), "1 entries for 2 rows"),
         (lambda d: d.generate([[1]], 5, stop_strings=[""]), "empty string"),
@@ -734,7 +734,7 @@ def test_bad_compositions(target):
         sd.decoder(target).verifier(sd.Coupled)
     with pytest.raises(TypeError, match="draft is the class NGram"):
         sd.decoder(target).draft(sd.drafts.NGram)
-    with pytest.raises(ValueError, match="without the tokenizers of both"):
+    with pytest.raises(ValueError, match="without both tokenizers"):
         sd.decoder(target).draft(tiny("llama", vocab_size=50)).build()
     with pytest.raises(ValueError, match="at most as many children"):
         sd.decoder(target).draft(sd.drafts.Tree(target, (200,))).build()
@@ -752,7 +752,7 @@ def test_how_the_generation_config_samples_is_not_dropped_in_silence():
     model = tiny("llama", 0)
     for name, value in {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 20}.items():
         setattr(model.generation_config, name, value)
-    with pytest.warns(UserWarning, match=r"say sampling\(temperature=0\.6, top_k=20, top_p=0\.9\)"):
+    with pytest.warns(UserWarning, match=r"call sampling\(temperature=0\.6, top_k=20, top_p=0\.9\)"):
         sd.decoder(model).build()
     sd.decoder(model).sampling(temperature=1.0).build()  # warnings are errors here: it was said how
     sd.decoder(model).greedy().build()

@@ -155,7 +155,7 @@ def test_two_processes_give_what_one_gives(tmp_path):
         "RuntimeError: process 0 of 2 failed: KeyError: 'fifty'",
         "RuntimeError: process 1 of 2 failed: KeyError: 'fifty'",
     )
-    assert said[1] == "ValueError: max_new_tokens is 0 for row 0: it must be >= 1"
+    assert said[1] == "ValueError: max_new_tokens is 0 for row 0: give at least 1"
     assert said[2].startswith(
         "ValueError: prompts or max_new_tokens differ between the processes: give every process all"
     )

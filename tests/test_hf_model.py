@@ -760,13 +760,13 @@ def test_a_missing_or_damaged_folder(folder, tmp_path_factory):
     weights = folder / "model.safetensors"
     whole = weights.read_bytes()
     weights.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(ValueError, match="may be cut off"):
+    with pytest.raises(ValueError, match="may be truncated"):
         HFModel.from_pretrained(folder)
     from safetensors.torch import load_file, save_file
 
     config = (folder / "config.json").read_text()
     (folder / "config.json").write_text(config[:50])
-    with pytest.raises(ValueError, match="may be cut off"):
+    with pytest.raises(ValueError, match="may be truncated"):
         HFModel.from_pretrained(folder)
     (folder / "config.json").write_text(config)
     weights.write_bytes(whole)

@@ -292,7 +292,7 @@ def test_what_cannot_be_taken_back_is_refused(target, small):
         ValueError, match=r"'adversary' cannot take back .* use drafts.Model, NGram or a function"
     ):
         base.draft(Adversary(catalogue.MENU, trees=False), length=2).build()
-    with pytest.raises(ValueError, match=r"'tree' proposes trees .* executor Serial"):
+    with pytest.raises(ValueError, match=r"'tree' proposes trees, .* executor Serial"):
         base.draft(sd.drafts.Tree(small, (2, 1))).build()
     with pytest.raises(ValueError, match="'magicdec' cannot take back"):
         base.pool({"a": small, "b": sd.drafts.MagicDec()}, AdversarialSelector()).build()

@@ -549,7 +549,7 @@ def test_a_pool_never_gives_a_page_twice(steps):
 
 
 def test_what_cannot_be_paged_is_refused(llama):
-    with pytest.raises(ValueError, match="page is 0: slots of a page, at least 1"):
+    with pytest.raises(ValueError, match="page is 0: give the slots of a page, at least 1"):
         HFModel(llama, page=0)
     with pytest.raises(ValueError, match="page is 16 but falcon computes its own attention"):
         HFModel(tiny("falcon"), page=16)

@@ -476,7 +476,7 @@ def test_time_line(models, workers, tmp_path):
     line.plot(tmp_path / "part.png", (0.0, line.seconds / 2))
     assert (tmp_path / "line.png").read_bytes().startswith(b"\x89PNG")
     line.clear()
-    assert repr(line) == "Timeline(0 spans of nobody, 0.000 s)"
+    assert repr(line) == "Timeline(0 spans of no worker, 0.000 s)"
     assert line.seconds == 0
     assert line.busy() == {}
     line.plot(tmp_path / "empty.png")

@@ -388,7 +388,7 @@ def test_clear_refusals(models):
     class ForThree(Script):
         arms = 3
 
-    with pytest.raises(ValueError, match="is for 3 arms and there are 2: a, none"):
+    with pytest.raises(ValueError, match="is made for 3 arms and there are 2: a, none"):
         base.pool({"a": SMALL, "none": None}, ForThree())
     with pytest.raises(ValueError, match=r"arm is 5: there are arms 0\.\.1"):
         base.pool({"a": SMALL, "none": None}, Fixed(5)).build().generate([[1]], 4)
@@ -408,7 +408,7 @@ def test_clear_refusals(models):
         sd.decoder(target).pool({"a": target, "b": sd.HFModel(tiny("llama", 1), longer)}, script).build()
     for length in (0, -1):
         with pytest.raises(
-            ValueError, match=f"length is {length}: at least 1; an arm that does not speculate is None"
+            ValueError, match=f"length is {length}: give at least 1; an arm that does not speculate is None"
         ):
             Arm(SMALL, length)
     chains = sd.HFModel(tiny("mpt"))
@@ -549,5 +549,5 @@ def test_lengths_and_costs_of_a_pool_are_checked():
     base = sd.decoder(TABLE)
     with pytest.raises(ValueError, match="length is 0"):
         base.pool({"a": SMALL}, Random(), 0)
-    with pytest.raises(ValueError, match="costs are of 1 arms and there are 2"):
+    with pytest.raises(ValueError, match="costs has 1 arms and there are 2"):
         base.pool({"a": SMALL, "none": None}, Random(), 2, costs=ArmCosts((0.5,)))

@@ -259,7 +259,7 @@ def test_what_cannot_be_served_is_refused_at_once(target, small):
 @pytest.mark.parametrize(
     ("wrong", "error", "message"),
     [
-        (sd.Request([1], 0), ValueError, "request 1: max_new_tokens is 0: it must be >= 1"),
+        (sd.Request([1], 0), ValueError, "request 1: max_new_tokens is 0: give at least 1"),
         (sd.Request([1], 300), ValueError, "request 1: its prompt has 1 tokens .* 301 positions"),
         (sd.Request([], 3), ValueError, "request 1: prompts is empty"),
         (sd.Request([[1], [2]], 3), ValueError, "request 1: prompt holds 2 prompts"),
