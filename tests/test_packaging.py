@@ -69,6 +69,7 @@ def test_editors_are_told_of_the_modules_that_are_imported_later():
     assert [name.asname for name in told] == list(sd._LATER), "`import x as x` is what makes a name public"
 
 
+@pytest.mark.slow
 def test_type_checkers_find_every_name_and_every_mistake(tmp_path):
     """mypy in a fresh environment into which the checkout was put as ``pip install -e`` does it."""
     environment = tmp_path / "venv"

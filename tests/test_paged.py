@@ -562,17 +562,11 @@ def test_what_cannot_be_paged_is_refused(llama):
 
 
 def test_who_reads_slots_refuses_pages(llama):
-    from specdec.drafts.magicdec.observation import last_queries
-
     target = HFModel(llama, page=16)
     with pytest.raises(
         ValueError, match="in pages of 16 tokens and a view of it reads slots: make the target without page"
     ):
         sd.decoder(target).draft(sd.drafts.MagicDec()).build()
-    cache = target.cache(1, 20)
-    target.score(cache, Context.of([[1, 2, 3]]))
-    with pytest.raises(TypeError, match="PagedCache and its slots are read row by row"):
-        last_queries(target, cache, [0], 2)
 
 
 def test_a_windowed_model_of_a_paged_one_keeps_its_ring(llama):

@@ -165,6 +165,7 @@ def test_cpu_kernels(tmp_path):
     assert "times faster" in said
 
 
+@pytest.mark.slow
 def test_bench(tmp_path):
     file = tmp_path / "b.json"
     sizes = (

@@ -62,6 +62,15 @@ class OneShape:
         path.lean = None
         path.model.set_attn_implementation(ATTENTION)
 
+    concurrent = invariant = bf16_weights = False
+
+    def check(self) -> None:
+        """Nothing was copied."""
+
+    def capturable(self) -> str:
+        """Why there is no such forward."""
+        return "a forward of one shape pads its tokens by itself"
+
     def forward(
         self, store: Any, plan: Any, ids: Tensor, positions: Tensor, keep: Any, caught: Any = None
     ) -> Tensor | None:

@@ -190,7 +190,7 @@ def test_nodes_that_do_not_exist_are_not_looked_at(cls, shape, kind):
         nothing = torch.where(dead[..., None], torch.nan, probs[:, 1:])
         found = verifier(wild, torch.cat([probs[:, :1], nothing], 1), context, rng)
         assert equal(found, expected)
-        if verifier.lossless:
+        if VerifierInfo.of(verifier).lossless:
             assert equal(verifier.greedy(wild, probs.argmax(-1)), verifier.greedy(proposal, probs.argmax(-1)))
     junk = replace(
         proposal,
