@@ -671,7 +671,7 @@ def test_bad_sampling(target, settings_, says):
         ({"temperature": "0.5"}, "temperature is '0.5': give a number"),
         ({"temperature": None}, "temperature is None"),
         ({"top_p": "0.9"}, "top_p is '0.9'"),
-        ({"processors": len}, r"processors=\(it,\)"),
+        ({"processors": len}, r"processors=\(processor,\)"),
         ({"processors": [3]}, "processors has 3"),
         ({"processors": [NoRepeatNGramLogitsProcessor]}, "processors has <class"),
         ({"sampling": 0.7}, "sampling is 0.7: give a Sampling object"),
