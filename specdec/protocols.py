@@ -121,7 +121,7 @@ class Verifier(Protocol):
 
 
 class Selector(Protocol[S]):
-    """Chooses an arm for each request and learns from the outcome. Arms are numbers; the builder knows what they stand for.
+    """Chooses an arm for each request and learns from the outcome. Arms are numbers, to which the builder assigns drafts.
 
     It declares ``capabilities.SelectorInfo``, and may also have the method of ``Leaves``.
     """

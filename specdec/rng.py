@@ -1,4 +1,4 @@
-"""Keyed random decisions: a draw is a function of its key alone, never of batch mates, order or executor.
+"""Keyed random decisions: a draw is a function of its key alone, never of other rows, their order or the executor.
 
 The generator is Philox-4x32-10 (Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011), checked on
 its published known-answer vectors. Parts ask for decisions, ``categorical`` and ``accept``. A key that is used again gives the
@@ -126,18 +126,18 @@ class Philox:
         found = self._look_up(key)
         if found is None:
             at, depth, sibling = (np.asarray(f, dtype=np.int64) for f in key[:3])
-            found = self._numbers(at, depth | (sibling << 16), key.stream | (key.attempt << 8))
+            found = self._uniforms(at, depth | (sibling << 16), key.stream | (key.attempt << 8))
         return torch.from_numpy(found)
 
-    def _numbers(self, at: Any, node: Any, who: Any) -> np.ndarray:
+    def _uniforms(self, at: Any, node: Any, stream: Any) -> np.ndarray:
         """Uniforms of broadcast counter words, rows first: ``at``, ``depth | sibling << 16``, ``stream | attempt << 8``."""
         if self._keys is None:
             self._keys = _round_keys(self.seed.numpy())
-        shape = np.broadcast_shapes(np.shape(at), np.shape(node), np.shape(who)) or (1,)
+        shape = np.broadcast_shapes(np.shape(at), np.shape(node), np.shape(stream)) or (1,)
         keys = self._keys.reshape(10, 2, -1, *[1] * (len(shape) - 1))
         shape = np.broadcast_shapes(shape, keys.shape[2:])
         word, low = np.empty((2, *shape), np.uint64), np.zeros((2, *shape), np.uint32)
-        word[0], word[1], low[0] = at, who, node
+        word[0], word[1], low[0] = at, stream, node
         return _in_unit_interval(*_two_words(word, low, keys))
 
     def _look_up(self, key: Key) -> np.ndarray | None:
@@ -153,29 +153,29 @@ class Philox:
         if isinstance(depth, int):
             if not 0 <= depth < 64:
                 return None
-            numbers = self._block(at, attempt, depth)[:, stream, depth].copy()
-            return numbers if at.dim() == 1 else numbers[:, None]
+            uniforms = self._block(at, attempt, depth)[:, stream, depth].copy()
+            return uniforms if at.dim() == 1 else uniforms[:, None]
         depths = np.asarray(depth)
         if depths.dtype != np.int64 or depths.ndim != 1 or (at.dim() == 1 and len(depths) != B):
             return None
         deepest = int(depths.view(np.uint64).max(initial=0))  # negative numbers become huge
         if deepest >= 64:
             return None
-        numbers = self._block(at, attempt, deepest)[:, stream]
-        return numbers[np.arange(B), depths] if at.dim() == 1 else numbers[:, depths]
+        uniforms = self._block(at, attempt, deepest)[:, stream]
+        return uniforms[np.arange(B), depths] if at.dim() == 1 else uniforms[:, depths]
 
     def _block(self, at: Tensor, attempt: int, deepest: int) -> np.ndarray:
         """``[B, 3, D]`` the uniforms of a block's chain: streams DRAFT, ACCEPT, BONUS, depths 0 to at least ``deepest``."""
         start = at.numpy()
         name = (attempt, start.tobytes())
         for block in self._blocks:
-            if block.name == name and block.numbers.shape[2] > deepest:
-                return block.numbers
+            if block.name == name and block.uniforms.shape[2] > deepest:
+                return block.uniforms
         self._reach = max(self._reach, deepest // 4 * 4 + 4)
         streams = np.array([DRAFT, ACCEPT, BONUS])[:, None] | (attempt << 8)
-        numbers = self._numbers(start.reshape(-1, 1, 1), np.arange(self._reach), streams)
-        self._blocks = (_Block(name, numbers), *(b for b in self._blocks[:1] if b.name != name))
-        return numbers
+        uniforms = self._uniforms(start.reshape(-1, 1, 1), np.arange(self._reach), streams)
+        self._blocks = (_Block(name, uniforms), *(b for b in self._blocks[:1] if b.name != name))
+        return uniforms
 
     def categorical(self, probs: Tensor, key: Key) -> Tensor:
         return pick(probs, self.uniform(key))
@@ -211,7 +211,7 @@ class Philox:
 
 class _Block(NamedTuple):
     name: tuple[int, bytes]  # attempt, at
-    numbers: np.ndarray
+    uniforms: np.ndarray
 
 
 def _race(probs: Tensor, seed: Tensor, position: Tensor, token: Tensor | None) -> Tensor:
@@ -257,8 +257,8 @@ def race_arrivals(probs: Tensor, seed: Tensor, position: Tensor, token: Tensor |
             )
     else:
         at, k = (to_device(t, probs.device)[:, None] for t in (position, seed))
-        who, zero = torch.full_like(at, TARGET), torch.zeros_like(at)
-        w = philox4x32((at, token.expand(probs.shape), who, zero), (k & WORD, (k >> 32) & WORD))
+        stream, zero = torch.full_like(at, TARGET), torch.zeros_like(at)
+        w = philox4x32((at, token.expand(probs.shape), stream, zero), (k & WORD, (k >> 32) & WORD))
         u = ((((w[0] >> 5) << 26) | (w[1] >> 6)).double() + 0.5) * 2.0**-53
     return u.clamp_(max=1 - 2.0**-53).log_().neg_().div_(probs.double())
 

@@ -271,7 +271,7 @@ def test_statistics_of_a_run_that_can_be_counted_by_hand(target):
         .build()
         .generate([[5], [6, 7]], 14)
     )
-    # 1 token from the prefill, three full rounds of 4, and one round cut to the last token
+    # 1 token from the prefill, three full rounds of 4, and one round truncated to the last token
     assert out.stats.tokens == 28
     assert (out.stats.rounds, out.stats.full_rounds) == (8, 6)
     assert out.stats.tau == 4.0

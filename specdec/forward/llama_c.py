@@ -42,7 +42,7 @@ from specdec.kernels.pointwise import Place
 STEP = 256  # tokens of a forward up to which it is a step, and not a prompt
 FEW = 6  # the same in bfloat16 without matrix units, where PyTorch is faster from there on
 TABLE = 8192  # positions whose cosines are computed beforehand, at least, where the model has as many
-WIDE = 2048  # inputs of a product up to which ours is as fast
+WIDE = 2048  # inputs of a product up to which C's is as fast
 _FIXED = {"default", "linear", "llama3", "yarn"}  # rotary embeddings that depend on the position alone
 
 

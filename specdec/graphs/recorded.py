@@ -146,7 +146,7 @@ class Recording(TorchDispatchMode):
         fresh = [t for key, t in self.outside.items() if key not in other.outside]
         if fresh:
             raise NotCapturable(
-                f"a captured step reads a tensor {list(fresh[0].shape)} of {fresh[0].dtype} that was made on the way but not by its "
+                f"a captured step reads a tensor {list(fresh[0].shape)} of {fresh[0].dtype} that was made during the step but not by its "
                 f"operators; it {_HOST}"
             )
 
