@@ -58,9 +58,8 @@ def generate(
         "stopping_criteria": stopping_criteria,
     }
     where = decoder.device
-    state = PartialState(
-        cpu=where is None or where.type == "cpu"
-    )  # otherwise it looks for GPUs to communicate over
+    # With models on CPUs, accelerate would otherwise look for GPUs to communicate over.
+    state = PartialState(cpu=where is None or where.type == "cpu")
     if state.num_processes == 1:
         return decoder.generate(prompts, max_new_tokens, seed=seed, **settings)
     rows, budgets, wrong = [], [], None

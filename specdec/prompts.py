@@ -68,9 +68,8 @@ def _ids(tokenizer: Any, b: int, prompt: Any) -> list[int]:
                 f"prompt {b} is a chat but the tokenizer has no chat template: pass a text, or set tokenizer.chat_template"
             )
         said = tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, tokenize=False)
-        return list(
-            tokenizer(said, add_special_tokens=False)["input_ids"]
-        )  # the template adds special tokens itself
+        # The template adds special tokens itself.
+        return list(tokenizer(said, add_special_tokens=False)["input_ids"])
     ids = listed(prompt)
     several = isinstance(ids, Sequence) and not isinstance(ids, (bytes, bytearray))
     if not several or not all(isinstance(i, Integral) for i in ids):

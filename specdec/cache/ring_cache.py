@@ -122,9 +122,8 @@ class Stage(KVStore):
         stay, at = [], []  # which new tokens stay in the ring, and where
         packed = 0
         for i, r in enumerate(rows):
-            new = np.arange(
-                r.first, r.first + self.spare
-            )  # positions from r.end on are padding, above every query
+            # Positions from r.end on are padding, above every query.
+            new = np.arange(r.first, r.first + self.spare)
             old = ring.held(np.array(r.first - 1))
             slot = np.arange(S)
             exists = np.where(slot < ring.sinks, old < r.first, old >= ring.sinks)

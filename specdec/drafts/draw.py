@@ -60,9 +60,8 @@ class ChainDraw:
             token = rng.categorical(q[:, 0], Key(self.context.length, n))
             self.distributions.append(q)
         if not n and logits.device != self.tokens.device:
-            self.tokens = torch.zeros_like(
-                self.tokens, device=logits.device
-            )  # all zeros: made on the device instead of copied
+            # All zeros: made on the device instead of copied.
+            self.tokens = torch.zeros_like(self.tokens, device=logits.device)
         self.tokens[:, n] = token
         self.count += 1
         return token

@@ -71,9 +71,8 @@ class Stacked:
         except (ValueError, AttributeError):
             return Model(model)
 
-    draft: Model = field(
-        init=False, repr=False, compare=False
-    )  # over the stack, whose ``read_as`` sets each row's member
+    # Drafts over the stack, whose ``read_as`` sets each row's member.
+    draft: Model = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "draft", Model(self.model, self.sampling, self.vocab_size))

@@ -115,9 +115,8 @@ class Tree:
             level = torch.arange(tokens.shape[1] - children.shape[1], tokens.shape[1])
             sofar = Proposal(tokens, parents, size.clamp(max=tokens.shape[1]))
         assert sofar is not None
-        proposal = with_distributions(
-            sofar, distributions, parents + 1
-        )  # siblings share the distribution after their parent
+        # Siblings share the distribution after their parent.
+        proposal = with_distributions(sofar, distributions, parents + 1)
         return proposal, ModelState(state.cache, proposal)
 
     def observe(self, state: ModelState, round: Round) -> ModelState:

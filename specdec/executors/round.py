@@ -118,9 +118,8 @@ class MicroBatch:
         if not ahead:
             self.choice = self.selection.choose(self.context, self.rng)
             return
-        if (
-            self.next_arms is None
-        ):  # the first arms serve two rounds, so that capacities hold across micro-batches
+        # The first arms serve two rounds, so that capacities hold across micro-batches.
+        if self.next_arms is None:
             self.choice = self.next_arms = self.selection.choose(self.context, self.rng)
         else:
             self.choice, self.next_arms = self.next_arms, self.selection.choose(self.context, self.rng)

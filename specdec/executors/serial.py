@@ -37,9 +37,8 @@ class Serial:
                 if stay is not None:
                     drafting.select(stay, micro_batch.cache)
                 micro_batch.choose()
-                if (
-                    first and micro_batch.choice is not None
-                ):  # a draft that reads the prompt counts as prefill
+                # A draft that reads the prompt counts as prefill.
+                if first and micro_batch.choice is not None:
                     drafting.prepare(micro_batch.context, micro_batch.choice.arm)
             round.seconds["total"] = perf_counter() - began  # type: ignore[index]
             if first:

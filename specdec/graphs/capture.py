@@ -18,9 +18,8 @@ from specdec.graphs.recorded import Body, record
 Capture = Callable[[Body], Body]
 
 CAPTURES = ("cuda", "eager", "recorded")
-_capturing = (
-    threading.Lock()
-)  # a capture begins by waiting for the whole device, which no other thread may do while one captures
+# A capture begins by waiting for the whole device, which no other thread may do while one captures.
+_capturing = threading.Lock()
 
 
 def capture_for(name: str, device: torch.device) -> Capture:
@@ -78,9 +77,8 @@ class CudaGraphs:
                 self.pool = torch.cuda.graph_pool_handle()
             graph = torch.cuda.CUDAGraph()
             try:
-                with torch.cuda.graph(
-                    graph, pool=self.pool, stream=aside, capture_error_mode="thread_local"
-                ):  # other threads may go on
+                # "thread_local": other threads may go on.
+                with torch.cuda.graph(graph, pool=self.pool, stream=aside, capture_error_mode="thread_local"):
                     out = body()
             except BaseException:
                 # A capture that cannot be ended leaves the thread on its stream and the pool marked as recording.

@@ -66,9 +66,8 @@ class Rejection:
 
 def draw_bonus(distribution: Tensor, accepted: Tensor, context: Context, rng: Rng, nodes: int) -> Tensor:
     """``[B]`` the tokens after ``accepted [B]`` of at most ``nodes`` nodes, from ``distribution [B, V]``."""
-    if (
-        type(rng) is Philox and not distribution.is_cpu
-    ):  # uniforms for every possible depth: the host need not wait to learn which
+    # Uniforms for every possible depth: the host need not wait to learn which.
+    if type(rng) is Philox and not distribution.is_cpu:
         keys = Key(context.length[:, None], torch.arange(nodes + 1), 0, BONUS)
         uniforms = to_device(rng.uniform(keys), distribution.device)
         return pick(distribution, uniforms.gather(1, to_device(accepted, distribution.device)[:, None])[:, 0])

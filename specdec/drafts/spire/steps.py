@@ -46,9 +46,8 @@ class SpireSteps:
         model, plan, rotary = self.model, self.plans[n], self.rotary[n]
         slots = plan.slots_on(model.device)
         activations = self._run(model.embed(tokens), plan, slots, rotary)
-        if (
-            model.memory is not None and n + 1 < self.steps
-        ):  # the next steps see memory here instead of the layers' own inputs
+        # The next steps see memory here instead of the layers' own inputs.
+        if model.memory is not None and n + 1 < self.steps:
             remember(model, self.ring, slots, model.memory(activations), rotary)
         return model.logits(activations[-1])
 
