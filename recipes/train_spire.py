@@ -26,6 +26,7 @@ from specdec.lab.report import write
 from specdec.lab.states import stream_states, text_states
 from specdec.lab.streams import Streams
 from specdec.lab.variants import Variant, last_blocks
+from specdec.masks.text import parse as parse_mask
 from specdec.training.forward import KPass, Parallel
 from specdec.training.losses import HardLoss, MixedLoss
 from specdec.training.train import Settings as Training
@@ -44,6 +45,7 @@ class Settings(Recipe):
     layers: int = option(2, "last blocks to copy")
     sinks: int = option(1, "first positions that are always seen")
     window: int = option(64, "0: unlimited (ablation: no sparse KV)")
+    mask: str = option("", 'another mask instead, such as "Causal() & (Sinks(1) | Window(32) | Strided(8))"')
     feedback: bool = option(True, "feedback memory (ablation: --no-feedback)")
     activations: bool = option(True, "the target's activations (ablation)")
     random_init: bool = option(False, "new weights (ablation)")
@@ -64,6 +66,14 @@ class Settings(Recipe):
 def variant(s: Settings) -> Variant:
     """The draft, its forward and its loss that the flags describe."""
     window = s.window or None
+    sees: dict[str, Any] = {"sinks": s.sinks, "window": window}
+    if s.mask:
+        if (s.sinks, s.window) != (1, 64):
+            raise SystemExit("--mask says all that a draft sees: leave --sinks and --window out")
+        try:
+            sees = {"mask": parse_mask(s.mask)}
+        except ValueError as error:
+            raise SystemExit(f"--mask: {error}") from error
     losses = {"mixed": MixedLoss(s.weight), "distillation": MixedLoss(1.0), "hard": HardLoss()}
     if s.loss not in losses:
         raise SystemExit(f"--loss {s.loss}: there are {', '.join(losses)}")
@@ -72,14 +82,10 @@ def variant(s: Settings) -> Variant:
             raise SystemExit(
                 "--no-activations needs --no-feedback: without the target's activations there is nothing to feed back"
             )
-        return Variant(
-            lambda target: last_blocks(target, s.layers), Parallel(window, s.sinks), losses[s.loss]
-        )
+        return Variant(lambda target: last_blocks(target, s.layers), Parallel(**sees), losses[s.loss])
 
     def make(target: Any) -> SpireModel:
-        return SpireModel.from_target(
-            target, s.layers, sinks=s.sinks, window=window, feedback=s.feedback, random=s.random_init
-        )
+        return SpireModel.from_target(target, s.layers, **sees, feedback=s.feedback, random=s.random_init)
 
     return Variant(make, KPass(s.k), losses[s.loss])
 

@@ -18,6 +18,7 @@ from specdec.drafts import MagicDec, Spire
 from specdec.drafts.spire import SpireModel
 from specdec.forward.families import SUPPORTED
 from specdec.masks import Block, Causal, Function, Intervals, Sinks, Strided, Tree, Window, streaming
+from specdec.masks.text import parse
 from specdec.models import HFModel, Masked, Windowed
 from specdec.training.forward import Parallel
 from specdec.training.passes import k_pass
@@ -346,6 +347,23 @@ def test_a_draft_brings_its_mask(tmp_path, llama):
     with pytest.raises(ValueError, match="trained with a mask of the user's own"):
         SpireModel.from_pretrained(tmp_path / "own")
     assert SpireModel.from_pretrained(tmp_path / "own", mask=OWN).mask is not None
+
+
+@pytest.mark.parametrize(
+    "mask", [streaming(64, 1), Causal() & (Block(6) | Strided(3) & Window(9)) | Causal() & Sinks(2)], ids=repr
+)
+def test_the_librarys_masks_are_read_back_from_their_text(mask):
+    again = parse(repr(mask))
+    assert repr(again) == repr(mask)
+    assert torch.equal(seen_by(again, 30), seen_by(mask, 30))
+
+
+@pytest.mark.parametrize(
+    "text", ["Causal() & eighth", "__import__('os')", "Window(size=", "Causal", "3", "Window(Sinks(2))"]
+)
+def test_other_text_is_no_mask(text):
+    with pytest.raises(ValueError, match="is no mask of the library's"):
+        parse(text)
 
 
 # -- what is refused ----------------------------------------------------------------------------------------------------
