@@ -564,7 +564,7 @@ def test_what_cannot_be_paged_is_refused(llama):
 def test_who_reads_slots_refuses_pages(llama):
     target = HFModel(llama, page=16)
     with pytest.raises(
-        ValueError, match="in pages of 16 tokens and a view of it reads slots: make the target without page"
+        ValueError, match="in pages of 16 tokens, and a view of it reads slots: make the target without page"
     ):
         sd.decoder(target).draft(sd.drafts.MagicDec()).build()
 

@@ -399,7 +399,7 @@ def test_graphs_where_there_can_be_none():
     for how, message in (
         ({"graphs": True}, "model is on cpu"),
         ({"graphs": "cuda"}, "model is on cpu"),
-        ({"graphs": "some"}, "graphs is 'some': False, True"),
+        ({"graphs": "some"}, "graphs is 'some': give False, True"),
         ({"graphs": "eager", "page": 8}, "pages move"),
         ({"graphs": "eager", "attention": "packed"}, "only the Triton kernel"),
     ):
