@@ -142,10 +142,10 @@ def propose(
             return None
     some = None if int(budget.min()) > 0 else (budget > 0).nonzero()[:, 0]
     steps = model.steps
-    feed, _ = model._plan(cache, text, None, None, some)
-    limits = [int(budget[r.b]) for r in feed.rows]
-    counts = [r.end - r.first for r in feed.rows]
-    ends = [r.length + n - 1 for r, n in zip(feed.rows, limits)]
+    packed, _ = model._plan(cache, text, None, None, some)
+    limits = [int(budget[r.b]) for r in packed.rows]
+    counts = [r.end - r.first for r in packed.rows]
+    ends = [r.length + n - 1 for r, n in zip(packed.rows, limits)]
     if max(counts) > SMALL or max(ends) > cache.capacity:
         return None
     slots = cache.slots
@@ -159,9 +159,9 @@ def propose(
     def update(chain: Any) -> None:
         array = chain.staged.begin()
         live, total = len(limits), sum(counts)
-        pad(array["ids"], feed.ids)
-        pad(array["positions"], feed.positions)
-        flat = [r.b * slots + s for r in feed.rows for s in range(r.first, r.end)]
+        pad(array["ids"], packed.ids)
+        pad(array["positions"], packed.positions)
+        flat = [r.b * slots + s for r in packed.rows for s in range(r.first, r.end)]
         pad(array["slots"], flat, chain.store.spare)
         array["first"][0] = array["later"][0] = 0
         array["first"][1 : live + 1] = array["keep"][:live] = torch.tensor(counts).cumsum(0).numpy()
@@ -169,13 +169,13 @@ def propose(
         array["keep"][live:] = 0
         array["first"][live + 1 :] = total
         pad(array["later"][1:], range(1, live + 1), live)
-        pad(array["base"], [r.length for r in feed.rows])
-        pad(array["length"], [r.length for r in feed.rows])
-        pad(array["rows"], [r.b for r in feed.rows])
-        pad(array["home"], [r.b * slots for r in feed.rows])
+        pad(array["base"], [r.length for r in packed.rows])
+        pad(array["length"], [r.length for r in packed.rows])
+        pad(array["rows"], [r.b for r in packed.rows])
+        pad(array["home"], [r.b * slots for r in packed.rows])
         pad(array["limit"], limits)
         if uniforms is not None:
-            array["uniforms"][:, :live] = uniforms[:, [r.b for r in feed.rows]]
+            array["uniforms"][:, :live] = uniforms[:, [r.b for r in packed.rows]]
             array["uniforms"][:, live:] = 0
         chain.staged.send()
 
@@ -186,14 +186,14 @@ def propose(
         tokens, probs = chain.replay()
         tokens, probs = tokens[: len(limits)], None if probs is None else probs[: len(limits)]
         if len(limits) < B:
-            at = to_device(torch.tensor([r.b for r in feed.rows]), tokens.device)
+            at = to_device(torch.tensor([r.b for r in packed.rows]), tokens.device)
             tokens = tokens.new_zeros(B, N).index_copy_(0, at, tokens)
             if probs is not None:
                 probs = probs.new_full((B, *probs.shape[1:]), 1 / probs.shape[-1]).index_copy_(0, at, probs)
         else:  # the next replay overwrites them
             tokens, probs = tokens.clone(), None if probs is None else probs.clone()
     words = text.tokens.numpy()
-    for r, n in zip(feed.rows, limits):
+    for r, n in zip(packed.rows, limits):
         cache.remember(r.b, words[r.b], r.first, r.length, n - 1)
     return Drawn(tokens, probs)
 

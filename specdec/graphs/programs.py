@@ -211,7 +211,7 @@ class Steps(Programs):
         return cache
 
     def step(
-        self, cache: Any, feed: PackedBatch, wanted: bool, taps: Sequence[int] = ()
+        self, cache: Any, packed: PackedBatch, wanted: bool, taps: Sequence[int] = ()
     ) -> Callable[[], tuple[Tensor | None, dict[int, Tensor]]] | None:
         """A function that feeds a call's tokens and returns the logits ``[K, V]`` that are wanted, and activations ``[T, E]`` of the
         layers ``taps``. They hold until the next step.
@@ -219,19 +219,19 @@ class Steps(Programs):
         Returns:
             ``None`` where the call is not one for steps, or its step is not captured yet: a shape is captured when it occurs again.
         """
-        if type(cache) is not SlotCache or self.why is not None or not feed.rows:
+        if type(cache) is not SlotCache or self.why is not None or not packed.rows:
             return None
-        counts = [r.end - r.first for r in feed.rows]
+        counts = [r.end - r.first for r in packed.rows]
         if max(counts) > SMALL or len(counts) * max(counts) > 2 * sum(counts) + 64:
             return None
-        kept = [r.end - max(r.first, r.length - 1) if wanted else 0 for r in feed.rows]
+        kept = [r.end - max(r.first, r.length - 1) if wanted else 0 for r in packed.rows]
         slots = cache.slots
-        flat = [r.b * slots + s for r in feed.rows for s in range(r.first, r.end)]
-        plan = feed._plan(feed.rows, slots, torch.tensor(flat), None, 0)
+        flat = [r.b * slots + s for r in packed.rows for s in range(r.first, r.end)]
+        plan = packed._plan(packed.rows, slots, torch.tensor(flat), None, 0)
         if not fits(plan):
             return None
         bucket = bucket_of(counts, kept, max(plan.length), slots, nodes_of(plan))
-        drafted, source = feed.drafted, list[int]()
+        drafted, source = packed.drafted, list[int]()
         room = 0
         if drafted is not None:
             N, room = drafted.shape[1], bucket.rows * DRAFTED
@@ -239,7 +239,7 @@ class Steps(Programs):
                 return None
             source = [
                 r.b * N + s - r.length if s >= r.length else -1
-                for r in feed.rows
+                for r in packed.rows
                 for s in range(r.first, r.end)
             ]
         keep, t = list[int](), 0
@@ -251,7 +251,7 @@ class Steps(Programs):
             return StaticStep(self.forward, store, bucket, self.device, room, taps)
 
         def update(step: Any) -> None:
-            step.update(plan, feed.ids, feed.positions, keep, drafted, source)
+            step.update(plan, packed.ids, packed.positions, keep, drafted, source)
 
         step = self.program(cache, (bucket, room, tuple(taps)), make, update)
         if step is None:
@@ -259,7 +259,7 @@ class Steps(Programs):
 
         def run() -> tuple[Tensor | None, dict[int, Tensor]]:
             out, seen = step.replay()
-            fed = {tap: x[: feed.tokens] for tap, x in zip(taps, seen)}
+            fed = {tap: x[: packed.tokens] for tap, x in zip(taps, seen)}
             return None if out is None or not keep else out[: len(keep)], fed
 
         return run
