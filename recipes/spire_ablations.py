@@ -29,8 +29,9 @@ from specdec.lab.streams import Streams
 from specdec.lab.tau import sample, score
 from specdec.lab.variants import started, variants
 from specdec.models.fingerprint import fingerprint
+from specdec.training.checkpoints import hash_of
 from specdec.training.train import Settings as Training
-from specdec.training.train import hash_of, train
+from specdec.training.train import train
 
 
 @dataclass(frozen=True)

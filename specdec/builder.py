@@ -18,6 +18,7 @@ from specdec.drafts.spire import SpireModel
 from specdec.drafts.spire.load import is_spire
 from specdec.executors.contract import Checks, Executor
 from specdec.executors.serial import Serial
+from specdec.masks import Mask
 from specdec.protocols import Draft, LanguageModel, Selector, Verifier
 from specdec.sampling import Sampling, SamplingSettings
 from specdec.verifiers.rejection import Rejection
@@ -290,6 +291,8 @@ def as_draft(draft: Any, name: str) -> Draft[Any]:
         raise TypeError(f"{name} is None: give drafts.NoDraft() for plain decoding, or a draft")
     if is_spire(draft):
         return drafts.Spire(draft)
+    if isinstance(draft, Mask):
+        raise TypeError(f"{name} is a mask: give the model that uses it, models.Masked(model, {draft!r})")
     if callable(draft) and not hasattr(draft, "config") and not hasattr(draft, "score"):
         raise TypeError(f"{name} is a function: give chain_draft(function), which makes it a draft")
     return drafts.Model(as_model(draft, name))

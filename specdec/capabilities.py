@@ -30,6 +30,11 @@ class _Info:
         declared = getattr(part, "info", None)
         if isinstance(declared, cls):
             return declared
+        if callable(declared):
+            raise TypeError(
+                f"info of {type(part).__name__} is a function or a class: declare a value, info = {cls.__name__}(...), or make the method a "
+                "property"
+            )
         known = [f.name for f in fields(cls)]
         default = {"name": type(part).__name__} if "name" in known else {}
         return cls(**default | {name: getattr(part, name) for name in known if hasattr(part, name)})
@@ -121,6 +126,13 @@ class ModelInfo(_Info):
         return not self.concurrent and self.engine is not None and self.engine is other.engine
 
 
+def _under(protocol: Any, draft: Any) -> Any:
+    """The draft, if it has the methods of a protocol, else ``None``. A wrapper may hand them on by ``__getattr__``, which ``isinstance``
+    does not ask from Python 3.12 on."""
+    methods = [name for name in vars(protocol) if not name.startswith("_")]
+    return draft if all(hasattr(draft, name) for name in methods) else None
+
+
 @dataclass(frozen=True, eq=False)
 class DraftPart:
     """A draft, its ``info``, and for each protocol of optional methods the draft if it has them, else ``None``."""
@@ -139,12 +151,12 @@ class DraftPart:
         return DraftPart(
             draft,
             DraftInfo.of(draft),
-            binds=draft if isinstance(draft, Binds) else None,
-            follows=draft if isinstance(draft, Follows) else None,
-            joins=draft if isinstance(draft, Joins) else None,
-            waits=draft if isinstance(draft, Waits) else None,
-            arms=draft if isinstance(draft, Arms) else None,
-            stacks=draft if isinstance(draft, Stacks) else None,
+            binds=_under(Binds, draft),
+            follows=_under(Follows, draft),
+            joins=_under(Joins, draft),
+            waits=_under(Waits, draft),
+            arms=_under(Arms, draft),
+            stacks=_under(Stacks, draft),
         )
 
     @cached_property

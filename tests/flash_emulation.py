@@ -23,23 +23,9 @@ class Emulation:
     # -- PyTorch -------------------------------------------------------------------------------------------------------
 
     def varlen_attn(
-        self,
-        query,
-        key,
-        value,
-        cu_seq_q,
-        cu_seq_k,
-        max_q,
-        max_k,
-        *,
-        return_aux=None,
-        scale=None,
-        window_size=(-1, -1),
-        enable_gqa=False,
-        seqused_k=None,
-        block_table=None,
-        num_splits=None,
-    ):
+        self, query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None,
+        window_size=(-1, -1), enable_gqa=False, seqused_k=None, block_table=None, num_splits=None,
+    ):  # fmt: skip
         heads = key.shape[2] if block_table is not None else key.shape[1]
         if not enable_gqa and query.shape[1] != heads:
             raise ValueError("Expect query and key/value to have the same number of heads")
@@ -49,24 +35,10 @@ class Emulation:
         return (out, lse) if return_aux is not None and return_aux.lse else out
 
     def flash_attention_forward(
-        self,
-        query,
-        key,
-        value,
-        cum_seq_q,
-        cum_seq_k,
-        max_q,
-        max_k,
-        dropout_p,
-        is_causal,
-        return_debug_mask,
-        *,
-        scale=None,
-        window_size_left=None,
-        window_size_right=None,
-        seqused_k=None,
+        self, query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal,
+        return_debug_mask, *, scale=None, window_size_left=None, window_size_right=None, seqused_k=None,
         alibi_slopes=None,
-    ):
+    ):  # fmt: skip
         """``aten::_flash_attention_forward`` of torch 2.11: no pages."""
         check(dropout_p == 0 and not return_debug_mask and alibi_slopes is None, "not emulated")
         left, right = (-1 if w is None else w for w in (window_size_left, window_size_right))
@@ -122,27 +94,11 @@ class Emulation:
     # -- the flash-attn package ----------------------------------------------------------------------------------------
 
     def flash_attn_with_kvcache(
-        self,
-        q,
-        k_cache,
-        v_cache,
-        k=None,
-        v=None,
-        rotary_cos=None,
-        rotary_sin=None,
-        cache_seqlens=None,
-        cache_batch_idx=None,
-        cache_leftpad=None,
-        block_table=None,
-        softmax_scale=None,
-        causal=False,
-        window_size=(-1, -1),
-        softcap=0.0,
-        rotary_interleaved=True,
-        alibi_slopes=None,
-        num_splits=0,
+        self, q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None,
+        cache_batch_idx=None, cache_leftpad=None, block_table=None, softmax_scale=None, causal=False,
+        window_size=(-1, -1), softcap=0.0, rotary_interleaved=True, alibi_slopes=None, num_splits=0,
         return_softmax_lse=False,
-    ):
+    ):  # fmt: skip
         check(k is None and v is None and rotary_cos is None and alibi_slopes is None, "not emulated")
         self._tensors(q, k_cache, v_cache)
         N, count, heads, size = q.shape
@@ -181,24 +137,10 @@ class Emulation:
         return (out, lse) if return_softmax_lse else out
 
     def flash_attn_varlen_func(
-        self,
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        dropout_p=0.0,
-        softmax_scale=None,
-        causal=False,
-        window_size=(-1, -1),
-        softcap=0.0,
-        alibi_slopes=None,
-        deterministic=False,
-        return_attn_probs=False,
-        block_table=None,
-    ):
+        self, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0,
+        softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
+        deterministic=False, return_attn_probs=False, block_table=None,
+    ):  # fmt: skip
         check(dropout_p == 0 and alibi_slopes is None, "not emulated")
         self._tensors(q, k, v)
         N, (total, heads, size) = len(cu_seqlens_q) - 1, q.shape

@@ -83,6 +83,32 @@ def test_an_info_of_another_kind_is_no_declaration():
     assert ModelInfo.of(None) == ModelInfo()
 
 
+def test_an_info_that_is_never_read_is_refused():
+    class Forgotten(Short):
+        def info(self):
+            return DraftInfo("forgotten", trees=True)
+
+    class Class(Short):
+        info = DraftInfo
+
+    for part in (Forgotten(), Class()):
+        with pytest.raises(TypeError, match=r"info of .* is a function or a class: declare a value"):
+            sd.decoder(TARGET).draft(part)
+
+
+def test_methods_that_a_wrapper_hands_on_are_found():
+    class Wrapper:
+        def __init__(self, inner):
+            self._inner = inner
+
+        def __getattr__(self, name):
+            return getattr(self._inner, name)
+
+    part = DraftPart.of(Wrapper(sd.drafts.Model(TARGET)))
+    assert part.binds is part.joins is part.waits is part.draft
+    assert all(p is None for p in (part.follows, part.arms, part.stacks))
+
+
 def test_methods_are_found_once():
     part = DraftPart.of(Attributes())
     assert part.joins is part.draft

@@ -48,7 +48,8 @@ def test_the_python_of_a_page_runs(page, tmp_path, monkeypatch):
     namespace = {"__name__": f"docs_{page.stem}"}
     for block in blocks(page, "python"):
         # The padding puts the page's own line numbers into a traceback.
-        exec(compile("\n" * (block.line - 1) + block.text, str(page), "exec"), namespace)
+        code = compile("\n" * (block.line - 1) + block.text, str(page), "exec", dont_inherit=True)
+        exec(code, namespace)
 
 
 def test_there_is_python_on_every_page_about_a_part():

@@ -344,9 +344,18 @@ def test_a_draft_brings_its_mask(tmp_path, llama):
     draft_of(llama, window=7).save_pretrained(tmp_path / "window")
     assert SpireModel.from_pretrained(tmp_path / "window").mask == streaming(7, 1)
     draft_of(llama, mask=OWN).save_pretrained(tmp_path / "own")
-    with pytest.raises(ValueError, match="trained with a mask of the user's own"):
+    with pytest.raises(
+        ValueError,
+        match=r"trained with a mask of the user's own, .*SpireModel.from_pretrained\(folder, mask=",
+    ):
         SpireModel.from_pretrained(tmp_path / "own")
     assert SpireModel.from_pretrained(tmp_path / "own", mask=OWN).mask is not None
+    sliding = draft_of(tiny("mistral"), 1, mask=library & Window(12))
+    sliding.save_pretrained(tmp_path / "sliding")
+    loaded = SpireModel.from_pretrained(tmp_path / "sliding")
+    assert (
+        loaded.mask == sliding.mask == library & Window(12) & Window(8)
+    )  # joined once, however often it is saved
 
 
 @pytest.mark.parametrize(
@@ -390,6 +399,13 @@ def test_other_text_is_no_mask(text):
             ValueError,
             "says that its reach is .* and lets position 4 see",
         ),
+        (
+            lambda b, h, q, kv: kv if kv <= q else q,
+            ValueError,
+            "ambiguous .*operations on tensors.* without if",
+        ),
+        (lambda q, kv: kv <= q, ValueError, r"2 positional .*\(b, h, q_position, kv_position\) -> bool"),
+        (lambda b, h, q, kv: torch.ones(3, dtype=torch.bool), ValueError, "expanded size .*that broadcast"),
         (Window, TypeError, "Window is a class"),
         (4, TypeError, "give a mask, such as Causal"),
         ("window", TypeError, "a str is no mask"),
@@ -432,8 +448,15 @@ def test_what_cannot_be_masked_is_refused(llama):
 
     with pytest.raises(TypeError, match="model is a Other: give an HFModel"):
         Masked(Other(llama), OWN)
-    with pytest.raises(TypeError, match="window is Window\\(4\\): give the number of positions"):
-        Windowed(HFModel(llama), window=Window(4))  # type: ignore[arg-type]
+    for wrong in (
+        lambda: Windowed(HFModel(llama), window=Window(4)),  # type: ignore[arg-type]
+        lambda: MagicDec(window=Window(4)),  # type: ignore[arg-type]
+        lambda: draft_of(llama, window=Window(4)),
+    ):
+        with pytest.raises(
+            TypeError, match=r"window is Window\(4\): give the number .*models.Masked\(model, mask\)"
+        ):
+            wrong()
     with pytest.raises(TypeError, match="give either"):
         MagicDec(mask=OWN, window=3)
     with pytest.raises(TypeError, match="give either"):
@@ -442,3 +465,70 @@ def test_what_cannot_be_masked_is_refused(llama):
         MagicDec(mask=OWN, positions="in_cache")
     with pytest.raises(ValueError, match="give an HFModel"):
         sd.decoder(Masked(HFModel(llama), OWN)).draft(MagicDec()).build()
+
+
+@pytest.mark.parametrize("bound", [{}, {"sinks": 1, "window": 4}], ids=["the whole text", "a ring"])
+def test_a_mask_of_so_many_positions_takes_texts_of_so_many(llama, bound):
+    """Texts may use them all, batch mates of other lengths included; a longer one is refused before anything is decoded."""
+    mask = Intervals(lambda q: [(0, 1), (max(q - 3, 1), q + 1)], 30, **bound)
+    target = HFModel(llama)
+    spire = Spire(draft_of(llama, mask=mask))
+    masked = Masked(target, mask)
+    assert (masked.max_positions, spire.model.max_positions) == (30, 30)
+    prompts = [[5, 6, 7], list(range(22))]
+    plain = sd.decoder(target).greedy().build().generate(prompts, max_new_tokens=[27, 8]).ids
+    for draft in (masked, spire, MagicDec(mask=mask)):
+        made = sd.decoder(target).draft(draft).greedy().build()
+        assert made.generate(prompts, max_new_tokens=[27, 8]).ids == plain
+        with pytest.raises(ValueError, match=r"30 positions|draft has 30"):
+            made.generate(prompts, max_new_tokens=12)
+    with pytest.raises(ValueError, match="the target has 30: shorten the prompt, or ask for at most 8 new"):
+        sd.decoder(masked).build().generate(prompts, max_new_tokens=9)
+    with pytest.raises(ValueError, match="speaks of 30 positions and a text has 31"):
+        masked.score(masked.cache(1, 40), sd.Context.of([[1] * 31]))
+    tokens = torch.zeros(1, 32, dtype=torch.long)
+    inputs = {layer: torch.zeros(1, 32, 32, dtype=llama.dtype) for layer in spire.model.layers}
+    with pytest.raises(ValueError, match="speaks of 30 positions and a text has 32"):
+        k_pass(spire.model, tokens, inputs)
+    with pytest.raises(ValueError, match="speaks of 30 positions and a text has 31"):
+        Parallel(mask=mask)(llama, Batch(tokens, {}, None))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("positions", [44, 47])
+def test_padding_of_the_passes_may_lie_past_the_positions_of_a_mask(positions):
+    llama = tiny("llama", num_hidden_layers=3)
+    of = {"sinks": 1, "window": 17}
+    mask = Intervals(lambda q: [(0, 1), (max(q - 16, 1), q + 1)], positions, **of)
+    tokens = torch.randint(0, 97, (1, positions), generator=torch.Generator().manual_seed(0))
+    inputs = inputs_of(llama, tokens, (1, 2))
+    same = k_pass(draft_of(llama, **of), tokens, inputs)
+    torch.testing.assert_close(k_pass(draft_of(llama, mask=mask), tokens, inputs), same)
+
+
+class Every(masks.Mask):
+    """A mask that is no dataclass."""
+
+    def __init__(self, inner: Any):
+        self.inner = inner
+
+    def __call__(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return self.inner(b, h, q, kv) & (kv <= q)
+
+
+def test_a_mask_may_be_a_plain_class(llama):
+    mask = Every(Window(5))
+    assert repr(mask | Sinks(1)) == "Every(Window(5)) | Sinks(1)"
+    assert [type(part) for part in mask.parts()] == [Every, Window]
+    text = sd.Context.of(PROMPTS)
+    one, other = (Masked(HFModel(llama), m) for m in (mask, Causal() & Window(5)))
+    a, b = (m.score(m.cache(4, 60), text).logits for m in (one, other))
+    torch.testing.assert_close(a, b)
+    with pytest.raises(ValueError, match="Tree goes by the slots"):
+        Masked(HFModel(llama), Every(Tree(torch.tensor([3]), torch.tensor([[-1]]))))
+
+
+def test_a_mask_alone_is_no_draft(llama):
+    with pytest.raises(
+        TypeError, match=r"draft is a mask: give the model that uses it, models.Masked\(model, Causal\(\)"
+    ):
+        sd.decoder(HFModel(llama)).draft(OWN)  # type: ignore[arg-type]

@@ -5,19 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from flash_emulation import HALVES, Emulation
-from torch.nn.attention import varlen
 from torch.nn.functional import scaled_dot_product_attention
 
 from specdec import tree
-from specdec.kernels.attention import (
-    AttentionPlan,
-    ExplicitPlan,
-    attention,
-    flash_attn,
-    reference,
-    torch_flash,
-)
+from specdec.kernels.attention import AttentionPlan, ExplicitPlan, attention
 from specdec.kernels.attention import plan as planning
 from specdec.masks import (
     Block,
@@ -213,40 +204,6 @@ def test_sinks_and_a_window_are_the_ordered_plans(window, sinks):
 def test_a_tree_goes_to_the_plan_and_not_into_intervals():
     with pytest.raises(ValueError, match=r"AttentionPlan\(tree"):
         explicit(Causal() & Tree(ROOT.repeat(2), PARENTS.repeat(2, 1)))
-
-
-def test_flash_attention_serves_few_intervals(monkeypatch):
-    operators = Emulation((*HALVES, torch.float64))
-    monkeypatch.setattr(torch_flash, "DTYPES", operators.dtypes)
-    monkeypatch.setattr(torch_flash, "device_lacks", lambda query: None)
-    made = torch_flash.public(operators.varlen_attn, varlen.AuxRequest(lse=True)), True
-    monkeypatch.setattr(torch_flash, "primitive", lambda: made)
-    monkeypatch.setattr(flash_attn, "package", operators.package)
-    query, keys, values = tensors()
-    sinks = torch.tensor([0.5, -1.0, 3.0, 0.0], dtype=torch.float64)
-    for mask in MASKS:
-        plan = explicit(mask)[1]
-        most = max(map(len, plan.intervals))
-        unseen = torch.ones(4, SLOTS, dtype=torch.bool)
-        for row, segment in zip(ROWS, plan.runs(alone=True)):
-            unseen[row] = torch.from_numpy(~plan.visible(segment)[0].any(0))
-        poisoned = [t.clone() for t in (keys, values)]
-        for t in poisoned:
-            t[unseen] = float("nan")
-        for backend in (torch_flash, flash_attn):
-            name = backend.__name__.rsplit(".", 1)[-1]
-            why = torch_flash.cannot(query, plan)
-            assert (most > 4) == bool(why)
-            if why:
-                assert f"up to 4 intervals a query, and this plan has {most}" in why
-                continue
-            for extra in (None, sinks):
-                mine = backend.attend_with_lse(query, *poisoned, plan, 0.25, None, None, extra)
-                exact = reference.attend_with_lse(query, keys, values, plan, 0.25, None, None, extra)
-                for a, b in zip(mine, exact):
-                    torch.testing.assert_close(a, b, rtol=0, atol=1e-12, msg=f"{name} {mask!r}")
-    narrow = ExplicitPlan.of_intervals([0], [1], [[(0, 3)]], SLOTS, distance=np.ones((1, SLOTS)))
-    assert "no windows by position" in torch_flash.unreadable(keys, values, narrow, 3)
 
 
 def test_intervals_that_make_no_plan():

@@ -21,6 +21,8 @@ import specdec as sd
 from specdec.audit.adversaries import AdversarialSelector, Adversary
 from specdec.audit.catalogue import MENU
 from specdec.executors import Optimistic, Pipelined, Serial, Timeline
+from specdec.masks import streaming
+from specdec.models import Masked
 from specdec.serving.server import Server, Settings, joined
 
 PROMPTS = [[5], [7, 8, 9], [1, 2, 3, 4] * 6, [50] * 9, [3, 1], [90, 4, 5, 6], list(range(17)), [11, 12] * 5]
@@ -247,6 +249,13 @@ def test_what_cannot_be_served_is_refused_at_once(target, small):
         sd.decoder(sd.TableModel.random(3)).draft(Adversary(MENU), length=2).build().serve([])
     with pytest.raises(ValueError, match="'magicdec' cannot take in rows"):
         sd.decoder(target).draft(sd.drafts.MagicDec()).build().serve([])
+    ring = Masked(target, streaming(8))
+    for made, who in (
+        (sd.decoder(ring), "the target"),
+        (sd.decoder(target).draft(ring), "the model of draft 'model',"),
+    ):
+        with pytest.raises(ValueError, match=rf"{who} Masked.* cannot take in rows .*storage='dense'"):
+            made.build().serve([])
     with pytest.raises(ValueError, match="arrival is -1"):
         sd.Request([1], arrival=-1)
     with pytest.raises(ValueError, match="arrival is nan"):

@@ -62,7 +62,7 @@ def case(plan, Hq=4, Hkv=2, D=64, dtype=torch.float32, B=4, S=None, seed=0, Dv=N
 def work(copies, multiprocessors=132, queries=1):
     """Of bf16 and 32 heads of size 128: 512 bytes a slot."""
     part = 2 * queries * 32 * 129 * 4
-    return triton_backend.Work(copies, 2 * multiprocessors, tile=64, slot_bytes=512, part_bytes=part)
+    return splitting.Work(copies, 2 * multiprocessors, tile=64, slot_bytes=512, part_bytes=part)
 
 
 def close(args, plan, scale=None, window=None, softcap=None, sink_logits=None, chunk=None):
@@ -174,9 +174,9 @@ def test_first_positions_in_pages(page, chunk):
 def test_the_slots_between_are_skipped():
     """As many chunks as first positions and a window need, however long the row is."""
     low = lower(AttentionPlan([0], [99_999], [1], 100_000), "cpu")
-    assert triton_backend.chunking(low, reach(512, 4), work(1), 64)[0] == 1 + 9
-    assert triton_backend.chunking(low, reach(512, 4), work(10**6), None) == (1, 640, 64)
-    assert triton_backend.chunking(low, reach(512, 65), work(10**6), None) == (1, 704, 64)
+    assert splitting.chunking(low, reach(512, 4), work(1), 64)[0] == 1 + 9
+    assert splitting.chunking(low, reach(512, 4), work(10**6), None) == (1, 640, 64)
+    assert splitting.chunking(low, reach(512, 65), work(10**6), None) == (1, 704, 64)
 
 
 @pytest.mark.parametrize("tree", [False, True])
@@ -457,7 +457,7 @@ def test_chunks_fill_the_device(monkeypatch):
     low = lower(AttentionPlan([0], [8191], [1], 8192), "cpu")
 
     def chunks(programs, window=None, chunk=None):
-        return triton_backend.chunking(low, window, work(programs), chunk)
+        return splitting.chunking(low, window, work(programs), chunk)
 
     assert chunks(8) == (32, 256, 64)
     assert chunks(64) == (4, 2048, 64)
@@ -480,12 +480,12 @@ def test_uneven_rows_are_cut_by_their_lengths():
     asked = work(8, queries=6 * 64)
     for plan, cut in ((even, False), (uneven, True)):
         low = lower(plan, "cpu")
-        made = triton_backend.chunking(low, None, asked, None, plan)
-        assert made is triton_backend.chunking(low, None, asked, None, plan)
+        made = splitting.chunking(low, None, asked, None, plan)
+        assert made is splitting.chunking(low, None, asked, None, plan)
         assert (made[0] > 1) == cut
-        assert 4 <= triton_backend.chunking(low, None, asked, None)[0] <= 12
-        fixed = triton_backend.chunking(low, None, asked, 1024, plan)
-        assert fixed == triton_backend.chunking(low, None, work(8, 1), 1024)  # on any device
+        assert 4 <= splitting.chunking(low, None, asked, None)[0] <= 12
+        fixed = splitting.chunking(low, None, asked, 1024, plan)
+        assert fixed == splitting.chunking(low, None, work(8, 1), 1024)  # on any device
 
 
 def counted(monkeypatch):

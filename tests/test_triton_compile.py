@@ -148,13 +148,13 @@ def attend_job(
     fixed: bool = False,
 ) -> dict[str, Any]:
     """What ``triton_backend.launch`` would compile."""
-    from specdec.kernels.attention import triton_backend
+    from specdec.kernels.attention import tiles
 
     itemsize = 4 if dtype == "fp32" else 2
-    c = triton_backend.config(
+    c = tiles.config(
         size, packed, itemsize, fixed, written_out=seen, tree=tree, paged=page > 0, bent=window or softcap
     )
-    wide = triton_backend._power(size)
+    wide = tiles.power(size)
     given = dict.fromkeys(("Query", "Keys", "Values"), f"*{dtype}")
     given |= dict.fromkeys(("Starts", "Length", "Rows", "Root"), "*i32")
     given |= {"Out": f"*{dtype}" if direct else "*fp32", "Lse": None if direct else "*fp32"}
@@ -170,7 +170,7 @@ def attend_job(
         "constants": constants,
         "warps": c.warps,
         "stages": c.stages,
-        "options": triton_backend.bound(c),
+        "options": tiles.bound(c),
     }
 
 

@@ -41,14 +41,14 @@ _CPU = {
 }
 _DECODE = {
     "triton": "one launch for ragged rows, trees and windows",
-    "flash_attn": "splits keys over the device, knows soft caps",
-    "torch_flash": "splits keys over the device, nothing to install",
+    "torch_flash": "splits keys over the device for decoding, nothing to install",
+    "flash_attn": "splits keys over the device for decoding, knows soft caps",
     "packed": "PyTorch's fused attention, any dtype",
     "reference": "serves every call, row by row",
 }
 _PROMPT = {
-    "flash_attn": "made for many queries, knows soft caps",
-    "torch_flash": "made for many queries, nothing to install",
+    "torch_flash": "made for many queries, one call for ragged rows",
+    "flash_attn": "made for many queries, knows soft caps; a call for each row",
     "triton": "serves ragged rows of any length in one launch",
     "packed": "PyTorch's fused attention, any dtype",
     "reference": "serves every call, row by row",

@@ -16,13 +16,7 @@ from specdec.kernels.attention.explicit import ExplicitPlan
 from specdec.kernels.attention.plan import AttentionPlan, Tree
 from specdec.kernels.attention.reach import reach
 
-FINITE = (
-    "packed",
-    "padded",
-    "decomposed",
-    "torch_flash",
-    "flash_attn",
-)  # want finite numbers everywhere on a GPU
+FINITE = ("packed", "padded", "decomposed")  # want finite numbers everywhere on a GPU
 
 
 class Case(NamedTuple):

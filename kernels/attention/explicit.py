@@ -26,7 +26,6 @@ class ExplicitPlan(AttentionPlan):
         slots: ``[T]`` flat numbers of the new tokens' slots; by default the last ones of each row.
     Attributes:
         layer: which layer is attending, in a subclass whose ``visible`` depends on it.
-        intervals: ``[T]`` what each query sees as intervals of slots, where the plan was made of these (``of_intervals``).
     Raises:
         ValueError: ``seen`` or ``distance`` is no array of two dimensions or of another type, or does not have as many queries as
             ``counts`` say; a row has more of them than slots.
@@ -70,9 +69,6 @@ class ExplicitPlan(AttentionPlan):
     ) -> ExplicitPlan:
         """The plan of queries that see a few ranges of slots each, as ``specdec.masks.intervals`` says them.
 
-        FlashAttention serves such a plan where no query has more than ``flash_recipes.INTERVALS`` of them, without a window.
-        Others read the mask that the intervals make.
-
         Args:
             rows, counts, distance, slots: as for the class.
             intervals: ``[T]`` of each packed query, half-open ``(start, end)``, ascending and apart; none for a query that sees
@@ -97,9 +93,7 @@ class ExplicitPlan(AttentionPlan):
                     )
                 seen[t, start:end] = True
                 before = end
-        plan = ExplicitPlan(rows, counts, seen, distance, slots)
-        plan.intervals = [list(own) for own in intervals]
-        return plan
+        return ExplicitPlan(rows, counts, seen, distance, slots)
 
     def _segments(self) -> list[Segment]:
         return self.runs()  # every row has S slots: nothing is wasted on the longest

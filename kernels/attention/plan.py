@@ -12,13 +12,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
-from operator import sub
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from specdec.kernels.attention.plan_checks import check_counts, check_slots, check_table, check_tree
 from specdec.kernels.attention.reach import Reach, Streaming, near, split
 from specdec.kernels.device import to_device
 
@@ -87,17 +87,23 @@ class AttentionPlan:
     ordered: ClassVar[bool] = True  # slot numbers are positions (but for a tree's nodes)
 
     def __post_init__(self) -> None:
-        self._check_counts()
+        check_counts(self.rows, self.first, self.counts)
         # [R] slots in use, the new ones included
         self.length = [f + c for f, c in zip(self.first, self.counts)]
-        self._check_slots()
+        check_slots(
+            self.first, self.length, sum(self.counts), self.slots,
+            None if self.table is not None else self.capacity,
+        )  # fmt: skip
+        if self.fragment is not None and self.fragment < 1:
+            raise ValueError(f"fragment is {self.fragment}: give at least 1 slot, or None")
+        if self.tree is not None:
+            check_tree(*self.tree, self.length)
         self.layer = 0  # which one is attending, in plans whose ``visible`` depends on it
-        self.intervals: Sequence[Sequence[tuple[int, int]]] | None = None  # what it was made of
         self.segments = self._segments()
         self._masks: dict[Any, Any] = {}
         self.known: dict[Any, Any] = {}  # what else layers ask for again and again
         if self.table is not None or self.page:
-            self._check_table()
+            check_table(self.table, self.page, self.length)
         if self.slots is None:
             runs = zip(self.rows, self.first, self.counts)
             if self.table is None:
@@ -110,67 +116,6 @@ class AttentionPlan:
                     for s in range(f, f + c)
                 ]
             self.slots = torch.tensor(flat)
-
-    def _check_counts(self) -> None:
-        if not len(self.rows) or not len(self.rows) == len(self.first) == len(self.counts):
-            raise ValueError(
-                f"rows, first and counts have {len(self.rows)}, {len(self.first)} and {len(self.counts)} entries: give one for "
-                "each row, and at least one row"
-            )
-        if min(self.counts) < 1:
-            r = next(r for r, count in enumerate(self.counts) if count < 1)
-            raise ValueError(
-                f"counts[{r}] is {self.counts[r]}: give rows at least 1 query, and leave rows without queries out of the plan"
-            )
-
-    def _check_slots(self) -> None:
-        if min(self.first) < 0:
-            r = next(r for r, first in enumerate(self.first) if first < 0)
-            raise ValueError(f"first[{r}] is {self.first[r]}: give the slot of its first query, 0 or above")
-        if self.table is None and max(self.length) > self.capacity:
-            r = next(r for r, length in enumerate(self.length) if length > self.capacity)
-            raise ValueError(
-                f"row {r} of the plan has queries up to slot {self.length[r] - 1} and capacity is {self.capacity}: give rows of "
-                "more slots, or fewer queries"
-            )
-        if self.slots is not None and self.slots.shape != (sum(self.counts),):
-            raise ValueError(
-                f"slots is {tuple(self.slots.shape)} and the plan has {sum(self.counts)} queries: give one number for each"
-            )
-        if self.fragment is not None and self.fragment < 1:
-            raise ValueError(f"fragment is {self.fragment}: give at least 1 slot, or None")
-        if self.tree is not None:
-            self._check_tree(self.tree)
-
-    def _check_tree(self, tree: Tree) -> None:
-        (R, N), root = tree.depth.shape, tree.root.tolist()
-        if not len(root) == R == len(self.rows) or tree.ancestors.shape != (R, N, N):
-            raise ValueError(
-                f"tree has root {tree.root.shape}, ancestors {tree.ancestors.shape} and depth {tree.depth.shape}: give [R], "
-                f"[R, N, N] and [R, N] for the {len(self.rows)} rows of the plan"
-            )
-        if min(root) < 0:
-            raise ValueError(f"tree.root is {root}: give slots, 0 or above")
-        used = max(map(sub, self.length, root))
-        if used > N:
-            raise ValueError(
-                f"tree has {N} nodes and a row of the plan {used} slots from its root on: give the tree all of its nodes"
-            )
-
-    def _check_table(self) -> None:
-        if self.table is None or self.page < 1:
-            raise ValueError(
-                f"page is {self.page} and table is {'not ' if self.table is None else ''}given: give both, or neither"
-            )
-        if len(self.table) != len(self.rows):
-            raise ValueError(
-                f"table has {len(self.table)} rows and the plan {len(self.rows)}: give the pages of each row"
-            )
-        for r, (pages, length) in enumerate(zip(self.table, self.length)):
-            if len(pages) * self.page < length:
-                raise ValueError(
-                    f"table[{r}] has {len(pages)} pages of {self.page} slots and the row {length} slots in use: give more pages"
-                )
 
     def __getstate__(self) -> dict[str, Any]:
         """All but what is remembered for layers, which may hold addresses."""

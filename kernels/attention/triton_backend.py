@@ -14,7 +14,7 @@ from contextlib import nullcontext
 from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,67 +22,14 @@ from torch import Tensor
 from specdec.kernels.attention.lowered import Lowered, lower, written_out
 from specdec.kernels.attention.plan import AttentionPlan
 from specdec.kernels.attention.reach import Reach, binding, split
-from specdec.kernels.attention.splitting import chunk_slots
+from specdec.kernels.attention.splitting import Work, chunking
+from specdec.kernels.attention.tiles import bound, config, power
 from specdec.kernels.interpreted import REMEDY
 
 LOG2E = 1.4426950408889634
 LARGEST = 256  # head size
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-REGISTERS = 255  # of a thread: all that there are
 WAVES = 2  # programs of four warps that a multiprocessor holds at a time, as rows are cut for
-
-
-class Config(NamedTuple):
-    """How a call is tiled: ``queries`` (times heads that share a KV head) and ``slots`` of a tile, for Triton.
-
-    ``registers``: a bound on those of a thread, if only the hardware's own, 0 for none. Without one NVIDIA's assembler spills a few
-    where that lets one more program share a multiprocessor; with one it takes more where it need not.
-    """
-
-    queries: int
-    slots: int
-    warps: int
-    stages: int
-    registers: int = 0
-
-
-def config(
-    size: int,
-    packed: int,
-    itemsize: int,
-    fixed: bool = False,
-    written_out: bool = False,
-    tree: bool = False,
-    paged: bool = False,
-    bent: bool = False,
-) -> Config:
-    """The tile for a head size, from reasoning and compiled resource usage, not from timings.
-
-    A query tile is as small as holds all ``packed`` queries (queries of a row times heads of a group), up to 64; ``fixed``
-    makes it independent of them. A slot tile keeps keys and values of three stages in at most half of an A100's shared memory,
-    so that two programs share a multiprocessor where registers allow; with a mask that is ``written_out``, and with a ``tree`` or
-    pages beside 64 queries, it is smaller, since these take registers, too. Bits depend on tiles and warps, so with ``fixed``
-    chains have those of trees in pages. Where slots are ``paged``, a page's number is loaded ahead of its slots, which takes two
-    stages for each. ``bent``: with a window or a soft cap. Nothing is tuned at run time: equal calls are to run equal code.
-    """
-    queries = 64 if fixed or packed > 32 else 32 if packed > 16 else 16
-    wide = _power(size) * itemsize  # bytes of a slot's keys
-    if itemsize == 4:  # no tensor cores for exact float32: small tiles, for registers
-        return Config(min(queries, 16), 32 if size <= 64 else 16, 4 if 64 < size <= 128 else 8, 2, REGISTERS)
-    stages = 5 if paged else 3
-    small = fixed or tree or paged or written_out
-    if wide > 256:
-        slots = 16 if written_out or paged or (queries == 64 and small) else 32
-        queries = min(queries, 32) if written_out else queries
-        return Config(queries, slots, 4 if queries == 16 else 8, stages, REGISTERS)
-    if written_out:
-        slots = 16 if queries == 64 and wide > 128 else 32
-        return Config(queries, slots, 8 if queries == 64 else 4, stages, REGISTERS)
-    if queries < 64:
-        return Config(queries, 64, 4, stages, REGISTERS if bent or (tree and wide <= 128) else 0)
-    if wide <= 128:
-        return Config(queries, 64, 8 if small else 4, stages)
-    return Config(queries, 32 if small else 64, 8, stages)
 
 
 def missing() -> str | None:
@@ -321,7 +268,7 @@ def launch(
             0 if table is None else table.stride(0),
             0 if seen is None or seen.shape[0] == 1 else seen.stride(0),
             0 if seen is None else seen.stride(1),
-            G=group, D=size, DV=value_size, BD=_power(size), BDV=_power(value_size), BM=c.queries, BN=c.slots,
+            G=group, D=size, DV=value_size, BD=power(size), BDV=power(value_size), BM=c.queries, BN=c.slots,
             PAGE=0 if table is None else keys.shape[1], WINDOW=window is not None, SOFTCAP=softcap is not None,
             DIRECT=direct, UPCAST=_upcast(query), num_warps=c.warps, num_stages=c.stages, **bound(c),
         )  # fmt: skip
@@ -383,57 +330,8 @@ def _merge(
         parts, part_lse, out, lse, sink_logits, F,
         *parts.stride()[:3], *part_lse.stride(), *out.stride()[:2],
         *((0, 0) if lse is None else lse.stride()[-2:]),
-        DV=size, BDV=_power(size), NATURAL=natural, num_warps=4 if size > 128 else 2,
+        DV=size, BDV=power(size), NATURAL=natural, num_warps=4 if size > 128 else 2,
     )  # fmt: skip
-
-
-class Work(NamedTuple):
-    """What a launch has to do, beside its rows: see ``splitting.chunk_slots``."""
-
-    copies: int
-    resident: int
-    tile: int
-    slot_bytes: int
-    part_bytes: int
-
-
-def chunking(
-    lowered: Lowered, window: Reach, work: Work, chunk: int | None, plan: AttentionPlan | None = None
-) -> tuple[int, int, int]:
-    """Into how many chunks rows are cut at most, their slots, and the multiples at which a window's slots of a row begin.
-
-    Args:
-        chunk: fixed slots of a chunk; its borders are then multiples of that. plan: remembers what is chosen for its rows, since
-            all layers ask. Without it, and without a window, rows may be anything up to ``max_length`` and are taken to be
-            spread from a third of it.
-    """
-    tile, initial = work.tile, 0
-    span = lowered.max_length  # slots that a row's queries may see, but for the first ones
-    if window is not None:
-        nodes = 0 if lowered.depth is None else lowered.depth.shape[1]
-        back, initial = split(window)
-        span = min(span, back - 1 + max(lowered.max_count, nodes))
-    if chunk is not None:
-        slots = -(-chunk // tile) * tile
-        most = -(-lowered.max_length // slots)
-        return min(most, -(-initial // slots) + (span + slots - 2) // slots + 1), slots, slots
-    key = ("triton chunks", window, work)
-    if plan is not None and key in plan.known:
-        return plan.known[key]
-    if window is not None:  # the first tile begins before the first slot
-        span = min(-(-initial // tile) * tile + span + tile - 1, lowered.max_length)
-    if plan is not None:
-        spans = [min(span, n) for n in plan.length]
-    elif window is None and lowered.seen is None:
-        rows = lowered.rows.shape[0]
-        spans = [span - 2 * span * r // (3 * rows) for r in range(rows)]
-    else:
-        spans = [span] * lowered.rows.shape[0]
-    slots = chunk_slots(spans, *work)
-    made = -(-span // slots), slots, tile
-    if plan is not None:
-        plan.known[key] = made
-    return made
 
 
 @lru_cache
@@ -474,18 +372,8 @@ def _on(device: torch.device) -> Any:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def bound(c: Config) -> dict[str, int]:
-    """On a thread's registers, as Triton takes it for NVIDIA."""
-    return {"maxnreg": c.registers} if c.registers and torch.version.hip is None else {}
-
-
 def _upcast(query: Tensor) -> bool:
     return _kernels().INTERPRET and query.dtype != torch.float32
-
-
-def _power(size: int) -> int:
-    """The least power of two that holds ``size``, and a matrix product takes: 16 at least."""
-    return max(16, 1 << (size - 1).bit_length())
 
 
 @lru_cache(maxsize=1)

@@ -236,9 +236,7 @@ def ring(
 
 
 # Slots that no query sees are never read by these; others read them with weight 0, and are promised that they are finite.
-NEVER_READ = ("triton", "reference", "native")
-# These never read what no query has written; below a window they may read old keys with weight 0.
-NEVER_WRITTEN = ("torch_flash", "flash_attn")
+NEVER_READ = ("triton", "reference", "native", "torch_flash", "flash_attn")
 
 
 def poisoned(problem: Problem, backend: str) -> Problem:
@@ -261,7 +259,7 @@ def poisoned(problem: Problem, backend: str) -> Problem:
         else:
             pages = np.array(plan.table[r])
             unseen[pages[at // plan.page], at % plan.page] = False
-    value = float("nan") if backend in (*NEVER_READ, *NEVER_WRITTEN) else 50.0
+    value = float("nan") if backend in NEVER_READ else 50.0
     made = object.__new__(Problem)
     vars(made).update(vars(problem))
     marked = unseen.to(problem.keys.device)

@@ -36,10 +36,8 @@ def decomposition(stage: Stage) -> None:
     """Every method on every distribution of lengths, with as many tokens in all."""
     batch, mean, k = (8, 300, 2) if stage.toy else (64, 400, 5)
     heads, dtype = TINY if stage.toy else LLAMA_8B, torch.bfloat16
-    ways = [(b, None) for b in ("padded", "packed", "decomposed")]
-    ways += [
-        (b, f) for b in ("triton", "torch_flash", "flash_attn") for f in (None, 8 if stage.toy else FRAGMENT)
-    ]
+    ways = [(b, None) for b in ("padded", "packed", "decomposed", "triton", "torch_flash", "flash_attn")]
+    ways += [("triton", 8 if stage.toy else FRAGMENT)]
     for name in DISTRIBUTIONS[:2] if stage.toy else DISTRIBUTIONS:
         # At toy size a sixteenth of the lengths: each tile costs the interpreter milliseconds.
         length = [

@@ -132,6 +132,30 @@ class PackedBatch:
             for node in range(max(r.first - r.length, -1), r.end - r.length)
         ]
 
+    def spread(self, made: Tensor, batch: int, width: int, begin: int, copy: bool) -> Tensor:
+        """The logits ``[K, V]`` of all pieces as ``[B, width, V]``, 0 where there are none. Without ``copy``, ``made`` may be part of it."""
+        V = made.shape[1]
+        if made.shape[0] == batch * width:
+            logits = made.view(batch, width, V)
+            return logits.clone() if copy else logits
+        logits = torch.zeros(batch * width, V, dtype=made.dtype, device=made.device)
+        if len(made):
+            at = to_device(torch.tensor(self.places(width, begin)), made.device)
+            logits.index_copy_(0, at, made)
+        return logits.view(batch, width, V)
+
+    def remember(self, cache: TokenIndex, context: Context) -> None:
+        """Note in the cache what was fed; called after the forward, so that one that fails does not change the token index."""
+        text = context.tokens.numpy()
+        for b, first, length, end in self.rows:
+            cache.remember(b, text[b], first, min(length, end), max(end - length, 0))
+
+    def limit(self, chunk: int, wanted: bool) -> int:
+        """The most tokens of a forward: prompts are fed in pieces of ``chunk``; nodes and the tokens before them are verified in one pass."""
+        if not wanted or self.tokens <= chunk:
+            return chunk
+        return max(chunk, 2 * sum(r.end - max(r.first, r.length - 1) for r in self.rows))
+
     def cut(self, low: int, high: int) -> list[Row]:
         """The part of each row among packed tokens ``low:high``."""
         rows, t = [], 0

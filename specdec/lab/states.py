@@ -16,8 +16,8 @@ from tqdm.auto import tqdm
 import specdec.lab.pretraining  # noqa: F401  # registers the attention "block"
 from specdec.lab.streams import Streams
 from specdec.models.fingerprint import fingerprint
+from specdec.training.checkpoints import hash_of
 from specdec.training.states import Batch, States
-from specdec.training.train import hash_of
 
 
 @dataclass(frozen=True)

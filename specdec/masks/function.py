@@ -47,7 +47,8 @@ class Intervals(Mask):
     """The mask of a function that says which intervals of positions a query sees; it is called once for each position, now.
 
     Args:
-        of: ``position -> [(start, end), ...]``, half-open. positions: how many there are. sinks, window: as for ``Function``.
+        of: ``position -> [(start, end), ...]``, half-open. positions: how many there are, those of the longest text that a model may be
+            given; later queries, which only padding has, see as the last one. sinks, window: as for ``Function``.
     Raises:
         ValueError: no positions, or an interval that is no pair.
     """
@@ -74,7 +75,9 @@ class Intervals(Mask):
         object.__setattr__(self, "edges", edges)
 
     def __call__(self, b: Any, h: Any, q_position: Any, kv_position: Any) -> Any:
-        edges, key = self.edges[q_position], torch.as_tensor(kv_position)[..., None]
+        query, key = torch.as_tensor(q_position), torch.as_tensor(kv_position)
+        edges = self.edges.to(query.device if query.dim() else key.device)
+        edges, key = edges[query.clamp(max=self.positions - 1)], key[..., None]
         return ((key >= edges[..., 0]) & (key < edges[..., 1])).any(-1)
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from types import FunctionType
 from typing import Any, ClassVar
 
@@ -45,8 +45,7 @@ class Mask(ABC):
     def parts(self) -> Iterator[Mask]:
         """The mask itself and all that it is made of."""
         yield self
-        for field in fields(self):  # type: ignore[arg-type]
-            value = vars(self)[field.name]
+        for value in vars(self).values():
             if isinstance(value, Mask):
                 yield from value.parts()
 
@@ -78,7 +77,8 @@ class Mask(ABC):
         return picture(self, self.extent if length is None else length, row, head)
 
     def __repr__(self) -> str:
-        shown = ((field.name, vars(self)[field.name]) for field in fields(self) if field.init)  # type: ignore[arg-type]
+        made = {field.name for field in fields(self) if not field.init} if is_dataclass(self) else ()
+        shown = ((k, v) for k, v in vars(self).items() if k not in made)
         words = (f"{k}{list(v.shape)}" if isinstance(v, Tensor) else _short(v) for k, v in shown)
         return f"{type(self).__name__}({', '.join(words)})"
 

@@ -16,6 +16,7 @@ from specdec.masks.text import known
 from specdec.masks.tree import Tree
 
 FAR = (1_500, 4_095, 10_007, 32_768)  # queries that are asked about beyond the first ones
+_HOW = "make it of operations on tensors that broadcast, (b, h, q_position, kv_position) -> bool, without if, and, or"
 PROBED = (128, 1_024)  # how many first queries, at least and at most
 
 
@@ -59,6 +60,21 @@ def check_sight(mask: Mask, seen: Any, queries: Any) -> None:
         raise ValueError(_blind(mask, int(queries[blind][0])))
 
 
+def longest(mask: Mask, positions: int | None = None) -> int | None:
+    """How many positions a mask speaks of, at most ``positions``; ``None``: of any number."""
+    known = [part.slots for part in mask.parts() if part.slots]
+    return min([*known, *([] if positions is None else [positions])], default=None)
+
+
+def check_length(mask: Mask, length: int) -> None:
+    """Raise ValueError for a text of ``length`` tokens, of the last of which a mask says nothing."""
+    limit = longest(mask)
+    if limit is not None and length > limit:
+        raise ValueError(
+            f"{mask!r} speaks of {limit} positions and a text has {length}: make it with positions={length} or more, or give a shorter text"
+        )
+
+
 def for_model(mask: Any, name: str = "mask", positions: int | None = None) -> Mask:
     """A mask that a model's queries can see by, from a mask or from a function ``(b, h, q_position, kv_position) -> bool``.
 
@@ -80,7 +96,8 @@ def for_model(mask: Any, name: str = "mask", positions: int | None = None) -> Ma
                 f"{name} is {mask!r}, and {type(part).__name__} goes by the slots of certain rows: give a mask that goes by positions (a "
                 "model knows where its own slots and tree nodes stand)"
             )
-    limit = min([positions or max(FAR) + 2, *(part.slots for part in mask.parts() if part.slots)])
+    limit = longest(mask, positions or max(FAR) + 2)
+    assert limit is not None
     first = torch.arange(min(max(PROBED[0], 2 * mask.extent), PROBED[1], limit))
     try:
         _probe(mask, first, first)
@@ -88,7 +105,8 @@ def for_model(mask: Any, name: str = "mask", positions: int | None = None) -> Ma
             if far + 1 < limit:
                 _probe(mask, torch.tensor([far]), torch.arange(far + 2))
     except Exception as error:
-        raise ValueError(f"{name} cannot be used: {error}") from error
+        how = "" if isinstance(error, ValueError) else f" ({_HOW})"
+        raise ValueError(f"{name} cannot be used: {error}{how}") from error
     if mask.reach is None or known(mask):
         return mask
     return mask & streaming(max(mask.reach.window, 1), mask.reach.sinks)

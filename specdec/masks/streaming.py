@@ -19,7 +19,8 @@ def streaming(window: int | None = 64, sinks: int = 1) -> Mask:
     """
     if isinstance(window, Mask):
         raise TypeError(
-            f"window is {window!r}: give the number of positions; a mask is an argument of its own, mask="
+            f"window is {window!r}: give the number of positions, such as window=64. A mask is given as one, to models.Masked(model, mask), or "
+            "as mask= to SpireModel.from_target, MagicDec and training's Parallel"
         )
     if window is not None:
         whole("window", window, ", or None for all positions")

@@ -25,7 +25,6 @@ from specdec.forward.probe import kv_shapes
 from specdec.forward.runner import runner_for
 from specdec.forward.taps import listening
 from specdec.graphs.programs import Steps, steps_for
-from specdec.kernels.device import to_device
 from specdec.models.check import Graphs, Options, check_arguments, self_check
 from specdec.models.clone import structural_clone
 from specdec.models.compiled import compile_parts
@@ -159,17 +158,9 @@ class HFModel:
         if tokenizer is None:
             tokenizer = load_tokenizer(name)
         return cls(
-            model,
-            tokenizer,
-            prefill_chunk=prefill_chunk,
-            unlisted=unlisted,
-            attention=attention,
-            page=page,
-            graphs=graphs,
-            compile=compile,
-            invariant=invariant,
-            bf16_weights=bf16_weights,
-        )
+            model, tokenizer, prefill_chunk=prefill_chunk, unlisted=unlisted, attention=attention, page=page,
+            graphs=graphs, compile=compile, invariant=invariant, bf16_weights=bf16_weights,
+        )  # fmt: skip
 
     @cached_property  # used in every step
     def device(self) -> torch.device:
@@ -275,7 +266,7 @@ class HFModel:
             end = [e if b in asked else 0 for b, e in enumerate(end)]
         packed = self._feed(cache, context, None, cache.matched(context), end)
         self._run(cache, packed, False, ())
-        self._remember(cache, context, packed)
+        packed.remember(cache, context)
 
     def score(
         self,
@@ -296,23 +287,13 @@ class HFModel:
                 fed in this context.
         """
         packed, width = self._plan(cache, context, proposal, start, rows)
-        B = context.batch
         made, layers = self._run(cache, packed, True, taps)
-        if made is not None and made.shape[0] == B * width:
-            logits = made.view(B, width, -1)
-            if self.steps is not None or not torch.is_inference_mode_enabled():
-                # A copy that may be changed: inference tensors may not, and a step overwrites its own.
-                logits = logits.clone()
-        else:
-            V, dtype, device = self.vocab_size, self.dtype, self.device
-            if made is not None:
-                V, dtype, device = made.shape[1], made.dtype, made.device
-            logits = torch.zeros(B * width, V, dtype=dtype, device=device)
-            if made is not None:
-                at = packed.places(width, -1 if start is None else start)
-                logits.index_copy_(0, to_device(torch.tensor(at), device), made)
-            logits = logits.view(B, width, V)
-        self._remember(cache, context, packed)
+        if made is None:
+            made = torch.zeros(0, self.vocab_size, dtype=self.dtype, device=self.device)
+        # Returned logits may be changed: inference tensors may not, and a step overwrites its own.
+        copy = self.steps is not None or not torch.is_inference_mode_enabled()
+        logits = packed.spread(made, context.batch, width, -1 if start is None else start, copy)
+        packed.remember(cache, context)
         return Scores(logits, Fed(layers, *packed.owners()) if taps else None)
 
     def _plan(
@@ -359,10 +340,7 @@ class HFModel:
         if not packed.rows:
             width = self.clone.config.get_text_config().hidden_size
             return None, {tap: torch.zeros(0, width, dtype=self.dtype, device=self.device) for tap in taps}
-        # Only prompts are fed in pieces: a draft's nodes and the tokens before them are verified in one pass.
-        limit = self.prefill_chunk
-        if wanted and packed.tokens > limit:
-            limit = max(limit, 2 * sum(r.end - max(r.first, r.length - 1) for r in packed.rows))
+        limit = packed.limit(self.prefill_chunk, wanted)
         logits: list[Tensor] = []
         mode = _NOTHING if torch.is_inference_mode_enabled() else torch.inference_mode()
         caught = listening(self.clone, taps) if taps else {}
@@ -390,12 +368,6 @@ class HFModel:
             pieces = packed.pieces(cache.slots, limit, wanted, self.device)
         for piece in pieces:
             yield cache, piece
-
-    def _remember(self, cache: Cache, context: Context, packed: PackedBatch) -> None:
-        """Note what was fed; called after the forward, so that one that fails does not change the token index."""
-        text = context.tokens.numpy()
-        for b, first, length, end in packed.rows:
-            cache.remember(b, text[b], first, min(length, end), max(end - length, 0))
 
     def bare_step(
         self, cache: Cache, context: Context, proposal: Proposal | None = None

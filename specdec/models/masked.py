@@ -20,7 +20,7 @@ from specdec.forward.pack import PackedBatch, PrefillChunk
 from specdec.forward.packed import Packed
 from specdec.kernels.attention import AttentionPlan, ExplicitPlan
 from specdec.masks import Mask, Reach, for_model, sees
-from specdec.masks.sight import check_sight
+from specdec.masks.sight import check_length, check_sight, longest
 from specdec.models.hf import HFModel
 from specdec.types import Context, Proposal
 
@@ -86,6 +86,7 @@ class Masked(HFModel):
             )
         vars(self).update(vars(model))
         self.mask, self.block = mask, block
+        self.max_positions, self._limited = longest(mask, model.max_positions), longest(mask) is not None
         self.reach = None if storage == "dense" else mask.reach
         if self.reach is None:
             if model.page is not None:
@@ -150,11 +151,13 @@ class Masked(HFModel):
         end: Sequence[int],
     ) -> PackedBatch:
         packed = super()._feed(cache, context, proposal, first, end)
+        if self._limited:
+            check_length(self.mask, max(packed.positions, default=-1) + 1)
         most = max((r.end - r.length for r in packed.rows), default=0)
         if self.reach is not None and most > self.block:
             raise ValueError(
-                f"{most} tokens are proposed and this model has room for {self.block} in flight: make it with block={most}, "
-                "or propose fewer"
+                f"{most} tokens or more are proposed and this model has room for {self.block} in flight: make it with block={most} or more, the "
+                "length of the longest chain, or propose fewer"
             )
         return packed
 

@@ -78,15 +78,22 @@ def check(composition: Composition, executor: Executor, settings: Settings) -> N
             f"{settings.limit}, or raise limit"
         )
     for part in composition.drafting.members:
-        model = part.info.model
-        if part.joins is None or not (model is None or isinstance(model.cache(1, 1), JoinableCache)):
+        if part.joins is None:
             raise ValueError(
                 f"draft {part.info.name!r} cannot take in rows during a run (it has no join): use drafts.Model, NGram or a function, or "
                 "generate() a fixed batch"
             )
-    if not isinstance(composition.target.cache(1, 1), JoinableCache):
+        if part.info.model is not None:
+            _joinable(f"the model of draft {part.info.name!r},", part.info.model)
+    _joinable("the target", composition.target)
+
+
+def _joinable(name: str, model: Any) -> None:
+    """Raise ValueError for a model whose cache other rows cannot join."""
+    if not isinstance(model.cache(1, 1), JoinableCache):
         raise ValueError(
-            f"the target {composition.target!r} cannot take in rows during a run (its cache has no join): use a plain HFModel"
+            f"{name} {model!r} cannot take in rows during a run (its cache has no join): use a plain HFModel, or Masked(..., "
+            "storage='dense') for a mask, or generate() a fixed batch"
         )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from specdec.masks import Mask, for_model, sees, streaming
-from specdec.masks.sight import check_sight
+from specdec.masks.sight import check_length, check_sight
 from specdec.training.passes import k_pass
 from specdec.training.states import Batch
 
@@ -61,6 +61,7 @@ class Parallel:
     def __call__(self, draft: Any, batch: Batch) -> Tensor:
         """Logits ``[B, L, V]`` after every position."""
         tokens = batch.tokens[:, :-1]
+        check_length(self.shown, tokens.shape[1])
         before = draft.config._attn_implementation
         draft.set_attn_implementation("specdec_band")
         try:  # the draft's own generate must find its own attention again

@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 
 from specdec.drafts.spire.model import SpireModel
 from specdec.masks import Mask, sees
-from specdec.masks.sight import check_sight
+from specdec.masks.sight import check_length, check_sight
 
 
 def k_pass(
@@ -51,6 +51,7 @@ def k_pass(
         raise ValueError(
             f"inputs lacks layer {lacking[0]}: the draft reads the target's inputs of layers {list(model.layers)}"
         )
+    check_length(model.mask, L)
     T, layers = n * k, range(len(model.layers))
     cos, sin = model.rotary(torch.arange(L, device=tokens.device))
     past = [model.keys_values(i, inputs[layer], (cos, sin)) for i, layer in enumerate(model.layers)]

@@ -8,15 +8,13 @@ parallelism are accelerate's: under ``accelerate launch`` every process takes it
 
 from __future__ import annotations
 
-import hashlib
 import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -25,9 +23,11 @@ from tqdm.auto import tqdm
 from specdec.arguments import whole
 from specdec.drafts.spire.model import SpireModel
 from specdec.models.fingerprint import fingerprint, unwrapped
+from specdec.training import checkpoints
 from specdec.training.forward import KPass, Parallel
 from specdec.training.losses import MixedLoss, acceptance
-from specdec.training.states import Batch, States, target_states
+from specdec.training.sources import check_ids, order, source_of
+from specdec.training.states import States
 
 
 @dataclass(frozen=True)
@@ -85,36 +85,6 @@ class Trained:
     tokens: int = 0
     seconds: float = 0.0
     curve: list[dict[str, float]] = field(default_factory=list)
-
-
-@runtime_checkable
-class Source(Protocol):
-    """Sequences and what the target makes of them: ``States``, ``Live``, or an object with the same two methods."""
-
-    def __len__(self) -> int: ...
-
-    def take(self, which: Sequence[int]) -> Batch: ...
-
-
-class Live:
-    """Batches whose target states are computed when they are asked for.
-
-    Args:
-        target: a transformers causal LM, or ``None`` when only tokens are needed.
-        sequences: ``[N, L + 1]`` ids. layers: whose inputs are wanted.
-    """
-
-    def __init__(self, target: Any, sequences: Tensor, layers: Sequence[int]):
-        self.target, self.sequences, self.layers = target, sequences, layers
-
-    def __len__(self) -> int:
-        return len(self.sequences)
-
-    def take(self, which: Sequence[int]) -> Batch:
-        tokens = self.sequences[torch.as_tensor(which)]
-        if self.target is None:
-            return Batch(tokens, {}, torch.empty(0))
-        return target_states(self.target, tokens, self.layers)
 
 
 def train(
@@ -177,10 +147,10 @@ def train(
             raise ValueError(
                 f"draft has a vocabulary of {theirs} and the target one of {vocab_size}: train a draft with the target's vocabulary"
             )
-    _check_ids("data", data, vocab_size)
-    _check_ids("validation", validation, vocab_size)
-    source = _source(data, target if needs or forward.layers(draft) else None, forward.layers(draft))
-    held = None if validation is None else _source(validation, target, forward.layers(draft))
+    check_ids("data", data, vocab_size)
+    check_ids("validation", validation, vocab_size)
+    source = source_of(data, target if needs or forward.layers(draft) else None, forward.layers(draft))
+    held = None if validation is None else source_of(validation, target, forward.layers(draft))
     run = _Run(draft, settings, device)
     run.share(accelerator)
     head = target.get_output_embeddings()
@@ -202,7 +172,7 @@ def train(
         "forward": repr(forward),
         "target": fingerprint(target),
         "sequences": str(len(source)),
-        "draft": _described(draft),
+        "draft": checkpoints.described(draft),
     }
     report, path = Trained(settings), None if checkpoint is None else Path(checkpoint)
     if path is not None and path.exists():
@@ -218,7 +188,7 @@ def train(
         mininterval=5,
     )
     while run.step < settings.steps:
-        which = _order(len(source), settings, run.step)[rank::world]
+        which = order(len(source), settings.batch, settings.seed, run.step)[rank::world]
         batch = source.take(which).to(device, settings.precision)
         logits = forward(draft, batch)
         T = logits.shape[1]
@@ -314,28 +284,10 @@ class _Run:
             "step": self.step,
         }
         progress = {"tokens": report.tokens, "seconds": report.seconds, "curve": report.curve}
-        part = path.with_name(path.name + ".part")
-        torch.save({**state, **progress, "settings": asdict(self.settings), "identity": self.identity}, part)
-        part.replace(path)
+        checkpoints.save(path, {**state, **progress}, asdict(self.settings), self.identity)
 
     def load(self, path: Path, report: Trained) -> None:
-        state = torch.load(path, map_location="cpu", weights_only=False)
-        ours, theirs = asdict(self.settings), state["settings"]
-        free = {"checkpoint_minutes", "compile", "validate_every"}
-        if ours["steps"] > theirs.get("steps", 0):
-            free.add("steps")  # trained on: the rates follow the longer run from here
-        differ = [n for n in ours if n not in free and ours[n] != theirs.get(n)]
-        if differ:
-            raise ValueError(
-                f"checkpoint {path} was made with {differ[0]} = {theirs.get(differ[0])}, and it is {ours[differ[0]]} now: use the "
-                "same settings, or another file"
-            )
-        other = [n for n, mine in self.identity.items() if mine != state["identity"].get(n)]
-        if other:
-            raise ValueError(
-                f"checkpoint {path} is of another run: its {other[0]} is {state['identity'].get(other[0])}, and it is "
-                f"{self.identity[other[0]]} now: use another file"
-            )
+        state = checkpoints.load(path, asdict(self.settings), self.identity)
         with torch.no_grad():
             for name, value in state["master"].items():
                 self.master[name].copy_(value)
@@ -355,20 +307,6 @@ class _Run:
                 p.grad = None
 
 
-def _described(draft: Any) -> str:
-    """What of a draft a checkpoint does not hold: its parts and how it looks at the text."""
-    shapes = hash_of([(name, list(p.shape)) for name, p in draft.named_parameters()])
-    looks: dict[str, Any] = {}
-    if isinstance(draft, SpireModel):
-        looks = {"layers": draft.layers, "mask": draft.mask}
-    return f"{type(draft).__name__} {looks} {shapes}"
-
-
-def hash_of(value: Any) -> str:
-    """Eight hexadecimal digits of a value's ``repr``."""
-    return hashlib.sha256(repr(value).encode()).hexdigest()[:8]
-
-
 @torch.no_grad()
 def _same_head(target: Any) -> None:
     """Refuse a target whose logits are more than its head of the final hidden state (a scale, a soft cap)."""
@@ -381,55 +319,6 @@ def _same_head(target: Any) -> None:
             f"target: a {type(target).__name__} does more to its logits than its head (a scale or a soft cap), which training "
             "from final hidden states does not know: use a target without"
         )
-
-
-def _check_ids(name: str, data: Any, vocab_size: int) -> None:
-    """Refuse sequences that are no ids of the target's."""
-    if data is None or (isinstance(data, Source) and not isinstance(data, Tensor)):
-        return
-    try:
-        ids = torch.as_tensor(data)
-    except (TypeError, ValueError) as error:  # texts, or rows of different lengths
-        raise ValueError(
-            f"{name} must be States, or sequences of equally many ids [N, L + 1]: read texts by the tokenizer, and cut their ids into "
-            f"rows ({error})"
-        ) from error
-    if ids.is_floating_point():
-        raise TypeError(f"{name} holds {ids.dtype} numbers: give ids, which are whole numbers")
-    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
-        raise ValueError(
-            f"{name} has ids from {int(ids.min())} to {int(ids.max())} and the target a vocabulary of {vocab_size}: was it made with "
-            "another tokenizer?"
-        )
-
-
-def _source(data: Any, target: Any, layers: Sequence[int]) -> Any:
-    if isinstance(data, Source) and not isinstance(data, Tensor):
-        if target is not None and isinstance(data, States):
-            States(data.folder, target)  # raises when they are another target's
-        held = data.layers if isinstance(data, States) else layers
-        lacking = [layer for layer in layers if layer not in held]
-        if lacking:
-            raise ValueError(
-                f"data holds the target's inputs of layers {held}, and the draft needs layer {lacking[0]} too"
-            )
-        if not len(data):
-            raise ValueError("data holds no sequences")
-        return data
-    sequences = torch.as_tensor(data)
-    if sequences.dim() != 2 or not len(sequences):
-        raise ValueError("data must be States, or sequences of equally many ids [N, L + 1]")
-    return Live(target, sequences, layers)
-
-
-def _order(count: int, settings: Settings, step: int) -> np.ndarray:
-    """Numbers of the sequences of a step."""
-    at = np.arange(step * settings.batch, (step + 1) * settings.batch)
-    turns = {
-        turn: np.random.default_rng((settings.seed, int(turn))).permutation(count)
-        for turn in np.unique(at // count)
-    }
-    return np.array([turns[i // count][i % count] for i in at])
 
 
 @torch.no_grad()

@@ -69,6 +69,7 @@ class MagicDec:
     info = DraftInfo("magicdec")
 
     def __post_init__(self) -> None:
+        streaming(self.window, self.sinks)
         check(self.window, self.sinks, self.block)
         if self.mask is not None:
             object.__setattr__(self, "mask", for_model(self.mask))

@@ -35,6 +35,7 @@ from specdec.kernels.native.blocks import Blocks
 from specdec.kernels.native.narrow import Narrow
 from specdec.kernels.native.ops import add_norm, linear, linear_takes, unchecked_linear
 from specdec.masks import Window, for_model, streaming
+from specdec.masks.sight import longest
 from specdec.masks.text import known, parse
 from specdec.memory import FeedbackMemory
 from specdec.models.fingerprint import fingerprint, unwrapped
@@ -98,7 +99,11 @@ class SpireModel(nn.Module):
         slides = [b.window for b in self.blocks if b.window is not None]
         if mask is not None:
             shown = for_model(mask, positions=positions_of(body.config))
-            self.mask = for_model(shown & Window(min(slides))) if slides else shown
+            reach = shown.reach
+            within = (
+                reach is not None and not reach.sinks and reach.window <= min(slides, default=reach.window)
+            )
+            self.mask = for_model(shown & Window(min(slides))) if slides and not within else shown
         else:  # the target itself does not see beyond its sliding windows
             self.mask = (
                 streaming(min([*slides, *([] if window is None else [window])]), sinks) if slides else plain
@@ -158,7 +163,7 @@ class SpireModel(nn.Module):
 
     @property
     def max_positions(self) -> int | None:
-        return positions_of(self.body.config)
+        return longest(self.mask, positions_of(self.body.config))
 
     @property
     def device(self) -> torch.device:
@@ -306,7 +311,8 @@ class SpireModel(nn.Module):
             raise ValueError(
                 f"the draft in {folder} was saved with its mask: leave mask out"
                 if own is None
-                else f"the draft in {folder} was trained with a mask of the user's own, {own}: pass it as mask=..."
+                else f"the draft in {folder} was trained with a mask of the user's own, {own}: load it with "
+                "SpireModel.from_pretrained(folder, mask=...), and pass that mask"
             )
         if "mask" in settings:
             settings["mask"] = parse(settings["mask"])

@@ -12,7 +12,7 @@ from specdec.drafts.spire.model import SpireModel
 from specdec.kernels.attention import ExplicitPlan, attention
 from specdec.kernels.attention.native import lowered
 from specdec.kernels.device import to_device
-from specdec.masks.sight import check_sight
+from specdec.masks.sight import check_length, check_sight
 from specdec.types import Context
 
 Rotary = tuple[Tensor, Tensor]
@@ -32,6 +32,7 @@ class SpireSteps:
         at = ring.at(torch.arange(context.batch).repeat_interleave(steps), positions.flatten(), model.device)
         seen, behind = ring.visible(queries), queries[..., None] - ring.held(queries)
         if ring.narrower:
+            check_length(ring.mask, int(context.length.max()))
             check_sight(ring.mask, seen, queries)
         self.plans = [
             ExplicitPlan(rows, [1] * context.batch, seen[:, n], behind[:, n], slots)

@@ -1,0 +1,62 @@
+"""Checkpoints of a training run: written whole or not at all, and read only by a run that would have written the same."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specdec.drafts.spire.model import SpireModel
+
+_FREE = {"checkpoint_minutes", "compile", "validate_every"}  # settings that may change
+
+
+def save(
+    path: Path, state: Mapping[str, Any], settings: Mapping[str, Any], identity: Mapping[str, str]
+) -> None:
+    """Write ``state``, and whose it is: the run's ``settings``, and the ``identity`` of its parts."""
+    part = path.with_name(path.name + ".part")
+    torch.save({**state, "settings": dict(settings), "identity": dict(identity)}, part)
+    part.replace(path)
+
+
+def load(path: Path, settings: Mapping[str, Any], identity: Mapping[str, str]) -> dict[str, Any]:
+    """What ``save`` wrote, for a run of the same settings and parts; ``steps`` may be more.
+
+    Raises:
+        ValueError: it is of another run.
+    """
+    state = torch.load(path, map_location="cpu", weights_only=False)
+    theirs, free = state["settings"], set(_FREE)
+    if settings["steps"] > theirs.get("steps", 0):
+        free.add("steps")  # trained on: the rates follow the longer run from here
+    differ = [n for n in settings if n not in free and settings[n] != theirs.get(n)]
+    if differ:
+        raise ValueError(
+            f"checkpoint {path} was made with {differ[0]} = {theirs.get(differ[0])}, and it is {settings[differ[0]]} now: use the "
+            "same settings, or another file"
+        )
+    other = [n for n, mine in identity.items() if mine != state["identity"].get(n)]
+    if other:
+        raise ValueError(
+            f"checkpoint {path} is of another run: its {other[0]} is {state['identity'].get(other[0])}, and it is "
+            f"{identity[other[0]]} now: use another file"
+        )
+    return state
+
+
+def described(draft: Any) -> str:
+    """What of a draft a checkpoint does not hold: its parts and how it looks at the text."""
+    shapes = hash_of([(name, list(p.shape)) for name, p in draft.named_parameters()])
+    looks: dict[str, Any] = {}
+    if isinstance(draft, SpireModel):
+        looks = {"layers": draft.layers, "mask": draft.mask}
+    return f"{type(draft).__name__} {looks} {shapes}"
+
+
+def hash_of(value: Any) -> str:
+    """Eight hexadecimal digits of a value's ``repr``."""
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:8]
