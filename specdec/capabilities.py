@@ -127,8 +127,8 @@ class ModelInfo(_Info):
 
 
 def _under(protocol: Any, draft: Any) -> Any:
-    """The draft, if it has the methods of a protocol, else ``None``. A wrapper may hand them on by ``__getattr__``, which ``isinstance``
-    does not ask from Python 3.12 on."""
+    """The draft if it has the methods of a protocol, else ``None``. A wrapper may forward them by ``__getattr__``, which ``isinstance``
+    ignores from Python 3.12 on."""
     methods = [name for name in vars(protocol) if not name.startswith("_")]
     return draft if all(hasattr(draft, name) for name in methods) else None
 

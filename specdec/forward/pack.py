@@ -133,7 +133,7 @@ class PackedBatch:
         ]
 
     def spread(self, made: Tensor, batch: int, width: int, begin: int, copy: bool) -> Tensor:
-        """The logits ``[K, V]`` of all pieces as ``[B, width, V]``, 0 where there are none. Without ``copy``, ``made`` may be part of it."""
+        """The logits ``made [K, V]`` of all pieces as ``[B, width, V]``, 0 where there are none. Without ``copy`` the result may share memory with ``made``."""
         V = made.shape[1]
         if made.shape[0] == batch * width:
             logits = made.view(batch, width, V)
