@@ -1,4 +1,4 @@
-"""Transfers between host and device: small tensors go without the host waiting, and return in one copy, since every copy back is a wait."""
+"""Host and device: small tensors go over without the host waiting, and come back in one copy, since the host waits for every copy back."""
 
 from __future__ import annotations
 
@@ -9,55 +9,55 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-Judge = Callable[[Tensor], None]
+Check = Callable[[Tensor], None]
 
 
 class _Thread(threading.local):
-    later: DeferredChecks | None = None  # the open one
+    pending: DeferredChecks | None = None  # the one that is open
 
 
 _thread = _Thread()
 
 
 def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """A host tensor on a device; the host does not wait for the device's queue."""
+    """A host tensor on a device; the host does not wait for what the device has still to do."""
     if tensor.is_cpu and torch.device(device).type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
 
 
 class DeferredChecks:
-    """Deferred checks: tensors passed to ``defer`` in this context are copied to the host with the next ``to_host``.
+    """Deferred checks, copied to the host with the next ``to_host``.
 
-    Until then values may be invalid, so indices made from them must be clamped. It belongs to one thread at a time, and may be
-    entered again.
+    Until then values may be wrong, so indices made of them must be kept within bounds. An object belongs to one thread at a time and
+    may be opened again.
     """
 
     def __init__(self) -> None:
-        self._asked: list[tuple[Tensor, Judge]] = []
+        self._deferred: list[tuple[Tensor, Check]] = []
         self._outer: DeferredChecks | None = None
 
     def __enter__(self) -> DeferredChecks:
-        self._outer, _thread.later = _thread.later, self
+        self._outer, _thread.pending = _thread.pending, self
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _thread.later = self._outer
+        _thread.pending = self._outer
 
     def settle(self) -> None:
-        """Run the checks that are still pending."""
-        _fetched((), self)
+        """Make the checks that are still deferred."""
+        _copy_and_check((), self)
 
 
-def defer(tensor: Tensor, judge: Judge) -> None:
-    """Check a bool or int64 tensor by ``judge``, which raises if it is invalid: at once, or, on a device within ``DeferredChecks``, later."""
-    later = _thread.later
-    if later is None or tensor.is_cpu:
-        judge(tensor.cpu())
+def defer(tensor: Tensor, check: Check) -> None:
+    """Show a bool or int64 tensor to ``check``, which raises where it is wrong: at once, or, on a device within ``DeferredChecks``, at the next ``to_host``."""
+    pending = _thread.pending
+    if pending is None or tensor.is_cpu:
+        check(tensor.cpu())
     else:
-        later._asked.append((tensor, judge))
+        pending._deferred.append((tensor, check))
 
 
 def to_host(*tensors: Tensor) -> list[Tensor]:
@@ -66,17 +66,17 @@ def to_host(*tensors: Tensor) -> list[Tensor]:
     Raises:
         Exception: a deferred check failed.
     """
-    later = _thread.later
-    return _fetched(tensors, None if all(t.is_cpu for t in tensors) else later)
+    pending = _thread.pending
+    return _copy_and_check(tensors, None if all(t.is_cpu for t in tensors) else pending)
 
 
-def _fetched(tensors: tuple[Tensor, ...], later: DeferredChecks | None) -> list[Tensor]:
-    asked: list[tuple[Tensor, Judge]] = []
-    if later is not None:
-        asked, later._asked = later._asked, []
-    here = _copied([*tensors, *(tensor for tensor, _ in asked)])
-    for tensor, (_, judge) in zip(here[len(tensors) :], asked):
-        judge(tensor)
+def _copy_and_check(tensors: tuple[Tensor, ...], pending: DeferredChecks | None) -> list[Tensor]:
+    checks: list[tuple[Tensor, Check]] = []
+    if pending is not None:
+        checks, pending._deferred = pending._deferred, []
+    here = _copied([*tensors, *(tensor for tensor, _ in checks)])
+    for tensor, (_, check) in zip(here[len(tensors) :], checks):
+        check(tensor)
     return here[: len(tensors)]
 
 

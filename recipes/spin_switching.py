@@ -144,8 +144,8 @@ def run(base: sd.Builder, executor: str, ahead: bool, texts: list[Any], tokens: 
     if executor == "serial":
         waits = [r.seconds["draft"] for r in mine]
     else:
-        ended = [p.ended for p in line.spans if p.lane == 0 and p.worker == "target"]
-        drafted = [p.ended for p in line.spans if p.lane == 0 and p.stage == "draft"]
+        ended = [p.ended for p in line.spans if p.micro_batch == 0 and p.worker == "target"]
+        drafted = [p.ended for p in line.spans if p.micro_batch == 0 and p.stage == "draft"]
         waits = [b - a for a, b in zip(ended, drafted)]
     first = next(i for i, r in enumerate(mine) if bool((r.arm[r.context.request % 2 == 0] == 1).any()))
     if mine[first].number != s.switch:

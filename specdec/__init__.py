@@ -41,7 +41,7 @@ _LATER = (
     "zoo",
 )
 
-if TYPE_CHECKING:  # what type checkers and editors see; a name that is missing here is an error to them
+if TYPE_CHECKING:  # for type checkers and editors, to which a missing name is an error
     from specdec import audit as audit
     from specdec import cost as cost
     from specdec import data as data
@@ -56,7 +56,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; a name that is missing 
 else:
 
     def __getattr__(name: str) -> Any:
-        """Modules that are imported when they are first asked for (``sd.zoo``)."""
+        """Import submodules at first use (``sd.zoo``)."""
         if name in _LATER:
             return import_module(f"specdec.{name}")
         raise AttributeError(f"module 'specdec' has no attribute {name!r}")

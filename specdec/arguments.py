@@ -13,7 +13,7 @@ def whole(name: str, value: Any, hint: str = "") -> None:
 
 
 def number(name: str, value: Any, hint: str = "") -> None:
-    """Raise TypeError for what is no real number (``True`` is none) and ValueError for NaN; ``hint`` says what else may be given."""
+    """Raise TypeError for a value that is not a real number (``True`` is none) and ValueError for NaN; ``hint`` says what else may be given."""
     if not isinstance(value, Real) or isinstance(value, bool):
         raise TypeError(f"{name} is {value!r}: give a number{hint}")
     if value != value:
@@ -32,7 +32,7 @@ def numbers(part: Any, *names: str) -> None:
 
 
 def positive(part: Any, *names: str, hint: str = "") -> None:
-    """``numbers``, and ValueError for one that is not above 0."""
+    """As ``numbers``; raises ValueError for one that is not above 0."""
     numbers(part, *names)
     for name in names:
         if not vars(part)[name] > 0:

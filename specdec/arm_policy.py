@@ -1,4 +1,4 @@
-"""Arms and their selection: what a selector chooses among, what it is charged, and one run's use of it.
+"""Arms and their selection: what a selector chooses among, what a choice costs, and the selector's use in a run.
 
 An arm is a draft and a length, or "do not speculate" (SPIN, arXiv 2503.15921, section 4). Selectors see numbers only.
 """
@@ -26,7 +26,7 @@ Reward = Callable[[Round], Tensor]
 
 @dataclass(frozen=True)
 class Arm:
-    """One of the things that a selector may choose: ``draft`` (``None``: do not speculate) and the longest path it drafts.
+    """A choice of a selector: a ``draft`` (``None``: do not speculate) and the longest path it drafts.
 
     Raises:
         ValueError: a length below 1.
@@ -40,16 +40,16 @@ class Arm:
             whole("length", self.length)
         if self.length is not None and self.length < 1:
             raise ValueError(
-                f"length is {self.length}: at least 1; an arm that does not speculate is None, or Arm(None)"
+                f"length is {self.length}: give at least 1; an arm that does not speculate is None, or Arm(None)"
             )
 
 
 @dataclass(frozen=True)
 class ArmPolicy:
-    """How a decoder chooses: the selector, and what its arms are called, may take and are charged.
+    """How a decoder chooses arms: the selector, and the arms' names, capacities and costs.
 
     Attributes:
-        names, lengths: of each arm. capacities: rows that each arm may draft at once, ``None`` without limit.
+        names, lengths: of the arms. capacities: rows that each arm may draft at once; ``None``: any number.
         costs: modelled seconds, or ``"wall"`` for measured ones. reward: ``Round -> [B]`` in 0 .. 1 (or ``[B, arms]`` for selectors
             with full information); by default the share of the longest block that was committed.
     """
@@ -63,14 +63,14 @@ class ArmPolicy:
 
     @property
     def arms(self) -> tuple[object, ...]:
-        """What two policies have in common whose selectors' knowledge fits both."""
+        """What two policies must share so that a selector's statistics fit both."""
         return self.names, self.lengths, self.capacities
 
     def begin(self, batch: int) -> ArmAssignment:
-        """For one run of at most ``batch`` rows at a time.
+        """An assignment for one run of at most ``batch`` rows at a time.
 
         Raises:
-            ValueError: the capacities do not hold the batch.
+            ValueError: the capacities are too small for the batch.
         """
         if self.capacities is not None and sum(self.capacities) < batch:
             held = ", ".join(f"{name} {n}" for name, n in zip(self.names, self.capacities))
@@ -93,7 +93,7 @@ class Choice(NamedTuple):
 
 
 class ArmAssignment:
-    """A run's use of a selector: who is on which arm, and rounds turned into feedback.
+    """A run's use of a selector: keeps each row's arm and turns rounds into feedback.
 
     Attributes:
         seconds: spent in the selector so far, for the overhead.
@@ -107,15 +107,15 @@ class ArmAssignment:
         self.seconds = 0.0
 
     def again(self, batch: int) -> ArmAssignment:
-        """For another run, of at most ``batch`` rows: what was learned stays, but of requests that an aborted run left behind."""
-        self.how.begin(batch)  # its checks
+        """The assignment for another run, of at most ``batch`` rows: it keeps what was learned, except about requests of an aborted run."""
+        self.how.begin(batch)  # checks the capacities
         if self.on and self.leaves is not None:
             self.state = self.leaves.leave(self.state, torch.tensor(list(self.on)))
         self.on.clear()
         return self
 
     def choose(self, context: Context, rng: Rng) -> Choice:
-        """Arms for the rows of ``context``; rows that are elsewhere in flight keep theirs.
+        """Arms for the rows of ``context``; other rows in flight keep theirs.
 
         Raises:
             ValueError: the selector chose an arm that does not exist, or more rows than an arm may take.
@@ -136,7 +136,7 @@ class ArmAssignment:
         return Choice(arm, prob, self.lengths[arm])
 
     def _check(self, batch: int, arm: Any, prob: Any) -> list[int]:
-        """The arms as a list; raise ValueError for answers that are not an arm and a probability for every row."""
+        """The arms as a list; raises ValueError unless there is an arm and a probability for every row."""
         selector, arms = self.how.selector, len(self.how.names)
         said = arm.tolist() if isinstance(arm, Tensor) else arm
         whole = isinstance(arm, Tensor) and arm.dtype == torch.long and arm.shape == (batch,)
@@ -153,7 +153,7 @@ class ArmAssignment:
         return said
 
     def _left(self, requests: Sequence[int]) -> Tensor:
-        """``[arms]`` rows that each arm may take besides those of other requests."""
+        """``[arms]`` rows that each arm may still take beside other requests."""
         if self.how.capacities is None:
             return torch.full((len(self.how.names),), len(requests))
         mine = set(requests)
@@ -161,14 +161,14 @@ class ArmAssignment:
         return torch.tensor([c - busy[arm] for arm, c in enumerate(self.how.capacities)])
 
     def learn(self, round: Round, spent: Sequence[float] | None = None) -> None:
-        """Feed a round back. Rows that a stop or the end of a budget cut say nothing about an arm, and are left out.
+        """Learn from a round. Rows that a stop or the end of a budget truncated are left out: they say nothing about an arm.
 
         Args:
             spent: measured seconds of drafting by arm.
         """
         began, how = perf_counter(), self.how
-        cut = round.cut.tolist()
-        if not all(cut):
+        truncated = round.truncated.tolist()
+        if not all(truncated):
             if how.costs == "wall":
                 rest = round.seconds.get("target", 0.0) + round.seconds.get("verify", 0.0)
                 seconds = charge(round.arm, torch.tensor(spent or [0.0] * len(how.names)), rest)
@@ -177,8 +177,8 @@ class ArmAssignment:
             drafted, tokens = round.proposal.size, round.verdict.accepted + 1
             reward = how.reward(round) if how.reward else tokens / self.longest
             parts = [round.context.request, round.arm, tokens, drafted, seconds, reward]
-            if any(cut):
-                rows = (~round.cut).nonzero()[:, 0]
+            if any(truncated):
+                rows = (~round.truncated).nonzero()[:, 0]
                 parts = [part[rows] for part in parts]
             self.state = how.selector.update(self.state, Feedback(*parts))
         gone = round.context.request[round.finished]

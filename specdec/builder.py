@@ -1,4 +1,4 @@
-"""Composition in a few lines: an immutable builder whose ``build`` makes every cross-check."""
+"""Composition of a decoder by an immutable builder, whose ``build`` checks that the parts fit."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from specdec.verifiers.rejection import Rejection
 
 DraftLike = Draft[Any] | ModelLike | SpireModel | tuple[SpireModel, Any]
 
-_ELSEWHERE = {  # settings of transformers' generate that are something else here
-    "do_sample": "greedy() takes the most probable token, and every other temperature than 0 samples",
+_ELSEWHERE = {  # settings of transformers' generate and what replaces them here
+    "do_sample": "greedy() takes the most probable token, and every temperature above 0 samples",
     "repetition_penalty": "give processors=(RepetitionPenaltyLogitsProcessor({value}),), a class of transformers",
     "no_repeat_ngram_size": "give processors=(NoRepeatNGramLogitsProcessor({value}),), a class of transformers",
     "max_new_tokens": "it is an argument of generate",
@@ -50,10 +50,10 @@ class Builder:
         return f"Builder({self._target!r}, draft {DraftInfo.of(self._draft).name}, ...): call build()"
 
     def draft(self, draft: DraftLike, length: int | None = None) -> Builder:
-        """Who proposes, and the longest path a round (default: 4, or as deep as a tree's widths go).
+        """The draft, and the longest path that it proposes in a round (default: 4, or the depth of a tree).
 
-        A model (or it and its tokenizer), a hub id, a folder or a pocket model's name becomes ``drafts.Model``; what is a SPIRe draft becomes
-        ``drafts.Spire``.
+        A model (or it and its tokenizer), a hub id, a folder or a pocket model's name becomes ``drafts.Model``, and a SPIRe draft
+        becomes ``drafts.Spire``.
         """
         draft = as_draft(draft, "draft")
         if length is None:
@@ -74,17 +74,17 @@ class Builder:
         """Several drafts, one of which a selector chooses for each row and round.
 
         Args:
-            arms: name -> a draft, a model, ``Arm(draft, length)`` for a length of its own, or ``None``: do not speculate. Arms may share
-                a draft.
+            arms: name -> a draft, a model, ``Arm(draft, length)`` with a length of its own, or ``None``: do not speculate. Arms may
+                share a draft.
             selector: from ``specdec.selectors``. length: of arms without one.
             capacities: rows that an arm may draft at once (default: any number).
-            costs: seconds that a round is charged: ``"modelled"`` (by the models' weights: deterministic), ``"wall"`` (measured), or
+            costs: seconds charged for a round: ``"modelled"`` (from the models' weights; deterministic), ``"wall"`` (measured), or
                 ``ArmCosts``. reward: ``Round -> [B]``, for selectors that learn from bounded rewards.
-            stacked: draft the rows of models that differ in nothing but their weights together (``drafts.Stacked``): one call for all,
-                but a row that changes from one to another is read again.
+            stacked: draft together the rows of models that differ only in their weights (``drafts.Stacked``): one call serves all, but
+                a row that changes its model is read again.
         Raises:
-            TypeError: arms or capacities that are no mapping, or a selector without the methods of one.
-            ValueError: no arms, a capacity below 0 or of an arm that does not exist, or a selector that needs a ``reward``.
+            TypeError: arms or capacities are no mapping, or the selector lacks methods.
+            ValueError: there are no arms, a capacity is below 0 or of an unknown arm, or the selector needs a ``reward``.
         """
         _made("selector", selector, "init", "select", "update")
         if not isinstance(arms, Mapping):
@@ -100,18 +100,18 @@ class Builder:
             )
         if isinstance(costs, ArmCosts) and len(costs.draft) != len(arms):
             raise ValueError(
-                f"costs are of {len(costs.draft)} arms and there are {len(arms)}: {', '.join(arms)}"
+                f"costs has {len(costs.draft)} arms and there are {len(arms)}: {', '.join(arms)}"
             )
         if not arms:
             raise ValueError("arms is empty: give at least one draft, or None for 'do not speculate'")
         wanted = SelectorInfo.of(selector)
         if wanted.arms is not None and wanted.arms != len(arms):
             raise ValueError(
-                f"selector {selector!r} is for {wanted.arms} arms and there are {len(arms)}: {', '.join(arms)}"
+                f"selector {selector!r} is made for {wanted.arms} arms and there are {len(arms)}: {', '.join(arms)}"
             )
         if wanted.full_information and reward is None:
             raise ValueError(
-                f"selector {selector!r} learns from a reward of every arm, chosen or not, and there is none: give pool(..., "
+                f"selector {selector!r} learns from a reward of every arm, chosen or not, and no reward is set: give pool(..., "
                 f"reward=function), where function(round) is a tensor [B, {len(arms)}]; or use a selector that learns from the chosen arm, "
                 "such as EXP3"
             )
@@ -120,7 +120,7 @@ class Builder:
         unknown = sorted((capacities or {}).keys() - arms.keys())
         if unknown or min((capacities or {}).values(), default=0) < 0:
             raise ValueError(
-                f"capacities are {dict(capacities or {})}: give numbers >= 0 for arms of {', '.join(arms)}; without a number an arm takes any"
+                f"capacities are {dict(capacities or {})}: give numbers >= 0 for arms of {', '.join(arms)}; an arm without a number takes any number of rows"
             )
         unique: list[Any] = []
         numbers, lengths = [], []
@@ -172,7 +172,7 @@ class Builder:
         return replace(self, _verifier=verifier)
 
     def executor(self, executor: Executor) -> Builder:
-        """In which order the parts run (default ``Serial()``)."""
+        """The order in which the parts run (default ``Serial()``)."""
         _made("executor", executor, "run")
         return replace(self, _executor=executor)
 
@@ -180,9 +180,9 @@ class Builder:
         """Check that the parts fit together and return the decoder.
 
         Raises:
-            TypeError: a draft without the methods of one, or a length that is no whole number.
-            ValueError: a length below 1, vocabularies or tokenizers that differ, a tree draft over a target that takes chains
-                only, a logits processor that keeps state.
+            TypeError: the draft lacks methods, or the length is no whole number.
+            ValueError: the length is below 1, vocabularies or tokenizers differ, a draft proposes trees and the target takes chains
+                only, or a logits processor keeps state.
         """
         target, part = self._target, DraftPart.of(self._draft)
         for each in (part, *part.members):
@@ -213,11 +213,11 @@ class Builder:
                 "processors to sampling(processors=...), or clear these settings",
                 stacklevel=2,
             )
-        if said.generation_sampling and self._sampling is Builder._sampling:  # nobody said how
+        if said.generation_sampling and self._sampling is Builder._sampling:  # no sampling was set
             settings = ", ".join(f"{name}={value}" for name, value in said.generation_sampling.items())
             warnings.warn(
-                f"the target's generation_config asks for {said.generation_sampling}, which transformers' generate would apply: say "
-                f"sampling({settings}), or otherwise how to draw",
+                f"the target's generation_config asks for {said.generation_sampling}, which transformers' generate would apply: call "
+                f"sampling({settings}), or set another sampling",
                 stacklevel=2,
             )
         made = Decoder(
@@ -235,7 +235,7 @@ class Builder:
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Whether two arms share a draft: the same object, or the same model drafting alike."""
+    """Whether two arms share a draft: the same object, or the same model with the same settings."""
     alike = type(a) is type(b) is drafts.Model
     return a is b or (alike and a.model is b.model and a.sampling == b.sampling)
 
@@ -262,7 +262,7 @@ def _stacked(target: LanguageModel, parts: list[Any], numbers: list[int]) -> tup
 
 
 def decoder(target: ModelLike) -> Builder:
-    """Start a composition.
+    """Start composing a decoder.
 
     ``target`` is an ``HFModel``, a transformers model (or it and its tokenizer), a hub id, a folder, the name of a pocket model, or any
     ``LanguageModel``.
@@ -270,32 +270,32 @@ def decoder(target: ModelLike) -> Builder:
     return Builder(as_model(target, "target"))
 
 
-def _made(who: str, part: Any, *parts: str) -> None:
-    """Refuse a class in place of an object, and an object that lacks one of ``parts`` of its protocol."""
+def _made(name: str, part: Any, *parts: str) -> None:
+    """Raise TypeError for a class in place of an object, and for an object that lacks one of the methods ``parts``."""
     if isinstance(part, type):
-        raise TypeError(f"{who} is the class {part.__name__}: give an object, {part.__name__}(...)")
-    lacking = [name for name in parts if not hasattr(part, name)]
+        raise TypeError(f"{name} is the class {part.__name__}: give an object, {part.__name__}(...)")
+    lacking = [method for method in parts if not hasattr(part, method)]
     if lacking:
         what = repr(part) if isinstance(part, str) else f"a {type(part).__name__}"
         raise TypeError(
-            f"{who} is {what} without {', '.join(lacking)}: give one of specdec.{who}s, or an object with {', '.join(parts)}"
+            f"{name} is {what} without {', '.join(lacking)}: give one of specdec.{name}s, or an object with {', '.join(parts)}"
         )
 
 
-def as_draft(draft: Any, who: str) -> Draft[Any]:
-    """A draft from one, from a SPIRe model or its folder, or from whatever ``as_model`` takes."""
-    _made(who, draft)
-    if hasattr(draft, "propose"):  # ``build`` looks for the other methods
+def as_draft(draft: Any, name: str) -> Draft[Any]:
+    """A draft from a draft, a SPIRe model or its folder, or what ``as_model`` takes."""
+    _made(name, draft)
+    if hasattr(draft, "propose"):  # ``build`` checks the other methods
         return draft
     if draft is None:
-        raise TypeError(f"{who} is None: give drafts.NoDraft() for plain decoding, or a draft")
+        raise TypeError(f"{name} is None: give drafts.NoDraft() for plain decoding, or a draft")
     if is_spire(draft):
         return drafts.Spire(draft)
     if isinstance(draft, Mask):
-        raise TypeError(f"{who} is a mask: give the model that sees by it, models.Masked(model, {draft!r})")
+        raise TypeError(f"{name} is a mask: give the model that uses it, models.Masked(model, {draft!r})")
     if callable(draft) and not hasattr(draft, "config") and not hasattr(draft, "score"):
-        raise TypeError(f"{who} is a function: give chain_draft(function), which makes a draft of it")
-    return drafts.Model(as_model(draft, who))
+        raise TypeError(f"{name} is a function: give chain_draft(function), which makes it a draft")
+    return drafts.Model(as_model(draft, name))
 
 
 def _fits(target: LanguageModel, draft: LanguageModel) -> None:
@@ -311,8 +311,8 @@ def _fits(target: LanguageModel, draft: LanguageModel) -> None:
             )
     elif target.vocab_size != draft.vocab_size:
         raise ValueError(
-            f"the target's vocabulary has {target.vocab_size} entries and the draft's {draft.vocab_size}, and without the "
-            "tokenizers of both nothing shows that they are paddings of the same one: pass HFModel(model, tokenizer) for both"
+            f"the target's vocabulary has {target.vocab_size} entries and the draft's {draft.vocab_size}, and without both "
+            "tokenizers nothing shows that they pad the same vocabulary: pass HFModel(model, tokenizer) for both"
         )
     if str(other.device) == "meta" != str(one.device):
         raise ValueError(

@@ -1,9 +1,9 @@
-"""What parts declare about themselves, and the one place that reads it.
+"""What parts declare about themselves, and the only code that reads it.
 
-A part declares with one value, ``info = DraftInfo("mine", trees=True)`` (an attribute or a property). A short part may leave it out: then
-its attributes with the names of the value's fields count, and defaults stand for the others. ``DraftInfo.of(part)`` gives the value either way,
-so a part that wraps another forwards it with ``info = property(lambda self: DraftInfo.of(self.inner))``. Methods that a part may have are the protocols
-at the end of ``protocols``; ``DraftPart`` looks for those of a draft.
+A part declares its properties with one value, ``info = DraftInfo("mine", trees=True)`` (an attribute or a property). A short part may
+leave it out: then its attributes with the names of the value's fields are read, with defaults for the others. ``DraftInfo.of(part)`` returns
+the value in both cases, so a part that wraps another forwards it with ``info = property(lambda self: DraftInfo.of(self.inner))``. Optional
+methods are the protocols at the end of ``protocols``; ``DraftPart`` looks for those of a draft.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ def _same(length: int) -> int:
 
 @dataclass(frozen=True)
 class DraftInfo(_Info):
-    """What is to be known of a draft.
+    """Properties of a draft.
 
     Args:
         name: for messages. trees: it proposes more than chains.
         nodes: length -> the most nodes of a proposal whose longest path is ``length``. longest: the longest path that it ever
-            proposes (``None``: whatever it is asked for).
+            proposes (``None``: no limit).
         taps: layers of the target whose activations every round's ``scores.fed`` must have.
-        revocable: ``observe`` may be told of a round that was drafted after one that did not happen: the context of the next call is the
-            truth, and the state repairs itself (``executors.Optimistic``).
-        model: what drafts, usually a ``LanguageModel``, whose vocabulary, tokenizer, device and positions ``build`` compares with the target's.
+        revocable: the draft may be called for a text that is then not committed: the context of the next call is right, and the state
+            repairs itself (``executors.Optimistic``).
+        model: the model that drafts, usually a ``LanguageModel``, whose vocabulary, tokenizer, device and positions ``build`` compares with the target's.
         drafts: the drafts behind the arms of a pool.
     """
 
@@ -71,14 +71,14 @@ class DraftInfo(_Info):
 
 @dataclass(frozen=True)
 class VerifierInfo(_Info):
-    """What is to be known of a verifier.
+    """Properties of a verifier.
 
     Args:
-        name: for messages. lossless: what is committed has the target's distribution.
+        name: for messages. lossless: committed tokens have the target's distribution.
         takes_logits: ``from_logits`` decides as ``__call__`` does (``protocols.TakesLogits``).
         compares_tokens: ``greedy`` decides as ``__call__`` does at temperature 0 (``protocols.ComparesTokens``).
 
-    A class that declares a shortcut says it of its own ``__call__``: a subclass with another must not inherit the claim.
+    A class that declares a shortcut does so for its own ``__call__``; a subclass with another one must not inherit it.
     """
 
     name: str
@@ -89,11 +89,11 @@ class VerifierInfo(_Info):
 
 @dataclass(frozen=True)
 class SelectorInfo(_Info):
-    """What is to be known of a selector.
+    """Properties of a selector.
 
     Args:
         full_information: feedback's reward is ``[B, arms]``, of every arm, chosen or not.
-        arms: how many it is for (``None``: any number).
+        arms: how many arms it is made for (``None``: any number).
     """
 
     full_information: bool = False
@@ -102,12 +102,12 @@ class SelectorInfo(_Info):
 
 @dataclass(frozen=True)
 class ModelInfo(_Info):
-    """What is to be known of a language model, besides what its protocol demands.
+    """Properties of a language model beyond its protocol.
 
     Args:
-        device: where logits come out (``None``: on the host). tokenizer: for texts and chats. max_positions: of a text.
+        device: of the logits (``None``: the host). tokenizer: for texts and chats. max_positions: of a text.
         eos_token_ids: ids that end a text.
-        generation_processors, generation_sampling: settings of a generation config that the library does not apply by itself.
+        generation_processors, generation_sampling: settings of the generation config that the library does not apply by itself.
         concurrent: several threads may use it at a time; otherwise none may use a model with the same ``engine``, the object that runs
             its forwards.
     """
@@ -122,20 +122,20 @@ class ModelInfo(_Info):
     engine: object = None
 
     def shares_with(self, other: ModelInfo) -> bool:
-        """Whether the two must not run at the same time."""
+        """Whether the two models must not run at the same time."""
         return not self.concurrent and self.engine is not None and self.engine is other.engine
 
 
 def _under(protocol: Any, draft: Any) -> Any:
-    """The draft, if it has the methods of a protocol, else ``None``. A wrapper may hand them on by ``__getattr__``, which ``isinstance``
-    does not ask from Python 3.12 on."""
+    """The draft if it has the methods of a protocol, else ``None``. A wrapper may forward them by ``__getattr__``, which ``isinstance``
+    ignores from Python 3.12 on."""
     methods = [name for name in vars(protocol) if not name.startswith("_")]
     return draft if all(hasattr(draft, name) for name in methods) else None
 
 
 @dataclass(frozen=True, eq=False)
 class DraftPart:
-    """A draft, what it declares, and the draft again under each protocol of optional methods that it has (else ``None``)."""
+    """A draft, its ``info``, and for each protocol of optional methods the draft if it has them, else ``None``."""
 
     draft: Draft[Any]
     info: DraftInfo
@@ -166,19 +166,19 @@ class DraftPart:
 
     @property
     def reads_target(self) -> bool:
-        """Whether it looks at the target's activations or at its cache."""
+        """Whether it reads the target's activations or cache."""
         return bool(self.info.taps) or self.follows is not None
 
     def bound(self, target: LanguageModel, sampling: Sampling) -> Draft[Any]:
-        """The draft for this target and this sampling."""
+        """The draft bound to this target and sampling."""
         return self.draft if self.binds is None else self.binds.bind(target, sampling)
 
     def follow(self, state: Any, target_cache: Any) -> Any:
-        """The state, which knows the target's cache where the draft reads it."""
+        """The state, with the target's cache where the draft reads it."""
         return state if self.follows is None else self.follows.follow(state, target_cache)
 
     def propose(self, state: Any, context: Context, budget: Tensor, rng: Rng) -> tuple[Proposal, Any]:
-        """As the draft's; TypeError for an answer that is no proposal and state."""
+        """As the draft's ``propose``; raises TypeError unless it returns a proposal and a state."""
         answer: Any = self.draft.propose(state, context, budget, rng)
         if isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[0], Proposal):
             return answer

@@ -1,4 +1,4 @@
-"""What a decoder is made of: the value that executors, serving and workers take."""
+"""The parts of a decoder as one value, which executors, serving and workers take."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Composition:
 
     Attributes:
         target, draft, verifier: the parts. length: longest path drafted a round. sampling: how tokens are drawn.
-        selecting: how arms are chosen, where the draft is a pool. learned: what a selector knows from earlier runs.
+        selecting: how arms are chosen, where the draft is a pool. learned: a selector's statistics of earlier runs.
     """
 
     target: LanguageModel
@@ -33,17 +33,17 @@ class Composition:
 
     @cached_property
     def drafting(self) -> DraftPart:
-        """The draft with what it can do."""
+        """The draft with its capabilities."""
         return DraftPart.of(self.draft)
 
     @cached_property
     def verifying(self) -> VerifierInfo:
-        """What the verifier can do."""
+        """The verifier's capabilities."""
         return VerifierInfo.of(self.verifier)
 
     @cached_property
     def device(self) -> torch.device | None:
-        """Where the target's logits come out."""
+        """The device of the target's logits."""
         return ModelInfo.of(self.target).device
 
     @property
@@ -52,5 +52,5 @@ class Composition:
         return self.drafting.info.nodes(self.length)
 
     def begin(self, batch: int) -> ArmAssignment | None:
-        """A run's choice among arms, if there is one: a new one, or the one that ``generate`` was given."""
+        """The arm assignment of a run, if there are arms: a new one, or the one passed to ``generate``."""
         return self.learned or (None if self.selecting is None else self.selecting.begin(batch))

@@ -1,4 +1,4 @@
-"""What transformers' configs and modules say: each family has settings of its own, so one that is lacking reads as ``None``."""
+"""Reading settings of transformers' configs and modules. Families have different settings, so a missing one reads as ``None``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def setting(config: Any, *names: str) -> Any:
-    """The first of the settings ``names`` that ``config`` (or a module) has and that is not ``None``; ``None`` where there is none.
+    """The first of the settings ``names`` that ``config`` (or a module) has and that is not ``None``; ``None`` if there is none.
 
     Raises:
         RuntimeError: transformers refuses to read a setting that differs from layer to layer.
@@ -20,7 +20,7 @@ def blocks_of(model: Any) -> torch.nn.ModuleList:
     """The decoder blocks of a model.
 
     Raises:
-        ValueError: no list of as many modules as the config has layers.
+        ValueError: there is no list with as many modules as the config has layers.
     """
     layers = model.config.get_text_config().num_hidden_layers
     for module in model.base_model.modules():
@@ -30,11 +30,11 @@ def blocks_of(model: Any) -> torch.nn.ModuleList:
 
 
 def runs_on(model: Any) -> torch.device:
-    """Where a transformers model's tokens go in and logits come out."""
+    """The device of a transformers model's input ids and logits."""
     device: torch.device = model.get_input_embeddings().weight.device
     if device.type != "meta":
         return device
-    # Accelerate keeps the weights elsewhere, and its hooks know where modules run.
+    # Accelerate may keep the weights elsewhere; its hooks have the device where modules run.
     hooks = [setting(module, "_hf_hook") for module in model.modules()]
     where = next((w for hook in hooks if (w := setting(hook, "execution_device")) is not None), device)
     return torch.device(where)

@@ -68,20 +68,20 @@ class Decoder(Composition):
             prompts: one text, a list of texts, a chat (list of ``{"role", "content"}``), a list of chats, ids (a list or a
                 tensor ``[L]``) or rows of ids (lists of any lengths, or a tensor ``[B, L]``).
             max_new_tokens: one budget, or one for each row.
-            seed: one int (spread over the rows), or one seed a row: then a row's output does not depend on the batch that
-                it is in. ``None`` draws from torch's default generator.
+            seed: one int (spread over the rows), or one seed for each row, with which a row's output does not depend on
+                its batch. ``None`` draws from torch's default generator.
             eos_token_id: ids that end a row; ``None`` takes the target's, ``()`` none.
             stop_strings: end a row when its generated text contains one of them. The text keeps it, as in transformers.
-            stopping_criteria: transformers ``StoppingCriteria``, asked after every token, inside blocks too.
+            stopping_criteria: transformers ``StoppingCriteria``, evaluated after every token, also inside blocks.
             progress: show a bar.
-            rng: random decisions to use instead of ``seed`` (the certifier's door).
-            on_round: called with every round as it happens.
-            selection: what a selector has learned so far, from ``begin``: it goes on learning, from one call to the next.
+            rng: random decisions to use instead of ``seed`` (used by the certifier).
+            on_round: called after every round.
+            selection: the state of a selector from ``begin``, which goes on learning from call to call.
         Returns:
             ``Generation`` with ids, texts and statistics.
         Raises:
-            TypeError: an argument of another kind; the message names it.
-            ValueError: an empty batch or prompt, a budget below 1 or beyond the model's positions, ids outside the vocabulary.
+            TypeError: an argument has the wrong type; the message names it.
+            ValueError: the batch or a prompt is empty, a budget is below 1 or beyond the model's positions, or ids are outside the vocabulary.
         """
         rows = rows_of(self.target, prompts)
         context, limits = prepared(self, rows, max_new_tokens, eos_token_id, stop_strings, stopping_criteria)
@@ -92,12 +92,12 @@ class Decoder(Composition):
             for round in decoder._run(context, limits, seed, rng):
                 records.append(Record.of(round))
                 new = round.verdict.tokens.tolist()
-                for b, (row, n) in enumerate(zip(records[-1].request, records[-1].kept)):
+                for b, (row, n) in enumerate(zip(records[-1].request, records[-1].committed)):
                     ids[row] += new[b][:n]
                 if on_round is not None:
                     on_round(round)
                 if bar is not None:
-                    bar.update(sum(records[-1].kept))
+                    bar.update(sum(records[-1].committed))
                     if round.number % 16 == 0:
                         bar.set_postfix_str(f"tau {Stats.of(records).tau:.2f}")
         tokenizer = ModelInfo.of(self.target).tokenizer
@@ -138,27 +138,26 @@ class Decoder(Composition):
         capacity: int | None = None,
         on_round: Callable[[Round], None] | None = None,
     ) -> Iterator[Finished]:
-        """Decode a stream of requests that come and go; yields each as soon as it is finished.
+        """Decode a stream of requests; yields each as soon as it is finished.
 
-        What a request says does not depend on who else is in flight: it is what ``generate`` says to it alone with the same seed
-        (under ``Rejection`` with a selector that learns, its distribution does not; the tokens may).
+        A request's output does not depend on the other requests in flight: it equals that of ``generate`` for this request alone with the
+        same seed (under ``Rejection`` with a selector that learns, only its distribution does not depend on them; the tokens may).
 
         Args:
-            requests: in the order of their arrival, taken one at a time: a generator may go on for ever.
+            requests: in the order of their arrival, taken one at a time, so that a generator may be endless.
             limit: rows in flight at most; further requests wait.
-            seed: of requests without one of their own: request i gets the seed of row i of a batch.
+            seed: for requests without one of their own: request i gets the seed of row i of a batch.
             eos_token_id, stop_strings: as for ``generate``.
-            clock: what arrivals and times are measured in: ``"wall"`` (seconds) or ``"rounds"`` (prefills take none; with k
-                lanes of a pipeline in flight, the round of one is 1/k), which does not depend on the machine.
-            capacity: make the target's cache for ``limit`` rows of so many tokens (prompt, budget and a draft's block) at the start, and
+            clock: the unit of arrivals and times: ``"wall"`` (seconds) or ``"rounds"`` (prefills take none; with k
+                micro-batches of a pipeline in flight, the round of one is 1/k), which does not depend on the machine.
+            capacity: make the target's cache at the start for ``limit`` rows of this many tokens (prompt, budget and a draft's block), and
                 refuse longer requests; ``None``: caches grow as needed.
-            on_round: called with every round; a request's prefill is round 0 of a batch of its own. ``round.context.request[b]`` is
-                the request's number and ``round.verdict.tokens[b, :round.kept[b]]`` what it just got: how to show partial results.
+            on_round: called after every round; a request's prefill is round 0 of a batch of its own. ``round.context.request[b]`` is
+                the request's number and ``round.verdict.tokens[b, :round.committed[b]]`` its new tokens, with which partial results can be shown.
         Raises:
-            ValueError: at once, for a part that cannot take in rows on the way, an executor other than ``Serial`` and
-                ``Pipelined``, or a limit, clock or capacity that makes no sense, and for a list of requests out
-                of order; on its arrival, for a request out of order, one that ``generate`` would refuse or that needs
-                more than ``capacity``.
+            ValueError: at once, for a part that cannot take in rows during a run, an executor other than ``Serial`` and
+                ``Pipelined``, an invalid limit, clock or capacity, or a list of requests out of order; on its arrival, for
+                a request out of order, one that ``generate`` would refuse, or one that needs more than ``capacity``.
         """
         settings = Settings(limit, seed, eos_token_id, stop_strings, clock, capacity, on_round)
         check(self, self.executor, settings)
@@ -189,14 +188,14 @@ class Decoder(Composition):
             if on_round is not None:
                 on_round(round)
             for b, row in enumerate(round.context.request.tolist()):
-                new = round.verdict.tokens[b, : int(round.kept[b])].tolist()
+                new = round.verdict.tokens[b, : int(round.committed[b])].tolist()
                 ids[row] += new
                 finish = limits.reasons.get(row) if bool(round.finished[b]) else None
                 text = None
                 if tokenizer is not None:
                     whole = tokenizer.decode(ids[row], skip_special_tokens=True)
                     if finish is None:
-                        whole = whole.rstrip("\ufffd")  # a character whose last bytes are still to come
+                        whole = whole.rstrip("\ufffd")  # an incomplete character
                     text, shown[row] = whole[shown[row] :], max(shown[row], len(whole))
                 yield StreamChunk(row, new, text, finish)
 
@@ -209,7 +208,7 @@ class Decoder(Composition):
 
 
 class _bar:
-    """A progress bar over tokens, or nothing."""
+    """A progress bar over tokens, or a stand-in without output."""
 
     def __init__(self, wanted: bool, total: int):
         self.wanted, self.total, self.bar = wanted, total, None

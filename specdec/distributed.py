@@ -1,13 +1,13 @@
-"""One batch over several processes: ``accelerate launch`` starts them, each decodes a share, and all of them return the whole.
+"""One batch over several processes: ``accelerate launch`` starts them, each decodes a share, and all of them return the whole result.
 
 With the models on CPUs, ``accelerate launch --multi_gpu --num_processes 2 script.py`` starts two processes as well (``--cpu`` starts one, or
 more through MPI), and ``torchrun --nproc_per_node 2 script.py`` does the same. Every row keeps the seed that it has in one process, and no
-draw depends on batch mates, so that the texts are those of one process.
+draw depends on other rows, so that the texts equal those of one process.
 
-A target and drafts on different devices of *one* process need nothing from here: load each with accelerate's ``device_map``
+A target and drafts on different devices of *one* process do not need this module: load each with accelerate's ``device_map``
 (``HFModel.from_pretrained(..., device_map="cuda:1")``). Proposals and probabilities are moved to the target's device, activations to
-the draft's; lengths, paths and committed tokens live on the host anyway. The moves are tested with a device that is pretended; more
-than one real GPU, and processes with a GPU each, have not been run.
+the draft's; lengths, paths and committed tokens are on the host anyway. The moves are tested with a simulated device; several real
+GPUs, and processes with one GPU each, have not been tried.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ def generate(
     stop_strings: str | Sequence[str] = (),
     stopping_criteria: Sequence[Callable[..., Any]] = (),
 ) -> Generation:
-    """As ``decoder.generate``, with the rows spread over the processes of ``accelerate launch``; alone it is ``decoder.generate``.
+    """As ``decoder.generate``, with the rows spread over the processes of ``accelerate launch``; in a single process it equals ``decoder.generate``.
 
-    Every process calls it with the same arguments and a decoder of its own. Rows are balanced by the lengths of their prompts; a
+    Every process calls it with the same arguments and its own decoder. Rows are balanced by the lengths of their prompts; a
     process without a row waits for the others. Seeds are those of process 0 (which matters for ``seed=None``).
 
-    A selector of arms learns in each process from that process's rows. Texts are then those of one process under ``Coupled`` and at
-    temperature 0; under ``Rejection`` they have the same distribution. Capacities hold in each process.
+    A selector of arms learns in each process from that process's rows. Under ``Coupled`` and at temperature 0, texts then equal those
+    of one process; under ``Rejection`` they have the same distribution. Capacities hold in each process.
 
     Returns:
-        The same in every process, in the order of the prompts. ``stats`` are sums; its seconds are those of the process that took
-        longest, so that tokens a second are those of all processes together. Waiting for the others is not counted.
+        the same result in every process, in the order of the prompts. ``stats`` has sums, and the seconds of the process that took
+        longest, so that tokens a second are those of all processes together. Time spent waiting for the others is not counted.
     Raises:
         ValueError: as ``decoder.generate``, or the processes were given different prompts.
         RuntimeError: decoding failed in some process (raised in all of them, so that none waits for it).
@@ -58,7 +58,8 @@ def generate(
         "stopping_criteria": stopping_criteria,
     }
     where = decoder.device
-    state = PartialState(cpu=where is None or where.type == "cpu")  # or it looks for GPUs to talk through
+    # With models on CPUs, accelerate would otherwise look for GPUs to communicate over.
+    state = PartialState(cpu=where is None or where.type == "cpu")
     if state.num_processes == 1:
         return decoder.generate(prompts, max_new_tokens, seed=seed, **settings)
     rows, budgets, wrong = [], [], None
@@ -70,13 +71,13 @@ def generate(
         budgets = (limits.max_length - context.length).tolist()
     except (TypeError, ValueError) as error:
         wrong = error
-    # What is wrong with the call in one process is known to all before any of them waits.
+    # An invalid call in one process is made known to all before any of them waits.
     heard: list[bool] = gather_object([wrong is not None])
     if wrong is not None:
         raise wrong
     if any(heard):
         raise ValueError(
-            f"process {heard.index(True)} of {len(heard)} was given a call that it refused: give all processes the same"
+            f"process {heard.index(True)} of {len(heard)} refused its arguments: give all processes the same"
         )
     _agree(rows, budgets)
     keys = broadcast_object_list([seeds(seed, len(rows)).tolist()])[0]
@@ -97,7 +98,7 @@ def generate(
 
 
 def shares(lengths: Sequence[int], processes: int) -> list[list[int]]:
-    """Which rows each process gets: the longest first, each to the process with the least so far. Ascending within a process."""
+    """The rows of each process, ascending: the longest rows are assigned first, each to the process with the fewest tokens so far."""
     load = [(0, 0)] * processes  # tokens, rows
     out: list[list[int]] = [[] for _ in range(processes)]
     for b in sorted(range(len(lengths)), key=lambda b: -lengths[b]):
@@ -125,7 +126,7 @@ def joined(parts: Sequence[tuple[Sequence[int], Generation]]) -> Generation:
 
 
 def total(stats: Sequence[Stats]) -> Stats:
-    """Counts of all; the seconds of the one that took longest."""
+    """Counts of all processes; seconds of the one that took longest."""
     out = Stats()
     for field in fields(Stats):
         if field.name != "seconds":
@@ -136,7 +137,7 @@ def total(stats: Sequence[Stats]) -> Stats:
 
 
 def _agree(rows: list[list[int]], budgets: list[int]) -> None:
-    """ValueError when the processes were asked for different things: their results would not fit together."""
+    """Raise ValueError when the processes have different arguments, since their results would not fit together."""
     mine = hashlib.sha256(repr((rows, budgets)).encode()).hexdigest()
     if len(set(gather_object([mine]))) > 1:
         raise ValueError(

@@ -12,11 +12,11 @@ from specdec.stats import Stats
 
 @dataclass(frozen=True, eq=False)
 class Generation(Sequence[Any]):
-    """What came out, in the order of the prompts: a sequence of the rows' texts, or of their ids without a tokenizer.
+    """The output in the order of the prompts: a sequence of the rows' texts, or of their ids without a tokenizer.
 
     Attributes:
         ids: generated ids of each row (without the prompt, with the token that ended it). texts: decoded, or ``None``
-            without a tokenizer. prompt_ids: as fed. finish: why each row ended: ``"length"``, ``"eos"``,
+            without a tokenizer. prompt_ids: the prompts' ids. finish: why each row ended: ``"length"``, ``"eos"``,
             ``"stop_string"`` or ``"criteria"``.
         stats: of the whole batch. row_stats: counts of each row (no seconds: a batch shares them).
     """
@@ -32,11 +32,11 @@ class Generation(Sequence[Any]):
         return len(self.ids)
 
     def __getitem__(self, row: Any) -> Any:
-        """The text of a row (its ids without a tokenizer), or a list of those of a slice of rows."""
+        """The text of a row (its ids without a tokenizer), or a list of texts for a slice of rows."""
         return (self.ids if self.texts is None else self.texts)[row]
 
     def rows(self) -> list[dict[str, Any]]:
-        """One flat dictionary a row."""
+        """One flat dictionary for each row."""
         return [
             {
                 "row": b,
@@ -53,7 +53,7 @@ class Generation(Sequence[Any]):
         ]
 
     def frame(self) -> Any:
-        """A ``pandas.DataFrame`` with one row a prompt."""
+        """A ``pandas.DataFrame`` with one row for each prompt."""
         try:
             import pandas
         except ImportError as missing:

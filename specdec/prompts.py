@@ -1,4 +1,4 @@
-"""Prompts in any form as rows of ids, and the checks of a call before anything is decoded."""
+"""Converting prompts of any form to rows of ids, and checking a call before anything is decoded."""
 
 from __future__ import annotations
 
@@ -68,7 +68,8 @@ def _ids(tokenizer: Any, b: int, prompt: Any) -> list[int]:
                 f"prompt {b} is a chat but the tokenizer has no chat template: pass a text, or set tokenizer.chat_template"
             )
         said = tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, tokenize=False)
-        return list(tokenizer(said, add_special_tokens=False)["input_ids"])  # the template has its own
+        # The template adds special tokens itself.
+        return list(tokenizer(said, add_special_tokens=False)["input_ids"])
     ids = listed(prompt)
     several = isinstance(ids, Sequence) and not isinstance(ids, (bytes, bytearray))
     if not several or not all(isinstance(i, Integral) for i in ids):
@@ -85,7 +86,7 @@ def prepared(
     stop_strings: str | Sequence[str],
     criteria: Sequence[Callable[..., Any]],
 ) -> tuple[Context, StopRules]:
-    """The text of ``rows`` with room for the budgets, and when each row ends; arguments as for ``Decoder.generate``.
+    """The context of ``rows`` with room for the budgets, and the rows' stop rules; arguments as for ``Decoder.generate``.
 
     Raises:
         TypeError, ValueError: as ``Decoder.generate``.
@@ -99,16 +100,16 @@ def prepared(
         )
     if min(budgets) < 1:
         raise ValueError(
-            f"max_new_tokens is {min(budgets)} for row {budgets.index(min(budgets))}: it must be >= 1"
+            f"max_new_tokens is {min(budgets)} for row {budgets.index(min(budgets))}: give at least 1"
         )
     drafts = (("draft", ModelInfo.of(part.info.model)) for part in composition.drafting.members)
-    for who, model in (("target", target), *drafts):
+    for name, model in (("target", target), *drafts):
         limit = model.max_positions
         for b, (row, budget) in enumerate(zip(rows, budgets)):
             if limit is not None and len(row) + budget > limit:
                 raise ValueError(
                     f"prompt {b} has {len(row)} tokens and max_new_tokens is {budget}: {len(row) + budget} positions, but "
-                    f"the {who} has {limit}: shorten the prompt"
+                    f"the {name} has {limit}: shorten the prompt"
                     + (f", or ask for at most {limit - len(row)} new tokens" if len(row) < limit else "")
                 )
     eos = target.eos_token_ids if eos_token_id is None else eos_token_id
@@ -143,7 +144,7 @@ def prepared(
 
 
 def _numbers(name: str, value: Any, rows: int) -> list[int]:
-    """Whole numbers as a list: one number ``rows`` times, or a sequence as it is."""
+    """A list of whole numbers: one number ``rows`` times, or a sequence unchanged."""
     value = listed(value)
     if isinstance(value, str) or not isinstance(value, Iterable):
         whole(name, value, ", or a list of them")

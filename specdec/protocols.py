@@ -1,8 +1,7 @@
 """The contracts of the parts. They are structural: a part is any object with these methods, and needs no base class.
 
-The first half is what a part must have. The second half is what it may have as well; ``capabilities`` looks for that once, when a decoder
-is built. What a part *is* rather than does (its name, whether it proposes trees, ...) it declares as a value, ``capabilities.DraftInfo``
-and the like.
+The first half has the required methods. The second half has the optional ones, for which ``capabilities`` looks once, when a decoder is
+built. A part declares its properties (its name, whether it proposes trees, ...) as a value, ``capabilities.DraftInfo`` and the like.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ S = TypeVar("S")
 
 
 class Cache(Protocol):
-    """What a model has consumed: for each row, a prefix of its committed tokens."""
+    """The tokens that a model has consumed: for each row, a prefix of its committed tokens."""
 
     length: Tensor  # [B] host: slots of each row that hold committed tokens
 
     def sync(self, context: Context) -> Tensor:
-        """Keep the longest prefix that still matches; returns ``[B]`` how many tokens are held. Never a copy."""
+        """Keep the longest prefix that still matches, without copying; returns ``[B]`` how many tokens are held."""
         ...
 
     def commit(self, context: Context, verdict: Verdict) -> None:
@@ -33,13 +32,13 @@ class Cache(Protocol):
         ...
 
     def select(self, rows: Tensor) -> Cache:
-        """The cache of some rows; the old object must not be used any more."""
+        """The cache of some rows; the old object must not be used again."""
         ...
 
 
 @runtime_checkable
 class LanguageModel(Protocol):
-    """Anything that gives next-token logits for ragged rows and trees of proposed tokens. It declares ``capabilities.ModelInfo``."""
+    """A model that gives next-token logits for ragged rows and trees of proposed tokens. It declares ``capabilities.ModelInfo``."""
 
     vocab_size: int
     supports_trees: bool
@@ -65,7 +64,7 @@ class LanguageModel(Protocol):
 
         Args:
             cache: from ``cache``; nodes stay in it only through ``cache.commit``.
-            start: when given, nodes before ``start`` were fed by an earlier call for the same context and are in the cache;
+            start: with it, nodes before ``start`` were fed by an earlier call for the same context and are in the cache;
                 only nodes from ``start`` on are fed and scored, and ``logits[:, 0]`` belongs to node ``start``.
             rows: ``[R]`` the rows to work on (default all); the others are not fed and their logits are zero.
             taps: layers whose activations are wanted at every fed position (``Scores.fed``).
@@ -77,24 +76,24 @@ class LanguageModel(Protocol):
 
 @runtime_checkable
 class Draft(Protocol[S]):
-    """Proposes continuations. What it does may depend on anything that it has seen, its own tree so far included.
+    """Proposes continuations. They may depend on everything that the draft has seen, including its own tree so far.
 
     It declares ``capabilities.DraftInfo``, and may also have the methods of ``Binds``, ``Follows``, ``Joins`` and ``Waits``.
     """
 
     def init(self, context: Context, target_cache: Any) -> S:
-        """State for these rows, after the target's prefill (so that views of its cache are possible)."""
+        """The state for these rows, made after the target's prefill (so that it can be a view of the target's cache)."""
         ...
 
     def propose(self, state: S, context: Context, budget: Tensor, rng: Rng) -> tuple[Proposal, S]:
         """A tree whose longest path in row ``b`` is at most ``budget[b]`` tokens. Decisions come from ``rng`` only.
 
-        How many nodes are submitted may depend on what was drawn before, never on the value of a node that is dropped.
+        The number of submitted nodes may depend on earlier draws, but never on the value of a node that is dropped.
         """
         ...
 
     def observe(self, state: S, round: Round) -> S:
-        """Called after every round, whether or not this draft was chosen. The target's cache has taken the round's commit."""
+        """Called after every round, whether or not this draft was chosen. The round has been committed to the target's cache."""
         ...
 
     def select(self, state: S, rows: Tensor) -> S:
@@ -103,7 +102,7 @@ class Draft(Protocol[S]):
 
 
 class Verifier(Protocol):
-    """Decides which nodes are accepted, so that what is committed has the target's distribution.
+    """Decides which nodes are accepted, so that committed tokens have the target's distribution.
 
     It declares ``capabilities.VerifierInfo``, and may also have the methods of ``TakesLogits`` and ``ComparesTokens``.
     """
@@ -113,16 +112,16 @@ class Verifier(Protocol):
         ...
 
     def check(self, proposal: Proposal) -> None:
-        """Raise ValueError for a proposal that cannot be verified exactly, saying what would be needed."""
+        """Raise ValueError for a proposal that cannot be verified exactly; the message says what is needed."""
         ...
 
     def for_draft(self, rng: Rng) -> Rng:
-        """The random decisions that a draft is given under this verifier."""
+        """The random decisions that drafts use under this verifier."""
         ...
 
 
 class Selector(Protocol[S]):
-    """Chooses an arm for each request and learns from the outcome. Arms are numbers; the builder knows what they stand for.
+    """Chooses an arm for each request and learns from the outcome. Arms are numbers, to which the builder assigns drafts.
 
     It declares ``capabilities.SelectorInfo``, and may also have the method of ``Leaves``.
     """
@@ -140,16 +139,16 @@ class Selector(Protocol[S]):
         ...
 
     def update(self, state: S, feedback: Feedback) -> S:
-        """Learn; feedback may come after further choices were made."""
+        """Learn from feedback, which may come after further choices."""
         ...
 
 
-# -- what a part may have as well --------------------------------------------------------------------------------------
+# -- optional methods -------------------------------------------------------------------------------------------------
 
 
 @runtime_checkable
 class Binds(Protocol):
-    """A draft that takes something from the decoder: the target's vocabulary, the sampling."""
+    """A draft that depends on the target or on the sampling."""
 
     def bind(self, target: Any, sampling: Sampling) -> Any:
         """The draft to use; called once, by ``build``."""
@@ -161,13 +160,13 @@ class Follows(Protocol):
     """A draft that reads the target's cache after ``init``. It never writes to it."""
 
     def follow(self, state: Any, target_cache: Any) -> Any:
-        """The state, after ``select``: the target's cache of the same rows is this object now."""
+        """The state, after ``select``, with the target's cache of the same rows."""
         ...
 
 
 @runtime_checkable
 class Joins(Protocol):
-    """A draft whose running batch other rows may join: what continuous batching needs."""
+    """A draft whose running batch other rows may join, as in continuous batching."""
 
     def join(self, state: Any, other: Any) -> Any:
         """The state of both batches' rows, in order."""
@@ -176,10 +175,10 @@ class Joins(Protocol):
 
 @runtime_checkable
 class JoinableCache(Protocol):
-    """A cache that other rows may join."""
+    """A cache that the rows of another may join."""
 
     def join(self, other: Any) -> Any:
-        """The cache of both batches' rows, in order; the old objects must not be used any more."""
+        """The cache of both batches' rows, in order; the old objects must not be used again."""
         ...
 
 
@@ -194,14 +193,14 @@ class PooledCache(Protocol):
 
 @runtime_checkable
 class Waits(Protocol):
-    """A draft that can read prompts later than in ``init``: in a pool it reads a row when the row is first given to it."""
+    """A draft that can read prompts later than in ``init``: in a pool it reads a row when the row is first assigned to it."""
 
     def empty(self, context: Context) -> Any:
         """As ``init``, without reading anything."""
         ...
 
     def prepare(self, state: Any, context: Context, rows: Tensor | None) -> Any:
-        """Read what was not read of ``rows`` (``None``: of all)."""
+        """Feed unread tokens of ``rows`` (``None``: all)."""
         ...
 
 
@@ -227,17 +226,17 @@ class Arms(Protocol):
         ...
 
     def prepare(self, state: Any, context: Context, arm: Tensor) -> Any:
-        """Let the arms ``arm [B]`` read what they have not read of their rows."""
+        """Let the arms ``arm [B]`` read unread tokens of their rows."""
         ...
 
     def spent(self, state: Any) -> tuple[float, ...]:
-        """Seconds that each arm drafted in the last ``propose``."""
+        """Seconds that each arm spent drafting in the last ``propose``."""
         ...
 
 
 @runtime_checkable
 class TakesLogits(Protocol):
-    """A verifier that needs no probabilities where sampling is a temperature and nothing else."""
+    """A verifier that needs no probabilities where sampling has only a temperature."""
 
     def from_logits(
         self, proposal: Proposal, logits: Tensor, sampling: Sampling, context: Context, rng: Rng
@@ -251,14 +250,14 @@ class ComparesTokens(Protocol):
     """A verifier that needs no probabilities at temperature 0."""
 
     def greedy(self, proposal: Proposal, tokens: Tensor) -> Verdict:
-        """As ``__call__``, with the tokens ``[B, N + 1]`` that have all of the target's probability."""
+        """As ``__call__``, with the target's most probable tokens ``[B, N + 1]``."""
         ...
 
 
 @runtime_checkable
 class Leaves(Protocol):
-    """A selector that keeps something for each request."""
+    """A selector with a state for each request."""
 
     def leave(self, state: Any, requests: Tensor) -> Any:
-        """The state, when these requests are finished."""
+        """The state after these requests are finished."""
         ...

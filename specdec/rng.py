@@ -1,8 +1,8 @@
-"""Keyed random decisions: a draw is a function of its key alone, never of batch mates, order or executor.
+"""Keyed random decisions: a draw is a function of its key alone, never of other rows, their order or the executor.
 
 The generator is Philox-4x32-10 (Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011), checked on
-its published known-answer vectors. Parts ask for decisions, ``categorical`` and ``accept``; a key that is asked again answers
-from the *same* number, and docs/design.md says why no key is ever used for two decisions.
+its published known-answer vectors. Parts ask for decisions, ``categorical`` and ``accept``. A key that is used again gives the
+*same* uniform, and docs/design.md says why no key is used for two decisions.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ __all__ = [
 
 
 class Rng(Protocol):
-    """Where random decisions come from: ``Philox`` in earnest, a walk over all branches in the certifier."""
+    """The source of random decisions: ``Philox`` in decoding, a walk over all branches in the certifier."""
 
     def categorical(self, probs: Tensor, key: Key) -> Tensor:
         """A token from ``probs [..., V]``; the key has the shape of the result."""
@@ -74,11 +74,11 @@ class Rng(Protocol):
 def seeds(seed: int | Sequence[int] | None, rows: int) -> Tensor:
     """``[rows]`` int64 row seeds.
 
-    A sequence is taken as it is, one seed a row; an int is spread over the rows by Philox; ``None`` draws from torch's
+    A sequence has one seed for each row; an int is spread over the rows by Philox; ``None`` draws from torch's
     default generator (so ``torch.manual_seed`` governs).
 
     Raises:
-        TypeError: a seed that is no whole number. ValueError: not as many seeds as rows.
+        TypeError: a seed is no whole number. ValueError: there are not as many seeds as rows.
     """
     if seed is None:
         return torch.randint(0, 2**62, (rows,))
@@ -101,14 +101,16 @@ def seeds(seed: int | Sequence[int] | None, rows: int) -> Tensor:
 class Philox:
     """Keyed decisions of a batch of rows, each with its own 64-bit seed (``seed [B]``).
 
-    Small batches wait for Python, not for arithmetic. So the numbers of a whole block (three streams, a few depths) are made
-    when the first is asked for, and looked up by the rest. They are functions of their keys: when they are made changes nothing.
+    With small batches Python takes longer than arithmetic. So the uniforms of a whole block (three streams, a few depths) are computed
+    when the first is needed, and the others are looked up. They are functions of their keys, so the order makes no difference.
     """
 
     def __init__(self, seed: Tensor):
         self.seed = seed
         self._keys: np.ndarray | None = None  # the round keys, [10, 2, B]
-        self._blocks: tuple[_Block, ...] = ()  # the last two; replaced as a whole, since lanes share threads
+        self._blocks: tuple[
+            _Block, ...
+        ] = ()  # the last two; replaced as a whole, since threads of several micro-batches share it
         self._reach = 4  # depths in a block
 
     def __reduce__(self) -> tuple[type[Philox], tuple[Tensor]]:
@@ -124,22 +126,22 @@ class Philox:
         found = self._look_up(key)
         if found is None:
             at, depth, sibling = (np.asarray(f, dtype=np.int64) for f in key[:3])
-            found = self._numbers(at, depth | (sibling << 16), key.stream | (key.attempt << 8))
+            found = self._uniforms(at, depth | (sibling << 16), key.stream | (key.attempt << 8))
         return torch.from_numpy(found)
 
-    def _numbers(self, at: Any, node: Any, who: Any) -> np.ndarray:
-        """Numbers of broadcast counter words, rows first: ``at``, ``depth | sibling << 16``, ``stream | attempt << 8``."""
+    def _uniforms(self, at: Any, node: Any, stream: Any) -> np.ndarray:
+        """Uniforms of broadcast counter words, rows first: ``at``, ``depth | sibling << 16``, ``stream | attempt << 8``."""
         if self._keys is None:
             self._keys = _round_keys(self.seed.numpy())
-        shape = np.broadcast_shapes(np.shape(at), np.shape(node), np.shape(who)) or (1,)
+        shape = np.broadcast_shapes(np.shape(at), np.shape(node), np.shape(stream)) or (1,)
         keys = self._keys.reshape(10, 2, -1, *[1] * (len(shape) - 1))
         shape = np.broadcast_shapes(shape, keys.shape[2:])
         word, low = np.empty((2, *shape), np.uint64), np.zeros((2, *shape), np.uint32)
-        word[0], word[1], low[0] = at, who, node
+        word[0], word[1], low[0] = at, stream, node
         return _in_unit_interval(*_two_words(word, low, keys))
 
     def _look_up(self, key: Key) -> np.ndarray | None:
-        """The answer to a chain's question; ``None`` to any other."""
+        """The uniforms of a chain's keys; ``None`` for other keys."""
         at, depth, sibling, stream, attempt = key
         if not (isinstance(sibling, int) and sibling == 0 and stream in (DRAFT, ACCEPT, BONUS)):
             return None
@@ -151,29 +153,29 @@ class Philox:
         if isinstance(depth, int):
             if not 0 <= depth < 64:
                 return None
-            numbers = self._block(at, attempt, depth)[:, stream, depth].copy()
-            return numbers if at.dim() == 1 else numbers[:, None]
+            uniforms = self._block(at, attempt, depth)[:, stream, depth].copy()
+            return uniforms if at.dim() == 1 else uniforms[:, None]
         depths = np.asarray(depth)
         if depths.dtype != np.int64 or depths.ndim != 1 or (at.dim() == 1 and len(depths) != B):
             return None
-        deepest = int(depths.view(np.uint64).max(initial=0))  # negative ones are huge
+        deepest = int(depths.view(np.uint64).max(initial=0))  # negative numbers become huge
         if deepest >= 64:
             return None
-        numbers = self._block(at, attempt, deepest)[:, stream]
-        return numbers[np.arange(B), depths] if at.dim() == 1 else numbers[:, depths]
+        uniforms = self._block(at, attempt, deepest)[:, stream]
+        return uniforms[np.arange(B), depths] if at.dim() == 1 else uniforms[:, depths]
 
     def _block(self, at: Tensor, attempt: int, deepest: int) -> np.ndarray:
-        """``[B, 3, D]`` the numbers of a block's chain: streams DRAFT, ACCEPT, BONUS, depths 0 to at least ``deepest``."""
+        """``[B, 3, D]`` the uniforms of a block's chain: streams DRAFT, ACCEPT, BONUS, depths 0 to at least ``deepest``."""
         start = at.numpy()
         name = (attempt, start.tobytes())
         for block in self._blocks:
-            if block.name == name and block.numbers.shape[2] > deepest:
-                return block.numbers
+            if block.name == name and block.uniforms.shape[2] > deepest:
+                return block.uniforms
         self._reach = max(self._reach, deepest // 4 * 4 + 4)
         streams = np.array([DRAFT, ACCEPT, BONUS])[:, None] | (attempt << 8)
-        numbers = self._numbers(start.reshape(-1, 1, 1), np.arange(self._reach), streams)
-        self._blocks = (_Block(name, numbers), *(b for b in self._blocks[:1] if b.name != name))
-        return numbers
+        uniforms = self._uniforms(start.reshape(-1, 1, 1), np.arange(self._reach), streams)
+        self._blocks = (_Block(name, uniforms), *(b for b in self._blocks[:1] if b.name != name))
+        return uniforms
 
     def categorical(self, probs: Tensor, key: Key) -> Tensor:
         return pick(probs, self.uniform(key))
@@ -186,7 +188,7 @@ class Philox:
 
         Two distributions raced with the same key agree with probability at least (1 - TV) / (1 + TV) (Daliri, Musco, Suresh,
         "Coupling without communication and drafter-invariant speculative decoding", arXiv 2408.07978). Only tokens with
-        positive probability are drawn for, so a greedy or truncated distribution is cheap.
+        positive probability take part, so a greedy or truncated distribution is cheap.
         """
         shape, V = probs.shape[:-1], probs.shape[-1]
         flat = probs.reshape(-1, V)
@@ -197,7 +199,7 @@ class Philox:
 
             return race(flat, seed, at).view(shape)
         token = None
-        if flat.is_cpu:  # elsewhere finding out would be a wait
+        if flat.is_cpu:  # on a device, the check would wait
             widest = int((flat > 0).sum(-1).max())
             if widest <= 1:
                 return probs.argmax(-1)
@@ -209,11 +211,11 @@ class Philox:
 
 class _Block(NamedTuple):
     name: tuple[int, bytes]  # attempt, at
-    numbers: np.ndarray
+    uniforms: np.ndarray
 
 
 def _race(probs: Tensor, seed: Tensor, position: Tensor, token: Tensor | None) -> Tensor:
-    """``[R]`` the columns that arrive first, tile by tile, so that what is worked on stays in the processor's cache."""
+    """``[R]`` the columns that arrive first, tile by tile, so that the working set stays in the processor's cache."""
     R, V = probs.shape
     if probs.device.type != "cpu":
         return race_arrivals(probs, seed, position, token).argmin(-1)
@@ -237,8 +239,8 @@ def _race(probs: Tensor, seed: Tensor, position: Tensor, token: Tensor | None) -
 def race_arrivals(probs: Tensor, seed: Tensor, position: Tensor, token: Tensor | None = None) -> Tensor:
     """When each token arrives in a race: ``-log(u) / p`` in float64, ``[R, V]``; the first to arrive is drawn.
 
-    u is (k + 1/2) 2^-53, k the number of key (seed, position, token), and at most 1 - 2^-53: what has no probability arrives at
-    infinity. This is the seam for compiled versions; the CPU's and the others' agree to the bit.
+    u is (k + 1/2) 2^-53, k the number of key (seed, position, token), and at most 1 - 2^-53: a token without probability arrives
+    at infinity. Compiled versions replace this function and agree with it bit for bit.
 
     Args:
         probs: ``[R, V]``. seed, position: ``[R]`` int64. token: ``[V]`` or ``[R, V]`` int64, the numbers of the columns (default
@@ -255,8 +257,8 @@ def race_arrivals(probs: Tensor, seed: Tensor, position: Tensor, token: Tensor |
             )
     else:
         at, k = (to_device(t, probs.device)[:, None] for t in (position, seed))
-        who, zero = torch.full_like(at, TARGET), torch.zeros_like(at)
-        w = philox4x32((at, token.expand(probs.shape), who, zero), (k & WORD, (k >> 32) & WORD))
+        stream, zero = torch.full_like(at, TARGET), torch.zeros_like(at)
+        w = philox4x32((at, token.expand(probs.shape), stream, zero), (k & WORD, (k >> 32) & WORD))
         u = ((((w[0] >> 5) << 26) | (w[1] >> 6)).double() + 0.5) * 2.0**-53
     return u.clamp_(max=1 - 2.0**-53).log_().neg_().div_(probs.double())
 
@@ -274,7 +276,7 @@ def _round_keys(seed: np.ndarray) -> np.ndarray:
 
 
 def _two_words(word: np.ndarray, low: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Words 0 and 1 of ``philox4x32`` in three array operations a round, for small arrays, where operations are what costs.
+    """Words 0 and 1 of ``philox4x32`` in three array operations a round, for small arrays, where the number of operations determines the time.
 
     Args:
         word: ``[2, ...]`` uint64, counter words 0 and 2; overwritten. low: ``[2, ...]`` uint32, words 1 and 3. keys: as from
@@ -282,7 +284,7 @@ def _two_words(word: np.ndarray, low: np.ndarray, keys: np.ndarray) -> tuple[np.
     """
     into = _halves(word)[0]  # word's high halves stay 0
     multiplier = _MULTIPLIERS.reshape(2, *[1] * (word.ndim - 1))
-    products = [np.empty_like(word), np.empty_like(word)]  # one is read while the other is written
+    products = [np.empty_like(word), np.empty_like(word)]  # one buffer is read while the other is written
     halves = [tuple(half[::-1] for half in _halves(p)) for p in products]
     for step in range(10):
         np.multiply(word, multiplier, out=products[step & 1])
@@ -348,9 +350,9 @@ def triton_kernels() -> bool:
 
 
 class Attempt:
-    """The same rows' decisions under another attempt number: fresh numbers for a second draft of the same block.
+    """The same rows' decisions under another attempt number: fresh uniforms for a second draft of the same block.
 
-    Two drafts whose trees are merged must not draw from one number, or the second's candidates depend on the first's.
+    Two drafts whose trees are merged must not draw with the same uniform, or the second's candidates would depend on the first's.
     """
 
     def __init__(self, rng: Rng, attempt: int):

@@ -1,7 +1,7 @@
 """Logits to probabilities: temperature, top-k, top-p, min-p and any stateless Hugging Face ``LogitsProcessor``.
 
 The same object is applied to target and draft, at every node of a tree, with that node's true prefix. The truncations
-are transformers' own warpers, in the order in which ``generate`` applies them, so that settings mean what they mean there.
+are transformers' own warpers, in the order in which ``generate`` applies them, so that settings have the same meaning.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from specdec.kernels.device import Judge, defer
+from specdec.kernels.device import Check, defer
 from specdec.types import Context, Proposal
 
-# Processors that remember earlier calls: what they do at a node would depend on what was tried elsewhere.
+# Processors with state, whose result at one node would depend on other nodes.
 _STATEFUL = {
     "SynthIDTextWatermarkLogitsProcessor": "it keeps the contexts that it has marked",
     "UnbatchedClassifierFreeGuidanceLogitsProcessor": "it runs a model with a key-value cache of its own",
@@ -62,7 +62,7 @@ class Sampling:
         processors: stateless ``LogitsProcessor`` objects or functions ``(ids [B, L], scores [B, V]) -> scores``, applied before
             the truncations.
     Raises:
-        TypeError: a setting that is no number, or processors that are no sequence of functions.
+        TypeError: a setting is no number, or processors are no sequence of functions.
         ValueError: a setting is out of range, or a processor keeps state between calls.
     """
 
@@ -75,7 +75,7 @@ class Sampling:
     def __post_init__(self) -> None:
         if not isinstance(self.processors, Iterable):
             raise TypeError(
-                f"processors is a {type(self.processors).__name__}: give a tuple of them, also of one: processors=(it,)"
+                f"processors is a {type(self.processors).__name__}: give a tuple, also of a single one: processors=(processor,)"
             )
         object.__setattr__(self, "processors", tuple(self.processors))
         for processor in self.processors:
@@ -120,7 +120,7 @@ class Sampling:
     @cached_property
     def _warpers(self) -> list[LogitsProcessor]:
         made: list[LogitsProcessor] = []
-        if not self.greedy:  # none of them moves the largest logit
+        if not self.greedy:  # no truncation moves the largest logit
             if self.temperature != 1:
                 made.append(TemperatureLogitsWarper(float(self.temperature)))
             if self.top_k is not None:
@@ -132,7 +132,7 @@ class Sampling:
         return made
 
     def probe(self, vocab_size: int, device: torch.device | str = "cpu") -> None:
-        """Refuse processors that answer differently when asked again, or that change as they are called."""
+        """Refuse processors that return other scores when called again, or whose state changes in a call."""
         scores = torch.linspace(-2, 2, vocab_size, device=device)[None]
         a = torch.zeros(1, 16, dtype=torch.long, device=device)
         b = torch.ones(1, 24, dtype=torch.long, device=device)
@@ -143,12 +143,12 @@ class Sampling:
                 before = _state(trial)
                 trial(b, scores.clone())
                 again = trial(a, scores.clone())
-            except Exception:  # it does not take made-up prefixes; a real error will show in the run
+            except Exception:  # it rejects made-up prefixes; a real error shows in the run
                 continue
             if not torch.equal(first, again) or before != _state(trial):
                 raise ValueError(
-                    f"processors: {type(processor).__name__} keeps state between calls, so what it does to one node would "
-                    "depend on nodes that were tried and dropped: make it a pure function of (ids, scores)"
+                    f"processors: {type(processor).__name__} keeps state between calls, so its scores at one node would "
+                    "depend on nodes that were dropped: make it a pure function of (ids, scores)"
                 )
 
     def scores(self, logits: Tensor, context: Context, proposal: Proposal | None, first: int = -1) -> Tensor:
@@ -170,9 +170,9 @@ class Sampling:
     def argmax(
         self, logits: Tensor, context: Context, proposal: Proposal | None = None, first: int = -1
     ) -> Tensor:
-        """``[B, R]`` the most probable tokens, without making a distribution."""
+        """``[B, R]`` the most probable tokens, without computing distributions."""
         if self.processors and logits.dtype not in (torch.float32, torch.float64):
-            logits = logits.float()  # as ``__call__`` gives them to processors
+            logits = logits.float()  # as ``__call__`` passes them to processors
         top, token = _largest(self.scores(logits, context, proposal, first))
         _finite(top)
         return token
@@ -189,11 +189,11 @@ class Sampling:
             return torch.zeros_like(scores).scatter_(-1, token[..., None], 1)
         probs = scores.softmax(-1)
 
-        def judge(finite: Tensor) -> None:
+        def refuse(finite: Tensor) -> None:
             if not bool(finite.all()):
                 _refuse(self.scores(logits, context, proposal, first).amax(-1))
 
-        _judge_finite(probs.select(-1, 0), judge)  # NaN everywhere in a row that has no distribution
+        _defer_finite(probs.select(-1, 0), refuse)  # NaN everywhere in a row that has no distribution
         return probs
 
     def _process(self, logits: Tensor, context: Context, proposal: Proposal | None, first: int) -> Tensor:
@@ -217,7 +217,7 @@ class Sampling:
 
 
 def fit(logits: Tensor, vocab_size: int | None) -> Tensor:
-    """Logits over the target's vocabulary: surplus entries (padding) are cut, missing ones cannot be drawn."""
+    """Logits over the target's vocabulary: surplus entries (padding) are cut, missing ones get -inf."""
     if vocab_size is None or logits.shape[-1] == vocab_size:
         return logits
     if logits.shape[-1] > vocab_size:
@@ -226,7 +226,7 @@ def fit(logits: Tensor, vocab_size: int | None) -> Tensor:
 
 
 def _largest(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """``scores.max(-1)``: the first of equal ones, NaN above all. NumPy looks at many numbers at once on a CPU, PyTorch at one."""
+    """``scores.max(-1)``: the first of equal ones, NaN above all. On a CPU NumPy's argmax is vectorised and PyTorch's is not."""
     if not scores.is_cpu or scores.dtype not in (torch.float32, torch.float64):
         top, token = scores.max(-1)
         return top, token
@@ -235,19 +235,19 @@ def _largest(scores: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _finite(top: Tensor) -> None:
-    """``top`` is the largest logit of each row; it shows NaN, +inf and rows of nothing but -inf."""
+    """Raise ValueError for rows with NaN, +inf or nothing but -inf, which ``top``, each row's largest logit, shows."""
 
-    def judge(finite: Tensor) -> None:
+    def refuse(finite: Tensor) -> None:
         if not bool(finite.all()):
             _refuse(top)
 
-    _judge_finite(top, judge)
+    _defer_finite(top, refuse)
 
 
-def _judge_finite(values: Tensor, judge: Judge) -> None:
-    """``defer(torch.isfinite(values), judge)``, which is made only where it may be wrong: NaN and inf show in a sum, and never cancel."""
+def _defer_finite(values: Tensor, check: Check) -> None:
+    """``defer(torch.isfinite(values), check)``, only where it may fail: NaN and inf show in a sum and never cancel."""
     if not (values.is_cpu and math.isfinite(values.sum().item())):
-        defer(torch.isfinite(values), judge)
+        defer(torch.isfinite(values), check)
 
 
 def _refuse(top: Tensor) -> None:
@@ -262,5 +262,5 @@ def _refuse(top: Tensor) -> None:
 def _state(processor: object) -> bytes:
     try:
         return pickle.dumps(vars(processor))
-    except Exception:  # closures and slots: only the equality of the answers is checked then
+    except Exception:  # closures and slots: only the equality of the scores is checked
         return b""

@@ -1,7 +1,7 @@
-"""What a run measured. The definitions are fixed here, because everybody's differ.
+"""Measurements of a run, with the library's definitions (others in the literature differ).
 
-A *round* is one pass of one row through draft, target and verifier. The prefill round is not counted. A round is *cut* when
-a stop discarded some of its tokens or when the end of the row's budget shortened its draft; cut rounds are left out of tau.
+A *round* is one pass of one row through draft, target and verifier. The prefill round is not counted. A round is *truncated* when
+a stop discarded some of its tokens, or when the end of the row's budget shortened its draft. Truncated rounds are left out of tau.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from specdec.types import Round
 
 
 class Record(NamedTuple):
-    """The countable part of a round, as plain lists: keeping it does not keep logits alive."""
+    """The counts of a round as plain lists, which do not keep logits alive."""
 
     number: int
     request: list[int]
-    kept: list[int]
+    committed: list[int]
     accepted: list[int]
     size: list[int]
-    cut: list[bool]
+    truncated: list[bool]
     parents: list[list[int]] | None  # None for chains
     path: list[list[int]]
     seconds: dict[str, float]
@@ -41,10 +41,10 @@ class Record(NamedTuple):
         return Record(
             round.number,
             round.context.request.tolist(),
-            round.kept.tolist(),
+            round.committed.tolist(),
             verdict.accepted.tolist(),
             proposal.size.tolist(),
-            round.cut.tolist(),
+            round.truncated.tolist(),
             None if chain else proposal.parents.tolist(),
             [] if chain else verdict.path.tolist(),
             seconds,
@@ -56,13 +56,13 @@ class Stats:
     """Counts over all rows, and seconds by stage.
 
     Attributes:
-        rounds: counted rounds, cut ones included. full_rounds, full_tokens: without the cut ones.
-        drafted: proposed nodes. accepted: accepted nodes (before a stop cut them).
-        reached, stood: by depth: how often some node of that depth was asked, and how often one was accepted. A position
-            is reached when everything before it was accepted.
-        tokens: committed tokens, the first one of each row (which the prefill gives) included.
-        seconds: by stage: prefill (draft's too), draft, target, verify, other; ``overlapped`` is negative: what stages that ran at the
-            same time saved, so that all of them sum to the wall clock.
+        rounds: counted rounds, truncated ones included. full_rounds, full_tokens: without the truncated ones.
+        drafted: proposed nodes. accepted: accepted nodes (before a stop discarded some).
+        reached, accepted_at: by depth, how often a node of that depth was verified, and how often one was accepted. A position
+            is reached when all before it were accepted.
+        tokens: committed tokens, including the first of each row, which the prefill gives.
+        seconds: by stage: prefill (the draft's too), draft, target, verify, other. ``overlapped`` is negative, the time saved by stages that
+            ran at the same time, so that all of them sum to the wall clock.
     """
 
     rounds: int = 0
@@ -73,7 +73,7 @@ class Stats:
     tokens: int = 0
     prefill_tokens: int = 0
     reached: Counter[int] = field(default_factory=Counter)
-    stood: Counter[int] = field(default_factory=Counter)
+    accepted_at: Counter[int] = field(default_factory=Counter)
     seconds: Counter[str] = field(default_factory=Counter)
 
     @property
@@ -84,7 +84,7 @@ class Stats:
     @property
     def acceptance(self) -> list[float]:
         """By position in the block: the share of nodes accepted *given that the position was reached*."""
-        return [self.stood[d] / self.reached[d] for d in sorted(self.reached)]
+        return [self.accepted_at[d] / self.reached[d] for d in sorted(self.reached)]
 
     @property
     def tokens_per_second(self) -> float:
@@ -93,7 +93,7 @@ class Stats:
         return (self.tokens - self.prefill_tokens) / spent if spent else float("nan")
 
     def __add__(self, other: Stats) -> Stats:
-        """Of both: counts and seconds of several calls, as one (``sum(stats, Stats())``)."""
+        """The sums of counts and seconds, to combine several calls (``sum(stats, Stats())``)."""
         if not isinstance(other, Stats):
             return NotImplemented
         made = Stats()
@@ -127,15 +127,15 @@ class Stats:
         return stats
 
     def _add(self, record: Record, b: int) -> None:
-        self.tokens += record.kept[b]
+        self.tokens += record.committed[b]
         if record.number == 0:
-            self.prefill_tokens += record.kept[b]
+            self.prefill_tokens += record.committed[b]
             return
         accepted, size = record.accepted[b], record.size[b]
         self.rounds += 1
         self.drafted += size
         self.accepted += accepted
-        if not record.cut[b]:
+        if not record.truncated[b]:
             self.full_rounds += 1
             self.full_tokens += accepted + 1
         if record.parents is None:
@@ -143,10 +143,10 @@ class Stats:
         else:
             asked = set(record.parents[b][:size])
             self.reached.update(d for d, node in enumerate([-1, *record.path[b][:accepted]]) if node in asked)
-        self.stood.update(range(accepted))
+        self.accepted_at.update(range(accepted))
 
     def row(self) -> dict[str, Any]:
-        """Flat figures, units in the names."""
+        """A flat dictionary of figures, with units in the names."""
         return {
             "tau": self.tau,
             "tokens_per_second": self.tokens_per_second,

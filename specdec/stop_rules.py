@@ -17,12 +17,12 @@ from specdec.types import Context, Verdict
 
 @dataclass(frozen=True, eq=False)
 class StopRules:
-    """Stops for all requests of one ``generate`` call.
+    """Stop rules for all requests of one ``generate`` call.
 
     Attributes:
         max_length: ``[requests]`` prompt plus budget. eos: ids that end a row (they are kept, as in transformers).
         stop_strings: texts that end a row as soon as the generated text contains them; needs ``tokenizer``.
-        criteria: transformers ``StoppingCriteria`` or functions ``(ids [1, l], scores) -> bool``, asked after every token.
+        criteria: transformers ``StoppingCriteria`` or functions ``(ids [1, l], scores) -> bool``, evaluated after every token.
     """
 
     max_length: Tensor
@@ -37,29 +37,29 @@ class StopRules:
         return self.max_length[context.request] - context.length
 
     def apply(self, context: Context, verdict: Verdict) -> tuple[Tensor, Tensor]:
-        """``kept [B]`` tokens of the block to commit and ``finished [B]``."""
+        """``committed [B]``, how many tokens of the block to commit, and ``finished [B]``."""
         block = verdict.accepted + 1
         room = self.room(context)
-        kept = torch.minimum(block, room)
-        why: dict[int, str] = dict.fromkeys((kept == room).nonzero()[:, 0].tolist(), "length")
+        committed = torch.minimum(block, room)
+        why: dict[int, str] = dict.fromkeys((committed == room).nonzero()[:, 0].tolist(), "length")
         if self.eos:
             hit = torch.isin(verdict.tokens, torch.tensor(self.eos))
-            hit &= torch.arange(verdict.tokens.shape[1]) < kept[:, None]
+            hit &= torch.arange(verdict.tokens.shape[1]) < committed[:, None]
             for b in hit.any(1).nonzero()[:, 0].tolist():
-                kept[b] = int(hit[b].int().argmax()) + 1
+                committed[b] = int(hit[b].int().argmax()) + 1
                 why[b] = "eos"
         if self.stop_strings or self.criteria:
             for b in range(context.batch):
                 stop = self._scan(
-                    context.row(b), int(context.prompt_length[b]), verdict.tokens[b], int(kept[b])
+                    context.row(b), int(context.prompt_length[b]), verdict.tokens[b], int(committed[b])
                 )
-                if stop is not None and (stop[0] < int(kept[b]) or why.get(b) != "eos"):
-                    kept[b], why[b] = stop
+                if stop is not None and (stop[0] < int(committed[b]) or why.get(b) != "eos"):
+                    committed[b], why[b] = stop
         finished = torch.zeros(context.batch, dtype=torch.bool)
         for b, reason in why.items():
             finished[b] = True
             self.reasons[int(context.request[b])] = reason
-        return kept, finished
+        return committed, finished
 
     def _scan(self, ids: list[int], prompt: int, block: Tensor, count: int) -> tuple[int, str] | None:
         for n, token in enumerate(block[:count].tolist(), 1):

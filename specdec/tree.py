@@ -14,7 +14,7 @@ from specdec.types import Proposal, Verdict
 
 
 def is_chain(parents: Tensor, size: Tensor) -> Tensor:
-    """``[B]`` whether the existing nodes of a row, ``parents[b, :size[b]]``, are -1, 0, 1, ...; of no node, they are."""
+    """``[B]`` whether the existing nodes of a row, ``parents[b, :size[b]]``, are -1, 0, 1, ...; true for rows without nodes."""
     n = torch.arange(parents.shape[1])
     return ((parents == n - 1) | (n >= size[:, None])).all(1)
 
@@ -26,14 +26,14 @@ def check(parents: Tensor, size: Tensor) -> None:
     if bool(bad.any()):
         b, i = bad.nonzero()[0].tolist()
         raise ValueError(
-            f"parents[{b}, {i}] is {int(parents[b, i])}: a parent is -1 (the last committed token) or a node stored before"
+            f"parents[{b}, {i}] is {int(parents[b, i])}: give -1 (the last committed token) or a node stored before"
         )
 
 
 def depths(parents: Tensor) -> Tensor:
     """``[B, N]`` depth of each node; 0 for a child of the last committed token. Position = length + depth.
 
-    Here and below, nodes that do not exist may have any parents; what is returned for them means nothing.
+    Here and below, nodes that do not exist may have any parents; the values returned for them are arbitrary.
     """
     depth = torch.zeros_like(parents)
     for n in range(1, parents.shape[1]):
@@ -54,23 +54,23 @@ def ancestors(parents: Tensor) -> Tensor:
 
 
 def sibling_numbers(parents: Tensor) -> Tensor:
-    """``[B, N]`` number of each node among all nodes of its depth: with the depth, a name no other node has."""
+    """``[B, N]`` number of each node among all nodes of its depth; with the depth it identifies the node."""
     depth = depths(parents)
     same = depth[:, :, None] == depth[:, None, :]
     return torch.tril(same, -1).sum(-1)
 
 
 def merge(a: Proposal, b: Proposal) -> Proposal:
-    """One tree holding the nodes of both: ``a``'s first, then ``b``'s.
+    """One tree with the nodes of both: ``a``'s first, then ``b``'s.
 
     Two trees of point masses share equal prefixes. Nodes that were drawn keep their own distributions and are never merged:
-    a second draw of the same token is another candidate, and recursive rejection accounts for it. Their draws must be
+    a second draw of the same token is another candidate, for which recursive rejection accounts. Their draws must be
     independent: give the second draft ``rng.Attempt(rng, 1)``.
     """
     if a.tokens.shape[0] != b.tokens.shape[0]:
         raise ValueError(f"cannot merge proposals of {a.tokens.shape[0]} and {b.tokens.shape[0]} rows")
     if (a.probs is None) != (b.probs is None):
-        if not a.nodes or not b.nodes:  # nothing is no point mass
+        if not a.nodes or not b.nodes:  # an empty proposal has no point masses
             return a if a.nodes else b
         raise ValueError(
             "cannot merge point masses with drawn nodes: give the point masses one-hot probs first"
@@ -111,7 +111,7 @@ def merge(a: Proposal, b: Proposal) -> Proposal:
 
 
 def follow(proposal: Proposal, wanted: Tensor) -> Verdict:
-    """Accept, from the root on, the first child that is the token wanted there; the token wanted after the last one is the bonus.
+    """From the root on, accept the first child that equals the wanted token there; the wanted token after the last one is the bonus.
 
     Args:
         wanted: ``[B, N + 1]`` int64, after the last committed token and after every node.

@@ -3,7 +3,7 @@
 One alphabet everywhere: ``B`` rows, ``L`` token buffer, ``N`` nodes, ``V`` vocabulary, ``S`` cache slots, ``H`` KV heads,
 ``D`` head size, ``E`` hidden size, ``F`` fed tokens. *Structure lives on the host, values on the device*: lengths, sizes,
 parents, paths and committed tokens are CPU tensors, so that no part waits for the device to learn a shape; proposed
-tokens, probabilities and logits live where the model lives.
+tokens, probabilities and logits are on the model's device.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Provenance = Literal["point", "sampled", "declared"]
 
 
 class _Shown:
-    """Tensors as shapes, so that a value can be looked at in a notebook."""
+    """A repr that shows tensors as shapes, for notebooks."""
 
     def __repr__(self) -> str:
         def show(value: object) -> str:
@@ -33,7 +33,7 @@ class _Shown:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Context(_Shown):
-    """The committed tokens of every row; nothing else in the library is the truth about a text.
+    """The committed tokens of every row: the only authoritative copy of the texts.
 
     Attributes:
         tokens: ``[B, L]`` int64 on the host, right-padded with anything.
@@ -77,7 +77,7 @@ class Context(_Shown):
         return self.tokens[b, : int(self.length[b])].tolist()
 
     def append(self, tokens: Tensor, count: Tensor) -> Context:
-        """A context with ``tokens[b, :count[b]]`` committed after row ``b``; the buffer grows when it must."""
+        """A context with ``tokens[b, :count[b]]`` committed after row ``b``; the buffer grows if necessary."""
         at = torch.arange(tokens.shape[1])
         keep = at < count[:, None]
         need = int((self.length + count).max()) if self.batch else 0
@@ -89,7 +89,7 @@ class Context(_Shown):
         return replace(self, tokens=buffer, length=self.length + count)
 
     def select(self, rows: Tensor) -> Context:
-        """The context of some rows, in the order given."""
+        """The context of some rows, in the given order."""
         return Context(self.tokens[rows], self.length[rows], self.prompt_length[rows], self.request[rows])
 
 
@@ -105,9 +105,9 @@ class Proposal(_Shown):
         parents: ``[B, N]`` int64 on the host; -1 is the last committed token.
         size: ``[B]`` int64 on the host.
         probs: ``[B, Q, V]``, the distributions that nodes were *actually* drawn from, given their prefixes and earlier
-            siblings; ``None`` says that every node is a point mass (chosen without randomness that matters).
+            siblings; ``None``: every node is a point mass, chosen without randomness.
         provenance: where ``probs`` comes from. ``"sampled"``: the library drew the tokens from exactly these
-            probabilities. ``"point"``: no probabilities. ``"declared"``: somebody says so, which verifiers refuse unless told
+            probabilities. ``"point"``: no probabilities. ``"declared"``: the draft states them, which verifiers refuse unless told
             to trust it.
         source: ``[B, N]`` int64 on the host: node ``n`` of row ``b`` was drawn from ``probs[b, source[b, n]]``, so that siblings
             drawn from one distribution share it. ``None``: node ``n`` from ``probs[b, n]``, and ``Q`` is ``N``.
@@ -162,7 +162,7 @@ class Proposal(_Shown):
         return self.tokens.shape[1]
 
     def sources(self, device: torch.device | str = "cpu") -> Tensor:
-        """``[B, N]`` on ``device``: ``source``, made explicit, and within ``probs`` for nodes that do not exist, too."""
+        """``[B, N]`` on ``device``: ``source`` made explicit, with valid indices for nodes that do not exist."""
         if self.source is None:
             return torch.arange(self.nodes, device=device).expand(self.tokens.shape)
         return to_device(self.source.clamp(0, self._drawn_from().shape[1] - 1), device)
@@ -192,13 +192,11 @@ class Proposal(_Shown):
 
     def _drawn_from(self) -> Tensor:
         if self.probs is None:
-            raise ValueError(
-                "the proposal has no probs: its nodes are point masses, each certain of its own token"
-            )
+            raise ValueError("the proposal has no probs: its nodes are point masses, each with probability 1")
         return self.probs
 
     def select(self, rows: Tensor) -> Proposal:
-        """The proposal of some rows, in the order given."""
+        """The proposal of some rows, in the given order."""
         at = to_device(rows, self.tokens.device)
         return Proposal(
             self.tokens[at],
@@ -212,7 +210,7 @@ class Proposal(_Shown):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Fed(_Shown):
-    """Activations of every position that a model consumed in one call (``F`` of them, all rows packed).
+    """Activations at the ``F`` positions that a model consumed in one call, all rows packed.
 
     Attributes:
         layers: layer number -> ``[F, E]``; ``l`` is the output of block ``l`` counted from 1, 0 the embedding.
@@ -227,7 +225,7 @@ class Fed(_Shown):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Scores(_Shown):
-    """What a model says: ``logits[b, 0]`` after the last committed token, ``logits[b, 1 + n]`` after node ``n``.
+    """The output of ``score``: ``logits[b, 0]`` after the last committed token, ``logits[b, 1 + n]`` after node ``n``.
 
     When ``score`` was asked to start at node ``n``, row 0 is node ``n``. Entries of nodes that do not exist are zero.
     """
@@ -259,9 +257,9 @@ class Verdict(_Shown):
         """A verdict on the host from decisions on any device (a device synchronisation, once a round).
 
         Args:
-            checked: ``path`` is known to be one, by the way in which it was made, and is not looked at again.
+            checked: ``path`` is valid by construction and is not checked again.
         Raises:
-            ValueError: ``path[b, :accepted[b]]`` is no path of row b's tree from its root, padded with -1.
+            ValueError: ``path[b, :accepted[b]]`` is not a path of row b's tree from its root, or is not padded with -1.
         """
         path, accepted, bonus, drafted = to_host(path, accepted, bonus, proposal.tokens)
         if not checked:
@@ -272,7 +270,7 @@ class Verdict(_Shown):
 
 
 def _check_path(proposal: Proposal, path: Tensor, accepted: Tensor, bonus: Tensor) -> None:
-    """Refuse what is no verdict: on the host, in a microsecond or less a row."""
+    """Raise ValueError for an invalid path; takes at most a microsecond a row on the host."""
     B, N = proposal.tokens.shape
     if path.shape != (B, N) or accepted.shape != (B,) or bonus.shape != (B,):
         raise ValueError(
@@ -289,20 +287,20 @@ def _check_path(proposal: Proposal, path: Tensor, accepted: Tensor, bonus: Tenso
         if not fits:
             raise ValueError(
                 f"accepted is {count} and path {nodes} in row {b}, of {size} nodes with parents {parents}: give a child of the root (parent "
-                "-1), then each time a child of the node before, and -1 after the accepted ones"
+                "-1), then each time a child of the previous node, and -1 after the accepted ones"
             )
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Round(_Shown):
-    """All that happened in one round. It is observed, never carried: no part may keep state in it.
+    """A record of one round, to be observed: no part may keep state in it.
 
     Attributes:
-        context: before the round. kept: ``[B]`` tokens of ``verdict.tokens`` that were committed (fewer than accepted + 1
-            where a stop cut the block). finished: ``[B]`` bool. budget: ``[B]`` longest path that the draft was allowed.
-        probs: ``[B, N + 1, V]`` the target's distributions; ``None`` where the verifier took the logits themselves, and at temperature 0,
-            where they lie on one token each: ``target_argmax [B, N + 1]``.
-        cut: ``[B]`` bool, the block was shortened by a stop or by the end of the row's budget.
+        context: before the round. committed: ``[B]`` how many of the tokens of ``verdict.tokens`` were committed (fewer than accepted + 1
+            where a stop truncated the block). finished: ``[B]`` bool. budget: ``[B]`` longest path that the draft was allowed.
+        probs: ``[B, N + 1, V]`` the target's distributions; ``None`` where the verifier took the logits, and at temperature 0, where
+            ``target_argmax [B, N + 1]`` has the most probable tokens.
+        truncated: ``[B]`` bool, the block was shortened by a stop or by the end of the row's budget.
         arm, arm_prob: ``[B]`` the selector's choice and its probability. seconds: by stage.
     """
 
@@ -311,10 +309,10 @@ class Round(_Shown):
     scores: Scores
     probs: Tensor | None
     verdict: Verdict
-    kept: Tensor
+    committed: Tensor
     finished: Tensor
     budget: Tensor
-    cut: Tensor
+    truncated: Tensor
     arm: Tensor
     arm_prob: Tensor
     number: int = 0
@@ -324,7 +322,7 @@ class Round(_Shown):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Feedback(_Shown):
-    """What a selector may learn from: never a token's value beyond what was committed.
+    """What a selector may learn from; it never includes values of tokens that were not committed.
 
     ``tokens[B]`` committed, ``drafted[B]`` submitted, ``seconds`` of the round charged to the row, ``reward[B]`` (or
     ``[B, arms]`` with full information).

@@ -82,7 +82,7 @@ def test_other_wrong_types_are_named():
         sd.chain_draft(3)
     with pytest.raises(TypeError, match="experts is 8: give Experts"):
         cost.Shape(**SHAPE, experts=8)
-    with pytest.raises(TypeError, match="widths is '32': give the children a node by depth"):
+    with pytest.raises(TypeError, match="widths is '32': give the children of a node by depth"):
         sd.drafts.Tree(table, "32")
     with pytest.raises(TypeError, match=r"widths, of a depth, is 1.5: give a whole number"):
         sd.drafts.Tree(table, (2, 1.5))

@@ -139,7 +139,7 @@ def test_an_executor_takes_a_composition():
     ids = [[], []]
     for round in Serial().run(parts, context, Philox(seeds(3, 2)), limits):
         for b, row in enumerate(round.context.request.tolist()):
-            ids[row] += round.verdict.tokens[b, : int(round.kept[b])].tolist()
+            ids[row] += round.verdict.tokens[b, : int(round.committed[b])].tolist()
     decoder = sd.decoder(TARGET).draft(sd.drafts.Model(TARGET), length=3).verifier(sd.Coupled()).build()
     assert isinstance(decoder, Composition)
     assert ids == decoder.generate([[0], [1, 2]], 12, seed=3, eos_token_id=()).ids

@@ -142,7 +142,7 @@ def test_two_processes_give_what_one_gives(tmp_path):
                 assert two.row_stats == one.row_stats
                 assert (two.stats.rounds, two.stats.accepted) == (one.stats.rounds, one.stats.accepted)
                 assert two.stats.tau == pytest.approx(one.stats.tau, nan_ok=True)
-                assert two.stats.stood == one.stats.stood
+                assert two.stats.accepted_at == one.stats.accepted_at
         assert found[name].stats == other[0][name].stats
         assert found[name].stats.tokens_per_second > 0
     whole = sorted(BUDGETS)
@@ -155,7 +155,7 @@ def test_two_processes_give_what_one_gives(tmp_path):
         "RuntimeError: process 0 of 2 failed: KeyError: 'fifty'",
         "RuntimeError: process 1 of 2 failed: KeyError: 'fifty'",
     )
-    assert said[1] == "ValueError: max_new_tokens is 0 for row 0: it must be >= 1"
+    assert said[1] == "ValueError: max_new_tokens is 0 for row 0: give at least 1"
     assert said[2].startswith(
         "ValueError: prompts or max_new_tokens differ between the processes: give every process all"
     )

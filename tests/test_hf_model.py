@@ -401,7 +401,7 @@ def test_what_unused_slots_hold_does_not_matter(family):
     torch.testing.assert_close(again, expected, rtol=0, atol=1e-12)
 
 
-def test_a_forward_that_fails_leaves_the_memo_true():
+def test_a_forward_that_fails_leaves_the_token_index_true():
     model = tiny("llama")
     target = HFModel(model, prefill_chunk=8)
     cache, context = target.cache(4, 64), Context.of(ROWS)
@@ -760,13 +760,13 @@ def test_a_missing_or_damaged_folder(folder, tmp_path_factory):
     weights = folder / "model.safetensors"
     whole = weights.read_bytes()
     weights.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(ValueError, match="may be cut off"):
+    with pytest.raises(ValueError, match="may be truncated"):
         HFModel.from_pretrained(folder)
     from safetensors.torch import load_file, save_file
 
     config = (folder / "config.json").read_text()
     (folder / "config.json").write_text(config[:50])
-    with pytest.raises(ValueError, match="may be cut off"):
+    with pytest.raises(ValueError, match="may be truncated"):
         HFModel.from_pretrained(folder)
     (folder / "config.json").write_text(config)
     weights.write_bytes(whole)

@@ -338,9 +338,9 @@ def test_the_observers_queries_are_those_of_the_targets_own_forward(target):
     context = sd.Context.of([PROMPTS[0][:20], PROMPTS[2][:9]])
     score, forward = target.score, target._path.forward
 
-    def watched(memo: Any, plan: Any, *rest: Any) -> Any:
+    def watched(store: Any, plan: Any, *rest: Any) -> Any:
         plan.watch = lambda query, *how: found.append(query)
-        return forward(memo, plan, *rest)
+        return forward(store, plan, *rest)
 
     target._path.forward = watched
     try:
@@ -412,7 +412,7 @@ def test_a_view_of_everything_is_never_rejected_and_a_narrow_one_is(target):
         ({"sinks": -1}, "sinks is -1"),
         ({"block": 0}, "block is 0"),
         ({"positions": "cache"}, "positions is 'cache'"),
-        ({"positions": "in_cache", "pruner": SnapKV()}, "no common place in the cache"),
+        ({"positions": "in_cache", "pruner": SnapKV()}, "the cache has no common positions"),
         ({"budget": 0}, "budget is 0"),
         ({"budget": []}, "budget is 0"),
         ({"observation": 0}, "observation is 0"),
@@ -461,7 +461,7 @@ def test_keys_that_turn_otherwise_are_found_out_by_trying(target, monkeypatch):
     from specdec.drafts.magicdec.rotation import Rotation
 
     monkeypatch.setattr(Rotation, "__call__", lambda self, keys, by: keys)
-    with pytest.raises(ValueError, match="turning its keys gives other keys than moving them"):
+    with pytest.raises(ValueError, match="rotating its keys gives other keys than moving them"):
         sd.decoder(target).draft(MagicDec(positions="in_cache")).build()
 
 

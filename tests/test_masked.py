@@ -339,13 +339,14 @@ def test_a_draft_brings_its_mask(tmp_path, llama):
     library = Causal() & (Sinks(1) | Window(4) | Strided(8))
     draft_of(llama, mask=library).save_pretrained(tmp_path / "library")
     assert SpireModel.from_pretrained(tmp_path / "library").mask == library
-    with pytest.raises(ValueError, match="brings its mask: leave mask out"):
+    with pytest.raises(ValueError, match="was saved with its mask: leave mask out"):
         SpireModel.from_pretrained(tmp_path / "library", mask=library)
     draft_of(llama, window=7).save_pretrained(tmp_path / "window")
     assert SpireModel.from_pretrained(tmp_path / "window").mask == streaming(7, 1)
     draft_of(llama, mask=OWN).save_pretrained(tmp_path / "own")
     with pytest.raises(
-        ValueError, match=r"trained under a mask of one's own, .*SpireModel.from_pretrained\(folder, mask="
+        ValueError,
+        match=r"trained with a mask of the user's own, .*SpireModel.from_pretrained\(folder, mask=",
     ):
         SpireModel.from_pretrained(tmp_path / "own")
     assert SpireModel.from_pretrained(tmp_path / "own", mask=OWN).mask is not None
@@ -528,6 +529,6 @@ def test_a_mask_may_be_a_plain_class(llama):
 
 def test_a_mask_alone_is_no_draft(llama):
     with pytest.raises(
-        TypeError, match=r"draft is a mask: give the model that sees by it, models.Masked\(model, Causal\(\)"
+        TypeError, match=r"draft is a mask: give the model that uses it, models.Masked\(model, Causal\(\)"
     ):
         sd.decoder(HFModel(llama)).draft(OWN)  # type: ignore[arg-type]

@@ -69,9 +69,9 @@ def test_equals_serial(target, small, name, threads):
         assert found.finish == serial.finish
         assert found.stats.acceptance == serial.stats.acceptance or name == "ngram"
         assert found.stats.tokens == serial.stats.tokens
-        assert 0 <= counter.held <= counter.stood <= counter.made
+        assert 0 <= counter.held <= counter.accepted <= counter.made
         if name == "itself":
-            assert counter.held > 0.9 * counter.stood > 0
+            assert counter.held > 0.9 * counter.accepted > 0
 
 
 def test_rounds_of_one_row_are_the_serial_runs(target, small):
@@ -82,7 +82,7 @@ def test_rounds_of_one_row_are_the_serial_runs(target, small):
         seen = []
         builder.build().generate([[5, 6]], 40, seed=3, on_round=seen.append)
         return [
-            (r.proposal.tokens[0, : r.proposal.size[0]].tolist(), r.kept.tolist(), r.cut.tolist())
+            (r.proposal.tokens[0, : r.proposal.size[0]].tolist(), r.committed.tolist(), r.truncated.tolist())
             for r in seen
         ]
 
@@ -103,7 +103,7 @@ def test_a_kept_block_is_the_serial_runs_under_rejection_too(target):
     counter = Guesses()
     found = builder.executor(Optimistic(guesses=counter)).build().generate([[5], [6]], 41, seed=0)
     assert found.ids == builder.build().generate([[5], [6]], 41, seed=0).ids
-    assert counter.held == counter.stood > 10
+    assert counter.held == counter.accepted > 10
     assert counter.rate == counter.held / counter.made
 
 
@@ -231,12 +231,12 @@ def test_attempts_name_rows_on_their_own():
     key = Key(torch.arange(6)[:, None], torch.arange(4), 0)
     attempt = torch.tensor([0, 2, 0, 3, 2, 0])
     mixed = _Attempts(rng, attempt)
-    drawn, stood = mixed.categorical(distribution, key), mixed.accept(distribution[..., 0], key)
+    drawn, accepted = mixed.categorical(distribution, key), mixed.accept(distribution[..., 0], key)
     for b in range(6):
         row = torch.tensor([b])
         own = Key(row[:, None], torch.arange(4), 0, attempt=OWN * int(attempt[b]))
         assert torch.equal(drawn[b], sd.Philox(row).categorical(distribution[row], own)[0])
-        assert torch.equal(stood[b], sd.Philox(row).accept(distribution[row, :, 0], own)[0])
+        assert torch.equal(accepted[b], sd.Philox(row).accept(distribution[row, :, 0], own)[0])
     few = mixed.select(torch.tensor([3, 0]))
     assert torch.equal(
         few.categorical(distribution[[3, 0]], Key(torch.tensor([[3], [0]]), torch.arange(4))), drawn[[3, 0]]
@@ -292,7 +292,7 @@ def test_what_cannot_be_taken_back_is_refused(target, small):
         ValueError, match=r"'adversary' cannot take back .* use drafts.Model, NGram or a function"
     ):
         base.draft(Adversary(catalogue.MENU, trees=False), length=2).build()
-    with pytest.raises(ValueError, match=r"'tree' proposes trees .* executor Serial"):
+    with pytest.raises(ValueError, match=r"'tree' proposes trees, .* executor Serial"):
         base.draft(sd.drafts.Tree(small, (2, 1))).build()
     with pytest.raises(ValueError, match="'magicdec' cannot take back"):
         base.pool({"a": small, "b": sd.drafts.MagicDec()}, AdversarialSelector()).build()

@@ -239,8 +239,8 @@ def test_a_stream_takes_and_returns_pages(llama, limit, capacity, monkeypatch):
         )
         for one in server.run():
             assert one.ids == expected[one.index]
-            if server.places[0].lane:
-                pools.add(server.places[0].lane.cache.pool)
+            if server.places[0].micro_batch:
+                pools.add(server.places[0].micro_batch.cache.pool)
         assert len(pools) <= 1
         pool = server.places[0].spare.pool
         assert sorted(pool.free) == list(range(pool.pages))
@@ -377,8 +377,8 @@ def test_rows_may_be_selected_reordered_and_repeated(llama, order):
     context, proposal = Context.of(ROWS, capacity=170), propose([6, 5, 4, 3])
     cache, slots = target.cache(4, 170), plain.cache(4, 170)
     pool = cache.pool
-    for model, memo in ((target, cache), (plain, slots)):
-        model.score(memo, context, proposal)
+    for model, store in ((target, cache), (plain, slots)):
+        model.score(store, context, proposal)
     assert cache.select(torch.arange(4)) is cache
     rows = torch.tensor(order, dtype=torch.long)
     cache, slots = cache.select(rows), slots.select(rows)
@@ -388,8 +388,8 @@ def test_rows_may_be_selected_reordered_and_repeated(llama, order):
         return
     context, proposal = context.select(rows), proposal.select(rows)
     verdict = accept(proposal, [[[0, 2, 4], [0, 2], [0], []][b] for b in order])
-    for memo in (cache, slots):
-        memo.commit(context, verdict)
+    for store in (cache, slots):
+        store.commit(context, verdict)
     assert [cache.row(b) for b in range(len(order))] == [slots.row(b) for b in range(len(order))]
     context = context.append(verdict.tokens, verdict.accepted + 1)
     again = propose([6] * len(order), 2)
@@ -549,7 +549,7 @@ def test_a_pool_never_gives_a_page_twice(steps):
 
 
 def test_what_cannot_be_paged_is_refused(llama):
-    with pytest.raises(ValueError, match="page is 0: slots of a page, at least 1"):
+    with pytest.raises(ValueError, match="page is 0: give the slots of a page, at least 1"):
         HFModel(llama, page=0)
     with pytest.raises(ValueError, match="page is 16 but falcon computes its own attention"):
         HFModel(tiny("falcon"), page=16)
@@ -564,7 +564,7 @@ def test_what_cannot_be_paged_is_refused(llama):
 def test_who_reads_slots_refuses_pages(llama):
     target = HFModel(llama, page=16)
     with pytest.raises(
-        ValueError, match="in pages of 16 tokens and a view of it reads slots: make the target without page"
+        ValueError, match="in pages of 16 tokens, and a view of it reads slots: make the target without page"
     ):
         sd.decoder(target).draft(sd.drafts.MagicDec()).build()
 

@@ -343,7 +343,7 @@ class Widens(Fails):
 @pytest.mark.parametrize(
     ("exist", "error", "says"),
     [
-        (4, ValueError, r"4 nodes in a row, and there is room for 1: declare the most nodes"),
+        (4, ValueError, r"4 nodes in a row, and there is room for 1: declare the maximum"),
         (1, RuntimeError, r"4 nodes a row, more than it declares"),  # they are too large to send
     ],
 )
@@ -361,7 +361,8 @@ def test_clear_refusals(models, table):
     with pytest.raises(ValueError, match="micro_batches is 0: need at least 1"):
         Pipelined(0)
     with pytest.raises(
-        ValueError, match="micro_batches is 3 and there are 2 rows: a micro-batch needs a row; use at most 2"
+        ValueError,
+        match="micro_batches is 3 and there are 2 rows: each micro-batch needs a row; use at most 2",
     ):
         table.executor(Pipelined(3)).build().generate([[1], [2]], 4)
     with pytest.raises(
@@ -450,12 +451,14 @@ def test_time_line(models, workers, tmp_path):
         assert all(s.began <= s.ended for s in spans)
     stages = {worker: {s.stage for s in line.spans if s.worker == worker} for worker in line.workers}
     assert stages == {"target": {"prefill", "verify"}, "drafts": {"prefill", "draft", "prepare"}}
-    assert {s.lane for s in line.spans} == {0, 1, 2}
+    assert {s.micro_batch for s in line.spans} == {0, 1, 2}
     verified = [s for s in line.spans if s.stage == "verify"]
     drafted = [s for s in line.spans if s.stage == "draft"]
     assert len(verified) == len(drafted) == sum(len(r) > 0 for r in _rounds(decoder, out))
-    for lane in range(3):  # a lane is drafted, then verified, then drafted
-        turns = sorted((s.began, s.ended, s.stage) for s in verified + drafted if s.lane == lane)
+    for micro_batch in range(3):  # a micro-batch is drafted, then verified, then drafted
+        turns = sorted(
+            (s.began, s.ended, s.stage) for s in verified + drafted if s.micro_batch == micro_batch
+        )
         assert [t[2] for t in turns] == ["draft", "verify"] * (len(turns) // 2)
         assert all(a[1] <= b[0] for a, b in pairwise(turns))
     assert all(0 < share <= 1 for share in line.busy().values())
@@ -473,16 +476,16 @@ def test_time_line(models, workers, tmp_path):
     line.plot(tmp_path / "part.png", (0.0, line.seconds / 2))
     assert (tmp_path / "line.png").read_bytes().startswith(b"\x89PNG")
     line.clear()
-    assert repr(line) == "Timeline(0 spans of nobody, 0.000 s)"
+    assert repr(line) == "Timeline(0 spans of no worker, 0.000 s)"
     assert line.seconds == 0
     assert line.busy() == {}
     line.plot(tmp_path / "empty.png")
 
 
 def _rounds(decoder, out):
-    """The rounds of a run that were not prefill, by lane."""
+    """The rounds of a run that were not prefill, by micro-batch."""
     rounds: list[Any] = []
-    decoder.generate(PROMPTS, 12, seed=0, on_round=lambda r: rounds.append(r.kept) if r.number else None)
+    decoder.generate(PROMPTS, 12, seed=0, on_round=lambda r: rounds.append(r.committed) if r.number else None)
     return rounds
 
 

@@ -229,8 +229,8 @@ def test_feedback_is_what_happened_without_cut_rows(executor):
         [[1], [2], [3], [0]], [20, 1, 9, 14], seed=0, eos_token_id=(4,), on_round=rounds.append
     )
     told = script.states[-1]
-    counted = [(r, b) for r in rounds if r.number for b in range(len(r.kept)) if not r.cut[b]]
-    assert any(bool(r.cut.any()) for r in rounds)
+    counted = [(r, b) for r in rounds if r.number for b in range(len(r.committed)) if not r.truncated[b]]
+    assert any(bool(r.truncated.any()) for r in rounds)
     seen = [
         tuple(part[i].item() for part in vars(f).values()) for f in told.feedback for i in range(len(f.arm))
     ]
@@ -250,11 +250,15 @@ def test_a_cut_row_is_one_that_could_not_do_its_best():
         sd.decoder(TABLE).pool(arms, Says(answer=lambda n: (torch.zeros(n).long(), torch.ones(n))), 3).build()
     )
     decoder.generate([[1]], 8, seed=0, on_round=rounds.append)  # 1, then 4, then 3 of 4
-    assert [(int(r.kept[0]), bool(r.cut[0])) for r in rounds] == [(1, False), (4, False), (3, True)]
+    assert [(int(r.committed[0]), bool(r.truncated[0])) for r in rounds] == [
+        (1, False),
+        (4, False),
+        (3, True),
+    ]
     rounds.clear()
     none = sd.decoder(TABLE).pool({"none": None}, Script()).build()
     none.generate([[1]], 4, seed=0, on_round=rounds.append)
-    assert [bool(r.cut[0]) for r in rounds] == [False] * 4
+    assert [bool(r.truncated[0]) for r in rounds] == [False] * 4
 
 
 def test_measured_seconds_add_up():
@@ -302,7 +306,7 @@ def test_a_reward_of_the_users():
 
 @pytest.mark.parametrize("executor", [*EXECUTORS, "a row each"])
 def test_capacities_hold_over_all_micro_batches(executor, monkeypatch):
-    """At no time do more rows draft with an arm than it may take, whichever lanes they are in."""
+    """At no time do more rows draft with an arm than it may take, whichever micro-batches they are in."""
     capacities = {"a": 2, "b": 1, "none": 3}
     flying: dict[int, int] = {}
     fullest: Counter[int] = Counter()
@@ -384,7 +388,7 @@ def test_clear_refusals(models):
     class ForThree(Script):
         arms = 3
 
-    with pytest.raises(ValueError, match="is for 3 arms and there are 2: a, none"):
+    with pytest.raises(ValueError, match="is made for 3 arms and there are 2: a, none"):
         base.pool({"a": SMALL, "none": None}, ForThree())
     with pytest.raises(ValueError, match=r"arm is 5: there are arms 0\.\.1"):
         base.pool({"a": SMALL, "none": None}, Fixed(5)).build().generate([[1]], 4)
@@ -404,7 +408,7 @@ def test_clear_refusals(models):
         sd.decoder(target).pool({"a": target, "b": sd.HFModel(tiny("llama", 1), longer)}, script).build()
     for length in (0, -1):
         with pytest.raises(
-            ValueError, match=f"length is {length}: at least 1; an arm that does not speculate is None"
+            ValueError, match=f"length is {length}: give at least 1; an arm that does not speculate is None"
         ):
             Arm(SMALL, length)
     chains = sd.HFModel(tiny("mpt"))
@@ -519,7 +523,7 @@ def test_a_selector_that_needs_a_reward_of_every_arm():
     base, arms = sd.decoder(TABLE), {"a": SMALL, "b": OTHER}
     with pytest.raises(ValueError, match=r"Hedge\(.*give pool\(\.\.\., reward=function\).*\[B, 2\]"):
         base.pool(arms, sd.selectors.Hedge(), 2)
-    every = lambda round: (1.0 + round.kept)[:, None].repeat(1, 2)  # noqa: E731
+    every = lambda round: (1.0 + round.committed)[:, None].repeat(1, 2)  # noqa: E731
     out = base.pool(arms, sd.selectors.Hedge(scale=4.0), 2, reward=every).build().generate([[1]], 9, seed=0)
     assert len(out.ids[0]) == 9
 
@@ -545,5 +549,5 @@ def test_lengths_and_costs_of_a_pool_are_checked():
     base = sd.decoder(TABLE)
     with pytest.raises(ValueError, match="length is 0"):
         base.pool({"a": SMALL}, Random(), 0)
-    with pytest.raises(ValueError, match="costs are of 1 arms and there are 2"):
+    with pytest.raises(ValueError, match="costs has 1 arms and there are 2"):
         base.pool({"a": SMALL, "none": None}, Random(), 2, costs=ArmCosts((0.5,)))

@@ -128,10 +128,10 @@ def test_draws_have_the_probability_that_they_say(scored):
     probs = np.array([[0.5, 0.3, 0.2], [0.1, 0.2, 0.7], [0.25, 0.25, 0.5]])
     scores = np.array([[1.0, 2.0, 3.0], [3.0, 2.0, 1.0], [1.0, 3.0, 2.0]]) if scored else None
     mass, said = {}, {}
-    for wish in product(range(3), repeat=3):
-        arm, prob = draw(probs, np.array([1, 1, 2]), Given(list(wish)), torch.tensor([1, 2, 3]), scores)
+    for wanted in product(range(3), repeat=3):
+        arm, prob = draw(probs, np.array([1, 1, 2]), Given(list(wanted)), torch.tensor([1, 2, 3]), scores)
         arm = tuple(arm.tolist())
-        mass[arm] = mass.get(arm, 0) + probs[np.arange(3), list(wish)].prod()
+        mass[arm] = mass.get(arm, 0) + probs[np.arange(3), list(wanted)].prod()
         said.setdefault(arm, prob.prod())
         assert said[arm] == pytest.approx(prob.prod())
     assert sum(mass.values()) == pytest.approx(1)
@@ -506,8 +506,8 @@ def test_a_prior_is_of_the_requests_key():
 # rewards
 
 
-def one_round(probs, proposal, kept, arm=None, seconds=None):
-    B = len(kept)
+def one_round(probs, proposal, committed, arm=None, seconds=None):
+    B = len(committed)
     zeros = torch.zeros(B, dtype=torch.long)
     verdict = Verdict(torch.full_like(proposal.tokens, -1), zeros, zeros, torch.zeros(B, proposal.nodes + 1))
     return Round(
@@ -516,7 +516,7 @@ def one_round(probs, proposal, kept, arm=None, seconds=None):
         Scores(probs),
         probs,
         verdict,
-        torch.tensor(kept),
+        torch.tensor(committed),
         zeros.bool(),
         zeros,
         zeros.bool(),

@@ -268,7 +268,7 @@ def test_what_cannot_be_served_is_refused_at_once(target, small):
 @pytest.mark.parametrize(
     ("wrong", "error", "message"),
     [
-        (sd.Request([1], 0), ValueError, "request 1: max_new_tokens is 0: it must be >= 1"),
+        (sd.Request([1], 0), ValueError, "request 1: max_new_tokens is 0: give at least 1"),
         (sd.Request([1], 300), ValueError, "request 1: its prompt has 1 tokens .* 301 positions"),
         (sd.Request([], 3), ValueError, "request 1: prompts is empty"),
         (sd.Request([[1], [2]], 3), ValueError, "request 1: prompt holds 2 prompts"),
@@ -367,12 +367,12 @@ def test_pages_are_served_in_a_pipeline(how):
     server, done = Server(decoder, decoder.executor, requests(), Settings(4, 3, clock="rounds")), []
     for one in server.run():
         done.append(one)
-        assert len({id(place.lane.cache.pool) for place in server.places if place.lane}) <= 1
+        assert len({id(place.micro_batch.cache.pool) for place in server.places if place.micro_batch}) <= 1
     same(done, expected)
     server = Server(decoder, decoder.executor, requests(), Settings(4, 3, clock="rounds", capacity=60))
     same(list(server.run()), expected)
     pools = {id(place.spare.pool): place.spare.pool for place in server.places}
-    assert len(pools) == 1  # it serves all lanes, and in the end everything is there again
+    assert len(pools) == 1  # it serves all micro-batches, and in the end everything is there again
     (pool,) = pools.values()
     assert sorted(pool.free) == list(range(pool.pages))
 
@@ -401,7 +401,7 @@ def test_a_pool_is_served_in_a_pipeline(target, small, how):
 
 
 def test_arms_that_are_chosen_ahead_are_the_rows_own(target, small):
-    """The first choice of rows that begin a lane serves two rounds; rows that join it have made two when they are drafted first."""
+    """The first choice of rows that begin a micro-batch serves two rounds; rows that join it have made two when they are drafted first."""
     arms = {"model": small, "ngram": sd.drafts.NGram(), "none": None}
     decoder = sd.decoder(target).pool(arms, Script(), 3).executor(Pipelined(2)).build()
     served: dict[int, list[int]] = {}
@@ -445,7 +445,7 @@ def test_rows_are_spread_over_the_lanes(small):
 def test_a_round_of_every_lane_in_flight_is_one_of_the_clock(small):
     decoder = sd.decoder(small).executor(Pipelined(2)).build()
     done, _ = watched(decoder, [sd.Request([n], n) for n in (4, 4, 3, 6)], 4, clock="rounds")
-    # Rows 0, 2 and 1, 3: halves while both lanes run, whole rounds from the end of the first lane on.
+    # Rows 0, 2 and 1, 3: halves while both micro-batches run, whole rounds from the end of the first micro-batch on.
     assert [(one.index, one.finished) for one in done] == [(2, 1.5), (0, 2.5), (1, 3.5), (3, 5.5)]
 
 
@@ -453,7 +453,7 @@ def test_a_pipeline_sleeps_only_when_nobody_is_there(small, monkeypatch):
     now, slept = [0.0], []
 
     def sleep(seconds):
-        assert not server.flow.running
+        assert not server.scheduler.running
         slept.append(seconds)
         now[0] += seconds
 
@@ -612,7 +612,7 @@ def test_what_a_pipeline_cannot_serve(target, small):
         base.draft(small).build().serve([], 2)
     with pytest.raises(ValueError, match="'magicdec' cannot take in rows"):
         base.draft(sd.drafts.MagicDec()).build().serve([])
-    alone = sd.decoder(target).executor(Pipelined()).build()  # two lanes where there is room for them
+    alone = sd.decoder(target).executor(Pipelined()).build()  # two micro-batches where there is room for them
     assert [one.ids for one in alone.serve([sd.Request([5], 3)], 1, seed=0)] == alone.generate(
         [[5]], 3, seed=0
     ).ids

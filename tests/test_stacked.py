@@ -151,7 +151,7 @@ def test_a_member_reads_its_rows_while_another_drafts_them(kind, read):
         most = {
             name: max((n for who, n in read if who == name), default=0) for name in ("propose", "read_ahead")
         }
-        # Two rows a lane; what was committed while the new member read is at most a block and its bonus token.
+        # Two rows a micro-batch; what was committed while the new member read is at most a block and its bonus token.
         assert (most["propose"] <= 2 * (k + 1)) == ahead
         assert (most["read_ahead"] >= 60) == ahead
         read.clear()
@@ -181,7 +181,7 @@ def test_without_memory_to_read_ahead_rows_are_read_at_the_change(read, monkeypa
 
     def full(self, batch, capacity):
         made.append(batch)
-        if len(made) > 2:  # those of the two lanes
+        if len(made) > 2:  # those of the two micro-batches
             raise MemoryError("no room")
         return cache(self, batch, capacity)
 

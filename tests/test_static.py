@@ -142,8 +142,8 @@ X = torch.arange(12.0).view(3, 4)
         (lambda: X.cpu(), "cpu.*waits"),
         (lambda: X.numpy(), "numpy.*waits"),
         (lambda: X.to("meta"), "one device to another"),
-        (lambda: X + torch.tensor([1.0]), "brings numbers from the host"),
-        (lambda: X + torch.from_numpy(np.ones(4, "f4")), "brings numbers from the host"),
+        (lambda: X + torch.tensor([1.0]), "copies values from the host"),
+        (lambda: X + torch.from_numpy(np.ones(4, "f4")), "copies values from the host"),
         (lambda: X + torch.rand(4), "random"),
         (lambda: torch.repeat_interleave(X, torch.tensor([1, 2, 3]), 0), "lift_fresh"),
     ],
@@ -399,7 +399,7 @@ def test_graphs_where_there_can_be_none():
     for how, message in (
         ({"graphs": True}, "model is on cpu"),
         ({"graphs": "cuda"}, "model is on cpu"),
-        ({"graphs": "some"}, "graphs is 'some': False, True"),
+        ({"graphs": "some"}, "graphs is 'some': give False, True"),
         ({"graphs": "eager", "page": 8}, "pages move"),
         ({"graphs": "eager", "attention": "packed"}, "only the Triton kernel"),
     ):
@@ -820,12 +820,12 @@ def test_a_device_that_says_nan(who, graphs, temperature):
         committed = []
 
         def spoil(round):
-            committed.append(int(round.kept.sum()))
+            committed.append(int(round.committed.sum()))
             if round.number == 4:
                 with torch.no_grad():
                     model.model.lm_head.weight.fill_(float("nan"))
 
-        with pytest.raises(ValueError, match=r"logits of row 0, entry 0 contain nan|draft says -1 where"):
+        with pytest.raises(ValueError, match=r"logits of row 0, entry 0 contain nan|draft proposes -1 where"):
             decoder.generate([[1, 2, 3, 4], [7, 8]], 40, seed=3, on_round=spoil)
     assert len(committed) == 5  # nothing after that
 

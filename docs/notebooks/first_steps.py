@@ -123,7 +123,7 @@ stats = out.stats
 for position, share in enumerate(stats.acceptance):
     bar = "#" * round(30 * share)
     print(f"position {position + 1}  reached {stats.reached[position]:3}  accepted {share:4.2f}  {bar}")
-print(f"tau {stats.tau:.2f}: accepted tokens of an uncut round, and the bonus token")
+print(f"tau {stats.tau:.2f}: accepted tokens of a full round, and the bonus token")
 
 # %% [markdown]
 # ## 8. As it comes

@@ -103,11 +103,11 @@ def masses(x: Tensor) -> tuple[Tensor, Tensor]:
 def check(good: Tensor) -> None:
     """Raise ValueError naming the first row that is not good (on a device within ``DeferredChecks``: at the next ``to_host``)."""
 
-    def judge(good: Tensor) -> None:
+    def refuse(good: Tensor) -> None:
         if not bool(good.all()):
             raise ValueError(
                 f"logits of row {int((~good).nonzero()[0, 0])} have NaN, +inf or nothing but -inf, which is no distribution: a "
                 "model in float16 may need bfloat16 or float32"
             )
 
-    defer(good, judge)
+    defer(good, refuse)

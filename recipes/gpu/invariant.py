@@ -71,16 +71,16 @@ class OneShape:
         return "a forward of one shape pads its tokens by itself"
 
     def forward(
-        self, memo: Any, plan: Any, ids: Tensor, positions: Tensor, keep: Any, caught: Any = None
+        self, store: Any, plan: Any, ids: Tensor, positions: Tensor, keep: Any, caught: Any = None
     ) -> Tensor | None:
         if caught:
             raise ValueError("a forward of one shape has no taps: use a draft that does not read its target")
         plan.fragment = self.chunk
         spare = self.tokens - len(ids)
         if spare < 0:  # a prompt, or ``tokens`` is 0
-            return self.path.forward(memo, plan, ids, positions, keep)
+            return self.path.forward(store, plan, ids, positions, keep)
         whole = False if keep is False else None  # the head gets the same shape, too
-        out = self.path.forward(memo, plan, F.pad(ids, (0, spare)), F.pad(positions, (0, spare)), whole)
+        out = self.path.forward(store, plan, F.pad(ids, (0, spare)), F.pad(positions, (0, spare)), whole)
         if out is None:
             return None
         return out[: len(ids)] if keep is None else out[keep]

@@ -103,7 +103,7 @@ class Adversary:
                 memory, proposal.tokens[:, n].cpu() * 64 + proposal.parents[:, n] + 1, n < proposal.size
             )
         for n in range(verdict.tokens.shape[1]):
-            memory = _mix(memory, verdict.tokens[:, n], n < round.kept)
+            memory = _mix(memory, verdict.tokens[:, n], n < round.committed)
         return Seen(memory)
 
     def select(self, state: Seen, rows: Tensor) -> Seen:

@@ -1,1 +1,1 @@
-"""KV caches: what has been consumed, where its keys and values lie, and how it is taken back."""
+"""KV caches: which tokens have been consumed, where their keys and values are, and how they are rolled back."""

@@ -1,7 +1,7 @@
-"""A KV cache as a memo of tokens: the host remembers which tokens each row's slots hold; rolling back is changing a length.
+"""A KV cache of contiguous slots: the host remembers which tokens each row's slots hold, and rolling back changes a length.
 
 Slot ``s`` of a row holds the keys and values of its committed token at position ``s``, for ``s < length``. The nodes of a
-proposal that was scored take slots ``length + n`` at position ``length + depth``; they enter the memo through ``commit`` only,
+proposal that was scored take slots ``length + n`` at position ``length + depth``; they enter the token index through ``commit`` only,
 because equal tokens do not mean equal ancestors.
 """
 
@@ -23,7 +23,7 @@ __all__ = ["KVShape", "SlotCache", "check_memory", "free_bytes"]
 
 
 class SlotCache(Slots, TokenIndex):
-    """Slots for ``batch`` rows of ``capacity`` tokens (nodes included), and the memo of what is in them.
+    """Slots for ``batch`` rows of ``capacity`` tokens (nodes included), and the token index of what is in them.
 
     Args:
         shapes: one for each layer. spare: slots past ``capacity``, for padding.
@@ -36,10 +36,10 @@ class SlotCache(Slots, TokenIndex):
         TokenIndex.__init__(self, batch, capacity)
 
     def commit(self, context: Context, verdict: Verdict) -> None:
-        """Take the accepted nodes of the proposal that was scored last, in this ``context``, into the memo.
+        """Take the accepted nodes of the proposal that was scored last, in this ``context``, into the token index.
 
-        Nodes that were never fed here (a draft's last one) are left out, and so is everything below them; rows in which the
-        proposal was not scored stay as they are. Node ids must be those of the proposal that was scored.
+        Nodes that were never fed here (a draft's last one) are left out, and so are their descendants; rows in which the proposal was not
+        scored do not change. Node ids must be those of the proposal that was scored.
         """
         source: list[int] = []
         target: list[int] = []
@@ -47,16 +47,16 @@ class SlotCache(Slots, TokenIndex):
             slot = b * self.slots + start
             moved = [
                 (node, d) for d, node in enumerate(path) if node != d
-            ]  # none in a chain: its nodes are in place already
+            ]  # none in a chain, whose nodes are in place
             source += [slot + node for node, _ in moved]
             target += [slot + d for _, d in moved]
         self.copy(source, target)
 
     def select(self, rows: Tensor) -> SlotCache:
-        """The cache of some rows, in the order given; the old object must not be used any more.
+        """The cache of some rows, in the given order; the old object must not be used again.
 
-        Where the rows that stay keep their numbers and only gaps are filled from the end (as the serial executor asks), just the
-        fillers are copied; otherwise everything is.
+        Where rows that stay keep their numbers and only gaps are filled from the end (as executors do), only the rows that fill gaps are
+        copied; otherwise all are.
         """
         order = rows.tolist()
         if order == list(range(self.batch)):
@@ -70,10 +70,9 @@ class SlotCache(Slots, TokenIndex):
         return new
 
     def join(self, other: SlotCache) -> SlotCache:
-        """A cache of both caches' rows, these first; neither may be used any more.
+        """A cache of both caches' rows, these first; neither may be used again.
 
-        Where this one was made for more rows than it has now (rows have left it), the new ones take their place and nothing else is
-        copied.
+        Where rows have left this cache, the new rows take their place and nothing else is copied.
         """
         mine, theirs, capacity = self.batch, other.batch, max(self.capacity, other.capacity)
         used = [n + fed for n, fed in zip(other._lengths, other._fed)]
@@ -98,7 +97,7 @@ class SlotCache(Slots, TokenIndex):
         return new
 
     def take(self, b: int, other: SlotCache, i: int) -> None:
-        """Row ``b`` becomes row ``i`` of ``other``, which must not be used any more."""
+        """Row ``b`` becomes row ``i`` of ``other``, which must not be used again."""
         used = other._lengths[i] + other._fed[i]
         with torch.inference_mode(False), torch.no_grad():
             for there, here in zip(other._blocks, self._blocks):
@@ -115,7 +114,7 @@ def _copy_rows(source: Sequence[Tensor], target: Sequence[Tensor], first: int, u
 
 
 def check_memory(shapes: Sequence[KVShape], batch: int, capacity: int, spare: int = 0) -> None:
-    """Raise MemoryError for a cache that would not fit, naming one that would."""
+    """Raise MemoryError for a cache that does not fit, naming one that would."""
     slots = capacity + spare
     for device in {shape.device for shape in shapes}:
         slot = sum(shape.bytes for shape in shapes if shape.device == device)
@@ -129,7 +128,7 @@ def check_memory(shapes: Sequence[KVShape], batch: int, capacity: int, spare: in
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Memory that can still be taken on a device, or ``None`` where it cannot be told."""
+    """Memory that can still be taken on a device, or ``None`` where that is unknown."""
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + unused

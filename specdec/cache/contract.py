@@ -1,4 +1,4 @@
-"""What a forward needs of a KV cache: somewhere to put new keys and values, and what its queries then see."""
+"""What a forward needs of a KV cache: a place for new keys and values, and what its queries then see."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from specdec.kernels.native.blocks import Buffers
 
 
 class KVStore(Protocol):
-    """Takes the keys and values of a forward, layer by layer, and shows each layer what its attention reads.
+    """Stores the keys and values of a forward, layer by layer, and returns what each layer's attention reads.
 
-    Caches are stores; so are stand-ins that show something else than a cache holds (a prompt beside a ring, one token of a probe).
+    Caches are stores, and so are stand-ins that return something else than a cache's contents (a prompt beside a ring, one probed token).
     ``tests/contracts/test_kv_store.py`` tests every implementation. A class that derives from ``KVStore`` need only define ``append``.
     """
 
@@ -30,8 +30,8 @@ class KVStore(Protocol):
 
     @property
     def direct(self) -> Sequence[tuple[Tensor, Tensor]] | None:
-        """Each layer's keys and values ``[B, S, H, D]``, where writing into them does all that ``append`` does; ``None`` where it does
-        more. Kernels that store keys and values themselves write there."""
+        """Each layer's keys and values ``[B, S, H, D]``, if writing into them is all that ``append`` does, else ``None``. Kernels that
+        store keys and values themselves write there."""
         return None
 
     @property

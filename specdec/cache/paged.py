@@ -1,7 +1,7 @@
 """A KV cache in pages: rows of any length share one pool, so that a long row does not size the others (PagedAttention, arXiv 2309.06180).
 
 Slot ``s`` of a row is slot ``s % page`` of page ``table[s // page]`` of the row's own table. A row holds the pages that its slots need:
-they are taken before a forward that needs them, and given back when the row is rolled back (at the next forward) or leaves.
+they are taken before a forward that needs them, and returned when the row is rolled back (at the next forward) or leaves.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from specdec.types import Context, Verdict
 
 
 class Pool(Slots):
-    """Pages of ``page`` slots that rows take and give back; none at first.
+    """Pages of ``page`` slots that rows take and return; none at first.
 
-    A pool cannot know what rows will need: it grows, by a copy, by half of its pages or by what is asked for, whichever is more, so
-    that all copies together move a page about twice. While it is copied, the old pages and the new ones are there.
+    The pool does not know what rows will need. It grows, by a copy, by half of its pages or by the number requested, whichever is more, so
+    that all copies together move a page about twice. During the copy the old and the new pages both take memory.
 
     Args:
         shapes: one for each layer. page: slots of a page, at least 1.
     Attributes:
-        layers: for each layer its keys ``[pages, page, H, D]`` and values ``[pages, page, H, Dv]``; other tensors after it grew.
-        free: numbers of the pages that nobody holds. They keep what was last written to them, zeros at first.
+        layers: for each layer its keys ``[pages, page, H, D]`` and values ``[pages, page, H, Dv]``; other tensors after it has grown.
+        free: numbers of the pages that no row holds. They keep what was last written to them, zeros at first.
     """
 
     def __init__(self, shapes: Sequence[KVShape], page: int):
@@ -47,28 +47,28 @@ class Pool(Slots):
         """Memory of all pages, held or free."""
         return sum(shape.bytes for shape in self.shapes) * self.page * self.pages
 
-    def take(self, count: int, reserve: int = 0, who: str = "") -> list[int]:
-        """Numbers of ``count`` pages that nobody else holds.
+    def take(self, count: int, reserve: int = 0, rows: str = "") -> list[int]:
+        """Take ``count`` free pages and return their numbers.
 
         Args:
-            reserve: how many more will be wanted soon; a pool that grows grows by these too, if there is memory.
-            who: for whom, to be said in an error.
+            reserve: how many more will be needed soon; a pool that grows adds these too, if there is memory.
+            rows: whose pages they are, for error messages.
         Raises:
             MemoryError: there is no memory to grow; no page is taken, and nothing was allocated.
         """
         lack = count - len(self.free)
         if lack > 0:
-            self._grow(lack, reserve, who)
+            self._grow(lack, reserve, rows)
         kept = len(self.free) - count
         taken = self.free[kept:]
         del self.free[kept:]
         return taken[::-1]
 
     def give(self, pages: Sequence[int]) -> None:
-        """Pages that nobody holds any more."""
+        """Return pages to the pool."""
         self.free += reversed(pages)
 
-    def _grow(self, lack: int, reserve: int, who: str) -> None:
+    def _grow(self, lack: int, reserve: int, rows: str) -> None:
         have = self.pages
         need = have + lack
         short = None
@@ -78,10 +78,10 @@ class Pool(Slots):
                 self._become(pages)
                 return
         assert short is not None
-        raise MemoryError(self._refusal(need, *short, who))
+        raise MemoryError(self._refusal(need, *short, rows))
 
     def _short(self, pages: int) -> tuple[torch.device, int, int] | None:
-        """A device that has no room for ``pages`` beside what is there, the bytes of a page on it, and those that are free."""
+        """A device without room for ``pages`` more, the bytes of a page on it, and its free bytes; ``None`` if all have room."""
         for device in {shape.device for shape in self.shapes}:
             each = self.page * sum(shape.bytes for shape in self.shapes if shape.device == device)
             free = free_bytes(device)
@@ -89,17 +89,17 @@ class Pool(Slots):
                 return device, each, free
         return None
 
-    def _refusal(self, need: int, device: torch.device, each: int, free: int, who: str) -> str:
+    def _refusal(self, need: int, device: torch.device, each: int, free: int, rows: str) -> str:
         fit = free // each
         room = f"{need * each / 2**30:.2f} GiB on {device} and {free / 2**30:.2f} GiB are free"
         remedy = "decode fewer rows at a time, or shorter ones"
         if not self.pages:
             return (
-                f"a paged KV cache{who} needs {need} pages of {self.page} tokens, {room}: {fit} pages would fit, {fit * self.page} "
+                f"a paged KV cache{rows} needs {need} pages of {self.page} tokens, {room}: {fit} pages would fit, {fit * self.page} "
                 f"tokens over all rows; {remedy}"
             )
         return (
-            f"all {self.pages} pages of {self.page} tokens are taken and the KV cache{who} needs {need}: the larger pool takes {room} "
+            f"all {self.pages} pages of {self.page} tokens are taken and the KV cache{rows} needs {need}: the larger pool takes {room} "
             f"beside the old one, which is copied: {remedy}"
         )
 
@@ -121,7 +121,7 @@ class PagedCache(TokenIndex, KVStore):
     """As ``SlotCache``, for rows that hold pages of a ``Pool``.
 
     Args:
-        pool: where the pages come from. batch, capacity: rows, and the tokens of a row at most (nodes included). Neither costs
+        pool: where the pages come from. batch, capacity: rows, and the most tokens of a row (nodes included). Neither takes
             memory on the device until rows are fed.
     """
 
@@ -145,7 +145,7 @@ class PagedCache(TokenIndex, KVStore):
 
     @property
     def layers(self) -> list[tuple[Tensor, Tensor]]:
-        """Those of the pool, of all pages, whoever holds them: rows are found through ``table``."""
+        """Keys and values of all pages of the pool; a row's pages are found through ``table``."""
         return self.pool.layers
 
     @property
@@ -167,15 +167,15 @@ class PagedCache(TokenIndex, KVStore):
         return PagedCache(self.pool, batch, capacity)
 
     def hold(self, rows: Sequence[Row]) -> dict[int, list[int]]:
-        """Make sure that rows have pages for all that they are about to be fed, and take back what no row needs.
+        """Take pages for all tokens that rows are about to be fed, and return those that no row needs.
 
-        The first time, the pool is made large enough for what these rows may still become: ``capacity`` is the longest text and all
-        that may follow it, and as much may follow the others.
+        The first time, the pool is made large enough for what these rows may grow to: ``capacity`` is the longest text and all that may
+        follow it, and as many tokens may follow the other texts.
 
         Returns:
             row -> its pages.
         Raises:
-            MemoryError: there are too few; every row keeps what it has.
+            MemoryError: there are too few; every row keeps its pages.
         """
         page, ends = self.page, [n + fed for n, fed in zip(self._lengths, self._fed)]
         first = not any(self._pages)
@@ -214,9 +214,9 @@ class PagedCache(TokenIndex, KVStore):
         self.pool.copy(source, target)
 
     def select(self, rows: Tensor) -> PagedCache:
-        """The cache of some rows, in the order given; the old object must not be used any more.
+        """The cache of some rows, in the given order; the old object must not be used again.
 
-        Pages of rows that leave are given back. Nothing is copied, except for a row that is asked for more than once.
+        Pages of rows that leave are returned. Nothing is copied, except for a row that is selected more than once.
         """
         order = rows.tolist()
         if order == list(range(self.batch)):
@@ -235,12 +235,12 @@ class PagedCache(TokenIndex, KVStore):
         return new
 
     def join(self, other: PagedCache) -> PagedCache:
-        """A cache of both caches' rows, these first; neither may be used any more.
+        """A cache of both caches' rows, these first; neither may be used again.
 
-        Where both share a pool (``beside``) nothing is copied; otherwise the entries of ``other`` are, into pages of this one's.
+        Where both share a pool (``beside``) nothing is copied; otherwise the entries of ``other`` are copied to pages of this cache's pool.
 
         Raises:
-            MemoryError: there are no pages for them; both caches stay as they are.
+            MemoryError: there are no pages for them; neither cache changes.
         """
         mine, theirs, capacity = self.batch, other.batch, max(self.capacity, other.capacity)
         new = self.beside(0, capacity)

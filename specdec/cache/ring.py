@@ -1,22 +1,22 @@
 """Keys and values in constant memory a row: the first positions, and a ring of the latest (StreamingLLM, arXiv 2309.17453).
 
 A query at position q sees at most the positions ``p <= q`` with ``p > q - window`` or ``p < sinks`` (a window counts the query itself);
-which of them is for a mask to say, whose reach ``sinks`` and ``window`` are. Position p lives in slot p for ``p < sinks`` and in slot ``sinks + (p - sinks) mod W`` of the ring otherwise, so slot numbers are
-positions until the ring is full. Nothing says on the device what a slot holds: seen from a query at q, a ring slot holds the
-latest position up to q that belongs there, and that is within the last W.
+a mask, whose reach is ``sinks`` and ``window``, says which of them. Position p is in slot p for ``p < sinks`` and in slot
+``sinks + (p - sinks) mod W`` of the ring otherwise, so slot numbers are positions until the ring is full. The device stores no positions of
+slots: seen from a query at q, a ring slot holds the latest position up to q that belongs there, which is within the last W.
 
-How large must W be? Entries are written ahead of the text: a draft's provisional positions up to h, most of which are taken back.
-Taking back is free (the next query is at some q <= h, and what lies past q is not visible) unless a write has destroyed what q
-still sees. Writing position h destroys h - W, and q sees down to ``q - window + 1``, so all is well iff
+How large must W be? Entries are written ahead of the text: a draft's provisional positions up to h, most of which are rolled back.
+Rolling back is free (the next query is at some q <= h and does not see positions above q) unless a write has overwritten an entry that q
+still sees. Writing position h overwrites h - W, and q sees down to ``q - window + 1``, so the entries are complete iff
 
     h - W < q - window + 1        that is    W >= window + (h - q),
 
-where h is the highest position written so far, the entries of a forward being written before its queries look. With ``block``
-positions in flight, from the first that may be asked again to the highest written (both counted), ``h - q <= block - 1``:
+where h is the highest position written so far, and a forward writes its entries before its queries read. With ``block`` positions in
+flight, from the first that may be queried again to the highest written (both counted), ``h - q <= block - 1``:
 
     W = window + block - 1.
 
-``tests/test_compact.py`` finds by brute force that a smaller W fails.
+``tests/test_windowed.py`` finds by brute force that a smaller W fails.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class Ring(Slots):
     """Slots for ``sinks`` first positions and the latest ``window``, with ``block`` positions in flight.
 
     Args:
-        shapes: one for each layer. sinks: may be 0. window: at least 1, the query included; a ring that is to hold everything
-            has the text's capacity for a window.
-        block: how many positions may be written from the earliest that may be asked (again) on, that one included.
-        extra: slots after the ring that are left to the user of this class; ``visible`` leaves them out.
-        mask: what a query sees, within that reach; by default all of it.
+        shapes: one for each layer. sinks: may be 0. window: at least 1, the query included; a ring that holds everything has the
+            text's capacity as its window.
+        block: how many positions may be written from the earliest that may be queried again on, that one included.
+        extra: slots after the ring for the user of this class; ``visible`` leaves them out.
+        mask: what a query sees within that reach (default: all of it).
     Raises:
-        ValueError: a window or a block below 1, negative sinks; a mask without a reach, or with a longer one.
+        ValueError: a window or a block is below 1, or sinks are negative; the mask has no reach, or a longer one.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Ring(Slots):
     def at(self, rows: Tensor, positions: Tensor, device: torch.device | str = "cpu") -> Tensor:
         """``[T]`` flat slots of ``positions [T]`` in batch ``rows [T]`` (both on the host), for ``write`` or ``append``.
 
-        They must be different slots: of more than W positions of a row, keep the latest.
+        The slots must differ: of more than W positions of a row, pass the latest.
         """
         flat = rows.numpy() * self.slots + self.slot(positions.numpy())
         return to_device(torch.from_numpy(flat), device)
@@ -98,16 +98,16 @@ class Ring(Slots):
         return exists & self.sees(q, p) if self.narrower else exists
 
     def sees(self, queries: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """Which ``positions`` queries see by the mask alone, of the broadcast shape; below 0 stands for 0."""
+        """Which ``positions`` the mask shows to queries, in the broadcast shape; positions below 0 count as 0."""
         at = torch.from_numpy(positions.clip(min=0))
         return masks.sees(self.mask, torch.from_numpy(queries), at).numpy()
 
     def safe(self, highest: int, query: int) -> bool:
-        """Whether all that ``query`` sees is still there, once ``highest`` is the highest position ever written to its row."""
+        """Whether all that ``query`` sees is still held after position ``highest`` was written to its row."""
         return highest - self.size <= max(query - self.window, self.sinks - 1)
 
     def select(self, rows: Tensor) -> Ring:
-        """The ring of some rows, in the order given; the old object must not be used any more."""
+        """The ring of some rows, in the given order; the old object must not be used again."""
         blocks = self._gathered(rows, [self.slots] * self._blocks[0].shape[1])
         new = object.__new__(type(self))
         vars(new).update(vars(self))
@@ -117,14 +117,14 @@ class Ring(Slots):
 
 
 def check(window: int, sinks: int, block: int = 1) -> None:
-    """Raise ValueError for numbers that leave nothing to see, TypeError for what is no whole number."""
+    """Raise ValueError for sizes out of range, TypeError for what is no whole number."""
     for name, value in (("window", window), ("sinks", sinks), ("block", block)):
         whole(name, value)
     if window < 1:
         raise ValueError(f"window is {window}: a query must see at least itself, which is window=1")
     if sinks < 0:
-        raise ValueError(f"sinks is {sinks}: how many first positions stay visible, 0 or more")
+        raise ValueError(f"sinks is {sinks}: give how many first positions stay visible, 0 or more")
     if block < 1:
         raise ValueError(
-            f"block is {block}: how many positions are written before any is taken back, 1 or more"
+            f"block is {block}: give how many positions are written before any is rolled back, 1 or more"
         )

@@ -1,7 +1,7 @@
 """A ring of keys and values with the tokens that they came from, and how prompts are fed through it.
 
-What a layer's entries hold depends on the layer below at other positions, so with n layers a hidden state depends on n windows of
-text: a prompt cannot be entered in the middle. It is fed whole, in pieces, and what is kept of it has constant size all along.
+A layer's entries depend on the layer below at earlier positions, so with n layers a hidden state depends on n windows of text, and a
+prompt cannot be started in the middle. The whole prompt is fed in pieces, of which the ring keeps a constant number of entries.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from specdec.types import Context, Verdict
 
 
 class RingCache(Ring, TokenIndex):
-    """A ring of keys and values, and the memo of the tokens that they came from.
+    """A ring of keys and values, and the index of the tokens that they came from.
 
     Args:
-        capacity: tokens of a text. Only the host's memo grows with it.
+        capacity: tokens of a text. Only the host's token index grows with it.
         others: as for ``Ring``.
     """
 
@@ -47,16 +47,16 @@ class RingCache(Ring, TokenIndex):
         self.empty(batch, capacity)
 
     def empty(self, batch: int, capacity: int) -> None:
-        """It holds nothing, of ``batch`` rows of texts of up to ``capacity`` tokens."""
+        """Empty the cache, for ``batch`` rows of texts of up to ``capacity`` tokens."""
         TokenIndex.__init__(self, batch, capacity)
-        self._high = [-1] * batch  # highest position ever written to the row, since it was last empty
+        self._high = [-1] * batch  # highest position written to the row since it was last empty
 
     def wrote(self, b: int, position: int) -> None:
-        """Row ``b`` was written up to this position."""
+        """Note that row ``b`` was written up to this position."""
         self._high[b] = max(self._high[b], position)
 
     def matched(self, context: Context) -> list[int]:
-        """As ``TokenIndex.matched``; a row that was rolled back to where the ring no longer reaches holds nothing."""
+        """As ``TokenIndex.matched``; a row that was rolled back further than the ring reaches becomes empty."""
         held = super().matched(context)
         for b, query in enumerate(held):
             if not self.safe(self._high[b], query):
@@ -64,18 +64,18 @@ class RingCache(Ring, TokenIndex):
         return held
 
     def fill(self, other: RingCache) -> None:
-        """Take over what ``other``, a ring of the same sizes, holds and has consumed; ``other`` stays as it is."""
+        """Copy the entries and the token index of ``other``, a ring of the same sizes, which does not change."""
         for mine, theirs in zip(self._blocks, other._blocks, strict=True):
             mine.copy_(theirs)
         self._hold(*other._rows(list(range(other.batch))))
         self._high = list(other._high)
 
     def commit(self, context: Context, verdict: Verdict) -> None:
-        """Take the accepted nodes of the chain that was scored last, in this ``context``, into the memo: they are in place."""
+        """Take the accepted nodes of the chain that was scored last, in this ``context``, into the token index; their entries are in place."""
         self.accept(context, verdict)
 
     def select(self, rows: Tensor) -> RingCache:
-        """The cache of some rows, in the order given; the old object must not be used any more."""
+        """The cache of some rows, in the given order; the old object must not be used again."""
         order = rows.tolist()
         if order == list(range(self.batch)):
             return self
@@ -88,11 +88,11 @@ class RingCache(Ring, TokenIndex):
         """Where the keys and values of new tokens go, and what their queries see. Call it just before the forward.
 
         Returns:
-            the ring itself, or, where a row has more new tokens than ``block``, something that shows a forward the ring's entries
-            and its own, and keeps the latest.
+            the ring itself, or, where a row has more new tokens than ``block``, a store that returns the ring's entries and the new
+            ones, and keeps the latest.
         """
         counts = [r.end - r.first for r in rows]
-        for r in rows:  # before it is done: a forward that fails has written too
+        for r in rows:  # before the forward, because one that fails may have written
             self.wrote(r.b, r.end - 1)
         if max(counts) > self.block:
             stage = Stage(self, rows)
@@ -103,7 +103,7 @@ class RingCache(Ring, TokenIndex):
         return self, self.plan([r.b for r in rows], counts, queries, at)
 
     def plan(self, rows: list[int], counts: list[int], queries: np.ndarray, at: Tensor) -> ExplicitPlan:
-        """What ``queries [T]`` (positions) see of the ring; their own entries go to flat slots ``at``."""
+        """The plan for ``queries [T]`` (positions) over the ring; their own entries go to flat slots ``at``."""
         seen = self.visible(queries)
         if self.narrower:
             check_sight(self.mask, seen, queries)
@@ -111,7 +111,7 @@ class RingCache(Ring, TokenIndex):
 
 
 class Stage(KVStore):
-    """Stands in for a ring while many tokens of a row are fed: they see the ring as it was, and each other."""
+    """Stands in for a ring while many tokens of a row are fed: they see the ring as it was before, and each other."""
 
     def __init__(self, ring: RingCache, rows: list[Row]):
         S, W = ring.sinks + ring.size, ring.size
@@ -122,9 +122,8 @@ class Stage(KVStore):
         stay, at = [], []  # which new tokens stay in the ring, and where
         packed = 0
         for i, r in enumerate(rows):
-            new = np.arange(
-                r.first, r.first + self.spare
-            )  # those from r.end on are padding, above every query
+            # Positions from r.end on are padding, above every query.
+            new = np.arange(r.first, r.first + self.spare)
             old = ring.held(np.array(r.first - 1))
             slot = np.arange(S)
             exists = np.where(slot < ring.sinks, old < r.first, old >= ring.sinks)

@@ -17,7 +17,7 @@ from specdec.kernels.native.ops import store_kv
 
 
 class KVShape(NamedTuple):
-    """What one slot of one layer holds: keys ``[heads, key_size]`` and values ``[heads, value_size]``."""
+    """The shape of one layer's slots: keys ``[heads, key_size]`` and values ``[heads, value_size]``."""
 
     heads: int
     key_size: int
@@ -31,24 +31,24 @@ class KVShape(NamedTuple):
 
 
 class Slots(KVStore):
-    """``slots`` slots for each of ``batch`` rows; what they mean is for others to say.
+    """``slots`` slots for each of ``batch`` rows; caches give them their meaning.
 
     Args:
         shapes: one for each layer.
     Attributes:
-        lease: held by all caches of one memory while captured steps know it (``graphs.programs``); ``None`` where none do.
+        lease: held by all caches of one memory while captured steps use it (``graphs.programs``); ``None`` where none do.
         layers: for each layer its keys ``[B, S, H, D]`` and values ``[B, S, H, Dv]``. Slot s of row b has the number
             ``b * slots + s`` wherever slots are numbered flat.
 
-    In memory heads come before slots, so that what one head reads lies together: a plain step over a long context
-    waits for that. ``layers`` and ``_blocks [layers, B, S, H, D]`` are views that hide this.
+    In memory heads come before slots, so that the entries that one head reads are contiguous, which dominates a step over a long
+    context. ``layers`` and ``_blocks [layers, B, S, H, D]`` are views that hide this.
     """
 
     lease: object | None = None
 
     def __init__(self, shapes: Sequence[KVShape], batch: int, slots: int):
         self.shapes, self.slots = list(shapes), slots
-        # One tensor for all buffers of a kind: moving entries, or selecting rows, is one launch for all layers.
+        # One tensor for all buffers of a kind, so that one launch moves entries or selects rows for all layers.
         kinds: dict[tuple[int, int, torch.dtype, torch.device], list[tuple[int, int]]] = defaultdict(list)
         for i, s in enumerate(self.shapes):
             kinds[s.heads, s.key_size, s.dtype, s.device].append((i, 0))
@@ -60,7 +60,7 @@ class Slots(KVStore):
                 torch.zeros(len(at), batch, heads, slots, size, dtype=dtype, device=device).transpose(2, 3)
                 for (heads, size, dtype, device), at in kinds.items()
             ]
-        self._whole = self._blocks  # all rows that were asked for, those that left included
+        self._whole = self._blocks  # all rows, including those that left
         self._view()
 
     def _view(self) -> None:
@@ -77,7 +77,7 @@ class Slots(KVStore):
 
     @property
     def direct(self) -> list[tuple[Tensor, Tensor]] | None:
-        """``layers``, unless a class that derives from this one appends in a way of its own."""
+        """``layers``, unless a derived class overrides ``append``."""
         return self.layers if type(self).append is Slots.append else None
 
     @property
@@ -88,7 +88,7 @@ class Slots(KVStore):
         return self._buffers[0]
 
     def __getstate__(self) -> dict[str, Any]:
-        """All but addresses, which mean nothing to a copy."""
+        """The state without addresses, which a copy must not share."""
         return {**vars(self), "_buffers": None}
 
     def append(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -115,7 +115,7 @@ class Slots(KVStore):
         into_values.index_copy_(0, at, values.reshape(-1, values.shape[-1]))
 
     def _numbers(self, slots: Tensor, heads: int) -> Tensor:
-        """``[T * H]``: where the heads of flat ``slots [T]`` are in memory; all layers of a forward ask with the same tensor."""
+        """``[T * H]``: where the heads of flat ``slots [T]`` are in memory; all layers of a forward pass the same tensor."""
         key = (slots.device, heads)
         known = self._numbered.get(key)
         if known is None or known[0] is not slots:
@@ -137,10 +137,10 @@ class Slots(KVStore):
             _flatten(mine).index_copy_(1, dst, _flatten(theirs).index_select(1, src))
 
     def _gathered(self, rows: Tensor, used: Sequence[int]) -> list[Tensor]:
-        """The blocks of some rows, in the order given; ``used [B]``: slots of each row that matter.
+        """The blocks of some rows, in the given order; ``used [B]``: how many slots of each row matter.
 
-        Where the rows that stay keep their numbers and only gaps are filled from the end (as the serial executor asks), just the
-        fillers are copied; otherwise everything is.
+        Where rows that stay keep their numbers and only gaps are filled from the end (as executors do), only the rows that fill gaps are
+        copied; otherwise all are.
         """
         order = rows.tolist()
         moved = [(new, old) for new, old in enumerate(order) if new != old]

@@ -1,4 +1,4 @@
-"""The memory of a cache as captured steps use it: the same tensors for every step, in operators that may be captured."""
+"""The memory of a cache for captured steps: the same tensors for every step, written by operators that can be captured."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from specdec.cache.slots import Slots
 
 
 class StaticStore(KVStore):
-    """All rows that a cache was made for, those that left included.
+    """All rows that a cache was made for, including those that left.
 
     Attributes:
         layers: for each layer its keys ``[B, S, H, D]`` and values. slots: of a row. spare: the flat slot that padding goes to.
@@ -31,7 +31,7 @@ class StaticStore(KVStore):
         return self.layers
 
     def begin(self) -> None:
-        """A forward begins: the same tensor of slots may have other numbers in it."""
+        """Called before a forward, because the tensor of slots may have new contents."""
         self._at = {}
 
     def append(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

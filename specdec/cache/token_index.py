@@ -1,7 +1,7 @@
 """The host's side of a KV cache: which tokens each row has consumed. Rolling back is changing a length.
 
 Committed tokens are at positions ``0 .. length - 1``; after them come the nodes of the proposal that was scored last, which enter
-the memo through ``commit`` only, because equal tokens do not mean equal ancestors.
+the index through ``commit`` only, because equal tokens do not mean equal ancestors.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Row(NamedTuple):
 
 
 class TokenIndex:
-    """What ``batch`` rows of up to ``capacity`` tokens have consumed; nothing at first."""
+    """The tokens that each of ``batch`` rows of up to ``capacity`` tokens has consumed; none at first."""
 
     def __init__(self, batch: int, capacity: int):
         self.capacity = capacity
@@ -53,7 +53,7 @@ class TokenIndex:
         return self._tokens[b, : self._lengths[b]].tolist()
 
     def sync(self, context: Context) -> Tensor:
-        """Keep the longest prefix of each row that is still in ``context``: a length changes, nothing is copied.
+        """Keep the longest prefix of each row that is still in ``context``: lengths change, and nothing is copied.
 
         Returns:
             ``[B]`` how many tokens need not be fed again. The last committed one always must, since its logits are wanted.
@@ -72,7 +72,7 @@ class TokenIndex:
         held = [min(a, b) for a, b in zip(self._lengths, committed)]
         top = max(held, default=0)
         differ = self._tokens[:, :top] != text[:, :top]
-        if differ.any():  # often only behind the end of a shorter row
+        if differ.any():  # often only after the end of a shorter row
             differ &= np.arange(top) < np.array(held)[:, None]
             for b in np.flatnonzero(differ.any(1)).tolist():
                 held[b] = int(differ[b].argmax())
@@ -82,11 +82,11 @@ class TokenIndex:
         return [min(h, n - 1) for h, n in zip(held, committed)]
 
     def forget_nodes(self, b: int) -> None:
-        """Row ``b`` is about to be fed over the nodes that it holds."""
+        """Drop the nodes of row ``b``, which are about to be overwritten."""
         self._fed[b] = 0
 
     def forget(self, b: int) -> None:
-        """Row ``b`` holds nothing any more."""
+        """Drop all tokens of row ``b``."""
         self._lengths[b] = self._fed[b] = 0
 
     def remember(self, b: int, text: np.ndarray, first: int, length: int, nodes: int) -> None:
@@ -102,11 +102,11 @@ class TokenIndex:
     def accept(self, context: Context, verdict: Verdict) -> list[tuple[int, int, list[int]]]:
         """Note the accepted nodes of the proposal that was scored last, in this ``context``.
 
-        Nodes that were never fed here (a draft's last one) are left out, and so is everything below them; rows in which the
-        proposal was not scored stay as they are. Node ids must be those of the proposal that was scored.
+        Nodes that were never fed here (a draft's last one) are left out, and so are their descendants; rows in which the
+        proposal was not scored do not change. Node ids must be those of the proposal that was scored.
 
         Returns:
-            for each other row its number, its length before, and the nodes that it took.
+            for each other row its number, its length before, and the accepted nodes.
         """
         out: list[tuple[int, int, list[int]]] = []
         paths, accepted, tokens = verdict.path.tolist(), verdict.accepted.tolist(), verdict.tokens.numpy()
@@ -122,11 +122,11 @@ class TokenIndex:
         return out
 
     def _become(self, b: int, other: TokenIndex, i: int) -> None:
-        """Row ``b`` holds what row ``i`` of ``other`` does."""
+        """Copy row ``i`` of ``other`` to row ``b``."""
         n = other._lengths[i]
         self._tokens[b, :n] = other._tokens[i, :n]
         self._lengths[b], self._fed[b] = n, other._fed[i]
 
     def _rows(self, order: list[int]) -> tuple[np.ndarray, list[int], list[int]]:
-        """What ``_hold`` needs for some rows, in the order given."""
+        """The arguments of ``_hold`` for some rows, in the given order."""
         return self._tokens[order], [self._lengths[b] for b in order], [self._fed[b] for b in order]

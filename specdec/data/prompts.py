@@ -36,9 +36,9 @@ def prompts(
     if tokens is not None:
         texts = [cut for text in texts if (cut := _cut(text, tokens, tokenizer)) is not None]
     if n is not None and n > len(texts):
-        wish = f"{n} prompts" + (f" of {tokens} tokens" if tokens else "")
+        wanted = f"{n} prompts" + (f" of {tokens} tokens" if tokens else "")
         raise ValueError(
-            f"there are only {len(texts)} of the {wish} asked for (domain {domain!r}): ask for fewer"
+            f"there are only {len(texts)} of the {wanted} asked for (domain {domain!r}): ask for fewer"
         )
     return texts[:n]
 

@@ -1,4 +1,4 @@
-"""Drafts: who proposes. One algorithm a file."""
+"""Drafts propose tokens. There is one algorithm in each file or folder."""
 
 from specdec.drafts.function import FunctionDraft, chain_draft
 from specdec.drafts.magicdec.draft import MagicDec

@@ -1,7 +1,7 @@
-"""How the forwards of a drafted chain are made: one call of ``score`` a token, or a faster way that says the same.
+"""The forwards of a drafted chain: one ``score`` for each token, or a faster implementation with equal results.
 
-``chain_of`` chooses when a draft is bound. A faster way is taken only where the model's class declares it for itself (``HFModel.fast_chain``):
-a subclass with its own mask, cache or forward is asked token by token, and so is any other object.
+``chain_of`` chooses one when a draft is bound. A fast implementation is used only where the model's own class declares it
+(``HFModel.fast_chain``): a subclass with its own mask, cache or forward is scored token by token, and so is any other object.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from specdec.types import Context
 
 
 class Scored:
-    """Logits of one chain, token by token: the plain way, which the others must equal."""
+    """Logits of one chain, token by token: the reference for the other implementations."""
 
     def __init__(self, model: LanguageModel, cache: Any, text: Context, budget: Tensor):
         self.model, self.cache, self.text, self.budget = model, cache, text, budget
         self.uniform = int(budget.min()) == int(budget.max())
 
     def logits(self, draw: ChainDraw) -> Tensor:
-        """``[B, V]`` after what was drawn so far."""
+        """``[B, V]`` after the tokens drawn so far."""
         n = draw.count
         rows = None if self.uniform else (self.budget > n).nonzero()[:, 0]
         start = n - 1 if n else None
@@ -38,11 +38,11 @@ class Scored:
         return scores.logits[:, 0]
 
     def done(self) -> None:
-        """All tokens were drawn."""
+        """Called when all tokens are drawn."""
 
 
 class InC(Scored):
-    """As ``Scored``; tokens after the first by steps that are prepared together (``drafts.cpu_chain``), where they can be."""
+    """As ``Scored``, but tokens after the first come from steps that are prepared together (``drafts.cpu_chain``), where possible."""
 
     steps: CpuChain | None = None
 
@@ -59,14 +59,14 @@ class InC(Scored):
 
 
 class Chain(NamedTuple):
-    """``forwards`` of a chain, one after the other, and ``at_once``: all of it in one captured step, ``None`` when that is not possible now."""
+    """``forwards`` makes the forwards of a chain one by one; ``at_once`` draws the whole chain in one captured step, or returns ``None``."""
 
     forwards: Callable[[Any, Any, Context, Tensor], Scored] = Scored
     at_once: Callable[[Any, Context, Tensor, Rng], Drawn | None] | None = None
 
 
 def chain_of(model: LanguageModel, sampling: Any, vocab_size: int | None) -> Chain:
-    """The fastest way that the class of ``model`` declares."""
+    """The fastest implementation that the class of ``model`` declares."""
     kind = model.fast_chain if isinstance(model, HFModel) else None
     if kind is None:
         return Chain()

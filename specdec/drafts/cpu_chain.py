@@ -1,7 +1,7 @@
-"""The steps of a chain after its first, on the CPU: what can be known beforehand is made once for all of them.
+"""The steps of a chain after its first, on the CPU. Slots and positions are prepared once for all of them.
 
-``HFModel.score`` finds out at every token what to feed and where it goes. In a chain of single tokens that is known when the first is
-drawn, and a small model's step is not much longer than finding out.
+``HFModel.score`` works out at every token what to feed and where. In a chain of single tokens this is known after the first draw, and
+a small model's step takes hardly longer than working it out.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from specdec.models.stacked import StackedModel
 
 
 class CpuChain:
-    """Forwards of node ``n - 1`` of every row that has one, for n = 1, 2, ..., one after the other; ``following`` makes it.
+    """Forwards of node ``n - 1`` of every row that has one, for n = 1, 2, ... in this order; made by ``cpu_chain``.
 
     Args:
-        leans, member: models, and which of them reads each row ``[B]``.
-        length, budget: ``[B]``: committed tokens, all of which ``cache`` holds, and tokens to be drawn.
+        leans, member: models, and the number ``[B]`` of the one that reads each row.
+        length, budget: ``[B]`` committed tokens, all of which ``cache`` holds, and tokens to be drawn.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class CpuChain:
             self.table = cache.hold(
                 [Row(b, n, n, n + k - 1) for b, (n, k) in enumerate(zip(length, budget)) if k > 1]
             )
-        self.steps: list[tuple[Steps, int]] = []  # of each step: who makes it, and its number there
+        self.steps: list[tuple[Steps, int]] = []  # for each step, its ``Steps`` and its number there
         for k in sorted({k for k in budget if k > 1}):  # the shortest chains end first
             first, count = len(self.steps) + 1, k - 1 - len(self.steps)
             made = self._made([b for b, longest in enumerate(budget) if longest >= k], first, count)
@@ -79,19 +79,19 @@ class CpuChain:
         return steps(number, tokens)
 
     def remember(self) -> None:
-        """Note what was fed, when all steps are through."""
+        """Note what was fed; called after the last step."""
         for b, (n, k) in enumerate(zip(self.length, self.budget)):
             if k > 1:
                 self.cache.remember(b, self.cache._tokens[b], n, n, k - 1)
 
 
 def cpu_chain(model: Any, cache: Any, length: Tensor, budget: Tensor) -> CpuChain | None:
-    """The steps after the first of a chain of ``budget [B]`` tokens each, or ``None`` where each has to be scored.
+    """The steps after the first of chains of ``budget [B]`` tokens, or ``None`` where each token has to be scored.
 
     Args:
         cache: has just been fed all ``length [B]`` committed tokens of each row that has a budget.
     """
-    if not isinstance(model, HFModel) or model.fast_chain != "slots":  # one with its own way is asked
+    if not isinstance(model, HFModel) or model.fast_chain != "slots":  # others are scored
         return None
     if model.steps is not None or int(budget.max()) < 2:
         return None
@@ -104,9 +104,9 @@ def cpu_chain(model: Any, cache: Any, length: Tensor, budget: Tensor) -> CpuChai
     if not all(isinstance(lean, LlamaC) and lean.at_once(len(length)) for lean in leans):
         return None
     if type(cache) not in (SlotCache, PagedCache) or cache.buffers is None:
-        return None  # in a ring slots are no positions
+        return None  # in a ring, slots are not positions
     if isinstance(cache, PagedCache) and cache.page % 16:
         return None
     if int((length + budget).max()) - 1 > cache.capacity:
-        return None  # scoring says what is wrong
+        return None  # ``score`` raises the error
     return CpuChain(leans, member, cache, length.tolist(), budget.tolist())

@@ -1,4 +1,4 @@
-"""Drawing nodes, and recording the distributions that they were drawn from: what every draft of a model does after a forward."""
+"""Drawing nodes and recording their distributions, which every draft with a model does after a forward."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from specdec.types import Context, Proposal
 def with_distributions(
     nodes: Proposal, distributions: Sequence[Tensor], source: Tensor | None = None
 ) -> Proposal:
-    """``nodes`` that were drawn from ``distributions``, each ``[B, some distributions, V]``; without distributions they are point masses.
+    """``nodes`` with the ``distributions`` (each ``[B, n, V]``) that they were drawn from; without distributions they are point masses.
 
     Args:
-        source: ``[B, N]`` which distribution each node was drawn from, where that is not its own.
+        source: ``[B, N]`` which distribution each node was drawn from; ``None``: node ``n`` from distribution ``n``.
     """
     if not distributions:
         return nodes
@@ -27,10 +27,10 @@ def with_distributions(
 
 
 class ChainDraw:
-    """A chain of ``budget [B]`` tokens that is being drawn; at temperature 0 each is the most probable one.
+    """Draws chains of ``budget [B]`` tokens; at temperature 0 each token is the most probable one.
 
     Args:
-        sampling: how tokens are drawn. vocab_size: the target's, where it may differ from that of the logits.
+        sampling: how tokens are drawn. vocab_size: the target's, where the logits may have another.
     Attributes:
         count: tokens drawn so far in every row. length: of the longest chain.
     """
@@ -43,16 +43,16 @@ class ChainDraw:
 
     @property
     def sofar(self) -> Proposal | None:
-        """The nodes that were drawn, as point masses."""
+        """The nodes drawn so far, as point masses."""
         if not self.count:
             return None
         return Proposal.chain(self.tokens[:, : self.count], self.budget.clamp(max=self.count))
 
     def draw(self, logits: Tensor, rng: Rng) -> Tensor:
-        """The next token of every row, ``[B]``, from ``logits [B, V]``; what it is in rows that are through does not matter."""
+        """The next token of every row, ``[B]``, from ``logits [B, V]``; tokens of rows beyond their budget are ignored."""
         n, sampling = self.count, self.sampling
         logits = fit(logits, self.vocab_size)[:, None]
-        before = self.sofar if sampling.processors else None  # nothing else looks at the text
+        before = self.sofar if sampling.processors else None  # only processors read the text
         if sampling.greedy:
             token = sampling.argmax(logits, self.context, before, first=n - 1)[:, 0]
         else:
@@ -60,15 +60,14 @@ class ChainDraw:
             token = rng.categorical(q[:, 0], Key(self.context.length, n))
             self.distributions.append(q)
         if not n and logits.device != self.tokens.device:
-            self.tokens = torch.zeros_like(
-                self.tokens, device=logits.device
-            )  # nothing to copy, nothing to wait for
+            # All zeros: made on the device instead of copied.
+            self.tokens = torch.zeros_like(self.tokens, device=logits.device)
         self.tokens[:, n] = token
         self.count += 1
         return token
 
     def proposal(self) -> Proposal:
-        """All that was drawn, with its distributions."""
+        """The drawn chains with their distributions."""
         nodes = self.sofar
         return (
             Proposal.none(self.context.batch)

@@ -28,7 +28,7 @@ class FunctionDraft:
 
     @staticmethod
     def example(model: LanguageModel) -> FunctionDraft:
-        """An instance for the contract tests: asks ``model`` about the whole prefix, every time."""
+        """An instance for the contract tests: scores the whole prefix with ``model`` every time."""
         return FunctionDraft(
             lambda ids: model.score(model.cache(1, len(ids)), Context.of([ids])).logits[0, 0]
         )
@@ -43,22 +43,22 @@ class FunctionDraft:
         draw = ChainDraw(context, budget, self.sampling or Sampling(), self.vocab_size)
         prefixes = [context.row(b) for b in range(context.batch)]
         for n in range(draw.length):
-            asked = (budget > n).nonzero()[:, 0].tolist()
-            answers = torch.stack([self._ask(prefixes[b]) for b in asked])
-            logits = answers.new_zeros(context.batch, answers.shape[1])
-            logits[asked] = answers
+            rows = (budget > n).nonzero()[:, 0].tolist()
+            returned = torch.stack([self._ask(prefixes[b]) for b in rows])
+            logits = returned.new_zeros(context.batch, returned.shape[1])
+            logits[rows] = returned
             tokens = draw.draw(logits, rng).tolist()
-            for b in asked:
+            for b in rows:
                 prefixes[b].append(tokens[b])
         return draw.proposal(), None
 
     def _ask(self, prefix: list[int]) -> Tensor:
-        said = torch.as_tensor(self.logits(list(prefix)))
-        if said.dim() != 1:
+        logits = torch.as_tensor(self.logits(list(prefix)))
+        if logits.dim() != 1:
             raise ValueError(
-                f"chain_draft: the function returned shape {list(said.shape)} for one prefix: return [V] logits"
+                f"chain_draft: the function returned shape {list(logits.shape)} for one prefix: return [V] logits"
             )
-        return said if said.dtype == torch.float64 else said.float()
+        return logits if logits.dtype == torch.float64 else logits.float()
 
     def observe(self, state: None, round: Round) -> None:
         return None
@@ -73,11 +73,11 @@ class FunctionDraft:
 def chain_draft(function: Callable[[list[int]], Tensor | Sequence[float]]) -> FunctionDraft:
     """Decorator: turn ``prefix (list of ids) -> logits [V]`` into a draft.
 
-    The library draws from the logits with the decoder's sampling and keeps the exact distribution with each token, so the
-    result is lossless whatever the function says.
+    The library draws from the logits with the decoder's sampling and records each token's exact distribution, so decoding is
+    lossless whatever the function returns.
 
     Raises:
-        TypeError: what is given cannot be called.
+        TypeError: ``function`` is not callable.
     """
     if not callable(function):
         raise TypeError(

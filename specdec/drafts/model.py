@@ -19,19 +19,20 @@ from specdec.types import Context, Proposal, Round
 
 class ModelState(NamedTuple):
     cache: Any
-    proposal: Proposal | None  # the one whose nodes are in the cache
+    proposal: Proposal | None  # its nodes are in the cache
 
 
 @dataclass(frozen=True)
 class Model:
-    """Draws a chain from ``model``, one forward a token; at temperature 0 the chain is the model's greedy one.
+    """Draws a chain from ``model``, one forward a token; at temperature 0 it is the greedy chain.
 
-    ``bind`` chooses how its forwards are made (``drafts.chain``): with a model that has captured steps (``HFModel(graphs=...)``) the whole
-    chain is one of them, with C kernels the later tokens are prepared together, and otherwise each token is one ``score``.
+    ``bind`` chooses the implementation of its forwards (``drafts.chain``). With captured steps (``HFModel(graphs=...)``) the whole chain is
+    one of them; with C kernels the later tokens are prepared together; otherwise each token is one ``score``.
 
     Args:
-        model: any ``LanguageModel`` with the target's tokenizer (or what becomes one, as for ``specdec.decoder``); a padded vocabulary is cut or filled to the target's size.
-        sampling: how the draft's tokens are drawn; ``None`` (the usual choice) takes the decoder's. Whatever it is, the
+        model: any ``LanguageModel`` with the target's tokenizer, or what ``specdec.decoder`` accepts as one. A padded vocabulary is cut or
+            filled to the target's size.
+        sampling: how the draft's tokens are drawn; ``None`` (the usual choice) takes the decoder's. In any case the
             proposal carries the distribution that was used, so the output keeps the target's distribution.
     """
 
@@ -59,7 +60,7 @@ class Model:
         return ModelState(self.model.cache(context.batch, context.tokens.shape[1]), None)
 
     def prepare(self, state: ModelState, context: Context, rows: Tensor | None) -> ModelState:
-        """Read what was not read of ``rows`` (of all), so that the next ``propose`` need not."""
+        """Feed unread tokens of ``rows`` (``None``: all), so that the next ``propose`` need not."""
         self.model.prefill(state.cache, readable(context, self.model), rows)
         return state
 
@@ -80,7 +81,7 @@ class Model:
         return proposal, ModelState(state.cache, proposal if proposal.nodes else None)
 
     def observe(self, state: ModelState, round: Round) -> ModelState:
-        if state.proposal is round.proposal:  # otherwise the cache holds another tree: sync will notice
+        if state.proposal is round.proposal:  # otherwise the cache holds another tree, which sync notices
             state.cache.commit(round.context, round.verdict)
         return ModelState(state.cache, None)
 
@@ -92,7 +93,7 @@ class Model:
 
 
 def readable(context: Context, model: LanguageModel) -> Context:
-    """The context as a draft with a smaller (less padded) vocabulary can read it: tokens that it lacks become its last one."""
+    """The context for a draft with a smaller (less padded) vocabulary: ids that it lacks become its last id."""
     if model.vocab_size > int(context.tokens.max()):
         return context
     return replace(context, tokens=context.tokens.clamp(max=model.vocab_size - 1))

@@ -17,9 +17,9 @@ from specdec.types import Context, Proposal, Round
 
 @dataclass(frozen=True)
 class NGram:
-    """Continues the longest match of the last ``min_match`` ... ``max_match`` tokens; of equally long ones, the latest.
+    """Proposes what followed the longest match of the last ``min_match`` to ``max_match`` tokens; of equally long matches, the latest.
 
-    Needs no model. A row without a match proposes nothing and still gets its token from the target.
+    It needs no model. A row without a match proposes nothing and still gets its token from the target.
     """
 
     max_match: int = 3

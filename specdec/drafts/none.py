@@ -1,4 +1,4 @@
-"""No speculation: plain decoding runs through the same engine as a proposal of size 0."""
+"""No speculation: plain decoding is a proposal of size 0 in every round."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from specdec.types import Context, Proposal, Round
 
 @dataclass(frozen=True)
 class NoDraft:
-    """Proposes nothing; every round commits the target's own token."""
+    """Proposes nothing; every round commits one token of the target."""
 
     info = DraftInfo("plain", nodes=lambda length: 0, longest=0, revocable=True)
 

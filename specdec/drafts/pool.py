@@ -1,7 +1,7 @@
-"""Several drafts at once: every row is drafted by the arm that was chosen for it (SPIN, arXiv 2503.15921, section 4).
+"""Several drafts in one decoder: each row is drafted by the arm that was chosen for it (SPIN, arXiv 2503.15921, section 4).
 
-All drafts keep a state for all rows. Drafts that can wait read a row's text when it is first given to them: at once in ``propose``,
-or beforehand in ``prepare``, while another draft still works for the row.
+All drafts keep a state for all rows. Drafts that can wait read a row's text when the row is first assigned to them: in ``propose``,
+or earlier in ``prepare``, while another draft still drafts for the row.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from specdec.types import Context, Proposal, Round
 
 
 class PoolState(NamedTuple):
-    """``states`` of all drafts, ``arm [B]``, the ``proposals`` of this round by draft, and the ``seconds`` that each arm drafted."""
+    """``states`` of all drafts, ``arm [B]``, the ``proposals`` of this round by draft, and the ``seconds`` that each arm spent drafting."""
 
     states: tuple[Any, ...]
     arm: Tensor
@@ -34,12 +34,12 @@ class PoolState(NamedTuple):
 
 @dataclass(frozen=True)
 class Pool:
-    """Drafts behind arms; ``arms[a]`` is the number of arm a's draft, -1 for none, and ``members[a]`` its member of a ``Stacked`` one.
+    """Drafts behind arms. ``arms[a]`` is the number of arm a's draft (-1: none), and ``members[a]`` its member where that draft is ``Stacked``.
 
     Without ``assign`` every row is on arm 0.
 
     Raises:
-        ValueError: no drafts, or an arm of a draft that is not there.
+        ValueError: there are no arms, or an arm names a draft that does not exist.
     """
 
     drafts: tuple[Draft[Any], ...]
@@ -56,7 +56,7 @@ class Pool:
 
     @staticmethod
     def example(model: LanguageModel) -> Pool:
-        """Two drafts, the first of which works (for the contract tests)."""
+        """A model and an n-gram draft, and an arm without a draft (for the contract tests)."""
         from specdec.drafts.model import Model
         from specdec.drafts.ngram import NGram
 
@@ -64,7 +64,7 @@ class Pool:
 
     @cached_property
     def parts(self) -> tuple[DraftPart, ...]:
-        """The drafts with what they can do."""
+        """The drafts with their capabilities."""
         return tuple(map(DraftPart.of, self.drafts))
 
     @cached_property
@@ -92,10 +92,10 @@ class Pool:
 
     def assign(self, state: PoolState, arm: Tensor) -> PoolState:
         """Row b is drafted by ``arm[b]`` from now on."""
-        return self._seated(state, arm, torch.ones_like(arm, dtype=torch.bool))._replace(arm=arm)
+        return self._assigned(state, arm, torch.ones_like(arm, dtype=torch.bool))._replace(arm=arm)
 
-    def _seated(self, state: PoolState, arm: Tensor, here: Tensor) -> PoolState:
-        """Tell drafts with members which one drafts each row of ``here [B]``."""
+    def _assigned(self, state: PoolState, arm: Tensor, here: Tensor) -> PoolState:
+        """Tell stacked drafts which member drafts each row of ``here [B]``."""
         if self.members is None:
             return state
         draft, member = torch.tensor(self.arms)[arm], torch.tensor(self.members)[arm]
@@ -106,14 +106,15 @@ class Pool:
         return state._replace(states=states)
 
     def prepare(self, state: PoolState, context: Context, arm: Tensor) -> PoolState:
-        """Let the drafts of ``arm [B]`` read what they have not read of their rows.
+        """Let the drafts of ``arm [B]`` read the unread tokens of their rows.
 
-        A row that is being drafted and only changes its member of a stack is read into a cache of its own: both members would write to one.
+        A row that is being drafted and only changes its member of a stack is read into a separate cache, because both members would write
+        to the same one.
         """
         arms = torch.tensor(self.arms)
         busy = torch.tensor([p is not None for p in state.proposals] + [False])[arms[state.arm]]
         stays = busy & (arms[arm] == arms[state.arm]) & (arm != state.arm)
-        state = self._seated(state, arm, ~stays)
+        state = self._assigned(state, arm, ~stays)
         states = list(state.states)
         for d, rows in self._groups(arm):
             waits, stacks = self.parts[d].waits, self.parts[d].stacks
@@ -145,7 +146,7 @@ class Pool:
             if bool(mine.any()):
                 with DeferredChecks() as later:
                     made[d], states[d] = self.parts[d].propose(states[d], context, mine, rng)
-                later.settle()  # seconds of an arm are those of its device, too
+                later.settle()  # an arm's seconds include those on its device
             spent[d] = perf_counter() - began
         seconds = self._by_arm(state.arm, spent)
         parts = [(p, rows) for d, rows in groups if (p := made[d]) is not None]
@@ -165,9 +166,9 @@ class Pool:
         return tuple(spent[d] * n / of[d] if d >= 0 and of[d] else 0.0 for d, n in zip(self.arms, rows))
 
     def observe(self, state: PoolState, round: Round) -> PoolState:
-        """Every draft sees the round, with what it proposed itself: in rows of other drafts, nothing.
+        """Every draft observes the round with its own proposal, which is empty in rows of other drafts.
 
-        Whether batch mates are on a draft must not show in what it sees of a row.
+        What a draft observes of a row must not depend on the arms of other rows.
         """
         nothing = Proposal.none(round.context.batch)
         states = tuple(
@@ -193,7 +194,7 @@ class Pool:
 
 
 def merged(parts: Sequence[tuple[Proposal, Tensor]], batch: int) -> Proposal:
-    """One proposal of ``batch`` rows from proposals of as many rows, of each of which only ``rows`` count.
+    """One proposal of ``batch`` rows from ``(proposal, rows)`` pairs: each proposal has ``batch`` rows, of which only ``rows`` are used.
 
     Point masses among sampled nodes become distributions with all mass on one token.
     """
@@ -208,7 +209,7 @@ def merged(parts: Sequence[tuple[Proposal, Tensor]], batch: int) -> Proposal:
     parents = torch.arange(-1, N - 1).repeat(batch, 1)
     size = torch.zeros(batch, dtype=torch.long)
     distributions = [p.probs for p, _ in parts if p.probs is not None]
-    # The widest type: no distribution is rounded after its tokens were drawn.
+    # The widest dtype, so that no distribution is rounded after its tokens were drawn.
     kind = max(
         (distribution.dtype for distribution in distributions),
         key=lambda dtype: dtype.itemsize,

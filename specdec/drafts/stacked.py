@@ -1,4 +1,4 @@
-"""Drafts of one shape that draft together: each row by its own model, all in one forward a token (``models.stacked``)."""
+"""Models of one shape that draft together: each row with its own model, all rows in one forward a token (``models.stacked``)."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from specdec.types import Context, Proposal, Round
 
 
 class Ahead(NamedTuple):
-    """What members have read of rows that others still draft: entry i of ``cache`` is row ``rows[i]`` as ``member[i]`` reads it."""
+    """What members have read ahead of rows that other members still draft: entry i of ``cache`` is row ``rows[i]``, read by ``member[i]``."""
 
     cache: Any
     rows: list[int]
     member: list[int]
 
     def select(self, rows: list[int]) -> Ahead | None:
-        """Of some rows of the batch, in the order given."""
+        """The entries of some rows of the batch, in the given order."""
         at = {b: i for i, b in enumerate(self.rows)}
-        kept = [(new, at[old]) for new, old in enumerate(rows) if old in at]
-        if not kept:
+        found = [(new, at[old]) for new, old in enumerate(rows) if old in at]
+        if not found:
             return None
-        new, which = zip(*kept)
+        new, which = zip(*found)
         return Ahead(self.cache.select(torch.tensor(which)), list(new), [self.member[i] for i in which])
 
 
 class StackedState(NamedTuple):
-    """``inner``: cache and proposal. ``member [B]`` drafts each row, and ``writer [B]`` read what its cache holds (-1: nobody)."""
+    """``inner``: cache and proposal. ``member [B]`` drafts each row; ``writer [B]`` has written the row's cache (-1: none has)."""
 
     inner: ModelState
     member: Tensor
@@ -50,9 +50,9 @@ class StackedState(NamedTuple):
 
 @dataclass(frozen=True)
 class Stacked:
-    """As ``Model``, with a member of ``model`` for each row (``assign``; member 0 at first).
+    """As ``Model``, but each row is drafted by a member of ``model`` (``assign``; member 0 at first).
 
-    One cache serves all members: a row that changes its member is read again by the new one, at the change or, by ``read_ahead``, before it.
+    One cache serves all members. When a row changes its member, the new member reads it again, at the change or before it (``read_ahead``).
     """
 
     model: StackedModel
@@ -71,7 +71,8 @@ class Stacked:
         except (ValueError, AttributeError):
             return Model(model)
 
-    draft: Model = field(init=False, repr=False, compare=False)  # drafts, when it is told who reads a row
+    # Drafts over the stack, whose ``read_as`` sets each row's member.
+    draft: Model = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "draft", Model(self.model, self.sampling, self.vocab_size))
@@ -86,22 +87,22 @@ class Stacked:
 
     def empty(self, context: Context) -> StackedState:
         """A state that has read nothing."""
-        nobody = torch.full((context.batch,), -1)
-        return StackedState(self.draft.empty(context), torch.zeros(context.batch, dtype=torch.long), nobody)
+        none = torch.full((context.batch,), -1)
+        return StackedState(self.draft.empty(context), torch.zeros(context.batch, dtype=torch.long), none)
 
     def assign(self, state: StackedState, member: Tensor) -> StackedState:
         """Row b is drafted by ``member[b]`` from now on; rows of -1 keep theirs."""
         return state._replace(member=torch.where(member < 0, state.member, member))
 
     def prepare(self, state: StackedState, context: Context, rows: Tensor | None) -> StackedState:
-        """Read what was not read of ``rows`` (of all), each by its member."""
+        """Feed unread tokens of ``rows`` (``None``: all), each to its member."""
         state = self._ready(state, torch.arange(context.batch) if rows is None else rows)
         return state._replace(inner=self.draft.prepare(state.inner, context, rows))
 
     def read_ahead(self, state: StackedState, context: Context, rows: Tensor, member: Tensor) -> StackedState:
-        """Let ``member [R]`` read ``rows [R]`` while other members still draft them: into a cache of its own, until ``propose``.
+        """Let ``member [R]`` read ``rows [R]`` into a separate cache while other members still draft them.
 
-        Where there is no memory for that, they are read at the change.
+        The next ``propose`` takes them over. Where there is no memory for the cache, they are read at the change.
         """
         other = state.writer[rows] != member
         rows, member = rows[other], member[other]
@@ -125,7 +126,7 @@ class Stacked:
         return proposal, state._replace(inner=inner)
 
     def _ready(self, state: StackedState, rows: Tensor) -> StackedState:
-        """Put what was read ahead, or nothing, where another member read these rows, and tell the model whose they are."""
+        """Where another member has read these rows, replace the cache by what was read ahead, or clear it; then set the rows' members."""
         stale = rows[state.writer[rows] != state.member[rows]]
         cache, ahead = state.inner.cache, state.ahead
         known = {} if ahead is None else {key: i for i, key in enumerate(zip(ahead.rows, ahead.member))}
@@ -150,4 +151,4 @@ class Stacked:
         inner = self.draft.join(state.inner, other.inner)
         member = torch.cat([state.member, other.member])
         writer = torch.cat([state.writer, other.writer])
-        return StackedState(inner, member, writer, state.ahead)  # nothing drafts the new rows yet
+        return StackedState(inner, member, writer, state.ahead)  # the new rows have nothing read ahead

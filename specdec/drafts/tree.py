@@ -1,4 +1,4 @@
-"""A model proposes a tree: several candidates a node (SpecInfer, Miao et al., arXiv 2305.09781).
+"""A model proposes a tree with several candidates at each node (SpecInfer, Miao et al., arXiv 2305.09781).
 
 Candidates are drawn independently; at temperature 0 they are the most probable tokens.
 """
@@ -26,11 +26,11 @@ from specdec.types import Context, Proposal, Round
 
 @dataclass(frozen=True)
 class Tree:
-    """Every node at depth d gets ``widths[d]`` children; one forward a level.
+    """Every node at depth d gets ``widths[d]`` children. There is one forward for each level.
 
     Args:
         model, sampling: as for ``Model``.
-        widths: children a node, by depth: ``(3, 2, 1)`` has 3 + 6 + 6 nodes.
+        widths: children of each node, by depth: ``(3, 2, 1)`` has 3 + 6 + 6 nodes.
     """
 
     model: LanguageModel
@@ -42,14 +42,14 @@ class Tree:
         object.__setattr__(self, "model", as_model(self.model, "model"))
         if isinstance(self.widths, str) or not isinstance(self.widths, Iterable):
             raise TypeError(
-                f"widths is {self.widths!r}: give the children a node by depth, such as (3, 2, 1)"
+                f"widths is {self.widths!r}: give the children of a node by depth, such as (3, 2, 1)"
             )
         object.__setattr__(self, "widths", tuple(self.widths))
         for width in self.widths:
             whole("widths, of a depth,", width)
         if not self.widths or min(self.widths) < 1:
             raise ValueError(
-                f"widths is {self.widths}: give at least one depth, each with at least one child a node"
+                f"widths is {self.widths}: give at least one depth, with at least one child for each node"
             )
 
     @property
@@ -61,7 +61,7 @@ class Tree:
     def bind(self, target: LanguageModel, sampling: Sampling) -> Tree:
         if max(self.widths) > target.vocab_size:
             raise ValueError(
-                f"widths is {self.widths}: no node has more children than the vocabulary ({target.vocab_size})"
+                f"widths is {self.widths}: a node has at most as many children as the vocabulary has ids ({target.vocab_size})"
             )
         return replace(self, sampling=self.sampling or sampling, vocab_size=target.vocab_size)
 
@@ -105,8 +105,8 @@ class Tree:
                 children = scores.topk(width, -1).indices.reshape(B, -1)
             else:
                 q = sampling(logits, context, sofar, first=first)
-                lane = torch.arange(len(level) * width).view(len(level), width)
-                key = Key(context.length[:, None, None], d, lane.expand(B, -1, -1))
+                sibling = torch.arange(len(level) * width).view(len(level), width)
+                key = Key(context.length[:, None, None], d, sibling.expand(B, -1, -1))
                 each = q[:, :, None].expand(-1, -1, width, -1)
                 children = rng.categorical(each, key).reshape(B, -1)
                 distributions.append(q)
@@ -115,9 +115,8 @@ class Tree:
             level = torch.arange(tokens.shape[1] - children.shape[1], tokens.shape[1])
             sofar = Proposal(tokens, parents, size.clamp(max=tokens.shape[1]))
         assert sofar is not None
-        proposal = with_distributions(
-            sofar, distributions, parents + 1
-        )  # siblings share the distribution after their parent
+        # Siblings share the distribution after their parent.
+        proposal = with_distributions(sofar, distributions, parents + 1)
         return proposal, ModelState(state.cache, proposal)
 
     def observe(self, state: ModelState, round: Round) -> ModelState:

@@ -12,7 +12,7 @@ from specdec.types import Context, Round
 
 
 class Executor(Protocol):
-    """Runs rounds until every row is done; the only part that knows about time."""
+    """Runs rounds until every row is finished. No other part decides when something runs."""
 
     def run(
         self, composition: Composition, context: Context, rng: Rng, limits: StopRules
@@ -21,7 +21,7 @@ class Executor(Protocol):
 
 @runtime_checkable
 class Checks(Protocol):
-    """An executor that cannot run every composition."""
+    """What an executor that cannot run every composition defines as well."""
 
     def check(self, composition: Composition) -> None:
         """Raise ValueError for one that it cannot run; called by ``build``."""

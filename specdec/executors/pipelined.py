@@ -1,7 +1,7 @@
 """The speculation-verification pipeline: while the target verifies one micro-batch, the drafts work on others.
 
-SPIN, arXiv 2503.15921, section 6. Nothing is guessed: a micro-batch (a lane) is drafted, verified and drafted again; there is no
-barrier between rounds. Draws are keyed, so that what comes out is what the serial executor gives.
+SPIN, arXiv 2503.15921, section 6. No token is guessed: each micro-batch is drafted, verified and drafted again, and there is
+no barrier between rounds. Draws are keyed, so that the output equals the serial executor's.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ class Pipelined:
     """Micro-batches whose drafting runs in a worker beside the target's verification.
 
     Args:
-        micro_batches: how many; ``None``: 2, or ask ``executors.tune`` for the best. At most the rows.
-        workers: ``"threads"`` (on a GPU with a stream of its own; on a CPU two threads share Python's lock, which small models wait
-            for) or ``"processes"`` (forked, CPU only: each on a core of its own).
-        ahead: with a selector, arms are chosen a round ahead, and a draft that a row will change to reads the row's text while the old
-            one still works for it. barrier: all micro-batches of a round are verified before the next is drafted (for comparison).
-        timeline: collects who worked when.
+        micro_batches: how many, at most the number of rows. ``None``: 2; ``executors.tune`` finds the best number.
+        workers: ``"threads"`` (on a GPU with a stream of its own; on a CPU two threads share Python's lock, for which small models
+            wait) or ``"processes"`` (forked, CPU only: each on a core of its own).
+        ahead: with a selector, arms are chosen a round ahead, and the draft that a row changes to reads the row's text while the old
+            one still drafts for it. barrier: all micro-batches of a round are verified before the next is drafted (for comparison).
+        timeline: collects when each worker ran.
     Raises (in ``build`` or at the start of a run):
-        ValueError: more micro-batches than rows, no such workers, or a draft that looks at its target's cache or activations from
-            another process.
+        ValueError: more micro-batches than rows, unknown workers, or a draft in another process that reads its target's cache or
+            activations.
     """
 
     micro_batches: int | None = None
@@ -58,7 +58,7 @@ class Pipelined:
                 raise ValueError(f"micro_batches is {self.micro_batches}: need at least 1")
 
     def check(self, composition: Composition) -> None:
-        """Called by ``build``: refuse what cannot run beside the target."""
+        """Called by ``build``; raises ValueError for drafts that cannot run beside the target."""
         reads = reading(composition)
         name = ", ".join(part.info.name for part in reads)
         drafts = [part.info.model for part in composition.drafting.members if part.info.model is not None]
@@ -78,39 +78,41 @@ class Pipelined:
             return
         if any(model is composition.target for model in drafts) and not models[0].concurrent:
             raise ValueError(
-                "the target drafts for itself and its family runs one call at a time: wrap the model once more, HFModel(model), or "
+                "the target drafts for itself, and its family runs one call at a time: wrap the model once more, HFModel(model), or "
                 "use workers='processes'"
             )
 
     def run(self, composition: Composition, context: Context, rng: Rng, limits: StopRules) -> Iterator[Round]:
-        count = self.lanes(context.batch)
+        count = self.count(context.batch)
         if count > context.batch:
             rows = "is 1 row" if context.batch == 1 else f"are {context.batch} rows"
             raise ValueError(
-                f"micro_batches is {count} and there {rows}: a micro-batch needs a row; use at most {context.batch}, or Pipelined() without "
+                f"micro_batches is {count} and there {rows}: each micro-batch needs a row; use at most {context.batch}, or Pipelined() without "
                 "a number: two micro-batches, one of a single row"
             )
         selection = composition.begin(context.batch)
         parts = [torch.arange(context.batch)[i::count] for i in range(count)]
-        lanes = [MicroBatch(composition, context.select(rows), rng.select(rows), selection) for rows in parts]
-        flow = self.flow(composition, count, len(parts[0]))
+        micro_batches = [
+            MicroBatch(composition, context.select(rows), rng.select(rows), selection) for rows in parts
+        ]
+        scheduler = self.scheduler(composition, count, len(parts[0]))
         try:
-            for number, lane in enumerate(lanes):
-                job = flow.prefill(number, lane, limits)
-                flow.go_on(lane, job, limits)
-                yield job.round
-            while flow.running:
-                lane, job = flow.verify(limits)
-                flow.go_on(lane, job, limits)
-                yield job.round
+            for number, micro_batch in enumerate(micro_batches):
+                request = scheduler.prefill(number, micro_batch, limits)
+                scheduler.go_on(micro_batch, request, limits)
+                yield request.round
+            while scheduler.running:
+                micro_batch, request = scheduler.verify(limits)
+                scheduler.go_on(micro_batch, request, limits)
+                yield request.round
         finally:
-            flow.stop()
+            scheduler.stop()
 
-    def lanes(self, rows: int) -> int:
-        """Micro-batches of so many rows."""
+    def count(self, rows: int) -> int:
+        """How many micro-batches so many rows make."""
         return min(2, rows) if self.micro_batches is None else self.micro_batches
 
-    def flow(self, composition: Composition, lanes: int, rows: int) -> Scheduler:
-        """What runs so many lanes of at most ``rows`` rows each; its worker starts now, and ends with ``stop``."""
-        worker = WORKERS[self.workers](composition, lanes, rows)
+    def scheduler(self, composition: Composition, micro_batches: int, rows: int) -> Scheduler:
+        """A scheduler of so many micro-batches of at most ``rows`` rows each; its worker starts now and ends with ``stop``."""
+        worker = WORKERS[self.workers](composition, micro_batches, rows)
         return Scheduler(worker, ahead=self.ahead, barrier=self.barrier, timeline=self.timeline)

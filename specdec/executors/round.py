@@ -1,7 +1,7 @@
-"""A lane: rows that go through their rounds together. Every executor is a way to run lanes.
+"""A micro-batch: rows that go through their rounds together. An executor is a way to run micro-batches.
 
 A round has two halves. Drafting needs the text and the draft's state (``DraftRunner``); verification needs the text, a proposal, and the
-target's cache (``MicroBatch``). Both halves can run in different places, because the committed tokens are all that they share.
+target's cache (``MicroBatch``). The halves share nothing but the committed tokens, so they can run in different threads or processes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from specdec.types import Context, Proposal, Round, Verdict
 
 
 class Drafted(NamedTuple):
-    """A proposal, its ``seconds``, those of each arm (``None`` without arms), and checks of it that are left to whoever verifies."""
+    """A proposal, the ``seconds`` it took, those ``spent`` by each arm (``None`` without arms), and the checks ``later`` that verification makes."""
 
     proposal: Proposal
     seconds: float
@@ -35,7 +35,7 @@ class Drafted(NamedTuple):
 
 
 class DraftRunner:
-    """The drafting half of a lane: the draft's state."""
+    """The drafting half of a micro-batch: the draft and its state."""
 
     def __init__(self, composition: Composition):
         self.part, self.draft, self.state = composition.drafting, composition.draft, None
@@ -44,23 +44,23 @@ class DraftRunner:
         self.proposal: Proposal | None = None
 
     def start(self, context: Context, target_cache: Any) -> None:
-        """After the target's prefill: the draft's own."""
+        """The draft's own prefill, after the target's."""
         self.state, self.started = self.draft.init(context, target_cache), True
 
     def observe(self, round: Round) -> None:
-        """The last round; its proposal may have been copied on its way, and a draft knows its own."""
+        """Pass the last round to the draft, with the proposal object that the draft returned (``round`` may hold a copy)."""
         if self.proposal is not None and self.proposal is not round.proposal:
             round = replace(round, proposal=self.proposal)
         self.state, self.proposal = self.draft.observe(self.state, round), None
 
     def select(self, stay: Tensor, target_cache: Any) -> None:
-        """Only these rows go on."""
+        """Keep only the rows ``stay``."""
         self.state = self.part.follow(self.draft.select(self.state, stay), target_cache)
 
     def propose(
         self, context: Context, budget: Tensor, rng: Rng, arm: Tensor | None = None, settle: bool = True
     ) -> Drafted:
-        """A proposal for the next round, checked. ``settle=False``: checks that would wait for the device are left to ``MicroBatch.verify``."""
+        """A checked proposal for the next round. ``settle=False`` leaves checks that would wait for the device to ``MicroBatch.verify``."""
         began, arms = perf_counter(), self.part.arms
         if arm is not None and arms is not None:
             self.state = arms.assign(self.state, arm)
@@ -74,13 +74,13 @@ class DraftRunner:
         if settle:
             later.settle()
         elif not proposal.tokens.is_cpu:
-            # Until the checks are made, what is no token must not index anything.
+            # Until the checks are made, invalid ids must not index anything.
             proposal = replace(proposal, tokens=proposal.tokens.clamp(0, self.vocab_size - 1))
         spent = None if arms is None else arms.spent(self.state)
         return Drafted(proposal, perf_counter() - began, spent, None if settle else later)
 
     def prepare(self, context: Context, arm: Tensor) -> None:
-        """Let the arms that are wanted next read their rows."""
+        """Let the arms of the next round read their rows."""
         if self.part.arms is not None:
             self.state = self.part.arms.prepare(self.state, context, arm)
 
@@ -89,7 +89,7 @@ class MicroBatch:
     """The verifying half: text, decisions and the target's cache of some rows.
 
     Attributes:
-        choice: arms of the round at hand, and ``next_arms``: those of the one after, where they are chosen a round ahead.
+        choice: arms of this round. next_arms: those of the next, where arms are chosen a round ahead.
     """
 
     def __init__(
@@ -112,13 +112,14 @@ class MicroBatch:
         return self.context.batch > 0
 
     def choose(self, ahead: bool = False) -> None:
-        """Arms for the next round; ``ahead``: those that were chosen a round ago, and new ones for the round after."""
+        """Choose arms for the next round. ``ahead``: take those that were chosen a round ago, and choose for the round after."""
         if self.selection is None:
             return
         if not ahead:
             self.choice = self.selection.choose(self.context, self.rng)
             return
-        if self.next_arms is None:  # the first arms serve two rounds, so that other lanes know who is where
+        # The first arms serve two rounds, so that capacities hold across micro-batches.
+        if self.next_arms is None:
             self.choice = self.next_arms = self.selection.choose(self.context, self.rng)
         else:
             self.choice, self.next_arms = self.next_arms, self.selection.choose(self.context, self.rng)
@@ -131,7 +132,7 @@ class MicroBatch:
         return torch.full((self.context.batch,), length if longest is None else min(length, longest))
 
     def budget(self, limits: StopRules) -> Tensor:
-        """``[B]`` the longest path that each row may be drafted now."""
+        """``[B]`` the longest path that may be drafted for each row now."""
         longest = self.composition.length if self.choice is None else self.choice.length
         return (limits.room(self.context) - 1).clamp(max=longest)
 
@@ -141,7 +142,7 @@ class MicroBatch:
         return self.verify(limits, Drafted(nothing, 0.0, None), torch.zeros_like(self.context.length))
 
     def verify(self, limits: StopRules, drafted: Drafted, budget: Tensor) -> Round:
-        """Score, verify, commit; rows that are finished leave."""
+        """Score and verify a proposal, and commit it to the target's cache."""
         parts, context, proposal = self.composition, self.context, drafted.proposal
         target, device, sampling = parts.target, parts.device, parts.sampling
         clock = [perf_counter()]
@@ -152,7 +153,7 @@ class MicroBatch:
         if proposal.tokens.device != scores.logits.device:  # drafts without a model work on the host
             proposal = proposal.to(scores.logits.device)
         verifier, able, probs, target_argmax = parts.verifier, parts.verifying, None, None
-        with drafted.later or DeferredChecks() as later:  # the verdict is all that is waited for
+        with drafted.later or DeferredChecks() as later:  # the host waits for the verdict only
             if sampling.greedy and able.compares_tokens:
                 target_argmax = sampling.argmax(scores.logits, context, proposal)
                 verdict = cast(ComparesTokens, verifier).greedy(proposal, target_argmax)
@@ -165,7 +166,7 @@ class MicroBatch:
         later.settle()
         _check_verdict(verdict, able.name, target.vocab_size)
         self.cache.commit(context, verdict)
-        kept, finished = limits.apply(context, verdict)
+        committed, finished = limits.apply(context, verdict)
         clock.append(perf_counter())
         t, v = (b - a for a, b in pairwise(clock))
         short = (limits.room(context) - 1 < self.lengths()) if self.number else torch.zeros_like(finished)
@@ -177,11 +178,11 @@ class MicroBatch:
             probs=probs,
             target_argmax=target_argmax,
             verdict=verdict,
-            kept=kept,
+            committed=committed,
             finished=finished,
             budget=budget,
-            cut=(kept <= verdict.accepted) | short,
-            arm=torch.zeros_like(kept) if choice is None else choice.arm,
+            truncated=(committed <= verdict.accepted) | short,
+            arm=torch.zeros_like(committed) if choice is None else choice.arm,
             arm_prob=torch.ones(context.batch) if choice is None else choice.prob,
             number=self.number,
             seconds={"draft": drafted.seconds, "target": t, "verify": v}
@@ -192,10 +193,10 @@ class MicroBatch:
         return round
 
     def settle(self, round: Round) -> Tensor | None:
-        """Take a round's tokens; rows that are finished leave. Returns those that stay, ``None`` when all do."""
+        """Append a round's tokens and drop the finished rows. Returns the rows that stay, or ``None`` when all do."""
         if self.selection is not None and self.number:
             self.selection.learn(round, self.spent)
-        self.context = self.context.append(round.verdict.tokens, round.kept)
+        self.context = self.context.append(round.verdict.tokens, round.committed)
         self.number += 1
         if not bool(round.finished.any()):
             return None
@@ -209,7 +210,7 @@ class MicroBatch:
 
 
 def staying(finished: Tensor) -> Tensor:
-    """The rows that go on, gaps filled from the end: a cache then has to move the fillers only."""
+    """The unfinished rows, with gaps filled from the end, so that a cache moves only the rows that fill them."""
     left = len(finished) - int(finished.sum())
     stay = torch.arange(left)
     stay[finished[:left]] = left + (~finished[left:]).nonzero()[:, 0]
@@ -217,10 +218,10 @@ def staying(finished: Tensor) -> Tensor:
 
 
 def check(proposal: Proposal, budget: Tensor, vocab_size: int, most: int | None = None) -> None:
-    """Raise ValueError for a proposal that breaks the contract: too long, malformed, or tokens that do not exist.
+    """Raise ValueError for a proposal that breaks the contract: too long, malformed, or with tokens outside the vocabulary.
 
     Args:
-        most: nodes that a row may have, as many as there are slots for.
+        most: nodes that a row has slots for.
     """
     _check_form(proposal, len(budget))
     if not proposal.nodes:
@@ -240,8 +241,8 @@ def check(proposal: Proposal, budget: Tensor, vocab_size: int, most: int | None 
         )
     if most is not None and int(proposal.size.max()) > most:
         raise ValueError(
-            f"the draft proposed {int(proposal.size.max())} nodes in a row, and there is room for {most}: declare the most "
-            "nodes of a proposal by its longest path, info = DraftInfo(..., nodes=lambda length: ...) (the default is length itself)"
+            f"the draft proposed {int(proposal.size.max())} nodes in a row, and there is room for {most}: declare the maximum "
+            "for each length, info = DraftInfo(..., nodes=lambda length: ...) (the default is length itself)"
         )
     tokens, probs = proposal.tokens, proposal.probs
     wrong = [(tokens < 0) | (tokens >= vocab_size)]
@@ -249,14 +250,14 @@ def check(proposal: Proposal, budget: Tensor, vocab_size: int, most: int | None 
         _check_source(proposal, live, vocab_size)
         total = probs.sum(-1, dtype=torch.float32).gather(1, proposal.sources(probs.device))
         drawn = proposal.q_of(tokens.clamp(0, vocab_size - 1))
-        wrong += [~((total - 1).abs() < 1e-3), drawn <= 0]  # NaN is off too
+        wrong += [~((total - 1).abs() < 1e-3), drawn <= 0]  # NaN fails too
 
-    def judge(wrong: Tensor) -> None:
+    def refuse(wrong: Tensor) -> None:
         outside, *unlike = wrong & live
         if bool(outside.any()):
             raise ValueError(
-                f"the draft proposed a token outside the target's vocabulary of {vocab_size}: pad or cut its logits (a captured draft "
-                "says -1 where its logits are not finite)"
+                f"the draft proposed a token outside the target's vocabulary of {vocab_size}: pad or trim its logits (a captured draft "
+                "proposes -1 where its logits are not finite)"
             )
         if not unlike:
             return
@@ -274,11 +275,11 @@ def check(proposal: Proposal, budget: Tensor, vocab_size: int, most: int | None 
                 "drawn from them"
             )
 
-    defer(torch.stack(wrong), judge)
+    defer(torch.stack(wrong), refuse)
 
 
 def _check_form(proposal: Proposal, batch: int) -> None:
-    """Raise ValueError unless shapes and types are those of a proposal for ``batch`` rows, and its structure is on the host."""
+    """Raise ValueError unless shapes and types are those of a proposal for ``batch`` rows, with its structure on the host."""
     tokens, parents, size = proposal.tokens, proposal.parents, proposal.size
     whole = tokens.dtype == parents.dtype == size.dtype == torch.long
     shapes = (
@@ -306,11 +307,7 @@ def _check_source(proposal: Proposal, live: Tensor, vocab_size: int) -> None:
     if probs.shape != (B, Q, vocab_size):
         raise ValueError(
             f"the draft's probs have shape {list(probs.shape)}: expected {[B, Q, vocab_size]}, one distribution "
-            + (
-                "a node (fewer with source)"
-                if source is None
-                else "or more, of which source says whose it is"
-            )
+            + ("a node (fewer with source)" if source is None else "or more, which source assigns to nodes")
         )
     if source is None:
         return

@@ -1,4 +1,4 @@
-"""Lanes whose drafting halves are in a worker: jobs out, answers in, rounds in the order in which they are verified."""
+"""Micro-batches whose drafting halves run in a worker: requests go out, proposals come back and are verified in that order."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from specdec.types import Round
 
 
 class Scheduler:
-    """One run. A lane's rounds are ``prefill``, then ``verify``, and ``go_on`` after each: between the two, rows may join it.
+    """One run. A micro-batch goes through ``prefill``, then ``verify`` every round, with ``go_on`` after each; rows may join it before ``go_on``.
 
     Args:
-        worker: takes jobs, gives answers (``executors.worker``). ahead, barrier, timeline: as for ``Pipelined``.
+        worker: takes requests and answers with proposals (``executors.worker``). ahead, barrier, timeline: as for ``Pipelined``.
     Attributes:
-        running: number -> lane that is being drafted, and its budget. clock: when the last round ended.
+        running: number -> micro-batch whose proposal is awaited, and its budget. clock: when the last round ended.
     """
 
     def __init__(
@@ -30,87 +30,98 @@ class Scheduler:
     ):
         self.worker, self.ahead, self.barrier, self.timeline = worker, ahead, barrier, timeline
         self.running: dict[int, tuple[MicroBatch, Tensor]] = {}
-        self.waiting: list[DraftRequest] = []  # behind the barrier
+        self.waiting: list[DraftRequest] = []  # held back by the barrier
         self.clock = perf_counter()
 
-    def prefill(self, number: int, lane: MicroBatch, limits: StopRules) -> DraftRequest:
-        """Round 0 of a lane; returns what ``go_on`` is to tell of it."""
+    def prefill(self, number: int, micro_batch: MicroBatch, limits: StopRules) -> DraftRequest:
+        """Round 0 of a micro-batch; returns the request for ``go_on``."""
         began = perf_counter()
-        round = lane.prefill(limits)
+        round = micro_batch.prefill(limits)
         self._note("prefill", number, began)
-        return self._settle(number, lane, round)
+        return self._settle(number, micro_batch, round)
 
     def verify(self, limits: StopRules) -> tuple[MicroBatch, DraftRequest]:
-        """Wait for a proposal and verify it; returns its lane, and what ``go_on`` is to tell of the round.
+        """Wait for a proposal and verify it; returns its micro-batch and the request for ``go_on``.
 
         Raises:
-            BaseException: whatever the worker raised; RuntimeError when it died.
+            BaseException: what the worker raised. RuntimeError: the worker died.
         """
-        answer = self.worker.answer()
-        lane, budget = self.running.pop(answer.lane)
+        response = self.worker.answer()
+        micro_batch, budget = self.running.pop(response.micro_batch)
         if self.timeline is not None:
-            self.timeline.spans += answer.spans
+            self.timeline.spans += response.spans
         began = perf_counter()
-        round = lane.verify(limits, answer.drafted, budget)
-        self._note("verify", answer.lane, began)
-        return lane, self._settle(answer.lane, lane, round)
+        round = micro_batch.verify(limits, response.drafted, budget)
+        self._note("verify", response.micro_batch, began)
+        return micro_batch, self._settle(response.micro_batch, micro_batch, round)
 
     def go_on(
-        self, lane: MicroBatch, job: DraftRequest, limits: StopRules, joins: DraftRequest | None = None
+        self,
+        micro_batch: MicroBatch,
+        request: DraftRequest,
+        limits: StopRules,
+        joins: DraftRequest | None = None,
     ) -> None:
-        """Ask for the next proposal of a lane, which some rows (of a job of their own) have joined, or say that it is through."""
-        if not lane:
-            self.worker.submit(job)
+        """Ask for the next proposal of a micro-batch, or report that it is finished. ``joins``: the prefill of rows that have joined it."""
+        if not micro_batch:
+            self.worker.submit(request)
         else:
-            lane.choose(ahead=self.ahead)
-            budget = lane.budget(limits)
-            self.running[job.lane] = lane, budget
-            job = job._replace(
-                context=lane.context,
+            micro_batch.choose(ahead=self.ahead)
+            budget = micro_batch.budget(limits)
+            self.running[request.micro_batch] = micro_batch, budget
+            request = request._replace(
+                context=micro_batch.context,
                 budget=budget,
-                rng=lane.rng,
-                arm=None if lane.choice is None else lane.choice.arm,
-                wanted=None if lane.next_arms is None else lane.next_arms.arm,
-                target_cache=lane.cache if self.worker.shares else None,
+                rng=micro_batch.rng,
+                arm=None if micro_batch.choice is None else micro_batch.choice.arm,
+                wanted=None if micro_batch.next_arms is None else micro_batch.next_arms.arm,
+                target_cache=micro_batch.cache if self.worker.shares else None,
                 joins=joins,
             )
-            if self.barrier and job.round.number:
-                self.waiting.append(job)
+            if self.barrier and request.round.number:
+                self.waiting.append(request)
             else:
-                self.worker.submit(job)
-        if self.waiting and len(self.waiting) == len(self.running):  # all are through with this round
-            for job in self.waiting:
-                self.worker.submit(job)
+                self.worker.submit(request)
+        if self.waiting and len(self.waiting) == len(self.running):  # all have verified this round
+            for request in self.waiting:
+                self.worker.submit(request)
             self.waiting = []
 
     def stop(self) -> None:
-        """Leave no worker behind."""
+        """End the worker."""
         self.worker.stop()
 
-    def _settle(self, number: int, lane: MicroBatch, round: Round) -> DraftRequest:
+    def _settle(self, number: int, micro_batch: MicroBatch, round: Round) -> DraftRequest:
         shares, half = self.worker.shares, None
-        if shares and not round.number and reading(lane.composition):
-            # The draft must see the target's cache before rows leave it or join others, so its state begins in this thread.
-            half = DraftRunner(lane.composition)
-            half.start(round.context, lane.cache)
+        if shares and not round.number and reading(micro_batch.composition):
+            # The draft reads the target's cache before rows leave or join, so its prefill runs in this thread.
+            half = DraftRunner(micro_batch.composition)
+            half.start(round.context, micro_batch.cache)
             half.observe(round)
-        stay = lane.settle(round)
-        if half is not None and stay is not None and lane:
-            half.select(stay, lane.cache)
+        stay = micro_batch.settle(round)
+        if half is not None and stay is not None and micro_batch:
+            half.select(stay, micro_batch.cache)
         now = perf_counter()
         round.seconds["total"], self.clock = now - self.clock, now  # type: ignore[index]
         if not round.number:
             round.seconds["prefill"] = round.seconds["total"]  # type: ignore[index]
-        cache = lane.cache if shares else None
+        cache = micro_batch.cache if shares else None
         return DraftRequest(
-            number, round, stay, lane.context, round.budget, lane.rng, target_cache=cache, half=half
+            number,
+            round,
+            stay,
+            micro_batch.context,
+            round.budget,
+            micro_batch.rng,
+            target_cache=cache,
+            half=half,
         )
 
-    def _note(self, stage: str, lane: int, began: float) -> None:
+    def _note(self, stage: str, micro_batch: int, began: float) -> None:
         if self.timeline is not None:
-            self.timeline.add("target", stage, lane, began, perf_counter())
+            self.timeline.add("target", stage, micro_batch, began, perf_counter())
 
 
 def reading(composition: Composition) -> list[DraftPart]:
-    """The drafts that look at the target's cache or activations."""
+    """The drafts that read the target's cache or activations."""
     return [part for part in composition.drafting.members if part.reads_target]

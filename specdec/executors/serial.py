@@ -1,4 +1,4 @@
-"""One round after another: draft, score, verify, commit. The executor that the others must equal."""
+"""One round after another: draft, score, verify, commit. The other executors are tested against this one."""
 
 from __future__ import annotations
 
@@ -18,29 +18,28 @@ class Serial:
     """All rows draft, then all rows verify; rows that finish leave the batch."""
 
     def run(self, composition: Composition, context: Context, rng: Rng, limits: StopRules) -> Iterator[Round]:
-        lane = MicroBatch(composition, context, rng, composition.begin(context.batch))
+        micro_batch = MicroBatch(composition, context, rng, composition.begin(context.batch))
         drafting = DraftRunner(composition)
-        while lane:
+        while micro_batch:
             began = perf_counter()
-            first = not lane.number
+            first = not micro_batch.number
             if first:
-                round = lane.prefill(limits)
-                drafting.start(lane.context, lane.cache)
+                round = micro_batch.prefill(limits)
+                drafting.start(micro_batch.context, micro_batch.cache)
             else:
-                budget = lane.budget(limits)
-                arm = None if lane.choice is None else lane.choice.arm
-                drafted = drafting.propose(lane.context, budget, lane.rng, arm, settle=False)
-                round = lane.verify(limits, drafted, budget)
+                budget = micro_batch.budget(limits)
+                arm = None if micro_batch.choice is None else micro_batch.choice.arm
+                drafted = drafting.propose(micro_batch.context, budget, micro_batch.rng, arm, settle=False)
+                round = micro_batch.verify(limits, drafted, budget)
             drafting.observe(round)
-            stay = lane.settle(round)
-            if lane:
+            stay = micro_batch.settle(round)
+            if micro_batch:
                 if stay is not None:
-                    drafting.select(stay, lane.cache)
-                lane.choose()
-                if (
-                    first and lane.choice is not None
-                ):  # reading the prompt is prefill, whichever draft does it
-                    drafting.prepare(lane.context, lane.choice.arm)
+                    drafting.select(stay, micro_batch.cache)
+                micro_batch.choose()
+                # A draft that reads the prompt counts as prefill.
+                if first and micro_batch.choice is not None:
+                    drafting.prepare(micro_batch.context, micro_batch.choice.arm)
             round.seconds["total"] = perf_counter() - began  # type: ignore[index]
             if first:
                 round.seconds["prefill"] = round.seconds["total"]  # type: ignore[index]

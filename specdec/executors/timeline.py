@@ -1,4 +1,4 @@
-"""A time line of the stages: who worked on which lane when, as a picture and as Chrome-trace JSON (chrome://tracing, Perfetto)."""
+"""When each worker ran which stage of which micro-batch: a picture, or Chrome-trace JSON (chrome://tracing, Perfetto)."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ class Span(NamedTuple):
 
     worker: str
     stage: str
-    lane: int
+    micro_batch: int
     began: float
     ended: float
 
 
 class Timeline:
-    """Spans of a run. Give it to an executor: ``Pipelined(timeline=Timeline())``; it collects until it is cleared."""
+    """Spans of runs, collected until ``clear``. Pass one to an executor: ``Pipelined(timeline=Timeline())``."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
 
     def __repr__(self) -> str:
-        return f"Timeline({len(self.spans)} spans of {', '.join(self.workers) or 'nobody'}, {self.seconds:.3f} s)"
+        return f"Timeline({len(self.spans)} spans of {', '.join(self.workers) or 'no worker'}, {self.seconds:.3f} s)"
 
-    def add(self, worker: str, stage: str, lane: int, began: float, ended: float) -> None:
-        self.spans.append(Span(worker, stage, lane, began, ended))
+    def add(self, worker: str, stage: str, micro_batch: int, began: float, ended: float) -> None:
+        self.spans.append(Span(worker, stage, micro_batch, began, ended))
 
     def clear(self) -> None:
         self.spans.clear()
@@ -38,20 +38,20 @@ class Timeline:
 
     @property
     def seconds(self) -> float:
-        """From the first beginning to the last end."""
+        """From the start of the first span to the end of the last."""
         if not self.spans:
             return 0.0
         return max(s.ended for s in self.spans) - min(s.began for s in self.spans)
 
     def busy(self) -> dict[str, float]:
-        """Worker -> share of the time in which it worked."""
+        """Worker -> share of the time in which it was busy."""
         return {
             worker: sum(s.ended - s.began for s in self.spans if s.worker == worker) / self.seconds
             for worker in self.workers
         }
 
     def chrome(self, path: str | Path) -> None:
-        """Write the JSON that chrome://tracing and ui.perfetto.dev open; microseconds from the first span."""
+        """Write the JSON that chrome://tracing and ui.perfetto.dev open, in microseconds from the first span."""
         Path(path).write_text(json.dumps({"traceEvents": self.events(), "displayTimeUnit": "ms"}))
 
     def events(self) -> list[dict[str, Any]]:
@@ -64,22 +64,22 @@ class Timeline:
         return named + [
             {
                 "ph": "X",
-                "name": f"{s.stage} {s.lane}",
+                "name": f"{s.stage} {s.micro_batch}",
                 "cat": s.stage,
                 "pid": 0,
                 "tid": names[s.worker],
                 "ts": 1e6 * (s.began - start),
                 "dur": 1e6 * (s.ended - s.began),
-                "args": {"lane": s.lane},
+                "args": {"lane": s.micro_batch},
             }
             for s in self.spans
         ]
 
     def plot(self, path: str | Path, seconds: tuple[float, float] | None = None) -> None:
-        """A picture: a line a worker, a colour a lane, stages by their letter. Needs matplotlib (the ``plots`` extra).
+        """Save a picture: one line for each worker, one colour for each micro-batch, stages by their first letter. Needs matplotlib (the ``plots`` extra).
 
         Args:
-            seconds: the part to show, from the first span; default all.
+            seconds: the part to show, counted from the first span (default: all).
         """
         try:
             from matplotlib.figure import Figure
@@ -98,13 +98,15 @@ class Timeline:
                 1e3 * (s.ended - s.began),
                 left=1e3 * (s.began - start),
                 height=0.7,
-                color=f"C{s.lane % 10}",
+                color=f"C{s.micro_batch % 10}",
                 alpha=shade.get(s.stage, 0.85),
                 edgecolor="white",
                 linewidth=0.5,
             )
             if s.ended - s.began > 0.02 * (high - low):
-                axes.bar_label(box, [f"{s.stage[0]}{s.lane}"], label_type="center", fontsize=7, color="white")
+                axes.bar_label(
+                    box, [f"{s.stage[0]}{s.micro_batch}"], label_type="center", fontsize=7, color="white"
+                )
         axes.set_yticks(list(lines.values()), list(lines))
         axes.set_xlim(1e3 * low, 1e3 * max(high, low + 1e-6))
         axes.set_xlabel("milliseconds")

@@ -1,4 +1,4 @@
-"""How many micro-batches: a first guess from profiled rounds, then more while throughput rises (SPIN, arXiv 2503.15921, section 6)."""
+"""How many micro-batches to use: a first guess from profiled rounds, then one more while throughput rises (SPIN, arXiv 2503.15921, section 6)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from specdec.types import Round
 
 
 class Decodes(Protocol):
-    """What is tuned: a ``Decoder``."""
+    """What ``tune`` needs of a ``Decoder``."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
@@ -34,7 +34,7 @@ class Decodes(Protocol):
 
 @dataclass(frozen=True)
 class Tuned:
-    """``executor`` to use, the ``model`` of profiled rounds, and what was ``observed``: micro-batches -> tokens/s (1: serial)."""
+    """The ``executor`` to use, the time ``model`` of profiled rounds, and ``observed``: micro-batches -> tokens/s (1: serial)."""
 
     executor: Serial | Pipelined
     model: TimeModel
@@ -50,11 +50,9 @@ def profile(decoder: Decodes, prompts: Sequence[Any], rounds: int = 12, seed: in
         raise ValueError(f"there are {len(prompts)} prompts: profile needs at least 2")
 
     def take(round: Round) -> None:
-        if round.number > 1 and not bool(
-            round.finished.any()
-        ):  # the first round of all is not like the others
+        if round.number > 1 and not bool(round.finished.any()):  # the first round includes warm-up
             s = round.seconds
-            samples.append((len(round.kept), s["draft"], s["target"] + s["verify"]))
+            samples.append((len(round.committed), s["draft"], s["target"] + s["verify"]))
 
     for size in sizes:
         serial.generate(prompts[:size], decoder.length * rounds, seed=seed, eos_token_id=(), on_round=take)
@@ -70,10 +68,10 @@ def tune(
     repeats: int = 1,
     seed: int = 0,
 ) -> Tuned:
-    """The best executor for a decoder and a batch like ``prompts``: ``Pipelined`` with as many micro-batches as pay, or ``Serial``.
+    """The best executor for a decoder and a batch like ``prompts``: ``Pipelined`` with the best number of micro-batches, or ``Serial``.
 
     Args:
-        executor: a ``Pipelined`` whose other settings to use. repeats: runs of each candidate; the fastest counts.
+        executor: a ``Pipelined`` whose other settings are used. repeats: runs of each candidate, of which the fastest counts.
     """
     if repeats < 1:
         raise ValueError(f"repeats is {repeats}: each candidate runs at least once")
@@ -104,8 +102,8 @@ def _speed(decoder: Decodes, prompts: Sequence[Any], tokens: int, seed: int) -> 
         tokens,
         seed=seed,
         eos_token_id=(),
-        on_round=lambda r: marks.append((perf_counter(), r.number, int(r.kept.sum()))),
+        on_round=lambda r: marks.append((perf_counter(), r.number, int(r.committed.sum()))),
     )
     start = max((at for at, number, _ in marks if number == 0), default=0.0)
     spent = marks[-1][0] - start
-    return sum(kept for at, number, kept in marks if at > start) / spent if spent else 0.0
+    return sum(made for at, number, made in marks if at > start) / spent if spent else 0.0

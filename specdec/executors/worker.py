@@ -1,7 +1,7 @@
-"""Where the drafting halves of lanes run while the target verifies: a thread, or a forked process with shared tensors.
+"""Where the drafting halves of micro-batches run while the target verifies: a thread, or a forked process with shared tensors.
 
-Both take jobs in order and answer each with a proposal. An exception in the worker is raised where its answer is awaited; a process
-that dies is an exception too.
+Both take requests in order and answer each with a proposal. ``answer`` raises an exception of the worker, and RuntimeError when its
+process died.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from specdec.types import Context, Proposal, Round, Scores
 
 
 class DraftRequest(NamedTuple):
-    """What the drafting half of a lane is told: of the last round, and what to draft next (no rows: nothing, the lane is through).
+    """What the drafting half of a micro-batch needs: the last round, and what to draft next (no rows: the micro-batch is finished).
 
     Attributes:
-        round, stay: the last round, and the rows of it that go on (``None``: all do).
+        round, stay: the last round, and its rows that go on (``None``: all).
         context, budget, rng, arm: of the rows to be drafted. wanted: arms of the round after.
-        target_cache: where the worker shares memory with the target. half: the drafting half, where it had to begin in the target's
-            thread: it knows the round already.
-        joins: new rows, which come after the others: told as a lane of their own, whose last round is their prefill.
+        target_cache: the target's, where the worker shares its memory. half: a drafting half that had to begin in the target's thread and
+            has observed the round.
+        joins: the request of new rows, which come after the others; its last round is their prefill.
     """
 
-    lane: int
+    micro_batch: int
     round: Round
     stay: Tensor | None
     context: Context
@@ -53,15 +53,15 @@ class DraftRequest(NamedTuple):
 
 
 class DraftResponse(NamedTuple):
-    """A proposal for a lane, and what the worker did since its last answer."""
+    """A proposal for a micro-batch, and what the worker did since its last response."""
 
-    lane: int
+    micro_batch: int
     drafted: Drafted
     spans: tuple[Span, ...]
 
 
 class DraftWorker:
-    """The drafting halves of all lanes, by number, and what was done for them since the last answer.
+    """The drafting halves of all micro-batches, by number, and what was done for them since the last response.
 
     Args:
         settle: as for ``DraftRunner.propose``.
@@ -72,109 +72,113 @@ class DraftWorker:
         self.halves: dict[int, DraftRunner] = {}
         self.spans: list[Span] = []
 
-    def draft(self, job: DraftRequest) -> DraftResponse | None:
-        """Hear of the last round and draft for the next; ``None`` for a lane that is through."""
-        if not job.context.batch:
-            self.halves.pop(job.lane, None)
+    def draft(self, request: DraftRequest) -> DraftResponse | None:
+        """Observe the last round and draft for the next; ``None`` for a micro-batch that is finished."""
+        if not request.context.batch:
+            self.halves.pop(request.micro_batch, None)
             return None
-        half = self.halves[job.lane] = self._told(job, self.halves.get(job.lane))
-        if not job.round.number:
-            self._read(half, job, job.arm)
+        half = self.halves[request.micro_batch] = self._told(request, self.halves.get(request.micro_batch))
+        if not request.round.number:
+            self._read(half, request, request.arm)
         began = perf_counter()
-        drafted = half.propose(job.context, job.budget, job.rng, job.arm, self.settle)
-        self._note("draft", job.lane, began)
+        drafted = half.propose(request.context, request.budget, request.rng, request.arm, self.settle)
+        self._note("draft", request.micro_batch, began)
         spans, self.spans = tuple(self.spans), []
-        return DraftResponse(job.lane, drafted, spans)
+        return DraftResponse(request.micro_batch, drafted, spans)
 
-    def prepare(self, job: DraftRequest) -> None:
-        """After the answer: let the arms that are wanted next read their rows."""
-        if job.wanted is not None:
+    def prepare(self, request: DraftRequest) -> None:
+        """After the response: let the arms of the next round read their rows."""
+        if request.wanted is not None:
             began = perf_counter()
-            self.halves[job.lane].prepare(job.context, job.wanted)
-            self._note("prepare", job.lane, began)
+            self.halves[request.micro_batch].prepare(request.context, request.wanted)
+            self._note("prepare", request.micro_batch, began)
 
-    def _told(self, job: DraftRequest, half: DraftRunner | None) -> DraftRunner:
-        """A half (``None``: of rows that begin) after the round of ``job``, with the rows that join."""
-        begins = job.half is not None
-        if job.half is not None:
-            half = job.half
+    def _told(self, request: DraftRequest, half: DraftRunner | None) -> DraftRunner:
+        """The drafting half (``None``: a new one) after the request's round, with the rows that join."""
+        begins = request.half is not None
+        if request.half is not None:
+            half = request.half
         else:
             if half is None:
                 began, half = perf_counter(), DraftRunner(self.composition)
-                half.start(job.round.context, job.target_cache)
-                self._note("prefill", job.lane, began)
-            half.observe(job.round)
-            if job.stay is not None:
-                half.state = half.draft.select(half.state, job.stay)
-        if job.joins is not None:
-            new = self._told(job.joins, None)
-            self._read(new, job.joins, None if job.arm is None else job.arm[-job.joins.context.batch :])
+                half.start(request.round.context, request.target_cache)
+                self._note("prefill", request.micro_batch, began)
+            half.observe(request.round)
+            if request.stay is not None:
+                half.state = half.draft.select(half.state, request.stay)
+        if request.joins is not None:
+            new = self._told(request.joins, None)
+            self._read(
+                new,
+                request.joins,
+                None if request.arm is None else request.arm[-request.joins.context.batch :],
+            )
             assert half.part.joins is not None  # ``serving.check``
             half.state = half.part.joins.join(half.state, new.state)
-        if begins or job.joins is not None or job.stay is not None:
-            half.state = half.part.follow(half.state, job.target_cache)
+        if begins or request.joins is not None or request.stay is not None:
+            half.state = half.part.follow(half.state, request.target_cache)
         return half
 
-    def _read(self, half: DraftRunner, job: DraftRequest, arm: Tensor | None) -> None:
-        """Reading the prompt is prefill, whichever draft does it."""
+    def _read(self, half: DraftRunner, request: DraftRequest, arm: Tensor | None) -> None:
+        """Let the arms read new rows; this counts as prefill."""
         if arm is not None:
             began = perf_counter()
-            half.prepare(job.context, arm)
-            self._note("prefill", job.lane, began)
+            half.prepare(request.context, arm)
+            self._note("prefill", request.micro_batch, began)
 
-    def _note(self, stage: str, lane: int, began: float) -> None:
-        self.spans.append(Span("drafts", stage, lane, began, perf_counter()))
+    def _note(self, stage: str, micro_batch: int, began: float) -> None:
+        self.spans.append(Span("drafts", stage, micro_batch, began, perf_counter()))
 
 
 def work(composition: Composition, receive: Callable[[], Any], send: Callable[[Any], None]) -> None:
-    """Serve jobs until ``None`` comes; an exception is sent and ends the work."""
+    """Serve requests until ``None`` comes. An exception is sent and ends the loop."""
     try:
-        desk = DraftWorker(composition)
+        drafts = DraftWorker(composition)
         with torch.inference_mode():
-            while (job := receive()) is not None:
-                answer = desk.draft(job)
-                if answer is not None:
-                    _finish(answer.drafted.proposal)
-                    send(answer)
-                    desk.prepare(job)
-    except BaseException as error:  # whatever it is, it belongs to whoever waits for the answer
-        with suppress(OSError):  # nobody may wait any more
+            while (request := receive()) is not None:
+                response = drafts.draft(request)
+                if response is not None:
+                    _finish(response.drafted.proposal)
+                    send(response)
+                    drafts.prepare(request)
+    except BaseException as error:  # raised where the response is awaited
+        with suppress(OSError):  # the other end may be closed
             send(error)
 
 
 def _finish(proposal: Proposal) -> None:
-    """A proposal that is sent must be there: on a GPU, wait for this worker's stream."""
+    """On a GPU, wait for this worker's stream before a proposal is sent."""
     if proposal.tokens.is_cuda:
         torch.cuda.current_stream(proposal.tokens.device).synchronize()
 
 
 class InlineWorker:
-    """No worker: drafts in the caller's thread, as soon as it is told to; for one lane, as the serial executor has it."""
+    """No worker: drafts at once, in the caller's thread, for one micro-batch, as the serial executor does."""
 
     shares = True
 
-    def __init__(self, composition: Composition, lanes: int = 1, rows: int = 0):
-        self.desk = DraftWorker(composition, settle=False)
-        self.said: DraftResponse | None = None
+    def __init__(self, composition: Composition, micro_batches: int = 1, rows: int = 0):
+        self.drafts = DraftWorker(composition, settle=False)
+        self.response: DraftResponse | None = None
 
-    def submit(self, job: DraftRequest) -> None:
-        self.said = self.desk.draft(job)
+    def submit(self, request: DraftRequest) -> None:
+        self.response = self.drafts.draft(request)
 
     def answer(self) -> DraftResponse:
         """The proposal."""
-        assert self.said is not None
-        return self.said
+        assert self.response is not None
+        return self.response
 
     def stop(self) -> None:
         """There is nothing to stop."""
 
 
 class ThreadWorker:
-    """A thread of this process; on a GPU it has a stream of its own, so that its kernels run beside the target's."""
+    """A thread of this process. On a GPU it has a stream of its own, so that its kernels run beside the target's."""
 
     shares = True
 
-    def __init__(self, composition: Composition, lanes: int, rows: int):
+    def __init__(self, composition: Composition, micro_batches: int, rows: int):
         self.inbox: SimpleQueue[Any] = SimpleQueue()
         self.outbox: SimpleQueue[Any] = SimpleQueue()
         device = composition.device
@@ -182,10 +186,10 @@ class ThreadWorker:
         self.stream = stream
 
         def receive() -> Any:
-            job, ready = self.inbox.get()
+            request, ready = self.inbox.get()
             if stream is not None:
                 stream.wait_event(ready)
-            return job
+            return request
 
         def body() -> None:
             with torch.cuda.stream(stream):  # None: nothing changes
@@ -194,17 +198,17 @@ class ThreadWorker:
         self.thread = threading.Thread(target=body, name="specdec-drafting", daemon=True)
         self.thread.start()
 
-    def submit(self, job: DraftRequest | None) -> None:
-        # On a GPU the job waits for what the target's stream was given: activations, and cache rows that move.
+    def submit(self, request: DraftRequest | None) -> None:
+        # On a GPU the request waits for the target's stream, which may still write activations and move cache rows.
         ready = None if self.stream is None else torch.cuda.current_stream(self.stream.device).record_event()
-        self.inbox.put((job, ready))
+        self.inbox.put((request, ready))
 
     def answer(self) -> DraftResponse:
         """The next proposal. Raises what the worker raised."""
-        said = self.outbox.get()
-        if isinstance(said, BaseException):
-            raise said
-        return said
+        response = self.outbox.get()
+        if isinstance(response, BaseException):
+            raise response
+        return response
 
     def stop(self) -> None:
         self.submit(None)
@@ -212,18 +216,18 @@ class ThreadWorker:
 
 
 class ProcessWorker:
-    """A forked process: it has the models at no cost, computes on one thread, and hands probabilities over in shared memory.
+    """A forked process. It shares the models' memory, computes on one thread, and returns probabilities in shared memory.
 
-    Forking is safe here because the child uses no thread pool (as PyTorch's own data loaders do); it cannot use CUDA.
+    Forking is safe because the child uses no thread pool (as in PyTorch's data loaders). The child cannot use CUDA.
     """
 
     shares = False
 
-    def __init__(self, composition: Composition, lanes: int, rows: int):
+    def __init__(self, composition: Composition, micro_batches: int, rows: int):
         fork = multiprocessing.get_context("fork")
         ours, theirs = fork.Pipe()
         size = max(1, rows * composition.nodes * composition.target.vocab_size * 8)
-        self.buffers = [torch.empty(size, dtype=torch.uint8).share_memory_() for _ in range(lanes)]
+        self.buffers = [torch.empty(size, dtype=torch.uint8).share_memory_() for _ in range(micro_batches)]
         self.pipe = ours
 
         def body() -> None:
@@ -232,23 +236,23 @@ class ProcessWorker:
             work(
                 composition,
                 lambda: pickle.loads(theirs.recv_bytes()),
-                lambda said: theirs.send_bytes(_dumps(self._lay(said))),
+                lambda response: theirs.send_bytes(_dumps(self._lay(response))),
             )
 
         self.process = fork.Process(target=body, name="specdec-drafting", daemon=True)
         self.process.start()
         theirs.close()
 
-    def submit(self, job: DraftRequest) -> None:
-        if not isinstance(job.rng, Philox):
+    def submit(self, request: DraftRequest) -> None:
+        if not isinstance(request.rng, Philox):
             raise ValueError(
-                f"rng is a {type(job.rng).__name__}: random decisions that are kept in this process cannot be made in another; use "
+                f"rng is a {type(request.rng).__name__}: random decisions that are kept in this process cannot be made in another: use "
                 "Pipelined(workers='threads')"
             )
         try:
-            self.pipe.send_bytes(_dumps(_slim(job)))
+            self.pipe.send_bytes(_dumps(_slim(request)))
         except OSError:
-            while True:  # it has ended: what it said last tells why
+            while True:  # it has ended; its last response says why
                 self.answer()
 
     def answer(self) -> DraftResponse:
@@ -257,44 +261,44 @@ class ProcessWorker:
         try:
             if not self.pipe.poll():
                 raise EOFError
-            said = pickle.loads(self.pipe.recv_bytes())
+            response = pickle.loads(self.pipe.recv_bytes())
         except (EOFError, OSError) as broken:
             raise self._dead() from broken
-        if isinstance(said, BaseException):
-            raise said
-        return self._take(said)
+        if isinstance(response, BaseException):
+            raise response
+        return self._take(response)
 
     def _dead(self) -> RuntimeError:
         self.process.join(1)
         return RuntimeError(
-            f"the drafting worker died (exit code {self.process.exitcode}): nothing of the batch is lost that was yielded; look for a "
+            f"the drafting worker died (exit code {self.process.exitcode}): rounds that were yielded are not lost; look for a "
             "crash or the out-of-memory killer, or use Pipelined(workers='threads')"
         )
 
-    def _lay(self, said: Any) -> Any:
-        """An answer with its probabilities laid into shared memory."""
-        if isinstance(said, BaseException):
-            told = "".join(traceback.format_exception(said))
+    def _lay(self, response: Any) -> Any:
+        """A response with its probabilities in shared memory."""
+        if isinstance(response, BaseException):
+            told = "".join(traceback.format_exception(response))
             try:
-                pickle.loads(pickle.dumps(said))
-            except Exception:  # what cannot travel is told in words
-                said = RuntimeError(f"{type(said).__name__} in the drafting worker: {said}")
-            said.add_note(f"in the drafting worker:\n{told}")
-            return said
-        proposal = said.drafted.proposal
+                pickle.loads(pickle.dumps(response))
+            except Exception:  # an exception that cannot be pickled
+                response = RuntimeError(f"{type(response).__name__} in the drafting worker: {response}")
+            response.add_note(f"in the drafting worker:\n{told}")
+            return response
+        proposal = response.drafted.proposal
         if proposal.probs is None:
-            return said
+            return response
         probs, source = proposal.probs, proposal.source
-        if probs.shape[1] > proposal.nodes:  # there is room for one distribution a node
+        if probs.shape[1] > proposal.nodes:  # the buffer has room for one distribution a node
             probs, source = proposal.distributions(), None
         probs = probs.contiguous()
         bytes_ = probs.view(-1).view(torch.uint8)
-        if len(bytes_) > len(self.buffers[said.lane]):
+        if len(bytes_) > len(self.buffers[response.micro_batch]):
             return RuntimeError(
-                f"the draft proposed {proposal.nodes} nodes a row, more than it declares: a draft of trees has "
-                "info = DraftInfo(..., nodes=lambda length: ...), the most nodes of a proposal"
+                f"the draft proposed {proposal.nodes} nodes a row, more than it declares: give a draft of trees "
+                "info = DraftInfo(..., nodes=lambda length: ...), the maximum for each length"
             )
-        self.buffers[said.lane][: len(bytes_)].copy_(bytes_)
+        self.buffers[response.micro_batch][: len(bytes_)].copy_(bytes_)
         laid = Laid(
             proposal.tokens,
             proposal.parents,
@@ -304,16 +308,16 @@ class ProcessWorker:
             tuple(probs.shape),
             source,
         )
-        return said._replace(drafted=said.drafted._replace(proposal=laid))
+        return response._replace(drafted=response.drafted._replace(proposal=laid))
 
-    def _take(self, said: DraftResponse) -> DraftResponse:
-        laid = said.drafted.proposal
+    def _take(self, response: DraftResponse) -> DraftResponse:
+        laid = response.drafted.proposal
         if not isinstance(laid, Laid):
-            return said
+            return response
         count = torch.Size(laid.shape).numel() * laid.dtype.itemsize
-        probs = self.buffers[said.lane][:count].clone().view(laid.dtype).view(laid.shape)
+        probs = self.buffers[response.micro_batch][:count].clone().view(laid.dtype).view(laid.shape)
         proposal = Proposal(laid.tokens, laid.parents, laid.size, probs, laid.provenance, laid.source)
-        return said._replace(drafted=said.drafted._replace(proposal=proposal))
+        return response._replace(drafted=response.drafted._replace(proposal=proposal))
 
     def stop(self) -> None:
         with suppress(OSError):
@@ -326,9 +330,9 @@ class ProcessWorker:
         self.process.close()
 
 
-def _slim(job: DraftRequest) -> DraftRequest:
-    """A job without what only the target's process needs."""
-    nothing, round = torch.empty(0), job.round
+def _slim(request: DraftRequest) -> DraftRequest:
+    """A request without what only the target's process needs."""
+    nothing, round = torch.empty(0), request.round
     slim = Round(
         **{
             **vars(round),
@@ -338,8 +342,8 @@ def _slim(job: DraftRequest) -> DraftRequest:
             "target_argmax": None,
         }
     )
-    joins = None if job.joins is None else _slim(job.joins)
-    return job._replace(round=slim, target_cache=None, half=None, joins=joins)
+    joins = None if request.joins is None else _slim(request.joins)
+    return request._replace(round=slim, target_cache=None, half=None, joins=joins)
 
 
 class Laid(NamedTuple):
@@ -355,7 +359,7 @@ class Laid(NamedTuple):
 
 
 class _Pickler(pickle.Pickler):
-    """Host tensors as plain arrays: PyTorch's own way through a pipe opens a file for each."""
+    """Pickles host tensors as NumPy arrays, because PyTorch's pickling through a pipe opens a file for each."""
 
     def reducer_override(self, value: Any) -> Any:
         if type(value) is Tensor:

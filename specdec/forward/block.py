@@ -1,4 +1,4 @@
-"""One llama-like decoder block, written once over a table of operations: eager PyTorch, C and Triton bring their own."""
+"""One llama-like decoder block, written once over a table of operations, of which eager PyTorch, C and Triton each have one."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from specdec.kernels.pointwise import Place
 
 CLASSES = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
 Angles = tuple[Tensor, Tensor]
-"""Cosines and sines of positions, as ``Operations.rotate`` of the same table takes them."""
+"""Cosines and sines of positions, in the form that ``Operations.rotate`` of the same table takes."""
 
 
 class Block(NamedTuple):
-    """What one decoder block computes with; norms and projections are the model's own modules."""
+    """The parts of one decoder block; norms and projections are the model's own modules."""
 
     layer: int
     before: Any
@@ -40,7 +40,7 @@ class Block(NamedTuple):
 
 
 class Operations(Protocol):
-    """What a block does between reading its input and writing its output; ``...`` stands for the tokens' dimensions.
+    """The operations of a block; ``...`` stands for the tokens' dimensions.
 
     Attributes:
         stores: whether ``rotate`` can store keys and values itself.
@@ -53,14 +53,14 @@ class Operations(Protocol):
         ...
 
     def products(self, x: Tensor, *projections: Any) -> list[Tensor]:
-        """``x [..., E]`` times each of the projections, which all read it."""
+        """``x [..., E]`` times each of the projections."""
         ...
 
     def rotate(
         self, b: Block, query: Tensor, key: Tensor, value: Tensor, angles: Angles, place: Place | None
     ) -> tuple[Tensor, Tensor]:
         """Head norms, where the block has them, and rotary embedding of ``query [..., Hq, D]`` and ``key [..., H, D]``, which may be
-        overwritten. With a ``place`` keys and values go there, and the key that is returned means nothing."""
+        overwritten. With a ``place``, keys and values are stored there and the returned key is unspecified."""
         ...
 
     def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
@@ -126,7 +126,7 @@ def rms_norm(x: Tensor, module: Any) -> Tensor:
 
 
 def eager_angles(cos: Tensor, sin: Tensor) -> Angles:
-    """Transformers' cosines and sines ``[..., D]`` as ``Eager.rotate`` takes them: ``rotate_half(q) * sin == roll(q) * turn``, to the bit."""
+    """Transformers' cosines and sines ``[..., D]`` as ``Eager.rotate`` takes them: ``rotate_half(q) * sin == roll(q) * turn``, bit for bit."""
     half = sin.shape[-1] // 2
     turn = torch.cat([-sin[..., :half], sin[..., half:]], -1)
     return cos[..., None, :], turn[..., None, :]
@@ -140,7 +140,7 @@ def rotated(x: Tensor, norm: Any, angles: Angles) -> Tensor:
 
 
 def block_of(layer: Any, model: Any) -> Block:
-    """What decoder block ``layer`` of a llama-like ``model`` computes with.
+    """The parts of decoder block ``layer`` of a llama-like ``model``.
 
     Raises:
         UnsupportedModel: the block is not built like llama's.

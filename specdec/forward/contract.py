@@ -1,4 +1,4 @@
-"""One call from packed tokens to logits: what every way to run a model's layers has in common."""
+"""The contract of forwards: one call from packed tokens to logits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from specdec.cache.contract import KVStore
 
 Keep: TypeAlias = Any
-"""Which of the T tokens' logits are wanted: a tensor of indices, ascending, ``None`` for all, ``False`` for none."""
+"""Which of the T tokens' logits are wanted: a tensor of ascending indices, ``None`` for all, ``False`` for none."""
 
 Caught: TypeAlias = dict[int, list[Tensor]] | None
 """Layer -> a list to which its activations ``[T, E]`` are added; layer ``l`` is counted from 1, and 0 is the input of the first."""
@@ -24,7 +24,7 @@ class Forward(Protocol):
         """Feed ``ids [T]`` at ``positions [T]``.
 
         Args:
-            store: where keys and values go. plan: an ``AttentionPlan`` for these tokens, or what stands in for one in a captured step.
+            store: where keys and values go. plan: an ``AttentionPlan`` for these tokens, or its stand-in in a captured step.
         Returns:
             logits ``[K, V]`` of the tokens that ``keep`` names, or ``None`` when none are wanted.
         """
@@ -32,12 +32,12 @@ class Forward(Protocol):
 
 
 class Runner(Forward, Protocol):
-    """A ``Forward`` for all calls of one model, with what the caller must know about it.
+    """The ``Forward`` of one model, with its properties.
 
     Attributes:
         spare: slots that each row of a cache needs beyond its capacity, for padding.
         trees: whether nodes may branch. concurrent: whether several threads may call it at once.
-        invariant: whether a row's logits depend, to the bit, on that row alone. bf16_weights: whether it reads bfloat16 copies.
+        invariant: whether a row's logits are a function of that row alone, bit for bit. bf16_weights: whether it reads bfloat16 copies.
     """
 
     spare: int
@@ -51,9 +51,9 @@ class Runner(Forward, Protocol):
     def bf16_weights(self) -> bool: ...
 
     def check(self) -> None:
-        """Raise RuntimeError where the weights that were copied have changed since."""
+        """Raise RuntimeError if weights were copied and have changed since."""
         ...
 
     def capturable(self) -> Forward | str:
-        """The same in operators that a captured step can hold, or why there is no such forward."""
+        """The same forward in operators that can be captured, or the reason why there is none."""
         ...

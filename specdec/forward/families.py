@@ -1,4 +1,4 @@
-"""Which Hugging Face families run, by which path, and why the others do not."""
+"""Which Hugging Face families are supported, by which path, and why the others are not."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def path_of(config: Any, unlisted: str | None = None) -> str:
         UnsupportedModel: the family, or this configuration of it, cannot be run exactly.
     """
     if unlisted not in (None, "packed"):
-        raise ValueError(f"unlisted is {unlisted!r}: None or 'packed'")
+        raise ValueError(f"unlisted is {unlisted!r}: give None or 'packed'")
     family = config.model_type
     if setting(config, "is_encoder_decoder"):
         raise refuse(family, "it is an encoder-decoder; only decoder-only language models are run")
@@ -79,10 +79,10 @@ def path_of(config: Any, unlisted: str | None = None) -> str:
 
 
 def positions_of(config: Any) -> int | None:
-    """How many positions a model can tell apart, or ``None`` when it does not say.
+    """How many positions a model supports, or ``None`` when its config does not say.
 
     With dynamic or LongRoPE scaling the rotation of *all* positions changes once a text is longer than the original
-    length, so cached keys would be wrong from there on: such models are taken up to their original length.
+    length, so cached keys would be wrong from there on. Such models are supported up to their original length.
     """
     text = config.get_text_config()
     limit = setting(text, "max_position_embeddings", "max_seq_len")

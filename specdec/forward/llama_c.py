@@ -1,10 +1,10 @@
 """The forward of Llama-like blocks on the CPU with everything but the products of prompts in C (``kernels.native``).
 
 A step is one call for all blocks where its plan and its cache allow it, and one call an operator otherwise, with the same bits.
-Over the same prompt's entries a token's logits are the same in a plain step and in a verification. The products of prompts are PyTorch's; with
-``invariant`` all operators are batch-invariant.
+Given the same entries of the prompt, a token's logits are the same in a plain step and in a verification. The products of prompts are
+PyTorch's, unless ``invariant`` asks for batch-invariant operators throughout.
 
-Same numbers as ``LlamaEager`` up to rounding. bfloat16 models are rounded less often than by PyTorch.
+The results equal ``LlamaEager``'s up to rounding. In bfloat16 there are fewer roundings than in PyTorch.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from specdec.kernels.pointwise import Place
 STEP = 256  # tokens of a forward up to which it is a step, and not a prompt
 FEW = 6  # the same in bfloat16 without matrix units, where PyTorch is faster from there on
 TABLE = 8192  # positions whose cosines are computed beforehand, at least, where the model has as many
-WIDE = 2048  # inputs of a product up to which ours is as fast
+WIDE = 2048  # inputs of a product up to which C's is as fast
 _FIXED = {"default", "linear", "llama3", "yarn"}  # rotary embeddings that depend on the position alone
 
 
@@ -58,7 +58,7 @@ def small(x: Tensor) -> bool:
 
 
 def most(dtype: torch.dtype) -> int:
-    """Tokens of a step, at most, whose products C is faster at."""
+    """The most tokens of a step for which C's products are faster."""
     return {torch.float32: STEP, torch.bfloat16: STEP if tiles() else FEW}.get(dtype, 0)
 
 
@@ -66,7 +66,7 @@ class Native(Eager):
     """``kernels.native.ops``, for contiguous tensors ``[T, ...]`` on the CPU; without gradients.
 
     Args:
-        own: whether products are ours, too, and not PyTorch's. narrow: bfloat16 copies of weights, which our products read.
+        own: whether products are C's, too, and not PyTorch's. narrow: bfloat16 copies of weights, which C's products read.
     """
 
     def __init__(self, own: bool, narrow: Narrow | None):
@@ -124,7 +124,7 @@ class LlamaC(LlamaEager):
         self._whole = Blocks(self.blocks, self.narrow) if takes and ordered else None
         self.invariant = invariant and takes
         if self.invariant:
-            self.backend = "native"  # nothing else may step in
+            self.backend = "native"  # no other backend may be used
 
     @staticmethod
     def suits(model: Any, dtype: torch.dtype | None = None) -> bool:
@@ -153,7 +153,7 @@ class LlamaC(LlamaEager):
                 self._table = table = cos[0].float(), sin[0].float()
         try:
             return table[0].index_select(0, positions), table[1].index_select(0, positions)
-        except IndexError:  # beyond what the model says that it can tell apart
+        except IndexError:  # beyond the positions in the model's config
             cos, sin = self.body.rotary_emb(x, positions[None])
             return cos[0].float(), sin[0].float()
 
@@ -195,7 +195,7 @@ class LlamaC(LlamaEager):
 
     @property
     def _laid(self) -> bool:
-        """Whether the weights around the blocks lie as the kernels take them."""
+        """Whether the weights around the blocks are laid out as the kernels need."""
         around = (self.body.embed_tokens.weight, self.body.norm.weight)
         return all(w.is_contiguous() for w in around)
 
@@ -207,7 +207,7 @@ class LlamaC(LlamaEager):
         keep: Keep,
         caught: Caught = None,
     ) -> Reader | None:
-        """A forward of few tokens as ``kernels.native.step`` takes it, or ``None`` where store or plan do not allow it."""
+        """A forward of few tokens for ``kernels.native.step``, or ``None`` where store or plan do not allow it."""
         held, whole = store.buffers, self._whole
         if held is None or whole is None or plan.watch is not None or plan.attend is not None:
             return None
@@ -242,7 +242,7 @@ class LlamaC(LlamaEager):
         table: list[list[int]] | None = None,
         page: int = 0,
     ) -> Reader:
-        """``steps`` forwards of one token of each of ``rows``, the first at slots ``first``; ``at_once`` says whether it can be.
+        """``steps`` forwards of one token of each of ``rows``, the first at slots ``first``; possible where ``at_once`` is true.
 
         Args:
             positions, slots: ``[steps * rows]``. every: whether ``rows`` are all of the batch. table, page: pages of each row.
@@ -264,7 +264,7 @@ class LlamaC(LlamaEager):
 
 
 def _inside(plan: AttentionPlan, store: KVStore, dtype: torch.dtype, tokens: int) -> bool:
-    """Whether a plan speaks of rows, slots and pages that ``store`` has; where not, attention itself says what is wrong."""
+    """Whether ``store`` has the rows, slots and pages of a plan; where it does not, attention raises the error."""
     assert store.direct is not None
     keys = store.direct[0][0]
     rows, slots = keys.shape[:2]

@@ -1,4 +1,4 @@
-"""The forward of llama-like models without the Python between the operators: the same operators on the same parameters.
+"""The forward of llama-like models: transformers' operators and parameters without its Python in between.
 
 Dispatch is most of a small model's step. For float32 models built of plain modules this path gives the same bits as
 transformers' own forward in a third less time at batch 1; everything else goes through transformers.
@@ -52,7 +52,7 @@ class LlamaEager:
 
     @property
     def usable(self) -> bool:
-        """Not while somebody listens to the blocks: they would not be called."""
+        """False while a block has hooks, because the blocks' own modules are not called."""
         return not any(layer._forward_hooks or layer._forward_pre_hooks for layer in self.layers)
 
     def forward(
@@ -79,10 +79,10 @@ class LlamaEager:
         keep: Keep,
         caught: Caught,
     ) -> Tensor | None:
-        """``forward`` of embedded tokens ``x [T, E]`` by a table of operations."""
+        """``forward`` of embedded tokens ``x [T, E]`` with a table of operations."""
         slots = plan.slots_on(x.device)
         direct = store.direct if ops.stores else None
-        more: Tensor | None = None  # what the block before adds to x
+        more: Tensor | None = None  # what the previous block adds to x
         for number, b in enumerate(self.blocks):
             x, y = ops.add_norm(x, more, b.before)
             if caught and number in caught:

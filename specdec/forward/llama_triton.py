@@ -1,10 +1,10 @@
-"""The forward of llama-like models on a GPU in half precision, with one launch for what lies between two products (``kernels.pointwise``).
+"""The forward of llama-like models on a GPU in half precision, with one launch for the operators between two products (``kernels.pointwise``).
 
-Beside its attention a block is seven products, two norms with the residual before them, one launch that turns queries and keys and stores
-keys and values, and SwiGLU: 11 launches. Transformers' modules take one for every operator of these, and a captured step of a small batch
-waits for each.
+Besides attention, a block has seven products, two norms that include the residual before them, one launch that rotates queries and keys
+and stores keys and values, and SwiGLU: 11 launches. Transformers' modules launch every operator by itself, and a captured step of a small
+batch waits for each launch.
 
-Same numbers as the modules up to rounding: what they round after every operator is rounded once.
+The results equal the modules' up to rounding: values that the modules round after every operator are rounded once.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ LAUNCHES = Launches()
 
 
 class LlamaTriton(LlamaEager):
-    """As ``LlamaEager``, for models on a GPU in float16 or bfloat16, where Triton is; without gradients."""
+    """As ``LlamaEager``, for models on a GPU in float16 or bfloat16, with Triton and without gradients."""
 
     @staticmethod
     def suits(model: Any, dtype: torch.dtype | None = None) -> bool:
-        """Whether the model is one that this path computes."""
+        """Whether this path supports the model."""
         found = {(p.device, p.dtype) for p in model.parameters()}
         if len(found) != 1:
             return False

@@ -1,8 +1,7 @@
 """Which tokens a call has to feed, and where: committed tokens that the cache lacks, then the nodes of a proposal.
 
-A token's slot says what it is: slots below the row's committed length hold committed tokens, slot ``length + n`` holds node
-``n``. Plain lists on purpose: between two forwards the caches are cold, and a loop over a few rows costs less than twenty
-different array operations.
+Slots below the row's committed length hold committed tokens, and slot ``length + n`` holds node ``n``. The code uses plain lists
+because between two forwards the processor's caches are cold, and a loop over a few rows costs less than twenty array operations.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from specdec.types import Context, Proposal
 
 @lru_cache(maxsize=64)
 def _shape_of(parents: bytes, size: bytes) -> tuple[np.ndarray, np.ndarray] | None:
-    """Ancestors ``[B, N, N]`` and depths ``[B, N]`` of equal bytes of parents and sizes; ``None`` for chains."""
+    """Ancestors ``[B, N, N]`` and depths ``[B, N]`` for the bytes of parents and sizes (the key of the memoization); ``None`` for chains."""
     counts = torch.from_numpy(np.frombuffer(size, dtype=np.int64).copy())
     table = torch.from_numpy(np.frombuffer(parents, dtype=np.int64).reshape(len(counts), -1).copy())
     if bool(tree.is_chain(table, counts).all()):
@@ -34,7 +33,7 @@ def _shape_of(parents: bytes, size: bytes) -> tuple[np.ndarray, np.ndarray] | No
 
 
 class PrefillChunk(NamedTuple):
-    """What one forward is given: ``ids [T]``, ``positions [T]``, and ``keep``: the tokens whose logits are wanted."""
+    """The tokens of one forward: ``ids [T]``, ``positions [T]``, and ``keep``, the tokens whose logits are wanted."""
 
     plan: AttentionPlan
     ids: Tensor
@@ -49,7 +48,7 @@ class PackedBatch:
     rows: list[Row]
     ids: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
-    drafted: Tensor | None = None  # proposed tokens that live on a device; ``ids`` has zeros in their place
+    drafted: Tensor | None = None  # proposed tokens on a device; ``ids`` has zeros in their place
     shape: tuple[np.ndarray, np.ndarray] | None = None
 
     @property
@@ -71,11 +70,11 @@ class PackedBatch:
         table: Mapping[int, list[int]] | None = None,
         page: int = 0,
     ) -> Iterator[PrefillChunk]:
-        """What to run, in order, over a cache of ``slots`` slots a row: at most ``limit`` tokens at a time.
+        """The forwards to run, in order, over a cache of ``slots`` slots a row, each of at most ``limit`` tokens.
 
         Args:
             wanted: whether logits are wanted, of the last committed token and of nodes.
-            table: row -> its pages of ``page`` slots, over a cache in pages; ``slots`` is then what a row can have at most.
+            table: row -> its pages of ``page`` slots, over a cache in pages; ``slots`` is then the most that a row can have.
         """
         if table is None:
             flat = [r.b * slots + s for r in self.rows for s in range(r.first, r.end)]
@@ -126,7 +125,7 @@ class PackedBatch:
         )
 
     def places(self, width: int, begin: int) -> list[int]:
-        """Where the logits of nodes ``begin`` on go in ``[B * width]``; node -1 is the last committed token."""
+        """Where the logits of the nodes from ``begin`` on go in ``[B * width]``; node -1 is the last committed token."""
         return [
             r.b * width + node - begin
             for r in self.rows
@@ -134,7 +133,7 @@ class PackedBatch:
         ]
 
     def spread(self, made: Tensor, batch: int, width: int, begin: int, copy: bool) -> Tensor:
-        """The logits ``[K, V]`` of all pieces as ``[B, width, V]``, 0 where there are none. Without ``copy``, ``made`` may be part of it."""
+        """The logits ``made [K, V]`` of all pieces as ``[B, width, V]``, 0 where there are none. Without ``copy`` the result may share memory with ``made``."""
         V = made.shape[1]
         if made.shape[0] == batch * width:
             logits = made.view(batch, width, V)
@@ -146,13 +145,13 @@ class PackedBatch:
         return logits.view(batch, width, V)
 
     def remember(self, cache: TokenIndex, context: Context) -> None:
-        """Note in the cache what was fed; only after the forward, so that one that fails leaves the cache true."""
+        """Note in the cache what was fed; called after the forward, so that one that fails does not change the token index."""
         text = context.tokens.numpy()
         for b, first, length, end in self.rows:
             cache.remember(b, text[b], first, min(length, end), max(end - length, 0))
 
     def limit(self, chunk: int, wanted: bool) -> int:
-        """Tokens of a piece: only prompts are fed in pieces of ``chunk``; nodes and the tokens before them are verified in one pass."""
+        """The most tokens of a forward: prompts are fed in pieces of ``chunk``; nodes and the tokens before them are verified in one pass."""
         if not wanted or self.tokens <= chunk:
             return chunk
         return max(chunk, 2 * sum(r.end - max(r.first, r.length - 1) for r in self.rows))
@@ -187,7 +186,7 @@ def spans(
     """Which slots ``first[b]:end[b]`` of each row a call of ``LanguageModel.score`` feeds.
 
     Raises:
-        ValueError: rows that do not match, or a ``start`` whose earlier nodes were not fed in this context.
+        ValueError: rows do not match, or nodes before ``start`` were not fed in this context.
     """
     length = context.length.tolist()
     end = length
@@ -202,7 +201,7 @@ def spans(
         return cache.matched(context), end
     if start < 0:
         raise ValueError(
-            f"start is {start}: the first node to feed, or None to begin with the committed tokens"
+            f"start is {start}: give the first node to feed, or None to begin with the committed tokens"
         )
     for b, (n, e) in enumerate(zip(length, end)):
         if n + start < e and not cache.has_nodes(b, n, start):

@@ -1,7 +1,7 @@
-"""Run a model's forward on packed ``(1, T)`` tokens: no padding and no mask; the plan travels to every attention layer.
+"""Run a model's forward on packed ``(1, T)`` tokens: no padding and no mask; the plan is passed to every attention layer.
 
-Transformers hands extra keyword arguments of a forward to the attention function that is registered by name, and makes no mask
-for a name that it has no mask function for. With ``use_cache=False`` nothing depends on its cache classes.
+Transformers passes extra keyword arguments of a forward to the attention function that is registered by name, and makes no mask for
+a name without a mask function. With ``use_cache=False`` its cache classes are not used.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _nothing(*_: Any) -> None:
 
 
 class Packed:
-    """No padding and no mask: the plan travels to every attention layer, which computes it by ``backend`` (``kernels.attention``)."""
+    """Passes the plan to every attention layer, which computes it with ``backend`` (``kernels.attention``)."""
 
     spare = 0
     trees = True
@@ -84,11 +84,11 @@ class Packed:
         modules: bool = False,
         bf16_weights: bool = False,
     ):
-        """``modules``: call the model's own, even where their arithmetic could be done without them."""
+        """``modules``: call the model's own modules, even where a faster forward could compute the same."""
         attends = [m for m in model.modules() if setting(m, "layer_idx") is not None]
         if any(setting(m, "is_causal") is False for m in attends):
             raise refuse(model.config.model_type, "it has layers that attend in both directions")
-        if backend == "cpu":  # as "auto" there, whose steps of few tokens are C from ids to logits
+        if backend == "cpu":  # as "auto", whose steps of few tokens run in C from ids to logits
             where = {p.device for p in model.parameters() if not p.is_cpu}
             if where:
                 raise ValueError(
@@ -96,7 +96,7 @@ class Packed:
                 )
             backend = "auto"
         model.set_attn_implementation(ATTENTION)
-        for part in model.modules():  # packed ids have no padding, and looking for it waits for the device
+        for part in model.modules():  # packed ids have no padding, and the check for it waits for the device
             if setting(part, "warn_if_padding_and_no_attention_mask") is not None:
                 part.warn_if_padding_and_no_attention_mask = _nothing
         self.model, self.body = model, model.base_model
@@ -125,9 +125,9 @@ class Packed:
             self.lean.narrow.check()
 
     def capturable(self) -> Forward | str:
-        """As ``Runner.capturable``: graphs do not see C code, so a model that it runs is run by PyTorch's operators."""
+        """As ``Runner.capturable``: graphs cannot capture C code, so PyTorch's operators run instead."""
         if self.invariant:
-            return "invariant is True, which is computed in C, and graphs do not see C code"
+            return "invariant is True, which is computed in C, and graphs cannot capture C code"
         if not isinstance(self.lean, LlamaC):
             return self
         path = copy.copy(self)

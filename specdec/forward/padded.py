@@ -1,7 +1,7 @@
 """Run a model's forward on padded ``[R, q]`` rows with a 4-D mask, for families whose attention cannot be replaced.
 
-An object in the place of transformers' cache writes into the same slots, and a float mask says what each query sees. Padding
-goes to a spare slot at the end of each row, which nothing reads.
+An object in place of transformers' cache writes into the same slots, and a float mask says what each query sees. Padding goes to a
+spare slot at the end of each row, which is never read.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Padded:
     """``[R, q]`` rows, padded at the end, and a 4-D mask; for families without a replaceable attention."""
 
     spare = 1
-    concurrent = False  # the call at hand is kept in the object
+    concurrent = False  # the object holds the state of one call
     invariant = bf16_weights = False
 
     def __init__(self, model: Any, trees: bool):
@@ -43,14 +43,14 @@ class Padded:
             self._open_gpt_neo()
 
     def check(self) -> None:
-        """As ``Runner.check``: nothing is copied."""
+        """As ``Runner.check``; no weights are copied."""
 
     def capturable(self) -> str:
         """As ``Runner.capturable``."""
         return "this family runs padded, with masks made on the host"
 
     def _open_gpt_neo(self) -> None:
-        """GPT-Neo slices causal and local masks of its own by slot: replace them by ours, which go by position."""
+        """GPT-Neo slices its own causal and local masks by slot: replace them with masks by position."""
         self.window = self.model.config.window_size
         everything = torch.ones(1, 1, 1, 1, dtype=torch.bool).expand(1, 1, 2**24, 2**24)  # one byte
         for block in self.body.h:
@@ -62,7 +62,7 @@ class Padded:
         return args, {**kwargs, "attention_mask": self._mask(self.window)}
 
     def _mask(self, window: int | None) -> Tensor:
-        """``[R, 1, q, S']`` added to scores. Finite, since some families divide it afterwards."""
+        """``[R, 1, q, S']`` to be added to scores. It is finite, because some families divide it afterwards."""
         if window not in self._masks:
             seen = torch.from_numpy(self._plan.visible(self._segment, window)[:, None])
             low = torch.finfo(self.model.dtype).min
@@ -112,7 +112,7 @@ class Padded:
 
 
 class _Slots(Cache):
-    """What the model takes for its cache: writes go to our slots, and it sees them up to the longest row's end."""
+    """Stands in for the model's cache: writes go to slots, which the model sees up to the end of the longest row."""
 
     def __init__(self, store: KVStore, plan: AttentionPlan, slots: Tensor):
         super().__init__(layers=[])
@@ -126,7 +126,7 @@ class _Slots(Cache):
             t.transpose(0, 1).flatten(1, 2)[None] for t in (key_states, value_states)
         )  # [1, H, R * q, D]
         buffers = self.store.append(layer_idx, self.slots.to(key.device), key, value)
-        whole = len(self.rows) == buffers[0].shape[0]  # rows ascend, so these are all of them
+        whole = len(self.rows) == buffers[0].shape[0]  # rows ascend, so these are all rows
         seen = [(b if whole else b[self.rows.to(b.device)])[:, : self.high].transpose(1, 2) for b in buffers]
         return seen[0], seen[1]
 

@@ -1,4 +1,4 @@
-"""What each layer of a model keeps of a token, found by feeding one."""
+"""The shapes of keys and values of each layer, found by feeding one token."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from specdec.kernels.attention import AttentionPlan
 
 
 class Probe(KVStore):
-    """Stands in for a cache while one token is fed, and notes what each layer would keep.
+    """Stands in for a cache while one token is fed, and records what each layer would store.
 
     Attributes:
-        shapes: layer -> what it keeps.
+        shapes: layer -> shapes of its keys and values.
     """
 
     def __init__(self, slots: int = 1) -> None:
@@ -26,16 +26,16 @@ class Probe(KVStore):
     def append(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """As ``KVStore.append``, of one token."""
         self.shapes[layer] = KVShape(key.shape[1], key.shape[3], value.shape[3], key.dtype, key.device)
-        spare = (0, 0, 0, 0, 0, self.slots - 1)  # a page is whole
+        spare = (0, 0, 0, 0, 0, self.slots - 1)  # a page has all its slots
         keys, values = (F.pad(t.transpose(1, 2), spare) for t in (key, value))
         return keys, values
 
 
 def kv_shapes(path: Runner, page: int | None, device: torch.device) -> list[KVShape]:
-    """What each layer keeps.
+    """The shapes of each layer's keys and values.
 
     Raises:
-        LookupError: some layers keep nothing.
+        LookupError: some layers store no keys and values.
     """
     probe = Probe(page or 1)
     if page is None:

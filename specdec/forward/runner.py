@@ -1,4 +1,4 @@
-"""Which ``Runner`` a model gets, and which of the options of ``HFModel`` it cannot have."""
+"""The ``Runner`` of a model, and the options of ``HFModel`` that it does not support."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def runner_for(
     """Arguments as for ``HFModel``; ``model`` is its private copy.
 
     Args:
-        how: of ``families.path_of``. modules: whether the model's own modules are called, even where their arithmetic could be done
-            without them.
+        how: of ``families.path_of``. modules: whether the model's own modules are called, even where a faster forward could
+            compute the same.
     Raises:
-        ValueError: the model cannot have an option; the message says which models can.
+        ValueError: the model does not support an option; the message says which models do.
     """
     family = model.config.model_type
     path: Runner

@@ -1,4 +1,4 @@
-"""Activations of chosen layers at every fed position, through hooks that live for one call."""
+"""Activations of chosen layers at every fed position, through hooks that exist for one call."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def listening(model: Any, taps: Sequence[int]) -> dict[int, list[Tensor]]:
     0 is the input of block 1.
 
     Raises:
-        ValueError: a layer that the model does not have.
+        ValueError: the model does not have such a layer.
     """
     blocks = len(blocks_of(model))
     wrong = [tap for tap in taps if not 0 <= tap <= blocks]
@@ -32,9 +32,9 @@ def listening(model: Any, taps: Sequence[int]) -> dict[int, list[Tensor]]:
 def tapped(
     model: Any, caught: dict[int, list[Tensor]] | None, unpack: Callable[[Tensor], Tensor]
 ) -> Iterator[None]:
-    """Adds to ``caught`` what the tapped layers give in each forward in its body, as ``unpack`` packs it: ``[T, E]``.
+    """Adds to ``caught`` the tapped layers' outputs of each forward in its body, packed by ``unpack`` to ``[T, E]``.
 
-    Forwards of other threads, whose draft may share the module, are not listened to.
+    Forwards of other threads, whose draft may share the module, are ignored.
     """
     if not caught:
         yield

@@ -1,8 +1,8 @@
-"""Ways to run a function of fixed tensors again and again: a CUDA graph, or simply calling it once more.
+"""Ways to run a function of fixed tensors repeatedly: as a CUDA graph, or by calling it again.
 
-A *body* takes no arguments: it reads tensors that stay where they are, and returns tensors (or ``None``). ``capture(body)`` gives a
-function that does the work of ``body`` on what is in those tensors when it is called, and returns the tensors with the results:
-the same ones every time, so they hold until the next call.
+A *body* takes no arguments: it reads tensors at fixed addresses and returns tensors (or ``None``). ``capture(body)`` returns a function
+that does the work of ``body`` on the current contents of those tensors and returns the tensors with the results. They are the same
+tensors every time, so results hold until the next call.
 """
 
 from __future__ import annotations
@@ -18,16 +18,15 @@ from specdec.graphs.recorded import Body, record
 Capture = Callable[[Body], Body]
 
 CAPTURES = ("cuda", "eager", "recorded")
-_capturing = (
-    threading.Lock()
-)  # while a thread captures, no other may wait for the whole device, which a capture begins with
+# A capture begins by waiting for the whole device, which no other thread may do while one captures.
+_capturing = threading.Lock()
 
 
 def capture_for(name: str, device: torch.device) -> Capture:
-    """The way of a name in ``CAPTURES``, for one model.
+    """The entry ``name`` of ``CAPTURES``, for one model.
 
     Raises:
-        ValueError: CUDA graphs for a model that is not on a CUDA device.
+        ValueError: CUDA graphs are asked for and the model is not on a CUDA device.
     """
     if name == "cuda":
         if device.type != "cuda":
@@ -45,7 +44,7 @@ def eager(body: Body) -> Body:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for all that a CUDA device has to do, and for captures of other threads."""
+    """Wait for all work of a CUDA device, and for captures of other threads."""
     with _capturing:
         torch.cuda.synchronize(device)
 
@@ -53,8 +52,8 @@ def synchronize(device: torch.device) -> None:
 class CudaGraphs:
     """Captures bodies as CUDA graphs that share one pool of memory.
 
-    Graphs of a pool may use each other's memory for what they do not return, so they are replayed one at a time, and what one returned
-    holds until any of them is replayed.
+    Graphs of a pool may share memory for intermediate results, so they are replayed one at a time, and a graph's results hold until
+    any of them is replayed.
     """
 
     def __init__(self, device: torch.device, warm_up: int = 2):
@@ -62,7 +61,7 @@ class CudaGraphs:
         self.pool: Any = None
 
     def __call__(self, body: Body) -> Body:
-        """Run ``body`` a few times beside the current stream (kernels are compiled, libraries set up), then capture it.
+        """Run ``body`` a few times on a side stream (which compiles kernels and sets up libraries), then capture it.
 
         Raises:
             RuntimeError: the body waits for the device, or does anything else that cannot be captured.
@@ -78,12 +77,11 @@ class CudaGraphs:
                 self.pool = torch.cuda.graph_pool_handle()
             graph = torch.cuda.CUDAGraph()
             try:
-                with torch.cuda.graph(
-                    graph, pool=self.pool, stream=aside, capture_error_mode="thread_local"
-                ):  # other threads may go on
+                # "thread_local": other threads may go on.
+                with torch.cuda.graph(graph, pool=self.pool, stream=aside, capture_error_mode="thread_local"):
                     out = body()
             except BaseException:
-                # A capture that cannot even be ended leaves the thread on its stream and the pool marked as being recorded.
+                # A capture that cannot be ended leaves the thread on its stream and the pool marked as recording.
                 torch.cuda.set_stream(current)
                 self.pool = None
                 raise

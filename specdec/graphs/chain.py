@@ -1,6 +1,6 @@
 """A draft's whole chain as one captured step: k forwards, their draws and the ids in between, without the host.
 
-Numbers to draw with are functions of keys that the host knows beforehand, so they travel with the rest, in one copy.
+The uniforms of its draws are functions of keys that the host knows beforehand, so they travel with the rest, in one copy.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from specdec.types import Context, Proposal
 
 
 class Drawn(NamedTuple):
-    """``tokens [B, N]``, 0 where a row has no more, -1 where logits were not finite, and what they were drawn from, ``[B, N, V]``; ``None`` for greedy ones."""
+    """``tokens [B, N]`` (0 after a row's last, -1 where logits were not finite) and their distributions ``probs [B, N, V]``, ``None`` if greedy."""
 
     tokens: Tensor
     probs: Tensor | None
@@ -34,7 +34,7 @@ class Drawn(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """What a chain is captured for: ``rows`` of ``queries`` committed tokens at most to begin with, ``steps`` draws, ``length`` slots."""
+    """What a chain is captured for: ``rows`` with at most ``queries`` committed tokens to feed first, ``steps`` draws, ``length`` slots."""
 
     rows: int
     queries: int
@@ -48,17 +48,17 @@ class Chain(Program):
     """``steps`` draws of every row, each from the forward of the one before.
 
     Args:
-        forward: as ``Packed.forward``. memo: where keys and values go. shape: what it is for. device: of the model.
+        forward: as ``Packed.forward``. store: where keys and values go. shape: what it is captured for. device: of the model.
     """
 
-    def __init__(self, forward: Forward, memo: StaticStore, shape: Shape, device: torch.device):
-        self.forward, self.memo, self.shape = forward, memo, shape
+    def __init__(self, forward: Forward, store: StaticStore, shape: Shape, device: torch.device):
+        self.forward, self.store, self.shape = forward, store, shape
         R, T = shape.rows, shape.rows * shape.queries
         self.staged = Staged(
             {
                 **dict.fromkeys(("ids", "positions", "slots"), ("i8", (T,))),
                 **dict.fromkeys(("keep", "base", "limit", "home"), ("i8", (R,))),
-                "numbers": ("f8", (shape.steps, R)),
+                "uniforms": ("f8", (shape.steps, R)),
                 **dict.fromkeys(("first", "later"), ("i4", (R + 1,))),
                 **dict.fromkeys(("length", "rows"), ("i4", (R,))),
             },
@@ -76,14 +76,12 @@ class Chain(Program):
                 keep = None if shape.queries == 1 else on["keep"]
                 logits = self._run(on["ids"], on["positions"], on["slots"], on["first"], on["length"], keep)
             else:
-                at = (
-                    on["base"] + n - 1
-                )  # rows without a further draw look at their first slot and write nowhere
+                at = on["base"] + n - 1  # finished rows read their first slot and write to the spare one
                 positions = torch.where(live, at, 0)
-                slots = torch.where(live, on["home"] + at, self.memo.spare)
+                slots = torch.where(live, on["home"] + at, self.store.spare)
                 length = torch.where(live, at + 1, 1).to(torch.int32)
                 logits = self._run(tokens[-1].clamp(min=0), positions, slots, on["later"], length, None)
-            top, token, distribution = draw(logits, shape.sampling, shape.vocab_size, on["numbers"][n])
+            top, token, distribution = draw(logits, shape.sampling, shape.vocab_size, on["uniforms"][n])
             tokens.append(torch.where(live, torch.where(torch.isfinite(top), token, -1), 0))
             if distribution is not None:
                 distributions.append(distribution)
@@ -96,18 +94,18 @@ class Chain(Program):
         count = shape.queries if starts is self.staged.on["first"] else 1
         rows = self.staged.on["rows"]
         lowered = Lowered(starts, length, rows, length, None, None, None, None, count, shape.length)
-        self.memo.begin()
+        self.store.begin()
         plan: Any = StaticPlan(lowered, slots)
-        logits = self.forward(self.memo, plan, ids, positions, keep)
+        logits = self.forward(self.store, plan, ids, positions, keep)
         assert logits is not None
         return logits
 
 
 def draw(
-    logits: Tensor, sampling: Sampling, vocab_size: int | None, numbers: Tensor
+    logits: Tensor, sampling: Sampling, vocab_size: int | None, uniforms: Tensor
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """As ``Sampling`` and ``Philox.categorical`` do it: the largest score, the token and the distribution of each of ``logits [R, V]``."""
-    nowhere: Any = None  # without processors the text does not matter
+    """The largest score, the token and the distribution of each of ``logits [R, V]``, as by ``Sampling`` and ``Philox.categorical``."""
+    nowhere: Any = None  # without processors the text is not read
     logits = fit(logits, vocab_size)
     if sampling.greedy:
         top, token = sampling.scores(logits, nowhere, None).max(-1)
@@ -115,7 +113,7 @@ def draw(
     wide = logits if logits.dtype == torch.float64 else logits.float()
     scores = sampling.scores(wide, nowhere, None)
     distribution = scores.softmax(-1)
-    return scores.amax(-1), pick(distribution, numbers), distribution
+    return scores.amax(-1), pick(distribution, uniforms), distribution
 
 
 def propose(
@@ -132,23 +130,22 @@ def propose(
     Args:
         model: an ``HFModel`` with captured steps.
     Returns:
-        ``None`` where a chain cannot be captured or is not captured yet: nothing has happened then, and the tokens are to be drawn one
-        by one.
+        ``None``, without side effects, where a chain cannot be captured or is not captured yet; the caller then draws token by token.
     """
     B, N = text.batch, int(budget.max())
     if N < 1 or sampling.processors or type(cache) is not SlotCache:
         return None
-    numbers = None
+    uniforms = None
     if not sampling.greedy:
-        numbers = numbers_of(rng, text, N)
-        if numbers is None:
+        uniforms = uniforms_of(rng, text, N)
+        if uniforms is None:
             return None
     some = None if int(budget.min()) > 0 else (budget > 0).nonzero()[:, 0]
     steps = model.steps
-    feed, _ = model._plan(cache, text, None, None, some)
-    limits = [int(budget[r.b]) for r in feed.rows]
-    counts = [r.end - r.first for r in feed.rows]
-    ends = [r.length + n - 1 for r, n in zip(feed.rows, limits)]
+    packed, _ = model._plan(cache, text, None, None, some)
+    limits = [int(budget[r.b]) for r in packed.rows]
+    counts = [r.end - r.first for r in packed.rows]
+    ends = [r.length + n - 1 for r, n in zip(packed.rows, limits)]
     if max(counts) > SMALL or max(ends) > cache.capacity:
         return None
     slots = cache.slots
@@ -156,30 +153,30 @@ def propose(
     R = bucket.rows
     shape = Shape(R, bucket.queries, N, bucket.length, sampling, vocab_size)
 
-    def make(memo: StaticStore) -> Chain:
-        return Chain(steps.forward, memo, shape, steps.device)
+    def make(store: StaticStore) -> Chain:
+        return Chain(steps.forward, store, shape, steps.device)
 
     def update(chain: Any) -> None:
         array = chain.staged.begin()
         live, total = len(limits), sum(counts)
-        pad(array["ids"], feed.ids)
-        pad(array["positions"], feed.positions)
-        flat = [r.b * slots + s for r in feed.rows for s in range(r.first, r.end)]
-        pad(array["slots"], flat, chain.memo.spare)
+        pad(array["ids"], packed.ids)
+        pad(array["positions"], packed.positions)
+        flat = [r.b * slots + s for r in packed.rows for s in range(r.first, r.end)]
+        pad(array["slots"], flat, chain.store.spare)
         array["first"][0] = array["later"][0] = 0
         array["first"][1 : live + 1] = array["keep"][:live] = torch.tensor(counts).cumsum(0).numpy()
         array["keep"][:live] -= 1
         array["keep"][live:] = 0
         array["first"][live + 1 :] = total
         pad(array["later"][1:], range(1, live + 1), live)
-        pad(array["base"], [r.length for r in feed.rows])
-        pad(array["length"], [r.length for r in feed.rows])
-        pad(array["rows"], [r.b for r in feed.rows])
-        pad(array["home"], [r.b * slots for r in feed.rows])
+        pad(array["base"], [r.length for r in packed.rows])
+        pad(array["length"], [r.length for r in packed.rows])
+        pad(array["rows"], [r.b for r in packed.rows])
+        pad(array["home"], [r.b * slots for r in packed.rows])
         pad(array["limit"], limits)
-        if numbers is not None:
-            array["numbers"][:, :live] = numbers[:, [r.b for r in feed.rows]]
-            array["numbers"][:, live:] = 0
+        if uniforms is not None:
+            array["uniforms"][:, :live] = uniforms[:, [r.b for r in packed.rows]]
+            array["uniforms"][:, live:] = 0
         chain.staged.send()
 
     with torch.inference_mode():
@@ -189,20 +186,20 @@ def propose(
         tokens, probs = chain.replay()
         tokens, probs = tokens[: len(limits)], None if probs is None else probs[: len(limits)]
         if len(limits) < B:
-            at = to_device(torch.tensor([r.b for r in feed.rows]), tokens.device)
+            at = to_device(torch.tensor([r.b for r in packed.rows]), tokens.device)
             tokens = tokens.new_zeros(B, N).index_copy_(0, at, tokens)
             if probs is not None:
                 probs = probs.new_full((B, *probs.shape[1:]), 1 / probs.shape[-1]).index_copy_(0, at, probs)
-        else:  # the next replay writes over them
+        else:  # the next replay overwrites them
             tokens, probs = tokens.clone(), None if probs is None else probs.clone()
     words = text.tokens.numpy()
-    for r, n in zip(feed.rows, limits):
+    for r, n in zip(packed.rows, limits):
         cache.remember(r.b, words[r.b], r.first, r.length, n - 1)
     return Drawn(tokens, probs)
 
 
-def numbers_of(rng: Rng, text: Context, count: int) -> Any:
-    """``[N, B]`` the numbers that ``rng`` draws a chain's tokens with; ``None`` where it draws in another way."""
+def uniforms_of(rng: Rng, text: Context, count: int) -> Any:
+    """``[N, B]`` the uniforms that ``rng`` draws a chain's tokens with; ``None`` where it is not a ``Philox``."""
     attempt = 0
     inner: Any = rng
     while isinstance(inner, Attempt):

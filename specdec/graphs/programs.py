@@ -1,7 +1,7 @@
-"""The captured steps of one model: which calls go through them, the memory that they are captured on, and when they are dropped.
+"""The captured steps of one model: which calls use them, the memory that they are captured on, and when they are dropped.
 
-A graph knows addresses, so a step is captured for the memory of one cache. That memory is kept when the cache is gone, and lent to the
-next one that fits in: the steps of one ``generate`` serve the next.
+A graph contains addresses, so a step is captured for the memory of one cache. That memory is kept when the cache is gone and is lent to
+the next cache that fits, so that the steps of one ``generate`` serve the next.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ DRAFTED = 64  # proposed tokens a row that may stay on the device
 
 
 class Lease:
-    """Held by a cache and by what ``select`` and ``join`` make of it: its memory is in use while somebody holds it."""
+    """Held by a cache and by the results of its ``select`` and ``join``: the memory is in use while any of them exists."""
 
 
 class Storage:
-    """The memory of a cache, and what was captured on it."""
+    """The memory of a cache, and the programs captured on it."""
 
     def __init__(self, cache: Slots):
         lease = cache.lease = cache.lease or Lease()
         self.lease = weakref.ref(lease)
-        self.whole, self.memo = cache._whole, StaticStore(cache)
+        self.whole, self.store = cache._whole, StaticStore(cache)
         self._model = copy.copy(cache)
         self._model.lease = None
         self.programs: OrderedDict[Hashable, Program] = OrderedDict()
@@ -55,7 +55,7 @@ class Storage:
         return self.lease() is None
 
     def lend(self, batch: int) -> Any:
-        """The memory's first ``batch`` rows as an empty cache of its kind; whatever that remembers of texts is the caller's to make."""
+        """The memory's first ``batch`` rows as an empty cache of its kind; the caller makes its token index."""
         new = copy.copy(self._model)
         new.lease = lease = Lease()
         self.lease = weakref.ref(lease)
@@ -69,14 +69,14 @@ class Storage:
 
 
 class Programs:
-    """Captured programs over the memory of caches; not for several threads at once.
+    """Captured programs over the memory of caches, for one thread at a time.
 
     Args:
-        device: where all of it is. capture: a name of ``capture.CAPTURES``. most: programs over one memory; of more, the one that was
-            not used for longest is dropped.
+        device: of all of them. capture: an entry of ``capture.CAPTURES``. most: programs over one memory; beyond that, the least
+            recently used one is dropped.
     Attributes:
-        why: why nothing is captured any more, until ``release``, or ``None``. Too little memory is no reason: a shape that there was none
-            for runs without a graph for as long as its memory is there.
+        why: why nothing more is captured until ``release``, or ``None``. Lack of memory does not stop captures: the shape concerned runs
+            without a graph for as long as its memory exists.
     """
 
     def __init__(self, device: torch.device, capture: str, most: int = MOST):
@@ -91,16 +91,16 @@ class Programs:
 
     @property
     def captured(self) -> list[Program]:
-        """All programs that are captured now; over each memory, the one used last comes last."""
+        """All captured programs; over each memory, in the order of last use."""
         return [program for storage in self._storages for program in storage.programs.values()]
 
     @property
     def too_large(self) -> set[Hashable]:
-        """Names of the programs for whose capture there was too little memory."""
+        """Names of the programs that there was too little memory to capture."""
         return {name for storage in self._storages for name in storage.too_large}
 
     def lent(self, batch: int, fits: Callable[[Any], bool]) -> Any:
-        """As ``Storage.lend``, of memory that is free, has the rows, and whose cache ``fits``; without any ``None``, and what is free goes."""
+        """As ``Storage.lend``, of free memory with enough rows whose cache ``fits``. If there is none, free the unused memory and return ``None``."""
         for storage in self._storages:
             if storage.free and storage.whole[0].shape[1] >= batch and fits(storage._model):
                 return storage.lend(batch)
@@ -108,7 +108,7 @@ class Programs:
         return None
 
     def release(self) -> None:
-        """Drop all that was captured, and the memory that no cache uses; what could not be captured may be tried again."""
+        """Drop all captured programs and the memory that no cache uses; captures that failed may be tried again."""
         self._drop(lambda _: True)
         self.why = None
 
@@ -119,9 +119,9 @@ class Programs:
         make: Callable[[StaticStore], Program],
         update: Callable[[Any], None],
     ) -> Program | None:
-        """The captured program of a name over a cache's memory, with its numbers up to date.
+        """The captured program of a name over a cache's memory, with its inputs up to date.
 
-        ``None`` for a name that is met for the first time, and when it, or something before it, could not be captured, which is said.
+        ``None`` for a name that occurs for the first time, or after a failed capture, of which a warning was given.
         """
         if self.why is not None:
             return None
@@ -140,7 +140,7 @@ class Programs:
                 seen.popitem(last=False)
             return None
         try:
-            program = make(storage.memo)
+            program = make(storage.store)
             update(program)
             program.capture(self.capture)
         except Exception as error:
@@ -166,7 +166,7 @@ class Programs:
         for storage in self._storages:
             if storage.whole is cache._whole:
                 return storage
-        lease = cache.lease  # a cache that was copied does not use its old memory any more
+        lease = cache.lease  # a cache that was copied no longer uses its old memory
         self._drop(lambda storage: storage.free or (lease is not None and storage.lease() is lease))
         storage = Storage(cache)
         self._storages.append(storage)
@@ -178,7 +178,7 @@ class Programs:
         self._storages = [storage for storage in self._storages if not which(storage)]
 
     def _wait(self) -> None:
-        """Until no graph that is about to go is still running."""
+        """Wait until no graph that is about to be dropped is running."""
         if self.device.type == "cuda":
             synchronize(self.device)
 
@@ -195,43 +195,43 @@ class Steps(Programs):
         self.forward = path.forward
 
     def cache(self, shapes: Sequence[KVShape], batch: int, capacity: int) -> SlotCache:
-        """An empty cache, in memory that has been used before where that is free and large enough.
+        """An empty cache, in memory used before where that is free and large enough.
 
         Raises:
-            MemoryError: it would not fit.
+            MemoryError: the cache does not fit.
         """
         lent = self.lent(batch, lambda cache: type(cache) is SlotCache and cache.slots > capacity)
         if lent is not None:
             TokenIndex.__init__(lent, batch, capacity)
             return lent
-        spare = 64 - capacity % 64  # one at least, for padding
+        spare = 64 - capacity % 64  # at least one, for padding
         check_memory(shapes, batch, capacity, spare)
         cache = SlotCache(shapes, batch, capacity, spare)
         self._of(cache)
         return cache
 
     def step(
-        self, cache: Any, feed: PackedBatch, wanted: bool, taps: Sequence[int] = ()
+        self, cache: Any, packed: PackedBatch, wanted: bool, taps: Sequence[int] = ()
     ) -> Callable[[], tuple[Tensor | None, dict[int, Tensor]]] | None:
         """A function that feeds a call's tokens and returns the logits ``[K, V]`` that are wanted, and activations ``[T, E]`` of the
         layers ``taps``. They hold until the next step.
 
         Returns:
-            ``None`` where the call is not for steps, or its step is not captured yet: shapes are captured when they are met again.
+            ``None`` where the call is not one for steps, or its step is not captured yet: a shape is captured when it occurs again.
         """
-        if type(cache) is not SlotCache or self.why is not None or not feed.rows:
+        if type(cache) is not SlotCache or self.why is not None or not packed.rows:
             return None
-        counts = [r.end - r.first for r in feed.rows]
+        counts = [r.end - r.first for r in packed.rows]
         if max(counts) > SMALL or len(counts) * max(counts) > 2 * sum(counts) + 64:
             return None
-        kept = [r.end - max(r.first, r.length - 1) if wanted else 0 for r in feed.rows]
+        kept = [r.end - max(r.first, r.length - 1) if wanted else 0 for r in packed.rows]
         slots = cache.slots
-        flat = [r.b * slots + s for r in feed.rows for s in range(r.first, r.end)]
-        plan = feed._plan(feed.rows, slots, torch.tensor(flat), None, 0)
+        flat = [r.b * slots + s for r in packed.rows for s in range(r.first, r.end)]
+        plan = packed._plan(packed.rows, slots, torch.tensor(flat), None, 0)
         if not fits(plan):
             return None
         bucket = bucket_of(counts, kept, max(plan.length), slots, nodes_of(plan))
-        drafted, source = feed.drafted, list[int]()
+        drafted, source = packed.drafted, list[int]()
         room = 0
         if drafted is not None:
             N, room = drafted.shape[1], bucket.rows * DRAFTED
@@ -239,7 +239,7 @@ class Steps(Programs):
                 return None
             source = [
                 r.b * N + s - r.length if s >= r.length else -1
-                for r in feed.rows
+                for r in packed.rows
                 for s in range(r.first, r.end)
             ]
         keep, t = list[int](), 0
@@ -247,11 +247,11 @@ class Steps(Programs):
             keep += range(t + count - k, t + count)
             t += count
 
-        def make(memo: StaticStore) -> StaticStep:
-            return StaticStep(self.forward, memo, bucket, self.device, room, taps)
+        def make(store: StaticStore) -> StaticStep:
+            return StaticStep(self.forward, store, bucket, self.device, room, taps)
 
         def update(step: Any) -> None:
-            step.update(plan, feed.ids, feed.positions, keep, drafted, source)
+            step.update(plan, packed.ids, packed.positions, keep, drafted, source)
 
         step = self.program(cache, (bucket, room, tuple(taps)), make, update)
         if step is None:
@@ -259,7 +259,7 @@ class Steps(Programs):
 
         def run() -> tuple[Tensor | None, dict[int, Tensor]]:
             out, seen = step.replay()
-            fed = {tap: x[: feed.tokens] for tap, x in zip(taps, seen)}
+            fed = {tap: x[: packed.tokens] for tap, x in zip(taps, seen)}
             return None if out is None or not keep else out[: len(keep)], fed
 
         return run
@@ -268,10 +268,10 @@ class Steps(Programs):
 def steps_for(
     graphs: bool | str, path: Runner, model: Any, device: torch.device, attention: str, page: int | None
 ) -> Steps | None:
-    """What ``HFModel(graphs=...)`` asks for; ``None``: no steps.
+    """The steps for ``HFModel(graphs=...)``; ``None``: no steps.
 
     Raises:
-        ValueError: steps are asked for and this model cannot have any.
+        ValueError: ``graphs`` asks for steps, and this model does not support them.
     """
     if graphs is False:
         return None
@@ -287,20 +287,20 @@ def steps_for(
 
 
 def capture_named(graphs: bool | str, device: torch.device) -> str | None:
-    """Which of ``CAPTURES`` an argument ``graphs`` asks for; ``None``: none.
+    """The entry of ``CAPTURES`` for an argument ``graphs``; ``None``: no capture.
 
     Raises:
-        ValueError: there is no such way.
+        ValueError: there is no such entry.
     """
     if graphs not in (False, True, "auto", *CAPTURES):
-        raise ValueError(f"graphs is {graphs!r}: False, True, 'auto', or one of {', '.join(CAPTURES)}")
+        raise ValueError(f"graphs is {graphs!r}: give False, True, 'auto', or one of {', '.join(CAPTURES)}")
     if graphs == "auto":
         return "cuda" if device.type == "cuda" and find_spec("triton") is not None else None
     return "cuda" if graphs is True else graphs or None
 
 
 def _out_of_memory(error: BaseException | None) -> bool:
-    """Also where that has broken a capture, whose end then is an error of its own."""
+    """Whether memory ran out, also where that broke a capture, whose end then raises another error."""
     while error is not None:
         if isinstance(error, torch.OutOfMemoryError):
             return True
@@ -310,7 +310,7 @@ def _out_of_memory(error: BaseException | None) -> bool:
 
 def _why_not(model: Any, device: torch.device, attention: str, page: int | None) -> str | None:
     if page is not None:
-        return "graphs know the addresses of slots, and pages move"
+        return "graphs contain the addresses of slots, and pages move"
     if attention not in ("auto", "triton"):
         return f"attention is {attention!r}, and only the Triton kernel (or 'auto') can be captured"
     if any(p.device != device for p in model.parameters()) or setting(model, "_hf_hook") is not None:

@@ -1,8 +1,8 @@
-"""A graph on the CPU: every operator of a function, with its tensors, replayed without the function's Python.
+"""A graph on the CPU: every operator of a function with its tensors, replayed without the function's Python.
 
-It asks of a function what a CUDA graph asks, and says which operator breaks it: nothing may wait for the device, no shape may depend
-on data, no tensor may come from the host on the way, and nothing may depend on what Python remembers between two calls. So a step
-that is recorded and replays to the same numbers has what it needs to be captured on a GPU. Replaying is slow; it is for tests.
+It has the same requirements as a CUDA graph and names the operator that breaks one: nothing may wait for the device, no shape may depend
+on data, no tensor may come from the host during the step, and nothing may depend on Python state that changes between calls. A step that
+is recorded and replays to equal results can therefore be captured on a GPU. Replaying is slow; it is for tests.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from torch.utils._pytree import tree_leaves
 Body = Callable[[], Any]
 
 _WAITS = "waits for the device: its result, or the shape of it, is needed on the host"
-_HOST = "brings numbers from the host: put them into a tensor that is there before, and written anew for every replay"
+_HOST = (
+    "copies values from the host: put them into a tensor that exists before and is written for every replay"
+)
 _RANDOM = "draws random numbers: draw them on the host by their keys, and pass them in"
 _WAITING = [
     "_local_scalar_dense",
@@ -43,14 +45,14 @@ _UNSEEN = {"tolist", "numpy", "cpu", "data_ptr", "__array__", "__dlpack__"}  # n
 
 
 class NotCapturable(RuntimeError):
-    """A function does something that a graph cannot hold; the message names the operator and the remedy."""
+    """A function does something that a graph cannot contain; the message names the operator and the remedy."""
 
 
 def record(body: Body) -> Body:
     """Call ``body`` twice, recording the second time; returns a function that replays what was recorded.
 
     Raises:
-        NotCapturable: it cannot be captured, or both calls differ.
+        NotCapturable: ``body`` cannot be captured, or its two calls differ.
     """
     first, second = Recording(), Recording()
     with _Guard(), first:
@@ -68,7 +70,7 @@ def record(body: Body) -> Body:
 
 
 class _Guard(TorchFunctionMode):
-    """Refuses what takes numbers out of a tensor without an operator."""
+    """Refuses functions that read values of a tensor without an operator."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -79,17 +81,17 @@ class _Guard(TorchFunctionMode):
 
 
 class Recording(TorchDispatchMode):
-    """Notes the operators that run while it is active, and what they made.
+    """Records the operators that run while it is active, and their outputs.
 
     Attributes:
-        calls: operator, its arguments, and its outputs, in order.
+        calls: operators with their arguments and outputs, in order.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
-        self.made: set[int] = set()  # storages of what was made on the way, which live as long as this does
-        self.outside: dict[int, Tensor] = {}  # tensors from before, by storage
+        self.made: set[int] = set()  # storages of intermediate tensors, kept alive
+        self.outside: dict[int, Tensor] = {}  # tensors that existed before, by storage
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -100,7 +102,7 @@ class Recording(TorchDispatchMode):
             self.calls.append((func, args, {"value": args[0].item()}, args[0]))
             return args[0]
         self._refuse(func, args, kwargs)
-        if func._can_decompose():  # an operator that is made of others, which are looked at one by one
+        if func._can_decompose():  # a composite operator, whose parts are recorded
             with self:
                 out = func.decompose(*args, **kwargs)
             if out is not NotImplemented:
@@ -127,12 +129,12 @@ class Recording(TorchDispatchMode):
             if kwargs.get("device") is not None:
                 devices.add(torch.device(kwargs["device"]))
             if len(devices) > 1:
-                why = f"copies from one device to another ({', '.join(sorted(map(str, devices)))}): do it before"
+                why = f"copies from one device to another ({', '.join(sorted(map(str, devices)))}): copy before the step"
         if why is not None:
             raise NotCapturable(f"{func} in a captured step {why}")
 
     def compare(self, other: Recording) -> None:
-        """Raise ``NotCapturable`` unless ``other`` holds the same operators on the same tensors from before."""
+        """Raise ``NotCapturable`` unless ``other`` holds the same operators on the same earlier tensors."""
         mine, theirs = ([_shown(call) for call in r.calls] for r in (self, other))
         for i in range(max(len(mine), len(theirs))):
             a, b = (s[i] if i < len(s) else "nothing" for s in (theirs, mine))
@@ -144,12 +146,12 @@ class Recording(TorchDispatchMode):
         fresh = [t for key, t in self.outside.items() if key not in other.outside]
         if fresh:
             raise NotCapturable(
-                f"a captured step reads a tensor {list(fresh[0].shape)} of {fresh[0].dtype} that was made on the way but not by its "
+                f"a captured step reads a tensor {list(fresh[0].shape)} of {fresh[0].dtype} that was made during the step but not by its "
                 f"operators; it {_HOST}"
             )
 
     def replay(self) -> None:
-        """Run the operators again; what they make goes where it went when they were recorded."""
+        """Run the operators again; outputs go to the tensors of the recording."""
         for func, args, kwargs, out in self.calls:
             if "value" in kwargs and func.overloadpacket.__name__ == "lift_fresh":
                 continue
@@ -161,7 +163,7 @@ class Recording(TorchDispatchMode):
             there = {_storage(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
             places = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
             if all(_storage(t) in there for t in places):
-                continue  # views see what was written anew
+                continue  # views show the new values
             made = [t for t in tree_leaves(func(*args, **kwargs)) if isinstance(t, Tensor)]
             for place, new in zip(places, made, strict=True):
                 place.copy_(new)

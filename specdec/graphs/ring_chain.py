@@ -1,7 +1,7 @@
 """A draft's whole chain as one captured step, as ``graphs.chain``, over keys and values in a ring.
 
-Where a token goes and what it sees follows from its position, so all of that is computed by the step itself. Rows of the memory that
-no row of the batch uses are the padding: they write into their own slots.
+A token's slot and what it sees follow from its position, so the step computes both. Rows of the memory that no row of the batch uses are
+padding: they write to their own slots.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from specdec.cache.ring import Ring
 from specdec.cache.static import StaticStore
-from specdec.graphs.chain import Drawn, draw, numbers_of
+from specdec.graphs.chain import Drawn, draw, uniforms_of
 from specdec.graphs.programs import Programs
 from specdec.graphs.staging import Program, Staged, pad
 from specdec.graphs.static import StaticPlan, power
@@ -31,9 +31,9 @@ Forward = Callable[[int, Tensor, "RingPlan"], Tensor | None]
 
 
 class Shape(NamedTuple):
-    """What a chain is captured for: the first ``rows`` of the memory, and so many ``steps``.
+    """What a chain is captured for: the first ``rows`` of the memory, and ``steps`` draws.
 
-    ``earlier``: a forward before them, for rows that lack two tokens of the text; others are given their last one twice.
+    ``earlier``: a forward before them, for rows that lack two tokens of the text; in other rows the last token is fed twice.
     """
 
     rows: int
@@ -45,7 +45,7 @@ class Shape(NamedTuple):
 
 
 class RingPlan(StaticPlan):
-    """What the queries of one step see of their rows' rings, ``seen [R, S]``; slots hold positions so far ``behind [R, S]`` them."""
+    """Which slots of their rings the queries of one step see, ``seen [R, S]``, and how far ``behind [R, S]`` the query each slot's position is."""
 
     def __init__(self, seen: Tensor, behind: Tensor, slots: Tensor):
         rows, size = seen.shape
@@ -57,7 +57,7 @@ class RingPlan(StaticPlan):
         self.known: dict[int | None, Lowered] = {}
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float, *more: Any) -> Tensor:
-        """As ``StaticPlan.attend``; a layer's own ``window`` goes by positions."""
+        """As ``StaticPlan.attend``; a layer's own ``window`` counts positions."""
         window, *others = more
         if window not in self.known:
             seen = self.seen if window is None else self.seen & (self.behind < window)
@@ -69,22 +69,22 @@ class RingChain(Program):
     """``steps`` draws of every row, each from the forward of the one before.
 
     Args:
-        ring: of the memory that ``memo`` is of.
+        ring: in the memory of ``store``.
     """
 
-    def __init__(self, ring: Ring, memo: StaticStore, shape: Shape, device: torch.device):
-        self.memo, self.shape = memo, shape
+    def __init__(self, ring: Ring, store: StaticStore, shape: Shape, device: torch.device):
+        self.store, self.shape = store, shape
         self.sinks, self.size, self.window, self.mask = ring.sinks, ring.size, ring.window, ring.mask
         R = shape.rows
         fields = {
             **dict.fromkeys(("ids", "base", "limit", "earlier", "before"), ("i8", (R,))),
-            "numbers": ("f8", (shape.steps, R)),
+            "uniforms": ("f8", (shape.steps, R)),
         }
         self.staged = Staged(fields, device)
 
     @abstractmethod
     def forward(self, position: Tensor) -> Forward:
-        """For tokens at ``position [N, R]``: the n-th forward ``(n, tokens [R], plan) -> logits [R, V]``; of an earlier one none are wanted."""
+        """For tokens at ``position [N, R]``: the n-th forward ``(n, tokens [R], plan) -> logits [R, V]``; for the earlier one, logits are not used."""
 
     def body(self) -> tuple[Tensor, Tensor | None]:
         """Tokens ``[rows, steps]`` and their distributions."""
@@ -93,19 +93,19 @@ class RingChain(Program):
         position = on["base"] + torch.arange(shape.steps, device=device)[:, None]  # [steps, R]
         if shape.earlier:
             position = torch.cat([on["before"][None], position])
-        slots = torch.arange(shape.rows, device=device) * self.memo.slots + self._slot(position)
+        slots = torch.arange(shape.rows, device=device) * self.store.slots + self._slot(position)
         held, seen = self._sight(position)
         forward, token = self.forward(position), on["ids"]
         tokens: list[Tensor] = []
         distributions: list[Tensor] = []
         for n in range(-int(shape.earlier), shape.steps):
             i = n + int(shape.earlier)
-            self.memo.begin()
+            self.store.begin()
             plan = RingPlan(seen[i], position[i][:, None] - held[i], slots[i])
             logits = forward(i, on["earlier"] if n < 0 else token, plan)
             if logits is None:
                 continue
-            top, token, distribution = draw(logits, shape.sampling, shape.vocab_size, on["numbers"][n])
+            top, token, distribution = draw(logits, shape.sampling, shape.vocab_size, on["uniforms"][n])
             said = torch.where(torch.isfinite(top), token, -1)
             token = said.clamp(min=0)
             tokens.append(torch.where(on["limit"] > n, said, 0))
@@ -138,20 +138,20 @@ def drawn(
     vocab_size: int | None = None,
     first: Tensor | None = None,
 ) -> Drawn | None:
-    """Chains of ``budget [B]`` tokens in rows whose ring holds all of the text but its last token, or all before ``first [B]``: at most
-    the last two are not held.
+    """Chains of ``budget [B]`` tokens in rows whose ring holds the text except its last token, or all before ``first [B]`` (at most two tokens
+    are missing).
 
-    All rows are written as far as the longest chain goes.
+    All rows are written up to the end of the longest chain.
 
     Returns:
-        ``None`` where a chain cannot be captured or is not captured yet: nothing has happened then.
+        ``None``, without side effects, where a chain cannot be captured or is not captured yet.
     """
-    if sampling.processors or not known(ring.mask):  # a user's mask need not be made of operators alone
+    if sampling.processors or not known(ring.mask):  # a user's mask need not consist of operators
         return None
-    numbers, B, steps = None, context.batch, int(budget.max())
+    uniforms, B, steps = None, context.batch, int(budget.max())
     if not sampling.greedy:
-        numbers = numbers_of(rng, context, steps)
-        if numbers is None:
+        uniforms = uniforms_of(rng, context, steps)
+        if uniforms is None:
             return None
     base = context.length - 1
     first = base if first is None else first
@@ -164,14 +164,14 @@ def drawn(
             pad(array[ids], context.tokens.gather(1, at[:, None])[:, 0])
             pad(array[positions], at)
         pad(array["limit"], budget)
-        array["numbers"][:] = 0
-        if numbers is not None:
-            array["numbers"][:, :B] = numbers
+        array["uniforms"][:] = 0
+        if uniforms is not None:
+            array["uniforms"][:, :B] = uniforms
         chain.staged.send()
 
     with torch.inference_mode():
-        chain = programs.program(ring, shape, lambda memo: make(memo, shape), update)
+        chain = programs.program(ring, shape, lambda store: make(store, shape), update)
         if chain is None:
             return None
-        tokens, probs = chain.replay()  # the next replay writes over them
+        tokens, probs = chain.replay()  # the next replay overwrites them
         return Drawn(tokens[:B].clone(), None if probs is None else probs[:B].clone())

@@ -1,4 +1,4 @@
-"""Numbers that a captured step reads: arrays of fixed shapes in one block on the device, written anew by one copy."""
+"""Inputs of a captured step: arrays of fixed shapes in one block on the device, written by one copy."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Staged:
     Args:
         fields: name -> type (``"i4"``, ``"i8"`` or ``"f8"``) and shape. device: where a step reads them.
     Attributes:
-        on: name -> tensor on the device; the same ones for ever. Each begins at a multiple of 16 bytes, which is what kernels are
-            specialised for.
+        on: name -> tensor on the device, always the same. Each begins at a multiple of 16 bytes, for which kernels are
+            specialised.
     """
 
     def __init__(self, fields: Mapping[str, tuple[str, tuple[int, ...]]], device: torch.device):
@@ -33,7 +33,7 @@ class Staged:
             end += -(-size // 16) * 16
         with torch.inference_mode(False):
             self._block = torch.zeros(end, dtype=torch.uint8, device=device)
-            # Two, so that one can be filled while the other is still read.
+            # Two blocks, so that one can be filled while the other is still read.
             self._host = [torch.zeros(end, dtype=torch.uint8, pin_memory=self._cuda) for _ in range(2)]
             self.on = {
                 name: self._block[a:b].view(_DTYPES[kind]).view(shape)
@@ -50,14 +50,14 @@ class Staged:
         self._turn = 0
 
     def begin(self) -> dict[str, np.ndarray]:
-        """Arrays to fill, whatever they hold; ``send`` copies them. Waits until they were read, two copies ago."""
+        """Arrays to fill, with arbitrary contents; ``send`` copies them. Waits until the copy before the last is done."""
         self._turn ^= 1
         if self._sent[self._turn] is not None:
             self._sent[self._turn].synchronize()
         return self._arrays[self._turn]
 
     def send(self) -> None:
-        """Copy what was filled to the device; the host does not wait."""
+        """Copy the filled arrays to the device; the host does not wait."""
         self._block.copy_(self._host[self._turn], non_blocking=True)
         if self._cuda:
             self._sent[self._turn] = torch.cuda.Event()
@@ -65,10 +65,10 @@ class Staged:
 
 
 class Program(ABC):
-    """A body over staged numbers, captured once they are there.
+    """A body over staged inputs, which can be captured and replayed.
 
     Attributes:
-        staged: its numbers.
+        staged: its inputs.
     """
 
     staged: Staged
@@ -76,18 +76,18 @@ class Program(ABC):
 
     @abstractmethod
     def body(self) -> Any:
-        """What is captured: a function of tensors that stay where they are."""
+        """What is captured: a function of tensors at fixed addresses."""
 
     def capture(self, capture: Capture) -> None:
-        """Capture the body on the numbers that were sent last, which it may be run on more than once."""
+        """Capture the body on the inputs that were sent last; it may run more than once."""
         self._replay = capture(self.body)
 
     def replay(self) -> Any:
-        """The body's results for the numbers that were sent last, in tensors that hold until the next replay."""
+        """The body's results for the inputs that were sent last, in tensors that hold until the next replay."""
         return self._replay()
 
 
 def pad(array: np.ndarray, values: Any, rest: int = 0) -> None:
-    """Put ``values`` at the beginning of an array and ``rest`` behind them."""
+    """Put ``values`` at the beginning of an array, followed by ``rest``."""
     array[: len(values)] = values
     array[len(values) :] = rest

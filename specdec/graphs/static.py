@@ -1,8 +1,8 @@
-"""Steps of fixed shapes: a forward whose every number is in tensors that stay where they are, so that it can be captured and replayed.
+"""Steps of fixed shapes: a forward whose inputs are all in tensors at fixed addresses, so that it can be captured and replayed.
 
-A step is made for a ``Bucket``: so many rows, at most so many new tokens a row, at most so many slots. Calls that fit write their
-numbers into its tensors and replay it. What a call has less than the bucket is *padding*: tokens that belong to no row, whose keys and
-values go to a spare slot that nobody sees, and rows without tokens.
+A step is made for a ``Bucket``: a number of rows, and the most new tokens and slots of a row. Calls that fit write their inputs into its
+tensors and replay it. The rest of the bucket is *padding*: tokens that belong to no row, whose keys and values go to a spare slot that
+no query sees, and rows without tokens.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Forward = Callable[..., Tensor | None]  # as ``Packed.forward``
 
 
 class Bucket(NamedTuple):
-    """What a step is made for, at most: ``rows`` of ``queries`` new tokens and of ``length`` slots, the new ones included.
+    """The most that a step is made for: ``rows`` of ``queries`` new tokens and of ``length`` slots, the new ones included.
 
     ``kept``: tokens of a row whose logits are wanted; 0 for no logits, ``ALL`` where all are. ``nodes``: of a tree, 0 for chains.
     """
@@ -43,14 +43,14 @@ class Bucket(NamedTuple):
 
     @property
     def chosen(self) -> int:
-        """How many tokens are chosen by number for their logits."""
+        """How many tokens are selected by index for their logits."""
         return self.rows * max(self.kept, 0)
 
 
 def bucket_of(counts: Sequence[int], kept: Sequence[int], longest: int, slots: int, nodes: int = 0) -> Bucket:
     """The bucket for rows of ``counts [R]`` new tokens, of which the last ``kept [R]`` are wanted, in rows of ``slots`` slots.
 
-    Counts are taken as they are, since they repeat from round to round. Rows are rounded up to powers of two, and from 8 on to
+    Counts are not rounded, since they repeat from round to round. Rows are rounded up to powers of two, and from 8 on to
     multiples of 8; slots and nodes to powers of two.
     """
     rows = len(counts)
@@ -60,12 +60,12 @@ def bucket_of(counts: Sequence[int], kept: Sequence[int], longest: int, slots: i
 
 
 def power(n: int, least: int = 1) -> int:
-    """The least power of two that is at least ``n`` and ``least``."""
+    """The smallest power of two that is at least ``n`` and ``least``."""
     return max(least, 1 << (n - 1).bit_length())
 
 
 class StaticPlan:
-    """Stands in for an ``AttentionPlan`` in a step: what a layer asks for is in tensors."""
+    """Stands in for an ``AttentionPlan`` in a step, with its contents in tensors."""
 
     watch = None
     tree = None
@@ -117,20 +117,20 @@ class StaticStep(Program):
     """One forward of a bucket.
 
     Args:
-        forward: as ``Packed.forward``. memo: where keys and values go. device: of the model.
+        forward: as ``Packed.forward``. store: where keys and values go. device: of the model.
         drafted: how many proposed tokens may stay on the device (``update``). taps: layers whose activations are wanted.
     """
 
     def __init__(
         self,
         forward: Forward,
-        memo: StaticStore,
+        store: StaticStore,
         bucket: Bucket,
         device: torch.device,
         drafted: int = 0,
         taps: Sequence[int] = (),
     ):
-        self.forward, self.memo, self.bucket, self.taps = forward, memo, bucket, tuple(taps)
+        self.forward, self.store, self.bucket, self.taps = forward, store, bucket, tuple(taps)
         R, T = bucket.rows, bucket.tokens
         fields: dict[str, tuple[str, tuple[int, ...]]] = {
             **dict.fromkeys(("ids", "positions", "slots", "source"), ("i8", (T,))),
@@ -161,9 +161,9 @@ class StaticStep(Program):
         )
 
     def body(self) -> tuple[Tensor | None, tuple[Tensor, ...]]:
-        """Logits ``[K, V]``: those that are wanted, then padding's; ``None`` where none are. Activations ``[T, E]`` of each tap."""
+        """Wanted logits ``[K, V]``, followed by the padding's (``None`` where none are wanted), and activations ``[T, E]`` of each tap."""
         on, bucket = self.staged.on, self.bucket
-        self.memo.begin()
+        self.store.begin()
         ids = on["ids"]
         if len(self.drafted):
             source = on["source"]
@@ -172,7 +172,7 @@ class StaticStep(Program):
         if bucket.kept:
             keep = None if bucket.kept == ALL else on["keep"]
         caught: dict[int, list[Tensor]] = {tap: [] for tap in self.taps}
-        logits = self.forward(self.memo, self.plan, ids, on["positions"], keep, caught)
+        logits = self.forward(self.store, self.plan, ids, on["positions"], keep, caught)
         return logits, tuple(x for (x,) in caught.values())
 
     def update(
@@ -184,18 +184,18 @@ class StaticStep(Program):
         drafted: Tensor | None = None,
         source: Sequence[int] = (),
     ) -> None:
-        """Give the step the numbers of a call that fits its bucket, in one copy.
+        """Send the inputs of a call that fits the bucket, in one copy.
 
         Args:
             plan: made on the host. ids, positions: ``[T]``. keep: the tokens whose logits are wanted, ascending.
-            drafted: proposed tokens that are on the device. source: ``[T]`` which of them a token is, -1 for one of ``ids``.
+            drafted: proposed tokens on the device. source: ``[T]`` the index of a token in ``drafted``, -1 for one of ``ids``.
         """
         low, array = lower(plan, "cpu"), self.staged.begin()
         T, R = len(ids), len(plan.rows)
         assert plan.slots is not None
         pad(array["ids"], ids)
         pad(array["positions"], positions)
-        pad(array["slots"], plan.slots.numpy(), self.memo.spare)
+        pad(array["slots"], plan.slots.numpy(), self.store.spare)
         pad(array["source"], source, -1)
         if self.bucket.chosen:
             pad(array["keep"], keep)
@@ -214,7 +214,7 @@ class StaticStep(Program):
 
 
 def fits(plan: AttentionPlan) -> bool:
-    """Whether what a plan's queries see follows from a few numbers a row, as a step needs it."""
+    """Whether what a plan's queries see follows from a few integers a row, as a step needs."""
     return plan.table is None and not written_out(plan)
 
 

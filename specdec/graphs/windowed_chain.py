@@ -20,8 +20,8 @@ from specdec.types import Context
 class WindowedChain(RingChain):
     """The chain of a packed model; ``run``: as ``Packed.forward``."""
 
-    def __init__(self, run: Packed, ring: Ring, memo: StaticStore, shape: Shape, device: torch.device):
-        super().__init__(ring, memo, shape, device)
+    def __init__(self, run: Packed, ring: Ring, store: StaticStore, shape: Shape, device: torch.device):
+        super().__init__(ring, store, shape, device)
         self.run = run
 
     def forward(self, position: Tensor) -> Forward:
@@ -29,7 +29,7 @@ class WindowedChain(RingChain):
 
         def run(n: int, tokens: Tensor, plan: RingPlan) -> Tensor | None:
             keep = False if n == 0 and self.shape.earlier else None
-            return self.run(self.memo, plan, tokens, position[n], keep)
+            return self.run(self.store, plan, tokens, position[n], keep)
 
         return run
 
@@ -43,8 +43,8 @@ def propose(
     sampling: Sampling,
     vocab_size: int | None,
 ) -> Drawn | None:
-    """As ``chain.propose``, over a ``RingCache`` where sinks and window are all there is to see. Texts of which more than
-    the last two tokens are missing are read first."""
+    """As ``chain.propose``, over a ``RingCache`` whose mask is sinks and a window. Where more than the last two tokens of a text
+    are missing, they are fed first."""
     N = int(budget.max())
     if N < 1 or cache.block < N:
         return None
@@ -57,8 +57,8 @@ def propose(
         model.prefill(cache, text)
         first = cache.matched(text)
 
-    def make(memo: StaticStore, shape: Shape) -> WindowedChain:
-        return WindowedChain(steps.forward, cache, memo, shape, steps.device)
+    def make(store: StaticStore, shape: Shape) -> WindowedChain:
+        return WindowedChain(steps.forward, cache, store, shape, steps.device)
 
     made = drawn(steps, cache, text, budget, rng, sampling, make, vocab_size, torch.tensor(first))
     if made is not None:

@@ -44,8 +44,8 @@ class Brief(NamedTuple):
     number: int
     request: Tensor
     arm: Tensor
-    kept: Tensor
-    cut: Tensor
+    committed: Tensor
+    truncated: Tensor
 
 
 @dataclass(frozen=True)
@@ -66,14 +66,14 @@ class PoolRun:
 
     def rate(self, rows: Sequence[bool]) -> float:
         """Tokens a second of a batch of the requests in ``rows [requests]`` (bool), at this run's seconds per row and round."""
-        kept = count = 0
+        tokens = count = 0
         for round in self.rounds:
             if round.number:
-                mine = torch.tensor([rows[r] for r in round.request.tolist()]) & ~round.cut
-                kept += int(round.kept[mine].sum())
+                mine = torch.tensor([rows[r] for r in round.request.tolist()]) & ~round.truncated
+                tokens += int(round.committed[mine].sum())
                 count += int(mine.sum())
-        counted = sum(len(r.kept) for r in self.rounds if r.number)
-        return kept / max(count, 1) / (self.seconds / counted)
+        counted = sum(len(r.committed) for r in self.rounds if r.number)
+        return tokens / max(count, 1) / (self.seconds / counted)
 
     def choices(self, group: Sequence[str], window: int) -> dict[tuple[int, str], Counter[int]]:
         """How often each arm was used, by window of rounds (named by its first round) and group of requests."""
@@ -98,14 +98,14 @@ def pool_run(
 
     def mark(round: Round) -> None:
         spent = selection.seconds if selection else 0.0
-        marks.append((perf_counter(), round.number, int(round.kept.sum()), spent))
-        rounds.append(Brief(round.number, round.context.request, round.arm, round.kept, round.cut))
+        marks.append((perf_counter(), round.number, int(round.committed.sum()), spent))
+        rounds.append(Brief(round.number, round.context.request, round.arm, round.committed, round.truncated))
 
     if selection is None and decoder.selecting is not None:
         selection = decoder.begin(len(rows))
     out = decoder.generate(list(rows), tokens, seed=seed, eos_token_id=(), on_round=mark, selection=selection)
     start, _, _, before = max(mark for mark in marks if mark[1] == 0)
-    made = sum(kept for at, _, kept, _ in marks if at > start)
+    made = sum(tokens for at, _, tokens, _ in marks if at > start)
     return PoolRun(made, marks[-1][0] - start, out.stats, rounds, out.ids, marks[-1][3] - before)
 
 

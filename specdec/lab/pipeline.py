@@ -131,7 +131,7 @@ def timed(
         if round.number > 1:
             marks.append(perf_counter())
             s = round.seconds
-            parts.append(Part(len(round.kept), s["draft"], s["target"] + s["verify"]))
+            parts.append(Part(len(round.committed), s["draft"], s["target"] + s["verify"]))
         if len(marks) > rounds * micro:
             raise _Enough
 

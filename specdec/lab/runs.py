@@ -105,7 +105,7 @@ def decode(
         def look(round: Round, marks: list[float] = marks, all_in: list[Any] = all_in) -> None:
             marks.append(perf_counter())
             if round.context.batch == batch and not bool(round.finished.any()):
-                all_in.append((int(round.kept.sum()), batch))
+                all_in.append((int(round.committed.sum()), batch))
                 if round.number:
                     parts = dict(round.seconds)
                     stages.update({**parts, "rounds": 1, "other": 2 * parts["total"] - sum(parts.values())})

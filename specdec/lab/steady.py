@@ -104,7 +104,7 @@ def steady(
                     continue
                 records.append(Record.of(round))
                 rounds += 1
-                made = sum(records[-1].kept)
+                made = sum(records[-1].committed)
                 tokens, left = tokens + made, left - made
                 if left <= 0:
                     break

@@ -1,4 +1,4 @@
-"""What is checked before a model is wrapped, and before a family that is not listed is trusted."""
+"""Checks before a model is wrapped, and before a family that is not listed is used."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Graphs = bool | Literal["auto", "eager", "recorded"]
 
 
 class Options(TypedDict, total=False):
-    """The settings of ``HFModel`` by name, where they are passed on to it."""
+    """The settings of ``HFModel`` by name, for functions that pass them on."""
 
     prefill_chunk: int
     unlisted: Literal["packed"] | None
@@ -61,12 +61,14 @@ def check_arguments(
     if prefill_chunk < 1:
         raise ValueError(f"prefill_chunk is {prefill_chunk}: it must be at least 1")
     if page is not None and page < 1:
-        raise ValueError(f"page is {page}: slots of a page, at least 1, or None for slots of every row")
+        raise ValueError(
+            f"page is {page}: give the slots of a page, at least 1, or None for slots of every row"
+        )
     if invariant and page is not None and page % 16:
         raise ValueError(f"page is {page}: with invariant=True give a multiple of 16, or None")
     if bf16_weights and graphs:
         raise ValueError(
-            "bf16_weights is True but captured steps do not read such copies: leave it False, or give graphs=False"
+            "bf16_weights is True but captured steps do not read bfloat16 copies: leave it False, or give graphs=False"
         )
     if compile is not False and (invariant or graphs == "recorded"):
         other = "invariant is True" if invariant else "graphs is 'recorded'"

@@ -1,4 +1,4 @@
-"""A structural clone: a second model object on the same storage, so that the user's own is never switched over."""
+"""A structural clone: a second model object on the same storage, so that the user's model is never modified."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 
 def structural_clone(model: PreTrainedModel) -> Any:
-    """A model of the same structure on the same storage: its own modules and config, the user's parameters and buffers.
+    """A model of the same structure with its own modules and config, on the user's parameters and buffers.
 
     Rotary frequencies are copied, because dynamic scaling writes them in place.
     """

@@ -1,6 +1,6 @@
-"""``torch.compile`` for the parts of a model between its attention: norms and MLPs, where it fuses what is one operator after another.
+"""``torch.compile`` for norms and MLPs, whose operators it fuses.
 
-Attention goes to slots by a plan of Python values, which a compiler would specialise on; so it stays as it is.
+Attention is not compiled: its plan consists of Python values, for which a compiler would specialise.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ PARTS = ("RMSNorm", "MLP")
 
 
 def compile_parts(model: Any, options: Mapping[str, Any]) -> int:
-    """Compile all norms and MLPs of ``model`` in place, for any number of tokens; how many there are.
+    """Compile all norms and MLPs of ``model`` in place, for any number of tokens; returns how many there are.
 
     Args:
         options: for ``torch.compile`` (``backend``, ``mode``, ...).

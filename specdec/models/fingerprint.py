@@ -1,4 +1,4 @@
-"""A short name for a model's weights, so that what was made for one target is not used with another."""
+"""A short name for a model's weights, so that a draft or data made for one target is not used with another."""
 
 from __future__ import annotations
 

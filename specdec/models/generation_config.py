@@ -1,4 +1,4 @@
-"""What a model's generation config asks for when texts are generated."""
+"""Settings of a model's generation config."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from specdec.configs import setting
 
 
 def eos_ids(model: Any) -> tuple[int, ...]:
-    """The ids that end a text, as the transformers ``model`` says at this moment."""
+    """The ids that end a text, by the current config of the transformers ``model``."""
     eos = (setting(model, "generation_config") or model.config).eos_token_id
     return () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
 
 
 def processors(model: Any) -> dict[str, Any]:
-    """Settings that transformers would turn into processors, and this library does not."""
+    """Settings that transformers turns into processors and this library does not."""
     neutral: dict[str, Any] = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "min_length": 0}
     neutral |= dict.fromkeys(("suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "sequence_bias"))
     asked = {name: setting(setting(model, "generation_config"), name) for name in neutral}
@@ -22,7 +22,7 @@ def processors(model: Any) -> dict[str, Any]:
 
 
 def sampling(model: Any) -> dict[str, Any]:
-    """How tokens are drawn, where that is not from the softmax of the logits."""
+    """Sampling settings, where they differ from drawing from the softmax of the logits."""
     config = setting(model, "generation_config")
     if not setting(config, "do_sample"):
         return {}

@@ -1,7 +1,7 @@
-"""Hugging Face causal LMs as ``LanguageModel``: ragged rows, our own KV slots, rollback by length, trees in one pass.
+"""Hugging Face causal LMs as ``LanguageModel``: ragged rows, KV in slots, rollback by length, trees in one pass.
 
-The user's model object is never switched over: a *structural clone* that shares its storage runs our attention (see
-docs/design.md), so that the user's ``generate`` works before, during and after.
+The user's model object is never modified: a *structural clone* that shares its storage runs this library's attention (see
+docs/design.md), so that the user's ``generate`` keeps working.
 """
 
 from __future__ import annotations
@@ -42,38 +42,38 @@ class HFModel:
     """A transformers causal LM behind ``protocols.LanguageModel``.
 
     Args:
-        model: any ``...ForCausalLM`` of a family in ``SUPPORTED``. It is left as it is. Later in-place changes of its weights are
-            seen; after moving, casting or replacing them (``load_state_dict(assign=True)``), wrap it again: ``cache`` refuses.
+        model: any ``...ForCausalLM`` of a family in ``SUPPORTED``. It is not modified. Later in-place changes of its weights
+            take effect; after moving, casting or replacing them (``load_state_dict(assign=True)``), wrap it again (``cache`` checks).
         tokenizer: needed for text and chat prompts only.
-        prefill_chunk: tokens of a prompt that are fed in one forward, all rows together.
+        prefill_chunk: the most tokens of prompts in one forward, over all rows.
         unlisted: ``"packed"`` tries a family that is not listed, after comparing it with its own plain forward.
-        attention: how it is computed, a name of ``kernels.attention.BACKENDS``: ``"packed"``, ``"padded"`` to the longest row,
+        attention: how attention is computed, a name of ``kernels.attention.BACKENDS``: ``"packed"``, ``"padded"`` to the longest row,
             ``"decomposed"`` into fragments (docs/decomposition.md), ``"native"`` (C, on the CPU), ``"cpu"`` (C where it can), or, on a GPU, ``"triton"``,
-            ``"torch_flash"`` and ``"flash_attn"``; all give the same. ``"auto"`` takes what can serve each layer
-            (``kernels.attention.explain`` says what, and why not the others).
-        page: slots of a page, for KV in pages that rows take as they grow (docs/models.md); ``None``: as many slots for every row.
+            ``"torch_flash"`` and ``"flash_attn"``; all compute the same. ``"auto"`` chooses for each layer
+            (``kernels.attention.explain`` says which, and why not the others).
+        page: slots of a page, for KV in pages that rows take as they grow (docs/models.md); ``None``: the same slots for every row.
         graphs: whether small steps (decoding, verification, a draft's tokens) are captured once for each shape and replayed as CUDA graphs.
-            ``"auto"`` does it where it can be done, ``True`` refuses a model that cannot. ``"eager"`` runs the same steps without
-            capturing them and ``"recorded"`` by a recording of their operators, on any device, for tests (docs/models.md).
-        compile: ``torch.compile`` for norms and MLPs, of the private copy only; a mapping is handed to it (``{"backend": ...}``). It can pay on
-            a GPU; on a CPU the C kernels that it takes the place of are faster. The first steps of each kind wait for the compiler.
-        invariant: whether a row's logits must not depend, to the bit, on what else is in the batch or in the step, prompts included
-            (docs/kernels.md). Llama-like models on a CPU with C kernels can be so, at a price; others are refused.
-        bf16_weights: whether products read bfloat16 copies of the weights of a float32 model, made now, beside them: half the bytes to read, the
-            same numbers (a weight that bfloat16 would round is refused; a checkpoint in bfloat16 that was loaded in float32 has none),
+            ``"auto"`` does so where possible, ``True`` refuses other models. For tests on any device, ``"eager"`` runs the same steps without
+            capturing them and ``"recorded"`` replays a recording of their operators (docs/models.md).
+        compile: ``torch.compile`` for norms and MLPs, of the private copy only; a mapping has its options (``{"backend": ...}``). It can pay on
+            a GPU; on a CPU the C kernels that it replaces are faster. The first steps of each kind wait for the compiler.
+        invariant: whether a row's logits must be bit for bit independent of the rest of the batch and of the step, prompts included
+            (docs/kernels.md). Llama-like models on a CPU with C kernels support this, at a cost; others are refused.
+        bf16_weights: whether products read bfloat16 copies, made now, of the weights of a float32 model: half the bytes to read, equal
+            values (a weight that bfloat16 would round is refused; a bfloat16 checkpoint loaded in float32 has none),
             and arithmetic on matrix units (AMX) where the processor has them. For llama-like models on a CPU with C kernels; after
             changing weights, wrap the model again (docs/kernels.md).
     Raises:
-        UnsupportedModel: the family cannot be run exactly; the message says why and what can.
-        TypeError: an argument of another kind: the tokenizer's name, a page that is no whole number.
-        ValueError: no such ``attention``, or one that this model's layers cannot be computed by, or not over pages of this size;
-            pages for a family that runs padded; graphs for a model that cannot have them.
+        UnsupportedModel: the family cannot be run exactly; the message says why, and which families can.
+        TypeError: an argument has the wrong type, such as the name of a tokenizer, or a page that is no whole number.
+        ValueError: there is no such ``attention``, or it does not support this model's layers or pages of this size; pages for a
+            family that runs padded; graphs for a model that does not support them.
         ImportError: ``attention`` needs a package that is not installed; the message says which.
 
-    One thread at a time: families that run padded keep the call at hand in the object, and so do captured steps.
+    One thread at a time: families that run padded, and captured steps, keep the state of a call in the object.
     """
 
-    steps: Steps | None = None  # captured steps, where there are any
+    steps: Steps | None = None  # captured steps, if any
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class HFModel:
         self.max_positions = positions_of(model.config)
         self.vocab_size: int = model.config.get_text_config().vocab_size
         if attention != "auto" and path == "packed":
-            try:  # a token through all layers: one that the backend cannot compute is refused here
+            try:  # feeds a token through all layers, which refuses layers that the backend does not support
                 _ = self._shapes
             except ValueError as error:
                 if isinstance(error, UnsupportedModel):
@@ -150,9 +150,9 @@ class HFModel:
         """Load a hub id or a local folder, with its tokenizer if it has one; ``kwargs`` go to ``from_pretrained``.
 
         Raises:
-            FileNotFoundError: no such folder, or one without a config or weights.
-            TypeError: ``kwargs`` that ``from_pretrained`` does not know.
-            ValueError: files are cut off, or weights are missing from them; no such dtype, or a CUDA device where there is none.
+            FileNotFoundError: there is no such folder, or it has no config or weights.
+            TypeError: ``from_pretrained`` does not know some of ``kwargs``.
+            ValueError: files are truncated, or weights are missing; there is no such dtype, or no CUDA device.
         """
         model = load(name, dtype=dtype, device_map=device_map, **kwargs)
         if tokenizer is None:
@@ -162,9 +162,9 @@ class HFModel:
             graphs=graphs, compile=compile, invariant=invariant, bf16_weights=bf16_weights,
         )  # fmt: skip
 
-    @cached_property  # asked for in every step
+    @cached_property  # used in every step
     def device(self) -> torch.device:
-        """Where tokens go in and logits come out."""
+        """The device of input ids and logits."""
         return runs_on(self.clone)
 
     @property
@@ -179,10 +179,10 @@ class HFModel:
 
     @property
     def fast_chain(self) -> Literal["slots", "ring"] | None:
-        """Where the keys and values of a drafted chain lie, if its tokens may be computed together, past ``score`` (``drafts.chain``).
+        """Where a drafted chain's keys and values are, if fast implementations may bypass ``score`` (``drafts.chain``); else ``None``.
 
-        Each class says so for itself: a subclass may change what a query sees, and its tokens go through ``score`` until it says that
-        they need not.
+        Each class declares this for itself: a subclass may change what a query sees, so its tokens go through ``score`` unless it
+        declares otherwise.
         """
         return "slots" if type(self) is HFModel else None
 
@@ -192,17 +192,17 @@ class HFModel:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """The ids that end a text, as the user's model says at this moment."""
+        """The ids that end a text, by the current config of the user's model."""
         return eos_ids(self.model)
 
     @property
     def generation_processors(self) -> dict[str, Any]:
-        """Settings of the model's generation config that transformers would turn into processors, and this library does not."""
+        """Settings of the generation config that transformers turns into processors and this library does not."""
         return processors(self.model)
 
     @property
     def generation_sampling(self) -> dict[str, Any]:
-        """How the model's generation config says that tokens are drawn, where that is not from the softmax of the logits."""
+        """Sampling settings of the generation config, where they differ from drawing from the softmax of the logits."""
         return sampling(self.model)
 
     def __repr__(self) -> str:
@@ -212,7 +212,7 @@ class HFModel:
 
     @cached_property
     def _shapes(self) -> list[KVShape]:
-        """What each layer keeps, found by feeding one token."""
+        """The shapes of each layer's keys and values, found by feeding one token."""
         try:
             return kv_shapes(self._path, self.page, self.device)
         except LookupError as error:
@@ -228,20 +228,20 @@ class HFModel:
         self._path.check()
 
     def bytes_per_token(self) -> int:
-        """KV bytes of one token of one row, all layers."""
+        """KV bytes of one token of one row in all layers."""
         return sum(shape.bytes for shape in self._shapes)
 
     @property
     def plain(self) -> HFModel:
-        """The model that a mask is joined to: itself. A subclass that only hands out other caches gives what it was made from."""
+        """The model to which a mask is applied: itself. A subclass that only makes other caches returns the model it was made from."""
         return self
 
     def cache(self, batch: int, capacity: int) -> Cache:
         """An empty cache for ``batch`` rows of up to ``capacity`` tokens, nodes included; in pages where the model has a ``page``.
 
         Raises:
-            ValueError: a negative number of rows or tokens.
-            MemoryError: it would not fit; estimated before anything is allocated. (Pages are allocated when rows are fed.)
+            ValueError: the number of rows or tokens is negative.
+            MemoryError: the cache would not fit, by an estimate before anything is allocated. (Pages are allocated when rows are fed.)
             RuntimeError: the user's model was moved, cast or given other parameters since it was wrapped; with ``bf16_weights``, its
                 weights were changed.
         """
@@ -259,7 +259,7 @@ class HFModel:
         return SlotCache(self._shapes, batch, capacity, self._path.spare)
 
     def prefill(self, cache: Cache, context: Context, rows: Tensor | None = None) -> None:
-        """Feed what the cache lacks of each row (or of ``rows [R]``), all but its last committed token; no logits are computed."""
+        """Feed what the cache lacks of each row (or of ``rows [R]``) except its last committed token, without computing logits."""
         end = (context.length - 1).tolist()
         if rows is not None:
             asked = set(rows.tolist())
@@ -283,14 +283,14 @@ class HFModel:
         position, counted from 1; 0 is the input of the first.
 
         Raises:
-            ValueError: rows that do not match, no room in the cache, a tree for a family that takes chains only, or a ``start``
-                whose earlier nodes were not fed in this context.
+            ValueError: rows do not match, the cache has no room, the family takes chains only, or nodes before ``start`` were not
+                fed in this context.
         """
         packed, width = self._plan(cache, context, proposal, start, rows)
         made, layers = self._run(cache, packed, True, taps)
         if made is None:
             made = torch.zeros(0, self.vocab_size, dtype=self.dtype, device=self.device)
-        # What is handed out may be changed: an inference tensor may not, and a step's will be by the next one.
+        # Returned logits may be changed: inference tensors may not, and a step overwrites its own.
         copy = self.steps is not None or not torch.is_inference_mode_enabled()
         logits = packed.spread(made, context.batch, width, -1 if start is None else start, copy)
         packed.remember(cache, context)
@@ -329,14 +329,14 @@ class HFModel:
         packed = feed(context, proposal, first, end)
         if packed.shape is not None and not self.supports_trees:
             raise ValueError(
-                f"{self.clone.config.model_type} takes chains only: what a query sees goes by slot or by a window here, not by ancestors"
+                f"{self.clone.config.model_type} takes chains only: what a query sees depends on slots or a window here, not on ancestors"
             )
         return packed
 
     def _run(
         self, cache: Cache, packed: PackedBatch, wanted: bool, taps: Sequence[int]
     ) -> tuple[Tensor | None, dict[int, Tensor]]:
-        """Feed packed tokens; logits ``[K, V]`` after the last committed token and nodes of each row, and tapped activations."""
+        """Feed a packed batch; returns logits ``[K, V]`` after each row's last committed token and nodes, and tapped activations."""
         if not packed.rows:
             width = self.clone.config.get_text_config().hidden_size
             return None, {tap: torch.zeros(0, width, dtype=self.dtype, device=self.device) for tap in taps}
@@ -360,7 +360,7 @@ class HFModel:
     def _pieces(
         self, cache: Any, packed: PackedBatch, limit: int, wanted: bool
     ) -> Iterator[tuple[Any, PrefillChunk]]:
-        """What to run, in order, each with what its keys and values go to."""
+        """The forwards to run, in order, each with the store of its keys and values."""
         if isinstance(cache, PagedCache):
             table = cache.hold(packed.rows)
             pieces = packed.pieces(cache.capacity, limit, wanted, self.device, table, cache.page)
@@ -372,13 +372,13 @@ class HFModel:
     def bare_step(
         self, cache: Cache, context: Context, proposal: Proposal | None = None
     ) -> Callable[[], Tensor | None]:
-        """The model's forward for ``score(cache, context, proposal)`` and nothing else, to be timed and called repeatedly.
+        """Only the model's forward of ``score(cache, context, proposal)``, to be timed and called repeatedly.
 
-        Everything is prepared beforehand, nothing is remembered afterwards; what the cache lacks must fit one forward.
+        Everything is prepared beforehand, and the token index does not change; what the cache lacks must fit one forward.
         """
         packed, _ = self._plan(cache, context, proposal, None, None)
         if self.steps is not None:
-            for _ in range(2):  # shapes are captured when they are met again
+            for _ in range(2):  # shapes are captured when they occur again
                 with torch.inference_mode():
                     step = self.steps.step(cache, packed, True)
                 if step is not None:

@@ -1,4 +1,4 @@
-"""Load a causal LM from a hub id or a folder, and say plainly what is wrong with a folder that is missing or cut off."""
+"""Load a causal LM from a hub id or a folder, with clear errors for a folder that is missing or truncated."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _DAMAGE = (SafetensorError, pickle.UnpicklingError, json.JSONDecodeError, EOFErr
 
 
 def load(name: str | os.PathLike[str], **kwargs: Any) -> PreTrainedModel:
-    """The model in a local folder, or of a hub id. Errors as for ``HFModel.from_pretrained``."""
+    """The model of a local folder or a hub id. Errors as for ``HFModel.from_pretrained``."""
     _check_arguments(kwargs.get("dtype"), kwargs.get("device_map"))
     folder = Path(name).is_dir()
     if folder:
@@ -39,7 +39,7 @@ def load(name: str | os.PathLike[str], **kwargs: Any) -> PreTrainedModel:
         if not folder or not damage:
             raise
         raise ValueError(
-            f"the model in {str(name)!r} cannot be loaded ({type(error).__name__}: {error}): a file may be cut off; copy or "
+            f"the model in {str(name)!r} cannot be loaded ({type(error).__name__}: {error}): a file may be truncated; copy or "
             "download the folder again"
         ) from error
     model, report = loaded
@@ -63,7 +63,7 @@ def load_tokenizer(name: str | os.PathLike[str]) -> Any:
         if not Path(name).is_dir():
             raise
         raise ValueError(
-            f"the tokenizer in {str(name)!r} cannot be loaded ({type(error).__name__}: {error}): a file may be cut off or missing; "
+            f"the tokenizer in {str(name)!r} cannot be loaded ({type(error).__name__}: {error}): a file may be truncated or missing; "
             "copy or download the folder again"
         ) from error
 
@@ -87,15 +87,14 @@ def _check_arguments(dtype: Any, device_map: Any) -> None:
 def _check_folder(folder: Path) -> None:
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(
-            f"{str(folder)!r} has no config.json: it is not the folder of a saved model, or is incomplete"
+            f"{str(folder)!r} has no config.json: it is not the folder of a saved model, or it is incomplete"
         )
     if not [*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]:
         raise FileNotFoundError(f"{str(folder)!r} has no weights (*.safetensors): copy or download it again")
 
 
 def resolve(model: Any) -> tuple[Any, Any]:
-    """A model in memory, a hub id (str) or a folder (Path), and the tokenizer that came with it; a SPIRe draft among the pocket models is
-    its folder."""
+    """A model in memory, a hub id (str) or a folder (Path), and the tokenizer passed with it; for a pocket SPIRe draft, its folder."""
     model, tokenizer = model if is_pair(model) else (model, None)
     if isinstance(model, os.PathLike) or (isinstance(model, str) and Path(model).exists()):
         return Path(model), tokenizer
@@ -106,5 +105,5 @@ def resolve(model: Any) -> tuple[Any, Any]:
 
 
 def is_pair(model: Any) -> bool:
-    """Whether it is a model and its tokenizer."""
+    """Whether ``model`` is a pair of a model and its tokenizer."""
     return isinstance(model, (tuple, list)) and len(model) == 2

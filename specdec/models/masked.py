@@ -1,7 +1,7 @@
-"""Any packed Hugging Face model under a mask: what every layer's queries see is a ``Mask``, and the KV is as small as that allows.
+"""Any packed Hugging Face model under a mask: a ``Mask`` says what every layer's queries see, and the KV is as small as it allows.
 
 A mask that looks back no further than some first positions and a window of the latest (its ``reach``) is served from constant memory
-(``cache.ring_cache``). Any other mask needs the whole text, in slots, where trees of proposed tokens can be verified, too.
+(``cache.ring_cache``). Any other mask needs the whole text in slots, where trees of proposed tokens can also be verified.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from specdec.types import Context, Proposal
 
 
 class MaskedCache(SlotCache):
-    """Slots for the whole text, of which queries see what a mask says: no kernel may take them for those of a plain model."""
+    """Slots for the whole text under a mask; a class of its own, so that no kernel treats them as a plain model's."""
 
 
 class Masked(HFModel):
-    """The weights of ``model``, every layer of which sees what ``mask`` shows, within what it sees by itself.
+    """The weights of ``model``; every layer sees what ``mask`` shows, within the limits of its own attention.
 
-    It is a model of its own (another distribution than that of ``model``): as a draft, ``drafts.Model(Masked(small, mask))``; as a target, its output is
-    that of the masked model. Positions are those of the text; in a tree of proposed tokens a node stands one behind its parent.
+    Its distribution is not that of ``model``: use it as a draft, ``drafts.Model(Masked(small, mask))``; as a target, its output follows
+    the masked model. Positions are those of the text; in a tree of proposed tokens a node's position is its parent's plus 1.
 
     Args:
-        model: of a family that runs packed. It is shared, not copied, and not changed.
+        model: of a family that runs packed. It is shared, neither copied nor changed.
         mask: a ``masks.Mask``, or a function ``(b, h, q_position, kv_position) -> bool``, of positions alone.
-        block: the most proposed tokens a row that are in flight at a time, where the memory is constant.
+        block: the most proposed tokens of a row in flight, where the memory is constant.
         storage: ``"ring"``, constant memory; ``"dense"``, the whole text; ``"auto"``, a ring where the mask has a reach.
     Attributes:
         reach: of the mask; ``None`` where the whole text is held.
     Raises:
-        TypeError: no mask, or no HFModel. ValueError: a mask that ``masks.for_model`` refuses; a ring for one without a reach; pages and the whole
-            text.
-        UnsupportedModel: a family that is run padded: its mask goes by slot.
+        TypeError: ``mask`` is no mask, or ``model`` no HFModel. ValueError: ``masks.for_model`` refuses the mask; storage is a ring and the
+            mask has no reach; the whole text is needed and the model has pages.
+        UnsupportedModel: the family runs padded, where masks are by slot.
     """
 
     mask: Mask
@@ -62,26 +62,26 @@ class Masked(HFModel):
     ):
         if isinstance(model, Masked):
             raise TypeError(
-                f"model has a mask already, {model.mask!r}: give the HFModel that it was made from, and join masks by &"
+                f"model has a mask already, {model.mask!r}: give the HFModel that it was made from, and combine masks with &"
             )
         if isinstance(model, HFModel):
             model = model.plain
-        if type(model) is not HFModel:  # one with a forward of its own would lose it
+        if type(model) is not HFModel:  # a subclass's own forward would be lost
             raise TypeError(f"model is a {type(model).__name__}: give an HFModel, HFModel(your_model)")
         whole("block", block)
         if block < 1:
-            raise ValueError(f"block is {block}: how many tokens are in flight at a time, 1 or more")
+            raise ValueError(f"block is {block}: give how many tokens are in flight at a time, 1 or more")
         mask = for_model(mask, positions=model.max_positions)
         if storage not in ("auto", "ring", "dense"):
-            raise ValueError(f"storage is {storage!r}: 'auto', 'ring' or 'dense'")
+            raise ValueError(f"storage is {storage!r}: give 'auto', 'ring' or 'dense'")
         if storage == "ring" and mask.reach is None:
             raise ValueError(
-                f"storage is 'ring' and {mask!r} has no reach: from some positions it sees ever more, or ever older ones, which constant "
+                f"storage is 'ring' and {mask!r} has no reach: some queries see unboundedly many or old positions, which constant "
                 "memory cannot hold. Join it with a window, Causal() & Window(n) & ..., or give storage='dense'"
             )
         if not isinstance(model._path, Packed):
             raise UnsupportedModel(
-                f"{model.clone.config.model_type!r} runs padded, where a mask goes by slot and not by position: a mask needs a family that "
+                f"{model.clone.config.model_type!r} runs padded, where masks are by slot and not by position: use a family that "
                 "runs packed (models.SUPPORTED)"
             )
         vars(self).update(vars(model))
@@ -95,7 +95,7 @@ class Masked(HFModel):
                 )
             if model.steps is not None:
                 raise ValueError(
-                    f"the model has graphs, whose steps see what a plain model's do, and {mask!r} needs others: make the HFModel without graphs"
+                    f"the model has graphs, whose steps do not support {mask!r}: make the HFModel without graphs"
                 )
         else:
             self.supports_trees = False
@@ -105,7 +105,7 @@ class Masked(HFModel):
 
     @property
     def constant(self) -> tuple[int, int, int]:
-        """The first positions, the window and the block of constant memory, in tokens."""
+        """The sinks, the window and the block of constant memory, in tokens."""
         assert self.reach is not None
         return self.reach.sinks, max(self.reach.window, 1), self.block
 
@@ -133,7 +133,7 @@ class Masked(HFModel):
         return RingCache(self._shapes, batch, capacity, sinks, window, block, mask=self.mask)
 
     def _lent(self, kind: Any, batch: int, extra: int = 0) -> Any:
-        """A cache of a kind in memory that captured steps know, where there is one."""
+        """A cache of a kind in memory over which steps were captured, where there is one."""
         size = (*self.constant, extra, self.mask)
 
         def fits(cache: Any) -> bool:
@@ -156,7 +156,7 @@ class Masked(HFModel):
         most = max((r.end - r.length for r in packed.rows), default=0)
         if self.reach is not None and most > self.block:
             raise ValueError(
-                f"{most} tokens or more are proposed and this model keeps {self.block} in flight: make it with block={most} or more, the "
+                f"{most} tokens or more are proposed and this model has room for {self.block} in flight: make it with block={most} or more, the "
                 "length of the longest chain, or propose fewer"
             )
         return packed
@@ -165,18 +165,21 @@ class Masked(HFModel):
         self, cache: Any, packed: PackedBatch, limit: int, wanted: bool
     ) -> Iterator[tuple[Any, PrefillChunk]]:
         if self.reach is None:
-            for memo, chunk in super()._pieces(cache, packed, limit, wanted):
-                yield memo, chunk._replace(plan=masked(chunk.plan, self.mask))
+            for store, chunk in super()._pieces(cache, packed, limit, wanted):
+                yield store, chunk._replace(plan=masked(chunk.plan, self.mask))
             return
         ids, positions = packed.tensors(self.device)
         for low in range(0, packed.tokens, limit):
             part, rows = slice(low, low + limit), packed.cut(low, low + limit)
-            memo, plan = cache.place(rows, self.device)
-            yield memo, PrefillChunk(plan, ids[part], positions[part], packed.keep(rows, wanted, self.device))
+            store, plan = cache.place(rows, self.device)
+            yield (
+                store,
+                PrefillChunk(plan, ids[part], positions[part], packed.keep(rows, wanted, self.device)),
+            )
 
 
 def masked(plan: AttentionPlan, mask: Mask) -> ExplicitPlan:
-    """A plan whose queries see, of what they see by ``plan`` (the text before them, or their branch of a tree), what ``mask`` shows."""
+    """``plan`` restricted to ``mask``: queries see what both show (``plan``: the text before them, or their branch of a tree)."""
     S, T = max(plan.length), sum(plan.counts)
     seen, distance = np.zeros((T, S), dtype=bool), np.zeros((T, S), dtype=np.int32)
     queries = np.empty(T, dtype=np.int64)

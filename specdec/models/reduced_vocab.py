@@ -11,9 +11,9 @@ from specdec.types import Scores
 
 
 class TrimmedModel(HFModel):
-    """An ``HFModel`` over what ``pruning.keep_tokens`` made: logits ``[..., V]`` of the whole vocabulary, -inf for what was pruned.
+    """An ``HFModel`` of a model trimmed by ``pruning.keep_tokens``: logits ``[..., V]`` over the whole vocabulary, -inf for pruned ids.
 
-    What is never proposed has q = 0, and the verifier supplies it. Trees should not ask for more children than there are tokens.
+    Pruned ids have q = 0, and the verifier still emits them from the residual. A tree's nodes should have no more children than there are ids.
 
     Args:
         trimmed: from ``keep_tokens``. tokenizer: the model's own. options: as for ``HFModel``.

@@ -1,8 +1,8 @@
-"""Several models of one shape as one: every row is read by its own member, and the calls of a step are paid once.
+"""Several models of one shape in one forward: each row is read by its own member, and a step's calls are made once for all.
 
-Small drafts wait for calls, not for arithmetic. Three specialists that draft five rows each cost almost what three batches do; stacked,
-their projections are small products one after another in one forward, and attention, rotations and sampling are shared. Where a step of
-a member is one call of C (``forward.llama_c``), its rows are one such call, and only what lies around the forward is shared.
+The time of small drafts is in calls, not in arithmetic. Three specialists that draft five rows each cost almost as much as three batches;
+stacked, their projections are consecutive small products of one forward, and attention, rotations and sampling are shared. Where a step
+of a member is one C call (``forward.llama_c``), each member's rows are one such call, and only the work around the forward is shared.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from specdec.models.hf import HFModel
 
 
 class StackedModel(HFModel):
-    """``HFModel`` whose rows belong to members: ``read_as(member [B])`` says to which, before each call.
+    """``HFModel`` whose rows belong to members; ``read_as(member [B])`` sets each row's member before a call.
 
-    A row's keys and values are those of the member that read it; who changes a row's member forgets them (``drafts.Stacked`` does).
-    Without C kernels the members' weights are copied, and later changes of the users' models are not seen. One thread at a time.
+    A row's keys and values are those of the member that read it; they must be dropped when the member changes (as ``drafts.Stacked`` does).
+    Without C kernels the members' weights are copied, and later changes of the users' models have no effect. One thread at a time.
 
     Args:
-        members: ``HFModel`` of plain llama or mistral models, equal in everything but their weights.
+        members: ``HFModel`` of plain llama or mistral models, that differ only in their weights.
     Raises:
-        ValueError: fewer than two, or models that differ in shape or cannot be stacked.
+        ValueError: there are fewer than two, or they differ in shape or cannot be stacked.
     """
 
     def __init__(self, members: Sequence[HFModel]):
@@ -62,7 +62,7 @@ class StackedModel(HFModel):
         return "slots" if type(self) is StackedModel else None
 
     def read_as(self, member: Tensor) -> None:
-        """``member [B]`` on the host: which model reads each row of the next calls."""
+        """Set ``member [B]`` (on the host): which model reads each row in the next calls."""
         self._path.member = member.tolist()
 
     def __repr__(self) -> str:
@@ -88,7 +88,7 @@ def stackable(model: Any) -> bool:
 
 
 def shape_of(model: HFModel) -> tuple[Any, ...]:
-    """What members must have in common."""
+    """The properties in which members must agree."""
     config = model.clone.config
     shapes = tuple((name, tuple(p.shape), p.dtype) for name, p in model.clone.named_parameters())
     settings = (config.num_attention_heads, config.num_key_value_heads, config.rms_norm_eps)
@@ -109,7 +109,7 @@ def _shown(model: Any) -> str:
 
 
 class Joined(NamedTuple):
-    """Projections of the same input, as one product for all members: ``weight [members, out, in]``, and how ``out`` is split."""
+    """Projections of the same input, joined for all members: ``weight [members, out, in]``, and how ``out`` is split."""
 
     weight: Tensor
     sizes: list[int]
@@ -119,7 +119,7 @@ class Stack(Eager):
     """Operators on the weights of all members: norms are ``[members, E]`` and projections ``Joined``.
 
     Args:
-        eps: of the norms. groups: ``(member, first, end)`` of the tokens, whose member is ``member [T]``.
+        eps: of the norms. groups: ``(member, first, end)`` of the tokens, whose members are ``member [T]``.
     """
 
     def __init__(self, eps: float, groups: Sequence[tuple[int, int, int]], member: Tensor):
@@ -152,7 +152,7 @@ class _Path:
         self.rotary = leans[0].body.rotary_emb
         self.eps = leans[0].body.norm.variance_epsilon
         self.vocabulary = models[0].config.vocab_size
-        self.member: list[int] = [0]  # the probe for shapes feeds one row
+        self.member: list[int] = [0]  # the probe of shapes feeds one row
         native = all(map(LlamaC.suits, models))
         read = zip(models, bf16_weights)
         self.natives = [LlamaC(model, bf16_weights=narrow) for model, narrow in read] if native else None
@@ -204,7 +204,7 @@ class _Path:
         keep: Keep,
         caught: Caught = None,
     ) -> Tensor | None:
-        """As ``Forward.forward``. Tokens are computed member by member and put into the plan's order for attention only."""
+        """As ``Forward.forward``. Tokens are computed member by member, and put into the plan's order for attention only."""
         if caught:
             raise ValueError("taps: a stack of models has no layers to tap")
         if self.natives:
@@ -242,7 +242,7 @@ class _Path:
         return logits[there] if mixed else logits
 
     def _operations(self, of: Tensor, device: torch.device) -> Stack:
-        """For tokens of members ``of [T]``, ascending."""
+        """The operators for tokens of members ``of [T]``, which ascend."""
         return Stack(self.eps, _groups(of), to_device(of, device))
 
     def _by_member(
@@ -254,7 +254,7 @@ class _Path:
         positions: Tensor,
         keep: Keep,
     ) -> Tensor | None:
-        """Each member's rows through its own forward, over the cache that they share."""
+        """Feeds each member's rows through the member's own forward, over a shared cache."""
         of = [self.member[b] for b in plan.rows]
         if len(set(of)) == 1:
             return natives[of[0]].forward(store, plan, ids, positions, keep)
@@ -287,7 +287,7 @@ class _Path:
 
 
 def _sorted(of: Tensor) -> tuple[Tensor, Tensor, bool]:
-    """The order that puts members together, its inverse, and whether it changes anything."""
+    """The order that groups tokens by member, its inverse, and whether it differs from the identity."""
     order = of.argsort(stable=True)
     mixed = bool((order[1:] < order[:-1]).any())
     back = torch.empty_like(order)

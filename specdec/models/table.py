@@ -1,4 +1,4 @@
-"""An exact tabular language model, for tests, the certifier and notebooks: every probability can be written down."""
+"""An exact tabular language model, for tests, the certifier and notebooks: every probability is known."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class TableModel:
     def random(
         vocab_size: int, order: int = 1, seed: int = 0, concentration: float = 1.0, zeros: float = 0.0
     ) -> TableModel:
-        """Distributions drawn from a symmetric Dirichlet; a share ``zeros`` of the entries is impossible (one a distribution always stays)."""
+        """Distributions drawn from a symmetric Dirichlet; a share ``zeros`` of the entries is 0 (at least one per distribution is not)."""
         draw = np.random.default_rng(seed)
         distributions = draw.dirichlet([concentration] * vocab_size, size=vocab_size**order)
         none = draw.random(distributions.shape) < zeros
@@ -65,11 +65,11 @@ class TableModel:
         return TableModel(torch.from_numpy(distributions).reshape([vocab_size] * (order + 1)))
 
     def cache(self, batch: int, capacity: int) -> TableCache:
-        """A memo with nothing to remember: it only counts what it was shown."""
+        """A token index without keys and values: it only counts the tokens that were fed."""
         return TableCache(torch.zeros(batch, dtype=torch.long))
 
     def prefill(self, cache: TableCache, context: Context, rows: Tensor | None = None) -> None:
-        """Nothing to do: a table needs no past beyond ``order`` tokens."""
+        """Does nothing: a table needs no past beyond ``order`` tokens."""
 
     def score(
         self,
@@ -83,7 +83,7 @@ class TableModel:
         """Log probabilities ``[B, N + 1, V]`` (or ``[B, N - start, V]``), as in ``protocols.LanguageModel``.
 
         Raises:
-            ValueError: a token outside the vocabulary, or taps (a table has no layers).
+            ValueError: a token is outside the vocabulary, or taps are asked for (a table has no layers).
         """
         if taps:
             raise ValueError("taps: a TableModel has no layers to tap; use an HFModel")
@@ -93,7 +93,7 @@ class TableModel:
         if rows is not None:
             asked = torch.zeros(B, dtype=torch.bool).index_fill(0, rows, True)
         live = asked[:, None].expand(B, N + 1).clone()
-        # state[b, n] is the number of the last `order` tokens there, in base V: one multiplication per token.
+        # state[b, n] encodes the last `order` tokens there in base V: one multiplication per token.
         state = torch.zeros(B, N + 1, dtype=torch.long)
         for back in range(self.order, 0, -1):
             at = context.length - back
@@ -133,7 +133,7 @@ class TableModel:
 
 
 class TableCache:
-    """How many committed tokens each row was shown (``length [B]``)."""
+    """How many committed tokens of each row were fed (``length [B]``)."""
 
     def __init__(self, length: Tensor):
         self.length = length

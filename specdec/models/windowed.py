@@ -18,12 +18,12 @@ class Windowed(Masked):
     Memory and time of a step do not depend on the length of the text.
 
     Args:
-        model: of a family that runs packed. It is shared, not copied, and not changed.
-        window: at least 1. sinks: 0 or more; a text that is shorter sees all of itself.
-        block: the most proposed tokens a row that are in flight at a time.
+        model: of a family that runs packed. It is shared, neither copied nor changed.
+        window: at least 1. sinks: 0 or more; in a shorter text all tokens are sinks.
+        block: the most proposed tokens of a row in flight.
     Raises:
-        ValueError: a window below 1, negative sinks, a block below 1.
-        UnsupportedModel: a family that is run padded: its mask goes by slot.
+        ValueError: the window or the block is below 1, or sinks are negative.
+        UnsupportedModel: the family runs padded, where masks are by slot.
     """
 
     def __init__(self, model: HFModel, window: int = 64, sinks: int = 1, *, block: int = 16):

@@ -62,32 +62,32 @@ def assign(weights: Any, capacities: Any) -> np.ndarray:
     return slot_arm[slot]
 
 
-def within(wish: Any, scores: Any, capacities: Any) -> np.ndarray:
-    """Preferred arms where capacities allow, other arms elsewhere.
+def within(wanted: Any, scores: Any, capacities: Any) -> np.ndarray:
+    """The wanted arms where they fit; other arms for the rest.
 
-    If more rows prefer an arm than it takes, those with the highest score for it get it (ties: the first row). The others
-    are assigned to the remaining room by the largest total score. This is cheaper than ``assign`` and moves no other row.
+    Where more rows want an arm than it takes, those with the highest score for it keep it (ties: the first row). The
+    others are assigned to what is left, by the largest total score. This is cheaper than ``assign``, and no other row moves.
 
     Args:
-        wish: ``[B]`` preferred arm. scores: ``[B, arms]`` finite. capacities: ``[arms]``.
+        wanted: ``[B]`` arm numbers. scores: ``[B, arms]`` finite. capacities: ``[arms]``.
     Returns:
         ``[B]`` int64 array.
     """
-    wish, scores = np.asarray(wish, dtype=np.int64), np.asarray(scores, dtype=np.float64)
+    wanted, scores = np.asarray(wanted, dtype=np.int64), np.asarray(scores, dtype=np.float64)
     arms = scores.shape[1]
-    room = checked(capacities, arms, len(wish))
-    count = np.bincount(wish, minlength=arms)
+    room = checked(capacities, arms, len(wanted))
+    count = np.bincount(wanted, minlength=arms)
     if (count <= room).all():
-        return wish
-    out = np.zeros(len(wish), dtype=bool)
+        return wanted
+    out = np.zeros(len(wanted), dtype=bool)
     for arm in (count > room).nonzero()[0]:
-        rows = (wish == arm).nonzero()[0]
+        rows = (wanted == arm).nonzero()[0]
         order = np.argsort(-scores[rows, arm], kind="stable")
         out[rows[order[room[arm] :]]] = True
-    kept = np.bincount(wish[~out], minlength=arms)
-    wish = wish.copy()
-    wish[out] = assign(scores[out], room - kept)
-    return wish
+    kept = np.bincount(wanted[~out], minlength=arms)
+    wanted = wanted.copy()
+    wanted[out] = assign(scores[out], room - kept)
+    return wanted
 
 
 def draw(
@@ -115,9 +115,9 @@ def draw(
         return arm, prob
     arm, prob, scores = arm.copy(), prob.copy(), probs if scores is None else scores
     room, free = capacities.tolist(), capacities > 0
-    for b, wish in enumerate(arm.tolist()):
+    for b, drawn in enumerate(arm.tolist()):
         best = -1 if free.all() else int(np.where(free, scores[b], -np.inf).argmax())
-        if not free[wish]:
+        if not free[drawn]:
             arm[b] = best
         if arm[b] == best:
             prob[b] = probs[b][~free].sum() + probs[b, best]

@@ -18,7 +18,7 @@ from specdec.types import Round
 
 def tokens_per_round(round: Round) -> Tensor:
     """``[B]`` float64 tokens that each row committed, bonus included."""
-    return round.kept.double()
+    return round.committed.double()
 
 
 def block_divergence(round: Round) -> Tensor:

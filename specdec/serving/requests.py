@@ -1,4 +1,4 @@
-"""Requests that come one after another, and what became of them: times for latency figures, counts for tau."""
+"""Requests of a stream and their results: times for latency figures, counts for tau."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class Request:
     """One prompt of a stream.
 
     Args:
-        prompt: a text, a chat, or ids, as for ``generate``. max_new_tokens: its budget.
-        arrival: when it comes, since the start: seconds, or rounds where the clock counts rounds.
-        seed: its random numbers, those of ``generate(prompt, seed=seed)``; ``None`` takes them from the stream's seed.
-        key: anything that the caller wants to find again in the result.
+        prompt: a text, a chat, or ids, as for ``generate``. max_new_tokens: the budget.
+        arrival: time of arrival since the start, in seconds, or in rounds where the clock counts rounds.
+        seed: makes the same draws as ``generate(prompt, seed=seed)``; ``None`` derives them from the stream's seed.
+        key: any object that the caller wants back with the result.
     Raises:
-        TypeError: an arrival that is no number. ValueError: a negative one.
+        TypeError: the arrival is no number. ValueError: it is negative.
     """
 
     prompt: Any
@@ -35,19 +35,19 @@ class Request:
         number("arrival", self.arrival)
         if self.arrival < 0:
             raise ValueError(
-                f"arrival is {self.arrival}: a time since the start of the stream, 0 for one that is there at once"
+                f"arrival is {self.arrival}: give a time since the start of the stream, 0 or later"
             )
 
 
 @dataclass(frozen=True, eq=False)
 class Finished:
-    """A request that is through. Times are in the units of the stream's clock, since its start.
+    """A finished request. Times are in units of the stream's clock, since its start.
 
     Attributes:
-        index: its number in the stream. ids: generated, with the token that ended it. text: ``None`` without a tokenizer.
+        index: number of the request in the stream. ids: generated ids, with the token that ended it. text: ``None`` without a tokenizer.
         finish: ``"length"``, ``"eos"`` or ``"stop_string"``. stats: counts (no seconds: the rows of a batch share them).
-        arrived: when it was due. started: when its prefill began. first_token: when that was done. finished: when its last
-            token was committed.
+        arrived: when it was due. started: when its prefill began. first_token: when its prefill ended. finished: when its
+            last token was committed.
     """
 
     request: Request
@@ -63,26 +63,26 @@ class Finished:
 
     @property
     def queueing(self) -> float:
-        """Waiting for a free row."""
+        """Time spent waiting for a free row."""
         return self.started - self.arrived
 
     @property
     def latency(self) -> float:
-        """From its arrival to its last token."""
+        """Time from arrival to the last token."""
         return self.finished - self.arrived
 
     @property
     def to_first_token(self) -> float:
-        """From its arrival to its first token."""
+        """Time from arrival to the first token."""
         return self.first_token - self.arrived
 
 
 @dataclass(frozen=True)
 class Summary:
-    """A stream in figures; times in the units of its clock.
+    """Figures of a stream; times are in units of its clock.
 
     Attributes:
-        requests, tokens: finished, generated. span: from the first arrival to the last end. throughput: tokens a unit of time.
+        requests, tokens: how many were finished and generated. span: from the first arrival to the last end. throughput: tokens a unit of time.
         tau: block efficiency over all full rounds. queueing, to_first_token, latency: ``mean``, ``p50``, ``p95``, ``max``.
     """
 

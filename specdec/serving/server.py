@@ -1,8 +1,8 @@
 """Continuous batching: requests join a running batch as they arrive and leave it as they finish (Orca, Yu et al., OSDI 2022).
 
-New rows are prefilled as a lane of their own, which then joins a running one between two of its rounds. The serial executor has one
-lane, the pipeline as many as micro-batches. A row's decisions are keyed by its own seed and length, so that what it says does not depend
-on who else is in flight.
+New rows are prefilled as a micro-batch of their own, which then joins a running one between two of its rounds. The serial executor runs
+one micro-batch, the pipeline several. A row's decisions are keyed by its own seed and length, so that its output does not depend
+on the other rows in flight.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ CLOCKS = ("wall", "rounds")
 
 @dataclass(frozen=True, eq=False)
 class Settings:
-    """What ``Decoder.serve`` was asked for."""
+    """Arguments of ``Decoder.serve``."""
 
     limit: int = 16
     seed: int | None = None
@@ -51,34 +51,36 @@ class Settings:
 
 
 def check(composition: Composition, executor: Executor, settings: Settings) -> None:
-    """Refuse what cannot be served, before anything is done.
+    """Refuse what cannot be served, before any work is done.
 
     Raises:
-        ValueError: a limit or a capacity below 1, another clock, an executor that is neither ``Serial`` nor ``Pipelined``, more
+        ValueError: a limit or a capacity below 1, an unknown clock, an executor that is neither ``Serial`` nor ``Pipelined``, more
             micro-batches than rows, or a part whose state cannot take in new rows.
     """
     whole("limit", settings.limit)
     if settings.capacity is not None:
         whole("capacity", settings.capacity)
     if settings.limit < 1:
-        raise ValueError(f"limit is {settings.limit}: rows in flight, at least 1")
+        raise ValueError(f"limit is {settings.limit}: give the number of rows in flight, at least 1")
     if settings.clock not in CLOCKS:
-        raise ValueError(f"clock is {settings.clock!r}: 'wall' (seconds) or 'rounds'")
+        raise ValueError(f"clock is {settings.clock!r}: give 'wall' (seconds) or 'rounds'")
     if settings.capacity is not None and settings.capacity < 1:
-        raise ValueError(f"capacity is {settings.capacity}: tokens of a row, or None to grow as needed")
+        raise ValueError(
+            f"capacity is {settings.capacity}: give the tokens of a row, or None to grow as needed"
+        )
     if not isinstance(executor, (Serial, Pipelined)):
         raise ValueError(
             f"rows cannot join those in flight under the executor {executor}: build with Serial() or Pipelined(micro_batches)"
         )
-    if lanes_of(executor, settings) > settings.limit:
+    if micro_batches_of(executor, settings) > settings.limit:
         raise ValueError(
-            f"micro_batches is {lanes_of(executor, settings)} and limit is {settings.limit}: a micro-batch needs a row; use at most "
+            f"micro_batches is {micro_batches_of(executor, settings)} and limit is {settings.limit}: each micro-batch needs a row; use at most "
             f"{settings.limit}, or raise limit"
         )
     for part in composition.drafting.members:
         if part.joins is None:
             raise ValueError(
-                f"draft {part.info.name!r} cannot take in rows on the way (there is no join): use drafts.Model, NGram or a function, or "
+                f"draft {part.info.name!r} cannot take in rows during a run (it has no join): use drafts.Model, NGram or a function, or "
                 "generate() a fixed batch"
             )
         if part.info.model is not None:
@@ -86,18 +88,18 @@ def check(composition: Composition, executor: Executor, settings: Settings) -> N
     _joinable("the target", composition.target)
 
 
-def _joinable(who: str, model: Any) -> None:
-    """Refuse a model whose cache other rows cannot join."""
+def _joinable(name: str, model: Any) -> None:
+    """Raise ValueError for a model whose cache other rows cannot join."""
     if not isinstance(model.cache(1, 1), JoinableCache):
         raise ValueError(
-            f"{who} {model!r} cannot take in rows on the way (its cache has no join): use a plain HFModel, or Masked(..., "
+            f"{name} {model!r} cannot take in rows during a run (its cache has no join): use a plain HFModel, or Masked(..., "
             "storage='dense') for a mask, or generate() a fixed batch"
         )
 
 
-def lanes_of(executor: Executor, settings: Settings) -> int:
-    """How many lanes share the rows in flight."""
-    return executor.lanes(settings.limit) if isinstance(executor, Pipelined) else 1
+def micro_batches_of(executor: Executor, settings: Settings) -> int:
+    """How many micro-batches share the rows in flight."""
+    return executor.count(settings.limit) if isinstance(executor, Pipelined) else 1
 
 
 @dataclass(eq=False)
@@ -113,26 +115,26 @@ class _Open:
 
 @dataclass(eq=False)
 class Place:
-    """Where a lane runs, over and over again.
+    """A place for one micro-batch at a time.
 
     Attributes:
-        lane: the one that runs, if any. spare: the target's cache for all rows of a lane, while nobody is in it.
-        waiting: requests that will join the lane when it has been verified; at once where there is none.
+        micro_batch: the one that runs, if any. spare: the target's cache for all rows of a micro-batch, while no row uses it.
+        waiting: requests that will join when the micro-batch has been verified, or at once where none runs.
     """
 
     number: int
-    lane: MicroBatch | None = None
+    micro_batch: MicroBatch | None = None
     spare: Any = None
     waiting: list[tuple[int, Request]] = field(default_factory=list)
 
     @property
     def load(self) -> int:
-        """Rows, with those to come."""
-        return len(self.waiting) + (self.lane.context.batch if self.lane else 0)
+        """Rows that run and requests that wait."""
+        return len(self.waiting) + (self.micro_batch.context.batch if self.micro_batch else 0)
 
 
 def _in_order(one: tuple[int, Any], before: Request | None) -> None:
-    """Refuse what is no request, or arrives earlier than the one ``before`` it."""
+    """Raise TypeError for what is no request, ValueError for one that arrives earlier than the one ``before`` it."""
     index, request = one
     if not isinstance(request, Request):
         raise TypeError(f"request {index} is a {type(request).__name__}: give Request(prompt, ...)")
@@ -144,13 +146,13 @@ def _in_order(one: tuple[int, Any], before: Request | None) -> None:
 
 
 class Server:
-    """The running lanes, and the requests in them.
+    """The running micro-batches, and the requests in them.
 
     Attributes:
-        places: of the lanes. flow: runs them. time: of the stream's clock.
+        places: of the micro-batches. scheduler: runs them. time: of the stream's clock.
     """
 
-    flow: Scheduler
+    scheduler: Scheduler
 
     def __init__(
         self, composition: Composition, executor: Executor, requests: Iterable[Request], settings: Settings
@@ -161,14 +163,14 @@ class Server:
             raise TypeError(
                 f"requests is a {type(requests).__name__}: give a list of Request, or a generator"
             )
-        if isinstance(requests, Sequence):  # all of them at once, before anything is done
+        if isinstance(requests, Sequence):  # check all of them before any work is done
             for before, one in zip((None, *requests), enumerate(requests)):
                 _in_order(one, before)
         self.source = enumerate(requests)
         self.latest: Request | None = None
         self.next: tuple[int, Request] | None = None
-        self.places = [Place(number) for number in range(lanes_of(executor, settings))]
-        self.rows = -(-settings.limit // len(self.places))  # of a lane at most
+        self.places = [Place(number) for number in range(micro_batches_of(executor, settings))]
+        self.rows = -(-settings.limit // len(self.places))  # of a micro-batch at most
         self.limits = StopRules(torch.zeros(64, dtype=torch.long))
         self.open: dict[int, _Open] = {}
         self.seeds, self.rounds, self.began = torch.zeros(0, dtype=torch.long), Fraction(0), perf_counter()
@@ -176,7 +178,7 @@ class Server:
             self._provide(settings.capacity)
 
     def _provide(self, capacity: int) -> None:
-        """Caches for the rows of all lanes; pages come from one pool."""
+        """Make caches for the rows of all micro-batches; their pages come from one pool."""
         first: Any = None
         for place in self.places:
             if isinstance(first, PooledCache):
@@ -191,32 +193,32 @@ class Server:
 
     @torch.inference_mode()  # as a decorator it is off between the steps, in the consumer's code
     def run(self) -> Iterator[Finished]:
-        """Everything, in the order in which requests finish."""
+        """Serve all requests; yields them in the order in which they finish."""
         if isinstance(self.executor, Pipelined):
-            self.flow = self.executor.flow(self.composition, len(self.places), self.rows)
+            self.scheduler = self.executor.scheduler(self.composition, len(self.places), self.rows)
         else:
-            self.flow = Scheduler(InlineWorker(self.composition))
+            self.scheduler = Scheduler(InlineWorker(self.composition))
         try:
             while True:
                 self._deal()
                 for place in self.places:
-                    if place.waiting and not place.lane:
-                        job = yield from self._admit(place)
-                        if job is not None and place.lane:
-                            self.flow.go_on(place.lane, job, self.limits)
-                if self.flow.running:
+                    if place.waiting and not place.micro_batch:
+                        draft_request = yield from self._admit(place)
+                        if draft_request is not None and place.micro_batch:
+                            self.scheduler.go_on(place.micro_batch, draft_request, self.limits)
+                if self.scheduler.running:
                     yield from self._round()
                 elif self._peek() is None:
                     return
                 else:
                     self._wait()
         finally:
-            self.flow.stop()
+            self.scheduler.stop()
 
     # -- arrivals ------------------------------------------------------------------------------------------------------
 
     def _peek(self) -> tuple[int, Request] | None:
-        """The next request; no more than one is taken ahead."""
+        """The next request; at most one is taken from the source ahead of time."""
         if self.next is None:
             self.next = next(self.source, None)
             if self.next is not None:
@@ -225,60 +227,62 @@ class Server:
         return self.next
 
     def _deal(self) -> None:
-        """Requests that are due, as many as there is room for, each to the lane with the fewest rows.
+        """Assign requests that are due, as many as there is room for, each to the micro-batch with the fewest rows.
 
-        No lane gets more than its share of the limit.
+        No micro-batch gets more than its share of the limit.
         """
         while sum(place.load for place in self.places) < self.settings.limit:
             one = self._peek()
             if one is None or one[1].arrival > self.time:
                 break
-            place = min(self.places, key=lambda place: (place.load, place.number in self.flow.running))
+            place = min(self.places, key=lambda place: (place.load, place.number in self.scheduler.running))
             place.waiting.append(one)
             self.next = None
 
     def _wait(self) -> None:
-        """Nobody is in flight: until the next request is due."""
+        """Wait, with no row in flight, until the next request is due."""
         assert self.next is not None
         arrival = self.next[1].arrival
         if self.settings.clock == "rounds":
             self.rounds = max(self.rounds, Fraction(arrival))
         else:
             sleep(max(arrival - self.time, 0))
-        self.flow.clock = perf_counter()
+        self.scheduler.clock = perf_counter()
 
     def _admit(self, place: Place) -> Generator[Finished, None, DraftRequest | None]:
-        """Prefill those that wait as a lane of their own, and let it join the running one; returns what the drafts are to be told."""
+        """Prefill waiting requests as a micro-batch, and let it join the running one; returns the request to the drafts."""
         arrived, place.waiting = place.waiting, []
         started = self.time
         contexts, own = zip(*(self._prepared(index, request) for index, request in arrived))
         for index, request in arrived:
             self.open[index] = _Open(request, started, [], Stats())
-        lane = MicroBatch(
+        micro_batch = MicroBatch(
             self.composition, joined(contexts, self.settings.capacity), Philox(torch.cat(own)), self.selection
         )
         running: Any = next((cache for cache in self._caches(place) if cache is not None), None)
-        if isinstance(running, PooledCache):  # pages: joining them later copies nothing
-            lane.cache = running.beside(len(contexts), max(context.tokens.shape[1] for context in contexts))
-        job = self.flow.prefill(place.number, lane, self.limits)
-        self._count(job.round)
+        if isinstance(running, PooledCache):  # joining pages later copies nothing
+            micro_batch.cache = running.beside(
+                len(contexts), max(context.tokens.shape[1] for context in contexts)
+            )
+        draft_request = self.scheduler.prefill(place.number, micro_batch, self.limits)
+        self._count(draft_request.round)
         for index, _ in arrived:
             self.open[index].first_token = self.time
-        if lane:
-            self._join(place, lane)
-        yield from self._finished(job.round)
-        return job if lane else None
+        if micro_batch:
+            self._join(place, micro_batch)
+        yield from self._finished(draft_request.round)
+        return draft_request if micro_batch else None
 
     def _caches(self, place: Place) -> Iterator[Any]:
-        """The target's caches: that of a place first."""
+        """The target's caches, that of ``place`` first."""
         for one in (place, *self.places):
-            yield one.lane.cache if one.lane else one.spare
+            yield one.micro_batch.cache if one.micro_batch else one.spare
 
     def _prepared(self, index: int, request: Request) -> tuple[Context, Tensor]:
-        """A row of its own and its seed.
+        """A context of one row, and its seed.
 
         Raises:
-            ValueError: a request that cannot be served, with its number.
+            ValueError: the request cannot be served; the message has its number.
         """
         settings = self.settings
         try:
@@ -310,56 +314,54 @@ class Server:
         return replace(context, request=torch.tensor([index])), self._seed(index, request)
 
     def _seed(self, index: int, request: Request) -> Tensor:
-        """``[1]``: that of ``generate(prompt, seed=request.seed)``, or of row ``index`` of a batch with the stream's seed."""
+        """``[1]``: the seed of ``generate(prompt, seed=request.seed)``, or of row ``index`` of a batch with the stream's seed."""
         if request.seed is not None or self.settings.seed is None:
             return seeds(request.seed, 1)
         if index >= len(self.seeds):
             self.seeds = seeds(self.settings.seed, max(64, 2 * index))
         return self.seeds[index : index + 1]
 
-    def _join(self, place: Place, lane: MicroBatch) -> None:
-        """The rows of ``lane`` go on with those that run, after them."""
-        running = place.lane
+    def _join(self, place: Place, micro_batch: MicroBatch) -> None:
+        """Append the rows of ``micro_batch`` to those that run."""
+        running = place.micro_batch
         if running is None:
             if place.spare is not None:
-                lane.cache, place.spare = place.spare.join(lane.cache), None
-            place.lane = lane
+                micro_batch.cache, place.spare = place.spare.join(micro_batch.cache), None
+            place.micro_batch = micro_batch
             return
-        running.context = joined([running.context, lane.context])
-        running.rng = Philox(torch.cat([running.rng.seed, lane.rng.seed]))  # type: ignore[attr-defined]
-        running.cache = running.cache.join(lane.cache)
-        if (
-            running.next_arms is not None
-        ):  # arms are chosen a round ahead: new rows begin with some of their own
-            lane.choose(ahead=True)
-            assert lane.next_arms is not None
-            running.next_arms = Choice._make(map(torch.cat, zip(running.next_arms, lane.next_arms)))
+        running.context = joined([running.context, micro_batch.context])
+        running.rng = Philox(torch.cat([running.rng.seed, micro_batch.rng.seed]))  # type: ignore[attr-defined]
+        running.cache = running.cache.join(micro_batch.cache)
+        if running.next_arms is not None:  # arms are chosen a round ahead, for new rows too
+            micro_batch.choose(ahead=True)
+            assert micro_batch.next_arms is not None
+            running.next_arms = Choice._make(map(torch.cat, zip(running.next_arms, micro_batch.next_arms)))
 
     # -- rounds --------------------------------------------------------------------------------------------------------
 
     def _round(self) -> Iterator[Finished]:
-        """Verify the next proposal; those that wait for its lane join it, and it goes on."""
-        running = len(self.flow.running)
-        lane, job = self.flow.verify(self.limits)
-        place = self.places[job.lane]
+        """Verify the next proposal, let waiting requests join its micro-batch, and ask for its next proposal."""
+        running = len(self.scheduler.running)
+        micro_batch, draft_request = self.scheduler.verify(self.limits)
+        place = self.places[draft_request.micro_batch]
         self.rounds += Fraction(1, running)
-        self._count(job.round)
-        if not lane:
-            place.lane = None
+        self._count(draft_request.round)
+        if not micro_batch:
+            place.micro_batch = None
             if self.settings.capacity is not None:
-                place.spare = lane.cache.select(torch.arange(0))
-        yield from self._finished(job.round)
+                place.spare = micro_batch.cache.select(torch.arange(0))
+        yield from self._finished(draft_request.round)
         self._deal()
         joins = None
-        if lane and place.waiting:
+        if micro_batch and place.waiting:
             joins = yield from self._admit(place)
-        self.flow.go_on(lane, job, self.limits, joins)
+        self.scheduler.go_on(micro_batch, draft_request, self.limits, joins)
 
     def _count(self, round: Round) -> None:
         record, new = Record.of(round), round.verdict.tokens.tolist()
         for b, index in enumerate(record.request):
             one = self.open[index]
-            one.ids += new[b][: record.kept[b]]
+            one.ids += new[b][: record.committed[b]]
             one.stats._add(record, b)
         if self.settings.on_round is not None:
             self.settings.on_round(round)
@@ -380,7 +382,7 @@ class Server:
                 first_token=one.first_token,
                 finished=time,
             )
-        self.flow.clock = perf_counter()  # the consumer's time is no round's
+        self.scheduler.clock = perf_counter()  # the consumer's time belongs to no round
 
 
 def joined(contexts: Sequence[Context], capacity: int | None = None) -> Context:

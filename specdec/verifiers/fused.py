@@ -60,12 +60,12 @@ class FusedRejection(Rejection):
         tokens = torch.where(live, proposal.tokens, 0)
         draft = None if proposal.probs is None else proposal.distributions()
         if isinstance(rng, Philox) and _fused(logits, draft):
-            numbers = rng.uniform(accepts), rng.uniform(Key(at[:, None], torch.arange(N + 1), 0, BONUS))
+            uniforms = rng.uniform(accepts), rng.uniform(Key(at[:, None], torch.arange(N + 1), 0, BONUS))
             decision = verify(
                 logits,
                 tokens,
                 proposal.size,
-                *numbers,
+                *uniforms,
                 draft=draft,
                 temperature=sampling.temperature,
                 backend="triton",

@@ -66,12 +66,11 @@ class Rejection:
 
 def draw_bonus(distribution: Tensor, accepted: Tensor, context: Context, rng: Rng, nodes: int) -> Tensor:
     """``[B]`` the tokens after ``accepted [B]`` of at most ``nodes`` nodes, from ``distribution [B, V]``."""
-    if (
-        type(rng) is Philox and not distribution.is_cpu
-    ):  # the numbers of all possible depths, so that the host need not wait for ``accepted``
+    # Uniforms for every possible depth: the host need not wait to learn which.
+    if type(rng) is Philox and not distribution.is_cpu:
         keys = Key(context.length[:, None], torch.arange(nodes + 1), 0, BONUS)
-        numbers = to_device(rng.uniform(keys), distribution.device)
-        return pick(distribution, numbers.gather(1, to_device(accepted, distribution.device)[:, None])[:, 0])
+        uniforms = to_device(rng.uniform(keys), distribution.device)
+        return pick(distribution, uniforms.gather(1, to_device(accepted, distribution.device)[:, None])[:, 0])
     return rng.categorical(distribution, Key(context.length, accepted.cpu(), 0, BONUS))
 
 

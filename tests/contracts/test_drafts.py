@@ -156,23 +156,23 @@ class Session:
         if not self.number:
             self.state = self.draft.init(context, self.cache)
         self.cache.commit(context, verdict)
-        kept = verdict.accepted + 1
+        committed = verdict.accepted + 1
         round = sd.Round(
             context=context,
             proposal=proposal,
             scores=scores,
             probs=probs,
             verdict=verdict,
-            kept=kept,
+            committed=committed,
             finished=torch.zeros(context.batch, dtype=torch.bool),
             budget=budget,
-            cut=torch.zeros(context.batch, dtype=torch.bool),
+            truncated=torch.zeros(context.batch, dtype=torch.bool),
             arm=torch.zeros(context.batch, dtype=torch.long),
             arm_prob=torch.ones(context.batch),
             number=self.number,
         )
         self.state = self.draft.observe(self.state, round)
-        self.context = context.append(verdict.tokens, kept)
+        self.context = context.append(verdict.tokens, committed)
         self.number += 1
         return round
 
@@ -206,7 +206,7 @@ def seen(round):
             tokens,
             parents,
             probs or None,
-            round.verdict.tokens[b, : int(round.kept[b])].tolist(),
+            round.verdict.tokens[b, : int(round.committed[b])].tolist(),
         )
     return out
 

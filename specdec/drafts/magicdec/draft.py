@@ -25,33 +25,33 @@ from specdec.types import Context, Proposal, Round
 
 class MagicDecState(NamedTuple):
     cache: ViewCache
-    rounds: int  # since the pruner chose
+    rounds: int  # since the pruner last chose
 
 
 @dataclass(frozen=True)
 class MagicDec:
-    """Draws a chain with the target's own weights, which see the first tokens and the latest of the target's own KV.
+    """Draws a chain with the target's own weights, which see only the first and the latest tokens of the target's own KV.
 
-    At committed positions the draft's keys and values are the target's, to the bit; only those of the block at hand are its own. A
-    step costs the target's step without the long context: it pays where reading the KV is the cost, with long texts and large
-    batches. It needs an ``HFModel`` as target.
+    At committed positions the draft's keys and values equal the target's bit for bit; only those of the current block are its own. A
+    step costs as much as the target's with a short context, which pays where reading the KV dominates: with long texts and large
+    batches. The target must be an ``HFModel``.
 
     Args:
-        window: latest tokens that a query sees, itself included. sinks: first tokens that stay visible.
-        mask: what a query sees instead, a ``masks.Mask`` of positions; the view of the target's KV is as small as its reach.
-        positions: ``"original"``, those of the text, or ``"in_cache"``: the sinks seem to stand right before the window
-            (StreamingLLM, arXiv 2309.17453, which the paper uses). For that the sinks' keys are turned in every step.
-        pruner: chooses further entries of each KV head (``specdec.pruning.SnapKV()``) from those that the draft does not see
-            already, at the start and every ``refresh`` rounds (``None``: never again). A pruner that needs attention weights is
-            given those of the last ``observation`` committed tokens, for which the target reads these once more; rows with fewer
-            choose nothing yet. The window follows the text in any case.
+        window: latest tokens that a query sees, including its own. sinks: first tokens that stay visible.
+        mask: what a query sees instead: a ``masks.Mask`` of positions. The view of the target's KV is as small as the mask's reach.
+        positions: ``"original"``: positions in the text. ``"in_cache"``: the sinks have the positions right before the window
+            (StreamingLLM, arXiv 2309.17453, which the paper uses), for which their keys are rotated in every step.
+        pruner: chooses further entries for each KV head (such as ``specdec.pruning.SnapKV()``) from those that the draft does not
+            see already, at the start and every ``refresh`` rounds (``None``: never again). A pruner that needs attention weights gets
+            those of the last ``observation`` committed tokens, which the target reads once more for this; nothing is chosen for rows
+            with fewer tokens. The window always follows the text.
         budget: entries that the pruner may choose, for every layer or for each (``pruning.budgets``).
-        block: the longest chain that can be asked for.
+        block: the longest chain that can be proposed.
         sampling: how the draft's tokens are drawn; ``None`` takes the decoder's.
     Raises:
-        TypeError: a pruner that does not declare what it needs.
-        ValueError: numbers that leave nothing to see, or a pruner with positions in the cache; in ``bind``, a target without KV
-            to look at, or keys that cannot be turned; in ``init``, a row that is shorter than the sinks.
+        TypeError: the pruner does not declare what it needs.
+        ValueError: a window or a budget below 1, or a pruner with positions in the cache; in ``bind``, a target without KV to
+            read, or keys that cannot be rotated; in ``init``, a row that is shorter than the sinks.
     """
 
     window: int = 64
@@ -75,19 +75,19 @@ class MagicDec:
             object.__setattr__(self, "mask", for_model(self.mask))
             if (self.window, self.sinks) != (64, 1):
                 raise TypeError(
-                    f"mask is {self.mask!r}, and window or sinks are set: give either, since the mask says all that is seen"
+                    f"mask is {self.mask!r}, and window or sinks are set: give either, since the mask alone says what is seen"
                 )
             if self.positions == "in_cache":
                 raise ValueError(
                     f"mask is {self.mask!r} and positions 'in_cache', which are those of sinks and a window: use positions='original'"
                 )
         if self.positions not in ("original", "in_cache"):
-            raise ValueError(f"positions is {self.positions!r}: 'original' or 'in_cache'")
+            raise ValueError(f"positions is {self.positions!r}: give 'original' or 'in_cache'")
         if self.pruner is not None:
             check_pruner(self.pruner)
         if self.pruner is not None and self.positions == "in_cache":
             raise ValueError(
-                "a pruner chooses other positions for every head, which have no common place in the cache: use "
+                "a pruner chooses other positions for every head, so the cache has no common positions: use "
                 "positions='original'"
             )
         budgets = list(self.budget) if isinstance(self.budget, Iterable) else [self.budget]
@@ -98,24 +98,24 @@ class MagicDec:
             whole("refresh", self.refresh, ", or None for never")
         for what, value in (("budget", min(budgets, default=0)), ("observation", self.observation)):
             if value < 1:
-                raise ValueError(f"{what} is {value}: at least 1")
+                raise ValueError(f"{what} is {value}: give at least 1")
         if self.refresh is not None and self.refresh < 1:
-            raise ValueError(f"refresh is {self.refresh}: a number of rounds, or None to choose once")
+            raise ValueError(f"refresh is {self.refresh}: give a number of rounds, or None to choose once")
 
     @staticmethod
     def example(model: Any) -> MagicDec:
-        """One with a view small enough to matter (for the contract tests)."""
+        """A draft with a small view (for the contract tests)."""
         return MagicDec(window=3, sinks=1)
 
     def bind(self, target: LanguageModel, sampling: Sampling) -> MagicDec:
         if not isinstance(target, HFModel) or isinstance(target, Masked):
             raise ValueError(
-                f"draft 'magicdec' looks at the target's keys and values, and the target is {target!r}: give an HFModel"
+                f"draft 'magicdec' reads the target's keys and values, and the target is {target!r}: give an HFModel"
             )
         layers = len(target._shapes)
         if not isinstance(self.budget, int) and len(self.budget) != layers:
             raise ValueError(
-                f"budget has {len(self.budget)} numbers and the target {layers} layers: one for each"
+                f"budget has {len(self.budget)} numbers and the target {layers} layers: give one for each layer"
             )
         mask = streaming(self.window, self.sinks) if self.mask is None else self.mask
         extra = 0 if self.pruner is None else max(self._budgets(layers))
@@ -140,7 +140,7 @@ class MagicDec:
     ) -> tuple[Proposal, MagicDecState]:
         if int(budget.max()) > self.block:
             raise ValueError(
-                f"a chain of {int(budget.max())} tokens is asked for and block is {self.block}: use "
+                f"a chain of {int(budget.max())} tokens was requested and block is {self.block}: use "
                 f"MagicDec(block={int(budget.max())})"
             )
         self._bound()
@@ -160,7 +160,7 @@ class MagicDec:
         return MagicDecState(state.cache.select(rows), state.rounds)
 
     def follow(self, state: MagicDecState, target_cache: Any) -> MagicDecState:
-        """The target's cache is this object from now on, with the rows of the state."""
+        """Read from ``target_cache`` from now on, which has the rows of the state."""
         state.cache.source = target_cache
         return state
 

@@ -1,4 +1,4 @@
-"""What the last tokens of a text look at: their queries and attention weights, from a forward over a cache that holds them already."""
+"""Queries and attention weights of the last tokens of a text, from a forward over a cache that already holds them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from specdec.pruning.weights import attention_weights
 
 
 class Observed(NamedTuple):
-    """The queries ``[R, Hq, Q, D]`` of the last Q tokens in one layer, and how that layer makes attention weights of them."""
+    """The queries ``[R, Hq, Q, D]`` of the last Q tokens in one layer, and how that layer computes attention weights from them."""
 
     queries: Tensor
     scale: float
@@ -39,7 +39,7 @@ class Observed(NamedTuple):
 
 @dataclass
 class _Reader(KVStore):
-    """Stands in for a cache while tokens that it holds already are fed once more: it is read, and not written."""
+    """Stands in for a cache while tokens that it already holds are fed once more: it is read and not written."""
 
     source: SlotCache
     seen: list[int]
@@ -50,7 +50,7 @@ class _Reader(KVStore):
 
 
 def observe(model: HFModel, source: SlotCache, rows: Sequence[int], count: int) -> list[Observed]:
-    """The last ``count`` committed tokens of some rows in every layer: a forward of these over the cache, which stays as it is."""
+    """Feed the last ``count`` committed tokens of some rows once more and observe every layer; the cache does not change."""
     first = [source._lengths[b] - count for b in rows]
     text = [source._tokens[b, f : f + count] for b, f in zip(rows, first)]
     ids = torch.from_numpy(np.concatenate(text)).to(model.device)
@@ -77,15 +77,15 @@ def choices(
     budgets: Sequence[int],
     count: int,
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Layer by layer, what ``pruner`` chooses of some rows of ``source``; attention weights exist for one layer at a time.
+    """What ``pruner`` chooses from some rows of ``source``, layer by layer; attention weights exist for one layer at a time.
 
     Args:
-        rows: with at least ``count`` committed tokens, whose attention weights the pruner is given if it needs any.
-        candidates: the positions ``[R, C]`` that it may choose, and how many they are ``[R]``. budgets: of each layer.
+        rows: rows with at least ``count`` committed tokens, whose attention weights a pruner gets if it needs any.
+        candidates: the positions ``[R, C]`` that it may choose, and their number ``[R]``. budgets: of each layer.
     Yields:
         positions ``[R, H, K]``, -1 for none, and their keys ``[R, H, K, D]`` and values ``[R, H, K, Dv]``.
     Raises:
-        ValueError: the pruner returned something else than slots of these rows, within the budget.
+        ValueError: the pruner did not return slots of these rows within the budget.
     """
     positions, number = candidates
     length = torch.tensor([source._lengths[b] for b in rows])

@@ -1,4 +1,4 @@
-"""Attention over a view with entries that were chosen per KV head and layer: what each head sees of them."""
+"""Attention over a view with entries chosen for each KV head and layer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from specdec.kernels.device import to_device
 
 
 class PrunedPlan(ExplicitPlan):
-    """Adds to a plan over a ring the chosen slots behind it, which differ between heads and layers.
+    """A plan over a ring and the chosen slots after it, which differ between heads and layers.
 
     Args:
         ring: the plan over the ring alone. queries: ``[T]`` positions.
@@ -43,14 +43,14 @@ class PrunedPlan(ExplicitPlan):
         self.queries, self.kept, self.heads, self.shows, self.layer = queries, kept, heads, shows, 0
 
     def chosen(self, segment: Segment, window: Reach) -> Tensor:
-        """``[R, Hq, q, K]`` bool: which chosen slots are seen; what the ring shows is seen there already."""
+        """``[R, Hq, q, K]`` bool: which chosen slots are seen; those that the ring shows are seen there."""
         s = segment
         kept = self.kept[self.layer][s.b0 : s.b0 + s.r1 - s.r0, :, None]  # [R, H, 1, K]
         t1 = s.t0 + (s.r1 - s.r0) * s.queries
         q = to_device(self.queries[s.t0 : t1], kept.device).view(-1, 1, s.queries, 1)
         seen = (kept >= 0) & (kept <= q) & ~self.shows(q, kept)
         if window is not None:
-            assert not isinstance(window, Streaming)  # refused where slots are in no order
+            assert not isinstance(window, Streaming)  # refused where slots are unordered
             seen &= kept > q - window
         return seen.repeat_interleave(self.heads // kept.shape[1], 1)
 
@@ -65,7 +65,7 @@ class PrunedPlan(ExplicitPlan):
     def mask(
         self, segment: Segment, window: Reach, low: int, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """``[R, Hq, q, S]`` to add to scores; made once per layer."""
+        """``[R, Hq, q, S]`` to be added to scores; computed once per layer."""
         key = (segment.r0, window, low, dtype, device, self.layer)
         if key not in self._masks:
             self._masks[key] = to_device(additive(self.visible(segment, window, low), dtype), device)
@@ -73,7 +73,7 @@ class PrunedPlan(ExplicitPlan):
 
 
 class PrunedView(KVStore):
-    """A view's store for one forward: tells the plan which layer is attending."""
+    """A view's store for one forward, which tells the plan the current layer."""
 
     def __init__(self, store: KVStore, plan: PrunedPlan):
         self.store, self.plan = store, plan

@@ -1,4 +1,4 @@
-"""Turning keys that are stored rotated: a key at position p becomes the same key at position p + n (RoFormer, arXiv 2104.09864)."""
+"""Rotating stored keys: a key at position p becomes the same key at position p + n (RoFormer, arXiv 2104.09864)."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from specdec.models.hf import HFModel
 
 
 class Rotation:
-    """Rotates keys of a model by numbers of positions, having seen on the model itself that this is what moving them means.
+    """Rotates keys of a model by some positions, after checking on the model itself that this equals moving them.
 
     Args:
-        model: the keys of some tokens at two positions are compared, in all layers: a token that sees only itself has the same
-            hidden states wherever it stands, unless positions are learned.
+        model: the keys of some tokens are compared at two positions, in all layers: a token that sees only itself has the same
+            hidden states at any position, unless positions are learned.
     Raises:
-        UnsupportedModel: keys cannot be turned: positions are learned, or layers rotate differently.
+        UnsupportedModel: keys cannot be rotated, because positions are learned or layers rotate differently.
     """
 
     def __init__(self, model: HFModel):
@@ -43,15 +43,15 @@ class Rotation:
             for a, b in zip(there, moved):
                 error = float((self(a, [11] * 4) - b).abs().max() / b.abs().max())
                 if not error < (1e-3 if a.dtype.itemsize >= 4 else 5e-2):
-                    why = f"turning its keys gives other keys than moving them (relative error {error:.1e})"
+                    why = f"rotating its keys gives other keys than moving them (relative error {error:.1e})"
         if why is not None:
             raise UnsupportedModel(
-                f"positions inside the cache need keys that can be turned, and those of {family!r} cannot: {why}; use "
+                f"positions inside the cache need keys that can be rotated, and those of {family!r} cannot: {why}; use "
                 "positions='original'"
             )
 
     def __call__(self, keys: Tensor, by: Sequence[int]) -> Tensor:
-        """``keys [..., B, S, H, D]`` turned by ``by[b]`` positions each, towards the end of the text."""
+        """``keys [..., B, S, H, D]`` rotated by ``by[b]`` positions towards the end of the text."""
         cos, sin = self._turns(max(by) + 1, keys)
         at = to_device(torch.tensor(list(by)), keys.device)
         cos, sin = cos[at][:, None, None], sin[at][:, None, None]  # [B, 1, 1, r]
@@ -62,24 +62,24 @@ class Rotation:
         return turned if r == keys.shape[-1] else torch.cat([turned, keys[..., r:]], -1)
 
     def _turns(self, count: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines ``[at least count, r]``; a table, since a step needs a few rows of it."""
+        """A table of cosines and sines ``[at least count, r]``, of which a step uses a few rows."""
         table = self._table
         if table is None or len(table[0]) < count or table[0].device != like.device:
-            # Not beyond the model's positions: scalings that depend on the length would change the model's own frequencies.
+            # At most the model's positions: scalings that depend on the length would change the model's own frequencies.
             size = min(max(2 * count, 1024), self.limit or 2 * count)
             positions = torch.arange(size, device=like.device)[None]
             module: Any = self.module
             with torch.inference_mode(False):
                 x = torch.zeros(1, dtype=like.dtype, device=like.device)
                 cos, sin = module(x, positions)
-                # Some scalings of the context multiply keys and queries too; that is done to stored keys already.
+                # Some scalings of the context also multiply keys and queries; stored keys have that factor already.
                 scaling = setting(module, "attention_scaling") or 1.0
                 table = self._table = (cos[0] / scaling, sin[0] / scaling)
         return table
 
 
 def _keys(model: HFModel, position: int) -> list[Tensor]:
-    """Each layer's keys ``[4, 1, H, D]`` of some tokens, each alone, at ``position``."""
+    """Each layer's keys ``[4, 1, H, D]`` of some tokens at ``position``, each of which sees only itself."""
     store, ids = _Alone(), torch.linspace(0, model.vocab_size - 1, 4).long().to(model.device)
     with torch.inference_mode():
         plan = AttentionPlan(range(4), [0] * 4, [1] * 4, 1)
@@ -88,7 +88,7 @@ def _keys(model: HFModel, position: int) -> list[Tensor]:
 
 
 class _Alone(KVStore):
-    """Stands in for a cache while tokens are fed that see themselves alone, and notes their keys."""
+    """Stands in for a cache while tokens are fed that see only themselves, and keeps their keys."""
 
     def __init__(self) -> None:
         self.keys: list[Tensor] = []

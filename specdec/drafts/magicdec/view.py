@@ -1,7 +1,7 @@
 """A constant-size view of a target's own KV, for the target's own weights to draft with (MagicDec, arXiv 2408.11049).
 
-At committed positions a view holds *the target's* keys and values, copied from its cache once each; the target's cache is read and
-never written. What the draft writes itself is provisional: it lies past the committed text and is replaced as soon as that grows.
+At committed positions a view holds *the target's* keys and values, each copied once; the target's cache is read and never written.
+The draft's own entries lie after the committed text and are replaced as soon as the text grows.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from specdec.pruning.pruner import Pruner
 
 
 class ViewCache(RingCache):
-    """A ring over a target's cache, and after it slots for entries that a pruner chose, per KV head.
+    """A ring over a target's cache, followed by slots for entries that a pruner chose for each KV head.
 
     Attributes:
-        source: the target's cache, with the same rows. exact: ``[B]`` how many first positions hold what the target's do.
+        source: the target's cache, with the same rows. exact: ``[B]`` how many first positions equal the target's.
         kept: for each layer the positions ``[B, H, K]`` in the chosen slots, -1 for none.
     """
 
@@ -42,7 +42,7 @@ class ViewCache(RingCache):
         self.look(view, source)
 
     def look(self, view: View, source: SlotCache) -> None:
-        """It is a view of ``source``, of which it holds nothing yet."""
+        """Become a view of ``source``, still empty."""
         self.empty(source.batch, source.capacity)
         self.source, self.view = source, view
         self.exact = [0] * source.batch
@@ -52,10 +52,10 @@ class ViewCache(RingCache):
         ]
 
     def catch_up(self) -> None:
-        """Copy what the target's cache holds and this one does not: a gather of the new positions, for all layers at once.
+        """Copy the entries that the target's cache has and the view lacks: one gather of the new positions for all layers.
 
         Raises:
-            RuntimeError: the target's cache is not of these rows any more.
+            RuntimeError: the target's cache has other rows by now.
         """
         if self.source.batch != self.batch:
             raise RuntimeError(
@@ -80,7 +80,7 @@ class ViewCache(RingCache):
         self.copy(source, np.concatenate(target).tolist(), self.source)
 
     def select(self, rows: Tensor) -> ViewCache:
-        """The view of some rows; its ``source`` is still that of all of them."""
+        """The view of some rows; its ``source`` still has all of them."""
         order = rows.tolist()
         new: Any = super().select(rows)
         if new is not self:
@@ -89,19 +89,19 @@ class ViewCache(RingCache):
         return new
 
     def place(self, rows: list[Row], device: torch.device) -> tuple[Any, ExplicitPlan]:
-        """As ``RingCache.place``; sinks are turned to where the row's last query is to see them."""
-        memo, plan = super().place(rows, device)
+        """As ``RingCache.place``, with sinks rotated to the positions at which the row's last query sees them."""
+        store, plan = super().place(rows, device)
         if self.view.rotation is not None:
             self._turn({r.b: r.end - 1 for r in rows})
-        if self.extra and memo is self:
+        if self.extra and store is self:
             queries = torch.tensor([q for r in rows for q in range(r.first, r.end)])
             heads = self.view.clone.config.get_text_config().num_attention_heads
             chosen = PrunedPlan(plan, queries, self.kept, heads, self.shows)
             return PrunedView(self, chosen), chosen
-        return memo, plan
+        return store, plan
 
     def _turn(self, queries: dict[int, int]) -> None:
-        """Rotate the sinks' keys by the number of positions between them and the window that ``queries`` (by row) do not see."""
+        """Rotate the sinks' keys by the number of hidden positions between them and the window of ``queries`` (by row)."""
         gone = [max(0, q - self.window + 1 - self.sinks) for q in queries.values()]
         if not self.sinks:
             return
@@ -130,7 +130,7 @@ class ViewCache(RingCache):
     def candidates(self, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
         """The committed positions ``[R, C]`` of some rows that the view does not show to the next query, and how many ``[R]``.
 
-        They ascend; where a row has fewer, others follow.
+        They ascend; rows with fewer are padded with other positions.
         """
         length = torch.tensor([self.source._lengths[b] for b in rows])[:, None]
         positions = torch.arange(int(length.max()))
@@ -141,8 +141,8 @@ class ViewCache(RingCache):
     def choose(self, pruner: Pruner, budgets: Sequence[int], count: int) -> None:
         """Let ``pruner`` choose, for each layer and KV head, up to ``budgets[layer]`` entries of the target's cache.
 
-        It is given those that the view does not show (``candidates``). Rows that do not have ``count`` committed tokens yet choose
-        nothing.
+        It chooses from those that the view does not show (``candidates``). Nothing is chosen for rows with fewer than ``count`` committed
+        tokens.
         """
         rows = [b for b in range(self.batch) if self.source._lengths[b] >= count]
         for kept in self.kept:
@@ -164,10 +164,10 @@ class View(Masked):
 
     Args:
         model, mask, block: as for ``Masked``. Where the mask has no reach, the view is as long as the text.
-        in_cache: positions are those in the cache (StreamingLLM): a query sees the sinks as if they stood right before its window.
-        extra: slots a head for entries that a pruner chooses.
+        in_cache: positions are those in the cache (StreamingLLM), so that the sinks are right before a query's window.
+        extra: slots for each head, for entries that a pruner chooses.
     Raises:
-        UnsupportedModel: ``in_cache`` for a family whose keys cannot be turned; see ``Rotation``.
+        UnsupportedModel: ``in_cache`` for a family whose keys cannot be rotated; see ``Rotation``.
         ValueError: the model keeps its KV in pages.
     """
 
@@ -183,25 +183,25 @@ class View(Masked):
         self.supports_trees = False
         if model.page is not None:
             raise ValueError(
-                f"the target's KV is in pages of {model.page} tokens and a view of it reads slots: make the target without page"
+                f"the target's KV is in pages of {model.page} tokens, and a view of it reads slots: make the target without page"
             )
         self.extra = extra
         self.rotation = Rotation(self) if in_cache else None
 
     @property
     def fast_chain(self) -> Literal["slots", "ring"] | None:
-        """Sinks that are turned, and entries that a pruner chose, are not seen by a captured chain."""
+        """``None`` with rotated sinks or pruned entries, which a captured chain does not support."""
         return "ring" if type(self) is View and self.rotation is None and not self.extra else None
 
     def ring(self, source: SlotCache) -> tuple[int, int, int]:
-        """The first positions, the window and the block that a view of ``source`` has room for."""
+        """The sinks, the window and the block that a view of ``source`` has room for."""
         return (0, source.capacity, self.block) if self.reach is None else self.constant
 
     def of(self, source: SlotCache) -> ViewCache:
-        """A view of what ``source`` holds now, which must be the sinks at least.
+        """A view of ``source``, which must hold at least the sinks.
 
         Raises:
-            MemoryError: it would not fit.
+            MemoryError: the view does not fit.
         """
         cache = None if self.reach is None else self._lent(ViewCache, source.batch, self.extra)
         if cache is None:

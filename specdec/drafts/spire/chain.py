@@ -1,4 +1,4 @@
-"""A SPIRe draft's forward in a captured chain: as ``spire_steps``, in operators alone."""
+"""A SPIRe draft's forward in a captured chain: as ``SpireSteps``, in operators that can be captured."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from specdec.kernels.attention import AttentionPlan, attention
 class SpireChain(RingChain):
     """The chain of a ``SpireModel``."""
 
-    def __init__(self, model: SpireModel, ring: Ring, memo: StaticStore, shape: Shape):
-        super().__init__(ring, memo, shape, model.device)
+    def __init__(self, model: SpireModel, ring: Ring, store: StaticStore, shape: Shape):
+        super().__init__(ring, store, shape, model.device)
         self.model = model
 
     def forward(self, position: Tensor) -> Forward:
@@ -47,4 +47,4 @@ class SpireChain(RingChain):
         return run
 
     def _write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        return self.memo.append(layer, slots, *(t.transpose(0, 1)[None] for t in (keys, values)))
+        return self.store.append(layer, slots, *(t.transpose(0, 1)[None] for t in (keys, values)))

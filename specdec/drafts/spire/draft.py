@@ -1,8 +1,8 @@
 """SPIRe: a few of the target's blocks over its own activations, sparse attention and feedback memory (arXiv 2504.06419).
 
-The KV cache has a constant size: sinks, window and the block at hand. At committed positions it holds what the target's activations
-give, taken from the verification pass that computed them anyway; no other forward of the target is needed. At positions of the block
-it holds what the draft's memory vectors give.
+The KV cache has a constant size: sinks, window and the current block. At committed positions it holds keys and values of the target's
+activations, which the verification pass computes anyway; no other forward of the target is needed. At positions of the block it holds
+keys and values of the draft's memory vectors.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ class SpireState(NamedTuple):
 
 @dataclass(frozen=True)
 class Spire:
-    """Draws a chain from a ``SpireModel``, one step a token; at temperature 0 the chain is the draft's greedy one.
+    """Draws a chain from a ``SpireModel``, one step a token; at temperature 0 it is the greedy chain.
 
     Args:
-        model: made from the decoder's target and trained for it, or the folder that it was saved to. block: the longest chain that it can be asked for; the KV cache
-            has ``sinks + window + block - 1`` slots a row.
+        model: made from the decoder's target and trained for it, or the folder that it was saved to.
+        block: the longest chain that can be proposed; the KV cache has ``sinks + window + block - 1`` slots a row.
         sampling: how the draft's tokens are drawn; ``None`` takes the decoder's.
         graphs: whether a chain is captured as one CUDA graph, as for ``HFModel``.
         bf16_weights: whether steps on the CPU read bfloat16 copies of the draft's weights, as for ``HFModel``.
     Raises:
-        ValueError (in ``bind``): the target is another one, or has no activations to read; graphs, or copies of weights, that cannot
-            be had.
+        ValueError (in ``bind``): the target is another one, or has no activations to read; or graphs or copies of weights are not
+            possible.
     """
 
     model: SpireModel
@@ -68,17 +68,17 @@ class Spire:
             raise ValueError(f"block is {self.block}: a draft proposes at least 1 token")
         if self.bf16_weights and self.graphs:
             raise ValueError(
-                "bf16_weights and graphs are both set: captured steps do not read such copies; leave one of them False"
+                "bf16_weights and graphs are both set: captured steps do not read bfloat16 copies; leave one of them False"
             )
 
     @property
     def info(self) -> DraftInfo:
-        """Every verification must bring the target's activations that are the inputs of the blocks that the draft has copies of."""
+        """``taps``: every verification returns the target's activations that are inputs of the blocks that the draft copied."""
         return DraftInfo("spire", taps=self.model.layers, model=self.model)
 
     @staticmethod
     def example(model: Any) -> Spire:
-        """An untrained one over an ``HFModel`` (for the contract tests)."""
+        """An untrained draft for an ``HFModel`` (for the contract tests)."""
         return Spire(SpireModel.from_target(model, layers=1, window=4))
 
     def bind(self, target: LanguageModel, sampling: Sampling) -> Spire:
@@ -96,7 +96,7 @@ class Spire:
         """An empty cache; the prefill's activations come with the first ``observe``.
 
         Raises:
-            ValueError: a row that is shorter than the sinks.
+            ValueError: a row is shorter than the sinks.
         """
         model, shortest = self.model, int(context.length.min())
         if model.narrow is not None:
@@ -115,7 +115,7 @@ class Spire:
             KVShape(b.key.out_features // b.size, b.size, b.size, model.dtype, model.device)
             for b in model.blocks
         ]
-        # Without a window everything is kept, and nothing is ever in the way.
+        # Without a window all positions are kept, and no slot is reused.
         window = capacity if model.window is None else model.window
         slots = model.sinks + window + self.block - 1
         lent = None if self.programs is None else self.programs.lent(batch, lambda ring: ring.slots == slots)
@@ -130,7 +130,7 @@ class Spire:
             return Proposal.none(B, model.device), state
         if self.block < N:
             raise ValueError(
-                f"a chain of {N} tokens is asked for and block is {self.block}: use Spire(model, block={N})"
+                f"a chain of {N} tokens was requested and block is {self.block}: use Spire(model, block={N})"
             )
         if self.programs is not None:
             chain = self._drawn(state.ring, context, budget, rng, sampling)
@@ -148,13 +148,13 @@ class Spire:
     ) -> Drawn | None:
         assert self.programs is not None
 
-        def make(memo: StaticStore, shape: Shape) -> SpireChain:
-            return SpireChain(self.model, ring, memo, shape)
+        def make(store: StaticStore, shape: Shape) -> SpireChain:
+            return SpireChain(self.model, ring, store, shape)
 
         return drawn(self.programs, ring, context, budget, rng, sampling, make)
 
     def observe(self, state: SpireState, round: Round) -> SpireState:
-        """Entries of newly committed positions from the target's activations there (section 3.3: ``m_t^i = y_t`` )."""
+        """Write the entries of newly committed positions from the target's activations (section 3.3: ``m_t^i = y_t``)."""
         fed = round.scores.fed
         if fed is None:
             raise ValueError(
@@ -179,15 +179,15 @@ class Spire:
 
 
 def _committed(fed: Any, round: Round, ring: Ring) -> np.ndarray:
-    """Which fed positions hold text that is committed now and that the ring has room for."""
+    """Which fed positions hold committed text for which the ring has room."""
     row, position, node = fed.row.numpy(), fed.position.numpy(), fed.node.numpy()
     accepted, path = round.verdict.accepted.numpy(), round.verdict.path.numpy()
-    kept = node < 0
-    drafted = np.flatnonzero(~kept)
+    wanted = node < 0
+    drafted = np.flatnonzero(~wanted)
     if len(drafted):
         on_path = path[row[drafted]] == node[drafted, None]
-        kept[drafted] = (on_path & (np.arange(path.shape[1]) < accepted[row[drafted], None])).any(1)
+        wanted[drafted] = (on_path & (np.arange(path.shape[1]) < accepted[row[drafted], None])).any(1)
     last = np.zeros(len(accepted), dtype=np.int64)
-    np.maximum.at(last, row[kept], position[kept])
-    kept &= (position < ring.sinks) | (position > last[row] - ring.size)
-    return np.flatnonzero(kept)
+    np.maximum.at(last, row[wanted], position[wanted])
+    wanted &= (position < ring.sinks) | (position > last[row] - ring.size)
+    return np.flatnonzero(wanted)

@@ -1,4 +1,4 @@
-"""SPIRe drafts as users have them: objects, ``(model, tokenizer)`` pairs, folders and names of pocket models."""
+"""From what users pass as a SPIRe draft to a ``SpireModel``: objects, ``(model, tokenizer)`` pairs, folders, names of pocket models."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from specdec.zoo import files as zoo
 
 
 def as_spire(model: Any) -> SpireModel:
-    """A ``SpireModel`` from one, from it and its tokenizer, from its folder, or from the name of a pocket model.
+    """A ``SpireModel`` from one, from a pair of it and a tokenizer, from its folder, or from the name of a pocket model.
 
     Raises:
-        TypeError: it is something else. FileNotFoundError: the folder has none.
+        TypeError: it is none of these. FileNotFoundError: the folder holds no SPIRe draft.
     """
     if isinstance(model, str) and not Path(model).exists() and (zoo.FOLDER / model / FILE).exists():
         return read_pocket(model)[0]
@@ -38,7 +38,7 @@ def read_pocket(name: str, folder: str | Path = zoo.FOLDER) -> tuple[SpireModel,
 
 
 def is_spire(model: Any) -> bool:
-    """Whether it is a SPIRe draft, in memory or in a folder."""
+    """Whether ``model`` is a SPIRe draft, in memory or in a folder."""
     model = model[0] if is_pair(model) else model
     if isinstance(model, (str, os.PathLike)):
         return any((folder / FILE).exists() for folder in (Path(model), zoo.FOLDER / model))

@@ -1,10 +1,10 @@
 """SPIRe's draft model: a few of the target's blocks that attend to the target's own activations and to feedback memory.
 
 Neelam et al., "SPIRe: Boosting LLM Inference Throughput with Speculative Decoding", arXiv 2504.06419, section 3. The draft is the
-target's embedding, some of its blocks (the last two in the paper) and its head. Where a block of an ordinary model attends to its
-own inputs at earlier positions, a block ``i`` of the draft attends
+target's embedding, some of its blocks (the last two in the paper) and its head. A block of an ordinary model attends to its own
+inputs at earlier positions; block ``i`` of the draft attends
 
-- at *committed* positions to the inputs of the target's block that it was copied from, which every verification pass computes
+- at *committed* positions to the inputs of the target's block from which it was copied, which every verification pass computes
   anyway (with all blocks and an unlimited window the draft *is* the target);
 - at positions of the block being drafted to memory vectors, a mixture of all the draft's activations there (section 3.3);
 - at its own position to its own input.
@@ -50,16 +50,18 @@ class SpireModel(nn.Module):
     """The draft's weights and its arithmetic for given keys and values; ``drafts.Spire`` decodes with it.
 
     Args:
-        body: a causal LM with as many llama-like blocks as ``layers``. layers: the target's blocks that they correspond to,
+        body: a causal LM with as many llama-like blocks as ``layers``. layers: the corresponding blocks of the target,
             counted from 0: block ``i`` reads the target's activations before block ``layers[i]``.
         sinks, window: the sparse mask: a query at position q sees positions below ``sinks`` and above ``q - window``;
-            ``window=None`` is unlimited. mask: another one instead, a ``masks.Mask`` of positions or a function. feedback: whether positions of the block are seen as memory vectors, or as each layer's own
-            inputs. target: the fingerprint of the target.
+            ``window=None`` is unlimited. mask: another mask instead, a ``masks.Mask`` of positions or a function.
+        feedback: whether positions of the block are seen as memory vectors or as each layer's own inputs.
+        target: the fingerprint of the target.
     Raises:
-        ValueError: a window, sinks or a mask that leave nothing to see, a mask beside them, or blocks that are not llama-like.
+        ValueError: the window, sinks or mask leave nothing to see, or blocks are not llama-like. TypeError: a mask beside a window or sinks.
 
     Attributes:
-        mask: what a query sees, target's own windows included. sinks, window: its reach; 0 and ``None`` where it has none.
+        mask: what a query sees, including the limits of the target's own windows. sinks, window: the mask's reach; 0 and ``None`` where
+            it has none.
     """
 
     supports_trees = False
@@ -80,7 +82,7 @@ class SpireModel(nn.Module):
         super().__init__()
         if mask is not None and (sinks, window) != (1, 64):
             raise TypeError(
-                f"mask is {mask!r}, and sinks or window are set: give either, since the mask says all that is seen"
+                f"mask is {mask!r}, and sinks or window are set: give either, since the mask alone says what is seen"
             )
         plain = streaming(window, sinks)
         if body.config.hidden_act not in ("silu", "swish"):
@@ -102,7 +104,7 @@ class SpireModel(nn.Module):
                 reach is not None and not reach.sinks and reach.window <= min(slides, default=reach.window)
             )
             self.mask = for_model(shown & Window(min(slides))) if slides and not within else shown
-        else:  # the target itself would not see beyond its slides
+        else:  # the target itself does not see beyond its sliding windows
             self.mask = (
                 streaming(min([*slides, *([] if window is None else [window])]), sinks) if slides else plain
             )
@@ -127,17 +129,17 @@ class SpireModel(nn.Module):
         """A draft from a transformers target: a copy of its embedding, of some of its blocks, and of its head (section 3.2).
 
         Args:
-            layers: the last so many blocks, or their numbers, counted from 0. random: new weights of the same shape instead (an
+            layers: how many of the last blocks, or the blocks' numbers, counted from 0. random: use new weights of the same shape (an
                 ablation of the paper).
         Raises:
-            ValueError: layers that the target does not have, or a target without blocks that can be copied.
+            ValueError: the target lacks these layers, or its blocks cannot be copied.
         """
         tokenizer = tokenizer or getattr(target, "tokenizer", None)
         target = llama_like(unwrapped(target), "SpireModel.from_target")
         count = target.config.num_hidden_layers
         if isinstance(layers, int):
             if not 1 <= layers <= count:
-                raise ValueError(f"layers is {layers}: the target has {count} blocks")
+                raise ValueError(f"layers is {layers}: the target has {count} blocks, give 1 to {count}")
             layers = range(count - layers, count)
         body = keep_layers(target, list(layers))
         if random:
@@ -153,7 +155,7 @@ class SpireModel(nn.Module):
             tokenizer=tokenizer,
         )
 
-    # -- what a draft is asked for -------------------------------------------------------------------------------------
+    # -- properties -----------------------------------------------------------------------------------------------------
 
     @property
     def vocab_size(self) -> int:
@@ -179,11 +181,11 @@ class SpireModel(nn.Module):
         )
 
     def fast(self, x: Tensor) -> Blocks | None:
-        """All blocks in one call of C, where there is one for inputs ``x [T, E]``: few tokens on a CPU, and no gradients."""
+        """All blocks in one C call, where there is one for inputs ``x [T, E]``: few tokens on a CPU, without gradients."""
         return self._fast if small(x) and self._fast is not None and self._fast.plain else None
 
     def __getstate__(self) -> dict[str, Any]:
-        """All but what the machine has compiled."""
+        """The state without the C kernels, which are compiled for one machine."""
         return {name: value for name, value in vars(self).items() if name != "_fast"}
 
     @cached_property
@@ -191,14 +193,14 @@ class SpireModel(nn.Module):
         return Blocks(self.blocks, self.narrow) if Blocks.takes(self.blocks) else None
 
     def narrowed(self) -> SpireModel:
-        """The same parameters, of which steps on the CPU read bfloat16 copies (``HFModel``'s ``bf16_weights``).
+        """The same draft, whose steps on the CPU read bfloat16 copies of the weights (``HFModel``'s ``bf16_weights``).
 
         Raises:
-            ValueError: there are no C kernels for blocks of these sizes, or weights that bfloat16 would round.
+            ValueError: there are no C kernels for blocks of these sizes, or bfloat16 would round some weights.
         """
         if self._fast is None or not linear_takes(self.body.lm_head.weight, self.body.lm_head.bias):
             raise ValueError(
-                "bf16_weights is True and this draft has no steps in C: it is for float32 drafts on a CPU where specdec.kernels.native.reason() "
+                "bf16_weights is True, and this draft has no steps in C: the setting is for float32 drafts on a CPU where specdec.kernels.native.reason() "
                 "is None, with sizes that are multiples of 16; leave it False"
             )
         made = copy.copy(self)
@@ -220,7 +222,7 @@ class SpireModel(nn.Module):
         return cos.view(*positions.shape, 1, -1), sin.view(*positions.shape, 1, -1)
 
     def keys_values(self, layer: int, memory: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Keys and values ``[..., H, D]`` of layer ``layer`` at positions where its input is, or stands for, ``memory [..., E]``."""
+        """Keys and values ``[..., H, D]`` of layer ``layer`` at positions whose input is ``memory [..., E]`` (memory vectors, or the target's activations)."""
         b = self.blocks[layer]
         y = rms_norm(memory, b.before)
         key, value = (t.unflatten(-1, (-1, b.size)) for t in EAGER.products(y, b.key, b.value))
@@ -254,7 +256,7 @@ class SpireModel(nn.Module):
 
     @staticmethod
     def _launches(x: Tensor) -> bool:
-        """Whether what lies between products is ``kernels.pointwise``'s for ``x``: in half precision on a GPU, without gradients."""
+        """Whether ``kernels.pointwise`` runs the operators between products: for half precision on a GPU, without gradients."""
         half = x.is_cuda and x.dim() == 2 and x.dtype is not torch.float32 and not torch.is_grad_enabled()
         return half and pointwise.why_not(x.device, x.dtype) is None
 
@@ -271,7 +273,7 @@ class SpireModel(nn.Module):
     # -- on disk -------------------------------------------------------------------------------------------------------
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """A transformers checkpoint of the blocks, and beside it ``spire.json`` and the memory's weights."""
+        """Save a transformers checkpoint of the blocks, ``spire.json`` and the memory's weights."""
         self.body.save_pretrained(folder)
         settings: dict[str, Any] = {"layers": self.layers, "target": self.target}
         if self.mask == streaming(self.window, self.sinks):
@@ -293,11 +295,11 @@ class SpireModel(nn.Module):
         """Load what ``save_pretrained`` wrote.
 
         Args:
-            target: when given, the draft must be this model's. mask: the one that it was trained under, where that is of the user's own
+            target: when given, the draft must be this model's. mask: the user's own mask that the draft was trained with
                 (the library's masks are saved with the draft).
         Raises:
-            FileNotFoundError: the folder is not a SPIRe checkpoint. ValueError: it is one of another target; a mask of the user's own is
-                missing, or given for a draft that brings its mask.
+            FileNotFoundError: the folder is not a SPIRe checkpoint. ValueError: the draft is of another target; a mask of the user's own is
+                missing, or one was passed for a draft that was saved with its mask.
         """
         if not (Path(folder) / FILE).exists():
             raise FileNotFoundError(
@@ -307,10 +309,10 @@ class SpireModel(nn.Module):
         own = settings.pop("own mask", None)
         if (own is None) != (mask is None):
             raise ValueError(
-                f"the draft in {folder} brings its mask: leave mask out"
+                f"the draft in {folder} was saved with its mask: leave mask out"
                 if own is None
-                else f"the draft in {folder} was trained under a mask of one's own, {own}: load it with "
-                "SpireModel.from_pretrained(folder, mask=...), and give that mask"
+                else f"the draft in {folder} was trained with a mask of the user's own, {own}: load it with "
+                "SpireModel.from_pretrained(folder, mask=...), and pass that mask"
             )
         if "mask" in settings:
             settings["mask"] = parse(settings["mask"])
@@ -325,7 +327,7 @@ class SpireModel(nn.Module):
         return model
 
     def check_target(self, target: Any) -> None:
-        """Raise ValueError when this is not the draft of ``target`` (an HFModel or a transformers model)."""
+        """Raise ValueError unless this is a draft of ``target`` (an HFModel or a transformers model)."""
         target = unwrapped(target)
         config = target.config
         if config.hidden_size != self.body.config.hidden_size:

@@ -1,4 +1,4 @@
-"""SPIRe's draft at work: its forward for the tokens of a block, one after the other, over keys and values in a ring."""
+"""The forward of SPIRe's draft for the tokens of a block, one after the other, over keys and values in a ring."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Rotary = tuple[Tensor, Tensor]
 
 
 class SpireSteps:
-    """The forward for the n-th token of a block, all rows at once.
+    """The forward for the n-th token of a block, for all rows at once.
 
     Args:
-        context: the text that the block follows. steps: tokens of the block, at most.
+        context: the text that the block follows. steps: the most tokens of the block.
     """
 
     def __init__(self, model: SpireModel, ring: Ring, context: Context, steps: int):
@@ -47,9 +47,8 @@ class SpireSteps:
         model, plan, rotary = self.model, self.plans[n], self.rotary[n]
         slots = plan.slots_on(model.device)
         activations = self._run(model.embed(tokens), plan, slots, rotary)
-        if (
-            model.memory is not None and n + 1 < self.steps
-        ):  # the next steps see memory here, not the layers' own inputs
+        # The next steps see memory here instead of the layers' own inputs.
+        if model.memory is not None and n + 1 < self.steps:
             remember(model, self.ring, slots, model.memory(activations), rotary)
         return model.logits(activations[-1])
 
@@ -77,7 +76,7 @@ class SpireSteps:
 def remember(
     model: SpireModel, ring: Ring, slots: Tensor, memory: Sequence[Tensor] | Tensor, rotary: Rotary
 ) -> None:
-    """Keys and values of each layer for its ``memory [T, E]`` (or the target's activations) into flat ``slots [T]`` of the ring."""
+    """Write each layer's keys and values of ``memory [T, E]`` (or of the target's activations) to flat ``slots [T]`` of the ring."""
     fast = model.fast(memory[0])
     for i, x in enumerate(memory):
         if fast is not None and ring.buffers is not None:
@@ -87,6 +86,6 @@ def remember(
 
 
 def _flat(rotary: Rotary) -> Rotary:
-    """Cosines and sines as the C kernels take them, ``[T, D]`` in float32."""
+    """Cosines and sines for the C kernels, ``[T, D]`` in float32."""
     cos, sin = (t.squeeze(-2).float().contiguous() for t in rotary)
     return cos, sin

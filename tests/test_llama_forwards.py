@@ -1,4 +1,4 @@
-"""The lean and the native forward against transformers' own modules: the same bits or up to rounding, or out of the way."""
+"""The eager and the C forward of llama-like models against transformers' own modules: the same bits or up to rounding, or out of the way."""
 
 from __future__ import annotations
 

@@ -120,7 +120,9 @@ def test_a_stream_tells_of_its_rounds(target):
     decoder = sd.decoder(HFModel(target)).draft(drafts.NGram(), length=3).build()
     rounds = []
     pieces = list(decoder.stream(ROWS, 12, seed=0, on_round=rounds.append))
-    assert sum(int(round.kept.sum()) for round in rounds) == sum(len(piece.ids) for piece in pieces) == 24
+    assert (
+        sum(int(round.committed.sum()) for round in rounds) == sum(len(piece.ids) for piece in pieces) == 24
+    )
 
 
 def test_modules_come_when_they_are_asked_for():

@@ -109,13 +109,13 @@ class EverySecond(sd.HFModel):
     """A query sees itself and every second slot before it."""
 
     def _pieces(self, cache, packed, limit, wanted):
-        for memo, piece in super()._pieces(cache, packed, limit, wanted):
+        for store, piece in super()._pieces(cache, packed, limit, wanted):
             plan = piece.plan
             query = np.concatenate([np.arange(f, f + c) for f, c in zip(plan.first, plan.counts)])[:, None]
             slot = np.arange(plan.capacity)
             seen = (slot <= query) & ((slot % 2 == 0) | (slot == query))
             own = ExplicitPlan(plan.rows, plan.counts, seen, query - slot, plan.slots)
-            yield memo, piece._replace(plan=own)
+            yield store, piece._replace(plan=own)
 
 
 def test_a_subclass_with_its_own_mask_is_not_passed_by():
