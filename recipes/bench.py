@@ -21,6 +21,7 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
+import checkout  # noqa: F401
 import torch
 
 import specdec as sd

@@ -14,6 +14,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
+import checkout  # noqa: F401
 import torch
 
 from specdec.audit.catalogue import everything

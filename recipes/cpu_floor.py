@@ -13,6 +13,7 @@ from functools import partial
 from statistics import median
 from typing import Any
 
+import checkout  # noqa: F401
 import torch
 import torch.nn.functional as F
 

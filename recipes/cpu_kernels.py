@@ -18,6 +18,7 @@ from functools import lru_cache
 from statistics import median
 from typing import Any
 
+import checkout  # noqa: F401
 import torch
 import torch.nn.functional as F
 

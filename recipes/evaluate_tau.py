@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import checkout  # noqa: F401
 import torch
 
 import specdec as sd

@@ -20,6 +20,7 @@ from typing import Any
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silence the profiler's messages
 
+import checkout  # noqa: F401
 import torch
 
 import specdec as sd

@@ -33,6 +33,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
+import checkout  # noqa: F401
 import torch
 
 import specdec as sd

@@ -15,6 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import checkout  # noqa: F401
+
 import specdec as sd
 from specdec import zoo
 from specdec.executors import Pipelined, Timeline

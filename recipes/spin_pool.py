@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+import checkout  # noqa: F401
+
 import specdec as sd
 from specdec import zoo
 from specdec.data.corpus import DOMAINS

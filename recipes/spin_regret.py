@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import checkout  # noqa: F401
 import numpy as np
 import torch
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
+import checkout  # noqa: F401
 import torch
 from torch import Tensor
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import stdev
 from typing import Any
 
+import checkout  # noqa: F401
 import torch
 
 from specdec import zoo

@@ -22,6 +22,8 @@ from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
 
+import checkout  # noqa: F401
+
 from specdec.lab import plots
 from specdec.lab.grid import Grid, GridSettings
 from specdec.lab.grid_rows import K, Row, report, summary

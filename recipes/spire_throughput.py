@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import checkout  # noqa: F401
+
 from specdec.cost import H100_PAPER, Hardware, Investment, Load, Method, Shape, growing, paper, training_share
 from specdec.lab import plots
 from specdec.lab.options import option, parse

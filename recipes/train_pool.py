@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import checkout  # noqa: F401
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
