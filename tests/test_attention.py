@@ -352,7 +352,7 @@ def test_first_positions_that_cannot_be():
     mask = ExplicitPlan([0, 1, 2], [4, 4, 4], seen, np.zeros((12, 24), dtype=int))
     with pytest.raises(ValueError, match="initial is 2: initial counts positions"):
         attention(*args, mask, window=3, initial=2)
-    with pytest.raises(ValueError, match="initial is 2, and this plan says slot by slot"):
+    with pytest.raises(ValueError, match="initial is 2, and this plan lists slot by slot"):
         reference.attend(*args, mask, 1.0, reach(3, 2))
     said = explain(*args, mask, window=3, initial=2)
     assert len(said.splitlines()) == said.count("cannot") == said.count("initial counts positions")

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import pytest
 
+from specdec.kernels.attention import choice
 from specdec.models import SUPPORTED
 
 ROOT = Path(__file__).parents[1]
@@ -45,6 +46,7 @@ def name(page: Path) -> str:
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=name)
 def test_the_python_of_a_page_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # what a block writes is not left in the repository
+    monkeypatch.setattr(choice._backends, "registered", {})  # nor a backend that it registers in this process
     namespace = {"__name__": f"docs_{page.stem}"}
     for block in blocks(page, "python"):
         # The padding puts the page's own line numbers into a traceback.
