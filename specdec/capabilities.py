@@ -53,7 +53,7 @@ class DraftInfo(_Info):
         nodes: length -> the most nodes of a proposal whose longest path is ``length``. longest: the longest path that it ever
             proposes (``None``: no limit).
         taps: layers of the target whose activations every round's ``scores.fed`` must have.
-        revocable: the draft may be called for a text that is then not committed: the context of the next call is right, and the state
+        revocable: the draft may be called for a text that is never committed. The next call then has the right context, and the state
             repairs itself (``executors.Optimistic``).
         model: the model that drafts, usually a ``LanguageModel``, whose vocabulary, tokenizer, device and positions ``build`` compares with the target's.
         drafts: the drafts behind the arms of a pool.
@@ -108,8 +108,8 @@ class ModelInfo(_Info):
         device: of the logits (``None``: the host). tokenizer: for texts and chats. max_positions: of a text.
         eos_token_ids: ids that end a text.
         generation_processors, generation_sampling: settings of the generation config that the library does not apply by itself.
-        concurrent: several threads may use it at a time; otherwise none may use a model with the same ``engine``, the object that runs
-            its forwards.
+        concurrent: several threads may use the model at a time. If not, it must not run at the same time as a model with the same
+            ``engine``, the object that runs its forwards.
     """
 
     device: torch.device | None = None
@@ -174,7 +174,7 @@ class DraftPart:
         return self.draft if self.binds is None else self.binds.bind(target, sampling)
 
     def follow(self, state: Any, target_cache: Any) -> Any:
-        """The state, with the target's cache where the draft reads it."""
+        """The state; if the draft reads the target's cache, the state with this cache."""
         return state if self.follows is None else self.follows.follow(state, target_cache)
 
     def propose(self, state: Any, context: Context, budget: Tensor, rng: Rng) -> tuple[Proposal, Any]:

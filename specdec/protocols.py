@@ -64,8 +64,8 @@ class LanguageModel(Protocol):
 
         Args:
             cache: from ``cache``; nodes stay in it only through ``cache.commit``.
-            start: with it, nodes before ``start`` were fed by an earlier call for the same context and are in the cache;
-                only nodes from ``start`` on are fed and scored, and ``logits[:, 0]`` belongs to node ``start``.
+            start: if given, an earlier call for the same context has fed the nodes before ``start``, and the cache holds them. Only nodes
+                from ``start`` on are fed and scored, and ``logits[:, 0]`` belongs to node ``start``.
             rows: ``[R]`` the rows to work on (default all); the others are not fed and their logits are zero.
             taps: layers whose activations are wanted at every fed position (``Scores.fed``).
         Returns:
@@ -132,7 +132,7 @@ class Selector(Protocol[S]):
         """An arm for every row of ``context``, whose ``request`` and ``length`` name the decision.
 
         Args:
-            capacities: ``[arms]`` how many of these rows each arm may take; they hold all rows together.
+            capacities: ``[arms]`` how many of these rows each arm may take. Together they have room for all rows.
         Returns:
             ``arm [B]`` int64, the probability with which each was chosen ``[B]``, and the state.
         """
@@ -209,7 +209,7 @@ class Stacks(Protocol):
     """A draft with several members, one of which drafts each row."""
 
     def assign(self, state: Any, member: Tensor) -> Any:
-        """``member [B]`` drafts each row from now on; rows of -1 keep theirs."""
+        """``member [B]`` drafts each row from now on; a row with -1 keeps its member."""
         ...
 
     def read_ahead(self, state: Any, context: Context, rows: Tensor, member: Tensor) -> Any:

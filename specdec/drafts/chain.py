@@ -42,7 +42,7 @@ class Scored:
 
 
 class InC(Scored):
-    """As ``Scored``, but tokens after the first come from steps that are prepared together (``drafts.cpu_chain``), where possible."""
+    """As ``Scored``, but where possible the tokens after the first come from steps that are prepared together (``drafts.cpu_chain``)."""
 
     steps: CpuChain | None = None
 

@@ -1,4 +1,4 @@
-"""Masks: which positions a query sees. Small callable objects; FlexAttention's signature, with ``&``, ``|`` and ``show()``."""
+"""Masks: which positions a query sees. A mask is a small callable object with FlexAttention's signature, ``&``, ``|`` and ``show()``."""
 
 from specdec.masks.block import Block
 from specdec.masks.causal import Causal

@@ -12,7 +12,7 @@ from specdec.masks.reach import Reach
 
 @dataclass(frozen=True, repr=False)
 class Block(Mask):
-    """``kv // size == q // size``: both directions inside a block; combine it with ``Causal()`` to hide the future.
+    """``kv // size == q // size``: a query sees its whole block, later positions too; combine it with ``Causal()`` to hide the future.
 
     Raises:
         TypeError: a size that is no whole number.

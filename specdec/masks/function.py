@@ -1,4 +1,4 @@
-"""Masks from functions: of a query and a key, or of a query alone that returns the intervals it sees."""
+"""Masks made from functions: a function of a query and a key, or one of a query that returns the intervals which the query sees."""
 
 from __future__ import annotations
 
@@ -48,8 +48,9 @@ class Intervals(Mask):
     """The mask of a function that returns the intervals of positions a query sees. It is called once per position, at construction.
 
     Args:
-        of: ``position -> [(start, end), ...]``, half-open. positions: how many there are, those of the longest text that a model may be
-            given; later queries, which only padding has, see as the last one. sinks, window: as for ``Function``.
+        of: ``position -> [(start, end), ...]``, half-open. positions: how many positions the mask is defined for: the length of the longest
+            text that a model may be given. Later queries exist in padding only, and see what the last position sees. sinks, window: as for
+            ``Function``.
     Raises:
         ValueError: no positions, or an interval that is no pair.
     """

@@ -36,9 +36,9 @@ def dense(mask: MaskMod, q_positions: Tensor, kv_positions: Tensor, row: int = 0
     Args:
         q_positions: ``[Q]`` for one row, or ``[B, Q]``. kv_positions: ``[K]``, or ``[B, K]``. Both are on the device of the
             mask's tensors, if it has any.
-        row: the row to ask the mask about when neither has rows. head: the head to ask about.
+        row: the row to ask the mask about when neither argument has a dimension of rows. head: the head to ask about.
     Returns:
-        ``[Q, K]``, or ``[B, Q, K]`` when either has rows.
+        ``[Q, K]``, or ``[B, Q, K]`` when either argument has rows.
     """
     q, kv = q_positions[..., :, None], kv_positions[..., None, :]
     shape = torch.broadcast_shapes(q.shape, kv.shape)

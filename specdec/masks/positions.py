@@ -12,7 +12,7 @@ slots, so a mask must be told which of the two numbers to use, and the rotary em
   by the number of evicted tokens.
 
 For sinks and a window both see the same slots and only rotations differ. Where the kept slots have gaps (SnapKV, H2O) a window
-differs too: it counts text positions in one and kept tokens in the other.
+differs too: it counts text positions in ``OriginalText`` and kept tokens in ``InCache``.
 """
 
 from __future__ import annotations

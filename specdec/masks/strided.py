@@ -11,7 +11,7 @@ from specdec.masks.mask import Mask
 
 @dataclass(frozen=True, repr=False)
 class Strided(Mask):
-    """``(q - kv) % stride == 0``; the paper's second head, whose first is ``Window(stride)``.
+    """``(q - kv) % stride == 0``: the second of the paper's two strided heads; the first is ``Window(stride)``.
 
     Raises:
         TypeError: a stride that is no whole number.

@@ -133,7 +133,7 @@ class Masked(HFModel):
         return RingCache(self._shapes, batch, capacity, sinks, window, block, mask=self.mask)
 
     def _lent(self, kind: Any, batch: int, extra: int = 0) -> Any:
-        """A cache of a kind in memory over which steps were captured, where there is one."""
+        """A cache of class ``kind`` in free memory over which steps were captured; ``None`` if there is none."""
         size = (*self.constant, extra, self.mask)
 
         def fits(cache: Any) -> bool:
@@ -179,7 +179,7 @@ class Masked(HFModel):
 
 
 def masked(plan: AttentionPlan, mask: Mask) -> ExplicitPlan:
-    """``plan`` restricted to ``mask``: queries see what both show (``plan``: the text before them, or their branch of a tree)."""
+    """``plan`` restricted to ``mask``: a query sees what both show. The plan shows the text before it, or its branch of a tree."""
     S, T = max(plan.length), sum(plan.counts)
     seen, distance = np.zeros((T, S), dtype=bool), np.zeros((T, S), dtype=np.int32)
     queries = np.empty(T, dtype=np.int64)

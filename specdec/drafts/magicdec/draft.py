@@ -75,7 +75,7 @@ class MagicDec:
             object.__setattr__(self, "mask", for_model(self.mask))
             if (self.window, self.sinks) != (64, 1):
                 raise TypeError(
-                    f"mask is {self.mask!r}, and window or sinks are set: give either, since the mask alone says what is seen"
+                    f"mask is {self.mask!r}, and window or sinks are set: give mask alone, or sinks and window without mask"
                 )
             if self.positions == "in_cache":
                 raise ValueError(

@@ -82,7 +82,7 @@ class SpireModel(nn.Module):
         super().__init__()
         if mask is not None and (sinks, window) != (1, 64):
             raise TypeError(
-                f"mask is {mask!r}, and sinks or window are set: give either, since the mask alone says what is seen"
+                f"mask is {mask!r}, and sinks or window are set: give mask alone, or sinks and window without mask"
             )
         plain = streaming(window, sinks)
         if body.config.hidden_act not in ("silu", "swish"):
