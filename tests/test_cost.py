@@ -559,7 +559,7 @@ def test_the_recipe(tmp_path):
 @pytest.mark.slow
 def test_the_recipe_without_matplotlib_says_what_to_install(tmp_path):
     code = (
-        "import runpy, sys; sys.modules['matplotlib'] = None; sys.argv[0] = 'recipes/spire_throughput.py'; "
+        "import runpy, sys; sys.modules['matplotlib'] = None; sys.argv[0] = 'recipes/spire_throughput.py'; sys.path.insert(0, 'recipes'); "
         "runpy.run_path(sys.argv[0], run_name='__main__')"
     )
     done = run("--plots", str(tmp_path), code=code)
