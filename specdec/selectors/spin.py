@@ -69,8 +69,8 @@ class Spin:
     """Epoch k of a request: ``exploration`` slots on random arms, then ``growth^k`` slots on the arm of a matching.
 
     A slot is one round of the request. The matching maximises the sum of estimated goodputs (tokens over seconds, a ratio of sums; 0
-    for an arm never tried) under the capacities, over all exploiting rows. It is computed when a row begins to exploit; other rows
-    enter it with the estimates of their own matching, so they move only if capacities require it. Exploring rows choose first,
+    for an arm never tried) under the capacities, over all exploiting rows. It is computed when a row begins to exploit. Rows that began
+    earlier keep the estimates that they had when they began, so they move only if capacities require it. Exploring rows choose first,
     from all arms with room; an exploiting row that they displace gets its next best arm for that slot. A row without any
     observation at the end of its exploration continues to explore.
 
