@@ -133,6 +133,22 @@ def test_a_subclass_with_its_own_mask_is_not_passed_by():
     assert (masked.probs - proposed(sd.HFModel, True).probs).abs().max() > 1e-3  # the mask is seen
 
 
+def test_captured_steps_do_not_pass_by_a_subclass_with_its_own_mask():
+    def logits(kind, **options):
+        model = kind(tiny("llama"), **options)
+        context = Context.of(PROMPTS, capacity=32)
+        cache = model.cache(4, 32)
+        model.prefill(cache, context)
+        return [model.score(cache, context).logits for _ in range(4)][
+            -1
+        ]  # shapes are captured when they occur again
+
+    masked = logits(EverySecond)
+    for graphs in ("eager", "recorded"):
+        assert torch.equal(logits(EverySecond, graphs=graphs), masked)
+    assert (logits(sd.HFModel) - masked).abs().max() > 1e-3
+
+
 def with_more(model, **more):
     """``model`` as one of a class below its own."""
     made = object.__new__(type("More", (type(model),), more))

@@ -345,17 +345,22 @@ class HFModel:
         mode = _NOTHING if torch.is_inference_mode_enabled() else torch.inference_mode()
         caught = listening(self.clone, taps) if taps else {}
         with mode:
-            if self.steps is not None:
-                step = self.steps.step(cache, packed, wanted, taps)
-                if step is not None:
-                    out, seen = step()
-                    return out, {tap: x.clone() for tap, x in seen.items()}
+            step = self._captured(cache, packed, wanted, taps)
+            if step is not None:
+                out, seen = step()
+                return out, {tap: x.clone() for tap, x in seen.items()}
             for store, piece in self._pieces(cache, packed, limit, wanted):
                 out = self._path.forward(store, *piece, caught)
                 if out is not None:
                     logits.append(out)
             made = None if not logits else logits[0] if len(logits) == 1 else torch.cat(logits)
         return made, {tap: torch.cat(parts).clone() for tap, parts in caught.items()} if taps else {}
+
+    def _captured(self, cache: Any, packed: PackedBatch, wanted: bool, taps: Sequence[int] = ()) -> Any:
+        """The captured step of a call; ``None`` if there is none, or if a subclass decides in ``_pieces`` what queries see."""
+        if self.steps is None or type(self)._pieces is not HFModel._pieces:
+            return None
+        return self.steps.step(cache, packed, wanted, taps)
 
     def _pieces(
         self, cache: Any, packed: PackedBatch, limit: int, wanted: bool
@@ -380,7 +385,7 @@ class HFModel:
         if self.steps is not None:
             for _ in range(2):  # shapes are captured when they occur again
                 with torch.inference_mode():
-                    step = self.steps.step(cache, packed, True)
+                    step = self._captured(cache, packed, True)
                 if step is not None:
                     return lambda: step()[0]
         ((store, piece),) = self._pieces(cache, packed, packed.tokens, True)
