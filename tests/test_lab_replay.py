@@ -372,6 +372,55 @@ def test_compare_refuses(target, trace, coin, tmp_path):
         lab.compare([tree], k=1)
 
 
+# -- time and decide ----------------------------------------------------------------------------------------------------------
+
+
+def test_time_runs_all_decoders(target):
+    plain, fast = sd.decoder(target).build(), sd.decoder(target).draft(small(), 2).build()
+    times = lab.time({"plain": plain, "fast": fast}, prompts(3), (1, 2), (5,), rounds=3, repeats=2)
+    assert times.places == [(1, 5), (2, 5)]
+    assert all(
+        len(times.repeats("fast", b, 5, 2)) == 2 and times.seconds("plain", b, 5, 0) > 0 for b in (1, 2)
+    )
+    assert len(times.rows) == len(times.frame()) == 4
+    assert "milliseconds" in repr(times)
+    with pytest.raises(ValueError, match="no time of fast with k = 4"):
+        times.seconds("fast", 1, 5, 4)
+    with pytest.raises(ValueError, match="no prompt has 10 tokens"):
+        lab.time({"plain": plain}, prompts(3), (1,), (10,))
+
+
+def test_decide_says_what_to_use_where(trace):
+    seconds = {
+        ("plain", 0, 1, 5): [1.0, 1.1, 0.9],
+        ("at 0.5", K, 1, 5): [1.2, 1.3, 1.1],
+        ("at 0.8", K, 1, 5): [1.9, 1.8, 2.0],
+        ("plain", 0, 8, 5): [1.0, 1.0, 1.0],
+        ("at 0.5", K, 8, 5): [3.0, 3.1, 2.9],
+        ("at 0.8", K, 8, 5): [4.0, 4.0, 4.0],
+    }
+    found = lab.decide([made(trace, 0.5), made(trace, 0.8)], lab.Times(seconds))
+    assert [(row["batch"], row["method"]) for row in found.best] == [(1, "at 0.5"), (8, "plain")]
+    rows = {(row["batch"], row["method"]): row for row in found.rows}
+    one = rows[1, "at 0.5"]
+    assert one["ratio"] == pytest.approx(one["tau"] / 1.2)
+    assert one["ratio_low"] < one["ratio"] < one["ratio_high"]
+    assert one["close"] == ["at 0.8 3"]
+    assert rows[8, "at 0.8"]["loss"] == pytest.approx(1 - rows[8, "at 0.8"]["tau"] / 4)
+    assert rows[8, "plain"]["close"] == []
+    assert "batch 8, context 5: do not speculate" in repr(found)
+    assert found.plot().axes
+
+    class Model:
+        def seconds(self, method, batch, context, k):
+            return 1.0 + 0.1 * k * batch
+
+    modelled = lab.decide([made(trace, 0.8)], Model(), k=(1, 3), places=[(1, 100), (64, 100)])
+    assert [(row["method"], row["k"]) for row in modelled.best] == [("at 0.8", 3), ("plain", 0)]
+    with pytest.raises(ValueError, match="clock is a model: give batches"):
+        lab.decide([made(trace, 0.8)], Model())
+
+
 # -- prompts of one's own -----------------------------------------------------------------------------------------------------
 
 

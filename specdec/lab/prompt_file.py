@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -96,3 +96,16 @@ def shipped(count: int | None = None) -> list[Entry]:
         Entry((e["text"],), e["domain"], f"{e['package']}/{e['path']}", name=f"held-out prompt {i}")
         for i, e in enumerate(entries()[:count])
     ]
+
+
+def prompt_entries(path: str | Path | None, tokenizer: Any, longest: int) -> list[Entry]:
+    """The prompts of a file, or the shipped ones; plain prompts of more than ``longest`` tokens lose their beginning (0: they never do)."""
+    made = []
+    for entry in shipped() if path is None else read(path):
+        if longest and not entry.chat:
+            ids = entry.ids(tokenizer)
+            if len(ids) > longest:
+                text = tokenizer.decode(ids[-longest:], clean_up_tokenization_spaces=False)
+                entry = replace(entry, turns=(text,))
+        made.append(entry)
+    return made
