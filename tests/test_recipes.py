@@ -58,6 +58,8 @@ RECIPES = [
     "train_pocket",
     "train_spire",
     "evaluate_tau",
+    "compare",
+    "replay",
     "spire_ablations",
     "spire_measured",
     "train_pool",
@@ -219,8 +221,8 @@ def test_train_spire_continues_and_its_draft_is_evaluated(tmp_path):
         *options,
         "--k",
         "2,4",
-        "--prompts",
-        "3",
+        "--count",
+        "6",
         "--per-prompt",
         "1",
         "--pruners",
@@ -235,13 +237,34 @@ def test_train_spire_continues_and_its_draft_is_evaluated(tmp_path):
     magicdecs = {"magicdec", "magicdec_wider", "magicdec_H2O"}
     assert {r["method"] for r in rows} == {"vanilla", "windowed_vanilla", "mine", *magicdecs}
     assert {r["domain"] for r in rows} == {"all", "code", "prose", "tabular"}
-    assert all(r["low"] <= r["tau"] <= r["high"] and r["ratio_low"] <= r["ratio_high"] for r in rows)
+    every = [r for r in rows if r["domain"] == "all"]
+    assert all(r["low"] <= r["tau"] <= r["high"] and r["ratio_low"] <= r["ratio_high"] for r in every)
+    assert all(r["low"] is None for r in rows if r["domain"] != "all")  # of two sources each
     assert all(r["ratio_to_vanilla"] == 1 for r in rows if r["method"] == "vanilla")
     for k, longest in ((2, 3), (4, 5)):
         mine = [r for r in rows if r["k"] == k]
         assert len(mine) == len(rows) // 2
         assert all(1 <= r["tau"] <= longest and len(r["acceptance"]) == k for r in mine)
-    assert said.count("live mine") == 2
+    assert said.count("live mine") == 1
+
+
+def test_compare_on_prompts_of_ones_own(tmp_path):
+    texts = [{"prompt": text[:200], "category": "ab"[i % 2], "source": str(i)} for i, text in enumerate(prompts(n=10))]
+    (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, texts)))
+    file = tmp_path / "c.json"
+    words = ["--prompts", str(tmp_path / "p.jsonl"), "--trace", str(tmp_path / "trace"), "--new-tokens", "8"]
+    words += ["--drafts", "vanilla=pocket-vanilla", "ngram", "--k", "2,4", "--json", str(file)]
+    first = run("recipes/compare.py", *words)
+    rows = report(file)
+    assert len(rows) == 2 * 2 * 3
+    names = ("method", "category", "k", "tau", "tau_low", "tau_high", "ratio", "ratio_low", "ratio_high")
+    assert all(r[name] is not None for r in rows for name in names)
+    assert {(r["category"], r["texts"]) for r in rows} == {("all", 10), ("a", 5), ("b", 5)}
+    assert all(r["tau_low"] <= r["tau"] <= r["tau_high"] for r in rows)
+    assert "prompts a minute" in first
+    before = rows
+    run("recipes/compare.py", *words)  # from the record
+    assert report(file) == before
 
 
 @pytest.mark.slow
