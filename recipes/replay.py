@@ -53,7 +53,12 @@ def paths(target: sd.HFModel) -> list[Path]:
     spire = SpireModel.from_pretrained(zoo.FOLDER / "pocket-spire", target.model, dtype=torch.float32)
     return [
         Path("draft", "chain", "vanilla", sd.drafts.Model(small)),
-        Path("draft", "chain, cooler draft", "vanilla at 0.7", sd.drafts.Model(small, sd.Sampling(temperature=0.7))),
+        Path(
+            "draft",
+            "chain, cooler draft",
+            "vanilla at 0.7",
+            sd.drafts.Model(small, sd.Sampling(temperature=0.7)),
+        ),
         Path("draft", "masked model", "windowed vanilla", sd.drafts.Model(Windowed(small, 64, 1))),
         Path("draft", "recorded activations", "spire", sd.drafts.Spire(spire)),
         Path("draft", "view of the target", "magicdec", sd.drafts.MagicDec(64, 1)),
@@ -66,13 +71,15 @@ def paths(target: sd.HFModel) -> list[Path]:
 def main(s: Settings) -> None:
     s.begin()
     target = sd.HFModel(*zoo.load("pocket-target"))
-    some = [e for e in pieces(shipped()[: s.count], target.tokenizer, s.context, s.per_prompt)]
+    some = pieces(shipped()[: s.count], target.tokenizer, s.context, s.per_prompt)
     entries = [entry for entry in some for _ in range(s.repeats)]
     prompts = [list(entry.given) for entry in some]
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         taps = range(target.model.config.num_hidden_layers)
-        trace = lab.record(target, entries, folder, s.new_tokens, s.k, None, taps, eos_token_id=(), seed=s.seed)
+        trace = lab.record(
+            target, entries, folder, s.new_tokens, s.k, None, taps, eos_token_id=(), seed=s.seed
+        )
         print(trace)
         for path in paths(target):
             replay = lab.replay(trace, path.draft, s.k, target)

@@ -14,8 +14,9 @@ from tiny import byte_tokenizer, tiny
 import specdec as sd
 from specdec import lab
 from specdec.audit.adversaries import Remembers
+from specdec.audit.block import block_chances
 from specdec.audit.planted import LooksThenDrops
-from specdec.audit.tau import magicdec_chances, parallel_chances, spire_chances
+from specdec.audit.tau import efficiency, magicdec_chances, parallel_chances, spire_chances
 from specdec.drafts.spire import SpireModel
 from specdec.lab import forced
 from specdec.lab.prompt_file import Entry, read, shipped
@@ -91,19 +92,18 @@ LIVE = {
     "chain": (lambda: small(), K),
     "point masses": (lambda: sd.drafts.NGram(), K),
     "tree": (lambda: sd.drafts.Tree(small(), (2, 2, 1)), K),
+    "block": (lambda: small(), K),
 }
 
 
-def live(target, draft, k, repeats=8):
-    """Tokens and rounds of live decoding, ``[repeats * prompts]``."""
-    decoder = sd.decoder(target).draft(draft, k).build()
-    rows = prompts(120)
-    tokens, rounds = [], []
+def live(target, draft, k, verifier, repeats=8):
+    """Rounds of live decoding, ``[repeats * prompts]``."""
+    decoder = sd.decoder(target).draft(draft, k).verifier(verifier).build()
+    rows, rounds = prompts(120), []
     for repeat in range(repeats):
         out = decoder.generate(rows, 10, seed=repeat + 50, eos_token_id=())
         rounds += [one.rounds for one in out.row_stats]
-        tokens += [9] * len(rows)
-    return np.array(tokens), np.array(rounds)
+    return np.array(rounds)
 
 
 def apart(replayed, counted):
@@ -112,11 +112,9 @@ def apart(replayed, counted):
     return abs(replayed.mean() - counted.mean()) / error
 
 
-def ends(replay):
+def ends(accept):
     """Expected rounds of texts whose budget ends after ``n`` tokens, as in ``generate``."""
-    from specdec.audit.tau import efficiency
-
-    return efficiency(replay.accept, cut=True).rounds.numpy()
+    return efficiency(accept, cut=True).rounds.numpy()
 
 
 @pytest.mark.parametrize("kind", list(LIVE))
@@ -125,15 +123,18 @@ def test_live_decoding_agrees(kind, target, tmp_path, monkeypatch):
         target, [row for row in prompts(120) for _ in range(4)], tmp_path / "t", **HOW, batch=64
     )
     make, k = LIVE[kind]
-    _, counted = live(target, make(), k)
-    found = ends(lab.replay(trace, make(), k, batch=64))
-    assert apart(found, counted) < 4
-    if kind != "point masses":  # both formulas turned round
+    how = "block" if kind == "block" else "rejection"
+    counted = live(target, make(), k, sd.BlockVerification() if kind == "block" else sd.Rejection())
+    replay = lab.replay(trace, make(), k, batch=64)
+    assert apart(ends(replay.chances(how)), counted) < 4
+    if kind == "block":  # its weights are not those of the token rule, and not turned round
+        assert apart(ends(block_chances(replay.q, replay.p)), counted) > 6
+    elif kind != "point masses":  # both formulas turned round
         turned = forced.chances
         monkeypatch.setattr(forced, "chances", lambda p, q: turned(q, p))
         one = forced.siblings_chance
         monkeypatch.setattr(forced, "siblings_chance", lambda p, q, m, x: one(q, p, m, x))
-        wrong = ends(lab.replay(trace, make(), k, batch=64, cache=False))
+        wrong = ends(lab.replay(trace, make(), k, batch=64, cache=False).accept)
         assert apart(wrong, counted) > 6
 
 

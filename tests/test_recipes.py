@@ -249,7 +249,10 @@ def test_train_spire_continues_and_its_draft_is_evaluated(tmp_path):
 
 
 def test_compare_on_prompts_of_ones_own(tmp_path):
-    texts = [{"prompt": text[:200], "category": "ab"[i % 2], "source": str(i)} for i, text in enumerate(prompts(n=10))]
+    texts = [
+        {"prompt": text[:200], "category": "ab"[i % 2], "source": str(i)}
+        for i, text in enumerate(prompts(n=10))
+    ]
     (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, texts)))
     file = tmp_path / "c.json"
     words = ["--prompts", str(tmp_path / "p.jsonl"), "--trace", str(tmp_path / "trace"), "--new-tokens", "8"]

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from specdec.audit.block import block_chances
 from specdec.audit.tau import Efficiency, efficiency
 from specdec.lab.traces import Trace, digest, identity
 from specdec.models.hf import HFModel
@@ -46,20 +47,48 @@ class Replay:
         """Tokens a round, bonus included."""
         return self.efficiency().tau
 
-    def efficiency(self, k: int | None = None) -> Efficiency:
+    @cached_property
+    def p(self) -> Tensor:
+        """``[C, n, k]`` the target's probability of the text's token at each depth of each block; 1 past a text's end."""
+        own = [self.trace.own(c).double() for c in range(len(self))]
+        rows = torch.nn.utils.rnn.pad_sequence(own, batch_first=True, padding_value=1.0)
+        n = self.accept.shape[1]
+        rows = torch.nn.functional.pad(rows, (0, max(0, n + self.k - rows.shape[1])), value=1.0)
+        return rows[:, 1:].unfold(1, self.k, 1)[:, :n]
+
+    def chances(self, verifier: Verification = "rejection") -> Tensor:
+        """``[C, n, k]`` the probability, given the text, that a token of a block was accepted if those before it were.
+
+        Args:
+            verifier: ``"rejection"``, or ``"block"`` for block verification of chains.
+        Raises:
+            ValueError: there is no such verifier, or trees were replayed, which block verification does not take.
+        """
+        if verifier == "rejection":
+            return self.accept
+        if verifier != "block":
+            raise ValueError(f'verifier is {verifier!r}: give "rejection" or "block"')
+        if not self.chains:
+            raise ValueError(
+                "verifier is 'block', which takes chains, and trees were replayed: give 'rejection'"
+            )
+        return torch.where(self.q > 0, block_chances(self.p, self.q), 0)
+
+    def efficiency(self, k: int | None = None, verifier: Verification = "rejection") -> Efficiency:
         """Expected rounds and tokens of each text.
 
         Args:
-            k: blocks of at most ``k`` tokens, for chain drafts whose tokens do not depend on how many are to come.
+            k: blocks of at most ``k`` tokens, for chain drafts whose tokens do not depend on how many are to come. verifier: as for
+                ``chances``.
         """
-        k = self.k if k is None else k
+        k, accept = self.k if k is None else k, self.chances(verifier)
         if k != self.k and not self.chains:
             raise ValueError(f"k is {k}, and trees of depth {self.k} were replayed: replay with k={k}")
         parts = []
         for c, text in enumerate(self.trace.texts):
             n = text.rounds
             if n:
-                parts.append(efficiency(self.accept[c : c + 1, :n], k, cut=text.ended))
+                parts.append(efficiency(accept[c : c + 1, :n], k, cut=text.ended))
             else:
                 none = torch.zeros(1, dtype=torch.float64)
                 parts.append(Efficiency(none, none, none.expand(1, k), none.expand(1, k)))
