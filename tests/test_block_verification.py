@@ -18,9 +18,8 @@ def verdicts(verifier, target, draft, k):
     decoder = sd.decoder(target).draft(draft, length=k).verifier(verifier).build()
     law = defaultdict(float)
     for one in walked(decoder, [0], k + 2):
-        first = one.rounds[0]
-        assert first[:2] == (1, k)
-        law[one.ids[: first[2] + 2], first[2]] += one.probability
+        accepted = len(one.rounds[0].path)
+        law[one.ids[: accepted + 2], accepted] += one.probability
     return law
 
 

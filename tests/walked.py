@@ -1,4 +1,4 @@
-"""Every outcome of a decoder on a small vocabulary with its exact probability, and what each round of it did."""
+"""Every outcome of a decoder on a small vocabulary with its exact probability, and what each round did."""
 
 from __future__ import annotations
 
@@ -10,12 +10,20 @@ from specdec.audit.certify import _take
 from specdec.audit.walk import Branches, Walk
 
 
+class Did(NamedTuple):
+    """One round: the new tokens before it, the accepted nodes, and at how many nodes of their path, the root included, others were tried."""
+
+    before: int
+    path: tuple[int, ...]
+    tried: int
+
+
 class Outcome(NamedTuple):
-    """``rounds``: of each round after the prefill, the number of new tokens before it, of submitted nodes, and of accepted ones."""
+    """``rounds``: those after the prefill."""
 
     probability: float
     ids: tuple[int, ...]
-    rounds: tuple[tuple[int, int, int], ...]
+    rounds: tuple[Did, ...]
 
 
 def walked(decoder, prompt, new_tokens, batch=4096, **settings) -> list[Outcome]:
@@ -28,15 +36,12 @@ def walked(decoder, prompt, new_tokens, batch=4096, **settings) -> list[Outcome]
 
         def note(round, rounds=rounds):
             before = (round.context.length - round.context.prompt_length).tolist()
-            facts = zip(
-                round.context.request.tolist(),
-                before,
-                round.proposal.size.tolist(),
-                round.verdict.accepted.tolist(),
-            )
-            for row, at, size, accepted in facts:
-                if at:  # not the prefill
-                    rounds[row].append((at, size, accepted))
+            proposal, accepted = round.proposal, round.verdict.accepted.tolist()
+            for b, row in enumerate(round.context.request.tolist()):
+                if before[b]:  # not the prefill
+                    path = tuple(round.verdict.path[b, : accepted[b]].tolist())
+                    parents = proposal.parents[b, : proposal.size[b]].tolist()
+                    rounds[row].append(Did(before[b], path, sum(at in parents for at in (-1, *path))))
 
         made = decoder.generate(
             [list(prompt)] * len(part), new_tokens, rng=walk.rng(), on_round=note, eos_token_id=(), **settings
