@@ -10,7 +10,7 @@ how many standard errors of their difference they are apart. Rounds of the same 
 from __future__ import annotations
 
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import checkout  # noqa: F401
@@ -19,7 +19,9 @@ import torch
 
 import specdec as sd
 from specdec import lab, zoo
-from specdec.audit.tau import efficiency
+from specdec.audit import lengths
+from specdec.audit.lengths import Policy
+from specdec.audit.rounds import efficiency
 from specdec.drafts.spire import SpireModel
 from specdec.lab.console import table
 from specdec.lab.options import option, parse
@@ -30,22 +32,37 @@ from specdec.models import Windowed
 
 @dataclass(frozen=True)
 class Settings(Recipe):
-    context: int = option(128, "tokens of each prompt")
-    per_prompt: int = option(4, "prompts cut from one text")
+    context: int = option(96, "tokens of each prompt")
+    per_prompt: int = option(2, "prompts cut from one text")
     count: int | None = option(None, "use the first texts only", metavar="N")
-    new_tokens: int = option(48, "tokens decoded after the first")
+    new_tokens: int = option(40, "tokens decoded after the first")
     repeats: int = option(2, "live runs, and recorded texts, of each prompt")
     k: int = option(4, "the longest path of a block")
 
 
 class Path(NamedTuple):
-    """A way to decode: a part of the decoder, how it is replayed, and the decoder's settings."""
+    """A way to decode: a part of the decoder, how it is replayed, and the decoder's settings; ``policy`` decides lengths in the replay."""
 
     part: str
     path: str
     method: str
     draft: Any
     verifier: Any = sd.Rejection()
+    policy: Policy | None = None
+
+
+@dataclass(frozen=True)
+class Stopping(sd.drafts.Model):
+    """Proposes tokens only up to the first whose distribution has no probability above ``sure``."""
+
+    sure: float = 0.4
+
+    def propose(self, state: Any, context: Any, budget: Any, rng: Any) -> Any:
+        proposal, state = super().propose(state, context, budget, rng)
+        if proposal.probs is None:
+            return proposal, state
+        size = torch.minimum(lengths.before(proposal.probs.amax(-1) > self.sure), proposal.size)
+        return replace(proposal, size=size), state
 
 
 def paths(target: sd.HFModel) -> list[Path]:
@@ -65,6 +82,13 @@ def paths(target: sd.HFModel) -> list[Path]:
         Path("draft", "point masses", "ngram", sd.drafts.NGram()),
         Path("draft", "static tree, independent siblings", "tree 3, 2, 1", sd.drafts.Tree(small, (3, 2, 1))),
         Path("verifier", "block verification", "vanilla", sd.drafts.Model(small), sd.BlockVerification()),
+        Path(
+            "policy",
+            "stops where unsure",
+            "vanilla",
+            Stopping(small),
+            policy=lambda seen: lengths.before(seen.most > 0.4),
+        ),
     ]
 
 
@@ -82,10 +106,17 @@ def main(s: Settings) -> None:
         )
         print(trace)
         for path in paths(target):
-            replay = lab.replay(trace, path.draft, s.k, target)
+            # A policy is applied to the replay of the whole draft.
+            draft = path.draft if path.policy is None else sd.drafts.Model(path.draft.model)
+            replay = lab.replay(trace, draft, s.k, target)
+            replay = replay if path.policy is None else replay.stopping(path.policy)
             accept = replay.chances("block" if path.part == "verifier" else "rejection")
             # As live, a text ends after its budget, and blocks near the end are shorter.
-            expected = efficiency(accept, cut=True).rounds.numpy().reshape(len(prompts), s.repeats)
+            expected = (
+                efficiency(accept, cut=True, lengths=replay.size)
+                .rounds.numpy()
+                .reshape(len(prompts), s.repeats)
+            )
             counted = np.stack([live(s, target, path, prompts, repeat) for repeat in range(s.repeats)], 1)
             rows.append(row(s, path, expected, counted))
             print(table(rows[-1:], COLUMNS), flush=True)

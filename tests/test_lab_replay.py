@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from tiny import byte_tokenizer, tiny
 
 import specdec as sd
 from specdec import lab
+from specdec.audit import lengths
 from specdec.audit.adversaries import Remembers
 from specdec.audit.block import block_chances
 from specdec.audit.planted import LooksThenDrops
@@ -132,32 +134,31 @@ def test_live_decoding_agrees(kind, target, tmp_path, monkeypatch):
     elif kind != "point masses":  # both formulas turned round
         turned = forced.chances
         monkeypatch.setattr(forced, "chances", lambda p, q: turned(q, p))
-        one = forced.siblings_chance
-        monkeypatch.setattr(forced, "siblings_chance", lambda p, q, m, x: one(q, p, m, x))
+        one = forced.sibling_chances
+        monkeypatch.setattr(forced, "sibling_chances", lambda p, q, x: one(q[0], p.expand(len(q), -1), x))
         wrong = ends(lab.replay(trace, make(), k, batch=64, cache=False).accept)
         assert apart(wrong, counted) > 6
 
 
-def test_siblings_by_enumeration():
-    """Over all draws of two siblings and their verdicts: P(one was accepted | committed x)."""
-    p, q = torch.tensor([[0.5, 0.3, 0.2], [0.2, 0.3, 0.5]], dtype=torch.float64)
-    accepted, committed = torch.zeros(2, 3, dtype=torch.float64)
-    for a in range(3):
-        yes = min(1.0, float(p[a] / q[a]))
-        accepted[a] += q[a] * yes
-        rest = (p - q).clamp(min=0)
-        rest = rest / rest.sum()
-        last = (rest - q).clamp(min=0)
-        last = last / last.sum()
-        for b in range(3):
-            here = q[a] * (1 - yes) * q[b]
-            again = min(1.0, float(rest[b] / q[b]))
-            accepted[b] += here * again
-            committed += here * (1 - again) * last
-    committed += accepted
-    torch.testing.assert_close(committed, p)
-    for x in range(3):
-        assert forced.siblings_chance(p, q, 2, x) == pytest.approx(float(accepted[x] / p[x]), abs=1e-12)
+def test_a_policy_is_a_draft_that_stops(target, trace):
+    """A draft that stops where it is unsure, replayed, and the whole draft with a policy."""
+    whole = lab.replay(trace, small(), K)
+    sure = float(whole.most.median())
+
+    @dataclass(frozen=True)
+    class Stopping(sd.drafts.Model):
+        def propose(self, state, context, budget, rng):
+            proposal, state = super().propose(state, context, budget, rng)
+            size = torch.minimum(lengths.before(proposal.probs.amax(-1) > sure), proposal.size)
+            return replace(proposal, size=size), state
+
+    ours = whole.stopping(lambda seen: lengths.before(seen.most > sure))
+    theirs = lab.replay(trace, Stopping(small().model), K, cache=False)
+    for a, b in zip(ours.efficiency(), theirs.efficiency()):
+        torch.testing.assert_close(a, b)
+    assert 1 < ours.tau < whole.tau
+    with pytest.raises(ValueError, match="the policy anticipates"):
+        whole.stopping(lambda seen: lengths.before(seen.own > sure))
 
 
 def table(probs):
@@ -323,7 +324,8 @@ def made(trace, value):
     """A replay in which every token is accepted with the same probability."""
     C, n = len(trace), max(t.rounds for t in trace.texts)
     q = torch.full((C, n, K), value, dtype=torch.float64)
-    return lab.replays.Replay(trace, f"at {value}", K, q, q, torch.full((C, n), K), True)
+    size = torch.full((C, n), K)
+    return lab.replays.Replay(trace, f"at {value}", K, q, q, q, q, size, torch.tensor(True))
 
 
 def test_compare(trace):
