@@ -167,7 +167,7 @@ class Builder:
         return replace(self, _sampling=replace(self._sampling, temperature=0.0))
 
     def verifier(self, verifier: Verifier) -> Builder:
-        """How proposed tokens are verified: ``Rejection()`` (default) or ``Coupled()``."""
+        """How proposed tokens are verified: ``Rejection()`` (default), ``BlockVerification()`` or ``Coupled()``."""
         _made("verifier", verifier, "__call__", "check", "for_draft")
         return replace(self, _verifier=verifier)
 

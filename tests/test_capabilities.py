@@ -146,7 +146,7 @@ def test_an_executor_takes_a_composition():
 
 
 @pytest.mark.parametrize("temperature", [0, 1])
-@pytest.mark.parametrize("kind", [sd.Rejection, FusedRejection, sd.Coupled])
+@pytest.mark.parametrize("kind", [sd.Rejection, sd.BlockVerification, FusedRejection, sd.Coupled])
 def test_a_verifier_with_a_rule_of_its_own_is_always_asked(kind, temperature):
     asked = []
 
