@@ -369,11 +369,11 @@ def test_the_picture():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Window(0), r"Window\(0\).*leave it out"),
-        (lambda: Window(-3), r"Window\(-3\)"),
-        (lambda: Sinks(-1), r"Sinks\(-1\).*0 leaves them out"),
-        (lambda: Block(0), r"Block\(0\)"),
-        (lambda: Strided(0), r"Strided\(0\)"),
+        (lambda: Window(0), r"Window.size is 0: .*leave it out"),
+        (lambda: Window(-3), r"Window.size is -3"),
+        (lambda: Sinks(-1), r"Sinks.count is -1: .*0 leaves them out"),
+        (lambda: Block(0), r"Block.size is 0"),
+        (lambda: Strided(0), r"Strided.stride is 0"),
         (lambda: Tree(ROOT, PARENTS[:1]), r"Tree: root is \[2\] and parents \[1, 6\]"),
         (lambda: OriginalText(Causal(), ROOT), r"OriginalText: positions is \[2\]"),
         (lambda: InCache(Causal(), ROOT), r"InCache: positions is \[2\]"),
