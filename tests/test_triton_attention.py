@@ -339,35 +339,6 @@ def test_a_query_that_sees_nothing(chunk, sink_logits):
     torch.testing.assert_close(lse[0, 0], expected)
 
 
-@pytest.mark.filterwarnings(
-    "ignore:invalid value encountered:RuntimeWarning"
-)  # NumPy's, of scores that do not count
-@pytest.mark.parametrize(("poison", "window"), [(float("nan"), None), (float("nan"), 3), (float("inf"), 3)])
-@pytest.mark.parametrize("name", [*PLANS, "explicit", "large tree"])
-@pytest.mark.parametrize("initial", [0, 2])
-def test_nothing_leaks_from_slots_that_are_not_seen(name, initial, window, poison):
-    if name == "explicit":
-        seen = np.random.default_rng(1).random((4, 90)) < 0.4
-        plan = ExplicitPlan([0, 2], [3, 1], seen, np.ones((4, 90), dtype=int), torch.arange(4))
-        initial = 0  # it has no positions
-    elif name == "large tree":
-        plan = AttentionPlan([1], [20], [3], 100, make_tree([10], [-1, 0, *(i // 2 for i in range(2, 70))]))
-    else:
-        plan = PLANS[name]
-    args, window = case(plan, 1, 1, D=16), reach(window, initial)
-    expected = triton_backend.attend(*args, plan, 0.1, window)
-    unseen = torch.ones(args[1].shape[:2], dtype=torch.bool)
-    for s in plan.runs(alone=True):
-        used = torch.as_tensor(plan.visible(s, window)[0]).any(0)
-        unseen[s.b0, : s.keys] &= ~used
-    for buffer in args[1:]:
-        buffer[unseen.to(DEVICE)] = poison
-    assert torch.equal(triton_backend.attend(*args, plan, 0.1, window), expected)
-    if window is None:
-        cut = triton_backend.attend(*args, plan, 0.1, window, chunk=64)
-        torch.testing.assert_close(cut, expected, rtol=0, atol=2e-6)
-
-
 def test_a_layer_with_other_strides_is_looked_at_anew():
     plan = AttentionPlan([0], [17], [3], 32)
     args, sink_logits = case(plan, D=16, B=1), torch.tensor([0.5, -1.0, 3.0, 0.0], device=DEVICE)
