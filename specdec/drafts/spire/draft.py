@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.arguments import whole
+from specdec.arguments import at_least
 from specdec.cache.ring import Ring
 from specdec.cache.slots import KVShape
 from specdec.cache.static import StaticStore
@@ -63,9 +63,7 @@ class Spire:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "model", as_spire(self.model))
-        whole("block", self.block)
-        if self.block < 1:
-            raise ValueError(f"block is {self.block}: a draft proposes at least 1 token")
+        at_least(1, "block", self.block, "a draft proposes at least 1 token")
         if self.bf16_weights and self.graphs:
             raise ValueError(
                 "bf16_weights and graphs are both set: captured steps do not read bfloat16 copies; leave one of them False"
