@@ -38,6 +38,7 @@ DRAFTS = {
 }
 WAYS: dict[str, dict[str, Any]] = {
     "C": {},
+    "C without copies": {"bf16_weights": False},
     "recorded graphs": {"graphs": "recorded"},
     "eager graphs": {"graphs": "eager"},
     "pages": {"page": 16},
@@ -57,8 +58,9 @@ def spire(target: HFModel, **settings: Any) -> Spire:
 
 
 def decoded(draft: str, temperature: float, **options: Any) -> Any:
-    target = HFModel(tiny("llama", 0, torch.float32, **SIZES), **options)
-    small = HFModel(tiny("llama", 3, torch.float32, **SIZES), **options)
+    target, small = (  # weights that bfloat16 can express, of which copies are read where that is possible
+        HFModel(tiny("llama", seed, torch.bfloat16, **SIZES).float(), **options) for seed in (0, 3)
+    )
     made = DRAFTS[draft](target, small)
     decoder = sd.decoder(target).draft(made, length=4).sampling(temperature=temperature).build()
     out = [

@@ -26,7 +26,7 @@ from specdec.kernels.attention import AttentionPlan
 from specdec.kernels.attention.native import always, lowered, prompt, series
 from specdec.kernels.native import library
 from specdec.kernels.native.blocks import CAST, Blocks, Buffers
-from specdec.kernels.native.narrow import Narrow
+from specdec.kernels.native.narrow import CHANGED, Narrow
 from specdec.kernels.native.ops import (
     MOST,
     add_norm,
@@ -102,29 +102,41 @@ class LlamaC(LlamaEager):
     """As ``LlamaEager``, for models on the CPU where there are C kernels."""
 
     def __init__(
-        self, model: Any, backend: str = "auto", invariant: bool = False, bf16_weights: bool = False
+        self, model: Any, backend: str = "auto", invariant: bool = False, bf16_weights: bool | None = False
     ):
         super().__init__(model, backend)
         rotary = self.body.rotary_emb
         self._fixed = setting(rotary, "rope_type") in _FIXED
         self._table: tuple[Tensor, Tensor] | None = None
         self._positions = positions_of(model.config) or sys.maxsize
-        self._always = invariant
-        every_size = invariant or (bf16_weights and tiles())
-        self._few = sys.maxsize if every_size else most(self.head.weight.dtype)
+        self._always, self._automatic = invariant, bf16_weights is None
         products = [p for b in self.blocks for p in (b.query, b.key, b.value, b.out, b.gate, b.up, b.down)]
-        every = [(p.weight, p.bias) for p in (*products, self.head)]
-        self.narrow = Narrow(weight for weight, _ in every) if bf16_weights else None
-        sizes = {linear_takes(*p) and (invariant or bf16_weights or p[0].shape[1] <= WIDE) for p in every}
-        self._own = sizes == {True}
+        self._products = [(p.weight, p.bias) for p in (*products, self.head)]
+        self._weights = [weight for weight, _ in self._products]
         self._shape = self.head.weight.shape
-        self._weights = [p[0] for p in every]
-        takes = self._own and backend in ("auto", "native") and Blocks.takes(self.blocks)
-        ordered = [b.layer for b in self.blocks] == list(range(len(self.blocks)))
-        self._whole = Blocks(self.blocks, self.narrow) if takes and ordered else None
-        self.invariant = invariant and takes
+        make = Narrow.where_exact if self._automatic else Narrow
+        self._use(None if bf16_weights is False else make(self._weights))
+        self.invariant = invariant and self._takes
         if self.invariant:
             self.backend = "native"  # no other backend may be used
+
+    def _use(self, narrow: Narrow | None) -> None:
+        """Compute from now on with these copies of the weights, or with the weights themselves."""
+        self.narrow = narrow
+        every_size = self._always or (narrow is not None and tiles())
+        self._few = sys.maxsize if every_size else most(self.head.weight.dtype)
+        wide = self._always or narrow is not None
+        self._own = all(linear_takes(*p) and (wide or p[0].shape[1] <= WIDE) for p in self._products)
+        self._takes = self._own and self.backend in ("auto", "native") and Blocks.takes(self.blocks)
+        ordered = [b.layer for b in self.blocks] == list(range(len(self.blocks)))
+        self._whole = Blocks(self.blocks, narrow) if self._takes and ordered else None
+
+    def check(self) -> None:
+        """As ``Runner.check``: copies follow their weights, and automatic ones are given up where bfloat16 would round."""
+        if self.narrow is not None and not self.narrow.refresh():
+            if not self._automatic:
+                raise RuntimeError(CHANGED)
+            self._use(None)
 
     @staticmethod
     def suits(model: Any, dtype: torch.dtype | None = None) -> bool:

@@ -53,7 +53,13 @@ class StackedModel(HFModel):
                 raise ValueError(
                     f"member {i} has another shape than member 0: only models that differ in nothing but their weights can be stacked"
                 )
-        super().__init__(first.model, first.tokenizer, prefill_chunk=first.prefill_chunk, page=first.page)
+        super().__init__(
+            first.model,
+            first.tokenizer,
+            prefill_chunk=first.prefill_chunk,
+            page=first.page,
+            bf16_weights=False,
+        )
         self._path: Any = _Path([model.clone for model in members], [model.bf16_weights for model in members])
         self.members = len(members)
 
@@ -147,7 +153,7 @@ class _Path:
     trees = True
     concurrent = invariant = False
 
-    def __init__(self, models: Sequence[Any], bf16_weights: Sequence[bool]):
+    def __init__(self, models: Sequence[Any], bf16_weights: Sequence[bool | None]):
         leans = [LlamaEager(model) for model in models]
         self.rotary = leans[0].body.rotary_emb
         self.eps = leans[0].body.norm.variance_epsilon
@@ -156,7 +162,6 @@ class _Path:
         native = all(map(LlamaC.suits, models))
         read = zip(models, bf16_weights)
         self.natives = [LlamaC(model, bf16_weights=narrow) for model, narrow in read] if native else None
-        self.bf16_weights = native and any(bf16_weights)
         if self.natives:
             return
 
@@ -185,11 +190,14 @@ class _Path:
                     )
                 )
 
+    @property
+    def bf16_weights(self) -> bool:
+        return any(lean.narrow is not None for lean in self.natives or ())
+
     def check(self) -> None:
         """As ``Runner.check``."""
         for lean in self.natives or ():
-            if lean.narrow is not None:
-                lean.narrow.check()
+            lean.check()
 
     def capturable(self) -> str:
         """As ``Runner.capturable``."""
