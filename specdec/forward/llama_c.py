@@ -23,9 +23,9 @@ from specdec.forward.contract import Caught, Keep
 from specdec.forward.families import positions_of
 from specdec.forward.llama_eager import LlamaEager
 from specdec.kernels.attention import AttentionPlan
-from specdec.kernels.attention.native import always, lowered, prompt, series
+from specdec.kernels.attention.native import always, lowered, prompt
 from specdec.kernels.native import library
-from specdec.kernels.native.blocks import CAST, Blocks, Buffers
+from specdec.kernels.native.blocks import CAST, Blocks
 from specdec.kernels.native.narrow import CHANGED, Narrow
 from specdec.kernels.native.ops import (
     MOST,
@@ -36,7 +36,7 @@ from specdec.kernels.native.ops import (
     tiles,
     unchecked_linear,
 )
-from specdec.kernels.native.step import Reader, Steps
+from specdec.kernels.native.step import Reader, step
 from specdec.kernels.pointwise import Place
 
 STEP = 256  # tokens of a forward up to which it is a step, and not a prompt
@@ -186,7 +186,7 @@ class LlamaC(LlamaEager):
         if few:
             reader = self.reader(store, plan, positions, keep, caught)
             if reader is not None:
-                logits = Steps([reader], T, T if reader.keep is None else len(reader.keep))(0, ids)
+                logits = step([reader], ids, T if reader.keep is None else len(reader.keep))
                 for number, tap in (reader.taps or {}).items():
                     assert caught is not None
                     caught[number].append(tap)
@@ -198,12 +198,6 @@ class LlamaC(LlamaEager):
             raise RuntimeError(CAST)
         ops = Native(few, self.narrow)
         return self.run(ops, x, self.rotary(x, positions), store, plan, keep, caught)
-
-    def at_once(self, tokens: int) -> bool:
-        """Whether forwards of so many tokens can be one call each, whatever their positions."""
-        whole = self._whole
-        ready = whole is not None and whole.plain and self._laid and self.usable
-        return ready and self._fixed and self._few >= tokens
 
     @property
     def _laid(self) -> bool:
@@ -235,44 +229,27 @@ class LlamaC(LlamaEager):
             return None
         assert plan.slots is not None
         plans = {w: lowered(plan, w) for w in {b.window for b in self.blocks}}
-        wide = self.body.embed_tokens.weight.shape[1]
-        return self._reader(
-            *(positions, plan.slots, held, [plans[b.window] for b in self.blocks], plan),
-            keep=None if keep is None else torch.empty(0, dtype=torch.long) if keep is False else keep,
-            taps={number: torch.empty(len(positions), wide, dtype=self.dtype) for number in caught or ()},
-        )
-
-    def chain(
-        self,
-        rows: list[int],
-        first: list[int],
-        steps: int,
-        positions: Tensor,
-        slots: Tensor,
-        held: Buffers,
-        every: bool,
-        table: list[list[int]] | None = None,
-        page: int = 0,
-    ) -> Reader:
-        """``steps`` forwards of one token of each of ``rows``, the first at slots ``first``; possible where ``at_once`` is true.
-
-        Args:
-            positions, slots: ``[steps * rows]``. every: whether ``rows`` are all of the batch. table, page: pages of each row.
-        """
-        made = {w: series(rows, first, steps, w, table, page) for w in {b.window for b in self.blocks}}
-        mine = None if every else torch.tensor(rows)
-        plans = [made[b.window][0] for b in self.blocks]
-        return self._reader(positions, slots, held, plans, made, source=mine, rows=mine)
-
-    def _reader(
-        self, positions: Tensor, slots: Tensor, held: Buffers, plans: list[Any], alive: Any, **which: Any
-    ) -> Reader:
-        whole, head, norm, table = self._whole, self.head, self.body.norm, self.body.embed_tokens.weight
-        assert whole is not None
+        head, norm, table = self.head, self.body.norm, self.body.embed_tokens.weight
         cos, sin = self.rotary(head.weight, positions)
-        last = (norm.weight, norm.variance_epsilon, head.weight, head.bias)
-        copy = None if self.narrow is None else self.narrow[head.weight]
-        return Reader(whole, table, *last, cos, sin, slots, held, plans, alive, narrow=copy, **which)
+        shape = len(positions), table.shape[1]
+        return Reader(
+            *(
+                whole,
+                table,
+                norm.weight,
+                norm.variance_epsilon,
+                head.weight,
+                head.bias,
+                cos,
+                sin,
+                plan.slots,
+                held,
+            ),
+            plans=[plans[b.window] for b in self.blocks],
+            keep=None if keep is None else torch.empty(0, dtype=torch.long) if keep is False else keep,
+            taps={number: torch.empty(shape, dtype=self.dtype) for number in caught or ()},
+            narrow=None if self.narrow is None else self.narrow[head.weight],
+        )
 
 
 def _inside(plan: AttentionPlan, store: KVStore, dtype: torch.dtype, tokens: int) -> bool:

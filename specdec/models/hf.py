@@ -179,7 +179,7 @@ class HFModel:
 
     @property
     def fast_chain(self) -> Literal["slots", "ring"] | None:
-        """Where a drafted chain's keys and values are, if fast implementations may bypass ``score`` (``drafts.chain``); else ``None``.
+        """Where a drafted chain's keys and values are, if a captured step may bypass ``score`` for it; else ``None``.
 
         Each class declares this for itself: a subclass may change what a query sees, so its tokens go through ``score`` unless it
         declares otherwise.

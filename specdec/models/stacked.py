@@ -8,7 +8,7 @@ of a member is one C call (``forward.llama_c``), each member's rows are one such
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +23,7 @@ from specdec.forward.llama_c import LlamaC
 from specdec.forward.llama_eager import LlamaEager
 from specdec.kernels.attention import AttentionPlan, attention
 from specdec.kernels.device import to_device
-from specdec.kernels.native.step import Reader, Steps
+from specdec.kernels.native.step import Reader, step
 from specdec.models.hf import HFModel
 
 
@@ -62,10 +62,6 @@ class StackedModel(HFModel):
         )
         self._path: Any = _Path([model.clone for model in members], [model.bf16_weights for model in members])
         self.members = len(members)
-
-    @property
-    def fast_chain(self) -> Literal["slots", "ring"] | None:
-        return "slots" if type(self) is StackedModel else None
 
     def read_as(self, member: Tensor) -> None:
         """Set ``member [B]`` (on the host): which model reads each row in the next calls."""
@@ -282,7 +278,7 @@ class _Path:
                 break
             readers.append(reader._replace(source=at, rows=mine if count else None))
         else:
-            made = Steps(readers, len(ids), count)(0, ids)
+            made = step(readers, ids, count)
             return made if count else None
         logits: Tensor | None = None
         for lean, part, at, mine, asked in parts:
