@@ -118,7 +118,10 @@ def test_a_report_is_plain_json_and_says_how_it_was_made(tmp_path, monkeypatch):
     said = json.loads(file.read_text())
     assert said["rows"] == [{"a": 1.5, "b": None, "c": [3, None]}]
     assert said["meta"]["seed"] == 7
-    assert set(said["meta"]) == {"command", "date", "versions", "machine", "seed"}
+    assert set(said["meta"]) == {
+        "command", "date", "commit", "dirty", "versions", "machine", "processor", "instruction_sets", "cores", "threads", "seed"
+    }  # fmt: skip
+    assert said["meta"]["threads"]["torch"] == torch.get_num_threads()
     assert str(tmp_path) not in file.read_text()
     assert [f.name for f in file.parent.iterdir()] == ["x.json"]
 
