@@ -48,14 +48,14 @@ class Table(NamedTuple):
 
 def tables(page: Path) -> Iterator[Table]:
     """The tables of a page, those in fenced blocks aside."""
-    text = re.sub(
-        r"^```.*?^```", lambda m: "\n" * m[0].count("\n"), page.read_text(), flags=re.M | re.S
-    )
+    text = re.sub(r"^```.*?^```", lambda m: "\n" * m[0].count("\n"), page.read_text(), flags=re.M | re.S)
     for found in re.finditer(r"(?:^\|.*\n)+", text, re.MULTILINE):
         before = text[: found.start()]
         last = list(COMMENT.finditer(before))[-1:]
         near = last[0]["text"].strip() if last and not before[last[0].end() :].strip() else None
-        rows = [[cell.strip() for cell in line.strip().strip("|").split("|")] for line in found[0].splitlines()]
+        rows = [
+            [cell.strip() for cell in line.strip().strip("|").split("|")] for line in found[0].splitlines()
+        ]
         yield Table(page, before.count("\n") + 1, rows[0], rows[2:], near)
 
 

@@ -14,7 +14,9 @@ from doc_tables import REPORT, Table, numbers, tables, wrong
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 TABLES = [table for page in [ROOT / "README.md", *sorted(DOCS.glob("*.md"))] for table in tables(page)]
-NAMED = [table for table in TABLES if table.comment is not None and not table.comment.startswith("no report: ")]
+NAMED = [
+    table for table in TABLES if table.comment is not None and not table.comment.startswith("no report: ")
+]
 
 OLDER = {
     "bench.json", "certify.json", "cpu_floor.json", "cpu_kernels.json", "gpu_suite_toy.json", "quickstart.json", "spin_decompose.json",
@@ -56,7 +58,9 @@ def test_reports_name_the_commit_of_their_code():
     without = {name for name, meta in reports().items() if not meta.get("commit")}
     assert without - OLDER == set(), "measured outside a checkout: measure again"
     assert OLDER - without == set(), "take these off the list"
-    assert [name for name, meta in reports().items() if meta.get("dirty")] == [], "measured with uncommitted changes"
+    assert [name for name, meta in reports().items() if meta.get("dirty")] == [], (
+        "measured with uncommitted changes"
+    )
 
 
 def test_the_commit_has_the_script_that_the_report_names():
@@ -65,7 +69,9 @@ def test_the_commit_has_the_script_that_the_report_names():
     for name, meta in reports().items():
         if not meta.get("commit"):
             continue
-        known = subprocess.run(["git", "-C", str(ROOT), "cat-file", "-e", meta["commit"]], capture_output=True)
+        known = subprocess.run(
+            ["git", "-C", str(ROOT), "cat-file", "-e", meta["commit"]], capture_output=True
+        )
         if known.returncode == 0:  # history may have been cut or squashed
             script = meta["command"].split()[1]
             object = f"{meta['commit']}:{script}"
