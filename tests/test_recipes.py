@@ -198,6 +198,7 @@ def test_bench(tmp_path):
     assert all(r[f"{part}_ms"] >= 0 for r in ours for part in ("draft", "target", "verify", "other"))
     vanilla = [r for r in ours if r["method"] == "vanilla"]
     assert all(r["draft_ms"] > 0.3 * r["bare_draft_ms"] > 0 < r["bare_target_ms"] for r in vanilla)
+    assert all(0 < r["share_while_full"] < 1.1 for r in vanilla)  # 1.1: bare forwards run at the mean context
     assert "bare forwards" in said
 
 
