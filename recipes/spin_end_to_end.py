@@ -19,7 +19,7 @@ after the prefill, median of interleaved repeats), its range, tau, and the secon
   CPU), which does not pad; `... 2 threads`: both cores without a pipeline. The fixed runs' drafts, and the first choices of serial
   selectors, read their prompts before the clock starts.
 
-All models' products read bfloat16 copies of their weights (`--no-bf16-weights`: the float32 weights).
+All models' products read bfloat16 copies of their weights where there are C kernels (`--no-bf16-weights`: the float32 weights).
 
 Rows with `configuration = "choice"` give each draft's share by round window and domain.
 """
@@ -42,7 +42,6 @@ from specdec.cost.arms import ArmCosts
 from specdec.data.corpus import DOMAINS
 from specdec.executors import Pipelined
 from specdec.kernels.attention import fit
-from specdec.kernels.native import library
 from specdec.lab import console, plots
 from specdec.lab.arms import Assigned, PoolRun, best_in_hindsight, pool_run
 from specdec.lab.options import option, parse
@@ -90,9 +89,9 @@ class Settings(Plotted):
     median: int = option(300, "tokens of the median prompt")
     longest: int = option(1000, "tokens of the longest prompt")
     threads: int = option(1, "threads of the target's process")
-    bf16_weights: bool = option(
-        library() is not None,
-        "products read bfloat16 copies of the weights, in all configurations (default: where there are C kernels)",
+    bf16_weights: bool | None = option(
+        None,
+        "products read bfloat16 copies of the weights, in all configurations (default: where they are exact)",
     )
     quick: bool = option(False, "a one-minute run: one repeat, few tokens")
 

@@ -52,6 +52,7 @@ def run(*words, timeout=300):
 RECIPES = [
     "quickstart",
     "bench",
+    "compare_checkouts",
     "cpu_floor",
     "cpu_kernels",
     "certify",
@@ -199,6 +200,7 @@ def test_bench(tmp_path):
     assert all(r[f"{part}_ms"] >= 0 for r in ours for part in ("draft", "target", "verify", "other"))
     vanilla = [r for r in ours if r["method"] == "vanilla"]
     assert all(r["draft_ms"] > 0.3 * r["bare_draft_ms"] > 0 < r["bare_target_ms"] for r in vanilla)
+    assert all(0 < r["share_while_full"] < 1.1 for r in vanilla)  # 1.1: bare forwards run at the mean context
     assert "bare forwards" in said
 
 
@@ -364,6 +366,59 @@ def test_the_pools_table(tmp_path):
     assert rows[-1]["draft"] == "oracle"
     assert rows[-1]["headroom"] >= 1
     assert "oracle" in said
+
+
+CHANGED = """
+__path__ = [{real!r}]
+exec(open({real!r} + "/__init__.py").read())
+from time import sleep
+generate, score = Decoder.generate, HFModel.score
+def seeded(self, *given, seed, **options):
+    return generate(self, *given, seed=seed + (type(self.draft).__name__ != "NoDraft"), **options)
+def slower(self, *given, **options):
+    sleep(0.02)
+    return score(self, *given, **options)
+Decoder.generate, HFModel.score = seeded, slower
+"""
+
+
+@pytest.mark.slow
+def test_checkouts_are_compared(tmp_path):
+    """A planted change is found: the other checkout sleeps in every forward, and its drafts' texts have another seed."""
+    (tmp_path / "specdec").mkdir()
+    (tmp_path / "specdec/__init__.py").write_text(CHANGED.format(real=str(ROOT / "specdec")))
+    sizes = ["--methods", "plain,vanilla", "--batches", "1,2", "--contexts", "24", "--new-tokens", "6"]
+    found = []
+    for new, pairs in ((ROOT, 2), (tmp_path, 1)):
+        file, folders = tmp_path / "c.json", ["--base", str(ROOT), "--new", str(new)]
+        run(
+            "recipes/compare_checkouts.py",
+            *sizes,
+            *folders,
+            "--repeats",
+            "2",
+            "--pairs",
+            str(pairs),
+            "--json",
+            str(file),
+        )
+        found.append(report(file))
+    equal, changed = found
+    assert [(r["method"], r["batch"]) for r in equal] == [
+        (m, b) for b in (1, 2) for m in ("plain", "vanilla")
+    ]
+    for r in equal:
+        assert r["low"] <= r["ratio"] <= r["high"]
+        assert r["same_ids"]
+        assert r["base_tau"] == r["new_tau"] >= 1
+        assert r["base_tokens_per_second"] > 0
+    assert [r["same_ids"] for r in changed] == [True, False] * 2
+    assert all(r["high"] < 0.8 for r in changed)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    (ran,) = each(["recipes/compare_checkouts.py", "--new", str(empty)])
+    assert ran.returncode == 1
+    assert "give the folder of a checkout" in ran.stderr or "is it a checkout" in ran.stderr
 
 
 def test_a_checkout_that_is_not_installed(tmp_path):

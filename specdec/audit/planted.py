@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from specdec import tree
+from specdec.drafts.stateless import Stateless
 from specdec.executors.serial import Serial
 from specdec.rng import ACCEPT, BONUS, DRAFT, Key, Rng
 from specdec.sampling import Sampling
@@ -19,21 +20,8 @@ from specdec.verifiers.coupled import Coupled
 from specdec.verifiers.rejection import Rejection, residual, verify_chain
 
 
-class _Stateless:
-    """A draft without state."""
-
-    def init(self, context: Context, target_cache: Any) -> None:
-        return None
-
-    def observe(self, state: None, round: Round) -> None:
-        return None
-
-    def select(self, state: None, rows: Tensor) -> None:
-        return None
-
-
 @dataclass(frozen=True, eq=False)
-class DeclaredArgmax(_Stateless):
+class DeclaredArgmax(Stateless):
     """Proposes the most probable token of ``distribution [V]`` and declares that it was drawn from ``distribution``."""
 
     distribution: Tensor
@@ -45,7 +33,7 @@ class DeclaredArgmax(_Stateless):
 
 
 @dataclass(frozen=True, eq=False)
-class LooksThenDrops(_Stateless):
+class LooksThenDrops(Stateless):
     """Draws one token from ``distribution [V]`` and does not submit it when it is ``unwanted``."""
 
     distribution: Tensor
@@ -60,7 +48,7 @@ class LooksThenDrops(_Stateless):
 
 
 @dataclass(frozen=True, eq=False)
-class DrawnElsewhere(_Stateless):
+class DrawnElsewhere(Stateless):
     """Draws ``width`` tokens from ``drawn [V]`` and declares ``said [V]``: another temperature, a distribution before truncation, ...
 
     With ``replacement=False`` siblings are drawn without the tokens of earlier ones, which ``said`` does not reflect.
