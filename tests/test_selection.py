@@ -13,7 +13,7 @@ from specdec import selectors
 from specdec.audit.tau import efficiency
 from specdec.capabilities import SelectorInfo
 from specdec.lab.selection import Requests, RoundTimes, fixed_seconds, ratio, round_oracle, worth
-from specdec.lab.selection_runs import Follow, Replay
+from specdec.lab.selection_runs import Follow, SelectorReplay
 
 TIMES = RoundTimes(
     ((2e-4, 1e-4), (5e-4, 2e-4), (0.0, 1e-5), (0.0, 0.0)), (2e-3, 8e-4, 1e-4), (2e-5, 4e-5, 0.0, 0.0)
@@ -38,14 +38,14 @@ def requests(C: int = 12, n: int = 24, seed: int = 0) -> Requests:
 
 def enumerated(r: Requests, c: int, times: RoundTimes, batch: int, arms: list[int]) -> float:
     """Expected seconds of the best choices among ``arms``, by trying all of them from every state, one outcome after the other."""
-    n, (fixed, row, token) = r.new_tokens, times.verify
+    n, (fixed, row, token) = int(r.new_tokens[c]), times.verify
 
     def left(s: int, read: frozenset[int]) -> float:
         if s >= n:
             return 0.0
         totals = []
         for a in arms:
-            d = min(r.lengths[a], n - s - 1)
+            d = min(r.lengths[a] if r.size is None else int(r.size[a, c, s]), n - s - 1)
             of_draft, of_row = times.draft[a]
             total = fixed / batch + row + d * (of_draft / batch + of_row + token)
             total += 0 if a in read else times.read[a] * (int(r.prompt[c]) + s)
@@ -67,6 +67,10 @@ CHEAP = replace(TIMES, read=(2e-6, 1e-6, 0.0, 0.0))
 def test_expectations_are_those_of_an_enumeration(batch, times):
     draw = torch.Generator().manual_seed(1)
     r = replace(requests(3, 5), accept=torch.rand(4, 3, 5, 3, generator=draw, dtype=torch.float64))
+    if times is CHEAP:
+        size = torch.tensor(r.lengths)[:, None, None].expand(4, 3, 5).clone()
+        size[2, :, ::2] = 0  # an n-gram without a match
+        r = replace(r, ends=np.array([5, 3, 4]), size=size).select([1, 0, 2])
     fixed, by_round = fixed_seconds(r, times, batch), round_oracle(r, times, batch).seconds
     for c in range(3):
         for a in range(4):
@@ -83,7 +87,7 @@ def test_rounds_are_those_of_the_texts_that_end():
     for a, k in enumerate(r.lengths[:3]):
         rounds = efficiency(r.accept[a], k, cut=True).rounds.numpy()
         np.testing.assert_allclose(fixed_seconds(r, second, 4)[a], rounds, rtol=1e-12)
-    assert (fixed_seconds(r, second, 4)[3] == r.new_tokens).all()
+    assert (fixed_seconds(r, second, 4)[3] == 24).all()
 
 
 def off(values: np.ndarray, expected: float) -> float:
@@ -92,9 +96,14 @@ def off(values: np.ndarray, expected: float) -> float:
     return float((sums.mean() - expected) / (sums.std(ddof=1) / np.sqrt(len(sums))))
 
 
-def test_a_fixed_arms_replay_agrees_with_its_expectation():
+@pytest.mark.parametrize("ragged", [False, True])
+def test_a_fixed_arms_replay_agrees_with_its_expectation(ragged):
     r = requests()
-    play = Replay(r, TIMES, batch=5, repeats=100)
+    if ragged:
+        size = torch.tensor(r.lengths)[:, None, None].expand(4, 12, 24).clone()
+        size[2, :, ::2] = 0
+        r = replace(r, ends=np.arange(12) + 13, size=size)
+    play = SelectorReplay(r, TIMES, batch=5, repeats=100)
     expected = fixed_seconds(r, TIMES, 5).sum(1)
     for a in range(3):
         played = play(selectors.Fixed(a))
@@ -102,7 +111,7 @@ def test_a_fixed_arms_replay_agrees_with_its_expectation():
         assert (played.arms[:, a] == 1).all()
         # Planted: chances of rejection, those of a block in reverse order, and blocks that are a token longer or shorter.
         planted = [replace(r, accept=1 - r.accept), replace(r, accept=r.accept.flip(3))]
-        planted += [replace(r, lengths=lengths) for lengths in ((3, 2, 2, 0),) if a < 2]
+        planted += [replace(r, lengths=(3, 2, 2, 0), size=None)] if a < 2 else []
         for wrong in planted:
             assert abs(off(played.seconds, fixed_seconds(wrong, TIMES, 5).sum(1)[a])) > 4
     assert play(selectors.Fixed(3)).seconds.sum(1) == pytest.approx(expected[3])  # no draws at all
@@ -110,7 +119,7 @@ def test_a_fixed_arms_replay_agrees_with_its_expectation():
 
 def test_no_selector_beats_the_oracle_and_its_plan_comes_near():
     r = requests()
-    play = Replay(r, TIMES, batch=5, repeats=30)
+    play = SelectorReplay(r, TIMES, batch=5, repeats=30)
     oracle = round_oracle(r, TIMES, 5)
     best = oracle.seconds.sum()
     for selector in EVERY:
@@ -160,7 +169,7 @@ class ToldAll(Told):
 @pytest.mark.parametrize("kind", [Told, ToldAll])
 def test_a_selector_is_told_what_a_decoder_would_tell_it(kind):
     r, selector = requests(), kind()
-    played = Replay(r, TIMES, batch=5, repeats=1, reward="tokens")(selector)
+    played = SelectorReplay(r, TIMES, batch=5, repeats=1, reward="tokens")(selector)
     assert sorted(selector.gone) == list(range(12))
     told = [torch.cat([getattr(f, name) for f in selector.feedback]) for name in ("arm", "tokens", "drafted")]
     arm, tokens, drafted = (t.numpy() for t in told)
@@ -184,7 +193,7 @@ def test_a_selector_is_told_what_a_decoder_would_tell_it(kind):
 def test_rewards_of_all_arms_come_when_their_text_is_committed():
     r, selector = requests(1, 24), ToldAll()
     r = replace(r, source=np.zeros(1), accept=torch.zeros_like(r.accept))  # one token a round
-    Replay(r, TIMES, batch=1, repeats=1)(selector)
+    SelectorReplay(r, TIMES, batch=1, repeats=1)(selector)
     # A block of 3 needs 3 tokens more: the one from 0 is told after the third round, and that from 20, the last whole one, after the 23rd.
     assert len(selector.feedback) == 21
     arms = torch.cat([f.arm for f in selector.feedback]).tolist()
@@ -194,7 +203,7 @@ def test_rewards_of_all_arms_come_when_their_text_is_committed():
 def test_goodput_is_charged_by_the_arms_own_round():
     r = requests(1)
     r = replace(r, source=np.zeros(1))
-    by_tokens, by_start = Replay(r, TIMES, 4).rewards()
+    by_tokens, by_start = SelectorReplay(r, TIMES, 4).rewards()
     assert by_tokens[np.arange(4), np.array(r.lengths) + 1].max() == pytest.approx(1)
     seconds = TIMES.alone(4).seconds(torch.arange(4), torch.tensor(r.lengths)).numpy()
     np.testing.assert_allclose(by_tokens[0, 1:3] / by_tokens[1, 1:3], seconds[1] / seconds[0])
@@ -204,11 +213,11 @@ def test_goodput_is_charged_by_the_arms_own_round():
 
 def test_capacities_hold_and_what_was_learned_is_kept():
     r = requests()
-    play = Replay(r, TIMES, batch=6, repeats=2, capacities=(2, 2, 2, 6))
+    play = SelectorReplay(r, TIMES, batch=6, repeats=2, capacities=(2, 2, 2, 6))
     played = play(selectors.Fixed(1))
     assert 0 < played.arms[:, 1].mean() < 0.7
     spin = selectors.Spin(2, growth=64, pool="global", warm=3)
-    free = Replay(r, TIMES, batch=6, repeats=2)
+    free = SelectorReplay(r, TIMES, batch=6, repeats=2)
     taught = free(selectors.Spin(50, pool="global", warm=3, learn="always")).last
     known, cold = (free(spin, start).arms for start in (taught, None))
     assert known.max(1).mean() == 1  # no request explores
@@ -251,6 +260,7 @@ def test_intervals_are_over_sources_and_repeats():
         ({"lengths": (2, 3, 4, 0)}, "lengths from 0 to 3"),
         ({"names": ("a", "b")}, "2 names"),
         ({"source": np.zeros(3)}, "3 sources"),
+        ({"ends": np.full(12, 25)}, "1 to 24 new tokens"),
     ],
 )
 def test_requests_that_do_not_fit_are_refused(change, message):
@@ -268,5 +278,5 @@ def test_times_and_settings_that_do_not_fit_are_refused():
         fixed_seconds(requests(), one, 4)
     for name in ("batch", "repeats"):
         with pytest.raises(ValueError, match=f"{name} is 0"):
-            replace(Replay(requests(), TIMES, 4), **{name: 0})
-    assert requests().select([3, 4]).new_tokens == 24
+            replace(SelectorReplay(requests(), TIMES, 4), **{name: 0})
+    assert requests().select([3, 4]).new_tokens.tolist() == [24, 24]

@@ -7,7 +7,7 @@ A request's text was sampled from the target, so each arm's chances of acceptanc
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -59,14 +59,16 @@ class RoundTimes:
 
 @dataclass(frozen=True)
 class Requests:
-    """C recorded requests of n new tokens each, and what A arms would do along their texts.
+    """C recorded requests of at most n new tokens each, and what A arms would do along their texts.
 
     Attributes:
         accept: ``[A, C, n, K]``: the probability that, in a block of the arm that starts after s new tokens, the text's token
             ``s + j`` is accepted if the j before it were. Entries past the text's end or an arm's length are ignored.
         lengths: tokens that each arm drafts in a round, at most K; 0 for the arm that does not speculate.
         prompt: ``[C]`` tokens of each prompt. source: ``[C]`` number of the file that a prompt comes from; intervals are over files.
-        names: of the arms. tokens: ``[C, T]`` the prompts' ids, right-padded, for selectors that look at them.
+        names: of the arms. ends: ``[C]`` new tokens of each request; default n. size: ``[A, C, n]`` tokens that a draft proposes at
+            most, such as none where an n-gram has no match; default: its length.
+        tokens: ``[C, T]`` the prompts' ids, right-padded, for selectors that look at them.
     Raises:
         ValueError: shapes do not fit, or probabilities are outside 0 .. 1.
     """
@@ -76,6 +78,8 @@ class Requests:
     prompt: np.ndarray
     source: np.ndarray
     names: tuple[str, ...]
+    ends: np.ndarray | None = None
+    size: Tensor | None = None
     tokens: Tensor | None = None
 
     def __post_init__(self) -> None:
@@ -89,27 +93,37 @@ class Requests:
             raise ValueError(
                 f"lengths are {self.lengths} and there are {C} requests: give at least one request, and lengths from 0 to {K}"
             )
-        inside = torch.arange(n)[:, None] + torch.arange(K) < n
-        used = inside & (torch.arange(K) < torch.tensor(self.lengths)[:, None, None])
-        if not bool((((self.accept >= 0) & (self.accept <= 1)) | ~used[:, None]).all()):
+        if self.ends is not None and not ((self.ends >= 1) & (self.ends <= n)).all():
+            raise ValueError(f"ends has {self.ends.min()} .. {self.ends.max()}: give 1 to {n} new tokens")
+        used = torch.arange(K) < torch.from_numpy(self.drafted)[..., None]
+        if not bool((((self.accept >= 0) & (self.accept <= 1)) | ~used).all()):
             raise ValueError("accept has entries outside 0 .. 1: give probabilities, min(1, q / p)")
 
     def select(self, rows: Sequence[int] | np.ndarray) -> Requests:
         """Some of the requests."""
         at = np.asarray(rows)
-        tokens = None if self.tokens is None else self.tokens[at]
-        accept = self.accept[:, at]
-        return Requests(accept, self.lengths, self.prompt[at], self.source[at], self.names, tokens)
+        one = {
+            name: part[at]
+            for name in ("prompt", "source", "ends", "tokens")
+            if (part := vars(self)[name]) is not None
+        }
+        arms = {name: part[:, at] for name in ("accept", "size") if (part := vars(self)[name]) is not None}
+        return replace(self, **one, **arms)
 
-    @property
-    def new_tokens(self) -> int:
-        return self.accept.shape[2]
+    @cached_property
+    def new_tokens(self) -> np.ndarray:
+        """``[C]``."""
+        C, n = self.accept.shape[1:3]
+        return np.full(C, n) if self.ends is None else self.ends
 
     @cached_property
     def drafted(self) -> np.ndarray:
-        """``[A, n]``: tokens that a block which starts after s tokens drafts; as in the decoder, one fewer than remain at most."""
-        n = self.new_tokens
-        return np.minimum(np.array(self.lengths)[:, None], n - 1 - np.arange(n))
+        """``[A, C, n]``: tokens of a block that starts after s tokens; as in the decoder, one fewer than remain at most."""
+        room = self.new_tokens[:, None] - 1 - np.arange(self.accept.shape[2])
+        longest = np.array(self.lengths)[:, None, None]
+        if self.size is not None:
+            longest = np.minimum(longest, self.size.numpy())
+        return np.minimum(longest, room.clip(0))
 
     @cached_property
     def laws(self) -> np.ndarray:
@@ -118,8 +132,7 @@ class Requests:
         out = np.zeros((A, C, n, K + 1))
         here = np.ones((A, C, n))
         for j in range(K):
-            live = (j < self.drafted)[:, None]
-            through = np.where(live, here * self.accept[..., j].double().numpy(), 0.0)
+            through = np.where(j < self.drafted, here * self.accept[..., j].double().numpy(), 0.0)
             out[..., j] = here - through
             here = through
         out[..., K] = here
@@ -137,7 +150,7 @@ def fixed_seconds(requests: Requests, times: RoundTimes, batch: int) -> np.ndarr
     spend = _spend(requests, times, batch)
     left = np.zeros((A, C, n + K1))  # from a block start to the end
     for s in range(n - 1, -1, -1):
-        left[:, :, s] = spend[:, s, None] + np.einsum(
+        left[:, :, s] = spend[:, :, s] + np.einsum(
             "acm,acm->ac", requests.laws[:, :, s], left[:, :, s + 1 : s + 1 + K1]
         )
     return left[:, :, 0] + np.array(times.read)[:, None] * requests.prompt
@@ -181,23 +194,25 @@ def round_oracle(requests: Requests, times: RoundTimes, batch: int) -> RoundOrac
         best = np.full((C, len(sets)), np.inf)
         for a in range(A):
             ahead = left[s + 1 : s + 1 + K1][:, :, sets | bit[a]]
-            cost = spend[a, s] + np.einsum("cm,mcs->cs", requests.laws[a, :, s], ahead)
+            cost = spend[a, :, s, None] + np.einsum("cm,mcs->cs", requests.laws[a, :, s], ahead)
             cost += times.read[a] * (requests.prompt + s)[:, None] * ((sets & bit[a]) == 0)
             better = cost < best
             plan[s][better] = a
             best = np.where(better, cost, best)
-        left[s] = best
+        left[s] = np.where((s < requests.new_tokens)[:, None], best, 0.0)
     return RoundOracle(left[0, :, 0], plan, bit)
 
 
 def _spend(requests: Requests, times: RoundTimes, batch: int) -> np.ndarray:
-    """``[A, n]``: seconds of a row's round that starts after s tokens."""
+    """``[A, C, n]``: seconds of a row's round that starts after s tokens; none after the end."""
     if len(times.draft) != len(requests.names):
         raise ValueError(
             f"times are of {len(times.draft)} arms and the requests of {len(requests.names)}: {', '.join(requests.names)}"
         )
-    arms = torch.arange(len(requests.names))[:, None].expand(-1, requests.new_tokens)
-    return times.alone(batch).seconds(arms, torch.from_numpy(requests.drafted)).numpy()
+    drafted = torch.from_numpy(requests.drafted)
+    arms = torch.arange(len(drafted))[:, None, None].expand(drafted.shape)
+    alive = np.arange(drafted.shape[2]) < requests.new_tokens[:, None]
+    return times.alone(batch).seconds(arms, drafted).numpy() * alive
 
 
 def ratio(

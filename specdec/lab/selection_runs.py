@@ -39,7 +39,7 @@ class Played:
 
 
 @dataclass(frozen=True)
-class Replay:
+class SelectorReplay:
     """A setting in which selectors are compared: requests wait in a random order, and one starts when another of the batch ends.
 
     Attributes:
@@ -93,7 +93,7 @@ class Replay:
 class _Run:
     """One replay. Arrays over requests: ``at`` new tokens so far, ``seen [C, A]`` tokens of the text that each arm has read."""
 
-    def __init__(self, how: Replay, selector: Any, start: ArmAssignment | None, turn: int):
+    def __init__(self, how: SelectorReplay, selector: Any, start: ArmAssignment | None, turn: int):
         A, C, n, _ = how.requests.accept.shape
         self.how, self.full = how, SelectorInfo.of(selector).full_information
         noise = np.random.default_rng((how.seed, turn))
@@ -128,7 +128,7 @@ class _Run:
             while self.waiting and len(running) < self.how.batch:
                 running.append(self.waiting.pop())
             self.round(np.array(running))
-            running = [c for c in running if self.at[c] < self.how.requests.new_tokens]
+            running = [c for c in running if self.at[c] < self.how.requests.new_tokens[c]]
 
     def round(self, rows: np.ndarray) -> None:
         requests, times, at = self.how.requests, self.how.times, self.at[rows]
@@ -137,10 +137,13 @@ class _Run:
         context = Context(self.tokens[request], prompt + 1 + torch.from_numpy(at), prompt, request)
         choice = self.assignment.choose(context, self.keyed.select(request))
         arm = choice.arm.numpy()
-        drafted, unread = requests.drafted[arm, at], self.prompt[request].numpy() + at - self.seen[rows, arm]
+        drafted, unread = (
+            requests.drafted[arm, rows, at],
+            self.prompt[request].numpy() + at - self.seen[rows, arm],
+        )
         accepted = np.zeros(len(rows), dtype=np.int64)
         for j in range(int(drafted.max())):  # the text's token is accepted if all before it were
-            place = np.minimum(at + j, requests.new_tokens - 1)
+            place = np.minimum(at + j, self.uniform.shape[1] - 1)
             taken = self.uniform[rows, place] < self.accept[arm, rows, at, j]
             accepted += taken & (accepted == j) & (j < drafted)
         spent, verify = times.round(arm, drafted, unread)
@@ -151,14 +154,15 @@ class _Run:
         self.arms[rows, arm] += 1
         self.at[rows] = at + accepted + 1
         self.seen[rows, arm] = prompt.numpy() + self.at[rows]
-        finished = self.at[rows] >= requests.new_tokens
+        ends = requests.new_tokens[rows]
+        finished = self.at[rows] >= ends
         if not self.full:
             self.reward = torch.from_numpy(self.by_tokens[arm, accepted + 1])
-            whole = drafted == np.array(requests.lengths)[arm]
+            whole = ends - at > np.array(requests.lengths)[arm]  # no block that the end has shortened
             self.learn(np.stack([rows, arm, accepted, drafted, whole, finished], 1), spent, verify)
             return
         K = max(requests.lengths)
-        blocks = np.stack([rows, arm, accepted, drafted, at], 1)[at + K < requests.new_tokens]
+        blocks = np.stack([rows, arm, accepted, drafted, at], 1)[ends - at > K]
         self.later = np.concatenate([self.later, blocks])
         known = self.at[self.later[:, 0]] >= self.later[:, 4] + K
         ready, self.later = self.later[known], self.later[~known]
