@@ -62,6 +62,7 @@ RECIPES = [
     "spire_measured",
     "train_pool",
     "spin_pool",
+    "spin_selection",
     "spin_regret",
     "spin_decompose",
     "spin_pipeline",
@@ -286,7 +287,8 @@ def test_ablations(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "recipe", ["spin_regret", "spin_decompose", "spin_pipeline", "spin_switching", "spin_end_to_end"]
+    "recipe",
+    ["spin_selection", "spin_regret", "spin_decompose", "spin_pipeline", "spin_switching", "spin_end_to_end"],
 )
 def test_spins_recipes_at_toy_size(recipe, tmp_path):
     file = tmp_path / "s.json"
@@ -295,6 +297,15 @@ def test_spins_recipes_at_toy_size(recipe, tmp_path):
     run(f"recipes/{recipe}.py", "--quick", "--json", str(file), *words, *more)
     rows = report(file)
     columns = {
+        "spin_selection": {
+            "part",
+            "selector",
+            "regret",
+            "regret_low",
+            "regret_high",
+            "request_oracle",
+            "times_faster",
+        },
         "spin_regret": {"scenario", "selector", "slots", "regret", "low", "high"},
         "spin_decompose": {"lengths", "batch", "method", "milliseconds", "peak_bytes"},
         "spin_pipeline": {"mode", "batch", "micro_batches", "milliseconds", "predicted", "gain"},
@@ -304,6 +315,13 @@ def test_spins_recipes_at_toy_size(recipe, tmp_path):
     assert rows
     assert columns <= {name for row in rows for name in row}
     assert not words or list(tmp_path.glob("*.png"))
+    if recipe == "spin_selection":
+        worth = [r for r in rows if r["part"] == "worth"]
+        assert all(1 - 1e-9 <= r["request_oracle"] <= r["round_oracle"] + 1e-9 for r in worth)
+        shares = [{k: v for k, v in r.items() if k.startswith("share:")} for r in worth]
+        assert all(sum(s.values()) == pytest.approx(1) and len(s) == 4 for s in shares)
+        named = {r["selector"].split(",")[0] for r in rows if r["part"] == "regret"}
+        assert named >= set(sd.selectors.__all__)
     if recipe == "spin_end_to_end":
         named = {r["configuration"] for r in rows}
         wanted = [
