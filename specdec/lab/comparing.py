@@ -1,0 +1,161 @@
+"""Comparing drafts by their replays: τ by category, and paired ratios, with intervals by a bootstrap over sources."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from specdec.audit.tau import Efficiency
+from specdec.lab import plots
+from specdec.lab.console import table
+from specdec.lab.replays import Replay
+
+LEAST = 5  # sources for an interval
+
+
+@dataclass(frozen=True, eq=False)
+class Comparison:
+    """Rows of ``compare``; printed, it is a table with the answer below."""
+
+    rows: list[dict[str, Any]]
+    reference: str
+
+    def frame(self) -> Any:
+        """The rows as a pandas ``DataFrame``."""
+        import pandas
+
+        return pandas.DataFrame(self.rows)
+
+    @property
+    def answer(self) -> str:
+        """Which draft has the most tokens a round over all texts, and whether the texts show it."""
+        every = [row for row in self.rows if row["category"] == "all"]
+        if len(every) < 2:
+            return ""
+        best = max(every, key=lambda row: row["tau"])
+        others = [row for row in every if row is not best]
+        close = [row["method"] for row in others if row["tau_high"] >= best["tau_low"]]
+        shown = f"{best['method']} (k = {best['k']}) has the most tokens a round, {best['tau']:.2f}"
+        if best["method"] != self.reference:
+            shown += f", {best['ratio']:.2f} [{best['ratio_low']:.2f}, {best['ratio_high']:.2f}] of {self.reference}'s"
+        return shown + (f"; too close to call against {', '.join(close)}" if close else "")
+
+    def __repr__(self) -> str:
+        columns = (
+            "method",
+            "category",
+            "k",
+            "tau",
+            "tau_low",
+            "tau_high",
+            "ratio",
+            "ratio_low",
+            "ratio_high",
+        )
+        return "\n".join([table(self.rows, (*columns, "texts", "sources")), self.answer]).rstrip()
+
+    def plot(self) -> Any:
+        """A matplotlib figure: τ of every draft with its interval, a panel for each category."""
+        groups = list(dict.fromkeys(row["category"] for row in self.rows))
+        figure, (panels,) = plots.panels(
+            1, len(groups), (2.2 + 2.4 * len(groups), 3.4), bare=True, sharey=True
+        )
+        for axes, group in zip(panels, groups):
+            rows = [row for row in self.rows if row["category"] == group]
+            for i, row in enumerate(rows):
+                low, high = row["tau_low"], row["tau_high"]
+                if low is not None:
+                    axes.plot([i, i], [low, high], color="#1f77b4", lw=2)
+                axes.plot(i, row["tau"], "o", color="#1f77b4")
+            names = [f"{row['method']}, k = {row['k']}" for row in rows]
+            axes.set_xticks(range(len(rows)), names, rotation=40, ha="right")
+            axes.set_title(group, loc="left")
+        panels[0].set_ylabel("tokens a round")
+        figure.tight_layout()
+        return figure
+
+
+def compare(
+    replays: Mapping[str, Replay] | Sequence[Replay],
+    k: int | Sequence[int] | None = None,
+    reference: str | None = None,
+    by_category: bool = True,
+    draws: int = 2000,
+    seed: int = 0,
+) -> Comparison:
+    """τ of drafts on the same texts, and its ratio to a reference's, with 95 % intervals.
+
+    The bootstrap draws sources, so texts of one source count together; ratios are paired, on the same draws. τ is a ratio of sums.
+
+    Args:
+        replays: by name, all of one trace. k: block lengths; default: each replay's own. reference: the method that ratios are to; default: the
+            first. by_category: also give rows for each category of prompts; those with fewer than 5 sources have no interval.
+        draws, seed: of the bootstrap.
+    Raises:
+        ValueError: the replays are of different traces, there is no such reference, or the texts have fewer than 5 sources.
+    """
+    named = dict(replays) if isinstance(replays, Mapping) else {replay.name: replay for replay in replays}
+    if not named or (not isinstance(replays, Mapping) and len(named) < len(replays)):
+        raise ValueError("replays is empty or has two of one name: give replays by name, {name: replay}")
+    first = next(iter(named.values()))
+    for name, replay in named.items():
+        if replay.trace.meta["id"] != first.trace.meta["id"] or len(replay) != len(first):
+            raise ValueError(f"replay {name!r} is of another trace than the first: replay all drafts on one")
+    reference = next(iter(named)) if reference is None else reference
+    if reference not in named:
+        raise ValueError(f"reference is {reference!r}: there are {', '.join(named)}")
+    used = [i for i, text in enumerate(first.trace.texts) if text.rounds]
+    sources = np.array(first.trace.sources)[used]
+    if len(set(sources)) < LEAST:
+        raise ValueError(
+            f"the texts have {len(set(sources))} sources, too few for an interval: record prompts of at least {LEAST} sources"
+        )
+    groups = np.array(first.trace.categories)[used]
+    names = ["all", *sorted(set(groups))] if by_category and len(set(groups)) > 1 else ["all"]
+    lengths: dict[str, list[int]] = {
+        name: [replay.k] if k is None else [int(one) for one in np.atleast_1d(k)]
+        for name, replay in named.items()
+    }
+    made = {(name, n): replay.efficiency(n) for name, replay in named.items() for n in lengths[name]}
+    rows = []
+    for group in names:
+        at = np.flatnonzero([group in ("all", own) for own in groups])
+        for (name, n), one in made.items():
+            other = made.get((reference, n)) or made[reference, lengths[reference][0]]
+            mine, theirs = (
+                np.stack([e.tokens.numpy(), e.rounds.numpy()])[:, used][:, at] for e in (one, other)
+            )
+            row = {"method": name, "category": group, "k": n}
+            row |= _figures(mine, theirs, sources[at], draws, seed)
+            row["acceptance"] = _acceptance(one, np.array(used)[at])
+            rows.append(row)
+    return Comparison(rows, reference)
+
+
+def _figures(
+    one: np.ndarray, other: np.ndarray, sources: np.ndarray, draws: int, seed: int
+) -> dict[str, Any]:
+    """τ and its ratio with intervals; ``one, other [2, C]`` are tokens and rounds."""
+    names, place = np.unique(sources, return_inverse=True)
+    tau = [float(sums[0].sum() / sums[1].sum()) for sums in (one, other)]
+    row: dict[str, Any] = {"tau": tau[0], "tau_low": None, "tau_high": None, "ratio": tau[0] / tau[1]}
+    row |= {"ratio_low": None, "ratio_high": None, "texts": len(sources), "sources": len(names)}
+    if len(names) < LEAST:
+        return row
+    picks = np.random.default_rng(seed).integers(0, len(names), (draws, len(names)))
+    drawn = []
+    for sums in (one, other):
+        tokens, rounds = (np.bincount(place, part, len(names))[picks].sum(1) for part in sums)
+        drawn.append(tokens / rounds)
+    row["tau_low"], row["tau_high"] = np.quantile(drawn[0], [0.025, 0.975]).tolist()
+    row["ratio_low"], row["ratio_high"] = np.quantile(drawn[0] / drawn[1], [0.025, 0.975]).tolist()
+    return row
+
+
+def _acceptance(one: Efficiency, at: np.ndarray) -> list[float]:
+    """By depth, the share of reached tokens that were accepted."""
+    accepted, reached = one.accepted[at].sum(0), one.reached[at].sum(0)
+    return (accepted / reached.clamp(min=1e-300)).tolist()

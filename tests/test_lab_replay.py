@@ -1,0 +1,427 @@
+"""Traces and replays: equal to the parallel formulas, equal to live decoding in the mean, refused where they would be wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from tiny import byte_tokenizer, tiny
+
+import specdec as sd
+from specdec import lab
+from specdec.audit.adversaries import Remembers
+from specdec.audit.planted import LooksThenDrops
+from specdec.audit.tau import magicdec_chances, parallel_chances, spire_chances
+from specdec.drafts.spire import SpireModel
+from specdec.lab import forced
+from specdec.lab.prompt_file import Entry, read, shipped
+
+V, K = 23, 3
+HOW = {"new_tokens": 9, "k": K, "eos_token_id": (), "progress": False}
+
+
+@pytest.fixture(scope="module")
+def target():
+    return sd.HFModel(tiny("llama", num_hidden_layers=3, vocab_size=V))
+
+
+@pytest.fixture(scope="module")
+def spire(target):
+    model = SpireModel.from_target(target.model, 2, window=5, sinks=1)
+    torch.nn.init.normal_(model.memory.weights, generator=torch.Generator().manual_seed(0))
+    return model
+
+
+def prompts(count, seed=5, length=9):
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randint(0, V, (count, length), generator=draw).tolist()
+
+
+@pytest.fixture(scope="module")
+def trace(target, tmp_path_factory):
+    return lab.record(target, prompts(6), tmp_path_factory.mktemp("trace") / "t", taps=(1, 2), **HOW)
+
+
+def parallel(kind, target, spire, trace):
+    """``[C, n, k]`` by the parallel formulas of ``audit.tau``, which share no code with the replay."""
+    tokens = torch.tensor([text.ids for text in trace.texts])
+    start = trace.texts[0].prompt + 1
+    with torch.no_grad():
+        out = target.model(tokens[:, :-1], output_hidden_states=True)
+        if kind == "model":
+            theirs = small().model(tokens[:, :-1]).logits
+            return parallel_chances(out.logits, theirs, tokens, start, K)
+        if kind == "spire":
+            inputs = {layer: out.hidden_states[layer] for layer in spire.layers}
+            return spire_chances(spire, out.logits, inputs, tokens, start, K)
+        logits = out.logits[:, start - 1 :]
+        return magicdec_chances(sd.drafts.MagicDec(window=4, sinks=1), target, logits, tokens, start, K)
+
+
+def small():
+    return sd.HFModel(tiny("llama", seed=1, vocab_size=V))
+
+
+@pytest.mark.parametrize("kind", ["model", "spire", "magicdec"])
+def test_a_replay_is_the_parallel_formula(kind, target, spire, trace):
+    draft = {
+        "model": small,
+        "spire": lambda: sd.drafts.Spire(spire),
+        "magicdec": lambda: sd.drafts.MagicDec(4, 1),
+    }
+    found = lab.replay(trace, draft[kind](), K, target=None if kind == "model" else target)
+    expected = parallel(kind, target, spire, trace)[:, : found.accept.shape[1]]
+    torch.testing.assert_close(found.accept, expected.double(), rtol=0, atol=2e-5)
+    assert 0.1 < float(found.accept.mean()) < 0.95
+
+
+def test_recorded_activations_stand_in_for_the_target(target, spire, trace, monkeypatch):
+    whole = lab.replay(trace, sd.drafts.Spire(spire), K, target=target, cache=False)
+    monkeypatch.setattr(type(target), "score", None)  # the target is not computed again
+    monkeypatch.setattr(type(target), "prefill", None)
+    again = lab.replay(trace, sd.drafts.Spire(spire), K, target=target, cache=False, check=False)
+    torch.testing.assert_close(whole.accept, again.accept)
+
+
+LIVE = {
+    "chain": (lambda: small(), K),
+    "point masses": (lambda: sd.drafts.NGram(), K),
+    "tree": (lambda: sd.drafts.Tree(small(), (2, 2, 1)), K),
+}
+
+
+def live(target, draft, k, repeats=8):
+    """Tokens and rounds of live decoding, ``[repeats * prompts]``."""
+    decoder = sd.decoder(target).draft(draft, k).build()
+    rows = prompts(120)
+    tokens, rounds = [], []
+    for repeat in range(repeats):
+        out = decoder.generate(rows, 10, seed=repeat + 50, eos_token_id=())
+        rounds += [one.rounds for one in out.row_stats]
+        tokens += [9] * len(rows)
+    return np.array(tokens), np.array(rounds)
+
+
+def apart(replayed, counted):
+    """How many standard errors two means of rounds are apart."""
+    error = (replayed.var() / len(replayed) + counted.var() / len(counted)) ** 0.5
+    return abs(replayed.mean() - counted.mean()) / error
+
+
+def ends(replay):
+    """Expected rounds of texts whose budget ends after ``n`` tokens, as in ``generate``."""
+    from specdec.audit.tau import efficiency
+
+    return efficiency(replay.accept, cut=True).rounds.numpy()
+
+
+@pytest.mark.parametrize("kind", list(LIVE))
+def test_live_decoding_agrees(kind, target, tmp_path, monkeypatch):
+    trace = lab.record(
+        target, [row for row in prompts(120) for _ in range(4)], tmp_path / "t", **HOW, batch=64
+    )
+    make, k = LIVE[kind]
+    _, counted = live(target, make(), k)
+    found = ends(lab.replay(trace, make(), k, batch=64))
+    assert apart(found, counted) < 4
+    if kind != "point masses":  # both formulas turned round
+        turned = forced.chances
+        monkeypatch.setattr(forced, "chances", lambda p, q: turned(q, p))
+        one = forced.siblings_chance
+        monkeypatch.setattr(forced, "siblings_chance", lambda p, q, m, x: one(q, p, m, x))
+        wrong = ends(lab.replay(trace, make(), k, batch=64, cache=False))
+        assert apart(wrong, counted) > 6
+
+
+def test_siblings_by_enumeration():
+    """Over all draws of two siblings and their verdicts: P(one was accepted | committed x)."""
+    p, q = torch.tensor([[0.5, 0.3, 0.2], [0.2, 0.3, 0.5]], dtype=torch.float64)
+    accepted, committed = torch.zeros(2, 3, dtype=torch.float64)
+    for a in range(3):
+        yes = min(1.0, float(p[a] / q[a]))
+        accepted[a] += q[a] * yes
+        rest = (p - q).clamp(min=0)
+        rest = rest / rest.sum()
+        last = (rest - q).clamp(min=0)
+        last = last / last.sum()
+        for b in range(3):
+            here = q[a] * (1 - yes) * q[b]
+            again = min(1.0, float(rest[b] / q[b]))
+            accepted[b] += here * again
+            committed += here * (1 - again) * last
+    committed += accepted
+    torch.testing.assert_close(committed, p)
+    for x in range(3):
+        assert forced.siblings_chance(p, q, 2, x) == pytest.approx(float(accepted[x] / p[x]), abs=1e-12)
+
+
+def table(probs):
+    return sd.TableModel(probs)
+
+
+@pytest.fixture(scope="module")
+def coin(tmp_path_factory):
+    model = table([0.7, 0.3])
+    return lab.record(model, [[0], [1], [0]], tmp_path_factory.mktemp("coin") / "t", 40, 2, progress=False)
+
+
+@pytest.mark.parametrize("draft", [Remembers, LooksThenDrops])
+def test_drafts_that_depend_on_dropped_tokens_are_refused(draft, coin):
+    half = torch.tensor([0.5, 0.5], dtype=torch.float64)
+    with pytest.raises(ValueError, match="depends on tokens that it drew and dropped"):
+        lab.replay(coin, draft(half, [1] if draft is Remembers else 1), 2, cache=False)
+
+
+def test_greedy_texts(target, tmp_path):
+    greedy = lab.record(target, prompts(3), tmp_path / "t", sampling=sd.Sampling(temperature=0), **HOW)
+    itself = lab.replay(greedy, target, K)
+    assert itself.tau == K + 1
+    other = lab.replay(greedy, small(), K)
+    assert other.tau < 2
+    assert set(other.accept.unique().tolist()) <= {0.0, 1.0}
+
+
+def test_texts_end_at_an_end_token(target, tmp_path):
+    how = {**HOW, "eos_token_id": (3, 7, 11)}
+    trace = lab.record(target, prompts(40), tmp_path / "t", **how)
+    ended = [text for text in trace.texts if text.ended]
+    assert 5 < len(ended) < 40
+    assert all(
+        text.ids[-1] in (3, 7, 11) and text.rounds == len(text.ids) - text.prompt - 1 for text in ended
+    )
+    found = lab.replay(trace, small(), K).efficiency()
+    rounds = [text.rounds for text in trace.texts]
+    assert all(0 <= r <= n for r, n in zip(found.rounds.tolist(), rounds))
+    assert all(abs(found.tokens[i] - text.rounds) < 1e-9 for i, text in enumerate(trace.texts) if text.ended)
+
+
+def test_the_largest_probabilities_are_enough_for_chains(target, trace, tmp_path):
+    few = lab.record(target, prompts(6), tmp_path / "t", keep=4, **HOW)
+    assert [text.ids for text in few.texts] == [text.ids for text in trace.texts]
+    law = few.law(2)
+    torch.testing.assert_close(law.probs.sum(1) + law.rest, torch.ones(13))
+    whole = trace.law(2).probs
+    torch.testing.assert_close(whole.gather(1, law.ids), law.probs)
+    one, other = (lab.replay(t, small(), K).accept for t in (few, trace))
+    torch.testing.assert_close(one, other)
+    with pytest.raises(ValueError, match="keep="):
+        lab.replay(few, sd.drafts.Tree(small(), (2, 1)), 2)
+
+
+def test_recording_continues(target, trace, tmp_path):
+    rows, folder = prompts(6), tmp_path / "t"
+    lab.record(target, rows[:4], folder, taps=(1, 2), **HOW, batch=2)
+    part = folder / "part-000"
+    lines = (part / "texts.jsonl").read_text().splitlines(keepends=True)
+    (part / "texts.jsonl").write_text("".join(lines[:3]) + lines[3][:20])  # interrupted while writing
+    os.truncate(part / "own.bin", (part / "own.bin").stat().st_size - 5)
+    again = lab.record(target, rows, folder, taps=(1, 2), **HOW)
+    assert [text.ids for text in again.texts] == [text.ids for text in trace.texts]
+    for i in range(6):
+        torch.testing.assert_close(again.law(i).probs, trace.law(i).probs)
+        torch.testing.assert_close(again.activations(i), trace.activations(i))
+    assert len(list(folder.glob("part-*"))) == 2
+
+
+def test_every_process_writes_a_part(target, trace, tmp_path, monkeypatch):
+    """Two processes, one after the other, in place of accelerate's."""
+    from specdec.lab import recording
+
+    class State:
+        def __init__(self, index):
+            self.process_index, self.num_processes = index, 2
+
+        def main_process_first(self):
+            return __import__("contextlib").nullcontext()
+
+        def wait_for_everyone(self):
+            return None
+
+    for index in range(2):
+        monkeypatch.setattr(recording, "PartialState", lambda index=index: State(index))
+        lab.record(target, prompts(6), tmp_path / "t", taps=(1, 2), **HOW)
+    both = lab.Trace(tmp_path / "t")
+    assert len(both.parts) == 2
+    assert [text.ids for text in both.texts] == [text.ids for text in trace.texts]
+    torch.testing.assert_close(both.law(3).probs, trace.law(3).probs)
+
+
+def test_results_are_stored_by_draft(target, trace, tmp_path):
+    folder = tmp_path / "t"
+    shutil.copytree(trace.folder, folder)
+    shutil.rmtree(folder / "replays", ignore_errors=True)
+    copy = lab.Trace(folder)
+    first = lab.replay(copy, small(), 2)
+    stored = list((folder / "replays").iterdir())
+    assert len(stored) == 1
+    torch.testing.assert_close(lab.replay(copy, small(), 2).accept, first.accept)
+    lab.replay(copy, sd.HFModel(tiny("llama", seed=2, vocab_size=V)), 2)
+    lab.replay(copy, sd.drafts.Model(small(), sd.Sampling(temperature=0.5)), 2)
+    lab.replay(copy, small(), 3)
+    assert len(list((folder / "replays").iterdir())) == 4
+    lab.replay(copy, sd.drafts.chain_draft(lambda ids: ids[-1:]), 2)  # a function has no name
+    assert len(list((folder / "replays").iterdir())) == 4
+
+
+def test_refusals(target, spire, trace, tmp_path):
+    other = sd.HFModel(tiny("llama", seed=9, num_hidden_layers=3, vocab_size=V))
+    with pytest.raises(ValueError, match=r"is of target .* record this one"):
+        lab.replay(trace, small(), K, target=other)
+    with pytest.raises(ValueError, match="blocks of at most 3: record with k=4"):
+        lab.replay(trace, small(), 4)
+    with pytest.raises(ValueError, match="reads the target: pass target="):
+        lab.replay(trace, sd.drafts.Spire(spire), K)
+    with pytest.raises(ValueError, match="reads the target: pass target="):
+        lab.replay(trace, sd.drafts.MagicDec(4, 1), K)
+    with pytest.raises(ValueError, match=r"recorded with temperature=1\.0"):
+        lab.replay(trace, small(), K, sampling=sd.Sampling(temperature=0.5))
+    with pytest.raises(FileNotFoundError, match="holds no trace"):
+        lab.replay(tmp_path / "none", small(), K)
+    with pytest.raises(ValueError, match="another one than in the trace"):
+        lab.record(target, prompts(6, seed=6), trace.folder, taps=(1, 2), **HOW)
+    with pytest.raises(ValueError, match="trace with new_tokens 9, not 10"):
+        lab.record(target, prompts(6), trace.folder, taps=(1, 2), **{**HOW, "new_tokens": 10})
+    with pytest.raises(ValueError, match="trace with target"):
+        lab.record(other, prompts(6), trace.folder, taps=(1, 2), **HOW)
+    with pytest.raises(ValueError, match="prompt 1 is empty"):
+        lab.record(target, [[1], []], tmp_path / "a", **HOW)
+    with pytest.raises(ValueError, match=r"prompt 0 has 250 tokens.* 256 positions: shorten it to 243"):
+        lab.record(target, [[1] * 250], tmp_path / "a", **HOW)
+    with pytest.raises(ValueError, match="prompts is empty"):
+        lab.record(target, [], tmp_path / "a", **HOW)
+
+
+def test_another_tokenizer_is_refused(tmp_path):
+    target = sd.HFModel(tiny("llama"), byte_tokenizer())
+    trace = lab.record(target, ["abc", "def"], tmp_path / "t", 4, 2, eos_token_id=(), progress=False)
+    other = byte_tokenizer()
+    other.add_tokens(["<new>"])
+    with pytest.raises(ValueError, match="another tokenizer"):
+        lab.replay(trace, sd.HFModel(tiny("llama", seed=1), other), 2)
+
+
+def test_processors_are_given_again(target, tmp_path):
+    def softer(ids, scores):
+        return scores / 2
+
+    how = sd.Sampling(processors=(softer,))
+    trace = lab.record(target, prompts(2), tmp_path / "t", sampling=how, **HOW)
+    assert lab.replay(trace, small(), K, sampling=how, cache=False).tau > 1
+    with pytest.raises(ValueError, match=r"processors .*softer: pass sampling="):
+        lab.replay(trace, small(), K)
+
+
+# -- compare ------------------------------------------------------------------------------------------------------------------
+
+
+def made(trace, value):
+    """A replay in which every token is accepted with the same probability."""
+    C, n = len(trace), max(t.rounds for t in trace.texts)
+    q = torch.full((C, n, K), value, dtype=torch.float64)
+    return lab.replays.Replay(trace, f"at {value}", K, q, q, torch.full((C, n), K), True)
+
+
+def test_compare(trace):
+    found = lab.compare([made(trace, 0.5), made(trace, 0.8)])
+    rows = {row["method"]: row for row in found.rows}
+    assert rows["at 0.5"]["tau"] == pytest.approx(1 + 0.5 + 0.25 + 0.125, rel=0.02)
+    assert rows["at 0.8"]["ratio"] == pytest.approx(rows["at 0.8"]["tau"] / rows["at 0.5"]["tau"])
+    assert rows["at 0.5"]["ratio"] == rows["at 0.5"]["ratio_high"] == 1
+    assert rows["at 0.8"]["acceptance"] == pytest.approx([0.8] * 3)
+    assert "at 0.8 (k = 3) has the most" in repr(found)
+    assert "too close" not in repr(found)
+    assert len(found.frame()) == 2
+    assert found.plot().axes
+    each = lab.compare({"a": made(trace, 0.5)}, k=range(1, 4))
+    assert [row["k"] for row in each.rows] == [1, 2, 3]
+    assert [row["tau"] for row in each.rows] == pytest.approx([1.5, 1.75, 1.875], rel=0.02)
+
+
+def test_compare_by_category(target, tmp_path):
+    rows = [Entry((f"{i}",), "even" if i % 2 == 0 else "odd", str(i // 2)) for i in range(12)]
+    model = sd.HFModel(tiny("llama"), byte_tokenizer())
+    trace = lab.record(model, rows, tmp_path / "t", 4, 2, eos_token_id=(), progress=False)
+    replay = lab.replay(trace, sd.HFModel(tiny("llama", seed=1), byte_tokenizer()), 2)
+    found = lab.compare([replay])
+    assert [(row["category"], row["texts"], row["sources"]) for row in found.rows] == [
+        ("all", 12, 6),
+        ("even", 6, 6),
+        ("odd", 6, 6),
+    ]
+    few = [Entry((str(i),), "one" if i else "two", str(i)) for i in range(6)]
+    trace = lab.record(model, few, tmp_path / "few", 4, 2, eos_token_id=(), progress=False)
+    rows = lab.compare([lab.replay(trace, sd.drafts.NGram(), 2)]).rows
+    assert [row["tau_low"] is None for row in rows] == [False, False, True]
+
+
+def test_compare_refuses(target, trace, coin, tmp_path):
+    with pytest.raises(ValueError, match="another trace"):
+        lab.compare({"a": made(trace, 0.5), "b": made(coin, 0.5)})
+    with pytest.raises(ValueError, match="3 sources, too few"):
+        lab.compare([made(coin, 0.5)])
+    with pytest.raises(ValueError, match=r"there are at 0\.5"):
+        lab.compare([made(trace, 0.5)], reference="vanilla")
+    with pytest.raises(ValueError, match="two of one name"):
+        lab.compare([made(trace, 0.5), made(trace, 0.5)])
+    with pytest.raises(ValueError, match="trees of depth 2"):
+        tree = lab.replay(trace, sd.drafts.Tree(small(), (2, 1)), 2)
+        lab.compare([tree], k=1)
+
+
+# -- prompts of one's own -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("lines", "error"),
+    [
+        (['{"prompt": "a"}', "no json"], "line 2 of p.jsonl is not JSON"),
+        (['{"prompt": "a"}', "", '{"text": "b"}'], "line 3 of p.jsonl is not an object with either"),
+        (['{"prompt": "a", "turns": ["b"]}'], "line 1 of p.jsonl is not an object with either"),
+        (['{"prompt": "  "}'], "line 1 of p.jsonl: prompt is empty"),
+        (['{"prompt": 3}'], r"line 1 of p.jsonl: prompt is \[3\]: give a text"),
+        (['{"turns": ["a", 3]}'], "give a list of texts"),
+        (['{"turns": []}'], "turns is empty"),
+        ([""], "has no prompts"),
+    ],
+)
+def test_a_file_of_prompts_names_the_line(lines, error, tmp_path):
+    path = tmp_path / "p.jsonl"
+    path.write_text("\n".join(lines))
+    with pytest.raises(ValueError, match=error):
+        read(path)
+
+
+def test_a_prompt_that_is_too_long_is_named_by_its_line(tmp_path):
+    path = tmp_path / "p.jsonl"
+    path.write_text(json.dumps({"prompt": "a"}) + "\n" + json.dumps({"prompt": "a" * 250}))
+    model = sd.HFModel(tiny("llama"), byte_tokenizer())
+    with pytest.raises(ValueError, match=r"line 2 of p\.jsonl has 250 tokens"):
+        lab.record(model, read(path), tmp_path / "t", 4, 2, progress=False)
+
+
+def test_turns_follow_the_targets_own_answers(tmp_path):
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"turns": ["ab", "cd"], "category": "talk"}\n{"turns": ["e"]}')
+    tok = byte_tokenizer()
+    tok.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    model = sd.HFModel(tiny("llama", vocab_size=97), tok)
+    trace = lab.record(model, read(path), tmp_path / "t", 4, 2, eos_token_id=(), progress=False)
+    assert [text.number for text in trace.texts] == [(0, 0), (0, 1), (1, 0)]
+    first, second, _ = trace.texts
+    answer = tok.decode(first.ids[first.prompt :], skip_special_tokens=True)
+    assert tok.decode(second.ids[: second.prompt]) == f"<user>ab<assistant>{answer}<user>cd"
+    assert trace.categories == ["talk", "talk", "all"]
+    tok.chat_template = None
+    with pytest.raises(ValueError, match=r"line 1 of p\.jsonl: turns need a chat template"):
+        lab.record(model, read(path), tmp_path / "u", 4, 2, progress=False)
+
+
+def test_shipped_prompts_have_files_as_sources():
+    found = shipped()
+    assert len(found) == 72
+    assert {entry.category for entry in found} == {"code", "prose", "tabular"}
+    assert 10 < len({entry.source for entry in found}) < 72
