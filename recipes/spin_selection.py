@@ -2,8 +2,8 @@
 
     python recipes/spin_selection.py --json docs/results/spin_selection.json --plots docs/figures
 
-Texts are sampled from the target once. Along them every draft's chances of acceptance are known, so that selectors are replayed instead of
-decoded: `specdec.lab.selection` and `specdec.lab.selection_runs`. Seconds are those of measured rounds (`lab.arm_times`): drafting,
+Texts are sampled from the target once (`lab.record`). Along them every draft's chances of acceptance are known (`lab.replay`), so that
+selectors are replayed instead of decoded: `specdec.lab.selection` and `specdec.lab.selection_runs`. Seconds are those of measured rounds (`lab.arm_times`): drafting,
 verification, and the reading of all that a draft has not read when a request changes to it. The prompts of one half of the source
 files are for learning (rows `learned`), those of the other half are for all results.
 
@@ -19,25 +19,27 @@ Intervals are 95 % bootstraps over source files and repeats. `times` rows have t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import checkout  # noqa: F401
 import numpy as np
-import torch
 
 import specdec as sd
-from specdec import selectors, zoo
+from specdec import lab, selectors, zoo
 from specdec.lab import plots
 from specdec.lab.arm_times import POOL, load_pool, measured
 from specdec.lab.console import progress, table
 from specdec.lab.options import option, parse
+from specdec.lab.prompt_file import shipped
 from specdec.lab.recipe import Plotted
 from specdec.lab.selection import Requests, RoundTimes, fixed_seconds, ratio, round_oracle, worth
 from specdec.lab.selection_runs import Follow, SelectorReplay
-from specdec.lab.tau import accept_chances, sample
-from specdec.lab.workload import Kind
+from specdec.lab.workload import Kind, halves
 
 Row = dict[str, Any]
 
@@ -49,12 +51,17 @@ class Settings(Plotted):
     )
     batches: tuple[int, ...] = option((1, 4, 16, 64), "rows at a time")
     replayed: int = option(16, "rows at a time in the replays of selectors")
-    context: int = option(256, "tokens of a prompt")
+    median: int = option(200, "tokens of the median prompt")
     per_prompt: int = option(2, "prompts cut from one held-out text")
     new_tokens: int = option(96, "tokens of a request")
     k: int = option(4, "drafted tokens per round")
-    capacity: float = option(0.25, "share of the batch that an arm may draft for in the paper's setting")
+    capacity: float = option(
+        1.5, "rows that an arm may draft for in the paper's setting, times an equal share of the batch"
+    )
     repeats: int = option(40, "replays of each selector, with random numbers of their own")
+    trace: str | None = option(
+        None, "folder of the recorded texts and replays, to use them again (default: none)", metavar="DIR"
+    )
     quick: bool = option(False, "a one-minute run: four prompts a domain, two repeats")
 
 
@@ -63,20 +70,23 @@ def main(s: Settings) -> list[Row]:
     if s.quick:
         small = (POOL[0], POOL[1], "ngram", "none")
         s = replace(
-            s, pool=small, batches=(1, 4), replayed=3, context=64, per_prompt=1, new_tokens=12, repeats=2
+            s, pool=small, batches=(1, 4), replayed=3, median=64, per_prompt=1, new_tokens=12, repeats=2
         )
-    requests, domains = recorded(s)
-    target = sd.HFModel(*zoo.load("pocket-target"))
-    prompts = [row.tolist() for row in requests.tokens[: s.replayed]] if requests.tokens is not None else []
-    times = measured(target, load_pool(s.pool), s.k, prompts, *((4, 1) if s.quick else ()), seed=s.seed)
+    target, arms = sd.HFModel(*zoo.load("pocket-target")), load_pool(s.pool)
+    with ExitStack() as stack:
+        folder = s.trace or stack.enter_context(TemporaryDirectory())
+        requests, domains = recorded(s, target, arms, folder)
+    assert requests.tokens is not None
+    prompts = [row[:n].tolist() for row, n in zip(requests.tokens, requests.prompt.tolist())][: s.replayed]
+    times = measured(target, arms, s.k, prompts, *((4, 1) if s.quick else ()), seed=s.seed)
     rows: list[Row] = [
         {"part": "times", "arm": name, "fixed_milliseconds": 1e3 * f, "row_milliseconds": 1e3 * r, "read_milliseconds": 1e3 * read}
         for name, (f, r), read in zip(s.pool, times.draft, times.read)
     ]  # fmt: skip
     rows += [{"part": "times", "arm": "verify", **dict(zip(("fixed", "row", "token"), times.verify))}]
-    test = np.flatnonzero(requests.source % 2 == 1)
-    groups = [domains[c] for c in test]
-    tested, learned = requests.select(test), requests.select(np.flatnonzero(requests.source % 2 == 0))
+    half = halves(requests.source.tolist(), domains)
+    learned, tested = (requests.select(np.flatnonzero(half == part)) for part in (0, 1))
+    groups = [domain for domain, part in zip(domains, half) if part == 1]
     for batch in s.batches:
         rows += [{"part": "worth", **row} for row in worth(tested, times, batch, groups)]
     rows += regrets(s, tested, learned, times, Kind(target.tokenizer))
@@ -88,45 +98,28 @@ def main(s: Settings) -> list[Row]:
     return rows
 
 
-def recorded(s: Settings) -> tuple[Requests, list[str]]:
-    """The requests and their domains: prompts of equal length, and the target's continuations."""
-    model, tokenizer = zoo.load("pocket-target")
-    arms = load_pool(s.pool)
-    layers = sorted({layer for name in s.pool if "spire" in name for layer in arms[name].model.layers})
-    count = 12 if s.quick else None
-    texts = sample(model, tokenizer, s.context, s.new_tokens, s.k, layers, s.seed, s.per_prompt, count)
-    accept = torch.zeros(len(s.pool), len(texts.tokens), s.new_tokens, s.k, dtype=torch.float64)
-    size = torch.full(accept.shape[:3], s.k)
-    for a, (name, draft) in enumerate(arms.items()):
-        progress(f"chances of {name}")
-        if name == "ngram":
-            accept[a], size[a] = looked_up(draft, texts, s)
-        elif draft is not None:
-            accept[a] = accept_chances(draft.model if "spire" in name else draft.model.model, texts)
-    lengths = tuple(0 if draft is None else s.k for draft in arms.values())
-    prompt, tokens = np.full(len(texts.tokens), s.context), texts.tokens[:, : s.context]
-    return Requests(
-        accept, lengths, prompt, texts.prompt, tuple(arms), size=size, tokens=tokens
-    ), texts.domain
-
-
-def looked_up(draft: Any, texts: Any, s: Settings) -> tuple[torch.Tensor, torch.Tensor]:
-    """``[C, n, k]`` whether an n-gram proposes the text's tokens, and how many it proposes ``[C, n]``."""
-    made = torch.zeros(len(texts.tokens), s.new_tokens, s.k)
-    size = torch.zeros(made.shape[:2], dtype=torch.long)
-    for c, ids in enumerate(texts.tokens.numpy()):
-        for start in range(s.new_tokens):
-            at = s.context + 1 + start
-            found = draft.lookup(ids[:at], s.k)
-            size[c, start] = len(found)
-            made[c, start, : len(found)] = torch.from_numpy(found == ids[at : at + len(found)])
-    return made, size
+def recorded(s: Settings, target: Any, arms: dict[str, Any], folder: str) -> tuple[Requests, list[str]]:
+    """The requests and their domains: pieces of held-out prompts, as long as those of `lab.workload`, and the target's continuations."""
+    noise, prompts = np.random.default_rng(s.seed), []
+    for entry in shipped(12 if s.quick else None):
+        ids = target.tokenizer(entry.turns[0], add_special_tokens=False)["input_ids"]
+        for piece in range(s.per_prompt):
+            start = piece * len(ids) // s.per_prompt
+            length = int(np.clip(np.exp(noise.normal(np.log(s.median), 0.8)), 32, len(ids) // s.per_prompt))
+            text = target.tokenizer.decode(ids[start : start + length])
+            prompts.append(replace(entry, turns=(text,)))
+    trace = lab.record(target, prompts, folder, s.new_tokens, s.k, eos_token_id=(), seed=s.seed)
+    replays = {}
+    for name, draft in arms.items():
+        progress(f"chances of {name}", stays=True)
+        replays[name] = None if draft is None else lab.replay(trace, draft, s.k, target, name=name)
+    return Requests.of(replays), [text.category for text in trace.texts]
 
 
 def regrets(s: Settings, tested: Requests, learned: Requests, times: RoundTimes, kind: Kind) -> Iterator[Row]:
     """Rows of every selector, and the ratios."""
     replay = SelectorReplay(tested, times, s.replayed, s.repeats, s.seed)
-    capacity = max(1, round(s.capacity * s.replayed))
+    capacity = math.ceil(s.capacity * s.replayed / len(s.pool))
     bound = replace(replay, capacities=tuple(s.replayed if k == 0 else capacity for k in tested.lengths))
     school = replace(replay, requests=learned, repeats=1)
     fixed, oracle = fixed_seconds(tested, times, s.replayed), round_oracle(tested, times, s.replayed)
@@ -189,7 +182,7 @@ def chosen(
                 f"{name}, by kind": (pooled, None, free),
                 f"{name}, by kind, learned": (pooled, pooled, free),
             }
-    stays = selectors.Spin(4, 64, kind, warm=100, learn="always")
+    stays = selectors.Spin(4, 64, kind, warm=30, learn="always")
     out["Spin, by kind, learned"] = (stays, replace(stays, exploration=8, growth=1, warm=None), free)
     out["Oracle's plan"] = (Follow(oracle, tested.prompt), None, free)
     return out

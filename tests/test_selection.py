@@ -8,8 +8,10 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+from tiny import tiny
 
-from specdec import selectors
+import specdec as sd
+from specdec import lab, selectors
 from specdec.audit.tau import efficiency
 from specdec.capabilities import SelectorInfo
 from specdec.lab.selection import Requests, RoundTimes, fixed_seconds, ratio, round_oracle, worth
@@ -266,6 +268,29 @@ def test_intervals_are_over_sources_and_repeats():
 def test_requests_that_do_not_fit_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         replace(requests(), **change)
+
+
+def test_requests_of_replays(tmp_path):
+    target, other = (sd.HFModel(tiny("llama", seed, vocab_size=23)) for seed in (0, 1))
+    prompts = [[1, 2, 3, 4, 5], [6, 7, 8], [1, 2, 3]]
+    trace = lab.record(target, prompts, tmp_path, new_tokens=6, k=3, eos_token_id=(), progress=False)
+    model, ngram = lab.replay(trace, other, 2), lab.replay(trace, sd.drafts.NGram(), 3)
+    r = Requests.of({"model": model, "none": None, "ngram": ngram})
+    assert (r.lengths, r.names) == ((2, 0, 3), ("model", "none", "ngram"))
+    assert r.prompt.tolist() == [5, 3, 3]
+    assert r.new_tokens.tolist() == [6, 6, 6]
+    assert r.tokens is not None
+    assert r.tokens[1].tolist() == [6, 7, 8, 0, 0]
+    assert len(set(r.source)) == 3
+    torch.testing.assert_close(r.accept[0, ..., :2], model.accept)
+    second = RoundTimes(((0.0, 0.0),) * 3, (0.0, 1.0, 0.0), (0.0,) * 3)
+    rounds = efficiency(ngram.accept, cut=True).rounds.numpy()
+    np.testing.assert_allclose(fixed_seconds(r, second, 2)[2], rounds)
+    with pytest.raises(ValueError, match="at least one draft"):
+        Requests.of({"none": None})
+    tree = lab.replay(trace, sd.drafts.Tree(other, (2, 1)), 2)
+    with pytest.raises(ValueError, match="'tree' proposes trees"):
+        Requests.of({"model": model, "tree": tree})
 
 
 def test_times_and_settings_that_do_not_fit_are_refused():

@@ -6,7 +6,7 @@ A request's text was sampled from the target, so each arm's chances of acceptanc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from specdec.cost.arms import ArmCosts
+from specdec.lab.replays import Replay
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,50 @@ class Requests:
         used = torch.arange(K) < torch.from_numpy(self.drafted)[..., None]
         if not bool((((self.accept >= 0) & (self.accept <= 1)) | ~used).all()):
             raise ValueError("accept has entries outside 0 .. 1: give probabilities, min(1, q / p)")
+
+    @staticmethod
+    def of(arms: Mapping[str, Replay | None]) -> Requests:
+        """Requests from replays of chain drafts on one trace; ``None`` is the arm that does not speculate. Sources are numbered.
+
+        Raises:
+            ValueError: all arms are ``None``, replays are of trees or of different traces, or no text has rounds.
+        """
+        replays = {name: replay for name, replay in arms.items() if replay is not None}
+        if not replays:
+            raise ValueError(f"arms are {', '.join(arms) or 'none'}: give the replay of at least one draft")
+        first = next(iter(replays.values()))
+        for name, replay in replays.items():
+            if (
+                not replay.chains
+                or replay.trace.meta["id"] != first.trace.meta["id"]
+                or len(replay) != len(first)
+            ):
+                raise ValueError(
+                    f"arm {name!r} proposes trees, or is of another trace: replay chain drafts on one trace"
+                )
+        used = [c for c, text in enumerate(first.trace.texts) if text.rounds]
+        texts = [first.trace.texts[c] for c in used]
+        if not texts:
+            raise ValueError("no text has rounds: record longer texts")
+        n, K = first.accept.shape[1], max(replay.k for replay in replays.values())
+        accept = torch.zeros(len(arms), len(texts), n, K, dtype=torch.float64)
+        size = torch.zeros(accept.shape[:3], dtype=torch.long)
+        for a, name in enumerate(arms):
+            if name in replays:
+                own = replays[name]
+                accept[a, ..., : own.k], size[a] = own.accept[used], own.size[used]
+        prompts = [torch.tensor(text.ids[: text.prompt]) for text in texts]
+        names = {source: i for i, source in enumerate(dict.fromkeys(first.trace.sources))}
+        return Requests(
+            accept,
+            tuple(0 if replay is None else replay.k for replay in arms.values()),
+            np.array([text.prompt for text in texts]),
+            np.array([names[text.source] for text in texts]),
+            tuple(arms),
+            np.array([text.rounds for text in texts]),
+            size,
+            torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True),
+        )
 
     def select(self, rows: Sequence[int] | np.ndarray) -> Requests:
         """Some of the requests."""
