@@ -310,7 +310,7 @@ def test_spins_recipes_at_toy_size(recipe, tmp_path):
         "spin_decompose": {"lengths", "batch", "method", "milliseconds", "peak_bytes"},
         "spin_pipeline": {"mode", "batch", "micro_batches", "milliseconds", "predicted", "gain"},
         "spin_switching": {"executor", "prepared", "context", "stall_milliseconds", "ordinary_milliseconds"},
-        "spin_end_to_end": {"configuration", "batch"},
+        "spin_end_to_end": {"configuration", "batch", "ratio_to_plain", "tau"},
     }[recipe]
     assert rows
     assert columns <= {name for row in rows for name in row}
@@ -323,18 +323,28 @@ def test_spins_recipes_at_toy_size(recipe, tmp_path):
         named = {r["selector"].split(",")[0] for r in rows if r["part"] == "regret"}
         assert named >= set(sd.selectors.__all__)
     if recipe == "spin_end_to_end":
-        named = {r["configuration"] for r in rows}
-        wanted = [
-            "smallest",
-            "smallest_packed",
-            "best_fixed",
-            "oracle",
-            "selection",
-            "selection+decomposition",
-            "spin",
-        ]
-        assert named >= set(wanted)
-        assert all(r["goodput"] > 0 for r in rows if r["configuration"] != "choice")
+        columns = {"configuration", "batch", "cores", "attention", "goodput", "goodput_low", "goodput_high"}
+        assert all(columns <= set(r) and r["goodput"] > 0 for r in rows)
+        places = {(r["configuration"], r["attention"], r["cores"]) for r in rows}
+        for attention, cores, mine in (
+            ("padded", 1, "selection"),
+            ("packed", 1, "selection+packed"),
+            ("auto", 2, "spin"),
+        ):
+            wanted = ("plain", "smallest", "best_fixed", "pooled", mine)
+            assert {(name, attention, cores) for name in wanted} <= places
+        for r in rows:  # every ratio is to a row of the same cores and attention
+            for other in ("plain", "smallest", "best_fixed"):
+                same = [
+                    x
+                    for x in rows
+                    if x["configuration"] == other
+                    and (x["attention"], x["cores"]) == (r["attention"], r["cores"])
+                ]
+                assert r[f"ratio_to_{other}"] == (
+                    pytest.approx(r["goodput"] / same[0]["goodput"]) if same else None
+                )
+        assert all(sum(r["arms"]) == pytest.approx(1) for r in rows)
 
 
 def test_the_pools_table(tmp_path):
