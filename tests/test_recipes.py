@@ -322,6 +322,11 @@ def test_spins_recipes_at_toy_size(recipe, tmp_path):
         assert all(sum(s.values()) == pytest.approx(1) and len(s) == 4 for s in shares)
         named = {r["selector"].split(",")[0] for r in rows if r["part"] == "regret"}
         assert named >= set(sd.selectors.__all__)
+    if recipe == "spin_pipeline":
+        search = [r for r in rows if r["mode"] == "search"]
+        assert [r["micro_batches"] for r in search] == [1, 2, 3]
+        assert sum(r["tuned"] for r in search) <= 1  # the search may end above 3
+        assert all(r["tokens_per_second"] > 0 for r in search)
     if recipe == "spin_end_to_end":
         columns = {"configuration", "batch", "cores", "attention", "goodput", "goodput_low", "goodput_high"}
         assert all(columns <= set(r) and r["goodput"] > 0 for r in rows)
