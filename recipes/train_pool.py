@@ -68,7 +68,7 @@ class Settings(Recipe):
     work: str = option("runs/pocket", "folder for shards and cached states")
     site: str = option("", "more site-packages folders, separated by commas")
     zoo: str = option(str(zoo.FOLDER), "folder to export to (default: the package's)")
-    tokens: float = option(5.0, "millions of training tokens for each")
+    tokens: float = option(3.0, "millions of training tokens for each")
     epochs: float = option(1.0, "passes over the tokens")
     batch: int = option(2, "sequences per step")
     muon_lr: float = option(0.02)
@@ -133,7 +133,8 @@ def export(s: Settings, name: str, draft: Any, tokenizer: Any, report: Trained) 
         p.data = p.data.to(torch.bfloat16)
     draft.config.dtype = torch.bfloat16
     draft.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    if zoo.tokenizer_folder(folder) is None:  # the package's models share one
+        tokenizer.save_pretrained(folder)
     (folder / "model.safetensors").chmod(0o644)
     (folder / "README.md").write_text(card(s, name, draft, report))
 
@@ -148,15 +149,22 @@ def card(s: Settings, name: str, draft: Any, report: Trained) -> str:
     lines = [
         f"# {name}",
         "",
-        f"A draft for pocket-target: Llama architecture, {c.num_hidden_layers} layers, hidden size {c.hidden_size}, "
-        f"{c.num_attention_heads} heads, intermediate size {c.intermediate_size},",
+        f"A draft for pocket-target: Llama architecture, layers: {c.num_hidden_layers}, hidden size: {c.hidden_size}, heads: "
+        f"{c.num_attention_heads}, intermediate size: {c.intermediate_size},",
         f"tied embeddings, vocabulary {c.vocab_size}, {total:,} parameters. Stored in bf16; `specdec.zoo.load` loads it in float32.",
         "",
         f"**Training.** Begun from {start}; distilled from pocket-target with MixedLoss(0.5) on {report.tokens / 1e6:.2f} M tokens "
         f"({shares})",
-        f"of the pocket corpus, length 1024, in {report.seconds / 60:.0f} minutes on one core. Muon (lr {s.muon_lr}) for the blocks' "
+        f"of the pocket corpus, length 1024, in {report.seconds / 60:.0f} minutes on a shared CPU core. Muon (lr {s.muon_lr}) for the blocks' "
         f"matrices, AdamW (lr {s.adam_lr}) for",
         f"the rest, bf16 with float32 master weights, batch {s.batch}, seed {s.seed}. torch {made['versions']['torch']}.",
+    ]
+    if name in POOL:
+        lines.append(
+            f"All of {', '.join(POOL)} have these settings and the same tokens in the same order.\n"
+            "Their sizes were fixed before training; none was chosen, stopped or trained on by its results on any prompts."
+        )
+    lines += [
         "",
         "```",
         f"python recipes/train_pool.py --site SITE_PACKAGES --drafts {name} --tokens {s.tokens:g} --epochs {s.epochs:g}",

@@ -183,7 +183,7 @@ def test_prompts_of_a_split():
         entry["text"] for entry in entries("validation") if entry["domain"] == "prose"
     ]
     assert len(prompts(tokens=1024, tokenizer=tokenizer, split="validation")) == 48
-    with pytest.raises(ValueError, match="only 16 of the 17 prompts .*'validation'"):
+    with pytest.raises(ValueError, match=r"only 16 of the 17 prompts .*'validation'"):
         prompts("code", n=17, split="validation")
     for split in ("train", "dev"):
         with pytest.raises(ValueError, match="split must be one of"):
