@@ -65,6 +65,7 @@ RECIPES = [
     "spire_measured",
     "train_pool",
     "spin_pool",
+    "spin_selection",
     "spin_regret",
     "spin_decompose",
     "spin_pipeline",
@@ -314,7 +315,8 @@ def test_ablations(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "recipe", ["spin_regret", "spin_decompose", "spin_pipeline", "spin_switching", "spin_end_to_end"]
+    "recipe",
+    ["spin_selection", "spin_regret", "spin_decompose", "spin_pipeline", "spin_switching", "spin_end_to_end"],
 )
 def test_spins_recipes_at_toy_size(recipe, tmp_path):
     file = tmp_path / "s.json"
@@ -323,28 +325,59 @@ def test_spins_recipes_at_toy_size(recipe, tmp_path):
     run(f"recipes/{recipe}.py", "--quick", "--json", str(file), *words, *more)
     rows = report(file)
     columns = {
+        "spin_selection": {
+            "part",
+            "selector",
+            "regret",
+            "regret_low",
+            "regret_high",
+            "request_oracle",
+            "times_faster",
+        },
         "spin_regret": {"scenario", "selector", "slots", "regret", "low", "high"},
         "spin_decompose": {"lengths", "batch", "method", "milliseconds", "peak_bytes"},
         "spin_pipeline": {"mode", "batch", "micro_batches", "milliseconds", "predicted", "gain"},
         "spin_switching": {"executor", "prepared", "context", "stall_milliseconds", "ordinary_milliseconds"},
-        "spin_end_to_end": {"configuration", "batch"},
+        "spin_end_to_end": {"configuration", "batch", "ratio_to_plain", "tau"},
     }[recipe]
     assert rows
     assert columns <= {name for row in rows for name in row}
     assert not words or list(tmp_path.glob("*.png"))
+    if recipe == "spin_selection":
+        worth = [r for r in rows if r["part"] == "worth"]
+        assert all(1 - 1e-9 <= r["request_oracle"] <= r["round_oracle"] + 1e-9 for r in worth)
+        shares = [{k: v for k, v in r.items() if k.startswith("share:")} for r in worth]
+        assert all(sum(s.values()) == pytest.approx(1) and len(s) == 4 for s in shares)
+        named = {r["selector"].split(",")[0] for r in rows if r["part"] == "regret"}
+        assert named >= set(sd.selectors.__all__)
+    if recipe == "spin_pipeline":
+        search = [r for r in rows if r["mode"] == "search"]
+        assert [r["micro_batches"] for r in search] == [1, 2, 3]
+        assert sum(r["tuned"] for r in search) <= 1  # the search may end above 3
+        assert all(r["tokens_per_second"] > 0 for r in search)
     if recipe == "spin_end_to_end":
-        named = {r["configuration"] for r in rows}
-        wanted = [
-            "smallest",
-            "smallest_packed",
-            "best_fixed",
-            "oracle",
-            "selection",
-            "selection+decomposition",
-            "spin",
-        ]
-        assert named >= set(wanted)
-        assert all(r["goodput"] > 0 for r in rows if r["configuration"] != "choice")
+        columns = {"configuration", "batch", "cores", "attention", "goodput", "goodput_low", "goodput_high"}
+        assert all(columns <= set(r) and r["goodput"] > 0 for r in rows)
+        places = {(r["configuration"], r["attention"], r["cores"]) for r in rows}
+        for attention, cores, mine in (
+            ("padded", 1, "selection"),
+            ("packed", 1, "selection+packed"),
+            ("auto", 2, "spin"),
+        ):
+            wanted = ("plain", "smallest", "best_fixed", "pooled", mine)
+            assert {(name, attention, cores) for name in wanted} <= places
+        for r in rows:  # every ratio is to a row of the same cores and attention
+            for other in ("plain", "smallest", "best_fixed"):
+                same = [
+                    x
+                    for x in rows
+                    if x["configuration"] == other
+                    and (x["attention"], x["cores"]) == (r["attention"], r["cores"])
+                ]
+                assert r[f"ratio_to_{other}"] == (
+                    pytest.approx(r["goodput"] / same[0]["goodput"]) if same else None
+                )
+        assert all(sum(r["arms"]) == pytest.approx(1) for r in rows)
 
 
 def test_the_pools_table(tmp_path):
