@@ -20,18 +20,21 @@ class Drafted(NamedTuple):
     Attributes:
         token: ``[..., K]``. own: ``[..., K]``, its probability under the distribution that it was drawn from.
         most, entropy: ``[..., K]``, the largest probability of that distribution and its entropy in nats, both known before the token.
+        known: ``[..., F]``, any numbers that are known before the round: of the text so far, the batch, the time.
     """
 
     token: Tensor
     own: Tensor
     most: Tensor
     entropy: Tensor
+    known: Tensor
 
     @staticmethod
-    def of(q: Tensor, token: Tensor) -> Drafted:
+    def of(q: Tensor, token: Tensor, known: Tensor | None = None) -> Drafted:
         """From distributions ``[..., K, V]`` and tokens ``[..., K]``."""
         own = q.gather(-1, token[..., None])[..., 0]
-        return Drafted(token, own, q.amax(-1), torch.special.entr(q).sum(-1))
+        nothing = own.new_zeros(*own.shape[:-1], 0) if known is None else known
+        return Drafted(token, own, q.amax(-1), torch.special.entr(q).sum(-1), nothing)
 
 
 Policy = Callable[[Drafted], Tensor]
@@ -65,7 +68,7 @@ def check_policy(policy: Policy, seen: Drafted, seed: int = 0) -> Tensor:
     Raises:
         ValueError: the policy anticipates, its lengths depend on other chains, or they are not lengths.
     """
-    chains = Drafted(*(part.reshape(-1, part.shape[-1]) for part in seen))
+    chains = Drafted(*(part.flatten(0, -2) for part in seen))
     R, K = chains.own.shape
     lengths = policy(chains)
     if (
@@ -124,4 +127,5 @@ def _changed(seen: Drafted, lengths: Tensor, kind: str, draw: torch.Generator) -
         torch.where(dropped, own, seen.own),
         most,
         torch.where(later, other.entropy, seen.entropy),
+        seen.known,
     )
