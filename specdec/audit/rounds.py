@@ -14,6 +14,8 @@ from torch import Tensor
 
 from specdec.arguments import whole
 
+ROUNDING = 1e-9  # of sums of probabilities
+
 
 class Efficiency(NamedTuple):
     """Expected ``tokens, rounds [C]``; ``reached, accepted [C, k]``: the expected number of times that a node of depth j was
@@ -105,11 +107,12 @@ class Rounds(NamedTuple):
         inside, room = _room(accept.shape[:2], k, cut, n, lengths)
         used = (torch.tensor(deep) < room[..., None]) & inside[..., None]
         accept = torch.where(used, accept.double(), 0)
-        if not bool(((accept >= 0) & (accept <= 1)).all()):
+        if not bool(((accept >= 0) & (accept <= 1 + ROUNDING)).all()):
             raise ValueError("accept has entries outside 0 .. 1: give probabilities, min(1, q / p)")
+        accept = accept.clamp(max=1)
         for parent in {up for up in parents if parents.count(up) > 1}:
             children = [v for v, up in enumerate(parents) if up == parent]
-            if bool((accept[..., children].sum(-1) > 1 + 1e-9).any()):
+            if bool((accept[..., children].sum(-1) > 1 + ROUNDING).any()):
                 raise ValueError(
                     "accept of siblings sums to more than 1: at most one of them can be accepted"
                 )
@@ -165,9 +168,12 @@ def _room(
     C, most = shape
     until = torch.full((C,), most) if n is None else torch.as_tensor(n)
     if until.shape != (C,) or bool(((until < 0) | (until > most)).any()):
-        raise ValueError(
-            f"n is {until.tolist()}: give each of the {C} texts a number of positions, 0 to {most}"
+        what = (
+            f"has shape {list(until.shape)}"
+            if until.shape != (C,)
+            else f"is {int(until.min())} to {int(until.max())}"
         )
+        raise ValueError(f"n {what}: give each of the {C} texts a number of positions, 0 to {most}")
     ends = torch.as_tensor(cut).expand(C)
     if ends.dtype != torch.bool:
         raise ValueError(f"cut is {cut!r}: give True, False, or a tensor of as many bools as there are texts")
