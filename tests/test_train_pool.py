@@ -99,7 +99,7 @@ def test_a_member_is_trained_exported_and_continued(tmp_path):
         assert all(torch.isfinite(p).all() for p in ours.parameters())
         card = (made / name / "README.md").read_text()
         assert f"--drafts {name} --tokens 0.0042 --epochs 1" in card
-        assert "the same tokens" in card if name == "pocket-140k" else "the same tokens" not in card
+        assert ("on the same tokens" in card) == (name == "pocket-140k")
     assert wrong.returncode == 1
     assert "--drafts pocket-nil: there are pocket-140k" in wrong.stderr
     shutil.rmtree(work)
