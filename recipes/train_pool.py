@@ -161,8 +161,7 @@ def card(s: Settings, name: str, draft: Any, report: Trained) -> str:
     ]
     if name in POOL:
         lines.append(
-            f"All of {', '.join(POOL)} have these settings and the same tokens in the same order.\n"
-            "Their sizes were fixed before training; none was chosen, stopped or trained on by its results on any prompts."
+            f"The recipe trains {', '.join(POOL)} with the same settings on the same tokens in the same order."
         )
     lines += [
         "",
