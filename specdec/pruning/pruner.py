@@ -7,6 +7,7 @@ row has fewer than the budget.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -93,6 +94,25 @@ def check(pruner: Any, keys: Tensor, values: Tensor, length: Tensor, budget: int
     for b, n in enumerate(length.tolist()):
         if not 0 <= n <= S:
             raise ValueError(f"{name}: length[{b}] is {n} and a row has {S} slots")
+
+
+class Checked(ABC):
+    """A pruner that is asked for its choice after the arguments were checked; for one that does not read values."""
+
+    def __call__(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        length: Tensor,
+        budget: int,
+        attention: Tensor | None = None,
+    ) -> Tensor:
+        check(self, keys, values, length, budget)
+        return self.choose(keys, length, budget, attention)
+
+    @abstractmethod
+    def choose(self, keys: Tensor, length: Tensor, budget: int, attention: Tensor | None) -> Tensor:
+        """As ``Pruner.__call__`` with arguments that fit."""
 
 
 def check_kept(pruner: Any, kept: Any, keys: Tensor, length: Tensor, budget: int) -> None:

@@ -47,7 +47,7 @@ CALL = list(inspect.signature(pruning.Pruner.__call__).parameters)
 def kind(name: str) -> str:
     thing = FOUND[name]
     if inspect.isclass(thing):
-        own = "__call__" in vars(thing) and list(inspect.signature(thing.__call__).parameters) == CALL
+        own = hasattr(thing, "needs") and list(inspect.signature(thing.__call__).parameters) == CALL
         return "pruner" if own and not getattr(thing, "_is_protocol", False) else "value"
     parameters, returns = (
         list(inspect.signature(thing).parameters),
@@ -75,7 +75,7 @@ BUILDERS, OBSERVATIONS = of_kind("builder"), of_kind("observation")
 
 def test_everything_public_is_of_some_kind():
     assert of_kind("unknown") == {}
-    assert set(of_kind("value")) == {"pruner.Needs", "pruner.Pruner", "vocabulary.Trimmed"}
+    assert set(of_kind("value")) == {"pruner.Checked", "pruner.Needs", "pruner.Pruner", "vocabulary.Trimmed"}
     with_parts = {name.partition(".")[0] for name in FOUND}
     assert {m.__name__.rpartition(".")[2] for m in modules(pruning)} == with_parts | HELPERS
     assert len(PRUNERS) >= 7
