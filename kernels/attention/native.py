@@ -8,8 +8,7 @@ times query heads per KV head; over pages ``PAGED_PROMPT``) go to PyTorch, whose
 
 from __future__ import annotations
 
-from ctypes import POINTER, Structure, byref, c_float, c_int, c_int64, c_void_p
-from functools import lru_cache
+from ctypes import Structure, byref, c_float, c_int64, c_void_p
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -21,6 +20,7 @@ from specdec.kernels.attention import packed
 from specdec.kernels.attention.plan import AttentionPlan
 from specdec.kernels.attention.reach import Reach, Streaming, split
 from specdec.kernels.native import library, reason
+from specdec.kernels.native.build import function
 
 PROMPT = 64  # queries of a row times query heads per KV head, above which PyTorch is clearly faster
 PAGED_PROMPT = 1024  # the same over pages, which must be copied together for PyTorch
@@ -203,7 +203,7 @@ def _run(
     if sink_logits is not None:
         sink_logits = sink_logits.float().contiguous()
     call.sink_logits = None if sink_logits is None else sink_logits.data_ptr()
-    if _kernel()(byref(made), byref(call), torch.get_num_threads()):
+    if function("attend", "ppi")(byref(made), byref(call), torch.get_num_threads()):
         raise MemoryError("attention: no memory for the accumulators of a row")
     return out
 
@@ -225,14 +225,6 @@ def lowered(plan: AttentionPlan, window: Reach | First) -> PlanStruct:
     if made is None:
         made = plan.known["native", window, layer] = lower(plan, window)
     return made[0]
-
-
-@lru_cache(maxsize=1)
-def _kernel() -> Any:
-    lib = library()
-    assert lib is not None
-    lib.attend.argtypes, lib.attend.restype = [POINTER(PlanStruct), POINTER(_Call), c_int], c_int
-    return lib.attend
 
 
 def _call(
