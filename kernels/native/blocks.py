@@ -85,8 +85,7 @@ class Blocks:
                 if norm is not None:
                     self._add(made, name, norm, "weight")
                     setattr(made, f"{name}_eps", norm.variance_epsilon)
-            products = (b.query, b.key, b.value, b.out, b.gate, b.up, b.down)
-            for name, product in zip(_PRODUCTS, products):
+            for name, product in zip(_PRODUCTS, b.products):
                 self._add(made, name, product, "weight")
                 if product.bias is not None:
                     self._add(made, f"{name}_bias", product, "bias")
@@ -211,8 +210,7 @@ class Blocks:
 
 
 def _fits(b: Any) -> bool:
-    products = (b.query, b.key, b.value, b.out, b.gate, b.up, b.down)
-    return all(linear_takes(p.weight, p.bias) for p in products)
+    return all(linear_takes(p.weight, p.bias) for p in b.products)
 
 
 def _check(x: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, size: int) -> None:
