@@ -129,8 +129,11 @@ def test_certain_acceptances_need_no_luck():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("tile", [4, 64, 1 << 14])
-def test_races_are_the_same_tile_by_tile_as_number_by_number(tile, dtype, monkeypatch):
+@pytest.mark.parametrize("kernels", [True, False])
+def test_races_are_the_same_tile_by_tile_as_number_by_number(kernels, tile, dtype, monkeypatch):
     monkeypatch.setattr(module, "_TILE", tile)
+    if not kernels:
+        monkeypatch.setattr(module, "library", lambda: None)
     for rows, shape in ((3, (3, 50)), (2, (2, 4, 33)), (1, (1, 1)), (5, (5, 1, 7))):
         seed, place = (
             seeds(tile, rows),

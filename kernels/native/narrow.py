@@ -7,14 +7,13 @@ are widened in the vector unit. Sums are float32 in both cases.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from ctypes import c_int64, c_void_p
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-from specdec.kernels.native.build import library, reason
+from specdec.kernels.native.build import function, library, reason
 from specdec.kernels.native.ops import linear_takes
 
 CHANGED = (
@@ -107,9 +106,7 @@ def _takes(weight: Tensor) -> bool:
 
 def _written(copy: _Copy) -> bool:
     """Whether the copy is now equal to its weight, which bfloat16 may not be able to express."""
-    lib: Any = library()
-    lib.narrow.argtypes = [c_void_p, c_void_p, c_int64, c_int64]
-    code = lib.narrow(copy.weight.data_ptr(), copy.made.data_ptr(), *copy.made.shape)
+    code = function("narrow", "ppll")(copy.weight.data_ptr(), copy.made.data_ptr(), *copy.made.shape)
     if code == 2:
         raise MemoryError(f"no memory to copy a weight {tuple(copy.made.shape)}")
     return code == 0

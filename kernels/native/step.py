@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from ctypes import Structure, addressof, c_float, c_int, c_int64, c_void_p
-from functools import cache
+from ctypes import Structure, addressof, c_float, c_int64, c_void_p
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from specdec.kernels.attention.native import PlanStruct, fields
 from specdec.kernels.native.blocks import CAST, Blocks, Buffers, check_inputs, tapped
-from specdec.kernels.native.build import library, reason
+from specdec.kernels.native.build import function
 from specdec.kernels.native.ops import linear_takes
 
 
@@ -150,10 +149,5 @@ def without_c() -> Iterator[None]:
         _function = own
 
 
-@cache
 def _function() -> Any:
-    lib = library()
-    if lib is None:
-        raise RuntimeError(f"there are no C kernels: {reason()}")
-    lib.step.argtypes = [c_void_p, c_int64, c_void_p, c_void_p, c_int, c_int]
-    return lib.step
+    return function("step", "plppii")

@@ -110,8 +110,9 @@ class LlamaC(LlamaEager):
         self._table: tuple[Tensor, Tensor] | None = None
         self._positions = positions_of(model.config) or sys.maxsize
         self._always, self._automatic = invariant, bf16_weights is None
-        products = [p for b in self.blocks for p in (b.query, b.key, b.value, b.out, b.gate, b.up, b.down)]
-        self._products = [(p.weight, p.bias) for p in (*products, self.head)]
+        self._products = [
+            (p.weight, p.bias) for p in (*(p for b in self.blocks for p in b.products), self.head)
+        ]
         self._weights = [weight for weight, _ in self._products]
         self._shape = self.head.weight.shape
         make = Narrow.where_exact if self._automatic else Narrow

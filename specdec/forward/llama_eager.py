@@ -23,6 +23,7 @@ from specdec.kernels.pointwise import Place
 class LlamaEager:
     """A ``Forward`` for a model that ``suits``; ``backend``: of ``kernels.attention``."""
 
+    ops: Operations = EAGER
     invariant = False
     narrow: Narrow | None = None  # bfloat16 copies of the weights
 
@@ -69,8 +70,11 @@ class LlamaEager:
     ) -> Tensor | None:
         """As ``Forward.forward``."""
         x = F.embedding(ids, self.body.embed_tokens.weight)
-        cos, sin = (t[0] for t in self.body.rotary_emb(x, positions[None]))
-        return self.run(EAGER, x, eager_angles(cos, sin), store, plan, keep, caught)
+        return self.run(self.ops, x, self.angles(x, positions), store, plan, keep, caught)
+
+    def angles(self, x: Tensor, positions: Tensor) -> Angles:
+        """Of ``positions [T]``, in the dtype of ``x``."""
+        return eager_angles(*(t[0] for t in self.body.rotary_emb(x, positions[None])))
 
     def run(
         self,

@@ -197,24 +197,24 @@ class SpireModel(nn.Module):
         """The same draft, whose steps on the CPU read bfloat16 copies of the weights (``HFModel``'s ``bf16_weights``).
 
         Args:
-            automatic: whether the draft does without copies where they are not possible exactly, now or when ``check`` is called.
+            automatic: whether the draft itself is returned where copies are not possible exactly, and ``check`` may give them up.
         Raises:
             ValueError: there are no C kernels for blocks of these sizes, or bfloat16 would round some weights.
         """
-        made = copy.copy(self)
-        made.__dict__.pop("_fast", None)
-        made._automatic = automatic
-        if self._fast is not None and linear_takes(self.body.lm_head.weight, self.body.lm_head.bias):
-            products = [
-                p for b in self.blocks for p in (b.query, b.key, b.value, b.out, b.gate, b.up, b.down)
-            ]
-            weights = [p.weight for p in (*products, self.body.lm_head)]
-            made.narrow = Narrow.where_exact(weights) if automatic else Narrow(weights)
+        narrow, head = None, self.body.lm_head
+        if self._fast is not None and linear_takes(head.weight, head.bias):
+            weights = [p.weight for b in self.blocks for p in b.products] + [head.weight]
+            narrow = Narrow.where_exact(weights) if automatic else Narrow(weights)
         elif not automatic:
             raise ValueError(
                 "bf16_weights is True, and this draft has no steps in C: the setting is for float32 drafts on a CPU where specdec.kernels.native.reason() "
                 "is None, with sizes that are multiples of 16; leave it None"
             )
+        if narrow is None:
+            return self
+        made = copy.copy(self)
+        made.__dict__.pop("_fast", None)
+        made.narrow, made._automatic = narrow, automatic
         return made
 
     def check(self) -> None:
