@@ -204,14 +204,14 @@ def drawn(s: Settings, rows: list[Row]) -> Any:
     panels[0].set_xlabel("batch")
     panels[0].set_ylabel("times faster than the best fixed arm")
     panels[0].legend(frameon=False, fontsize=8)
-    last = [r for r in found if r["batch"] == s.batches[-1]]
-    bottom = np.zeros(len(last))
+    first = [r for r in found if r["batch"] == s.batches[0]]
+    bottom = np.zeros(len(first))
     for name in s.pool:
-        share = np.array([r[f"share:{name}"] for r in last])
-        panels[1].bar([r["group"] for r in last], share, bottom=bottom, label=name.removeprefix("pocket-"))
+        share = np.array([r[f"share:{name}"] for r in first])
+        panels[1].bar([r["group"] for r in first], share, bottom=bottom, label=name.removeprefix("pocket-"))
         bottom += share
-    panels[1].set_ylabel(f"requests by best arm, batch {s.batches[-1]}")
-    panels[1].legend(frameon=False, fontsize=7)
+    panels[1].set_ylabel(f"requests by best arm, batch {s.batches[0]}")
+    panels[1].legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
     mine = [r for r in rows if r["part"] == "regret"][::-1]
     off = [[r["regret"] - r["regret_low"] for r in mine], [r["regret_high"] - r["regret"] for r in mine]]
     panels[2].barh(
