@@ -4,10 +4,11 @@ transformers runs plain ``generate``, assisted generation with its default sched
 prompt lookup. It assists one row at a time, so its batches are run row by row. Only decode time counts: from the end of the
 first token's round to the end of the last. All methods run alternately; figures are medians within this run.
 
-share_of_ideal = speed / (plain speed x tau / (k c_d + c_v)), where c_d and c_v are the draft's one-token forward and the target's
-(k+1)-token forward over the target's one-token forward, without sampling and bookkeeping, measured in the same run.
-share_while_full is the same for the rounds in which all rows of the batch are active: c_d and c_v are those of a full batch, and
-rows that accept less continue when others have ended.
+share_of_ideal = speed / (tau x rows / (k t_d + t_v)), where t_d and t_v are the seconds of the draft's one-token forward and of the
+target's (k+1)-token forward, without sampling and bookkeeping. They are timed after each run that they are compared with, in the order
+of a round, so that each finds the processor's cache as the other model left it; the share is the median over repeats.
+share_while_full is the same for the rounds in which all rows of the batch are active: t_d and t_v are those of a full batch, and rows
+that accept less continue when others have ended.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
 from time import perf_counter
@@ -26,7 +27,7 @@ import torch
 
 import specdec as sd
 from specdec.data import prompts
-from specdec.lab.clock import bare_forward
+from specdec.lab.clock import Forwards, bare_round
 from specdec.lab.console import progress, table
 from specdec.lab.loading import load
 from specdec.lab.options import option, parse
@@ -61,48 +62,38 @@ def main(s: Settings) -> None:
         )
 
     cases = []
+    bare: dict[tuple[int, float], list[Forwards]] = {}
+    rounds = {b: bare_round(target, draft, b, s.context + s.new_tokens // 2, s.length) for b in s.batches}
     for temperature in s.temperatures:
         for batch in s.batches:
             some = ids[: max(batch, 4)]
-            for make in (ours, theirs):
-                cases += make(s, target, draft, model, small, some, batch, temperature)
+            mine = ours(s, target, draft, model, small, some, batch, temperature)
+            found = bare[batch, temperature] = []
+            mine[-1] = replace(mine[-1], run=partial(beside, mine[-1].run, rounds[batch], found))
+            cases += mine + theirs(s, target, draft, model, small, some, batch, temperature)
     interleave(cases, s.repeats, progress)
     progress()
-
-    forwards = {}
-    for batch in s.batches:
-        at = s.context + s.new_tokens // 2
-        plain, verify = bare_forward(target, batch, at, (1, s.length + 1))
-        (small_one,) = bare_forward(draft, batch, at, (1,))
-        forwards[batch] = (plain, verify, small_one)
 
     rows = []
     for case in cases:
         plain_case = find(cases, case.engine, "plain", case)
         share = steady = None
+        forwards = bare[case.batch, case.temperature]
         if case.engine == "specdec" and case.method == "vanilla" and case.tau:
-            plain, verify, small_one = forwards[case.batch]
-            cost = (s.length * small_one + verify) / plain
-            share = case.speed / (plain_case.speed * case.tau / cost)
-            parts = [s.full for s in case.samples if s.full[0]]
-            if parts:
-                tau = parts[0][1] / parts[0][2]
-                steady = median(n / t for t, n, _ in parts) / (plain_case.speed * tau / cost)
+            share, steady = shares(case, forwards)
         greedy = find(cases, "specdec", "plain", case)
         same = None if case.temperature else all(s.ids == greedy.samples[0].ids for s in case.samples)
         row = {**case.row(plain_case, share), "share_while_full": steady, "same_ids_as_plain": same}
-        rows.append({**row, **profile(case, s.length, forwards.get(case.batch))})
+        rows.append({**row, **profile(case, forwards)})
     shown = ("engine", "method", "k", "batch", "temperature", "tau", "tokens_per_second", "ratio_to_plain")
     print(table(rows, (*shown, "share_of_ideal", "share_while_full", "peak_bytes", "same_ids_as_plain")))
     print("\nmilliseconds of a round while all rows are active, beside bare forwards:")
     parts = [r for r in rows if r["method"] in ("plain", "vanilla") and r.get("draft_ms") is not None]
     print(table(parts, ("method", "batch", "temperature", *STAGES, "bare_draft_ms", "bare_target_ms")))
-    print("\nbare forwards, milliseconds (batch: plain, verify, draft; c_v, c_d):")
-    for batch, (plain, verify, small_one) in forwards.items():
-        print(
-            f"  {batch:>3}: {plain * 1e3:.2f}, {verify * 1e3:.2f}, {small_one * 1e3:.2f};"
-            f"  {verify / plain:.2f}, {small_one / plain:.2f}"
-        )
+    print("\nbare forwards, milliseconds (batch, temperature: plain, verify, k draft steps):")
+    for (batch, temperature), some in bare.items():
+        plain, drafting, verify = (1e3 * median(times) for times in zip(*some))
+        print(f"  {batch:>3}, {temperature:g}: {plain:.2f}, {verify:.2f}, {drafting:.2f}")
     for temperature in s.temperatures:
         print(f"\ntemperature {temperature:g}:")
         for batch in s.batches:
@@ -120,16 +111,36 @@ def main(s: Settings) -> None:
 STAGES = ("draft_ms", "target_ms", "verify_ms", "other_ms")
 
 
-def profile(case: Case, k: int, bare: tuple[float, float, float] | None) -> dict[str, float | None]:
+def beside(run: Callable[[], Sample], forwards: Callable[[], Forwards], found: list[Forwards]) -> Sample:
+    """A run, after which the bare forwards are timed into ``found``."""
+    sample = run()
+    found.append(forwards())
+    return sample
+
+
+def shares(case: Case, forwards: list[Forwards]) -> tuple[float, float | None]:
+    """The share of the ideal speed, and that of the rounds in which all rows are active: medians over repeats, each within one repeat."""
+    whole, full = [], []
+    for sample, bare in zip(case.samples, forwards, strict=True):
+        ideal = bare.draft + bare.verify  # seconds of a round
+        assert sample.tau is not None
+        whole.append(sample.speed * ideal / (sample.tau * case.batch))
+        seconds, _, rows = sample.full  # rows times rounds
+        if seconds:
+            full.append(ideal * rows / case.batch / seconds)
+    return median(whole), median(full) if full else None
+
+
+def profile(case: Case, forwards: list[Forwards]) -> dict[str, float | None]:
     """Mean milliseconds of a round by stage, and of the bare forwards in it."""
     stages = [s.stages for s in case.samples if s.stages]
     out: dict[str, float | None] = dict.fromkeys((*STAGES, "bare_draft_ms", "bare_target_ms"))
     for name in STAGES if stages else ():
         out[name] = median(1e3 * s[name[:-3]] / s["rounds"] for s in stages)
-    if stages and bare is not None and case.method in ("plain", "vanilla"):
-        plain, verify, small = (1e3 * t for t in bare)
+    if stages and case.method in ("plain", "vanilla"):
+        plain, drafting, verify = (1e3 * median(times) for times in zip(*forwards))
         drafts = case.method == "vanilla"
-        out |= {"bare_draft_ms": k * small * drafts, "bare_target_ms": verify if drafts else plain}
+        out |= {"bare_draft_ms": drafting * drafts, "bare_target_ms": verify if drafts else plain}
     return out
 
 
@@ -140,7 +151,7 @@ def ours(
     decoders = {
         "plain": base.build(),
         "ngram": base.draft(sd.drafts.NGram(), length=s.length).build(),
-        "vanilla": base.draft(draft, length=s.length).build(),
+        "vanilla": base.draft(draft, length=s.length).build(),  # last: bare forwards follow it
     }
     runs = {method: partial(decode, d, some, batch, s.new_tokens, s.seed) for method, d in decoders.items()}
     k = {method: None if method == "plain" else s.length for method in runs}

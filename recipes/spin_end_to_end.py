@@ -38,7 +38,6 @@ from specdec import selectors, zoo
 from specdec.cost.arms import weights
 from specdec.executors import Pipelined
 from specdec.kernels.attention import fit
-from specdec.kernels.native import library
 from specdec.lab import console, plots
 from specdec.lab.arm_times import POOL, load_pool, measured
 from specdec.lab.arms import PoolRun, goodput, pool_run
@@ -76,9 +75,9 @@ class Settings(Plotted):
     micro_batches: int = option(2, "micro-batches of the pipeline")
     median: int = option(300, "tokens of the median prompt")
     longest: int = option(1000, "tokens of the longest prompt")
-    bf16_weights: bool = option(
-        library() is not None,
-        "products read bfloat16 copies of the weights, in all configurations (default: where there are C kernels)",
+    bf16_weights: bool | None = option(
+        None,
+        "products read bfloat16 copies of the weights, in all configurations (default: where they are exact)",
     )
     quick: bool = option(False, "a one-minute run: one workload, few tokens")
 

@@ -4,7 +4,7 @@ A round of arm j takes known seconds and commits 1 to 6 tokens (truncated geomet
 seconds minus those that the oracle needs for the same expected tokens: sum of seconds - sum of expected tokens / rate of the best
 matching, where a matching's rate is a ratio of sums (all rows' expected tokens over all rows' seconds) and the best one respects the
 capacities; it changes with means and requests. Regret is per concurrent request; ``overhead`` is regret over the oracle's seconds.
-Intervals are 95 % bootstrap intervals of the mean over seeds.
+low and high are the 95 % bootstrap interval of the mean over seeds, and with fewer than six seeds their range.
 
 Scenarios: stationary, identical requests that never end; heterogeneous, three types with different best arms and binding capacities;
 drifting_slow and drifting_abrupt; churn, requests of 30 to 60 rounds; too_little_exploration, two arms 2 % apart; stationary_theorem,

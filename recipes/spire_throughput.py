@@ -4,7 +4,8 @@ Nothing is measured: FLOPs and bytes of each step are counted and divided by a m
 multiplier = throughput over plain decoding's = tau / (k draft steps + 1 verify step, in plain steps). tau is the paper's, k = 4.
 
 fig1 B = 64 over contexts; fig3 operational intensity; fig4 multipliers over batch and context; fig5 ablations at (64, 512); fig6
-Llama 3 70B; growing: a generation of --new-tokens from each context; not_overlapped: compute and memory one after the other; full_terms: with
+Llama 3 70B; growing: a generation of --new-tokens that ends at each context; l_crit: the smallest power of two from which SPIRe's
+multiplier grows with the batch, up to 128, for both shapes; not_overlapped: compute and memory one after the other; full_terms: with
 (un)embedding, attention, KV writes and KV refresh; cost: units of the target's training. Takes a few seconds.
 """
 
@@ -16,7 +17,8 @@ from typing import Any
 
 import checkout  # noqa: F401
 
-from specdec.cost import H100_PAPER, Hardware, Investment, Load, Method, Shape, growing, paper, training_share
+from specdec.cost import H100_PAPER, Hardware, Investment, Load, Method, Shape, paper, training_share
+from specdec.cost.growth import critical_context, growing
 from specdec.lab import plots
 from specdec.lab.options import option, parse
 from specdec.lab.report import write
@@ -28,7 +30,7 @@ class Settings:
         512, "take tau as measured at this context: 256, 512 or 960 (default: 512, the paper's choice)"
     )
     vocab: int = option(paper.VOCAB, "of full_terms")
-    new_tokens: int = option(1024, "of growing")
+    new_tokens: int = option(64, "of growing, the paper's number of sampled tokens")
     json: str | None = option(None, "write the rows as JSON", metavar="FILE")
     plots: str | None = option(None, "write a PNG for each figure (needs matplotlib)", metavar="DIR")
 
@@ -60,8 +62,10 @@ def figures(s: Settings) -> list[Row]:
         raise SystemExit(
             f"tau was measured at contexts {sorted(paper.TAU)}, not at --tau-context {s.tau_context}"
         )
-    if s.vocab < 1 or s.new_tokens < 1:
-        raise SystemExit(f"--vocab {s.vocab} and --new-tokens {s.new_tokens}: give at least 1")
+    if s.vocab < 1 or not 1 <= s.new_tokens < AT[1]:
+        raise SystemExit(
+            f"--vocab {s.vocab} and --new-tokens {s.new_tokens}: give at least 1, and fewer than {AT[1]} new tokens, which end there"
+        )
     tau, hardware = paper.TAU[s.tau_context], H100_PAPER
     target, methods = paper.TARGET, paper.METHODS
     with_vocab = {name: replace(m, draft=replace(m.draft, vocab=s.vocab)) for name, m in methods.items()}
@@ -72,6 +76,7 @@ def figures(s: Settings) -> list[Row]:
         *ablations(target, hardware),
         *grid("fig6", paper.LLAMA_70B, paper.LLAMA_METHODS, tau, hardware, BATCHES, LONG_CONTEXTS),
         *growth(target, methods, tau, hardware, s.new_tokens),
+        *critical(tau["spire"], hardware),
         *grid("not_overlapped", target, methods, tau, hardware.not_overlapped),
         *grid("full_terms", replace(target, vocab=s.vocab), with_vocab, tau, hardware, full=True),
         *costs(target, methods, tau, hardware),
@@ -153,21 +158,36 @@ def growth(
     hardware: Hardware,
     new_tokens: int,
 ) -> list[Row]:
-    """As fig4, with times summed while the context grows; ``context`` is the length before the generation."""
+    """As fig4, with times summed while the context grows; ``context`` is the length at the end of the generation."""
+    starts = {context: context - new_tokens for context in CONTEXTS if context > new_tokens}
     return [
         row(
             "growing",
             name,
             batch,
             context,
-            growing(method, target, Load(batch, context, paper.K), tau[name], hardware, new_tokens, stride=8),
+            growing(method, target, Load(batch, start, paper.K), tau[name], hardware, new_tokens),
             tau[name],
             new_tokens=new_tokens,
         )
         for name, method in methods.items()
         for batch in BATCHES
-        for context in CONTEXTS
+        for context, start in starts.items()
     ]
+
+
+def critical(tau: float, hardware: Hardware) -> list[Row]:
+    """``context`` is the smallest power of two from which SPIRe's multiplier grows with the batch (null: none); the multiplier at B = 128."""
+    rows = []
+    shapes = {"paper": (paper.TARGET, paper.METHODS), "llama_3_70b": (paper.LLAMA_70B, paper.LLAMA_METHODS)}
+    for shape, (target, methods) in shapes.items():
+        method, load = methods["spire"], Load(BATCHES[-1], 1, paper.K)
+        context = critical_context(method, target, load, tau, hardware, BATCHES)
+        at = None if context is None else method.round(target, replace(load, context=context))
+        multiplier = None if at is None else at.multiplier(tau, hardware)
+        place = {"figure": "l_crit", "method": "spire", "batch": load.batch, "context": context}
+        rows.append({**place, "multiplier": multiplier, "shape": shape, "k": paper.K, "tau": tau})
+    return rows
 
 
 def costs(
@@ -202,7 +222,13 @@ def report(rows: list[Row]) -> None:
     for figure in ("fig4", "growing", "not_overlapped", "full_terms"):
         v, m, p = (found[figure, n, *AT] for n in names)
         print(f"{figure:<16}{v:10.2f}{m:10.2f}{p:10.2f}{p / v:16.2f}{p / m:16.2f}")
-    print("\nfig5:")
+    for r in rows:
+        if r["figure"] == "l_crit":
+            print(
+                f"\nl_crit, {r['shape']}: SPIRe's multiplier grows with the batch from a context of {r['context']} on",
+                end="",
+            )
+    print("\n\nfig5:")
     for variant in paper.ABLATIONS:
         print(f"  {variant:<28}{found['fig5', variant, *AT]:6.2f}")
     print("\ncost, units of the target's training:")
@@ -233,7 +259,7 @@ VARIANTS = {
 HEAT = {
     "fig4": "Throughput multiplier (modelled)",
     "fig6": "Throughput multiplier, Llama 3 70B (modelled)",
-    "growing": "Throughput multiplier of a generation of {new_tokens} tokens, by the context that it starts from",
+    "growing": "Throughput multiplier of a generation of {new_tokens} tokens, by the context at its end",
     "not_overlapped": "Throughput multiplier, compute and memory not overlapped",
     "full_terms": "Throughput multiplier with (un)embedding, attention, KV writes and KV refresh",
 }
@@ -243,7 +269,7 @@ def draw(rows: list[Row], folder: str) -> list[str]:
     """Write ``<figure>.png`` for every figure; returns the files."""
     special = {"fig1": lines, "fig3": intensity, "fig5": bars, "cost": units}
     files = []
-    for figure in dict.fromkeys(r["figure"] for r in rows):
+    for figure in dict.fromkeys(r["figure"] for r in rows if r["figure"] != "l_crit"):
         some = [r for r in rows if r["figure"] == figure]
         drawing = special[figure](some) if figure in special else heat(some, HEAT[figure])
         files.append(plots.save(folder, figure, drawing))

@@ -7,6 +7,7 @@ import os
 import sys
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
 from time import sleep
 from typing import Literal
 
@@ -17,8 +18,9 @@ from tiny import tiny
 
 import specdec as sd
 from specdec.kernels.native import library
+from specdec.lab import clock
 from specdec.lab.arms import PoolRun, goodput, pool_run
-from specdec.lab.clock import bare_forward, in_turn
+from specdec.lab.clock import Forwards, bare_round, bare_steps, in_turn
 from specdec.lab.console import progress, table
 from specdec.lab.errors import LIMITS, relative, worst
 from specdec.lab.loading import load_draft
@@ -120,7 +122,10 @@ def test_a_report_is_plain_json_and_says_how_it_was_made(tmp_path, monkeypatch):
     said = json.loads(file.read_text())
     assert said["rows"] == [{"a": 1.5, "b": None, "c": [3, None]}]
     assert said["meta"]["seed"] == 7
-    assert set(said["meta"]) == {"command", "date", "versions", "machine", "seed"}
+    assert set(said["meta"]) == {
+        "command", "date", "commit", "dirty", "versions", "machine", "processor", "instruction_sets", "cores", "threads", "seed"
+    }  # fmt: skip
+    assert said["meta"]["threads"]["torch"] == torch.get_num_threads()
     assert str(tmp_path) not in file.read_text()
     assert [f.name for f in file.parent.iterdir()] == ["x.json"]
 
@@ -147,14 +152,30 @@ def test_calls_take_turns_and_warm_up():
     a, b = in_turn(calls, repeats=3, warmups=1, before=lambda number: said.append(number))
     assert said == [0, "a", 1, "b"] * 4
     assert 0 < a < 0.01 <= b
+    assert in_turn([lambda: sleep(0.01)], repeats=2, take=lambda times: len(times)) == [2]
 
 
 def test_bare_forwards_leave_the_model_as_it_is():
     model = sd.HFModel(tiny("llama", dtype=torch.float32))
     decoder = sd.decoder(model).greedy().build()
     before = decoder.generate([[1, 2, 3]], 6).ids
-    assert all(t > 0 for t in bare_forward(model, 2, 7, (1, 3), repeats=2))
+    assert all(seconds > 0 for seconds in in_turn(bare_steps(model, 2, 7, (1, 3)), 2))
+    assert all(seconds > 0 for seconds in bare_round(model, model, 2, 7, 2, turns=2)())
     assert decoder.generate([[1, 2, 3]], 6).ids == before
+
+
+def test_bare_forwards_run_in_the_order_of_a_round(monkeypatch):
+    said = []
+    kinds = {"target": {1: "plain", 4: "verify"}, "draft": {1: "draft"}}
+    monkeypatch.setattr(
+        clock,
+        "bare_steps",
+        lambda model, batch, context, tokens: [partial(said.append, kinds[model][n]) for n in tokens],
+    )
+    timed = bare_round("target", "draft", 2, 7, k=3, turns=2)
+    assert said == []
+    assert isinstance(timed(), Forwards)
+    assert said == ["plain", "draft", "draft", "draft", "verify", "plain"] * 3
 
 
 def test_a_decode_counts_what_comes_after_the_prefill():

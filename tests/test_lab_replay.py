@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -13,9 +14,11 @@ from tiny import byte_tokenizer, tiny
 
 import specdec as sd
 from specdec import lab
+from specdec.audit import lengths
 from specdec.audit.adversaries import Remembers
+from specdec.audit.block import block_chances
 from specdec.audit.planted import LooksThenDrops
-from specdec.audit.tau import magicdec_chances, parallel_chances, spire_chances
+from specdec.audit.tau import efficiency, magicdec_chances, parallel_chances, spire_chances
 from specdec.drafts.spire import SpireModel
 from specdec.lab import forced
 from specdec.lab.prompt_file import Entry, read, shipped
@@ -91,19 +94,18 @@ LIVE = {
     "chain": (lambda: small(), K),
     "point masses": (lambda: sd.drafts.NGram(), K),
     "tree": (lambda: sd.drafts.Tree(small(), (2, 2, 1)), K),
+    "block": (lambda: small(), K),
 }
 
 
-def live(target, draft, k, repeats=8):
-    """Tokens and rounds of live decoding, ``[repeats * prompts]``."""
-    decoder = sd.decoder(target).draft(draft, k).build()
-    rows = prompts(120)
-    tokens, rounds = [], []
+def live(target, draft, k, verifier, repeats=8):
+    """Rounds of live decoding, ``[repeats * prompts]``."""
+    decoder = sd.decoder(target).draft(draft, k).verifier(verifier).build()
+    rows, rounds = prompts(120), []
     for repeat in range(repeats):
         out = decoder.generate(rows, 10, seed=repeat + 50, eos_token_id=())
         rounds += [one.rounds for one in out.row_stats]
-        tokens += [9] * len(rows)
-    return np.array(tokens), np.array(rounds)
+    return np.array(rounds)
 
 
 def apart(replayed, counted):
@@ -112,11 +114,9 @@ def apart(replayed, counted):
     return abs(replayed.mean() - counted.mean()) / error
 
 
-def ends(replay):
+def ends(accept):
     """Expected rounds of texts whose budget ends after ``n`` tokens, as in ``generate``."""
-    from specdec.audit.tau import efficiency
-
-    return efficiency(replay.accept, cut=True).rounds.numpy()
+    return efficiency(accept, cut=True).rounds.numpy()
 
 
 @pytest.mark.parametrize("kind", list(LIVE))
@@ -125,38 +125,40 @@ def test_live_decoding_agrees(kind, target, tmp_path, monkeypatch):
         target, [row for row in prompts(120) for _ in range(4)], tmp_path / "t", **HOW, batch=64
     )
     make, k = LIVE[kind]
-    _, counted = live(target, make(), k)
-    found = ends(lab.replay(trace, make(), k, batch=64))
-    assert apart(found, counted) < 4
-    if kind != "point masses":  # both formulas turned round
+    how = "block" if kind == "block" else "rejection"
+    counted = live(target, make(), k, sd.BlockVerification() if kind == "block" else sd.Rejection())
+    replay = lab.replay(trace, make(), k, batch=64)
+    assert apart(ends(replay.chances(how)), counted) < 4
+    if kind == "block":  # its weights are not those of the token rule, and not turned round
+        assert apart(ends(block_chances(replay.q, replay.p)), counted) > 6
+    elif kind != "point masses":  # both formulas turned round
         turned = forced.chances
         monkeypatch.setattr(forced, "chances", lambda p, q: turned(q, p))
-        one = forced.siblings_chance
-        monkeypatch.setattr(forced, "siblings_chance", lambda p, q, m, x: one(q, p, m, x))
-        wrong = ends(lab.replay(trace, make(), k, batch=64, cache=False))
+        one = forced.sibling_chances
+        monkeypatch.setattr(forced, "sibling_chances", lambda p, q, x: one(q[0], p.expand(len(q), -1), x))
+        wrong = ends(lab.replay(trace, make(), k, batch=64, cache=False).accept)
         assert apart(wrong, counted) > 6
 
 
-def test_siblings_by_enumeration():
-    """Over all draws of two siblings and their verdicts: P(one was accepted | committed x)."""
-    p, q = torch.tensor([[0.5, 0.3, 0.2], [0.2, 0.3, 0.5]], dtype=torch.float64)
-    accepted, committed = torch.zeros(2, 3, dtype=torch.float64)
-    for a in range(3):
-        yes = min(1.0, float(p[a] / q[a]))
-        accepted[a] += q[a] * yes
-        rest = (p - q).clamp(min=0)
-        rest = rest / rest.sum()
-        last = (rest - q).clamp(min=0)
-        last = last / last.sum()
-        for b in range(3):
-            here = q[a] * (1 - yes) * q[b]
-            again = min(1.0, float(rest[b] / q[b]))
-            accepted[b] += here * again
-            committed += here * (1 - again) * last
-    committed += accepted
-    torch.testing.assert_close(committed, p)
-    for x in range(3):
-        assert forced.siblings_chance(p, q, 2, x) == pytest.approx(float(accepted[x] / p[x]), abs=1e-12)
+def test_a_policy_is_a_draft_that_stops(target, trace):
+    """A draft that stops where it is unsure, replayed, and the whole draft with a policy."""
+    whole = lab.replay(trace, small(), K)
+    sure = float(whole.most.median())
+
+    @dataclass(frozen=True)
+    class Stopping(sd.drafts.Model):
+        def propose(self, state, context, budget, rng):
+            proposal, state = super().propose(state, context, budget, rng)
+            size = torch.minimum(lengths.before(proposal.probs.amax(-1) > sure), proposal.size)
+            return replace(proposal, size=size), state
+
+    ours = whole.stopping(lambda seen: lengths.before(seen.most > sure))
+    theirs = lab.replay(trace, Stopping(small().model), K, cache=False)
+    for a, b in zip(ours.efficiency(), theirs.efficiency()):
+        torch.testing.assert_close(a, b)
+    assert 1 < ours.tau < whole.tau
+    with pytest.raises(ValueError, match="the policy anticipates"):
+        whole.stopping(lambda seen: lengths.before(seen.own > sure))
 
 
 def table(probs):
@@ -322,7 +324,8 @@ def made(trace, value):
     """A replay in which every token is accepted with the same probability."""
     C, n = len(trace), max(t.rounds for t in trace.texts)
     q = torch.full((C, n, K), value, dtype=torch.float64)
-    return lab.replays.Replay(trace, f"at {value}", K, q, q, torch.full((C, n), K), True)
+    size = torch.full((C, n), K)
+    return lab.replays.Replay(trace, f"at {value}", K, q, q, q, q, size, torch.tensor(True))
 
 
 def test_compare(trace):
@@ -370,6 +373,55 @@ def test_compare_refuses(target, trace, coin, tmp_path):
     with pytest.raises(ValueError, match="trees of depth 2"):
         tree = lab.replay(trace, sd.drafts.Tree(small(), (2, 1)), 2)
         lab.compare([tree], k=1)
+
+
+# -- time and decide ----------------------------------------------------------------------------------------------------------
+
+
+def test_time_runs_all_decoders(target):
+    plain, fast = sd.decoder(target).build(), sd.decoder(target).draft(small(), 2).build()
+    times = lab.time({"plain": plain, "fast": fast}, prompts(3), (1, 2), (5,), rounds=3, repeats=2)
+    assert times.places == [(1, 5), (2, 5)]
+    assert all(
+        len(times.repeats("fast", b, 5, 2)) == 2 and times.seconds("plain", b, 5, 0) > 0 for b in (1, 2)
+    )
+    assert len(times.rows) == len(times.frame()) == 4
+    assert "milliseconds" in repr(times)
+    with pytest.raises(ValueError, match="no time of fast with k = 4"):
+        times.seconds("fast", 1, 5, 4)
+    with pytest.raises(ValueError, match="no prompt has 10 tokens"):
+        lab.time({"plain": plain}, prompts(3), (1,), (10,))
+
+
+def test_decide_says_what_to_use_where(trace):
+    seconds = {
+        ("plain", 0, 1, 5): [1.0, 1.1, 0.9],
+        ("at 0.5", K, 1, 5): [1.2, 1.3, 1.1],
+        ("at 0.8", K, 1, 5): [1.9, 1.8, 2.0],
+        ("plain", 0, 8, 5): [1.0, 1.0, 1.0],
+        ("at 0.5", K, 8, 5): [3.0, 3.1, 2.9],
+        ("at 0.8", K, 8, 5): [4.0, 4.0, 4.0],
+    }
+    found = lab.decide([made(trace, 0.5), made(trace, 0.8)], lab.Times(seconds))
+    assert [(row["batch"], row["method"]) for row in found.best] == [(1, "at 0.5"), (8, "plain")]
+    rows = {(row["batch"], row["method"]): row for row in found.rows}
+    one = rows[1, "at 0.5"]
+    assert one["ratio"] == pytest.approx(one["tau"] / 1.2)
+    assert one["ratio_low"] < one["ratio"] < one["ratio_high"]
+    assert one["close"] == ["at 0.8 3"]
+    assert rows[8, "at 0.8"]["loss"] == pytest.approx(1 - rows[8, "at 0.8"]["tau"] / 4)
+    assert rows[8, "plain"]["close"] == []
+    assert "batch 8, context 5: do not speculate" in repr(found)
+    assert found.plot().axes
+
+    class Model:
+        def seconds(self, method, batch, context, k):
+            return 1.0 + 0.1 * k * batch
+
+    modelled = lab.decide([made(trace, 0.8)], Model(), k=(1, 3), places=[(1, 100), (64, 100)])
+    assert [(row["method"], row["k"]) for row in modelled.best] == [("at 0.8", 3), ("plain", 0)]
+    with pytest.raises(ValueError, match="clock is a model: give batches"):
+        lab.decide([made(trace, 0.8)], Model())
 
 
 # -- prompts of one's own -----------------------------------------------------------------------------------------------------

@@ -178,7 +178,9 @@ def test_the_k_that_promise_most():
     assert promising(short, long, (1, 2, 4, 8)) == [8, 4]  # a longer block costs nothing
     dear = measured("m", 8, 9.0, [0.9] * 8)
     assert promising(measured("m", 4, 1.0), dear, (1, 2, 4, 8))[0] <= 4
-    assert promising(measured("m", 4, 1.0), measured("m", 8, 2.0, [0.0] * 8), (1, 2, 4, 8), 1) == [1]
+    assert promising(measured("m", 4, 1.0), measured("m", 8, 2.0, [0.0] * 8), (1, 2, 4, 8), count=1) == [1]
+    known = promising(short, long, (1, 2, 4, 8), taus=[1.5, 2.0, 1.1, 1.2], count=2)
+    assert known == [2, 1]  # not by the acceptance of the short runs
 
 
 def test_rows_of_a_grid_say_who_wins():
@@ -215,7 +217,7 @@ def test_runs_that_captured_a_shape_are_left_out(monkeypatch):
     """Unless a method has no others."""
     programs, turns = [object()], Counter()
 
-    def steady(decoder, groups, new_tokens):
+    def steady(decoder, groups, new_tokens, turn=0):
         turns[decoder.name] += 1
         if decoder.name == "unlucky" or (decoder.name == "plain" and turns["plain"] == 2):
             programs.append(object())
@@ -229,7 +231,7 @@ def test_runs_that_captured_a_shape_are_left_out(monkeypatch):
         decoder=lambda method, k: SimpleNamespace(name=method, draft=None, target=None),
     )  # fmt: skip
     lab = grid.Grid(grid.GridSettings(repeats=3), methods)
-    found = {case.method: [run.tokens for run in case.runs] for case in lab.point([])}
+    found = {case.method: [run.tokens for run in case.runs] for case in lab.point([], 8)}
     assert found == {"plain": [3, 4], "unlucky": [3, 4, 5], "lucky": [3, 4, 5]}  # those before warm up
 
 

@@ -52,12 +52,15 @@ def run(*words, timeout=300):
 RECIPES = [
     "quickstart",
     "bench",
+    "compare_checkouts",
     "cpu_floor",
     "cpu_kernels",
     "certify",
     "train_pocket",
     "train_spire",
     "evaluate_tau",
+    "compare",
+    "replay",
     "spire_ablations",
     "spire_measured",
     "train_pool",
@@ -199,6 +202,7 @@ def test_bench(tmp_path):
     assert all(r[f"{part}_ms"] >= 0 for r in ours for part in ("draft", "target", "verify", "other"))
     vanilla = [r for r in ours if r["method"] == "vanilla"]
     assert all(r["draft_ms"] > 0.3 * r["bare_draft_ms"] > 0 < r["bare_target_ms"] for r in vanilla)
+    assert all(0 < r["share_while_full"] < 1.1 for r in vanilla)  # 1.1: bare forwards run at the mean context
     assert "bare forwards" in said
 
 
@@ -221,8 +225,8 @@ def test_train_spire_continues_and_its_draft_is_evaluated(tmp_path):
         *options,
         "--k",
         "2,4",
-        "--prompts",
-        "3",
+        "--count",
+        "6",
         "--per-prompt",
         "1",
         "--pruners",
@@ -237,13 +241,37 @@ def test_train_spire_continues_and_its_draft_is_evaluated(tmp_path):
     magicdecs = {"magicdec", "magicdec_wider", "magicdec_H2O"}
     assert {r["method"] for r in rows} == {"vanilla", "windowed_vanilla", "mine", *magicdecs}
     assert {r["domain"] for r in rows} == {"all", "code", "prose", "tabular"}
-    assert all(r["low"] <= r["tau"] <= r["high"] and r["ratio_low"] <= r["ratio_high"] for r in rows)
+    every = [r for r in rows if r["domain"] == "all"]
+    assert all(r["low"] <= r["tau"] <= r["high"] and r["ratio_low"] <= r["ratio_high"] for r in every)
+    assert all(r["low"] is None for r in rows if r["domain"] != "all")  # of two sources each
     assert all(r["ratio_to_vanilla"] == 1 for r in rows if r["method"] == "vanilla")
     for k, longest in ((2, 3), (4, 5)):
         mine = [r for r in rows if r["k"] == k]
         assert len(mine) == len(rows) // 2
         assert all(1 <= r["tau"] <= longest and len(r["acceptance"]) == k for r in mine)
-    assert said.count("live mine") == 2
+    assert said.count("live mine") == 1
+
+
+def test_compare_on_prompts_of_ones_own(tmp_path):
+    texts = [
+        {"prompt": text[:200], "category": "ab"[i % 2], "source": str(i)}
+        for i, text in enumerate(prompts(n=10))
+    ]
+    (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, texts)))
+    file = tmp_path / "c.json"
+    words = ["--prompts", str(tmp_path / "p.jsonl"), "--trace", str(tmp_path / "trace"), "--new-tokens", "8"]
+    words += ["--drafts", "vanilla=pocket-vanilla", "ngram", "--k", "2,4", "--json", str(file)]
+    first = run("recipes/compare.py", *words)
+    rows = report(file)
+    assert len(rows) == 2 * 2 * 3
+    names = ("method", "category", "k", "tau", "tau_low", "tau_high", "ratio", "ratio_low", "ratio_high")
+    assert all(r[name] is not None for r in rows for name in names)
+    assert {(r["category"], r["texts"]) for r in rows} == {("all", 10), ("a", 5), ("b", 5)}
+    assert all(r["tau_low"] <= r["tau"] <= r["tau_high"] for r in rows)
+    assert "prompts a minute" in first
+    before = rows
+    run("recipes/compare.py", *words)  # from the record
+    assert report(file) == before
 
 
 @pytest.mark.slow
@@ -391,6 +419,59 @@ def test_the_pools_table(tmp_path):
     assert rows[-1]["draft"] == "oracle"
     assert rows[-1]["headroom"] >= 1
     assert "oracle" in said
+
+
+CHANGED = """
+__path__ = [{real!r}]
+exec(open({real!r} + "/__init__.py").read())
+from time import sleep
+generate, score = Decoder.generate, HFModel.score
+def seeded(self, *given, seed, **options):
+    return generate(self, *given, seed=seed + (type(self.draft).__name__ != "NoDraft"), **options)
+def slower(self, *given, **options):
+    sleep(0.02)
+    return score(self, *given, **options)
+Decoder.generate, HFModel.score = seeded, slower
+"""
+
+
+@pytest.mark.slow
+def test_checkouts_are_compared(tmp_path):
+    """A planted change is found: the other checkout sleeps in every forward, and its drafts' texts have another seed."""
+    (tmp_path / "specdec").mkdir()
+    (tmp_path / "specdec/__init__.py").write_text(CHANGED.format(real=str(ROOT / "specdec")))
+    sizes = ["--methods", "plain,vanilla", "--batches", "1,2", "--contexts", "24", "--new-tokens", "6"]
+    found = []
+    for new, pairs in ((ROOT, 2), (tmp_path, 1)):
+        file, folders = tmp_path / "c.json", ["--base", str(ROOT), "--new", str(new)]
+        run(
+            "recipes/compare_checkouts.py",
+            *sizes,
+            *folders,
+            "--repeats",
+            "2",
+            "--pairs",
+            str(pairs),
+            "--json",
+            str(file),
+        )
+        found.append(report(file))
+    equal, changed = found
+    assert [(r["method"], r["batch"]) for r in equal] == [
+        (m, b) for b in (1, 2) for m in ("plain", "vanilla")
+    ]
+    for r in equal:
+        assert r["low"] <= r["ratio"] <= r["high"]
+        assert r["same_ids"]
+        assert r["base_tau"] == r["new_tau"] >= 1
+        assert r["base_tokens_per_second"] > 0
+    assert [r["same_ids"] for r in changed] == [True, False] * 2
+    assert all(r["high"] < 0.8 for r in changed)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    (ran,) = each(["recipes/compare_checkouts.py", "--new", str(empty)])
+    assert ran.returncode == 1
+    assert "give the folder of a checkout" in ran.stderr or "is it a checkout" in ran.stderr
 
 
 def test_a_checkout_that_is_not_installed(tmp_path):

@@ -8,7 +8,6 @@ times query heads per KV head; over pages ``PAGED_PROMPT``) go to PyTorch, whose
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from ctypes import POINTER, Structure, byref, c_float, c_int, c_int64, c_void_p
 from functools import lru_cache
 from itertools import accumulate
@@ -322,33 +321,6 @@ def _chains(plan: AttentionPlan, window: int | None) -> tuple[PlanStruct, list[A
     rows, begin, length, lows, highs = (at + n for n in ends)
     made = PlanStruct(rows, begin, length, lows, highs, *(None,) * 5, R, 0, 0)
     return made, [numbers]
-
-
-def series(
-    rows: Sequence[int],
-    first: Sequence[int],
-    steps: int,
-    window: int | None,
-    table: Sequence[Sequence[int]] | None = None,
-    page: int = 0,
-) -> tuple[PlanStruct, list[Any]]:
-    """Plans of ``steps`` steps that feed each of ``rows`` its next token, the first one at slots ``first``.
-
-    The returned plan is the first step's; the other steps follow in its arrays of lengths and visible slots, ``len(rows)`` entries each.
-    """
-    R = len(rows)
-    high = [slot + n for n in range(1, steps + 1) for slot in first]
-    low = [0] * len(high) if window is None else [max(h - window, 0) for h in high]
-    numbers = np.array([*rows, *range(R + 1), *low, *high], dtype=np.int32)
-    at = numbers.ctypes.data
-    begin, lows, highs = at + 4 * R, at + 8 * R + 4, at + 8 * R + 4 + 4 * len(high)
-    made, alive = PlanStruct(at, begin, highs, lows, highs, *(None,) * 5, R, 0, 0), [numbers]
-    if table is not None:
-        made.page, made.pages = page, max(map(len, table))
-        pages = np.array([[*t, *[0] * (made.pages - len(t))] for t in table], dtype=np.int32)
-        made.table = pages.ctypes.data
-        alive.append(pages)
-    return made, alive
 
 
 def _bytes(seen: Any) -> np.ndarray:

@@ -1,7 +1,7 @@
 """Modelled throughput: shapes, terms, hardware, decoding methods, and the settings of SPIRe's figures."""
 
 from specdec.cost.calibrate import Fitted, Host, calibrate
-from specdec.cost.growth import growing
+from specdec.cost.growth import critical_context, growing
 from specdec.cost.hardware import A100_BF16, H100_FP8, H100_PAPER, H200_FP8, Hardware
 from specdec.cost.investment import Investment, training_share
 from specdec.cost.methods import (
@@ -45,6 +45,7 @@ __all__ = [
     "Window",
     "Work",
     "calibrate",
+    "critical_context",
     "full",
     "growing",
     "magicdec",

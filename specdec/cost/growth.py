@@ -1,4 +1,4 @@
-"""Throughput while contexts grow: times summed over a generation instead of taken at one length.
+"""Throughput while contexts or batches grow: times summed over a generation, and the context from which larger batches gain more.
 
 The definition is this library's: SPIRe (arXiv 2504.06419) prints its figures at fixed lengths. Every context length is assumed to be
 the start of a round with the same probability 1 / τ, so the expected time of the generation is the sum of the rounds' times over
@@ -7,11 +7,15 @@ all lengths, divided by τ.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from specdec.cost.hardware import Hardware
 from specdec.cost.methods import Load, Method, check_tau
 from specdec.cost.shapes import Shape
+
+BATCHES, CONTEXTS = (tuple(2**power for power in range(end)) for end in (8, 21))
 
 
 def growing(
@@ -44,3 +48,34 @@ def growing(
         plain += length * hardware.time(one.target)
         speculative += length * one.seconds(hardware) / tau
     return plain / speculative
+
+
+def critical_context(
+    method: Method,
+    target: Shape,
+    load: Load,
+    tau: float,
+    hardware: Hardware,
+    batches: Sequence[int] = BATCHES,
+    contexts: Sequence[int] = CONTEXTS,
+) -> int | None:
+    """The smallest of ``contexts`` from which the multiplier grows with every step of ``batches``; ``None`` if there is none.
+
+    "From which": it does so at all larger ones of ``contexts`` too.
+
+    Args:
+        load: its k, terms and bytes are used. tau: mean tokens a round, the same everywhere. batches, contexts: ascending.
+    Raises:
+        ValueError: fewer than two batches, or batches or contexts that do not ascend.
+    """
+    for name, values, least in (("batches", batches, 2), ("contexts", contexts, 1)):
+        if len(values) < least or any(a >= b for a, b in pairwise(values)):
+            raise ValueError(f"{name} is {tuple(values)}: give at least {least}, in ascending order")
+    found = None
+    for context in reversed(contexts):
+        loads = [replace(load, batch=batch, context=context) for batch in batches]
+        multipliers = [method.round(target, one).multiplier(tau, hardware) for one in loads]
+        if any(a >= b for a, b in pairwise(multipliers)):
+            break
+        found = context
+    return found

@@ -55,6 +55,9 @@ class LlamaEager:
         """False while a block has hooks, because the blocks' own modules are not called."""
         return not any(layer._forward_hooks or layer._forward_pre_hooks for layer in self.layers)
 
+    def check(self) -> None:
+        """As ``Runner.check``."""
+
     def forward(
         self,
         store: KVStore,

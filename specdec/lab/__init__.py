@@ -1,13 +1,21 @@
 """Measurements: record a target once, replay any draft on the record, compare, time, decide; and the tools that recipes share.
 
-``record``, ``replay`` and ``compare`` are functions of this package; docs/lab.md lists the modules. Nothing else in the package imports it.
+``record``, ``replay``, ``compare``, ``time`` and ``decide`` are functions of this package; docs/lab.md lists the modules. Nothing else in the package imports it.
 """
 
 from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any
 
-FUNCTIONS = {"record": "recording", "replay": "replaying", "compare": "comparing", "Trace": "traces"}
+FUNCTIONS = {
+    "record": "recording",
+    "replay": "replaying",
+    "compare": "comparing",
+    "time": "timing",
+    "decide": "deciding",
+    "Times": "timing",
+    "Trace": "traces",
+}
 MODULES = tuple(module.name for module in iter_modules(__path__))
 
 __all__ = sorted({*MODULES, *FUNCTIONS})

@@ -26,7 +26,7 @@ POOL = ("pocket-tiny", "pocket-code", "pocket-prose", "pocket-tabular", "pocket-
 """The zoo's drafts from which selectors choose, the smallest first."""
 
 
-def load_pool(names: Sequence[str], bf16_weights: bool = False) -> dict[str, Any]:
+def load_pool(names: Sequence[str], bf16_weights: bool | None = None) -> dict[str, Any]:
     """Drafts by name: pocket models, ``ngram``, and ``none``, the arm that does not speculate.
 
     Raises:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from statistics import median
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,9 +30,13 @@ def seconds(call: Call) -> float:
 
 
 def in_turn(
-    calls: Sequence[Call], repeats: int, warmups: int = 2, before: Callable[[int], Any] = lambda number: None
+    calls: Sequence[Call],
+    repeats: int,
+    warmups: int = 2,
+    before: Callable[[int], Any] = lambda number: None,
+    take: Callable[[list[float]], float] = median,
 ) -> list[float]:
-    """Median seconds of each call. Calls alternate, so that a slow minute of the machine affects all of them.
+    """Median seconds of each call, or what ``take`` makes of its repeats. Calls alternate, so that a slow minute of the machine affects all of them.
 
     Args:
         repeats: timed passes over all calls. warmups: untimed passes before them. before: called with the index of the next call.
@@ -45,7 +49,7 @@ def in_turn(
                 spent = seconds(call)
                 if turn >= warmups:
                     times[number].append(spent)
-    return [median(some) for some in times]
+    return [take(some) for some in times]
 
 
 def bare_steps(model: Any, batch: int, context: int, tokens: Sequence[int]) -> list[Call]:
@@ -71,8 +75,33 @@ def bare_steps(model: Any, batch: int, context: int, tokens: Sequence[int]) -> l
     return steps
 
 
-def bare_forward(
-    model: Any, batch: int, context: int, tokens: Sequence[int], repeats: int = 15
-) -> list[float]:
-    """Median seconds of each of ``bare_steps``."""
-    return in_turn(bare_steps(model, batch, context, tokens), repeats)
+class Forwards(NamedTuple):
+    """Seconds of bare forwards: one token of the target, k forwards of a draft, k + 1 tokens of the target."""
+
+    plain: float
+    draft: float
+    verify: float
+
+
+def bare_round(
+    target: Any, draft: Any, batch: int, context: int, k: int, turns: int = 7
+) -> Callable[[], Forwards]:
+    """A call that times forwards in the order of rounds, so that each model finds the processor's cache as the other left it.
+
+    A turn is k forwards of the draft, one of the target over k + 1 tokens, and two of the target over one token; the second is timed, since
+    in plain decoding a step follows one of its own kind. Run the call between the rounds that it is compared with. The fastest of the turns
+    counts, which a slow moment of the machine does not change.
+    """
+    plain, verify = bare_steps(target, batch, context, (1, k + 1))
+    (step,) = bare_steps(draft, batch, context, (1,))
+
+    def drafting() -> None:
+        for _ in range(k):
+            step()
+
+    def timed() -> Forwards:
+        # The first plain step of a turn follows the last one of the turn before.
+        alone, drafted, verified, _ = in_turn([plain, drafting, verify, plain], turns, warmups=1, take=min)
+        return Forwards(alone, drafted, verified)
+
+    return timed

@@ -10,10 +10,9 @@ import numpy as np
 
 from specdec.audit.tau import Efficiency
 from specdec.lab import plots
+from specdec.lab.bootstrap import LEAST, Clusters, interval
 from specdec.lab.console import table
 from specdec.lab.replays import Replay
-
-LEAST = 5  # sources for an interval
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +69,8 @@ class Comparison:
                 if low is not None:
                     axes.plot([i, i], [low, high], color="#1f77b4", lw=2)
                 axes.plot(i, row["tau"], "o", color="#1f77b4")
-            names = [f"{row['method']}, k = {row['k']}" for row in rows]
+            same = len({row["k"] for row in rows}) == 1
+            names = [row["method"] if same else f"{row['method']}, k = {row['k']}" for row in rows]
             axes.set_xticks(range(len(rows)), names, rotation=40, ha="right")
             axes.set_title(group, loc="left")
         panels[0].set_ylabel("tokens a round")
@@ -123,35 +123,28 @@ def compare(
     rows = []
     for group in names:
         at = np.flatnonzero([group in ("all", own) for own in groups])
+        clusters = Clusters(sources[at], draws, seed)
         for (name, n), one in made.items():
             other = made.get((reference, n)) or made[reference, lengths[reference][0]]
             mine, theirs = (
                 np.stack([e.tokens.numpy(), e.rounds.numpy()])[:, used][:, at] for e in (one, other)
             )
             row = {"method": name, "category": group, "k": n}
-            row |= _figures(mine, theirs, sources[at], draws, seed)
+            row |= _figures(mine, theirs, clusters)
             row["acceptance"] = _acceptance(one, np.array(used)[at])
             rows.append(row)
     return Comparison(rows, reference)
 
 
-def _figures(
-    one: np.ndarray, other: np.ndarray, sources: np.ndarray, draws: int, seed: int
-) -> dict[str, Any]:
-    """τ and its ratio with intervals; ``one, other [2, C]`` are tokens and rounds."""
-    names, place = np.unique(sources, return_inverse=True)
-    tau = [float(sums[0].sum() / sums[1].sum()) for sums in (one, other)]
-    row: dict[str, Any] = {"tau": tau[0], "tau_low": None, "tau_high": None, "ratio": tau[0] / tau[1]}
-    row |= {"ratio_low": None, "ratio_high": None, "texts": len(sources), "sources": len(names)}
-    if len(names) < LEAST:
-        return row
-    picks = np.random.default_rng(seed).integers(0, len(names), (draws, len(names)))
-    drawn = []
-    for sums in (one, other):
-        tokens, rounds = (np.bincount(place, part, len(names))[picks].sum(1) for part in sums)
-        drawn.append(tokens / rounds)
-    row["tau_low"], row["tau_high"] = np.quantile(drawn[0], [0.025, 0.975]).tolist()
-    row["ratio_low"], row["ratio_high"] = np.quantile(drawn[0] / drawn[1], [0.025, 0.975]).tolist()
+def _figures(mine: np.ndarray, theirs: np.ndarray, clusters: Clusters) -> dict[str, Any]:
+    """τ and its ratio with intervals; ``mine, theirs [2, C]`` are tokens and rounds."""
+    tau, other = (float(sums[0].sum() / sums[1].sum()) for sums in (mine, theirs))
+    row: dict[str, Any] = {"tau": tau, "tau_low": None, "tau_high": None, "ratio": tau / other}
+    row |= {"ratio_low": None, "ratio_high": None, "texts": mine.shape[1], "sources": len(clusters)}
+    if clusters.enough:
+        drawn, others = clusters.ratios(*mine), clusters.ratios(*theirs)
+        row["tau_low"], row["tau_high"] = interval(drawn)
+        row["ratio_low"], row["ratio_high"] = interval(drawn / others)
     return row
 
 

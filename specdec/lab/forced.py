@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from specdec import tree
+from specdec.audit.siblings import sibling_chances
 from specdec.audit.tau import chances
 from specdec.capabilities import VerifierInfo
 from specdec.lab.traces import Trace
 from specdec.models.table import TableCache
 from specdec.rng import Key, Philox, Rng
 from specdec.types import Context, Fed, Proposal, Scores, Verdict
-from specdec.verifiers.rejection import residual
 
 
 class Forced:
@@ -65,6 +65,7 @@ class Recorder:
         q: ``[C, n, k]`` float64: the probability with which the draft drew the text's token at each depth of a block that starts at each position,
             given that it had drawn those before; 1 for a token chosen without randomness, 0 for one that was not proposed.
         accept: ``[C, n, k]`` the probability, given the text, that the token came from the draft if those before it did.
+        most, entropy: ``[C, n, k]`` the largest probability of the distribution there, and its entropy in nats.
         size: ``[C, n]`` how many of the text's tokens were proposed or might have been. chains: whether all proposals were chains.
     """
 
@@ -79,7 +80,7 @@ class Recorder:
         texts = [self.trace.texts[i] for i in self.which]
         self.rounds = torch.tensor([t.rounds for t in texts])
         C, n = len(texts), int(self.rounds.max())
-        self.q, self.accept = torch.zeros(2, C, n, self.k, dtype=torch.float64)
+        self.q, self.accept, self.most, self.entropy = torch.zeros(4, C, n, self.k, dtype=torch.float64)
         self.size, self.chains = torch.zeros(C, n, dtype=torch.long), True
         own = [self.trace.own(i).double() for i in self.which]
         self._law = cache(self.trace.law)
@@ -119,13 +120,11 @@ class Recorder:
         at = (context.length[:, None] + n).clamp(max=self.ids.shape[1] - 1)
         wanted = self.ids[row[:, None], at]
         drafted = proposal.tokens[:, :N].cpu()
-        if proposal.probs is None:
+        laws = None if proposal.probs is None else proposal.distributions()[:, :N]
+        if laws is None:
             q = (drafted == wanted).double()
         else:
-            all_of = proposal.q_of(
-                torch.nn.functional.pad(wanted, (0, proposal.nodes - N)).to(proposal.tokens.device)
-            )
-            q = all_of[:, :N].double().cpu()
+            q = laws.gather(2, wanted.to(laws.device)[..., None])[..., 0].double().cpu()
         before = (drafted == wanted).long().cumprod(1)
         before = torch.cat(
             [torch.ones_like(before[:, :1]), before[:, :-1]], 1
@@ -135,6 +134,9 @@ class Recorder:
         p = self.own[row[:, None], start[:, None].clamp(min=0) + 1 + n]
         # A token that the target cannot give does not occur in a text.
         taken = torch.where(q > 0, chances(p, q), 0)
+        if laws is not None:
+            self.most[row[here], start[here], :N] = laws.amax(-1).double().cpu()[here]
+            self.entropy[row[here], start[here], :N] = torch.special.entr(laws).sum(-1).double().cpu()[here]
         self.q[row[here], start[here], :N] = q[here]
         self.accept[row[here], start[here], :N] = taken[here]
         self.size[row[here], start[here]] = live.sum(1)[here]
@@ -172,22 +174,11 @@ class Recorder:
                 q = proposal.probs[b, sources.pop()].double().cpu()
                 p = law.probs[at].double()
                 self.q[row, start, depth] = q[x]
-                self.accept[row, start, depth] = siblings_chance(p, q, len(children), x)
+                each = q.expand(len(children), -1)
+                self.accept[row, start, depth] = sibling_chances(p, each, torch.tensor(x)).sum().clamp(max=1)
             if not on_text:
                 break
             node = on_text[0]
-
-
-def siblings_chance(p: Tensor, q: Tensor, count: int, token: int) -> float:
-    """The probability, given that ``token`` was committed, that one of ``count`` independent siblings drawn from ``q [V]`` was accepted (recursive
-    rejection: SpecInfer, arXiv 2305.09781, section 4.3)."""
-    flow, left, rest = 0.0, 1.0, p
-    for _ in range(count):
-        taken = torch.minimum(q, rest)
-        flow += left * float(taken[token])
-        left *= 1 - float(taken.sum())
-        rest = residual(rest[None], q[None])[0]
-    return min(1.0, flow / float(p[token])) if p[token] > 0 else 0.0
 
 
 class Recorded:

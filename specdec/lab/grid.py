@@ -1,14 +1,16 @@
 """Wall clock of plain decoding, small drafts, MagicDec and SPIRe over a grid of batches and contexts, beside the throughput model.
 
-Methods alternate at each grid point, with the same prompts and seeds. Best k: a short run at k = 4 and one at the k farthest from it
-give the acceptance by position and the time of a round; the two k with the best estimate are measured, besides k = 4.
+Methods alternate at each grid point, with the same prompts and, in each turn, the same fresh random numbers. Best k: a short run at k = 4
+and one at the k farthest from it give the time of a round; the two k with the best estimate are measured, besides k = 4. τ is noise-free
+(``lab.multipliers``) or, without texts, that of the runs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import accumulate, product
+from operator import mul
 from time import perf_counter
 
 from specdec.lab.bare import timed_steps
@@ -17,6 +19,7 @@ from specdec.lab.captured import captured
 from specdec.lab.console import progress
 from specdec.lab.grid_rows import K, Point, Row, constants, grid_rows
 from specdec.lab.methods import Methods, MethodSettings
+from specdec.lab.multipliers import Taus
 from specdec.lab.options import option
 from specdec.lab.prefill import Group
 from specdec.lab.steady import Measured, Run, steady
@@ -54,13 +57,15 @@ class Grid:
 
     Args:
         first: points that are measured first, and to which the model is fitted; default: the corners. replayed: a draft's bare step is
-            its share of the captured chain, and all host work is one term; default: on devices other than a CPU.
+            its share of the captured chain, and all host work is one term; default: on devices other than a CPU. taus: τ of every method,
+            context and k; default: as measured in the runs, which is noisy.
     """
 
     s: GridSettings
     methods: Methods
     first: tuple[Point, ...] = ()
     replayed: bool | None = None
+    taus: Taus | None = None
 
     def measure(self, told: Callable[[list[Row]], None]) -> list[Row]:
         """The rows of all points measured in time, of the fitted constants and of the bare steps.
@@ -86,7 +91,7 @@ class Grid:
             at = f"[{perf_counter() - started:4.0f} s] {done}/{len(points)}"
             progress(f"{at}: batch {batch}, context {context}", stays=True)
             groups = self.methods.groups(batch, context)
-            found[batch, context] = self.point(groups)
+            found[batch, context] = self.point(groups, context)
             if (batch, context) in corners:
                 decoders = {m: self.methods.decoder(m, K if m != "plain" else 0) for m in self.methods.names}
                 lengths, chain = (K, max(self.methods.lengths)), K if replayed else 0
@@ -100,12 +105,15 @@ class Grid:
                     calibrated = fit(self.methods.model, bare, mids, apart=not replayed)
                 except ValueError as why:  # the measurements are kept without a model
                     progress(f"no model: {why}", stays=True)
-            rows = [*grid_rows(found, corners, calibrated, s.new_tokens), *constants(calibrated, bare)]
+            rows = [
+                *grid_rows(found, corners, calibrated, s.new_tokens, self.taus),
+                *constants(calibrated, bare),
+            ]
             told(rows)
         progress(stays=True)
         return rows
 
-    def point(self, groups: list[Group]) -> list[Measured]:
+    def point(self, groups: list[Group], context: int) -> list[Measured]:
         """All methods alternately at k = 4 and the two most promising k, which short warm-up runs determine."""
         s, methods = self.s, self.methods
         far = max(methods.lengths, key=lambda k: abs(k - K))
@@ -116,41 +124,51 @@ class Grid:
             near, off = (
                 Measured(method, k, [steady(methods.decoder(method, k), groups, short)]) for k in (K, far)
             )
-            chosen = {K, *promising(near, off, methods.lengths)}
+            taus = None if self.taus is None else [self.taus.tau(method, context, k) for k in methods.lengths]
+            chosen = {K, *promising(near, off, methods.lengths, taus)}
             cases += [Measured(method, k, []) for k in sorted(chosen)]
         began, turn = perf_counter(), 0
         while turn < s.repeats or (s.repeats > 1 and turn < 4 * s.repeats and perf_counter() - began < SHORT):
             turn += 1
             for case in cases:
                 progress(f"{case.method}, k = {case.k} ({turn})")
-                case.runs.append(self.run(case, groups))
+                case.runs.append(self.run(case, groups, turn))
         # Runs that captured a shape are excluded, unless there are no others.
         return [replace(case, runs=[r for r in case.runs if not r.captured] or case.runs) for case in cases]
 
-    def run(self, case: Measured, groups: list[Group]) -> Run:
-        """One timed run of a method at its k."""
+    def run(self, case: Measured, groups: list[Group], turn: int) -> Run:
+        """One timed run of a method at its k, with the random numbers of a turn."""
         decoder = self.methods.decoder(case.method, case.k)
         parts = (decoder.target, decoder.draft) if case.k else (decoder.target,)
         before = captured(*parts)
-        run = steady(decoder, groups, self.s.new_tokens)
+        run = steady(decoder, groups, self.s.new_tokens, turn=turn)
         return replace(run, captured=any(all(p is not q for q in before) for p in captured(*parts)))
 
 
-def promising(near: Measured, far: Measured, lengths: Iterable[int], count: int = 2) -> list[int]:
-    """The k with the most tokens a second, estimated from the acceptance rate of each position and a round's time linear in k.
+def promising(
+    near: Measured,
+    far: Measured,
+    lengths: Iterable[int],
+    taus: Iterable[float] | None = None,
+    count: int = 2,
+) -> list[int]:
+    """The k with the most tokens a second, estimated from ``taus`` of ``lengths`` and a round's time linear in k.
 
-    With k drafted tokens a round has 1 + a1 + a1 a2 + ... tokens, a_i being the acceptance rate at position i if it is reached.
+    Without ``taus`` they follow from the acceptance rate of each position: with k drafted tokens a round has 1 + a1 + a1 a2 + ... tokens,
+    a_i being the rate at position i if it is reached.
     """
     stats = max(near, far, key=lambda m: m.k).runs[0].stats
     slope = 0.0
     if far.k != near.k:
         slope = max(0.0, (far.round_seconds - near.round_seconds) / (far.k - near.k))
     speed = {}
-    for k in lengths:
-        chance = tau = 1.0
-        for a in stats.acceptance[:k]:
-            chance *= a
-            tau += chance
+    lengths = list(lengths)
+    for k, tau in zip(lengths, [_tau(stats.acceptance[:k]) for k in lengths] if taus is None else taus):
         # A lower bound for steep lines: a round of one drafted token is at least a draft step and a verification.
         speed[k] = tau / max(near.round_seconds + slope * (k - near.k), near.round_seconds / (near.k + 1))
     return sorted(speed, key=lambda k: -speed[k])[:count]
+
+
+def _tau(acceptance: Iterable[float]) -> float:
+    """Tokens a round of a chain whose positions are accepted at these rates, each given that it is reached."""
+    return 1.0 + sum(accumulate(acceptance, mul))

@@ -7,6 +7,7 @@ from typing import Any
 
 from specdec.lab.calibrated import Bare, Calibrated
 from specdec.lab.console import table
+from specdec.lab.multipliers import Taus, interval, ratio, speed
 from specdec.lab.steady import Measured
 
 K = 4
@@ -17,27 +18,57 @@ Row = dict[str, Any]
 
 
 def grid_rows(
-    found: dict[Point, list[Measured]], corners: set[Point], calibrated: Calibrated | None, new_tokens: int
+    found: dict[Point, list[Measured]],
+    corners: set[Point],
+    calibrated: Calibrated | None,
+    new_tokens: int,
+    taus: Taus | None = None,
 ) -> list[Row]:
-    """A row for every measured method and k, grid points in order."""
-    rows = []
+    """A row for every measured method and k, grid points in order; with ``taus``, then a row for every pair of methods."""
+    rows, pairs = [], []
     for (batch, context), cases in sorted(found.items()):
         plain = next(m for m in cases if m.method == "plain")
+        best = {m.method: m for m in sorted(cases, key=lambda m: speed(m, context, taus))}
+        pairs += [] if taus is None else pair_rows(batch, context, cases, best, taus)
         for m in cases:
-            best = max((c for c in cases if c.method == m.method), key=lambda c: c.speed)
+            tau, own = m.tau, speed(m, context, taus)
             row: Row = {
                 "part": "grid", "method": m.method, "batch": batch, "context": context, "k": m.k,
-                "multiplier": m.speed / plain.speed, "modelled": None, "fitted": (batch, context) in corners,
-                "best_k": m is best, "tau": m.tau, "tokens_per_second": m.speed,
+                "multiplier": own / speed(plain, context, taus), "modelled": None, "fitted": (batch, context) in corners,
+                "best_k": m is best[m.method], "tau": tau, "tokens_per_second": batch * own,
                 "round_seconds": m.round_seconds, "modelled_round_seconds": None,
-                "spread": max(r.speed for r in m.runs) / min(r.speed for r in m.runs) - 1,
+                "spread": max(r.round_seconds for r in m.runs) / min(r.round_seconds for r in m.runs) - 1,
+                "repeats": len(m.runs),
             }  # fmt: skip
+            if taus is not None:
+                tau = taus.tau(m.method, context, m.k)
+                low, high = ratio(m, plain, context, taus)[1:]
+                tau_low, tau_high = interval(taus.drawn(m.method, context, m.k))
+                row |= {"multiplier_low": low, "multiplier_high": high, "live_tau": row["tau"], "tau": tau}
+                row |= {"tau_low": tau_low, "tau_high": tau_high}
             row |= {f"{stage}_seconds": m.stage(stage) for stage in ("draft", "target", "verify", "other")}
             if calibrated:
                 at = context + new_tokens / 2
-                row["modelled"] = calibrated.multiplier(m.method, batch, at, m.k, m.tau)
+                row["modelled"] = calibrated.multiplier(m.method, batch, at, m.k, tau)
                 row["modelled_round_seconds"] = calibrated.seconds(m.method, batch, at, m.k)
             rows.append(row)
+    return rows + pairs
+
+
+def pair_rows(
+    batch: int, context: int, cases: list[Measured], best: dict[str, Measured], taus: Taus
+) -> list[Row]:
+    """SPIRe's speed over every other draft's at a grid point, at k = 4 and at the best k of each."""
+    rows = []
+    at_four = {m.method: m for m in cases if m.k == K}
+    for where, some in (("k4", at_four), ("best_k", best)):
+        for method, other in some.items():
+            if method in ("plain", "spire") or "spire" not in some:
+                continue
+            mine = some["spire"]
+            value, low, high = ratio(mine, other, context, taus)
+            place = {"part": "ratio", "method": "spire", "over": method, "batch": batch, "context": context}
+            rows.append({**place, "at": where, "k": mine.k, "over_k": other.k, "ratio": value, "ratio_low": low, "ratio_high": high})  # fmt: skip
     return rows
 
 

@@ -22,6 +22,7 @@ from specdec.lab.options import option
 from specdec.lab.prefill import Group, group, prefilled
 from specdec.lab.steady import capacity
 from specdec.models import HFModel, Windowed
+from specdec.training.forward import Parallel
 
 LEAST_ROWS = 4
 """Smaller batches decode several groups of prompts, to reduce the noise of single prompts."""
@@ -36,6 +37,10 @@ class MethodSettings:
     distilled: str = option(
         "", "a second draft that reads the whole context, as method distilled_vanilla (default: none)"
     )
+    in_cache: bool = option(
+        False,
+        "also MagicDec with positions inside its cache, the paper's baseline, as method magicdec_in_cache",
+    )
     spire: str = option(
         "pocket-spire",
         "a SPIRe draft of the target: pocket model or folder; or 'untrained' (default: pocket-spire)",
@@ -48,9 +53,9 @@ class MethodSettings:
     temperature: float = option(1.0, "0 is greedy (default: 1)")
     device: str = option("cpu", "cpu or cuda")
     dtype: Literal["float32", "bfloat16", "float16"] = option("float32", "of weights and caches")
-    bf16_weights: bool = option(
-        False,
-        "float32 models' products read bfloat16 copies of their weights (docs/kernels.md), in all methods",
+    bf16_weights: bool | None = option(
+        None,
+        "float32 models' products read bfloat16 copies of their weights (docs/kernels.md), in all methods (default: where they are exact)",
     )
     graphs: Literal["", "auto", "eager"] = option(
         "",
@@ -126,10 +131,39 @@ class Methods:
             "spire": drafts.Spire(small, block=block, graphs=s.graphs or False, bf16_weights=s.bf16_weights),
         }
         costs["magicdec"] = magicdec(big, slots)
+        if s.in_cache:
+            self.drafts["magicdec_in_cache"] = drafts.MagicDec(
+                window=window, sinks=sinks, block=block, positions="in_cache"
+            )
+            costs["magicdec_in_cache"] = magicdec(big, slots)
         costs["spire"] = spire(Shape.of(small.body), slots, feedback=small.memory is not None)
         self.names = ["plain", *self.drafts]
-        self.model = Model(big, costs, target.dtype.itemsize, 2 if s.bf16_weights else target.dtype.itemsize)
+        engine: Any = target.engine
+        self.model = Model(
+            big, costs, target.dtype.itemsize, 2 if engine.bf16_weights else target.dtype.itemsize
+        )
+        self._small, self._loaded, self._mask = small, loaded, (window, sinks)
         self._decoders: dict[tuple[str, int], Decoder] = {}
+
+    @cached_property
+    def evaluated(self) -> dict[str, tuple[Any, Any]]:
+        """Each method's draft and forward, as ``lab.tau.score`` takes them."""
+        window, sinks = self._mask
+        target, vanilla = self._loaded["target"], self._loaded["draft"].model
+        depth = target.model.config.num_hidden_layers
+        # All of the target's blocks over its own activations, sparse: the same function as MagicDec, in parallel.
+        whole = SpireModel.from_target(target.model, depth, sinks=sinks, window=window, feedback=False)
+        found: dict[str, tuple[Any, Any]] = {
+            "vanilla": (vanilla, Parallel()),
+            "windowed": (vanilla, Parallel(window, sinks)),
+            "magicdec": (whole, None),
+            "spire": (self._small, None),
+        }
+        if "distilled draft" in self._loaded:
+            found["distilled_vanilla"] = (self._loaded["distilled draft"].model, Parallel())
+        if self.s.in_cache:
+            found["magicdec_in_cache"] = (self.drafts["magicdec_in_cache"], target)
+        return found
 
     @cached_property
     def prompts(self) -> list[list[int]]:

@@ -8,6 +8,8 @@ from dataclasses import MISSING, Field, field, fields
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
+from specdec.lab import origin
+
 Settings = TypeVar("Settings")
 
 
@@ -44,6 +46,8 @@ def parse(kind: type[Settings], description: str | None, words: Sequence[str] | 
             lists.add(one.name)
         parser.add_argument("--" + one.name.replace("_", "-"), **how)
     given = vars(parser.parse_args(words))
+    if words is None:
+        origin.code()  # a report names the commit at the start of its script
     for name, value in given.items():
         if name in lists and isinstance(value, list):
             given[name] = tuple(item for part in value for item in part)

@@ -11,9 +11,13 @@ from torch import Tensor
 from specdec.audit.tau import Efficiency
 from specdec.lab.tau import Texts
 
+FEW = 6
+
 
 def mean_interval(values: np.ndarray, draws: int = 2000) -> tuple[float, float]:
-    """The 95 % bootstrap interval of the mean of ``values [n]`` (too narrow for few values)."""
+    """The 95 % bootstrap interval of the mean of ``values [n]``; the range of fewer than ``FEW``, which no bootstrap makes an interval."""
+    if len(values) < FEW:
+        return float(min(values)), float(max(values))
     means = np.random.default_rng(0).choice(values, (draws, len(values))).mean(1)
     return float(np.quantile(means, 0.025)), float(np.quantile(means, 0.975))
 

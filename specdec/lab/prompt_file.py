@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ class Entry:
     Attributes:
         turns: what the user says, turn by turn; a plain prompt is one turn. chat: whether the turns are messages of a chat, for the
             tokenizer's chat template. category: results are given by it. source: prompts with one source are one cluster of a bootstrap.
-        name: for messages, such as a line of a file.
+        name: for messages, such as a line of a file. given: ids of a plain prompt, in place of its text.
     """
 
     turns: tuple[str, ...]
@@ -26,6 +26,7 @@ class Entry:
     source: str = ""
     chat: bool = False
     name: str = ""
+    given: tuple[int, ...] = ()
 
     def ids(self, tokenizer: Any, answers: Sequence[str] = ()) -> list[int]:
         """Token ids of the conversation up to turn ``len(answers)``, after the ``answers`` to the turns before.
@@ -33,6 +34,8 @@ class Entry:
         Raises:
             ValueError: a chat, and the tokenizer has no chat template.
         """
+        if self.given:
+            return list(self.given)
         said = self.turns[: len(answers) + 1]
         if not self.chat:
             text = "".join(turn + answer for turn, answer in zip(said, [*answers, ""]))
@@ -96,3 +99,28 @@ def shipped(count: int | None = None) -> list[Entry]:
         Entry((e["text"],), e["domain"], f"{e['package']}/{e['path']}", name=f"held-out prompt {i}")
         for i, e in enumerate(entries()[:count])
     ]
+
+
+def prompt_entries(path: str | Path | None, tokenizer: Any, longest: int) -> list[Entry]:
+    """The prompts of a file, or the shipped ones; plain prompts of more than ``longest`` tokens lose their beginning (0: they never do)."""
+    made = []
+    for entry in shipped() if path is None else read(path):
+        ids = [] if entry.chat or not longest else entry.ids(tokenizer)
+        made.append(replace(entry, given=tuple(ids[-longest:])) if len(ids) > longest else entry)
+    return made
+
+
+def pieces(entries: list[Entry], tokenizer: Any, length: int, most: int) -> list[Entry]:
+    """At most ``most`` pieces of exactly ``length`` tokens of each plain prompt.
+
+    Raises:
+        ValueError: no prompt has that many tokens.
+    """
+    made = []
+    for entry in entries:
+        ids = [] if entry.chat else entry.ids(tokenizer)
+        starts = range(0, len(ids) - length + 1, length)[:most]
+        made += [replace(entry, given=tuple(ids[a : a + length])) for a in starts]
+    if not made:
+        raise ValueError(f"no prompt has {length} tokens: choose smaller contexts")
+    return made

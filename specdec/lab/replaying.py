@@ -79,16 +79,16 @@ def replay(
     if check:
         run.check(texts[:2])
     C, n = len(trace), max(text.rounds for text in trace.texts)
-    q, accept = torch.zeros(2, C, n, k, dtype=torch.float64)
-    size, chains = torch.zeros(C, n, dtype=torch.long), True
+    held = {name: torch.zeros(C, n, k, dtype=torch.float64) for name in ("q", "accept", "most", "entropy")}
+    held["size"], chains = torch.zeros(C, n, dtype=torch.long), True
     for start in range(0, len(texts), batch):
-        some = texts[start : start + batch]
-        made = run(some)
-        at = torch.tensor(some)
-        q[at, : made.q.shape[1]], accept[at, : made.q.shape[1]] = made.q, made.accept
-        size[at, : made.q.shape[1]] = made.size
+        at = torch.tensor(texts[start : start + batch])
+        made = run(at.tolist())
+        for name, whole_of in held.items():
+            part_of = vars(made)[name]
+            whole_of[at, : part_of.shape[1]] = part_of
         chains &= made.chains
-    held = {"q": q, "accept": accept, "size": size, "chains": chains}
+    held["chains"] = torch.tensor(chains)
     if path is not None:
         path.parent.mkdir(exist_ok=True)
         torch.save(held, path)

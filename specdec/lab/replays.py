@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from specdec.audit.tau import Efficiency, efficiency
+from specdec.audit.block import block_chances
+from specdec.audit.lengths import Drafted, Policy, check_policy
+from specdec.audit.rounds import Efficiency, efficiency
 from specdec.lab.traces import Trace, digest, identity
 from specdec.models.hf import HFModel
 from specdec.models.table import TableModel
@@ -24,7 +26,7 @@ class Replay:
 
     Attributes:
         name: of the draft. k: the longest path. q, accept: ``[C, n, k]``, see ``lab.forced.Recorder``; ``n`` is the largest number of rounds, and
-            entries past a text's end mean nothing. size: ``[C, n]``. chains: whether all proposals were chains.
+            entries past a text's end mean nothing. size, most, entropy, chains: likewise.
     """
 
     trace: Trace
@@ -32,8 +34,10 @@ class Replay:
     k: int
     q: Tensor
     accept: Tensor
+    most: Tensor
+    entropy: Tensor
     size: Tensor
-    chains: bool
+    chains: Tensor
 
     def __repr__(self) -> str:
         return f"Replay({self.name}, k = {self.k}: tau {self.tau:.3f} on {len(self.trace)} texts)"
@@ -46,24 +50,66 @@ class Replay:
         """Tokens a round, bonus included."""
         return self.efficiency().tau
 
-    def efficiency(self, k: int | None = None) -> Efficiency:
+    @cached_property
+    def p(self) -> Tensor:
+        """``[C, n, k]`` the target's probability of the text's token at each depth of each block; 1 past a text's end."""
+        own = [self.trace.own(c).double() for c in range(len(self))]
+        rows = torch.nn.utils.rnn.pad_sequence(own, batch_first=True, padding_value=1.0)
+        n = self.accept.shape[1]
+        rows = torch.nn.functional.pad(rows, (0, max(0, n + self.k - rows.shape[1])), value=1.0)
+        return rows[:, 1:].unfold(1, self.k, 1)[:, :n]
+
+    def chances(self, verifier: Verification = "rejection") -> Tensor:
+        """``[C, n, k]`` the probability, given the text, that a token of a block was accepted if those before it were.
+
+        Args:
+            verifier: ``"rejection"``, or ``"block"`` for block verification of chains.
+        Raises:
+            ValueError: there is no such verifier, or trees were replayed, which block verification does not take.
+        """
+        if verifier == "rejection":
+            return self.accept
+        if verifier != "block":
+            raise ValueError(f'verifier is {verifier!r}: give "rejection" or "block"')
+        if not self.chains:
+            raise ValueError(
+                "verifier is 'block', which takes chains, and trees were replayed: give 'rejection'"
+            )
+        return torch.where(self.q > 0, block_chances(self.p, self.q), 0)
+
+    def efficiency(self, k: int | None = None, verifier: Verification = "rejection") -> Efficiency:
         """Expected rounds and tokens of each text.
 
         Args:
-            k: blocks of at most ``k`` tokens, for chain drafts whose tokens do not depend on how many are to come.
+            k: blocks of at most ``k`` tokens, for chain drafts whose tokens do not depend on how many are to come. verifier: as for
+                ``chances``.
         """
-        k = self.k if k is None else k
+        k, accept = self.k if k is None else k, self.chances(verifier)
         if k != self.k and not self.chains:
             raise ValueError(f"k is {k}, and trees of depth {self.k} were replayed: replay with k={k}")
-        parts = []
+        texts = self.trace.texts
+        rounds, ended = torch.tensor([t.rounds for t in texts]), torch.tensor([t.ended for t in texts])
+        return efficiency(accept, k, ended, n=rounds, lengths=self.size)
+
+    def stopping(self, policy: Policy, name: str | None = None) -> Replay:
+        """The same draft with a length for every block, which a policy decides while drafting.
+
+        Args:
+            policy: a function from ``audit.lengths.Drafted``, what the draft knows of each chain, to lengths 0 .. k, such as
+                ``lambda seen: lengths.before(seen.most > 0.4)``. name: for tables.
+        Raises:
+            ValueError: trees were replayed; or the policy anticipates: it looks at a token and then drops it, which biases the output.
+        """
+        if not self.chains:
+            raise ValueError("trees were replayed: a policy decides the lengths of chains")
+        C, n, k = self.q.shape
+        ids = torch.zeros(C, n + k, dtype=torch.long)
         for c, text in enumerate(self.trace.texts):
-            n = text.rounds
-            if n:
-                parts.append(efficiency(self.accept[c : c + 1, :n], k, cut=text.ended))
-            else:
-                none = torch.zeros(1, dtype=torch.float64)
-                parts.append(Efficiency(none, none, none.expand(1, k), none.expand(1, k)))
-        return Efficiency(*(torch.cat(part) for part in zip(*parts)))
+            new = torch.tensor(text.ids[text.prompt + 1 :][: n + k])
+            ids[c, : len(new)] = new
+        seen = Drafted(ids.unfold(1, k, 1)[:, :n], self.q, self.most, self.entropy)
+        size = torch.minimum(self.size, check_policy(policy, seen))
+        return replace(self, size=size, name=name or f"{self.name}, stopping")
 
 
 def described(value: Any) -> str:

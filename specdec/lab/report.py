@@ -1,4 +1,4 @@
-"""The format of a measurement's JSON: ``{"meta": {command, date, versions, machine, seed}, "rows": [{...}, ...]}``."""
+"""The format of a measurement's JSON: ``{"meta": {command, date, commit, versions, machine, ...}, "rows": [{...}, ...]}``."""
 
 from __future__ import annotations
 
@@ -14,9 +14,17 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from specdec.lab import origin
+
 
 def meta(seed: int | None = None, packages: Iterable[str] = ()) -> dict[str, Any]:
-    """How the figures were made: command line (file names without folders), UTC date, versions (of more ``packages``), machine, seed."""
+    """How the figures were made.
+
+    Returns:
+        ``command`` (file names without folders), UTC ``date``, ``commit`` and ``dirty`` (``origin.code``), ``versions`` (also of
+        ``packages``), ``machine``, ``processor``, ``instruction_sets`` and ``cores`` (``origin.processor``), ``threads``
+        (``origin.threads``), ``seed``.
+    """
     versions = {"python": platform.python_version()}
     for package in ("torch", "transformers", "specdec", *packages):
         try:
@@ -26,8 +34,11 @@ def meta(seed: int | None = None, packages: Iterable[str] = ()) -> dict[str, Any
     return {
         "command": command(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        **origin.code(),
         "versions": versions,
         "machine": machine(),
+        **origin.processor(),
+        "threads": origin.threads(),
         "seed": seed,
     }
 
@@ -53,8 +64,8 @@ def _short(word: str) -> str:
 
 def machine() -> str:
     """The cores that this process may use, CPU model, memory, and GPU if any."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    parts = [f"{cores} core{'' if cores == 1 else 's'}", _cpu()]
+    cpu = origin.processor()
+    parts = [f"{cpu['cores']} core{'' if cpu['cores'] == 1 else 's'}", cpu["processor"]]
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         parts.append(f"{memory / 2**30:.0f} GiB RAM")
@@ -63,16 +74,6 @@ def machine() -> str:
     if torch.cuda.is_available():
         parts.append(torch.cuda.get_device_name(0))
     return ", ".join(parts)
-
-
-def _cpu() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
 
 
 def write(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean, median
 from time import perf_counter
 
 import torch
@@ -19,6 +19,9 @@ from specdec.lab.prefill import Group
 from specdec.rng import Philox, seeds
 from specdec.stats import Record, Stats
 from specdec.stop_rules import StopRules
+
+TURN = 1_000_003
+"""The distance of a row's seeds in successive turns: more than there are rows."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Measured:
-    """Repeats of one method at one k and grid point. Every repeat uses the same random numbers, so only times differ."""
+    """Repeats of one method at one k and grid point, each with random numbers of its own, which are those of the other methods."""
 
     method: str
     k: int
@@ -68,8 +71,8 @@ class Measured:
 
     @property
     def tau(self) -> float:
-        """Tokens per round and row."""
-        return self.runs[0].stats.tau
+        """Tokens per round and row, the mean of the repeats."""
+        return fmean(run.stats.tau for run in self.runs)
 
     def stage(self, name: str) -> float:
         """Median seconds per round in one stage."""
@@ -81,11 +84,13 @@ def steady(
     groups: Sequence[Group],
     new_tokens: int,
     clock: Callable[[bool], None] = lambda runs: None,
+    turn: int = 0,
 ) -> Run:
     """Decode each group until it has ``new_tokens`` more tokens per row on average; the clock starts after the prefill round.
 
     Args:
-        clock: called with True when the clock starts and False when it stops.
+        clock: called with True when the clock starts and False when it stops. turn: chooses the random numbers, together with the
+            rows' seeds.
     """
     tokens = rounds = 0
     seconds, records = 0.0, []
@@ -95,8 +100,9 @@ def steady(
         room = context.tokens.shape[1] - decoder.length
         stops = StopRules(max_length=torch.full((B,), room))
         left, start = B * new_tokens, 0.0
+        fresh = [seed + TURN * turn for seed in some.seed]
         with torch.inference_mode():
-            for round in decoder.executor.run(decoder, context, Philox(seeds(some.seed, B)), stops):
+            for round in decoder.executor.run(decoder, context, Philox(seeds(fresh, B)), stops):
                 if round.number == 0:
                     sync()
                     clock(True)

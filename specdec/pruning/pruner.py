@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from specdec.arguments import whole
+from specdec.arguments import at_least
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def check(pruner: Any, keys: Tensor, values: Tensor, length: Tensor, budget: int
     B, _, S, _ = keys.shape
     if not isinstance(length, Tensor):
         raise TypeError(f"{name}: length is {length!r}: give a tensor [{B}], the slots in use of each row")
-    whole(f"{name}: budget", budget)
+    at_least(1, f"{name}: budget", budget, "keep at least 1 slot")
     if length.shape != (B,):
         raise ValueError(
             f"{name}: length is {list(length.shape)}; it must be [{B}], the slots in use of each row"
@@ -93,8 +93,6 @@ def check(pruner: Any, keys: Tensor, values: Tensor, length: Tensor, budget: int
     for b, n in enumerate(length.tolist()):
         if not 0 <= n <= S:
             raise ValueError(f"{name}: length[{b}] is {n} and a row has {S} slots")
-    if budget < 1:
-        raise ValueError(f"{name}: budget is {budget}: keep at least 1 slot")
 
 
 def check_kept(pruner: Any, kept: Any, keys: Tensor, length: Tensor, budget: int) -> None:

@@ -190,6 +190,12 @@ def check_refuses_what_makes_no_sense(pruner: Any) -> None:
     ):
         with pytest.raises(ValueError, match=f"^{name}: {message}"):
             pruner(**{"budget": 6, **case(), **change})
+    for change, message in (
+        ({"length": 16}, r"length is 16: give a tensor \[4\]"),
+        ({"budget": 0.2}, r"budget is 0\.2: give a whole number"),
+    ):
+        with pytest.raises(TypeError, match=f"^{name}: {message}"):
+            pruner(**{"budget": 6, **case(), **change})
     for small in range(1, 5):  # what a pruner keeps in any case may not fit, and then it says so
         try:
             kept = pruner(budget=small, **case())

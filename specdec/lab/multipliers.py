@@ -1,0 +1,125 @@
+"""Multipliers without the luck of acceptance: noise-free τ times measured round times, with intervals over packages and repeats.
+
+A short run's tokens a round differ by a quarter from prompt to prompt, and a multiplier of tokens a second inherits that. Times of rounds
+need few prompts; τ needs many texts and no decoding at all (``lab.tau``: expected rounds on texts of the target). Their product is the
+multiplier of all texts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from specdec.audit.tau import Efficiency
+from specdec.data.prompts import entries
+from specdec.lab.paired import FEW
+from specdec.lab.steady import Measured
+from specdec.lab.tau import Texts, each_k, sample
+
+DRAWS = 2000
+
+
+@dataclass(frozen=True)
+class Taus:
+    """Tokens a round of every method, context and k, on texts of the target.
+
+    Attributes:
+        scores: by method, context and k: expected tokens and rounds of each text. packages: by context: ``[C]``, the package of each
+            text. Texts of one package are one cluster of the bootstrap.
+    """
+
+    scores: Mapping[tuple[str, int, int], Efficiency]
+    packages: Mapping[int, np.ndarray]
+
+    def tau(self, method: str, context: int, k: int) -> float:
+        """Tokens a round over all texts; 1 for plain decoding (k = 0)."""
+        return self.scores[method, context, k].tau if k else 1.0
+
+    def drawn(self, method: str, context: int, k: int) -> np.ndarray | None:
+        """``[DRAWS]``: τ over packages drawn with replacement, the same ones for every method and k; ``None`` for too few packages."""
+        names, place = np.unique(self.packages[context], return_inverse=True)
+        if len(names) < FEW:
+            return None
+        if not k:
+            return np.ones(DRAWS)
+        picks = np.random.default_rng(0).integers(0, len(names), (DRAWS, len(names)))
+        made = self.scores[method, context, k]
+        tokens, rounds = (np.bincount(place, t.numpy(), len(names)) for t in (made.tokens, made.rounds))
+        return tokens[picks].sum(1) / rounds[picks].sum(1)
+
+
+@dataclass(frozen=True)
+class Recording:
+    """How texts are recorded.
+
+    Attributes:
+        positions: of each text at which rounds start. per_prompt: the most contexts cut from one prompt. prompts: ``None``: all.
+    """
+
+    positions: int = 64
+    per_prompt: int = 1
+    prompts: int | None = None
+    seed: int = 0
+
+    def taus(
+        self,
+        methods: Any,
+        contexts: Sequence[int],
+        lengths: Sequence[int],
+        tell: Callable[[str], None] = lambda line: None,
+    ) -> Taus:
+        """Sample texts after prompts of each length, and score every method of ``methods`` (a ``lab.methods.Methods``) on them."""
+        scores: dict[tuple[str, int, int], Efficiency] = {}
+        packages: dict[int, np.ndarray] = {}
+        target, tokenizer = methods.target.model, methods.target.tokenizer
+        layers = range(target.config.num_hidden_layers)
+        for context in contexts:
+            tell(f"noise-free tau after {context} tokens")
+            texts = sample(
+                target, tokenizer, context, self.positions, max(lengths), layers, self.seed, self.per_prompt, self.prompts
+            )  # fmt: skip
+            packages[context] = packages_of(texts, self.prompts)
+            for at_k, found in each_k(methods.evaluated, texts, lengths):
+                scores |= {(method, context, at_k.k): made for method, made in found.items()}
+        return Taus(scores, packages)
+
+
+def packages_of(texts: Texts, prompts: int | None = None) -> np.ndarray:
+    """``[C]``: the package that each text's source file is from; ``prompts`` as for ``lab.tau.sample``."""
+    files = dict.fromkeys((entry["package"], entry["path"]) for entry in entries()[:prompts])
+    return np.array([package for package, _ in files])[texts.prompt]
+
+
+def round_seconds(case: Measured, draws: int = DRAWS) -> np.ndarray:
+    """``[draws]``: median seconds of a round over repeats drawn with replacement, the same turns for every method of a point."""
+    seconds = np.array([run.round_seconds for run in case.runs])
+    picks = np.random.default_rng(1).integers(0, len(seconds), (draws, len(seconds)))
+    return np.median(seconds[picks], 1)
+
+
+def interval(drawn: np.ndarray | None) -> tuple[float | None, float | None]:
+    """The middle 95 % of draws."""
+    if drawn is None:
+        return None, None
+    low, high = np.quantile(drawn, [0.025, 0.975])
+    return float(low), float(high)
+
+
+def speed(case: Measured, context: int, taus: Taus | None) -> float:
+    """Tokens a second of a row: τ over a round's seconds."""
+    tau = case.tau if taus is None else taus.tau(case.method, context, case.k)
+    return tau / case.round_seconds
+
+
+def ratio(
+    case: Measured, other: Measured, context: int, taus: Taus
+) -> tuple[float, float | None, float | None]:
+    """The speed of one method over another's at a grid point, with a paired interval."""
+    drawn = [taus.drawn(one.method, context, one.k) for one in (case, other)]
+    draws = None
+    if drawn[0] is not None and drawn[1] is not None:
+        draws = drawn[0] / drawn[1] * round_seconds(other) / round_seconds(case)
+    return (speed(case, context, taus) / speed(other, context, taus), *interval(draws))

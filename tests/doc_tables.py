@@ -1,0 +1,170 @@
+"""Tables of the documentation beside the reports that they come from.
+
+A comment above a table says how each of its cells follows from a report::
+
+    <!-- from: results/bench.json
+    where: engine == "specdec" and method == "vanilla"
+    cells: =temperature | =batch | tau | ratio_to_plain | max(every("tokens_per_second", method="assisted")), 100 * share
+    label: no feedback memory -> no_feedback
+    -->
+
+``cells`` has one entry a column. ``=field`` is a key: the cell's text is that field's value (``=mode, workers``: two of them), or stands for
+it (``label``). Every other entry is a Python expression, or several, for the numbers of the cell in their order; ``-`` is not checked. In
+an expression, names are fields of the report's only row that has the keys and meets ``where``; ``of(field, method="spire", ...)`` is a field
+of the only row that has the keys and the given values, and ``every(...)`` the same of all such rows. A value may be given as a function
+(``context=lambda c: c > 500``), and may replace a key's. A comment ``<!-- from: no report: why -->`` exempts a table.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+NUMBER = re.compile(r"(?<![\w.])(?<!\w[-−])[-−+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?(?![\w])")
+COMMENT = re.compile(r"<!-- from: (?P<text>.*?)-->", re.DOTALL)
+REPORT = re.compile(r"docs/results/\w+\.json")
+Row = dict[str, Any]
+
+
+class Table(NamedTuple):
+    """Body rows of a table, the line of its header, and the text of the comment directly above it."""
+
+    page: Path
+    line: int
+    header: list[str]
+    body: list[list[str]]
+    comment: str | None
+
+    @property
+    def of_figures(self) -> bool:
+        """Whether most cells outside of its first column are numbers."""
+        cells = [cell for row in self.body for cell in row[1:] if cell]
+        return sum(bool(re.match(r"\W*\d", cell)) and len(cell) < 30 for cell in cells) > len(cells) / 2
+
+
+def tables(page: Path) -> Iterator[Table]:
+    """The tables of a page, those in fenced blocks aside."""
+    text = re.sub(r"^```.*?^```", lambda m: "\n" * m[0].count("\n"), page.read_text(), flags=re.M | re.S)
+    for found in re.finditer(r"(?:^\|.*\n)+", text, re.MULTILINE):
+        before = text[: found.start()]
+        last = list(COMMENT.finditer(before))[-1:]
+        near = last[0]["text"].strip() if last and not before[last[0].end() :].strip() else None
+        rows = [
+            [cell.strip() for cell in line.strip().strip("|").split("|")] for line in found[0].splitlines()
+        ]
+        yield Table(page, before.count("\n") + 1, rows[0], rows[2:], near)
+
+
+def numbers(cell: str) -> list[tuple[float, float]]:
+    """The numbers of a cell, each with half a unit of its last digit."""
+    found = []
+    for said in NUMBER.findall(cell):
+        said = said.replace("−", "-").replace(",", "")
+        digits, _, power = said.partition("e")
+        decimals = len(digits.partition(".")[2])
+        found.append((float(said), 0.5 * 10.0 ** (int(power or 0) - decimals)))
+    return found
+
+
+def wrong(table: Table, folder: Path) -> list[str]:
+    """What is wrong with a table whose comment names a report below ``folder``."""
+    assert table.comment is not None
+    file, *lines = table.comment.splitlines()
+    said: dict[str, list[str]] = {}
+    for line in lines:
+        name, colon, rest = line.partition(": ")
+        if colon and name in ("where", "cells", "label"):
+            said.setdefault(name, []).append(rest)
+        else:
+            said[next(reversed(said))][-1] += " " + line
+    report = json.loads((folder / file.strip()).read_text())["rows"]
+    cells = [cell.strip() for cell in said["cells"][0].split(" | ")]
+    labels = dict(label.split(" -> ") for label in said.get("label", []))
+    where = said.get("where", ["True"])[0]
+    out, checked = [], 0
+    for number, row in enumerate(table.body, table.line + 2):
+        at = f"{table.page.name}:{number}"
+        if len(row) != len(cells):
+            out.append(f"{at}: {len(row)} cells, and the comment has {len(cells)}")
+            continue
+        keys: Row = {}
+        for cell, entry in zip(row, cells):
+            if entry.startswith("="):
+                keys |= _keys(labels.get(plain(cell), plain(cell)), entry[1:].split(", "))
+        for column, cell, entry in zip(table.header, row, cells):
+            shown = numbers(cell)
+            if entry.startswith("=") or entry == "-" or not shown:
+                continue
+            try:
+                values = _evaluate(entry, report, keys, where)
+            except Exception as why:
+                out.append(f"{at}, {column}: {entry}: {type(why).__name__}: {why}")
+                continue
+            checked += 1
+            if len(values) != len(shown) or not all(_same(s, v) for s, v in zip(shown, values)):
+                out.append(f"{at}, {column}: says {cell}, and the report has {values}")
+    if not checked:
+        out.append(f"{table.page.name}:{table.line}: no number is checked")
+    return out
+
+
+def plain(cell: str) -> str:
+    """A cell without marks of emphasis and code."""
+    return re.sub(r"[*`]", "", cell).strip()
+
+
+def _same(shown: tuple[float, float], value: Any) -> bool:
+    number, half = shown
+    return value is not None and math.isclose(number, value, rel_tol=1e-9, abs_tol=half * (1 + 1e-6))
+
+
+def _keys(cell: str, fields: list[str]) -> Row:
+    parts: list[Any] = cell.split(", ", len(fields) - 1)
+    parts += [None] * (len(fields) - len(parts))
+    return dict(zip(fields, parts))
+
+
+def _meets(row: Row, wanted: Row) -> bool:
+    return all(_meets_one(row.get(name), want) for name, want in wanted.items())
+
+
+def _meets_one(value: Any, want: Any) -> bool:
+    if callable(want):
+        return value is not None and bool(want(value))
+    if isinstance(value, bool) and isinstance(want, str):
+        return want == ("yes" if value else "no")
+    if isinstance(value, int | float) and isinstance(want, str):
+        return [float(value)] == [n for n, _ in numbers(want)]
+    return value == want
+
+
+def _evaluate(entry: str, report: list[Row], keys: Row, where: str) -> list[Any]:
+    def every(field: str, **filters: Callable | Any) -> list[Any]:
+        return [row[field] for row in report if field in row and _meets(row, keys | filters)]
+
+    def of(field: str, **filters: Callable | Any) -> Any:
+        return _only(every(field, **filters), f"{keys | filters}")
+
+    class Names(dict):
+        def __missing__(self, name: str) -> Any:
+            if name in known:
+                raise KeyError(name)  # then it is looked up there
+            having = [row for row in report if name in row and _meets(row, keys)]
+            if not having:
+                raise LookupError(f"no row with {keys} has {name!r}")
+            fields = {field for row in report for field in row}
+            meeting = [row for row in having if eval(where, {}, dict.fromkeys(fields) | row)]
+            return _only([row[name] for row in meeting], f"{keys} where {where}")
+
+    known = {"of": of, "every": every, "max": max, "min": min, "__builtins__": {}}
+    return list(eval(f"({entry},)", known, Names()))
+
+
+def _only(found: list[Any], what: str) -> Any:
+    if len(found) != 1:
+        raise LookupError(f"{len(found)} rows have {what}")
+    return found[0]
