@@ -2,8 +2,8 @@
 
     python recipes/spin_end_to_end.py --json docs/results/spin_end_to_end.json --plots docs/figures
 
-Requests of three domains with ragged prompts are decoded in one batch. The prompts of one half of the source files are for learning and
-for the seconds that rounds are charged; the workloads are made of the other half. Rows: `configuration, batch, cores, attention, goodput`
+Requests of three domains with ragged prompts are decoded in one batch. Prompts of validation packages are for learning and for the
+seconds that rounds are charged; the workloads are made of prompts of test packages. Rows: `configuration, batch, cores, attention, goodput`
 (tokens a second after the prefill, tokens of all workloads over their seconds), its ratios to `plain`, `smallest` and `best_fixed` of
 the same batch, cores and attention, tau, the share of rounds of each `arms`, and the seconds of its stages. Intervals (`_low`, `_high`) are 95 % bootstraps over workloads; with
 fewer than 5 workloads there are none.
@@ -109,12 +109,13 @@ class Parts:
     def profile(self, batch: int) -> None:
         """Measure each arm alone: its rounds are charged these seconds, because a round's own depend on the rest of the batch."""
         s = self.s
-        work = self.workload(batch, 1000, half=0)
+        work = self.workload(batch, 1000, "validation")
         few = (3, 1) if s.quick else (8, 2)
         self.costs = measured(self.targets["auto"], self.arms, s.k, work.rows, *few, seed=s.seed).alone(batch)
 
-    def workload(self, batch: int, turn: int, half: int) -> Workload:
-        return workload(self.tokenizer, batch, self.s.longest, self.s.seed + turn, self.s.median, half)
+    def workload(self, batch: int, turn: int, split: str = "test") -> Workload:
+        s = self.s
+        return workload(self.tokenizer, batch, s.longest, s.seed + turn, s.median, split)
 
     def fixed(self, name: str, attention: str) -> Any:
         base = sd.decoder(self.targets[attention])
@@ -138,12 +139,16 @@ class Parts:
         return self.chosen(self.arms, selector, attention).build()
 
     def taught(self, batch: int) -> Any:
-        """What the pooled selector has learned from requests of the other half, in batches; on the fastest attention."""
+        """What the pooled selector has learned from validation prompts, in batches; on the fastest attention."""
         s, decoder = self.s, self.pooled("auto", 8, 1)
         selection = decoder.begin(batch)
         for turn in range(math.ceil(s.learn / batch)):
             pool_run(
-                decoder, self.workload(batch, 1001 + turn, half=0).rows, s.tokens, s.seed + turn, selection
+                decoder,
+                self.workload(batch, 1001 + turn, "validation").rows,
+                s.tokens,
+                s.seed + turn,
+                selection,
             )
         return selection
 
@@ -173,7 +178,7 @@ def main(s: Settings) -> list[dict[str, Any]]:
     for batch in s.batches:
         parts.profile(batch)
         taught, runs = parts.taught(batch), defaultdict(list)
-        works = [parts.workload(batch, turn, half=1) for turn in range(s.repeats + 1)]
+        works = [parts.workload(batch, turn) for turn in range(s.repeats + 1)]
         for turn, work in enumerate(works):  # the first warms up
             for name in drafts:
                 run = pool_run(parts.fixed(name, "auto"), work.rows, s.tokens, s.seed + turn)

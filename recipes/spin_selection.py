@@ -24,18 +24,19 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Literal
 
 import checkout  # noqa: F401
 import numpy as np
 
 import specdec as sd
 from specdec import lab, selectors, zoo
+from specdec.data.prompts import entries
 from specdec.lab import plots
 from specdec.lab.arm_times import POOL, load_pool, measured
 from specdec.lab.console import progress, table
 from specdec.lab.options import option, parse
-from specdec.lab.prompt_file import shipped
+from specdec.lab.prompt_file import Entry
 from specdec.lab.recipe import Plotted
 from specdec.lab.selection import Requests, RoundTimes, fixed_seconds, ratio, round_oracle, worth
 from specdec.lab.selection_runs import Follow, SelectorReplay
@@ -48,6 +49,9 @@ Row = dict[str, Any]
 class Settings(Plotted):
     pool: tuple[str, ...] = option(
         (*POOL, "pocket-spire", "ngram", "none"), "arms: names in the zoo, ngram, none"
+    )
+    split: Literal["test", "validation"] = option(
+        "test", "packages of the prompts; validation: to choose a pool on"
     )
     batches: tuple[int, ...] = option((1, 4, 16, 64), "rows at a time")
     replayed: int = option(16, "rows at a time in the replays of selectors")
@@ -101,13 +105,13 @@ def main(s: Settings) -> list[Row]:
 def recorded(s: Settings, target: Any, arms: dict[str, Any], folder: str) -> tuple[Requests, list[str]]:
     """The requests and their domains: pieces of held-out prompts, as long as those of `lab.workload`, and the target's continuations."""
     noise, prompts = np.random.default_rng(s.seed), []
-    for entry in shipped(12 if s.quick else None):
-        ids = target.tokenizer(entry.turns[0], add_special_tokens=False)["input_ids"]
+    for entry in entries(s.split)[: 12 if s.quick else None]:
+        ids = target.tokenizer(entry["text"], add_special_tokens=False)["input_ids"]
         for piece in range(s.per_prompt):
             start = piece * len(ids) // s.per_prompt
             length = int(np.clip(np.exp(noise.normal(np.log(s.median), 0.8)), 32, len(ids) // s.per_prompt))
             text = target.tokenizer.decode(ids[start : start + length])
-            prompts.append(replace(entry, turns=(text,)))
+            prompts.append(Entry((text,), entry["domain"], f"{entry['package']}/{entry['path']}"))
     trace = lab.record(target, prompts, folder, s.new_tokens, s.k, eos_token_id=(), seed=s.seed)
     replays = {}
     for name, draft in arms.items():
