@@ -65,11 +65,11 @@ class Settings(Plotted):
     )
     batches: tuple[int, ...] = option((8, 16), "rows at once")
     places: tuple[str, ...] = option(
-        ("padded/1", "packed/1", "decomposed/1", "auto/1", "decomposed/2", "auto/2"), "attention/cores"
+        ("padded/1", "packed/1", "auto/1", "decomposed/2", "auto/2"), "attention/cores"
     )
     tokens: int = option(128, "new tokens of each request")
     k: int = option(4, "drafted tokens per round")
-    repeats: int = option(8, "workloads, each run by all configurations")
+    repeats: int = option(6, "workloads, each run by all configurations")
     learn: int = option(192, "requests that the pooled selector learns from beforehand")
     capacity: float = option(1.5, "rows that a draft of `spin` takes, times an equal share of the batch")
     micro_batches: int = option(2, "micro-batches of the pipeline")
@@ -99,6 +99,10 @@ class Parts:
         self.models = {
             n: d for n, d in self.arms.items() if isinstance(d, sd.drafts.Model)
         }  # the paper's pool
+        if not self.models or not all(word.endswith(("/1", "/2")) for word in s.places):
+            raise SystemExit(
+                "give --pool with at least one model, and --places such as auto/1 or decomposed/2"
+            )
         self.smallest = min(self.models, key=lambda name: weights(self.models[name].model))
         self.costs: Any = None
 
@@ -109,7 +113,7 @@ class Parts:
     def profile(self, batch: int) -> None:
         """Measure each arm alone: its rounds are charged these seconds, because a round's own depend on the rest of the batch."""
         s = self.s
-        work = self.workload(batch, 1000, "validation")
+        work = self.workload(max(batch, 4), 1000, "validation")
         few = (3, 1) if s.quick else (8, 2)
         self.costs = measured(self.targets["auto"], self.arms, s.k, work.rows, *few, seed=s.seed).alone(batch)
 

@@ -81,7 +81,9 @@ def main(s: Settings) -> list[Row]:
         folder = s.trace or stack.enter_context(TemporaryDirectory())
         requests, domains = recorded(s, target, arms, folder)
     assert requests.tokens is not None
-    prompts = [row[:n].tolist() for row, n in zip(requests.tokens, requests.prompt.tolist())][: s.replayed]
+    prompts = [row[:n].tolist() for row, n in zip(requests.tokens, requests.prompt.tolist())][
+        : max(4, s.replayed)
+    ]
     times = measured(target, arms, s.k, prompts, *((4, 1) if s.quick else ()), seed=s.seed)
     rows: list[Row] = [
         {"part": "times", "arm": name, "fixed_milliseconds": 1e3 * f, "row_milliseconds": 1e3 * r, "read_milliseconds": 1e3 * read}

@@ -43,7 +43,7 @@ class RoundTimes:
             raise ValueError(f"{self} has negative seconds")
 
     def alone(self, batch: int) -> ArmCosts:
-        """A row's round in a batch of ``batch`` rows that all use its arm: a lower bound of its share in any mix of arms."""
+        """A row's round in a batch of ``batch`` rows that all use its arm. No round of at most so many rows costs less than these charges."""
         fixed, row, token = self.verify
         return ArmCosts(tuple(f / batch + r + token for f, r in self.draft), fixed / batch + row)
 
