@@ -138,22 +138,17 @@ class Parts:
         room = dict.fromkeys(self.models, math.ceil(self.s.capacity * batch / len(self.models)))
         return self.chosen(self.models, selectors.Spin(), attention, capacities=room)
 
-    def pooled(self, attention: str, exploration: int = 4, growth: float = 64) -> Any:
-        selector = selectors.Spin(exploration, growth, Kind(self.tokenizer), warm=30, learn="always")
+    def pooled(self, attention: str, exploration: int = 4, growth: float = 64, warm: int = 30) -> Any:
+        selector = selectors.Spin(exploration, growth, Kind(self.tokenizer), warm=warm, learn="always")
         return self.chosen(self.arms, selector, attention).build()
 
     def taught(self, batch: int) -> Any:
         """What the pooled selector has learned from validation prompts, in batches; on the fastest attention."""
-        s, decoder = self.s, self.pooled("auto", 8, 1)
+        s, decoder = self.s, self.pooled("auto", 8, 1, 300)
         selection = decoder.begin(batch)
         for turn in range(math.ceil(s.learn / batch)):
-            pool_run(
-                decoder,
-                self.workload(batch, 1001 + turn, "validation").rows,
-                s.tokens,
-                s.seed + turn,
-                selection,
-            )
+            work = self.workload(batch, 1001 + turn, "validation")
+            pool_run(decoder, work.rows, s.tokens, s.seed + turn, selection)
         return selection
 
     def plans(self, place: Place, best: str, batch: int) -> dict[str, Callable[[], Any]]:
