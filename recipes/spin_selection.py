@@ -14,7 +14,7 @@ Rows, by `part`:
   arm that is best in hindsight). Rounds are charged as in a batch of one's own arm; `elapsed_over_best_fixed` charges the batch's own rounds,
   in which every arm in use has its fixed costs and the last rounds have few rows;
 - `ratio`: how many times faster SPIN's own selector is than UCB1 and epsilon-greedy (the paper: 1.49).
-Intervals are 95 % bootstraps over source files and repeats. `times` rows have the seconds that rounds are charged.
+Intervals are 95 % bootstraps over source files and repeats; with fewer than 5 files there are none. `times` rows have the seconds that rounds are charged.
 """
 
 from __future__ import annotations
@@ -144,10 +144,8 @@ def regrets(s: Settings, tested: Requests, learned: Requests, times: RoundTimes,
             ("over_best_fixed", played.seconds, fixed[best]),
             ("elapsed_over_best_fixed", played.elapsed, alone),
         ):
-            row |= {
-                what + end: 100 * (x - 1)
-                for end, x in zip(("", "_low", "_high"), ratio(top, base, tested.source))
-            }
+            found = ratio(top, base, tested.source)
+            row |= {what + end: x and 100 * (x - 1) for end, x in zip(("", "_low", "_high"), found)}
         yield row
     for mine in ("Spin", "Spin, capacities", "Spin, by kind, learned"):
         for other in ("UCB1", "EpsilonGreedy"):
@@ -199,7 +197,7 @@ def drawn(s: Settings, rows: list[Row]) -> Any:
     drawing, (panels,) = plots.panels(1, 3, (13, 4.2), bare=True, layout="tight")
     found = [r for r in rows if r["part"] == "worth"]
     for name, label in (("request_oracle", "best of every request"), ("round_oracle", "best of every round")):
-        mine = [r for r in found if r["group"] == "all"]
+        mine = [r for r in found if r["group"] == "all" and r[name + "_low"] is not None]
         panels[0].plot([r["batch"] for r in mine], [r[name] for r in mine], "o-", label=label)
         panels[0].fill_between(
             [r["batch"] for r in mine],
@@ -219,6 +217,7 @@ def drawn(s: Settings, rows: list[Row]) -> Any:
     panels[1].set_ylabel(f"requests by best arm, batch {s.batches[0]}")
     panels[1].legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
     mine = [r for r in rows if r["part"] == "regret"][::-1]
+    mine = [r for r in mine if r["regret_low"] is not None]
     off = [[r["regret"] - r["regret_low"] for r in mine], [r["regret_high"] - r["regret"] for r in mine]]
     panels[2].barh(
         [r["selector"] for r in mine],
