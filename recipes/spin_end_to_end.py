@@ -2,8 +2,8 @@
 
     python recipes/spin_end_to_end.py --json docs/results/spin_end_to_end.json --plots docs/figures
 
-Requests of three domains with ragged prompts are decoded in one batch. The prompts of one half of the source files are for learning and
-for the seconds that rounds are charged; the workloads are made of the other half. Rows: `configuration, batch, cores, attention, goodput`
+Requests of three domains with ragged prompts are decoded in one batch. Prompts of validation packages are for learning and for the
+seconds that rounds are charged; the workloads are made of prompts of test packages. Rows: `configuration, batch, cores, attention, goodput`
 (tokens a second after the prefill, tokens of all workloads over their seconds), its ratios to `plain`, `smallest` and `best_fixed` of
 the same batch, cores and attention, tau, the share of rounds of each `arms`, and the seconds of its stages. Intervals (`_low`, `_high`) are 95 % bootstraps over workloads; with
 fewer than 5 workloads there are none.
@@ -65,11 +65,11 @@ class Settings(Plotted):
     )
     batches: tuple[int, ...] = option((8, 16), "rows at once")
     places: tuple[str, ...] = option(
-        ("padded/1", "packed/1", "decomposed/1", "auto/1", "decomposed/2", "auto/2"), "attention/cores"
+        ("padded/1", "packed/1", "auto/1", "decomposed/2", "auto/2"), "attention/cores"
     )
     tokens: int = option(128, "new tokens of each request")
     k: int = option(4, "drafted tokens per round")
-    repeats: int = option(8, "workloads, each run by all configurations")
+    repeats: int = option(6, "workloads, each run by all configurations")
     learn: int = option(192, "requests that the pooled selector learns from beforehand")
     capacity: float = option(1.5, "rows that a draft of `spin` takes, times an equal share of the batch")
     micro_batches: int = option(2, "micro-batches of the pipeline")
@@ -99,6 +99,10 @@ class Parts:
         self.models = {
             n: d for n, d in self.arms.items() if isinstance(d, sd.drafts.Model)
         }  # the paper's pool
+        if not self.models or not all(word.endswith(("/1", "/2")) for word in s.places):
+            raise SystemExit(
+                "give --pool with at least one model, and --places such as auto/1 or decomposed/2"
+            )
         self.smallest = min(self.models, key=lambda name: weights(self.models[name].model))
         self.costs: Any = None
 
@@ -109,12 +113,13 @@ class Parts:
     def profile(self, batch: int) -> None:
         """Measure each arm alone: its rounds are charged these seconds, because a round's own depend on the rest of the batch."""
         s = self.s
-        work = self.workload(batch, 1000, half=0)
+        work = self.workload(max(batch, 4), 1000, "validation")
         few = (3, 1) if s.quick else (8, 2)
         self.costs = measured(self.targets["auto"], self.arms, s.k, work.rows, *few, seed=s.seed).alone(batch)
 
-    def workload(self, batch: int, turn: int, half: int) -> Workload:
-        return workload(self.tokenizer, batch, self.s.longest, self.s.seed + turn, self.s.median, half)
+    def workload(self, batch: int, turn: int, split: str = "test") -> Workload:
+        s = self.s
+        return workload(self.tokenizer, batch, s.longest, s.seed + turn, s.median, split)
 
     def fixed(self, name: str, attention: str) -> Any:
         base = sd.decoder(self.targets[attention])
@@ -133,18 +138,17 @@ class Parts:
         room = dict.fromkeys(self.models, math.ceil(self.s.capacity * batch / len(self.models)))
         return self.chosen(self.models, selectors.Spin(), attention, capacities=room)
 
-    def pooled(self, attention: str, exploration: int = 4, growth: float = 64) -> Any:
-        selector = selectors.Spin(exploration, growth, Kind(self.tokenizer), warm=30, learn="always")
+    def pooled(self, attention: str, exploration: int = 4, growth: float = 64, warm: int = 30) -> Any:
+        selector = selectors.Spin(exploration, growth, Kind(self.tokenizer), warm=warm, learn="always")
         return self.chosen(self.arms, selector, attention).build()
 
     def taught(self, batch: int) -> Any:
-        """What the pooled selector has learned from requests of the other half, in batches; on the fastest attention."""
-        s, decoder = self.s, self.pooled("auto", 8, 1)
+        """What the pooled selector has learned from validation prompts, in batches; on the fastest attention."""
+        s, decoder = self.s, self.pooled("auto", 8, 1, 300)
         selection = decoder.begin(batch)
         for turn in range(math.ceil(s.learn / batch)):
-            pool_run(
-                decoder, self.workload(batch, 1001 + turn, half=0).rows, s.tokens, s.seed + turn, selection
-            )
+            work = self.workload(batch, 1001 + turn, "validation")
+            pool_run(decoder, work.rows, s.tokens, s.seed + turn, selection)
         return selection
 
     def plans(self, place: Place, best: str, batch: int) -> dict[str, Callable[[], Any]]:
@@ -173,7 +177,7 @@ def main(s: Settings) -> list[dict[str, Any]]:
     for batch in s.batches:
         parts.profile(batch)
         taught, runs = parts.taught(batch), defaultdict(list)
-        works = [parts.workload(batch, turn, half=1) for turn in range(s.repeats + 1)]
+        works = [parts.workload(batch, turn) for turn in range(s.repeats + 1)]
         for turn, work in enumerate(works):  # the first warms up
             for name in drafts:
                 run = pool_run(parts.fixed(name, "auto"), work.rows, s.tokens, s.seed + turn)

@@ -14,7 +14,7 @@ Rows, by `part`:
   arm that is best in hindsight). Rounds are charged as in a batch of one's own arm; `elapsed_over_best_fixed` charges the batch's own rounds,
   in which every arm in use has its fixed costs and the last rounds have few rows;
 - `ratio`: how many times faster SPIN's own selector is than UCB1 and epsilon-greedy (the paper: 1.49).
-Intervals are 95 % bootstraps over source files and repeats. `times` rows have the seconds that rounds are charged.
+Intervals are 95 % bootstraps over source files and repeats; with fewer than 5 files there are none. `times` rows have the seconds that rounds are charged.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Literal
 
 import checkout  # noqa: F401
 import numpy as np
 
 import specdec as sd
 from specdec import lab, selectors, zoo
+from specdec.data.prompts import entries
 from specdec.lab import plots
 from specdec.lab.arm_times import POOL, load_pool, measured
 from specdec.lab.console import progress, table
 from specdec.lab.options import option, parse
-from specdec.lab.prompt_file import shipped
+from specdec.lab.prompt_file import Entry
 from specdec.lab.recipe import Plotted
 from specdec.lab.selection import Requests, RoundTimes, fixed_seconds, ratio, round_oracle, worth
 from specdec.lab.selection_runs import Follow, SelectorReplay
@@ -48,6 +49,9 @@ Row = dict[str, Any]
 class Settings(Plotted):
     pool: tuple[str, ...] = option(
         (*POOL, "pocket-spire", "ngram", "none"), "arms: names in the zoo, ngram, none"
+    )
+    split: Literal["test", "validation"] = option(
+        "test", "packages of the prompts; validation: to choose a pool on"
     )
     batches: tuple[int, ...] = option((1, 4, 16, 64), "rows at a time")
     replayed: int = option(16, "rows at a time in the replays of selectors")
@@ -77,7 +81,9 @@ def main(s: Settings) -> list[Row]:
         folder = s.trace or stack.enter_context(TemporaryDirectory())
         requests, domains = recorded(s, target, arms, folder)
     assert requests.tokens is not None
-    prompts = [row[:n].tolist() for row, n in zip(requests.tokens, requests.prompt.tolist())][: s.replayed]
+    prompts = [row[:n].tolist() for row, n in zip(requests.tokens, requests.prompt.tolist())][
+        : max(4, s.replayed)
+    ]
     times = measured(target, arms, s.k, prompts, *((4, 1) if s.quick else ()), seed=s.seed)
     rows: list[Row] = [
         {"part": "times", "arm": name, "fixed_milliseconds": 1e3 * f, "row_milliseconds": 1e3 * r, "read_milliseconds": 1e3 * read}
@@ -101,13 +107,13 @@ def main(s: Settings) -> list[Row]:
 def recorded(s: Settings, target: Any, arms: dict[str, Any], folder: str) -> tuple[Requests, list[str]]:
     """The requests and their domains: pieces of held-out prompts, as long as those of `lab.workload`, and the target's continuations."""
     noise, prompts = np.random.default_rng(s.seed), []
-    for entry in shipped(12 if s.quick else None):
-        ids = target.tokenizer(entry.turns[0], add_special_tokens=False)["input_ids"]
+    for entry in entries(s.split)[: 12 if s.quick else None]:
+        ids = target.tokenizer(entry["text"], add_special_tokens=False)["input_ids"]
         for piece in range(s.per_prompt):
             start = piece * len(ids) // s.per_prompt
             length = int(np.clip(np.exp(noise.normal(np.log(s.median), 0.8)), 32, len(ids) // s.per_prompt))
             text = target.tokenizer.decode(ids[start : start + length])
-            prompts.append(replace(entry, turns=(text,)))
+            prompts.append(Entry((text,), entry["domain"], f"{entry['package']}/{entry['path']}"))
     trace = lab.record(target, prompts, folder, s.new_tokens, s.k, eos_token_id=(), seed=s.seed)
     replays = {}
     for name, draft in arms.items():
@@ -138,10 +144,8 @@ def regrets(s: Settings, tested: Requests, learned: Requests, times: RoundTimes,
             ("over_best_fixed", played.seconds, fixed[best]),
             ("elapsed_over_best_fixed", played.elapsed, alone),
         ):
-            row |= {
-                what + end: 100 * (x - 1)
-                for end, x in zip(("", "_low", "_high"), ratio(top, base, tested.source))
-            }
+            found = ratio(top, base, tested.source)
+            row |= {what + end: x and 100 * (x - 1) for end, x in zip(("", "_low", "_high"), found)}
         yield row
     for mine in ("Spin", "Spin, capacities", "Spin, by kind, learned"):
         for other in ("UCB1", "EpsilonGreedy"):
@@ -193,7 +197,7 @@ def drawn(s: Settings, rows: list[Row]) -> Any:
     drawing, (panels,) = plots.panels(1, 3, (13, 4.2), bare=True, layout="tight")
     found = [r for r in rows if r["part"] == "worth"]
     for name, label in (("request_oracle", "best of every request"), ("round_oracle", "best of every round")):
-        mine = [r for r in found if r["group"] == "all"]
+        mine = [r for r in found if r["group"] == "all" and r[name + "_low"] is not None]
         panels[0].plot([r["batch"] for r in mine], [r[name] for r in mine], "o-", label=label)
         panels[0].fill_between(
             [r["batch"] for r in mine],
@@ -204,15 +208,16 @@ def drawn(s: Settings, rows: list[Row]) -> Any:
     panels[0].set_xlabel("batch")
     panels[0].set_ylabel("times faster than the best fixed arm")
     panels[0].legend(frameon=False, fontsize=8)
-    last = [r for r in found if r["batch"] == s.batches[-1]]
-    bottom = np.zeros(len(last))
+    first = [r for r in found if r["batch"] == s.batches[0]]
+    bottom = np.zeros(len(first))
     for name in s.pool:
-        share = np.array([r[f"share:{name}"] for r in last])
-        panels[1].bar([r["group"] for r in last], share, bottom=bottom, label=name.removeprefix("pocket-"))
+        share = np.array([r[f"share:{name}"] for r in first])
+        panels[1].bar([r["group"] for r in first], share, bottom=bottom, label=name.removeprefix("pocket-"))
         bottom += share
-    panels[1].set_ylabel(f"requests by best arm, batch {s.batches[-1]}")
-    panels[1].legend(frameon=False, fontsize=7)
+    panels[1].set_ylabel(f"requests by best arm, batch {s.batches[0]}")
+    panels[1].legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
     mine = [r for r in rows if r["part"] == "regret"][::-1]
+    mine = [r for r in mine if r["regret_low"] is not None]
     off = [[r["regret"] - r["regret_low"] for r in mine], [r["regret_high"] - r["regret"] for r in mine]]
     panels[2].barh(
         [r["selector"] for r in mine],

@@ -39,6 +39,29 @@ def test_planted_seconds_are_recovered(monkeypatch):
     assert times.read[0] > 0 == times.read[1] == times.read[2]  # an n-gram has nothing to read
 
 
+def test_models_of_one_size_share_their_measurements(monkeypatch):
+    target, arms, prompts = models()
+    twin = drafts.Model(sd.HFModel(tiny("llama", 2, torch.float32, num_hidden_layers=1)))
+    large = drafts.Model(sd.HFModel(tiny("llama", 3, torch.float32)))
+
+    def planted(decoder, prompts, rounds, micro, seed):
+        draft = decoder.draft
+        if isinstance(draft, drafts.NGram):
+            return 0.0, [
+                Part(len(prompts), 0.0, 1.0)
+            ] * rounds  # its verification is not fitted: it proposes what it finds
+        slow = {id(arms["model"].model): 1e-3, id(twin.model): 3e-3, id(large.model): 8e-3}
+        d = slow.get(id(getattr(draft, "model", None)), 0.0)
+        return 0.0, [Part(len(prompts), d * len(prompts), 2e-3 * len(prompts))] * rounds
+
+    monkeypatch.setattr(arm_times, "timed", planted)
+    times = measured(target, {**arms, "twin": twin, "large": large}, 1, prompts, rounds=1, repeats=1)
+    assert times.draft[0] == times.draft[3] == pytest.approx((0, 2e-3), abs=1e-9)
+    assert times.draft[4] == pytest.approx((0, 8e-3), abs=1e-9)
+    assert times.read[0] == times.read[3] != times.read[4]
+    assert times.verify == pytest.approx((0, 2e-3, 0), abs=1e-9)
+
+
 def test_real_rounds_are_timed():
     target, arms, prompts = models()
     times = measured(target, arms, 3, prompts, rounds=3, repeats=1)

@@ -36,7 +36,7 @@ from specdec.stats import Stats
 def test_the_lab_is_found_from_the_package():
     assert sd.lab.options.parse is parse
     assert {"tau", "steady", "report"} <= set(dir(sd.lab))
-    with pytest.raises(AttributeError, match="there are arms"):
+    with pytest.raises(AttributeError, match=r"there are .*arms, "):
         sd.lab.nothing  # noqa: B018
 
 

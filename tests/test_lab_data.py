@@ -165,14 +165,15 @@ def test_a_mixed_workload_has_all_domains_and_its_kinds_are_told_from_the_text()
     assert work.domain == [DOMAINS[i % 3] for i in range(12)]
     assert all(1 <= len(row) <= 300 for row in work.rows)
     assert work == workload(tokenizer, 12, longest=300, seed=1)
-    files = {entry["text"]: (entry["package"], entry["path"]) for entry in entries()}
-    starts = {tuple(tokenizer(text)["input_ids"][:32]): file for text, file in files.items()}
-    used = [
-        {starts[tuple(row[:32])] for row in workload(tokenizer, 96, 300, seed=1, half=half).rows}
-        for half in (0, 1)
-    ]
-    assert not used[0] & used[1]
-    assert used[0] | used[1] == set(files.values())  # no text is lost
+    starts = {
+        split: {tuple(tokenizer(e["text"])["input_ids"][:32]): e["package"] for e in entries(split)}
+        for split in ("test", "validation")
+    }
+    packages = []
+    for split, of in starts.items():
+        rows = workload(tokenizer, 96, 300, seed=1, split=split).rows
+        packages.append({of[tuple(row[:32])] for row in rows})
+    assert not packages[0] & packages[1]
     kind = Kind(tokenizer)
     assert kind.of(tokenizer("import os\n\n\ndef f(x):\n    return os.path.join(x)\n")["input_ids"]) == "code"
     assert (

@@ -66,6 +66,7 @@ RECIPES = [
     "train_pool",
     "spin_pool",
     "spin_selection",
+    "spin_regime",
     "spin_regret",
     "spin_decompose",
     "spin_pipeline",
@@ -316,7 +317,15 @@ def test_ablations(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "recipe",
-    ["spin_selection", "spin_regret", "spin_decompose", "spin_pipeline", "spin_switching", "spin_end_to_end"],
+    [
+        "spin_selection",
+        "spin_regime",
+        "spin_regret",
+        "spin_decompose",
+        "spin_pipeline",
+        "spin_switching",
+        "spin_end_to_end",
+    ],
 )
 def test_spins_recipes_at_toy_size(recipe, tmp_path):
     file = tmp_path / "s.json"
@@ -333,6 +342,17 @@ def test_spins_recipes_at_toy_size(recipe, tmp_path):
             "regret_high",
             "request_oracle",
             "times_faster",
+        },
+        "spin_regime": {
+            "machine",
+            "raggedness",
+            "ratio",
+            "batch",
+            "cores",
+            "selection",
+            "decomposition",
+            "pipeline",
+            "pays",
         },
         "spin_regret": {"scenario", "selector", "slots", "regret", "low", "high"},
         "spin_decompose": {"lengths", "batch", "method", "milliseconds", "peak_bytes"},

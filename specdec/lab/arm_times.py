@@ -15,6 +15,7 @@ from specdec import zoo
 from specdec.builder import as_draft
 from specdec.builder import decoder as builder
 from specdec.capabilities import DraftPart
+from specdec.cost.arms import weights
 from specdec.drafts import Model, NGram
 from specdec.drafts.spire.load import is_spire
 from specdec.lab.pipeline import timed
@@ -22,8 +23,10 @@ from specdec.lab.selection import RoundTimes
 from specdec.models.hf import HFModel
 from specdec.types import Context
 
-POOL = ("pocket-tiny", "pocket-code", "pocket-prose", "pocket-tabular", "pocket-vanilla")
-"""The zoo's drafts from which selectors choose, the smallest first."""
+SIZES = ("pocket-140k", "pocket-360k", "pocket-600k", "pocket-1100k", "pocket-2100k")
+FORMER = ("pocket-tiny", "pocket-code", "pocket-prose", "pocket-tabular", "pocket-vanilla")
+POOL = SIZES if set(SIZES) <= set(zoo.names()) else FORMER
+"""The drafts from which selectors choose, the smallest first: five sizes where the zoo has them, else the former pool."""
 
 
 def load_pool(names: Sequence[str], bf16_weights: bool | None = None) -> dict[str, Any]:
@@ -60,7 +63,9 @@ def measured(
 ) -> RoundTimes:
     """Fit the seconds of rounds to serial rounds of all prompts, of half and of a quarter of them, each arm alone.
 
-    Reading is timed for drafts with a model of their own, on the first prompt. Drafts that read with the target's pass have no such cost.
+    Models of one size share their measurements: a difference between them is noise, which a selector would take for an advantage. Verification is
+    fitted to rounds of drafts that always propose k tokens, and to plain rounds. Reading is timed for drafts with a model of their own, on the
+    first prompt. Drafts that read with the target's pass have no such cost.
 
     Args:
         arms: name -> draft; ``None`` does not speculate. k: tokens that a draft proposes. prompts: ids; at least 2. rounds: timed rounds of a
@@ -75,36 +80,37 @@ def measured(
         name: (base if draft is None else base.draft(draft, k)).build() for name, draft in arms.items()
     }
     sizes = sorted({max(1, len(prompts) // part) for part in (1, 2, 4)})
-    parts: dict[tuple[str, int], list[tuple[float, float]]] = {}
-    reads: dict[str, list[float]] = {name: [] for name in arms}
+    kind = {name: weights(d.model) if isinstance(d, Model) else name for name, d in arms.items()}
+    parts: dict[tuple[Any, int], list[tuple[float, float]]] = {}
+    reads: dict[Any, list[float]] = {}
     for turn in range(repeats + 1):
         for name, decoder in decoders.items():
             for size in sizes:
                 found = timed(decoder, prompts[:: len(prompts) // size][:size], rounds, 1, seed + turn)[1]
                 if turn:
-                    parts.setdefault((name, size), []).extend((p.draft, p.verify) for p in found)
+                    parts.setdefault((kind[name], size), []).extend((p.draft, p.verify) for p in found)
             if turn:
-                reads[name].append(_reading(decoder.draft, list(prompts[0])))
+                reads.setdefault(kind[name], []).append(_reading(decoder.draft, list(prompts[0])))
     draft = []
     for name, one in arms.items():
-        middle = [median(d for d, _ in parts[name, size]) for size in sizes]
-        line = _fitted([[1, size] for size in sizes], middle) if one is not None else [0.0, 0.0]
-        draft.append((line[0] / k, line[1] / k))
+        middle = [median(d for d, _ in parts[kind[name], size]) for size in sizes]
+        fixed, row = (0.0, 0.0) if one is None else _fitted([[1, size] for size in sizes], middle)
+        draft.append((fixed / k, row / k))
+    models = any(isinstance(one, Model) for one in arms.values())
     points = [
-        (size, 0 if one is None else k, median(v for _, v in parts[name, size]))
+        (size, 0 if one is None else k, median(v for _, v in parts[kind[name], size]))
         for name, one in arms.items()
+        if one is None or isinstance(one, Model) or not models
         for size in sizes
     ]
-    verify = _fitted([[1, size, size * d] for size, d, _ in points], [v for *_, v in points])
-    return RoundTimes(
-        tuple(draft), (verify[0], verify[1], verify[2]), tuple(median(reads[name]) for name in arms)
-    )
+    fixed, row, token = _fitted([[1, size, size * d] for size, d, _ in points], [v for *_, v in points])
+    return RoundTimes(tuple(draft), (fixed, row, token), tuple(median(reads[kind[name]]) for name in arms))
 
 
 def _fitted(features: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
     """Coefficients, none negative, of least relative squares."""
-    scale = np.array(seconds)
-    return nnls(np.array(features) / scale[:, None], np.ones(len(scale)))[0].tolist()
+    scale = np.maximum(seconds, 1e-9)
+    return nnls(np.array(features) / scale[:, None], np.array(seconds) / scale)[0].tolist()
 
 
 def _reading(draft: Any, ids: list[int]) -> float:

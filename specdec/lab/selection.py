@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from specdec.cost.arms import ArmCosts
+from specdec.lab.bootstrap import Clusters, interval
 from specdec.lab.replays import Replay
 
 
@@ -43,7 +44,7 @@ class RoundTimes:
             raise ValueError(f"{self} has negative seconds")
 
     def alone(self, batch: int) -> ArmCosts:
-        """A row's round in a batch of ``batch`` rows that all use its arm: a lower bound of its share in any mix of arms."""
+        """A row's round in a batch of ``batch`` rows that all use its arm. No round of at most so many rows costs less than these charges."""
         fixed, row, token = self.verify
         return ArmCosts(tuple(f / batch + r + token for f, r in self.draft), fixed / batch + row)
 
@@ -262,32 +263,24 @@ def _spend(requests: Requests, times: RoundTimes, batch: int) -> np.ndarray:
 
 def ratio(
     top: np.ndarray, bottom: np.ndarray, source: np.ndarray, draws: int = 2000, seed: int = 0
-) -> tuple[float, float, float]:
+) -> tuple[float, float | None, float | None]:
     """Sum over sum, with a 95 % interval by bootstrap over sources and, where there are several, over repeats.
 
     Args:
-        top, bottom: ``[C]``, or ``[R, C]`` with R repeats of the same requests. source: ``[C]``.
-    Raises:
-        ValueError: all requests are from one source.
+        top, bottom: ``[C]``, or ``[R, C]`` with R repeats of the same requests. source: ``[C]``; with fewer than 5 there is no interval.
     """
-    names, place = np.unique(source, return_inverse=True)
-    if len(names) < 2:
-        raise ValueError(
-            f"all {len(source)} requests are from one source: an interval is over sources, give at least 2"
-        )
-    noise = np.random.default_rng(seed)
-    picks = noise.multinomial(len(names), np.full(len(names), 1 / len(names)), draws).astype(float)
-    repeats = max(len(np.atleast_2d(top)), len(np.atleast_2d(bottom)))
-    turns = noise.multinomial(repeats, np.full(repeats, 1 / repeats), draws) / repeats
+    top, bottom = np.atleast_2d(top), np.atleast_2d(bottom)
+    value, clusters = float(top.mean(0).sum() / bottom.mean(0).sum()), Clusters(source, draws, seed)
+    if not clusters.enough:
+        return value, None, None
+    repeats = max(len(top), len(bottom))
+    turns = np.random.default_rng((seed, 1)).integers(0, repeats, (draws, repeats))
 
     def drawn(values: np.ndarray) -> np.ndarray:
-        values = np.broadcast_to(values, (repeats, len(source)))
-        by_source = np.stack([np.bincount(place, row, len(names)) for row in values])
-        return np.einsum("dr,rs,ds->d", turns, by_source, picks)
+        sums = np.stack([clusters.sums(row) for row in values])
+        return sums[turns, np.arange(draws)[:, None]].mean(1) if len(values) > 1 else sums[0]
 
-    low, high = np.quantile(drawn(top) / drawn(bottom), [0.025, 0.975])
-    top, bottom = (np.atleast_2d(x).mean(0).sum() for x in (top, bottom))
-    return float(top / bottom), float(low), float(high)
+    return value, *interval(drawn(top) / drawn(bottom))
 
 
 def worth(
@@ -311,10 +304,6 @@ def worth(
         row: dict[str, Any] = {"batch": batch, "group": group, "requests": len(at)}
         row |= {"best_fixed": requests.names[best], "best_fixed_seconds": mine[best].mean()}
         for name, seconds in (("request_oracle", mine.min(0)), ("round_oracle", by_round[at])):
-            if len(set(source)) > 1:
-                value, low, high = ratio(mine[best], seconds, source)
-            else:
-                value, low, high = mine[best].sum() / seconds.sum(), None, None
-            row |= {name: value, f"{name}_low": low, f"{name}_high": high}
+            row |= zip((name, f"{name}_low", f"{name}_high"), ratio(mine[best], seconds, source))
         out.append(row | {f"share:{name}": share for name, share in zip(requests.names, shares.tolist())})
     return out

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from specdec.data.corpus import DOMAINS
-from specdec.data.prompts import entries
+from specdec.data.prompts import prompts
 from specdec.types import Context
 
 DISTRIBUTIONS = ("equal", "lognormal", "bimodal", "one_long")
@@ -40,21 +40,16 @@ def halves(sources: Sequence[Hashable], groups: Sequence[str]) -> np.ndarray:
 
 
 def workload(
-    tokenizer: Any, batch: int, longest: int = 900, seed: int = 0, median: int = 200, half: int | None = None
+    tokenizer: Any, batch: int, longest: int = 900, seed: int = 0, median: int = 200, split: str = "test"
 ) -> Workload:
     """``batch`` prompts of alternating domains; lengths are lognormal (``median``, sigma 0.8), clipped to 32 ... ``longest`` tokens.
 
     Args:
-        half: 0 or 1 for the texts of one of two halves (``halves``), so that a policy learned on one can be tested on the other.
+        split: ``"test"``, or ``"validation"`` for prompts to learn and choose on; the two share no package (``data.prompts``).
     """
     rng = np.random.default_rng((seed, batch))
     lengths = np.clip(np.exp(rng.normal(np.log(median), 0.8, batch)), 32, longest).astype(int)
-    held = entries()
-    mine = halves([(e["package"], e["path"]) for e in held], [e["domain"] for e in held])
-    texts = {
-        domain: [e["text"] for e, at in zip(held, mine) if e["domain"] == domain and half in (None, at)]
-        for domain in DOMAINS
-    }
+    texts = {domain: prompts(domain, split=split) for domain in DOMAINS}
     order = {domain: rng.permutation(len(texts[domain])) for domain in DOMAINS}
     rows, domains = [], []
     for i, length in enumerate(lengths.tolist()):
