@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import combinations
 from typing import NamedTuple
 
@@ -120,23 +120,38 @@ def fit(
 ) -> Calibrated:
     """Fits constants to bare steps, and then each method's host work to the rest of its rounds' seconds.
 
+    With ``leave_out``, the fit counts that predicts the ratios of round times best, among those with different sizes of the processor's
+    cache, with and without overlap: bare steps repeat one model, and find it in a cache that the models of a round share.
+
     Args:
         apart: fit host work while drafting separately from the rest; not possible on an asynchronous device, where only the seconds of
             the whole round include the device's work.
         leave_out: batches and contexts of ``rounds``, without bare steps, each of which is left out in turn to find the model's own
             error. Points inside the others' range show the error of what the model is for; at its corners it would have to extrapolate.
+    Raises:
+        ValueError: too few steps, or no pair of methods at the points left out.
     """
-    machine = calibrate([(b.step, b.seconds) for b in bare], "this machine", cached_apart=True, cache=True)
-    made = Calibrated(model, machine, _hosts(model, machine, rounds, apart))
-    differences: list[float] = []
-    for point in leave_out:
-        rest = {at: some for at, some in rounds.items() if at[:2] != point}
-        without = replace(made, hosts=_hosts(model, machine, rest, apart))
-        for at, some in rounds.items():
-            if at[:2] == point:
-                differences += _differences(without, at, some)
-    error = math.sqrt(sum(d * d for d in differences) / len(differences)) if differences else None
-    return replace(made, error=error)
+
+    def left_out(machine: Fitted) -> float:
+        """The error of a difference with this machine."""
+        differences: list[float] = []
+        for point in leave_out:
+            rest = {at: some for at, some in rounds.items() if at[:2] != point}
+            without = Calibrated(model, machine, _hosts(model, machine, rest, apart))
+            for at, some in rounds.items():
+                if at[:2] == point:
+                    differences += _differences(without, at, some)
+        if not differences:
+            raise ValueError(
+                f"leave_out is {sorted(leave_out)}: give points at which two methods were measured"
+            )
+        return math.sqrt(sum(d * d for d in differences) / len(differences))
+
+    machine = calibrate(
+        [(b.step, b.seconds) for b in bare], "this machine", cached_apart=True, cache=True, rank=left_out if leave_out else None
+    )  # fmt: skip
+    error = left_out(machine) if leave_out else None
+    return Calibrated(model, machine, _hosts(model, machine, rounds, apart), error)
 
 
 def _differences(calibrated: Calibrated, at: tuple[int, int, float], some: Sequence[Measured]) -> list[float]:

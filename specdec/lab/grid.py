@@ -78,6 +78,11 @@ class Grid:
     replayed: bool | None = None
     taus: Taus | None = None
 
+    def __post_init__(self) -> None:
+        s = self.s
+        if min(*s.batches, *s.lengths, s.new_tokens, s.repeats) < 1:
+            raise SystemExit("--lengths, --new-tokens, --repeats and --batches must be at least 1")
+
     def measure(self, told: Callable[[list[Row]], None]) -> list[Row]:
         """The rows of all points measured in time, of the fitted constants and of the bare steps.
 
@@ -85,8 +90,6 @@ class Grid:
             told: called with all rows so far after every point.
         """
         s, started = self.s, perf_counter()
-        if min(*s.batches, *s.lengths, s.new_tokens, s.repeats) < 1:
-            raise SystemExit("--lengths, --new-tokens, --repeats and --batches must be at least 1")
         first = list(self.first) or s.fitted
         inner = [p for p in s.inner if p in first]  # rounds, but no bare steps
         points, fitted = first + [p for p in s.points if p not in first], set(first)
