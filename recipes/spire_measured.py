@@ -2,18 +2,23 @@
 
 Methods: plain decoding; vanilla (a small draft that reads the whole context); windowed (the same draft with SPIRe's sparse KV, a
 control that the paper lacks); with --distilled, a second small draft that reads the whole context, trained on the target's
-distributions (another control); MagicDec (the target's weights over a window of its KV); SPIRe. Each runs at k = 4 and its best k.
+distributions (another control); MagicDec (the target's weights over a window of its KV), with positions of the text and, as in the
+paper, positions inside the cache; SPIRe. Each runs at k = 4 and its best k.
 
-Clock: from the end of the prefill round until the batch has produced --new-tokens tokens per row on average; no row leaves before, as
-the model assumes. Methods alternate at each grid point, with the same prompts and seeds; figures are medians over --repeats, or up to
-four times as many if rounds are short. multiplier = tokens/s over plain decoding's at the same point.
+multiplier = tau x plain round / round. tau is noise-free: expected tokens a round on texts of the target after held-out prompts, for
+every method, context and k, before anything is timed. Rounds are timed from the end of the prefill round until the batch has produced
+--new-tokens tokens per row on average; no row leaves before, as the model assumes. Methods alternate at each grid point, with the same
+prompts and fresh random numbers in every repeat; figures are medians over --repeats, or up to four times as many if rounds are short.
+Intervals are 95 % bootstraps over packages (for tau) and repeats (for times). ratio: SPIRe over every other draft, paired.
 
-Best k: a short run at k = 4 and one at the k farthest from it give the acceptance by position and the time of a round; the two k with
-the best estimate are measured, besides k = 4.
+Best k: a short run at k = 4 and one at the k farthest from it give the time of a round; the two k with the best estimate are measured,
+besides k = 4.
 
-modelled = tau / (round / plain round), with tau as measured (an input of the model, as in the paper) and times from specdec.cost:
-FLOP/s, bytes/s and overheads are fitted to bare steps at the corners of the grid, host work around them to the rounds there
-(docs/cost.md); on a GPU a draft's bare step is its share of the captured chain. Rows of those points say fitted: true; the summary leaves them out.
+modelled = tau / (round / plain round), with the same tau (an input of the model, as in the paper) and times from specdec.cost: FLOP/s,
+bytes/s and overheads are fitted to bare steps at the corners of the grid, host work around them to the rounds there and at every second
+point inside (docs/cost.md); on a GPU a draft's bare step is its share of the captured chain. Each point inside is left out of a fit of
+its own, and the errors there are the model's error: where the best two methods are closer than that, the model says "too close".
+Rows of fitted points say fitted: true; the summary leaves them out. The time that all of this takes is printed first; --quick is a toy.
 """
 
 from __future__ import annotations
@@ -25,9 +30,13 @@ from typing import Any
 import checkout  # noqa: F401
 
 from specdec.lab import plots
+from specdec.lab.console import progress
 from specdec.lab.grid import Grid, GridSettings
-from specdec.lab.grid_rows import K, Row, report, summary
+from specdec.lab.grid_plan import estimate, minutes
+from specdec.lab.grid_rows import K, Row
+from specdec.lab.grid_summary import report, summary
 from specdec.lab.methods import Methods
+from specdec.lab.multipliers import Recording
 from specdec.lab.options import option, parse
 from specdec.lab.recipe import Plotted
 from specdec.lab.stages import profile
@@ -35,6 +44,12 @@ from specdec.lab.stages import profile
 
 @dataclass(frozen=True)
 class Settings(Plotted, GridSettings):
+    in_cache: bool = option(
+        True, "also MagicDec with positions inside its cache, as method magicdec_in_cache"
+    )
+    positions: int = option(64, "positions of each recorded text at which rounds start, for tau")
+    prompts: int | None = option(None, "held-out prompts for tau (default: all)")
+    quick: bool = option(False, "a toy of a minute or two: a small grid and few texts")
     profile: tuple[int, int] | None = option(
         None, "only print a profile of each method's rounds at B x L", metavar=("B", "L")
     )
@@ -50,8 +65,23 @@ def main(s: Settings) -> None:
             profile(name, methods.decoder(name, K if name != "plain" else 0), groups, s.new_tokens)
         return
 
-    started = perf_counter()
-    rows = Grid(s, Methods(s)).measure(s.save)
+    if s.temperature != 1:
+        raise SystemExit(f"--temperature {s.temperature:g}: tau is of texts sampled at temperature 1")
+    if s.quick:
+        s = replace(
+            s,
+            batches=(1, 2, 4, 8),
+            contexts=(64, 128, 256),
+            lengths=(2, 4),
+            positions=16,
+            prompts=12,
+            repeats=1,
+        )
+    started, methods = perf_counter(), Methods(s)
+    recording = Recording(s.positions, prompts=s.prompts, seed=s.seed)
+    progress(f"about {minutes(*estimate(Grid(s, methods), recording))}", stays=True)
+    taus = recording.taus(methods, s.contexts, methods.lengths, lambda line: progress(line, stays=True))
+    rows = Grid(s, methods, taus=taus).measure(s.save)
     rows += summary(rows, perf_counter() - started)
     s.save(rows)
     report(rows)
@@ -70,6 +100,7 @@ NAMES = {
     "windowed": "Vanilla, sparse KV",
     "distilled_vanilla": "Vanilla, distilled",
     "magicdec": "MagicDec",
+    "magicdec_in_cache": "MagicDec, in-cache positions",
     "spire": "SPIRe",
 }
 

@@ -191,6 +191,24 @@ def test_nothing_but_overheads():
     assert (found.overhead, found.overhead_per_layer) == pytest.approx((1e-3, 2e-4))
 
 
+def test_the_machine_can_be_chosen_by_what_it_is_to_predict():
+    samples = timed(CORE, steps())
+    seen = []
+
+    def rank(made):
+        seen.append(made)
+        return 0.0 if made.overlapped else 1.0
+
+    found = calibrate(samples, cached_apart=True, cache=True, rank=rank)
+    assert found.overlapped  # though steps say otherwise
+    assert not calibrate(samples, cached_apart=True, cache=True).overlapped
+    assert {made.overlapped for made in seen} == {True, False}
+    assert len({made.cache_bytes for made in seen}) > 2
+    assert len(seen) == len(
+        {(made.overlapped, made.cache_bytes) for made in seen}
+    )  # each pair's best fit only
+
+
 # The host's work
 
 
@@ -225,7 +243,10 @@ def test_host_work_is_never_negative():
 
 RECIPE, TOY = (
     "recipes/spire_measured.py",
-    ("--spire", "untrained", "--new-tokens", "4", "--repeats", "1", "--lengths", "1", "2"),
+    (
+        *("--spire", "untrained", "--new-tokens", "4", "--repeats", "1", "--lengths", "1", "2"),
+        *("--prompts", "3", "--positions", "3"),
+    ),
 )
 
 
@@ -237,11 +258,12 @@ def test_the_recipe_at_toy_size(tmp_path):
     (done,) = each([RECIPE, *TOY, *sizes, *words], timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "batch 4, context 96" in done.stderr
+    assert re.search(r"about [\d.]+ minutes: [\d.]+ for the noise-free tau, [\d.]+ for the grid", done.stderr)
     said = json.loads(file.read_text())
     assert set(said) == {"meta", "rows"}
     assert str(ROOT) not in file.read_text()
     grid = [r for r in said["rows"] if r["part"] == "grid"]
-    methods = ("plain", "vanilla", "windowed", "distilled_vanilla", "magicdec", "spire")
+    methods = ("plain", "vanilla", "windowed", "distilled_vanilla", "magicdec", "magicdec_in_cache", "spire")
     assert {(r["method"], r["batch"], r["context"]) for r in grid} == set(
         product(methods, (1, 2, 4), (32, 96))
     )
@@ -250,6 +272,8 @@ def test_the_recipe_at_toy_size(tmp_path):
         assert r["multiplier"] > 0
         assert r["modelled"] > 0
         assert 1 <= r["tau"] <= r["k"] + 1
+        assert 1 <= r["live_tau"] <= r["k"] + 1
+        assert r["multiplier_low"] is None  # three prompts are not enough packages for an interval
         assert r["round_seconds"] >= sum(r[f"{s}_seconds"] for s in ("draft", "target", "verify")) * 0.5
         if r["method"] == "plain":
             assert (r["k"], r["multiplier"], r["tau"]) == (0, 1, 1)
@@ -277,7 +301,14 @@ def test_the_recipe_begins_no_point_when_its_time_is_over(tmp_path):
     assert "1 of 2 grid points are left out" in done.stderr
     grid = [r for r in json.loads(file.read_text())["rows"] if r["part"] == "grid"]
     assert {(r["batch"], r["modelled"]) for r in grid} == {(1, None)}
-    assert {r["method"] for r in grid} == {"plain", "vanilla", "windowed", "magicdec", "spire"}
+    assert {r["method"] for r in grid} == {
+        "plain",
+        "vanilla",
+        "windowed",
+        "magicdec",
+        "magicdec_in_cache",
+        "spire",
+    }
 
 
 @pytest.mark.slow
@@ -295,6 +326,7 @@ def test_the_recipe_refuses_what_it_cannot_do():
         (["--contexts", "1500", "--new-tokens", "2"], "no prompt has 1500 tokens"),
         (["--spire", "nowhere"], "untrained"),
         (["--lengths", "0"], "at least 1"),
+        (["--temperature", "0"], "temperature 1"),
     ]
     lines = [[RECIPE, *TOY, *words] for words, _ in wrong]
     for (_, why), done in zip(wrong, each(*lines)):

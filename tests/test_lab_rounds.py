@@ -17,7 +17,8 @@ from specdec.executors import Pipelined, Serial
 from specdec.lab import grid
 from specdec.lab.captured import captured, keepers, replay_of_a_chain
 from specdec.lab.grid import promising
-from specdec.lab.grid_rows import at_k, grid_rows, summary, winner
+from specdec.lab.grid_rows import grid_rows
+from specdec.lab.grid_summary import at_k, summary, winner
 from specdec.lab.pipeline import Comparison, timed, waited
 from specdec.lab.prefill import group, prefilled
 from specdec.lab.stages import Stages, profile, sides

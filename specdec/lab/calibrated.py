@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import NamedTuple
 
 from specdec.cost import AUTOREGRESSIVE, Fitted, Host, Load, Method, Round, Shape, Step, calibrate
@@ -77,11 +79,17 @@ class Around(NamedTuple):
 
 @dataclass(frozen=True)
 class Calibrated:
-    """A model with fitted constants."""
+    """A model with fitted constants.
+
+    Attributes:
+        error: the model's error of the logarithm of a ratio of two methods' round times, at points left out of the fit (root mean square);
+            ``None``: not known.
+    """
 
     model: Model
     machine: Fitted
     hosts: Mapping[str, Around]
+    error: float | None = None
 
     def seconds(self, method: str, batch: int, context: float, k: int) -> float:
         """Seconds of a round."""
@@ -99,19 +107,66 @@ class Calibrated:
         return tau * plain / self.seconds(method, batch, context, k)
 
 
+Rounds = Mapping[tuple[int, int, float], Sequence[Measured]]
+"""Rounds measured at ``(batch, context, mean context while decoding)``."""
+
+
 def fit(
     model: Model,
     bare: Iterable[Bare],
-    rounds: Mapping[tuple[int, int, float], Iterable[Measured]],
+    rounds: Rounds,
     apart: bool = True,
+    leave_out: Collection[tuple[int, int]] = (),
 ) -> Calibrated:
     """Fits constants to bare steps, and then each method's host work to the rest of its rounds' seconds.
 
+    With ``leave_out``, the fit counts that predicts the ratios of round times best, among those with different sizes of the processor's
+    cache, with and without overlap: bare steps repeat one model, and find it in a cache that the models of a round share.
+
     Args:
-        rounds: measured at ``(batch, context, mean context while decoding)``. apart: fit host work while drafting separately from the
-            rest; not possible on an asynchronous device, where only the seconds of the whole round include the device's work.
+        apart: fit host work while drafting separately from the rest; not possible on an asynchronous device, where only the seconds of
+            the whole round include the device's work.
+        leave_out: batches and contexts of ``rounds``, without bare steps, each of which is left out in turn to find the model's own
+            error. Points inside the others' range show the error of what the model is for; at its corners it would have to extrapolate.
+    Raises:
+        ValueError: too few steps, or no pair of methods at the points left out.
     """
-    machine = calibrate([(b.step, b.seconds) for b in bare], "this machine", cached_apart=True, cache=True)
+
+    def left_out(machine: Fitted) -> float:
+        """The error of a difference with this machine."""
+        differences: list[float] = []
+        for point in leave_out:
+            rest = {at: some for at, some in rounds.items() if at[:2] != point}
+            without = Calibrated(model, machine, _hosts(model, machine, rest, apart))
+            for at, some in rounds.items():
+                if at[:2] == point:
+                    differences += _differences(without, at, some)
+        if not differences:
+            raise ValueError(
+                f"leave_out is {sorted(leave_out)}: give points at which two methods were measured"
+            )
+        return math.sqrt(sum(d * d for d in differences) / len(differences))
+
+    machine = calibrate(
+        [(b.step, b.seconds) for b in bare], "this machine", cached_apart=True, cache=True, rank=left_out if leave_out else None
+    )  # fmt: skip
+    error = left_out(machine) if leave_out else None
+    return Calibrated(model, machine, _hosts(model, machine, rounds, apart), error)
+
+
+def _differences(calibrated: Calibrated, at: tuple[int, int, float], some: Sequence[Measured]) -> list[float]:
+    """Errors of the logarithm of the ratio of two methods' round times, for every pair of methods and all their k."""
+    batch, _, context = at
+    errors = [
+        (m.method, math.log(calibrated.seconds(m.method, batch, context, m.k) / m.round_seconds))
+        for m in some
+        if m.method in calibrated.hosts
+    ]
+    return [a - b for (one, a), (other, b) in combinations(errors, 2) if one != other]
+
+
+def _hosts(model: Model, machine: Fitted, rounds: Rounds, apart: bool) -> dict[str, Around]:
+    """Each method's host work, from the rest of its rounds' seconds."""
     drafting: dict[str, list[tuple[int, int, float, float]]] = {}
     rest: dict[str, list[tuple[int, int, float, float]]] = {}
     for (batch, _, context), some in rounds.items():
@@ -124,8 +179,7 @@ def fit(
                 drafting.setdefault(m.method, []).append((batch, m.k, m.stage("draft"), drawn))
             left = m.round_seconds - (m.stage("draft") if m.k else 0.0)
             rest.setdefault(m.method, []).append((batch, m.k + 1, left, others))
-    hosts = {
+    return {
         method: Around(Host.fit(drafting[method]) if method in drafting else Host(), Host.fit(samples))
         for method, samples in rest.items()
     }
-    return Calibrated(model, machine, hosts)

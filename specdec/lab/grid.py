@@ -25,7 +25,7 @@ from specdec.lab.prefill import Group
 from specdec.lab.steady import Measured, Run, steady
 
 SHORT = 8.0
-"""The least seconds of a point's measurements: more repeats are run until then, at most four times as many."""
+"""The least seconds of a point's measurements: more repeats are run until then, at most ``turns``."""
 BARE_REPEATS = 7
 
 
@@ -34,10 +34,15 @@ class GridSettings(MethodSettings):
     """Settings of a grid measurement."""
 
     batches: tuple[int, ...] = option((1, 2, 4, 8, 16, 32), "rows at a time")
-    repeats: int = option(5, "timed runs of each method")
+    repeats: int = option(6, "timed runs of each method")
     seconds: float = option(
         float("inf"), "begin no grid point after this time; the corners come first (default: no limit)"
     )
+
+    @property
+    def fitted(self) -> list[Point]:
+        """The points that are measured first, and to which the model is fitted."""
+        return self.corners + self.inner
 
     @property
     def points(self) -> list[Point]:
@@ -50,13 +55,19 @@ class GridSettings(MethodSettings):
         ends = [{min(v), max(v)} for v in (self.batches, self.contexts)]
         return [p for p in self.points if all(n in some for n, some in zip(p, ends))]
 
+    @property
+    def inner(self) -> list[Point]:
+        """Every second of the points inside the grid: host work is fitted to their rounds too, and each is left out of a fit once."""
+        batches, contexts = (sorted(set(v))[1:-1] for v in (self.batches, self.contexts))
+        return [(b, c) for i, b in enumerate(batches) for j, c in enumerate(contexts) if (i + j) % 2]
+
 
 @dataclass(frozen=True)
 class Grid:
     """A run over a grid.
 
     Args:
-        first: points that are measured first, and to which the model is fitted; default: the corners. replayed: a draft's bare step is
+        first: points that are measured first, and to which the model is fitted; default: corners and ``inner``. replayed: a draft's bare step is
             its share of the captured chain, and all host work is one term; default: on devices other than a CPU. taus: τ of every method,
             context and k; default: as measured in the runs, which is noisy.
     """
@@ -67,6 +78,11 @@ class Grid:
     replayed: bool | None = None
     taus: Taus | None = None
 
+    def __post_init__(self) -> None:
+        s = self.s
+        if min(*s.batches, *s.lengths, s.new_tokens, s.repeats) < 1:
+            raise SystemExit("--lengths, --new-tokens, --repeats and --batches must be at least 1")
+
     def measure(self, told: Callable[[list[Row]], None]) -> list[Row]:
         """The rows of all points measured in time, of the fitted constants and of the bare steps.
 
@@ -74,10 +90,9 @@ class Grid:
             told: called with all rows so far after every point.
         """
         s, started = self.s, perf_counter()
-        if min(*s.batches, *s.lengths, s.new_tokens, s.repeats) < 1:
-            raise SystemExit("--lengths, --new-tokens, --repeats and --batches must be at least 1")
-        first = list(self.first) or s.corners
-        points, corners = first + [p for p in s.points if p not in first], set(first)
+        first = list(self.first) or s.fitted
+        inner = [p for p in s.inner if p in first]  # rounds, but no bare steps
+        points, fitted = first + [p for p in s.points if p not in first], set(first)
         replayed = s.device != "cpu" if self.replayed is None else self.replayed
         found: dict[Point, list[Measured]] = {}
         bare: list[Bare] = []
@@ -92,21 +107,21 @@ class Grid:
             progress(f"{at}: batch {batch}, context {context}", stays=True)
             groups = self.methods.groups(batch, context)
             found[batch, context] = self.point(groups, context)
-            if (batch, context) in corners:
+            if (batch, context) in fitted - set(inner):
                 decoders = {m: self.methods.decoder(m, K if m != "plain" else 0) for m in self.methods.names}
                 lengths, chain = (K, max(self.methods.lengths)), K if replayed else 0
                 bare += timed_steps(
                     decoders, groups[0], context, lengths, BARE_REPEATS, self.methods.model, chain
                 )
             del groups
-            if calibrated is None and corners <= set(found):
-                mids = {(b, c, c + s.new_tokens / 2): found[b, c] for b, c in corners}
+            if calibrated is None and fitted <= set(found):
+                mids = {(b, c, c + s.new_tokens / 2): found[b, c] for b, c in fitted}
                 try:
-                    calibrated = fit(self.methods.model, bare, mids, apart=not replayed)
+                    calibrated = fit(self.methods.model, bare, mids, not replayed, inner)
                 except ValueError as why:  # the measurements are kept without a model
                     progress(f"no model: {why}", stays=True)
             rows = [
-                *grid_rows(found, corners, calibrated, s.new_tokens, self.taus),
+                *grid_rows(found, fitted, calibrated, s.new_tokens, self.taus),
                 *constants(calibrated, bare),
             ]
             told(rows)
@@ -128,7 +143,7 @@ class Grid:
             chosen = {K, *promising(near, off, methods.lengths, taus)}
             cases += [Measured(method, k, []) for k in sorted(chosen)]
         began, turn = perf_counter(), 0
-        while turn < s.repeats or (s.repeats > 1 and turn < 4 * s.repeats and perf_counter() - began < SHORT):
+        while turn < s.repeats or (turn < turns(s.repeats) and perf_counter() - began < SHORT):
             turn += 1
             for case in cases:
                 progress(f"{case.method}, k = {case.k} ({turn})")
@@ -143,6 +158,11 @@ class Grid:
         before = captured(*parts)
         run = steady(decoder, groups, self.s.new_tokens, turn=turn)
         return replace(run, captured=any(all(p is not q for q in before) for p in captured(*parts)))
+
+
+def turns(repeats: int) -> int:
+    """The most repeats of a point whose runs are short."""
+    return 4 * repeats if repeats > 1 else 1
 
 
 def promising(

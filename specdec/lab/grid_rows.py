@@ -1,12 +1,10 @@
-"""Rows of a measured grid: measured and modelled multipliers, constants and model errors; and the same as text."""
+"""Rows of a measured grid: measured and modelled multipliers, ratios between drafts, constants and bare steps."""
 
 from __future__ import annotations
 
-from statistics import median
 from typing import Any
 
 from specdec.lab.calibrated import Bare, Calibrated
-from specdec.lab.console import table
 from specdec.lab.multipliers import Taus, interval, ratio, speed
 from specdec.lab.steady import Measured
 
@@ -93,6 +91,7 @@ def constants(calibrated: Calibrated | None, bare: list[Bare]) -> list[Row]:
         "overlapped",
     )
     values = {name: getattr(machine, name) for name in names} | {"median_error_on_bare_steps": machine.error}
+    values["error_of_a_difference"] = calibrated.error
     rows += [{"part": "constant", "quantity": name, "value": value} for name, value in values.items()]
     for method, around in calibrated.hosts.items():
         for where, host in around._asdict().items():
@@ -100,81 +99,3 @@ def constants(calibrated: Calibrated | None, bare: list[Bare]) -> list[Row]:
                 quantity = f"host_{where}_{name}_seconds"
                 rows.append({"part": "constant", "method": method, "quantity": quantity, "value": value})
     return rows
-
-
-def at_k(rows: list[Row], best: bool) -> dict[Point, dict[str, Row]]:
-    """By grid point and method: rows at k = 4, or at each method's own best; plain decoding in both."""
-    out: dict[Point, dict[str, Row]] = {}
-    for r in rows:
-        if r["part"] == "grid" and (r["method"] == "plain" or (r["best_k"] if best else r["k"] == K)):
-            out.setdefault((r["batch"], r["context"]), {})[r["method"]] = r
-    return out
-
-
-def winner(methods: dict[str, Row], column: str) -> str:
-    """The method with the largest value of a column."""
-    return max(methods, key=lambda name: methods[name][column])
-
-
-def summary(rows: list[Row], seconds: float) -> list[Row]:
-    """The model's errors at points that it was not fitted to, and SPIRe's rank. Units are in the names."""
-    values: dict[str, Any] = {"wall_seconds": seconds}
-    for name, best in (("k4", False), ("best_k", True)):
-        points = at_k(rows, best)
-        unseen = {p: m for p, m in points.items() if not m["plain"]["fitted"] and m["plain"]["modelled"]}
-        if unseen:
-            right = [winner(m, "multiplier") == winner(m, "modelled") for m in unseen.values()]
-            # The loss from following the model: the best method's speed over that of the model's choice.
-            lost = [
-                m[winner(m, "multiplier")]["multiplier"] / m[winner(m, "modelled")]["multiplier"] - 1
-                for m in unseen.values()
-            ]
-            errors = [
-                abs(r["modelled"] / r["multiplier"] - 1)
-                for m in unseen.values()
-                for r in m.values()
-                if r["method"] != "plain"
-            ]
-            values |= {
-                f"unfitted_points_{name}": len(unseen),
-                f"winner_predicted_share_{name}": sum(right) / len(right),
-                f"winner_predicted_or_within_3_percent_share_{name}": sum(x <= 0.03 for x in lost)
-                / len(lost),
-                f"largest_loss_by_following_the_model_{name}": max(lost),
-                f"median_relative_error_{name}": median(errors),
-            }
-        values[f"spire_largest_multiplier_{name}"] = max(m["spire"]["multiplier"] for m in points.values())
-        large = [m for (b, c), m in points.items() if b * c >= 16 * 1024]
-        if large:
-            values[f"spire_wins_from_16x1024_{name}"] = all(winner(m, "multiplier") == "spire" for m in large)
-            values[f"spire_over_next_from_16x1024_{name}"] = min(
-                m["spire"]["multiplier"] / max(r["multiplier"] for n, r in m.items() if n != "spire")
-                for m in large
-            )
-    return [{"part": "summary", "quantity": name, "value": value} for name, value in values.items()]
-
-
-def report(rows: list[Row]) -> None:
-    """Print measured multipliers, modelled ones in brackets; * marks points that the model was fitted to."""
-    for title, best in (("k = 4", False), ("each method's best k", True)):
-        lines: list[Row] = []
-        for (batch, context), methods in at_k(rows, best).items():
-            plain = methods["plain"]
-            line: Row = {"batch": batch, "context": f"{context}{'*' if plain['fitted'] else ''}"}
-            line["plain tokens/s"] = plain["tokens_per_second"]
-            for name, r in methods.items():
-                if name != "plain":
-                    shown = "-" if r["modelled"] is None else f"{r['modelled']:.2f}"
-                    line[name] = f"{r['multiplier']:.2f} [{shown}]" + (f" {r['k']}" if best else "")
-            line["fastest"] = winner(methods, "multiplier")
-            line["modelled"] = None if plain["modelled"] is None else winner(methods, "modelled")
-            lines.append(line)
-        print(f"\n{title}: multiplier [modelled]{', k' if best else ''}\n")
-        print(table(lines, tuple(lines[0])))
-    for part, title in (
-        ("constant", "constants"),
-        ("summary", "summary of the points that the model was not fitted to"),
-    ):
-        some = [r | {"value": f"{r['value']:.6g}" if isinstance(r["value"], float) else r["value"]}
-                for r in rows if r["part"] == part]  # fmt: skip
-        print(f"\n{title}:\n{table(some, ('quantity', 'method', 'value'))}")

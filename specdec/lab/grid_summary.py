@@ -1,0 +1,141 @@
+"""What a measured grid says: how well the model names the fastest method, where it must not name one, and SPIRe's rank; as rows and text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import log
+from statistics import median
+from typing import Any, NamedTuple
+
+from specdec.lab.console import table
+from specdec.lab.grid_rows import K, Point, Row
+
+NEAR = 0.03
+"""A method this much slower than the fastest is as good as the fastest."""
+
+
+class Verdict(NamedTuple):
+    """The model's answer at a grid point.
+
+    Attributes:
+        fastest: as measured, of all methods. named: as modelled. lead: of the named method's modelled speed over the next one's, less 1.
+        too_close: the lead is within the model's own error. loss: the fastest method's measured speed over that of the named one, less 1.
+    """
+
+    fastest: str
+    named: str
+    lead: float
+    too_close: bool
+    loss: float
+
+    @property
+    def holds(self) -> bool:
+        """The model names the fastest method, or says "too close" and names one that is nearly as fast."""
+        return self.loss <= NEAR if self.too_close else self.named == self.fastest
+
+
+def verdict(methods: Mapping[str, Row], error: float | None) -> Verdict:
+    """The model's answer among several methods' rows.
+
+    Args:
+        methods: rows with ``multiplier`` and ``modelled``. error: of the logarithm of a ratio of two modelled times
+            (``Calibrated.error``); ``None`` if it is not known: then nothing is too close.
+    """
+    fastest, named = winner(methods, "multiplier"), winner(methods, "modelled")
+    next_one = max((r["modelled"] for name, r in methods.items() if name != named), default=None)
+    lead = float("inf") if next_one is None else methods[named]["modelled"] / next_one - 1
+    loss = methods[fastest]["multiplier"] / methods[named]["multiplier"] - 1
+    return Verdict(fastest, named, lead, error is not None and log(1 + lead) < error, loss)
+
+
+def at_k(rows: list[Row], best: bool) -> dict[Point, dict[str, Row]]:
+    """By grid point and method: rows at k = 4, or at each method's own best; plain decoding in both."""
+    out: dict[Point, dict[str, Row]] = {}
+    for r in rows:
+        if r["part"] == "grid" and (r["method"] == "plain" or (r["best_k"] if best else r["k"] == K)):
+            out.setdefault((r["batch"], r["context"]), {})[r["method"]] = r
+    return out
+
+
+def winner(methods: Mapping[str, Row], column: str) -> str:
+    """The method with the largest value of a column."""
+    return max(methods, key=lambda name: methods[name][column])
+
+
+def error_of(rows: list[Row]) -> float | None:
+    """The model's own error, from the rows of its constants."""
+    return next((r["value"] for r in rows if r.get("quantity") == "error_of_a_difference"), None)
+
+
+def verdicts(rows: list[Row], best: bool) -> dict[Point, tuple[dict[str, Row], Verdict]]:
+    """Rows and verdict at every point to which the model was not fitted."""
+    points = at_k(rows, best)
+    unseen = {p: m for p, m in points.items() if not m["plain"]["fitted"] and m["plain"]["modelled"]}
+    return {p: (methods, verdict(methods, error_of(rows))) for p, methods in unseen.items()}
+
+
+def summary(rows: list[Row], seconds: float) -> list[Row]:
+    """The model's answers and errors at points that it was not fitted to, and SPIRe's rank. Units are in the names."""
+    values: dict[str, Any] = {"wall_seconds": seconds}
+    for name, best in (("k4", False), ("best_k", True)):
+        points = at_k(rows, best)
+        unseen = verdicts(rows, best)
+        if unseen:
+            said = [v for _, v in unseen.values()]
+            errors = [
+                abs(r["modelled"] / r["multiplier"] - 1)
+                for methods, _ in unseen.values()
+                for r in methods.values()
+                if r["method"] != "plain"
+            ]
+            values |= {
+                f"unfitted_points_{name}": len(said),
+                f"winner_predicted_share_{name}": _share(v.named == v.fastest for v in said),
+                f"right_or_too_close_and_within_3_percent_share_{name}": _share(v.holds for v in said),
+                f"too_close_share_{name}": _share(v.too_close for v in said),
+                f"winner_predicted_or_within_3_percent_share_{name}": _share(v.loss <= NEAR for v in said),
+                f"largest_loss_by_following_the_model_{name}": max(v.loss for v in said),
+                f"median_relative_error_{name}": median(errors),
+            }
+        values[f"spire_largest_multiplier_{name}"] = max(m["spire"]["multiplier"] for m in points.values())
+        large = [m for (b, c), m in points.items() if b * c >= 16 * 1024]
+        if large:
+            values[f"spire_wins_from_16x1024_{name}"] = all(winner(m, "multiplier") == "spire" for m in large)
+            values[f"spire_over_next_from_16x1024_{name}"] = min(
+                m["spire"]["multiplier"] / max(r["multiplier"] for n, r in m.items() if n != "spire")
+                for m in large
+            )
+    return [{"part": "summary", "quantity": name, "value": value} for name, value in values.items()]
+
+
+def _share(which: Any) -> float:
+    some = list(which)
+    return sum(some) / len(some)
+
+
+def report(rows: list[Row]) -> None:
+    """Print measured multipliers, modelled ones in brackets; * marks points that the model was fitted to."""
+    for title, best in (("k = 4", False), ("each method's best k", True)):
+        lines: list[Row] = []
+        for (batch, context), methods in at_k(rows, best).items():
+            plain = methods["plain"]
+            line: Row = {"batch": batch, "context": f"{context}{'*' if plain['fitted'] else ''}"}
+            line["plain tokens/s"] = plain["tokens_per_second"]
+            for name, r in methods.items():
+                if name != "plain":
+                    shown = "-" if r["modelled"] is None else f"{r['modelled']:.2f}"
+                    line[name] = f"{r['multiplier']:.2f} [{shown}]" + (f" {r['k']}" if best else "")
+            line["fastest"] = winner(methods, "multiplier")
+            line["modelled"] = None if plain["modelled"] is None else winner(methods, "modelled")
+            if line["modelled"] is not None and verdict(methods, error_of(rows)).too_close:
+                line["modelled"] += ", too close"
+            lines.append(line)
+        print(f"\n{title}: multiplier [modelled]{', k' if best else ''}\n")
+        print(table(lines, tuple(lines[0])))
+    for part, title in (
+        ("constant", "constants"),
+        ("summary", "summary of the points that the model was not fitted to"),
+    ):
+        some = [r | {"value": f"{r['value']:.6g}" if isinstance(r["value"], float) else r["value"]}
+                for r in rows if r["part"] == part]  # fmt: skip
+        print(f"\n{title}:\n{table(some, ('quantity', 'method', 'value'))}")
