@@ -25,7 +25,7 @@ from specdec import lab, pruning
 from specdec.lab.console import table
 from specdec.lab.loading import draft_part, load
 from specdec.lab.options import option, parse
-from specdec.lab.prompt_file import pieces, read, shipped
+from specdec.lab.prompt_file import entries_from, pieces
 from specdec.lab.recipe import Recipe
 from specdec.lab.runs import decode
 
@@ -70,7 +70,7 @@ def main(s: Settings) -> None:
     ]
     specs = [*s.drafts, *windowed, "magicdec"]
     parts = dict(draft_part(spec, target, s.window, s.sinks) for spec in specs) | pruned(s)
-    entries = (shipped() if s.prompts is None else read(s.prompts))[: s.count]
+    entries = entries_from(s.prompts)[: s.count]
     rows: list[dict[str, Any]] = []
     for length in s.contexts:
         some = pieces(entries, target.tokenizer, length, s.per_prompt)

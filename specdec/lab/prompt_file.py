@@ -101,10 +101,15 @@ def shipped(count: int | None = None) -> list[Entry]:
     ]
 
 
+def entries_from(path: str | Path | None) -> list[Entry]:
+    """The prompts of a file, or the shipped ones."""
+    return shipped() if path is None else read(path)
+
+
 def prompt_entries(path: str | Path | None, tokenizer: Any, longest: int) -> list[Entry]:
     """The prompts of a file, or the shipped ones; plain prompts of more than ``longest`` tokens lose their beginning (0: they never do)."""
     made = []
-    for entry in shipped() if path is None else read(path):
+    for entry in entries_from(path):
         ids = [] if entry.chat or not longest else entry.ids(tokenizer)
         made.append(replace(entry, given=tuple(ids[-longest:])) if len(ids) > longest else entry)
     return made
