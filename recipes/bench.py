@@ -27,7 +27,7 @@ import torch
 
 import specdec as sd
 from specdec.lab.clock import Forwards, bare_round
-from specdec.lab.console import progress, table
+from specdec.lab.console import progress, short_errors, table
 from specdec.lab.loading import load
 from specdec.lab.options import option, parse
 from specdec.lab.prompt_file import entries_from, pieces
@@ -57,7 +57,8 @@ def main(s: Settings) -> None:
         m.generation_config.eos_token_id = None
         m.generation_config.pad_token_id = 0
     target, draft = sd.HFModel(model, tokenizer), sd.HFModel(small, tokenizer)
-    some = pieces(entries_from(s.prompts), tokenizer, s.context, 1)[: max(*s.batches, 4)]
+    with short_errors():
+        some = pieces(entries_from(s.prompts), tokenizer, s.context, 1)[: max(*s.batches, 4)]
     ids = [list(entry.given) for entry in some]
     if len(ids) < max(s.batches):
         raise SystemExit(
