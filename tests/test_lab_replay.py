@@ -178,6 +178,21 @@ def test_drafts_that_depend_on_dropped_tokens_are_refused(draft, coin):
         lab.replay(coin, draft(half, [1] if draft is Remembers else 1), 2, cache=False)
 
 
+def test_what_cannot_be_replayed_is_simulated(target, tmp_path):
+    trace = lab.record(target, prompts(40), tmp_path / "t", **HOW, batch=40)
+    exact = lab.replay(trace, small(), K)
+    counted = lab.simulate(trace, small(), target, K, repeats=10, batch=40)
+    differences = (exact.efficiency().rounds - counted.counted.rounds / 10).numpy()
+    assert abs(differences.mean()) < 4 * differences.std() / 40**0.5
+    assert counted.counted.tau == pytest.approx(exact.tau, rel=0.06)
+    assert (counted.counted.accepted <= counted.counted.reached).all()
+    found = lab.compare({"exact": exact, "simulated": counted})
+    assert [row["exact"] for row in found.rows] == [True, False]
+    assert "simulated, not exact: simulated" in repr(found)
+    with pytest.raises(ValueError, match="blocks of 3 were simulated"):
+        lab.compare([counted], k=2)
+
+
 def test_greedy_texts(target, tmp_path):
     greedy = lab.record(target, prompts(3), tmp_path / "t", sampling=sd.Sampling(temperature=0), **HOW)
     itself = lab.replay(greedy, target, K)

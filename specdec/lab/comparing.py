@@ -13,6 +13,9 @@ from specdec.lab import plots
 from specdec.lab.bootstrap import LEAST, Clusters, interval
 from specdec.lab.console import table
 from specdec.lab.replays import Replay
+from specdec.lab.simulating import Simulation
+
+Result = Replay | Simulation
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +57,10 @@ class Comparison:
             "ratio_low",
             "ratio_high",
         )
-        return "\n".join([table(self.rows, (*columns, "texts", "sources")), self.answer]).rstrip()
+        simulated = sorted({row["method"] for row in self.rows if not row["exact"]})
+        note = f"simulated, not exact: {', '.join(simulated)}" if simulated else ""
+        lines = [table(self.rows, (*columns, "texts", "sources")), self.answer, note]
+        return "\n".join(line for line in lines if line)
 
     def plot(self) -> Any:
         """A matplotlib figure: τ of every draft with its interval, a panel for each category."""
@@ -79,7 +85,7 @@ class Comparison:
 
 
 def compare(
-    replays: Mapping[str, Replay] | Sequence[Replay],
+    replays: Mapping[str, Result] | Sequence[Result],
     k: int | Sequence[int] | None = None,
     reference: str | None = None,
     by_category: bool = True,
@@ -91,7 +97,7 @@ def compare(
     The bootstrap draws sources, so texts of one source count together; ratios are paired, on the same draws. τ is a ratio of sums.
 
     Args:
-        replays: by name, all of one trace. k: block lengths; default: each replay's own. reference: the method that ratios are to; default: the
+        replays: replays and simulations by name, all of one trace. k: block lengths; default: each replay's own. reference: the method that ratios are to; default: the
             first. by_category: also give rows for each category of prompts; those with fewer than 5 sources have no interval.
         draws, seed: of the bootstrap.
     Raises:
@@ -131,6 +137,7 @@ def compare(
             )
             row = {"method": name, "category": group, "k": n}
             row |= _figures(mine, theirs, clusters)
+            row["exact"] = named[name].exact
             row["acceptance"] = _acceptance(one, np.array(used)[at])
             rows.append(row)
     return Comparison(rows, reference)

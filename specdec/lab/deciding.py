@@ -10,8 +10,8 @@ import numpy as np
 
 from specdec.lab import plots
 from specdec.lab.bootstrap import Clusters, interval
+from specdec.lab.comparing import Result
 from specdec.lab.console import table
-from specdec.lab.replays import Replay
 from specdec.lab.timing import Times
 
 PLAIN = "plain"
@@ -83,7 +83,7 @@ def _answer(row: Mapping[str, Any]) -> str:
 
 
 def decide(
-    replays: Mapping[str, Replay] | Sequence[Replay],
+    replays: Mapping[str, Result] | Sequence[Result],
     clock: Clock,
     k: int | Sequence[int] | None = None,
     places: Sequence[tuple[int, int]] | None = None,

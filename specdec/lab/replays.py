@@ -38,6 +38,7 @@ class Replay:
     entropy: Tensor
     size: Tensor
     chains: Tensor
+    exact = True
 
     def __repr__(self) -> str:
         return f"Replay({self.name}, k = {self.k}: tau {self.tau:.3f} on {len(self.trace)} texts)"
