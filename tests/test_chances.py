@@ -25,16 +25,17 @@ from specdec.rng import Key
 V = 3
 TARGET, SMALL = (sd.TableModel.random(V, order, seed=seed) for order, seed in ((2, 0), (1, 1)))
 SPARSE = tuple(sd.TableModel.random(V, 1, seed=seed, zeros=0.4) for seed in (5, 6))
+FIRST = sd.TableModel(TARGET.probs[1])  # of order 1
 PROMPT = [0, 2]
 
 
-def counted(decoder, n, nodes):
+def counted(decoder, n, nodes, eos=()):
     """text -> probability and, given the text, expected numbers: rounds, depths reached, depths accepted, nodes accepted, ``nodes`` of each.
 
-    The text is what follows the prefill's token, ``n`` tokens.
+    The text begins with the prefill's token; up to ``n`` follow.
     """
     mass, sums = defaultdict(float), defaultdict(lambda: np.zeros((4, nodes)))
-    for one in walked(decoder, PROMPT, n + 1):
+    for one in walked(decoder, PROMPT, n + 1, eos=eos):
         row = np.zeros((4, nodes))
         for did in one.rounds:
             row[0, 0] += 1
@@ -100,6 +101,22 @@ def test_chains(rule, pair):
     assert apart(found, formula(p, q)) < 1e-12
     assert len(texts) > 20
     assert sum(p for p, _ in found.values()) == pytest.approx(1, abs=1e-6)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_texts_that_a_stop_ended(rule):
+    """Rounds are right whether a stop or the budget ended the text; proposals of tokens after a stop are on no text."""
+    verifier, formula = RULES[rule]
+    n, k = 4, 2
+    found = counted(sd.decoder(FIRST).draft(SMALL, length=k).verifier(verifier).build(), n, k, eos=(2,))
+    texts = [[*text, *[0] * (1 + n - len(text))] for text in found]
+    p, q = (own(along(texts, model, n, k), texts) for model in (FIRST, SMALL))
+    length = torch.tensor([len(text) - 1 for text in found])
+    made = efficiency(formula(p, q), cut=True, n=length)
+    seen = torch.tensor(np.array([numbers[0, 0] for _, numbers in found.values()]))
+    torch.testing.assert_close(made.rounds, seen, rtol=0, atol=1e-12)
+    torch.testing.assert_close(made.tokens, length.double(), rtol=0, atol=1e-12)
+    assert len(length.unique()) == n + 1
 
 
 def never_updated(p, q):
@@ -189,7 +206,6 @@ def ranked(q):
 
 
 NEVER = torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64)
-FIRST = sd.TableModel(TARGET.probs[1])  # of order 1
 TREES = {
     "3 siblings": (-1, -1, -1),
     "(2, 1)": tuple(shape((2, 1))),

@@ -26,7 +26,7 @@ class Outcome(NamedTuple):
     rounds: tuple[Did, ...]
 
 
-def walked(decoder, prompt, new_tokens, batch=4096, **settings) -> list[Outcome]:
+def walked(decoder, prompt, new_tokens, batch=4096, eos=()) -> list[Outcome]:
     """All outcomes of ``generate``; those that differ in a random number only are listed apart."""
     stack, outcomes = [Branches.root()], []
     while stack:
@@ -44,7 +44,7 @@ def walked(decoder, prompt, new_tokens, batch=4096, **settings) -> list[Outcome]
                     rounds[row].append(Did(before[b], path, sum(at in parents for at in (-1, *path))))
 
         made = decoder.generate(
-            [list(prompt)] * len(part), new_tokens, rng=walk.rng(), on_round=note, eos_token_id=(), **settings
+            [list(prompt)] * len(part), new_tokens, rng=walk.rng(), on_round=note, eos_token_id=eos
         )
         measure = walk.branches.measure()
         outcomes += [

@@ -6,7 +6,7 @@ A node counts only if its parent is on the text, so the distributions at the tex
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -40,25 +40,34 @@ def tree_chances(
         parents: of the N nodes, as for ``efficiency``; K is at least their depth.
         replacement: siblings are drawn independently, or else without their elder siblings' tokens.
     """
+
+    def here(d: int, m: int) -> Tensor:
+        if not replacement:
+            return distinct_chances(p[:, :, d], q[:, :, d], tokens[:, :, d], m)
+        each = q[:, :, d, None].expand(*tokens.shape[:2], m, -1)
+        return sibling_chances(p[:, :, d], each, tokens[:, :, d])
+
+    return laid_out(here, parents, tokens.shape[2])
+
+
+def laid_out(chances: Callable[[int, int], Tensor], parents: Sequence[int], K: int) -> Tensor:
+    """``[C, n, N]`` chances of the nodes of a static tree, where ``chances(d, m)`` gives ``[C, n, m]`` for m siblings at depth d, of K.
+
+    Raises:
+        ValueError: the tree has more than K depths.
+    """
     deep = depths(parents, len(parents))
-    if max(deep) >= p.shape[2]:
-        raise ValueError(
-            f"the tree has {max(deep) + 1} depths and p has {p.shape[2]}: give distributions for every depth"
-        )
+    if max(deep) >= K:
+        raise ValueError(f"the tree has {max(deep) + 1} depths: there are distributions for {K}")
     number: list[int] = []  # of each node among its parent's children
     seen: Counter[int] = Counter()
     for parent in parents:
         number.append(seen[parent])
         seen[parent] += 1
-    out = torch.zeros(*tokens.shape[:2], len(parents), dtype=torch.float64)
-    for d in sorted(set(deep)):
-        nodes = [v for v, at in enumerate(deep) if at == d]
-        m = max(number[v] for v in nodes) + 1
-        here = p[:, :, d], q[:, :, d], tokens[:, :, d]
-        if replacement:
-            each = here[1][..., None, :].expand(*here[1].shape[:-1], m, -1)
-            made = sibling_chances(here[0], each, here[2])
-        else:
-            made = distinct_chances(*here, m)
-        out[..., nodes] = made[..., [number[v] for v in nodes]]
-    return out
+    nodes: list[Tensor] = [torch.empty(0)] * len(parents)
+    for d in range(max(deep) + 1):
+        level = [v for v, at in enumerate(deep) if at == d]
+        made = chances(d, 1 + max(number[v] for v in level))
+        for v in level:
+            nodes[v] = made[..., number[v]]
+    return torch.stack(nodes, -1)
