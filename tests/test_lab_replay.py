@@ -225,8 +225,17 @@ def test_the_largest_probabilities_are_enough_for_chains(target, trace, tmp_path
     torch.testing.assert_close(whole.gather(1, law.ids), law.probs)
     one, other = (lab.replay(t, small(), K).accept for t in (few, trace))
     torch.testing.assert_close(one, other)
-    with pytest.raises(ValueError, match="keep="):
-        lab.replay(few, sd.drafts.Tree(small(), (2, 1)), 2)
+    tree = sd.drafts.Tree(small(), (2, 2))
+    exact, bounded = (lab.replay(t, tree, 2) for t in (trace, few))
+    assert (bounded.accept <= exact.accept + 1e-6).all()
+    assert (exact.accept <= bounded.high + 1e-6).all()
+    assert (bounded.high - bounded.accept).max() > 1e-3
+    (low, high), (same, again) = (replay.sums() for replay in (bounded, exact))
+    assert torch.equal(same, again)
+    assert low[0].sum() / low[1].sum() < same[0].sum() / same[1].sum() < high[0].sum() / high[1].sum()
+    one, other = lab.compare({"exact": exact}).rows[0], lab.compare({"bounded": bounded}).rows[0]
+    assert other["tau_low"] < one["tau_low"] < one["tau_high"] < other["tau_high"]
+    assert (other["ratio_low"], other["ratio_high"]) == (1, 1)
 
 
 def test_recording_continues(target, trace, tmp_path):
@@ -340,7 +349,7 @@ def made(trace, value):
     C, n = len(trace), max(t.rounds for t in trace.texts)
     q = torch.full((C, n, K), value, dtype=torch.float64)
     size = torch.full((C, n), K)
-    return lab.replays.Replay(trace, f"at {value}", K, q, q, q, q, size, torch.tensor(True))
+    return lab.replays.Replay(trace, f"at {value}", K, q, q, q, q, q, size, torch.tensor(True))
 
 
 def test_compare(trace):

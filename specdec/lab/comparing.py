@@ -94,7 +94,8 @@ def compare(
 ) -> Comparison:
     """τ of drafts on the same texts, and its ratio to a reference's, with 95 % intervals.
 
-    The bootstrap draws sources, so texts of one source count together; ratios are paired, on the same draws. τ is a ratio of sums.
+    The bootstrap draws sources, so texts of one source count together; ratios are paired, on the same draws. τ is a ratio of sums. Where a
+    replay has only bounds (trees on a trace of the largest probabilities), τ is the middle of its bounds, and intervals contain both.
 
     Args:
         replays: replays and simulations by name, all of one trace. k: block lengths; default: each replay's own. reference: the method that ratios are to; default: the
@@ -125,33 +126,33 @@ def compare(
         name: [replay.k] if k is None else [int(one) for one in np.atleast_1d(k)]
         for name, replay in named.items()
     }
-    made = {(name, n): replay.efficiency(n) for name, replay in named.items() for n in lengths[name]}
+    sums = {(name, n): named[name].sums(n) for name in named for n in lengths[name]}
     rows = []
     for group in names:
-        at = np.flatnonzero([group in ("all", own) for own in groups])
-        clusters = Clusters(sources[at], draws, seed)
-        for (name, n), one in made.items():
-            other = made.get((reference, n)) or made[reference, lengths[reference][0]]
-            mine, theirs = (
-                np.stack([e.tokens.numpy(), e.rounds.numpy()])[:, used][:, at] for e in (one, other)
-            )
-            row = {"method": name, "category": group, "k": n}
-            row |= _figures(mine, theirs, clusters)
+        at = np.array(used)[[group in ("all", own) for own in groups]]
+        clusters = Clusters(np.array(first.trace.sources)[at], draws, seed)
+        for (name, n), bounds in sums.items():
+            other = sums.get((reference, n)) or sums[reference, lengths[reference][0]]
+            row: dict[str, Any] = {"method": name, "category": group, "k": n}
+            row |= _figures([b.numpy()[:, at] for b in bounds], [b.numpy()[:, at] for b in other], clusters)
+            if name == reference and bounds is other:  # also where it is bounded
+                row |= dict.fromkeys(("ratio", "ratio_low", "ratio_high"), 1.0)
             row["exact"] = named[name].exact
-            row["acceptance"] = _acceptance(one, np.array(used)[at])
+            row["acceptance"] = _acceptance(named[name].efficiency(n), at)
             rows.append(row)
     return Comparison(rows, reference)
 
 
-def _figures(mine: np.ndarray, theirs: np.ndarray, clusters: Clusters) -> dict[str, Any]:
-    """τ and its ratio with intervals; ``mine, theirs [2, C]`` are tokens and rounds."""
-    tau, other = (float(sums[0].sum() / sums[1].sum()) for sums in (mine, theirs))
-    row: dict[str, Any] = {"tau": tau, "tau_low": None, "tau_high": None, "ratio": tau / other}
-    row |= {"ratio_low": None, "ratio_high": None, "texts": mine.shape[1], "sources": len(clusters)}
+def _figures(mine: Sequence[np.ndarray], theirs: Sequence[np.ndarray], clusters: Clusters) -> dict[str, Any]:
+    """τ and its ratio with intervals; ``mine, theirs``: tokens and rounds ``[2, C]`` for the lower and the upper bound of τ."""
+    low, high, other_low, other_high = (float(s[0].sum() / s[1].sum()) for s in (*mine, *theirs))
+    row: dict[str, Any] = {"tau": (low + high) / 2, "tau_low": None, "tau_high": None}
+    row |= {"ratio": row["tau"] * 2 / (other_low + other_high), "ratio_low": None, "ratio_high": None}
+    row |= {"texts": mine[0].shape[1], "sources": len(clusters)}
     if clusters.enough:
-        drawn, others = clusters.ratios(*mine), clusters.ratios(*theirs)
-        row["tau_low"], row["tau_high"] = interval(drawn)
-        row["ratio_low"], row["ratio_high"] = interval(drawn / others)
+        ours, others = ([clusters.ratios(*sums) for sums in bounds] for bounds in (mine, theirs))
+        row |= {"tau_low": interval(ours[0])[0], "tau_high": interval(ours[1])[1]}
+        row |= {"ratio_low": interval(ours[0] / others[1])[0], "ratio_high": interval(ours[1] / others[0])[1]}
     return row
 
 

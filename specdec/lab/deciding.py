@@ -119,9 +119,9 @@ def decide(
     tau: dict[tuple[str, int], tuple[float, np.ndarray]] = {(PLAIN, 0): (1.0, np.ones(draws))}
     for name, replay in named.items():
         for n in [replay.k] if k is None else np.atleast_1d(k).tolist():
-            made = replay.efficiency(n)
-            sums = (made.tokens.numpy()[used], made.rounds.numpy()[used])
-            tau[name, n] = float(sums[0].sum() / sums[1].sum()), clusters.ratios(*sums)
+            least, most = (sums.numpy()[:, used] for sums in replay.sums(n))
+            middle = np.mean([float(sums[0].sum() / sums[1].sum()) for sums in (least, most)])
+            tau[name, n] = float(middle), (clusters.ratios(*least) + clusters.ratios(*most)) / 2
     rows = []
     for batch, context in places:
         speed, drawn = {}, {}

@@ -12,8 +12,9 @@ from torch import Tensor
 from specdec import tree
 from specdec.audit.siblings import sibling_chances
 from specdec.audit.tau import chances
+from specdec.audit.truncated import Known, sibling_bounds
 from specdec.capabilities import VerifierInfo
-from specdec.lab.traces import Trace
+from specdec.lab.traces import Law, Trace
 from specdec.models.table import TableCache
 from specdec.rng import Key, Philox, Rng
 from specdec.types import Context, Fed, Proposal, Scores, Verdict
@@ -65,6 +66,7 @@ class Recorder:
         q: ``[C, n, k]`` float64: the probability with which the draft drew the text's token at each depth of a block that starts at each position,
             given that it had drawn those before; 1 for a token chosen without randomness, 0 for one that was not proposed.
         accept: ``[C, n, k]`` the probability, given the text, that the token came from the draft if those before it did.
+        high: ``[C, n, k]`` the same as ``accept``, unless the trace has only the largest probabilities, which bound the chances of siblings.
         most, entropy: ``[C, n, k]`` the largest probability of the distribution there, and its entropy in nats.
         size: ``[C, n]`` how many of the text's tokens were proposed or might have been. chains: whether all proposals were chains.
     """
@@ -80,7 +82,9 @@ class Recorder:
         texts = [self.trace.texts[i] for i in self.which]
         self.rounds = torch.tensor([t.rounds for t in texts])
         C, n = len(texts), int(self.rounds.max())
-        self.q, self.accept, self.most, self.entropy = torch.zeros(4, C, n, self.k, dtype=torch.float64)
+        self.q, self.accept, self.high, self.most, self.entropy = torch.zeros(
+            5, C, n, self.k, dtype=torch.float64
+        )
         self.size, self.chains = torch.zeros(C, n, dtype=torch.long), True
         own = [self.trace.own(i).double() for i in self.which]
         self._law = cache(self.trace.law)
@@ -138,7 +142,7 @@ class Recorder:
             self.most[row[here], start[here], :N] = laws.amax(-1).double().cpu()[here]
             self.entropy[row[here], start[here], :N] = torch.special.entr(laws).sum(-1).double().cpu()[here]
         self.q[row[here], start[here], :N] = q[here]
-        self.accept[row[here], start[here], :N] = taken[here]
+        self.accept[row[here], start[here], :N] = self.high[row[here], start[here], :N] = taken[here]
         self.size[row[here], start[here]] = live.sum(1)[here]
 
     def _tree(self, proposal: Proposal, b: int, row: int, start: int, length: int) -> None:
@@ -158,7 +162,7 @@ class Recorder:
             on_text = [n for n in children if tokens[n] == x]
             self.size[row, start] = depth + 1
             if proposal.probs is None:
-                self.accept[row, start, depth] = float(bool(on_text))
+                self.accept[row, start, depth] = self.high[row, start, depth] = float(bool(on_text))
             else:
                 sources = {int(proposal.sources()[b, n]) for n in children}
                 if len({below[n] for n in children}) > 1 or len(sources) > 1:
@@ -166,19 +170,24 @@ class Recorder:
                         "the draft's trees differ below siblings, or siblings are drawn without replacement: this is not a static tree of "
                         "independent siblings; measure it with lab.simulate"
                     )
-                if not self.trace.whole:
-                    raise ValueError(
-                        f"the trace has the {self.trace.meta['kept']} largest probabilities only, and siblings need all of them: record with "
-                        f"keep={self.trace.vocab_size}"
-                    )
                 q = proposal.probs[b, sources.pop()].double().cpu()
-                p = law.probs[at].double()
                 self.q[row, start, depth] = q[x]
-                each = q.expand(len(children), -1)
-                self.accept[row, start, depth] = sibling_chances(p, each, torch.tensor(x)).sum().clamp(max=1)
+                both = _siblings(law, at, self.own[row, at], q, len(children), x)
+                self.accept[row, start, depth], self.high[row, start, depth] = both
             if not on_text:
                 break
             node = on_text[0]
+
+
+def _siblings(law: Law, at: int, own: Tensor, q: Tensor, m: int, token: int) -> tuple[Tensor, Tensor]:
+    """Bounds of the probability that one of ``m`` independent siblings, drawn from ``q [V]``, was accepted as ``token``."""
+    x = torch.tensor(token)
+    if law.ids is None:
+        exact = sibling_chances(law.probs[at].double(), q.expand(m, -1), x).sum().clamp(max=1)
+        return exact, exact
+    known = Known(law.ids[at], law.probs[at].double(), law.rest[at].double(), x, own)
+    low, high = sibling_bounds(known, q, m, together=True)
+    return low[-1], high[-1]
 
 
 class Recorded:

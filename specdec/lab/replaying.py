@@ -27,6 +27,8 @@ from specdec.sampling import Sampling
 from specdec.stop_rules import StopRules
 from specdec.types import Context
 
+CHANCES = ("q", "accept", "high", "most", "entropy")
+
 
 def replay(
     trace: Trace | str | Path,
@@ -79,7 +81,7 @@ def replay(
     if check:
         run.check(texts[:2])
     C, n = len(trace), max(text.rounds for text in trace.texts)
-    held = {name: torch.zeros(C, n, k, dtype=torch.float64) for name in ("q", "accept", "most", "entropy")}
+    held = {name: torch.zeros(C, n, k, dtype=torch.float64) for name in CHANCES}
     held["size"], chains = torch.zeros(C, n, dtype=torch.long), True
     for start in range(0, len(texts), batch):
         at = torch.tensor(texts[start : start + batch])

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from specdec.audit.between import between
 from specdec.audit.block import block_chances
 from specdec.audit.lengths import Drafted, Policy, check_policy
 from specdec.audit.rounds import Efficiency, efficiency
@@ -26,7 +27,7 @@ class Replay:
 
     Attributes:
         name: of the draft. k: the longest path. q, accept: ``[C, n, k]``, see ``lab.forced.Recorder``; ``n`` is the largest number of rounds, and
-            entries past a text's end mean nothing. size, most, entropy, chains: likewise.
+            entries past a text's end mean nothing. high, size, most, entropy, chains: likewise.
     """
 
     trace: Trace
@@ -34,6 +35,7 @@ class Replay:
     k: int
     q: Tensor
     accept: Tensor
+    high: Tensor
     most: Tensor
     entropy: Tensor
     size: Tensor
@@ -79,18 +81,37 @@ class Replay:
         return torch.where(self.q > 0, block_chances(self.p, self.q), 0)
 
     def efficiency(self, k: int | None = None, verifier: Verification = "rejection") -> Efficiency:
-        """Expected rounds and tokens of each text.
+        """Expected rounds and tokens of each text; where chances are bounded, from the lower bounds.
 
         Args:
             k: blocks of at most ``k`` tokens, for chain drafts whose tokens do not depend on how many are to come. verifier: as for
                 ``chances``.
         """
-        k, accept = self.k if k is None else k, self.chances(verifier)
-        if k != self.k and not self.chains:
+        return efficiency(self.chances(verifier), self._k(k), self._ended, n=self._rounds, lengths=self.size)
+
+    def sums(self, k: int | None = None) -> tuple[Tensor, Tensor]:
+        """Expected tokens and rounds of each text, ``[2, C]``, for the lower and for the upper bound of τ; equal unless chances are bounded."""
+        if torch.equal(self.accept, self.high):
+            made = self.efficiency(k)
+            both = torch.stack([made.tokens, made.rounds])
+            return both, both
+        found = between(self.accept, self.high, self._k(k), self._ended, n=self._rounds, lengths=self.size)
+        return torch.stack([found.tokens_low, found.rounds_high]), torch.stack(
+            [found.tokens_high, found.rounds_low]
+        )
+
+    def _k(self, k: int | None) -> int:
+        if k not in (None, self.k) and not self.chains:
             raise ValueError(f"k is {k}, and trees of depth {self.k} were replayed: replay with k={k}")
-        texts = self.trace.texts
-        rounds, ended = torch.tensor([t.rounds for t in texts]), torch.tensor([t.ended for t in texts])
-        return efficiency(accept, k, ended, n=rounds, lengths=self.size)
+        return self.k if k is None else k
+
+    @property
+    def _rounds(self) -> Tensor:
+        return torch.tensor([text.rounds for text in self.trace.texts])
+
+    @property
+    def _ended(self) -> Tensor:
+        return torch.tensor([text.ended for text in self.trace.texts])
 
     def stopping(self, policy: Policy, name: str | None = None) -> Replay:
         """The same draft with a length for every block, which a policy decides while drafting.

@@ -51,6 +51,12 @@ class Simulation:
             raise ValueError(f"k is {k}, and blocks of {self.k} were simulated: simulate with k={k}")
         return self.counted
 
+    def sums(self, k: int | None = None) -> tuple[Tensor, Tensor]:
+        """As for ``Replay``."""
+        made = self.efficiency(k)
+        both = torch.stack([made.tokens, made.rounds])
+        return both, both
+
 
 def simulate(
     trace: Trace,
