@@ -5,7 +5,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
+import subprocess
+import sys
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -268,12 +272,44 @@ def test_every_process_writes_a_part(target, trace, tmp_path, monkeypatch):
             return None
 
     for index in range(2):
-        monkeypatch.setattr(recording, "PartialState", lambda index=index: State(index))
+        monkeypatch.setattr(recording, "PartialState", lambda index=index, cpu=True: State(index))
         lab.record(target, prompts(6), tmp_path / "t", taps=(1, 2), **HOW)
     both = lab.Trace(tmp_path / "t")
     assert len(both.parts) == 2
     assert [text.ids for text in both.texts] == [text.ids for text in trace.texts]
     torch.testing.assert_close(both.law(3).probs, trace.law(3).probs)
+
+
+APART = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import torch.distributed as dist
+from test_lab_replay import HOW, V, lab, prompts, sd, tiny
+lab.record(sd.HFModel(tiny("llama", num_hidden_layers=3, vocab_size=V)), prompts(6), sys.argv[2], taps=(1, 2), **HOW)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_share_the_prompts(trace, tmp_path):
+    (script := tmp_path / "apart.py").write_text(APART)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "ACCELERATE_USE_CPU": "true"}
+    words = [sys.executable, str(script), str(Path(__file__).parent), str(tmp_path / "t")]
+    started = [
+        subprocess.Popen(words, env={**os.environ, **world, "RANK": rank, "LOCAL_RANK": rank})
+        for rank in "01"
+    ]
+    try:
+        assert [process.wait(timeout=200) for process in started] == [0, 0]
+    finally:
+        for process in started:
+            process.kill()
+    both = lab.Trace(tmp_path / "t")
+    assert [len(part.texts) for part in both.parts] == [3, 3]
+    assert [text.ids for text in both.texts] == [text.ids for text in trace.texts]
 
 
 def test_results_are_stored_by_draft(target, trace, tmp_path):

@@ -74,7 +74,8 @@ def record(
     if not 1 <= kept <= model.vocab_size:
         raise ValueError(f"keep is {keep}: give 1 to {model.vocab_size}, the size of the vocabulary")
     how = _How(model, sampling or Sampling(), new_tokens, k, tuple(taps), kept, tuple(ends), seed)
-    state, path = PartialState(), Path(folder)
+    state = PartialState(cpu=info.device is None or info.device.type == "cpu")
+    path = Path(folder)
     ids = [entry if isinstance(entry, list) else entry.ids(info.tokenizer) for entry in entries]
     for i, row in enumerate(ids):
         how.check(_name(entries[i], i), row)
