@@ -60,7 +60,7 @@ def main(s: Settings) -> None:
     for name, part in parts.items():
         began = perf_counter()
         replays[name] = lab.replay(trace, part, max(s.k), target, name=name)
-        print(f"{name}: {len(trace) / (perf_counter() - began) * 60:.0f} prompts a minute")
+        print(f"{name}: replayed or read, {len(trace) / (perf_counter() - began) * 60:.0f} prompts a minute")
     with short_errors():
         found = lab.compare(replays, s.k)
     print(f"\n{found}")

@@ -100,7 +100,7 @@ def pruned(s: Settings) -> dict[str, sd.drafts.MagicDec]:
     missing = set(s.pruners) - set(known)
     if missing:
         raise SystemExit(f"no pruner {min(missing)!r}: give names of classes of specdec.pruning, such as H2O")
-    magicdec = sd.drafts.MagicDec(s.window, s.sinks)
+    magicdec = sd.drafts.MagicDec(s.window, s.sinks, refresh=None)
     made = {"magicdec_wider": replace(magicdec, window=s.window + s.budget)} if s.pruners else {}
     return made | {
         f"magicdec_{name}": replace(magicdec, pruner=known[name](), budget=s.budget) for name in s.pruners

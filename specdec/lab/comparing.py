@@ -20,10 +20,11 @@ Result = Replay | Simulation
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """Rows of ``compare``; printed, it is a table with the answer below."""
+    """Rows of ``compare``; printed, it is a table with the answer below. ``close``: the methods whose ratio to the best one may be 1."""
 
     rows: list[dict[str, Any]]
     reference: str
+    close: list[str]
 
     def frame(self) -> Any:
         """The rows as a pandas ``DataFrame``."""
@@ -38,12 +39,10 @@ class Comparison:
         if len(every) < 2:
             return ""
         best = max(every, key=lambda row: row["tau"])
-        others = [row for row in every if row is not best]
-        close = [row["method"] for row in others if row["tau_high"] >= best["tau_low"]]
-        shown = f"{best['method']} (k = {best['k']}) has the most tokens a round, {best['tau']:.2f}"
+        shown = f"{_label(best)} has the most tokens a round, {best['tau']:.2f}"
         if best["method"] != self.reference:
             shown += f", {best['ratio']:.2f} [{best['ratio_low']:.2f}, {best['ratio_high']:.2f}] of {self.reference}'s"
-        return shown + (f"; too close to call against {', '.join(close)}" if close else "")
+        return shown + (f"; too close to call against {', '.join(self.close)}" if self.close else "")
 
     def __repr__(self) -> str:
         columns = (
@@ -109,7 +108,7 @@ def compare(
         raise ValueError("replays is empty or has two of one name: give replays by name, {name: replay}")
     first = next(iter(named.values()))
     for name, replay in named.items():
-        if replay.trace.meta["id"] != first.trace.meta["id"] or len(replay) != len(first):
+        if replay.trace.id != first.trace.id:
             raise ValueError(f"replay {name!r} is of another trace than the first: replay all drafts on one")
     reference = next(iter(named)) if reference is None else reference
     if reference not in named:
@@ -140,7 +139,32 @@ def compare(
             row["exact"] = named[name].exact
             row["acceptance"] = _acceptance(named[name].efficiency(n), at)
             rows.append(row)
-    return Comparison(rows, reference)
+    return Comparison(rows, reference, _close(rows, sums, np.array(used), first.trace.sources, draws, seed))
+
+
+def _label(row: Mapping[str, Any]) -> str:
+    return f"{row['method']} (k = {row['k']})"
+
+
+def _close(
+    rows: Sequence[Mapping[str, Any]],
+    sums: Mapping[Any, Any],
+    used: np.ndarray,
+    sources: Sequence[str],
+    draws: int,
+    seed: int,
+) -> list[str]:
+    """The methods that are too close to the best one, by paired draws."""
+    clusters = Clusters(np.array(sources)[used], draws, seed)
+    every = [row for row in rows if row["category"] == "all"]
+    best = max(every, key=lambda row: row["tau"])
+    least = clusters.ratios(*sums[best["method"], best["k"]][0].numpy()[:, used])
+    found = []
+    for row in every:
+        most = clusters.ratios(*sums[row["method"], row["k"]][1].numpy()[:, used])
+        if row is not best and interval(most / least)[1] >= 1:
+            found.append(_label(row))
+    return found
 
 
 def _figures(mine: Sequence[np.ndarray], theirs: Sequence[np.ndarray], clusters: Clusters) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from specdec.audit.between import between
 from specdec.audit.block import block_chances
 from specdec.audit.lengths import Drafted, Policy, check_policy
 from specdec.audit.rounds import Efficiency, efficiency
+from specdec.drafts.spire import SpireModel
 from specdec.lab.traces import Trace, digest, identity
 from specdec.models.hf import HFModel
 from specdec.models.table import TableModel
@@ -24,6 +25,9 @@ Verification = Literal["rejection", "block"]
 @dataclass(frozen=True, eq=False)
 class Replay:
     """A draft on a trace of ``C`` texts.
+
+    Its τ counts every round, also the last one of a text that an end token ended, which may be cut short; the statistics of ``generate`` leave such
+    rounds out.
 
     Attributes:
         name: of the draft. k: the longest path. q, accept: ``[C, n, k]``, see ``lab.forced.Recorder``; ``n`` is the largest number of rounds, and
@@ -50,8 +54,8 @@ class Replay:
 
     @cached_property
     def tau(self) -> float:
-        """Tokens a round, bonus included."""
-        return self.efficiency().tau
+        """Tokens a round, bonus included; where chances are bounded, the middle of the bounds."""
+        return sum(float(one[0].sum() / one[1].sum()) for one in self.sums()) / 2
 
     @cached_property
     def p(self) -> Tensor:
@@ -103,6 +107,10 @@ class Replay:
     def _k(self, k: int | None) -> int:
         if k not in (None, self.k) and not self.chains:
             raise ValueError(f"k is {k}, and trees of depth {self.k} were replayed: replay with k={k}")
+        if k is not None and not 1 <= k <= self.k:
+            raise ValueError(
+                f"k is {k}, and blocks of up to {self.k} were replayed: give 1 to {self.k}, or replay with a larger k"
+            )
         return self.k if k is None else k
 
     @property
@@ -135,10 +143,10 @@ class Replay:
 
 
 def described(value: Any) -> str:
-    """A name for a draft by its settings and weights.
+    """A name for a draft of this library by its settings and weights.
 
     Raises:
-        TypeError: some part of it has no name, such as a function.
+        TypeError: some part of it has no name, such as a function, or is not this library's: its code may change.
     """
     return digest(_plain(value))
 
@@ -146,17 +154,15 @@ def described(value: Any) -> str:
 def _plain(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    if isinstance(value, torch.nn.Module | TableModel):
-        return identity(value)
-    if isinstance(value, HFModel):
-        return [identity(value), repr(value), str(getattr(value, "mask", ""))]
-    if isinstance(value, torch.dtype | torch.device):
-        return str(value)
     if isinstance(value, tuple | list):
         return [_plain(v) for v in value]
     if isinstance(value, Mapping):
         return [[_plain(k), _plain(v)] for k, v in value.items()]
-    if is_dataclass(value) and not isinstance(value, type):
+    if not type(value).__module__.startswith("specdec."):
+        raise TypeError(f"a {type(value).__name__} has no name")
+    if isinstance(value, HFModel | SpireModel | TableModel):
+        return identity(value)
+    if is_dataclass(value):
         return [
             type(value).__qualname__,
             *(_plain(getattr(value, f.name)) for f in fields(value) if f.compare),

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec.arguments import whole
+from specdec.arguments import at_least
 from specdec.audit.rounds import Efficiency
 from specdec.builder import DraftLike, as_draft, decoder
 from specdec.capabilities import DraftInfo
@@ -81,8 +81,8 @@ def simulate(
     """
     model, k = as_model(target, "target"), trace.k if k is None else k
     trace.check(model)
-    whole("k", k)
-    whole("repeats", repeats)
+    at_least(1, "k", k, "give at least 1")
+    at_least(1, "repeats", repeats, "give at least 1")
     part, new_tokens = as_draft(draft, "draft"), trace.meta["new_tokens"]
     built = (
         decoder(model)
