@@ -123,6 +123,19 @@ def test_an_anticipating_policy_is_biased():
         assert found.total_variation > 0.01
 
 
+def test_what_is_known_before_the_round_may_decide():
+    q = torch.full((10, 3, 4), 0.25)
+    seen = Drafted.of(q, torch.zeros(10, 3, dtype=torch.long), torch.arange(10.0)[:, None])
+    assert check_policy(lambda seen: seen.known[:, 0].long().clamp(max=3), seen).tolist() == [
+        0,
+        1,
+        2,
+        *[3] * 7,
+    ]
+    blocks = Drafted.of(q.view(2, 5, 3, 4), torch.zeros(2, 5, 3, dtype=torch.long))
+    assert check_policy(lambda seen: before(seen.most > 0.2), blocks).tolist() == [[3] * 5] * 2
+
+
 def test_lengths_that_are_none_are_refused():
     seen = chains(rows=30)
     for policy, message in (

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specdec.audit.rounds import Rounds, depths
+from specdec.audit.rounds import ROUNDING, Rounds, depths
 
 
 class Between(NamedTuple):
@@ -56,8 +56,9 @@ def between(
     deep = depths(parents, N)
     used = (torch.tensor(deep) < rounds.room[..., None]) & rounds.inside[..., None]
     least, largest = (torch.where(used, x.double(), 0) for x in (low, high))
-    if not bool(((least <= largest + 1e-9) & (largest <= 1)).all()):
+    if not bool(((least <= largest + ROUNDING) & (largest <= 1 + ROUNDING)).all()):
         raise ValueError("high has entries below low or above 1: give bounds of probabilities")
+    largest = largest.clamp(max=1)
     ways = rounds.ends.shape[2]
     until = rounds.inside.sum(1)
     # [2, 2, C, n + k + 1]: low and high, of rounds and of tokens, from a position on

@@ -329,6 +329,8 @@ def biases() -> Iterator[Composition]:
     ):
         wrong = builder.verifier(planted.BlockByThePaper(mistake=mistake))
         yield row(f"block verification: {what}", wrong, tokens)
+    fair = two.draft(TableModel([0.5, 0.5]), length=2).verifier(BlockVerification())
+    yield row("block verification: draws keyed by position alone", fair, 4, wrap=planted.PositionKeyed)
     still = one.verifier(planted.StandsStill())
     name = "coupled draws keyed by the start of the block"
     yield Composition(name, still, 3, settings={"nodes": 1}, lossless=False, certifier=certify_coupled)

@@ -20,18 +20,24 @@ class Drafted(NamedTuple):
     Attributes:
         token: ``[..., K]``. own: ``[..., K]``, its probability under the distribution that it was drawn from.
         most, entropy: ``[..., K]``, the largest probability of that distribution and its entropy in nats, both known before the token.
+        known: ``[..., F]``, any numbers that are known before the round, such as the time or what the text accepted so far.
     """
 
     token: Tensor
     own: Tensor
     most: Tensor
     entropy: Tensor
+    known: Tensor | None = None
 
     @staticmethod
-    def of(q: Tensor, token: Tensor) -> Drafted:
+    def of(q: Tensor, token: Tensor, known: Tensor | None = None) -> Drafted:
         """From distributions ``[..., K, V]`` and tokens ``[..., K]``."""
         own = q.gather(-1, token[..., None])[..., 0]
-        return Drafted(token, own, q.amax(-1), torch.special.entr(q).sum(-1))
+        return Drafted(token, own, q.amax(-1), torch.special.entr(q).sum(-1), known)
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> Drafted:
+        """With every part changed."""
+        return Drafted(*(None if part is None else change(part) for part in self))  # type: ignore[arg-type]
 
 
 Policy = Callable[[Drafted], Tensor]
@@ -65,7 +71,7 @@ def check_policy(policy: Policy, seen: Drafted, seed: int = 0) -> Tensor:
     Raises:
         ValueError: the policy anticipates, its lengths depend on other chains, or they are not lengths.
     """
-    chains = Drafted(*(part.reshape(-1, part.shape[-1]) for part in seen))
+    chains = seen.each(lambda part: part.flatten(0, -2))
     R, K = chains.own.shape
     lengths = policy(chains)
     if (
@@ -76,13 +82,14 @@ def check_policy(policy: Policy, seen: Drafted, seed: int = 0) -> Tensor:
         raise ValueError(
             f"the policy gave {lengths.dtype} of shape {list(lengths.shape)} for chains [{R}, {K}]: give whole numbers, 0 to {K}, one a chain"
         )
-    for rows in (torch.arange(0, R, 2), torch.arange(1, R, 2), torch.arange(min(R, 1))):
-        if len(rows) and not torch.equal(policy(Drafted(*(part[rows] for part in chains))), lengths[rows]):
+    for first in (0, 1):  # every second chain alone
+        some = chains.each(lambda part: part[first::2])  # noqa: B023
+        if first < R and not torch.equal(policy(some), lengths[first::2]):
             raise ValueError(
                 "the policy gives a chain another length when other chains are left out: a length may depend on its own chain alone"
             )
     draw = torch.Generator().manual_seed(seed)
-    for kind in _KINDS:
+    for kind in ("likely", "unlikely", "random", "random", "others", "others"):
         changed = policy(_changed(chains, lengths, kind, draw))
         wrong = (changed != lengths).nonzero()[:, 0]
         if len(wrong):
@@ -95,33 +102,27 @@ def check_policy(policy: Policy, seen: Drafted, seed: int = 0) -> Tensor:
     return lengths.view(seen.own.shape[:-1])
 
 
-_KINDS = ("likely", "unlikely", "random", "random", "others", "others")
-
-
 def _changed(seen: Drafted, lengths: Tensor, kind: str, draw: torch.Generator) -> Drafted:
     """The same chains with other values of what was not submitted: tokens from the length on, distributions after it."""
     R, K = seen.own.shape
     place = torch.arange(K)
     dropped, later = place >= lengths[:, None], place > lengths[:, None]
-    other = Drafted(*(part[torch.randperm(R, generator=draw)] for part in seen))
-    share = torch.rand(R, K, generator=draw).to(seen.own)
-    if kind == "likely":
-        share, other = (
-            torch.ones_like(share),
-            other._replace(most=torch.ones_like(share), entropy=torch.zeros_like(share)),
-        )
-    elif kind == "unlikely":
-        share, other = (
-            1e-6 * share,
-            other._replace(most=1e-3 * torch.ones_like(share), entropy=other.entropy + 20),
-        )
-    elif kind == "random":
-        other = other._replace(most=torch.rand(R, K, generator=draw).to(share), entropy=10 * share)
-    most = torch.where(later, other.most, seen.most)
-    own = other.own.minimum(most) if kind == "others" else share * most
+    other = seen.each(lambda part: part[torch.randperm(R, generator=draw)])
+    u = torch.rand(3, R, K, generator=draw).to(seen.own)
+    most, entropy = {
+        "likely": (torch.ones_like(u[0]), torch.zeros_like(u[0])),
+        "unlikely": (1e-3 * u[0], 20 + u[1]),
+        "random": (u[0], 10 * u[1]),
+        "others": (other.most, other.entropy),
+    }[kind]
+    most = torch.where(later, most, seen.most)
+    own = {"likely": most, "unlikely": 1e-6 * most, "random": u[2] * most, "others": other.own.minimum(most)}[
+        kind
+    ]
     return Drafted(
         torch.where(dropped, other.token, seen.token),
         torch.where(dropped, own, seen.own),
         most,
-        torch.where(later, other.entropy, seen.entropy),
+        torch.where(later, entropy, seen.entropy),
+        seen.known,
     )

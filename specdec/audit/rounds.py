@@ -14,6 +14,8 @@ from torch import Tensor
 
 from specdec.arguments import whole
 
+ROUNDING = 1e-9  # of sums of probabilities
+
 
 class Efficiency(NamedTuple):
     """Expected ``tokens, rounds [C]``; ``reached, accepted [C, k]``: the expected number of times that a node of depth j was
@@ -105,25 +107,27 @@ class Rounds(NamedTuple):
         inside, room = _room(accept.shape[:2], k, cut, n, lengths)
         used = (torch.tensor(deep) < room[..., None]) & inside[..., None]
         accept = torch.where(used, accept.double(), 0)
-        if not bool(((accept >= 0) & (accept <= 1)).all()):
+        if not bool(((accept >= 0) & (accept <= 1 + ROUNDING)).all()):
             raise ValueError("accept has entries outside 0 .. 1: give probabilities, min(1, q / p)")
+        accept = accept.clamp(max=1)
+        for parent in {up for up in parents if parents.count(up) > 1}:
+            children = [v for v, up in enumerate(parents) if up == parent]
+            if bool((accept[..., children].sum(-1) > 1 + ROUNDING).any()):
+                raise ValueError(
+                    "accept of siblings sums to more than 1: at most one of them can be accepted"
+                )
         at = [torch.ones_like(accept[..., 0])]  # probability that the root was reached, then of each node
-        left = [at[0].clone()]  # ... and that none of its children was accepted
         ends = accept.new_zeros(*accept.shape[:2], k + 1)
+        ends[..., 0] = 1
         reached, accepted = accept.new_zeros(2, *accept.shape[:2], k)
         for v, (parent, d) in enumerate(zip(parents, deep)):
             at.append(at[parent + 1] * accept[..., v])
-            left.append(at[-1].clone())
-            left[parent + 1] -= at[-1]
             if d < k:
-                accepted[..., d] += at[-1]
                 if parent not in parents[:v]:
                     reached[..., d] += at[parent + 1] * used[..., v]
-        if min(float(one.min()) for one in left) < -1e-9:
-            raise ValueError("accept of siblings sums to more than 1: at most one of them can be accepted")
-        for node, d in enumerate([-1, *deep]):
-            if d < k:
-                ends[..., d + 1] += left[node]
+                accepted[..., d] += at[-1]
+                ends[..., d] -= at[-1]
+                ends[..., d + 1] += at[-1]
         return Rounds(inside, room, ends, reached, accepted, torch.stack(at[1:], -1))
 
     def begun(self) -> tuple[Tensor, Tensor]:
@@ -164,9 +168,12 @@ def _room(
     C, most = shape
     until = torch.full((C,), most) if n is None else torch.as_tensor(n)
     if until.shape != (C,) or bool(((until < 0) | (until > most)).any()):
-        raise ValueError(
-            f"n is {until.tolist()}: give each of the {C} texts a number of positions, 0 to {most}"
+        what = (
+            f"has shape {list(until.shape)}"
+            if until.shape != (C,)
+            else f"is {int(until.min())} to {int(until.max())}"
         )
+        raise ValueError(f"n {what}: give each of the {C} texts a number of positions, 0 to {most}")
     ends = torch.as_tensor(cut).expand(C)
     if ends.dtype != torch.bool:
         raise ValueError(f"cut is {cut!r}: give True, False, or a tensor of as many bools as there are texts")

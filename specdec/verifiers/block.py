@@ -36,9 +36,7 @@ class BlockVerification(Rejection):
 
     @property
     def info(self) -> VerifierInfo:
-        own = (
-            type(self).__call__ is BlockVerification.__call__
-        )  # a subclass with its own call gets no shortcut
+        own = type(self).__call__ is BlockVerification.__call__  # another call gets no shortcut
         return VerifierInfo("block verification", lossless=True, compares_tokens=own)
 
     def check(self, proposal: Proposal) -> None:
