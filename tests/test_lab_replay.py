@@ -210,11 +210,15 @@ class Odd:
 
     def propose(self, state, context, budget, rng):
         B, k = context.batch, int(budget.max())
+        if k == 0:
+            return sd.Proposal.none(B), state
         half = torch.full((B, k, 2), 0.5, dtype=torch.float64)
         depth = torch.arange(k).expand(B, k)
         length = context.length[:, None].expand(B, k)
         if self.how == "a tree that depends on a draw":
-            pair = rng.categorical(half[:, :1].expand(B, 2, 2), sd.rng.Key(length[:, :1], 0, torch.arange(2).expand(B, 2)))
+            pair = rng.categorical(
+                half[:, :1].expand(B, 2, 2), sd.rng.Key(length[:, :1], 0, torch.arange(2).expand(B, 2))
+            )
             size = torch.where(pair[:, 0] == 1, 2, 1)
             source = torch.zeros(B, 2, dtype=torch.long)
             tree = sd.Proposal(pair, torch.full((B, 2), -1), size, half[:, :1], "sampled", source)
@@ -243,7 +247,7 @@ class Odd:
         ("as long as the last accepted", "depends on more than the text"),
         ("a tree that depends on a draw", "depends on more than the text"),
         ("keys without depths", "was not drawn by"),
-        ("reads the target's scores", "sum to nan"),
+        ("reads the target's scores", "sum to inf"),
     ],
 )
 def test_what_a_replay_cannot_follow_is_refused(how, error, coin):
@@ -420,7 +424,9 @@ def test_results_are_stored_by_draft(target, trace, tmp_path):
     lab.replay(copy, small(), 3)
     assert len(list((folder / "replays").iterdir())) == 4
     lab.replay(copy, sd.drafts.chain_draft(lambda ids: ids[-1:]), 2)  # a function has no name
-    narrow, wide = (SpireModel.from_target(target.model, 2, window=w, sinks=1, feedback=False) for w in (3, 9))
+    narrow, wide = (
+        SpireModel.from_target(target.model, 2, window=w, sinks=1, feedback=False) for w in (3, 9)
+    )
     a, b = (lab.replay(copy, sd.drafts.Spire(one), 2, target=target) for one in (narrow, wide))
     assert not torch.equal(a.accept, b.accept)
     files = list((folder / "replays").iterdir())
@@ -525,7 +531,9 @@ def test_compare_by_category(target, tmp_path):
 def noisy(trace, name, more):
     """Acceptance that differs much between texts, and by ``more`` from another replay's."""
     one = made(trace, 0.5)
-    accept = torch.linspace(0.1, 0.8, len(trace), dtype=torch.float64)[:, None, None].expand_as(one.accept) + more
+    accept = (
+        torch.linspace(0.1, 0.8, len(trace), dtype=torch.float64)[:, None, None].expand_as(one.accept) + more
+    )
     return replace(one, name=name, accept=accept, high=accept)
 
 

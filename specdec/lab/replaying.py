@@ -108,13 +108,13 @@ def replay(
 def _check_fit(trace: Trace, part: DraftPart, k: int, model: Any) -> None:
     """Raise ValueError for a draft that cannot be replayed on the trace."""
     info, name = part.info, f"draft {part.info.name!r}"
+    if info.drafts:
+        raise ValueError(f"{name} is a pool: replay its drafts one by one")
     if model is not None:
         trace.check(model)
         decoder(model).draft(part.draft, k).build()
     elif part.reads_target:
         raise ValueError(f"{name} reads the target: pass target=")
-    if info.drafts:
-        raise ValueError(f"{name} is a pool: replay its drafts one by one")
     if info.trees and not trace.meta["trees"]:
         raise ValueError(
             f"{name} proposes trees, and the trace's target does not support them: replay a chain"
