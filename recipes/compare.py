@@ -19,6 +19,7 @@ import torch
 
 import specdec as sd
 from specdec import lab
+from specdec.lab.console import short_errors
 from specdec.lab.loading import draft_part, load
 from specdec.lab.options import option, parse
 from specdec.lab.prompt_file import prompt_entries
@@ -49,17 +50,19 @@ class Settings(Plotted):
 def main(s: Settings) -> None:
     s.begin()
     target = sd.HFModel(*load(s.target, torch.float32))
-    entries = prompt_entries(s.prompts, target.tokenizer, s.context)[: s.count]
     sampling = sd.Sampling(temperature=s.temperature)
     parts = dict(draft_part(spec, target, s.window, s.sinks) for spec in s.drafts)
-    trace = lab.record(target, entries, s.trace, s.new_tokens, max(s.k), sampling, seed=s.seed)
+    with short_errors():
+        entries = prompt_entries(s.prompts, target.tokenizer, s.context)[: s.count]
+        trace = lab.record(target, entries, s.trace, s.new_tokens, max(s.k), sampling, seed=s.seed)
     print(trace)
     replays = {}
     for name, part in parts.items():
         began = perf_counter()
         replays[name] = lab.replay(trace, part, max(s.k), target, name=name)
-        print(f"{name}: {len(trace) / (perf_counter() - began) * 60:.0f} prompts a minute")
-    found = lab.compare(replays, s.k)
+        print(f"{name}: replayed or read, {len(trace) / (perf_counter() - began) * 60:.0f} prompts a minute")
+    with short_errors():
+        found = lab.compare(replays, s.k)
     print(f"\n{found}")
     s.save(found.rows)
     s.draw({"compare": found.plot})

@@ -22,10 +22,10 @@ import torch
 
 import specdec as sd
 from specdec import lab, pruning
-from specdec.lab.console import table
+from specdec.lab.console import short_errors, table
 from specdec.lab.loading import draft_part, load
 from specdec.lab.options import option, parse
-from specdec.lab.prompt_file import pieces, read, shipped
+from specdec.lab.prompt_file import entries_from, pieces
 from specdec.lab.recipe import Recipe
 from specdec.lab.runs import decode
 
@@ -70,10 +70,12 @@ def main(s: Settings) -> None:
     ]
     specs = [*s.drafts, *windowed, "magicdec"]
     parts = dict(draft_part(spec, target, s.window, s.sinks) for spec in specs) | pruned(s)
-    entries = (shipped() if s.prompts is None else read(s.prompts))[: s.count]
+    with short_errors():
+        entries = entries_from(s.prompts)[: s.count]
     rows: list[dict[str, Any]] = []
     for length in s.contexts:
-        some = pieces(entries, target.tokenizer, length, s.per_prompt)
+        with short_errors():
+            some = pieces(entries, target.tokenizer, length, s.per_prompt)
         with tempfile.TemporaryDirectory() as folder:
             trace = lab.record(target, some, folder, s.new_tokens, max(s.k), eos_token_id=(), seed=s.seed)
             replays = {name: lab.replay(trace, part, max(s.k), target) for name, part in parts.items()}
@@ -98,7 +100,7 @@ def pruned(s: Settings) -> dict[str, sd.drafts.MagicDec]:
     missing = set(s.pruners) - set(known)
     if missing:
         raise SystemExit(f"no pruner {min(missing)!r}: give names of classes of specdec.pruning, such as H2O")
-    magicdec = sd.drafts.MagicDec(s.window, s.sinks)
+    magicdec = sd.drafts.MagicDec(s.window, s.sinks, refresh=None)
     made = {"magicdec_wider": replace(magicdec, window=s.window + s.budget)} if s.pruners else {}
     return made | {
         f"magicdec_{name}": replace(magicdec, pruner=known[name](), budget=s.budget) for name in s.pruners

@@ -5,7 +5,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
+import subprocess
+import sys
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,7 +24,7 @@ from specdec.audit.block import block_chances
 from specdec.audit.planted import LooksThenDrops
 from specdec.audit.tau import efficiency, magicdec_chances, parallel_chances, spire_chances
 from specdec.drafts.spire import SpireModel
-from specdec.lab import forced
+from specdec.lab import recorder
 from specdec.lab.prompt_file import Entry, read, shipped
 
 V, K = 23, 3
@@ -82,8 +86,9 @@ def test_a_replay_is_the_parallel_formula(kind, target, spire, trace):
     assert 0.1 < float(found.accept.mean()) < 0.95
 
 
-def test_recorded_activations_stand_in_for_the_target(target, spire, trace, monkeypatch):
-    whole = lab.replay(trace, sd.drafts.Spire(spire), K, target=target, cache=False)
+def test_recorded_activations_stand_in_for_the_target(target, spire, trace, tmp_path, monkeypatch):
+    without = lab.record(target, prompts(6), tmp_path / "t", **HOW)  # no taps: the target is computed
+    whole = lab.replay(without, sd.drafts.Spire(spire), K, target=target)
     monkeypatch.setattr(type(target), "score", None)  # the target is not computed again
     monkeypatch.setattr(type(target), "prefill", None)
     again = lab.replay(trace, sd.drafts.Spire(spire), K, target=target, cache=False, check=False)
@@ -132,10 +137,10 @@ def test_live_decoding_agrees(kind, target, tmp_path, monkeypatch):
     if kind == "block":  # its weights are not those of the token rule, and not turned round
         assert apart(ends(block_chances(replay.q, replay.p)), counted) > 6
     elif kind != "point masses":  # both formulas turned round
-        turned = forced.chances
-        monkeypatch.setattr(forced, "chances", lambda p, q: turned(q, p))
-        one = forced.sibling_chances
-        monkeypatch.setattr(forced, "sibling_chances", lambda p, q, x: one(q[0], p.expand(len(q), -1), x))
+        turned = recorder.chances
+        monkeypatch.setattr(recorder, "chances", lambda p, q: turned(q, p))
+        one = recorder.sibling_chances
+        monkeypatch.setattr(recorder, "sibling_chances", lambda p, q, x: one(q[0], p.expand(len(q), -1), x))
         wrong = ends(lab.replay(trace, make(), k, batch=64, cache=False).accept)
         assert apart(wrong, counted) > 6
 
@@ -174,8 +179,97 @@ def coin(tmp_path_factory):
 @pytest.mark.parametrize("draft", [Remembers, LooksThenDrops])
 def test_drafts_that_depend_on_dropped_tokens_are_refused(draft, coin):
     half = torch.tensor([0.5, 0.5], dtype=torch.float64)
-    with pytest.raises(ValueError, match="depends on tokens that it drew and dropped"):
+    with pytest.raises(ValueError, match="depends on more than the text"):
         lab.replay(coin, draft(half, [1] if draft is Remembers else 1), 2, cache=False)
+
+
+def test_what_cannot_be_replayed_is_simulated(target, tmp_path):
+    trace = lab.record(target, prompts(40), tmp_path / "t", **HOW, batch=40)
+    exact = lab.replay(trace, small(), K)
+    counted = lab.simulate(trace, small(), target, K, repeats=10, batch=40)
+    differences = (exact.efficiency().rounds - counted.counted.rounds / 10).numpy()
+    assert abs(differences.mean()) < 4 * differences.std() / 40**0.5
+    assert counted.counted.tau == pytest.approx(exact.tau, rel=0.06)
+    assert (counted.counted.accepted <= counted.counted.reached).all()
+    found = lab.compare({"exact": exact, "simulated": counted})
+    assert [row["exact"] for row in found.rows] == [True, False]
+    assert "simulated, not exact: simulated" in repr(found)
+    with pytest.raises(ValueError, match="blocks of 3 were simulated"):
+        lab.compare([counted], k=2)
+
+
+@dataclass(frozen=True)
+class Odd:
+    """A chain of independent draws from a table, with something about it that a replay cannot follow."""
+
+    how: str
+    info = sd.capabilities.DraftInfo("odd", trees=True, nodes=lambda length: 2 * length)
+
+    def init(self, context, target_cache):
+        return torch.ones(context.batch, dtype=torch.long)
+
+    def propose(self, state, context, budget, rng):
+        B, k = context.batch, int(budget.max())
+        if k == 0:
+            return sd.Proposal.none(B), state
+        half = torch.full((B, k, 2), 0.5, dtype=torch.float64)
+        depth = torch.arange(k).expand(B, k)
+        length = context.length[:, None].expand(B, k)
+        if self.how == "a tree that depends on a draw":
+            pair = rng.categorical(
+                half[:, :1].expand(B, 2, 2), sd.rng.Key(length[:, :1], 0, torch.arange(2).expand(B, 2))
+            )
+            size = torch.where(pair[:, 0] == 1, 2, 1)
+            source = torch.zeros(B, 2, dtype=torch.long)
+            tree = sd.Proposal(pair, torch.full((B, 2), -1), size, half[:, :1], "sampled", source)
+            return tree, state
+        key = sd.rng.Key(length, 0, depth) if self.how == "keys without depths" else sd.rng.Key(length, depth)
+        size = budget
+        if self.how == "as long as the last accepted":
+            size = torch.minimum(budget, state)
+        if self.how == "reads the target's scores":
+            half = torch.where(state[:, None, None] > 0, half, half / 0.0)
+        return sd.Proposal.chain(rng.categorical(half, key), size, half, "sampled"), state
+
+    def observe(self, state, round):
+        if self.how == "reads the target's scores":
+            return torch.where(round.scores.logits[:, 0].isnan().any(1), 0, 1)
+        return round.verdict.accepted + 1
+
+    def select(self, state, rows):
+        return state[rows]
+
+
+@pytest.mark.parametrize(
+    ("how", "error"),
+    [
+        ("nothing", None),
+        ("as long as the last accepted", "depends on more than the text"),
+        ("a tree that depends on a draw", "depends on more than the text"),
+        ("keys without depths", "was not drawn by"),
+        ("reads the target's scores", "sum to inf"),
+    ],
+)
+def test_what_a_replay_cannot_follow_is_refused(how, error, coin):
+    if error is None:
+        assert lab.replay(coin, Odd(how), 2, cache=False).tau > 1.5
+        return
+    with pytest.raises(ValueError, match=error):
+        lab.replay(coin, Odd(how), 2, cache=False)
+
+
+def test_drafts_that_do_not_fit_are_refused(target, trace, tmp_path):
+    with pytest.raises(ValueError, match="is a pool"):
+        pool = sd.drafts.Pool((sd.drafts.NGram(), sd.drafts.NoDraft()))
+        lab.replay(trace, pool, 2)
+    with pytest.raises(ValueError, match="vocabulary of 29 and the trace of 23"):
+        lab.replay(trace, sd.HFModel(tiny("llama", vocab_size=29)), 2)
+    with pytest.raises(ValueError, match="has 16 positions, and a text of the trace 22"):
+        lab.replay(trace, sd.HFModel(tiny("llama", vocab_size=V, max_position_embeddings=16)), 2)
+    with pytest.raises(ValueError, match="k is 0: give at least 1"):
+        lab.replay(trace, small(), 0)
+    with pytest.raises(ValueError, match="blocks of up to 2 were replayed"):
+        lab.compare([lab.replay(trace, small(), 2)], k=3)
 
 
 def test_greedy_texts(target, tmp_path):
@@ -210,8 +304,17 @@ def test_the_largest_probabilities_are_enough_for_chains(target, trace, tmp_path
     torch.testing.assert_close(whole.gather(1, law.ids), law.probs)
     one, other = (lab.replay(t, small(), K).accept for t in (few, trace))
     torch.testing.assert_close(one, other)
-    with pytest.raises(ValueError, match="keep="):
-        lab.replay(few, sd.drafts.Tree(small(), (2, 1)), 2)
+    tree = sd.drafts.Tree(small(), (2, 2))
+    exact, bounded = (lab.replay(t, tree, 2) for t in (trace, few))
+    assert (bounded.accept <= exact.accept + 1e-6).all()
+    assert (exact.accept <= bounded.high + 1e-6).all()
+    assert (bounded.high - bounded.accept).max() > 1e-3
+    (low, high), (same, again) = (replay.sums() for replay in (bounded, exact))
+    assert torch.equal(same, again)
+    assert low[0].sum() / low[1].sum() < same[0].sum() / same[1].sum() < high[0].sum() / high[1].sum()
+    one, other = lab.compare({"exact": exact}).rows[0], lab.compare({"bounded": bounded}).rows[0]
+    assert other["tau_low"] < one["tau_low"] < one["tau_high"] < other["tau_high"]
+    assert (other["ratio_low"], other["ratio_high"]) == (1, 1)
 
 
 def test_recording_continues(target, trace, tmp_path):
@@ -229,6 +332,28 @@ def test_recording_continues(target, trace, tmp_path):
     assert len(list(folder.glob("part-*"))) == 2
 
 
+def test_fewer_and_other_prompts(target, trace, tmp_path):
+    folder = tmp_path / "t"
+    shutil.copytree(trace.folder, folder)
+    some = lab.record(target, prompts(6)[:2], folder, taps=(1, 2), **HOW)
+    assert [text.ids for text in some.texts] == [text.ids for text in trace.texts][:2]
+    assert some.id != trace.id
+    named = [Entry((), "new", f"file {i // 2}", given=tuple(row)) for i, row in enumerate(prompts(6))]
+    again = lab.record(target, named, folder, taps=(1, 2), **HOW)
+    assert again.categories == ["new"] * 6
+    assert len(set(again.sources)) == 3
+    twice = lab.record(target, [[1], [1], [2]], tmp_path / "u", **HOW)
+    assert [s == twice.sources[0] for s in twice.sources] == [True, True, False]
+
+
+def test_parts_are_never_shared(target, trace, tmp_path):
+    folder = tmp_path / "t"
+    shutil.copytree(trace.folder, folder)
+    (folder / "part-000").rename(folder / "part-002")  # as if another process had had nothing to do
+    lab.record(target, prompts(7), folder, taps=(1, 2), **HOW)
+    assert sorted(path.name for path in folder.glob("part-*")) == ["part-002", "part-003"]
+
+
 def test_every_process_writes_a_part(target, trace, tmp_path, monkeypatch):
     """Two processes, one after the other, in place of accelerate's."""
     from specdec.lab import recording
@@ -244,12 +369,44 @@ def test_every_process_writes_a_part(target, trace, tmp_path, monkeypatch):
             return None
 
     for index in range(2):
-        monkeypatch.setattr(recording, "PartialState", lambda index=index: State(index))
+        monkeypatch.setattr(recording, "PartialState", lambda index=index, cpu=True: State(index))
         lab.record(target, prompts(6), tmp_path / "t", taps=(1, 2), **HOW)
     both = lab.Trace(tmp_path / "t")
     assert len(both.parts) == 2
     assert [text.ids for text in both.texts] == [text.ids for text in trace.texts]
     torch.testing.assert_close(both.law(3).probs, trace.law(3).probs)
+
+
+APART = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import torch.distributed as dist
+from test_lab_replay import HOW, V, lab, prompts, sd, tiny
+lab.record(sd.HFModel(tiny("llama", num_hidden_layers=3, vocab_size=V)), prompts(6), sys.argv[2], taps=(1, 2), **HOW)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_share_the_prompts(trace, tmp_path):
+    (script := tmp_path / "apart.py").write_text(APART)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "ACCELERATE_USE_CPU": "true"}
+    words = [sys.executable, str(script), str(Path(__file__).parent), str(tmp_path / "t")]
+    started = [
+        subprocess.Popen(words, env={**os.environ, **world, "RANK": rank, "LOCAL_RANK": rank})
+        for rank in "01"
+    ]
+    try:
+        assert [process.wait(timeout=200) for process in started] == [0, 0]
+    finally:
+        for process in started:
+            process.kill()
+    both = lab.Trace(tmp_path / "t")
+    assert [len(part.texts) for part in both.parts] == [3, 3]
+    assert [text.ids for text in both.texts] == [text.ids for text in trace.texts]
 
 
 def test_results_are_stored_by_draft(target, trace, tmp_path):
@@ -261,12 +418,22 @@ def test_results_are_stored_by_draft(target, trace, tmp_path):
     stored = list((folder / "replays").iterdir())
     assert len(stored) == 1
     torch.testing.assert_close(lab.replay(copy, small(), 2).accept, first.accept)
-    lab.replay(copy, sd.HFModel(tiny("llama", seed=2, vocab_size=V)), 2)
+    other = lab.replay(copy, sd.HFModel(tiny("llama", seed=2, vocab_size=V)), 2)
+    assert not torch.equal(first.accept, other.accept)
     lab.replay(copy, sd.drafts.Model(small(), sd.Sampling(temperature=0.5)), 2)
     lab.replay(copy, small(), 3)
     assert len(list((folder / "replays").iterdir())) == 4
     lab.replay(copy, sd.drafts.chain_draft(lambda ids: ids[-1:]), 2)  # a function has no name
-    assert len(list((folder / "replays").iterdir())) == 4
+    narrow, wide = (
+        SpireModel.from_target(target.model, 2, window=w, sinks=1, feedback=False) for w in (3, 9)
+    )
+    a, b = (lab.replay(copy, sd.drafts.Spire(one), 2, target=target) for one in (narrow, wide))
+    assert not torch.equal(a.accept, b.accept)
+    files = list((folder / "replays").iterdir())
+    assert len(files) == 6
+    for file in files:
+        file.write_bytes(file.read_bytes()[:50])  # broken
+    torch.testing.assert_close(lab.replay(copy, small(), 2).accept, first.accept)
 
 
 def test_refusals(target, spire, trace, tmp_path):
@@ -283,7 +450,7 @@ def test_refusals(target, spire, trace, tmp_path):
         lab.replay(trace, small(), K, sampling=sd.Sampling(temperature=0.5))
     with pytest.raises(FileNotFoundError, match="holds no trace"):
         lab.replay(tmp_path / "none", small(), K)
-    with pytest.raises(ValueError, match="another one than in the trace"):
+    with pytest.raises(ValueError, match="prompt 0 is another one than in the trace"):
         lab.record(target, prompts(6, seed=6), trace.folder, taps=(1, 2), **HOW)
     with pytest.raises(ValueError, match="trace with new_tokens 9, not 10"):
         lab.record(target, prompts(6), trace.folder, taps=(1, 2), **{**HOW, "new_tokens": 10})
@@ -325,7 +492,7 @@ def made(trace, value):
     C, n = len(trace), max(t.rounds for t in trace.texts)
     q = torch.full((C, n, K), value, dtype=torch.float64)
     size = torch.full((C, n), K)
-    return lab.replays.Replay(trace, f"at {value}", K, q, q, q, q, size, torch.tensor(True))
+    return lab.replays.Replay(trace, f"at {value}", K, q, q, q, q, q, size, torch.tensor(True))
 
 
 def test_compare(trace):
@@ -361,10 +528,34 @@ def test_compare_by_category(target, tmp_path):
     assert [row["tau_low"] is None for row in rows] == [False, False, True]
 
 
+def noisy(trace, name, more):
+    """Acceptance that differs much between texts, and by ``more`` from another replay's."""
+    one = made(trace, 0.5)
+    accept = (
+        torch.linspace(0.1, 0.8, len(trace), dtype=torch.float64)[:, None, None].expand_as(one.accept) + more
+    )
+    return replace(one, name=name, accept=accept, high=accept)
+
+
+def test_the_answer_is_paired(trace):
+    found = lab.compare([noisy(trace, "low", 0), noisy(trace, "high", 0.04)])
+    low, high = found.rows
+    assert low["tau_high"] > high["tau_low"]  # intervals overlap, and yet it is better on every text
+    assert found.close == []
+    same = lab.compare([noisy(trace, "a", 0), noisy(trace, "b", 0)])
+    assert same.close == ["b (k = 3)"]
+
+
 def test_compare_refuses(target, trace, coin, tmp_path):
-    with pytest.raises(ValueError, match="another trace"):
-        lab.compare({"a": made(trace, 0.5), "b": made(coin, 0.5)})
-    with pytest.raises(ValueError, match="3 sources, too few"):
+    other = lab.record(target, prompts(6, seed=8), tmp_path / "o", taps=(1, 2), **HOW)
+    for another in (coin, other):
+        with pytest.raises(ValueError, match="another trace"):
+            lab.compare({"a": made(trace, 0.5), "b": made(another, 0.5)})
+        with pytest.raises(ValueError, match="of different traces"):
+            lab.decide({"a": made(trace, 0.5), "b": made(another, 0.5)}, lab.Times({}))
+    with pytest.raises(ValueError, match="2 sources, too few"):
+        lab.decide([made(coin, 0.5)], lab.Times({}))
+    with pytest.raises(ValueError, match="2 sources, too few"):
         lab.compare([made(coin, 0.5)])
     with pytest.raises(ValueError, match=r"there are at 0\.5"):
         lab.compare([made(trace, 0.5)], reference="vanilla")
@@ -438,6 +629,7 @@ def test_decide_says_what_to_use_where(trace):
         (['{"turns": ["a", 3]}'], "give a list of texts"),
         (['{"turns": []}'], "turns is empty"),
         ([""], "has no prompts"),
+        (['{"prompt": "a", "category": "all"}'], 'category is "all"'),
     ],
 )
 def test_a_file_of_prompts_names_the_line(lines, error, tmp_path):
@@ -466,7 +658,7 @@ def test_turns_follow_the_targets_own_answers(tmp_path):
     first, second, _ = trace.texts
     answer = tok.decode(first.ids[first.prompt :], skip_special_tokens=True)
     assert tok.decode(second.ids[: second.prompt]) == f"<user>ab<assistant>{answer}<user>cd"
-    assert trace.categories == ["talk", "talk", "all"]
+    assert trace.categories == ["talk", "talk", "uncategorised"]
     tok.chat_template = None
     with pytest.raises(ValueError, match=r"line 1 of p\.jsonl: turns need a chat template"):
         lab.record(model, read(path), tmp_path / "u", 4, 2, progress=False)

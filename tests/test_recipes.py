@@ -272,6 +272,12 @@ def test_compare_on_prompts_of_ones_own(tmp_path):
     before = rows
     run("recipes/compare.py", *words)  # from the record
     assert report(file) == before
+    (tmp_path / "q.jsonl").write_text('{"prompt": "a"}\n{"text": "b"}')
+    (failed,) = each(
+        ["recipes/compare.py", "--prompts", str(tmp_path / "q.jsonl"), "--trace", str(tmp_path / "u")]
+    )
+    assert failed.returncode == 1
+    assert failed.stderr.strip().startswith("line 2 of q.jsonl is not an object")
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from typing import Any
 FUNCTIONS = {
     "record": "recording",
     "replay": "replaying",
+    "simulate": "simulating",
     "compare": "comparing",
     "time": "timing",
     "decide": "deciding",

@@ -13,14 +13,18 @@ from specdec.lab import plots
 from specdec.lab.bootstrap import LEAST, Clusters, interval
 from specdec.lab.console import table
 from specdec.lab.replays import Replay
+from specdec.lab.simulating import Simulation
+
+Result = Replay | Simulation
 
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """Rows of ``compare``; printed, it is a table with the answer below."""
+    """Rows of ``compare``; printed, it is a table with the answer below. ``close``: the methods whose ratio to the best one may be 1."""
 
     rows: list[dict[str, Any]]
     reference: str
+    close: list[str]
 
     def frame(self) -> Any:
         """The rows as a pandas ``DataFrame``."""
@@ -35,12 +39,10 @@ class Comparison:
         if len(every) < 2:
             return ""
         best = max(every, key=lambda row: row["tau"])
-        others = [row for row in every if row is not best]
-        close = [row["method"] for row in others if row["tau_high"] >= best["tau_low"]]
-        shown = f"{best['method']} (k = {best['k']}) has the most tokens a round, {best['tau']:.2f}"
+        shown = f"{_label(best)} has the most tokens a round, {best['tau']:.2f}"
         if best["method"] != self.reference:
             shown += f", {best['ratio']:.2f} [{best['ratio_low']:.2f}, {best['ratio_high']:.2f}] of {self.reference}'s"
-        return shown + (f"; too close to call against {', '.join(close)}" if close else "")
+        return shown + (f"; too close to call against {', '.join(self.close)}" if self.close else "")
 
     def __repr__(self) -> str:
         columns = (
@@ -54,7 +56,10 @@ class Comparison:
             "ratio_low",
             "ratio_high",
         )
-        return "\n".join([table(self.rows, (*columns, "texts", "sources")), self.answer]).rstrip()
+        simulated = sorted({row["method"] for row in self.rows if not row["exact"]})
+        note = f"simulated, not exact: {', '.join(simulated)}" if simulated else ""
+        lines = [table(self.rows, (*columns, "texts", "sources")), self.answer, note]
+        return "\n".join(line for line in lines if line)
 
     def plot(self) -> Any:
         """A matplotlib figure: τ of every draft with its interval, a panel for each category."""
@@ -79,7 +84,7 @@ class Comparison:
 
 
 def compare(
-    replays: Mapping[str, Replay] | Sequence[Replay],
+    replays: Mapping[str, Result] | Sequence[Result],
     k: int | Sequence[int] | None = None,
     reference: str | None = None,
     by_category: bool = True,
@@ -88,10 +93,11 @@ def compare(
 ) -> Comparison:
     """τ of drafts on the same texts, and its ratio to a reference's, with 95 % intervals.
 
-    The bootstrap draws sources, so texts of one source count together; ratios are paired, on the same draws. τ is a ratio of sums.
+    The bootstrap draws sources, so texts of one source count together; ratios are paired, on the same draws. τ is a ratio of sums. Where a
+    replay has only bounds (trees on a trace of the largest probabilities), τ is the middle of its bounds, and intervals contain both.
 
     Args:
-        replays: by name, all of one trace. k: block lengths; default: each replay's own. reference: the method that ratios are to; default: the
+        replays: replays and simulations by name, all of one trace. k: block lengths; default: each replay's own. reference: the method that ratios are to; default: the
             first. by_category: also give rows for each category of prompts; those with fewer than 5 sources have no interval.
         draws, seed: of the bootstrap.
     Raises:
@@ -102,7 +108,7 @@ def compare(
         raise ValueError("replays is empty or has two of one name: give replays by name, {name: replay}")
     first = next(iter(named.values()))
     for name, replay in named.items():
-        if replay.trace.meta["id"] != first.trace.meta["id"] or len(replay) != len(first):
+        if replay.trace.id != first.trace.id:
             raise ValueError(f"replay {name!r} is of another trace than the first: replay all drafts on one")
     reference = next(iter(named)) if reference is None else reference
     if reference not in named:
@@ -119,32 +125,58 @@ def compare(
         name: [replay.k] if k is None else [int(one) for one in np.atleast_1d(k)]
         for name, replay in named.items()
     }
-    made = {(name, n): replay.efficiency(n) for name, replay in named.items() for n in lengths[name]}
+    sums = {(name, n): named[name].sums(n) for name in named for n in lengths[name]}
     rows = []
     for group in names:
-        at = np.flatnonzero([group in ("all", own) for own in groups])
-        clusters = Clusters(sources[at], draws, seed)
-        for (name, n), one in made.items():
-            other = made.get((reference, n)) or made[reference, lengths[reference][0]]
-            mine, theirs = (
-                np.stack([e.tokens.numpy(), e.rounds.numpy()])[:, used][:, at] for e in (one, other)
-            )
-            row = {"method": name, "category": group, "k": n}
-            row |= _figures(mine, theirs, clusters)
-            row["acceptance"] = _acceptance(one, np.array(used)[at])
+        at = np.array(used)[[group in ("all", own) for own in groups]]
+        clusters = Clusters(np.array(first.trace.sources)[at], draws, seed)
+        for (name, n), bounds in sums.items():
+            other = sums.get((reference, n)) or sums[reference, lengths[reference][0]]
+            row: dict[str, Any] = {"method": name, "category": group, "k": n}
+            row |= _figures([b.numpy()[:, at] for b in bounds], [b.numpy()[:, at] for b in other], clusters)
+            if name == reference and bounds is other:  # also where it is bounded
+                row |= dict.fromkeys(("ratio", "ratio_low", "ratio_high"), 1.0)
+            row["exact"] = named[name].exact
+            row["acceptance"] = _acceptance(named[name].efficiency(n), at)
             rows.append(row)
-    return Comparison(rows, reference)
+    return Comparison(rows, reference, _close(rows, sums, np.array(used), first.trace.sources, draws, seed))
 
 
-def _figures(mine: np.ndarray, theirs: np.ndarray, clusters: Clusters) -> dict[str, Any]:
-    """τ and its ratio with intervals; ``mine, theirs [2, C]`` are tokens and rounds."""
-    tau, other = (float(sums[0].sum() / sums[1].sum()) for sums in (mine, theirs))
-    row: dict[str, Any] = {"tau": tau, "tau_low": None, "tau_high": None, "ratio": tau / other}
-    row |= {"ratio_low": None, "ratio_high": None, "texts": mine.shape[1], "sources": len(clusters)}
+def _label(row: Mapping[str, Any]) -> str:
+    return f"{row['method']} (k = {row['k']})"
+
+
+def _close(
+    rows: Sequence[Mapping[str, Any]],
+    sums: Mapping[Any, Any],
+    used: np.ndarray,
+    sources: Sequence[str],
+    draws: int,
+    seed: int,
+) -> list[str]:
+    """The methods that are too close to the best one, by paired draws."""
+    clusters = Clusters(np.array(sources)[used], draws, seed)
+    every = [row for row in rows if row["category"] == "all"]
+    best = max(every, key=lambda row: row["tau"])
+    least = clusters.ratios(*sums[best["method"], best["k"]][0].numpy()[:, used])
+    found = []
+    for row in every:
+        most = clusters.ratios(*sums[row["method"], row["k"]][1].numpy()[:, used])
+        if row is not best and interval(most / least)[1] >= 1:
+            found.append(_label(row))
+    return found
+
+
+def _figures(mine: Sequence[np.ndarray], theirs: Sequence[np.ndarray], clusters: Clusters) -> dict[str, Any]:
+    """τ and its ratio with intervals; ``mine, theirs``: tokens and rounds ``[2, C]`` for the lower and the upper bound of τ."""
+    low, high, other_low, other_high = (float(s[0].sum() / s[1].sum()) for s in (*mine, *theirs))
+    row: dict[str, Any] = {"tau": (low + high) / 2, "tau_low": None, "tau_high": None}
+    row |= {"ratio": row["tau"] * 2 / (other_low + other_high), "ratio_low": None, "ratio_high": None}
+    row |= {"texts": mine[0].shape[1], "sources": len(clusters)}
     if clusters.enough:
-        drawn, others = clusters.ratios(*mine), clusters.ratios(*theirs)
-        row["tau_low"], row["tau_high"] = interval(drawn)
-        row["ratio_low"], row["ratio_high"] = interval(drawn / others)
+        ours, others = ([clusters.ratios(*sums) for sums in bounds] for bounds in (mine, theirs))
+        row |= {"tau_low": interval(ours[0])[0], "tau_high": interval(ours[1])[1]}
+        row |= {"ratio_low": interval(ours[0] / others[1])[0], "ratio_high": interval(ours[1] / others[0])[1]}
     return row
 
 

@@ -9,9 +9,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from specdec.lab import plots
-from specdec.lab.bootstrap import Clusters, interval
+from specdec.lab.bootstrap import LEAST, Clusters, interval
+from specdec.lab.comparing import Result
 from specdec.lab.console import table
-from specdec.lab.replays import Replay
 from specdec.lab.timing import Times
 
 PLAIN = "plain"
@@ -52,7 +52,9 @@ class Decision:
             "ratio_high",
             "loss",
         )
-        return "\n".join([table(self.rows, columns), *map(_answer, self.best)])
+        simulated = sorted({row["method"] for row in self.rows if not row["exact"]})
+        note = [f"tau is simulated, not exact: {', '.join(simulated)}"] if simulated else []
+        return "\n".join([table(self.rows, columns), *map(_answer, self.best), *note])
 
     def plot(self) -> Any:
         """A matplotlib figure: the best method's speed over plain decoding's, by batch and context."""
@@ -83,7 +85,7 @@ def _answer(row: Mapping[str, Any]) -> str:
 
 
 def decide(
-    replays: Mapping[str, Replay] | Sequence[Replay],
+    replays: Mapping[str, Result] | Sequence[Result],
     clock: Clock,
     k: int | Sequence[int] | None = None,
     places: Sequence[tuple[int, int]] | None = None,
@@ -99,14 +101,14 @@ def decide(
         replays: by name, all of one trace. clock: seconds of rounds; plain decoding is ``"plain"`` with k = 0. k: block lengths; default:
             each replay's own. places: batches and contexts; default: those that the clock measured.
     Raises:
-        ValueError: replays of different traces, a time that was not measured, or no places for a clock that is a model.
+        ValueError: replays of different traces, a time that was not measured, too few sources for an interval, or no places for a clock
+            that is a model.
     """
     named = dict(replays) if isinstance(replays, Mapping) else {replay.name: replay for replay in replays}
+    if not named:
+        raise ValueError("replays is empty: give replays by name, {name: replay}")
     first = next(iter(named.values()))
-    if any(
-        replay.trace.meta["id"] != first.trace.meta["id"] or len(replay) != len(first)
-        for replay in named.values()
-    ):
+    if any(replay.trace.id != first.trace.id for replay in named.values()):
         raise ValueError("the replays are of different traces: replay all drafts on one")
     if places is None:
         if not isinstance(clock, Times):
@@ -116,41 +118,50 @@ def decide(
         places = clock.places
     used = [i for i, text in enumerate(first.trace.texts) if text.rounds]
     clusters = Clusters(np.array(first.trace.sources)[used], draws, seed)
-    tau: dict[tuple[str, int], tuple[float, np.ndarray]] = {(PLAIN, 0): (1.0, np.ones(draws))}
+    if not clusters.enough:
+        raise ValueError(
+            f"the texts have {len(clusters)} sources, too few for an interval: record prompts of at least {LEAST} sources"
+        )
+    one = np.ones(draws)
+    tau: dict[tuple[str, int], tuple[float, np.ndarray, np.ndarray]] = {(PLAIN, 0): (1.0, one, one)}
     for name, replay in named.items():
         for n in [replay.k] if k is None else np.atleast_1d(k).tolist():
-            made = replay.efficiency(n)
-            sums = (made.tokens.numpy()[used], made.rounds.numpy()[used])
-            tau[name, n] = float(sums[0].sum() / sums[1].sum()), clusters.ratios(*sums)
+            bounds = [sums.numpy()[:, used] for sums in replay.sums(n)]
+            middle = float(np.mean([sums[0].sum() / sums[1].sum() for sums in bounds]))
+            tau[name, n] = (middle, clusters.ratios(*bounds[0]), clusters.ratios(*bounds[1]))
     rows = []
     for batch, context in places:
-        speed, drawn = {}, {}
-        for (name, n), (mean, some) in tau.items():
-            speed[name, n] = batch * mean / clock.seconds(name, batch, context, n)
-            seconds = np.array(clock.repeats(name, batch, context, n) if isinstance(clock, Times) else [1.0])
+        speed, low, high = {}, {}, {}
+        for (name, n), (mean, least, most) in tau.items():
+            seconds = np.array(
+                clock.repeats(name, batch, context, n)
+                if isinstance(clock, Times)
+                else [clock.seconds(name, batch, context, n)]
+            )
             # Methods ran in turn, so draws of repeats are paired, too.
-            picks = np.random.default_rng(seed).integers(0, len(seconds), (draws, len(seconds)))
+            picks = np.random.default_rng((seed, 1)).integers(0, len(seconds), (draws, len(seconds)))
             again = np.median(seconds[picks], 1)
-            drawn[name, n] = speed[name, n] * (some / mean) / (again / np.median(seconds))
+            speed[name, n] = batch * mean / float(np.median(seconds))
+            low[name, n], high[name, n] = batch * least / again, batch * most / again
         order = sorted(speed, key=lambda key: -speed[key])
-        best = order[0]
+        best, plain = order[0], (PLAIN, 0)
         for rank, key in enumerate(order, 1):
-            low, high = interval(drawn[key] / drawn[PLAIN, 0]) if clusters.enough else (None, None)
-            close = (
-                [f"{o[0]} {o[1]}" for o in order[1:] if interval(drawn[o] / drawn[best])[1] >= 1]
-                if rank == 1
-                else []
-            )
-            rows.append(
-                {
-                    "batch": batch,
-                    "context": context,
-                    "rank": rank,
-                    "method": key[0],
-                    "k": key[1],
-                    "tau": tau[key][0],
-                }
-                | {"tokens_per_second": speed[key], "ratio": speed[key] / speed[PLAIN, 0], "ratio_low": low}
-                | {"ratio_high": high, "loss": 1 - speed[key] / speed[best], "close": close}
-            )
+            row: dict[str, Any] = {
+                "batch": batch,
+                "context": context,
+                "rank": rank,
+                "method": key[0],
+                "k": key[1],
+            }
+            row |= {"tau": tau[key][0], "tokens_per_second": speed[key], "ratio": speed[key] / speed[plain]}
+            row |= {
+                "ratio_low": interval(low[key] / high[plain])[0],
+                "ratio_high": interval(high[key] / low[plain])[1],
+            }
+            row |= {"loss": 1 - speed[key] / speed[best], "exact": key == plain or named[key[0]].exact}
+            others = order[1:] if rank == 1 else []
+            row["close"] = [
+                f"{o[0]} {o[1]}" if o[1] else o[0] for o in others if interval(high[o] / low[best])[1] >= 1
+            ]
+            rows.append(row)
     return Decision(rows)

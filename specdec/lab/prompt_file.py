@@ -10,6 +10,8 @@ from typing import Any
 
 from specdec.data.prompts import entries
 
+NONE = "uncategorised"
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -17,12 +19,13 @@ class Entry:
 
     Attributes:
         turns: what the user says, turn by turn; a plain prompt is one turn. chat: whether the turns are messages of a chat, for the
-            tokenizer's chat template. category: results are given by it. source: prompts with one source are one cluster of a bootstrap.
+            tokenizer's chat template. category: results are given by it. source: prompts with one source are one cluster of a bootstrap; by default
+            a prompt is its own source.
         name: for messages, such as a line of a file. given: ids of a plain prompt, in place of its text.
     """
 
     turns: tuple[str, ...]
-    category: str = "all"
+    category: str = NONE
     source: str = ""
     chat: bool = False
     name: str = ""
@@ -34,8 +37,12 @@ class Entry:
         Raises:
             ValueError: a chat, and the tokenizer has no chat template.
         """
-        if self.given:
+        if not self.turns or self.given:
             return list(self.given)
+        if tokenizer is None:
+            raise ValueError(
+                f"{self.name} is a text, and the target has no tokenizer: give ids, or HFModel(model, tokenizer)"
+            )
         said = self.turns[: len(answers) + 1]
         if not self.chat:
             text = "".join(turn + answer for turn, answer in zip(said, [*answers, ""]))
@@ -61,9 +68,15 @@ def read(path: str | Path) -> list[Entry]:
     file, made = Path(path), []
     if not file.is_file():
         raise FileNotFoundError(f"no file of prompts {path}: give a JSON-lines file")
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+    try:
+        lines = file.read_text(encoding="utf-8-sig").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{file.name} is not UTF-8 ({error.reason} at byte {error.start}): save it as UTF-8"
+        ) from None
+    for number, line in enumerate(lines, 1):
         if line.strip():
-            made.append(_entry(f"line {number} of {file.name}", line, number))
+            made.append(_entry(f"line {number} of {file.name}", line))
     if not made:
         raise ValueError(f"{file.name} has no prompts: give one JSON object a line, such as {_FORM}")
     return made
@@ -72,7 +85,7 @@ def read(path: str | Path) -> list[Entry]:
 _FORM = '{"prompt": "Once upon a time", "category": "tales"}'
 
 
-def _entry(name: str, line: str, number: int) -> Entry:
+def _entry(name: str, line: str) -> Entry:
     try:
         found = json.loads(line)
     except json.JSONDecodeError as error:
@@ -88,9 +101,11 @@ def _entry(name: str, line: str, number: int) -> Entry:
         raise ValueError(f"{name}: {what} is {turns!r:.60}: give {'a list of texts' if chat else 'a text'}")
     if not turns or not all(turn.strip() for turn in turns):
         raise ValueError(f"{name}: {what} is empty: give at least one token")
-    return Entry(
-        tuple(turns), str(found.get("category", "all")), str(found.get("source", number)), chat, name
-    )
+    category = NONE if found.get("category") is None else str(found["category"])
+    if category == "all":
+        raise ValueError(f'{name}: category is "all", which names the rows of all prompts: use another')
+    source = "" if found.get("source") is None else str(found["source"])
+    return Entry(tuple(turns), category, source, chat, name)
 
 
 def shipped(count: int | None = None) -> list[Entry]:
@@ -101,10 +116,15 @@ def shipped(count: int | None = None) -> list[Entry]:
     ]
 
 
+def entries_from(path: str | Path | None) -> list[Entry]:
+    """The prompts of a file, or the shipped ones."""
+    return shipped() if path is None else read(path)
+
+
 def prompt_entries(path: str | Path | None, tokenizer: Any, longest: int) -> list[Entry]:
     """The prompts of a file, or the shipped ones; plain prompts of more than ``longest`` tokens lose their beginning (0: they never do)."""
     made = []
-    for entry in shipped() if path is None else read(path):
+    for entry in entries_from(path):
         ids = [] if entry.chat or not longest else entry.ids(tokenizer)
         made.append(replace(entry, given=tuple(ids[-longest:])) if len(ids) > longest else entry)
     return made

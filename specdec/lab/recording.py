@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from accelerate import PartialState
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from specdec.arguments import whole
+from specdec.arguments import at_least
 from specdec.builder import decoder
 from specdec.capabilities import DraftInfo, ModelInfo
 from specdec.data.tokens import write
@@ -23,6 +24,7 @@ from specdec.drafts import NoDraft
 from specdec.drafts.coerce import ModelLike, as_model
 from specdec.lab.prompt_file import Entry
 from specdec.lab.traces import FORMAT, Text, Trace, differing, digest, identity, plain_sampling, vocabulary
+from specdec.models.hf import HFModel
 from specdec.protocols import LanguageModel
 from specdec.sampling import Sampling
 from specdec.types import Round
@@ -59,48 +61,52 @@ def record(
         keep: how many of the largest probabilities to store at each position; default: all, or 1024 of a vocabulary above 8192.
         eos_token_id, batch, seed: as for ``Decoder.generate``; every text has a seed of its own, which does not depend on the batch.
     Raises:
-        ValueError: there are no prompts, or a prompt is empty or too long, or the folder holds a trace of another target, tokenizer or
-            settings; the message names the prompt or the setting.
+        ValueError: there are no prompts, or a prompt is empty or too long, or the folder holds a trace of another target, tokenizer, settings
+            or prompts; the message names the prompt or the setting. TypeError: an argument has the wrong type.
+    Returns:
+        the trace of these prompts, with the categories and sources given now; prompts without a source are one source if they are equal.
     """
     model = as_model(target, "target")
     for name, value in {"new_tokens": new_tokens, "k": k, "batch": batch}.items():
-        whole(name, value)
+        at_least(1, name, value, "give at least 1")
+    if isinstance(prompts, str):
+        raise TypeError("prompts is one text: give a list of prompts, also of one")
+    if sampling is not None and not isinstance(sampling, Sampling):
+        raise TypeError(f"sampling is {sampling!r}: give a Sampling object")
     entries = [_entry(i, p) for i, p in enumerate(prompts)]
     if not entries:
         raise ValueError("prompts is empty: give at least one prompt")
     info = ModelInfo.of(model)
     ends = info.eos_token_ids if eos_token_id is None else np.atleast_1d(eos_token_id).tolist()
     kept = (model.vocab_size if model.vocab_size <= 8192 else 1024) if keep is None else keep
-    if not 1 <= kept <= model.vocab_size:
-        raise ValueError(f"keep is {keep}: give 1 to {model.vocab_size}, the size of the vocabulary")
+    at_least(1, "keep", kept, f"give 1 to {model.vocab_size}, the size of the vocabulary")
+    kept = min(kept, model.vocab_size)
     how = _How(model, sampling or Sampling(), new_tokens, k, tuple(taps), kept, tuple(ends), seed)
-    state, path = PartialState(), Path(folder)
-    ids = [entry if isinstance(entry, list) else entry.ids(info.tokenizer) for entry in entries]
-    for i, row in enumerate(ids):
-        how.check(_name(entries[i], i), row)
+    state = PartialState(cpu=info.device is None or info.device.type == "cpu")
+    path = Path(folder)
+    ids = [entry.ids(info.tokenizer) for entry in entries]
+    for entry, row in zip(entries, ids):
+        how.check(entry.name, row)
     with state.main_process_first():
         _begin(path, how, info.tokenizer)
     trace = Trace(path)
-    for text in trace.texts:
-        number, turn = text.number
-        if turn == 0 and number < len(ids) and text.ids[: text.prompt] != ids[number]:
-            raise ValueError(
-                f"prompt {number} is another one than in the trace in {path}: record these prompts in another folder"
-            )
     held = {text.number: text for text in trace.texts}
     state.wait_for_everyone()
     mine = range(state.process_index, len(entries), state.num_processes)
-    part = path / f"part-{len(trace.parts) + state.process_index:03d}"
+    numbers = [int(part.folder.name.removeprefix("part-")) for part in trace.parts]
+    part = path / f"part-{max(numbers, default=-1) + 1 + state.process_index:03d}"
     work = _work(how, entries, ids, mine, held, info.tokenizer, batch)
-    total = sum(len(e.turns) if isinstance(e, Entry) else 1 for e in (entries[i] for i in mine))
-    with tqdm(
-        total=total, initial=total - _missing(entries, mine, held), unit="text", disable=not progress
-    ) as bar:
+    new = sum((i, turn) not in held for i in mine for turn in range(len(entries[i].turns) or 1))
+    with tqdm(total=new, unit="text", disable=not (progress and new)) as bar:
         for texts, arrays in work:
             _append(part, texts, arrays)
             bar.update(len(texts))
     state.wait_for_everyone()
-    return Trace(path)
+    wanted: dict[Number, tuple[str, str]] = {}
+    for i, entry in enumerate(entries):
+        source = entry.source or digest(ids[i])  # equal prompts are one source
+        wanted |= {(i, turn): (entry.category, source) for turn in range(len(entry.turns) or 1)}
+    return Trace(path, only=wanted)
 
 
 @dataclass(frozen=True)
@@ -116,12 +122,24 @@ class _How:
     ends: tuple[int, ...]
     seed: int
 
+    @property
+    def more(self) -> int:
+        """Tokens of a continuation."""
+        return 1 + self.new_tokens + self.k
+
+    def fits(self, ids: Sequence[int]) -> bool:
+        """Whether the target has positions for a prompt and its continuation."""
+        limit = ModelInfo.of(self.target).max_positions
+        return limit is None or len(ids) + self.more <= limit
+
     def check(self, name: str, ids: Sequence[int]) -> None:
-        """Raise ValueError for a prompt that is empty or leaves no room for the text."""
-        limit, more = ModelInfo.of(self.target).max_positions, 1 + self.new_tokens + self.k
+        """Raise ValueError for a prompt that is empty, leaves no room for the text, or has ids outside the vocabulary."""
         if not len(ids):
             raise ValueError(f"{name} is empty: give at least one token")
-        if limit is not None and len(ids) + more > limit:
+        if not 0 <= min(ids) <= max(ids) < self.target.vocab_size:
+            raise ValueError(f"{name} has an id outside the target's vocabulary of {self.target.vocab_size}")
+        limit, more = ModelInfo.of(self.target).max_positions, self.more
+        if limit is not None and not self.fits(ids):
             raise ValueError(
                 f"{name} has {len(ids)} tokens, and with {more} new ones they exceed the target's {limit} positions: shorten it to "
                 f"{limit - more} tokens, or leave it out"
@@ -158,7 +176,7 @@ class _How:
             .sampling(self.sampling)
             .draft(_Taps(self.taps), length=1)
             .build()
-            .generate(rows, 1 + self.new_tokens + self.k, seed=seeds, eos_token_id=self.ends, on_round=look)
+            .generate(rows, self.more, seed=seeds, eos_token_id=self.ends, on_round=look)
         )
         arrays = []
         for one in seen:
@@ -177,25 +195,25 @@ class _Taps(NoDraft):
         object.__setattr__(self, "info", DraftInfo("recorder", taps=taps))
 
 
-def _entry(number: int, prompt: Any) -> Entry | list[int]:
+def _entry(number: int, prompt: Any) -> Entry:
     if isinstance(prompt, Entry):
-        return prompt
+        return prompt if prompt.name else replace(prompt, name=f"prompt {number}")
     if isinstance(prompt, str):
-        return Entry((prompt,), source=str(number), name=f"prompt {number}")
-    return [int(i) for i in prompt]
-
-
-def _name(entry: Entry | list[int], number: int) -> str:
-    return (isinstance(entry, Entry) and entry.name) or f"prompt {number}"
+        return Entry((prompt,), name=f"prompt {number}")
+    return Entry((), name=f"prompt {number}", given=tuple(int(i) for i in prompt))
 
 
 def _begin(folder: Path, how: _How, tokenizer: Any) -> None:
     """Write the trace's settings, or check that they are those of the folder."""
-    hidden = how.target.model.config.hidden_size if how.taps else 0  # type: ignore[attr-defined]
+    if how.taps and not isinstance(how.target, HFModel):
+        raise ValueError(
+            f"taps is {how.taps}, and the target is a {type(how.target).__name__}: only an HFModel has layers to tap"
+        )
+    hidden = how.target.model.config.hidden_size if isinstance(how.target, HFModel) else 0
     settings = {
         "format": FORMAT, "target": identity(how.target), "tokenizer": vocabulary(tokenizer), **plain_sampling(how.sampling),
         "new_tokens": how.new_tokens, "k": how.k, "taps": list(how.taps), "kept": how.kept, "ends": list(how.ends), "seed": how.seed,
-        "vocab_size": how.target.vocab_size, "hidden": hidden,
+        "vocab_size": how.target.vocab_size, "hidden": hidden, "trees": how.target.supports_trees,
     }  # fmt: skip
     path = folder / "trace.json"
     if not path.exists():
@@ -212,14 +230,9 @@ def _begin(folder: Path, how: _How, tokenizer: Any) -> None:
         )
 
 
-def _missing(entries: Sequence[Any], mine: range, held: dict[Number, Text]) -> int:
-    turns = [(i, t) for i in mine for t in range(len(getattr(entries[i], "turns", (0,))))]
-    return sum(number not in held for number in turns)
-
-
 def _work(
     how: _How,
-    entries: Sequence[Entry | list[int]],
+    entries: Sequence[Entry],
     ids: Sequence[list[int]],
     mine: range,
     held: dict[Number, Text],
@@ -227,35 +240,42 @@ def _work(
     batch: int,
 ) -> Iterator[tuple[list[Text], list[dict[str, Tensor]]]]:
     """Batches of new texts and their arrays, first turns first."""
-    turns = {i: len(e.turns) if isinstance(e, Entry) else 1 for i, e in ((i, entries[i]) for i in mine)}
     answers: dict[int, list[str]] = {i: [] for i in mine}
-    for turn in range(max(turns.values(), default=0)):
-        here = [i for i in mine if turn < turns[i]]
-        new = [i for i in here if (i, turn) not in held]
-        rows = {}
-        for i in new:
-            entry = entries[i]
-            rows[i] = entry.ids(tokenizer, answers[i]) if turn and isinstance(entry, Entry) else ids[i]
-            how.check(f"{_name(entry, i)}, turn {turn + 1}", rows[i])
+    for turn in range(max((len(entries[i].turns) or 1 for i in mine), default=0)):
+        here = [i for i in answers if turn < (len(entries[i].turns) or 1)]
+        rows = {i: entries[i].ids(tokenizer, answers[i]) if turn else ids[i] for i in here}
+        new = []
+        for i in here:
+            text = held.get((i, turn))
+            if text is None:
+                if not how.fits(rows[i]):  # only after long answers: first turns were checked
+                    warnings.warn(
+                        f"{entries[i].name}: turn {turn + 1} has {len(rows[i])} tokens, too many with the answers before it: it and the turns after "
+                        "it are left out",
+                        stacklevel=4,
+                    )
+                    del answers[i]
+                    continue
+                new.append(i)
+            elif text.ids[: text.prompt] != rows[i]:
+                raise ValueError(
+                    f"{entries[i].name}{f', turn {turn + 1},' if turn else ''} is another one than in the trace: record these prompts in another "
+                    "folder"
+                )
         for start in range(0, len(new), batch):
             some = new[start : start + batch]
             made, arrays = how.texts([rows[i] for i in some], [how.seed + 1000 * i + turn for i in some])
             texts = []
             for i, more in zip(some, made):
-                entry, room = entries[i], 1 + how.new_tokens + how.k
-                category, source = (
-                    (entry.category, entry.source) if isinstance(entry, Entry) else ("all", str(i))
-                )
-                ended = len(more) < room
+                ended = len(more) < 1 + how.new_tokens + how.k
                 rounds = len(more) - 1 if ended else how.new_tokens
-                texts.append(
-                    Text((i, turn), rows[i] + more, len(rows[i]), rounds, ended, category, source or str(i))
-                )
+                label = entries[i].category, entries[i].source
+                texts.append(Text((i, turn), rows[i] + more, len(rows[i]), rounds, ended, *label))
                 held[i, turn] = texts[-1]
             yield texts, arrays
         for i in here:
-            text = held[i, turn]
-            if turn + 1 < turns[i]:
+            if i in answers and turn + 1 < len(entries[i].turns):
+                text = held[i, turn]
                 answers[i].append(tokenizer.decode(text.ids[text.prompt :], skip_special_tokens=True))
 
 

@@ -10,9 +10,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from specdec.audit.between import between
 from specdec.audit.block import block_chances
 from specdec.audit.lengths import Drafted, Policy, check_policy
 from specdec.audit.rounds import Efficiency, efficiency
+from specdec.drafts.spire import SpireModel
 from specdec.lab.traces import Trace, digest, identity
 from specdec.models.hf import HFModel
 from specdec.models.table import TableModel
@@ -24,9 +26,12 @@ Verification = Literal["rejection", "block"]
 class Replay:
     """A draft on a trace of ``C`` texts.
 
+    Its τ counts every round, also the last one of a text that an end token ended, which may be cut short; the statistics of ``generate`` leave such
+    rounds out.
+
     Attributes:
         name: of the draft. k: the longest path. q, accept: ``[C, n, k]``, see ``lab.forced.Recorder``; ``n`` is the largest number of rounds, and
-            entries past a text's end mean nothing. size, most, entropy, chains: likewise.
+            entries past a text's end mean nothing. high, size, most, entropy, chains: likewise.
     """
 
     trace: Trace
@@ -34,10 +39,12 @@ class Replay:
     k: int
     q: Tensor
     accept: Tensor
+    high: Tensor
     most: Tensor
     entropy: Tensor
     size: Tensor
     chains: Tensor
+    exact = True
 
     def __repr__(self) -> str:
         return f"Replay({self.name}, k = {self.k}: tau {self.tau:.3f} on {len(self.trace)} texts)"
@@ -47,8 +54,8 @@ class Replay:
 
     @cached_property
     def tau(self) -> float:
-        """Tokens a round, bonus included."""
-        return self.efficiency().tau
+        """Tokens a round, bonus included; where chances are bounded, the middle of the bounds."""
+        return sum(float(one[0].sum() / one[1].sum()) for one in self.sums()) / 2
 
     @cached_property
     def p(self) -> Tensor:
@@ -78,18 +85,41 @@ class Replay:
         return torch.where(self.q > 0, block_chances(self.p, self.q), 0)
 
     def efficiency(self, k: int | None = None, verifier: Verification = "rejection") -> Efficiency:
-        """Expected rounds and tokens of each text.
+        """Expected rounds and tokens of each text; where chances are bounded, from the lower bounds.
 
         Args:
             k: blocks of at most ``k`` tokens, for chain drafts whose tokens do not depend on how many are to come. verifier: as for
                 ``chances``.
         """
-        k, accept = self.k if k is None else k, self.chances(verifier)
-        if k != self.k and not self.chains:
+        return efficiency(self.chances(verifier), self._k(k), self._ended, n=self._rounds, lengths=self.size)
+
+    def sums(self, k: int | None = None) -> tuple[Tensor, Tensor]:
+        """Expected tokens and rounds of each text, ``[2, C]``, for the lower and for the upper bound of τ; equal unless chances are bounded."""
+        if torch.equal(self.accept, self.high):
+            made = self.efficiency(k)
+            both = torch.stack([made.tokens, made.rounds])
+            return both, both
+        found = between(self.accept, self.high, self._k(k), self._ended, n=self._rounds, lengths=self.size)
+        return torch.stack([found.tokens_low, found.rounds_high]), torch.stack(
+            [found.tokens_high, found.rounds_low]
+        )
+
+    def _k(self, k: int | None) -> int:
+        if k not in (None, self.k) and not self.chains:
             raise ValueError(f"k is {k}, and trees of depth {self.k} were replayed: replay with k={k}")
-        texts = self.trace.texts
-        rounds, ended = torch.tensor([t.rounds for t in texts]), torch.tensor([t.ended for t in texts])
-        return efficiency(accept, k, ended, n=rounds, lengths=self.size)
+        if k is not None and not 1 <= k <= self.k:
+            raise ValueError(
+                f"k is {k}, and blocks of up to {self.k} were replayed: give 1 to {self.k}, or replay with a larger k"
+            )
+        return self.k if k is None else k
+
+    @property
+    def _rounds(self) -> Tensor:
+        return torch.tensor([text.rounds for text in self.trace.texts])
+
+    @property
+    def _ended(self) -> Tensor:
+        return torch.tensor([text.ended for text in self.trace.texts])
 
     def stopping(self, policy: Policy, name: str | None = None) -> Replay:
         """The same draft with a length for every block, which a policy decides while drafting.
@@ -113,10 +143,10 @@ class Replay:
 
 
 def described(value: Any) -> str:
-    """A name for a draft by its settings and weights.
+    """A name for a draft of this library by its settings and weights.
 
     Raises:
-        TypeError: some part of it has no name, such as a function.
+        TypeError: some part of it has no name, such as a function, or is not this library's: its code may change.
     """
     return digest(_plain(value))
 
@@ -124,17 +154,15 @@ def described(value: Any) -> str:
 def _plain(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    if isinstance(value, torch.nn.Module | TableModel):
-        return identity(value)
-    if isinstance(value, HFModel):
-        return [identity(value), repr(value), str(getattr(value, "mask", ""))]
-    if isinstance(value, torch.dtype | torch.device):
-        return str(value)
     if isinstance(value, tuple | list):
         return [_plain(v) for v in value]
     if isinstance(value, Mapping):
         return [[_plain(k), _plain(v)] for k, v in value.items()]
-    if is_dataclass(value) and not isinstance(value, type):
+    if not type(value).__module__.startswith("specdec."):
+        raise TypeError(f"a {type(value).__name__} has no name")
+    if isinstance(value, HFModel | SpireModel | TableModel):
+        return identity(value)
+    if is_dataclass(value):
         return [
             type(value).__qualname__,
             *(_plain(getattr(value, f.name)) for f in fields(value) if f.compare),

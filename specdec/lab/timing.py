@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from specdec.arguments import whole
+from specdec.arguments import at_least
 from specdec.decoder import Decoder
 from specdec.lab.clock import sync
 from specdec.lab.console import progress, table
@@ -94,7 +94,7 @@ def time(
     """
     named = list(decoders.items()) if isinstance(decoders, Mapping) else list(decoders)
     for name, value in {"rounds": rounds, "repeats": repeats}.items():
-        whole(name, value)
+        at_least(1, name, value, "give at least 1")
     made: dict[tuple[str, int, int, int], list[float]] = {}
     for context in contexts:
         long = [list(row[:context]) for row in prompts if len(row) >= context]

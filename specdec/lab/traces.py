@@ -41,8 +41,9 @@ class Text(NamedTuple):
     """One text of a trace.
 
     Attributes:
-        number: of the prompt and turn. ids: prompt and continuation. prompt: tokens of the prompt. rounds: ``n``, positions at which a
-            round may start; the first is after one token of the continuation, which the prefill gives. ended: an end token ends the text.
+        number: of the prompt and turn. ids: prompt and continuation. prompt: tokens of the prompt. rounds: positions at which a round may
+            start; the first is after one token of the continuation, which the prefill gives. ended: an end token ends the text, and
+            all its positions count.
         category, source: of the prompt.
     """
 
@@ -81,14 +82,6 @@ class Part:
             name: np.concatenate([[0], np.cumsum(sizes.get(name, self.new))]).astype(int) for name in shapes
         }
 
-    @property
-    def bytes(self) -> dict[str, int]:
-        """How long each file is, without texts that an interruption cut short."""
-        return {
-            name: int(self.starts[name][-1]) * int(np.prod(shape)) * np.dtype(kind).itemsize
-            for name, (kind, shape) in self.shapes.items()
-        }
-
     @cached_property
     def arrays(self) -> dict[str, np.ndarray]:
         made = {}
@@ -108,13 +101,19 @@ class Trace:
     """Recorded texts of a target; made by ``lab.record``, and reopened by its folder.
 
     Args:
-        folder: of the trace. target: if given, it must be the model that was recorded.
+        folder: of the trace. target: if given, it must be the model that was recorded. only: the numbers of the texts to use, with their categories
+            and sources; default: all, with those that were recorded.
     Raises:
         FileNotFoundError: there is no trace. ValueError: it is of another target.
     """
 
-    def __init__(self, folder: str | Path, target: Any = None):
-        self.folder = Path(folder)
+    def __init__(
+        self,
+        folder: str | Path,
+        target: Any = None,
+        only: Mapping[tuple[int, int], tuple[str, str]] | None = None,
+    ):
+        self.folder, self._only = Path(folder), only
         path = self.folder / "trace.json"
         if not path.exists():
             raise FileNotFoundError(f"folder {folder} holds no trace: make one with lab.record")
@@ -126,7 +125,7 @@ class Trace:
         how = (self.meta["kept"], self.meta["hidden"], self.taps, self.whole)
         self.parts = [Part(f, *how) for f in sorted(self.folder.glob("part-*"))]
         at = [(t.number, p, i) for p, part in enumerate(self.parts) for i, t in enumerate(part.texts)]
-        self._at = [(p, i) for _, p, i in sorted(at)]
+        self._at = [(p, i) for number, p, i in sorted(at) if only is None or number in only]
         if target is not None:
             self.check(target)
 
@@ -151,7 +150,18 @@ class Trace:
     @cached_property
     def texts(self) -> list[Text]:
         """The texts, in the order of their prompts."""
-        return [self.parts[p].texts[i] for p, i in self._at]
+        found = [self.parts[p].texts[i] for p, i in self._at]
+        if self._only is None:
+            return found
+        labels = [self._only[text.number] for text in found]
+        return [
+            text._replace(category=category, source=source) for text, (category, source) in zip(found, labels)
+        ]
+
+    @cached_property
+    def id(self) -> str:
+        """A name for the settings and the texts."""
+        return digest([self.meta["id"], [text.ids for text in self.texts]])
 
     @property
     def categories(self) -> list[str]:
@@ -218,12 +228,20 @@ class Trace:
 
 
 def identity(model: Any) -> str:
-    """A name for a model's class and weights."""
+    """A name for a model's class, settings and weights. A model that is not a transformers or a table model is named by its class alone."""
     inner = unwrapped(model)
-    if isinstance(inner, TableModel):
-        return f"TableModel-{hashlib.sha256(inner.probs.numpy().tobytes()).hexdigest()[:16]}"
     name = type(model).__name__
-    return f"{name}-{fingerprint(inner)}" if isinstance(inner, torch.nn.Module) else f"{name}-{model!r}"
+    if isinstance(inner, TableModel):
+        return f"{name}-{hashlib.sha256(inner.probs.numpy().tobytes()).hexdigest()[:16]}"
+    if not isinstance(inner, torch.nn.Module):
+        return name
+    config = getattr(inner, "config", None)
+    settings = [
+        repr(model),
+        str(getattr(model, "mask", "")),
+        None if config is None else config.to_json_string(),
+    ]
+    return f"{name}-{fingerprint(inner)}-{digest(settings)[:8]}"
 
 
 def plain_sampling(sampling: Sampling) -> dict[str, Any]:
@@ -233,8 +251,12 @@ def plain_sampling(sampling: Sampling) -> dict[str, Any]:
 
 
 def described_function(part: Any) -> str:
-    """A name for a processor."""
-    return part.__qualname__ if isinstance(part, FunctionType) else type(part).__qualname__
+    """A name for a processor; functions that differ only in what they close over have one name."""
+    return (
+        part.__qualname__
+        if isinstance(part, FunctionType)
+        else f"{type(part).__qualname__} {sorted(vars(part).items())}"
+    )
 
 
 def vocabulary(tokenizer: Any) -> str | None:
