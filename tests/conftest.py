@@ -12,6 +12,26 @@ for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+import pytest  # noqa: E402
 import torch  # noqa: E402
 
 torch.set_num_threads(1)
+
+
+def _llama(**changes):
+    from tiny import byte_tokenizer, tiny
+
+    import specdec as sd
+
+    return sd.HFModel(tiny("llama", 0, **changes), byte_tokenizer())
+
+
+@pytest.fixture(scope="module")
+def target():
+    return _llama()
+
+
+@pytest.fixture(scope="module")
+def small():
+    """The target without its last layers."""
+    return _llama(num_hidden_layers=1)

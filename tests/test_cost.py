@@ -5,9 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,7 +31,6 @@ from specdec.cost import (
 )
 from specdec.models import HFModel
 
-ROOT = Path(__file__).parents[1]
 BATCHES = [2**i for i in range(8)]
 CONTEXTS = [2**i for i in range(3, 14)]
 
@@ -485,17 +481,7 @@ def test_shapes_are_asked_for_by_name():
 # The recipe
 
 
-def run(*words, code=None):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    start = ["-c", code] if code else ["recipes/spire_throughput.py"]
-    return subprocess.run(
-        [sys.executable, *start, *words],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+RECIPE = "recipes/spire_throughput.py"
 
 
 def found(rows, *key):
@@ -538,7 +524,7 @@ def growing_by_hand():
 
 def test_the_recipe(tmp_path):
     file = tmp_path / "t.json"
-    done = run("--json", str(file), "--plots", str(tmp_path / "plots"))
+    (done,) = each([RECIPE, "--json", str(file), "--plots", str(tmp_path / "plots")])
     assert done.returncode == 0, done.stderr
     said = json.loads(file.read_text())
     assert set(said) == {"meta", "rows"}
@@ -598,11 +584,10 @@ def test_the_recipe(tmp_path):
 
 @pytest.mark.slow
 def test_the_recipe_without_matplotlib_says_what_to_install(tmp_path):
-    code = (
-        "import runpy, sys; sys.modules['matplotlib'] = None; sys.argv[0] = 'recipes/spire_throughput.py'; sys.path.insert(0, 'recipes'); "
-        "runpy.run_path(sys.argv[0], run_name='__main__')"
+    (script := tmp_path / "without.py").write_text(
+        f"import runpy, sys; sys.modules['matplotlib'] = None; runpy.run_path({RECIPE!r}, run_name='__main__')"
     )
-    done = run("--plots", str(tmp_path), code=code)
+    (done,) = each([str(script), "--plots", str(tmp_path)])
     assert done.returncode == 1
     assert "pip install matplotlib" in done.stderr
     assert "Traceback" not in done.stderr
@@ -610,7 +595,7 @@ def test_the_recipe_without_matplotlib_says_what_to_install(tmp_path):
 
 def test_the_recipe_refuses_and_says_what_and_how():
     wrong = [["--tau-context", "100"], ["--new-tokens", "0"], ["--new-tokens", "512"]]
-    *refused, said = each(*(["recipes/spire_throughput.py", *words] for words in [*wrong, ["--help"]]))
+    *refused, said = each(*([RECIPE, *words] for words in [*wrong, ["--help"]]))
     for words, done in zip(wrong, refused):
         assert done.returncode == 1
         assert words[0] in done.stderr

@@ -38,16 +38,6 @@ PROMPTS = [
 BUDGETS = [64, 3, 70, 1, 40, 66, 2, 65]
 
 
-@pytest.fixture(scope="module")
-def target():
-    return sd.HFModel(tiny("llama", 0), byte_tokenizer())
-
-
-@pytest.fixture(scope="module")
-def small():
-    return sd.HFModel(tiny("llama", 0, num_hidden_layers=1), byte_tokenizer())
-
-
 def half_random(prefix):
     g = torch.Generator().manual_seed(hash(tuple(prefix[-2:])) % 2**31)
     return torch.rand(97, generator=g, dtype=torch.float64) * 4

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from tiny import byte_tokenizer, tiny
+from tiny import tiny
 
 import specdec as sd
 from specdec.arm_policy import Arm
@@ -22,16 +22,6 @@ from specdec.rng import Key
 
 PROMPTS = [[5], [7, 8, 9], [1, 2, 3, 4] * 5, [50] * 9, [3, 1], [11, 12] * 5]
 BUDGETS = [14, 3, 20, 1, 11, 16]
-
-
-@pytest.fixture(scope="module")
-def target():
-    return sd.HFModel(tiny("llama", 0), byte_tokenizer())
-
-
-@pytest.fixture(scope="module")
-def small():
-    return sd.HFModel(tiny("llama", 0, num_hidden_layers=1), byte_tokenizer())
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from test_pool import Script
-from tiny import byte_tokenizer, tiny
+from tiny import tiny
 
 import specdec as sd
 from specdec.audit.adversaries import AdversarialSelector, Adversary
@@ -29,16 +29,6 @@ from specdec.serving.server import Server, Settings, joined
 PROMPTS = [[5], [7, 8, 9], [1, 2, 3, 4] * 6, [50] * 9, [3, 1], [90, 4, 5, 6], list(range(17)), [11, 12] * 5]
 BUDGETS = [12, 3, 16, 1, 9, 14, 2, 13]
 ARRIVALS = [0, 0, 2, 2, 3, 9, 30, 30.5]
-
-
-@pytest.fixture(scope="module")
-def target():
-    return sd.HFModel(tiny("llama", 0), byte_tokenizer())
-
-
-@pytest.fixture(scope="module")
-def small():
-    return sd.HFModel(tiny("llama", 0, num_hidden_layers=1), byte_tokenizer())
 
 
 def requests(**settings):

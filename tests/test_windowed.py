@@ -184,6 +184,16 @@ def test_what_was_taken_back_within_the_block_is_not_fed_again(llama):
     assert cache.sync(sd.Context.of([[*text[:-9], 1]])).tolist() == [0]
 
 
+def test_rows_that_move_keep_what_they_know_of_their_ring(llama):
+    """After rows change places, the long one, taken back further than its ring reaches, is fed again; the short one is not."""
+    model = Windowed(sd.HFModel(llama), 5, 2, block=4)
+    long, short = list(range(3, 40)), [7] * 9
+    cache = model.cache(2, 200)
+    model.score(cache, sd.Context.of([long, short]))
+    cache = cache.select(torch.tensor([1, 0]))
+    assert cache.sync(sd.Context.of([short[:-1], [*long[:-9], 1]])).tolist() == [8, 0]
+
+
 def test_memory_does_not_grow_with_the_text(llama):
     model = Windowed(sd.HFModel(llama), 64, 1, block=4)
     short, long = model.cache(2, 100), model.cache(2, 100_000)
