@@ -105,7 +105,7 @@ def test_what_is_not_seen_is_not_read(name, window, dtype, D):
     expected = attention(query, keys, values, plan, window=window, backend="native")
     seen = torch.zeros(4, plan.capacity, dtype=torch.bool)
     for s in plan.runs(alone=True):
-        seen[s.b0, : s.keys] = torch.from_numpy(plan.visible(s, window)[0]).any(0)
+        seen[s.b0, : s.keys] |= torch.from_numpy(plan.visible(s, window)[0]).any(0)
     for buffer in (keys, values):
         buffer[~seen] = float("nan")
     out = attention(query, keys, values, plan, window=window, backend="native")
