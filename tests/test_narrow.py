@@ -329,6 +329,15 @@ def test_copies_go_to_other_processes_with_their_weights(make):
     assert copies.bytes == 2 * 16 * 32
 
 
+@pytest.mark.parametrize("change", [one_number, fused])
+def test_a_copied_model_has_copies_of_its_own_weights(change):
+    wrapped = sd.HFModel(rounded())
+    change(wrapped.clone.lm_head.weight)
+    other = copy.deepcopy(wrapped)
+    assert torch.equal(logits_of(other), logits_of(wrapped))
+    assert other.engine.bf16_weights == wrapped.engine.bf16_weights == (change is one_number)
+
+
 def spire_of(model, **settings):
     draft = sd.drafts.Spire(SpireModel.from_target(model, 1), bf16_weights=True, **settings)
     return sd.decoder(sd.HFModel(model)).draft(draft).build()

@@ -2,7 +2,7 @@
 
    Sixteen outputs at a time against up to six rows, so that a weight is read from memory once, and sums run over the lanes of
    vectors in one order: a row's result does not depend, to the bit, on how many rows there are. bfloat16 weights of float32 rows are
-   widened on their way to up to six rows, and sixteen outputs' at a time beforehand for more. */
+   widened as they are read. */
 
 #include <stdint.h>
 #include <stdlib.h>
@@ -12,7 +12,6 @@
 #include "vector.h"
 
 #define ROWS 6
-#define LONGEST 2048 /* inputs of a product whose weights are widened beforehand */
 
 /* The next sixteen outputs' weights are prefetched: all of them spread over the only tile (alone), or `each` bytes for each quarter
    of one of several tiles. */
@@ -69,14 +68,6 @@ static inline __attribute__((always_inline)) void outputs(const float *x, const 
     }
 }
 
-/* The same for float32 rows and bfloat16 weights that are widened beforehand. */
-static __attribute__((noinline)) void widened(const float *x, const uint16_t *weight, const void *bias, void *out, int64_t M, int64_t O,
-                                              int64_t E, int64_t o, const char *next, int64_t bytes) {
-    float wide[W * LONGEST] __attribute__((aligned(64)));
-    for (int64_t i = 0; i < W * E; i += W) *(vec *)(wide + i) = load(weight, i, 1);
-    outputs(x, wide, bias, out, M, O, E, o, next, bytes, 0, 0);
-}
-
 /* out [M, O]; E and O multiples of W; bias [O] or NULL. Returns 0, or 1 if memory cannot be allocated. */
 int linear(const void *x, const void *weight, const void *bias, void *out, int64_t M, int64_t O, int64_t E, int kind, int threads) {
     if (!M) return 0;
@@ -104,7 +95,6 @@ int linear(const void *x, const void *weight, const void *bias, void *out, int64
         const int64_t soon = last ? 0 : bytes;
         if (kind == HALF) outputs(rows, mine, bias, out, M, O, E, o, next, soon, 1, 1);
         else if (kind == WIDE) outputs(rows, mine, bias, out, M, O, E, o, next, soon, 0, 0);
-        else if (M > ROWS && E <= LONGEST) widened(rows, (const uint16_t *)mine, bias, out, M, O, E, o, next, soon);
         else outputs(rows, mine, bias, out, M, O, E, o, next, soon, 0, 1);
     }
     (void)threads;

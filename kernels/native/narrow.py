@@ -74,7 +74,7 @@ class Narrow:
             return None
 
     def __reduce__(self) -> Any:  # a copied model has other weight objects
-        return Narrow, ([copy.weight for copy in self._copies.values()],)
+        return _restored, ([copy.weight for copy in self._copies.values()],)
 
     def __getitem__(self, weight: Tensor) -> Tensor:
         """The copy of a weight, in the internal layout of ``linear``.
@@ -98,6 +98,16 @@ class Narrow:
             _takes(copy.weight) and copy.weight.shape == copy.made.shape and _written(copy)
             for copy in self._copies.values()
         )
+
+
+def _restored(weights: Iterable[Tensor]) -> Narrow:
+    """Copies of weights that may have changed, which the next ``refresh`` will notice."""
+    made = Narrow(())
+    for weight in weights:
+        copy = made._copies[id(weight)] = _COPIES[id(weight)] = _Copy(weight)
+        if _takes(weight):
+            _written(copy)
+    return made
 
 
 def _takes(weight: Tensor) -> bool:
