@@ -26,11 +26,11 @@ import checkout  # noqa: F401
 import torch
 
 import specdec as sd
-from specdec.data import prompts
 from specdec.lab.clock import Forwards, bare_round
-from specdec.lab.console import progress, table
+from specdec.lab.console import progress, short_errors, table
 from specdec.lab.loading import load
 from specdec.lab.options import option, parse
+from specdec.lab.prompt_file import entries_from, pieces
 from specdec.lab.recipe import Recipe
 from specdec.lab.runs import Case, Sample, decode, interleave
 
@@ -41,6 +41,9 @@ class Settings(Recipe):
     draft: str = option("pocket-vanilla", "the same for the draft")
     batches: tuple[int, ...] = option((1, 4, 16), "rows decoded together")
     temperatures: tuple[float, ...] = option((0.0, 1.0), "0 is greedy (default: 0 1)")
+    prompts: str | None = option(
+        None, "JSON-lines file of prompts (default: the held-out ones)", metavar="FILE"
+    )
     context: int = option(512, "prompt tokens")
     new_tokens: int = option(96, "a row")
     length: int = option(4, "k, tokens drafted per round")
@@ -54,8 +57,9 @@ def main(s: Settings) -> None:
         m.generation_config.eos_token_id = None
         m.generation_config.pad_token_id = 0
     target, draft = sd.HFModel(model, tokenizer), sd.HFModel(small, tokenizer)
-    ids = [tokenizer(text)["input_ids"][: s.context] for text in prompts(tokens=None)]
-    ids = [i for i in ids if len(i) == s.context][: max(*s.batches, 4)]
+    with short_errors():
+        some = pieces(entries_from(s.prompts), tokenizer, s.context, 1)[: max(*s.batches, 4)]
+    ids = [list(entry.given) for entry in some]
     if len(ids) < max(s.batches):
         raise SystemExit(
             f"only {len(ids)} prompts have {s.context} tokens: choose a smaller --context or --batches"

@@ -170,7 +170,7 @@ _held: list[Callable[[], Any]] = []
 def target(name: str) -> sd.HFModel:
     quiet()
     model, tokenizer = zoo.load("pocket-target")
-    return sd.HFModel(model.to(DTYPES[name]), tokenizer)
+    return sd.HFModel(model.to(DTYPES[name]), tokenizer, bf16_weights=False)
 
 
 def hold(name: str, batch: int, context: int, threads: int) -> bool:

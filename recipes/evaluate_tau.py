@@ -1,56 +1,61 @@
-"""τ of drafts on held-out text: exact expected rounds on texts sampled from the target, with paired intervals and a live check.
+"""τ of drafts at several context lengths: exact expected rounds on texts sampled from the target, with paired intervals and a live check.
 
     python recipes/evaluate_tau.py --json tau.json
-    python recipes/evaluate_tau.py --drafts mine=path/to/spire,other=path/to/causal-lm
+    python recipes/evaluate_tau.py --drafts mine=path/to/spire,other=path/to/causal-lm --prompts prompts.jsonl
 
-Texts are sampled from the target at temperature 1 after held-out contexts of each length. Along them the probability that a draft's
-token is accepted is known exactly (specdec/audit/tau.py), so only the texts are random. Every --k comes from one pass at the largest:
-a shorter block is the beginning of a longer one. --pruners adds MagicDec with entries that each pruner chooses once, after the
-context, and MagicDec without a pruner but with a window larger by the budget. Rows are by method, context, k and domain, with
-acceptance by position; ratios to `vanilla` are paired, intervals are 95 % bootstraps over source files. --live decodes the same
-contexts with the real decoder and prints its τ beside the estimate.
+Contexts of each length are cut from the held-out prompts (or from --prompts, as in compare.py). The target continues them once, and drafts
+are replayed on its texts (docs/lab.md), so only the texts are random. Every --k comes from one replay at the largest: a shorter block is
+the beginning of a longer one. --pruners adds MagicDec with entries that each pruner chooses once, after the context, and MagicDec
+without a pruner but with a window larger by the budget. Rows are by method, context, k and domain, with acceptance by position; ratios to
+`vanilla` (or the first draft) are paired, intervals are 95 % bootstraps over sources. --live decodes the same contexts with the real
+decoder and prints its τ beside the estimate.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import tempfile
+from dataclasses import dataclass, replace
 from typing import Any
 
 import checkout  # noqa: F401
 import torch
 
 import specdec as sd
-from specdec import pruning
-from specdec.audit.tau import Efficiency
-from specdec.drafts.spire import SpireModel
-from specdec.lab.console import table
-from specdec.lab.loading import load, load_draft
+from specdec import lab, pruning
+from specdec.lab.console import short_errors, table
+from specdec.lab.loading import draft_part, load
 from specdec.lab.options import option, parse
-from specdec.lab.paired import rows_of
+from specdec.lab.prompt_file import entries_from, pieces
 from specdec.lab.recipe import Recipe
 from specdec.lab.runs import decode
-from specdec.lab.tau import Texts, each_k, sample
-from specdec.training.forward import Parallel
 
 
 @dataclass(frozen=True)
 class Settings(Recipe):
     target: str = option("pocket-target", "a pocket model, a folder or a hub id")
     drafts: tuple[str, ...] = option(
-        ("vanilla=pocket-vanilla", "spire=pocket-spire"), "name=folder or pocket model", metavar="NAME=DRAFT"
+        ("vanilla=pocket-vanilla", "spire=pocket-spire"),
+        "NAME=DRAFT, as for compare.py; MagicDec and a windowed vanilla are always added",
+        metavar="NAME=DRAFT",
     )
     contexts: tuple[int, ...] = option((256, 512, 960), "context lengths", metavar="N")
     k: tuple[int, ...] = option((4,), "proposed tokens per round", metavar="N")
-    window: int = option(64, "window of windowed vanilla and MagicDec")
+    window: int = option(64, "window of windowed drafts and MagicDec")
     sinks: int = option(1, "likewise")
     new_tokens: int = option(64, "positions per context at which rounds start")
-    per_prompt: int = option(2, "contexts cut from one held-out prompt")
-    prompts: int | None = option(None, "held-out prompts (default: all)")
+    per_prompt: int = option(2, "contexts cut from one prompt")
+    prompts: str | None = option(
+        None, "JSON-lines file of prompts (default: the held-out ones)", metavar="FILE"
+    )
+    count: int | None = option(None, "use the first prompts only", metavar="N")
     pruners: tuple[str, ...] = option(
         (), "also evaluate MagicDec with these KV pruners, such as H2O,TOVA", metavar="NAME"
     )
     budget: int = option(64, "entries per head that a pruner chooses")
     live: bool = option(False, "also decode with the real decoder")
+
+
+COLUMNS = ["method", "context", "k", "tau", "low", "high", "ratio_to_vanilla", "ratio_low", "ratio_high"]
 
 
 def main(s: Settings) -> None:
@@ -59,42 +64,34 @@ def main(s: Settings) -> None:
             f"--k {','.join(map(str, s.k))} with --window {s.window}: give block lengths from 1 to the window"
         )
     s.begin()
-    target, tokenizer = load(s.target, torch.float32)
-    drafts: dict[str, tuple[Any, Any]] = {}
-    for entry in s.drafts:
-        method, equals, name = entry.partition("=")
-        if not equals:
-            raise SystemExit(f"--drafts {entry}: write name=folder, for example mine={entry}")
-        draft = load_draft(name, target)
-        drafts[method] = (draft, None if isinstance(draft, SpireModel) else Parallel())
-        if method == "vanilla":
-            drafts["windowed_vanilla"] = (draft, Parallel(s.window, s.sinks))
-    depth = target.config.num_hidden_layers
-    whole = SpireModel.from_target(target, depth, sinks=s.sinks, window=s.window, feedback=False)
-    drafts["magicdec"] = (
-        whole,
-        None,
-    )  # all of the target's blocks over its own activations, sparse: the same function as MagicDec
-    if s.pruners:
-        model = sd.HFModel(target, tokenizer)
-        for method, draft in pruned(s).items():
-            drafts[method] = (draft, model)
+    target = sd.HFModel(*load(s.target, torch.float32))
+    windowed = [
+        f"windowed_{spec.replace('=', '=windowed:')}" for spec in s.drafts if spec.startswith("vanilla=")
+    ]
+    specs = [*s.drafts, *windowed, "magicdec"]
+    parts = dict(draft_part(spec, target, s.window, s.sinks) for spec in specs) | pruned(s)
+    with short_errors():
+        entries = entries_from(s.prompts)[: s.count]
     rows: list[dict[str, Any]] = []
     for length in s.contexts:
-        layers = range(depth)
-        texts = sample(
-            target, tokenizer, length, s.new_tokens, max(s.k), layers, s.seed, s.per_prompt, s.prompts
-        )
-        for at_k, scores in each_k(drafts, texts, s.k):
-            rows += rows_of(scores, at_k)
-            some = [r for r in rows if (r["context"], r["k"], r["domain"]) == (length, at_k.k, "all")]
-            print(table(some, COLUMNS), "\n")
+        with short_errors():
+            some = pieces(entries, target.tokenizer, length, s.per_prompt)
+        with tempfile.TemporaryDirectory() as folder:
+            trace = lab.record(target, some, folder, s.new_tokens, max(s.k), eos_token_id=(), seed=s.seed)
+            replays = {name: lab.replay(trace, part, max(s.k), target) for name, part in parts.items()}
+            found = lab.compare(replays, s.k, "vanilla" if "vanilla" in parts else None)
+            here = [named(row, length) for row in found.rows]
+            print(table([row for row in here if row["domain"] == "all"], COLUMNS), "\n")
+            rows += here
             if s.live:
-                live(s, target, tokenizer, drafts, at_k, scores, rows)
+                rows += live(s, target, parts, replays, trace, length)
     s.save(rows)
 
 
-COLUMNS = ["method", "context", "k", "tau", "low", "high", "ratio_to_vanilla", "ratio_low", "ratio_high"]
+def named(row: dict[str, Any], length: int) -> dict[str, Any]:
+    """A row of ``lab.compare`` with the names of this recipe's reports."""
+    names = {"category": "domain", "tau_low": "low", "tau_high": "high", "ratio": "ratio_to_vanilla"}
+    return {"context": length} | {names.get(name, name): value for name, value in row.items()}
 
 
 def pruned(s: Settings) -> dict[str, sd.drafts.MagicDec]:
@@ -103,43 +100,24 @@ def pruned(s: Settings) -> dict[str, sd.drafts.MagicDec]:
     missing = set(s.pruners) - set(known)
     if missing:
         raise SystemExit(f"no pruner {min(missing)!r}: give names of classes of specdec.pruning, such as H2O")
-    made = {"magicdec_wider": sd.drafts.MagicDec(s.window + s.budget, s.sinks)}
-    for name in s.pruners:
-        made[f"magicdec_{name}"] = sd.drafts.MagicDec(
-            s.window, s.sinks, pruner=known[name](), budget=s.budget
-        )
-    return made
+    magicdec = sd.drafts.MagicDec(s.window, s.sinks, refresh=None)
+    made = {"magicdec_wider": replace(magicdec, window=s.window + s.budget)} if s.pruners else {}
+    return made | {
+        f"magicdec_{name}": replace(magicdec, pruner=known[name](), budget=s.budget) for name in s.pruners
+    }
 
 
 def live(
-    s: Settings,
-    target: Any,
-    tokenizer: Any,
-    drafts: dict[str, Any],
-    texts: Texts,
-    scores: dict[str, Efficiency],
-    rows: list[Any],
-) -> None:
+    s: Settings, target: Any, parts: dict[str, Any], replays: dict[str, Any], trace: Any, length: int
+) -> list[dict[str, Any]]:
     """τ of the real decoder on the same contexts; its texts are another sample, so τ agrees in the mean only."""
-    wrapped = sd.HFModel(target, tokenizer)
-    prompts = texts.tokens[:, : texts.context].tolist()
-    for method, (draft, forward) in drafts.items():
-        part: Any
-        if method == "magicdec":
-            part = sd.drafts.MagicDec(window=s.window, sinks=s.sinks)
-        elif isinstance(draft, sd.drafts.MagicDec):
-            part = draft
-        elif isinstance(draft, SpireModel):
-            part = sd.drafts.Spire(draft, block=max(8, texts.k))
-        else:
-            if forward is not None and forward.window is not None:
-                continue  # not decoded here: spire_measured.py does
-            part = sd.drafts.Model(sd.HFModel(draft, tokenizer))
-        decoder = sd.decoder(wrapped).draft(part, texts.k).build()
+    prompts, k, rows = [text.ids[:length] for text in trace.texts], max(s.k), []
+    for name, part in parts.items():
+        decoder = sd.decoder(target).draft(part, k).build()
         made = decode(decoder, prompts, 24, s.new_tokens + 1, seed=s.seed + 10_000)
-        print(f"live {method}: tau {made.tau:.3f}, estimate {scores[method].tau:.3f}", flush=True)
-        place = {"context": texts.context, "k": texts.k, "domain": "all"}
-        rows.append({"method": f"live_{method}", **place, "tau": made.tau})
+        print(f"live {name}: tau {made.tau:.3f}, replayed {replays[name].tau:.3f}", flush=True)
+        rows.append({"method": f"live_{name}", "context": length, "k": k, "domain": "all", "tau": made.tau})
+    return rows
 
 
 if __name__ == "__main__":

@@ -1,27 +1,24 @@
-"""SPIN step by step on a mixed workload: the smallest draft, then selection, decomposition and the pipeline, beside their baselines.
+"""SPIN end to end on a mixed workload, with every configuration on the same cores and the same attention as what it is compared with.
 
     python recipes/spin_end_to_end.py --json docs/results/spin_end_to_end.json --plots docs/figures
 
-Requests of three domains with ragged prompts are decoded in one batch. Rows: `configuration, batch, goodput` (decoded tokens a second
-after the prefill, median of interleaved repeats), its range, tau, and the seconds of its stages:
+Requests of three domains with ragged prompts are decoded in one batch. Prompts of validation packages are for learning and for the
+seconds that rounds are charged; the workloads are made of prompts of test packages. Rows: `configuration, batch, cores, attention, goodput`
+(tokens a second after the prefill, tokens of all workloads over their seconds), its ratios to `plain`, `smallest` and `best_fixed` of
+the same batch, cores and attention, tau, the share of rounds of each `arms`, and the seconds of its stages. Intervals (`_low`, `_high`) are 95 % bootstraps over workloads; with
+fewer than 5 workloads there are none.
 
-- `smallest`: the smallest draft, padded verification, serial; `smallest_packed`: with packed verification;
-- `fixed:NAME`: every draft alone, padded; `best_fixed`: the best of them in hindsight; `best_fixed_packed`: the best
-  of earlier batches, packed;
-- `oracle`: each domain's best draft, padded (from the fixed runs of the same repeats); `selection`: Spin with statistics pooled by the
-  kind of prompt and kept from batch to batch, after `--learn` uncounted requests of other texts (there one selector explores, and all
-  others start from its state); `selection_cold`: the same, reset after every batch; `selection_per_request`: the paper's settings,
-  nothing pooled or kept (both on three workloads only). The three specialists draft together (`stacked`); seconds are charged by an
-  earlier profile of each draft alone;
-- `selection+decomposition`; `selection+decomposition+pipeline`: with a pipeline of `--micro-batches` (drafting in another process, on
-  the other core); `spin`: with that number of micro-batches or one, whichever was faster in earlier batches (the paper finds their
-  number by observation, too); `best_fixed_auto`, `selection_auto`: with the attention backend that the library chooses (C kernels on a
-  CPU), which does not pad; `... 2 threads`: both cores without a pipeline. The fixed runs' drafts, and the first choices of serial
-  selectors, read their prompts before the clock starts.
+- `plain`: no draft. `smallest`: the smallest draft for all rows. `fixed:NAME`: each draft alone; `best_fixed`: the one of these that
+  is best in hindsight, over all workloads, run once more among the others.
+- `selection`: the paper's selector: statistics of a request's own, a random draft for 5 rounds, then a maximum-weight matching within
+  the drafts' capacities for 2^k rounds. With padded attention; `selection+packed`, `selection+decomposed`, `selection+auto` with others.
+- `spin`: the paper's selector, and a pipeline of `--micro-batches` (drafting in another process, on the other core).
+- `pooled`: the same algorithm with statistics pooled by the kind of prompt, learned on `--learn` other requests and kept from then on;
+  it has all arms (n-gram, SPIRe and no speculation where they are given), and a request stays with its draft.
 
-All models' products read bfloat16 copies of their weights (`--no-bf16-weights`: the float32 weights).
-
-Rows with `configuration = "choice"` give each draft's share by round window and domain.
+Attention is padded, packed, decomposed, or `auto`, the library's choice (C kernels on a CPU), which does not pad. A place `auto/2` has
+two cores: two threads, or a pipeline of two processes with one each. All products read bfloat16 copies of the weights
+(`--no-bf16-weights`: the float32 weights). Drafts of one shape draft together.
 """
 
 from __future__ import annotations
@@ -31,308 +28,239 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import checkout  # noqa: F401
 import torch
 
 import specdec as sd
 from specdec import selectors, zoo
-from specdec.cost.arms import ArmCosts
-from specdec.data.corpus import DOMAINS
+from specdec.cost.arms import weights
 from specdec.executors import Pipelined
 from specdec.kernels.attention import fit
-from specdec.kernels.native import library
 from specdec.lab import console, plots
-from specdec.lab.arms import Assigned, PoolRun, best_in_hindsight, pool_run
+from specdec.lab.arm_times import POOL, load_pool, measured
+from specdec.lab.arms import PoolRun, goodput, pool_run
 from specdec.lab.options import option, parse
 from specdec.lab.recipe import Plotted
 from specdec.lab.workload import Kind, Workload, workload
 
-# The smallest first.
-POOL = ("pocket-tiny", "pocket-code", "pocket-prose", "pocket-tabular", "pocket-vanilla")
-WINDOW = 5  # rounds
-# Much slower configurations, for which the first workloads are enough.
-SLOW = ("selection_cold", "selection_per_request")
-COLUMNS = (
-    *(
-        "configuration",
-        "is",
-        "goodput",
-        "low",
-        "high",
-        "ratio_to_smallest",
-        "ratio_to_oracle",
-        "ratio_to_best_fixed",
-        "tau",
-    ),
-    *("draft_milliseconds", "target_milliseconds", "verify_milliseconds"),
-)
-FEW = 3  # workloads for those
-LEARNS = (  # the selector's state is kept from batch to batch
-    "selection",
-    "selection+decomposition",
-    "selection+decomposition+pipeline",
-    "spin",
-    "selection_auto",
-    "selection+decomposition, 2 threads",
-)
+COLUMNS = ("configuration", "is", "attention", "cores", "goodput", "goodput_low", "goodput_high", "ratio_to_plain",
+           "ratio_to_best_fixed", "ratio_to_best_fixed_low", "ratio_to_best_fixed_high", "tau")  # fmt: skip
+COLORS = {"plain": "0.75", "smallest": "0.75", "best_fixed": "0.55", "spin": "C1", "pooled": "C0"}
+Runs = dict[tuple[str, str], list[PoolRun]]
+
+
+class Place(NamedTuple):
+    """Where a configuration runs."""
+
+    attention: str
+    cores: int
 
 
 @dataclass(frozen=True)
 class Settings(Plotted):
+    pool: tuple[str, ...] = option(
+        (*POOL, "pocket-spire", "ngram", "none"), "arms: names in the zoo, ngram, none"
+    )
     batches: tuple[int, ...] = option((8, 16), "rows at once")
+    places: tuple[str, ...] = option(
+        ("padded/1", "packed/1", "auto/1", "decomposed/2", "auto/2"), "attention/cores"
+    )
     tokens: int = option(128, "new tokens of each request")
     k: int = option(4, "drafted tokens per round")
-    repeats: int = option(7, "workloads, each run by all configurations")
-    learn: int = option(192, "requests that the selectors learn from beforehand")
+    repeats: int = option(6, "workloads, each run by all configurations")
+    learn: int = option(192, "requests that the pooled selector learns from beforehand")
+    capacity: float = option(1.5, "rows that a draft of `spin` takes, times an equal share of the batch")
     micro_batches: int = option(2, "micro-batches of the pipeline")
     median: int = option(300, "tokens of the median prompt")
     longest: int = option(1000, "tokens of the longest prompt")
-    threads: int = option(1, "threads of the target's process")
-    bf16_weights: bool = option(
-        library() is not None,
-        "products read bfloat16 copies of the weights, in all configurations (default: where there are C kernels)",
+    bf16_weights: bool | None = option(
+        None,
+        "products read bfloat16 copies of the weights, in all configurations (default: where they are exact)",
     )
-    quick: bool = option(False, "a one-minute run: one repeat, few tokens")
+    quick: bool = option(False, "a one-minute run: one workload, few tokens")
 
 
 class Parts:
-    """The models, and decoders made from them."""
+    """The models, and decoders made from them for one batch size."""
 
     def __init__(self, s: Settings):
         model, tokenizer = zoo.load("pocket-target")
         self.s, self.tokenizer = s, tokenizer
-        for threads in (2, s.threads):  # decomposition plans with this machine's timings
+        for threads in (2, 1):  # decomposition plans with this machine's timings
             torch.set_num_threads(threads)
             fit(model.config.num_attention_heads, model.config.num_key_value_heads, model.config.head_dim)
         self.targets = {
             name: sd.HFModel(model, tokenizer, attention=name, bf16_weights=s.bf16_weights)
-            for name in ("padded", "packed", "decomposed", "auto")
+            for name in {*(place.attention for place in self.places), "auto"}
         }
-        self.drafts = {
-            name: sd.drafts.Model(sd.HFModel(*zoo.load(name), bf16_weights=s.bf16_weights)) for name in POOL
+        self.arms = load_pool(s.pool, s.bf16_weights)
+        self.models = {
+            n: d for n, d in self.arms.items() if isinstance(d, sd.drafts.Model)
+        }  # the paper's pool
+        if not self.models or not all(word.endswith(("/1", "/2")) for word in s.places):
+            raise SystemExit(
+                "give --pool with at least one model, and --places such as auto/1 or decomposed/2"
+            )
+        self.smallest = min(self.models, key=lambda name: weights(self.models[name].model))
+        self.costs: Any = None
+
+    @property
+    def places(self) -> list[Place]:
+        return [Place(name, int(cores)) for name, _, cores in (word.partition("/") for word in self.s.places)]
+
+    def profile(self, batch: int) -> None:
+        """Measure each arm alone: its rounds are charged these seconds, because a round's own depend on the rest of the batch."""
+        s = self.s
+        work = self.workload(max(batch, 4), 1000, "validation")
+        few = (3, 1) if s.quick else (8, 2)
+        self.costs = measured(self.targets["auto"], self.arms, s.k, work.rows, *few, seed=s.seed).alone(batch)
+
+    def workload(self, batch: int, turn: int, split: str = "test") -> Workload:
+        s = self.s
+        return workload(self.tokenizer, batch, s.longest, s.seed + turn, s.median, split)
+
+    def fixed(self, name: str, attention: str) -> Any:
+        base = sd.decoder(self.targets[attention])
+        return (base if self.arms[name] is None else base.draft(self.arms[name], self.s.k)).build()
+
+    def chosen(self, arms: dict[str, Any], selector: Any, attention: str, **more: Any) -> Any:
+        """A decoder whose selector has some of the arms, with their measured costs."""
+        costs = replace(
+            self.costs, draft=tuple(self.costs.draft[list(self.arms).index(name)] for name in arms)
+        )
+        base = sd.decoder(self.targets[attention])
+        return base.pool(arms, selector, self.s.k, costs=costs, stacked=True, **more)
+
+    def paper(self, batch: int, attention: str) -> Any:
+        """The paper's selector: its drafts only, and no more rows on one than its capacity."""
+        room = dict.fromkeys(self.models, math.ceil(self.s.capacity * batch / len(self.models)))
+        return self.chosen(self.models, selectors.Spin(), attention, capacities=room)
+
+    def pooled(self, attention: str, exploration: int = 4, growth: float = 64, warm: int = 30) -> Any:
+        selector = selectors.Spin(exploration, growth, Kind(self.tokenizer), warm=warm, learn="always")
+        return self.chosen(self.arms, selector, attention).build()
+
+    def taught(self, batch: int) -> Any:
+        """What the pooled selector has learned from validation prompts, in batches; on the fastest attention."""
+        s, decoder = self.s, self.pooled("auto", 8, 1, 300)
+        selection = decoder.begin(batch)
+        for turn in range(math.ceil(s.learn / batch)):
+            work = self.workload(batch, 1001 + turn, "validation")
+            pool_run(decoder, work.rows, s.tokens, s.seed + turn, selection)
+        return selection
+
+    def plans(self, place: Place, best: str, batch: int) -> dict[str, Callable[[], Any]]:
+        """Configuration -> its decoder."""
+        at = place.attention
+        plans = {
+            "plain": lambda: sd.decoder(self.targets[at]).build(),
+            "smallest": lambda: self.fixed(self.smallest, at),
+            "best_fixed": lambda: self.fixed(best, at),
+            "selection" if at == "padded" else f"selection+{at}": lambda: self.paper(batch, at).build(),
+            "pooled": lambda: self.pooled(at),
         }
-        self.costs = ArmCosts((0.0,) * len(POOL))
-
-    def profile(self, work: Workload) -> None:
-        """Profile each draft alone; its rounds are charged these seconds, because measured ones depend on the rest of the batch."""
-        runs = [pool_run(self.fixed(name), work.rows, self.s.tokens, self.s.seed) for name in POOL]
-        draft = tuple(run.stats.seconds["draft"] / run.stats.drafted for run in runs)
-        verify = median(
-            sum(run.stats.seconds[k] for k in ("target", "verify")) / run.stats.rounds for run in runs
-        )
-        self.costs = ArmCosts(draft, verify)
-
-    def fixed(self, name: str, attention: str = "padded") -> Any:
-        return sd.decoder(self.targets[attention]).draft(self.drafts[name], self.s.k).build()
-
-    def chosen(self, selector: Any, attention: str = "padded", executor: Any = None) -> Any:
-        base = sd.decoder(self.targets[attention]).pool(
-            self.drafts, selector, self.s.k, costs=self.costs, stacked=True
-        )
-        return (base if executor is None else base.executor(executor)).build()
-
-    def selector(self, exploration: int = 4, growth: float = 64) -> Any:
-        """A selector whose requests keep the arm of their first matching to the end (by a large growth) once it has enough observations."""
-        return selectors.Spin(exploration, growth, Kind(self.tokenizer), warm=300, learn="always")
-
-
-def repeat(
-    parts: Parts,
-    work: Workload,
-    turn: int,
-    learned: dict[str, Any],
-    seen: dict[str, list[float]],
-    taught: Any,
-) -> dict[str, PoolRun]:
-    """All configurations once, in a rotating order. ``learned``: the selectors' states between batches, ``taught``: their initial state,
-    ``seen``: past goodput."""
-    s, seed = parts.s, parts.s.seed + turn
-    pipeline = Pipelined(min(s.micro_batches, len(work.rows)), workers="processes")
-    runs = {f"fixed:{name}": pool_run(parts.fixed(name), work.rows, s.tokens, seed) for name in POOL}
-    alone = list(runs.values())
-    # These choices use earlier batches only, as in practice; in the first batch they use its own fixed runs.
-    past = seen if turn else {name: [run.goodput] for name, run in runs.items()}
-    best = max(POOL, key=lambda name: median(past[f"fixed:{name}"]))
-    serial, piped = (median(past.get(f"selection+decomposition{p}", [1.0])) for p in ("", "+pipeline"))
-    plans: dict[str, tuple[int, Callable[[], Any]]] = {
-        "smallest_packed": (1, lambda: parts.fixed(POOL[0], "packed")),
-        "best_fixed_packed": (1, lambda: parts.fixed(best, "packed")),
-        "oracle": (1, lambda: parts.chosen(Assigned(best_in_hindsight(alone, work.domain)))),
-        "selection": (1, lambda: parts.chosen(parts.selector())),
-        "selection_cold": (1, lambda: parts.chosen(parts.selector())),
-        "selection_per_request": (1, lambda: parts.chosen(selectors.Spin())),
-        "selection+decomposition": (1, lambda: parts.chosen(parts.selector(), "decomposed")),
-        "selection+decomposition+pipeline": (
-            1,
-            lambda: parts.chosen(parts.selector(), "decomposed", pipeline),
-        ),
-        "spin": (
-            1,
-            lambda: parts.chosen(parts.selector(), "decomposed", pipeline if piped > serial else None),
-        ),
-        "best_fixed_auto": (1, lambda: parts.fixed(best, "auto")),
-        "selection_auto": (1, lambda: parts.chosen(parts.selector(), "auto")),
-        "smallest, 2 threads": (2, lambda: parts.fixed(POOL[0])),
-        "best_fixed_packed, 2 threads": (2, lambda: parts.fixed(best, "packed")),
-        "selection+decomposition, 2 threads": (2, lambda: parts.chosen(parts.selector(), "decomposed")),
-    }
-    names = [name for name in plans if name not in SLOW or turn <= FEW]
-    for name in names[turn % len(names) :] + names[: turn % len(names)]:
-        threads, make = plans[name]
-        decoder = make()
-        if name in LEARNS and name not in learned:
-            learned[name] = decoder.begin(len(work.rows))
-            learned[name].state = taught.state  # states are values, so this can be shared
-        torch.set_num_threads(threads)
-        runs[name] = pool_run(decoder, work.rows, s.tokens, seed, learned.get(name))
-        torch.set_num_threads(s.threads)
-    runs["smallest"] = runs[f"fixed:{POOL[0]}"]
-    return runs
-
-
-def teach(parts: Parts, batch: int) -> Any:
-    """A selection that has explored on ``--learn`` requests, in batches; on the fastest attention, since costs come from the profile."""
-    s, decoder = parts.s, parts.chosen(parts.selector(8, 1), "auto")
-    selection = decoder.begin(batch)
-    for turn in range(math.ceil(s.learn / batch)):
-        work = workload(parts.tokenizer, batch, s.longest, s.seed + 1001 + turn, s.median, half=0)
-        pool_run(decoder, work.rows, s.tokens, s.seed + 1001 + turn, selection)
-    return selection
+        if place.cores == 2:
+            pipeline = Pipelined(min(self.s.micro_batches, batch), workers="processes")
+            plans["spin"] = lambda: self.paper(batch, at).executor(pipeline).build()
+        return plans
 
 
 def main(s: Settings) -> list[dict[str, Any]]:
     if s.quick:
-        s = replace(s, batches=(3,), repeats=1, learn=3, tokens=8)
+        s = replace(s, batches=(3,), repeats=1, learn=3, tokens=8, pool=(*POOL[:2], "ngram", "none"))
+        s = replace(s, places=("padded/1", "packed/1", "auto/2"))
     s.begin()
-    parts = Parts(s)
-    rows: list[dict[str, Any]] = []
+    parts, rows = Parts(s), []
+    drafts = [name for name, draft in parts.arms.items() if draft is not None]
     for batch in s.batches:
-        kept: dict[str, list[PoolRun]] = defaultdict(list)
-        learned: dict[str, Any] = {}
-        seen: dict[str, list[float]] = defaultdict(list)
-        parts.profile(workload(parts.tokenizer, batch, s.longest, s.seed + 1000, s.median, half=0))
-        taught = teach(parts, batch)
-        for turn in range(1 + s.repeats):
-            work = workload(parts.tokenizer, batch, s.longest, s.seed + turn, s.median, half=1)
-            runs = repeat(parts, work, turn, learned, seen, taught)
-            for name, run in runs.items():
-                seen[name].append(run.goodput)
-            if turn:  # the first warms up
-                for name, run in runs.items():
-                    kept[name].append(run)
-                rows += choices(runs["selection"], work, batch, turn)
-        rows += table(kept, batch)
-        print(
-            f"\nbatch {batch}\n"
-            + console.table([r for r in rows if "goodput" in r and r["batch"] == batch], COLUMNS)
-        )
+        parts.profile(batch)
+        taught, runs = parts.taught(batch), defaultdict(list)
+        works = [parts.workload(batch, turn) for turn in range(s.repeats + 1)]
+        for turn, work in enumerate(works):  # the first warms up
+            for name in drafts:
+                run = pool_run(parts.fixed(name, "auto"), work.rows, s.tokens, s.seed + turn)
+                runs[f"fixed:{name}", "auto/1"] += [run] if turn else []
+        best = max(drafts, key=lambda name: goodput(runs[f"fixed:{name}", "auto/1"])[0])
+        compare(parts, works, best, taught, runs)
+        rows += table(runs, batch, best)
+        print(f"\nbatch {batch}\n" + console.table([r for r in rows if r["batch"] == batch], COLUMNS))
     s.save(rows)
-    s.draw({"spin_end_to_end": lambda: configurations(rows), "spin_choices": lambda: shares(rows)}, dpi=150)
+    s.draw({"spin_end_to_end": lambda: drawn(rows)}, dpi=150)
     return rows
 
 
-def table(kept: dict[str, list[PoolRun]], batch: int) -> list[dict[str, Any]]:
-    """A row per configuration; `best_fixed` is the fixed draft with the best median."""
-    middle = {name: median(run.goodput for run in runs) for name, runs in kept.items()}
-    fixed = max((n for n in middle if n.startswith("fixed:")), key=lambda n: middle[n])
+def compare(parts: Parts, works: list[Workload], best: str, taught: Any, runs: Runs) -> None:
+    """Add the runs of all configurations at all places, in an order that rotates from workload to workload."""
+    s, kept = parts.s, dict[Place, Any]()
+    for turn, work in enumerate(works):
+        plans = [(p, *plan) for p in parts.places for plan in parts.plans(p, best, len(work.rows)).items()]
+        start = turn * 5 % len(plans)
+        for place, name, make in plans[start:] + plans[:start]:
+            console.progress(f"workload {turn} of {s.repeats}: {name}, {place.attention}/{place.cores}")
+            decoder = make()
+            if name == "pooled" and place not in kept:
+                kept[place] = decoder.begin(len(work.rows))
+                kept[place].state = taught.state  # states are values, so this can be shared
+            torch.set_num_threads(1 if name == "spin" else place.cores)
+            run = pool_run(
+                decoder, work.rows, s.tokens, s.seed + turn, kept[place] if name == "pooled" else None
+            )
+            torch.set_num_threads(1)
+            runs[name, f"{place.attention}/{place.cores}"] += [run] if turn else []
+
+
+def table(runs: Runs, batch: int, best: str) -> list[dict[str, Any]]:
+    """A row per configuration and place."""
     out = []
-    for name, runs in {**kept, "best_fixed": kept[fixed]}.items():
-        speeds = sorted(run.goodput for run in runs)
-        rounds = sum(run.stats.rounds for run in runs) / batch
-        stages: Counter[str] = sum((run.stats.seconds for run in runs), Counter())
-        out.append(
-            {
-                "configuration": name, "batch": batch, "goodput": middle.get(name, middle[fixed]),
-                "low": speeds[0], "high": speeds[-1],
-                **{
-                    f"ratio_to_{other}": median(
-                        run.goodput / base.goodput for run, base in zip(runs, kept[of])
-                    )
-                    for other, of in (("smallest", "smallest"), ("oracle", "oracle"), ("best_fixed", fixed))
-                },
-                "tau": median(run.stats.tau for run in runs),
-                "selector_share": median(run.selector_seconds / run.seconds for run in runs),
-                "cores": 2 if "2 threads" in name or "pipeline" in name or name == "spin" else 1,
-                "repeats": len(runs), "is": fixed if name == "best_fixed" else None,
-                **{
-                    f"{stage}_milliseconds": 1e3 * stages[stage] / rounds
-                    for stage in ("draft", "target", "verify")
-                },
-            }
-        )  # fmt: skip
+    for (name, place), mine in runs.items():
+        attention, _, cores = place.partition("/")
+        row: dict[str, Any] = {
+            "configuration": name,
+            "batch": batch,
+            "cores": int(cores),
+            "attention": attention,
+        }
+        row["is"] = best if name == "best_fixed" else None
+        row |= zip(("goodput", "goodput_low", "goodput_high"), goodput(mine))
+        for other in ("plain", "smallest", "best_fixed"):
+            found = goodput(mine, runs[other, place]) if (other, place) in runs else (None, None, None)
+            row |= zip((f"ratio_to_{other}", f"ratio_to_{other}_low", f"ratio_to_{other}_high"), found)
+        stages: Counter[str] = sum((run.stats.seconds for run in mine), Counter())
+        rounds = sum(run.stats.rounds for run in mine) / batch
+        row |= {
+            f"{stage}_milliseconds": 1e3 * stages[stage] / rounds for stage in ("draft", "target", "verify")
+        }
+        row |= {"tau": median(run.stats.tau for run in mine), "workloads": len(mine)}
+        row["selector_share"] = median(run.selector_seconds / run.seconds for run in mine)
+        arms: Counter[int] = sum((run.arms for run in mine), Counter())
+        row["arms"] = [arms[a] / arms.total() for a in range(max(arms) + 1)]
+        out.append(row)
     return out
 
 
-def choices(run: PoolRun, work: Workload, batch: int, turn: int) -> list[dict[str, Any]]:
-    """Share of each arm by domain and window of rounds."""
-    return [
-        {
-            "configuration": "choice", "batch": batch, "repeat": turn, "round": at, "domain": domain,
-            "draft": POOL[arm], "share": n / sum(arms.values()),
-        }
-        for (at, domain), arms in run.choices(work.domain, WINDOW).items()
-        for arm, n in arms.items()
-    ]  # fmt: skip
-
-
-# -- figures ----------------------------------------------------------------------------------------------------------------
-
-ORDER = (
-    *(
-        "smallest, 2 threads",
-        "best_fixed_packed, 2 threads",
-        "selection+decomposition, 2 threads",
-        "smallest",
-    ),
-    *("smallest_packed", "best_fixed", "best_fixed_packed", "best_fixed_auto", "selection_auto", "oracle"),
-    *("selection_per_request", "selection_cold", "selection", "selection+decomposition"),
-    *("selection+decomposition+pipeline", "spin"),
-)
-STEPS = ("smallest", "selection", "selection+decomposition", "spin")
-
-
-def configurations(rows: list[dict[str, Any]]) -> Any:
-    """Goodput by configuration, with the range of the repeats; the steps of SPIN are coloured."""
+def drawn(rows: list[dict[str, Any]]) -> Any:
+    """Goodput by configuration, a panel for each batch and place."""
+    rows = [r for r in rows if not r["configuration"].startswith("fixed:")]
     batches = sorted({r["batch"] for r in rows})
-    drawing, (panels,) = plots.panels(1, len(batches), (9, 4.2), bare=True, layout="tight")
-    names = ORDER[::-1]
-    for axes, batch in zip(panels, batches):
-        found = {r["configuration"]: r for r in rows if r["batch"] == batch}
-        values = [found[name]["goodput"] for name in names]
-        low = [found[name]["goodput"] - found[name]["low"] for name in names]
-        high = [found[name]["high"] - found[name]["goodput"] for name in names]
-        colors = ["C0" if name in STEPS else "0.7" for name in names]
-        axes.barh(names, values, xerr=[low, high], color=colors, error_kw={"lw": 0.8})
-        axes.set_title(f"batch {batch}", fontsize=9)
-        axes.set_xlabel("tokens/s", fontsize=8)
-        axes.tick_params(labelsize=8)
-        axes.label_outer()
-    return drawing
-
-
-def shares(rows: list[dict[str, Any]]) -> Any:
-    """The share of each draft by domain, over windows of rounds, at the largest batch."""
-    batch = max(r["batch"] for r in rows)
-    chosen = [r for r in rows if r["configuration"] == "choice" and r["batch"] == batch]
-    drawing, (panels,) = plots.panels(1, len(DOMAINS), (9, 2.8), bare=True, sharey=True, layout="tight")
-    for axes, domain in zip(panels, DOMAINS):
-        mine = [r for r in chosen if r["domain"] == domain]
-        windows = sorted({r["round"] for r in mine})
-        total = {w: sum(r["share"] for r in mine if r["round"] == w) or 1.0 for w in windows}
-        bottom = [0.0] * len(windows)
-        for i, name in enumerate(POOL):
-            part = [sum(r["share"] for r in mine if r["round"] == w and r["draft"] == name) for w in windows]
-            share = [p / total[w] for p, w in zip(part, windows)]
-            label = name.removeprefix("pocket-")
-            axes.bar(windows, share, WINDOW * 0.9, bottom, color=f"C{i}", align="edge", label=label)
-            bottom = [b + x for b, x in zip(bottom, share)]
-        axes.set_title(domain, fontsize=9)
-        axes.set_xlabel("round", fontsize=8)
-        axes.tick_params(labelsize=8)
-    panels[0].set_ylabel("share of rows", fontsize=8)
-    panels[-1].legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+    places = list(dict.fromkeys((r["attention"], r["cores"]) for r in rows))
+    size = (2.6 * len(places), 2.4 * len(batches))
+    drawing, grid = plots.panels(len(batches), len(places), size, bare=True, sharex="row", layout="tight")
+    for line, batch in zip(grid, batches):
+        for axes, place in zip(line, places):
+            mine = [r for r in rows if r["batch"] == batch and (r["attention"], r["cores"]) == place][::-1]
+            ends = [(r["goodput_low"] or r["goodput"], r["goodput_high"] or r["goodput"]) for r in mine]
+            off = [
+                [r["goodput"] - low for r, (low, _) in zip(mine, ends)],
+                [high - r["goodput"] for r, (_, high) in zip(mine, ends)],
+            ]
+            colors = [COLORS.get(r["configuration"], "C2") for r in mine]
+            names = [r["configuration"] for r in mine]
+            axes.barh(names, [r["goodput"] for r in mine], xerr=off, color=colors, error_kw={"lw": 0.8})
+            axes.set_title(f"batch {batch}, {place[0]}, {place[1]} core{'s' * (place[1] > 1)}", fontsize=8)
+            axes.tick_params(labelsize=7)
+        line[0].set_xlabel("tokens/s", fontsize=8)
     return drawing
 
 

@@ -7,19 +7,25 @@ a GPU the host waits between the two in these rounds only); the other rounds are
 process and, for ``workers=processes``, a drafting process. Rows: `draft, batch, mode, workers, micro_batches, milliseconds` (a round of
 all rows, median of interleaved repeats), `predicted`, `ratio`, `gain` (serial / this), `predicted_gain`, `share_of_gain`, and
 `draft_slowdown`, `verify_slowdown`: a stage's seconds over the model's.
+
+Rows with `mode = "search"` are whole runs with every number of micro-batches up to `--most`: `tokens_per_second` (medians of interleaved
+repeats after one that is not counted), the `predicted_gain` of the model that `executors.tune` fits to its own serial rounds, and `tuned`,
+whether its search ended at this number. The paper's search found about 5 on Alpaca and 3 on CP.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import checkout  # noqa: F401
 
 import specdec as sd
 from specdec import zoo
-from specdec.executors import Pipelined, Timeline
+from specdec.executors import Pipelined, Serial, Timeline, tune
+from specdec.lab.arms import pool_run
 from specdec.lab.console import progress, table
 from specdec.lab.options import option, parse
 from specdec.lab.pipeline import Comparison
@@ -41,6 +47,17 @@ COLUMNS = (
     ),
     *("share_of_gain", "draft_slowdown", "verify_slowdown"),
 )
+SEARCHED = (
+    "draft",
+    "batch",
+    "micro_batches",
+    "tokens_per_second",
+    "low",
+    "high",
+    "gain",
+    "predicted_gain",
+    "tuned",
+)
 
 
 @dataclass(frozen=True)
@@ -50,6 +67,8 @@ class Settings(Plotted):
     micro_batches: tuple[int, ...] = option((2, 4), "micro-batches of a batch")
     workers: tuple[str, ...] = option(("processes", "threads"), "what drafts")
     rounds: int = option(12, "timed rounds of a run")
+    most: int = option(8, "micro-batches of the search; 0: no search")
+    tokens: int = option(64, "new tokens of a row in the search")
     k: int = option(4, "drafted tokens per round")
     longest: int = option(600, "tokens of the longest prompt")
     repeats: int = option(3, "timed runs")
@@ -59,22 +78,60 @@ class Settings(Plotted):
 def main(s: Settings) -> list[dict[str, Any]]:
     s.begin()
     if s.quick:
-        s = replace(s, drafts=("pocket-vanilla",), batches=(4,), micro_batches=(2,), rounds=4, repeats=1)
+        s = replace(
+            s,
+            drafts=("pocket-vanilla",),
+            batches=(4,),
+            micro_batches=(2,),
+            rounds=4,
+            repeats=1,
+            most=3,
+            tokens=16,
+        )
     target = sd.HFModel(*zoo.load("pocket-target"))
     compare = Comparison(s.micro_batches, s.workers, s.rounds, s.repeats, s.seed)
     out: list[dict[str, Any]] = []
+    found: list[dict[str, Any]] = []
     for name in s.drafts:
         decoder = sd.decoder(target).draft(sd.HFModel(*zoo.load(name)), s.k).build()
         for batch in s.batches:
             progress(f"{name}, batch {batch}", stays=True)
-            out += compare.rows(name, decoder, workload(target.tokenizer, batch, s.longest, s.seed).rows)
-    s.save(out)
-    print(table(out, COLUMNS))
-    errors = sorted(abs(r["ratio"] - 1) for r in out)
-    print(f"median error of the time model: {errors[len(errors) // 2]:.0%}")
+            rows = workload(target.tokenizer, batch, s.longest, s.seed).rows
+            out += compare.rows(name, decoder, rows)
+            if s.most:
+                found += searched(s, name, decoder, rows)
+    s.save(out + found)
+    print(table(out, COLUMNS), "\n\n" + table(found, SEARCHED) if found else "")
+    errors = [
+        abs(r["ratio"] - 1) for r in out if r["mode"] != "serial"
+    ]  # the model is fitted to serial rounds
+    print(f"median error of the time model, serial rounds left out: {median(errors):.1%}")
     if s.plots:
         picture(s, Path(s.plots), target)
-    return out
+    return out + found
+
+
+def searched(s: Settings, name: str, decoder: Any, rows: list[list[int]]) -> list[dict[str, Any]]:
+    """A row for every number of micro-batches: goodput, and whether ``tune`` chose it. 1 is the serial executor."""
+    how, batch = Pipelined(workers=s.workers[0]), len(rows)
+    tuned = tune(decoder, rows, s.tokens, executor=how, repeats=s.repeats, seed=s.seed)
+    chosen = tuned.executor.micro_batches if isinstance(tuned.executor, Pipelined) else 1
+    counts = range(1, min(s.most, batch) + 1)
+    runs: dict[int, list[float]] = {m: [] for m in counts}
+    for turn in range(s.repeats + 1):
+        for m in counts:
+            executor = Serial() if m == 1 else replace(how, micro_batches=m)
+            run = pool_run(replace(decoder, executor=executor), rows, s.tokens, s.seed + turn)
+            runs[m] += [run.goodput] if turn else []
+    return [
+        {
+            "draft": name, "batch": batch, "mode": "search", "workers": how.workers, "micro_batches": m,
+            "tokens_per_second": median(speeds), "low": min(speeds), "high": max(speeds),
+            "gain": median(a / b for a, b in zip(speeds, runs[1])), "predicted_gain": tuned.model.gain(batch, m) if m > 1 else 1.0,
+            "tuned": m == chosen, "observed": tuned.observed.get(m),
+        }
+        for m, speeds in runs.items()
+    ]  # fmt: skip
 
 
 def picture(s: Settings, folder: Path, target: Any) -> None:

@@ -19,11 +19,10 @@ import specdec as sd
 from specdec import zoo
 from specdec.data.corpus import DOMAINS
 from specdec.data.prompts import prompts
+from specdec.lab.arm_times import POOL
 from specdec.lab.console import table
 from specdec.lab.options import option, parse
 from specdec.lab.recipe import Recipe
-
-POOL = ("pocket-tiny", "pocket-code", "pocket-prose", "pocket-tabular", "pocket-vanilla")
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from specdec import zoo
 from specdec.data.corpus import DOMAINS, MANIFEST, corpus
-from specdec.data.prompts import FILE as PROMPTS
-from specdec.data.prompts import choose
+from specdec.data.prompts import FILES, choose
 from specdec.lab.bits import bits_per_byte, xz_bits_per_byte
 from specdec.lab.options import option, parse
 from specdec.lab.pretraining import Pretraining, Sizes
@@ -152,14 +151,15 @@ def command_options(s: Settings, info: dict) -> str:
 
 
 def publish(s: Settings, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Writes specdec/data/manifest.json and prompts.json: the corpus's manifest, and prompts from its test packages."""
-    test = corpus(None, "test", s.sites, s.work)
+    """Writes the corpus's manifest and the prompts of its held-out packages into specdec/data."""
+    held_out = {split: corpus(None, split, s.sites, s.work) for split in FILES}
     newest = max(Path(s.work).glob("corpus-*/manifest.json"), key=lambda path: path.stat().st_mtime)
     manifest = json.loads(newest.read_text())
     licences = {entry["package"]: entry["licence"] for entry in manifest["packages"]}
-    chosen = choose(test, licences, tokenizer)
     MANIFEST.write_text(json.dumps(manifest, indent=0) + "\n")
-    PROMPTS.write_text(json.dumps({"prompts": chosen}, indent=1, ensure_ascii=False) + "\n")
+    for split, rows in held_out.items():
+        chosen = choose(rows, licences, tokenizer)
+        FILES[split].write_text(json.dumps({"prompts": chosen}, indent=1, ensure_ascii=False) + "\n")
 
 
 def status(s: Settings, text: str) -> None:

@@ -1,9 +1,10 @@
-"""Trains the pool of small drafts for the pocket target: a generalist and three specialists, one per domain.
+"""Trains a pool of small drafts for the pocket target: five sizes from 0.14 M to 2.1 M parameters, equal data.
 
     python recipes/train_pool.py --site SITE_PACKAGES --work runs/pocket
 
-Each is distilled from the target (MixedLoss) on text of its domains. The specialists are initialised with two blocks of another
-draft. The same command continues an interrupted run; finished drafts are exported into specdec/zoo with a model card.
+Each is distilled from the target (MixedLoss) on the same tokens of all three domains, from new weights. The same command continues
+an interrupted run; finished drafts are exported into specdec/zoo with a model card. --drafts also takes the members of the former
+pool (pocket-tiny and a specialist per domain), whose cards have their commands.
 """
 
 from __future__ import annotations
@@ -34,23 +35,31 @@ MIXTURE = (0.4, 0.3, 0.3)
 
 @dataclass(frozen=True)
 class Member:
-    """A draft of the pool: its shares of code, prose and tabular text; ``hidden`` 0: initialised with the first and last block of ``start``."""
+    """A draft: ``hidden`` 0 begins with the first and last block of ``start``; ``shares`` are of code, prose and tabular text."""
 
-    shares: tuple[float, float, float]
     hidden: int = 0
     layers: int = 2
     heads: int = 2
     intermediate: int = 0
+    shares: tuple[float, float, float] = MIXTURE
     start: str = "pocket-vanilla"
 
 
 POOL = {
-    "pocket-code": Member((1, 0, 0)),
-    "pocket-prose": Member((0, 1, 0), start="pocket-code"),
-    # Tables are part of code, and the corpus has few.
-    "pocket-tabular": Member((0.3, 0, 0.7), start="pocket-code"),
-    "pocket-tiny": Member(MIXTURE, 64, 2, 2, 160),
+    "pocket-140k": Member(32, 1, 1, 80),
+    "pocket-360k": Member(64, 2, 2, 160),
+    "pocket-600k": Member(96, 2, 3, 240),
+    "pocket-1100k": Member(128, 3, 4, 320),
+    "pocket-2100k": Member(192, 3, 6, 480),
 }
+FORMER = {
+    "pocket-code": Member(shares=(1, 0, 0)),
+    "pocket-prose": Member(shares=(0, 1, 0), start="pocket-code"),
+    # Tables are part of code, and the corpus has few.
+    "pocket-tabular": Member(shares=(0.3, 0, 0.7), start="pocket-code"),
+    "pocket-tiny": Member(64, 2, 2, 160),
+}
+MEMBERS = POOL | FORMER
 
 
 @dataclass(frozen=True)
@@ -64,6 +73,7 @@ class Settings(Recipe):
     batch: int = option(2, "sequences per step")
     muon_lr: float = option(0.02)
     adam_lr: float = option(0.006)
+    attention: str = option("block", '"block": matmuls by query block, faster on CPU; "sdpa": PyTorch\'s')
     compile: bool = option(True, "torch.compile of the loss")
     validation: int = option(16, "number of validation sequences")
 
@@ -94,8 +104,9 @@ def states(s: Settings, target: Any, tokenizer: Any, member: Member, split: str,
 
 def fit(s: Settings, name: str, target: Any, tokenizer: Any) -> tuple[Any, Trained]:
     """Train one draft; its checkpoint is in the work folder."""
-    member, count = POOL[name], max(1, round(s.tokens * 1e6) // 1024)
+    member, count = MEMBERS[name], max(1, round(s.tokens * 1e6) // 1024)
     draft = started(member, s)
+    draft.set_attn_implementation(s.attention)
     data = states(s, target, tokenizer, member, "train", count)
     validation = states(s, target, tokenizer, member, "validation", s.validation)
     steps = max(1, round(count * s.epochs / s.batch))
@@ -122,14 +133,15 @@ def export(s: Settings, name: str, draft: Any, tokenizer: Any, report: Trained) 
         p.data = p.data.to(torch.bfloat16)
     draft.config.dtype = torch.bfloat16
     draft.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    if zoo.tokenizer_folder(folder) is None:  # the package's models share one
+        tokenizer.save_pretrained(folder)
     (folder / "model.safetensors").chmod(0o644)
     (folder / "README.md").write_text(card(s, name, draft, report))
 
 
 def card(s: Settings, name: str, draft: Any, report: Trained) -> str:
     """The model card, in Markdown."""
-    member, c = POOL[name], draft.config
+    member, c = MEMBERS[name], draft.config
     total = sum(p.numel() for p in draft.parameters())
     start = "new weights" if member.hidden else f"the first and the last block of {member.start}"
     shares = ", ".join(f"{share:.0%} {domain}" for share, domain in zip(member.shares, DOMAINS) if share)
@@ -137,15 +149,21 @@ def card(s: Settings, name: str, draft: Any, report: Trained) -> str:
     lines = [
         f"# {name}",
         "",
-        f"A draft for pocket-target: Llama architecture, {c.num_hidden_layers} layers, hidden size {c.hidden_size}, "
-        f"{c.num_attention_heads} heads, intermediate size {c.intermediate_size},",
+        f"A draft for pocket-target: Llama architecture, layers: {c.num_hidden_layers}, hidden size: {c.hidden_size}, heads: "
+        f"{c.num_attention_heads}, intermediate size: {c.intermediate_size},",
         f"tied embeddings, vocabulary {c.vocab_size}, {total:,} parameters. Stored in bf16; `specdec.zoo.load` loads it in float32.",
         "",
         f"**Training.** Begun from {start}; distilled from pocket-target with MixedLoss(0.5) on {report.tokens / 1e6:.2f} M tokens "
         f"({shares})",
-        f"of the pocket corpus, length 1024, in {report.seconds / 60:.0f} minutes on one core. Muon (lr {s.muon_lr}) for the blocks' "
+        f"of the pocket corpus, length 1024, in {report.seconds / 60:.0f} minutes on a shared CPU core. Muon (lr {s.muon_lr}) for the blocks' "
         f"matrices, AdamW (lr {s.adam_lr}) for",
         f"the rest, bf16 with float32 master weights, batch {s.batch}, seed {s.seed}. torch {made['versions']['torch']}.",
+    ]
+    if name in POOL:
+        lines.append(
+            f"The recipe trains {', '.join(POOL)} with the same settings on the same tokens in the same order."
+        )
+    lines += [
         "",
         "```",
         f"python recipes/train_pool.py --site SITE_PACKAGES --drafts {name} --tokens {s.tokens:g} --epochs {s.epochs:g}",
@@ -164,9 +182,9 @@ def card(s: Settings, name: str, draft: Any, report: Trained) -> str:
 
 
 def main(s: Settings) -> None:
-    unknown = [name for name in s.drafts if name not in POOL]
+    unknown = [name for name in s.drafts if name not in MEMBERS]
     if unknown:
-        raise SystemExit(f"--drafts {unknown[0]}: there are {', '.join(POOL)}")
+        raise SystemExit(f"--drafts {unknown[0]}: there are {', '.join(MEMBERS)}")
     s.begin()
     target, tokenizer = zoo.load("pocket-target")
     rows = []

@@ -23,7 +23,7 @@ from specdec.sampling import Sampling
 from specdec.serving.requests import Finished, Request, Summary
 from specdec.stats import Stats
 from specdec.types import Context, Proposal, Round, Scores, Verdict
-from specdec.verifiers import Coupled, Rejection
+from specdec.verifiers import BlockVerification, Coupled, Rejection
 
 __version__ = "0.1.0"
 
@@ -68,6 +68,7 @@ def __dir__() -> list[str]:
 
 __all__ = [
     "Arm",
+    "BlockVerification",
     "Builder",
     "Context",
     "Coupled",

@@ -12,6 +12,13 @@ def whole(name: str, value: Any, hint: str = "") -> None:
         raise TypeError(f"{name} is {value!r}: give a whole number{hint}")
 
 
+def at_least(least: int, name: str, value: Any, remedy: str, hint: str = "") -> None:
+    """As ``whole``; raises ValueError with the ``remedy`` for a value below ``least``."""
+    whole(name, value, hint)
+    if value < least:
+        raise ValueError(f"{name} is {value}: {remedy}")
+
+
 def number(name: str, value: Any, hint: str = "") -> None:
     """Raise TypeError for a value that is not a real number (``True`` is none) and ValueError for NaN; ``hint`` says what else may be given."""
     if not isinstance(value, Real) or isinstance(value, bool):

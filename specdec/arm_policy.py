@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from specdec.arguments import whole
+from specdec.arguments import at_least
 from specdec.cost.arms import ArmCosts
 from specdec.protocols import Leaves, Selector
 from specdec.rng import Rng
@@ -37,11 +37,8 @@ class Arm:
 
     def __post_init__(self) -> None:
         if self.length is not None:
-            whole("length", self.length)
-        if self.length is not None and self.length < 1:
-            raise ValueError(
-                f"length is {self.length}: give at least 1; an arm that does not speculate is None, or Arm(None)"
-            )
+            remedy = "give at least 1; an arm that does not speculate is None, or Arm(None)"
+            at_least(1, "length", self.length, remedy)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, Unpack
 
 from specdec import drafts
-from specdec.arguments import whole
+from specdec.arguments import at_least, whole
 from specdec.arm_policy import Arm, ArmPolicy, Reward
 from specdec.capabilities import DraftInfo, DraftPart, ModelInfo, SelectorInfo
 from specdec.cost.arms import ArmCosts
@@ -93,11 +93,8 @@ class Builder:
             raise TypeError(
                 f"capacities is a {type(capacities).__name__}: give a mapping, {{'name': rows, ...}}, of some of the arms {', '.join(arms)}"
             )
-        whole("length", length)
-        if length < 1:
-            raise ValueError(
-                f"length is {length}: an arm drafts at least 1 token (None is the arm that does not speculate)"
-            )
+        remedy = "an arm drafts at least 1 token (None is the arm that does not speculate)"
+        at_least(1, "length", length, remedy)
         if isinstance(costs, ArmCosts) and len(costs.draft) != len(arms):
             raise ValueError(
                 f"costs has {len(costs.draft)} arms and there are {len(arms)}: {', '.join(arms)}"
@@ -167,7 +164,7 @@ class Builder:
         return replace(self, _sampling=replace(self._sampling, temperature=0.0))
 
     def verifier(self, verifier: Verifier) -> Builder:
-        """How proposed tokens are verified: ``Rejection()`` (default) or ``Coupled()``."""
+        """How proposed tokens are verified: ``Rejection()`` (default), ``BlockVerification()`` or ``Coupled()``."""
         _made("verifier", verifier, "__call__", "check", "for_draft")
         return replace(self, _verifier=verifier)
 
@@ -187,11 +184,8 @@ class Builder:
         target, part = self._target, DraftPart.of(self._draft)
         for each in (part, *part.members):
             _made("draft", each.draft, "init", "propose", "observe", "select")
-        whole("length", self._length)
-        if self._length < 1:
-            raise ValueError(
-                f"length is {self._length}: a draft proposes at least 1 token (use drafts.NoDraft() for plain decoding)"
-            )
+        remedy = "a draft proposes at least 1 token (use drafts.NoDraft() for plain decoding)"
+        at_least(1, "length", self._length, remedy)
         if part.info.trees and not target.supports_trees:
             raise ValueError(
                 f"draft {part.info.name!r} proposes trees but this target family takes chains only: use "

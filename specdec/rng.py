@@ -248,13 +248,8 @@ def race_arrivals(probs: Tensor, seed: Tensor, position: Tensor, token: Tensor |
     """
     if token is None:
         token = torch.arange(probs.shape[1], device=probs.device)
-    if probs.device.type == "cpu":
-        if library() is not None:
-            u = race_numbers(token, position, seed, probs.shape[1])
-        else:
-            u = torch.from_numpy(
-                _race_numbers(token.numpy(), position.numpy()[:, None], seed.numpy()[:, None])
-            )
+    if probs.device.type == "cpu" and library() is not None:
+        u = race_numbers(token, position, seed, probs.shape[1])
     else:
         at, k = (to_device(t, probs.device)[:, None] for t in (position, seed))
         stream, zero = torch.full_like(at, TARGET), torch.zeros_like(at)
@@ -305,42 +300,6 @@ def _halves(words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def _in_unit_interval(w0: np.ndarray, w1: np.ndarray) -> np.ndarray:
     """float64 in [0, 1) from 27 and 26 bits of two words, as ``k * 2^-53``."""
     return (((w0 >> 5) << 26) | (w1 >> 6)).view(np.int64) * 2.0**-53
-
-
-def _race_numbers(token: np.ndarray, at: np.ndarray, seed: np.ndarray) -> np.ndarray:
-    """``(k + 1/2) 2^-53`` of counters (at, token, TARGET, 0), float64 ``[R, V]``: few passes, for large arrays.
-
-    In the first three rounds half of the words do not depend on the token; the plain generator's broadcasting makes use of it.
-    """
-    at, seed = at.astype(np.uint64), seed.astype(np.uint64)
-    mask, shift = np.uint64(WORD), np.uint64(32)
-    keys = [((seed >> s) + _STEPS[:, i, None, None]) & mask for i, s in enumerate((np.uint64(0), shift))]
-    begun = philox4x32(
-        (at, token.astype(np.uint64), np.uint64(TARGET), np.uint64(0)), (keys[0][0], keys[1][0]), rounds=3
-    )
-    c0, c1, c2, c3 = begun
-    c3 = c3 ^ np.zeros_like(c0)
-    p0, p1 = np.empty_like(c0), np.empty_like(c0)
-    for step in range(3, 10):
-        np.multiply(c2, _MULTIPLIERS[1], out=p1)
-        if step < 9:  # words 2 and 3 end with the last round but one
-            np.multiply(c0, _MULTIPLIERS[0], out=p0)
-            np.right_shift(p0, shift, out=c2)
-            c2 ^= c3
-            c2 ^= keys[1][step]
-            np.bitwise_and(p0, mask, out=c3)
-        np.right_shift(p1, shift, out=c0)
-        c0 ^= c1
-        c0 ^= keys[0][step]
-        np.bitwise_and(p1, mask, out=c1)
-    c0 >>= np.uint64(5)
-    c0 <<= np.uint64(26)
-    c1 >>= np.uint64(6)
-    c0 |= c1
-    u = c0.view(np.int64).astype(np.float64)
-    u += 0.5
-    u *= 2.0**-53
-    return u
 
 
 @cache

@@ -18,6 +18,7 @@ from specdec.kernels.attention import (
     Tree,
     attention,
     choose,
+    conformance,
     explain,
     reference,
 )
@@ -89,7 +90,10 @@ PLANS = {
     "ragged tree": AttentionPlan([0, 2, 3], [10, 0, 15], [8, 2, 6], 24, make_tree([0, 2, 3], [11, 1, 16])),
     "end of a tree": AttentionPlan([0, 2], [13, 7], [3, 3], 24, make_tree([0, 2], [11, 5])),
     "tree alone": AttentionPlan([2], [12], [5], 24, make_tree([2], [14])),
+    "out of order": AttentionPlan([3, 2, 1, 0], [12, 3, 9, 0], [4, 4, 4, 4], 24),
+    "one row thrice": AttentionPlan([1, 1, 1, 2], [12, 3, 9, 0], [3, 1, 1, 8], 24),
 }
+WAYS = [*((name, None) for name in CPU), *(("decomposed", fragment) for fragment in (1, 4, 8))]
 
 
 def case(plan, Hq=4, Hkv=2, D=6, Dv=None, dtype=torch.float64, seed=0):
@@ -99,16 +103,21 @@ def case(plan, Hq=4, Hkv=2, D=6, Dv=None, dtype=torch.float64, seed=0):
     return query, keys, torch.randn(4, slots, Hkv, Dv or D, generator=g, dtype=dtype)
 
 
-@pytest.mark.parametrize("backend", CPU)
-@pytest.mark.parametrize("window", [None, 1, 3, 100])
+@pytest.mark.parametrize(("backend", "fragment"), WAYS)
+@pytest.mark.parametrize(
+    ("window", "initial"),
+    [(None, 0), (1, 0), (3, 0), (100, 0), (1, 1), (3, 2), (5, 9), (2, 30), (100, 3), (3, 12)],
+)  # some plans' trees begin below 12
 @pytest.mark.parametrize("name", list(PLANS))
-def test_every_plan(name, window, backend):
-    plan = PLANS[name]
-    args = case(plan)
-    out = attention(*args, plan, window=window, backend=backend)
-    expected = naive(*args, plan, window=window)
-    assert out.shape == expected.shape
-    torch.testing.assert_close(out, expected, rtol=0, atol=1e-13)
+def test_every_plan(name, window, initial, backend, fragment):
+    """Rows shorter than the window, rows in which it meets or overlaps the first positions, and rows with a gap between them."""
+    plan = replace(PLANS[name], fragment=fragment)
+    args, reached = case(plan), {"window": window, "initial": initial}
+    made = attention(*args, plan, **reached, backend=backend, lse=True)
+    expected = naive(*args, plan, **reached, lse=True)
+    torch.testing.assert_close(made, expected, rtol=0, atol=1e-13)
+    alone = attention(*args, plan, **reached, backend=backend)
+    torch.testing.assert_close(alone, expected[0], rtol=0, atol=1e-13)
 
 
 @pytest.mark.parametrize("backend", CPU)
@@ -134,47 +143,6 @@ def test_softcap_and_sinks(name, sink_logits, softcap):
     )
 
 
-@pytest.mark.parametrize("window", [None, 3])
-@pytest.mark.parametrize("name", list(PLANS))
-def test_nothing_leaks_from_slots_that_are_not_seen(name, window):
-    plan = PLANS[name]
-    query, keys, values = case(plan)
-    expected = attention(query, keys, values, plan, window=window, backend="reference")
-    used = torch.zeros(4, plan.capacity, dtype=torch.bool)
-    for r, (b, n) in enumerate(zip(plan.rows, plan.length)):
-        used[b, :n] = True
-        if plan.tree is not None:  # nodes of earlier calls that no query here is below
-            root, first = int(plan.tree.root[r]), plan.first[r]
-            above = torch.from_numpy(plan.tree.ancestors[r, max(first - root, 0) : n - root]).any(0)
-            used[b, root:n] = above[: n - root]
-    far = torch.ones_like(used)  # slots that a batched call does not even read
-    for s in plan.segments:
-        far[s.b0 : s.b0 + s.r1 - s.r0, : s.keys] = False
-    for buffer in (keys, values):
-        buffer[~used] = float("nan")
-    out = attention(query, keys, values, plan, window=window, backend="reference")
-    torch.testing.assert_close(out, expected, rtol=0, atol=0)
-    for buffer in (keys, values):  # those that it does read have to be finite, and then never count
-        buffer[~used & ~far] = 1e30
-    out = attention(query, keys, values, plan, window=window, backend="packed")
-    torch.testing.assert_close(out, expected, rtol=0, atol=1e-13)
-
-
-def hide(plan, keys, values, poison, window=None, initial=0):
-    """Make all that no query of its row sees ``poison``, in slots or in pages; returns how much that is inside of rows."""
-    unseen, inside = torch.ones(keys.shape[:2], dtype=torch.bool), 0
-    for s in plan.runs(alone=True):
-        seen = torch.as_tensor(plan.visible(s, reach(window, initial))).flatten(0, -2).any(0)
-        inside += int((~seen).sum())
-        at = seen.nonzero()[:, 0]
-        if plan.table is None:
-            unseen[s.b0, at] = False
-        else:
-            unseen[torch.tensor(plan.table[s.r0])[at // plan.page], at % plan.page] = False
-    keys[unseen], values[unseen] = poison, poison
-    return inside
-
-
 def hiding_plans():
     """(name, plan, window, initial): windows, first positions beside them, branches of a tree that is not asked about, masks, pages."""
     draw = np.random.default_rng(0)
@@ -193,52 +161,31 @@ def hiding_plans():
 
 
 @pytest.mark.parametrize("lse", [False, True])
-@pytest.mark.parametrize("backend", [*CPU, "cpu", "auto", pytest.param("native", marks=C)])
+@pytest.mark.parametrize(
+    ("backend", "fragment"),
+    [*WAYS[:4], ("decomposed", 8), ("cpu", None), ("auto", None), pytest.param("native", None, marks=C)],
+)
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize(
     ("dtype", "D"), [(torch.float32, 8), (torch.float32, 16), (torch.float16, 16), (torch.bfloat16, 16)]
 )
-def test_what_is_not_finite_inside_a_row_does_not_count(dtype, D, poison, backend, lse):
+def test_what_is_not_finite_inside_a_row_does_not_count(dtype, D, poison, backend, fragment, lse):
     if backend == "native" and (D == 8 or dtype is torch.float16):
         return  # it refuses these
     atol, hidden = 2e-6 if dtype is torch.float32 else 4 * torch.finfo(dtype).eps, 0
     for name, plan, window, initial in hiding_plans():
         if backend in ("padded", "decomposed") and plan.table is not None:
             continue
-        given = [t.to(dtype) for t in case(plan, D=D)]
+        given, plan.fragment = [t.to(dtype) for t in case(plan, D=D)], fragment
         settings = {"window": window, "initial": initial, "lse": True}
         exact = attention(*(t.double() for t in given), plan, backend="reference", **settings)
-        hidden += hide(plan, *given[1:], poison, window, initial)
+        conformance.hide(plan, *given[1:], settings, poison)
+        hidden += int((~given[1].isfinite()).sum())
         made = attention(*given, plan, backend=backend, **{**settings, "lse": lse})
         for mine, expected in zip(made if lse else [made], exact):
             close = torch.allclose(mine.double(), expected, rtol=0, atol=atol)
             assert close, f"{name}, window {window}, initial {initial}"
     assert hidden > 100
-
-
-REACHES = [
-    (1, 1),
-    (3, 2),
-    (5, 9),
-    (2, 30),
-    (100, 3),
-    (3, 12),
-]  # window and first positions; some plans' trees begin below 12
-
-
-@pytest.mark.parametrize("backend", CPU)
-@pytest.mark.parametrize(("window", "initial"), REACHES)
-@pytest.mark.parametrize("name", list(PLANS))
-def test_first_positions_beside_a_window(name, window, initial, backend):
-    """Rows shorter than the window, rows in which the two meet or overlap, and rows with a gap between them."""
-    plan = PLANS[name]
-    args = case(plan)
-    out, lse = attention(*args, plan, window=window, initial=initial, backend=backend, lse=True)
-    expected, logs = naive(*args, plan, window=window, initial=initial, lse=True)
-    torch.testing.assert_close(out, expected, rtol=0, atol=1e-13)
-    torch.testing.assert_close(lse, logs, rtol=0, atol=1e-13)
-    alone = attention(*args, plan, window=window, initial=initial, backend=backend)
-    torch.testing.assert_close(alone, expected, rtol=0, atol=1e-13)
 
 
 @pytest.mark.parametrize("backend", ["reference", "packed", "cpu", pytest.param("native", marks=C)])
@@ -261,20 +208,6 @@ def test_first_positions_in_float32(window, initial, heads, backend):
         torch.testing.assert_close(out.double(), expected, rtol=0, atol=3e-6)
         torch.testing.assert_close(lse.double(), logs, rtol=0, atol=1e-5)
         assert torch.equal(attention(*args, plan, **settings, backend=backend), out) or backend != "native"
-
-
-@pytest.mark.parametrize("fragment", [1, 4, 8, 16])
-@pytest.mark.parametrize(("window", "initial"), [(5, 3), (20, 4), (9, 13)])
-@pytest.mark.parametrize("counts", [[1, 1, 1], [3, 3, 3]])
-def test_first_positions_and_fragments(counts, window, initial, fragment):
-    """Fragments in which nothing is seen, and whose borders lie within the first positions or the window."""
-    plan = AttentionPlan([0, 1, 2], [40, 3, 30], counts, 48, fragment=fragment)
-    args = case(plan)
-    settings = {"window": window, "initial": initial}
-    out, lse = attention(*args, plan, **settings, backend="decomposed", lse=True)
-    expected, logs = naive(*args, plan, **settings, lse=True)
-    torch.testing.assert_close(out, expected, rtol=0, atol=1e-13)
-    torch.testing.assert_close(lse, logs, rtol=0, atol=1e-13)
 
 
 @C
@@ -311,26 +244,6 @@ def test_first_positions_in_pages(window, initial, backend):
     torch.testing.assert_close(out.double(), expected, rtol=0, atol=3e-6)
 
 
-@pytest.mark.parametrize("backend", ["reference", pytest.param("native", marks=C)])
-@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
-@pytest.mark.parametrize(("window", "initial"), [(3, 2), (1, 5)])
-@pytest.mark.parametrize("name", list(PLANS))
-def test_nothing_leaks_from_between_the_first_positions_and_the_window(
-    name, window, initial, poison, backend
-):
-    plan = PLANS[name]
-    query, keys, values = case(plan, D=16, dtype=torch.float32)
-    settings = {"window": window, "initial": initial, "backend": backend, "lse": True}
-    expected = attention(query, keys, values, plan, **settings)
-    unseen = torch.ones(4, plan.capacity, dtype=torch.bool)
-    for s in plan.runs(alone=True):
-        seen = torch.from_numpy(plan.visible(s, reach(window, initial))[0]).any(0)
-        unseen[s.b0, : s.keys] &= ~seen
-    keys[unseen], values[unseen] = poison, poison
-    for a, b in zip(attention(query, keys, values, plan, **settings), expected):
-        assert torch.equal(a, b)
-
-
 @pytest.mark.parametrize("window", [None, 50])
 def test_first_positions_that_change_nothing(window):
     """Without a window, or where it reaches them anyway, the call is the one without them."""
@@ -356,31 +269,6 @@ def test_first_positions_that_cannot_be():
         reference.attend(*args, mask, 1.0, reach(3, 2))
     said = explain(*args, mask, window=3, initial=2)
     assert len(said.splitlines()) == said.count("cannot") == said.count("initial counts positions")
-
-
-@pytest.mark.parametrize("backend", CPU)
-@pytest.mark.parametrize("window", [None, 3])
-@pytest.mark.parametrize("name", list(PLANS))
-def test_log_sum_exps(name, window, backend):
-    plan = PLANS[name]
-    args = case(plan)
-    out, lse = attention(*args, plan, window=window, backend=backend, lse=True)
-    expected, logs = naive(*args, plan, window=window, lse=True)
-    assert lse.dtype == torch.float64
-    torch.testing.assert_close(out, expected, rtol=0, atol=1e-13)
-    torch.testing.assert_close(lse, logs, rtol=0, atol=1e-13)
-
-
-@pytest.mark.parametrize("backend", [*CPU, "cpu"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("heads", [(4, 4), (8, 2), (8, 1)])
-def test_log_sum_exps_in_low_precision(heads, dtype, backend):
-    for plan in (PLANS["ragged"], PLANS["uneven lengths"], PLANS["tree"], AttentionPlan([1], [0], [40], 40)):
-        args = case(plan, *heads, D=16, dtype=dtype)
-        _, lse = attention(*args, plan, backend=backend, lse=True)
-        _, logs = naive(*args, plan, lse=True)
-        assert lse.dtype == torch.float32
-        torch.testing.assert_close(lse.double(), logs, rtol=0, atol=1e-5 if dtype is torch.float32 else 2e-2)
 
 
 class ByHead(ExplicitPlan):
@@ -462,17 +350,6 @@ def test_plans_that_cannot_be_are_refused():
     AttentionPlan([0, 2], [17, 5], [3, 2], 0, table=[[0, 1, 2], [3]], page=8)  # pages have no capacity
 
 
-@pytest.mark.parametrize("backend", [*CPU, "cpu", "auto"])
-@pytest.mark.parametrize("rows", [[3, 2, 1, 0], [1, 1, 1, 2], [2, 3, 0, 1]])
-def test_rows_in_any_order(rows, backend):
-    for first, counts in (([12, 3, 9, 0], [4, 4, 4, 4]), ([12, 3, 9, 0], [3, 1, 1, 8])):
-        plan = AttentionPlan(rows, first, counts, 24)
-        for window in (None, 3):
-            args = case(plan)
-            out = attention(*args, plan, window=window, backend=backend)
-            torch.testing.assert_close(out, naive(*args, plan, window=window), rtol=0, atol=1e-13)
-
-
 @pytest.mark.parametrize("backend", ["reference", "auto"])
 def test_numbers_that_cannot_be_are_refused(backend):
     plan = PLANS["verify"]
@@ -543,15 +420,6 @@ def test_long_pieces(first, count):
         for b in others:
             torch.testing.assert_close(a, b, rtol=0, atol=1e-13)
     torch.testing.assert_close(a, naive(*args, plan, window=16), rtol=0, atol=1e-13)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_low_precision_is_as_good_as_the_reference(dtype):
-    plan = PLANS["verify"]
-    args = case(plan, D=64, dtype=dtype)
-    exact = naive(*args, plan)
-    error = {b: (attention(*args, plan, backend=b).double() - exact).abs().max() for b in CPU}
-    assert 0 < error["packed"] <= 2 * error["reference"] + torch.finfo(dtype).eps
 
 
 def test_the_steady_state_is_one_call_and_a_decoding_row_needs_no_mask():

@@ -13,9 +13,9 @@ from torch.nn.utils import prune
 import specdec as sd
 from specdec.drafts.spire import SpireModel
 from specdec.drafts.spire.steps import SpireSteps
+from specdec.forward import llama_c
 from specdec.kernels.native import library, reason
 from specdec.kernels.native.blocks import buffers
-from specdec.kernels.native.step import Steps
 from specdec.types import Context, Proposal
 
 pytestmark = pytest.mark.skipif(library() is None, reason=f"no C kernels: {reason()}")
@@ -52,7 +52,7 @@ def test_one_call_gives_the_bits_of_many(family, dtype, page, monkeypatch):
     lean = model._path.lean
     assert lean._whole is not None
     calls = []
-    monkeypatch.setattr(Steps, "__call__", counted(Steps.__call__, calls))
+    monkeypatch.setattr(llama_c, "step", counted(llama_c.step, calls))
     taps = (0, 1, len(lean.blocks))
     at_once = scores(model, taps)
     assert len(calls) == 2  # prefill and verification

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
-import subprocess
-import sys
 from itertools import product
 from pathlib import Path
 
@@ -15,18 +12,12 @@ import pytest
 from one_process import each
 
 from specdec.cost import (
-    AUTOREGRESSIVE,
     FULL,
     Fitted,
     Hardware,
     Host,
-    Load,
     Shape,
-    Window,
     calibrate,
-    magicdec,
-    spire,
-    vanilla,
 )
 from specdec.cost.calibrate import missed
 from specdec.cost.terms import Forward, step
@@ -247,44 +238,15 @@ def test_host_work_is_never_negative():
         Host.fit([])
 
 
-def test_fitted_machines_go_where_hardware_goes():
-    found = calibrate(timed(CORE, steps()))
-    load = Load(8, 512, 4, 4, 4).full
-    for method in (vanilla(SMALL), magicdec(TARGET, Window(72)), spire(TARGET.with_layers(2), Window(72))):
-        one = method.round(TARGET, load)
-        assert one.multiplier(2.5, found) == pytest.approx(one.multiplier(2.5, CORE), rel=1e-6)
-    assert AUTOREGRESSIVE.round(TARGET, load).multiplier(1, found) == 1
-
-
 # The recipe
 
 
-def recipe(*words):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    return subprocess.run(
-        [sys.executable, "recipes/spire_measured.py", *words],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-
-
-TOY = (
-    "--spire",
-    "untrained",
-    "--new-tokens",
-    "4",
-    "--repeats",
-    "1",
-    "--lengths",
-    "1",
-    "2",
-    "--prompts",
-    "3",
-    "--positions",
-    "3",
+RECIPE, TOY = (
+    "recipes/spire_measured.py",
+    (
+        *("--spire", "untrained", "--new-tokens", "4", "--repeats", "1", "--lengths", "1", "2"),
+        *("--prompts", "3", "--positions", "3"),
+    ),
 )
 
 
@@ -292,7 +254,8 @@ TOY = (
 def test_the_recipe_at_toy_size(tmp_path):
     file, plots = tmp_path / "m.json", tmp_path / "plots"
     sizes = ("--batches", "1", "2", "4", "--contexts", "32", "96")
-    done = recipe(*TOY, *sizes, "--distilled", "pocket-tiny", "--json", str(file), "--plots", str(plots))
+    words = ("--distilled", "pocket-tiny", "--json", str(file), "--plots", str(plots))
+    (done,) = each([RECIPE, *TOY, *sizes, *words], timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "batch 4, context 96" in done.stderr
     assert re.search(r"about [\d.]+ minutes: [\d.]+ for the noise-free tau, [\d.]+ for the grid", done.stderr)
@@ -333,7 +296,7 @@ def test_the_recipe_begins_no_point_when_its_time_is_over(tmp_path):
     """Corners come first, and what is measured stands: here the first one, without a model."""
     file = tmp_path / "m.json"
     sizes = ("--batches", "1", "2", "--contexts", "32", "--seconds", "0")
-    done = recipe(*TOY, *sizes, "--json", str(file))
+    (done,) = each([RECIPE, *TOY, *sizes, "--json", str(file)])
     assert done.returncode == 0, done.stdout + done.stderr
     assert "1 of 2 grid points are left out" in done.stderr
     grid = [r for r in json.loads(file.read_text())["rows"] if r["part"] == "grid"]
@@ -350,7 +313,7 @@ def test_the_recipe_begins_no_point_when_its_time_is_over(tmp_path):
 
 @pytest.mark.slow
 def test_the_recipe_explains_a_round():
-    done = recipe(*TOY, "--profile", "2", "64")
+    (done,) = each([RECIPE, *TOY, "--profile", "2", "64"])
     assert done.returncode == 0, done.stdout + done.stderr
     assert "spire, k = 4" in done.stdout
     assert re.search(r"^  draft  drafts\.spire\S*: \S+ +[\d.]+ ms", done.stdout, re.MULTILINE)
@@ -365,7 +328,7 @@ def test_the_recipe_refuses_what_it_cannot_do():
         (["--lengths", "0"], "at least 1"),
         (["--temperature", "0"], "temperature 1"),
     ]
-    lines = [["recipes/spire_measured.py", *TOY, *words] for words, _ in wrong]
+    lines = [[RECIPE, *TOY, *words] for words, _ in wrong]
     for (_, why), done in zip(wrong, each(*lines)):
         assert done.returncode != 0
         assert why in done.stderr

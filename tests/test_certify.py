@@ -27,8 +27,17 @@ SLOW = {  # seconds each
     "float64 llama, tree (2, 1)",
     "ragged rows, tree (2, 1)",
     "tree (2, 1), penalties, temperature 1.5, top-p 0.9",
+    "block verification, chain k=3",
+    "block verification, the paper's tests, k=3",
+    "block verification: the token-wise residual",
+    "block verification: a test of the distributions before its token",
 }
-EXACT = {"argmax declared as a sample of softmax(q)": 0.45, "node dropped after looking at its value": 0.15}
+EXACT = {
+    "argmax declared as a sample of softmax(q)": 0.45,
+    "node dropped after looking at its value": 0.15,
+    "block verification: the whole product is capped": 0.04,
+    "block verification: tests end at the first failure": 0.1,
+}
 
 
 @pytest.mark.parametrize(

@@ -161,6 +161,37 @@ def test_corpus_refuses_unknown_names():
         corpus_module.corpus("music")
 
 
+def test_prompts_to_choose_on_come_from_validation_packages():
+    shown = entries("validation")
+    counts = Counter(entry["domain"] for entry in shown)
+    assert counts == dict.fromkeys(corpus_module.DOMAINS, 16)
+    assert {entry["package"] for entry in shown} <= set(corpus_module.HELD_OUT["validation"])
+    assert not {entry["package"] for entry in shown} & {entry["package"] for entry in entries()}
+    assert not {entry["text"] for entry in shown} & {entry["text"] for entry in entries()}
+    assert all(entry["licence"] and entry["path"] and entry["text"].strip() for entry in shown)
+    assert len({entry["text"] for entry in shown}) == 48
+    assert dedup.keep_first(entry["text"] for entry in (*entries(), *shown)) == [True] * (72 + 48), (
+        "a near-duplicate of a test prompt"
+    )
+
+
+def test_prompts_of_a_split():
+    tokenizer = zoo.load("pocket-vanilla")[1]
+    assert entries("test") == entries()
+    assert prompts(split="test") == prompts()
+    assert prompts("prose", split="validation") == [
+        entry["text"] for entry in entries("validation") if entry["domain"] == "prose"
+    ]
+    assert len(prompts(tokens=1024, tokenizer=tokenizer, split="validation")) == 48
+    with pytest.raises(ValueError, match=r"only 16 of the 17 prompts .*'validation'"):
+        prompts("code", n=17, split="validation")
+    for split in ("train", "dev"):
+        with pytest.raises(ValueError, match="split must be one of"):
+            entries(split)
+        with pytest.raises(ValueError, match="split must be one of"):
+            prompts(split=split)
+
+
 def test_prompts_come_from_test_packages():
     counts = Counter(entry["domain"] for entry in entries())
     assert counts == dict.fromkeys(corpus_module.DOMAINS, 24)
@@ -198,6 +229,11 @@ def test_choose_takes_packages_in_turn():
     chosen = choose(rows, {"a": "MIT", "b": "BSD"}, tokenizer, count=4, tokens=64)
     assert [entry["package"] for entry in chosen if entry["domain"] == "code"] == ["a", "b", "a", "a"]
     assert [entry["domain"] for entry in chosen[:3]] == list(corpus_module.DOMAINS)
+    fewer = [row for row in rows if row["domain"] != "tabular" or row["package"] == "b"]
+    some = choose(fewer, {"a": "MIT", "b": "BSD"}, tokenizer, count=40, tokens=64)
+    each = Counter(entry["domain"] for entry in some)
+    assert len(set(each.values())) == 1, "equally many of each domain"
+    assert 1 <= each["tabular"] < 40
 
 
 @pytest.mark.parametrize("name", ["pocket-target", "pocket-vanilla"])
@@ -228,6 +264,11 @@ def test_the_draft_has_an_eighth_of_the_targets_body():
 
 def test_load_says_what_is_wrong(tmp_path: Path):
     pool = [
+        "pocket-1100k",
+        "pocket-140k",
+        "pocket-2100k",
+        "pocket-360k",
+        "pocket-600k",
         "pocket-code",
         "pocket-prose",
         "pocket-spire",

@@ -19,6 +19,7 @@ from tiny import byte_tokenizer, tiny
 import specdec as sd
 from specdec import selectors
 from specdec.distributed import generate, joined, shares, total
+from specdec.drafts.stateless import Stateless
 from specdec.stats import Stats
 
 PROMPTS = [[5, 6], [7, 8, 9], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11] * 2, [50] * 9, [3, 1, 3, 1, 3]]
@@ -48,7 +49,7 @@ def runs(generate):
     return out
 
 
-class Broken:
+class Broken(Stateless):
     """A draft that fails for one prompt."""
 
     def init(self, context, target_cache):
@@ -57,12 +58,6 @@ class Broken:
 
     def propose(self, state, context, budget, rng):
         return sd.Proposal.none(context.batch), None
-
-    def observe(self, state, round):
-        return None
-
-    def select(self, state, rows):
-        return None
 
 
 def process(folder):

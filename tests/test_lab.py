@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial
 from time import sleep
@@ -18,7 +19,7 @@ from tiny import tiny
 import specdec as sd
 from specdec.kernels.native import library
 from specdec.lab import clock
-from specdec.lab.arms import Assigned, best_in_hindsight, pool_run
+from specdec.lab.arms import PoolRun, goodput, pool_run
 from specdec.lab.clock import Forwards, bare_round, bare_steps, in_turn
 from specdec.lab.console import progress, table
 from specdec.lab.errors import LIMITS, relative, worst
@@ -29,12 +30,13 @@ from specdec.lab.report import command, write
 from specdec.lab.runs import Case, Sample, decode, interleave
 from specdec.lab.simulated import BLOCK, acceptance, oracle
 from specdec.lab.workload import DISTRIBUTIONS, lengths
+from specdec.stats import Stats
 
 
 def test_the_lab_is_found_from_the_package():
     assert sd.lab.options.parse is parse
     assert {"tau", "steady", "report"} <= set(dir(sd.lab))
-    with pytest.raises(AttributeError, match="there are arms"):
+    with pytest.raises(AttributeError, match=r"there are .*arms, "):
         sd.lab.nothing  # noqa: B018
 
 
@@ -240,24 +242,39 @@ def test_steps_without_their_call_of_c_come_back():
 # -- pools and worlds ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_best_arm_in_hindsight_is_that_of_the_requests_group():
+def test_runs_of_a_pool_count_tokens_and_arms_after_the_prefill():
     target = sd.HFModel(tiny("llama", dtype=torch.float32))
     drafts = {
         "itself": sd.drafts.Model(target),
         "nothing": sd.drafts.Model(sd.HFModel(tiny("llama", 1, torch.float32))),
     }
-    prompts, group = [[1, 2, 3], [4, 5], [6, 7]], ["a", "b", "a"]
+    prompts = [[1, 2, 3], [4, 5], [6, 7]]
     runs = [pool_run(sd.decoder(target).greedy().draft(d, 2).build(), prompts, 9, 0) for d in drafts.values()]
     assert [run.tokens for run in runs] == [3 * 8] * 2
-    assert len(runs[0].rounds) < len(runs[1].rounds)
-    assert best_in_hindsight([runs[0]] * 2, group).tolist() == [0, 0, 0]  # the first of equals
-    chosen = sd.decoder(target).greedy().pool(drafts, Assigned(torch.tensor([0, 1, 0])), 2).build()
+    assert runs[0].stats.rounds < runs[1].stats.rounds
+    chosen = (
+        sd.decoder(target).greedy().pool(drafts, sd.selectors.Fixed(1), 2, capacities={"nothing": 2}).build()
+    )
     run = pool_run(chosen, prompts, 9, 0)
     assert run.ids == runs[0].ids
-    assert {
-        arm: n for (_, g), arms in run.choices(group, 100).items() if g == "b" for arm, n in arms.items()
-    }.keys() == {1}
+    assert run.arms.keys() == {0, 1}
+    assert run.arms[1] > run.arms[0]
     assert run.selector_seconds > 0
+
+
+def test_goodput_is_a_ratio_of_sums_over_workloads():
+    def run(tokens, seconds):
+        return PoolRun(tokens, seconds, Stats(), Counter(), [])
+
+    mine = [run(100, 1.0 + i % 3) for i in range(6)]
+    base = [run(100, 2 * (1.0 + i % 3)) for i in range(6)]
+    value, low, high = goodput(mine)
+    assert value == pytest.approx(600 / 12)
+    assert low < value < high
+    assert goodput(mine, base) == pytest.approx((2, 2, 2))  # paired by workload
+    assert goodput(mine[:4])[1:] == (None, None)
+    with pytest.raises(ValueError, match="base has 5 runs"):
+        goodput(mine, base[:5])
 
 
 @pytest.mark.parametrize("name", DISTRIBUTIONS)

@@ -11,14 +11,14 @@ from transformers import LlamaForCausalLM
 
 from specdec import zoo
 from specdec.data.corpus import DOMAINS
-from specdec.data.prompts import prompts
+from specdec.data.prompts import entries, prompts
 from specdec.data.tokens import write_stream
 from specdec.lab.bits import bits_per_byte, xz_bits_per_byte
 from specdec.lab.pretraining import Pretraining, Sizes, block_attention
 from specdec.lab.states import documents, packed, sequences, stream_states, text_states
 from specdec.lab.streams import Streams
 from specdec.lab.variants import started, variants
-from specdec.lab.workload import Kind, workload
+from specdec.lab.workload import Kind, halves, workload
 from specdec.types import Context
 
 
@@ -151,14 +151,29 @@ def test_every_variant_starts_from_its_target():
         assert all(torch.equal(a, b) for a, b in zip(draft.parameters(), again.parameters())), name
 
 
+def test_halves_share_no_source_and_are_balanced():
+    sources, groups = list("aaabbcddeeef"), ["x"] * 6 + ["y"] * 6
+    found = halves(sources, groups).tolist()
+    assert len(set(zip(sources, found))) == len(set(sources))
+    assert sum(found[:6]) == sum(found[6:]) == 3
+    assert halves(["a", "a"], ["x", "y"]).tolist() == [0, 0]  # a source of two groups stays whole
+
+
 def test_a_mixed_workload_has_all_domains_and_its_kinds_are_told_from_the_text():
     _, tokenizer = zoo.load("pocket-target")
     work = workload(tokenizer, 12, longest=300, seed=1)
     assert work.domain == [DOMAINS[i % 3] for i in range(12)]
     assert all(1 <= len(row) <= 300 for row in work.rows)
     assert work == workload(tokenizer, 12, longest=300, seed=1)
-    halves = [workload(tokenizer, 12, longest=300, seed=1, half=half).rows for half in (0, 1)]
-    assert not {tuple(row) for row in halves[0]} & {tuple(row) for row in halves[1]}
+    starts = {
+        split: {tuple(tokenizer(e["text"])["input_ids"][:32]): e["package"] for e in entries(split)}
+        for split in ("test", "validation")
+    }
+    packages = []
+    for split, of in starts.items():
+        rows = workload(tokenizer, 96, 300, seed=1, split=split).rows
+        packages.append({of[tuple(row[:32])] for row in rows})
+    assert not packages[0] & packages[1]
     kind = Kind(tokenizer)
     assert kind.of(tokenizer("import os\n\n\ndef f(x):\n    return os.path.join(x)\n")["input_ids"]) == "code"
     assert (

@@ -12,7 +12,6 @@ from tiny import tiny
 
 import specdec as sd
 from specdec import masks
-from specdec.audit.certify import certify
 from specdec.cache.ring_cache import RingCache
 from specdec.drafts import MagicDec, Spire
 from specdec.drafts.spire import SpireModel
@@ -113,6 +112,7 @@ def decoded(model: Any, llama: Any, seen: torch.Tensor, rounds: int = 12, block:
             text += verdict.tokens[b, : int(accepted[b]) + 1].tolist()
         cache.commit(context, verdict)
         context = context.append(verdict.tokens, accepted + 1)
+        assert (cache.sync(context) == context.length - 1).all()  # nothing is fed twice
         if len(texts) > 2 and _ == rounds // 2:  # rows leave
             rows = torch.tensor([2, 0, 1])
             cache, context, texts = cache.select(rows), context.select(rows), [texts[b] for b in rows]
@@ -287,8 +287,8 @@ def test_magicdec_under_a_mask_drafts_what_the_masked_view_says(llama):
     assert out.stats.tau == 5
 
 
-def test_a_spire_draft_with_a_mask_of_ones_own_trains_and_is_lossless():
-    """Sinks, window and every 8th token: trained for some steps, then certified."""
+def test_a_spire_draft_with_a_mask_of_ones_own_trains():
+    """Sinks, window and every 8th token. The certifier's catalogue has such a draft."""
     target = tiny(
         "llama",
         vocab_size=3,
@@ -311,15 +311,6 @@ def test_a_spire_draft_with_a_mask_of_ones_own_trains_and_is_lossless():
         optimiser.step()
         losses.append(float(loss.detach()))
     assert losses[-1] < losses[0]
-    with torch.no_grad():
-        tokens = tokens[:, :24]
-        inputs = inputs_of(target, tokens, model.layers)
-        torch.testing.assert_close(
-            k_pass(model, tokens, inputs, 4), rolled_out(model, tokens, inputs, 4, 0), rtol=1e-10, atol=1e-10
-        )
-    decoder = sd.decoder(HFModel(target)).draft(Spire(model), length=2).build()
-    found = certify(decoder, [[0, 1, 2, 0, 1, 2, 0, 1, 1]], max_new_tokens=3)
-    assert found.total_variation < 1e-9
 
 
 @every_mask

@@ -7,6 +7,7 @@ import ctypes
 import pickle
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,8 @@ from specdec.kernels.native import library, ops, reason
 from specdec.kernels.native import narrow as module
 from specdec.kernels.native.narrow import Narrow
 from specdec.kernels.native.ops import unchecked_linear
-from specdec.models import StackedModel
+from specdec.masks import Causal, Strided
+from specdec.models import Masked, StackedModel, Windowed
 from specdec.models.fingerprint import fingerprint
 from specdec.types import Context
 
@@ -103,7 +105,7 @@ def test_what_is_not_finite_stays_so():
 def test_a_model_says_the_same(family, page):
     model = rounded(family)
     before = fingerprint(model)
-    plain, narrow = sd.HFModel(model, page=page), sd.HFModel(model, page=page, bf16_weights=True)
+    plain, narrow = (sd.HFModel(model, page=page, bf16_weights=b) for b in (False, True))
     context = Context.of(PROMPTS, capacity=64)
     logits = []
     for wrapped in (plain, narrow):
@@ -147,7 +149,7 @@ def test_a_stack_reads_its_members_copies():
         own = members[m].cache(6, 64)
         members[m].prefill(own, context)
         assert torch.equal(members[m].score(own, context).logits[b, 0], got[b, 0])
-    mixed = StackedModel([members[0], sd.HFModel(rounded(seed=5))])._path.natives
+    mixed = StackedModel([members[0], sd.HFModel(rounded(seed=5), bf16_weights=False)])._path.natives
     assert mixed[0].narrow is not None
     assert mixed[1].narrow is None
     head = members[0].clone.lm_head.weight
@@ -172,28 +174,133 @@ def cast(weight):
     weight.data = weight.data.to(torch.bfloat16)
 
 
-@pytest.mark.parametrize("change", [counted, through_data, fused, cast])
+def one_number(weight):
+    weight.data[5, 7] = 1.5
+
+
+def other_storage(weight):
+    weight.data = weight.data * 2
+
+
+def weight_of(model, name):
+    return next(p for n, p in model.named_parameters() if n.endswith(name))
+
+
+def logits_of(wrapped):
+    cache, context = wrapped.cache(6, 64), Context.of(PROMPTS, capacity=64)
+    wrapped.prefill(cache, context)
+    return wrapped.score(cache, context).logits
+
+
+@pytest.mark.parametrize("change", [counted, through_data, one_number, other_storage])
 @pytest.mark.parametrize("name", ["layers.1.mlp.up_proj.weight", "lm_head.weight"])
-def test_changed_weights_are_noticed(change, name):
+@pytest.mark.parametrize("setting", [None, True])
+def test_copies_follow_their_weights(change, name, setting):
     model = rounded()
-    weight = next(p for n, p in model.named_parameters() if n.endswith(name))
-    wrapped = sd.HFModel(model, bf16_weights=True)
-    wrapped.cache(1, 8)
-    change(weight)
+    wrapped, before = sd.HFModel(model, bf16_weights=setting), None
+    before = logits_of(wrapped)
+    change(weight_of(model, name))
+    changed = logits_of(wrapped)
+    assert wrapped.engine.bf16_weights
+    assert not torch.equal(changed, before)
+    assert torch.equal(changed, logits_of(sd.HFModel(model, bf16_weights=True)))
+    assert (
+        changed - logits_of(sd.HFModel(model, bf16_weights=False))
+    ).abs().max() < 1e-4 * changed.abs().max()
+
+
+@pytest.mark.parametrize("change", [fused, cast])
+@pytest.mark.parametrize("name", ["layers.1.mlp.up_proj.weight", "lm_head.weight"])
+def test_weights_that_bfloat16_would_round_are_noticed(change, name):
+    model = rounded()
+    given, automatic, plain = (sd.HFModel(model, bf16_weights=b) for b in (True, None, False))
+    window = Windowed(automatic, 8, 1)
+    given.cache(1, 8), window.cache(1, 8)
+    change(weight_of(model, name))
     with pytest.raises(RuntimeError, match="wrap the model again"):
-        wrapped.cache(1, 8)
+        given.cache(1, 8)
+    window.cache(1, 8)  # shares the engine, and gives up the copies of both
+    assert not automatic.engine.bf16_weights
+    if change is fused:
+        assert torch.equal(logits_of(automatic), logits_of(plain))
+    else:  # as without copies
+        for wrapped in (automatic, plain):
+            with pytest.raises(RuntimeError, match="cast"):
+                logits_of(wrapped)
 
 
-@pytest.mark.parametrize("change", [counted, through_data, fused, cast])
-def test_changed_weights_of_a_spire_draft_are_noticed(change):
+@pytest.mark.parametrize("change", [through_data, one_number, fused])
+@pytest.mark.parametrize("setting", [None, True])
+def test_copies_of_a_spire_draft_follow_its_weights(change, setting):
     spire = SpireModel.from_target(rounded(), 1, window=6).to(torch.bfloat16).float()
-    base = sd.decoder(sd.HFModel(rounded(), bf16_weights=True))
-    decoder = base.draft(sd.drafts.Spire(spire, bf16_weights=True)).build()
-    decoder.generate(PROMPTS, max_new_tokens=4)
-    assert spire.narrow is None, "the user's draft is as it was"
+    base = sd.decoder(sd.HFModel(rounded()))
+    make = lambda setting: base.draft(sd.drafts.Spire(spire, bf16_weights=setting)).build()  # noqa: E731
+    decoder, plain = make(setting), make(False)
+    assert (decoder.draft.model.narrow is not None, plain.draft.model.narrow) == (True, None)
+    before = decoder.generate(PROMPTS, max_new_tokens=8, seed=0)
+    assert before.ids == plain.generate(PROMPTS, max_new_tokens=8, seed=0).ids
     change(spire.body.lm_head.weight)
-    with pytest.raises(RuntimeError, match="wrap the model again"):
-        decoder.generate(PROMPTS, max_new_tokens=4)
+    if setting and change is fused:
+        with pytest.raises(RuntimeError, match="wrap the model again"):
+            decoder.generate(PROMPTS, max_new_tokens=4)
+        return
+    after = decoder.generate(PROMPTS, max_new_tokens=8, seed=0)
+    assert after.ids == plain.generate(PROMPTS, max_new_tokens=8, seed=0).ids != before.ids
+    assert (decoder.draft.model.narrow is None) == (change is fused)
+    assert spire.narrow is None, "the user's draft is as it was"
+
+
+@pytest.mark.parametrize(
+    ("make", "reads"),
+    [
+        (rounded, True),
+        (lambda: tiny(dtype=torch.float32, **SIZES), False),  # bfloat16 would round
+        (lambda: tiny().to(torch.bfloat16).float(), False),  # sizes are no multiples of 16
+        (lambda: rounded().double(), False),
+        (lambda: rounded().to(torch.bfloat16), False),
+        (lambda: tiny("gpt2").to(torch.bfloat16).float(), False),
+    ],
+)
+def test_copies_are_made_where_they_are_exact(make, reads):
+    model = make()
+    automatic, plain = sd.HFModel(model), sd.HFModel(model, bf16_weights=False)
+    assert (automatic.engine.bf16_weights, plain.engine.bf16_weights) == (reads, False)
+    texts = [
+        sd.decoder(m)
+        .draft(sd.drafts.NGram())
+        .sampling(temperature=1)
+        .build()
+        .generate(PROMPTS, 12, seed=2)
+        .ids
+        for m in (automatic, plain)
+    ]
+    assert texts[0] == texts[1]
+
+
+class Weaker(sd.HFModel):
+    """A subclass with a forward of its own."""
+
+    def score(self, *given, **options):
+        scores = super().score(*given, **options)
+        return replace(scores, logits=scores.logits / 2)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        Weaker,
+        lambda model, **options: Windowed(sd.HFModel(model, **options), 8, 1),
+        lambda model, **options: Masked(sd.HFModel(model, **options), Causal() & Strided(2)),
+    ],
+)
+def test_subclasses_and_views_read_the_copies(make):
+    model = rounded(seed=3)
+    drafts = [make(model), make(model, bf16_weights=False)]
+    assert [d.engine.bf16_weights for d in drafts] == [True, False]
+    base = sd.decoder(sd.HFModel(rounded()))
+    built = [base.draft(sd.drafts.Model(d), length=3).build() for d in drafts]
+    one, other = (d.generate(PROMPTS, max_new_tokens=12, seed=1) for d in built)
+    assert (one.ids, one.stats.tau) == (other.ids, other.stats.tau)
 
 
 def test_a_draft_that_is_cast_or_gets_a_new_head_is_refused():
@@ -210,16 +317,6 @@ def test_a_draft_that_is_cast_or_gets_a_new_head_is_refused():
         spire.body.lm_head = torch.nn.Linear(64, 96, bias=False)
         with pytest.raises(RuntimeError, match="wrap the model again"):
             narrowed.logits(x)
-
-
-def test_a_wrapped_again_model_reads_the_new_weights():
-    model = rounded()
-    first = sd.HFModel(model, bf16_weights=True)
-    model.lm_head.weight.data.mul_(2)
-    again, plain = sd.HFModel(model, bf16_weights=True), sd.HFModel(model)
-    texts = [sd.decoder(m).greedy().build().generate(PROMPTS, max_new_tokens=8).ids for m in (again, plain)]
-    assert texts[0] == texts[1]
-    assert first._path.lean.narrow[model.lm_head.weight] is not again._path.lean.narrow[model.lm_head.weight]
 
 
 @pytest.mark.parametrize("make", [lambda x: pickle.loads(pickle.dumps(x)), copy.deepcopy])
@@ -242,17 +339,17 @@ def spire_of(model, **settings):
     [
         (lambda: sd.HFModel(tiny(dtype=torch.float32, **SIZES), bf16_weights=True), "bfloat16 would round"),
         (lambda: sd.HFModel(tiny().to(torch.bfloat16).float(), bf16_weights=True), "multiples of 16"),
-        (lambda: sd.HFModel(rounded().double(), bf16_weights=True), "leave it False"),
-        (lambda: sd.HFModel(rounded().to(torch.bfloat16), bf16_weights=True), "leave it False"),
-        (lambda: sd.HFModel(tiny("gpt2"), bf16_weights=True), "leave it False"),
-        (lambda: sd.HFModel(rounded(), bf16_weights=True, graphs="eager"), "leave it False"),
-        (lambda: sd.HFModel(rounded(), bf16_weights=True, compile=True), "leave it False"),
+        (lambda: sd.HFModel(rounded().double(), bf16_weights=True), "leave it None"),
+        (lambda: sd.HFModel(rounded().to(torch.bfloat16), bf16_weights=True), "leave it None"),
+        (lambda: sd.HFModel(tiny("gpt2"), bf16_weights=True), "leave it None"),
+        (lambda: sd.HFModel(rounded(), bf16_weights=True, graphs="eager"), "leave it None"),
+        (lambda: sd.HFModel(rounded(), bf16_weights=True, compile=True), "leave it None"),
         (
             lambda: spire_of(tiny(dtype=torch.float32, **SIZES)),
             "would round",
         ),
-        (lambda: spire_of(tiny()), "leave it False"),
-        (lambda: spire_of(rounded(), graphs="eager"), "leave one of them False"),
+        (lambda: spire_of(tiny()), "leave it None"),
+        (lambda: spire_of(rounded(), graphs="eager"), "give only one of them"),
     ],
 )
 def test_what_cannot_be_is_refused(make, why):

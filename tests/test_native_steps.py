@@ -1,81 +1,58 @@
-"""Steps of a chain in one call of C: against the models' own forwards, and what is refused."""
+"""A step in one call of C: what is refused; test_blocks.py has the comparison with one call an operator."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import pytest
 import torch
 from tiny import tiny
 
 import specdec as sd
-from specdec.drafts.cpu_chain import cpu_chain
+from specdec.forward import llama_c
 from specdec.kernels.native import library, reason
-from specdec.kernels.native.step import Steps
-from specdec.models import StackedModel
-from specdec.types import Context, Proposal
+from specdec.kernels.native.step import step
+from specdec.models import StackedModel, stacked
+from specdec.types import Context
 
 pytestmark = pytest.mark.skipif(library() is None, reason=f"no C kernels: {reason()}")
 SIZES = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "head_dim": 32}
 ROWS = [[5, 6, 7], [1, 2, 3, 4, 5, 6, 7, 8, 9]]
 
 
-@dataclass
-class Made:
-    """A model whose cache holds ``ROWS``, and the steps after them."""
-
-    model: sd.HFModel
-    cache: object
-    context: Context
-    steps: Steps
+@pytest.fixture
+def case(monkeypatch):
+    return made(monkeypatch)
 
 
-def made(dtype=torch.float32, family="llama", **settings):
-    model = sd.HFModel(tiny(family, 0, dtype, **SIZES, **settings))
-    context = Context.of(ROWS, capacity=20)
-    cache = model.cache(2, 20)
-    model.score(cache, context)
-    found = cpu_chain(model, cache, context.length, torch.tensor([4, 4]))
-    assert found is not None
-    ((steps, _), *_) = found.steps
-    return Made(model, cache, context, steps)
+def made(monkeypatch, **settings):
+    """The reader of the next token of both rows, over a cache that holds ``ROWS``; and this cache."""
+    model, readers = sd.HFModel(tiny("llama", 0, torch.float32, **SIZES, **settings)), []
+    with monkeypatch.context() as patch:
+        patch.setattr(llama_c, "step", lambda some, *given: readers.extend(some) or step(some, *given))
+        cache = model.cache(2, 20)
+        model.score(cache, Context.of(ROWS, capacity=20))
+        model.score(cache, Context.of([[*row, 1] for row in ROWS], capacity=20))
+    assert [len(r.slots) for r in readers] == [12, 2]
+    return readers[1]._replace(keep=None), cache
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
-def test_logits_are_those_of_scoring_to_the_bit(family, dtype):
-    case = made(dtype, family)
-    tokens = torch.tensor([[3, 4, 5], [9, 8, 7]])
-    logits = [case.steps(n, tokens[:, n]) for n in range(3)]
-    again = case.model.cache(2, 20)
-    case.model.score(again, case.context)
-    for n in range(3):
-        proposal = Proposal.chain(tokens[:, : n + 1], torch.full((2,), n + 1))
-        expected = case.model.score(again, case.context, proposal, start=n).logits[:, 0]
-        assert torch.equal(logits[n], expected)
-    for (k, v), (k2, v2) in zip(case.cache.layers, again.layers):
-        assert torch.equal(k, k2)
-        assert torch.equal(v, v2)
+TOKENS = torch.tensor([3, 4])
 
 
-def test_bad_input():
-    case = made()
-    tokens = torch.tensor([3, 4])
-    with pytest.raises(ValueError, match="step 3 of 3"):
-        case.steps(3, tokens)
-    with pytest.raises(ValueError, match="give 2 as int64"):
-        case.steps(0, tokens[:1])
-    with pytest.raises(ValueError, match="give 2 as int64"):
-        case.steps(0, tokens.int())
+def test_bad_input(case):
+    reader, _ = case
+    assert step([reader], TOKENS, 2).shape == (2, 96)
+    with pytest.raises(ValueError, match="reader of 2 of 1 ids"):
+        step([reader], TOKENS[:1], 2)
+    for bad in (TOKENS.int(), TOKENS[None]):
+        with pytest.raises(ValueError, match="give one dimension of int64"):
+            step([reader], bad, 2)
     for bad in (-1, 96):
         with pytest.raises(IndexError, match="not all tokens"):
-            case.steps(0, torch.tensor([3, bad]))
+            step([reader], torch.tensor([3, bad]), 2)
 
 
-def test_readers_that_do_not_fit():
-    case = made()
-    ((reader,),) = case.steps._alive[:1]
-    assert Steps([reader], 2, 2, 3)(0, torch.tensor([3, 4])).shape == (2, 96)
+def test_readers_that_do_not_fit(case, monkeypatch):
+    reader, _ = case
     for wrong in (
         {"rows": torch.tensor([0, 2])},  # the batch has two
         {"source": torch.tensor([0, -1])},
@@ -85,11 +62,12 @@ def test_readers_that_do_not_fit():
         {"bias": torch.zeros(16)},
     ):
         with pytest.raises(ValueError, match="does not go with the others, or with itself"):
-            Steps([reader._replace(**wrong)], 2, 2, 3)
+            step([reader._replace(**wrong)], TOKENS, 2)
     with pytest.raises(ValueError, match="do not go together"):
-        Steps([reader._replace(cos=reader.cos[1:])], 2, 2, 3)
+        step([reader._replace(cos=reader.cos[1:])], TOKENS, 2)
+    _, other = made(monkeypatch, num_hidden_layers=1)
     with pytest.raises(ValueError, match="cache's layer"):
-        Steps([reader._replace(held=made(num_hidden_layers=1).cache.buffers)], 2, 2, 3)
+        step([reader._replace(held=other.buffers)], TOKENS, 2)
     short = {"norm": reader.norm[:32], "head": reader.head[:, :32].contiguous()}
     wide = {
         name: torch.zeros(*getattr(reader, name).shape[:-1], 128) for name in ("embedding", "norm", "head")
@@ -97,13 +75,11 @@ def test_readers_that_do_not_fit():
     cast = [{name: getattr(reader, name).double()} for name in ("embedding", "head", "norm")]
     for wrong in ({"norm": short["norm"]}, {"head": short["head"]}, wide, *cast):
         with pytest.raises(RuntimeError, match="cast"):
-            Steps([reader._replace(**wrong)], 2, 2, 3)
+            step([reader._replace(**wrong)], TOKENS, 2)
 
 
-def test_rows_that_nobody_writes_are_zero():
-    case = made()
-    ((reader,),) = case.steps._alive[:1]
-    logits = Steps([reader._replace(rows=torch.tensor([1, 1]))], 2, 2, 3)(0, torch.tensor([3, 4]))
+def test_rows_that_nobody_writes_are_zero(case):
+    logits = step([case[0]._replace(rows=torch.tensor([1, 1]))], TOKENS, 2)
     assert not logits[0].any()
     assert logits[1].any()
 
@@ -129,8 +105,8 @@ def test_an_embedding_that_does_not_lie_together():
 def test_a_stack_is_one_call(monkeypatch):
     stack = StackedModel([sd.HFModel(tiny("llama", seed, torch.float32, **SIZES)) for seed in (0, 3)])
     stack.read_as(torch.tensor([1, 0]))
-    calls, step = [], Steps.__call__
-    monkeypatch.setattr(Steps, "__call__", lambda self, *args: calls.append(1) or step(self, *args))
+    calls = []
+    monkeypatch.setattr(stacked, "step", lambda *given: calls.append(1) or step(*given))
     context = Context.of(ROWS, capacity=20)
     at_once = stack.score(stack.cache(2, 20), context).logits
     assert len(calls) == 1
@@ -140,11 +116,9 @@ def test_a_stack_is_one_call(monkeypatch):
     assert len(calls) == 1
 
 
-def test_a_slot_that_is_not_there_writes_nothing():
-    case = made()
-    ((reader,),) = case.steps._alive[:1]
-    before = [t.clone() for pair in case.cache.layers for t in pair]
-    far = Steps([reader._replace(slots=torch.full_like(reader.slots, 10**6))], 2, 2, 3)
+def test_a_slot_that_is_not_there_writes_nothing(case):
+    reader, cache = case
+    before = [t.clone() for pair in cache.layers for t in pair]
     with pytest.raises(IndexError, match="slots are not all in the buffers"):
-        far(0, torch.tensor([3, 4]))
-    assert all(map(torch.equal, before, [t for pair in case.cache.layers for t in pair]))
+        step([reader._replace(slots=torch.full_like(reader.slots, 10**6))], TOKENS, 2)
+    assert all(map(torch.equal, before, [t for pair in cache.layers for t in pair]))

@@ -106,11 +106,8 @@ def test_streaming_llm():
     assert torch.equal(kept[:, 0], kept[:, 1])
     assert StreamingLLM(sinks=0)(keys, values, length, 3)[1, 0].tolist() == [8, 9, 10]
     assert StreamingLLM(sinks=4)(keys, values, length, 9)[2, 0].tolist() == [0, 1, 2, 3, 4, 5, 6, -1, -1]
-    assert StreamingLLM(sinks=8)(keys, values, length, 9)[2, 0].tolist() == [
-        *range(7),
-        -1,
-        -1,
-    ]  # fewer than the sinks
+    few = StreamingLLM(sinks=8)(keys, values, length, 9)[2, 0]  # fewer than the sinks
+    assert few.tolist() == [*range(7), -1, -1]
     # A window of its own: what is left of the budget stays free.
     assert StreamingLLM(sinks=2, window=3)(keys, values, length, 7)[1, 0].tolist() == [0, 1, 8, 9, 10, -1, -1]
     assert StreamingLLM(sinks=2, window=20)(keys, values, length, 22)[0, 0].tolist() == list(range(16))
@@ -160,19 +157,6 @@ def test_what_makes_no_sense_is_refused(make, message):
 
     with pytest.raises(ValueError, match=message):
         make(call)
-
-
-@pytest.mark.parametrize(
-    "pruner", [H2O(), TOVA(), SnapKV(), StreamingLLM()], ids=lambda pruner: type(pruner).__name__
-)
-def test_lengths_and_budgets_of_the_wrong_kind(pruner):
-    keys, values, length = kv()
-    extras = {"attention": torch.rand(B, HQ, 3, S)}
-    name = type(pruner).__name__
-    with pytest.raises(TypeError, match=rf"{name}: length is 16: give a tensor \[{B}\]"):
-        pruner(keys, values, 16, 4, **extras)
-    with pytest.raises(TypeError, match=rf"{name}: budget is 0\.2: give a whole number"):
-        pruner(keys, values, length, 0.2, **extras)
 
 
 @pytest.mark.parametrize("kernel", [1, 3, 5])
@@ -403,24 +387,7 @@ def test_which_layers():
     assert pruning.first_layers(8, 2) == [0, 1]
     assert pruning.spaced_layers(8, 2) == [0, 7]
     assert pruning.spaced_layers(8, 3) == [0, 3, 7]
-    assert pruning.spaced_layers(32, 16) == [
-        0,
-        2,
-        4,
-        6,
-        8,
-        10,
-        12,
-        14,
-        16,
-        18,
-        20,
-        22,
-        24,
-        26,
-        28,
-        31,
-    ]  # Distil-Whisper's
+    assert pruning.spaced_layers(32, 16) == [*range(0, 29, 2), 31]  # Distil-Whisper's
     assert pruning.spaced_layers(8, 1) == [7]
     assert pruning.influential_layers(torch.tensor([0.3, 0.1, 0.4, 0.1, 0.5]), 3) == [0, 2, 4]
     assert pruning.influential_layers(torch.tensor([0.1, 0.1, 0.1]), 2) == [0, 1]
@@ -493,16 +460,6 @@ def test_a_block_whose_settings_hang_on_its_number_is_refused():
     pruning.keep_layers(model, [0, 1])
 
 
-def test_a_smaller_model_decodes():
-    small = pruning.keep_layers(deep("qwen3"), pruning.last_layers(4, 2))
-    prompt = torch.tensor([[3, 4, 5]])
-    expected = small.generate(prompt, max_new_tokens=12, do_sample=False, pad_token_id=0)[0].tolist()
-    got = (
-        sd.decoder(sd.HFModel(small)).sampling(temperature=0).build().generate([[3, 4, 5]], max_new_tokens=12)
-    )
-    assert [3, 4, 5, *got.ids[0]] == expected
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_block_influence(family):
     """Section 2.2: one minus the mean cosine of a block's input and output, the last one's before the final norm."""
@@ -535,22 +492,6 @@ def test_block_influence(family):
     assert float(pruning.block_influence(x, -x)) == pytest.approx(2)
     with pytest.raises(ValueError, match="equal"):
         pruning.block_influence(x, x[:1])
-
-
-def silent(model: Any, layer: int) -> Any:
-    with torch.no_grad():
-        model.model.layers[layer].self_attn.o_proj.weight.zero_()
-        model.model.layers[layer].mlp.down_proj.weight.zero_()
-    return model
-
-
-def test_a_layer_that_does_nothing_is_dropped_first():
-    model = silent(deep("llama"), 1)
-    influence = pruning.layer_influence(model, TOKENS)
-    assert float(influence[1]) == pytest.approx(0, abs=1e-12)
-    layers = pruning.influential_layers(influence, 3)
-    assert layers == [0, 2, 3]
-    assert torch.equal(logits(pruning.keep_layers(model, layers)), logits(model))
 
 
 # -- heads and channels ------------------------------------------------------------------------------------------------
@@ -637,19 +578,6 @@ def test_importance(family):
         for c in (0, 7, 47):
             sizes = [abs(float(x[b, t, c])) for b in range(2) for t in range(24)]
             assert float(channels[i, c]) == pytest.approx(sum(sizes) / 48)
-
-
-def test_what_is_silent_is_dropped_first():
-    model = wide("mistral")
-    with torch.no_grad():
-        model.model.layers[1].self_attn.v_proj.weight[8:16] = 0
-        model.model.layers[2].mlp.up_proj.weight[5] = 0
-    heads = pruning.most_important(pruning.head_importance(model, TOKENS), 2)
-    channels = pruning.most_important(pruning.channel_importance(model, TOKENS), 47)
-    assert heads[1] == [0, 2]
-    assert 5 not in channels[2]
-    with pytest.raises(ValueError, match=r"keep is 4 and importance \[3, 3\]"):
-        pruning.most_important(torch.rand(3, 3), 4)
 
 
 @pytest.mark.parametrize("family", sorted(set(FAMILIES) - set(LLAMAS)))

@@ -52,16 +52,21 @@ def run(*words, timeout=300):
 RECIPES = [
     "quickstart",
     "bench",
+    "compare_checkouts",
     "cpu_floor",
     "cpu_kernels",
     "certify",
     "train_pocket",
     "train_spire",
     "evaluate_tau",
+    "compare",
+    "replay",
     "spire_ablations",
     "spire_measured",
     "train_pool",
     "spin_pool",
+    "spin_selection",
+    "spin_regime",
     "spin_regret",
     "spin_decompose",
     "spin_pipeline",
@@ -220,8 +225,8 @@ def test_train_spire_continues_and_its_draft_is_evaluated(tmp_path):
         *options,
         "--k",
         "2,4",
-        "--prompts",
-        "3",
+        "--count",
+        "6",
         "--per-prompt",
         "1",
         "--pruners",
@@ -236,13 +241,43 @@ def test_train_spire_continues_and_its_draft_is_evaluated(tmp_path):
     magicdecs = {"magicdec", "magicdec_wider", "magicdec_H2O"}
     assert {r["method"] for r in rows} == {"vanilla", "windowed_vanilla", "mine", *magicdecs}
     assert {r["domain"] for r in rows} == {"all", "code", "prose", "tabular"}
-    assert all(r["low"] <= r["tau"] <= r["high"] and r["ratio_low"] <= r["ratio_high"] for r in rows)
+    every = [r for r in rows if r["domain"] == "all"]
+    assert all(r["low"] <= r["tau"] <= r["high"] and r["ratio_low"] <= r["ratio_high"] for r in every)
+    assert all(r["low"] is None for r in rows if r["domain"] != "all")  # of two sources each
     assert all(r["ratio_to_vanilla"] == 1 for r in rows if r["method"] == "vanilla")
     for k, longest in ((2, 3), (4, 5)):
         mine = [r for r in rows if r["k"] == k]
         assert len(mine) == len(rows) // 2
         assert all(1 <= r["tau"] <= longest and len(r["acceptance"]) == k for r in mine)
-    assert said.count("live mine") == 2
+    assert said.count("live mine") == 1
+
+
+def test_compare_on_prompts_of_ones_own(tmp_path):
+    texts = [
+        {"prompt": text[:200], "category": "ab"[i % 2], "source": str(i)}
+        for i, text in enumerate(prompts(n=10))
+    ]
+    (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, texts)))
+    file = tmp_path / "c.json"
+    words = ["--prompts", str(tmp_path / "p.jsonl"), "--trace", str(tmp_path / "trace"), "--new-tokens", "8"]
+    words += ["--drafts", "vanilla=pocket-vanilla", "ngram", "--k", "2,4", "--json", str(file)]
+    first = run("recipes/compare.py", *words)
+    rows = report(file)
+    assert len(rows) == 2 * 2 * 3
+    names = ("method", "category", "k", "tau", "tau_low", "tau_high", "ratio", "ratio_low", "ratio_high")
+    assert all(r[name] is not None for r in rows for name in names)
+    assert {(r["category"], r["texts"]) for r in rows} == {("all", 10), ("a", 5), ("b", 5)}
+    assert all(r["tau_low"] <= r["tau"] <= r["tau_high"] for r in rows)
+    assert "prompts a minute" in first
+    before = rows
+    run("recipes/compare.py", *words)  # from the record
+    assert report(file) == before
+    (tmp_path / "q.jsonl").write_text('{"prompt": "a"}\n{"text": "b"}')
+    (failed,) = each(
+        ["recipes/compare.py", "--prompts", str(tmp_path / "q.jsonl"), "--trace", str(tmp_path / "u")]
+    )
+    assert failed.returncode == 1
+    assert failed.stderr.strip().startswith("line 2 of q.jsonl is not an object")
 
 
 @pytest.mark.slow
@@ -287,7 +322,16 @@ def test_ablations(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "recipe", ["spin_regret", "spin_decompose", "spin_pipeline", "spin_switching", "spin_end_to_end"]
+    "recipe",
+    [
+        "spin_selection",
+        "spin_regime",
+        "spin_regret",
+        "spin_decompose",
+        "spin_pipeline",
+        "spin_switching",
+        "spin_end_to_end",
+    ],
 )
 def test_spins_recipes_at_toy_size(recipe, tmp_path):
     file = tmp_path / "s.json"
@@ -296,28 +340,70 @@ def test_spins_recipes_at_toy_size(recipe, tmp_path):
     run(f"recipes/{recipe}.py", "--quick", "--json", str(file), *words, *more)
     rows = report(file)
     columns = {
+        "spin_selection": {
+            "part",
+            "selector",
+            "regret",
+            "regret_low",
+            "regret_high",
+            "request_oracle",
+            "times_faster",
+        },
+        "spin_regime": {
+            "machine",
+            "raggedness",
+            "ratio",
+            "batch",
+            "cores",
+            "selection",
+            "decomposition",
+            "pipeline",
+            "pays",
+        },
         "spin_regret": {"scenario", "selector", "slots", "regret", "low", "high"},
         "spin_decompose": {"lengths", "batch", "method", "milliseconds", "peak_bytes"},
         "spin_pipeline": {"mode", "batch", "micro_batches", "milliseconds", "predicted", "gain"},
         "spin_switching": {"executor", "prepared", "context", "stall_milliseconds", "ordinary_milliseconds"},
-        "spin_end_to_end": {"configuration", "batch"},
+        "spin_end_to_end": {"configuration", "batch", "ratio_to_plain", "tau"},
     }[recipe]
     assert rows
     assert columns <= {name for row in rows for name in row}
     assert not words or list(tmp_path.glob("*.png"))
+    if recipe == "spin_selection":
+        worth = [r for r in rows if r["part"] == "worth"]
+        assert all(1 - 1e-9 <= r["request_oracle"] <= r["round_oracle"] + 1e-9 for r in worth)
+        shares = [{k: v for k, v in r.items() if k.startswith("share:")} for r in worth]
+        assert all(sum(s.values()) == pytest.approx(1) and len(s) == 4 for s in shares)
+        named = {r["selector"].split(",")[0] for r in rows if r["part"] == "regret"}
+        assert named >= set(sd.selectors.__all__)
+    if recipe == "spin_pipeline":
+        search = [r for r in rows if r["mode"] == "search"]
+        assert [r["micro_batches"] for r in search] == [1, 2, 3]
+        assert sum(r["tuned"] for r in search) <= 1  # the search may end above 3
+        assert all(r["tokens_per_second"] > 0 for r in search)
     if recipe == "spin_end_to_end":
-        named = {r["configuration"] for r in rows}
-        wanted = [
-            "smallest",
-            "smallest_packed",
-            "best_fixed",
-            "oracle",
-            "selection",
-            "selection+decomposition",
-            "spin",
-        ]
-        assert named >= set(wanted)
-        assert all(r["goodput"] > 0 for r in rows if r["configuration"] != "choice")
+        columns = {"configuration", "batch", "cores", "attention", "goodput", "goodput_low", "goodput_high"}
+        assert all(columns <= set(r) and r["goodput"] > 0 for r in rows)
+        places = {(r["configuration"], r["attention"], r["cores"]) for r in rows}
+        for attention, cores, mine in (
+            ("padded", 1, "selection"),
+            ("packed", 1, "selection+packed"),
+            ("auto", 2, "spin"),
+        ):
+            wanted = ("plain", "smallest", "best_fixed", "pooled", mine)
+            assert {(name, attention, cores) for name in wanted} <= places
+        for r in rows:  # every ratio is to a row of the same cores and attention
+            for other in ("plain", "smallest", "best_fixed"):
+                same = [
+                    x
+                    for x in rows
+                    if x["configuration"] == other
+                    and (x["attention"], x["cores"]) == (r["attention"], r["cores"])
+                ]
+                assert r[f"ratio_to_{other}"] == (
+                    pytest.approx(r["goodput"] / same[0]["goodput"]) if same else None
+                )
+        assert all(sum(r["arms"]) == pytest.approx(1) for r in rows)
 
 
 def test_the_pools_table(tmp_path):
@@ -339,6 +425,59 @@ def test_the_pools_table(tmp_path):
     assert rows[-1]["draft"] == "oracle"
     assert rows[-1]["headroom"] >= 1
     assert "oracle" in said
+
+
+CHANGED = """
+__path__ = [{real!r}]
+exec(open({real!r} + "/__init__.py").read())
+from time import sleep
+generate, score = Decoder.generate, HFModel.score
+def seeded(self, *given, seed, **options):
+    return generate(self, *given, seed=seed + (type(self.draft).__name__ != "NoDraft"), **options)
+def slower(self, *given, **options):
+    sleep(0.02)
+    return score(self, *given, **options)
+Decoder.generate, HFModel.score = seeded, slower
+"""
+
+
+@pytest.mark.slow
+def test_checkouts_are_compared(tmp_path):
+    """A planted change is found: the other checkout sleeps in every forward, and its drafts' texts have another seed."""
+    (tmp_path / "specdec").mkdir()
+    (tmp_path / "specdec/__init__.py").write_text(CHANGED.format(real=str(ROOT / "specdec")))
+    sizes = ["--methods", "plain,vanilla", "--batches", "1,2", "--contexts", "24", "--new-tokens", "6"]
+    found = []
+    for new, pairs in ((ROOT, 2), (tmp_path, 1)):
+        file, folders = tmp_path / "c.json", ["--base", str(ROOT), "--new", str(new)]
+        run(
+            "recipes/compare_checkouts.py",
+            *sizes,
+            *folders,
+            "--repeats",
+            "2",
+            "--pairs",
+            str(pairs),
+            "--json",
+            str(file),
+        )
+        found.append(report(file))
+    equal, changed = found
+    assert [(r["method"], r["batch"]) for r in equal] == [
+        (m, b) for b in (1, 2) for m in ("plain", "vanilla")
+    ]
+    for r in equal:
+        assert r["low"] <= r["ratio"] <= r["high"]
+        assert r["same_ids"]
+        assert r["base_tau"] == r["new_tau"] >= 1
+        assert r["base_tokens_per_second"] > 0
+    assert [r["same_ids"] for r in changed] == [True, False] * 2
+    assert all(r["high"] < 0.8 for r in changed)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    (ran,) = each(["recipes/compare_checkouts.py", "--new", str(empty)])
+    assert ran.returncode == 1
+    assert "give the folder of a checkout" in ran.stderr or "is it a checkout" in ran.stderr
 
 
 def test_a_checkout_that_is_not_installed(tmp_path):

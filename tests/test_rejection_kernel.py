@@ -289,18 +289,6 @@ def test_rounds_without_probabilities_say_so():
         block_divergence(rounds[1])
 
 
-def test_a_row_does_not_depend_on_its_batch_nor_on_nodes_that_do_not_exist():
-    logits, proposal, _, context, rng = case(12, 4, 30, F64, seed=5)
-    whole = FusedRejection().from_logits(proposal, logits, sd.Sampling(), context, rng)
-    rows = torch.tensor([7, 2, 11])
-    logits[:, 1:][torch.arange(4) >= proposal.size[:, None]] = float("nan")
-    part = FusedRejection().from_logits(
-        proposal.select(rows), logits[rows], sd.Sampling(), context.select(rows), rng.select(rows)
-    )
-    assert torch.equal(part.tokens, whole.tokens[rows])
-    assert torch.equal(part.path, whole.path[rows])
-
-
 # -- the kernels -------------------------------------------------------------------------------------------------------
 
 

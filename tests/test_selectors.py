@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import permutations, product
+from itertools import product
 
 import numpy as np
 import pytest
@@ -536,11 +536,7 @@ def test_block_divergence():
     assert rewards.block_divergence(sampled).tolist() == pytest.approx([(0.7 + 0.6) / 2, 0.7, 0.0])
     point = one_round(probs, Proposal.chain(tokens, size), [1, 2, 1])
     assert rewards.block_divergence(point).tolist() == pytest.approx([(0.5 + 0.2) / 2, 0.5, 0.0])
-    assert rewards.block_divergence(one_round(probs[:, :1], Proposal.none(3), [1, 1, 1])).tolist() == [
-        0,
-        0,
-        0,
-    ]
+    assert not rewards.block_divergence(one_round(probs[:, :1], Proposal.none(3), [1, 1, 1])).any()
     target_argmax = torch.tensor([[1, 2, 0], [0, 0, 0], [0, 0, 0]])  # at temperature 0
     distributions = torch.nn.functional.one_hot(target_argmax, 3).float()
     for proposal in (
@@ -591,10 +587,3 @@ def test_marginal_seconds_are_a_difference_of_rounds():
     assert parallel.tolist() == pytest.approx([0.125, 0.125, (5.25 - 3.0) + 0.125])
     alone = rewards.marginal(torch.tensor([1]), fixed, per_row, 3.0, 0.125)
     assert alone.tolist() == pytest.approx([5.25 + 3.125])
-
-
-def test_choices_follow_their_rows_under_binding_capacities_only():
-    """Identical rows in another order: who gets the scarce arm may change, how many do may not."""
-    weights = np.array([[3.0, 1.0]] * 3)
-    for order in permutations(range(3)):
-        assert sorted(assign(weights[list(order)], [2, 1]).tolist()) == [0, 0, 1]

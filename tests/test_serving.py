@@ -20,6 +20,7 @@ from tiny import byte_tokenizer, tiny
 import specdec as sd
 from specdec.audit.adversaries import AdversarialSelector, Adversary
 from specdec.audit.catalogue import MENU
+from specdec.drafts.stateless import Stateless
 from specdec.executors import Optimistic, Pipelined, Serial, Timeline
 from specdec.masks import streaming
 from specdec.models import Masked
@@ -529,7 +530,7 @@ def test_a_draft_that_reads_the_targets_cache_sees_its_own_rows(target):
 
 
 @dataclass
-class Breaks:
+class Breaks(Stateless):
     """A draft of nothing that does something bad when rows join for the second time, or at once."""
 
     action: Any
@@ -543,12 +544,6 @@ class Breaks:
 
     def propose(self, state, context, budget, rng):
         return sd.Proposal.none(context.batch), None
-
-    def observe(self, state, round):
-        return None
-
-    def select(self, state, rows):
-        return None
 
     def join(self, state, other):
         self.joined += 1

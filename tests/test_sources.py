@@ -12,6 +12,7 @@ import specdec as sd
 from specdec import drafts, tree
 from specdec.audit.certify import certify, certify_coupled
 from specdec.drafts.pool import merged
+from specdec.drafts.stateless import Stateless
 from specdec.executors import Pipelined
 from specdec.executors.round import check
 from specdec.rng import Attempt, Key, Philox, seeds
@@ -22,7 +23,7 @@ MODEL, OTHER = sd.TableModel.random(3, 1, seed=0), sd.TableModel.random(3, 1, se
 
 
 @dataclass(frozen=True)
-class Urn:
+class Urn(Stateless):
     """``width`` children of the root, then two of node 0; distributions are stored in reverse order.
 
     Args:
@@ -37,9 +38,6 @@ class Urn:
 
     def nodes(self, length: int) -> int:
         return self.width + 2
-
-    def init(self, context: Context, target_cache: Any) -> None:
-        return None
 
     def propose(self, state: None, context: Context, budget: torch.Tensor, rng: Any) -> tuple[Proposal, None]:
         B, w = context.batch, self.width
@@ -67,12 +65,6 @@ class Urn:
             "sampled",
             source.expand(B, -1),
         ), None
-
-    def observe(self, state: None, round: Any) -> None:
-        return None
-
-    def select(self, state: None, rows: torch.Tensor) -> None:
-        return None
 
 
 @dataclass(frozen=True)

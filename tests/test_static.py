@@ -772,6 +772,7 @@ def builder_of(draft, graphs=False, on=lambda model: model):
     [
         *(("none", sd.Coupled, 1.0), ("model", sd.Rejection, 0), ("model", sd.Coupled, 1.0)),
         *(("model", sd.verifiers.FusedRejection, 1.0), ("tree", sd.Rejection, 1.0)),
+        *(("model", sd.BlockVerification, 1.0), ("ngram", sd.BlockVerification, 1.0)),
         *(("ngram", sd.Rejection, 1.0), ("magicdec", sd.Rejection, 1.0), ("spire", sd.Rejection, 1.0)),
         *(
             pytest.param(draft, sd.Rejection, temperature, marks=pytest.mark.slow)

@@ -37,6 +37,43 @@ def test_rounds_by_enumeration(n, k):
         assert float(made.rounds[c]) == pytest.approx(enumerated(accept[c].tolist(), n, k), rel=1e-6)
 
 
+@pytest.mark.parametrize("parents", [None, [-1, -1, 0, 0, 1]])
+def test_texts_of_different_lengths_are_each_as_alone(parents):
+    draw = torch.Generator().manual_seed(3)
+    accept = torch.rand(6, 9, 5, generator=draw) / (1 if parents is None else 2)
+    n, cut = torch.tensor([9, 4, 1, 7, 3, 0]), torch.tensor([True, False, True, True, False, True])
+    lengths = torch.randint(0, 4, (6, 9), generator=draw)
+    padded = torch.where(torch.arange(9)[:, None] < n[:, None, None], accept, torch.nan)
+    whole = efficiency(padded, None, cut, n=n, lengths=lengths, parents=parents)
+    for c in range(5):
+        m = int(n[c])
+        alone = efficiency(
+            accept[c : c + 1, :m], None, bool(cut[c]), lengths=lengths[c : c + 1, :m], parents=parents
+        )
+        for a, b in zip(whole, alone):
+            torch.testing.assert_close(a[c], b[0], rtol=0, atol=1e-12)
+    assert (float(whole.tokens[5]), float(whole.rounds[5])) == (0, 0)
+    torch.testing.assert_close(whole.tokens[cut], n[cut].double(), rtol=0, atol=1e-12)
+
+
+def test_lengths_of_rounds():
+    """One length everywhere is k; without any a round is one token; rounds by enumeration otherwise."""
+    accept = torch.rand(2, 8, 4, generator=torch.Generator().manual_seed(0))
+    for k in (1, 3):
+        for a, b in zip(efficiency(accept, k), efficiency(accept, lengths=torch.full((2, 8), k))):
+            torch.testing.assert_close(a, b[..., : a.shape[-1]] if b.dim() == 2 else b, rtol=0, atol=1e-12)
+    assert efficiency(accept, lengths=torch.zeros(2, 8, dtype=torch.long)).rounds.tolist() == [8, 8]
+    lengths = torch.randint(0, 5, (2, 8), generator=torch.Generator().manual_seed(1))
+    blocked = torch.where(
+        torch.arange(4) < lengths[..., None], accept, 0
+    )  # a draft that is always rejected there
+    assert len(set(lengths.flatten().tolist())) == 5
+    a, b = efficiency(accept, cut=True, lengths=lengths), efficiency(blocked, cut=True)
+    torch.testing.assert_close(a.rounds, b.rounds, rtol=0, atol=1e-12)
+    torch.testing.assert_close(a.accepted, b.accepted, rtol=0, atol=1e-12)
+    assert float((b.reached - a.reached).min()) >= 0
+
+
 def test_whole_rounds_by_simulation():
     """Rounds that start among the first n positions, and where the last one ends."""
     n, k, runs = 6, 3, 20000
@@ -55,6 +92,7 @@ def test_whole_rounds_by_simulation():
 
 
 def test_limits():
+    assert efficiency(torch.full((2, 15, 4), 1 + 1e-15, dtype=torch.float64)).tau == pytest.approx(5)
     assert efficiency(torch.zeros(2, 12, 4)).tau == pytest.approx(1)
     assert efficiency(torch.ones(2, 15, 4)).tau == pytest.approx(5)
     everything = efficiency(torch.ones(2, 15, 4), k=2)
@@ -142,5 +180,21 @@ def test_magicdec_with_all_that_it_does_not_see_chosen_is_the_target():
 def test_bad_input():
     with pytest.raises(ValueError, match="k is 5"):
         efficiency(torch.rand(1, 4, 4), k=5)
-    with pytest.raises(ValueError, match="outside 0"):
-        efficiency(torch.full((1, 4, 2), 1.5))
+    accept = torch.full((1, 4, 2), 0.6)
+    for message, values, settings in (
+        ("outside 0", torch.full((1, 4, 2), 1.5), {}),
+        ("outside 0", torch.full((1, 4, 2), torch.nan), {}),
+        ("siblings sums to more than 1", accept, {"parents": [-1, -1]}),
+        (r"parents\[0\] is 0: give -1", accept, {"parents": [0, -1]}),
+        ("parents has 3 entries and accept 2", accept, {"parents": [-1, 0, 1]}),
+        ("n is 5 to 5: give each of the 1 texts", accept, {"n": torch.tensor([5])}),
+        (r"n has shape \[2\]: give each of the 1 texts", accept, {"n": torch.tensor([2, 2])}),
+        ("lengths has shape", accept, {"lengths": torch.ones(1, 3, dtype=torch.long)}),
+        ("whole numbers, 0 or more", accept, {"lengths": torch.full((1, 4), -1)}),
+        ("whole numbers, 0 or more", accept, {"lengths": torch.ones(1, 4)}),
+        ("cut is .*: give True, False", accept, {"cut": torch.tensor([1])}),
+    ):
+        with pytest.raises(ValueError, match=message):
+            efficiency(values, **settings)
+    with pytest.raises(TypeError, match=r"k is 1\.5: give a whole number"):
+        efficiency(accept, k=1.5)

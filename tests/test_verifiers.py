@@ -5,7 +5,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy import stats
 
 import specdec as sd
 from specdec import tree
@@ -63,57 +62,6 @@ def test_chains_and_trees_are_verified_decision_for_decision_alike(rows, nodes, 
     assert torch.allclose(distribution.sum(-1), torch.ones(rows, dtype=torch.float64))
 
 
-def test_sampled_trees_of_two_depths_have_the_targets_distribution():
-    """The joint distribution of the first two tokens of a block and the one after, ragged widths, chi-square against the target's."""
-    rows, V = 40_000, 3
-    target = sd.TableModel.random(V, 1, seed=4, concentration=2.0)
-    where, rng = Context.of([[0]] * rows), Philox(seeds(123, rows))
-    parents = torch.tensor([-1, -1, 0, 0, 1]).expand(rows, 5)
-    size = torch.tensor([0, 1, 2, 4, 5]).repeat(rows // 5)
-    q = distributions(5, V, seed=9).expand(rows, 5, V)
-    proposal = drawn(parents, size, q, where, rng)
-    probs = target.score(target.cache(rows, 8), where, proposal).logits.exp()
-    verdict = sd.Rejection()(proposal, probs, where, rng)
-    # finish every row with the target's own draws, so that all have three tokens
-    text = where.append(verdict.tokens, verdict.accepted + 1)
-    for step in range(3):
-        distribution = target.score(target.cache(rows, 8), text).logits[:, 0].exp()
-        token = rng.categorical(distribution, Key(text.length, 9, step, DRAFT))
-        text = text.append(token[:, None], (text.length < 4).long())
-    assert int(verdict.accepted.max()) == 2
-    drawn_tokens = text.tokens[:, 1:4]
-    expected = rows * target.joint([0], 3).flatten().numpy()
-    code = (drawn_tokens * torch.tensor([V * V, V, 1])).sum(1)
-    seen = torch.bincount(code, minlength=V**3).double().numpy()
-    small = expected < 5
-    if small.any():
-        expected = np.append(expected[~small], expected[small].sum())
-        seen = np.append(seen[~small], seen[small].sum())
-    assert stats.chisquare(seen, expected).pvalue > 1e-3
-
-
-def test_siblings_drawn_without_replacement_have_the_targets_distribution():
-    rows, V = 30_000, 4
-    p, q = distributions(V, seed=1), distributions(V, seed=3)
-    where, rng = Context.of([[0]] * rows), Philox(seeds(5, rows))
-    distribution, tokens, said = q.expand(rows, V), [], []
-    for n in range(3):
-        tokens.append(rng.categorical(distribution, Key(where.length, 0, n)))
-        said.append(distribution)
-        distribution = distribution.scatter(1, tokens[-1][:, None], 0)
-        distribution = distribution / distribution.sum(-1, keepdim=True)
-    proposal = Proposal(
-        torch.stack(tokens, 1),
-        torch.full((rows, 3), -1),
-        torch.full((rows,), 3),
-        torch.stack(said, 1),
-        "sampled",
-    )
-    verdict = sd.Rejection()(proposal, p.expand(rows, 4, V), where, rng)
-    seen = torch.bincount(verdict.tokens[:, 0], minlength=V).numpy()
-    assert stats.chisquare(seen, rows * p.numpy()).pvalue > 1e-3
-
-
 def test_a_residual_of_nothing_is_not_nan():
     p = torch.tensor([[0.5, 0.5], [0.3, 0.7]], dtype=torch.float64)
     assert torch.equal(residual(p, p), p)
@@ -125,19 +73,6 @@ def test_a_residual_of_nothing_is_not_nan():
     proposal = Proposal.chain(torch.tensor([[0], [1]]), torch.tensor([1, 1]), p[:, None], "sampled")
     verdict = sd.Rejection()(proposal, p[:, None].expand(2, 2, 2), where, rng)
     assert verdict.accepted.tolist() == [1, 1]  # q = p is never rejected
-
-
-def test_impossible_tokens_are_rejected_and_never_the_bonus():
-    rows = 500
-    p = torch.tensor([0.5, 0.5, 0.0], dtype=torch.float64).expand(rows, 3, 3)
-    where, rng = context(rows), Philox(seeds(1, rows))
-    for parents in ([-1, 0], [-1, -1]):
-        proposal = Proposal(
-            torch.full((rows, 2), 2), torch.tensor(parents).expand(rows, 2), torch.full((rows,), 2)
-        )
-        verdict = sd.Rejection()(proposal, p, where, rng)
-        assert int(verdict.accepted.max()) == 0
-        assert set(verdict.bonus.tolist()) == {0, 1}
 
 
 def test_declared_probabilities_are_refused_unless_trusted():
@@ -152,49 +87,6 @@ def test_declared_probabilities_are_refused_unless_trusted():
         Proposal(declared.tokens, declared.parents, declared.size, q, "point")
     with pytest.raises(ValueError, match="probs is absent"):
         Proposal(declared.tokens, declared.parents, declared.size, None, "sampled")
-
-
-@settings(max_examples=40, deadline=None)
-@given(nodes=st.integers(0, 5), vocab=st.integers(2, 4), seed=st.integers(0, 10**6))
-def test_coupled_commits_the_targets_draws_whatever_is_proposed(nodes, vocab, seed):
-    rows, random = 4, np.random.default_rng(seed)
-    target = sd.TableModel.random(vocab, 1, seed=seed, zeros=0.2)
-    where, rng = context(rows, 2), Philox(seeds(seed, rows))
-    parents = torch.tensor([[random.integers(-1, n) for n in range(nodes)] for _ in range(rows)]).reshape(
-        rows, nodes
-    )
-    proposal = Proposal(
-        torch.from_numpy(random.integers(0, vocab, (rows, nodes))),
-        parents.long(),
-        torch.from_numpy(random.integers(0, nodes + 1, rows)),
-    )
-    probs = target.score(target.cache(rows, 16), where, proposal).logits.exp()
-    verdict = sd.Coupled()(proposal, probs, where, rng)
-    text = where
-    for _ in range(nodes + 1):  # plain decoding with the same numbers
-        distribution = target.score(target.cache(rows, 16), text).logits[:, 0].exp()
-        text = text.append(rng.race(distribution, text.length)[:, None], torch.ones(rows, dtype=torch.long))
-    for b in range(rows):
-        block = verdict.tokens[b, : int(verdict.accepted[b]) + 1].tolist()
-        start = int(where.length[b])
-        assert block == text.tokens[b, start : start + len(block)].tolist()
-        nodes_taken = verdict.path[b, : int(verdict.accepted[b])].tolist()
-        assert [int(proposal.parents[b, n]) for n in nodes_taken] == [-1, *nodes_taken][: len(nodes_taken)]
-
-
-def test_a_verdict_does_not_depend_on_batch_mates():
-    rows, V = 6, 4
-    where, rng = context(rows), Philox(seeds(2, rows))
-    parents = torch.tensor([-1, -1, 0, 1]).expand(rows, 4)
-    size = torch.tensor([4, 0, 2, 3, 1, 4])
-    proposal = drawn(parents, size, distributions(rows, 4, V, seed=0), where, rng)
-    probs = distributions(rows, 5, V, seed=2)
-    for verifier in (sd.Rejection(), sd.Coupled()):
-        whole = verifier(proposal, probs, where, rng)
-        for some in (torch.tensor([5, 2]), torch.tensor([1]), torch.tensor([0, 3, 4])):
-            part = verifier(proposal.select(some), probs[some], where.select(some), rng.select(some))
-            assert torch.equal(part.tokens, whole.tokens[some])
-            assert torch.equal(part.path, whole.path[some])
 
 
 def test_a_verifier_of_its_own_is_asked_at_temperature_0_too():

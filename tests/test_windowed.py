@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -9,11 +10,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_masked import decoded, plain, seen_by
 from tiny import tiny
 
 import specdec as sd
 from specdec.cache.ring import Ring
 from specdec.cache.slots import KVShape
+from specdec.masks import streaming
 from specdec.models.windowed import Windowed
 
 SHAPE = KVShape(1, 1, 1, torch.float64, torch.device("cpu"))
@@ -21,16 +24,14 @@ LIKE_LLAMA = ["llama", "mistral", "qwen2", "qwen3"]
 TIGHT = {"rtol": 1e-9, "atol": 1e-9}
 
 
+@cache
+def shown(window: int, sinks: int) -> torch.Tensor:
+    return seen_by(streaming(window, sinks), 120)
+
+
 def dense(model: Any, text: list[int], window: int, sinks: int) -> torch.Tensor:
     """``[L, V]``: the plain model under a dense mask of its own window (mistral), the sinks and the window."""
-    q, p = torch.arange(len(text))[:, None], torch.arange(len(text))
-    seen = (p <= q) & ((p > q - window) | (p < sinks))
-    own = getattr(model.config, "sliding_window", None) if model.config.model_type == "mistral" else None
-    if own is not None:
-        seen &= p > q - own
-    mask = torch.zeros(seen.shape, dtype=torch.float64).masked_fill(~seen, float("-inf"))[None, None]
-    with torch.inference_mode():
-        return model(torch.tensor([text]), attention_mask=mask).logits[0]
+    return plain(model, text, shown(window, sinks)[: len(text), : len(text)])
 
 
 # -- the ring ----------------------------------------------------------------------------------------------------------
@@ -116,45 +117,16 @@ def test_numbers_that_leave_nothing_to_see_are_refused(window, sinks, block, wha
 # -- the model ---------------------------------------------------------------------------------------------------------
 
 
-def follow(
-    model: Windowed, plain: Any, prompts: list[list[int]], block: int, rounds: int = 25, seed: int = 0
-) -> None:
-    """Rounds of proposals, of which a random part is accepted: every logit is the plain model's under a dense mask."""
-    draw = np.random.default_rng(seed)
-    texts = [list(p) for p in prompts]
-    context = sd.Context.of(texts, capacity=200)
-    cache = model.cache(len(texts), 200)
-    model.prefill(cache, context)
-    for _ in range(rounds):
-        B, N = len(texts), int(draw.integers(0, block + 1))
-        size = torch.from_numpy(draw.integers(0, N + 1, B))
-        tokens = torch.from_numpy(draw.integers(0, model.vocab_size, (B, N)))
-        proposal = sd.Proposal.chain(tokens, size) if N else None
-        logits = model.score(cache, context, proposal).logits
-        accepted = torch.from_numpy(draw.integers(0, size.numpy() + 1))
-        bonus = torch.from_numpy(draw.integers(0, model.vocab_size, B))
-        path = torch.where(torch.arange(N) < accepted[:, None], torch.arange(N), -1)
-        verdict = sd.Verdict.of(proposal or sd.Proposal.none(B), path, accepted, bonus)
-        for b, text in enumerate(texts):
-            n = int(size[b])
-            want = dense(plain, text + tokens[b, :n].tolist(), model.window, model.sinks)[len(text) - 1 :]
-            torch.testing.assert_close(logits[b, : n + 1], want, **TIGHT)
-        cache.commit(context, verdict)
-        context = context.append(verdict.tokens, accepted + 1)
-        texts = [context.row(b) for b in range(B)]
-        assert (cache.sync(context) == context.length - 1).all()  # nothing is fed twice
-
-
 PROMPTS = [[5], [7, 3, 1, 8, 8, 2, 40, 41], list(range(50, 85)), [9, 9, 1]]
 
 
 @pytest.mark.parametrize("family", LIKE_LLAMA)
 @pytest.mark.parametrize(("window", "sinks"), [(1, 0), (2, 1), (5, 1), (12, 3)])
 def test_logits_are_the_plain_models_under_a_dense_mask(family, window, sinks):
-    plain = tiny(family, num_hidden_layers=3)
-    plain.set_attn_implementation("sdpa")  # eager attention rounds to float32
-    model = Windowed(sd.HFModel(plain, prefill_chunk=16), window, sinks, block=4)
-    follow(model, plain, PROMPTS, block=4)
+    llama = tiny(family, num_hidden_layers=3)
+    model = Windowed(sd.HFModel(llama, prefill_chunk=16), window, sinks, block=4)
+    llama.set_attn_implementation("sdpa")  # eager attention rounds to float32
+    decoded(model, llama, shown(window, sinks), rounds=25)
 
 
 @pytest.fixture(scope="module")
@@ -216,20 +188,6 @@ def test_memory_does_not_grow_with_the_text(llama):
     model = Windowed(sd.HFModel(llama), 64, 1, block=4)
     short, long = model.cache(2, 100), model.cache(2, 100_000)
     assert [k.shape for k, _ in short.layers] == [k.shape for k, _ in long.layers] == [(2, 68, 2, 8)] * 3
-
-
-@pytest.mark.parametrize("family", ["gpt2", "opt", "gemma2", "gemma3_text", "gpt_oss", "gpt_neox", "phi3"])
-def test_other_packed_families_run_and_see_everything_through_a_wide_window(family):
-    """Soft caps, sink logits, learned positions, windows of their own."""
-    whole = sd.HFModel(tiny(family))
-    model = Windowed(whole, 64, 1)
-    context = sd.Context.of(PROMPTS, capacity=64)
-    want = whole.score(whole.cache(4, 64), context).logits
-    cache = model.cache(4, 64)
-    model.prefill(cache, context)
-    torch.testing.assert_close(model.score(cache, context).logits, want, rtol=1e-4, atol=1e-4)
-    narrow = Windowed(whole, 4, 1)
-    assert (narrow.score(narrow.cache(4, 64), context).logits - want).abs()[2].max() > 1e-2
 
 
 def test_what_cannot_be_windowed_is_refused(llama):

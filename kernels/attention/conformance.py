@@ -47,6 +47,7 @@ def plans() -> dict[str, AttentionPlan]:
         "first token": AttentionPlan([1], [0], [1], 24),
         "prompt": AttentionPlan([2], [0], [20], 24),
         "tree": AttentionPlan([0, 1, 2], [10, 3, 6], [8, 8, 8], 24, shape),
+        "end of a tree": AttentionPlan([0, 1, 2], [16, 9, 12], [2, 2, 2], 24, shape),  # half of it is hidden
         "mask": ExplicitPlan([0, 1, 3], [4, 3, 2], seen),
         "mask and distances": ExplicitPlan([0, 1, 3], [4, 3, 2], seen, draw.integers(0, 9, (9, 24))),
         "pages": AttentionPlan([0, 1], [17, 21], [3, 3], 0, table=[[2, 0], [3, 1]], page=16),

@@ -20,7 +20,8 @@ A call without queries never reaches a backend, and plans have no rows without q
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -72,3 +73,12 @@ class Backend(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """As ``attend``, with the log-sum-exp ``[1, T, Hq]``."""
         ...
+
+
+def without_lse(attend_with_lse: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., Tensor]:
+    """``attend`` of a backend that computes its log-sum-exps in any case."""
+
+    def attend(*call: Any, **settings: Any) -> Tensor:
+        return attend_with_lse(*call, **settings)[0]
+
+    return attend

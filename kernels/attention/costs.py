@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from scipy.optimize import nnls
 
 from specdec.kernels.attention.fused import fused
 from specdec.kernels.attention.merge import merge_two
@@ -106,7 +107,9 @@ def fit(
     samples = list(_calls(heads, kv_heads, size, dtype, repeats))
     columns = np.array([[1.0, n, n * slots, n * slots * q] for n, slots, q, _ in samples])
     seconds = np.array([s for *_, s in samples])
-    call, row, slot, query = _positive(columns / seconds[:, None], np.ones_like(seconds))  # relative errors
+    columns /= seconds[:, None]  # relative errors
+    scale = columns.max(0)
+    call, row, slot, query = (nnls(columns / scale, np.ones_like(seconds))[0] / scale).tolist()
     small, large = (_merges(n, 5, heads, size, dtype, repeats) for n in (1, 16))
     merged = max(large - small, 0.0) / (15 * 5)
     model = CostModel(call, row, slot, query, max(small - 5 * merged, 0.0), merged)
@@ -148,16 +151,3 @@ def _merges(n: int, q: int, heads: int, size: int, dtype: torch.dtype, repeats: 
             a[:n], lse_a[:n] = out, lse
             best = min(best, perf_counter() - start)
     return best
-
-
-def _positive(columns: np.ndarray, values: np.ndarray) -> list[float]:
-    """Least squares without negative coefficients: columns with a negative one are dropped one after another."""
-    x, kept = np.zeros(columns.shape[1]), list(range(columns.shape[1]))
-    scale = np.abs(columns).max(0)
-    while kept:
-        part = np.linalg.lstsq(columns[:, kept] / scale[kept], values, rcond=None)[0]
-        if (part >= 0).all():
-            x[kept] = part / scale[kept]
-            break
-        kept.pop(int(part.argmin()))
-    return [float(v) for v in x]

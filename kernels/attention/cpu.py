@@ -2,75 +2,36 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+from typing import Any
+
 from torch import Tensor
 
 from specdec.kernels.attention import native, packed
 from specdec.kernels.attention.plan import AttentionPlan
-from specdec.kernels.attention.reach import Reach
 
 
 def refuses(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    plan: AttentionPlan,
-    window: Reach = None,
-    softcap: float | None = None,
-    sink_logits: Tensor | None = None,
-    lse: bool = False,
+    query: Tensor, keys: Tensor, values: Tensor, plan: AttentionPlan, *settings: Any, **more: Any
 ) -> str | None:
     """As ``contract.Backend.refuses``: why neither of the two can serve a call."""
     if not query.is_cpu:
         return "it runs on the CPU"
-    why = _no_c(query, keys, values, plan, window, softcap, sink_logits)
-    if why is None:
-        return None
-    other = packed.refuses(query, keys, values, plan, window, softcap, sink_logits, lse)
+    call = query, keys, values, plan, *settings
+    why = native.refuses(*call, **more)
+    other = why and packed.refuses(*call, **more)
     return other and f"{why}, and {other}"
 
 
-def attend(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    plan: AttentionPlan,
-    scale: float,
-    window: Reach = None,
-    softcap: float | None = None,
-    sink_logits: Tensor | None = None,
-) -> Tensor:
+def _server(query: Tensor, keys: Tensor, values: Tensor, plan: AttentionPlan, *settings: Any) -> ModuleType:
+    return packed if native.refuses(query, keys, values, plan, *settings[1:]) else native
+
+
+def attend(*call: Any) -> Tensor:
     """Arguments and result as for ``api.attention``."""
-    c = _no_c(query, keys, values, plan, window, softcap, sink_logits) is None
-    serve = native.attend if c else packed.attend
-    return serve(query, keys, values, plan, scale, window, softcap, sink_logits)
+    return _server(*call).attend(*call)
 
 
-def attend_with_lse(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    plan: AttentionPlan,
-    scale: float,
-    window: Reach = None,
-    softcap: float | None = None,
-    sink_logits: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def attend_with_lse(*call: Any) -> tuple[Tensor, Tensor]:
     """As ``attend``, with the log-sum-exp ``[1, T, Hq]`` of the scores; for calls that ``refuses`` allows."""
-    c = _no_c(query, keys, values, plan, window, softcap, sink_logits) is None
-    serve = native.attend_with_lse if c else packed.attend_with_lse
-    return serve(query, keys, values, plan, scale, window, softcap, sink_logits)
-
-
-def _no_c(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    plan: AttentionPlan,
-    window: Reach,
-    softcap: float | None,
-    sink_logits: Tensor | None,
-) -> str | None:
-    """Why the C kernels cannot serve a call, or ``None``."""
-    return native.supports(query, softcap, sink_logits, plan) or native.fits(
-        query, keys, values, plan, window
-    )
+    return _server(*call).attend_with_lse(*call)

@@ -10,80 +10,38 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from specdec.kernels.attention import fused, packed
+from specdec.kernels.attention import packed
 from specdec.kernels.attention.costs import cost_model
 from specdec.kernels.attention.decompose import Block, Fragments, decompose
 from specdec.kernels.attention.merge import merge_two
-from specdec.kernels.attention.packed import careful, careful_with_lse, join, join_with_lse
+from specdec.kernels.attention.packed import Part, Segmented, careful
 from specdec.kernels.attention.plan import AttentionPlan, Segment
 from specdec.kernels.attention.reach import Reach, binding
-
-__all__ = ["attend", "attend_with_lse", "fragments", "refuses"]
 
 PROMPT = 32
 
 
-def refuses(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    plan: AttentionPlan,
-    window: Reach = None,
-    softcap: float | None = None,
-    sink_logits: Tensor | None = None,
-    lse: bool = False,
-) -> str | None:
-    """As ``contract.Backend.refuses``."""
-    if plan.table is not None:
-        return "it reads slots, not pages"
-    return fused.refuses(query, keys, values, plan, window, softcap, sink_logits, lse)
-
-
-def attend(
+def parts(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
     plan: AttentionPlan,
     scale: float,
-    window: Reach = None,
-    softcap: float | None = None,
-    sink_logits: Tensor | None = None,
-) -> Tensor:
-    """Arguments and result as for ``api.attention``."""
+    window: Reach,
+    lse: bool,
+) -> list[Part]:
+    """One call for each block, merged with those above it."""
     if not plan.ordered or max(plan.counts) > PROMPT:
-        return packed.attend(query, keys, values, plan, scale, window)
-    window = binding(window, max(plan.length))
-    parts = []
-    for block, s in _chosen(query, keys, values, plan, window):
-        if block.above:
-            parts.append(_cut(query, keys, values, plan, block, s, scale, window)[0])
-        else:
-            parts.append(careful(query, keys, values, plan, s, block.low, scale, window))
-    return join(parts)
-
-
-def attend_with_lse(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    plan: AttentionPlan,
-    scale: float,
-    window: Reach = None,
-    softcap: float | None = None,
-    sink_logits: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """As ``attend``, with the log-sum-exp ``[1, T, Hq]`` of the scores; for calls that ``refuses`` allows."""
-    if not plan.ordered or max(plan.counts) > PROMPT:
-        return packed.attend_with_lse(query, keys, values, plan, scale, window)
+        return packed.parts(query, keys, values, plan, scale, window, lse)
     window = binding(window, max(plan.length))
     chosen = _chosen(query, keys, values, plan, window)
-    return join_with_lse([_cut(query, keys, values, plan, b, s, scale, window) for b, s in chosen])
+    return [_cut(query, keys, values, plan, block, s, scale, window, lse) for block, s in chosen]
 
 
 def fragments(query: Tensor, keys: Tensor, values: Tensor, plan: AttentionPlan, window: Reach) -> Fragments:
     """The cover that ``decompose`` chooses for a layer."""
     model = cost_model(query.shape[1], keys.shape[2], query.shape[3], query.dtype)
-    low = None if window is None else [plan.low(s, window) for s in _alone(plan)]
+    low = None if window is None else [plan.low(s, window) for s in plan.runs(alone=True)]
     cut = query.is_cpu and values.shape[-1] == keys.shape[-1]
     return decompose(
         plan.length,
@@ -96,10 +54,6 @@ def fragments(query: Tensor, keys: Tensor, values: Tensor, plan: AttentionPlan, 
     )
 
 
-def _alone(plan: AttentionPlan) -> list[Segment]:
-    return plan.runs(alone=True)
-
-
 def _chosen(
     query: Tensor, keys: Tensor, values: Tensor, plan: AttentionPlan, window: Reach
 ) -> list[tuple[Block, Segment]]:
@@ -107,7 +61,7 @@ def _chosen(
     key = ("fragments", window, query.shape[1], keys.shape[2:], values.shape[-1], query.dtype, query.is_cpu)
     if key not in plan.known:
         blocks = fragments(query, keys, values, plan, window).blocks
-        each = _alone(plan)
+        each = plan.runs(alone=True)
         plan.known[key] = [(b, plan.at(each[b.r0], b.r0, b.r1, b.high)) for b in blocks]
     return plan.known[key]
 
@@ -121,11 +75,18 @@ def _cut(
     s: Segment,
     scale: float,
     window: Reach,
-) -> tuple[Tensor, Tensor]:
-    """A block and all above it: output ``[R, Hq, q, D]`` and log-sum-exp ``[R, Hq, q]``."""
-    out, lse = careful_with_lse(query, keys, values, plan, s, block.low, scale, window)
+    lse: bool,
+) -> Part:
+    """A block and all above it, which are merged by their log-sum-exps."""
+    out, total = careful(query, keys, values, plan, s, block.low, scale, window, lse or bool(block.above))
     for b in block.above:
         rows = slice(b.r0 - block.r0, b.r1 - block.r0)
-        more = _cut(query, keys, values, plan, b, plan.at(s, b.r0, b.r1, b.high), scale, window)
-        out[rows], lse[rows] = merge_two(out[rows], lse[rows], *more)
-    return out, lse
+        more, above = _cut(query, keys, values, plan, b, plan.at(s, b.r0, b.r1, b.high), scale, window, True)
+        assert total is not None
+        assert above is not None
+        out[rows], total[rows] = merge_two(out[rows], total[rows], more, above)
+    return out, total
+
+
+_backend = Segmented(parts)
+refuses, attend, attend_with_lse = _backend.refuses, _backend.attend, _backend.attend_with_lse

@@ -101,19 +101,9 @@ class Flash:
             or self.lacks(query, keys, values, plan, softcap)
         )
 
-    def attend(
-        self,
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        plan: AttentionPlan,
-        scale: float,
-        window: Reach = None,
-        softcap: float | None = None,
-        sink_logits: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, *call: Any) -> Tensor:
         """Arguments and result as for ``api.attention``."""
-        return self.attend_with_lse(query, keys, values, plan, scale, window, softcap, sink_logits)[0]
+        return self.attend_with_lse(*call)[0]
 
     def attend_with_lse(
         self,

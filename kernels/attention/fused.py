@@ -22,41 +22,6 @@ _flash = (
 )  # the only one that returns its log-sum-exp
 
 
-def fused_supports(query: Tensor, softcap: float | None, sink_logits: Tensor | None) -> str | None:
-    """Why fused attention cannot serve a call, or ``None``. It runs on every device, but is written for the CPU."""
-    if softcap is not None:
-        return "fused attention has no soft cap on scores"
-    if sink_logits is not None:
-        return "fused attention has no sink logits"
-    return None
-
-
-def refuses(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    plan: AttentionPlan,
-    window: Reach = None,
-    softcap: float | None = None,
-    sink_logits: Tensor | None = None,
-    lse: bool = False,
-) -> str | None:
-    """As ``contract.Backend.refuses``, for slots and pages alike."""
-    why = fused_supports(query, softcap, sink_logits)
-    if why or not lse:
-        return why
-    if not query.is_cpu:
-        return "PyTorch's fused attention returns its log-sum-exp on the CPU only"
-    if keys.shape[-1] != values.shape[-1]:
-        return (
-            "PyTorch's fused attention returns its log-sum-exp for keys and values of one size, "
-            f"not {keys.shape[-1]} and {values.shape[-1]}"
-        )
-    if torch.is_grad_enabled() and (query.requires_grad or keys.requires_grad or values.requires_grad):
-        return "the log-sum-exp of PyTorch's fused attention has no gradient: call it under torch.no_grad()"
-    return None
-
-
 def fused(
     query: Tensor,
     keys: Tensor,
@@ -66,25 +31,21 @@ def fused(
     low: int,
     scale: float,
     window: Reach,
+    lse: bool = False,
     begin: int = 0,
-) -> Tensor:
-    """Attention of one segment over the slots ``low:s.keys`` of its rows: ``[R, Hq, q, Dv]``.
+) -> tuple[Tensor, Tensor | None]:
+    """Attention of one segment over the slots ``low:s.keys`` of its rows.
 
     Arguments as for ``api.attention``; ``query [1, Hq, T, D]`` are all packed queries. Slots beyond a row's end, up to ``s.keys``,
     are read with weight 0. ``begin``: the first slot of the rows of ``keys`` and ``values``, at most ``low``.
+
+    Returns:
+        output ``[R, Hq, q, Dv]`` and, with ``lse``, the log-sum-exp ``[R, Hq, q]`` of the scores, else ``None``; 0 and -inf for a
+        query that sees none of the slots.
     """
-    group = query.shape[1] // keys.shape[2]
-    if s.queries > FOLD:
-        group = 1
-    key = (
-        "call",
-        s,
-        low,
-        window,
-        query.dtype,
-        query.device,
-        group,
-    )  # one look-up, because small models are bound by Python
+    group = 1 if s.queries > FOLD else query.shape[1] // keys.shape[2]
+    # One look-up, because small models are bound by Python.
+    key = ("call", s, low, window, query.dtype, query.device, group)
     known = plan.known.get(key)
     if known is None:
         causal = plan.causal(s, window, low)
@@ -94,38 +55,18 @@ def fused(
             plan.known[key] = known
     mask, causal, group = known
     q, k, v = _views(query, keys, values, s, low, group, begin)
-    out = scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=k.shape[1] != q.shape[1]
-    )
-    return out if group == 1 else out.reshape(q.shape[0], -1, s.queries, out.shape[-1])
-
-
-def fused_with_lse(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    plan: AttentionPlan,
-    s: Segment,
-    low: int,
-    scale: float,
-    window: Reach,
-    begin: int = 0,
-) -> tuple[Tensor, Tensor]:
-    """As ``fused``, with the log-sum-exp ``[R, Hq, q]`` of the scores; for calls that ``refuses`` allows.
-
-    A query that sees none of the slots gets 0 and -inf.
-    """
-    causal = plan.causal(s, window, low)
-    group = 1 if causal or s.queries > FOLD else query.shape[1] // keys.shape[2]
-    mask = None if causal else _mask(query, plan, s, window, low, group)
-    q, k, v = _views(query, keys, values, s, low, group, begin)
-    out, lse = _flash(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
-    out, lse = (t.reshape(q.shape[0], -1, s.queries, *t.shape[3:]) for t in (out, lse))
-    if mask is not None:
-        blind = plan.blind(s, window, low, query.device)
+    total = None
+    if lse:
+        out, total = _flash(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
+        total = total.reshape(q.shape[0], -1, s.queries)
+        blind = None if mask is None else plan.blind(s, window, low, query.device)
         if blind is not None:  # for these the kernel returns 0 for both
-            lse = lse.masked_fill(blind, float("-inf"))
-    return out, lse
+            total = total.masked_fill(blind, float("-inf"))
+    else:
+        out = scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=k.shape[1] != q.shape[1]
+        )
+    return out if group == 1 else out.reshape(q.shape[0], -1, s.queries, out.shape[-1]), total
 
 
 def _mask(

@@ -8,11 +8,9 @@ times query heads per KV head; over pages ``PAGED_PROMPT``) go to PyTorch, whose
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from ctypes import POINTER, Structure, byref, c_float, c_int, c_int64, c_void_p
-from functools import lru_cache
+from ctypes import Structure, byref, c_float, c_int64, c_void_p
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,8 +18,9 @@ from torch import Tensor
 
 from specdec.kernels.attention import packed
 from specdec.kernels.attention.plan import AttentionPlan
-from specdec.kernels.attention.reach import Reach, Streaming, split
+from specdec.kernels.attention.reach import Reach, Streaming
 from specdec.kernels.native import library, reason
+from specdec.kernels.native.build import function
 
 PROMPT = 64  # queries of a row times query heads per KV head, above which PyTorch is clearly faster
 PAGED_PROMPT = 1024  # the same over pages, which must be copied together for PyTorch
@@ -31,12 +30,6 @@ _LANES = 16
 def fields(kind: Any, names: str) -> list[tuple[str, Any]]:
     """Fields of a ``Structure`` with one type."""
     return [(name, kind) for name in names.split()]
-
-
-class First(NamedTuple):
-    """First positions as a separate reach: the kernel takes one interval of slots per query."""
-
-    beside: Streaming
 
 
 class PlanStruct(Structure):
@@ -113,8 +106,6 @@ def attend(
     """Arguments and result as for ``api.attention``."""
     if softcap is None and sink_logits is None and prompt(plan, query.shape[1] // keys.shape[2]):
         return packed.attend(query, keys, values, plan, scale, window)
-    if _first(plan, window) is not None:
-        return attend_with_lse(query, keys, values, plan, scale, window, softcap, sink_logits)[0]
     return _run(query, keys, values, plan, scale, window, softcap, sink_logits, None)
 
 
@@ -130,34 +121,7 @@ def attend_with_lse(
 ) -> tuple[Tensor, Tensor]:
     """As ``attend``, with the log-sum-exp of the scores ``[1, T, Hq]``, -inf for a query that sees nothing."""
     lse = query.new_empty(1, query.shape[2], query.shape[1], dtype=torch.float32)
-    out = _run(query, keys, values, plan, scale, window, softcap, sink_logits, lse)
-    first = _first(plan, window)
-    if first is None:
-        return out, lse
-    more = torch.empty_like(lse)
-    return _joined(out, lse, _run(query, keys, values, plan, scale, first, softcap, None, more), more)
-
-
-def _joined(a: Tensor, lse_a: Tensor, b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """``merge_two`` by operations whose bits do not depend on an element's place in the tensor, unlike PyTorch's sigmoid."""
-    one, other = lse_a.numpy(), lse_b.numpy()
-    top = np.maximum(one, other)
-    top = np.where(top == -np.inf, np.float32(0), top)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        x, y = np.exp(one - top), np.exp(other - top)
-        total = x + y
-        lse = top + np.log(total)
-    total = np.where(total == 0, np.float32(1), total)
-    share = torch.from_numpy(np.stack([x / total, y / total]))[..., None]
-    out = share[0] * a.float() + share[1] * b.float()
-    return out.to(a.dtype), torch.from_numpy(lse)
-
-
-def _first(plan: AttentionPlan, window: Reach) -> First | None:
-    """The first positions as a separate reach, if a row is so long that they may not overlap the window."""
-    if isinstance(window, Streaming) and max(plan.length) - window.window > window.initial:
-        return First(window)
-    return None
+    return _run(query, keys, values, plan, scale, window, softcap, sink_logits, lse), lse
 
 
 def always(plan: AttentionPlan) -> None:
@@ -171,7 +135,7 @@ def _run(
     values: Tensor,
     plan: AttentionPlan,
     scale: float,
-    window: Reach | First,
+    window: Reach,
     softcap: float | None,
     sink_logits: Tensor | None,
     lse: Tensor | None,
@@ -204,7 +168,7 @@ def _run(
     if sink_logits is not None:
         sink_logits = sink_logits.float().contiguous()
     call.sink_logits = None if sink_logits is None else sink_logits.data_ptr()
-    if _kernel()(byref(made), byref(call), torch.get_num_threads()):
+    if function("attend", "ppi")(byref(made), byref(call), torch.get_num_threads()):
         raise MemoryError("attention: no memory for the accumulators of a row")
     return out
 
@@ -219,21 +183,13 @@ def prompt(plan: AttentionPlan, group: int) -> bool:
     return known
 
 
-def lowered(plan: AttentionPlan, window: Reach | First) -> PlanStruct:
+def lowered(plan: AttentionPlan, window: Reach) -> PlanStruct:
     """``lower``, cached in the plan."""
     layer = plan.layer
     made = plan.known.get(("native", window, layer))
     if made is None:
         made = plan.known["native", window, layer] = lower(plan, window)
     return made[0]
-
-
-@lru_cache(maxsize=1)
-def _kernel() -> Any:
-    lib = library()
-    assert lib is not None
-    lib.attend.argtypes, lib.attend.restype = [POINTER(PlanStruct), POINTER(_Call), c_int], c_int
-    return lib.attend
 
 
 def _call(
@@ -253,11 +209,8 @@ def _call(
     )
 
 
-def lower(plan: AttentionPlan, window: Reach | First) -> tuple[PlanStruct, list[Any]]:
+def lower(plan: AttentionPlan, window: Reach) -> tuple[PlanStruct, list[Any]]:
     """A plan as the kernel reads it, and the arrays that it points to."""
-    first_ones = isinstance(window, First)
-    if isinstance(window, First):
-        window = window.beside
     if plan.ordered and plan.tree is None and plan.table is None and not isinstance(window, Streaming):
         return _chains(plan, window)
     counts = np.array(plan.counts, dtype=np.int32)
@@ -267,37 +220,29 @@ def lower(plan: AttentionPlan, window: Reach | First) -> tuple[PlanStruct, list[
     first = np.array(plan.first, dtype=np.int32)
     T = int(starts[-1])
     slot = np.repeat(first - starts[:-1], counts) + np.arange(T, dtype=np.int32)
-    low, mask = np.zeros(T, dtype=np.int32), None
-    size, initial = (0, 0) if window is None else (min(n, max(plan.length) + 1) for n in split(window))
+    low, high, mask, begin = np.zeros(T, dtype=np.int32), slot + 1, None, np.zeros_like(rows)
     if not plan.ordered:
-        high, begin = np.zeros(T, dtype=np.int32), np.zeros(len(rows), dtype=np.int32)
-        mask = [_bytes(plan.visible(s, window)) for s in plan.runs()]
-        per_row = [m[i] for m in mask for i in range(len(m))]  # [heads or none, q, S]
-    elif plan.tree is None:
-        high = slot + 1
-        if window is not None:
-            low = np.maximum(slot - (size - 1), 0)
-    else:
-        root = np.minimum(plan.tree.root, length).astype(np.int32)
-        high = np.minimum(slot + 1, np.repeat(root, counts))
+        high = np.zeros_like(low)
+        mask = [m for s in plan.runs() for m in _bytes(plan.visible(s, window))]  # [heads or none, q, S]
+    elif plan.tree is not None or isinstance(window, Streaming):
+        if plan.tree is not None and not isinstance(window, Streaming):
+            begin = np.minimum(plan.tree.root, length).astype(np.int32)
+        high = np.minimum(high, np.repeat(begin, counts))
         each = plan.runs(alone=True)
-        if window is not None:
+        if isinstance(window, int):
             position = np.concatenate([plan._query_positions(s)[0] for s in each])
-            low = np.maximum(position - (size - 1), 0).astype(np.int32)
-        per_row = [_bytes(plan.visible(s, window, int(b)))[0] for s, b in zip(each, root)]
-        begin, mask = root, per_row
-    if first_ones:
-        high, mask = np.where(low > initial, np.minimum(high, initial), 0), None
-    if initial:  # one interval, if there is no gap
-        low = np.zeros_like(low) if first_ones else np.where(low > initial, low, 0)
+            low = np.maximum(position - (min(window, max(plan.length) + 1) - 1), 0)
+        mask = [_bytes(plan.visible(s, window, int(b)))[0] for s, b in zip(each, begin)]
+    elif window is not None:
+        low = np.maximum(high - min(window, max(plan.length) + 1), 0)
     lowered = PlanStruct(rows_count=len(rows), pages=0, page=0)
     alive: list[Any] = [rows, starts, length, low.astype(np.int32), high.astype(np.int32)]
     for name, array in zip(("rows", "starts", "length", "low", "high"), alive):
         setattr(lowered, name, array.ctypes.data)
     if mask is not None:
-        at = np.cumsum([0, *(m.size for m in per_row)])[:-1].astype(np.int64)
-        head = np.array([m.strides[0] if m.ndim == 3 else 0 for m in per_row], dtype=np.int64)
-        flat = np.concatenate([*(m.ravel() for m in per_row), np.zeros(_LANES, dtype=np.uint8)])
+        at = np.cumsum([0, *(m.size for m in mask)])[:-1].astype(np.int64)
+        head = np.array([m.strides[0] if m.ndim == 3 else 0 for m in mask], dtype=np.int64)
+        flat = np.concatenate([*(m.ravel() for m in mask), np.zeros(_LANES, dtype=np.uint8)])
         more = [flat, begin, at, head]
         for name, array in zip(("mask", "mask_from", "mask_at", "mask_head"), more):
             setattr(lowered, name, array.ctypes.data)
@@ -322,33 +267,6 @@ def _chains(plan: AttentionPlan, window: int | None) -> tuple[PlanStruct, list[A
     rows, begin, length, lows, highs = (at + n for n in ends)
     made = PlanStruct(rows, begin, length, lows, highs, *(None,) * 5, R, 0, 0)
     return made, [numbers]
-
-
-def series(
-    rows: Sequence[int],
-    first: Sequence[int],
-    steps: int,
-    window: int | None,
-    table: Sequence[Sequence[int]] | None = None,
-    page: int = 0,
-) -> tuple[PlanStruct, list[Any]]:
-    """Plans of ``steps`` steps that feed each of ``rows`` its next token, the first one at slots ``first``.
-
-    The returned plan is the first step's; the other steps follow in its arrays of lengths and visible slots, ``len(rows)`` entries each.
-    """
-    R = len(rows)
-    high = [slot + n for n in range(1, steps + 1) for slot in first]
-    low = [0] * len(high) if window is None else [max(h - window, 0) for h in high]
-    numbers = np.array([*rows, *range(R + 1), *low, *high], dtype=np.int32)
-    at = numbers.ctypes.data
-    begin, lows, highs = at + 4 * R, at + 8 * R + 4, at + 8 * R + 4 + 4 * len(high)
-    made, alive = PlanStruct(at, begin, highs, lows, highs, *(None,) * 5, R, 0, 0), [numbers]
-    if table is not None:
-        made.page, made.pages = page, max(map(len, table))
-        pages = np.array([[*t, *[0] * (made.pages - len(t))] for t in table], dtype=np.int32)
-        made.table = pages.ctypes.data
-        alive.append(pages)
-    return made, alive
 
 
 def _bytes(seen: Any) -> np.ndarray:

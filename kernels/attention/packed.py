@@ -12,66 +12,113 @@ of pages at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from specdec.kernels.attention.fused import fused, fused_with_lse, refuses
+from specdec.kernels.attention.fused import fused
 from specdec.kernels.attention.plan import AttentionPlan, Segment
 from specdec.kernels.attention.reach import Reach, binding
 from specdec.kernels.device import to_device
 
-__all__ = ["attend", "attend_with_lse", "careful", "careful_with_lse", "refuses"]
+Part = tuple[Tensor, Tensor | None]
+"""The output ``[R, Hq, q, Dv]`` of a segment, and its log-sum-exp ``[R, Hq, q]`` where that is wanted."""
 
 
-def attend(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    plan: AttentionPlan,
-    scale: float,
-    window: Reach = None,
-    softcap: float | None = None,
-    sink_logits: Tensor | None = None,
-) -> Tensor:
-    """Arguments and result as for ``api.attention``."""
-    return join(_parts(careful, query, keys, values, plan, scale, window))
+@dataclass(frozen=True)
+class Segmented:
+    """``contract.Backend`` by calls of fused attention.
+
+    Args:
+        parts: ``(query, keys, values, plan, scale, window, lse)`` -> the results of neighbouring segments, in order.
+        pages: whether it reads pages.
+    """
+
+    parts: Callable[[Tensor, Tensor, Tensor, AttentionPlan, float, Reach, bool], list[Part]]
+    pages: bool = False
+
+    def refuses(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        plan: AttentionPlan,
+        window: Reach = None,
+        softcap: float | None = None,
+        sink_logits: Tensor | None = None,
+        lse: bool = False,
+    ) -> str | None:
+        """As ``contract.Backend.refuses``."""
+        if plan.table is not None and not self.pages:
+            return "it reads slots, not pages"
+        if softcap is not None:
+            return "fused attention has no soft cap on scores"
+        if sink_logits is not None:
+            return "fused attention has no sink logits"
+        if not lse:
+            return None
+        if not query.is_cpu:
+            return "PyTorch's fused attention returns its log-sum-exp on the CPU only"
+        if keys.shape[-1] != values.shape[-1]:
+            return (
+                "PyTorch's fused attention returns its log-sum-exp for keys and values of one size, "
+                f"not {keys.shape[-1]} and {values.shape[-1]}"
+            )
+        if torch.is_grad_enabled() and any(t.requires_grad for t in (query, keys, values)):
+            return (
+                "the log-sum-exp of PyTorch's fused attention has no gradient: call it under torch.no_grad()"
+            )
+        return None
+
+    def attend(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        plan: AttentionPlan,
+        scale: float,
+        window: Reach = None,
+        *_: Any,
+    ) -> Tensor:
+        """Arguments and result as for ``api.attention``, without soft cap and sink logits."""
+        return join([out for out, _ in self.parts(query, keys, values, plan, scale, window, False)])
+
+    def attend_with_lse(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        plan: AttentionPlan,
+        scale: float,
+        window: Reach = None,
+        *_: Any,
+    ) -> tuple[Tensor, Tensor]:
+        """As ``attend``, with the log-sum-exp ``[1, T, Hq]`` of the scores; for calls that ``refuses`` allows."""
+        outs, totals = zip(*self.parts(query, keys, values, plan, scale, window, True))
+        return join(outs), join([total[..., None] for total in totals])[..., 0]
 
 
-def attend_with_lse(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    plan: AttentionPlan,
-    scale: float,
-    window: Reach = None,
-    softcap: float | None = None,
-    sink_logits: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """As ``attend``, with the log-sum-exp ``[1, T, Hq]`` of the scores; for calls that ``refuses`` allows."""
-    return join_with_lse(_parts(careful_with_lse, query, keys, values, plan, scale, window))
-
-
-def _parts(
-    one: Callable[..., Any],
+def parts(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
     plan: AttentionPlan,
     scale: float,
     window: Reach,
-) -> list[Any]:
-    """The result of ``one`` (``careful``, ``careful_with_lse``) for each segment."""
+    lse: bool,
+) -> list[Part]:
+    """One call for each segment of the plan; over pages on a GPU, for each row."""
     if plan.ordered:
         window = binding(window, max(plan.length))
-    if plan.table is not None:
-        segments = plan.segments if query.is_cpu else plan.runs(alone=True)
-        return [_paged(one, query, keys, values, plan, s, scale, window) for s in segments]
+    segments, one = plan.segments, careful if plan.table is None else _paged
+    if plan.table is not None and not query.is_cpu:
+        segments = plan.runs(alone=True)
     return [
-        one(query, keys, values, plan, s, 0 if window is None else plan.low(s, window), scale, window)
-        for s in plan.segments
+        one(query, keys, values, plan, s, 0 if window is None else plan.low(s, window), scale, window, lse)
+        for s in segments
     ]
 
 
@@ -84,36 +131,19 @@ def careful(
     low: int,
     scale: float,
     window: Reach,
+    lse: bool,
     begin: int = 0,
-) -> Tensor:
-    """``fused``, repeated row by row if a slot that no query sees was not finite: ``[R, Hq, q, Dv]``."""
-    out = fused(query, keys, values, plan, s, low, scale, window, begin)
+) -> Part:
+    """``fused``, repeated row by row if a slot that no query sees was not finite."""
+    out, total = fused(query, keys, values, plan, s, low, scale, window, lse, begin)
     if out.is_cpu and plan.hides(s, window, low) and not finite(out):
         for r in range(s.r0, s.r1):
             k, v, one = _cleaned(keys, values, plan, s, r, low, window, begin)
-            out[r - s.r0] = fused(query, k, v, plan, one, low, scale, window, low)[0]
-    return out
-
-
-def careful_with_lse(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    plan: AttentionPlan,
-    s: Segment,
-    low: int,
-    scale: float,
-    window: Reach,
-    begin: int = 0,
-) -> tuple[Tensor, Tensor]:
-    """``careful`` by ``fused_with_lse``: ``[R, Hq, q, Dv]`` and ``[R, Hq, q]``."""
-    out, lse = fused_with_lse(query, keys, values, plan, s, low, scale, window, begin)
-    if plan.hides(s, window, low) and not finite(out):
-        for r in range(s.r0, s.r1):
-            k, v, one = _cleaned(keys, values, plan, s, r, low, window, begin)
-            part = fused_with_lse(query, k, v, plan, one, low, scale, window, low)
-            out[r - s.r0], lse[r - s.r0] = part[0][0], part[1][0]
-    return out, lse
+            own, mine = fused(query, k, v, plan, one, low, scale, window, lse, low)
+            out[r - s.r0] = own[0]
+            if total is not None and mine is not None:
+                total[r - s.r0] = mine[0]
+    return out, total
 
 
 def _cleaned(
@@ -131,24 +161,24 @@ def _cleaned(
 
 
 def _paged(
-    one: Callable[..., Any],
     query: Tensor,
     keys: Tensor,
     values: Tensor,
     plan: AttentionPlan,
     s: Segment,
+    low: int,
     scale: float,
     window: Reach,
-) -> Any:
-    """``one`` on copies of the pages of a segment's rows."""
-    low = 0 if window is None else plan.low(s, window)
+    lse: bool,
+) -> Part:
+    """``careful`` on copies of the pages of a segment's rows."""
     first = low // plan.page
     key = ("pages", s, first, query.device)
     if key not in plan.known:
         plan.known[key] = to_device(_pages(plan, s, first), query.device)
     at, rows = plan.known[key], s.r1 - s.r0
     keys, values = _gathered(keys, at, rows), _gathered(values, at, rows)
-    return one(query, keys, values, plan, s._replace(b0=0), low, scale, window, first * plan.page)
+    return careful(query, keys, values, plan, s._replace(b0=0), low, scale, window, lse, first * plan.page)
 
 
 def _pages(plan: AttentionPlan, s: Segment, first: int) -> Tensor:
@@ -175,19 +205,17 @@ def finite(out: Tensor) -> bool:
     return total - total == 0
 
 
-def join(parts: list[Tensor]) -> Tensor:
+def join(parts: Sequence[Tensor]) -> Tensor:
     """``[R, Hq, q, Dv]`` of neighbouring segments -> ``[1, T, Hq, Dv]``."""
     if len(parts) == 1:
         return _flat(parts[0])
     return torch.cat([_flat(part) for part in parts], 1)
 
 
-def join_with_lse(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """``join``, and ``[R, Hq, q]`` of neighbouring segments -> ``[1, T, Hq]``."""
-    each = [lse.transpose(1, 2).reshape(1, -1, lse.shape[1]) for _, lse in parts]
-    return join([out for out, _ in parts]), each[0] if len(each) == 1 else torch.cat(each, 1)
-
-
 def _flat(part: Tensor) -> Tensor:
     part = part.transpose(1, 2)
     return part if part.shape[0] == 1 else part.reshape(1, -1, part.shape[2], part.shape[3])
+
+
+_backend = Segmented(parts, pages=True)
+refuses, attend, attend_with_lse = _backend.refuses, _backend.attend, _backend.attend_with_lse

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from specdec.kernels.attention.contract import without_lse
 from specdec.kernels.attention.plan import AttentionPlan, Segment
 from specdec.kernels.attention.reach import Reach
 
@@ -23,20 +24,6 @@ def refuses(
     return None
 
 
-def attend(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    plan: AttentionPlan,
-    scale: float,
-    window: Reach = None,
-    softcap: float | None = None,
-    sink_logits: Tensor | None = None,
-) -> Tensor:
-    """Arguments and result as for ``api.attention``. Slots that no query of a row sees are never read."""
-    return attend_with_lse(query, keys, values, plan, scale, window, softcap, sink_logits)[0]
-
-
 def attend_with_lse(
     query: Tensor,
     keys: Tensor,
@@ -47,7 +34,7 @@ def attend_with_lse(
     softcap: float | None = None,
     sink_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As ``attend``, with the log-sum-exp of the scores.
+    """Arguments as for ``api.attention``. Slots that no query of a row sees are never read.
 
     Returns:
         output ``[1, T, Hq, Dv]`` and lse ``[1, T, Hq]`` (float32, or float64 for a float64 query), natural logarithms, a
@@ -80,6 +67,9 @@ def attend_with_lse(
         lse[t : t + count] = top.transpose(0, 1)
         t += count
     return out[None], lse[None]
+
+
+attend = without_lse(attend_with_lse)
 
 
 def _slots(buffer: Tensor, plan: AttentionPlan, r: int, used: Tensor) -> Tensor:

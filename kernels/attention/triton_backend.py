@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec.kernels.attention.lowered import Lowered, lower, written_out
+from specdec.kernels.attention.lowered import Lowered, lower
 from specdec.kernels.attention.plan import AttentionPlan
 from specdec.kernels.attention.reach import Reach, binding, split
 from specdec.kernels.attention.splitting import Work, chunking
@@ -74,55 +74,6 @@ def _cannot_run(query: Tensor, name: str = "query") -> str | None:
     return f"{name} is on {query.device.type!r} and {REMEDY}"
 
 
-def fits(
-    query: Tensor, keys: Tensor, values: Tensor, plan: AttentionPlan, window: Reach = None
-) -> str | None:
-    """Why tensors do not fit the kernel, each other, or the plan, or ``None``."""
-    for name, buffer in (("keys", keys), ("values", values)):
-        if buffer.dtype != query.dtype or buffer.device != query.device:
-            return (
-                f"{name} are {buffer.dtype} on {buffer.device} and query is {query.dtype} on {query.device}: give one dtype and "
-                "one device"
-            )
-        if buffer.stride(-1) != 1:
-            return f"{name}' last dimension has stride {buffer.stride(-1)}: it must be contiguous (stride 1)"
-        if buffer.requires_grad and torch.is_grad_enabled():
-            return f"{name} require grad and the kernel has no backward pass: use torch.no_grad()"
-    key = ("triton fits", query.shape, keys.shape, values.shape)
-    if key not in plan.known:  # the same for all layers
-        plan.known[key] = _shapes_fit(query, keys, values, plan)
-    return plan.known[key]
-
-
-def _shapes_fit(query: Tensor, keys: Tensor, values: Tensor, plan: AttentionPlan) -> str | None:
-    if query.dim() != 4 or query.shape[0] != 1 or query.shape[2] != sum(plan.counts):
-        return (
-            f"query is {tuple(query.shape)} and the plan has {sum(plan.counts)} queries: give [1, Hq, T, D]"
-        )
-    if keys.dim() != 4 or values.dim() != 4 or keys.shape[:3] != values.shape[:3]:
-        return f"keys are {tuple(keys.shape)} and values {tuple(values.shape)}: give [B, S, Hkv, D] and [B, S, Hkv, Dv]"
-    if keys.shape[3] != query.shape[3] or keys.shape[2] < 1 or query.shape[1] % keys.shape[2]:
-        return (
-            f"query has {query.shape[1]} heads of size {query.shape[3]} and keys {keys.shape[2]} of size {keys.shape[3]}: sizes "
-            "must be equal, and the KV heads must divide the query heads"
-        )
-    if values.shape[3] > LARGEST:
-        return f"values have a head size of {values.shape[3]}: the kernel takes up to {LARGEST}"
-    B, S = keys.shape[:2]
-    if plan.table is None:
-        if max(plan.length) > S:
-            return f"a row has {max(plan.length)} slots in use and keys have {S}: give larger buffers"
-        if min(plan.rows) < 0 or max(plan.rows) >= B:
-            return f"the plan's rows are {min(plan.rows)} to {max(plan.rows)} and keys have {B} rows: give larger buffers"
-        return None
-    if plan.page != S:
-        return f"the plan's pages have {plan.page} slots and those of keys {S}: give buffers [pages, page, Hkv, D]"
-    pages = [p for row, n in zip(plan.table, plan.length) for p in row[: -(-n // S)]]
-    if min(pages) < 0 or max(pages) >= B:
-        return f"the table names pages {min(pages)} to {max(pages)} and keys have {B}: give more pages"
-    return None
-
-
 def refuses(
     query: Tensor,
     keys: Tensor,
@@ -134,7 +85,14 @@ def refuses(
     lse: bool = False,
 ) -> str | None:
     """As ``contract.Backend.refuses``."""
-    return supports(query, softcap, sink_logits, plan) or fits(query, keys, values, plan, window)
+    why = supports(query, softcap, sink_logits, plan)
+    if why:
+        return why
+    if torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad):
+        return "keys or values require grad and the kernel has no backward pass: use torch.no_grad()"
+    if values.shape[3] > LARGEST:
+        return f"values have a head size of {values.shape[3]}: the kernel takes up to {LARGEST}"
+    return None
 
 
 def attend(
@@ -148,40 +106,29 @@ def attend(
     sink_logits: Tensor | None = None,
     *,
     chunk: int | None = None,
+    lse: Tensor | None = None,
 ) -> Tensor:
     """Arguments and result as for ``api.attention``. Slots that no query of a row sees may hold anything.
 
     Args:
         chunk: slots of a chunk, rounded up to whole tiles, for batch-invariant results; by default ``plan.fragment``, else chosen
-            to fill the device.
-    Raises:
-        ValueError: tensors that do not fit each other or the plan, or whose last dimension is not contiguous.
+            to fill the device. lse: as for ``launch``.
     """
-    lowered, window = _prepare(query, keys, values, plan, window, sink_logits)
+    if plan.ordered:
+        window = binding(window, max(plan.length))
+    lowered = lower(plan, query.device, window)
     chunk = chunk or plan.fragment
-    return launch(query, keys, values, lowered, scale, window, softcap, sink_logits, chunk=chunk, plan=plan)
+    return launch(
+        query, keys, values, lowered, scale, window, softcap, sink_logits, chunk=chunk, lse=lse, plan=plan
+    )
 
 
 def attend_with_lse(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    plan: AttentionPlan,
-    scale: float,
-    window: Reach = None,
-    softcap: float | None = None,
-    sink_logits: Tensor | None = None,
-    *,
-    chunk: int | None = None,
+    query: Tensor, keys: Tensor, values: Tensor, plan: AttentionPlan, *settings: Any, chunk: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """As ``attend``, with the log-sum-exp ``[1, T, Hq]`` of the scores, float32, natural, a sink logit included."""
-    lowered, window = _prepare(query, keys, values, plan, window, sink_logits)
     lse = query.new_empty(1, query.shape[2], query.shape[1], dtype=torch.float32)
-    chunk = chunk or plan.fragment
-    out = launch(
-        query, keys, values, lowered, scale, window, softcap, sink_logits, chunk=chunk, lse=lse, plan=plan
-    )
-    return out, lse
+    return attend(query, keys, values, plan, *settings, chunk=chunk, lse=lse), lse
 
 
 def launch(
@@ -336,33 +283,6 @@ def _merge(
 def processors(device: torch.device) -> int:
     """Multiprocessors of a device; 1 if kernels are interpreted."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
-def _prepare(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    plan: AttentionPlan,
-    window: Reach,
-    sink_logits: Tensor | None,
-) -> tuple[Lowered, Reach]:
-    why = _cannot_run(query) or fits(query, keys, values, plan)
-    if why:
-        raise ValueError(why)
-    if query.stride(-1) != 1:
-        raise ValueError("query's last dimension is not contiguous: call query.contiguous()")
-    if sink_logits is not None:
-        if sink_logits.shape != (query.shape[1],):
-            raise ValueError(
-                f"the sink logits are {tuple(sink_logits.shape)}: give one logit for each of {query.shape[1]} heads"
-            )
-        if sink_logits.device != query.device or not sink_logits.is_contiguous():
-            raise ValueError(
-                f"the sink logits are on {sink_logits.device} with stride {sink_logits.stride(0)}: give them on {query.device}, contiguous"
-            )
-    if plan.ordered:
-        window = binding(window, max(plan.length))
-    return lower(plan, query.device, window), None if written_out(plan) else window
 
 
 def _on(device: torch.device) -> Any:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from ctypes import POINTER, Array, Structure, addressof, c_float, c_int, c_int64, c_void_p
-from functools import cache
+from ctypes import Array, Structure, addressof, c_float, c_int64, c_void_p
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from specdec.kernels.attention.native import PlanStruct, fields
-from specdec.kernels.native.build import library, reason
+from specdec.kernels.native.build import function, library
 from specdec.kernels.native.narrow import Narrow
 from specdec.kernels.native.ops import linear_takes
 
 _NORMS = ("before", "after", "query_norm", "key_norm")
+_END = "pllpppii"  # x, T, E, cos, sin, slots, half, threads
 _PRODUCTS = ("query", "key", "value", "out", "gate", "up", "down")
 
 CAST = "the model was cast, or its layout or shapes changed, after it was wrapped: make a new HFModel (or SpireModel) from it"
@@ -85,8 +85,7 @@ class Blocks:
                 if norm is not None:
                     self._add(made, name, norm, "weight")
                     setattr(made, f"{name}_eps", norm.variance_epsilon)
-            products = (b.query, b.key, b.value, b.out, b.gate, b.up, b.down)
-            for name, product in zip(_PRODUCTS, products):
+            for name, product in zip(_PRODUCTS, b.products):
                 self._add(made, name, product, "weight")
                 if product.bias is not None:
                     self._add(made, f"{name}_bias", product, "bias")
@@ -148,7 +147,7 @@ class Blocks:
         at = tapped(taps, count, (T, E), x.dtype)
         lowered = (c_void_p * count)(*map(addressof, plans))
         _done(
-            _function("blocks")(
+            function("blocks", "ppppl" + _END)(
                 *(table, held.table, lowered, at, count, x.data_ptr(), T, E, cos.data_ptr(), sin.data_ptr()),
                 *(slots.data_ptr(), half, torch.get_num_threads()),
             ),
@@ -163,7 +162,7 @@ class Blocks:
         _check(x, cos, sin, slots, self._blocks[number].size)
         self.check_buffers(x.dtype, held, (number,))
         _done(
-            _function("remember")(
+            function("remember", "pp" + _END)(
                 *(
                     addressof(table[number]),
                     addressof(held.table[number]),
@@ -211,8 +210,7 @@ class Blocks:
 
 
 def _fits(b: Any) -> bool:
-    products = (b.query, b.key, b.value, b.out, b.gate, b.up, b.down)
-    return all(linear_takes(p.weight, p.bias) for p in products)
+    return all(linear_takes(p.weight, p.bias) for p in b.products)
 
 
 def _check(x: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, size: int) -> None:
@@ -258,17 +256,3 @@ def _done(code: int, slots: Tensor) -> None:
         raise MemoryError(f"blocks: no memory for {len(slots)} tokens")
     if code == 2:
         raise IndexError(f"slots {slots.tolist()} are not all in the buffers")
-
-
-@cache
-def _function(name: str) -> Any:
-    lib = library()
-    if lib is None:
-        raise RuntimeError(f"there are no C kernels: {reason()}")
-    function: Any = lib[name]
-    end = [c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_int, c_int]
-    if name == "blocks":
-        function.argtypes = [POINTER(_Block), POINTER(_Buffer), c_void_p, c_void_p, c_int64, *end]
-    else:
-        function.argtypes = [c_void_p, c_void_p, *end]
-    return function

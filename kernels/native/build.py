@@ -16,8 +16,9 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -48,6 +49,24 @@ def library() -> ctypes.CDLL | None:
 def reason() -> str | None:
     """Why there are no compiled kernels; ``None`` where there are."""
     return _made()[1]
+
+
+_KINDS = {"p": ctypes.c_void_p, "l": ctypes.c_int64, "i": ctypes.c_int, "f": ctypes.c_float}
+
+
+@cache
+def function(name: str, takes: str) -> Any:
+    """A kernel; ``takes`` has a letter for each argument: p for pointers, l for int64, i for int and f for float.
+
+    Raises:
+        RuntimeError: there are no compiled kernels.
+    """
+    lib = library()
+    if lib is None:
+        raise RuntimeError(f"there are no C kernels: {reason()}")
+    made: Any = lib[name]
+    made.argtypes = [_KINDS[kind] for kind in takes]
+    return made
 
 
 def compiler() -> str | None:

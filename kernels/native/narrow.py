@@ -7,37 +7,26 @@ are widened in the vector unit. Sums are float32 in both cases.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from ctypes import c_int64, c_void_p
-from dataclasses import dataclass
 from typing import Any
-from weakref import ReferenceType, WeakValueDictionary, ref
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-from specdec.kernels.native.build import library, reason
+from specdec.kernels.native.build import function, library, reason
 from specdec.kernels.native.ops import linear_takes
 
-CHANGED = "weights of the model were changed or cast after their bfloat16 copies were made: wrap the model again, or leave bf16_weights False"
-LOOKED_AT = 256  # values of a weight that are compared
+CHANGED = (
+    "weights of the model were cast, replaced, or changed to numbers that bfloat16 would round, after their bfloat16 copies were made: "
+    "wrap the model again, with bf16_weights None or False"
+)
 
 
-@dataclass(frozen=True, eq=False)
 class _Copy:
-    """``made`` from a weight at ``version`` (PyTorch's counter of changes); ``some`` of its values, every ``step``-th."""
+    """The copy ``made`` of ``weight``."""
 
-    weight: ReferenceType[Tensor]
-    made: Tensor
-    version: int
-    some: Tensor
-    step: int
-
-    def unchanged(self) -> bool:
-        """Whether the weight is unchanged, as far as its version and sampled values show."""
-        weight = self.weight()
-        if weight is None or weight.dtype != torch.float32 or _version(weight) != self.version:
-            return False
-        return weight.shape == self.made.shape and torch.equal(_some(weight, self.step), self.some)
+    def __init__(self, weight: Tensor):
+        self.weight, self.made = weight, torch.empty(weight.shape, dtype=torch.bfloat16, device="cpu")
 
 
 # By the weight's id, while in use: models that share a weight share its copy.
@@ -48,23 +37,44 @@ class Narrow:
     """Copies of weights ``[O, E]``, by the weight.
 
     Args:
-        weights: of products. They are kept, so that ``check`` can detect changes.
+        weights: of products. They are kept, so that ``refresh`` can read them again.
     Raises:
         RuntimeError: the C kernels are not available. ValueError: a weight is not float32 on the CPU with sizes that are multiples
             of 16, or has values that bfloat16 would round.
     """
 
     def __init__(self, weights: Iterable[Tensor]):
-        self._weights: dict[int, tuple[Tensor, _Copy]] = {}
+        if library() is None:
+            raise RuntimeError(f"bf16_weights needs the C kernels, and there are none: {reason()}")
+        self._copies: dict[int, _Copy] = {}
         for weight in weights:
-            if id(weight) not in self._weights:
-                copy = _COPIES.get(id(weight))
-                if copy is None or copy.weight() is not weight or not copy.unchanged():
-                    copy = _COPIES[id(weight)] = _copied(weight)
-                self._weights[id(weight)] = weight, copy
+            if id(weight) in self._copies:
+                continue
+            if not _takes(weight):
+                raise ValueError(
+                    f"bf16_weights is True and a weight is {tuple(weight.shape)}, {weight.dtype}, on {weight.device}: it is for float32 models "
+                    "on the CPU whose sizes are multiples of 16; leave it None, or load the model with dtype=torch.float32"
+                )
+            copy = _COPIES.get(id(weight))
+            if copy is None or copy.made.shape != weight.shape:
+                copy = _Copy(weight)
+            if not _written(copy):
+                raise ValueError(
+                    f"bf16_weights is True and a weight {tuple(weight.shape)} has numbers that bfloat16 would round: leave it None, or round "
+                    "them first (model.to(torch.bfloat16).float())"
+                )
+            self._copies[id(weight)] = _COPIES[id(weight)] = copy
+
+    @classmethod
+    def where_exact(cls, weights: Iterable[Tensor]) -> Narrow | None:
+        """Copies, or ``None`` where they cannot be made, exactly and in the available memory."""
+        try:
+            return cls(weights)
+        except (ValueError, RuntimeError, MemoryError):
+            return None
 
     def __reduce__(self) -> Any:  # a copied model has other weight objects
-        return Narrow, ([weight for weight, _ in self._weights.values()],)
+        return Narrow, ([copy.weight for copy in self._copies.values()],)
 
     def __getitem__(self, weight: Tensor) -> Tensor:
         """The copy of a weight, in the internal layout of ``linear``.
@@ -72,48 +82,31 @@ class Narrow:
         Raises:
             RuntimeError: the weight was not copied, or was cast since.
         """
-        found = self._weights.get(id(weight))
+        found = self._copies.get(id(weight))
         if found is None or weight.dtype != torch.float32:
             raise RuntimeError(CHANGED)
-        return found[1].made
+        return found.made
 
     @property
     def bytes(self) -> int:
         """Bytes of all copies, in addition to the weights."""
-        return sum(copy.made.nbytes for _, copy in self._weights.values())
+        return sum(copy.made.nbytes for copy in self._copies.values())
 
-    def check(self) -> None:
-        """Raise RuntimeError if a weight has changed, by PyTorch's counter of changes and by comparing some values.
-
-        (Fused optimisers and writes through ``.data`` are not counted; the comparison detects them if they changed more than a few values.)
-        """
-        if not all(copy.unchanged() for _, copy in self._weights.values()):
-            raise RuntimeError(CHANGED)
-
-
-def _version(weight: Tensor) -> int:
-    return 0 if weight.is_inference() else weight._version
-
-
-def _some(weight: Tensor, step: int) -> Tensor:
-    return weight.detach().reshape(-1)[::step]
-
-
-def _copied(weight: Tensor) -> _Copy:
-    lib = library()
-    if lib is None:
-        raise RuntimeError(f"bf16_weights needs the C kernels, and there are none: {reason()}")
-    if weight.dtype != torch.float32 or not linear_takes(weight, None):
-        raise ValueError(
-            f"bf16_weights is True and a weight is {tuple(weight.shape)}, {weight.dtype}, on {weight.device}: it is for float32 models on the "
-            "CPU whose sizes are multiples of 16; leave it False, or load the model with dtype=torch.float32"
+    def refresh(self) -> bool:
+        """Compare all weights with their copies, and copy those that have changed; False if that is not possible exactly."""
+        return all(
+            _takes(copy.weight) and copy.weight.shape == copy.made.shape and _written(copy)
+            for copy in self._copies.values()
         )
-    made = torch.empty(weight.shape, dtype=torch.bfloat16, device="cpu")
-    lib.narrow.argtypes = [c_void_p, c_void_p, c_int64, c_int64]
-    if lib.narrow(weight.data_ptr(), made.data_ptr(), *weight.shape):
-        raise ValueError(
-            f"bf16_weights is True and a weight {tuple(weight.shape)} has numbers that bfloat16 would round: leave it False, or round "
-            "them first (model.to(torch.bfloat16).float())"
-        )
-    step = max(1, weight.numel() // LOOKED_AT) | 1  # odd, so that samples are from several columns
-    return _Copy(ref(weight), made, _version(weight), _some(weight, step).clone(), step)
+
+
+def _takes(weight: Tensor) -> bool:
+    return weight.dtype == torch.float32 and linear_takes(weight, None)
+
+
+def _written(copy: _Copy) -> bool:
+    """Whether the copy is now equal to its weight, which bfloat16 may not be able to express."""
+    code = function("narrow", "ppll")(copy.weight.data_ptr(), copy.made.data_ptr(), *copy.made.shape)
+    if code == 2:
+        raise MemoryError(f"no memory to copy a weight {tuple(copy.made.shape)}")
+    return code == 0

@@ -2,35 +2,15 @@
 
 from __future__ import annotations
 
-from ctypes import c_float, c_int, c_int64, c_void_p
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from specdec.kernels.native.build import library, reason
+from specdec.kernels.native.build import function, library
 
 MOST = 512  # the largest head size of ``apply_rotary``
 _DTYPES = (torch.float32, torch.bfloat16)
-_TAKES = {
-    "add_norm": [c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_float, c_int],
-    "turn": [c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int],
-    "keep": [c_void_p, c_void_p, c_void_p, *[c_int64] * 10],
-    "linear": [c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int, c_int],
-    "race_numbers": [c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64],
-    "silu_mul": [c_void_p, c_void_p, c_int64, c_int],
-}
-
-
-@cache
-def _function(name: str) -> Any:
-    lib = library()
-    if lib is None:
-        raise RuntimeError(f"there are no C kernels: {reason()}")
-    function: Any = lib[name]
-    function.argtypes = _TAKES[name]
-    return function
 
 
 @cache
@@ -72,7 +52,7 @@ def add_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> Tensor:
     half, n = _check("add_norm", x, y, weight), x.shape[-1]
     _shape("add_norm", weight.shape == (n,) and (y is None or y.shape == x.shape), x, y, weight)
     out = torch.empty_like(x)
-    _function("add_norm")(
+    function("add_norm", "ppppllfi")(
         x.data_ptr(),
         None if y is None else y.data_ptr(),
         weight.data_ptr(),
@@ -88,7 +68,7 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, size: int) -> Tensor:
     _check("apply_rotary", cos, sin)
     right = cos.shape == sin.shape == (T, size) and cos.dtype == torch.float32
     _shape("apply_rotary", right and wide % size == 0 == size % 2 and size <= MOST, x, cos, sin)
-    _function("turn")(x.data_ptr(), cos.data_ptr(), sin.data_ptr(), T, wide // size, size, half)
+    function("turn", "pppllli")(x.data_ptr(), cos.data_ptr(), sin.data_ptr(), T, wide // size, size, half)
     return x
 
 
@@ -110,7 +90,7 @@ def store_kv(buffer: Tensor, slots: Tensor, new: Tensor) -> None:
     by_row, by_slot, by_head, _ = buffer.stride()
     by_token, by_source, _ = new.stride()
     b, slots = buffer.element_size(), slots.contiguous()
-    outside = _function("keep")(
+    outside = function("keep", "pppllllllllll")(
         buffer.data_ptr(),
         new.data_ptr(),
         slots.data_ptr(),
@@ -127,7 +107,7 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """``gate = silu(gate) * up`` in place."""
     half = _check("silu_mul", gate, up)
     _shape("silu_mul", gate.shape == up.shape, gate, up)
-    _function("silu_mul")(gate.data_ptr(), up.data_ptr(), gate.numel(), half)
+    function("silu_mul", "ppli")(gate.data_ptr(), up.data_ptr(), gate.numel(), half)
     return gate
 
 
@@ -164,7 +144,7 @@ def unchecked_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     half = weight.dtype == torch.bfloat16
     kind = 0 if not half else 1 if x.dtype == torch.bfloat16 else 2
     out = x.new_empty(T, O)
-    failed = _function("linear")(
+    failed = function("linear", "pppplllii")(
         x.data_ptr(),
         weight.data_ptr(),
         None if bias is None else bias.data_ptr(),
@@ -190,7 +170,7 @@ def race_numbers(token: Tensor, position: Tensor, seed: Tensor, columns: int) ->
         )
     out = torch.empty(R, columns, dtype=torch.float64)
     by_row = columns if token.dim() == 2 else 0
-    _function("race_numbers")(
+    function("race_numbers", "pplppll")(
         out.data_ptr(), token.data_ptr(), by_row, position.data_ptr(), seed.data_ptr(), R, columns
     )
     return out

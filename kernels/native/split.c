@@ -9,19 +9,39 @@
 #include "tiles.h"
 #include "vector.h"
 
-/* weight [O, E] as linear reads it where weights are NARROW: rows of bfloat16, or, for matrix units, [O / 16][E / 32] tiles of 16 pairs of
-   numbers by 16 outputs. Returns 1 where a number is not a bfloat16 one. */
-int narrow(const uint32_t *weight, uint16_t *into, int64_t O, int64_t E) {
+/* Sixteen rows of weights [16, E] as linear reads them where weights are NARROW: rows of bfloat16, or, for matrix units, [E / 32] tiles of
+   16 pairs of numbers by 16 outputs. Returns bits of numbers that are not bfloat16 ones. */
+static uint32_t narrow_rows(const uint32_t *weight, uint16_t *into, int64_t E, int by_tile) {
     uint32_t lost = 0;
-    const int by_tile = E % 32 == 0 && tiles();
-    for (int64_t o = 0; o < O; o++)
-        for (int64_t e = 0; e < E; e++) {
-            const uint32_t w = weight[o * E + e];
-            lost |= w & 0xffff;
-            const int64_t at = o / W * W * E + e / 32 * 32 * W + e % 32 / 2 * 2 * W + o % W * 2 + e % 2;
-            into[by_tile ? at : o * E + e] = w >> 16;
+    if (!by_tile)
+        for (int64_t i = 0; i < W * E; i++) {
+            lost |= weight[i];
+            into[i] = weight[i] >> 16;
         }
-    return lost != 0;
+    else
+        for (int64_t o = 0; o < W; o++)
+            for (int64_t e = 0; e < E; e += 2) {
+                const uint32_t *pair = weight + o * E + e;
+                lost |= pair[0] | pair[1];
+                ((uint32_t *)into)[e / 32 * 16 * W + e % 32 / 2 * W + o] = pair[0] >> 16 | (pair[1] & 0xffff0000);
+            }
+    return lost & 0xffff;
+}
+
+/* Makes `into` the copy of weight [O, E], writing only what differs, so that other threads may read a current copy meanwhile. Returns 1
+   where a number is not a bfloat16 one, and 2 if memory cannot be allocated. */
+int narrow(const uint32_t *weight, uint16_t *into, int64_t O, int64_t E) {
+    const int by_tile = E % 32 == 0 && tiles();
+    const int64_t bytes = W * E * 2;
+    uint16_t *made = malloc(bytes);
+    if (!made) return 2;
+    int lost = 0;
+    for (int64_t o = 0; o < O && !lost; o += W) {
+        lost = narrow_rows(weight + o * E, made, E, by_tile) != 0;
+        if (!lost && memcmp(into + o * E, made, bytes)) memcpy(into + o * E, made, bytes);
+    }
+    free(made);
+    return lost;
 }
 
 #if TILES

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from ctypes import Structure, addressof, c_float, c_int, c_int64, c_void_p
-from functools import cache
+from ctypes import Structure, addressof, c_float, c_int64, c_void_p
 from typing import Any, NamedTuple
 
 import torch
@@ -13,18 +12,18 @@ from torch import Tensor
 
 from specdec.kernels.attention.native import PlanStruct, fields
 from specdec.kernels.native.blocks import CAST, Blocks, Buffers, check_inputs, tapped
-from specdec.kernels.native.build import library, reason
+from specdec.kernels.native.build import function
 from specdec.kernels.native.ops import linear_takes
 
 
 class Reader(NamedTuple):
-    """A model, and the ``T`` tokens that it reads in each step.
+    """A model, and the ``T`` tokens that it reads.
 
     Attributes:
         embedding: ``[tokens, E]``. norm: ``[E]`` weights of the last norm, and its ``eps``. head: ``[V, E]``. bias: ``[V]`` or ``None``.
-        cos, sin: ``[steps * T, size]``. slots: ``[steps * T]``. held: keys and values.
-        plans: of each block, from ``attention.native.lowered``, or from ``series`` for several steps; ``alive``: the arrays that they
-            point to. They are not checked: the caller guarantees that they are for ``T`` tokens and for existing rows and slots.
+        cos, sin: ``[T, size]``. slots: ``[T]``. held: keys and values.
+        plans: of each block, from ``attention.native.lowered``. They are not checked: the caller guarantees that they are for ``T`` tokens
+            and for existing rows and slots.
         source: ``[T]`` int64, which of the ids it reads; ``None``: the first T.
         keep: ``[K]`` int64, the tokens whose logits to compute; ``None``: all. rows: ``[K]`` int64, their rows in the logits; ``None``:
             the first K.
@@ -43,7 +42,6 @@ class Reader(NamedTuple):
     slots: Tensor
     held: Buffers
     plans: Sequence[PlanStruct]
-    alive: Any = None
     source: Tensor | None = None
     keep: Tensor | None = None
     rows: Tensor | None = None
@@ -56,101 +54,79 @@ class _Reader(Structure):
         *fields(
             c_void_p, "blocks buffers plans taps embedding norm head bias cos sin slots source keep rows"
         ),
-        *fields(c_int64, "count T kept E V size tokens narrow"),
+        *fields(c_int64, "count T kept E V tokens narrow"),
         *fields(c_float, "eps"),
     ]
 
 
-class Steps:
-    """``(n, ids [N]) -> logits [R, V]``, every token by its reader, other rows zero; bit-identical to ``LlamaC.forward``.
+def step(readers: Sequence[Reader], ids: Tensor, rows: int) -> Tensor:
+    """Logits ``[rows, V]`` after ``ids [N]`` int64, every token by its reader, other rows zero; bit-identical to ``LlamaC.forward``.
 
-    Addresses are taken at construction, so it is valid only until the models' weights change or the readers' tensors are freed.
-
-    Args:
-        ids, rows: numbers of ids and of rows of logits. steps: number of steps; if above 1, each has one token per row.
     Raises:
-        ValueError: readers that do not fit. RuntimeError: weights whose shape, layout or dtype has changed.
+        ValueError: readers or ids that do not fit. RuntimeError: weights whose shape, layout or dtype has changed. IndexError: ids or slots
+            out of range.
     """
+    if ids.dim() != 1 or ids.dtype != torch.long:
+        raise ValueError(f"ids are {tuple(ids.shape)} {ids.dtype}: give one dimension of int64")
+    dtype, vocabulary = readers[0].embedding.dtype, len(readers[0].head)
+    alive: list[Any] = []
+    table = (_Reader * len(readers))(
+        *(_lowered(r, dtype, vocabulary, len(ids), rows, alive) for r in readers)
+    )
+    written = {
+        i
+        for r, made in zip(readers, table)
+        for i in (range(made.kept) if r.rows is None else r.rows.tolist())
+    }
+    ids = ids.cpu().contiguous()
+    make = torch.empty if len(written) == rows else torch.zeros
+    logits = make(rows, vocabulary, dtype=dtype)
+    half, threads = dtype == torch.bfloat16, torch.get_num_threads()
+    code = _function()(table, len(table), ids.data_ptr(), logits.data_ptr(), half, threads)
+    if code == 1:
+        raise MemoryError(f"no memory for a step of {len(ids)} tokens")
+    if code:
+        what = "slots are not all in the buffers" if code == 2 else f"ids {ids.tolist()} are not all tokens"
+        raise IndexError(f"step: {what}")
+    return logits
 
-    def __init__(self, readers: Sequence[Reader], ids: int, rows: int, steps: int = 1):
-        first = readers[0]
-        self._ids, self._rows, self._steps = ids, rows, steps
-        self._dtype, self._vocabulary = first.embedding.dtype, len(first.head)
-        self._alive: list[Any] = [readers]
-        self._table = (_Reader * len(readers))(*map(self._lowered, readers))
-        written = {
-            i
-            for r, made in zip(readers, self._table)
-            for i in (range(made.kept) if r.rows is None else r.rows.tolist())
-        }
-        self._every = len(written) == rows
 
-    def _lowered(self, r: Reader) -> _Reader:
-        E, dtype, count = r.embedding.shape[1], self._dtype, len(r.blocks)
-        T = len(r.slots) // self._steps
-        kept = T if r.keep is None else len(r.keep)
-        weights = [r.embedding, r.norm, r.head, *([] if r.bias is None else [r.bias])]
-        shapes = [r.norm.shape == (E,), r.head.shape[1:] == (E,), r.blocks.width == E]
-        if not all(shapes) or any(w.dtype != dtype or not w.is_contiguous() or not w.is_cpu for w in weights):
-            raise RuntimeError(CAST)
-        fits = (
-            linear_takes(r.head, r.bias)
-            and len(r.head) == self._vocabulary
-            and len(r.plans) == count
-            and (self._steps == 1 or all(plan.rows_count == T for plan in r.plans))
-            and _within(r.source, T, self._ids)
-            and _within(r.keep, kept, T)
-            and _within(r.rows, kept, self._rows)
+def _lowered(
+    r: Reader, dtype: torch.dtype, vocabulary: int, ids: int, rows: int, alive: list[Any]
+) -> _Reader:
+    """A reader as the kernel takes it; ``alive`` gets the arrays that it points to."""
+    E, count, T = r.embedding.shape[1], len(r.blocks), len(r.slots)
+    kept = T if r.keep is None else len(r.keep)
+    weights = [r.embedding, r.norm, r.head, *([] if r.bias is None else [r.bias])]
+    shapes = [r.norm.shape == (E,), r.head.shape[1:] == (E,), r.blocks.width == E]
+    if not all(shapes) or any(w.dtype != dtype or not w.is_contiguous() or not w.is_cpu for w in weights):
+        raise RuntimeError(CAST)
+    fits = (
+        linear_takes(r.head, r.bias)
+        and len(r.head) == vocabulary
+        and len(r.plans) == count
+        and _within(r.source, T, ids)
+        and _within(r.keep, kept, T)
+        and _within(r.rows, kept, rows)
+    )
+    if not fits:
+        raise ValueError(
+            f"a reader of {T} of {ids} ids, for {kept} of {rows} rows, with head {tuple(r.head.shape)} "
+            f"and {len(r.plans)} plans does not go with the others, or with itself"
         )
-        if not fits:
-            raise ValueError(
-                f"a reader of {T} of {self._ids} ids, for {kept} of {self._rows} rows, with head {tuple(r.head.shape)} "
-                f"and {len(r.plans)} plans does not go with the others, or with itself"
-            )
-        table = r.blocks.table(dtype)
-        check_inputs(self._steps * T, r.cos, r.sin, r.slots, r.blocks.size)
-        r.blocks.check_buffers(dtype, r.held, range(count))
-        plans, taps = (c_void_p * count)(*map(addressof, r.plans)), tapped(r.taps, count, (T, E), dtype)
-        self._alive += (plans, taps)
-        head = r.head if r.narrow is None else r.narrow
-        some = (r.embedding, r.norm, head, r.bias, r.cos, r.sin, r.slots, r.source, r.keep, r.rows)
-        return _Reader(
-            *(
-                addressof(table),
-                addressof(r.held.table),
-                addressof(plans),
-                None if taps is None else addressof(taps),
-            ),
-            *(None if t is None else t.data_ptr() for t in some),
-            *(count, T, kept, E, self._vocabulary, r.blocks.size, len(r.embedding)),
-            *(r.narrow is not None, r.eps),
-        )
-
-    def __call__(self, n: int, ids: Tensor) -> Tensor:
-        """Logits ``[R, V]`` after ``ids [N]`` int64, in step ``n``, counted from 0.
-
-        Raises:
-            ValueError: a step out of range, or ids of another shape. IndexError: ids or slots out of range.
-        """
-        if not 0 <= n < self._steps or ids.shape != (self._ids,) or ids.dtype != torch.long:
-            raise ValueError(
-                f"step {n} of {self._steps}, ids {tuple(ids.shape)} {ids.dtype}: give {self._ids} as int64"
-            )
-        ids = ids.cpu().contiguous()
-        make = torch.empty if self._every else torch.zeros
-        logits = make(self._rows, self._vocabulary, dtype=self._dtype)
-        code = _function()(
-            *(self._table, len(self._table), n, ids.data_ptr(), logits.data_ptr()),
-            *(self._dtype == torch.bfloat16, torch.get_num_threads()),
-        )
-        if code == 1:
-            raise MemoryError(f"no memory for a step of {self._ids} tokens")
-        if code:
-            what = (
-                "slots are not all in the buffers" if code == 2 else f"ids {ids.tolist()} are not all tokens"
-            )
-            raise IndexError(f"step {n}: {what}")
-        return logits
+    table = r.blocks.table(dtype)
+    check_inputs(T, r.cos, r.sin, r.slots, r.blocks.size)
+    r.blocks.check_buffers(dtype, r.held, range(count))
+    plans, taps = (c_void_p * count)(*map(addressof, r.plans)), tapped(r.taps, count, (T, E), dtype)
+    alive += (plans, taps)
+    head = r.head if r.narrow is None else r.narrow
+    some = (r.embedding, r.norm, head, r.bias, r.cos, r.sin, r.slots, r.source, r.keep, r.rows)
+    return _Reader(
+        *(addressof(table), addressof(r.held.table), addressof(plans)),
+        None if taps is None else addressof(taps),
+        *(None if t is None else t.data_ptr() for t in some),
+        *(count, T, kept, E, vocabulary, len(r.embedding), r.narrow is not None, r.eps),
+    )
 
 
 def _within(numbers: Tensor | None, count: int, limit: int) -> bool:
@@ -173,10 +149,5 @@ def without_c() -> Iterator[None]:
         _function = own
 
 
-@cache
 def _function() -> Any:
-    lib = library()
-    if lib is None:
-        raise RuntimeError(f"there are no C kernels: {reason()}")
-    lib.step.argtypes = [c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int, c_int]
-    return lib.step
+    return function("step", "plppii")

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from types import ModuleType
-
 import torch
 from torch import Tensor
 
+from specdec.kernels import interpreted
 from specdec.kernels.device import to_device
-from specdec.kernels.interpreted import nowhere
 from specdec.kernels.philox.reference import TARGET, Key
 
 BLOCK = 1024
+OTHERWISE = "rng.Philox gives the same anywhere"
 STEPS = 4  # blocks of a race that one program runs
 
 
@@ -21,10 +20,7 @@ def uniforms(seed: Tensor, key: Key, device: torch.device | str) -> Tensor:
     Raises:
         ImportError: Triton is not installed. ValueError: ``device`` is a CPU, and Triton does not interpret its kernels.
     """
-    kernels = _kernels()
-    why = nowhere(kernels.uniform_kernel, torch.device(device), "device")
-    if why is not None:
-        raise ValueError(f"{why}; rng.Philox gives the same anywhere")
+    kernels = interpreted.kernels("philox", torch.device(device), "device", OTHERWISE)
     at, depth, sibling = (torch.as_tensor(f, device=device) for f in key[:3])
     node = depth | (sibling << 16)
     shape = torch.broadcast_shapes(at.shape, node.shape) or (1,)
@@ -50,10 +46,7 @@ def race(probs: Tensor, seed: Tensor, position: Tensor) -> Tensor:
         ImportError: Triton is not installed. ValueError: shapes do not fit, or ``probs`` are on a CPU, and Triton does not interpret its
             kernels.
     """
-    kernels = _kernels()
-    why = nowhere(kernels.race_kernel, probs.device, "probs")
-    if why is not None:
-        raise ValueError(f"{why}; rng.Philox gives the same anywhere")
+    kernels = interpreted.kernels("philox", probs.device, "probs", OTHERWISE)
     if probs.dim() != 2:
         raise ValueError(f"probs is {list(probs.shape)}: give [R, V], a distribution for each row")
     R, V = probs.shape
@@ -72,11 +65,3 @@ def race(probs: Tensor, seed: Tensor, position: Tensor) -> Tensor:
             probs, seed, position, time, token, V, probs.stride(0), splits, TARGET=TARGET, STEPS=STEPS, BLOCK=BLOCK
         )  # fmt: skip
     return token.gather(1, time.argmin(1, keepdim=True))[:, 0]
-
-
-def _kernels() -> ModuleType:
-    try:
-        from specdec.kernels.philox import triton_kernels
-    except ImportError as error:
-        raise ImportError("this backend needs Triton: pip install triton") from error
-    return triton_kernels

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from specdec.kernels.interpreted import nowhere
+from specdec.kernels.interpreted import kernels
 
 MOST = 16384  # the longest row that is normed
 HEADS = 4  # heads of a token per program of ``apply_rotary``
@@ -50,7 +50,7 @@ def add_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> Tensor:
     out = torch.empty_like(x)
     if x.numel():
         block = 1 << (n - 1).bit_length()
-        _runs(_kernels().add_norm_kernel, x, "x")[(x.numel() // n,)](
+        _kernels(x, "x").add_norm_kernel[(x.numel() // n,)](
             *(x, x if y is None else y, weight, out, n, eps),
             ADD=y is not None,
             BLOCK=block,
@@ -98,7 +98,7 @@ def apply_rotary(
         strides, S = (*keys.stride()[:3], *values.stride()[:3]), keys.shape[1]
     parts = -(-H // HEADS) * (1 if place is None else 2)
     if T:
-        _runs(_kernels().turn_kernel, query, "query")[(T, -(-Hq // HEADS) + parts)](
+        _kernels(query, "query").turn_kernel[(T, -(-Hq // HEADS) + parts)](
             *(query, key, kept, cos, sin),
             *((query, key) if norms is None else norms[:2]),
             *(keys, values, slots, Hq, H, D // 2, S, *strides, 0.0 if norms is None else norms[2]),
@@ -117,7 +117,7 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """
     _check("silu_mul", gate.shape == up.shape, gate, up)
     if gate.numel():
-        _runs(_kernels().silu_mul_kernel, gate, "gate")[(-(-gate.numel() // BLOCK),)](
+        _kernels(gate, "gate").silu_mul_kernel[(-(-gate.numel() // BLOCK),)](
             gate, up, gate.numel(), BLOCK=BLOCK
         )
     return gate
@@ -134,16 +134,5 @@ def _check(name: str, fit: bool, *tensors: Tensor) -> None:
     )
 
 
-def _kernels() -> ModuleType:
-    try:
-        from specdec.kernels.pointwise import triton_kernels
-    except ImportError as error:
-        raise ImportError("this needs Triton: pip install triton") from error
-    return triton_kernels
-
-
-def _runs(kernel: Any, x: Tensor, name: str) -> Any:
-    why = nowhere(kernel, x.device, name)
-    if why is not None:
-        raise ValueError(f"{why}; pointwise.reference runs anywhere")
-    return kernel
+def _kernels(x: Tensor, name: str) -> ModuleType:
+    return kernels("pointwise", x.device, name, "pointwise.reference runs anywhere")

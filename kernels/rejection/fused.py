@@ -8,13 +8,12 @@ costs another pass over a row. ``verifiers.Rejection`` does that on probabilitie
 from __future__ import annotations
 
 import importlib.util
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
+from specdec.kernels import interpreted
 from specdec.kernels.device import to_device
-from specdec.kernels.interpreted import nowhere
 from specdec.kernels.philox.reference import pick
 from specdec.kernels.rejection.arguments import check_numbers, check_shapes
 from specdec.kernels.rejection.reference import Decision, check, decide
@@ -107,10 +106,7 @@ def _triton(
     draft_logits: bool,
     temperature: float,
 ) -> Decision:
-    kernels = _kernels()
-    why = nowhere(kernels.mass_kernel, logits.device, "logits")
-    if why is not None:
-        raise ValueError(f"{why}; backend='reference' runs everywhere")
+    kernels = interpreted.kernels("rejection", logits.device, "logits", "backend='reference' runs everywhere")
     B, R, V = logits.shape
     device = logits.device
     accepted = torch.empty(B, dtype=torch.long, device=device)
@@ -181,11 +177,3 @@ def _triton(
 
 def _rows(x: Tensor) -> Tensor:
     return x if x.stride(2) == 1 else x.contiguous()
-
-
-def _kernels() -> ModuleType:
-    try:
-        from specdec.kernels.rejection import triton_kernels
-    except ImportError as error:
-        raise ImportError("backend 'triton' needs Triton: pip install triton") from error
-    return triton_kernels

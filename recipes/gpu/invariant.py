@@ -26,9 +26,10 @@ import specdec as sd
 from recipes.gpu.stage import Part, Stage
 from recipes.gpu.steps import filled, floor, llama
 from specdec.cost import Shape
+from specdec.drafts.stateless import Stateless
 from specdec.forward.packed import slot_attention
 from specdec.rng import Rng
-from specdec.types import Context, Proposal, Round
+from specdec.types import Context, Proposal
 
 K = 5  # drafted tokens per round
 WRONG = 5  # one in this many drafted tokens is wrong
@@ -183,7 +184,7 @@ def cost(stage: Stage, made: dict[str, sd.HFModel], shape: Shape, batch: int, co
 
 
 @dataclass(frozen=True)
-class Told:
+class Told(Stateless):
     """A draft that proposes a given text with occasional errors, so that acceptance is the same for all models.
 
     Args:
@@ -194,9 +195,6 @@ class Told:
     vocab_size: int
     name = "told"
     trees = False
-
-    def init(self, context: Context, target_cache: Any) -> None:
-        return None
 
     def propose(self, state: None, context: Context, budget: Tensor, rng: Rng) -> tuple[Proposal, None]:
         rows = []
@@ -212,12 +210,6 @@ class Told:
         if not int(size.max()):
             return Proposal.none(context.batch), None
         return Proposal.chain(tokens, size), None
-
-    def observe(self, state: None, round: Round) -> None:
-        return None
-
-    def select(self, state: None, rows: Tensor) -> None:
-        return None
 
 
 def texts(stage: Stage, made: dict[str, sd.HFModel], batch: int, context: int, k: int) -> None:

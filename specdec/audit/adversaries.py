@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from specdec import tree
+from specdec.drafts.stateless import Stateless
 from specdec.rng import SELECT, Key, Rng
 from specdec.types import Context, Feedback, Proposal, Round
 
@@ -163,7 +164,7 @@ class Remembers:
 
 
 @dataclass(frozen=True, eq=False)
-class TwoChains:
+class TwoChains(Stateless):
     """Two chains of two, drawn from different tables ``[V, V]`` (distributions after each token), merged into one tree."""
 
     one: Tensor
@@ -173,9 +174,6 @@ class TwoChains:
 
     def nodes(self, length: int) -> int:
         return 4
-
-    def init(self, context: Context, target_cache: Any) -> None:
-        return None
 
     def propose(self, state: None, context: Context, budget: Tensor, rng: Rng) -> tuple[Proposal, None]:
         last = context.tokens[torch.arange(context.batch), context.length - 1]
@@ -196,15 +194,9 @@ class TwoChains:
         distributions = torch.stack([first, second], 1)
         return Proposal.chain(torch.stack([a, b], 1), budget.clamp(max=2), distributions, "sampled")
 
-    def observe(self, state: None, round: Round) -> None:
-        return None
-
-    def select(self, state: None, rows: Tensor) -> None:
-        return None
-
 
 @dataclass(frozen=True)
-class Everything:
+class Everything(Stateless):
     """Every tree of up to ``limit`` nodes over ``vocab_size`` tokens, by free choices that the certifier enumerates."""
 
     vocab_size: int
@@ -214,9 +206,6 @@ class Everything:
 
     def nodes(self, length: int) -> int:
         return self.limit
-
-    def init(self, context: Context, target_cache: Any) -> None:
-        return None
 
     def propose(self, state: None, context: Context, budget: Tensor, rng: Rng) -> tuple[Proposal, None]:
         B, N = context.batch, self.limit
@@ -245,12 +234,6 @@ class Everything:
             )
             answer[rng.accept(prob, Key(context.length, what, option, SELECT))] = option
         return answer
-
-    def observe(self, state: None, round: Round) -> None:
-        return None
-
-    def select(self, state: None, rows: Tensor) -> None:
-        return None
 
 
 @dataclass(frozen=True)

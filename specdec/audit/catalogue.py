@@ -6,14 +6,12 @@ ends with a bonus, so ``d`` drafted levels take effect only with ``d + 2`` token
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
 from specdec import drafts
 from specdec.arm_policy import Arm
@@ -23,11 +21,24 @@ from specdec.audit.adversaries import (
     Adversary,
     Everything,
     Hindsight,
-    Remembers,
     TwoChains,
     dropped,
 )
-from specdec.audit.certify import Certificate, certify, certify_coupled
+from specdec.audit.certify import certify_coupled
+from specdec.audit.composed import (
+    BASE,
+    CHAIN,
+    MENU,
+    MODEL,
+    OTHER,
+    PAIRS,
+    PENALTIES,
+    RAGGED,
+    REMEMBERING,
+    TREE,
+    Composition,
+    distribution,
+)
 from specdec.builder import Builder, DraftLike, decoder
 from specdec.drafts.spire.model import SpireModel
 from specdec.executors import Optimistic, Pipelined
@@ -35,32 +46,7 @@ from specdec.masks import Causal, Window
 from specdec.models import HFModel, Masked, TableModel, Windowed
 from specdec.pruning import SnapKV
 from specdec.sampling import Sampling
-from specdec.verifiers import Coupled, Rejection
-
-
-@dataclass(frozen=True)
-class Composition:
-    """Something to certify.
-
-    Attributes:
-        tokens: number of new tokens, one number or one for each of ``prompts``. settings: further arguments of ``certifier``.
-        lossless: the claim; ``False`` is a planted bias.
-    """
-
-    name: str
-    builder: Builder
-    tokens: int | Sequence[int] = 3
-    prompts: Sequence[Sequence[int]] = ((0,),)
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    lossless: bool = True
-    certifier: Callable[..., Certificate] = certify
-
-    def run(self) -> Certificate:
-        return self.certifier(self.builder.build(), self.prompts, self.tokens, **self.settings)
-
-    def stands(self, found: Certificate) -> bool:
-        """Whether the certificate agrees with the claim: lossless, or a visible bias (at least 1e-3)."""
-        return found.lossless if self.lossless else found.total_variation >= 1e-3
+from specdec.verifiers import BlockVerification, Coupled, Rejection
 
 
 def everything() -> list[Composition]:
@@ -68,6 +54,7 @@ def everything() -> list[Composition]:
     parts = (
         chains,
         trees,
+        blocks,
         samplings,
         shapes,
         stops,
@@ -80,11 +67,6 @@ def everything() -> list[Composition]:
         biases,
     )
     return [composition for part in parts for composition in part()]
-
-
-MODEL, OTHER = TableModel.random(3, 1, seed=0), TableModel.random(3, 1, seed=1)
-BASE, CHAIN, TREE = decoder(MODEL), drafts.Model(OTHER), drafts.Tree(OTHER, (2, 1))
-RAGGED: dict[str, Any] = {"prompts": ((0, 1), (2,), (1, 1, 0)), "tokens": (3, 2, 4)}
 
 
 def chains() -> Iterator[Composition]:
@@ -116,6 +98,33 @@ def trees() -> Iterator[Composition]:
     yield Composition("every point-mass tree of 2", BASE.draft(Everything(3, 2), length=2), 4)
 
 
+def blocks() -> Iterator[Composition]:
+    """Block verification of chains."""
+    base, binary = BASE.verifier(BlockVerification()), decoder(TableModel.random(2, 1, seed=3))
+    binary = binary.draft(TableModel.random(2, 1, seed=4), length=3).verifier(BlockVerification())
+    penalised = base.draft(CHAIN, length=2).sampling(temperature=1.5, top_p=0.9, processors=PENALTIES)
+    point = Adversary(MENU, trees=False, point=True)
+    arms: dict[str, DraftLike | Arm | None] = {"chain": CHAIN, "point": point, "none": None}
+    for name, builder, tokens in (
+        ("chain k=1", base.draft(CHAIN, length=1), 3),
+        ("chain k=3", base.draft(CHAIN, length=3), 5),
+        ("chain k=3, vocabulary 2", binary, 6),
+        ("optimistic, chain k=3, vocabulary 2", binary.executor(Optimistic()), 6),
+        ("self draft k=2", base.draft(MODEL, length=2), 4),
+        ("penalties, temperature 1.5, top-p 0.9", penalised, 4),
+        ("adaptive chains", base.draft(Adversary(MENU, trees=False), length=3), 5),
+        ("adaptive point masses", base.draft(point, length=3), 5),
+        ("adversarial selector", base.pool(arms, AdversarialSelector(1), 2, reward=dropped), 4),
+        ("the paper's tests, k=3", base.draft(CHAIN, length=3).verifier(planted.BlockByThePaper()), 5),
+    ):
+        yield Composition(f"block verification, {name}", builder, tokens)
+    for name, target, draft in PAIRS:
+        pair = decoder(target).draft(draft, length=2).verifier(BlockVerification())
+        yield Composition(f"block verification, chain k=2, {name}", pair, 4)
+    builder, stops = base.draft(CHAIN, length=2), {"eos_token_id": (2,)}
+    yield Composition("block verification, ragged, stops", builder, **RAGGED, settings=stops)
+
+
 def samplings() -> Iterator[Composition]:
     """Temperatures, truncations and processors."""
     for name, settings in {
@@ -137,15 +146,9 @@ def samplings() -> Iterator[Composition]:
 
 def shapes() -> Iterator[Composition]:
     """Distributions with zeros, ties and disjoint supports."""
-    for name, target, distribution in (
-        ("zeros", TableModel.random(3, 1, 5, zeros=0.4), TableModel.random(3, 1, 6, zeros=0.4)),
-        ("ties", TableModel([1 / 3, 1 / 3, 1 / 3]), TableModel([0.5, 0.5, 0.0])),
-        ("disjoint supports", TableModel([0.4, 0.6, 0.0]), TableModel([0.0, 0.0, 1.0])),
-        ("a certain target", TableModel([0.0, 1.0, 0.0]), OTHER),
-        ("a certain draft", MODEL, TableModel([0.0, 1.0, 0.0])),
-    ):
+    for name, target, draft in PAIRS:
         yield Composition(
-            f"tree (2, 1), {name}", decoder(target).draft(drafts.Tree(distribution, (2, 1)), length=2), 4
+            f"tree (2, 1), {name}", decoder(target).draft(drafts.Tree(draft, (2, 1)), length=2), 4
         )
 
 
@@ -289,15 +292,14 @@ def biases() -> Iterator[Composition]:
     def row(name: str, builder: Builder, tokens: int = 3, **settings: Any) -> Composition:
         return Composition(name, builder, tokens, settings=settings, lossless=False)
 
-    p, q = _distribution(0.45, 0.45, 0.1), _distribution(0.2, 0.3, 0.5)
+    p, q = distribution(0.45, 0.45, 0.1), distribution(0.2, 0.3, 0.5)
     one, trust = BASE.draft(CHAIN, length=1), Rejection(trust_declared=True)
     four, two, three = (
-        decoder(TableModel(distribution))
-        for distribution in (_distribution(0.4, 0.3, 0.2, 0.1), _distribution(0.7, 0.3), p)
+        decoder(TableModel(probs)) for probs in (distribution(0.4, 0.3, 0.2, 0.1), distribution(0.7, 0.3), p)
     )
     argmax, looks = (
-        planted.DeclaredArgmax(_distribution(0.1, 0.4, 0.3, 0.2)),
-        planted.LooksThenDrops(_distribution(0.5, 0.5), 1),
+        planted.DeclaredArgmax(distribution(0.1, 0.4, 0.3, 0.2)),
+        planted.LooksThenDrops(distribution(0.5, 0.5), 1),
     )
     yield row("argmax declared as a sample of softmax(q)", four.draft(argmax).verifier(trust))
     yield row("node dropped after looking at its value", two.draft(looks))
@@ -307,7 +309,7 @@ def biases() -> Iterator[Composition]:
     yield row("one number for all siblings", pair, wrap=planted.SiblingsShare)
     for name, draft in {
         "drawn at temperature 0.5, declared at 1": planted.DrawnElsewhere(q**2 / (q**2).sum(), q),
-        "drawn after top-k, declared before it": planted.DrawnElsewhere(_distribution(0, 0.375, 0.625), q),
+        "drawn after top-k, declared before it": planted.DrawnElsewhere(distribution(0, 0.375, 0.625), q),
         "siblings without replacement, declared independent": planted.DrawnElsewhere(
             q, q, 2, replacement=False
         ),
@@ -318,6 +320,17 @@ def biases() -> Iterator[Composition]:
         "siblings tried against p instead of the residual", pair.verifier(planted.SiblingsForgetResidual())
     )
     yield row("greedy acceptance while sampling", one.verifier(planted.GreedyAcceptance()))
+    block = three.draft(TableModel(q), length=2), BASE.draft(CHAIN, length=3)
+    for mistake, builder, tokens, what in (
+        ("product", block[0], 4, "the whole product is capped"),
+        ("first", block[0], 4, "tests end at the first failure"),
+        ("residual", block[1], 5, "the token-wise residual"),
+        ("behind", block[1], 5, "a test of the distributions before its token"),
+    ):
+        wrong = builder.verifier(planted.BlockByThePaper(mistake=mistake))
+        yield row(f"block verification: {what}", wrong, tokens)
+    fair = two.draft(TableModel([0.5, 0.5]), length=2).verifier(BlockVerification())
+    yield row("block verification: draws keyed by position alone", fair, 4, wrap=planted.PositionKeyed)
     still = one.verifier(planted.StandsStill())
     name = "coupled draws keyed by the start of the block"
     yield Composition(name, still, 3, settings={"nodes": 1}, lossless=False, certifier=certify_coupled)
@@ -348,23 +361,13 @@ def _everything(salt: int) -> Builder:
     return BASE.pool(arms, AdversarialSelector(salt), 2, reward=dropped)
 
 
-def _distribution(*probs: float) -> Tensor:
-    return torch.tensor(probs, dtype=torch.float64)
-
-
 @drafts.chain_draft
 def _function(prefix: list[int]) -> Tensor:
-    return _distribution(0.3 * len(prefix), 0.5, prefix[-1] - 1)
+    return distribution(0.3 * len(prefix), 0.5, prefix[-1] - 1)
 
 
 def _twice(ids: Tensor, scores: Any) -> bool:
     return ids.shape[1] > 2 and bool(ids[0, -1] == ids[0, -2])
-
-
-def _prefix_penalty(ids: Tensor, scores: Tensor) -> Tensor:
-    """A penalty that depends on every token of the prefix, in order."""
-    weighted = (ids * torch.arange(1, ids.shape[1] + 1)).sum(1, keepdim=True)
-    return scores - 0.3 * (weighted + torch.arange(scores.shape[1])).remainder(3)
 
 
 def _llama(seed: int) -> LlamaForCausalLM:
@@ -382,19 +385,3 @@ def _llama(seed: int) -> LlamaForCausalLM:
         eos_token_id=None,
     )
     return LlamaForCausalLM(config).double().eval()
-
-
-PENALTIES = (RepetitionPenaltyLogitsProcessor(1.7), _prefix_penalty)
-MENU = torch.stack(
-    [
-        _distribution(0.5, 0.3, 0.2),
-        _distribution(0.1, 0.2, 0.7),
-        _distribution(0, 0.5, 0.5),
-        _distribution(0.1, 0.9, 0),
-        _distribution(1 / 3, 1 / 3, 1 / 3),
-        _distribution(0, 0, 1),
-    ]
-)
-REMEMBERING = decoder(TableModel([0.5, 0.3, 0.2])).draft(
-    Remembers(_distribution(0.2, 0.3, 0.5), (2,)), length=2
-)

@@ -10,29 +10,18 @@ import torch
 from torch import Tensor
 
 from specdec import tree
+from specdec.drafts.stateless import Stateless
 from specdec.executors.serial import Serial
 from specdec.rng import ACCEPT, BONUS, DRAFT, Key, Rng
 from specdec.sampling import Sampling
 from specdec.types import Context, Proposal, Round, Verdict
+from specdec.verifiers.block import BlockVerification
 from specdec.verifiers.coupled import Coupled
 from specdec.verifiers.rejection import Rejection, residual, verify_chain
 
 
-class _Stateless:
-    """A draft without state."""
-
-    def init(self, context: Context, target_cache: Any) -> None:
-        return None
-
-    def observe(self, state: None, round: Round) -> None:
-        return None
-
-    def select(self, state: None, rows: Tensor) -> None:
-        return None
-
-
 @dataclass(frozen=True, eq=False)
-class DeclaredArgmax(_Stateless):
+class DeclaredArgmax(Stateless):
     """Proposes the most probable token of ``distribution [V]`` and declares that it was drawn from ``distribution``."""
 
     distribution: Tensor
@@ -44,7 +33,7 @@ class DeclaredArgmax(_Stateless):
 
 
 @dataclass(frozen=True, eq=False)
-class LooksThenDrops(_Stateless):
+class LooksThenDrops(Stateless):
     """Draws one token from ``distribution [V]`` and does not submit it when it is ``unwanted``."""
 
     distribution: Tensor
@@ -59,7 +48,7 @@ class LooksThenDrops(_Stateless):
 
 
 @dataclass(frozen=True, eq=False)
-class DrawnElsewhere(_Stateless):
+class DrawnElsewhere(Stateless):
     """Draws ``width`` tokens from ``drawn [V]`` and declares ``said [V]``: another temperature, a distribution before truncation, ...
 
     With ``replacement=False`` siblings are drawn without the tokens of earlier ones, which ``said`` does not reflect.
@@ -174,6 +163,49 @@ class SiblingsForgetResidual(Rejection):
         return Verdict.of(
             proposal, path, accepted, rng.categorical(distribution, Key(context.length, accepted, 0, BONUS))
         )
+
+
+@dataclass(frozen=True)
+class BlockByThePaper(BlockVerification):
+    """Block verification with the paper's independent tests, one for each prefix. It is exact, or makes one of the field's mistakes.
+
+    Args:
+        mistake: ``"product"``: a_i is the whole product of p / q, capped only at its end. ``"residual"``: the next token comes
+            from norm(max(p - q, 0)), without a_i. ``"first"``: the tests end at the first failure. ``"behind"``: the sum in a test
+            takes the distributions that its last token came from, instead of those after it.
+    """
+
+    mistake: str = ""
+
+    def __call__(self, proposal: Proposal, probs: Tensor, context: Context, rng: Rng) -> Verdict:
+        B, N = proposal.tokens.shape
+        if N == 0:
+            return super().__call__(proposal, probs, context, rng)
+        rows, nodes = torch.arange(B), torch.arange(N)
+        live = nodes < proposal.size[:, None]
+        q, x = proposal.distributions(), torch.where(live, proposal.tokens, 0)
+        ratio = (probs[:, :N] / q).gather(2, x[..., None])[..., 0]
+        weight = [torch.ones(B, dtype=probs.dtype)]
+        for n in range(N):
+            weight.append((weight[-1] * ratio[:, n]).clamp(max=1))
+        if self.mistake == "product":
+            weight[1:] = ratio.cumprod(1).clamp(max=1).unbind(1)
+        tests = []
+        for n in range(N):
+            a, at = weight[n + 1], n if self.mistake == "behind" else min(n + 1, N - 1)
+            left = (a[:, None] * probs[:, at] - q[:, at]).clamp(min=0).sum(1)
+            part = torch.where(left + 1 - a > 0, left / (left + 1 - a), 1)
+            tests.append(torch.where(n + 1 < proposal.size, part, a))
+        passed = live & rng.accept(torch.stack(tests, 1), Key(context.length[:, None], nodes, 0, ACCEPT))
+        accepted = (passed * (nodes + 1)).amax(1)
+        if self.mistake == "first":
+            accepted = passed.long().cumprod(1).sum(1)
+        p, drawn = probs[rows, accepted], q[rows, accepted.clamp(max=N - 1)]
+        a = torch.stack(weight, 1)[rows, accepted, None]
+        left = residual(p if self.mistake == "residual" else a * p, drawn)
+        p = torch.where((accepted < proposal.size)[:, None], left, p)
+        bonus = rng.categorical(p, Key(context.length, accepted, 0, BONUS))
+        return Verdict.of(proposal, torch.where(nodes < accepted[:, None], nodes, -1), accepted, bonus)
 
 
 @dataclass(frozen=True)

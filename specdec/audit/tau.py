@@ -2,75 +2,25 @@
 
 On a text that was sampled from the target, the probability that a token was proposed and accepted, given that the draft reached
 its position, is ``min(p, q) / p = min(1, q / p)`` of that token (Leviathan et al., arXiv 2211.17192: a proposal is drawn from q and
-accepted with ``min(1, p / q)``, and the committed token has distribution p). A block starts where the last one ended, so the
-expected number of rounds is a small dynamic programme over block starts. The mean over texts is that of live decoding, with less
-variance, since only the texts are random.
+accepted with ``min(1, p / q)``, and the committed token has distribution p). ``efficiency`` (``audit/rounds.py``) makes expected rounds
+of these chances. The mean over texts is that of live decoding, with less variance, since only the texts are random.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from specdec.audit.rounds import Efficiency, efficiency
 from specdec.drafts.magicdec import MagicDec
 from specdec.models.hf import HFModel
 from specdec.sampling import Sampling
 from specdec.training.passes import k_pass
 from specdec.types import Context, Proposal
 
-
-class Efficiency(NamedTuple):
-    """Expected ``tokens, rounds [C]``; ``reached, accepted [C, k]``: the expected number of times that the draft's j-th token was
-    submitted after j accepted ones, and that it was accepted."""
-
-    tokens: Tensor
-    rounds: Tensor
-    reached: Tensor
-    accepted: Tensor
-
-    @property
-    def tau(self) -> float:
-        """Tokens a round over all texts, a ratio of sums."""
-        return float(self.tokens.sum() / self.rounds.sum())
-
-
-def efficiency(accept: Tensor, k: int | None = None, cut: bool = False) -> Efficiency:
-    """Expected rounds and tokens if a round proposes k tokens and adds one of the target's, over rounds that start among the
-    first n positions.
-
-    Args:
-        accept: ``[C, n, K]``: the probability that, in a block that starts after s tokens, token ``s + j`` is accepted if the j
-            before it were. k: at most K; default K.
-        cut: the text ends after n tokens and, as in the decoder, a round proposes at most one token less than remain; entries past
-            the end are ignored. Otherwise all rounds are whole and the last one may end past n.
-    Raises:
-        ValueError: k outside 1 .. K, or probabilities outside 0 .. 1.
-    """
-    C, n, K = accept.shape
-    k = K if k is None else k
-    if not 1 <= k <= K:
-        raise ValueError(f"k is {k}: accept has chances for 1 to {K} proposed tokens")
-    inside = torch.arange(n)[:, None] + torch.arange(K) < (n if cut else n + K)
-    if not bool(((accept >= 0) & (accept <= 1))[:, inside].all()):
-        raise ValueError("accept has entries outside 0 .. 1: give probabilities, min(1, q / p)")
-    accept = accept.double()
-    starts = torch.zeros(C, n + k + 1, dtype=torch.float64)  # probability that a round starts after s tokens
-    starts[:, 0] = 1
-    reached, accepted = torch.zeros(2, C, k, dtype=torch.float64)
-    for s in range(n):
-        here = starts[:, s]
-        room = min(k, n - s - 1) if cut else k
-        for j in range(room):
-            reached[:, j] += here
-            through = here * accept[:, s, j]
-            accepted[:, j] += through
-            starts[:, s + j + 1] += here - through
-            here = through
-        starts[:, s + room + 1] += here
-    ends = starts[:, n:]
-    return Efficiency((ends * torch.arange(n, n + k + 1)).sum(1), starts[:, :n].sum(1), reached, accepted)
+__all__ = ["Efficiency", "chances", "efficiency", "magicdec_chances", "parallel_chances", "spire_chances"]
 
 
 def chances(p: Tensor, q: Tensor) -> Tensor:

@@ -28,9 +28,11 @@ import torch
 from torch import Tensor
 
 from specdec import masks
-from specdec.arguments import whole
+from specdec.arguments import at_least
 from specdec.cache.slots import KVShape, Slots
 from specdec.kernels.device import to_device
+
+BLOCK = "give how many positions are written before any is rolled back, 1 or more"
 
 
 class Ring(Slots):
@@ -56,7 +58,7 @@ class Ring(Slots):
         extra: int = 0,
         mask: masks.Mask | None = None,
     ):
-        check(window, sinks, block)
+        at_least(1, "block", block, BLOCK)
         all_of_it = masks.streaming(window, sinks)
         self.mask = all_of_it if mask is None else mask
         self.narrower = self.mask != all_of_it
@@ -114,17 +116,3 @@ class Ring(Slots):
         new._blocks = blocks
         new._view()
         return new
-
-
-def check(window: int, sinks: int, block: int = 1) -> None:
-    """Raise ValueError for sizes out of range, TypeError for what is no whole number."""
-    for name, value in (("window", window), ("sinks", sinks), ("block", block)):
-        whole(name, value)
-    if window < 1:
-        raise ValueError(f"window is {window}: a query must see at least itself, which is window=1")
-    if sinks < 0:
-        raise ValueError(f"sinks is {sinks}: give how many first positions stay visible, 0 or more")
-    if block < 1:
-        raise ValueError(
-            f"block is {block}: give how many positions are written before any is rolled back, 1 or more"
-        )

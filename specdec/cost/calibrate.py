@@ -2,7 +2,7 @@
 
 The model is that of SPIRe (arXiv 2504.06419, section 2) with the overheads of ``Hardware``, so that a few measurements predict steps
 of other sizes. Constants are fitted to *relative* errors, since the largest steps would dominate otherwise, and none is negative.
-The problems are small and searched exhaustively, so the result does not depend on a starting point.
+Every fit is convex or searched exhaustively, so the result does not depend on a starting point.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import combinations
 from math import exp
 
 import numpy as np
+from scipy.optimize import nnls
 
 from specdec.arguments import number
 from specdec.cost.hardware import Hardware
@@ -213,22 +213,11 @@ def _machine(name: str, x: list[float], overlapped: bool, apart: bool, size: flo
 
 
 def _positive(columns: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """The least-squares solution of ``columns @ x = values`` with ``x >= 0``: the best over all subsets of columns."""
-    count = columns.shape[1]
+    """The least-squares solution of ``columns @ x = values`` with ``x >= 0``; a part that is rounding alone is 0."""
     scale = np.abs(columns).max(0)
     scale[scale == 0] = 1
-    best, error = np.zeros(count), float((values**2).sum())
-    for size in range(1, count + 1):
-        for chosen in combinations(range(count), size):
-            part = columns[:, chosen] / scale[list(chosen)]
-            x = np.linalg.lstsq(part, values, rcond=None)[0]
-            left = float(((part @ x - values) ** 2).sum())
-            if (x >= 0).all() and left < error - 1e-12 * len(
-                values
-            ):  # an extra column must gain more than rounding
-                best, error = np.zeros(count), left
-                best[list(chosen)] = x / scale[list(chosen)]
-    return best
+    x, _ = nnls(columns / scale, values)
+    return np.where(x > 1e-9 * x.max(), x, 0) / scale
 
 
 def _cached(step: Step) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from specdec.arguments import numbers, positive, whole
+from specdec.arguments import at_least, numbers, positive
 from specdec.cost.hardware import Hardware
 from specdec.cost.shapes import Shape
 from specdec.cost.terms import FULL, PAPER, Forward, Step, Term, kv_refresh, memory_projection, step
@@ -74,7 +74,6 @@ class Load:
 
     def __post_init__(self) -> None:
         numbers(self, "batch", "context", "bytes_per_weight", "bytes_per_kv")
-        whole("k", self.k)
         if self.batch < 1:
             raise ValueError(f"batch is {self.batch}: give at least 1 sequence")
         if self.context < 1:
@@ -82,10 +81,8 @@ class Load:
                 f"context is {self.context}: give at least 1 position; a target attends to its prompt"
             )
         positive(self, "bytes_per_weight", "bytes_per_kv")
-        if self.k < 1:
-            raise ValueError(
-                f"k is {self.k}: draft at least 1 token a round, or use the method AUTOREGRESSIVE"
-            )
+        remedy = "draft at least 1 token a round, or use the method AUTOREGRESSIVE"
+        at_least(1, "k", self.k, remedy)
 
     @property
     def full(self) -> Load:

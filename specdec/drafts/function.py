@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from specdec.capabilities import DraftInfo
 from specdec.drafts.draw import ChainDraw
+from specdec.drafts.stateless import Stateless
 from specdec.protocols import LanguageModel
 from specdec.rng import Rng
 from specdec.sampling import Sampling
-from specdec.types import Context, Proposal, Round
+from specdec.types import Context, Proposal
 
 
 @dataclass(frozen=True)
-class FunctionDraft:
+class FunctionDraft(Stateless):
     """Made by ``chain_draft``: calls ``logits(prefix)`` for each row and depth."""
 
     logits: Callable[[list[int]], Tensor | Sequence[float]]
@@ -35,9 +35,6 @@ class FunctionDraft:
 
     def bind(self, target: LanguageModel, sampling: Sampling) -> FunctionDraft:
         return replace(self, sampling=self.sampling or sampling, vocab_size=target.vocab_size)
-
-    def init(self, context: Context, target_cache: Any) -> None:
-        return None
 
     def propose(self, state: None, context: Context, budget: Tensor, rng: Rng) -> tuple[Proposal, None]:
         draw = ChainDraw(context, budget, self.sampling or Sampling(), self.vocab_size)
@@ -59,15 +56,6 @@ class FunctionDraft:
                 f"chain_draft: the function returned shape {list(logits.shape)} for one prefix: return [V] logits"
             )
         return logits if logits.dtype == torch.float64 else logits.float()
-
-    def observe(self, state: None, round: Round) -> None:
-        return None
-
-    def select(self, state: None, rows: Tensor) -> None:
-        return None
-
-    def join(self, state: None, other: None) -> None:
-        return None
 
 
 def chain_draft(function: Callable[[list[int]], Tensor | Sequence[float]]) -> FunctionDraft:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from specdec.capabilities import DraftInfo
-from specdec.drafts.chain import Chain, chain_of
 from specdec.drafts.coerce import as_model
 from specdec.drafts.draw import ChainDraw
+from specdec.graphs import chain, windowed_chain
+from specdec.graphs.chain import Drawn
+from specdec.models.hf import HFModel
 from specdec.protocols import LanguageModel
 from specdec.rng import Rng
 from specdec.sampling import Sampling
@@ -26,8 +30,8 @@ class ModelState(NamedTuple):
 class Model:
     """Draws a chain from ``model``, one forward a token; at temperature 0 it is the greedy chain.
 
-    ``bind`` chooses the implementation of its forwards (``drafts.chain``). With captured steps (``HFModel(graphs=...)``) the whole chain is
-    one of them; with C kernels the later tokens are prepared together; otherwise each token is one ``score``.
+    Each token is one ``score``. With captured steps (``HFModel(graphs=...)``) the whole chain is one of them, if the model's own class
+    declares that it may be (``HFModel.fast_chain``).
 
     Args:
         model: any ``LanguageModel`` with the target's tokenizer, or what ``specdec.decoder`` accepts as one. A padded vocabulary is cut or
@@ -39,7 +43,7 @@ class Model:
     model: LanguageModel
     sampling: Sampling | None = None
     vocab_size: int | None = None
-    chain: Chain = field(default=Chain(), repr=False, compare=False)
+    captured: Callable[..., Drawn | None] | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "model", as_model(self.model, "model"))
@@ -50,7 +54,7 @@ class Model:
 
     def bind(self, target: LanguageModel, sampling: Sampling) -> Model:
         mine, size = self.sampling or sampling, target.vocab_size
-        return replace(self, sampling=mine, vocab_size=size, chain=chain_of(self.model, mine, size))
+        return replace(self, sampling=mine, vocab_size=size, captured=captured(self.model, mine, size))
 
     def init(self, context: Context, target_cache: Any) -> ModelState:
         return self.prepare(self.empty(context), context, None)
@@ -68,15 +72,17 @@ class Model:
         self, state: ModelState, context: Context, budget: Tensor, rng: Rng
     ) -> tuple[Proposal, ModelState]:
         text = readable(context, self.model)
-        drawn = self.chain.at_once and self.chain.at_once(state.cache, text, budget, rng)
+        drawn = self.captured and self.captured(state.cache, text, budget, rng)
         if drawn is not None:
             proposal = drawn.proposal(budget)
         else:
             draw = ChainDraw(context, budget, self.sampling or Sampling(), self.vocab_size)
-            forwards = self.chain.forwards(self.model, state.cache, text, budget)
-            for _ in range(draw.length):
-                draw.draw(forwards.logits(draw), rng)
-            forwards.done()
+            uniform = int(budget.min()) == draw.length
+            for n in range(draw.length):
+                rows = None if uniform else (budget > n).nonzero()[:, 0]
+                start = n - 1 if n else None
+                scores = self.model.score(state.cache, text, draw.sofar, start=start, rows=rows)
+                draw.draw(scores.logits[:, 0], rng)
             proposal = draw.proposal()
         return proposal, ModelState(state.cache, proposal if proposal.nodes else None)
 
@@ -90,6 +96,17 @@ class Model:
 
     def join(self, state: ModelState, other: ModelState) -> ModelState:
         return ModelState(state.cache.join(other.cache), None)
+
+
+def captured(
+    model: LanguageModel, sampling: Sampling, vocab_size: int | None
+) -> Callable[..., Drawn | None] | None:
+    """``(cache, text, budget, rng)``: a whole chain in one captured step, or ``None`` where it is not captured; ``None`` without such steps."""
+    kind = model.fast_chain if isinstance(model, HFModel) and model.steps is not None else None
+    if kind is None:
+        return None
+    propose: Any = chain.propose if kind == "slots" else windowed_chain.propose
+    return partial(propose, model, sampling=sampling, vocab_size=vocab_size)
 
 
 def readable(context: Context, model: LanguageModel) -> Context:

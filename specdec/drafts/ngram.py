@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -11,12 +10,13 @@ from torch import Tensor
 
 from specdec.arguments import whole
 from specdec.capabilities import DraftInfo
+from specdec.drafts.stateless import Stateless
 from specdec.rng import Rng
-from specdec.types import Context, Proposal, Round
+from specdec.types import Context, Proposal
 
 
 @dataclass(frozen=True)
-class NGram:
+class NGram(Stateless):
     """Proposes what followed the longest match of the last ``min_match`` to ``max_match`` tokens; of equally long matches, the latest.
 
     It needs no model. A row without a match proposes nothing and still gets its token from the target.
@@ -33,9 +33,6 @@ class NGram:
             raise ValueError(
                 f"min_match is {self.min_match}, max_match {self.max_match}: need 1 <= min_match <= max_match"
             )
-
-    def init(self, context: Context, target_cache: Any) -> None:
-        return None
 
     def propose(self, state: None, context: Context, budget: Tensor, rng: Rng) -> tuple[Proposal, None]:
         B, N = context.batch, int(budget.max())
@@ -62,12 +59,3 @@ class NGram:
             return ids[:0]
         at = int(best[-1]) + 1
         return ids[at : at + count]
-
-    def observe(self, state: None, round: Round) -> None:
-        return None
-
-    def select(self, state: None, rows: Tensor) -> None:
-        return None
-
-    def join(self, state: None, other: None) -> None:
-        return None

@@ -3,32 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
 from specdec.capabilities import DraftInfo
+from specdec.drafts.stateless import Stateless
 from specdec.rng import Rng
-from specdec.types import Context, Proposal, Round
+from specdec.types import Context, Proposal
 
 
 @dataclass(frozen=True)
-class NoDraft:
+class NoDraft(Stateless):
     """Proposes nothing; every round commits one token of the target."""
 
     info = DraftInfo("plain", nodes=lambda length: 0, longest=0, revocable=True)
 
-    def init(self, context: Context, target_cache: Any) -> None:
-        return None
-
     def propose(self, state: None, context: Context, budget: Tensor, rng: Rng) -> tuple[Proposal, None]:
         return Proposal.none(context.batch), None
-
-    def observe(self, state: None, round: Round) -> None:
-        return None
-
-    def select(self, state: None, rows: Tensor) -> None:
-        return None
-
-    def join(self, state: None, other: None) -> None:
-        return None

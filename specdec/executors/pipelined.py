@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from specdec.arguments import whole
+from specdec.arguments import at_least
 from specdec.capabilities import ModelInfo
 from specdec.composition import Composition
 from specdec.executors.round import MicroBatch
@@ -53,9 +53,7 @@ class Pipelined:
         if not isinstance(self.workers, str) or self.workers not in WORKERS:
             raise ValueError(f"workers is {self.workers!r}: there are {', '.join(map(repr, WORKERS))}")
         if self.micro_batches is not None:
-            whole("micro_batches", self.micro_batches, ", or None for two")
-            if self.micro_batches < 1:
-                raise ValueError(f"micro_batches is {self.micro_batches}: need at least 1")
+            at_least(1, "micro_batches", self.micro_batches, "need at least 1", ", or None for two")
 
     def check(self, composition: Composition) -> None:
         """Called by ``build``; raises ValueError for drafts that cannot run beside the target."""

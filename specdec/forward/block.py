@@ -38,6 +38,11 @@ class Block(NamedTuple):
     scale: float
     window: int | None
 
+    @property
+    def products(self) -> tuple[Any, ...]:
+        """All projections."""
+        return self.query, self.key, self.value, self.out, self.gate, self.up, self.down
+
 
 class Operations(Protocol):
     """The operations of a block; ``...`` stands for the tokens' dimensions.

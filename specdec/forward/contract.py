@@ -51,7 +51,7 @@ class Runner(Forward, Protocol):
     def bf16_weights(self) -> bool: ...
 
     def check(self) -> None:
-        """Raise RuntimeError if weights were copied and have changed since."""
+        """Bring copies of weights up to date; called for every new cache. Raises RuntimeError where that is not possible."""
         ...
 
     def capturable(self) -> Forward | str:

@@ -23,10 +23,10 @@ from specdec.forward.contract import Caught, Keep
 from specdec.forward.families import positions_of
 from specdec.forward.llama_eager import LlamaEager
 from specdec.kernels.attention import AttentionPlan
-from specdec.kernels.attention.native import always, lowered, prompt, series
+from specdec.kernels.attention.native import always, lowered, prompt
 from specdec.kernels.native import library
-from specdec.kernels.native.blocks import CAST, Blocks, Buffers
-from specdec.kernels.native.narrow import Narrow
+from specdec.kernels.native.blocks import CAST, Blocks
+from specdec.kernels.native.narrow import CHANGED, Narrow
 from specdec.kernels.native.ops import (
     MOST,
     add_norm,
@@ -36,7 +36,7 @@ from specdec.kernels.native.ops import (
     tiles,
     unchecked_linear,
 )
-from specdec.kernels.native.step import Reader, Steps
+from specdec.kernels.native.step import Reader, step
 from specdec.kernels.pointwise import Place
 
 STEP = 256  # tokens of a forward up to which it is a step, and not a prompt
@@ -102,29 +102,42 @@ class LlamaC(LlamaEager):
     """As ``LlamaEager``, for models on the CPU where there are C kernels."""
 
     def __init__(
-        self, model: Any, backend: str = "auto", invariant: bool = False, bf16_weights: bool = False
+        self, model: Any, backend: str = "auto", invariant: bool = False, bf16_weights: bool | None = False
     ):
         super().__init__(model, backend)
         rotary = self.body.rotary_emb
         self._fixed = setting(rotary, "rope_type") in _FIXED
         self._table: tuple[Tensor, Tensor] | None = None
         self._positions = positions_of(model.config) or sys.maxsize
-        self._always = invariant
-        every_size = invariant or (bf16_weights and tiles())
-        self._few = sys.maxsize if every_size else most(self.head.weight.dtype)
-        products = [p for b in self.blocks for p in (b.query, b.key, b.value, b.out, b.gate, b.up, b.down)]
-        every = [(p.weight, p.bias) for p in (*products, self.head)]
-        self.narrow = Narrow(weight for weight, _ in every) if bf16_weights else None
-        sizes = {linear_takes(*p) and (invariant or bf16_weights or p[0].shape[1] <= WIDE) for p in every}
-        self._own = sizes == {True}
+        self._always, self._automatic = invariant, bf16_weights is None
+        self._products = [
+            (p.weight, p.bias) for p in (*(p for b in self.blocks for p in b.products), self.head)
+        ]
+        self._weights = [weight for weight, _ in self._products]
         self._shape = self.head.weight.shape
-        self._weights = [p[0] for p in every]
-        takes = self._own and backend in ("auto", "native") and Blocks.takes(self.blocks)
-        ordered = [b.layer for b in self.blocks] == list(range(len(self.blocks)))
-        self._whole = Blocks(self.blocks, self.narrow) if takes and ordered else None
-        self.invariant = invariant and takes
+        make = Narrow.where_exact if self._automatic else Narrow
+        self._use(None if bf16_weights is False else make(self._weights))
+        self.invariant = invariant and self._takes
         if self.invariant:
             self.backend = "native"  # no other backend may be used
+
+    def _use(self, narrow: Narrow | None) -> None:
+        """Compute from now on with these copies of the weights, or with the weights themselves."""
+        self.narrow = narrow
+        every_size = self._always or (narrow is not None and tiles())
+        self._few = sys.maxsize if every_size else most(self.head.weight.dtype)
+        wide = self._always or narrow is not None
+        self._own = all(linear_takes(*p) and (wide or p[0].shape[1] <= WIDE) for p in self._products)
+        self._takes = self._own and self.backend in ("auto", "native") and Blocks.takes(self.blocks)
+        ordered = [b.layer for b in self.blocks] == list(range(len(self.blocks)))
+        self._whole = Blocks(self.blocks, narrow) if self._takes and ordered else None
+
+    def check(self) -> None:
+        """As ``Runner.check``: copies follow their weights, and automatic ones are given up where bfloat16 would round."""
+        if self.narrow is not None and not self.narrow.refresh():
+            if not self._automatic:
+                raise RuntimeError(CHANGED)
+            self._use(None)
 
     @staticmethod
     def suits(model: Any, dtype: torch.dtype | None = None) -> bool:
@@ -174,7 +187,7 @@ class LlamaC(LlamaEager):
         if few:
             reader = self.reader(store, plan, positions, keep, caught)
             if reader is not None:
-                logits = Steps([reader], T, T if reader.keep is None else len(reader.keep))(0, ids)
+                logits = step([reader], ids, T if reader.keep is None else len(reader.keep))
                 for number, tap in (reader.taps or {}).items():
                     assert caught is not None
                     caught[number].append(tap)
@@ -186,12 +199,6 @@ class LlamaC(LlamaEager):
             raise RuntimeError(CAST)
         ops = Native(few, self.narrow)
         return self.run(ops, x, self.rotary(x, positions), store, plan, keep, caught)
-
-    def at_once(self, tokens: int) -> bool:
-        """Whether forwards of so many tokens can be one call each, whatever their positions."""
-        whole = self._whole
-        ready = whole is not None and whole.plain and self._laid and self.usable
-        return ready and self._fixed and self._few >= tokens
 
     @property
     def _laid(self) -> bool:
@@ -223,44 +230,27 @@ class LlamaC(LlamaEager):
             return None
         assert plan.slots is not None
         plans = {w: lowered(plan, w) for w in {b.window for b in self.blocks}}
-        wide = self.body.embed_tokens.weight.shape[1]
-        return self._reader(
-            *(positions, plan.slots, held, [plans[b.window] for b in self.blocks], plan),
-            keep=None if keep is None else torch.empty(0, dtype=torch.long) if keep is False else keep,
-            taps={number: torch.empty(len(positions), wide, dtype=self.dtype) for number in caught or ()},
-        )
-
-    def chain(
-        self,
-        rows: list[int],
-        first: list[int],
-        steps: int,
-        positions: Tensor,
-        slots: Tensor,
-        held: Buffers,
-        every: bool,
-        table: list[list[int]] | None = None,
-        page: int = 0,
-    ) -> Reader:
-        """``steps`` forwards of one token of each of ``rows``, the first at slots ``first``; possible where ``at_once`` is true.
-
-        Args:
-            positions, slots: ``[steps * rows]``. every: whether ``rows`` are all of the batch. table, page: pages of each row.
-        """
-        made = {w: series(rows, first, steps, w, table, page) for w in {b.window for b in self.blocks}}
-        mine = None if every else torch.tensor(rows)
-        plans = [made[b.window][0] for b in self.blocks]
-        return self._reader(positions, slots, held, plans, made, source=mine, rows=mine)
-
-    def _reader(
-        self, positions: Tensor, slots: Tensor, held: Buffers, plans: list[Any], alive: Any, **which: Any
-    ) -> Reader:
-        whole, head, norm, table = self._whole, self.head, self.body.norm, self.body.embed_tokens.weight
-        assert whole is not None
+        head, norm, table = self.head, self.body.norm, self.body.embed_tokens.weight
         cos, sin = self.rotary(head.weight, positions)
-        last = (norm.weight, norm.variance_epsilon, head.weight, head.bias)
-        copy = None if self.narrow is None else self.narrow[head.weight]
-        return Reader(whole, table, *last, cos, sin, slots, held, plans, alive, narrow=copy, **which)
+        shape = len(positions), table.shape[1]
+        return Reader(
+            *(
+                whole,
+                table,
+                norm.weight,
+                norm.variance_epsilon,
+                head.weight,
+                head.bias,
+                cos,
+                sin,
+                plan.slots,
+                held,
+            ),
+            plans=[plans[b.window] for b in self.blocks],
+            keep=None if keep is None else torch.empty(0, dtype=torch.long) if keep is False else keep,
+            taps={number: torch.empty(shape, dtype=self.dtype) for number in caught or ()},
+            narrow=None if self.narrow is None else self.narrow[head.weight],
+        )
 
 
 def _inside(plan: AttentionPlan, store: KVStore, dtype: torch.dtype, tokens: int) -> bool:

@@ -23,6 +23,7 @@ from specdec.kernels.pointwise import Place
 class LlamaEager:
     """A ``Forward`` for a model that ``suits``; ``backend``: of ``kernels.attention``."""
 
+    ops: Operations = EAGER
     invariant = False
     narrow: Narrow | None = None  # bfloat16 copies of the weights
 
@@ -55,6 +56,9 @@ class LlamaEager:
         """False while a block has hooks, because the blocks' own modules are not called."""
         return not any(layer._forward_hooks or layer._forward_pre_hooks for layer in self.layers)
 
+    def check(self) -> None:
+        """As ``Runner.check``."""
+
     def forward(
         self,
         store: KVStore,
@@ -66,8 +70,11 @@ class LlamaEager:
     ) -> Tensor | None:
         """As ``Forward.forward``."""
         x = F.embedding(ids, self.body.embed_tokens.weight)
-        cos, sin = (t[0] for t in self.body.rotary_emb(x, positions[None]))
-        return self.run(EAGER, x, eager_angles(cos, sin), store, plan, keep, caught)
+        return self.run(self.ops, x, self.angles(x, positions), store, plan, keep, caught)
+
+    def angles(self, x: Tensor, positions: Tensor) -> Angles:
+        """Of ``positions [T]``, in the dtype of ``x``."""
+        return eager_angles(*(t[0] for t in self.body.rotary_emb(x, positions[None])))
 
     def run(
         self,

@@ -12,15 +12,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from specdec.cache.contract import KVStore
 from specdec.forward.block import Angles, Block, Eager
-from specdec.forward.contract import Caught, Keep
 from specdec.forward.llama_eager import LlamaEager
 from specdec.kernels import pointwise
-from specdec.kernels.attention import AttentionPlan
 
 
 class Launches(Eager):
@@ -59,6 +55,8 @@ LAUNCHES = Launches()
 class LlamaTriton(LlamaEager):
     """As ``LlamaEager``, for models on a GPU in float16 or bfloat16, with Triton and without gradients."""
 
+    ops = LAUNCHES
+
     @staticmethod
     def suits(model: Any, dtype: torch.dtype | None = None) -> bool:
         """Whether this path supports the model."""
@@ -78,16 +76,7 @@ class LlamaTriton(LlamaEager):
     def usable(self) -> bool:
         return super().usable and not torch.is_grad_enabled()
 
-    def forward(
-        self,
-        store: KVStore,
-        plan: AttentionPlan,
-        ids: Tensor,
-        positions: Tensor,
-        keep: Keep,
-        caught: Caught = None,
-    ) -> Tensor | None:
-        """As ``LlamaEager.forward``."""
-        x = F.embedding(ids, self.body.embed_tokens.weight)
-        cos, sin = (t[0].contiguous() for t in self.body.rotary_emb(x, positions[None]))
-        return self.run(LAUNCHES, x, (cos, sin), store, plan, keep, caught)
+    def angles(self, x: Tensor, positions: Tensor) -> Angles:
+        """As ``LlamaEager.angles``."""
+        cos, sin = self.body.rotary_emb(x, positions[None])
+        return cos[0].contiguous(), sin[0].contiguous()

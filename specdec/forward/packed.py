@@ -82,7 +82,7 @@ class Packed:
         backend: str = "auto",
         invariant: bool = False,
         modules: bool = False,
-        bf16_weights: bool = False,
+        bf16_weights: bool | None = False,
     ):
         """``modules``: call the model's own modules, even where a faster forward could compute the same."""
         attends = [m for m in model.modules() if setting(m, "layer_idx") is not None]
@@ -121,8 +121,8 @@ class Packed:
 
     def check(self) -> None:
         """As ``Runner.check``."""
-        if self.lean is not None and self.lean.narrow is not None:
-            self.lean.narrow.check()
+        if self.lean is not None:
+            self.lean.check()
 
     def capturable(self) -> Forward | str:
         """As ``Runner.capturable``: graphs cannot capture C code, so PyTorch's operators run instead."""

@@ -15,7 +15,7 @@ def runner_for(
     attention: str,
     *,
     invariant: bool = False,
-    bf16_weights: bool = False,
+    bf16_weights: bool | None = False,
     modules: bool = False,
     page: int | None = None,
 ) -> Runner:
@@ -36,7 +36,7 @@ def runner_for(
     if bf16_weights and not path.bf16_weights:
         raise ValueError(
             f"bf16_weights is True but this {family} cannot read such copies: llama-like models in float32, with sizes that "
-            "are multiples of 16, can, on a CPU where specdec.kernels.native.reason() is None, without graphs or compile; leave it False, or "
+            "are multiples of 16, can, on a CPU where specdec.kernels.native.reason() is None, without graphs or compile; leave it None, or "
             "load the model with dtype=torch.float32"
         )
     if invariant and not path.invariant:

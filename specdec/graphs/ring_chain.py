@@ -19,7 +19,7 @@ from specdec.cache.static import StaticStore
 from specdec.graphs.chain import Drawn, draw, uniforms_of
 from specdec.graphs.programs import Programs
 from specdec.graphs.staging import Program, Staged, pad
-from specdec.graphs.static import StaticPlan, power
+from specdec.graphs.static import StaticPlan, attend, power
 from specdec.kernels.attention.lowered import Lowered
 from specdec.masks import Mask, sees
 from specdec.masks.text import known
@@ -62,7 +62,7 @@ class RingPlan(StaticPlan):
         if window not in self.known:
             seen = self.seen if window is None else self.seen & (self.behind < window)
             self.known[window] = replace(self.lowered, seen=seen[None].to(torch.uint8))
-        return self._attend(query, keys, values, self.known[window], scale, None, *others)
+        return attend(query, keys, values, self.known[window], scale, None, *others)
 
 
 class RingChain(Program):

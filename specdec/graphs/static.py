@@ -90,27 +90,19 @@ class StaticPlan:
     ) -> Tensor:
         """Attention of ``query [1, Hq, T, D]``, as ``kernels.attention.attention``."""
         window = binding(window, self.lowered.max_length)
-        return self._attend(query, keys, values, self.lowered, scale, window, softcap, sink_logits)
+        return attend(query, keys, values, self.lowered, scale, window, softcap, sink_logits)
 
-    @staticmethod
-    def _attend(
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        lowered: Lowered,
-        scale: float,
-        window: Reach,
-        softcap: float | None,
-        sink_logits: Tensor | None,
-    ) -> Tensor:
-        if query.device.type != "cuda":
-            return static_reference.attend(query, keys, values, lowered, scale, window, softcap, sink_logits)
-        from specdec.kernels.attention import triton_backend
 
-        why = triton_backend.supports(query, softcap, sink_logits)
-        if why:
-            raise RuntimeError(f"Triton's kernel cannot serve the step: {why}")
-        return triton_backend.launch(query, keys, values, lowered, scale, window, softcap, sink_logits)
+def attend(query: Tensor, keys: Tensor, values: Tensor, lowered: Lowered, *more: Any) -> Tensor:
+    if query.device.type != "cuda":
+        return static_reference.attend(query, keys, values, lowered, *more)
+    from specdec.kernels.attention import triton_backend
+
+    _, _, softcap, sink_logits = more
+    why = triton_backend.supports(query, softcap, sink_logits)
+    if why:
+        raise RuntimeError(f"Triton's kernel cannot serve the step: {why}")
+    return triton_backend.launch(query, keys, values, lowered, *more)
 
 
 class StaticStep(Program):

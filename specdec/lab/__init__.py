@@ -1,18 +1,32 @@
-"""Tools for measurements: models and prompts, clocks, steady runs, τ with intervals, calibrated throughput models, and reports.
+"""Measurements: record a target once, replay any draft on the record, compare, time, decide; and the tools that recipes share.
 
-docs/lab.md lists the modules. Nothing else in the package imports this one.
+``record``, ``replay``, ``compare``, ``time`` and ``decide`` are functions of this package; docs/lab.md lists the modules. Nothing else in the package imports it.
 """
 
 from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any
 
-__all__ = sorted(module.name for module in iter_modules(__path__))
+FUNCTIONS = {
+    "record": "recording",
+    "replay": "replaying",
+    "simulate": "simulating",
+    "compare": "comparing",
+    "time": "timing",
+    "decide": "deciding",
+    "Times": "timing",
+    "Trace": "traces",
+}
+MODULES = tuple(module.name for module in iter_modules(__path__))
+
+__all__ = sorted({*MODULES, *FUNCTIONS})
 
 
 def __getattr__(name: str) -> Any:
-    """A module, imported at its first use (``lab.tau``)."""
-    if name in __all__:
+    """A function, or a module, imported at its first use (``lab.record``, ``lab.tau``)."""
+    if name in FUNCTIONS:
+        return getattr(import_module(f"specdec.lab.{FUNCTIONS[name]}"), name)
+    if name in MODULES:
         return import_module(f"specdec.lab.{name}")
     raise AttributeError(f"module 'specdec.lab' has no attribute {name!r}: there are {', '.join(__all__)}")
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -13,6 +14,15 @@ def quiet() -> None:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+
+
+@contextmanager
+def short_errors() -> Iterator[None]:
+    """Inside, a ValueError or FileNotFoundError ends the script with its message alone: for input that the user gave."""
+    try:
+        yield
+    except (ValueError, FileNotFoundError) as error:
+        raise SystemExit(str(error)) from None
 
 
 def progress(line: str = "", stays: bool = False) -> None:

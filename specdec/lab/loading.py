@@ -1,4 +1,4 @@
-"""Loads models by the names on a command line."""
+"""Models and drafts by the names on a command line."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from specdec import zoo
+from specdec import drafts, zoo
 from specdec.drafts.spire.model import FILE, SpireModel
 from specdec.models.hf import HFModel
+from specdec.models.windowed import Windowed
 
 
 def load(name: str, dtype: torch.dtype | None = None) -> tuple[Any, Any]:
@@ -41,3 +42,25 @@ def load_draft(name: str, target: Any) -> Any:
     if folder.is_dir():
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     raise SystemExit(f"no draft {name!r}: give a folder, or one of {', '.join(zoo.names())}")
+
+
+def draft_part(spec: str, target: HFModel, window: int, sinks: int) -> tuple[str, Any]:
+    """The name and the draft of ``NAME=DRAFT``, where ``DRAFT`` is as for ``load_draft``, or ``ngram``, ``magicdec``, ``none`` or ``windowed:DRAFT``.
+
+    Raises:
+        SystemExit: there is no such draft.
+    """
+    name, equals, said = spec.partition("=")
+    said = said if equals else name
+    if said == "ngram":
+        return name, drafts.NGram()
+    if said == "none":
+        return name, drafts.NoDraft()
+    if said == "magicdec":
+        return name, drafts.MagicDec(window=window, sinks=sinks)
+    narrow = said.startswith("windowed:")
+    found = load_draft(said.removeprefix("windowed:"), target.model)
+    if isinstance(found, SpireModel):
+        return name, drafts.Spire(found)
+    model = HFModel(found, target.tokenizer)
+    return name, drafts.Model(Windowed(model, window, sinks) if narrow else model)

@@ -53,9 +53,9 @@ class MethodSettings:
     temperature: float = option(1.0, "0 is greedy (default: 1)")
     device: str = option("cpu", "cpu or cuda")
     dtype: Literal["float32", "bfloat16", "float16"] = option("float32", "of weights and caches")
-    bf16_weights: bool = option(
-        False,
-        "float32 models' products read bfloat16 copies of their weights (docs/kernels.md), in all methods",
+    bf16_weights: bool | None = option(
+        None,
+        "float32 models' products read bfloat16 copies of their weights (docs/kernels.md), in all methods (default: where they are exact)",
     )
     graphs: Literal["", "auto", "eager"] = option(
         "",
@@ -138,7 +138,10 @@ class Methods:
             costs["magicdec_in_cache"] = magicdec(big, slots)
         costs["spire"] = spire(Shape.of(small.body), slots, feedback=small.memory is not None)
         self.names = ["plain", *self.drafts]
-        self.model = Model(big, costs, target.dtype.itemsize, 2 if s.bf16_weights else target.dtype.itemsize)
+        engine: Any = target.engine
+        self.model = Model(
+            big, costs, target.dtype.itemsize, 2 if engine.bf16_weights else target.dtype.itemsize
+        )
         self._small, self._loaded, self._mask = small, loaded, (window, sinks)
         self._decoders: dict[tuple[str, int], Decoder] = {}
 

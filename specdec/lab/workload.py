@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,17 +25,31 @@ class Workload(NamedTuple):
     domain: list[str]
 
 
+def halves(sources: Sequence[Hashable], groups: Sequence[str]) -> np.ndarray:
+    """``[C]`` 0 or 1: two halves of C texts that share no source, balanced within each group (of texts, as far as their sources allow).
+
+    Sources with many texts are assigned first, each to the half that has fewer of its group's texts.
+    """
+    half: dict[Hashable, int] = {}
+    for group in dict.fromkeys(groups):
+        filled = [0, 0]
+        for source, count in Counter(s for s, g in zip(sources, groups) if g == group).most_common():
+            at = half.setdefault(source, int(filled[1] < filled[0]))
+            filled[at] += count
+    return np.array([half[source] for source in sources])
+
+
 def workload(
-    tokenizer: Any, batch: int, longest: int = 900, seed: int = 0, median: int = 200, half: int | None = None
+    tokenizer: Any, batch: int, longest: int = 900, seed: int = 0, median: int = 200, split: str = "test"
 ) -> Workload:
     """``batch`` prompts of alternating domains; lengths are lognormal (``median``, sigma 0.8), clipped to 32 ... ``longest`` tokens.
 
     Args:
-        half: 0 or 1, every second text of a domain, so that a policy learned on one half can be tested on the other.
+        split: ``"test"``, or ``"validation"`` for prompts to learn and choose on; the two share no package (``data.prompts``).
     """
     rng = np.random.default_rng((seed, batch))
     lengths = np.clip(np.exp(rng.normal(np.log(median), 0.8, batch)), 32, longest).astype(int)
-    texts = {domain: prompts(domain)[slice(half, None, None if half is None else 2)] for domain in DOMAINS}
+    texts = {domain: prompts(domain, split=split) for domain in DOMAINS}
     order = {domain: rng.permutation(len(texts[domain])) for domain in DOMAINS}
     rows, domains = [], []
     for i, length in enumerate(lengths.tolist()):

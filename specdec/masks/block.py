@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from specdec.arguments import whole
+from specdec.arguments import at_least
 from specdec.masks.mask import Mask
 from specdec.masks.reach import Reach
 
@@ -22,9 +22,7 @@ class Block(Mask):
     size: int
 
     def __post_init__(self) -> None:
-        whole("Block.size", self.size)
-        if self.size < 1:
-            raise ValueError(f"Block({self.size}): a block holds at least 1 position")
+        at_least(1, "Block.size", self.size, "a block holds at least 1 position")
 
     def __call__(self, b: Any, h: Any, q_position: Any, kv_position: Any) -> Any:
         return kv_position // self.size == q_position // self.size

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec.arguments import whole
+from specdec.arguments import at_least
 from specdec.masks.mask import Mask, MaskMod
 from specdec.masks.reach import Reach
 
@@ -62,11 +62,8 @@ class Intervals(Mask):
     edges: Tensor = field(init=False)  # [positions, most intervals, 2]
 
     def __post_init__(self) -> None:
-        whole("Intervals.positions", self.positions)
-        if self.positions < 1:
-            raise ValueError(
-                f"Intervals.positions is {self.positions}: give the number of positions of the longest text"
-            )
+        remedy = "give the number of positions of the longest text"
+        at_least(1, "Intervals.positions", self.positions, remedy)
         said = [list(self.of(q)) for q in range(self.positions)]
         edges = torch.zeros(self.positions, max(map(len, said)), 2, dtype=torch.long)
         for q, own in enumerate(said):

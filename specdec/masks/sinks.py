@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from specdec.arguments import whole
+from specdec.arguments import at_least
 from specdec.masks.mask import Mask
 from specdec.masks.reach import Reach
 
@@ -22,11 +22,8 @@ class Sinks(Mask):
     count: int
 
     def __post_init__(self) -> None:
-        whole("Sinks.count", self.count)
-        if self.count < 0:
-            raise ValueError(
-                f"Sinks({self.count}): the number of first positions that stay visible; 0 leaves them out"
-            )
+        remedy = "the number of first positions that stay visible; 0 leaves them out"
+        at_least(0, "Sinks.count", self.count, remedy)
 
     def __call__(self, b: Any, h: Any, q_position: Any, kv_position: Any) -> Any:
         return kv_position < self.count

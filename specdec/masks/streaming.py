@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from specdec.arguments import whole
+from specdec.arguments import at_least
 from specdec.masks.causal import Causal
 from specdec.masks.mask import Mask
 from specdec.masks.sinks import Sinks
@@ -23,12 +23,9 @@ def streaming(window: int | None = 64, sinks: int = 1) -> Mask:
             "as mask= to SpireModel.from_target, MagicDec and training's Parallel"
         )
     if window is not None:
-        whole("window", window, ", or None for all positions")
-        if window < 1:
-            raise ValueError(f"window is {window}: a query must see at least itself, which is window=1")
-    whole("sinks", sinks)
-    if sinks < 0:
-        raise ValueError(f"sinks is {sinks}: how many first positions stay visible, 0 or more")
+        remedy = "a query must see at least itself, which is window=1"
+        at_least(1, "window", window, remedy, ", or None for all positions")
+    at_least(0, "sinks", sinks, "how many first positions stay visible, 0 or more")
     if window is None:
         return Causal()
     return Causal() & (Sinks(sinks) | Window(window)) if sinks else Causal() & Window(window)

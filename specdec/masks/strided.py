@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from specdec.arguments import whole
+from specdec.arguments import at_least
 from specdec.masks.mask import Mask
 
 
@@ -21,9 +21,7 @@ class Strided(Mask):
     stride: int
 
     def __post_init__(self) -> None:
-        whole("Strided.stride", self.stride)
-        if self.stride < 1:
-            raise ValueError(f"Strided({self.stride}): the distance between seen positions is at least 1")
+        at_least(1, "Strided.stride", self.stride, "the distance between seen positions is at least 1")
 
     def __call__(self, b: Any, h: Any, q_position: Any, kv_position: Any) -> Any:
         return (q_position - kv_position) % self.stride == 0

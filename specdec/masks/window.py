@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from specdec.arguments import whole
+from specdec.arguments import at_least
 from specdec.masks.mask import Mask
 from specdec.masks.reach import Reach
 
@@ -24,11 +24,8 @@ class Window(Mask):
     size: int
 
     def __post_init__(self) -> None:
-        whole("Window.size", self.size)
-        if self.size < 1:
-            raise ValueError(
-                f"Window({self.size}): a query sees itself, so the size is at least 1; for no window leave it out"
-            )
+        remedy = "a query sees itself, so the size is at least 1; for no window leave it out"
+        at_least(1, "Window.size", self.size, remedy)
 
     def __call__(self, b: Any, h: Any, q_position: Any, kv_position: Any) -> Any:
         return kv_position > q_position - self.size

@@ -27,7 +27,7 @@ class Options(TypedDict, total=False):
     graphs: Graphs
     compile: bool | Mapping[str, Any]
     invariant: bool
-    bf16_weights: bool
+    bf16_weights: bool | None
 
 
 def check_arguments(
@@ -39,7 +39,7 @@ def check_arguments(
     graphs: bool | str,
     compile: bool | Mapping[str, Any],
     invariant: bool,
-    bf16_weights: bool,
+    bf16_weights: bool | None,
 ) -> None:
     """Raise TypeError or ValueError for arguments of ``HFModel`` that are wrong for any model."""
     if not isinstance(model, PreTrainedModel):
@@ -56,8 +56,10 @@ def check_arguments(
         whole("page", page, ", or None for slots of every row")
     if not isinstance(compile, (bool, Mapping)):
         raise TypeError(f"compile is {compile!r}: give True, False, or a mapping of torch.compile's options")
-    if not isinstance(bf16_weights, bool):
-        raise TypeError(f"bf16_weights is {bf16_weights!r}: give True or False")
+    if not (bf16_weights is None or isinstance(bf16_weights, bool)):
+        raise TypeError(
+            f"bf16_weights is {bf16_weights!r}: give True, False, or None for where they are exact"
+        )
     if prefill_chunk < 1:
         raise ValueError(f"prefill_chunk is {prefill_chunk}: it must be at least 1")
     if page is not None and page < 1:
@@ -68,7 +70,7 @@ def check_arguments(
         raise ValueError(f"page is {page}: with invariant=True give a multiple of 16, or None")
     if bf16_weights and graphs:
         raise ValueError(
-            "bf16_weights is True but captured steps do not read bfloat16 copies: leave it False, or give graphs=False"
+            "bf16_weights is True but captured steps do not read bfloat16 copies: leave it None, or give graphs=False"
         )
     if compile is not False and (invariant or graphs == "recorded"):
         other = "invariant is True" if invariant else "graphs is 'recorded'"

@@ -59,10 +59,10 @@ class HFModel:
             a GPU; on a CPU the C kernels that it replaces are faster. The first steps of each kind wait for the compiler.
         invariant: whether a row's logits must be bit for bit independent of the rest of the batch and of the step, prompts included
             (docs/kernels.md). Llama-like models on a CPU with C kernels support this, at a cost; others are refused.
-        bf16_weights: whether products read bfloat16 copies, made now, of the weights of a float32 model: half the bytes to read, equal
-            values (a weight that bfloat16 would round is refused; a bfloat16 checkpoint loaded in float32 has none),
-            and arithmetic on matrix units (AMX) where the processor has them. For llama-like models on a CPU with C kernels; after
-            changing weights, wrap the model again (docs/kernels.md).
+        bf16_weights: whether products read bfloat16 copies of the weights of a float32 model: half the bytes to read, equal values, and
+            arithmetic on matrix units (AMX) where the processor has them. ``None`` makes copies where they are exact, that is for
+            llama-like models on a CPU with C kernels whose weights bfloat16 can express, as those of a bfloat16 checkpoint; ``True`` refuses
+            other models. Memory grows by half. Copies follow changes of the weights when the next cache is made (docs/kernels.md).
     Raises:
         UnsupportedModel: the family cannot be run exactly; the message says why, and which families can.
         TypeError: an argument has the wrong type, such as the name of a tokenizer, or a page that is no whole number.
@@ -87,7 +87,7 @@ class HFModel:
         graphs: Graphs = False,
         compile: bool | Mapping[str, Any] = False,
         invariant: bool = False,
-        bf16_weights: bool = False,
+        bf16_weights: bool | None = None,
     ):
         model = setting(model, "_orig_mod") or model  # torch.compile's wrapper
         check_arguments(
@@ -144,7 +144,7 @@ class HFModel:
         graphs: Graphs = False,
         compile: bool | Mapping[str, Any] = False,
         invariant: bool = False,
-        bf16_weights: bool = False,
+        bf16_weights: bool | None = None,
         **kwargs: Any,
     ) -> HFModel:
         """Load a hub id or a local folder, with its tokenizer if it has one; ``kwargs`` go to ``from_pretrained``.
@@ -179,7 +179,7 @@ class HFModel:
 
     @property
     def fast_chain(self) -> Literal["slots", "ring"] | None:
-        """Where a drafted chain's keys and values are, if fast implementations may bypass ``score`` (``drafts.chain``); else ``None``.
+        """Where a drafted chain's keys and values are, if a captured step may bypass ``score`` for it; else ``None``.
 
         Each class declares this for itself: a subclass may change what a query sees, so its tokens go through ``score`` unless it
         declares otherwise.
@@ -242,8 +242,8 @@ class HFModel:
         Raises:
             ValueError: the number of rows or tokens is negative.
             MemoryError: the cache would not fit, by an estimate before anything is allocated. (Pages are allocated when rows are fed.)
-            RuntimeError: the user's model was moved, cast or given other parameters since it was wrapped; with ``bf16_weights``, its
-                weights were changed.
+            RuntimeError: the user's model was moved, cast or given other parameters since it was wrapped; with ``bf16_weights=True``, its
+                weights are no longer bfloat16 numbers.
         """
         for name, n in (("batch", batch), ("capacity", capacity)):
             if n < 0:

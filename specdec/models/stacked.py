@@ -8,7 +8,7 @@ of a member is one C call (``forward.llama_c``), each member's rows are one such
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +23,7 @@ from specdec.forward.llama_c import LlamaC
 from specdec.forward.llama_eager import LlamaEager
 from specdec.kernels.attention import AttentionPlan, attention
 from specdec.kernels.device import to_device
-from specdec.kernels.native.step import Reader, Steps
+from specdec.kernels.native.step import Reader, step
 from specdec.models.hf import HFModel
 
 
@@ -53,13 +53,15 @@ class StackedModel(HFModel):
                 raise ValueError(
                     f"member {i} has another shape than member 0: only models that differ in nothing but their weights can be stacked"
                 )
-        super().__init__(first.model, first.tokenizer, prefill_chunk=first.prefill_chunk, page=first.page)
+        super().__init__(
+            first.model,
+            first.tokenizer,
+            prefill_chunk=first.prefill_chunk,
+            page=first.page,
+            bf16_weights=False,
+        )
         self._path: Any = _Path([model.clone for model in members], [model.bf16_weights for model in members])
         self.members = len(members)
-
-    @property
-    def fast_chain(self) -> Literal["slots", "ring"] | None:
-        return "slots" if type(self) is StackedModel else None
 
     def read_as(self, member: Tensor) -> None:
         """Set ``member [B]`` (on the host): which model reads each row in the next calls."""
@@ -147,7 +149,7 @@ class _Path:
     trees = True
     concurrent = invariant = False
 
-    def __init__(self, models: Sequence[Any], bf16_weights: Sequence[bool]):
+    def __init__(self, models: Sequence[Any], bf16_weights: Sequence[bool | None]):
         leans = [LlamaEager(model) for model in models]
         self.rotary = leans[0].body.rotary_emb
         self.eps = leans[0].body.norm.variance_epsilon
@@ -156,7 +158,6 @@ class _Path:
         native = all(map(LlamaC.suits, models))
         read = zip(models, bf16_weights)
         self.natives = [LlamaC(model, bf16_weights=narrow) for model, narrow in read] if native else None
-        self.bf16_weights = native and any(bf16_weights)
         if self.natives:
             return
 
@@ -185,11 +186,14 @@ class _Path:
                     )
                 )
 
+    @property
+    def bf16_weights(self) -> bool:
+        return any(lean.narrow is not None for lean in self.natives or ())
+
     def check(self) -> None:
         """As ``Runner.check``."""
         for lean in self.natives or ():
-            if lean.narrow is not None:
-                lean.narrow.check()
+            lean.check()
 
     def capturable(self) -> str:
         """As ``Runner.capturable``."""
@@ -274,7 +278,7 @@ class _Path:
                 break
             readers.append(reader._replace(source=at, rows=mine if count else None))
         else:
-            made = Steps(readers, len(ids), count)(0, ids)
+            made = step(readers, ids, count)
             return made if count else None
         logits: Tensor | None = None
         for lean, part, at, mine, asked in parts:

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specdec.pruning.pruner import Needs, check
+from specdec.pruning.pruner import Checked, Needs
 from specdec.pruning.slots import per_kv_head, top
 
 
 @dataclass(frozen=True)
-class H2O:
+class H2O(Checked):
     """The ``recent`` latest slots and, for the rest of the budget, those with the most accumulated attention, per KV head.
 
     ``attention [B, Hq, Q, S]`` is summed over its Q queries and over the query heads that share a KV head, so the caller decides
@@ -35,15 +35,7 @@ class H2O:
                 f"H2O: recent is {self.recent}: the number of latest slots to keep; 0 keeps heavy hitters only"
             )
 
-    def __call__(
-        self,
-        keys: Tensor,
-        values: Tensor,
-        length: Tensor,
-        budget: int,
-        attention: Tensor | None = None,
-    ) -> Tensor:
-        check(self, keys, values, length, budget)
+    def choose(self, keys: Tensor, length: Tensor, budget: int, attention: Tensor | None) -> Tensor:
         score = per_kv_head(self, attention, keys).sum(2)
         recent = budget - budget // 2 if self.recent is None else self.recent
         if recent > budget:

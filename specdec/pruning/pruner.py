@@ -7,13 +7,14 @@ row has fewer than the budget.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from specdec.arguments import whole
+from specdec.arguments import at_least
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ def check(pruner: Any, keys: Tensor, values: Tensor, length: Tensor, budget: int
     B, _, S, _ = keys.shape
     if not isinstance(length, Tensor):
         raise TypeError(f"{name}: length is {length!r}: give a tensor [{B}], the slots in use of each row")
-    whole(f"{name}: budget", budget)
+    at_least(1, f"{name}: budget", budget, "keep at least 1 slot")
     if length.shape != (B,):
         raise ValueError(
             f"{name}: length is {list(length.shape)}; it must be [{B}], the slots in use of each row"
@@ -93,8 +94,25 @@ def check(pruner: Any, keys: Tensor, values: Tensor, length: Tensor, budget: int
     for b, n in enumerate(length.tolist()):
         if not 0 <= n <= S:
             raise ValueError(f"{name}: length[{b}] is {n} and a row has {S} slots")
-    if budget < 1:
-        raise ValueError(f"{name}: budget is {budget}: keep at least 1 slot")
+
+
+class Checked(ABC):
+    """A pruner that is asked for its choice after the arguments were checked; for one that does not read values."""
+
+    def __call__(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        length: Tensor,
+        budget: int,
+        attention: Tensor | None = None,
+    ) -> Tensor:
+        check(self, keys, values, length, budget)
+        return self.choose(keys, length, budget, attention)
+
+    @abstractmethod
+    def choose(self, keys: Tensor, length: Tensor, budget: int, attention: Tensor | None) -> Tensor:
+        """As ``Pruner.__call__`` with arguments that fit."""
 
 
 def check_kept(pruner: Any, kept: Any, keys: Tensor, length: Tensor, budget: int) -> None:

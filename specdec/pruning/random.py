@@ -7,13 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specdec.pruning.pruner import Needs, check
+from specdec.pruning.pruner import Checked, Needs
 from specdec.pruning.slots import top
 from specdec.rng import Key, Philox, seeds
 
 
 @dataclass(frozen=True)
-class Random:
+class Random(Checked):
     """Random slots for each head, as a function of (seed, head, slot) alone: rows of equal length keep the same slots.
 
     A row's choice therefore depends neither on its batch nor on the call.
@@ -22,15 +22,7 @@ class Random:
     seed: int = 0
     needs = Needs()
 
-    def __call__(
-        self,
-        keys: Tensor,
-        values: Tensor,
-        length: Tensor,
-        budget: int,
-        attention: Tensor | None = None,
-    ) -> Tensor:
-        check(self, keys, values, length, budget)
+    def choose(self, keys: Tensor, length: Tensor, budget: int, attention: Tensor | None) -> Tensor:
         B, H, S, _ = keys.shape
         key = Key(torch.arange(S).expand(1, H, S), torch.arange(H)[:, None])
         number = Philox(seeds(self.seed, 1)).uniform(key)  # [1, H, S]

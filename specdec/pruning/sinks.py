@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specdec.pruning.pruner import Needs, check
+from specdec.pruning.pruner import Checked, Needs
 from specdec.pruning.slots import top
 
 
 @dataclass(frozen=True)
-class StreamingLLM:
+class StreamingLLM(Checked):
     """The first ``sinks`` slots and a window of the latest; the same for all heads, whatever the slots hold.
 
     Args:
@@ -36,15 +36,7 @@ class StreamingLLM:
                 f"StreamingLLM: window is {self.window}: keep at least the latest slot, or leave window out"
             )
 
-    def __call__(
-        self,
-        keys: Tensor,
-        values: Tensor,
-        length: Tensor,
-        budget: int,
-        attention: Tensor | None = None,
-    ) -> Tensor:
-        check(self, keys, values, length, budget)
+    def choose(self, keys: Tensor, length: Tensor, budget: int, attention: Tensor | None) -> Tensor:
         wanted = self.sinks + (1 if self.window is None else self.window)
         if wanted > budget:
             raise ValueError(

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec.pruning.pruner import Needs, check
+from specdec.pruning.pruner import Checked, Needs
 from specdec.pruning.slots import per_kv_head, top
 
 
 @dataclass(frozen=True)
-class SnapKV:
+class SnapKV(Checked):
     """The last Q slots (those of the Q observing queries) and the slots before them with the most votes, per KV head.
 
     Votes are the attention weights of the last Q queries, summed over these and over the query heads that share a KV head (the
@@ -37,15 +37,7 @@ class SnapKV:
                 f"SnapKV: kernel is {self.kernel}: an odd number of slots, so that it has a middle"
             )
 
-    def __call__(
-        self,
-        keys: Tensor,
-        values: Tensor,
-        length: Tensor,
-        budget: int,
-        attention: Tensor | None = None,
-    ) -> Tensor:
-        check(self, keys, values, length, budget)
+    def choose(self, keys: Tensor, length: Tensor, budget: int, attention: Tensor | None) -> Tensor:
         weights = per_kv_head(self, attention, keys)
         window = weights.shape[2]
         if window >= budget:

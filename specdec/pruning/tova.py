@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from specdec.pruning.pruner import Needs, check
+from specdec.pruning.pruner import Checked, Needs
 from specdec.pruning.slots import per_kv_head, top
 
 
 @dataclass(frozen=True)
-class TOVA:
+class TOVA(Checked):
     """The slots with the highest weights of the last query, averaged over all heads of the layer: all heads keep the same slots.
 
     No slot is kept for being recent. Only the last of the Q queries of ``attention [B, Hq, Q, S]`` counts.
@@ -22,14 +22,6 @@ class TOVA:
 
     needs = Needs(attention=True)
 
-    def __call__(
-        self,
-        keys: Tensor,
-        values: Tensor,
-        length: Tensor,
-        budget: int,
-        attention: Tensor | None = None,
-    ) -> Tensor:
-        check(self, keys, values, length, budget)
+    def choose(self, keys: Tensor, length: Tensor, budget: int, attention: Tensor | None) -> Tensor:
         score = per_kv_head(self, attention, keys)[:, :, -1]
         return top(score.mean(1, keepdim=True), length, budget).expand(-1, keys.shape[1], -1)

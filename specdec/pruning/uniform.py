@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specdec.pruning.pruner import Needs, check
+from specdec.pruning.pruner import Checked, Needs
 
 
 @dataclass(frozen=True)
-class Uniform:
+class Uniform(Checked):
     """Slot ``i * (length - 1) // (k - 1)`` for i below ``k = min(budget, length)``: the first, the last, and evenly spaced ones between.
 
     A budget of 1 keeps the last.
@@ -19,15 +19,7 @@ class Uniform:
 
     needs = Needs()
 
-    def __call__(
-        self,
-        keys: Tensor,
-        values: Tensor,
-        length: Tensor,
-        budget: int,
-        attention: Tensor | None = None,
-    ) -> Tensor:
-        check(self, keys, values, length, budget)
+    def choose(self, keys: Tensor, length: Tensor, budget: int, attention: Tensor | None) -> Tensor:
         n = length.to(keys.device)[:, None]
         k = n.clamp(max=budget)
         i = torch.arange(min(budget, keys.shape[2]), device=keys.device)

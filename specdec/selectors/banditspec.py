@@ -13,15 +13,15 @@ from torch import Tensor
 
 from specdec.arguments import number
 from specdec.rng import Rng
-from specdec.selectors.exp3 import Weighted, softmax, weigh
+from specdec.selectors.exp3 import Weighted, Weighting, softmax, weigh
 from specdec.selectors.matching import assign, checked, draw
 from specdec.selectors.statistics import (
     PULLS,
     REWARD,
     TOKENS,
-    Pending,
     Pool,
     Table,
+    Tabled,
     mean,
     optimistic,
     poolable,
@@ -32,7 +32,7 @@ from specdec.types import Context, Feedback
 
 
 @dataclass(frozen=True)
-class UCBSpec:
+class UCBSpec(Tabled):
     """``argmax mu_i + cr_i``: mean tokens a round plus a confidence radius, valid at all times with probability ``1 - delta``.
 
     ``cr_i = L/2 sqrt((1 + n) / n^2 (1 + 2 log(K t^2 sqrt(1 + n) / delta)))``, n pulls of arm i, t rounds, K arms. Every arm is tried once
@@ -55,9 +55,6 @@ class UCBSpec:
         if not 0 < self.delta < 1:
             raise ValueError(f"delta is {self.delta}: give a probability between 0 and 1")
 
-    def init(self, arms: int) -> Table:
-        return Table.empty(arms)
-
     def select(
         self, state: Table, context: Context, capacities: Tensor, rng: Rng
     ) -> tuple[Tensor, Tensor, Table]:
@@ -72,9 +69,6 @@ class UCBSpec:
         arm, columns = seen(feedback, state.arms)
         return state.add(state.rows(self.pool, feedback), arm, columns)
 
-    def leave(self, state: Table, requests: Tensor) -> Table:
-        return state.leave(self.pool, requests.tolist())
-
 
 def radius(pulls: np.ndarray, length: int, delta: float) -> np.ndarray:
     """UCBSpec's ``cr_i [B, arms]`` from pulls ``[B, arms]``, t being their sum; an arm without pulls counts as one with 1."""
@@ -84,7 +78,7 @@ def radius(pulls: np.ndarray, length: int, delta: float) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class EXP3Spec:
+class EXP3Spec(Weighting):
     """Chooses arm i with probability proportional to ``exp(-eta_t sum Z_i)``, ``Z_i = (L + 1 - Y) / (L p_i)`` if i was chosen, else 0.
 
     Y is the number of tokens of the round, ``eta_t = sqrt(log K / (t K))`` in round t. There is no uniform exploration.
@@ -99,9 +93,6 @@ class EXP3Spec:
     def __post_init__(self) -> None:
         poolable(self.pool)
         positive("length", self.length)
-
-    def init(self, arms: int) -> Weighted:
-        return Weighted(Table.empty(arms), Pending({}))
 
     def select(
         self, state: Weighted, context: Context, capacities: Tensor, rng: Rng
@@ -120,7 +111,3 @@ class EXP3Spec:
         arm, columns = seen(feedback, state.table.arms)
         lost = np.clip((self.length + 1 - columns[:, TOKENS]) / self.length, 0, 1)
         return weigh(state, self.pool, feedback, arm, columns, lost)
-
-    def leave(self, state: Weighted, requests: Tensor) -> Weighted:
-        gone = requests.tolist()
-        return Weighted(state.table.leave(self.pool, gone), state.pending.leave(gone))

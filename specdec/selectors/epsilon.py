@@ -11,12 +11,12 @@ from torch import Tensor
 from specdec.arguments import number
 from specdec.rng import Rng
 from specdec.selectors.matching import assign, checked, draw
-from specdec.selectors.statistics import PULLS, Pool, Table, goodput, optimistic, poolable, seen
+from specdec.selectors.statistics import PULLS, Pool, Table, Tabled, goodput, optimistic, poolable, seen
 from specdec.types import Context, Feedback
 
 
 @dataclass(frozen=True)
-class EpsilonGreedy:
+class EpsilonGreedy(Tabled):
     """Chooses the row's arm by a matching on estimated goodput with probability ``1 - epsilon``, else a random arm.
 
     Goodput is tokens over seconds, a ratio of sums. Arms never tried come first.
@@ -35,9 +35,6 @@ class EpsilonGreedy:
         if not 0 <= self.epsilon <= 1:
             raise ValueError(f"epsilon is {self.epsilon}: give a probability")
 
-    def init(self, arms: int) -> Table:
-        return Table.empty(arms)
-
     def select(
         self, state: Table, context: Context, capacities: Tensor, rng: Rng
     ) -> tuple[Tensor, Tensor, Table]:
@@ -53,6 +50,3 @@ class EpsilonGreedy:
     def update(self, state: Table, feedback: Feedback) -> Table:
         arm, columns = seen(feedback, state.arms, seconds=True)
         return state.add(state.rows(self.pool, feedback), arm, columns)
-
-    def leave(self, state: Table, requests: Tensor) -> Table:
-        return state.leave(self.pool, requests.tolist())

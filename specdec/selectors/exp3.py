@@ -23,8 +23,21 @@ class Weighted(NamedTuple):
     pending: Pending
 
 
+class Weighting:
+    """What selectors have in common whose state is ``Weighted``."""
+
+    pool: Pool
+
+    def init(self, arms: int) -> Weighted:
+        return Weighted(Table.empty(arms), Pending({}))
+
+    def leave(self, state: Weighted, requests: Tensor) -> Weighted:
+        gone = requests.tolist()
+        return Weighted(state.table.leave(self.pool, gone), state.pending.leave(gone))
+
+
 @dataclass(frozen=True)
-class EXP3:
+class EXP3(Weighting):
     """Chooses arm i with probability ``(1 - gamma) w_i / sum w + gamma / K``, ``w_i = exp(gamma / K * sum of reward / p)`` (figure 1 there).
 
     The probability of a choice is stored until its feedback comes, however late; feedback without a choice is ignored.
@@ -46,9 +59,6 @@ class EXP3:
         if not 0 < self.gamma <= 1:
             raise ValueError(f"gamma is {self.gamma}: give a number in (0, 1]")
 
-    def init(self, arms: int) -> Weighted:
-        return Weighted(Table.empty(arms), Pending({}))
-
     def select(
         self, state: Weighted, context: Context, capacities: Tensor, rng: Rng
     ) -> tuple[Tensor, Tensor, Weighted]:
@@ -63,10 +73,6 @@ class EXP3:
     def update(self, state: Weighted, feedback: Feedback) -> Weighted:
         arm, columns = seen(feedback, state.table.arms)
         return weigh(state, self.pool, feedback, arm, columns, unit(columns[:, REWARD], self.scale))
-
-    def leave(self, state: Weighted, requests: Tensor) -> Weighted:
-        gone = requests.tolist()
-        return Weighted(state.table.leave(self.pool, gone), state.pending.leave(gone))
 
 
 def softmax(x: np.ndarray) -> np.ndarray:

@@ -22,8 +22,19 @@ class Arms(NamedTuple):
     arms: int
 
 
+class Unlearning:
+    """What selectors have in common that learn nothing."""
+
+    def update(self, state: Arms, feedback: Feedback) -> Arms:
+        seen(feedback, state.arms)  # only its checks
+        return state
+
+    def leave(self, state: Arms, requests: Tensor) -> Arms:
+        return state
+
+
 @dataclass(frozen=True)
-class Fixed:
+class Fixed(Unlearning):
     """Arm ``arm`` for every row; rows beyond its capacity get the first arms with room.
 
     Raises:
@@ -48,10 +59,3 @@ class Fixed:
         scores = np.zeros((context.batch, state.arms))
         arm = within(np.full(context.batch, self.arm), scores, room)
         return torch.from_numpy(arm), torch.ones(context.batch), state
-
-    def update(self, state: Arms, feedback: Feedback) -> Arms:
-        seen(feedback, state.arms)  # only its checks
-        return state
-
-    def leave(self, state: Arms, requests: Tensor) -> Arms:
-        return state

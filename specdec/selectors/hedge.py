@@ -16,12 +16,12 @@ from specdec.capabilities import SelectorInfo
 from specdec.rng import Rng
 from specdec.selectors.exp3 import softmax
 from specdec.selectors.matching import checked, draw
-from specdec.selectors.statistics import PULLS, REWARD, Pool, Table, poolable, positive, seen, unit
+from specdec.selectors.statistics import PULLS, REWARD, Pool, Table, Tabled, poolable, positive, seen, unit
 from specdec.types import Context, Feedback
 
 
 @dataclass(frozen=True)
-class Hedge:
+class Hedge(Tabled):
     """Chooses arm i with probability proportional to ``exp(eta * sum of its rewards)``; needs ``feedback.reward [B, arms]``.
 
     Attributes:
@@ -40,9 +40,6 @@ class Hedge:
         positive("scale", self.scale)
         if self.rate is not None:
             positive("rate", self.rate)
-
-    def init(self, arms: int) -> Table:
-        return Table.empty(arms)
 
     def select(
         self, state: Table, context: Context, capacities: Tensor, rng: Rng
@@ -69,6 +66,3 @@ class Hedge:
         rows = np.repeat(state.rows(self.pool, feedback), state.arms)
         arm = np.tile(np.arange(state.arms), len(columns))
         return state.add(rows, arm, each.reshape(-1, 4))
-
-    def leave(self, state: Table, requests: Tensor) -> Table:
-        return state.leave(self.pool, requests.tolist())

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from specdec.rng import Rng
-from specdec.selectors.fixed import Arms
+from specdec.selectors.fixed import Arms, Unlearning
 from specdec.selectors.matching import checked, scatter
-from specdec.selectors.statistics import at_least_one, seen
-from specdec.types import Context, Feedback
+from specdec.selectors.statistics import at_least_one
+from specdec.types import Context
 
 
 @dataclass(frozen=True)
-class Random:
+class Random(Unlearning):
     """Uniform over the arms with room left."""
 
     def init(self, arms: int) -> Arms:
@@ -27,10 +27,3 @@ class Random:
         room = checked(capacities, state.arms, context.batch)
         arm, prob = scatter(room, rng, context.length)
         return torch.from_numpy(arm), torch.from_numpy(prob).float(), state
-
-    def update(self, state: Arms, feedback: Feedback) -> Arms:
-        seen(feedback, state.arms)  # only its checks
-        return state
-
-    def leave(self, state: Arms, requests: Tensor) -> Arms:
-        return state

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.arguments import numbers, whole
+from specdec.arguments import at_least, numbers
 from specdec.rng import Rng
 from specdec.selectors.matching import assign, checked, scatter, within
 from specdec.selectors.statistics import PULLS, Index, Pending, Pool, Table, goodput, poolable, room, seen
@@ -93,12 +93,9 @@ class Spin:
 
     def __post_init__(self) -> None:
         poolable(self.pool)
-        whole("exploration", self.exploration)
+        remedy = "give at least one slot per epoch (to skip exploration, set warm)"
+        at_least(1, "exploration", self.exploration, remedy)
         numbers(self, "growth", "prior")
-        if self.exploration < 1:
-            raise ValueError(
-                f"exploration is {self.exploration}: give at least one slot per epoch (to skip exploration, set warm)"
-            )
         if self.growth < 1:
             raise ValueError(f"growth is {self.growth}: exploitation phases must not shrink, give at least 1")
         if self.prior < 0:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+from torch import Tensor
 
 from specdec.arguments import number
 from specdec.types import Context, Feedback
@@ -161,6 +162,18 @@ class Pending(NamedTuple):
     def leave(self, requests: Sequence[int]) -> Pending:
         gone = set(requests)
         return Pending({r: waiting for r, waiting in self.of.items() if r not in gone})
+
+
+class Tabled:
+    """What selectors have in common whose state is a ``Table``."""
+
+    pool: Pool
+
+    def init(self, arms: int) -> Table:
+        return Table.empty(arms)
+
+    def leave(self, state: Table, requests: Tensor) -> Table:
+        return state.leave(self.pool, requests.tolist())
 
 
 def goodput(sums: np.ndarray) -> np.ndarray:

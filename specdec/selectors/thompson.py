@@ -11,7 +11,7 @@ from torch import Tensor
 
 from specdec.rng import Rng
 from specdec.selectors.matching import checked, draw
-from specdec.selectors.statistics import PULLS, REWARD, Pool, Table, poolable, positive, seen, unit
+from specdec.selectors.statistics import PULLS, REWARD, Pool, Table, Tabled, poolable, positive, seen, unit
 from specdec.types import Context, Feedback
 
 _Z = np.linspace(-6, 6, 13)  # quadrature points of each arm's posterior, in its standard deviations
@@ -21,7 +21,7 @@ _CDF = ndtr(
 
 
 @dataclass(frozen=True)
-class Thompson:
+class Thompson(Tabled):
     """The Gaussian form for rewards in [0, 1]: arm i's posterior is ``N(sum reward / (n + 1), spread^2 / (n + 1))``.
 
     Thompson sampling draws from each arm's posterior and takes the argmax. Here the probabilities of being the argmax are
@@ -42,9 +42,6 @@ class Thompson:
         positive("scale", self.scale)
         positive("spread", self.spread)
 
-    def init(self, arms: int) -> Table:
-        return Table.empty(arms)
-
     def select(
         self, state: Table, context: Context, capacities: Tensor, rng: Rng
     ) -> tuple[Tensor, Tensor, Table]:
@@ -60,9 +57,6 @@ class Thompson:
         arm, columns = seen(feedback, state.arms)
         columns[:, REWARD] = unit(columns[:, REWARD], self.scale)
         return state.add(state.rows(self.pool, feedback), arm, columns)
-
-    def leave(self, state: Table, requests: Tensor) -> Table:
-        return state.leave(self.pool, requests.tolist())
 
 
 def best_of(mean: np.ndarray, deviation: np.ndarray) -> np.ndarray:

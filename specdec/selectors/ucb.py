@@ -15,6 +15,7 @@ from specdec.selectors.statistics import (
     REWARD,
     Pool,
     Table,
+    Tabled,
     mean,
     optimistic,
     poolable,
@@ -26,7 +27,7 @@ from specdec.types import Context, Feedback
 
 
 @dataclass(frozen=True)
-class UCB1:
+class UCB1(Tabled):
     """``mean reward + sqrt(2 ln t / n)`` (figure 1 of the paper); every arm is tried once first. Deterministic.
 
     Attributes:
@@ -42,9 +43,6 @@ class UCB1:
         poolable(self.pool)
         positive("scale", self.scale)
 
-    def init(self, arms: int) -> Table:
-        return Table.empty(arms)
-
     def select(
         self, state: Table, context: Context, capacities: Tensor, rng: Rng
     ) -> tuple[Tensor, Tensor, Table]:
@@ -57,9 +55,6 @@ class UCB1:
         arm, columns = seen(feedback, state.arms)
         columns[:, REWARD] = unit(columns[:, REWARD], self.scale)
         return state.add(state.rows(self.pool, feedback), arm, columns)
-
-    def leave(self, state: Table, requests: Tensor) -> Table:
-        return state.leave(self.pool, requests.tolist())
 
 
 def bounds(sums: np.ndarray) -> np.ndarray:

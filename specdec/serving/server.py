@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from specdec.arguments import whole
+from specdec.arguments import at_least
 from specdec.arm_policy import Choice
 from specdec.capabilities import ModelInfo
 from specdec.composition import Composition
@@ -57,17 +57,11 @@ def check(composition: Composition, executor: Executor, settings: Settings) -> N
         ValueError: a limit or a capacity below 1, an unknown clock, an executor that is neither ``Serial`` nor ``Pipelined``, more
             micro-batches than rows, or a part whose state cannot take in new rows.
     """
-    whole("limit", settings.limit)
+    at_least(1, "limit", settings.limit, "give the number of rows in flight, at least 1")
     if settings.capacity is not None:
-        whole("capacity", settings.capacity)
-    if settings.limit < 1:
-        raise ValueError(f"limit is {settings.limit}: give the number of rows in flight, at least 1")
+        at_least(1, "capacity", settings.capacity, "give the tokens of a row, or None to grow as needed")
     if settings.clock not in CLOCKS:
         raise ValueError(f"clock is {settings.clock!r}: give 'wall' (seconds) or 'rounds'")
-    if settings.capacity is not None and settings.capacity < 1:
-        raise ValueError(
-            f"capacity is {settings.capacity}: give the tokens of a row, or None to grow as needed"
-        )
     if not isinstance(executor, (Serial, Pipelined)):
         raise ValueError(
             f"rows cannot join those in flight under the executor {executor}: build with Serial() or Pipelined(micro_batches)"

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from specdec.arguments import whole
+from specdec.arguments import at_least
 from specdec.drafts.spire.model import SpireModel
 from specdec.models.fingerprint import fingerprint, unwrapped
 from specdec.training import checkpoints
@@ -63,9 +63,7 @@ class Settings:
     def __post_init__(self) -> None:
         said = vars(self)
         for name in ("steps", "batch"):
-            whole(name, said[name])
-            if said[name] < 1:
-                raise ValueError(f"{name} is {said[name]}: give at least 1")
+            at_least(1, name, said[name], "give at least 1")
         for name in ("muon_lr", "adam_lr", "weight_decay"):
             if not said[name] >= 0:
                 raise ValueError(f"{name} is {said[name]}: give a number >= 0")

@@ -39,7 +39,7 @@ class Rejection:
             raise ValueError(
                 "the draft declares probabilities that the library did not draw from: leave probs out (the tokens are then "
                 "verified as point masses, exactly), draw with rng.categorical and provenance='sampled', or build "
-                "Rejection(trust_declared=True) if the declaration is known to be true"
+                f"{type(self).__name__}(trust_declared=True) if the declaration is known to be true"
             )
 
     def for_draft(self, rng: Rng) -> Rng:
@@ -142,7 +142,7 @@ def verify_chain(
     distribution = probs[rows, accepted]
     if not probs.is_cpu:  # for all rows, so that the host need not wait to learn which rejected a node
         at = accepted.clamp(max=N - 1)
-        drafted = _drawn_from(proposal, rows, at, tokens[rows, at], distribution)
+        drafted = drawn_from(proposal, rows, at, tokens[rows, at], distribution)
         return (
             path,
             accepted,
@@ -151,12 +151,12 @@ def verify_chain(
     cut = (accepted < size).nonzero()[:, 0]  # rows that rejected a node
     if len(cut):
         at, left = accepted[cut], distribution[cut]
-        drafted = _drawn_from(proposal, cut, at, tokens[cut, at], left)
+        drafted = drawn_from(proposal, cut, at, tokens[cut, at], left)
         distribution = distribution.index_copy(0, cut, residual(left, drafted))
     return path, accepted, distribution
 
 
-def _drawn_from(proposal: Proposal, rows: Tensor, node: Tensor, token: Tensor, like: Tensor) -> Tensor:
+def drawn_from(proposal: Proposal, rows: Tensor, node: Tensor, token: Tensor, like: Tensor) -> Tensor:
     """``[R, V]`` the distribution that node ``node [R]`` of ``rows [R]`` was drawn from; one-hot on ``token [R]`` for a point mass."""
     if proposal.probs is None:
         return torch.zeros_like(like).scatter_(1, token[:, None], 1)

@@ -266,7 +266,7 @@ def dropped(proposal, log, rows):
     return left
 
 
-SHARED = {"chain", "coerce", "cpu_chain", "draw"}  # what several drafts use
+SHARED = {"coerce", "draw", "stateless"}  # what several drafts use
 
 
 def test_every_module_has_a_part():

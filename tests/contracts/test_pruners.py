@@ -47,7 +47,7 @@ CALL = list(inspect.signature(pruning.Pruner.__call__).parameters)
 def kind(name: str) -> str:
     thing = FOUND[name]
     if inspect.isclass(thing):
-        own = "__call__" in vars(thing) and list(inspect.signature(thing.__call__).parameters) == CALL
+        own = hasattr(thing, "needs") and list(inspect.signature(thing.__call__).parameters) == CALL
         return "pruner" if own and not getattr(thing, "_is_protocol", False) else "value"
     parameters, returns = (
         list(inspect.signature(thing).parameters),
@@ -75,7 +75,7 @@ BUILDERS, OBSERVATIONS = of_kind("builder"), of_kind("observation")
 
 def test_everything_public_is_of_some_kind():
     assert of_kind("unknown") == {}
-    assert set(of_kind("value")) == {"pruner.Needs", "pruner.Pruner", "vocabulary.Trimmed"}
+    assert set(of_kind("value")) == {"pruner.Checked", "pruner.Needs", "pruner.Pruner", "vocabulary.Trimmed"}
     with_parts = {name.partition(".")[0] for name in FOUND}
     assert {m.__name__.rpartition(".")[2] for m in modules(pruning)} == with_parts | HELPERS
     assert len(PRUNERS) >= 7
@@ -189,6 +189,12 @@ def check_refuses_what_makes_no_sense(pruner: Any) -> None:
         ({"values": torch.zeros(B, H, S + 1, D)}, "keys are"),
     ):
         with pytest.raises(ValueError, match=f"^{name}: {message}"):
+            pruner(**{"budget": 6, **case(), **change})
+    for change, message in (
+        ({"length": 16}, r"length is 16: give a tensor \[4\]"),
+        ({"budget": 0.2}, r"budget is 0\.2: give a whole number"),
+    ):
+        with pytest.raises(TypeError, match=f"^{name}: {message}"):
             pruner(**{"budget": 6, **case(), **change})
     for small in range(1, 5):  # what a pruner keeps in any case may not fit, and then it says so
         try:

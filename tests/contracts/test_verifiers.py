@@ -30,9 +30,33 @@ KINDS = ["point", "sampled", "same distribution", "disjoint", "greedy draft", "z
 
 LOSSLESS = {name: cls for name, cls in VERIFIERS.items() if VerifierInfo.of(build(cls, TABLE)).lossless}
 
+
+def takes(cls: type, shape: list[int]) -> bool:
+    """Whether ``check`` takes proposals of a shape. A shape that it refuses must be refused by name, and is not tested further."""
+    parents = torch.tensor([shape])
+    try:
+        build(cls, TABLE).check(sd.Proposal(parents.clamp(min=0), parents, torch.tensor([len(shape)])))
+    except ValueError:
+        return False
+    return True
+
+
+def with_shapes(verifiers):
+    """Every verifier with every shape that it takes."""
+    pairs = {(name, what): takes(cls, SHAPES[what]) for name, cls in verifiers.items() for what in SHAPES}
+    return pytest.mark.parametrize(
+        ("cls", "shape"),
+        [
+            pytest.param(verifiers[name], SHAPES[what], id=f"{name}-{what}")
+            for (name, what), taken in pairs.items()
+            if taken
+        ],
+    )
+
+
 every_verifier = pytest.mark.parametrize("cls", VERIFIERS.values(), ids=VERIFIERS.keys())
 every_lossless = pytest.mark.parametrize("cls", LOSSLESS.values(), ids=LOSSLESS.keys())
-every_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+every_verifier_and_shape, every_lossless_and_shape = with_shapes(VERIFIERS), with_shapes(LOSSLESS)
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
@@ -99,7 +123,20 @@ def test_every_module_has_a_part():
     assert {m.__name__ for m in modules(sd.verifiers)} == set(found), (
         "a module without a class that has the methods"
     )
-    assert {"Rejection", "Coupled"} <= VERIFIERS.keys()
+    assert {"Rejection", "Coupled", "BlockVerification"} <= VERIFIERS.keys()
+
+
+@every_verifier
+def test_chains_are_taken_and_a_shape_is_refused_by_name(cls):
+    assert takes(cls, SHAPES["chain"])
+    assert takes(cls, SHAPES["one"])
+    refused = {what for what, shape in SHAPES.items() if not takes(cls, shape)}
+    assert refused == ({"siblings", "tree"} if cls is sd.BlockVerification else set())
+    for what in refused:
+        parents = torch.tensor([[-1, -1, -1, -1], [-1, 0, 1, 2], [*SHAPES[what][:3], -1]])
+        tree_of_row_2 = sd.Proposal(parents.clamp(min=0), parents, torch.tensor([1, 4, 3]))
+        with pytest.raises(ValueError, match=f"{cls.__name__} takes chains, and row 2 .* is a tree"):
+            instance(cls).check(tree_of_row_2)
 
 
 @every_verifier
@@ -112,8 +149,7 @@ def test_has_a_name_that_admits_a_loss(cls):
 
 @pytest.mark.parametrize("greedy", [False, True], ids=["sampled", "greedy"])
 @every_kind
-@every_shape
-@every_verifier
+@every_verifier_and_shape
 def test_the_verdict_is_a_path_from_the_root(cls, shape, kind, greedy):
     verifier = instance(cls)
     proposal, probs, context, rng = case(verifier, shape, kind, greedy=greedy)
@@ -147,8 +183,7 @@ def test_the_verdict_is_a_path_from_the_root(cls, shape, kind, greedy):
 
 
 @every_kind
-@every_shape
-@every_lossless
+@every_lossless_and_shape
 def test_comparing_tokens_at_temperature_0_is_the_same_verdict(cls, shape, kind):
     verifier = instance(cls)
     proposal, probs, context, rng = case(verifier, shape, kind, greedy=True)
@@ -156,8 +191,7 @@ def test_comparing_tokens_at_temperature_0_is_the_same_verdict(cls, shape, kind)
 
 
 @every_kind
-@every_shape
-@every_verifier
+@every_verifier_and_shape
 def test_a_row_does_not_depend_on_its_batch(cls, shape, kind):
     verifier = instance(cls)
     proposal, probs, context, rng = case(verifier, shape, kind)
@@ -170,8 +204,7 @@ def test_a_row_does_not_depend_on_its_batch(cls, shape, kind):
 
 
 @every_kind
-@every_shape
-@every_verifier
+@every_verifier_and_shape
 def test_nodes_that_do_not_exist_are_not_looked_at(cls, shape, kind):
     verifier = instance(cls)
     proposal, probs, context, rng = case(verifier, shape, kind)
@@ -211,8 +244,7 @@ def test_nodes_that_do_not_exist_are_not_looked_at(cls, shape, kind):
 
 
 @pytest.mark.parametrize("mixed", [False, True], ids=["one shape", "chains among trees"])
-@every_shape
-@every_verifier
+@every_verifier_and_shape
 def test_nodes_may_share_a_distribution(cls, shape, mixed):
     """Stored once or once a node, in whatever order, it is the same distribution."""
     verifier = instance(cls)
@@ -261,8 +293,7 @@ def test_nothing_proposed_commits_one_token(cls):
 
 
 @every_kind
-@every_shape
-@every_lossless
+@every_lossless_and_shape
 def test_a_greedy_target_takes_its_own_path_and_all_of_it(cls, shape, kind):
     verifier = instance(cls)
     proposal, probs, context, rng = case(verifier, shape, kind, greedy=True)
@@ -294,8 +325,7 @@ def test_a_draft_that_is_the_target_stands(cls):
 
 
 @every_kind
-@every_shape
-@every_lossless
+@every_lossless_and_shape
 def test_the_first_token_has_the_targets_distribution(cls, shape, kind):
     """8,000 seeded rows; the exact distribution of whole texts is the certifier's business."""
     first_token(instance(cls), shape, kind)
@@ -333,7 +363,9 @@ def test_the_suite_sees_a_bias(verifier, shape, kind):
 def test_what_the_library_drew_is_never_refused(cls):
     verifier = instance(cls)
     for kind in ("point", "sampled"):
-        verifier.check(case(verifier, SHAPES["tree"], kind)[0])
+        for shape in SHAPES.values():
+            if takes(cls, shape):
+                verifier.check(case(verifier, shape, kind)[0])
     verifier.check(sd.Proposal.none(3))
 
 

@@ -8,8 +8,8 @@ from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
-from specdec.arguments import whole
-from specdec.cache.ring import check
+from specdec.arguments import at_least
+from specdec.cache.ring import BLOCK
 from specdec.capabilities import DraftInfo
 from specdec.drafts.magicdec.view import View, ViewCache
 from specdec.drafts.model import Model, ModelState
@@ -70,7 +70,7 @@ class MagicDec:
 
     def __post_init__(self) -> None:
         streaming(self.window, self.sinks)
-        check(self.window, self.sinks, self.block)
+        at_least(1, "block", self.block, BLOCK)
         if self.mask is not None:
             object.__setattr__(self, "mask", for_model(self.mask))
             if (self.window, self.sinks) != (64, 1):
@@ -91,16 +91,12 @@ class MagicDec:
                 "positions='original'"
             )
         budgets = list(self.budget) if isinstance(self.budget, Iterable) else [self.budget]
-        for each in budgets:
-            whole("budget", each, ", or one for every layer")
-        whole("observation", self.observation)
+        for each in budgets or [0]:
+            at_least(1, "budget", each, "give at least 1", ", or one for every layer")
+        at_least(1, "observation", self.observation, "give at least 1")
         if self.refresh is not None:
-            whole("refresh", self.refresh, ", or None for never")
-        for what, value in (("budget", min(budgets, default=0)), ("observation", self.observation)):
-            if value < 1:
-                raise ValueError(f"{what} is {value}: give at least 1")
-        if self.refresh is not None and self.refresh < 1:
-            raise ValueError(f"refresh is {self.refresh}: give a number of rounds, or None to choose once")
+            remedy = "give a number of rounds, or None to choose once"
+            at_least(1, "refresh", self.refresh, remedy, ", or None for never")
 
     @staticmethod
     def example(model: Any) -> MagicDec:

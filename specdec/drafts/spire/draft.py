@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.arguments import whole
+from specdec.arguments import at_least
 from specdec.cache.ring import Ring
 from specdec.cache.slots import KVShape
 from specdec.cache.static import StaticStore
@@ -48,7 +48,7 @@ class Spire:
         block: the longest chain that can be proposed; the KV cache has ``sinks + window + block - 1`` slots a row.
         sampling: how the draft's tokens are drawn; ``None`` takes the decoder's.
         graphs: whether a chain is captured as one CUDA graph, as for ``HFModel``.
-        bf16_weights: whether steps on the CPU read bfloat16 copies of the draft's weights, as for ``HFModel``.
+        bf16_weights: whether steps on the CPU read bfloat16 copies of the draft's weights, as for ``HFModel``; ``None``: where they are exact.
     Raises:
         ValueError (in ``bind``): the target is another one, or has no activations to read; or graphs or copies of weights are not
             possible.
@@ -58,17 +58,15 @@ class Spire:
     block: int = 8
     sampling: Sampling | None = None
     graphs: bool | str = False
-    bf16_weights: bool = False
+    bf16_weights: bool | None = None
     programs: Programs | None = field(default=None, repr=False, compare=False)  # bind makes them
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "model", as_spire(self.model))
-        whole("block", self.block)
-        if self.block < 1:
-            raise ValueError(f"block is {self.block}: a draft proposes at least 1 token")
+        at_least(1, "block", self.block, "a draft proposes at least 1 token")
         if self.bf16_weights and self.graphs:
             raise ValueError(
-                "bf16_weights and graphs are both set: captured steps do not read bfloat16 copies; leave one of them False"
+                "bf16_weights and graphs are both set: captured steps do not read bfloat16 copies; give only one of them"
             )
 
     @property
@@ -89,7 +87,9 @@ class Spire:
         self.model.check_target(target)
         capture = capture_named(self.graphs, self.model.device)
         programs = None if capture is None else Programs(self.model.device, capture)
-        model = self.model.narrowed() if self.bf16_weights and self.model.narrow is None else self.model
+        model = self.model
+        if self.bf16_weights is not False and not self.graphs and model.narrow is None:
+            model = model.narrowed(automatic=self.bf16_weights is None)
         return replace(self, model=model, sampling=self.sampling or sampling, programs=programs)
 
     def init(self, context: Context, target_cache: Any) -> SpireState:
@@ -99,8 +99,7 @@ class Spire:
             ValueError: a row is shorter than the sinks.
         """
         model, shortest = self.model, int(context.length.min())
-        if model.narrow is not None:
-            model.narrow.check()
+        model.check()
         if shortest < model.sinks:
             raise ValueError(
                 f"row {int(context.length.argmin())} has {shortest} tokens and the draft {model.sinks} sinks: give a prompt of at "

@@ -32,7 +32,7 @@ from specdec.forward.llama_c import small
 from specdec.forward.llama_triton import LAUNCHES
 from specdec.kernels import pointwise
 from specdec.kernels.native.blocks import Blocks
-from specdec.kernels.native.narrow import Narrow
+from specdec.kernels.native.narrow import CHANGED, Narrow
 from specdec.kernels.native.ops import add_norm, linear, linear_takes, unchecked_linear
 from specdec.masks import Window, for_model, streaming
 from specdec.masks.sight import longest
@@ -66,6 +66,7 @@ class SpireModel(nn.Module):
 
     supports_trees = False
     narrow: Narrow | None = None  # bfloat16 copies that steps read, where ``narrowed`` made them
+    _automatic = False
 
     def __init__(
         self,
@@ -192,22 +193,41 @@ class SpireModel(nn.Module):
     def _fast(self) -> Blocks | None:
         return Blocks(self.blocks, self.narrow) if Blocks.takes(self.blocks) else None
 
-    def narrowed(self) -> SpireModel:
+    def narrowed(self, automatic: bool = False) -> SpireModel:
         """The same draft, whose steps on the CPU read bfloat16 copies of the weights (``HFModel``'s ``bf16_weights``).
 
+        Args:
+            automatic: whether the draft itself is returned where copies are not possible exactly, and ``check`` may give them up.
         Raises:
             ValueError: there are no C kernels for blocks of these sizes, or bfloat16 would round some weights.
         """
-        if self._fast is None or not linear_takes(self.body.lm_head.weight, self.body.lm_head.bias):
+        narrow, head = None, self.body.lm_head
+        if self._fast is not None and linear_takes(head.weight, head.bias):
+            weights = [p.weight for b in self.blocks for p in b.products] + [head.weight]
+            narrow = Narrow.where_exact(weights) if automatic else Narrow(weights)
+        elif not automatic:
             raise ValueError(
                 "bf16_weights is True, and this draft has no steps in C: the setting is for float32 drafts on a CPU where specdec.kernels.native.reason() "
-                "is None, with sizes that are multiples of 16; leave it False"
+                "is None, with sizes that are multiples of 16; leave it None"
             )
+        if narrow is None:
+            return self
         made = copy.copy(self)
         made.__dict__.pop("_fast", None)
-        products = [p for b in self.blocks for p in (b.query, b.key, b.value, b.out, b.gate, b.up, b.down)]
-        made.narrow = Narrow(p.weight for p in [*products, self.body.lm_head])
+        made.narrow, made._automatic = narrow, automatic
         return made
+
+    def check(self) -> None:
+        """Bring copies of weights up to date; automatic ones are given up where bfloat16 would round.
+
+        Raises:
+            RuntimeError: it would, and they are not automatic.
+        """
+        if self.narrow is not None and not self.narrow.refresh():
+            if not self._automatic:
+                raise RuntimeError(CHANGED)
+            self.narrow = None
+            self.__dict__.pop("_fast", None)
 
     # -- arithmetic ----------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,72 @@
+"""Drafts compared on your prompts: tokens a round by category, paired ratios, intervals; recorded once, replayed exactly.
+
+    python recipes/compare.py --prompts prompts.jsonl --json compare.json
+    python recipes/compare.py --drafts vanilla=pocket-vanilla ngram mine=path/to/draft --k 2,4,8
+
+The target's texts after the prompts are recorded in --trace (a later run continues it, and a finished one is read), and every draft is
+replayed on them (docs/lab.md), so a new draft costs seconds. --prompts is a JSON-lines file with a "prompt" or a list of "turns" a line, and an
+optional "category" and "source" (prompts of one source are one cluster of the bootstrap); default: the held-out prompts of the pocket corpus. A
+draft is a pocket model, a folder, or one of ngram, magicdec and windowed:DRAFT.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from time import perf_counter
+
+import checkout  # noqa: F401
+import torch
+
+import specdec as sd
+from specdec import lab
+from specdec.lab.console import short_errors
+from specdec.lab.loading import draft_part, load
+from specdec.lab.options import option, parse
+from specdec.lab.prompt_file import prompt_entries
+from specdec.lab.recipe import Plotted
+
+
+@dataclass(frozen=True)
+class Settings(Plotted):
+    target: str = option("pocket-target", "a pocket model, a folder or a hub id")
+    drafts: tuple[str, ...] = option(
+        ("vanilla=pocket-vanilla", "spire=pocket-spire", "magicdec", "ngram"),
+        "NAME=DRAFT, or a draft alone; ratios are to the first",
+        metavar="DRAFT",
+    )
+    prompts: str | None = option(
+        None, "JSON-lines file of prompts (default: the held-out ones)", metavar="FILE"
+    )
+    context: int = option(960, "longer prompts are cut to this many tokens at their end (0: never)")
+    trace: str = option("runs/trace", "folder of the recorded texts")
+    k: tuple[int, ...] = option((4,), "block lengths", metavar="N")
+    new_tokens: int = option(64, "positions of each text at which rounds start")
+    temperature: float = option(1.0, "of the target and the drafts")
+    window: int = option(64, "window of magicdec and windowed drafts")
+    sinks: int = option(1, "first tokens that they keep")
+    count: int | None = option(None, "use the first prompts only", metavar="N")
+
+
+def main(s: Settings) -> None:
+    s.begin()
+    target = sd.HFModel(*load(s.target, torch.float32))
+    sampling = sd.Sampling(temperature=s.temperature)
+    parts = dict(draft_part(spec, target, s.window, s.sinks) for spec in s.drafts)
+    with short_errors():
+        entries = prompt_entries(s.prompts, target.tokenizer, s.context)[: s.count]
+        trace = lab.record(target, entries, s.trace, s.new_tokens, max(s.k), sampling, seed=s.seed)
+    print(trace)
+    replays = {}
+    for name, part in parts.items():
+        began = perf_counter()
+        replays[name] = lab.replay(trace, part, max(s.k), target, name=name)
+        print(f"{name}: replayed or read, {len(trace) / (perf_counter() - began) * 60:.0f} prompts a minute")
+    with short_errors():
+        found = lab.compare(replays, s.k)
+    print(f"\n{found}")
+    s.save(found.rows)
+    s.draw({"compare": found.plot})
+
+
+if __name__ == "__main__":
+    main(parse(Settings, __doc__))

@@ -1,0 +1,235 @@
+"""Selectors on real traces: what a choice of drafts is worth, and which of it each selector gets, against an exact oracle (SPIN, section 4).
+
+    python recipes/spin_selection.py --json docs/results/spin_selection.json --plots docs/figures
+
+Texts are sampled from the target once (`lab.record`). Along them every draft's chances of acceptance are known (`lab.replay`), so that
+selectors are replayed instead of decoded: `specdec.lab.selection` and `specdec.lab.selection_runs`. Seconds are those of measured rounds (`lab.arm_times`): drafting,
+verification, and the reading of all that a draft has not read when a request changes to it. The prompts of one half of the source
+files are for learning (rows `learned`), those of the other half are for all results.
+
+Rows, by `part`:
+- `worth`: best arm of each request by its exact expected seconds (`share:NAME`), and how many times faster than the best fixed arm the
+  best arm of every request (`request_oracle`) and of every round (`round_oracle`) is, by batch and domain (the paper's Figs 2 to 4);
+- `regret`: each selector's seconds over the oracle's, in percent (`regret`: over the oracle of every round, `over_best_fixed`: over the fixed
+  arm that is best in hindsight). Rounds are charged as in a batch of one's own arm; `elapsed_over_best_fixed` charges the batch's own rounds,
+  in which every arm in use has its fixed costs and the last rounds have few rows;
+- `ratio`: how many times faster SPIN's own selector is than UCB1 and epsilon-greedy (the paper: 1.49).
+Intervals are 95 % bootstraps over source files and repeats; with fewer than 5 files there are none. `times` rows have the seconds that rounds are charged.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from tempfile import TemporaryDirectory
+from typing import Any, Literal
+
+import checkout  # noqa: F401
+import numpy as np
+
+import specdec as sd
+from specdec import lab, selectors, zoo
+from specdec.data.prompts import entries
+from specdec.lab import plots
+from specdec.lab.arm_times import POOL, load_pool, measured
+from specdec.lab.console import progress, table
+from specdec.lab.options import option, parse
+from specdec.lab.prompt_file import Entry
+from specdec.lab.recipe import Plotted
+from specdec.lab.selection import Requests, RoundTimes, fixed_seconds, ratio, round_oracle, worth
+from specdec.lab.selection_runs import Follow, SelectorReplay
+from specdec.lab.workload import Kind, halves
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Settings(Plotted):
+    pool: tuple[str, ...] = option(
+        (*POOL, "pocket-spire", "ngram", "none"), "arms: names in the zoo, ngram, none"
+    )
+    split: Literal["test", "validation"] = option(
+        "test", "packages of the prompts; validation: to choose a pool on"
+    )
+    batches: tuple[int, ...] = option((1, 4, 16, 64), "rows at a time")
+    replayed: int = option(16, "rows at a time in the replays of selectors")
+    median: int = option(200, "tokens of the median prompt")
+    per_prompt: int = option(2, "prompts cut from one held-out text")
+    new_tokens: int = option(96, "tokens of a request")
+    k: int = option(4, "drafted tokens per round")
+    capacity: float = option(
+        1.5, "rows that an arm may draft for in the paper's setting, times an equal share of the batch"
+    )
+    repeats: int = option(40, "replays of each selector, with random numbers of their own")
+    trace: str | None = option(
+        None, "folder of the recorded texts and replays, to use them again (default: none)", metavar="DIR"
+    )
+    quick: bool = option(False, "a one-minute run: four prompts a domain, two repeats")
+
+
+def main(s: Settings) -> list[Row]:
+    s.begin()
+    if s.quick:
+        small = (POOL[0], POOL[1], "ngram", "none")
+        s = replace(
+            s, pool=small, batches=(1, 4), replayed=3, median=64, per_prompt=1, new_tokens=12, repeats=2
+        )
+    target, arms = sd.HFModel(*zoo.load("pocket-target")), load_pool(s.pool)
+    with ExitStack() as stack:
+        folder = s.trace or stack.enter_context(TemporaryDirectory())
+        requests, domains = recorded(s, target, arms, folder)
+    assert requests.tokens is not None
+    prompts = [row[:n].tolist() for row, n in zip(requests.tokens, requests.prompt.tolist())][
+        : max(4, s.replayed)
+    ]
+    times = measured(target, arms, s.k, prompts, *((4, 1) if s.quick else ()), seed=s.seed)
+    rows: list[Row] = [
+        {"part": "times", "arm": name, "fixed_milliseconds": 1e3 * f, "row_milliseconds": 1e3 * r, "read_milliseconds": 1e3 * read}
+        for name, (f, r), read in zip(s.pool, times.draft, times.read)
+    ]  # fmt: skip
+    rows += [{"part": "times", "arm": "verify", **dict(zip(("fixed", "row", "token"), times.verify))}]
+    half = halves(requests.source.tolist(), domains)
+    learned, tested = (requests.select(np.flatnonzero(half == part)) for part in (0, 1))
+    groups = [domain for domain, part in zip(domains, half) if part == 1]
+    for batch in s.batches:
+        rows += [{"part": "worth", **row} for row in worth(tested, times, batch, groups)]
+    rows += regrets(s, tested, learned, times, Kind(target.tokenizer))
+    for part in ("worth", "regret", "ratio"):
+        mine = [r for r in rows if r["part"] == part]
+        print(f"\n{part}\n" + table(mine, [name for name in mine[0] if name != "part"]))
+    s.save(rows)
+    s.draw({"spin_selection": lambda: drawn(s, rows)})
+    return rows
+
+
+def recorded(s: Settings, target: Any, arms: dict[str, Any], folder: str) -> tuple[Requests, list[str]]:
+    """The requests and their domains: pieces of held-out prompts, as long as those of `lab.workload`, and the target's continuations."""
+    noise, prompts = np.random.default_rng(s.seed), []
+    for entry in entries(s.split)[: 12 if s.quick else None]:
+        ids = target.tokenizer(entry["text"], add_special_tokens=False)["input_ids"]
+        for piece in range(s.per_prompt):
+            start = piece * len(ids) // s.per_prompt
+            length = int(np.clip(np.exp(noise.normal(np.log(s.median), 0.8)), 32, len(ids) // s.per_prompt))
+            text = target.tokenizer.decode(ids[start : start + length])
+            prompts.append(Entry((text,), entry["domain"], f"{entry['package']}/{entry['path']}"))
+    trace = lab.record(target, prompts, folder, s.new_tokens, s.k, eos_token_id=(), seed=s.seed)
+    replays = {}
+    for name, draft in arms.items():
+        progress(f"chances of {name}", stays=True)
+        replays[name] = None if draft is None else lab.replay(trace, draft, s.k, target, name=name)
+    return Requests.of(replays), [text.category for text in trace.texts]
+
+
+def regrets(s: Settings, tested: Requests, learned: Requests, times: RoundTimes, kind: Kind) -> Iterator[Row]:
+    """Rows of every selector, and the ratios."""
+    replay = SelectorReplay(tested, times, s.replayed, s.repeats, s.seed)
+    capacity = math.ceil(s.capacity * s.replayed / len(s.pool))
+    bound = replace(replay, capacities=tuple(s.replayed if k == 0 else capacity for k in tested.lengths))
+    school = replace(replay, requests=learned, repeats=1)
+    fixed, oracle = fixed_seconds(tested, times, s.replayed), round_oracle(tested, times, s.replayed)
+    best = int(fixed.sum(1).argmin())
+    alone = replay(selectors.Fixed(best)).elapsed
+    runs: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+    for name, (selector, teacher, how) in chosen(s, best, oracle, tested, kind, replay, bound).items():
+        progress(f"selector {name}")
+        start = None if teacher is None else school(teacher).last
+        played = how(selector, start)
+        runs[name] = played.seconds, played.elapsed
+        row: Row = {"part": "regret", "selector": name, "batch": s.replayed, "learned": teacher is not None}
+        row["seconds"] = played.seconds.mean()
+        for what, top, base in (
+            ("regret", played.seconds, oracle.seconds),
+            ("over_best_fixed", played.seconds, fixed[best]),
+            ("elapsed_over_best_fixed", played.elapsed, alone),
+        ):
+            found = ratio(top, base, tested.source)
+            row |= {what + end: x and 100 * (x - 1) for end, x in zip(("", "_low", "_high"), found)}
+        yield row
+    for mine in ("Spin", "Spin, capacities", "Spin, by kind, learned"):
+        for other in ("UCB1", "EpsilonGreedy"):
+            for charged, at in (("alone", 0), ("batch", 1)):
+                value, low, high = ratio(runs[other][at], runs[mine][at], tested.source)
+                place = {"part": "ratio", "selector": mine, "over": other, "charged": charged, "paper": 1.49}
+                yield {**place, "times_faster": value, "low": low, "high": high}
+
+
+def chosen(
+    s: Settings,
+    best: int,
+    oracle: Any,
+    tested: Requests,
+    kind: Kind,
+    free: SelectorReplay,
+    bound: SelectorReplay,
+) -> dict[str, tuple[Any, Any, SelectorReplay]]:
+    """Name -> a selector, the one that learns for it beforehand, and the setting. All but `Spin`'s settings see goodput as reward."""
+    plain = {
+        f"Fixed, {tested.names[best]}": selectors.Fixed(best),
+        "Random": selectors.Random(),
+        "EpsilonGreedy": selectors.EpsilonGreedy(0.1),
+        "UCB1": selectors.UCB1(),
+        "Thompson": selectors.Thompson(spread=0.2),
+        "EXP3": selectors.EXP3(),
+        "UCBSpec": selectors.UCBSpec(s.k),
+        "EXP3Spec": selectors.EXP3Spec(s.k),
+        "Hedge": selectors.Hedge(),
+        "Spin": selectors.Spin(),
+    }
+    out: dict[str, tuple[Any, Any, SelectorReplay]] = {name: (one, None, free) for name, one in plain.items()}
+    out["Spin, capacities"] = (selectors.Spin(), None, bound)
+    for name, one in plain.items():
+        if "pool" in one.__dataclass_fields__ and name != "Spin":
+            pooled = replace(one, pool=kind)
+            out |= {
+                f"{name}, by kind": (pooled, None, free),
+                f"{name}, by kind, learned": (pooled, pooled, free),
+            }
+    stays = selectors.Spin(4, 64, kind, warm=30, learn="always")
+    out["Spin, by kind, learned"] = (stays, replace(stays, exploration=8, growth=1, warm=None), free)
+    out["Oracle's plan"] = (Follow(oracle, tested.prompt), None, free)
+    return out
+
+
+def drawn(s: Settings, rows: list[Row]) -> Any:
+    """Benefit by batch, shares of best arms by domain, and regret by selector."""
+    drawing, (panels,) = plots.panels(1, 3, (13, 4.2), bare=True, layout="tight")
+    found = [r for r in rows if r["part"] == "worth"]
+    for name, label in (("request_oracle", "best of every request"), ("round_oracle", "best of every round")):
+        mine = [r for r in found if r["group"] == "all" and r[name + "_low"] is not None]
+        panels[0].plot([r["batch"] for r in mine], [r[name] for r in mine], "o-", label=label)
+        panels[0].fill_between(
+            [r["batch"] for r in mine],
+            *([r[name + end] for r in mine] for end in ("_low", "_high")),
+            alpha=0.2,
+        )
+    panels[0].set_xscale("log", base=2)
+    panels[0].set_xlabel("batch")
+    panels[0].set_ylabel("times faster than the best fixed arm")
+    panels[0].legend(frameon=False, fontsize=8)
+    first = [r for r in found if r["batch"] == s.batches[0]]
+    bottom = np.zeros(len(first))
+    for name in s.pool:
+        share = np.array([r[f"share:{name}"] for r in first])
+        panels[1].bar([r["group"] for r in first], share, bottom=bottom, label=name.removeprefix("pocket-"))
+        bottom += share
+    panels[1].set_ylabel(f"requests by best arm, batch {s.batches[0]}")
+    panels[1].legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
+    mine = [r for r in rows if r["part"] == "regret"][::-1]
+    mine = [r for r in mine if r["regret_low"] is not None]
+    off = [[r["regret"] - r["regret_low"] for r in mine], [r["regret_high"] - r["regret"] for r in mine]]
+    panels[2].barh(
+        [r["selector"] for r in mine],
+        [r["regret"] for r in mine],
+        xerr=off,
+        color="0.7",
+        error_kw={"lw": 0.8},
+    )
+    panels[2].set_xlabel("% over the oracle of every round")
+    panels[2].tick_params(labelsize=7)
+    return drawing
+
+
+if __name__ == "__main__":
+    main(parse(Settings, __doc__))

@@ -1,0 +1,167 @@
+"""Which draft and block length, at which batch and context, on this machine; and where not to speculate."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from specdec.lab import plots
+from specdec.lab.bootstrap import LEAST, Clusters, interval
+from specdec.lab.comparing import Result
+from specdec.lab.console import table
+from specdec.lab.timing import Times
+
+PLAIN = "plain"
+
+
+class Clock(Protocol):
+    """Seconds of rounds: ``lab.Times``, or a calibrated throughput model (``lab.calibrated.Calibrated``)."""
+
+    def seconds(self, method: str, batch: int, context: float, k: int) -> float: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Decision:
+    """Rows of ``decide``, best first at each place; printed, it says what to use where."""
+
+    rows: list[dict[str, Any]]
+
+    @property
+    def best(self) -> list[dict[str, Any]]:
+        """The best row of each place."""
+        return [row for row in self.rows if row["rank"] == 1]
+
+    def frame(self) -> Any:
+        """The rows as a pandas ``DataFrame``."""
+        import pandas
+
+        return pandas.DataFrame(self.rows)
+
+    def __repr__(self) -> str:
+        columns = (
+            "method",
+            "k",
+            "batch",
+            "context",
+            "tokens_per_second",
+            "ratio",
+            "ratio_low",
+            "ratio_high",
+            "loss",
+        )
+        simulated = sorted({row["method"] for row in self.rows if not row["exact"]})
+        note = [f"tau is simulated, not exact: {', '.join(simulated)}"] if simulated else []
+        return "\n".join([table(self.rows, columns), *map(_answer, self.best), *note])
+
+    def plot(self) -> Any:
+        """A matplotlib figure: the best method's speed over plain decoding's, by batch and context."""
+        batches, contexts = (sorted({row[name] for row in self.rows}) for name in ("batch", "context"))
+        best = {(row["batch"], row["context"]): row for row in self.best}
+        figure, ((axes,),) = plots.panels(1, 1, (1.8 + 1.5 * len(batches), 1.4 + 0.6 * len(contexts)))
+        grid = np.array([[best[b, c]["ratio"] for b in batches] for c in contexts])
+        axes.imshow(np.log2(grid), cmap="RdYlGn", vmin=-1, vmax=1, origin="lower", aspect="auto")
+        for (i, c), (j, b) in ((i, j) for i in enumerate(contexts) for j in enumerate(batches)):
+            row = best[b, c]
+            name = row["method"] + (f" {row['k']}" if row["k"] else "")
+            axes.text(j, i, f"{name}\n{row['ratio']:.2f}", ha="center", va="center", fontsize=9)
+        axes.set_xticks(range(len(batches)), batches)
+        axes.set_yticks(range(len(contexts)), contexts)
+        axes.set_xlabel("batch")
+        axes.set_ylabel("context")
+        figure.tight_layout()
+        return figure
+
+
+def _answer(row: Mapping[str, Any]) -> str:
+    place = f"batch {row['batch']}, context {row['context']}: "
+    if row["method"] == PLAIN:
+        shown = "do not speculate"
+    else:
+        shown = f"{row['method']} with k = {row['k']}, {row['ratio']:.2f} [{row['ratio_low']:.2f}, {row['ratio_high']:.2f}] x plain"
+    return place + shown + (f"; too close to call against {', '.join(row['close'])}" if row["close"] else "")
+
+
+def decide(
+    replays: Mapping[str, Result] | Sequence[Result],
+    clock: Clock,
+    k: int | Sequence[int] | None = None,
+    places: Sequence[tuple[int, int]] | None = None,
+    draws: int = 2000,
+    seed: int = 0,
+) -> Decision:
+    """Tokens a second of every method, τ without noise times batch over the seconds of a round, at every batch and context.
+
+    Intervals draw sources of texts, and repeats of the clock where it has them. A method is too close to the best one if the interval of
+    their ratio contains 1.
+
+    Args:
+        replays: by name, all of one trace. clock: seconds of rounds; plain decoding is ``"plain"`` with k = 0. k: block lengths; default:
+            each replay's own. places: batches and contexts; default: those that the clock measured.
+    Raises:
+        ValueError: replays of different traces, a time that was not measured, too few sources for an interval, or no places for a clock
+            that is a model.
+    """
+    named = dict(replays) if isinstance(replays, Mapping) else {replay.name: replay for replay in replays}
+    if not named:
+        raise ValueError("replays is empty: give replays by name, {name: replay}")
+    first = next(iter(named.values()))
+    if any(replay.trace.id != first.trace.id for replay in named.values()):
+        raise ValueError("the replays are of different traces: replay all drafts on one")
+    if places is None:
+        if not isinstance(clock, Times):
+            raise ValueError(
+                "places is None, and the clock is a model: give batches and contexts, such as [(1, 256)]"
+            )
+        places = clock.places
+    used = [i for i, text in enumerate(first.trace.texts) if text.rounds]
+    clusters = Clusters(np.array(first.trace.sources)[used], draws, seed)
+    if not clusters.enough:
+        raise ValueError(
+            f"the texts have {len(clusters)} sources, too few for an interval: record prompts of at least {LEAST} sources"
+        )
+    one = np.ones(draws)
+    tau: dict[tuple[str, int], tuple[float, np.ndarray, np.ndarray]] = {(PLAIN, 0): (1.0, one, one)}
+    for name, replay in named.items():
+        for n in [replay.k] if k is None else np.atleast_1d(k).tolist():
+            bounds = [sums.numpy()[:, used] for sums in replay.sums(n)]
+            middle = float(np.mean([sums[0].sum() / sums[1].sum() for sums in bounds]))
+            tau[name, n] = (middle, clusters.ratios(*bounds[0]), clusters.ratios(*bounds[1]))
+    rows = []
+    for batch, context in places:
+        speed, low, high = {}, {}, {}
+        for (name, n), (mean, least, most) in tau.items():
+            seconds = np.array(
+                clock.repeats(name, batch, context, n)
+                if isinstance(clock, Times)
+                else [clock.seconds(name, batch, context, n)]
+            )
+            # Methods ran in turn, so draws of repeats are paired, too.
+            picks = np.random.default_rng((seed, 1)).integers(0, len(seconds), (draws, len(seconds)))
+            again = np.median(seconds[picks], 1)
+            speed[name, n] = batch * mean / float(np.median(seconds))
+            low[name, n], high[name, n] = batch * least / again, batch * most / again
+        order = sorted(speed, key=lambda key: -speed[key])
+        best, plain = order[0], (PLAIN, 0)
+        for rank, key in enumerate(order, 1):
+            row: dict[str, Any] = {
+                "batch": batch,
+                "context": context,
+                "rank": rank,
+                "method": key[0],
+                "k": key[1],
+            }
+            row |= {"tau": tau[key][0], "tokens_per_second": speed[key], "ratio": speed[key] / speed[plain]}
+            row |= {
+                "ratio_low": interval(low[key] / high[plain])[0],
+                "ratio_high": interval(high[key] / low[plain])[1],
+            }
+            row |= {"loss": 1 - speed[key] / speed[best], "exact": key == plain or named[key[0]].exact}
+            others = order[1:] if rank == 1 else []
+            row["close"] = [
+                f"{o[0]} {o[1]}" if o[1] else o[0] for o in others if interval(high[o] / low[best])[1] >= 1
+            ]
+            rows.append(row)
+    return Decision(rows)

@@ -1,0 +1,146 @@
+"""Prompts of one's own from a JSON-lines file: ``{"prompt": ...}`` or ``{"turns": [...]}``, with an optional ``category`` and ``source``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from specdec.data.prompts import entries
+
+NONE = "uncategorised"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A prompt for a measurement.
+
+    Attributes:
+        turns: what the user says, turn by turn; a plain prompt is one turn. chat: whether the turns are messages of a chat, for the
+            tokenizer's chat template. category: results are given by it. source: prompts with one source are one cluster of a bootstrap; by default
+            a prompt is its own source.
+        name: for messages, such as a line of a file. given: ids of a plain prompt, in place of its text.
+    """
+
+    turns: tuple[str, ...]
+    category: str = NONE
+    source: str = ""
+    chat: bool = False
+    name: str = ""
+    given: tuple[int, ...] = ()
+
+    def ids(self, tokenizer: Any, answers: Sequence[str] = ()) -> list[int]:
+        """Token ids of the conversation up to turn ``len(answers)``, after the ``answers`` to the turns before.
+
+        Raises:
+            ValueError: a chat, and the tokenizer has no chat template.
+        """
+        if not self.turns or self.given:
+            return list(self.given)
+        if tokenizer is None:
+            raise ValueError(
+                f"{self.name} is a text, and the target has no tokenizer: give ids, or HFModel(model, tokenizer)"
+            )
+        said = self.turns[: len(answers) + 1]
+        if not self.chat:
+            text = "".join(turn + answer for turn, answer in zip(said, [*answers, ""]))
+            return list(tokenizer(text, verbose=False)["input_ids"])
+        if tokenizer.chat_template is None:
+            raise ValueError(
+                f"{self.name}: turns need a chat template, and the tokenizer has none: give prompt instead, or set tokenizer.chat_template"
+            )
+        messages = [{"role": "user", "content": said[0]}]
+        for answer, turn in zip(answers, said[1:]):
+            messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": turn}]
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def read(path: str | Path) -> list[Entry]:
+    """The prompts of a file, one JSON object a line; empty lines are skipped.
+
+    Raises:
+        FileNotFoundError: no such file. ValueError: a line is not such an object, its prompt or a turn is empty or no text, or the
+            file has no prompt; the message names the line.
+    """
+    file, made = Path(path), []
+    if not file.is_file():
+        raise FileNotFoundError(f"no file of prompts {path}: give a JSON-lines file")
+    try:
+        lines = file.read_text(encoding="utf-8-sig").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{file.name} is not UTF-8 ({error.reason} at byte {error.start}): save it as UTF-8"
+        ) from None
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            made.append(_entry(f"line {number} of {file.name}", line))
+    if not made:
+        raise ValueError(f"{file.name} has no prompts: give one JSON object a line, such as {_FORM}")
+    return made
+
+
+_FORM = '{"prompt": "Once upon a time", "category": "tales"}'
+
+
+def _entry(name: str, line: str) -> Entry:
+    try:
+        found = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{name} is not JSON ({error.msg}): give an object such as {_FORM}") from None
+    if not isinstance(found, dict) or ("prompt" in found) == ("turns" in found):
+        raise ValueError(
+            f"{name} is not an object with either prompt or turns: give an object such as {_FORM}"
+        )
+    chat = "turns" in found
+    turns = found["turns"] if chat else [found["prompt"]]
+    what = "turns" if chat else "prompt"
+    if not isinstance(turns, list) or not all(isinstance(turn, str) for turn in turns):
+        raise ValueError(f"{name}: {what} is {turns!r:.60}: give {'a list of texts' if chat else 'a text'}")
+    if not turns or not all(turn.strip() for turn in turns):
+        raise ValueError(f"{name}: {what} is empty: give at least one token")
+    category = NONE if found.get("category") is None else str(found["category"])
+    if category == "all":
+        raise ValueError(f'{name}: category is "all", which names the rows of all prompts: use another')
+    source = "" if found.get("source") is None else str(found["source"])
+    return Entry(tuple(turns), category, source, chat, name)
+
+
+def shipped(count: int | None = None) -> list[Entry]:
+    """The first ``count`` held-out prompts of the pocket corpus (default: all), domains in turn: a category each; a source is a file."""
+    return [
+        Entry((e["text"],), e["domain"], f"{e['package']}/{e['path']}", name=f"held-out prompt {i}")
+        for i, e in enumerate(entries()[:count])
+    ]
+
+
+def entries_from(path: str | Path | None) -> list[Entry]:
+    """The prompts of a file, or the shipped ones."""
+    return shipped() if path is None else read(path)
+
+
+def prompt_entries(path: str | Path | None, tokenizer: Any, longest: int) -> list[Entry]:
+    """The prompts of a file, or the shipped ones; plain prompts of more than ``longest`` tokens lose their beginning (0: they never do)."""
+    made = []
+    for entry in entries_from(path):
+        ids = [] if entry.chat or not longest else entry.ids(tokenizer)
+        made.append(replace(entry, given=tuple(ids[-longest:])) if len(ids) > longest else entry)
+    return made
+
+
+def pieces(entries: list[Entry], tokenizer: Any, length: int, most: int) -> list[Entry]:
+    """At most ``most`` pieces of exactly ``length`` tokens of each plain prompt.
+
+    Raises:
+        ValueError: no prompt has that many tokens.
+    """
+    made = []
+    for entry in entries:
+        ids = [] if entry.chat else entry.ids(tokenizer)
+        starts = range(0, len(ids) - length + 1, length)[:most]
+        made += [replace(entry, given=tuple(ids[a : a + length])) for a in starts]
+    if not made:
+        raise ValueError(f"no prompt has {length} tokens: choose smaller contexts")
+    return made

@@ -1,0 +1,136 @@
+"""Seconds of a whole round, measured on this machine: decoders in turn, by batch and context."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from specdec.arguments import at_least
+from specdec.decoder import Decoder
+from specdec.lab.clock import sync
+from specdec.lab.console import progress, table
+from specdec.types import Round
+
+
+@dataclass(frozen=True, eq=False)
+class Times:
+    """Measured round times.
+
+    Attributes:
+        rounds: (method, k, batch, context) -> the median seconds of a round in each repeat.
+    """
+
+    rounds: Mapping[tuple[str, int, int, int], Sequence[float]]
+
+    @property
+    def places(self) -> list[tuple[int, int]]:
+        """The measured batches and contexts."""
+        return sorted({key[2:] for key in self.rounds})
+
+    def seconds(self, method: str, batch: int, context: float, k: int) -> float:
+        """The median seconds of a round.
+
+        Raises:
+            ValueError: it was not measured.
+        """
+        return median(self.repeats(method, batch, context, k))
+
+    def repeats(self, method: str, batch: int, context: float, k: int) -> Sequence[float]:
+        """The seconds of a round in each repeat; errors as for ``seconds``."""
+        found = self.rounds.get((method, k, batch, int(context)))
+        if found is None:
+            raise ValueError(
+                f"no time of {method} with k = {k} at batch {batch} and context {context:g}: give lab.time a decoder of this name and length, and "
+                "this batch and context"
+            )
+        return found
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """A row for each method and place, with the least and the greatest of the repeats' medians."""
+        names = ("method", "k", "batch", "context")
+        return [
+            dict(zip(names, key)) | {"seconds": median(some), "least": min(some), "most": max(some)}
+            for key, some in self.rounds.items()
+        ]
+
+    def frame(self) -> Any:
+        """The rows as a pandas ``DataFrame``."""
+        import pandas
+
+        return pandas.DataFrame(self.rows)
+
+    def __repr__(self) -> str:
+        rows = [{**row, "milliseconds": 1e3 * row["seconds"]} for row in self.rows]
+        return table(rows, ("method", "k", "batch", "context", "milliseconds"))
+
+
+def time(
+    decoders: Mapping[str, Decoder] | Sequence[tuple[str, Decoder]],
+    prompts: Sequence[Sequence[int]],
+    batches: Sequence[int] = (1, 8),
+    contexts: Sequence[int] = (256,),
+    rounds: int = 12,
+    repeats: int = 5,
+    seed: int = 0,
+) -> Times:
+    """Time whole rounds of decoders: drafting, verification, bookkeeping.
+
+    All decoders run in turn, so that a slow moment of the machine affects all alike, with fresh random numbers in every repeat. A first run of
+    each, which compiles and warms up, is not counted. The number of threads is the caller's (``torch.set_num_threads``).
+
+    Args:
+        decoders: by name, or pairs of a name and a decoder where one method has several lengths; include plain decoding as ``"plain"``.
+        prompts: rows of ids; each batch takes the first ``context`` tokens of long enough ones, in turn.
+        batches, contexts: rows decoded together, and tokens of their prompts. rounds: timed in each repeat, after the prefill.
+    Raises:
+        ValueError: no prompt has a context's tokens, or a number is below 1.
+    """
+    named = list(decoders.items()) if isinstance(decoders, Mapping) else list(decoders)
+    for name, value in {"rounds": rounds, "repeats": repeats}.items():
+        at_least(1, name, value, "give at least 1")
+    made: dict[tuple[str, int, int, int], list[float]] = {}
+    for context in contexts:
+        long = [list(row[:context]) for row in prompts if len(row) >= context]
+        if not long:
+            raise ValueError(f"no prompt has {context} tokens: give longer prompts, or smaller contexts")
+        for batch in batches:
+            rows = [long[i % len(long)] for i in range(batch)]
+            for repeat in range(-1, repeats):
+                for name, decoder in named:
+                    progress(
+                        f"{name} k = {decoder.length}, batch {batch}, context {context}, repeat {repeat + 1} of {repeats}"
+                    )
+                    spent = _rounds(decoder, rows, rounds if repeat >= 0 else 2, seed + 1000 * (repeat + 1))
+                    length = 0 if decoder.drafting.info.longest == 0 else decoder.length
+                    if repeat >= 0:
+                        made.setdefault((name, length, batch, context), []).append(median(spent))
+    progress()
+    return Times(made)
+
+
+class _Enough(Exception):
+    """Enough rounds were timed."""
+
+
+def _rounds(decoder: Decoder, rows: list[list[int]], count: int, seed: int) -> list[float]:
+    """Seconds of ``count`` rounds in which all rows are active."""
+    marks: list[float] = []
+
+    def mark(round: Round) -> None:
+        sync()
+        marks.append(perf_counter())
+        if round.number == count:
+            raise _Enough
+
+    budget = 2 + (count + 1) * (decoder.length + 1)
+    seeds = [seed + i for i in range(len(rows))]
+    with suppress(_Enough):
+        decoder.generate(rows, budget, seed=seeds, eos_token_id=(), on_round=mark)
+    return torch.tensor(marks, dtype=torch.float64).diff().tolist()

@@ -1,0 +1,105 @@
+"""The recipe that trains the pool, at toy size, and the pool that it made: equal data, sizes as the names say."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from one_process import each
+
+from specdec import zoo
+from specdec.data.corpus import DOMAINS
+from specdec.data.prompts import prompts
+from specdec.data.tokens import write_stream
+from specdec.lab.streams import Streams
+
+RECIPE = Path(__file__).parents[1] / "recipes" / "train_pool.py"
+FORMER = {"pocket-tiny", "pocket-code", "pocket-prose", "pocket-tabular"}
+
+
+@pytest.fixture(scope="module")
+def recipe():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(RECIPE.parent))
+        return runpy.run_path(str(RECIPE))
+
+
+def parameters(name: str) -> int:
+    return sum(p.numel() for p in zoo.load(name)[0].parameters())
+
+
+def test_the_pool_is_in_the_zoo_and_as_large_as_its_names_say(recipe):
+    assert set(recipe["FORMER"]) == FORMER
+    assert set(recipe["POOL"]) | FORMER == set(recipe["MEMBERS"]) <= set(zoo.names())
+    sizes = [parameters(name) for name in recipe["POOL"]]
+    assert sizes == sorted(sizes)
+    for name, size in zip(recipe["POOL"], sizes):
+        assert size == pytest.approx(1000 * int(name.removeprefix("pocket-").removesuffix("k")), rel=0.03)
+    assert sizes[0] < 0.15e6
+    assert sizes[-1] > 2e6
+
+
+def test_the_members_have_equal_data_and_say_so(recipe):
+    assert {member.shares for member in recipe["POOL"].values()} == {recipe["MIXTURE"]}
+    said = {}
+    for name in recipe["POOL"]:
+        card = (zoo.FOLDER / name / "README.md").read_text()
+        assert f"{parameters(name):,} parameters" in card
+        said[name] = re.findall(r"on ([0-9.]+ M tokens \(.*\))", card)[0], re.findall(r"--tokens .*", card)[0]
+    assert len(set(said.values())) == 1, said
+    for name in FORMER:
+        card = (zoo.FOLDER / name / "README.md").read_text()
+        assert "**History.**" in card
+        assert "chosen on the test prompts" in card
+
+
+def test_a_member_is_trained_exported_and_continued(tmp_path):
+    work, made = tmp_path / "work", tmp_path / "zoo"
+    tokenizer = zoo.load("pocket-tiny")[1]
+    tokenizer.save_pretrained(work / "tokenizer")
+    for split in ("train", "validation"):
+        for domain in DOMAINS:
+            path = Streams(work=str(work)).path(split, domain)
+            path.parent.mkdir(exist_ok=True)
+            write_stream(path, tokenizer, prompts(domain, n=4, split="validation"))
+    words = [
+        "--work",
+        str(work),
+        "--zoo",
+        str(made),
+        "--tokens",
+        "0.0042",
+        "--validation",
+        "2",
+        "--no-compile",
+    ]
+    words += ["--drafts", "pocket-140k", "pocket-code", "--json", str(tmp_path / "t.json")]
+    first, again, wrong = each(
+        [str(RECIPE), *words],
+        [str(RECIPE), *words],
+        [str(RECIPE), *words[:-4], "pocket-tiny", "pocket-nil"],
+    )
+    assert first.returncode == again.returncode == 0, first.stderr + again.stderr
+    rows = json.loads((tmp_path / "t.json").read_text())["rows"]
+    assert [(row["draft"], row["tokens"]) for row in rows if row["step"] == 2] == [
+        ("pocket-140k", 4096),
+        ("pocket-code", 4096),
+    ]
+    for name in ("pocket-140k", "pocket-code"):
+        ours, shipped = zoo.load(name, made)[0], zoo.load(name)[0]
+        assert {n: p.shape for n, p in ours.named_parameters()} == {
+            n: p.shape for n, p in shipped.named_parameters()
+        }
+        assert ours.config._attn_implementation == shipped.config._attn_implementation
+        assert all(torch.isfinite(p).all() for p in ours.parameters())
+        card = (made / name / "README.md").read_text()
+        assert f"--drafts {name} --tokens 0.0042 --epochs 1" in card
+        assert ("on the same tokens" in card) == (name == "pocket-140k")
+    assert wrong.returncode == 1
+    assert "--drafts pocket-nil: there are pocket-140k" in wrong.stderr
+    shutil.rmtree(work)
