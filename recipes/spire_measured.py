@@ -49,7 +49,7 @@ class Settings(Plotted, GridSettings):
     )
     positions: int = option(64, "positions of each recorded text at which rounds start, for tau")
     prompts: int | None = option(None, "held-out prompts for tau (default: all)")
-    quick: bool = option(False, "a toy of a minute or two: a small grid and few texts")
+    quick: bool = option(False, "a toy of a few minutes: a small grid and few texts")
     profile: tuple[int, int] | None = option(
         None, "only print a profile of each method's rounds at B x L", metavar=("B", "L")
     )

@@ -5,6 +5,7 @@ A comment above a table says how each of its cells follows from a report::
     <!-- from: results/bench.json
     where: engine == "specdec" and method == "vanilla"
     cells: =temperature | =batch | tau | ratio_to_plain | max(every("tokens_per_second", method="assisted")), 100 * share
+    let: here = 1000 * float(key("batch"))
     label: no feedback memory -> no_feedback
     -->
 
@@ -12,7 +13,8 @@ A comment above a table says how each of its cells follows from a report::
 it (``label``). Every other entry is a Python expression, or several, for the numbers of the cell in their order; ``-`` is not checked. In
 an expression, names are fields of the report's only row that has the keys and meets ``where``; ``of(field, method="spire", ...)`` is a field
 of the only row that has the keys and the given values, and ``every(...)`` the same of all such rows. A value may be given as a function
-(``context=lambda c: c > 500``), and may replace a key's. A comment ``<!-- from: no report: why -->`` exempts a table.
+(``context=lambda c: c > 500``), may replace a key's, and ``None`` fits rows without the field. ``key("batch")`` is a key's text, ``let``
+names an expression for those after it, and ``from`` may name several reports, whose rows are taken together. A comment ``<!-- from: no report: why -->`` exempts a table.
 """
 
 from __future__ import annotations
@@ -77,11 +79,13 @@ def wrong(table: Table, folder: Path) -> list[str]:
     said: dict[str, list[str]] = {}
     for line in lines:
         name, colon, rest = line.partition(": ")
-        if colon and name in ("where", "cells", "label"):
+        if colon and name in ("where", "cells", "label", "let"):
             said.setdefault(name, []).append(rest)
         else:
             said[next(reversed(said))][-1] += " " + line
-    report = json.loads((folder / file.strip()).read_text())["rows"]
+    report = [
+        row for name in file.split(", ") for row in json.loads((folder / name.strip()).read_text())["rows"]
+    ]
     cells = [cell.strip() for cell in said["cells"][0].split(" | ")]
     labels = dict(label.split(" -> ") for label in said.get("label", []))
     where = said.get("where", ["True"])[0]
@@ -100,7 +104,7 @@ def wrong(table: Table, folder: Path) -> list[str]:
             if entry.startswith("=") or entry == "-" or not shown:
                 continue
             try:
-                values = _evaluate(entry, report, keys, where)
+                values = _evaluate(entry, report, keys, where, said.get("let", []))
             except Exception as why:
                 out.append(f"{at}, {column}: {entry}: {type(why).__name__}: {why}")
                 continue
@@ -142,7 +146,7 @@ def _meets_one(value: Any, want: Any) -> bool:
     return value == want
 
 
-def _evaluate(entry: str, report: list[Row], keys: Row, where: str) -> list[Any]:
+def _evaluate(entry: str, report: list[Row], keys: Row, where: str, lets: list[str]) -> list[Any]:
     def every(field: str, **filters: Callable | Any) -> list[Any]:
         return [row[field] for row in report if field in row and _meets(row, keys | filters)]
 
@@ -160,7 +164,18 @@ def _evaluate(entry: str, report: list[Row], keys: Row, where: str) -> list[Any]
             meeting = [row for row in having if eval(where, {}, dict.fromkeys(fields) | row)]
             return _only([row[name] for row in meeting], f"{keys} where {where}")
 
-    known = {"of": of, "every": every, "max": max, "min": min, "__builtins__": {}}
+    known = {
+        "of": of,
+        "every": every,
+        "max": max,
+        "min": min,
+        "key": keys.get,
+        "float": float,
+        "__builtins__": {},
+    }
+    for let in lets:
+        name, _, value = let.partition(" = ")
+        known[name] = eval(value, known, Names())
     return list(eval(f"({entry},)", known, Names()))
 
 

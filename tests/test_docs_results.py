@@ -93,10 +93,12 @@ PAGE = """
 | not | a table |
 ```
 
-<!-- from: results/r.json
+<!-- from: results/r.json, results/s.json
 where: method == "spire"
-cells: =batch | speed | speed / of("speed",
-method="plain") , low | - | of("speed", batch=16) / max(every("speed", method="plain"))
+let: plain = of("speed", method="plain", batch=1)
+let: weight = of("weight", batch=None) * float(key("batch"))
+cells: =batch | speed | speed /
+plain , low | - | of("speed", batch=16) / max(every("speed", method="plain")) * weight
 label: one -> 1
 -->
 
@@ -109,6 +111,7 @@ label: one -> 1
 def read(tmp_path: Path, **cells: str) -> list[str]:
     (tmp_path / "results").mkdir(exist_ok=True)
     (tmp_path / "results/r.json").write_text(json.dumps({"rows": ROWS}))
+    (tmp_path / "results/s.json").write_text(json.dumps({"rows": [{"weight": 1.0}]}))
     page = tmp_path / "page.md"
     page.write_text(PAGE.format(**{"batch": "one", "speed": "17.3", "over": "1.73", **cells}))
     (table,) = tables(page)
@@ -120,7 +123,7 @@ def test_a_table_is_compared_at_the_digits_that_it_prints(tmp_path):
     assert read(tmp_path) == []
     assert read(tmp_path, speed="17.34", over="1.7", batch="`1`") == []
     (said,) = read(tmp_path, speed="17.4")
-    assert "page.md:17, tokens/s: says **17.4**, and the report has [17.34]" in said
+    assert "page.md:19, tokens/s: says **17.4**, and the report has [17.34]" in said
     assert len(read(tmp_path, over="1.74", speed="17.35")) == 2
     assert "[1.734, 0.0124]" in read(tmp_path, over="1.734, 1.7")[0]  # more numbers than expressions
 
