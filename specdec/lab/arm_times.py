@@ -23,10 +23,8 @@ from specdec.lab.selection import RoundTimes
 from specdec.models.hf import HFModel
 from specdec.types import Context
 
-SIZES = ("pocket-140k", "pocket-360k", "pocket-600k", "pocket-1100k", "pocket-2100k")
-FORMER = ("pocket-tiny", "pocket-code", "pocket-prose", "pocket-tabular", "pocket-vanilla")
-POOL = SIZES if set(SIZES) <= set(zoo.names()) else FORMER
-"""The drafts from which selectors choose, the smallest first: five sizes where the zoo has them, else the former pool."""
+POOL = ("pocket-140k", "pocket-360k", "pocket-600k", "pocket-1100k", "pocket-2100k")
+"""The drafts from which selectors choose, the smallest first."""
 
 
 def load_pool(names: Sequence[str], bf16_weights: bool | None = None) -> dict[str, Any]:
