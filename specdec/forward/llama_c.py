@@ -110,13 +110,11 @@ class LlamaC(LlamaEager):
         self._table: tuple[Tensor, Tensor] | None = None
         self._positions = positions_of(model.config) or sys.maxsize
         self._always, self._automatic = invariant, bf16_weights is None
-        self._products = [
-            (p.weight, p.bias) for p in (*(p for b in self.blocks for p in b.products), self.head)
-        ]
-        self._weights = [weight for weight, _ in self._products]
+        products = [*(p for b in self.blocks for p in b.products), self.head]
+        self._products = [(p.weight, p.bias) for p in products]
         self._shape = self.head.weight.shape
         make = Narrow.where_exact if self._automatic else Narrow
-        self._use(None if bf16_weights is False else make(self._weights))
+        self._use(None if bf16_weights is False else make(p.weight for p in products))
         self.invariant = invariant and self._takes
         if self.invariant:
             self.backend = "native"  # no other backend may be used
@@ -193,7 +191,7 @@ class LlamaC(LlamaEager):
                     caught[number].append(tap)
                 return None if keep is False else logits
         x = F.embedding(ids, self.body.embed_tokens.weight)
-        if any(w.dtype is not x.dtype or not w.is_contiguous() for w in self._weights):
+        if any(w.dtype is not x.dtype or not w.is_contiguous() for w, _ in self._products):
             raise RuntimeError(CAST)
         if keep is not False and self.head.weight.shape != self._shape:
             raise RuntimeError(CAST)
@@ -233,20 +231,9 @@ class LlamaC(LlamaEager):
         head, norm, table = self.head, self.body.norm, self.body.embed_tokens.weight
         cos, sin = self.rotary(head.weight, positions)
         shape = len(positions), table.shape[1]
+        last = norm.weight, norm.variance_epsilon, head.weight, head.bias
         return Reader(
-            *(
-                whole,
-                table,
-                norm.weight,
-                norm.variance_epsilon,
-                head.weight,
-                head.bias,
-                cos,
-                sin,
-                plan.slots,
-                held,
-            ),
-            plans=[plans[b.window] for b in self.blocks],
+            *(whole, table, *last, cos, sin, plan.slots, held, [plans[b.window] for b in self.blocks]),
             keep=None if keep is None else torch.empty(0, dtype=torch.long) if keep is False else keep,
             taps={number: torch.empty(shape, dtype=self.dtype) for number in caught or ()},
             narrow=None if self.narrow is None else self.narrow[head.weight],
