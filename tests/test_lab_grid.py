@@ -206,14 +206,14 @@ def texts(clusters=8):
 
 
 def test_a_multiplier_is_tau_times_times():
-    plain, mine = runs("plain", 0, [1.0, 1.1, 0.9]), runs("spire", 4, [1.5, 1.4, 1.6], tau=99.0)
+    plain, mine = runs("plain", 0, [1.0, 1.1, 0.9] * 2), runs("spire", 4, [1.5, 1.4, 1.6] * 2, tau=99.0)
     taus = texts()
     value, low, high = ratio(mine, plain, 8, taus)
     assert value == pytest.approx(taus.tau("spire", 8, 4) / 1.5)  # not 99: the runs' own luck
     assert low < value < high
     assert ratio(plain, plain, 8, taus) == (1, 1, 1)
     # A ratio of two drafts on the same texts is known better than each of them: it does not depend on the package here.
-    other = runs("vanilla", 4, [1.5, 1.4, 1.6])
+    other = runs("vanilla", 4, [1.5, 1.4, 1.6] * 2)
     assert ratio(mine, other, 8, taus) == pytest.approx((2, 2, 2))
 
 
@@ -229,12 +229,14 @@ def test_intervals_are_over_packages_and_repeats():
     assert round_seconds(runs("spire", 4, [2.0])).tolist() == [2.0] * DRAWS
 
 
-def test_too_few_packages_give_no_interval():
-    taus = texts(5)
-    assert taus.drawn("spire", 8, 4) is None
-    value, low, high = ratio(runs("spire", 4, [1.0]), runs("plain", 0, [1.0]), 8, taus)
-    assert (low, high) == (None, None)
-    assert value > 1
+def test_too_few_packages_or_repeats_give_no_interval():
+    few, enough = ([runs("spire", 4, [1.0] * n), runs("plain", 0, [1.0] * n)] for n in (5, 6))
+    assert texts(5).drawn("spire", 8, 4) is None
+    for cases, packages in ((few, 8), (enough, 5), (few, 5)):
+        value, low, high = ratio(*cases, 8, texts(packages))
+        assert (low, high) == (None, None)
+        assert value > 1
+    assert ratio(*enough, 8, texts(6))[1] is not None
 
 
 def test_packages_are_those_of_the_source_files():
@@ -246,9 +248,9 @@ def test_packages_are_those_of_the_source_files():
 def test_rows_of_noise_free_multipliers():
     found = {
         (2, 8): [
-            runs("plain", 0, [1.0] * 3),
-            runs("vanilla", 4, [1.0] * 3, tau=2.9),
-            runs("spire", 4, [1.2] * 3, tau=1.2),
+            runs("plain", 0, [1.0] * 6),
+            runs("vanilla", 4, [1.0] * 6, tau=2.9),
+            runs("spire", 4, [1.2] * 6, tau=1.2),
         ]
     }
     rows = grid_rows(found, set(), None, 4, texts())

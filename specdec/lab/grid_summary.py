@@ -146,4 +146,4 @@ def report(rows: list[Row]) -> None:
     ):
         some = [r | {"value": f"{r['value']:.6g}" if isinstance(r["value"], float) else r["value"]}
                 for r in rows if r["part"] == part]  # fmt: skip
-        print(f"\n{title}:\n{table(some, ('quantity', 'method', 'value'))}")
+        print(f"\n{title}:\n{table(some, ('quantity', 'method', 'over', 'value'))}")
