@@ -101,13 +101,18 @@ def test_the_models_own_error_is_that_of_its_predictions():
         unseen += [a - b for one, a in errors for other, b in errors if one < other]
     met = math.sqrt(sum(e * e for e in unseen) / len(unseen))
     assert made.error == pytest.approx(met, rel=0.4)
+    assert set(made.errors) == {(a, b) for a in made.hosts for b in made.hosts if a < b}
+    assert all(0.4 * met < error < 2.5 * met for error in made.errors.values())
     assert made.error > 0.05  # that of a difference is larger than that of one
 
 
 def test_a_fit_without_points_to_leave_out_has_no_error():
     bare, rounds = synthetic(0.0)
     some = {(b, c, c + 10): rounds[b, c] for b, c in GRID.corners}
-    assert fit(MODEL, bare, some).error is None
+    made = fit(MODEL, bare, some)
+    assert (made.error, made.errors) == (None, {})
+    with pytest.raises(ValueError, match="give points at which two methods"):
+        fit(MODEL, bare, some, leave_out=[(3, 7)])
 
 
 def test_the_points_of_a_fit_are_corners_and_every_second_inside():
@@ -120,6 +125,12 @@ def test_the_points_of_a_fit_are_corners_and_every_second_inside():
 # -- verdicts ----------------------------------------------------------------------------------------------------------------------
 
 
+def error(value, other=()):
+    """The same error for every pair."""
+    names = ("magicdec", "plain", "spire")
+    return {(a, b): value for a in names for b in names if a < b} | dict(other)
+
+
 def line(**multipliers):
     """Rows by method: measured and modelled multiplier of each."""
     return {
@@ -129,15 +140,19 @@ def line(**multipliers):
 
 def test_a_verdict_names_the_fastest_or_says_too_close():
     rows = line(plain=(1.0, 1.0), spire=(1.5, 1.6), magicdec=(1.52, 1.5))
-    sure, unsure, unknown = (verdict(rows, error) for error in (0.05, 0.07, None))
+    sure, unsure, unknown = (verdict(rows, errors) for errors in (error(0.05), error(0.07), {}))
     assert (sure.fastest, sure.named, sure.too_close, sure.holds) == ("magicdec", "spire", False, False)
     assert sure.lead == pytest.approx(1.6 / 1.5 - 1)
     assert sure.loss == pytest.approx(1.52 / 1.5 - 1)
     assert (unsure.too_close, unsure.holds) == (True, True)  # within 3 %
     assert not unknown.too_close
-    far = verdict(line(plain=(1.0, 1.0), spire=(1.4, 1.6), magicdec=(1.52, 1.5)), 0.07)
+    far = verdict(line(plain=(1.0, 1.0), spire=(1.4, 1.6), magicdec=(1.52, 1.5)), error(0.07))
     assert (far.too_close, far.holds) == (True, False)  # too close, and loses 8.6 %
-    right = verdict(line(plain=(1.0, 1.0), spire=(1.4, 1.6)), 0.07)
+    twins = error(0.2, {("magicdec", "spire"): 0.01})  # only the pair's own error counts
+    assert not verdict(rows, twins).too_close
+    third = verdict(line(plain=(1.0, 1.5), spire=(1.5, 1.6), magicdec=(1.5, 1.59)), {("plain", "spire"): 0.1})
+    assert third.too_close  # with the third, though not with the second
+    right = verdict(line(plain=(1.0, 1.0), spire=(1.4, 1.6)), error(0.07))
     assert (right.named, right.too_close, right.holds, right.loss) == ("spire", False, True, 0.0)
 
 
@@ -149,7 +164,15 @@ def test_the_summary_counts_verdicts_at_points_that_were_not_fitted():
         (8, 8): (False, 0.99, 1.2),  # sure and wrong, by 1 %
         (16, 8): (True, 0.5, 2.0),  # fitted
     }
-    rows = [{"part": "constant", "quantity": "error_of_a_difference", "value": 0.05}]
+    rows = [
+        {
+            "part": "constant",
+            "quantity": "error_of_a_difference",
+            "method": "plain",
+            "over": "spire",
+            "value": 0.05,
+        }
+    ]
     for (batch, context), (was, measured, modelled) in said.items():
         for method, k, one, other in (("plain", 0, 1.0, 1.0), ("spire", 4, measured, modelled)):
             rows.append(
@@ -183,14 +206,14 @@ def texts(clusters=8):
 
 
 def test_a_multiplier_is_tau_times_times():
-    plain, mine = runs("plain", 0, [1.0, 1.1, 0.9]), runs("spire", 4, [1.5, 1.4, 1.6], tau=99.0)
+    plain, mine = runs("plain", 0, [1.0, 1.1, 0.9] * 2), runs("spire", 4, [1.5, 1.4, 1.6] * 2, tau=99.0)
     taus = texts()
     value, low, high = ratio(mine, plain, 8, taus)
     assert value == pytest.approx(taus.tau("spire", 8, 4) / 1.5)  # not 99: the runs' own luck
     assert low < value < high
     assert ratio(plain, plain, 8, taus) == (1, 1, 1)
     # A ratio of two drafts on the same texts is known better than each of them: it does not depend on the package here.
-    other = runs("vanilla", 4, [1.5, 1.4, 1.6])
+    other = runs("vanilla", 4, [1.5, 1.4, 1.6] * 2)
     assert ratio(mine, other, 8, taus) == pytest.approx((2, 2, 2))
 
 
@@ -206,12 +229,14 @@ def test_intervals_are_over_packages_and_repeats():
     assert round_seconds(runs("spire", 4, [2.0])).tolist() == [2.0] * DRAWS
 
 
-def test_too_few_packages_give_no_interval():
-    taus = texts(5)
-    assert taus.drawn("spire", 8, 4) is None
-    value, low, high = ratio(runs("spire", 4, [1.0]), runs("plain", 0, [1.0]), 8, taus)
-    assert (low, high) == (None, None)
-    assert value > 1
+def test_too_few_packages_or_repeats_give_no_interval():
+    few, enough = ([runs("spire", 4, [1.0] * n), runs("plain", 0, [1.0] * n)] for n in (5, 6))
+    assert texts(5).drawn("spire", 8, 4) is None
+    for cases, packages in ((few, 8), (enough, 5), (few, 5)):
+        value, low, high = ratio(*cases, 8, texts(packages))
+        assert (low, high) == (None, None)
+        assert value > 1
+    assert ratio(*enough, 8, texts(6))[1] is not None
 
 
 def test_packages_are_those_of_the_source_files():
@@ -223,9 +248,9 @@ def test_packages_are_those_of_the_source_files():
 def test_rows_of_noise_free_multipliers():
     found = {
         (2, 8): [
-            runs("plain", 0, [1.0] * 3),
-            runs("vanilla", 4, [1.0] * 3, tau=2.9),
-            runs("spire", 4, [1.2] * 3, tau=1.2),
+            runs("plain", 0, [1.0] * 6),
+            runs("vanilla", 4, [1.0] * 6, tau=2.9),
+            runs("spire", 4, [1.2] * 6, tau=1.2),
         ]
     }
     rows = grid_rows(found, set(), None, 4, texts())

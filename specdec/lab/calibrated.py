@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import combinations
+from statistics import fmean
 from typing import NamedTuple
 
 from specdec.cost import AUTOREGRESSIVE, Fitted, Host, Load, Method, Round, Shape, Step, calibrate
 from specdec.cost.calibrate import CACHED
 from specdec.lab.steady import Measured
+
+Pair = tuple[str, str]
 
 
 @dataclass(frozen=True)
@@ -82,14 +85,16 @@ class Calibrated:
     """A model with fitted constants.
 
     Attributes:
-        error: the model's error of the logarithm of a ratio of two methods' round times, at points left out of the fit (root mean square);
-            ``None``: not known.
+        error: the model's error of the logarithm of a ratio of two methods' round times, at points left out of the fit (root mean square
+            over all pairs of methods); ``None``: not known. errors: the same by pair, names in order, with ``error`` counted as one more
+            point; methods of one shape err alike, so their ratio is known better.
     """
 
     model: Model
     machine: Fitted
     hosts: Mapping[str, Around]
     error: float | None = None
+    errors: Mapping[Pair, float] = field(default_factory=dict)
 
     def seconds(self, method: str, batch: int, context: float, k: int) -> float:
         """Seconds of a round."""
@@ -132,37 +137,51 @@ def fit(
         ValueError: too few steps, or no pair of methods at the points left out.
     """
 
-    def left_out(machine: Fitted) -> float:
-        """The error of a difference with this machine."""
-        differences: list[float] = []
+    def squares(machine: Fitted) -> dict[Pair, list[float]]:
+        """Of every pair of methods: the mean square of its error at each point left out."""
+        found: dict[Pair, list[float]] = {}
         for point in leave_out:
             rest = {at: some for at, some in rounds.items() if at[:2] != point}
             without = Calibrated(model, machine, _hosts(model, machine, rest, apart))
             for at, some in rounds.items():
-                if at[:2] == point:
-                    differences += _differences(without, at, some)
-        if not differences:
+                for pair, square in _squares(without, at, some).items() if at[:2] == point else ():
+                    found.setdefault(pair, []).append(square)
+        if not found:
             raise ValueError(
                 f"leave_out is {sorted(leave_out)}: give points at which two methods were measured"
             )
-        return math.sqrt(sum(d * d for d in differences) / len(differences))
+        return found
 
-    machine = calibrate(
-        [(b.step, b.seconds) for b in bare], "this machine", cached_apart=True, cache=True, rank=left_out if leave_out else None
-    )  # fmt: skip
-    error = left_out(machine) if leave_out else None
-    return Calibrated(model, machine, _hosts(model, machine, rounds, apart), error)
+    samples = [(b.step, b.seconds) for b in bare]
+    rank = (lambda made: _pooled(squares(made))) if leave_out else None
+    machine = calibrate(samples, "this machine", cached_apart=True, cache=True, rank=rank)
+    made = Calibrated(model, machine, _hosts(model, machine, rounds, apart))
+    if not leave_out:
+        return made
+    found = squares(machine)
+    error = _pooled(found)
+    errors = {pair: math.sqrt((sum(some) + error**2) / (len(some) + 1)) for pair, some in found.items()}
+    return replace(made, error=error, errors=errors)
 
 
-def _differences(calibrated: Calibrated, at: tuple[int, int, float], some: Sequence[Measured]) -> list[float]:
-    """Errors of the logarithm of the ratio of two methods' round times, for every pair of methods and all their k."""
+def _pooled(squares: Mapping[Pair, Sequence[float]]) -> float:
+    return math.sqrt(fmean(square for some in squares.values() for square in some))
+
+
+def _squares(
+    calibrated: Calibrated, at: tuple[int, int, float], some: Sequence[Measured]
+) -> dict[Pair, float]:
+    """The mean square of the error of the logarithm of a ratio of two methods' round times, over their k, for every pair of methods."""
     batch, _, context = at
-    errors = [
-        (m.method, math.log(calibrated.seconds(m.method, batch, context, m.k) / m.round_seconds))
-        for m in some
-        if m.method in calibrated.hosts
-    ]
-    return [a - b for (one, a), (other, b) in combinations(errors, 2) if one != other]
+    errors: dict[str, list[float]] = {}
+    for m in some:
+        if m.method in calibrated.hosts:
+            error = math.log(calibrated.seconds(m.method, batch, context, m.k) / m.round_seconds)
+            errors.setdefault(m.method, []).append(error)
+    return {
+        (one, other): fmean((a - b) ** 2 for a in errors[one] for b in errors[other])
+        for one, other in combinations(sorted(errors), 2)
+    }
 
 
 def _hosts(model: Model, machine: Fitted, rounds: Rounds, apart: bool) -> dict[str, Around]:

@@ -17,12 +17,12 @@ Row = dict[str, Any]
 
 def grid_rows(
     found: dict[Point, list[Measured]],
-    corners: set[Point],
+    fitted: set[Point],
     calibrated: Calibrated | None,
     new_tokens: int,
     taus: Taus | None = None,
 ) -> list[Row]:
-    """A row for every measured method and k, grid points in order; with ``taus``, then a row for every pair of methods."""
+    """A row for every measured method and k, grid points in order; with ``taus``, then SPIRe's speed over every other draft's."""
     rows, pairs = [], []
     for (batch, context), cases in sorted(found.items()):
         plain = next(m for m in cases if m.method == "plain")
@@ -32,7 +32,7 @@ def grid_rows(
             tau, own = m.tau, speed(m, context, taus)
             row: Row = {
                 "part": "grid", "method": m.method, "batch": batch, "context": context, "k": m.k,
-                "multiplier": own / speed(plain, context, taus), "modelled": None, "fitted": (batch, context) in corners,
+                "multiplier": own / speed(plain, context, taus), "modelled": None, "fitted": (batch, context) in fitted,
                 "best_k": m is best[m.method], "tau": tau, "tokens_per_second": batch * own,
                 "round_seconds": m.round_seconds, "modelled_round_seconds": None,
                 "spread": max(r.round_seconds for r in m.runs) / min(r.round_seconds for r in m.runs) - 1,
@@ -91,8 +91,13 @@ def constants(calibrated: Calibrated | None, bare: list[Bare]) -> list[Row]:
         "overlapped",
     )
     values = {name: getattr(machine, name) for name in names} | {"median_error_on_bare_steps": machine.error}
-    values["error_of_a_difference"] = calibrated.error
     rows += [{"part": "constant", "quantity": name, "value": value} for name, value in values.items()]
+    errors = {("", ""): calibrated.error, **calibrated.errors}  # of all pairs, and of each
+    rows += [
+        {"part": "constant", "quantity": "error_of_a_difference", "value": value}
+        | ({"method": one, "over": other} if one else {})
+        for (one, other), value in errors.items()
+    ]
     for method, around in calibrated.hosts.items():
         for where, host in around._asdict().items():
             for name, value in vars(host).items():

@@ -19,7 +19,7 @@ class Verdict(NamedTuple):
 
     Attributes:
         fastest: as measured, of all methods. named: as modelled. lead: of the named method's modelled speed over the next one's, less 1.
-        too_close: the lead is within the model's own error. loss: the fastest method's measured speed over that of the named one, less 1.
+        too_close: the lead over some method is within the model's own error. loss: the fastest method's measured speed over that of the named one, less 1.
     """
 
     fastest: str
@@ -34,18 +34,25 @@ class Verdict(NamedTuple):
         return self.loss <= NEAR if self.too_close else self.named == self.fastest
 
 
-def verdict(methods: Mapping[str, Row], error: float | None) -> Verdict:
+Errors = Mapping[tuple[str, str], float]
+
+
+def verdict(methods: Mapping[str, Row], errors: Errors) -> Verdict:
     """The model's answer among several methods' rows.
 
     Args:
-        methods: rows with ``multiplier`` and ``modelled``. error: of the logarithm of a ratio of two modelled times
-            (``Calibrated.error``); ``None`` if it is not known: then nothing is too close.
+        methods: rows with ``multiplier`` and ``modelled``. errors: of the logarithm of the ratio of two methods' modelled times, by pair
+            (``Calibrated.errors``). Pairs without an error are never too close.
     """
     fastest, named = winner(methods, "multiplier"), winner(methods, "modelled")
-    next_one = max((r["modelled"] for name, r in methods.items() if name != named), default=None)
-    lead = float("inf") if next_one is None else methods[named]["modelled"] / next_one - 1
+    leads = {o: methods[named]["modelled"] / r["modelled"] for o, r in methods.items() if o != named}
+    too_close = any(log(lead) < errors.get(_pair(named, other), 0.0) for other, lead in leads.items())
     loss = methods[fastest]["multiplier"] / methods[named]["multiplier"] - 1
-    return Verdict(fastest, named, lead, error is not None and log(1 + lead) < error, loss)
+    return Verdict(fastest, named, min(leads.values(), default=float("inf")) - 1, too_close, loss)
+
+
+def _pair(one: str, other: str) -> tuple[str, str]:
+    return (one, other) if one < other else (other, one)
 
 
 def at_k(rows: list[Row], best: bool) -> dict[Point, dict[str, Row]]:
@@ -62,16 +69,17 @@ def winner(methods: Mapping[str, Row], column: str) -> str:
     return max(methods, key=lambda name: methods[name][column])
 
 
-def error_of(rows: list[Row]) -> float | None:
-    """The model's own error, from the rows of its constants."""
-    return next((r["value"] for r in rows if r.get("quantity") == "error_of_a_difference"), None)
+def errors_of(rows: list[Row]) -> dict[tuple[str, str], float]:
+    """The model's own errors by pair, from the rows of its constants."""
+    some = (r for r in rows if r.get("quantity") == "error_of_a_difference" and "over" in r)
+    return {(r["method"], r["over"]): r["value"] for r in some}
 
 
 def verdicts(rows: list[Row], best: bool) -> dict[Point, tuple[dict[str, Row], Verdict]]:
     """Rows and verdict at every point to which the model was not fitted."""
     points = at_k(rows, best)
     unseen = {p: m for p, m in points.items() if not m["plain"]["fitted"] and m["plain"]["modelled"]}
-    return {p: (methods, verdict(methods, error_of(rows))) for p, methods in unseen.items()}
+    return {p: (methods, verdict(methods, errors_of(rows))) for p, methods in unseen.items()}
 
 
 def summary(rows: list[Row], seconds: float) -> list[Row]:
@@ -127,7 +135,7 @@ def report(rows: list[Row]) -> None:
                     line[name] = f"{r['multiplier']:.2f} [{shown}]" + (f" {r['k']}" if best else "")
             line["fastest"] = winner(methods, "multiplier")
             line["modelled"] = None if plain["modelled"] is None else winner(methods, "modelled")
-            if line["modelled"] is not None and verdict(methods, error_of(rows)).too_close:
+            if line["modelled"] is not None and verdict(methods, errors_of(rows)).too_close:
                 line["modelled"] += ", too close"
             lines.append(line)
         print(f"\n{title}: multiplier [modelled]{', k' if best else ''}\n")
@@ -138,4 +146,4 @@ def report(rows: list[Row]) -> None:
     ):
         some = [r | {"value": f"{r['value']:.6g}" if isinstance(r["value"], float) else r["value"]}
                 for r in rows if r["part"] == part]  # fmt: skip
-        print(f"\n{title}:\n{table(some, ('quantity', 'method', 'value'))}")
+        print(f"\n{title}:\n{table(some, ('quantity', 'method', 'over', 'value'))}")

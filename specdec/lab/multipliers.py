@@ -117,9 +117,10 @@ def speed(case: Measured, context: int, taus: Taus | None) -> float:
 def ratio(
     case: Measured, other: Measured, context: int, taus: Taus
 ) -> tuple[float, float | None, float | None]:
-    """The speed of one method over another's at a grid point, with a paired interval."""
+    """The speed of one method over another's at a grid point, with a paired interval; ``None`` for too few packages or repeats."""
     drawn = [taus.drawn(one.method, context, one.k) for one in (case, other)]
     draws = None
-    if drawn[0] is not None and drawn[1] is not None:
+    enough = min(len(case.runs), len(other.runs)) >= FEW
+    if enough and drawn[0] is not None and drawn[1] is not None:
         draws = drawn[0] / drawn[1] * round_seconds(other) / round_seconds(case)
     return (speed(case, context, taus) / speed(other, context, taus), *interval(draws))
