@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import torch
 from torch import Tensor
 
 from specdec.cache.contract import KVStore
@@ -21,8 +22,9 @@ class StaticStore(KVStore):
         whole = copy.copy(cache)
         whole._blocks = cache._whole
         Slots._view(whole)
-        self.layers, self.slots, self._whole = whole.layers, whole.slots, whole
+        self.layers, self._flat, self.slots = whole.layers, whole._flat, whole.slots
         self.spare = self.slots - 1
+        self._at: dict[int, tuple[Tensor, Tensor]] = {}
 
     @property
     def direct(self) -> list[tuple[Tensor, Tensor]]:
@@ -30,11 +32,16 @@ class StaticStore(KVStore):
 
     def begin(self) -> None:
         """Called before a forward, because the tensor of slots may have new contents."""
-        self._whole._numbered = {}
+        self._at = {}
 
     def append(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """As ``KVStore.append``."""
-        at = self._whole._numbers(slots, key.shape[1])
-        for into, new in zip(self._whole._flat[layer], (key, value)):
-            into.index_copy_(0, at, new[0].transpose(0, 1).reshape(-1, new.shape[-1]))
+        known = self._at.get(key.shape[1])
+        if known is None or known[0] is not slots:
+            row, slot = slots // self.slots, slots % self.slots
+            head = torch.arange(key.shape[1], device=slots.device)
+            at = ((row[:, None] * key.shape[1] + head) * self.slots + slot[:, None]).flatten()
+            self._at[key.shape[1]] = known = (slots, at)
+        for into, new in zip(self._flat[layer], (key, value)):
+            into.index_copy_(0, known[1], new[0].transpose(0, 1).reshape(-1, new.shape[-1]))
         return self.layers[layer]
