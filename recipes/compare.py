@@ -19,6 +19,7 @@ import torch
 
 import specdec as sd
 from specdec import lab
+from specdec.capabilities import DraftPart
 from specdec.lab.console import short_errors
 from specdec.lab.loading import draft_part, load
 from specdec.lab.options import option, parse
@@ -59,7 +60,8 @@ def main(s: Settings) -> None:
     replays = {}
     for name, part in parts.items():
         began = perf_counter()
-        replays[name] = lab.replay(trace, part, max(s.k), target, name=name)
+        read = target if DraftPart.of(part).reads_target else None  # otherwise it is not computed again
+        replays[name] = lab.replay(trace, part, max(s.k), read, name=name)
         print(f"{name}: replayed or read, {len(trace) / (perf_counter() - began) * 60:.0f} prompts a minute")
     with short_errors():
         found = lab.compare(replays, s.k)
