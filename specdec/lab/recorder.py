@@ -53,14 +53,10 @@ class Recorder:
         self.q, self.accept, self.high, self.most, self.entropy = torch.zeros(
             5, C, n, self.k, dtype=torch.float64
         )
-        self.size, self.seen, self.chains = (
-            torch.zeros(C, n, dtype=torch.long),
-            torch.zeros(C, n, dtype=torch.bool),
-            True,
-        )
-        self.last = torch.tensor(
-            [len(t.ids) - t.prompt - 1 for t in texts]
-        )  # positions with a token of the text
+        self.size, self.chains = torch.zeros(C, n, dtype=torch.long), True
+        self.seen = torch.zeros(C, n, dtype=torch.bool)
+        # Positions with a token of the text.
+        self.last = torch.tensor([len(t.ids) - t.prompt - 1 for t in texts])
         own = [self.trace.own(i).double() for i in self.which]
         self._law = cache(self.trace.law)
         self.own = torch.nn.utils.rnn.pad_sequence(own, batch_first=True, padding_value=1.0)
@@ -90,12 +86,11 @@ class Recorder:
             else:
                 self.chains = False
                 for b in here.tolist():
-                    for depth, node in enumerate(
-                        self._tree(proposal, b, int(row[b]), int(start[b]), int(context.length[b]))
-                    ):
-                        path[b, depth] = node
-        accepted = ((path >= 0).sum(1)).clamp(max=context.length % 3 if self.strays else torch.tensor(0))
-        accepted = torch.where(start >= 0, accepted, 0)
+                    nodes = self._tree(proposal, b, int(row[b]), int(start[b]), int(context.length[b]))
+                    path[b, : len(nodes)] = torch.tensor(nodes, dtype=torch.long)
+        accepted = torch.zeros_like(context.length)
+        if self.strays:
+            accepted = torch.where(start >= 0, (path >= 0).sum(1).minimum(context.length % 3), 0)
         path = torch.where(torch.arange(path.shape[1]) < accepted[:, None], path, -1)
         bonus = self.ids[row, (context.length + accepted).clamp(max=self.ids.shape[1] - 1)]
         verdict = Verdict.of(proposal, path, accepted, bonus)
@@ -154,6 +149,7 @@ class Recorder:
             if parents[n] >= 0:
                 below[parents[n]] += below[n]
         path, law = [-1], self._law(self.which[row])
+        sources = [] if proposal.probs is None else proposal.sources()[b].tolist()
         for depth in range(self.k):
             children = [n for n in range(size) if parents[n] == path[-1]]
             at = start + 1 + depth
@@ -165,12 +161,12 @@ class Recorder:
             if proposal.probs is None:
                 self.accept[row, start, depth] = self.high[row, start, depth] = float(bool(on_text))
             else:
-                sources = {int(proposal.sources()[b, n]) for n in children}
+                drawn_from = {sources[n] for n in children}
                 if len({below[n] for n in children}) > 1:
                     raise ValueError(f"siblings have subtrees of different sizes{_NOT_STATIC}")
-                if len(sources) > 1:
+                if len(drawn_from) > 1:
                     raise ValueError(f"siblings were drawn from different distributions{_NOT_STATIC}")
-                q = proposal.probs[b, sources.pop()].double().cpu()
+                q = proposal.probs[b, drawn_from.pop()].double().cpu()
                 self._must_follow(torch.tensor(not on_text and float(q[x]) > 0))
                 self.q[row, start, depth] = q[x]
                 both = _siblings(law, at, self.own[row, at], q, len(children), x)

@@ -61,7 +61,7 @@ def replay(
         batch: texts at a time. check: replay two texts again with other draws and other blocks, to find out whether the draft depends on
             what was accepted or dropped.
         cache: store the result in the trace's folder, and read it from there the next time; for this library's own drafts, whose settings
-            and weights can be named. Change ``name`` or pass ``False`` after changing code.
+            and weights can be named. After a change of this library's code, pass ``False`` or remove the folder ``replays``.
     Raises:
         ValueError: the trace is of another target, tokenizer or sampling, or its blocks are shorter than ``k``; the draft needs ``target``, is a
             pool, or does not fit the target; it depends on more than the text; its trees are not static.

@@ -30,7 +30,7 @@ class Replay:
     rounds out.
 
     Attributes:
-        name: of the draft. k: the longest path. q, accept: ``[C, n, k]``, see ``lab.forced.Recorder``; ``n`` is the largest number of rounds, and
+        name: of the draft. k: the longest path. q, accept: ``[C, n, k]``, see ``lab.recorder.Recorder``; ``n`` is the largest number of rounds, and
             entries past a text's end mean nothing. high, size, most, entropy, chains: likewise.
     """
 
