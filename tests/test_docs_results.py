@@ -19,8 +19,8 @@ NAMED = [
 ]
 
 OLDER = {
-    "bench.json", "cpu_floor.json", "cpu_kernels.json", "gpu_suite_toy.json", "quickstart.json", "spin_decompose.json",
-    "spin_end_to_end.json", "spin_pipeline.json", "spin_pool.json", "spin_regret.json", "spin_switching.json", "spire_ablations.json",
+    "gpu_suite_toy.json",
+    "spin_end_to_end.json", "spin_pipeline.json", "spin_pool.json", "spin_regret.json", "spire_ablations.json",
     "spire_ablations_seeds.json", "spire_distilled_vanilla.json", "spire_measured.json", "spire_measured_float32.json",
     "spire_no_sparse_kv.json", "spire_tau.json", "spire_vanilla_seeds.json",
 }  # fmt: skip
