@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Never
 
 import torch
 
@@ -14,7 +14,7 @@ from specdec.composition import Composition
 from specdec.executors.contract import Executor
 from specdec.executors.serial import Serial
 from specdec.generation import Generation
-from specdec.prompts import Prompts, prepared, rows_of
+from specdec.prompts import Prompts, asked, prepared, rows_of
 from specdec.rng import Philox, Rng, seeds
 from specdec.serving.requests import Finished, Request
 from specdec.serving.server import Server, Settings, check
@@ -43,14 +43,17 @@ class Decoder(Composition):
     executor: Executor = Serial()
 
     def __repr__(self) -> str:
+        draft = f"draft {self.drafting.info.name}"
+        if self.selecting is not None:
+            draft = f"pool of {', '.join(self.selecting.names)} chosen by {self.selecting.selector}"
         return (
-            f"Decoder({self.target!r}, draft {self.drafting.info.name}, length {self.length}, {self.sampling}, "
+            f"Decoder({self.target!r}, {draft}, length {self.length}, {self.sampling}, "
             f"{self.verifier}, {self.executor})"
         )
 
     def generate(
         self,
-        prompts: Prompts,
+        prompts: Prompts | None = None,
         max_new_tokens: int | Sequence[int] = 128,
         *,
         seed: int | Sequence[int] | None = None,
@@ -61,12 +64,15 @@ class Decoder(Composition):
         rng: Rng | None = None,
         on_round: Callable[[Round], None] | None = None,
         selection: ArmAssignment | None = None,
+        input_ids: Any = None,
+        attention_mask: Any = None,
+        **others: Never,
     ) -> Generation:
         """Decode a ragged batch.
 
         Args:
             prompts: one text, a list of texts, a chat (list of ``{"role", "content"}``), a list of chats, ids (a list or a
-                tensor ``[L]``) or rows of ids (lists of any lengths, or a tensor ``[B, L]``).
+                tensor ``[L]``), rows of ids (lists of any lengths, or a tensor ``[B, L]``), or what a tokenizer returned.
             max_new_tokens: one budget, or one for each row.
             seed: one int (spread over the rows), or one seed for each row, with which a row's output does not depend on
                 its batch. ``None`` draws from torch's default generator.
@@ -77,13 +83,23 @@ class Decoder(Composition):
             rng: random decisions to use instead of ``seed`` (used by the certifier).
             on_round: called after every round.
             selection: the state of a selector from ``begin``, which goes on learning from call to call.
+            input_ids, attention_mask: in place of ``prompts``, as in ``generate(**tokenizer(texts, padding=True, return_tensors="pt"))``;
+                ids whose mask is 0 are dropped.
+            others: arguments of other libraries' ``generate``, which are refused with what to write instead.
         Returns:
             ``Generation`` with ids, texts and statistics.
         Raises:
             TypeError: an argument has the wrong type; the message names it.
             ValueError: the batch or a prompt is empty, a budget is below 1 or beyond the model's positions, or ids are outside the vocabulary.
+            MemoryError: the budgets do not fit the memory.
         """
-        rows = rows_of(self.target, prompts)
+        rows = rows_of(self.target, asked(Decoder.generate, prompts, input_ids, attention_mask, others))
+        if rng is not None and not isinstance(rng, Rng):
+            raise TypeError(
+                f"rng is {rng!r}: give a number as seed=, or an object with the methods of specdec.rng.Rng"
+            )
+        if not isinstance(progress, bool):
+            raise TypeError(f"progress is {progress!r}: give True or False")
         context, limits = prepared(self, rows, max_new_tokens, eos_token_id, stop_strings, stopping_criteria)
         records: list[Record] = []
         ids: list[list[int]] = [[] for _ in rows]
@@ -112,7 +128,7 @@ class Decoder(Composition):
 
     def stream(
         self,
-        prompts: Prompts,
+        prompts: Prompts | None = None,
         max_new_tokens: int | Sequence[int] = 128,
         *,
         seed: int | Sequence[int] | None = None,
@@ -120,9 +136,12 @@ class Decoder(Composition):
         stop_strings: str | Sequence[str] = (),
         stopping_criteria: Sequence[Callable[..., Any]] = (),
         on_round: Callable[[Round], None] | None = None,
+        input_ids: Any = None,
+        attention_mask: Any = None,
+        **others: Never,
     ) -> Iterator[StreamChunk]:
         """As ``generate``, but yields a ``StreamChunk`` for each row as soon as a round has committed its tokens."""
-        rows = rows_of(self.target, prompts)
+        rows = rows_of(self.target, asked(Decoder.stream, prompts, input_ids, attention_mask, others))
         context, limits = prepared(self, rows, max_new_tokens, eos_token_id, stop_strings, stopping_criteria)
         return self._chunks(context, limits, seed, on_round)
 

@@ -307,8 +307,15 @@ def test_prompts_in_every_form(target):
     assert numbers.ids == decoder.generate(rows.tolist(), 5, eos_token_id=96).ids
     with pytest.raises(TypeError, match="is a list of messages"):
         decoder.generate({"role": "user", "content": "hi"}, 5)
-    with pytest.raises(TypeError, match="pass its ids"):
-        decoder.generate(target.tokenizer(["abc", "defg"]), 5)
+    texts = decoder.generate(["abc", "defg"], 5)
+    target.tokenizer.pad_token = target.tokenizer.eos_token
+    for side in ("left", "right"):
+        target.tokenizer.padding_side = side
+        padded = target.tokenizer(["abc", "defg"], padding=True, return_tensors="pt")
+        assert 0 in padded["attention_mask"]
+        for out in (decoder.generate(padded, 5), decoder.generate(**padded, max_new_tokens=5)):
+            assert (out.ids, out.prompt_ids) == (texts.ids, texts.prompt_ids)
+    assert decoder.generate(**target.tokenizer("abc"), max_new_tokens=5).ids == texts.ids[:1]
     with pytest.raises(TypeError, match="as integers"):
         decoder.generate(torch.tensor([[1.0, 2.0]]), 5)
     text = decoder.generate("hello", 5)
