@@ -94,7 +94,7 @@ class Decoder(Composition):
             MemoryError: the budgets do not fit the memory.
         """
         rows = rows_of(self.target, asked(Decoder.generate, prompts, input_ids, attention_mask, others))
-        if rng is not None and not isinstance(rng, Rng):
+        if rng is not None and not (hasattr(rng, "categorical") and hasattr(rng, "accept")):
             raise TypeError(
                 f"rng is {rng!r}: give a number as seed=, or an object with the methods of specdec.rng.Rng"
             )
@@ -218,12 +218,17 @@ class Decoder(Composition):
                     text, shown[row] = whole[shown[row] :], max(shown[row], len(whole))
                 yield StreamChunk(row, new, text, finish)
 
-    @torch.inference_mode()  # as a decorator it is off between the steps, in the consumer's code
     def _run(
         self, context: Context, limits: StopRules, seed: int | Sequence[int] | None, rng: Rng | None
     ) -> Iterator[Round]:
         keyed = Philox(seeds(seed, context.batch)) if rng is None else rng
-        yield from self.executor.run(self, context, keyed, limits)
+        rounds = self.executor.run(self, context, keyed, limits)
+        while True:
+            with torch.inference_mode():  # off in the consumer's code, and when an unfinished run is closed
+                round = next(rounds, None)
+            if round is None:
+                return
+            yield round
 
 
 class _bar:

@@ -11,7 +11,7 @@ import importlib.util
 import sys
 from collections.abc import Collection, Sequence
 from functools import cache
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -51,7 +51,6 @@ __all__ = [
 ]
 
 
-@runtime_checkable
 class Rng(Protocol):
     """The source of random decisions: ``Philox`` in decoding, a walk over all branches in the certifier."""
 
