@@ -13,12 +13,13 @@ from specdec.arguments import at_least, whole
 from specdec.arm_policy import Arm, ArmPolicy, Reward
 from specdec.capabilities import DraftInfo, DraftPart, ModelInfo, SelectorInfo
 from specdec.cost.arms import ArmCosts
+from specdec.custom_generate import CustomGenerate
 from specdec.decoder import Decoder, StreamChunk
 from specdec.drafts.coerce import ModelLike, as_model, in_memory
 from specdec.drafts.spire import SpireModel
 from specdec.drafts.spire.load import is_spire
 from specdec.elsewhere import DRAFT, METHODS, SAMPLING, refuse
-from specdec.executors.contract import Checks, Executor
+from specdec.executors.contract import Executor
 from specdec.executors.serial import Serial
 from specdec.generation import Generation
 from specdec.masks import Mask
@@ -187,6 +188,10 @@ class Builder:
         """``build().stream(...)``, as ``generate``."""
         return self.build().stream(*arguments, **named)
 
+    def as_generate(self) -> CustomGenerate:
+        """``build().as_generate()``."""
+        return self.build().as_generate()
+
     def build(self) -> Decoder:
         """Check that the parts fit together and return the decoder.
 
@@ -218,7 +223,6 @@ class Builder:
                         "draft: this model family takes chains only, so it cannot draft a tree: use drafts.Model"
                     )
         said = ModelInfo.of(target)
-        self._sampling.probe(target.vocab_size, said.device or "cpu")
         if said.generation_processors and not self._sampling.processors:
             warnings.warn(
                 f"the target's generation_config asks for {said.generation_processors}, which transformers' generate would apply: give the "
@@ -232,18 +236,16 @@ class Builder:
                 f"sampling({settings}), or set another sampling",
                 stacklevel=2,
             )
-        made = Decoder(
+        return Decoder(
             target,
-            part.bound(target, self._sampling),
+            self._draft,
             self._length,
             self._sampling,
             self._verifier,
             selecting=self._selecting,
             executor=self._executor,
-        )
-        if isinstance(self._executor, Checks):
-            self._executor.check(made)
-        return made
+            unbound=self._draft,
+        ).with_sampling(self._sampling)
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -9,13 +9,17 @@ from typing import Any, Literal, NamedTuple, Never
 import torch
 
 from specdec.arm_policy import ArmAssignment
-from specdec.capabilities import ModelInfo
+from specdec.capabilities import DraftPart, ModelInfo
 from specdec.composition import Composition
-from specdec.executors.contract import Executor
+from specdec.custom_generate import CustomGenerate
+from specdec.executors.contract import Checks, Executor
 from specdec.executors.serial import Serial
 from specdec.generation import Generation
+from specdec.models.hf import HFModel
 from specdec.prompts import Prompts, asked, prepared, rows_of
+from specdec.protocols import Draft
 from specdec.rng import Philox, Rng, seeds
+from specdec.sampling import Sampling
 from specdec.serving.requests import Finished, Request
 from specdec.serving.server import Server, Settings, check
 from specdec.stats import Record, Stats
@@ -37,10 +41,12 @@ class Decoder(Composition):
     """A composition and its executor; ``generate`` and ``stream`` may be called any number of times.
 
     Attributes:
-        executor: in which order the parts run. The others are those of ``Composition``.
+        executor: in which order the parts run. unbound: the draft before it was bound to the target and the sampling. The others are those of
+            ``Composition``.
     """
 
     executor: Executor = Serial()
+    unbound: Draft[Any] | None = None
 
     def __repr__(self) -> str:
         draft = f"draft {self.drafting.info.name}"
@@ -181,6 +187,34 @@ class Decoder(Composition):
         settings = Settings(limit, seed, eos_token_id, stop_strings, clock, capacity, on_round)
         check(self, self.executor, settings)
         return Server(self, self.executor, requests, settings).run()
+
+    def with_sampling(self, sampling: Sampling) -> Decoder:
+        """The same parts with another sampling.
+
+        Raises:
+            ValueError: a processor keeps state, or the executor cannot run it.
+        """
+        sampling.probe(self.target.vocab_size, self.device or "cpu")
+        part = DraftPart.of(self.draft if self.unbound is None else self.unbound)
+        made = replace(self, sampling=sampling, draft=part.bound(self.target, sampling))
+        if isinstance(self.executor, Checks):
+            self.executor.check(made)
+        return made
+
+    def as_generate(self) -> CustomGenerate:
+        """For transformers: ``model.generate(**batch, custom_generate=decoder.as_generate())`` decodes with this decoder.
+
+        A decoder that was built without ``sampling()`` follows the call's settings (greedy, unless it says ``do_sample=True``); settings that
+        contradict the decoder's are refused. docs/howto/transformers.md says what is honoured.
+
+        Raises:
+            TypeError: the target is no transformers model.
+        """
+        if not isinstance(self.target, HFModel):
+            raise TypeError(
+                f"the target is a {type(self.target).__name__}: custom_generate needs a transformers model"
+            )
+        return CustomGenerate(self)
 
     def _with(self, selection: ArmAssignment, batch: int) -> Decoder:
         if not isinstance(selection, ArmAssignment):

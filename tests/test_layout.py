@@ -24,7 +24,7 @@ FLOORS: tuple[str, ...] = (
     "drafts",
     "executors",
     "prompts serving",
-    "builder decoder distributed generation",
+    "builder custom_generate decoder distributed generation",
     "data training zoo",
     "audit",
     "lab",
