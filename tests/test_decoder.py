@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import FAMILIES, byte_tokenizer, tiny
+from tiny import FAMILIES, LIKE_OTHERS, byte_tokenizer, tiny
 from transformers import (
     LogitsProcessor,
     MinLengthLogitsProcessor,
@@ -82,7 +82,13 @@ def ends_some_rows(plain):
     ("family", "names"),
     [
         pytest.param("llama", DRAFTS, id="llama, every draft"),
-        *(pytest.param(family, ["model", "tree"], id=family) for family in FAMILIES if family != "llama"),
+        *(
+            pytest.param(
+                family, ["model", "tree"], id=family, marks=pytest.mark.slow if family in LIKE_OTHERS else ()
+            )
+            for family in FAMILIES
+            if family != "llama"
+        ),
         *(
             pytest.param(family, DRAFTS, id=f"{family}, every draft", marks=pytest.mark.slow)
             for family in FAMILIES
