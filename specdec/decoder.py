@@ -121,7 +121,7 @@ class Decoder(Composition):
                 if bar is not None:
                     bar.update(sum(records[-1].committed))
                     if round.number % 16 == 0:
-                        bar.set_postfix_str(f"tau {Stats.of(records).tau:.2f}")
+                        bar.set_postfix_str(Stats.of(records).shown_tau)
         tokenizer = ModelInfo.of(self.target).tokenizer
         return Generation(
             ids=ids,
@@ -130,6 +130,7 @@ class Decoder(Composition):
             finish=[limits.reasons[b] for b in range(len(rows))],
             stats=Stats.of(records),
             row_stats=Stats.by_request(records, len(rows)),
+            arms=() if self.selecting is None else self.selecting.names,
         )
 
     def stream(
