@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any, Literal, Unpack
 
 from specdec import drafts
@@ -12,12 +13,15 @@ from specdec.arguments import at_least, whole
 from specdec.arm_policy import Arm, ArmPolicy, Reward
 from specdec.capabilities import DraftInfo, DraftPart, ModelInfo, SelectorInfo
 from specdec.cost.arms import ArmCosts
-from specdec.decoder import Decoder
-from specdec.drafts.coerce import ModelLike, as_model
+from specdec.custom_generate import CustomGenerate
+from specdec.decoder import Decoder, StreamChunk
+from specdec.drafts.coerce import ModelLike, as_model, in_memory
 from specdec.drafts.spire import SpireModel
 from specdec.drafts.spire.load import is_spire
-from specdec.executors.contract import Checks, Executor
+from specdec.elsewhere import DRAFT, METHODS, SAMPLING, refuse
+from specdec.executors.contract import Executor
 from specdec.executors.serial import Serial
+from specdec.generation import Generation
 from specdec.masks import Mask
 from specdec.protocols import Draft, LanguageModel, Selector, Verifier
 from specdec.sampling import Sampling, SamplingSettings
@@ -25,13 +29,8 @@ from specdec.verifiers.rejection import Rejection
 
 DraftLike = Draft[Any] | ModelLike | SpireModel | tuple[SpireModel, Any]
 
-_ELSEWHERE = {  # settings of transformers' generate and what replaces them here
-    "do_sample": "greedy() takes the most probable token, and every temperature above 0 samples",
-    "repetition_penalty": "give processors=(RepetitionPenaltyLogitsProcessor({value}),), a class of transformers",
-    "no_repeat_ngram_size": "give processors=(NoRepeatNGramLogitsProcessor({value}),), a class of transformers",
-    "max_new_tokens": "it is an argument of generate",
-    "seed": "it is an argument of generate",
-}
+LONGEST = 2**16 - 1
+"""The longest path of a draft: keys of random decisions have 16 bits for the depth of a token."""
 
 
 @dataclass(frozen=True)
@@ -49,13 +48,22 @@ class Builder:
     def __repr__(self) -> str:
         return f"Builder({self._target!r}, draft {DraftInfo.of(self._draft).name}, ...): call build()"
 
-    def draft(self, draft: DraftLike, length: int | None = None) -> Builder:
+    def draft(self, draft: DraftLike, length: int | None = None, **options: Any) -> Builder:
         """The draft, and the longest path that it proposes in a round (default: 4, or the depth of a tree).
 
         A model (or it and its tokenizer), a hub id, a folder or a pocket model's name becomes ``drafts.Model``, and a SPIRe draft
         becomes ``drafts.Spire``.
+
+        Args:
+            options: of ``HFModel.from_pretrained``, for a hub id or a folder (``dtype=``, ``device_map=``). Without a ``device_map`` the model goes to
+                the target's device.
+        Raises:
+            TypeError: no draft, an option that does not exist, or options for a draft that is in memory already.
         """
-        draft = as_draft(draft, "draft")
+        foreign = {name: value for name, value in options.items() if name in DRAFT}
+        if foreign:
+            refuse("draft", foreign, DRAFT, ())
+        draft = as_draft(draft, "draft", ModelInfo.of(self._target).device, **options)
         if length is None:
             length = DraftInfo.of(draft).longest or 4
         return replace(self, _draft=draft, _length=length, _selecting=None)
@@ -155,8 +163,7 @@ class Builder:
         known = [field.name for field in fields(Sampling)]
         for name, value in settings.items():
             if name not in known:
-                remedy = _ELSEWHERE.get(name, f"there are {', '.join(known)}").format(value=value)
-                raise TypeError(f"sampling has no setting {name!r}: {remedy}")
+                refuse("sampling", {name: value}, SAMPLING, known, "setting")
         return replace(self, _sampling=sampling or Sampling(**settings))
 
     def greedy(self) -> Builder:
@@ -173,6 +180,18 @@ class Builder:
         _made("executor", executor, "run")
         return replace(self, _executor=executor)
 
+    def generate(self, *arguments: Any, **named: Any) -> Generation:
+        """``build().generate(...)``, to compose and decode once; build once to decode several times."""
+        return self.build().generate(*arguments, **named)
+
+    def stream(self, *arguments: Any, **named: Any) -> Iterator[StreamChunk]:
+        """``build().stream(...)``, as ``generate``."""
+        return self.build().stream(*arguments, **named)
+
+    def as_generate(self) -> CustomGenerate:
+        """``build().as_generate()``."""
+        return self.build().as_generate()
+
     def build(self) -> Decoder:
         """Check that the parts fit together and return the decoder.
 
@@ -186,6 +205,10 @@ class Builder:
             _made("draft", each.draft, "init", "propose", "observe", "select")
         remedy = "a draft proposes at least 1 token (use drafts.NoDraft() for plain decoding)"
         at_least(1, "length", self._length, remedy)
+        if self._length > LONGEST:
+            raise ValueError(
+                f"length is {self._length}: give at most {LONGEST}; drafts of more than a few dozen tokens do not pay"
+            )
         if part.info.trees and not target.supports_trees:
             raise ValueError(
                 f"draft {part.info.name!r} proposes trees but this target family takes chains only: use "
@@ -200,7 +223,6 @@ class Builder:
                         "draft: this model family takes chains only, so it cannot draft a tree: use drafts.Model"
                     )
         said = ModelInfo.of(target)
-        self._sampling.probe(target.vocab_size, said.device or "cpu")
         if said.generation_processors and not self._sampling.processors:
             warnings.warn(
                 f"the target's generation_config asks for {said.generation_processors}, which transformers' generate would apply: give the "
@@ -214,18 +236,16 @@ class Builder:
                 f"sampling({settings}), or set another sampling",
                 stacklevel=2,
             )
-        made = Decoder(
+        return Decoder(
             target,
-            part.bound(target, self._sampling),
+            self._draft,
             self._length,
             self._sampling,
             self._verifier,
             selecting=self._selecting,
             executor=self._executor,
-        )
-        if isinstance(self._executor, Checks):
-            self._executor.check(made)
-        return made
+            unbound=self._draft,
+        ).with_sampling(self._sampling)
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -255,13 +275,18 @@ def _stacked(target: LanguageModel, parts: list[Any], numbers: list[int]) -> tup
     return tuple(together), tuple(at[n][0] for n in numbers), tuple(at[n][1] for n in numbers)
 
 
-def decoder(target: ModelLike) -> Builder:
+def decoder(target: ModelLike, **options: Any) -> Builder:
     """Start composing a decoder.
 
-    ``target`` is an ``HFModel``, a transformers model (or it and its tokenizer), a hub id, a folder, the name of a pocket model, or any
-    ``LanguageModel``.
+    Args:
+        target: an ``HFModel``, a transformers model (or it and its tokenizer), a hub id, a folder, the name of a pocket model, or any
+            ``LanguageModel``.
+        options: of ``HFModel.from_pretrained``, for a hub id or a folder (``dtype=``, ``device_map=``, ``graphs=`` ...). Without a ``device_map``
+            the model goes to the GPU if there is one.
+    Raises:
+        TypeError: no model, an option that does not exist, or options for a model that is in memory already.
     """
-    return Builder(as_model(target, "target"))
+    return Builder(as_model(target, "target", **options))
 
 
 def _made(name: str, part: Any, *parts: str) -> None:
@@ -276,20 +301,24 @@ def _made(name: str, part: Any, *parts: str) -> None:
         )
 
 
-def as_draft(draft: Any, name: str) -> Draft[Any]:
+def as_draft(draft: Any, name: str, device: Any = None, **options: Any) -> Draft[Any]:
     """A draft from a draft, a SPIRe model or its folder, or what ``as_model`` takes."""
     _made(name, draft)
+    if isinstance(draft, str) and draft in METHODS and not Path(draft).exists():
+        raise TypeError(f"{name} is {draft!r}, a name of vLLM's: {METHODS[draft]}")
     if hasattr(draft, "propose"):  # ``build`` checks the other methods
+        in_memory(name, options)
         return draft
     if draft is None:
         raise TypeError(f"{name} is None: give drafts.NoDraft() for plain decoding, or a draft")
     if is_spire(draft):
+        in_memory(name, options)
         return drafts.Spire(draft)
     if isinstance(draft, Mask):
         raise TypeError(f"{name} is a mask: give the model that uses it, models.Masked(model, {draft!r})")
     if callable(draft) and not hasattr(draft, "config") and not hasattr(draft, "score"):
         raise TypeError(f"{name} is a function: give chain_draft(function), which makes it a draft")
-    return drafts.Model(as_model(draft, name))
+    return drafts.Model(as_model(draft, name, device, **options))
 
 
 def _fits(target: LanguageModel, draft: LanguageModel) -> None:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Never
 
 import torch
 
 from specdec.arm_policy import ArmAssignment
-from specdec.capabilities import ModelInfo
+from specdec.capabilities import DraftPart, ModelInfo
 from specdec.composition import Composition
-from specdec.executors.contract import Executor
+from specdec.custom_generate import CustomGenerate
+from specdec.executors.contract import Checks, Executor
 from specdec.executors.serial import Serial
 from specdec.generation import Generation
-from specdec.prompts import Prompts, prepared, rows_of
+from specdec.models.hf import HFModel
+from specdec.prompts import Prompts, asked, prepared, rows_of
+from specdec.protocols import Draft
 from specdec.rng import Philox, Rng, seeds
+from specdec.sampling import Sampling
 from specdec.serving.requests import Finished, Request
 from specdec.serving.server import Server, Settings, check
 from specdec.stats import Record, Stats
@@ -37,20 +41,25 @@ class Decoder(Composition):
     """A composition and its executor; ``generate`` and ``stream`` may be called any number of times.
 
     Attributes:
-        executor: in which order the parts run. The others are those of ``Composition``.
+        executor: in which order the parts run. unbound: the draft before it was bound to the target and the sampling. The others are those of
+            ``Composition``.
     """
 
     executor: Executor = Serial()
+    unbound: Draft[Any] | None = None
 
     def __repr__(self) -> str:
+        draft = f"draft {self.drafting.info.name}"
+        if self.selecting is not None:
+            draft = f"pool of {', '.join(self.selecting.names)} chosen by {self.selecting.selector}"
         return (
-            f"Decoder({self.target!r}, draft {self.drafting.info.name}, length {self.length}, {self.sampling}, "
+            f"Decoder({self.target!r}, {draft}, length {self.length}, {self.sampling}, "
             f"{self.verifier}, {self.executor})"
         )
 
     def generate(
         self,
-        prompts: Prompts,
+        prompts: Prompts | None = None,
         max_new_tokens: int | Sequence[int] = 128,
         *,
         seed: int | Sequence[int] | None = None,
@@ -61,12 +70,15 @@ class Decoder(Composition):
         rng: Rng | None = None,
         on_round: Callable[[Round], None] | None = None,
         selection: ArmAssignment | None = None,
+        input_ids: Any = None,
+        attention_mask: Any = None,
+        **others: Never,
     ) -> Generation:
         """Decode a ragged batch.
 
         Args:
             prompts: one text, a list of texts, a chat (list of ``{"role", "content"}``), a list of chats, ids (a list or a
-                tensor ``[L]``) or rows of ids (lists of any lengths, or a tensor ``[B, L]``).
+                tensor ``[L]``), rows of ids (lists of any lengths, or a tensor ``[B, L]``), or what a tokenizer returned.
             max_new_tokens: one budget, or one for each row.
             seed: one int (spread over the rows), or one seed for each row, with which a row's output does not depend on
                 its batch. ``None`` draws from torch's default generator.
@@ -77,13 +89,23 @@ class Decoder(Composition):
             rng: random decisions to use instead of ``seed`` (used by the certifier).
             on_round: called after every round.
             selection: the state of a selector from ``begin``, which goes on learning from call to call.
+            input_ids, attention_mask: in place of ``prompts``, as in ``generate(**tokenizer(texts, padding=True, return_tensors="pt"))``;
+                ids whose mask is 0 are dropped.
+            others: arguments of other libraries' ``generate``, which are refused with what to write instead.
         Returns:
             ``Generation`` with ids, texts and statistics.
         Raises:
             TypeError: an argument has the wrong type; the message names it.
             ValueError: the batch or a prompt is empty, a budget is below 1 or beyond the model's positions, or ids are outside the vocabulary.
+            MemoryError: the budgets do not fit the memory.
         """
-        rows = rows_of(self.target, prompts)
+        rows = rows_of(self.target, asked(Decoder.generate, prompts, input_ids, attention_mask, others))
+        if rng is not None and not (hasattr(rng, "categorical") and hasattr(rng, "accept")):
+            raise TypeError(
+                f"rng is {rng!r}: give a number as seed=, or an object with the methods of specdec.rng.Rng"
+            )
+        if not isinstance(progress, bool):
+            raise TypeError(f"progress is {progress!r}: give True or False")
         context, limits = prepared(self, rows, max_new_tokens, eos_token_id, stop_strings, stopping_criteria)
         records: list[Record] = []
         ids: list[list[int]] = [[] for _ in rows]
@@ -99,7 +121,7 @@ class Decoder(Composition):
                 if bar is not None:
                     bar.update(sum(records[-1].committed))
                     if round.number % 16 == 0:
-                        bar.set_postfix_str(f"tau {Stats.of(records).tau:.2f}")
+                        bar.set_postfix_str(Stats.of(records).shown_tau)
         tokenizer = ModelInfo.of(self.target).tokenizer
         return Generation(
             ids=ids,
@@ -108,11 +130,12 @@ class Decoder(Composition):
             finish=[limits.reasons[b] for b in range(len(rows))],
             stats=Stats.of(records),
             row_stats=Stats.by_request(records, len(rows)),
+            arms=() if self.selecting is None else self.selecting.names,
         )
 
     def stream(
         self,
-        prompts: Prompts,
+        prompts: Prompts | None = None,
         max_new_tokens: int | Sequence[int] = 128,
         *,
         seed: int | Sequence[int] | None = None,
@@ -120,9 +143,12 @@ class Decoder(Composition):
         stop_strings: str | Sequence[str] = (),
         stopping_criteria: Sequence[Callable[..., Any]] = (),
         on_round: Callable[[Round], None] | None = None,
+        input_ids: Any = None,
+        attention_mask: Any = None,
+        **others: Never,
     ) -> Iterator[StreamChunk]:
         """As ``generate``, but yields a ``StreamChunk`` for each row as soon as a round has committed its tokens."""
-        rows = rows_of(self.target, prompts)
+        rows = rows_of(self.target, asked(Decoder.stream, prompts, input_ids, attention_mask, others))
         context, limits = prepared(self, rows, max_new_tokens, eos_token_id, stop_strings, stopping_criteria)
         return self._chunks(context, limits, seed, on_round)
 
@@ -163,6 +189,34 @@ class Decoder(Composition):
         check(self, self.executor, settings)
         return Server(self, self.executor, requests, settings).run()
 
+    def with_sampling(self, sampling: Sampling) -> Decoder:
+        """The same parts with another sampling.
+
+        Raises:
+            ValueError: a processor keeps state, or the executor cannot run it.
+        """
+        sampling.probe(self.target.vocab_size, self.device or "cpu")
+        part = DraftPart.of(self.draft if self.unbound is None else self.unbound)
+        made = replace(self, sampling=sampling, draft=part.bound(self.target, sampling))
+        if isinstance(self.executor, Checks):
+            self.executor.check(made)
+        return made
+
+    def as_generate(self) -> CustomGenerate:
+        """For transformers: ``model.generate(**batch, custom_generate=decoder.as_generate())`` decodes with this decoder.
+
+        A decoder that was built without ``sampling()`` follows the call's settings (greedy, unless it says ``do_sample=True``); settings that
+        contradict the decoder's are refused. docs/howto/transformers.md says what is honoured.
+
+        Raises:
+            TypeError: the target is no transformers model.
+        """
+        if not isinstance(self.target, HFModel):
+            raise TypeError(
+                f"the target is a {type(self.target).__name__}: custom_generate needs a transformers model"
+            )
+        return CustomGenerate(self)
+
     def _with(self, selection: ArmAssignment, batch: int) -> Decoder:
         if not isinstance(selection, ArmAssignment):
             raise TypeError(f"selection is a {type(selection).__name__}: give what decoder.begin(batch) made")
@@ -199,12 +253,17 @@ class Decoder(Composition):
                     text, shown[row] = whole[shown[row] :], max(shown[row], len(whole))
                 yield StreamChunk(row, new, text, finish)
 
-    @torch.inference_mode()  # as a decorator it is off between the steps, in the consumer's code
     def _run(
         self, context: Context, limits: StopRules, seed: int | Sequence[int] | None, rng: Rng | None
     ) -> Iterator[Round]:
         keyed = Philox(seeds(seed, context.batch)) if rng is None else rng
-        yield from self.executor.run(self, context, keyed, limits)
+        rounds = self.executor.run(self, context, keyed, limits)
+        while True:
+            with torch.inference_mode():  # off in the consumer's code, and when an unfinished run is closed
+                round = next(rounds, None)
+            if round is None:
+                return
+            yield round
 
 
 class _bar:

@@ -122,6 +122,7 @@ def joined(parts: Sequence[tuple[Sequence[int], Generation]]) -> Generation:
         finish=column("finish"),
         stats=total([part.stats for _, part in parts]),
         row_stats=column("row_stats"),
+        arms=parts[0][1].arms,
     )
 
 

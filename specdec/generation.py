@@ -18,7 +18,7 @@ class Generation(Sequence[Any]):
         ids: generated ids of each row (without the prompt, with the token that ended it). texts: decoded, or ``None``
             without a tokenizer. prompt_ids: the prompts' ids. finish: why each row ended: ``"length"``, ``"eos"``,
             ``"stop_string"`` or ``"criteria"``.
-        stats: of the whole batch. row_stats: counts of each row (no seconds: a batch shares them).
+        stats: of the whole batch. row_stats: counts of each row (no seconds: a batch shares them). arms: names of a pool's arms.
     """
 
     ids: list[list[int]]
@@ -27,6 +27,7 @@ class Generation(Sequence[Any]):
     finish: list[str]
     stats: Stats
     row_stats: list[Stats]
+    arms: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -36,7 +37,7 @@ class Generation(Sequence[Any]):
         return (self.ids if self.texts is None else self.texts)[row]
 
     def rows(self) -> list[dict[str, Any]]:
-        """One flat dictionary for each row."""
+        """One flat dictionary for each row; of a pool, with the rounds of each arm."""
         return [
             {
                 "row": b,
@@ -47,6 +48,7 @@ class Generation(Sequence[Any]):
                 "rounds": s.rounds,
                 "drafted": s.drafted,
                 "accepted": s.accepted,
+                **{f"rounds_{name}": s.arms[a] for a, name in enumerate(self.arms)},
                 **({"text": self.texts[b]} if self.texts is not None else {}),
             }
             for b, s in enumerate(self.row_stats)
@@ -63,7 +65,7 @@ class Generation(Sequence[Any]):
     def __repr__(self) -> str:
         s = self.stats
         return (
-            f"Generation({len(self)} rows, {s.tokens} tokens, tau {s.tau:.2f}, "
+            f"Generation({len(self)} rows, {s.tokens} tokens, {s.shown_tau}, "
             f"{s.accepted}/{s.drafted} drafted accepted, {s.tokens_per_second:.0f} tokens/s)"
         )
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set, Sized
+from inspect import signature
 from numbers import Integral
 from typing import Any
 
@@ -10,8 +11,10 @@ import torch
 from torch import Tensor
 
 from specdec.arguments import listed, whole
+from specdec.cache.contiguous import free_bytes
 from specdec.capabilities import ModelInfo
 from specdec.composition import Composition
+from specdec.elsewhere import GENERATE, refuse
 from specdec.protocols import LanguageModel
 from specdec.stop_rules import StopRules
 from specdec.types import Context
@@ -24,10 +27,14 @@ Prompts = Prompt | Sequence[Prompt]
 def rows_of(target: LanguageModel, prompts: Prompts) -> list[list[int]]:
     """Any form of prompts as rows of ids."""
     if isinstance(prompts, Mapping):
-        raise TypeError(
-            f"prompts is a {type(prompts).__name__} with keys {sorted(prompts)}: pass its ids, without padding; one chat "
-            "is a list of messages"
-        )
+        if "input_ids" not in prompts:
+            raise TypeError(
+                f"prompts is a {type(prompts).__name__} with keys {sorted(prompts)}: give what a tokenizer returned, with input_ids; one "
+                "chat is a list of messages"
+            )
+        prompts = unpadded(prompts["input_ids"], prompts.get("attention_mask"))
+    if isinstance(prompts, Set):
+        raise TypeError(f"prompts is a {type(prompts).__name__}, which has no order: give a list")
     prompts = listed(prompts)
     if isinstance(prompts, (bytes, bytearray)) or not isinstance(prompts, Sized):
         raise TypeError(
@@ -54,6 +61,48 @@ def rows_of(target: LanguageModel, prompts: Prompts) -> list[list[int]]:
     return rows
 
 
+def unpadded(input_ids: Any, attention_mask: Any = None) -> list[list[int]]:
+    """Rows of ids from what a tokenizer returns, padded on either side: the ids whose mask is not 0.
+
+    Args:
+        input_ids: ``[B, L]`` or ``[L]``, a tensor or lists. attention_mask: of the same shape; ``None``: nothing is padding.
+    Raises:
+        ValueError: the shapes differ, or a row has no token.
+    """
+    ids, mask = listed(input_ids), listed(attention_mask)
+    if len(ids) and isinstance(ids[0], Integral):
+        ids, mask = [ids], None if mask is None else [mask]
+    ids = [listed(row) for row in ids]
+    if mask is None:
+        return ids
+    mask = [listed(row) for row in mask]
+    if [len(row) for row in mask] != [len(row) for row in ids]:
+        raise ValueError(
+            f"attention_mask has rows of {[len(row) for row in mask]} entries and input_ids of {[len(row) for row in ids]}: give the mask "
+            "that the tokenizer returned with these ids"
+        )
+    return [[i for i, m in zip(row, seen) if m] for row, seen in zip(ids, mask)]
+
+
+def asked(
+    function: Callable[..., Any], prompts: Any, input_ids: Any, attention_mask: Any, others: Mapping[str, Any]
+) -> Any:
+    """The prompts of a call: ``prompts``, or the ids and the mask of ``**tokenizer(...)``; ``others`` are refused by name."""
+    others = {name: value for name, value in others.items() if name != "token_type_ids"}  # of some tokenizers
+    if others:
+        own = [name for name in signature(function).parameters if name not in ("self", "others")]
+        refuse(function.__name__, others, GENERATE, own)
+    if input_ids is None:
+        if attention_mask is not None:
+            raise TypeError(
+                "attention_mask is given without input_ids: give both, as the tokenizer returned them"
+            )
+        return prompts
+    if prompts is not None:
+        raise TypeError("prompts and input_ids are both given: give one of them")
+    return {"input_ids": input_ids, "attention_mask": attention_mask}
+
+
 def _ids(tokenizer: Any, b: int, prompt: Any) -> list[int]:
     chat = isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
     if isinstance(prompt, str) or chat:
@@ -62,12 +111,14 @@ def _ids(tokenizer: Any, b: int, prompt: Any) -> list[int]:
                 f"prompt {b} is text but the target has no tokenizer: pass ids, or HFModel(model, tokenizer)"
             )
         if isinstance(prompt, str):
+            _text(f"prompt {b}", prompt)
             return list(tokenizer(prompt)["input_ids"]) if prompt else []
         if getattr(tokenizer, "chat_template", None) is None:
             raise ValueError(
                 f"prompt {b} is a chat but the tokenizer has no chat template: pass a text, or set tokenizer.chat_template"
             )
         said = tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, tokenize=False)
+        _text(f"prompt {b}", said)
         # The template adds special tokens itself.
         return list(tokenizer(said, add_special_tokens=False)["input_ids"])
     ids = listed(prompt)
@@ -76,6 +127,17 @@ def _ids(tokenizer: Any, b: int, prompt: Any) -> list[int]:
         what = type(ids[0]).__name__ if several else type(ids).__name__
         raise TypeError(f"prompt {b} holds {what}: give text, chat messages, or ids as integers")
     return [int(i) for i in ids]
+
+
+def _text(name: str, text: str) -> None:
+    """Raise ValueError for a text with half of a surrogate pair, which no tokenizer reads."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{name} has {text[error.start]!r} at {error.start}, half of a surrogate pair and no character: give "
+            "text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')"
+        ) from None
 
 
 def prepared(
@@ -102,6 +164,8 @@ def prepared(
         raise ValueError(
             f"max_new_tokens is {min(budgets)} for row {budgets.index(min(budgets))}: give at least 1"
         )
+    longest = max(len(row) + budget for row, budget in zip(rows, budgets))
+    _fits(rows, longest + composition.nodes)
     drafts = (("draft", ModelInfo.of(part.info.model)) for part in composition.drafting.members)
     for name, model in (("target", target), *drafts):
         limit = model.max_positions
@@ -118,10 +182,12 @@ def prepared(
         raise ValueError(
             f"eos_token_id is {eos_token_id}: the target's vocabulary has ids 0 to {vocab_size - 1}"
         )
-    several = isinstance(stop_strings, Iterable) and not isinstance(stop_strings, str)
+    several = isinstance(stop_strings, Iterable) and not isinstance(stop_strings, (str, Mapping))
     strings: tuple[Any, ...] = tuple(stop_strings) if several else (stop_strings,)
     if not all(isinstance(s, str) for s in strings):
         raise TypeError(f"stop_strings is {stop_strings!r}: give a text, or a list of texts")
+    for string in strings:
+        _text("stop_strings", string)
     asked = tuple(criteria) if isinstance(criteria, Iterable) else (None,)
     if not all(callable(criterion) for criterion in asked):
         raise TypeError(
@@ -131,7 +197,6 @@ def prepared(
         raise ValueError("stop_strings needs a tokenizer: use HFModel(model, tokenizer), or eos_token_id")
     if any(not s for s in strings):
         raise ValueError("stop_strings contains an empty string: every text contains it; remove it")
-    longest = max(len(row) + budget for row, budget in zip(rows, budgets))
     context = Context.of(rows, capacity=longest + composition.nodes)
     limits = StopRules(
         max_length=context.length + torch.tensor(budgets),
@@ -141,6 +206,16 @@ def prepared(
         tokenizer=target.tokenizer,
     )
     return context, limits
+
+
+def _fits(rows: list[list[int]], capacity: int) -> None:
+    """Raise MemoryError where the buffer of committed tokens (8 bytes each) would not fit."""
+    need, free = 8 * len(rows) * capacity, free_bytes(torch.device("cpu"))
+    if free is not None and need > free:
+        raise MemoryError(
+            f"max_new_tokens is so large that {len(rows)} rows of up to {capacity} tokens need {need / 2**30:.3g} GiB for their ids, and "
+            f"{free / 2**30:.3g} GiB are free: give a smaller budget, or fewer rows"
+        )
 
 
 def _numbers(name: str, value: Any, rows: int) -> list[int]:

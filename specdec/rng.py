@@ -78,14 +78,14 @@ def seeds(seed: int | Sequence[int] | None, rows: int) -> Tensor:
     default generator (so ``torch.manual_seed`` governs).
 
     Raises:
-        TypeError: a seed is no whole number. ValueError: there are not as many seeds as rows.
+        TypeError: a seed is no whole number.
+        ValueError: a seed is not in 0 ... 2^63 - 1, or there are not as many seeds as rows.
     """
     if seed is None:
         return torch.randint(0, 2**62, (rows,))
     given: Any = listed(seed)
     if isinstance(given, str) or not isinstance(given, Collection):
-        whole("seed", given, ", or one for every row")
-        given = int(given)
+        given = _seed("seed", given, ", or one for every row")
         k = (given & WORD, (given >> 32) & WORD)
         words = [philox4x32((row, 0, 0, 0x5EED), k) for row in range(rows)]
         return torch.tensor([w[0] | ((w[1] >> 2) << 32) for w in words], dtype=torch.long)
@@ -93,9 +93,16 @@ def seeds(seed: int | Sequence[int] | None, rows: int) -> Tensor:
         raise ValueError(
             f"seed has {len(given)} entries for {rows} rows: give one int, or one seed for every row"
         )
-    for one in given:
-        whole("seed, in a list,", one)
-    return torch.tensor([int(one) & (2**63 - 1) for one in given], dtype=torch.long)
+    return torch.tensor([_seed("seed, in a list,", one) for one in given], dtype=torch.long)
+
+
+def _seed(name: str, value: Any, hint: str = "") -> int:
+    whole(name, value, hint)
+    if not 0 <= value < 2**63:
+        raise ValueError(
+            f"{name} is {value}: give a number from 0 to 2^63 - 1 (of a longer one, seed % 2**63)"
+        )
+    return int(value)
 
 
 class Philox:

@@ -12,8 +12,7 @@ import pickle
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from numbers import Real
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -25,6 +24,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from specdec.arguments import number
 from specdec.kernels.device import Check, defer
 from specdec.types import Context, Proposal
 
@@ -85,11 +85,11 @@ class Sampling:
                 )
         numbers = {"temperature": self.temperature, "top_p": self.top_p, "min_p": self.min_p}
         for name, value in numbers.items():
-            if not isinstance(value, Real) and (name == "temperature" or value is not None):
-                raise TypeError(f"{name} is {value!r}: give a number")
-        if not self.temperature >= 0 or self.temperature == float("inf"):
+            if name == "temperature" or value is not None:
+                number(name, value)
+        if self.temperature != 0 and not 1e-30 <= self.temperature <= 1e30:
             raise ValueError(
-                f"temperature is {self.temperature}: it must be a finite number >= 0 (0 is greedy)"
+                f"temperature is {self.temperature}: give 0 (greedy), or a number from 1e-30 to 1e30, by which float32 logits can be divided"
             )
         if self.top_k is not None and (
             not isinstance(self.top_k, int) or self.top_k is True or self.top_k < 1
@@ -145,6 +145,8 @@ class Sampling:
                 again = trial(a, scores.clone())
             except Exception:  # it rejects made-up prefixes; a real error shows in the run
                 continue
+            _check_scores(processor, first, scores)
+            _check_scores(processor, again, scores)
             if not torch.equal(first, again) or before != _state(trial):
                 raise ValueError(
                     f"processors: {type(processor).__name__} keeps state between calls, so its scores at one node would "
@@ -209,11 +211,22 @@ class Sampling:
                     path.append(node)
                     node = int(proposal.parents[b, node])  # type: ignore[union-attr]
                 prefix = torch.cat([ids, proposal.tokens[b, path[::-1]]]) if path else ids  # type: ignore[union-attr]
-                scores = logits[b, r][None]
+                scores = out[b, r][None]  # a copy, which a processor may change in place
                 for processor in self.processors:
-                    scores = processor(prefix[None], scores)
+                    scores = _check_scores(processor, processor(prefix[None], scores), scores)
                 out[b, r] = scores[0]
         return out
+
+
+def _check_scores(processor: object, made: Any, scores: Tensor) -> Tensor:
+    """What a processor returned; raises TypeError unless these are scores ``[1, V]`` of floats."""
+    if isinstance(made, Tensor) and made.shape == scores.shape and made.is_floating_point():
+        return made
+    name = getattr(processor, "__name__", type(processor).__name__)
+    what = f"{list(made.shape)} in {made.dtype}" if isinstance(made, Tensor) else f"a {type(made).__name__}"
+    raise TypeError(
+        f"processors: {name} returned {what}: return the scores of every token, {list(scores.shape)} in {scores.dtype}"
+    )
 
 
 def fit(logits: Tensor, vocab_size: int | None) -> Tensor:

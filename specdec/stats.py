@@ -10,6 +10,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from specdec import tree
 from specdec.types import Round
 
@@ -25,6 +27,7 @@ class Record(NamedTuple):
     truncated: list[bool]
     parents: list[list[int]] | None  # None for chains
     path: list[list[int]]
+    arm: list[int]
     seconds: dict[str, float]
 
     @staticmethod
@@ -47,6 +50,7 @@ class Record(NamedTuple):
             round.truncated.tolist(),
             None if chain else proposal.parents.tolist(),
             [] if chain else verdict.path.tolist(),
+            round.arm.tolist(),
             seconds,
         )
 
@@ -61,6 +65,8 @@ class Stats:
         reached, accepted_at: by depth, how often a node of that depth was verified, and how often one was accepted. A position
             is reached when all before it were accepted.
         tokens: committed tokens, including the first of each row, which the prefill gives.
+        arms: of a pool, the rounds of each arm by its number (truncated ones included).
+        texts: tokens and rounds of each row of a batch, truncated rounds left out, for ``interval``; empty for a single row.
         seconds: by stage: prefill (the draft's too), draft, target, verify, other. ``overlapped`` is negative, the time saved by stages that
             ran at the same time, so that all of them sum to the wall clock.
     """
@@ -75,11 +81,66 @@ class Stats:
     reached: Counter[int] = field(default_factory=Counter)
     accepted_at: Counter[int] = field(default_factory=Counter)
     seconds: Counter[str] = field(default_factory=Counter)
+    arms: Counter[int] = field(default_factory=Counter)
+    texts: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def tau(self) -> float:
         """Block efficiency: tokens a round, bonus included, over full rounds. NaN when there was none."""
         return self.full_tokens / self.full_rounds if self.full_rounds else float("nan")
+
+    @property
+    def shown_tau(self) -> str:
+        """τ for messages: ``"tau 2.31"``, or why there is none."""
+        if self.full_rounds:
+            return f"tau {self.tau:.2f}"
+        return f"tau n/a ({'all rounds cut short' if self.rounds else 'no round after the prefill'})"
+
+    def interval(self, draws: int = 2000, seed: int = 0) -> tuple[float, float]:
+        """The 95 % interval of τ, by a bootstrap over texts: the rounds of one text are alike and count together.
+
+        Args:
+            draws, seed: of the bootstrap.
+        Raises:
+            ValueError: fewer than 5 texts have a round that counts.
+        """
+        counted = np.array([text for text in self._texts if text[1]])
+        if len(counted) < 5:
+            raise ValueError(
+                f"{len(counted)} texts have rounds that count, too few for an interval: decode at least 5 prompts, or add several stats"
+            )
+        picks = np.random.default_rng(seed).integers(0, len(counted), (draws, len(counted)))
+        tokens, rounds = counted[picks].sum(1).T
+        low, high = np.quantile(tokens / rounds, [0.025, 0.975]).tolist()
+        return low, high
+
+    @property
+    def _texts(self) -> list[tuple[int, int]]:
+        return self.texts or [(self.full_tokens, self.full_rounds)] * bool(self.rounds)
+
+    def plot(self) -> Any:
+        """A matplotlib figure: acceptance by position in the block, and seconds by stage.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as missing:
+            raise ImportError("plot() needs matplotlib: pip install matplotlib (or use row())") from missing
+        figure = Figure(figsize=(8, 3), layout="constrained")
+        left, right = figure.subplots(1, 2)
+        positions = [depth + 1 for depth in sorted(self.reached)]
+        left.bar(positions, self.acceptance)
+        left.set(
+            title=self.shown_tau, xlabel="position in the block", ylabel="accepted, if reached", ylim=(0, 1)
+        )
+        left.set_xticks(positions)
+        stages = [stage for stage in self.seconds if self.seconds[stage] > 0]
+        right.barh(stages, [self.seconds[stage] for stage in stages])
+        right.invert_yaxis()
+        right.set(title="seconds by stage", xlabel="seconds")
+        return figure
 
     @property
     def acceptance(self) -> list[float]:
@@ -99,6 +160,9 @@ class Stats:
         made = Stats()
         for name, mine in vars(self).items():
             theirs = vars(other)[name]
+            if name == "texts":
+                made.texts = self._texts + other._texts
+                continue
             if isinstance(mine, Counter):
                 both = Counter(mine)
                 both.update(theirs)  # unlike +, keeps what is negative
@@ -111,10 +175,18 @@ class Stats:
     def of(records: list[Record]) -> Stats:
         """Counts and seconds of a whole batch."""
         stats = Stats()
+        texts: dict[int, tuple[int, int]] = {}
         for record in records:
             stats.seconds.update(record.seconds)
-            for b in range(len(record.request)):
+            for b, request in enumerate(record.request):
+                before = stats.full_tokens, stats.full_rounds
                 stats._add(record, b)
+                tokens, rounds = texts.get(request, (0, 0))
+                texts[request] = (
+                    tokens + stats.full_tokens - before[0],
+                    rounds + stats.full_rounds - before[1],
+                )
+        stats.texts = list(texts.values())
         return stats
 
     @staticmethod
@@ -133,6 +205,7 @@ class Stats:
             return
         accepted, size = record.accepted[b], record.size[b]
         self.rounds += 1
+        self.arms[record.arm[b]] += 1
         self.drafted += size
         self.accepted += accepted
         if not record.truncated[b]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import FAMILIES, byte_tokenizer, tiny
+from tiny import FAMILIES, LIKE_OTHERS, byte_tokenizer, tiny
 from transformers import (
     LogitsProcessor,
     MinLengthLogitsProcessor,
@@ -82,7 +82,13 @@ def ends_some_rows(plain):
     ("family", "names"),
     [
         pytest.param("llama", DRAFTS, id="llama, every draft"),
-        *(pytest.param(family, ["model", "tree"], id=family) for family in FAMILIES if family != "llama"),
+        *(
+            pytest.param(
+                family, ["model", "tree"], id=family, marks=pytest.mark.slow if family in LIKE_OTHERS else ()
+            )
+            for family in FAMILIES
+            if family != "llama"
+        ),
         *(
             pytest.param(family, DRAFTS, id=f"{family}, every draft", marks=pytest.mark.slow)
             for family in FAMILIES
@@ -307,8 +313,15 @@ def test_prompts_in_every_form(target):
     assert numbers.ids == decoder.generate(rows.tolist(), 5, eos_token_id=96).ids
     with pytest.raises(TypeError, match="is a list of messages"):
         decoder.generate({"role": "user", "content": "hi"}, 5)
-    with pytest.raises(TypeError, match="pass its ids"):
-        decoder.generate(target.tokenizer(["abc", "defg"]), 5)
+    texts = decoder.generate(["abc", "defg"], 5)
+    target.tokenizer.pad_token = target.tokenizer.eos_token
+    for side in ("left", "right"):
+        target.tokenizer.padding_side = side
+        padded = target.tokenizer(["abc", "defg"], padding=True, return_tensors="pt")
+        assert 0 in padded["attention_mask"]
+        for out in (decoder.generate(padded, 5), decoder.generate(**padded, max_new_tokens=5)):
+            assert (out.ids, out.prompt_ids) == (texts.ids, texts.prompt_ids)
+    assert decoder.generate(**target.tokenizer("abc"), max_new_tokens=5).ids == texts.ids[:1]
     with pytest.raises(TypeError, match="as integers"):
         decoder.generate(torch.tensor([[1.0, 2.0]]), 5)
     text = decoder.generate("hello", 5)

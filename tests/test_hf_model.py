@@ -336,7 +336,7 @@ def hooks_of(model):
 
 def final_norm(model):
     body = getattr(model.base_model, "decoder", model.base_model)
-    names = ("norm", "final_layer_norm", "ln_f", "norm_f")
+    names = ("norm", "final_layer_norm", "final_layernorm", "ln_f", "norm_f")
     return next(getattr(body, n) for n in names if getattr(body, n, None) is not None)
 
 

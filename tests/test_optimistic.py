@@ -295,8 +295,8 @@ def _fork(self, state, context, budget, rng):
     return sd.Proposal(two, two - 1, (2 * budget.clamp(max=1))), state
 
 
-def test_a_padded_model_is_not_run_by_two_threads():
-    model = sd.HFModel(tiny("mpt", 0))
+def test_a_model_with_captured_steps_is_not_run_by_two_threads():
+    model = sd.HFModel(tiny("llama", dtype=torch.float32), graphs="eager")
     builder = sd.decoder(model).draft(model, length=2).verifier(sd.Coupled())
     with pytest.raises(ValueError, match="a wrapper of its own"):
         builder.executor(Optimistic()).build()

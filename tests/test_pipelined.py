@@ -359,8 +359,8 @@ def test_clear_refusals(models, table):
     nothing_is_left()
 
 
-def test_a_family_that_runs_one_call_at_a_time():
-    target = sd.HFModel(tiny("gpt_neo"))
+def test_a_model_that_runs_one_call_at_a_time():
+    target = sd.HFModel(tiny("llama", dtype=torch.float32), graphs="eager")
     base = sd.decoder(target).executor(Pipelined(2))
     for draft in (target, sd.drafts.Model(target)):
         with pytest.raises(ValueError, match=r"wrap the model once more, HFModel\(model\)"):

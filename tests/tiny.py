@@ -43,6 +43,25 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_local_experts": 4,
         "num_experts_per_tok": 2,
     },
+    "olmo3": {**_BASE, "sliding_window": 8, "num_hidden_layers": 4},
+    "smollm3": {**_BASE, "no_rope_layer_interval": 2, "pad_token_id": 0},
+    "granite": {
+        **_BASE,
+        "residual_multiplier": 0.5,
+        "attention_multiplier": 0.3,
+        "embedding_multiplier": 2.0,
+        "logits_scaling": 1.5,
+    },
+    "cohere2": {**_BASE, "head_dim": 8, "sliding_window": 8, "num_hidden_layers": 4},
+    "glm4": {**_BASE, "head_dim": 8, "pad_token_id": 0},
+    "seed_oss": {**_BASE, "head_dim": 8},
+    "exaone4": {**_BASE, "sliding_window": 8, "sliding_window_pattern": 2},
+    "apertus": {**_BASE, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    "phi": _BASE,
+    "ernie4_5": {**_BASE, "head_dim": 8},
+    "hunyuan_v1_dense": {**_BASE, "head_dim": 8},
+    "helium": {**_BASE, "head_dim": 8},
+    "arcee": _BASE,
     "falcon": {**_BASE, "alibi": False, "new_decoder_architecture": False},
     "mpt": {
         "vocab_size": 97,
@@ -63,6 +82,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "window_size": 8,
         "max_position_embeddings": 256,
     },
+}
+LIKE_OTHERS = {  # their forwards are tested with the others'; what is slower runs in the slow tier
+    *("apertus", "arcee", "cohere2", "ernie4_5", "exaone4", "glm4", "granite"),
+    *("helium", "hunyuan_v1_dense", "olmo3", "phi", "seed_oss", "smollm3"),
 }
 FLOAT32 = {"mixtral", "qwen3_moe", "gpt_oss"}  # their expert kernels have no float64
 

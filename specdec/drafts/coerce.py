@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from specdec.drafts.spire.load import is_spire
@@ -19,21 +21,39 @@ _Loadable = PreTrainedModel | Trimmed | str | os.PathLike[str]
 ModelLike = LanguageModel | _Loadable | tuple[_Loadable, Any]  # what ``as_model`` takes
 
 
-def as_model(model: Any, name: str) -> LanguageModel:
-    """A ``LanguageModel`` from what the user passed; ``name`` is its name in messages.
+def in_memory(name: str, options: Mapping[str, Any]) -> None:
+    """Raise TypeError for options of loading: there is nothing to load."""
+    if options:
+        given = ", ".join(options)
+        raise TypeError(
+            f"{name} is in memory already and {given} is for loading: give a hub id or a folder with it, or HFModel(model, ...) with its options"
+        )
 
+
+def as_model(model: Any, name: str, device: Any = None, **options: Any) -> LanguageModel:
+    """A ``LanguageModel`` from what the user passed.
+
+    Args:
+        name: its name in messages. device: to which a hub id or a folder goes without a ``device_map``; ``None``: the GPU if there is one.
+        options: of ``HFModel.from_pretrained``, for a hub id or a folder.
     Raises:
-        TypeError: it is no model; the message lists what is accepted.
+        TypeError: it is no model (the message lists what is accepted), or there are options for a model that is in memory already.
     """
     if hasattr(model, "score") and hasattr(model, "cache"):
+        in_memory(name, options)
         return model
     model, tokenizer = resolve(model)
+    if not isinstance(model, (str, Path)):
+        in_memory(name, options)
     if is_spire(model):
         raise TypeError(
             f"{name} is a SPIRe draft, which reads a target's activations: give drafts.Spire(...) of it"
         )
     if isinstance(model, (str, Path)):
-        return HFModel.from_pretrained(model, tokenizer=tokenizer)
+        if options.get("device_map") is None:
+            where = str(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+            options["device_map"] = None if where in ("cpu", "meta") else where
+        return HFModel.from_pretrained(model, **{"tokenizer": tokenizer, **options})
     if isinstance(model, Trimmed):
         return TrimmedModel(model, tokenizer)
     if isinstance(model, PreTrainedModel) or (hasattr(model, "config") and hasattr(model, "forward")):

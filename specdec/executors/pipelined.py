@@ -76,7 +76,7 @@ class Pipelined:
             return
         if any(model is composition.target for model in drafts) and not models[0].concurrent:
             raise ValueError(
-                "the target drafts for itself, and its family runs one call at a time: wrap the model once more, HFModel(model), or "
+                "the target drafts for itself, and it runs one call at a time: wrap the model once more, HFModel(model), or "
                 "use workers='processes'"
             )
 

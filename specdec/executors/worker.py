@@ -6,6 +6,7 @@ process died.
 
 from __future__ import annotations
 
+import atexit
 import io
 import multiprocessing
 import pickle
@@ -197,6 +198,8 @@ class ThreadWorker:
 
         self.thread = threading.Thread(target=body, name="specdec-drafting", daemon=True)
         self.thread.start()
+        # Python ends a daemon thread inside PyTorch's C++ code, which aborts the process: end it before.
+        atexit.register(self.stop)
 
     def submit(self, request: DraftRequest | None) -> None:
         # On a GPU the request waits for the target's stream, which may still write activations and move cache rows.
@@ -211,6 +214,7 @@ class ThreadWorker:
         return response
 
     def stop(self) -> None:
+        atexit.unregister(self.stop)
         self.submit(None)
         self.thread.join()
 

@@ -6,6 +6,7 @@ spare slot at the end of each row, which is never read.
 
 from __future__ import annotations
 
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ class Padded:
     """``[R, q]`` rows, padded at the end, and a 4-D mask; for families without a replaceable attention."""
 
     spare = 1
-    concurrent = False  # the object holds the state of one call
+    concurrent = True  # the state of a call is in ``_CALL``
     invariant = bf16_weights = False
 
     def __init__(self, model: Any, trees: bool):
@@ -59,16 +60,7 @@ class Padded:
                 block.attn.register_forward_pre_hook(self._local, with_kwargs=True)
 
     def _local(self, module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        return args, {**kwargs, "attention_mask": self._mask(self.window)}
-
-    def _mask(self, window: int | None) -> Tensor:
-        """``[R, 1, q, S']`` to be added to scores. It is finite, because some families divide it afterwards."""
-        if window not in self._masks:
-            seen = torch.from_numpy(self._plan.visible(self._segment, window)[:, None])
-            low = torch.finfo(self.model.dtype).min
-            made = torch.zeros(seen.shape, dtype=self.model.dtype).masked_fill_(~seen, low)
-            self._masks[window] = made.to(self._device)
-        return self._masks[window]
+        return args, {**kwargs, "attention_mask": _CALL.get().mask(self.window)}
 
     def forward(
         self,
@@ -87,28 +79,50 @@ class Padded:
         last = counts.cumsum()[:, None]
         packed = np.minimum(last - counts[:, None] + column, last - 1)  # padding repeats the row's last token
         slot = np.where(live, first[:, None] + column, plan.capacity - 1) + rows[:, None] * plan.capacity
-        self._device = ids.device
-        self._plan, self._segment = plan, Segment(0, R, 0, 0, q, max(plan.length))
-        self._masks: dict[int | None, Tensor] = {}
-        self._live = tuple(torch.from_numpy(i).to(ids.device) for i in live.nonzero())
+        call = _Call(plan, Segment(0, R, 0, 0, q, max(plan.length)), self.model.dtype, ids.device)
+        there = tuple(torch.from_numpy(i).to(ids.device) for i in live.nonzero())
         at = torch.from_numpy(packed).to(ids.device)
-        model, wanted, pick = self.model, {}, self._live
+        model, wanted, pick = self.model, {}, there
         if keep is False:
             model = self.body
         elif keep is not None:
-            r, c = (i[keep] for i in self._live)
+            r, c = (i[keep] for i in there)
             columns, c = torch.unique(c, return_inverse=True)
             wanted, pick = {"logits_to_keep": columns}, (r, c)
-        with tapped(self.model, caught, lambda hidden: hidden[self._live]):
-            out = model(
-                input_ids=ids[at],
-                position_ids=positions[at],
-                attention_mask=self._mask(None),
-                past_key_values=_Slots(store, plan, torch.from_numpy(slot.reshape(-1)).to(ids.device)),
-                use_cache=True,
-                **wanted,
-            )
+        before = _CALL.set(call)
+        try:
+            with tapped(self.model, caught, lambda hidden: hidden[there]):
+                out = model(
+                    input_ids=ids[at],
+                    position_ids=positions[at],
+                    attention_mask=call.mask(None),
+                    past_key_values=_Slots(store, plan, torch.from_numpy(slot.reshape(-1)).to(ids.device)),
+                    use_cache=True,
+                    **wanted,
+                )
+        finally:
+            _CALL.reset(before)
         return None if keep is False else out.logits[pick]
+
+
+class _Call:
+    """The masks of one call, made when a layer first asks for them."""
+
+    def __init__(self, plan: AttentionPlan, segment: Segment, dtype: torch.dtype, device: torch.device):
+        self.plan, self.segment, self.dtype, self.device = plan, segment, dtype, device
+        self.masks: dict[int | None, Tensor] = {}
+
+    def mask(self, window: int | None) -> Tensor:
+        """``[R, 1, q, S']`` to be added to scores. It is finite, because some families divide it afterwards."""
+        if window not in self.masks:
+            seen = torch.from_numpy(self.plan.visible(self.segment, window)[:, None])
+            low = torch.finfo(self.dtype).min
+            made = torch.zeros(seen.shape, dtype=self.dtype).masked_fill_(~seen, low)
+            self.masks[window] = made.to(self.device)
+        return self.masks[window]
+
+
+_CALL: ContextVar[_Call] = ContextVar("specdec.padded")  # each thread has its own
 
 
 class _Slots(Cache):

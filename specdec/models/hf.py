@@ -70,7 +70,7 @@ class HFModel:
             family that runs padded; graphs for a model that does not support them.
         ImportError: ``attention`` needs a package that is not installed; the message says which.
 
-    One thread at a time: families that run padded, and captured steps, keep the state of a call in the object.
+    One thread at a time where steps are captured: they keep the state of a call in the object.
     """
 
     steps: Steps | None = None  # captured steps, if any

@@ -1,4 +1,4 @@
-"""Load a causal LM from a hub id or a folder, with clear errors for a folder that is missing or truncated."""
+"""Load a causal LM from a hub id or a folder, with clear errors for what is missing, truncated or no name at all."""
 
 from __future__ import annotations
 
@@ -6,15 +6,20 @@ import json
 import os
 import pickle
 from collections.abc import Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import HfApi, constants, try_to_load_from_cache
+from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, RepositoryNotFoundError
+from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from specdec.zoo import files as zoo
 
+_SECONDS = 10.0  # how long the hub may take to answer
 _DAMAGE = (SafetensorError, pickle.UnpicklingError, json.JSONDecodeError, EOFError, OSError)
 
 
@@ -28,6 +33,8 @@ def load(name: str | os.PathLike[str], **kwargs: Any) -> PreTrainedModel:
         raise FileNotFoundError(
             f"there is no folder {str(name)!r}: give the folder of a saved model, or a hub id"
         )
+    else:
+        _check_hub_name(str(name), kwargs)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(name, output_loading_info=True, **kwargs)
     except Exception as error:
@@ -91,6 +98,73 @@ def _check_folder(folder: Path) -> None:
         )
     if not [*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]:
         raise FileNotFoundError(f"{str(folder)!r} has no weights (*.safetensors): copy or download it again")
+    for index in folder.glob("*.index.json"):
+        try:
+            named = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise ValueError(
+                f"{str(index)!r} is no index of weights: copy or download the folder again"
+            ) from None
+        for file in named:
+            if not isinstance(file, str) or Path(file).is_absolute() or ".." in Path(file).parts:
+                raise ValueError(
+                    f"{str(index)!r} names {file!r}, which is outside its folder, and is not read: copy or download the folder again"
+                )
+            if not (folder / file).is_file():
+                raise FileNotFoundError(
+                    f"{str(index)!r} names {file!r}, which is not there: copy or download the folder again"
+                )
+
+
+def _check_hub_name(name: str, options: Mapping[str, Any]) -> None:
+    """Ask the hub once whether it has a model, unless the model is in the cache: transformers tries for half a minute.
+
+    Args:
+        options: of ``from_pretrained``.
+    Raises:
+        ValueError: the name cannot be one of the hub's, or the hub has no such model.
+        ConnectionError: the hub does not answer, and the model is not in the cache.
+    """
+    close = get_close_matches(name, zoo.names(), 1)
+    pocket = (
+        f"did you mean the pocket model {close[0]!r}?"
+        if close
+        else f"pocket models are {', '.join(zoo.names())}"
+    )
+    what = f"{name!r} is neither a folder nor a pocket model"
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        raise ValueError(
+            f"{what}, and no name of a hub model, which looks like 'Qwen/Qwen3-0.6B': {pocket}"
+        ) from None
+    within = options.get("subfolder") or ""
+    for config in ("config.json", "adapter_config.json"):
+        file = f"{within}/{config}".lstrip("/")
+        if isinstance(
+            try_to_load_from_cache(name, file, options.get("cache_dir"), options.get("revision")), str
+        ):
+            return
+    asks = not (constants.HF_HUB_OFFLINE or options.get("local_files_only"))
+    try:
+        if asks:
+            HfApi().model_info(name, timeout=_SECONDS, token=options.get("token"))
+            return
+    except GatedRepoError:
+        return  # transformers says how to get access
+    except RepositoryNotFoundError:
+        raise ValueError(
+            f"{what}, and the hub has no model of this name that you can read (for a private one: hf auth login): {pocket}"
+        ) from None
+    except HfHubHTTPError:
+        return  # the hub answered; transformers finds out more
+    except Exception as error:  # of the HTTP library, which has changed
+        reason = f"the hub does not answer ({error})"
+    else:
+        reason = "the hub may not be asked (HF_HUB_OFFLINE or local_files_only)"
+    raise ConnectionError(
+        f"{what}, it is not in the hub's cache, and {reason}: give the folder of a saved model; {pocket}"
+    )
 
 
 def resolve(model: Any) -> tuple[Any, Any]:
