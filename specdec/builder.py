@@ -14,6 +14,8 @@ from specdec.capabilities import DraftInfo, DraftPart, ModelInfo, SelectorInfo
 from specdec.cost.arms import ArmCosts
 from specdec.decoder import Decoder
 from specdec.drafts.coerce import ModelLike, as_model
+from specdec.drafts.heads.load import is_head
+from specdec.drafts.heads.model import HeadModel
 from specdec.drafts.spire import SpireModel
 from specdec.drafts.spire.load import is_spire
 from specdec.executors.contract import Checks, Executor
@@ -23,7 +25,7 @@ from specdec.protocols import Draft, LanguageModel, Selector, Verifier
 from specdec.sampling import Sampling, SamplingSettings
 from specdec.verifiers.rejection import Rejection
 
-DraftLike = Draft[Any] | ModelLike | SpireModel | tuple[SpireModel, Any]
+DraftLike = Draft[Any] | ModelLike | SpireModel | HeadModel | tuple[SpireModel, Any]
 
 _ELSEWHERE = {  # settings of transformers' generate and what replaces them here
     "do_sample": "greedy() takes the most probable token, and every temperature above 0 samples",
@@ -285,6 +287,8 @@ def as_draft(draft: Any, name: str) -> Draft[Any]:
         raise TypeError(f"{name} is None: give drafts.NoDraft() for plain decoding, or a draft")
     if is_spire(draft):
         return drafts.Spire(draft)
+    if is_head(draft):
+        return drafts.Head(draft)
     if isinstance(draft, Mask):
         raise TypeError(f"{name} is a mask: give the model that uses it, models.Masked(model, {draft!r})")
     if callable(draft) and not hasattr(draft, "config") and not hasattr(draft, "score"):
