@@ -15,7 +15,8 @@ from specdec.forward.taps import listening, tapped
 
 @dataclass(frozen=True, eq=False)
 class Ends:
-    """A model's embedding, final norm and head, applied to any ids and vectors. The modules are the model's own, which is not changed.
+    """A model's embedding, final norm and head, applied to any ids and vectors. The modules are the model's own, which is not
+    changed: no gradient reaches its weights.
 
     Attributes:
         table: the embedding module. norm: the final norm. output: the linear head. scale: factor of the logits. softcap: logits become
@@ -77,14 +78,16 @@ class Ends:
 
     def embed(self, tokens: Tensor) -> Tensor:
         """``[...]`` ids -> ``[..., E]``, rows of the embedding table without the factor that some families apply."""
-        return F.embedding(tokens, self.table.weight)
+        return F.embedding(tokens, self.table.weight.detach())
 
     def final(self, hidden: Tensor) -> Tensor:
         """``[..., E]`` after the last block -> ``[..., E]``, the input of the head."""
-        return self.norm(hidden)
+        with torch.no_grad():
+            return self.norm(hidden)
 
     def logits(self, final: Tensor) -> Tensor:
         """``[..., E]`` -> ``[..., V]``."""
-        out = F.linear(final, self.output.weight, self.output.bias)
+        bias = self.output.bias
+        out = F.linear(final, self.output.weight.detach(), None if bias is None else bias.detach())
         out = out if self.scale == 1 else out * self.scale
         return out if self.softcap is None else torch.tanh(out / self.softcap) * self.softcap

@@ -15,6 +15,7 @@ from torch import Tensor
 from specdec.drafts.heads.features import Features, Tap
 from specdec.drafts.heads.model import HeadModel
 from specdec.masks import Mask, sees
+from specdec.training.states import Batch
 
 
 def blocks(
@@ -25,7 +26,7 @@ def blocks(
     Args:
         head: bound to its target. tokens: ``[B, L]``. layers: tap -> ``[B, T, E]``, the target's activations at the first T <= L - 1
             positions. anchors: ``[B, A]`` positions from 1 to T; a block of an anchor ``a`` begins with the prediction of
-            ``tokens[a + 1]``. ``None``: all for which the text has the whole block, 1 to ``L - k``.
+            ``tokens[a + 1]``. ``None``: all for which the text has the whole block, 1 to ``L - 1 - k``.
     Returns:
         ``[B, A, k, V]``; entry ``[b, i, n]`` is over ``tokens[b, anchors[b, i] + 1 + n]``, or ``[..., K]`` over a reduced vocabulary.
     Raises:
@@ -34,7 +35,7 @@ def blocks(
     B, L = tokens.shape
     T = next(iter(layers.values())).shape[1]
     if anchors is None:
-        anchors = torch.arange(1, L - k + 1, device=tokens.device).expand(B, -1)
+        anchors = torch.arange(1, L - k, device=tokens.device).expand(B, -1)
     if not anchors.numel() or int(anchors.min()) < 1 or int(anchors.max()) > min(T, L - k):
         raise ValueError(
             f"anchors must be positions from 1 to {min(T, L - k)}, of a text of {L} tokens with {T} positions of activations and blocks of {k}"
@@ -49,6 +50,11 @@ def blocks(
         logits, memo = head.step(n, memo, tokens[row, anchors + n], at)
         out.append(logits)
     return torch.stack(out, 2)
+
+
+def layers_of(head: HeadModel, batch: Batch) -> dict[Tap, Tensor]:
+    """A batch's states as ``blocks`` takes them: ``batch.inputs`` must have the head's taps of layers."""
+    return {tap: batch.final if tap == "final" else batch.inputs[tap] for tap in head.taps}
 
 
 class _Texts:
