@@ -10,7 +10,7 @@ from torch import nn
 
 import specdec as sd
 from specdec.audit.certify import certify
-from specdec.drafts.heads import Head, HeadModel
+from specdec.drafts.heads import Eagle3, Head, HeadModel
 from specdec.drafts.heads.layers import Attention, Rotary
 from specdec.masks import streaming
 from specdec.training.anchored import blocks, layers_of
@@ -65,7 +65,7 @@ MADE = {
     "bare": lambda target, **shared: shake(Bare.from_target(target, **shared)),
 }
 every_head = pytest.mark.parametrize("make", MADE.values(), ids=MADE.keys())
-PROMPTS, BUDGETS = [[1, 2, 3], [4], [5] * 90], [25, 12, 17]
+PROMPTS, BUDGETS = [[1, 2, 3], [4], [5] * 90], [20, 12, 14]
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,7 @@ def test_what_was_drafted_live_is_what_the_teacher_forced_forward_gives(target, 
                 made = head.widened(blocks(head, drafted, layers, size, torch.tensor([[anchor]])))[0, 0]
                 torch.testing.assert_close(r.proposal.probs[b, :size], made.softmax(-1), rtol=0, atol=1e-10)
                 compared += size
-    assert compared > 60
+    assert compared > 50
 
 
 @every_head
@@ -101,10 +101,10 @@ def test_output_is_the_targets(target, make, greedy):
     base = sd.decoder(target).verifier(sd.Coupled())
     base = base.greedy() if greedy else base.sampling(temperature=0.7)
     plain = base.build().generate(PROMPTS, BUDGETS, seed=3).ids
-    for executor in (sd.executors.Serial(), sd.executors.Pipelined(), sd.executors.Optimistic()):
-        for length in (1, 3):
-            decoder = base.draft(Head(make(target)), length).executor(executor).build()
-            assert decoder.generate(PROMPTS, BUDGETS, seed=3).ids == plain
+    draft = Head(make(target))
+    for executor in (sd.executors.Serial(), sd.executors.Optimistic(threads=False)):
+        decoder = base.draft(draft, 3).executor(executor).build()
+        assert decoder.generate(PROMPTS, BUDGETS, seed=3).ids == plain
 
 
 @every_head
@@ -115,8 +115,11 @@ def test_the_output_has_the_targets_distribution_exactly(make):
     assert found.lossless, found
 
 
-def test_anchors_in_any_number_and_order_give_the_same_logits(target):
-    head = MADE["injected, window"](target)
+@pytest.mark.parametrize(
+    "make", [MADE["injected, window"], lambda target: shake(Eagle3.from_target(target, (0, 2), blocks=2))]
+)
+def test_anchors_in_any_number_and_order_give_the_same_logits(target, make):
+    head = make(target)
     tokens = torch.randint(0, 97, (2, 20), generator=torch.Generator().manual_seed(0))
     layers = {
         tap: torch.randn(2, 19, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(tap))

@@ -7,7 +7,6 @@ import torch
 from tiny import tiny
 
 import specdec as sd
-from specdec.audit.certify import certify
 from specdec.drafts.heads import DynamicTree, Eagle3, Head
 from specdec.forward.ends import Ends
 from specdec.masks import streaming
@@ -65,8 +64,11 @@ def observed(head, rounds, row):
     return {tap: (head.ends.final(x) if tap == "final" else x)[None] for tap, x in layers.items()}
 
 
-@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
-@pytest.mark.parametrize("mask", [None, streaming(6, 2)], ids=["whole text", "window"])
+@pytest.mark.parametrize(
+    ("settings", "mask"),
+    [*((one, None) for one in SETTINGS.values()), (EVERY, streaming(6, 2))],
+    ids=[*SETTINGS, "all flags, window"],
+)
 @torch.no_grad()
 def test_what_was_drafted_live_is_what_the_teacher_forced_forward_gives(target, settings, mask):
     """Every node of every round of a ragged batch, rejections included."""
@@ -103,24 +105,37 @@ def texts(target, draft, greedy, executor=None, length=4, prompts=PROMPTS, budge
     return base.build().generate(prompts, budgets, seed=3).ids
 
 
-@pytest.mark.parametrize(
-    "family", ["llama", "qwen3", "gemma3_text", "gpt_oss", "mixtral", "gemma2", "gpt2", "opt"]
-)
+FAMILIES = ["llama", "qwen3", "gemma3_text", "gpt_oss", "mixtral"]
+OTHERS = [
+    "gemma",
+    "gemma2",
+    "gpt2",
+    "gpt_neox",
+    "mistral",
+    "olmo2",
+    "opt",
+    "phi3",
+    "qwen2",
+    "qwen3_moe",
+    "starcoder2",
+]
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *(pytest.param(f, marks=pytest.mark.slow) for f in OTHERS)])
 def test_output_is_the_targets_for_every_family(family):
-    layers = {"gpt2": "n_layer", "gemma3_text": None}.get(family, "num_hidden_layers")
-    target = sd.HFModel(tiny(family, **({layers: 3} if layers else {})))
-    head = shake(Eagle3.from_target(target, (0, 1, 3, "final")))
+    target = sd.HFModel(tiny(family))
+    head = shake(Eagle3.from_target(target, (0, 1, 2, "final")))
+    prompts, budgets = [[1, 2, 3], [5] * 12], [9, 5]
     for greedy in (True, False):
-        plain = texts(target, None, greedy)
-        for tree in ({}, {"tree": DynamicTree(3, 3, 6)}):
-            assert texts(target, Head(head, **tree), greedy) == plain
+        plain = texts(target, None, greedy, prompts=prompts, budgets=budgets)
+        for tree in ({}, {"tree": DynamicTree(3, 2, 5)}):
+            assert texts(target, Head(head, **tree), greedy, prompts=prompts, budgets=budgets) == plain
 
 
 @pytest.mark.parametrize("greedy", [True, False])
 @pytest.mark.parametrize(
     "executor",
     [
-        sd.executors.Pipelined(),
         sd.executors.Pipelined(3),
         sd.executors.Optimistic(),
         sd.executors.Optimistic(threads=False),
@@ -130,8 +145,7 @@ def test_output_is_the_targets_for_every_family(family):
 def test_output_is_the_targets_under_every_executor(target, executor, greedy):
     head = shake(Eagle3.from_target(target, (1, 2, 4), blocks=2))
     plain = texts(target, None, greedy)
-    for length in (1, 3):
-        assert texts(target, Head(head), greedy, executor, length) == plain
+    assert texts(target, Head(head), greedy, executor, 3) == plain
     if isinstance(executor, sd.executors.Pipelined):
         assert texts(target, Head(head, DynamicTree(3, 3, 6)), greedy, executor) == plain
 
@@ -140,9 +154,9 @@ def test_a_block_drafted_ahead_is_the_one_that_would_be_drafted(target):
     """Under ``Optimistic`` some blocks are kept, and they were drafted before the features of the block before them existed."""
     counter = sd.executors.Guesses()
     executor = sd.executors.Optimistic(guesses=counter)
-    ids = texts(target, Head(Eagle3.from_target(target)), True, executor, 2, [[5] * 9, [3, 1]], [60, 60])
-    assert ids == texts(target, None, True, None, 2, [[5] * 9, [3, 1]], [60, 60])
-    assert counter.made > 20
+    ids = texts(target, Head(Eagle3.from_target(target)), True, executor, 2, [[5] * 9, [3, 1]], [30, 30])
+    assert ids == texts(target, None, True, None, 2, [[5] * 9, [3, 1]], [30, 30])
+    assert counter.made > 10
 
 
 @pytest.mark.parametrize("tree", [{}, {"tree": DynamicTree(3, 3, 6)}], ids=["chain", "tree"])
@@ -219,19 +233,6 @@ def test_the_dynamic_tree_is_eagles(target):
                 parent, token = int(r.proposal.parents[b, n]), int(r.proposal.tokens[b, n])
                 found.append((*(found[parent] if parent >= 0 else ()), token))
             assert set(found) == best
-
-
-@pytest.mark.parametrize(
-    "draft",
-    [lambda head: Head(head), lambda head: Head(head, DynamicTree(2, 2, 4))],
-    ids=["chain", "tree"],
-)
-@pytest.mark.parametrize("settings", [{"vocabulary": [0, 2]}, EVERY], ids=["few ids", "all flags"])
-def test_the_output_has_the_targets_distribution_exactly(draft, settings):
-    target = sd.HFModel(tiny("llama", seed=4, vocab_size=3))
-    head = shake(Eagle3.from_target(target, (0, 1, "final"), **settings))
-    found = certify(sd.decoder(target).draft(draft(head), length=2).build(), [[0], [2, 1, 2]], [4, 3])
-    assert found.lossless, found
 
 
 def test_a_head_is_a_folder(target, tmp_path):
