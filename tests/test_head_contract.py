@@ -10,10 +10,12 @@ from torch import nn
 
 import specdec as sd
 from specdec.audit.certify import certify
-from specdec.drafts.heads import Eagle3, Head, HeadModel
-from specdec.drafts.heads.layers import Attention, Rotary
+from specdec.drafts.heads import DynamicTree, Eagle3, Head, HeadModel
+from specdec.drafts.heads.layers import Attention, Rotary, config_like
+from specdec.drafts.spire import SpireModel
 from specdec.masks import streaming
 from specdec.training.anchored import blocks, layers_of
+from specdec.training.passes import k_pass
 from specdec.training.states import target_states
 
 
@@ -57,6 +59,33 @@ class Bare(HeadModel):
         return self.logits(memo + self.heads[n](memo)), memo
 
 
+class AsHead(HeadModel):
+    """SPIRe's draft over the contract: features are injected, and each step leaves memory vectors in place of its own keys and values."""
+
+    def __init__(self, config, taps, spire):
+        super().__init__(config, taps)
+        self.spire, self.kv_layers = spire, len(taps)
+
+    def read(self, features, go):
+        rotary = self.spire.rotary(go.positions)
+        for i, tap in enumerate(self.taps):
+            go.store(i, *self.spire.keys_values(i, features.layers[tap], rotary))
+
+    def step(self, n, memo, token, at):
+        go, x = at.slots(n), self.spire.embed(token)
+        rotary = self.spire.rotary(go.positions)
+        activations = [x]
+        for i in range(self.kv_layers):
+
+            def attend(query, key, value, i=i):
+                return go(i, query, key, value).unflatten(-1, query.shape[-2:])
+
+            activations.append(x := self.spire.run(i, x, rotary, attend)[0])
+        for i, vector in enumerate(self.spire.memory(activations)):
+            go.store(i, *self.spire.keys_values(i, vector, rotary))
+        return self.spire.logits(x), None
+
+
 MADE = {
     "injected": lambda target, **shared: shake(Injected.from_target(target, (0, 2), **shared)),
     "injected, window": lambda target, **shared: shake(
@@ -95,16 +124,45 @@ def test_what_was_drafted_live_is_what_the_teacher_forced_forward_gives(target, 
     assert compared > 50
 
 
+@torch.no_grad()
+def test_spire_is_a_head(target):
+    """The same proposals as ``drafts.Spire``, live, and the same logits as its k passes."""
+    spire = SpireModel.from_target(target, 2, sinks=1, window=6)
+    nn.init.normal_(spire.memory.weights)
+    head = AsHead(config_like(target.model), spire.layers, spire)
+    head.mask = spire.mask
+    seen = []
+    for draft in (sd.drafts.Spire(spire), Head(head)):
+        decoder = sd.decoder(target).draft(draft, 3).build()
+        seen.append([])
+        decoder.generate(PROMPTS, BUDGETS, seed=0, on_round=seen[-1].append)
+    for one, other in zip(*seen, strict=True):
+        assert torch.equal(one.proposal.size, other.proposal.size)
+        if one.proposal.nodes:
+            live = torch.arange(one.proposal.nodes) < one.proposal.size[:, None]
+            assert torch.equal(one.proposal.tokens[live], other.proposal.tokens[live])
+            torch.testing.assert_close(
+                one.proposal.probs[live], other.proposal.probs[live], rtol=0, atol=1e-10
+            )
+    tokens = torch.randint(0, 97, (2, 25), generator=torch.Generator().manual_seed(0))
+    inputs = target_states(target.model, tokens, spire.layers).inputs
+    made = blocks(head, tokens, inputs, 3, torch.arange(3, 22, 3).expand(2, -1))
+    expected = k_pass(spire, tokens[:, :-1], inputs, 3).view(2, 8, 3, -1)
+    torch.testing.assert_close(made, expected[:, 1:], rtol=0, atol=1e-10)
+
+
 @every_head
 @pytest.mark.parametrize("greedy", [True, False])
 def test_output_is_the_targets(target, make, greedy):
     base = sd.decoder(target).verifier(sd.Coupled())
     base = base.greedy() if greedy else base.sampling(temperature=0.7)
     plain = base.build().generate(PROMPTS, BUDGETS, seed=3).ids
-    draft = Head(make(target))
+    head = make(target)
     for executor in (sd.executors.Serial(), sd.executors.Optimistic(threads=False)):
-        decoder = base.draft(draft, 3).executor(executor).build()
+        decoder = base.draft(Head(head), 3).executor(executor).build()
         assert decoder.generate(PROMPTS, BUDGETS, seed=3).ids == plain
+    tree = base.draft(Head(head, DynamicTree(3, 3, 6))).build()  # of marginals, too
+    assert tree.generate(PROMPTS, BUDGETS, seed=3).ids == plain
 
 
 @every_head

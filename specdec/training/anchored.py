@@ -94,14 +94,14 @@ class _TextAnchors:
         near = torch.ones(wide, len(self.offsets), dtype=torch.bool, device=offsets.device)
         if not full:
             near = near.tril(earlier)
-        return _BlockPass(self, offsets, near, count is None)
+        return _BlockPass(self, offsets, near, earlier, count is None)
 
 
 class _BlockPass:
     """``contract.Pass`` over the slots of one step of every anchor, ``[B, A]`` or ``[B, A, s]``."""
 
-    def __init__(self, at: _TextAnchors, offsets: Tensor, near: Tensor, single: bool):
-        self.at, self.single = at, single
+    def __init__(self, at: _TextAnchors, offsets: Tensor, near: Tensor, earlier: int, single: bool):
+        self.at, self.earlier, self.single = at, earlier, single
         query = at.anchors[..., None] + offsets  # [B, A, s]
         self.positions = query[..., 0] if single else query
         past, own = at.text.positions, at.anchors[..., None] + at.offsets  # [T], [B, A, m]
@@ -117,9 +117,10 @@ class _BlockPass:
 
     def store(self, layer: int, key: Tensor, value: Tensor) -> None:
         new = [t[:, :, None] if self.single else t for t in (key, value)]
-        old = self.at.kept.get(layer)
-        both = new if old is None else [torch.cat(pair, 2) for pair in zip(old, new)]
-        self.at.kept[layer] = (both[0], both[1])
+        if self.earlier:  # without what this pass stored before
+            old = [t[:, :, : self.earlier] for t in self.at.kept[layer]]
+            new = [torch.cat(pair, 2) for pair in zip(old, new)]
+        self.at.kept[layer] = (new[0], new[1])
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         self.store(layer, key, value)

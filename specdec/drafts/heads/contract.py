@@ -34,7 +34,7 @@ class Pass(Protocol):
         ...
 
     def store(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Keep ``key`` and ``value [..., H, D]`` without attending (keys and values that are injected from features)."""
+        """Keep ``key`` and ``value [..., H, D]`` without attending, in place of what this pass has kept of that layer."""
         ...
 
 
