@@ -16,6 +16,8 @@ from specdec.cost.arms import ArmCosts
 from specdec.custom_generate import CustomGenerate
 from specdec.decoder import Decoder, StreamChunk
 from specdec.drafts.coerce import ModelLike, as_model, in_memory
+from specdec.drafts.heads.load import is_head
+from specdec.drafts.heads.model import HeadModel
 from specdec.drafts.spire import SpireModel
 from specdec.drafts.spire.load import is_spire
 from specdec.elsewhere import DRAFT, METHODS, SAMPLING, refuse
@@ -27,7 +29,7 @@ from specdec.protocols import Draft, LanguageModel, Selector, Verifier
 from specdec.sampling import Sampling, SamplingSettings
 from specdec.verifiers.rejection import Rejection
 
-DraftLike = Draft[Any] | ModelLike | SpireModel | tuple[SpireModel, Any]
+DraftLike = Draft[Any] | ModelLike | SpireModel | HeadModel | tuple[SpireModel, Any]
 
 LONGEST = 2**16 - 1
 """The longest path of a draft: keys of random decisions have 16 bits for the depth of a token."""
@@ -314,6 +316,9 @@ def as_draft(draft: Any, name: str, device: Any = None, **options: Any) -> Draft
     if is_spire(draft):
         in_memory(name, options)
         return drafts.Spire(draft)
+    if is_head(draft):
+        in_memory(name, options)
+        return drafts.Head(draft)
     if isinstance(draft, Mask):
         raise TypeError(f"{name} is a mask: give the model that uses it, models.Masked(model, {draft!r})")
     if callable(draft) and not hasattr(draft, "config") and not hasattr(draft, "score"):

@@ -40,6 +40,7 @@ from specdec.audit.composed import (
     distribution,
 )
 from specdec.builder import Builder, DraftLike, decoder
+from specdec.drafts.heads import DynamicTree, Eagle3
 from specdec.drafts.spire.model import SpireModel
 from specdec.executors import Optimistic, Pipelined
 from specdec.masks import Causal, Window
@@ -279,6 +280,14 @@ def hugging_face() -> Iterator[Composition]:
     }.items():
         builder = base.draft(sparse, length=2)  # type: ignore[arg-type]
         yield Composition(f"float64 llama, {name}", builder, (4, 3), ((0, 1, 2, 0, 1), (2, 1)), said)
+    head = Eagle3.from_target(target, (0, 1, "final"), vocabulary=[0, 2], blocks=2, norm_output=True)
+    tree, starts = drafts.Head(head, DynamicTree(2, 2, 3)), ((0, 1, 2, 0, 1), (2, 1))
+    for name, builder in {
+        "EAGLE-3 k=2, two ids": base.draft(drafts.Head(head), length=2),
+        "EAGLE-2's tree": base.draft(tree, length=2),
+        "optimistic, EAGLE-3 k=2": base.draft(drafts.Head(head), length=2).executor(Optimistic()),
+    }.items():
+        yield Composition(f"float64 llama, {name}", builder, (4, 3), starts, said)
 
 
 def _even(b: Any, h: Any, q_position: Any, kv_position: Any) -> Any:

@@ -116,3 +116,29 @@ class Ring(Slots):
         new._blocks = blocks
         new._view()
         return new
+
+    def followed_by(self, other: Ring) -> Ring:
+        """A ring of both rings' rows, these first, with the larger window of the two; neither may be used again.
+
+        Only a ring that holds the whole text may join one of another window: its slots are positions in both.
+        """
+        grown = self.resized(
+            max(self.window, other.window), max(self.extra, other.extra), other._blocks[0].shape[1]
+        )
+        other._copy_to(grown, self._blocks[0].shape[1])
+        return grown
+
+    def resized(self, window: int, extra: int, more: int = 0) -> Ring:
+        """A copy with another window, other ``extra`` slots and ``more`` rows at the end; what was in extra slots is not kept."""
+        mask = self.mask if self.narrower else None
+        batch = self._blocks[0].shape[1] + more
+        grown = Ring(self.shapes, batch, self.sinks, window, self.block, extra, mask)
+        self._copy_to(grown, 0)
+        return grown
+
+    def _copy_to(self, ring: Ring, first: int) -> None:
+        """Copy all rows to rows ``first`` on of a ring whose slots for positions are at least as many."""
+        held = self.sinks + self.size
+        with torch.inference_mode(False), torch.no_grad():
+            for there, here in zip(self._blocks, ring._blocks):
+                here[:, first : first + there.shape[1], :held] = there[:, :, :held]

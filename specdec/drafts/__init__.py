@@ -1,6 +1,7 @@
 """Drafts propose tokens. There is one algorithm in each file or folder."""
 
 from specdec.drafts.function import FunctionDraft, chain_draft
+from specdec.drafts.heads.draft import Head
 from specdec.drafts.magicdec.draft import MagicDec
 from specdec.drafts.model import Model
 from specdec.drafts.ngram import NGram
@@ -12,6 +13,7 @@ from specdec.drafts.tree import Tree
 
 __all__ = [
     "FunctionDraft",
+    "Head",
     "MagicDec",
     "Model",
     "NGram",

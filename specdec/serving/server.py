@@ -77,7 +77,7 @@ def check(composition: Composition, executor: Executor, settings: Settings) -> N
                 f"draft {part.info.name!r} cannot take in rows during a run (it has no join): use drafts.Model, NGram or a function, or "
                 "generate() a fixed batch"
             )
-        if part.info.model is not None:
+        if part.info.model is not None and not part.info.taps:
             _joinable(f"the model of draft {part.info.name!r},", part.info.model)
     _joinable("the target", composition.target)
 

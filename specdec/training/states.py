@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from specdec.forward.taps import listening, tapped
 from specdec.models.fingerprint import fingerprint
 
 
@@ -24,7 +25,8 @@ class Batch(NamedTuple):
     """Training sequences and the target's states on them.
 
     ``tokens [B, L + 1]`` int64; ``inputs``: layer -> ``[B, L, E]``, the target's activations before that layer (counted from 0,
-    so that 0 is the embedding and ``l`` the output of the l-th block); ``final [B, L, E]``: the input of the head.
+    so that 0 is the embedding and ``l`` the output of the l-th block, of the last one before the final norm); ``final [B, L, E]``: the
+    input of the head.
     """
 
     tokens: Tensor
@@ -45,8 +47,13 @@ def target_states(target: Any, tokens: Tensor, layers: Sequence[int]) -> Batch:
         target: a transformers causal LM. tokens: ``[B, L + 1]``. layers: the layers whose inputs to return, counted from 0.
     """
     tokens = tokens.to(target.device)
-    made = target.base_model(input_ids=tokens[:, :-1], use_cache=False, output_hidden_states=bool(layers))
-    return Batch(tokens, {layer: made.hidden_states[layer] for layer in layers}, made.last_hidden_state)
+    last = target.config.get_text_config().num_hidden_layers
+    # transformers' last hidden state is normed, and a tap of the last block is not
+    caught = listening(target, [last]) if last in layers else {}
+    with tapped(target, caught, lambda hidden: hidden):
+        made = target.base_model(input_ids=tokens[:, :-1], use_cache=False, output_hidden_states=bool(layers))
+    inputs = {layer: caught[layer][0] if layer in caught else made.hidden_states[layer] for layer in layers}
+    return Batch(tokens, inputs, made.last_hidden_state)
 
 
 class States:

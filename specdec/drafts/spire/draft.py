@@ -20,6 +20,7 @@ from specdec.cache.slots import KVShape
 from specdec.cache.static import StaticStore
 from specdec.capabilities import DraftInfo
 from specdec.drafts.draw import ChainDraw
+from specdec.drafts.heads.features import committed
 from specdec.drafts.spire.chain import SpireChain
 from specdec.drafts.spire.load import as_spire
 from specdec.drafts.spire.model import SpireModel
@@ -32,7 +33,7 @@ from specdec.models.hf import HFModel
 from specdec.protocols import LanguageModel
 from specdec.rng import Rng
 from specdec.sampling import Sampling
-from specdec.types import Context, Proposal, Round
+from specdec.types import Context, Fed, Proposal, Round
 
 
 class SpireState(NamedTuple):
@@ -177,16 +178,10 @@ class Spire:
         return SpireState(state.ring.select(rows))
 
 
-def _committed(fed: Any, round: Round, ring: Ring) -> np.ndarray:
+def _committed(fed: Fed, round: Round, ring: Ring) -> np.ndarray:
     """Which fed positions hold committed text for which the ring has room."""
-    row, position, node = fed.row.numpy(), fed.position.numpy(), fed.node.numpy()
-    accepted, path = round.verdict.accepted.numpy(), round.verdict.path.numpy()
-    wanted = node < 0
-    drafted = np.flatnonzero(~wanted)
-    if len(drafted):
-        on_path = path[row[drafted]] == node[drafted, None]
-        wanted[drafted] = (on_path & (np.arange(path.shape[1]) < accepted[row[drafted], None])).any(1)
-    last = np.zeros(len(accepted), dtype=np.int64)
-    np.maximum.at(last, row[wanted], position[wanted])
-    wanted &= (position < ring.sinks) | (position > last[row] - ring.size)
-    return np.flatnonzero(wanted)
+    which = committed(fed, round)
+    row, position = fed.row.numpy()[which], fed.position.numpy()[which]
+    last = np.zeros(len(round.verdict.accepted), dtype=np.int64)
+    np.maximum.at(last, row, position)
+    return which[(position < ring.sinks) | (position > last[row] - ring.size)]

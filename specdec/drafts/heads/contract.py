@@ -1,0 +1,52 @@
+"""The contract between a head and what runs it, in decoding and in training alike.
+
+A head drafts from *anchors*. An anchor is the position ``a`` of the last committed token, x_a: the target's activations exist at positions
+below ``a``, and the head's own slots are at ``a``, ``a + 1``, ... In decoding there is one anchor a row, and keys and values are in a
+cache. In training every position of a text can be one, and the tokens of the block are those of the text. The head's arithmetic is the same:
+
+1. ``HeadModel.read`` turns features of committed positions into keys and values, and into what is carried to the draft;
+2. ``HeadModel.step`` gives the logits for x_{a+1}, x_{a+2}, ..., each after the tokens before it.
+
+``[...]`` below are the dimensions of positions (or anchors): packed positions ``[F]`` and rows ``[R]`` in decoding, nodes of a tree
+``[R, W]``, texts ``[B, T]`` and anchors ``[B, A]`` in training.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+
+class Pass(Protocol):
+    """Slots that are computed together. ``positions [...]`` are theirs in the text, for the rotary embedding."""
+
+    positions: Tensor
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Keep the slots' ``key`` and ``value [..., H, D]`` as those of ``layer``, and attend.
+
+        Args:
+            query: ``[..., Hq, D]``; scores are scaled by ``D ** -0.5``.
+        Returns:
+            ``[..., Hq * Dv]``: heads are concatenated.
+        """
+        ...
+
+    def store(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Keep ``key`` and ``value [..., H, D]`` without attending, in place of what this pass has kept of that layer."""
+        ...
+
+
+class Anchors(Protocol):
+    """Where blocks are drafted: all slots see what ``read`` stored at positions below their anchor."""
+
+    def slots(self, first: int, count: int | None = None, full: bool = False) -> Pass:
+        """New slots for every anchor, which also see the block's slots of earlier passes (in a tree, those of their ancestors).
+
+        Args:
+            first: the position of the first one minus its anchor. count: how many, at successive positions: the pass has shape
+                ``[..., count]``; ``None`` is one slot, of shape ``[...]``.
+            full: whether the slots of this pass see each other in both directions; otherwise a slot sees those before it.
+        """
+        ...

@@ -1,0 +1,207 @@
+"""A head as a draft: it reads every round's newly committed positions, and drafts from the last of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from specdec.capabilities import DraftInfo
+from specdec.drafts.heads.chain import Chain
+from specdec.drafts.heads.eagle3 import Eagle3
+from specdec.drafts.heads.features import Tap, fresh
+from specdec.drafts.heads.load import as_head
+from specdec.drafts.heads.model import HeadModel
+from specdec.drafts.heads.slots import HeadState, SlotAnchors, empty, pieces, reading
+from specdec.drafts.pool import merged
+from specdec.kernels.device import to_device
+from specdec.models.hf import HFModel
+from specdec.protocols import LanguageModel
+from specdec.rng import Rng
+from specdec.sampling import Sampling
+from specdec.types import Context, Proposal, Round
+
+
+class Grower(Protocol):
+    """How a proposal is drawn from a head: ``Chain``, ``DynamicTree``, or an object with the same members.
+
+    Attributes:
+        trees: whether it proposes more than chains. longest: the longest path that it proposes (``None``: no limit).
+    """
+
+    @property
+    def trees(self) -> bool: ...
+
+    @property
+    def longest(self) -> int | None: ...
+
+    def nodes(self, length: int) -> int:
+        """The most nodes of a proposal whose longest path is ``length``."""
+        ...
+
+    def grow(
+        self,
+        head: HeadModel,
+        at: SlotAnchors,
+        memo: Any,
+        given: Tensor,
+        context: Context,
+        budget: Tensor,
+        sampling: Sampling,
+        rng: Rng,
+    ) -> Proposal:
+        """A proposal for ``R`` rows.
+
+        Args:
+            memo: of the head's first step. given: ``[R, 1 + G]`` the tokens from the anchor on; G is 0, except for a text that is drafted
+                ahead of its verification. Step ``n`` takes token ``n`` of these as far as they go; the first logits to draw from are
+                those of step G.
+            context, budget, rng: of these rows.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Head:
+    """Drafts from a ``HeadModel``, such as ``heads.Eagle3``.
+
+    Args:
+        model: made from the decoder's target, or the folder that it was saved to.
+        tree: how the proposal grows: ``heads.Chain()`` draws a chain, ``heads.DynamicTree()`` builds EAGLE-2's tree.
+        sampling: how the draft's tokens are drawn; ``None`` takes the decoder's.
+    Raises:
+        ValueError (in ``bind``): the target is another one, or has no activations to read.
+    """
+
+    model: HeadModel
+    tree: Grower = Chain()
+    sampling: Sampling | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "model", as_head(self.model))
+
+    @property
+    def info(self) -> DraftInfo:
+        """``taps``: the final norm is applied to the output of the last block here."""
+        limits = [n for n in (self.model.longest, self.tree.longest) if n is not None]
+        return DraftInfo(
+            type(self.model).__name__.lower(),
+            trees=self.tree.trees,
+            nodes=self.tree.nodes,
+            longest=min(limits, default=None),
+            taps=tuple(sorted({self._layer(tap) for tap in self.model.taps})),
+            revocable=True,
+            model=self.model,
+        )
+
+    def _layer(self, tap: Tap) -> int:
+        return self.model.config.num_target_layers if tap == "final" else tap
+
+    @staticmethod
+    def example(model: Any) -> Head:
+        """An untrained head for an ``HFModel`` (for the contract tests)."""
+        return Head(Eagle3.from_target(model))
+
+    def bind(self, target: LanguageModel, sampling: Sampling) -> Head:
+        if not isinstance(target, HFModel):
+            raise ValueError(
+                f"draft {type(self.model).__name__!r} reads the target's activations, and the target is a {type(target).__name__}: give an HFModel"
+            )
+        return replace(self, model=self.model.bound(target), sampling=self.sampling or sampling)
+
+    def init(self, context: Context, target_cache: Any) -> HeadState:
+        """An empty state; the prefill's activations come with the first ``observe``."""
+        model = self.model
+        ring = empty(model.shapes, context.batch, context.tokens.shape[1], model.mask)
+        return HeadState(ring, torch.zeros(context.batch, dtype=torch.long), None)
+
+    @torch.no_grad()
+    def observe(self, state: HeadState, round: Round) -> HeadState:
+        """Read the positions that the round committed."""
+        model, (ring, known, carry) = self.model, state
+        new = fresh(round, known)
+        if not len(new.row):
+            return state
+        fed, at = round.scores.fed, to_device(torch.from_numpy(new.fed), self._device(round))
+        assert fed is not None
+        layers: dict[Tap, Tensor] = {}
+        for tap in model.taps:
+            x = fed.layers[self._layer(tap)][at]
+            layers[tap] = model.of_target.final(x) if tap == "final" else x
+        features = new.features(layers, model.device, model.dtype)
+        for piece in pieces(new.row, new.position, ring):
+            row = torch.from_numpy(new.row[piece])
+            go: Any = None
+            if ring is not None:
+                go = reading(ring, new.row[piece], new.position[piece], model.mask, model.device)
+            kept = model.read(features.at(to_device(torch.from_numpy(piece), model.device)), go)
+            if kept is not None:
+                last = torch.cat([row.diff() != 0, torch.ones(1, dtype=torch.bool)]).nonzero()[:, 0]
+                carry = kept.new_zeros(len(known), *kept.shape[1:]) if carry is None else carry.clone()
+                carry[to_device(row[last], carry.device)] = kept[to_device(last, carry.device)]
+        end = round.context.length + round.committed - 1
+        return HeadState(ring, torch.where(round.finished, known, end), carry)
+
+    @staticmethod
+    def _device(round: Round) -> torch.device:
+        fed = round.scores.fed
+        assert fed is not None
+        return next(iter(fed.layers.values())).device
+
+    @torch.no_grad()
+    def propose(
+        self, state: HeadState, context: Context, budget: Tensor, rng: Rng
+    ) -> tuple[Proposal, HeadState]:
+        ahead = context.length - 1 - state.known  # 0, unless the text has not been verified yet
+        parts: list[tuple[Proposal, Tensor]] = []
+        for gap in ahead[budget > 0].unique().tolist():
+            rows = ((ahead == gap) & (budget > 0)).nonzero()[:, 0]
+            room = self._room(int(budget.max()), gap)
+            if not room:
+                continue
+            proposal, ring = self._grow(state, context, budget.clamp(max=room), rng, rows, gap)
+            parts.append((proposal, rows))
+            state = state._replace(ring=ring)
+        return merged(parts, context.batch), state
+
+    def _room(self, longest: int, gap: int) -> int:
+        """The longest path that can be drafted ``gap`` tokens ahead of the features."""
+        limit = self.model.longest
+        if limit is None:
+            return longest
+        if longest > limit and not gap:
+            raise ValueError(
+                f"a path of {longest} tokens was requested and this {type(self.model).__name__} proposes at most {limit}: use draft(..., "
+                f"length={limit})"
+            )
+        return max(min(longest, limit - gap), 0)
+
+    def _grow(
+        self, state: HeadState, context: Context, budget: Tensor, rng: Rng, rows: Tensor, gap: int
+    ) -> tuple[Proposal, Any]:
+        """Draft for some rows; the proposal has all rows, of which only these are meant."""
+        model, some = self.model, len(rows) < context.batch
+        text, mine = (context.select(rows), budget[rows]) if some else (context, budget)
+        at = SlotAnchors(state.ring, rows, state.known[rows], model.mask, model.device)
+        positions = state.known[rows][:, None] + torch.arange(gap + 1)
+        given = to_device(text.tokens.gather(1, positions), model.device)
+        carry = state.carry
+        memo = carry if carry is None or not some else carry[to_device(rows, carry.device)]
+        made = self.tree.grow(
+            *(model, at, memo, given, text, mine, self.sampling or Sampling()),
+            rng.select(rows) if some else rng,
+        )
+        if some:
+            spread = torch.zeros(context.batch, dtype=torch.long)
+            spread[rows] = torch.arange(len(rows))
+            made = made.select(spread)
+            made = replace(made, size=torch.zeros_like(budget).index_copy(0, rows, made.size[rows]))
+        return made, at.ring
+
+    def select(self, state: HeadState, rows: Tensor) -> HeadState:
+        return state.select(rows)
+
+    def join(self, state: HeadState, other: HeadState) -> HeadState:
+        return state.join(other)

@@ -1,0 +1,103 @@
+"""What a head reads of its target: activations at committed positions, with the token there and the token after it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specdec.kernels.device import to_device
+from specdec.types import Fed, Round
+
+Tap = int | Literal["final"]
+"""A layer of the target: ``l`` is the output of block ``l`` counted from 1 (before the final norm for the last), 0 the input of the
+first block, and ``"final"`` the output of the final norm, which the target's head reads."""
+
+
+class Features(NamedTuple):
+    """Committed positions and the target's activations there.
+
+    Attributes:
+        layers: tap -> ``[..., E]``. tokens: ``[...]`` the token at each position. following: ``[...]`` the token after it, which is
+            committed, too.
+    """
+
+    layers: Mapping[Tap, Tensor]
+    tokens: Tensor
+    following: Tensor
+
+    def at(self, at: Any) -> Features:
+        """The features of the positions with index ``at``."""
+        layers = {tap: x[at] for tap, x in self.layers.items()}
+        return Features(layers, self.tokens[at], self.following[at])
+
+
+def committed(fed: Fed, round: Round) -> np.ndarray:
+    """``[F']`` which fed positions hold committed text: tokens that were in the context, and accepted nodes."""
+    row, node = fed.row.numpy(), fed.node.numpy()
+    accepted, path = round.verdict.accepted.numpy(), round.verdict.path.numpy()
+    wanted = node < 0
+    drafted = np.flatnonzero(~wanted)
+    if len(drafted):
+        on_path = path[row[drafted]] == node[drafted, None]
+        wanted[drafted] = (on_path & (np.arange(path.shape[1]) < accepted[row[drafted], None])).any(1)
+    return np.flatnonzero(wanted)
+
+
+class Fresh(NamedTuple):
+    """Positions that a round committed and that had not been read before, row after row, each row's in order.
+
+    Attributes:
+        fed: ``[F]`` their number among ``Scores.fed``. row, position: ``[F]``, on the host. tokens, following: as ``Features``.
+    """
+
+    fed: np.ndarray
+    row: np.ndarray
+    position: np.ndarray
+    tokens: np.ndarray
+    following: np.ndarray
+
+    def features(self, layers: Mapping[Tap, Tensor], device: torch.device, dtype: torch.dtype) -> Features:
+        """Their features on ``device``; ``layers``: tap -> ``[F, E]`` at the fed positions ``fed``."""
+        tokens, following = (to_device(torch.from_numpy(t), device) for t in (self.tokens, self.following))
+        return Features({tap: x.to(device, dtype) for tap, x in layers.items()}, tokens, following)
+
+
+def fresh(round: Round, known: Tensor) -> Fresh:
+    """The newly committed positions of a round's rows that go on.
+
+    Args:
+        known: ``[B]`` how many positions of each row were read before. A position counts once the token after it is committed.
+    Raises:
+        ValueError: the round has no activations, or those of some positions were left out.
+    """
+    fed = round.scores.fed
+    if fed is None:
+        raise ValueError(
+            "the round has no activations: the executor must score with the taps that DraftInfo declares"
+        )
+    length, read = round.context.length.numpy(), known.numpy()
+    end = length + round.committed.numpy() - 1  # the last committed token has no activations
+    index = committed(fed, round)
+    row, position = fed.row.numpy()[index], fed.position.numpy()[index]
+    on = ~round.finished.numpy()
+    new = (position >= read[row]) & (position < end[row]) & on[row]
+    index, row, position = index[new], row[new], position[new]
+    lacking = np.flatnonzero((np.bincount(row, minlength=len(read)) != end - read) & on)
+    if len(lacking):
+        b = int(lacking[0])
+        raise ValueError(
+            f"the target returned activations of {int((row == b).sum())} of the {int(end[b] - read[b])} new positions of row {b}: a head "
+            "must observe every round, and the target must score its whole prompt"
+        )
+    text, more = round.context.tokens.numpy(), round.verdict.tokens.numpy()
+
+    def token(at: np.ndarray) -> np.ndarray:
+        past = np.minimum(at, text.shape[1] - 1)
+        ahead = np.clip(at - length[row], 0, more.shape[1] - 1)
+        return np.where(at < length[row], text[row, past], more[row, ahead])
+
+    return Fresh(index, row, position, token(position), token(position + 1))

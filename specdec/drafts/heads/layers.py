@@ -1,0 +1,123 @@
+"""Parts of heads' bodies: attention through a ``Pass``, the gated MLP, and rotary angles of a llama-like config."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from specdec.configs import setting
+from specdec.drafts.heads.contract import Pass
+from specdec.forward.block import Angles, eager_angles, rotated
+from specdec.forward.families import positions_of
+
+
+def norm(config: LlamaConfig, size: int | None = None) -> nn.RMSNorm:
+    """An RMS norm over the hidden size, or over ``size``."""
+    return nn.RMSNorm(size or config.hidden_size, eps=config.rms_norm_eps)
+
+
+class Attention(nn.Module):
+    """Grouped attention over ``inputs`` features; ``head_norms``: whether queries and keys are normed (as in qwen3)."""
+
+    def __init__(self, config: Any, inputs: int | None = None, head_norms: bool = False):
+        super().__init__()
+        size, width = config.head_dim, inputs or config.hidden_size
+        query, key = config.num_attention_heads * size, config.num_key_value_heads * size
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(width, n, bias=False) for n in (query, key, key))
+        self.o_proj = nn.Linear(query, config.hidden_size, bias=False)
+        self.q_norm = norm(config, size) if head_norms else None
+        self.k_norm = norm(config, size) if head_norms else None
+        self.size = size
+
+    def forward(self, x: Tensor, angles: Angles, layer: int, go: Pass) -> Tensor:
+        """``x [..., inputs]`` -> ``[..., E]``."""
+        query = self.q_proj(x).unflatten(-1, (-1, self.size))
+        return self.o_proj(go(layer, _turned(query, self.q_norm, angles), *self.keys_values(x, angles)))
+
+    def keys_values(self, x: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
+        """Keys and values ``[..., H, D]`` of ``x [..., inputs]``."""
+        key, value = (p(x).unflatten(-1, (-1, self.size)) for p in (self.k_proj, self.v_proj))
+        return _turned(key, self.k_norm, angles), value
+
+
+class MLP(nn.Module):
+    """``down(silu(gate(x)) * up(x))``."""
+
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        wide = config.intermediate_size
+        self.gate_proj, self.up_proj = (nn.Linear(config.hidden_size, wide, bias=False) for _ in range(2))
+        self.down_proj = nn.Linear(wide, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    """An ordinary llama-like block whose attention goes through a ``Pass``."""
+
+    def __init__(self, config: LlamaConfig, head_norms: bool = False):
+        super().__init__()
+        self.input_layernorm, self.post_attention_layernorm = norm(config), norm(config)
+        self.self_attn, self.mlp = Attention(config, head_norms=head_norms), MLP(config)
+
+    def forward(self, x: Tensor, angles: Angles, layer: int, go: Pass) -> Tensor:
+        """``[..., E]`` -> ``[..., E]``."""
+        x = x + self.self_attn(self.input_layernorm(x), angles, layer, go)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Rotary:
+    """Cosines and sines of positions; it has no weights."""
+
+    def __init__(self, config: LlamaConfig):
+        self.module = LlamaRotaryEmbedding(config)
+
+    def __call__(self, positions: Tensor, like: Tensor) -> Angles:
+        """Of positions ``[...]``, in the dtype and on the device of ``like``."""
+        cos, sin = self.module(like, positions.reshape(1, -1))
+        return eager_angles(*(t.view(*positions.shape, -1) for t in (cos, sin)))
+
+
+def config_like(target: Any, **changes: Any) -> LlamaConfig:
+    """The config of a llama-like body of the sizes of ``target``, a transformers model of any family."""
+    theirs = target.config.get_text_config()
+    heads = theirs.num_attention_heads
+    rope = setting(theirs, "rope_parameters")
+    rope = rope if isinstance(rope, dict) and "rope_theta" in rope else {"rope_theta": 10000.0}
+    if rope.get("rope_type") not in ("linear", "llama3", "yarn"):
+        rope = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
+    return LlamaConfig(
+        **{
+            "vocab_size": theirs.vocab_size,
+            "hidden_size": theirs.hidden_size,
+            "intermediate_size": setting(theirs, "intermediate_size", "ffn_dim") or 4 * theirs.hidden_size,
+            "num_hidden_layers": 1,
+            "num_target_layers": theirs.num_hidden_layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": setting(theirs, "num_key_value_heads") or heads,
+            "head_dim": setting(theirs, "head_dim") or theirs.hidden_size // heads,
+            "rms_norm_eps": setting(theirs, "rms_norm_eps") or 1e-6,
+            "max_position_embeddings": positions_of(target.config) or 2**20,
+            "rope_parameters": dict(rope),
+            "bos_token_id": None,
+            "eos_token_id": None,
+            **changes,
+        }
+    )
+
+
+def _turned(x: Tensor, by: nn.RMSNorm | None, angles: Angles) -> Tensor:
+    return rotated(x if by is None else by(x), None, angles)
+
+
+def initialise(model: nn.Module, deviation: float = 0.02) -> None:
+    """Normal weights for all products."""
+    for module in model.modules():
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            torch.nn.init.normal_(module.weight, std=deviation)

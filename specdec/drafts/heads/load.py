@@ -1,0 +1,46 @@
+"""From what users pass as a head to a ``HeadModel``: objects and folders."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from specdec.drafts.heads.eagle3 import Eagle3
+from specdec.drafts.heads.model import FILE, HeadModel
+
+HEADS: tuple[type[HeadModel], ...] = (Eagle3,)
+"""The library's own heads, which are loaded from folders by name; a head of your own is loaded by its class."""
+
+
+def as_head(model: Any) -> HeadModel:
+    """A ``HeadModel`` from one, or from the folder of one.
+
+    Raises:
+        TypeError: it is neither. FileNotFoundError: the folder holds no head. ValueError: it holds one that the library does not know.
+    """
+    if isinstance(model, (str, os.PathLike)):
+        folder = Path(model)
+        if not is_head(folder):
+            raise FileNotFoundError(f"{folder} has no {FILE}: it is not the folder of a head")
+        name = json.loads((folder / FILE).read_text())["head"]
+        for kind in HEADS:
+            if kind.__name__ == name:
+                return kind.from_pretrained(folder)
+        raise ValueError(
+            f"{folder} holds a {name!r}, which is not one of {', '.join(kind.__name__ for kind in HEADS)}: load it with its own class, "
+            f"{name}.from_pretrained(folder)"
+        )
+    if not isinstance(model, HeadModel):
+        raise TypeError(
+            f"model is a {type(model).__name__}: give a head, such as heads.Eagle3.from_target(target), or the folder of a saved one"
+        )
+    return model
+
+
+def is_head(model: Any) -> bool:
+    """Whether ``model`` is a head, in memory or in a folder."""
+    if isinstance(model, (str, os.PathLike)):
+        return (Path(model) / FILE).exists()
+    return isinstance(model, HeadModel)

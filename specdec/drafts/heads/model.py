@@ -1,0 +1,329 @@
+"""What all heads share: the target that they read and its two ends, a reduced vocabulary, and a folder on disk."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import LlamaConfig
+
+from specdec.cache.slots import KVShape
+from specdec.configs import setting
+from specdec.drafts.heads.contract import Anchors, Pass
+from specdec.drafts.heads.features import Features, Tap
+from specdec.drafts.heads.layers import config_like, initialise
+from specdec.drafts.heads.vocabulary import check_offsets, offsets, widened
+from specdec.forward.ends import Ends
+from specdec.masks import for_model
+from specdec.masks.text import known, parse
+from specdec.models.clone import structural_clone
+from specdec.models.fingerprint import fingerprint, unwrapped
+
+FILE, WEIGHTS = "head.json", "model.safetensors"
+
+
+class HeadModel(nn.Module):
+    """The weights and the arithmetic of a head; ``drafts.Head`` decodes with it. A head derives from this class and defines ``read`` and ``step``.
+
+    Args:
+        config: of the head's body. ``vocab_size`` and ``num_target_layers`` are the target's.
+        taps: the activations of the target that it reads (``features.Tap``).
+        vocabulary: the ids of the target that it can propose, ascending; ``None``: all.
+        mask: what its queries see of the text (a ``masks.Mask`` of positions, or a function); with a reach, its KV cache has a constant
+            size. ``None``: everything. Later positions of a block that attends in both directions are seen in any case.
+        own_embedding, own_head: it has an embedding or an output matrix of its own; otherwise it uses the target's.
+        target: the target's fingerprint; empty where it is unknown.
+        settings: the derived class's own arguments, which are saved with it.
+    Raises:
+        ValueError: no taps, a wrong vocabulary, or a mask that ``masks.for_model`` refuses.
+
+    Attributes:
+        kv_layers: how many layers have keys and values. longest: the longest chain that it can propose, if there is a limit.
+        ends: the target's embedding, norm and head; ``None`` before ``bound``.
+    """
+
+    kv_layers = 1
+    longest: int | None = None
+    supports_trees = True
+    ends: Ends | None = None
+    tokenizer: Any = None
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        taps: Sequence[Tap],
+        *,
+        vocabulary: Sequence[int] | Tensor | None = None,
+        mask: Any = None,
+        own_embedding: bool = False,
+        own_head: bool = False,
+        target: str = "",
+        **settings: Any,
+    ):
+        super().__init__()
+        if not taps:
+            raise ValueError("taps is empty: a head reads at least one layer of its target")
+        if setting(config, "num_target_layers") is None:
+            raise ValueError(
+                "config lacks num_target_layers: give the number of the target's blocks, as layers.config_like(target) does"
+            )
+        self.config, self.taps, self.target = config, tuple(taps), target
+        self.mask = None if mask is None else for_model(mask)
+        self.settings = {"own_embedding": own_embedding, "own_head": own_head, **settings}
+        self.d2t: Tensor | None
+        self.register_buffer("d2t", None if vocabulary is None else offsets(vocabulary, config.vocab_size))
+        width = config.hidden_size
+        self.embed_tokens = nn.Embedding(config.vocab_size, width) if own_embedding else None
+        self.lm_head = nn.Linear(width, self.outputs, bias=False) if own_head else None
+
+    # -- what a head defines ---------------------------------------------------------------------------------------------
+
+    def read(self, features: Features, go: Pass) -> Tensor | None:
+        """Read committed positions: put their keys and values into ``go``, and return what is carried from each.
+
+        Returns:
+            ``[..., *]`` for positions ``[...]``; ``None`` if nothing is carried. Of each row the last position's is kept.
+        """
+        raise NotImplementedError
+
+    def step(self, n: int, memo: Any, token: Tensor, at: Anchors) -> tuple[Tensor, Any]:
+        """Logits for x_{a+1+n}, the token n + 1 positions after the anchors.
+
+        Args:
+            n: counted from 0. memo: what the step before returned; for ``n = 0`` what ``read`` carried from position ``a - 1``.
+            token: ``[...]`` x_{a+n}, the token before.
+        Returns:
+            logits ``[..., outputs]``, and the memo of the next step. In a tree a memo is a tensor ``[..., *]``.
+        """
+        raise NotImplementedError
+
+    @property
+    def shapes(self) -> list[KVShape]:
+        """Keys and values of each layer."""
+        c: Any = self.config
+        return [
+            KVShape(c.num_key_value_heads, c.head_dim, c.head_dim, self.dtype, self.device)
+        ] * self.kv_layers
+
+    @classmethod
+    def default_taps(cls, blocks: int) -> Sequence[Tap]:
+        """What ``from_target`` reads of a target of so many blocks, unless it is told."""
+        return ("final",)
+
+    # -- what it can use -------------------------------------------------------------------------------------------------
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """The raw embedding ``[..., E]`` of ids ``[...]``, its own or the target's."""
+        if self.embed_tokens is not None:
+            return self.embed_tokens(tokens)
+        return self.of_target.embed(tokens).to(self.dtype)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Logits ``[..., outputs]`` of normed outputs ``[..., E]``, by its own matrix or the target's head."""
+        if self.lm_head is not None:
+            return self.lm_head(x)
+        logits = self.of_target.logits(x.to(self.of_target.output.weight.dtype)).to(self.dtype)
+        return logits if self.d2t is None else logits[..., self.ids]
+
+    @property
+    def outputs(self) -> int:
+        """How many ids it can propose."""
+        return self.vocab_size if self.d2t is None else len(self.d2t)
+
+    @property
+    def of_target(self) -> Ends:
+        """The target's ends.
+
+        Raises:
+            RuntimeError: the head has not been bound.
+        """
+        if self.ends is None:
+            raise RuntimeError("the head has no target: use the copy that bound(target) returns")
+        return self.ends
+
+    # -- what runs it ----------------------------------------------------------------------------------------------------
+
+    @property
+    def ids(self) -> Tensor:
+        """``[outputs]`` the target's ids of its logits."""
+        every = torch.arange(self.outputs, device=self.device)
+        return every if self.d2t is None else every + self.d2t
+
+    def widened(self, logits: Tensor) -> Tensor:
+        """Logits over the target's vocabulary ``[..., V]``: -inf for ids that the head does not have."""
+        return widened(logits, self.d2t, self.vocab_size)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.parameters()).dtype
+
+    def __repr__(self) -> str:
+        size = sum(p.numel() for p in self.parameters())
+        return f"{type(self).__name__}(taps {list(self.taps)} of target {self.target}, {size / 1e6:.3g}M parameters)"
+
+    def bound(self, target: Any) -> Self:
+        """A head with the same weights that uses the ends of ``target``, an ``HFModel`` or a transformers model; a copy on its device where
+        this head is on another.
+
+        Raises:
+            ValueError: as ``check_target``; or the target's ends are not known.
+        """
+        self.check_target(target)
+        model = unwrapped(target)
+        ends = Ends.of(model)
+        if self.ends is None or self.ends.table is not ends.table:
+            ends.check(structural_clone(model))
+        where = ends.table.weight.device
+        made = copy.copy(self) if self.device == where else copy.deepcopy(self).to(where)
+        made.ends = ends
+        return made
+
+    def check_target(self, target: Any) -> None:
+        """Raise ValueError unless this is a head for ``target``: of its sizes, with taps that exist, and made from it."""
+        model = unwrapped(target)
+        theirs = model.config.get_text_config()
+        for name in ("hidden_size", "vocab_size"):
+            mine, other = setting(self.config, name), setting(theirs, name)
+            if mine != other:
+                raise ValueError(
+                    f"the target's {name} is {other} and the head's {mine}: make a head from this target"
+                )
+        blocks = theirs.num_hidden_layers
+        wrong = [tap for tap in self.taps if tap != "final" and not 0 <= tap <= blocks]
+        if wrong:
+            raise ValueError(
+                f"taps: layer {wrong[0]} does not exist; this target has 0 (the embedding) to {blocks}, and 'final' (after the final norm)"
+            )
+        if self.target and fingerprint(model) != self.target:
+            raise ValueError(
+                f"this head was made for target {self.target}, and this target is {fingerprint(model)} (fingerprints of the weights): use "
+                "its own target, or make a head from this one and train it"
+            )
+
+    @classmethod
+    def from_target(
+        cls,
+        target: Any,
+        taps: Sequence[Tap] | None = None,
+        *,
+        config: Mapping[str, Any] | None = None,
+        seed: int = 0,
+        **settings: Any,
+    ) -> Self:
+        """A new head for a target, in its precision and on its device: random weights, and copies of the target's embedding and output
+        matrix where it has its own.
+
+        Args:
+            taps: by default ``default_taps``. config: changes of the body's config, such as ``intermediate_size``. seed: of the weights.
+            settings: arguments of the class.
+        Raises:
+            ValueError: as ``check_target`` and the class.
+        """
+        model = unwrapped(target)
+        sizes = config_like(model, **(config or {}))
+        taps = cls.default_taps(sizes.num_target_layers) if taps is None else taps
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            made = cls(sizes, taps, target=fingerprint(model), **settings)
+            initialise(made)
+        ends = Ends.of(model)
+        with torch.no_grad():
+            if made.embed_tokens is not None:
+                made.embed_tokens.weight.copy_(ends.table.weight)
+            if made.lm_head is not None:
+                made.lm_head.weight.copy_(ends.output.weight[made.ids.to(ends.output.weight.device)])
+        made.tokenizer = setting(target, "tokenizer")
+        return made.to(ends.table.weight.device, ends.table.weight.dtype).eval().bound(target)
+
+    # -- on disk ---------------------------------------------------------------------------------------------------------
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Save the weights and ``head.json``: the class's name, its settings, and the config of its body.
+
+        Raises:
+            ValueError: the mask is a function, which has no text.
+        """
+        if self.mask is not None and not known(self.mask):
+            raise ValueError(
+                f"mask is {self.mask!r}, which cannot be saved: make it of masks.Causal, Window, Sinks, Strided and Block, or save "
+                "state_dict()"
+            )
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        about = {
+            "head": type(self).__name__,
+            "taps": list(self.taps),
+            "target": self.target,
+            "mask": None if self.mask is None else repr(self.mask),
+            "settings": self.settings,
+            "config": self.config.to_diff_dict(),
+        }
+        (folder / FILE).write_text(json.dumps(about, indent=1) + "\n")
+        save_file({name: t.contiguous() for name, t in self.state_dict().items()}, folder / WEIGHTS)
+        if self.tokenizer is not None:
+            self.tokenizer.save_pretrained(folder)
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path, dtype: torch.dtype | None = None) -> Self:
+        """Load what ``save_pretrained`` of the same class wrote, in its own precision or in ``dtype``.
+
+        Raises:
+            FileNotFoundError: the folder holds no head. ValueError: it is another class's, or tensors are missing, unknown or of
+                another shape.
+        """
+        folder = Path(folder)
+        if not (folder / FILE).exists():
+            raise FileNotFoundError(
+                f"{folder} has no {FILE}: it is not a head; {cls.__name__}.from_target makes one"
+            )
+        about = json.loads((folder / FILE).read_text())
+        if about["head"] != cls.__name__:
+            raise ValueError(
+                f"{folder} holds a {about['head']}: load it with that class, not with {cls.__name__}"
+            )
+        tensors, config = load_file(folder / WEIGHTS), LlamaConfig(**about["config"])
+        settings = dict(about["settings"])
+        if about["mask"] is not None:
+            settings["mask"] = parse(about["mask"])
+        if "d2t" in tensors:
+            check_offsets(tensors["d2t"], config.vocab_size)
+            settings["vocabulary"] = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
+        model = cls(config, about["taps"], target=about["target"], **settings)
+        return model.filled(tensors, str(folder)).to(dtype=dtype).eval()
+
+    def filled(self, tensors: Mapping[str, Tensor], source: str) -> Self:
+        """This head with the weights ``tensors``, in their dtype.
+
+        Raises:
+            ValueError: tensors are missing, unknown or of another shape; the message names the first and the ``source``.
+        """
+        mine = self.state_dict()
+        for name in sorted(mine.keys() | tensors.keys()):
+            if name not in tensors:
+                raise ValueError(
+                    f"{source} lacks the tensor {name!r}, {list(mine[name].shape)}: copy the checkpoint again"
+                )
+            if name not in mine:
+                raise ValueError(
+                    f"{source} has a tensor {name!r} that a {type(self).__name__} of these settings does not have"
+                )
+            if mine[name].shape != tensors[name].shape:
+                raise ValueError(
+                    f"{source}: tensor {name!r} is {list(tensors[name].shape)} and must be {list(mine[name].shape)} by its config"
+                )
+        self.load_state_dict(dict(tensors), assign=True)
+        return self

@@ -1,0 +1,146 @@
+"""The teacher-forced forward of a head: blocks from many anchors of whole texts at once, each the function that decoding computes.
+
+With every position as an anchor and one slot a step this is EAGLE-3's training-time test (arXiv 2503.01840, section 3.2); with a few anchors
+and a block of slots it is DFlash's training. ``tests/test_heads.py`` compares it with live decoding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec.drafts.heads.features import Features, Tap
+from specdec.drafts.heads.model import HeadModel
+from specdec.masks import Mask, sees
+from specdec.training.states import Batch
+
+
+def blocks(
+    head: HeadModel, tokens: Tensor, layers: Mapping[Tap, Tensor], k: int, anchors: Tensor | None = None
+) -> Tensor:
+    """The head's logits for ``k`` tokens after every anchor, where the tokens of the block are the text's.
+
+    Args:
+        head: bound to its target. tokens: ``[B, L]``. layers: tap -> ``[B, T, E]``, the target's activations at the first T <= L - 1
+            positions. anchors: ``[B, A]`` positions from 1 to T; a block of an anchor ``a`` begins with the prediction of
+            ``tokens[a + 1]``. ``None``: all for which the text has the whole block, 1 to ``L - 1 - k``.
+    Returns:
+        ``[B, A, k, V]``; entry ``[b, i, n]`` is over ``tokens[b, anchors[b, i] + 1 + n]``, or ``[..., K]`` over a reduced vocabulary.
+    Raises:
+        ValueError: no anchors, or anchors outside of the text.
+    """
+    B, L = tokens.shape
+    T = next(iter(layers.values())).shape[1]
+    if anchors is None:
+        anchors = torch.arange(1, L - k, device=tokens.device).expand(B, -1)
+    if not anchors.numel() or int(anchors.min()) < 1 or int(anchors.max()) > min(T, L - k):
+        raise ValueError(
+            f"anchors must be positions from 1 to {min(T, L - k)}, of a text of {L} tokens with {T} positions of activations and blocks of {k}"
+        )
+    text = _Texts(head.mask, T, tokens.device)
+    carry = head.read(Features(layers, tokens[:, :T], tokens[:, 1 : T + 1]), text)
+    at = _TextAnchors(text, anchors)
+    row = torch.arange(B, device=tokens.device)[:, None]
+    memo: Any = None if carry is None else carry[row, anchors - 1]
+    out = []
+    for n in range(k):
+        logits, memo = head.step(n, memo, tokens[row, anchors + n], at)
+        out.append(logits)
+    return torch.stack(out, 2)
+
+
+def layers_of(head: HeadModel, batch: Batch) -> dict[Tap, Tensor]:
+    """A batch's states as ``blocks`` takes them: ``batch.inputs`` must have the head's taps of layers."""
+    return {tap: batch.final if tap == "final" else batch.inputs[tap] for tap in head.taps}
+
+
+class _Texts:
+    """``contract.Pass`` over whole texts: each position sees those up to its own. It keeps the keys and values of each layer."""
+
+    def __init__(self, mask: Mask | None, length: int, device: torch.device):
+        self.mask, self.positions = mask, torch.arange(length, device=device)
+        self.kept: dict[int, tuple[Tensor, Tensor]] = {}
+        self.seen = _shown(mask, self.positions[:, None], self.positions) & (
+            self.positions <= self.positions[:, None]
+        )
+
+    def store(self, layer: int, key: Tensor, value: Tensor) -> None:
+        self.kept[layer] = (key, value)
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        self.store(layer, key, value)
+        group = query.shape[-2] // key.shape[-2]
+        key, value = (t.repeat_interleave(group, -2) for t in (key, value))
+        scores = torch.einsum("bthd,bshd->bhts", query, key) * query.shape[-1] ** -0.5
+        weights = scores.masked_fill(~self.seen, float("-inf")).softmax(-1)
+        return torch.einsum("bhts,bshd->bthd", weights, value).flatten(-2)
+
+
+class _TextAnchors:
+    """``contract.Anchors`` over texts, ``[B, A]``; it keeps the blocks' own keys and values of each layer."""
+
+    def __init__(self, text: _Texts, anchors: Tensor):
+        self.text, self.anchors = text, anchors
+        self.offsets = anchors.new_zeros(0)
+        self.kept: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def slots(self, first: int, count: int | None = None, full: bool = False) -> _BlockPass:
+        wide = 1 if count is None else count
+        offsets = torch.arange(first, first + wide, device=self.anchors.device)
+        earlier, self.offsets = len(self.offsets), torch.cat([self.offsets, offsets])
+        near = torch.ones(wide, len(self.offsets), dtype=torch.bool, device=offsets.device)
+        if not full:
+            near = near.tril(earlier)
+        return _BlockPass(self, offsets, near, earlier, count is None)
+
+
+class _BlockPass:
+    """``contract.Pass`` over the slots of one step of every anchor, ``[B, A]`` or ``[B, A, s]``."""
+
+    def __init__(self, at: _TextAnchors, offsets: Tensor, near: Tensor, earlier: int, single: bool):
+        self.at, self.earlier, self.single = at, earlier, single
+        query = at.anchors[..., None] + offsets  # [B, A, s]
+        self.positions = query[..., 0] if single else query
+        past, own = at.text.positions, at.anchors[..., None] + at.offsets  # [T], [B, A, m]
+        mask = at.text.mask
+        far = (past < at.anchors[..., None, None]) & _shown(mask, query[..., None], past)
+        self.seen = torch.cat(
+            [
+                far.expand(*query.shape, -1),
+                (near & _shown(mask, query[..., None], own[..., None, :])).expand(*query.shape, -1),
+            ],
+            -1,
+        )
+
+    def store(self, layer: int, key: Tensor, value: Tensor) -> None:
+        new = [t[:, :, None] if self.single else t for t in (key, value)]
+        if self.earlier:  # without what this pass stored before
+            old = [t[:, :, : self.earlier] for t in self.at.kept[layer]]
+            new = [torch.cat(pair, 2) for pair in zip(old, new)]
+        self.at.kept[layer] = (new[0], new[1])
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        self.store(layer, key, value)
+        query = query[:, :, None] if self.single else query
+        group, scale = query.shape[-2] // key.shape[-2], query.shape[-1] ** -0.5
+        far, past = (t.repeat_interleave(group, -2) for t in self.at.text.kept[layer])
+        near, own = (t.repeat_interleave(group, -2) for t in self.at.kept[layer])
+        scores = torch.cat(
+            [torch.einsum("bashd,bthd->bahst", query, far), torch.einsum("bashd,bamhd->bahsm", query, near)],
+            -1,
+        )
+        weights = (scores * scale).masked_fill(~self.seen[:, :, None], float("-inf")).softmax(-1)
+        of_past, of_own = weights.split([past.shape[1], own.shape[2]], -1)
+        out = torch.einsum("bahst,bthd->bashd", of_past, past) + torch.einsum(
+            "bahsm,bamhd->bashd", of_own, own
+        )
+        return (out[:, :, 0] if self.single else out).flatten(-2)
+
+
+def _shown(mask: Mask | None, query: Tensor, key: Tensor) -> Tensor:
+    if mask is None:
+        return torch.ones((), dtype=torch.bool, device=query.device)
+    return sees(mask, query, torch.minimum(key, query))

@@ -1,0 +1,254 @@
+"""The contract of draft heads. A new head is tested by a line in ``MADE``.
+
+Besides the library's own there are two of the reader's own here: keys and values that are injected under a full block, and none at all.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_heads import observed, shake
+from tiny import tiny
+from torch import nn
+
+import specdec as sd
+from specdec.audit.certify import certify
+from specdec.drafts.heads import DynamicTree, Eagle3, Head, HeadModel
+from specdec.drafts.heads.layers import Attention, Rotary, config_like
+from specdec.drafts.spire import SpireModel
+from specdec.masks import streaming
+from specdec.training.anchored import blocks, layers_of
+from specdec.training.passes import k_pass
+from specdec.training.states import target_states
+
+
+class Injected(HeadModel):
+    """A block of slots that see the projected features of the text and each other, in both directions; slot n predicts token n + 1."""
+
+    longest = 4
+
+    def __init__(self, config, taps, **shared):
+        super().__init__(config, taps, **shared)
+        self.fc = nn.Linear(len(self.taps) * config.hidden_size, config.hidden_size)
+        self.layers = nn.ModuleList([Attention(config)])
+        self.rotary = Rotary(config)
+
+    def read(self, features, go):
+        x = self.fc(torch.cat([features.layers[tap] for tap in self.taps], -1))
+        go.store(0, *self.layers[0].keys_values(x, self.rotary(go.positions, x)))
+
+    def step(self, n, memo, token, at):
+        if n == 0:
+            go = at.slots(0, self.longest, full=True)
+            masks = token[..., None].new_zeros(*token.shape, self.longest - 1)
+            x = self.embed(torch.cat([token[..., None], masks], -1))
+            memo = x + self.layers[0](x, self.rotary(go.positions, x), 0, go)
+        return self.logits(memo[..., n, :]), memo
+
+
+class Bare(HeadModel):
+    """One matrix for each of the next tokens, on the final norm's output; it has no keys and values."""
+
+    kv_layers, longest = 0, 3
+
+    def __init__(self, config, taps, **shared):
+        super().__init__(config, taps, **shared)
+        self.heads = nn.ModuleList(nn.Linear(config.hidden_size, config.hidden_size) for _ in range(3))
+
+    def read(self, features, go):
+        return features.layers["final"]
+
+    def step(self, n, memo, token, at):
+        return self.logits(memo + self.heads[n](memo)), memo
+
+
+class AsHead(HeadModel):
+    """SPIRe's draft over the contract: features are injected, and each step leaves memory vectors in place of its own keys and values."""
+
+    def __init__(self, config, taps, spire):
+        super().__init__(config, taps)
+        self.spire, self.kv_layers = spire, len(taps)
+
+    def read(self, features, go):
+        rotary = self.spire.rotary(go.positions)
+        for i, tap in enumerate(self.taps):
+            go.store(i, *self.spire.keys_values(i, features.layers[tap], rotary))
+
+    def step(self, n, memo, token, at):
+        go, x = at.slots(n), self.spire.embed(token)
+        rotary = self.spire.rotary(go.positions)
+        activations = [x]
+        for i in range(self.kv_layers):
+
+            def attend(query, key, value, i=i):
+                return go(i, query, key, value).unflatten(-1, query.shape[-2:])
+
+            activations.append(x := self.spire.run(i, x, rotary, attend)[0])
+        for i, vector in enumerate(self.spire.memory(activations)):
+            go.store(i, *self.spire.keys_values(i, vector, rotary))
+        return self.spire.logits(x), None
+
+
+# name -> a head for a target; ``shared`` are arguments of every head
+MADE = {
+    "eagle3": lambda target, **shared: shake(Eagle3.from_target(target, (0, 2, "final"), blocks=2, **shared)),
+    "injected": lambda target, **shared: shake(Injected.from_target(target, (0, 2), **shared)),
+    "injected, window": lambda target, **shared: shake(
+        Injected.from_target(target, (0, 2), mask=streaming(5, 1), **shared)
+    ),
+    "bare": lambda target, **shared: shake(Bare.from_target(target, **shared)),
+}
+every_head = pytest.mark.parametrize("make", MADE.values(), ids=MADE.keys())
+PROMPTS, BUDGETS = [[1, 2, 3], [4], [5] * 90], [20, 12, 14]
+
+
+@pytest.fixture(scope="module")
+def target():
+    return sd.HFModel(tiny("llama", num_hidden_layers=3))
+
+
+@every_head
+@torch.no_grad()
+def test_what_was_drafted_live_is_what_the_teacher_forced_forward_gives(target, make):
+    head, rounds, compared = make(target, vocabulary=range(0, 97, 2)), [], 0
+    decoder = sd.decoder(target).draft(Head(head), 3).build()
+    out = decoder.generate(PROMPTS, BUDGETS, seed=0, on_round=rounds.append)
+    for row, prompt in enumerate(PROMPTS):
+        text, known = torch.tensor([prompt + out.ids[row]]), observed(head, rounds, row)
+        for r in rounds[1:]:
+            rows = r.context.request.tolist()
+            size = int(r.proposal.size[rows.index(row)]) if row in rows else 0
+            if size:
+                b = rows.index(row)
+                anchor = int(r.context.length[b]) - 1
+                drafted = torch.cat([text[:, : anchor + 1], r.proposal.tokens[b, :size][None]], 1)
+                layers = {tap: x[:, :anchor] for tap, x in known.items()}
+                made = head.widened(blocks(head, drafted, layers, size, torch.tensor([[anchor]])))[0, 0]
+                torch.testing.assert_close(r.proposal.probs[b, :size], made.softmax(-1), rtol=0, atol=1e-10)
+                compared += size
+    assert compared > 50
+
+
+@torch.no_grad()
+def test_spire_is_a_head(target):
+    """The same proposals as ``drafts.Spire``, live, and the same logits as its k passes."""
+    spire = SpireModel.from_target(target, 2, sinks=1, window=6)
+    nn.init.normal_(spire.memory.weights)
+    head = AsHead(config_like(target.model), spire.layers, spire)
+    head.mask = spire.mask
+    seen = []
+    for draft in (sd.drafts.Spire(spire), Head(head)):
+        decoder = sd.decoder(target).draft(draft, 3).build()
+        seen.append([])
+        decoder.generate(PROMPTS, BUDGETS, seed=0, on_round=seen[-1].append)
+    for one, other in zip(*seen, strict=True):
+        assert torch.equal(one.proposal.size, other.proposal.size)
+        if one.proposal.nodes:
+            live = torch.arange(one.proposal.nodes) < one.proposal.size[:, None]
+            assert torch.equal(one.proposal.tokens[live], other.proposal.tokens[live])
+            torch.testing.assert_close(
+                one.proposal.probs[live], other.proposal.probs[live], rtol=0, atol=1e-10
+            )
+    tokens = torch.randint(0, 97, (2, 25), generator=torch.Generator().manual_seed(0))
+    inputs = target_states(target.model, tokens, spire.layers).inputs
+    made = blocks(head, tokens, inputs, 3, torch.arange(3, 22, 3).expand(2, -1))
+    expected = k_pass(spire, tokens[:, :-1], inputs, 3).view(2, 8, 3, -1)
+    torch.testing.assert_close(made, expected[:, 1:], rtol=0, atol=1e-10)
+
+
+@every_head
+@pytest.mark.parametrize("greedy", [True, False])
+def test_output_is_the_targets(target, make, greedy):
+    base = sd.decoder(target).verifier(sd.Coupled())
+    base = base.greedy() if greedy else base.sampling(temperature=0.7)
+    plain = base.build().generate(PROMPTS, BUDGETS, seed=3).ids
+    head = make(target)
+    for executor in (sd.executors.Serial(), sd.executors.Optimistic(threads=False)):
+        decoder = base.draft(Head(head), 3).executor(executor).build()
+        assert decoder.generate(PROMPTS, BUDGETS, seed=3).ids == plain
+    tree = base.draft(Head(head, DynamicTree(3, 3, 6))).build()  # of marginals, too
+    assert tree.generate(PROMPTS, BUDGETS, seed=3).ids == plain
+
+
+@every_head
+def test_the_output_has_the_targets_distribution_exactly(make):
+    target = sd.HFModel(tiny("llama", seed=4, vocab_size=3))
+    decoder = sd.decoder(target).draft(Head(make(target, vocabulary=[0, 2])), length=2).build()
+    found = certify(decoder, [[0], [2, 1, 2]], [4, 3])
+    assert found.lossless, found
+
+
+@pytest.mark.parametrize(
+    "make", [MADE["injected, window"], lambda target: shake(Eagle3.from_target(target, (0, 2)))]
+)
+def test_anchors_in_any_number_and_order_give_the_same_logits(target, make):
+    head = make(target)
+    tokens = torch.randint(0, 97, (2, 20), generator=torch.Generator().manual_seed(0))
+    layers = {
+        tap: torch.randn(2, 19, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(tap))
+        for tap in head.taps
+    }
+    with torch.no_grad():
+        every = blocks(head, tokens, layers, 3)
+        assert every.shape == (2, 16, 3, 97)
+        some = torch.tensor([[9, 2], [16, 1]])
+        chosen = blocks(head, tokens, layers, 3, some)
+    torch.testing.assert_close(chosen, every[torch.arange(2)[:, None], some - 1], rtol=0, atol=1e-12)
+    with pytest.raises(ValueError, match="anchors must be positions from 1 to 17"):
+        blocks(head, tokens, layers, 3, torch.tensor([[0], [1]]))
+    with pytest.raises(ValueError, match="anchors must be positions from 1 to 17"):
+        blocks(head, tokens, layers, 3, torch.tensor([[18], [1]]))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2", "gpt_oss"])
+def test_states_for_training_are_what_the_target_returns_in_decoding(family):
+    model = tiny(family)
+    target, depth = sd.HFModel(model), model.config.num_hidden_layers
+    head = Injected.from_target(target, (0, 1, depth, "final"))
+    tokens = torch.tensor([[1, 2, 3, 4, 5, 6]])
+    layers = layers_of(head, target_states(model, tokens, [0, 1, depth]))
+    scores = target.score(target.cache(1, 6), sd.Context.of(tokens[:, :-1].tolist()), taps=[0, 1, depth])
+    for tap, x in layers.items():
+        live = head.ends.final(scores.fed.layers[depth]) if tap == "final" else scores.fed.layers[tap]
+        torch.testing.assert_close(x[0], live, rtol=1e-4, atol=1e-5)  # norms compute in float32
+
+
+@every_head
+def test_every_weight_learns(target, make):
+    """Teacher-forced training of all anchors lowers the loss, and reaches every weight that the logits depend on."""
+    head = make(target)
+    tokens = torch.randint(0, 97, (4, 24), generator=torch.Generator().manual_seed(0))
+    layers = layers_of(
+        head, target_states(target.model, tokens, [tap for tap in head.taps if tap != "final"])
+    )
+    optimiser, losses = torch.optim.Adam(head.parameters(), 0.01), []
+    for _ in range(8):
+        logits = blocks(head, tokens, layers, 3)
+        wanted = tokens.unfold(1, 3, 1)[:, 2:]  # [B, A, k]
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 2), wanted.flatten())
+        optimiser.zero_grad()
+        loss.backward()
+        assert all(p.grad is not None and bool(p.grad.abs().sum() > 0) for p in head.parameters())
+        optimiser.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < losses[0] - 0.1
+    assert all(p.grad is None for p in target.model.parameters())
+
+
+def test_a_block_longer_than_the_heads_is_refused(target):
+    decoder = sd.decoder(target).draft(Head(MADE["bare"](target)), 4).build()
+    with pytest.raises(ValueError, match=r"path of 4 tokens .* Bare proposes at most 3"):
+        decoder.generate([[1, 2]], 9)
+    assert sd.decoder(target).draft(Head(MADE["bare"](target))).build().length == 3
+
+
+def test_a_head_of_the_readers_own_is_saved_and_loaded_by_its_class(target, tmp_path):
+    head = MADE["injected, window"](target)
+    head.save_pretrained(tmp_path)
+    again = Injected.from_pretrained(tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(again.state_dict().values(), head.state_dict().values()))
+    assert again.mask == head.mask
+    with pytest.raises(ValueError, match="holds a 'Injected', which is not one of"):
+        Head(tmp_path)
+    with pytest.raises(ValueError, match="holds a Injected: load it with that class, not with Bare"):
+        Bare.from_pretrained(tmp_path)
