@@ -45,7 +45,7 @@ class Decoder(Composition):
     def __repr__(self) -> str:
         return (
             f"Decoder({self.target!r}, draft {self.drafting.info.name}, length {self.length}, {self.sampling}, "
-            f"{self.verifier}, {self.executor})"
+            f"{self.verifier}{'' if self.verifying.lossless else ', lossy'}, {self.executor})"
         )
 
     def generate(

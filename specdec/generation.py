@@ -43,6 +43,7 @@ class Generation(Sequence[Any]):
                 "prompt_tokens": len(self.prompt_ids[b]),
                 "new_tokens": len(self.ids[b]),
                 "finish": self.finish[b],
+                "lossless": s.lossless,
                 "tau": s.tau,
                 "rounds": s.rounds,
                 "drafted": s.drafted,
@@ -64,7 +65,7 @@ class Generation(Sequence[Any]):
         s = self.stats
         return (
             f"Generation({len(self)} rows, {s.tokens} tokens, tau {s.tau:.2f}, "
-            f"{s.accepted}/{s.drafted} drafted accepted, {s.tokens_per_second:.0f} tokens/s)"
+            f"{s.accepted}/{s.drafted} drafted accepted, {s.tokens_per_second:.0f} tokens/s{'' if s.lossless else ', lossy'})"
         )
 
     def _repr_html_(self) -> str:

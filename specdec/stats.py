@@ -26,6 +26,7 @@ class Record(NamedTuple):
     parents: list[list[int]] | None  # None for chains
     path: list[list[int]]
     seconds: dict[str, float]
+    lossless: bool = True
 
     @staticmethod
     def of(round: Round) -> Record:
@@ -48,6 +49,7 @@ class Record(NamedTuple):
             None if chain else proposal.parents.tolist(),
             [] if chain else verdict.path.tolist(),
             seconds,
+            round.lossless,
         )
 
 
@@ -63,6 +65,7 @@ class Stats:
         tokens: committed tokens, including the first of each row, which the prefill gives.
         seconds: by stage: prefill (the draft's too), draft, target, verify, other. ``overlapped`` is negative, the time saved by stages that
             ran at the same time, so that all of them sum to the wall clock.
+        lossless: whether every round's verifier declares that its output has the target's distribution.
     """
 
     rounds: int = 0
@@ -75,6 +78,7 @@ class Stats:
     reached: Counter[int] = field(default_factory=Counter)
     accepted_at: Counter[int] = field(default_factory=Counter)
     seconds: Counter[str] = field(default_factory=Counter)
+    lossless: bool = True
 
     @property
     def tau(self) -> float:
@@ -99,7 +103,9 @@ class Stats:
         made = Stats()
         for name, mine in vars(self).items():
             theirs = vars(other)[name]
-            if isinstance(mine, Counter):
+            if isinstance(mine, bool):
+                setattr(made, name, mine and theirs)
+            elif isinstance(mine, Counter):
                 both = Counter(mine)
                 both.update(theirs)  # unlike +, keeps what is negative
                 setattr(made, name, both)
@@ -128,6 +134,7 @@ class Stats:
 
     def _add(self, record: Record, b: int) -> None:
         self.tokens += record.committed[b]
+        self.lossless &= record.lossless
         if record.number == 0:
             self.prefill_tokens += record.committed[b]
             return
@@ -148,6 +155,7 @@ class Stats:
     def row(self) -> dict[str, Any]:
         """A flat dictionary of figures, with units in the names."""
         return {
+            "lossless": self.lossless,
             "tau": self.tau,
             "tokens_per_second": self.tokens_per_second,
             "tokens": self.tokens,

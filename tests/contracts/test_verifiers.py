@@ -28,6 +28,8 @@ SHAPES = {  # parents of a row's nodes
 }
 KINDS = ["point", "sampled", "same distribution", "disjoint", "greedy draft", "zeros"]
 
+CHAINS_ONLY = (sd.BlockVerification, sd.verifiers.FLy)
+
 LOSSLESS = {name: cls for name, cls in VERIFIERS.items() if VerifierInfo.of(build(cls, TABLE)).lossless}
 
 
@@ -131,7 +133,7 @@ def test_chains_are_taken_and_a_shape_is_refused_by_name(cls):
     assert takes(cls, SHAPES["chain"])
     assert takes(cls, SHAPES["one"])
     refused = {what for what, shape in SHAPES.items() if not takes(cls, shape)}
-    assert refused == ({"siblings", "tree"} if cls is sd.BlockVerification else set())
+    assert refused == ({"siblings", "tree"} if cls in CHAINS_ONLY else set())
     for what in refused:
         parents = torch.tensor([[-1, -1, -1, -1], [-1, 0, 1, 2], [*SHAPES[what][:3], -1]])
         tree_of_row_2 = sd.Proposal(parents.clamp(min=0), parents, torch.tensor([1, 4, 3]))
