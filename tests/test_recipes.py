@@ -61,6 +61,7 @@ RECIPES = [
     "evaluate_tau",
     "compare",
     "replay",
+    "optimality",
     "spire_ablations",
     "spire_measured",
     "train_pool",

@@ -14,6 +14,7 @@ FUNCTIONS = {
     "compare": "comparing",
     "time": "timing",
     "decide": "deciding",
+    "optimality": "bounds",
     "Times": "timing",
     "Trace": "traces",
 }
