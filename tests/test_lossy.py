@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from walked import walked
 
 import specdec as sd
+from specdec import lab
 from specdec.audit.certify import certify
 from specdec.rng import Key, Philox, seeds
 from specdec.verifiers import FLy, Mixture, Synthetic, TypicalAcceptance
@@ -133,9 +134,8 @@ def test_typical_acceptance_is_exact_at_temperature_0():
 @pytest.mark.parametrize("shape", ["chain", "tree"])
 @pytest.mark.parametrize("rates", [0.0, 1.0, 0.35, (0.9, 0.2, 0.7)], ids=str)
 def test_synthetic_acceptance_is_as_prescribed(rates, shape):
-    """By enumeration: the law of the number of accepted nodes, with different draws for every block."""
-    target = sd.TableModel.random(2, 1, seed=3)
-    draft = sd.TableModel.random(2, 1, seed=4)
+    """By enumeration: the law of the number of accepted nodes, of a draft that the target would always reject."""
+    target, draft = sd.TableModel([1.0, 0.0]), sd.TableModel([0.0, 1.0])
     nodes = sd.drafts.Tree(draft, (2, 1)) if shape == "tree" else draft
     k = 2 if shape == "tree" else 3
     verifier = Synthetic(rates)
@@ -256,3 +256,88 @@ def test_the_rules_of_chains_agree_with_a_plain_loop():
         ]
         assert int(found[half][b]) == [*mixed, False].index(False)
     assert overridden > 10
+
+
+# -- distances on real rounds --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("verifier", "drafted"),
+    [
+        (TypicalAcceptance(epsilon=0.2, delta=0.3), 0.075),
+        (Mixture(0.5), 0.2),
+        (Synthetic((0.5, 0.25, 1.0)), None),
+        (sd.Rejection(), 0.0),
+    ],
+    ids=lambda v: type(v).__name__,
+)
+def test_the_distance_of_real_rounds_is_that_of_the_law(verifier, drafted):
+    """The distributions do not depend on the text here, so each drafted token has the same distance."""
+    decoder = composed(verifier, k=3)
+    away, rounds = lab.Distance(decoder), []
+    for seed, rows in ((0, 5), (1, 3)):
+        decoder.generate(
+            [[0]] * rows, 20, seed=seed, on_round=lambda r: (away(r), rounds.append(r)), eos_token_id=()
+        )
+    assert (away.texts, away.tokens) == (8, 160)
+    each = [drafted] * 3 if drafted is not None else [0.5 * 0.4, 0.25 * 0.4, 1.0 * 0.4]
+    reached = [
+        sum(
+            int(n < int(r.proposal.size[b]) and n <= int(r.verdict.accepted[b]))
+            for r in rounds
+            for b in range(r.context.batch)
+        )
+        for n in range(3)
+    ]
+    assert min(reached) > 0
+    total = sum(count * one for count, one in zip(reached, each))
+    assert away.total == pytest.approx(total, abs=1e-9)
+    assert away.token == pytest.approx(total / 160, abs=1e-9)
+    assert away.text == pytest.approx(total / 8, abs=1e-9)
+    assert away.largest == pytest.approx(max(each), abs=1e-12)
+    assert f"{total / 160:.4f} a token" in repr(away)
+
+
+def test_the_sum_over_a_text_bounds_the_distance_of_texts():
+    """Markov pairs, exact total variation against the exact mean of the sums, by running every branch."""
+    for seed in range(4):
+        target, draft = (sd.TableModel.random(3, 1, seed=s) for s in (seed, seed + 20))
+        for verifier in (Mixture(0.3), TypicalAcceptance(0.3, 0.6)):
+            decoder = sd.decoder(target).draft(draft, length=2).verifier(verifier).build()
+            exact = certify(decoder, max_new_tokens=4).total_variation
+            away = lab.Distance(decoder)
+            decoder.generate([[0]] * 2000, 4, seed=seed, on_round=away)
+            assert exact <= away.text + 0.02
+            assert exact > 0.01
+
+
+def test_points_stops_and_temperature_0_have_a_distance():
+    certain = sd.decoder(sd.TableModel([0.7, 0.2, 0.1])).draft(sd.drafts.NGram(), length=2)
+    decoder = certain.verifier(Mixture(0.5)).build()
+    away, rounds = lab.Distance(decoder), []
+    decoder.generate(
+        [[0, 0, 0, 0]] * 20, 12, seed=0, on_round=lambda r: (away(r), rounds.append(r)), eos_token_id=2
+    )
+    p = torch.tensor([0.7, 0.2, 0.1], dtype=torch.float64)
+    total = 0.0
+    for r in rounds:
+        for b in range(r.context.batch):
+            for n in range(min(int(r.proposal.size[b]), int(r.committed[b]))):
+                total += 0.5 * (1 - float(p[r.proposal.tokens[b, n]]))  # half of TV(p, point)
+    assert total > 0
+    assert away.total == pytest.approx(total, abs=1e-9)
+    greedy = certain.greedy().verifier(FLy(window=1)).build()
+    with pytest.raises(ValueError, match=r"the distance of FLy \(lossy\) has no closed form"):
+        lab.Distance(greedy)
+    exact = certain.greedy().build()
+    none = lab.Distance(exact)
+    exact.generate([[0]], 6, on_round=none)
+    assert (none.tokens, none.total) == (6, 0.0)
+    assert math.isnan(lab.Distance(exact).token)
+
+
+def test_trees_have_no_law():
+    tree = sd.drafts.Tree(sd.TableModel(Q), (2,))
+    decoder = sd.decoder(sd.TableModel(P)).draft(tree, length=1).verifier(Mixture(0.5)).build()
+    with pytest.raises(ValueError, match="the draft proposes trees, and law is of one candidate"):
+        decoder.generate([[0]], 6, seed=0, on_round=lab.Distance(decoder))

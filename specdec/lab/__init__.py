@@ -15,6 +15,7 @@ FUNCTIONS = {
     "time": "timing",
     "decide": "deciding",
     "optimality": "bounds",
+    "Distance": "distance",
     "Times": "timing",
     "Trace": "traces",
 }
