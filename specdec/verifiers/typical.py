@@ -88,8 +88,5 @@ class TypicalAcceptance:
         longest = stands & (depth == accepted[:, None])
         last = torch.where(longest, likelihood, -torch.inf).argmax(1)
         bonus = draw_bonus(probs[rows, last], accepted, context, rng, N)
-        # Parents come before their children, so the nodes of a path are in order.
-        lineage = torch.nn.functional.pad(tree.ancestors(parents), (0, 0, 1, 0))
-        on = lineage[torch.arange(B), last.cpu()]
-        path = torch.where(on, nodes, N).sort(1).values
-        return Verdict.of(proposal, torch.where(path < N, path, -1), accepted, bonus, checked=True)
+        path, _ = tree.path_to(parents, last - 1)
+        return Verdict.of(proposal, path, accepted, bonus, checked=True)
