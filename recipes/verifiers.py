@@ -48,14 +48,14 @@ class Settings(Recipe):
         metavar="DRAFT",
     )
     trees: tuple[str, ...] = option(
-        ("2,2", "3,2,1", "4,2,1,1"), "children by depth, of trees of the first draft"
+        ("2x2", "3x2x1", "4x2x1x1"), "children by depth, of trees of the first draft"
     )
     prompts: str | None = option(
         None, "JSON-lines file of prompts (default: the development ones)", metavar="FILE"
     )
-    count: int | None = option(96, "use the first prompts only", metavar="N")
+    count: int | None = option(48, "use the first prompts only", metavar="N")
     context: int = option(192, "tokens of each prompt")
-    new_tokens: int = option(48, "positions of each text at which blocks start, or tokens decoded")
+    new_tokens: int = option(32, "positions of each text at which blocks start, or tokens decoded")
     temperatures: tuple[float, ...] = option((0.6, 1.0), "of the target and the drafts")
     k: tuple[int, ...] = option((4, 8), "block lengths of chains", metavar="N")
     draws: int = option(8, "verifications of each tree")
@@ -117,7 +117,7 @@ def trees(s: Settings, target: sd.HFModel, model: Any, some: list[Entry]) -> Ite
     for temperature in s.temperatures:
         for shape in s.trees:
             progress(f"tree {shape} at temperature {temperature:g}")
-            widths = tuple(map(int, shape.split(",")))
+            widths = tuple(map(int, shape.split("x")))
             base = sd.decoder(target).sampling(temperature=temperature)
             decoder = base.draft(sd.drafts.Tree(model, widths), len(widths)).build()
             sums = accepted_by(decoder, prompts, TREES, s.new_tokens, s.draws, seed=s.seed)
@@ -133,7 +133,7 @@ def speed(
     name, part = next(iter(parts.items()))
     ways = {(name, str(k)): (part, k, CHAINS) for k in s.k}
     for shape in s.trees:
-        widths = tuple(map(int, shape.split(",")))
+        widths = tuple(map(int, shape.split("x")))
         ways["tree", shape] = (sd.drafts.Tree(part.model, widths), len(widths), TREES)
     cases: dict[tuple[Any, ...], Case] = {}
     for temperature in s.temperatures:

@@ -62,6 +62,7 @@ RECIPES = [
     "compare",
     "replay",
     "optimality",
+    "verifiers",
     "spire_ablations",
     "spire_measured",
     "train_pool",
