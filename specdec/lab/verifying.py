@@ -64,8 +64,8 @@ def accepted_by(
                     key = 1_000_003 * (seed + 1) + 10_007 * draw + start
                     rng = Philox(seeds(key, len(prompts))[rows])
                     made = verifier(proposal, probs, context, rng).accepted.numpy() + 1
-                    np.add.at(sums[name], (0, rows), made / draws)
-                np.add.at(sums[name], (1, rows), 1)
+                    sums[name][0, rows] += made / draws  # each row once
+                sums[name][1, rows] += 1
 
         some = [list(prompt) for prompt in prompts[start : start + batch]]
         each = [seed + start + i for i in range(len(some))]
