@@ -28,6 +28,7 @@ import torch
 import specdec as sd
 from specdec import lab
 from specdec.capabilities import DraftPart
+from specdec.drafts.siblings import Distinct, Independent
 from specdec.lab.bootstrap import Clusters, interval
 from specdec.lab.console import progress, short_errors, table
 from specdec.lab.loading import draft_part, load
@@ -48,7 +49,8 @@ class Settings(Recipe):
         metavar="DRAFT",
     )
     trees: tuple[str, ...] = option(
-        ("2x2", "3x2x1", "4x2x1x1"), "children by depth, of trees of the first draft"
+        ("2x2", "3x2x1", "4x2x1x1", "2x2:distinct", "3x2x1:distinct"),
+        "children by depth, of trees of the first draft; distinct ones are drawn without replacement",
     )
     prompts: str | None = option(
         None, "JSON-lines file of prompts (default: the development ones)", metavar="FILE"
@@ -86,6 +88,14 @@ def figures(sums: dict[str, np.ndarray], some: list[Entry], draws: int = 2000) -
             yield row | {"texts": int(at.sum()), "sources": len(clusters)}
 
 
+def tree(model: Any, shape: str) -> sd.drafts.Tree:
+    """A draft by its shape, such as 3x2x1 or 3x2x1:distinct."""
+    widths, _, kind = shape.partition(":")
+    return sd.drafts.Tree(
+        model, tuple(map(int, widths.split("x"))), siblings=Distinct() if kind else Independent()
+    )
+
+
 def chains(
     s: Settings, target: sd.HFModel, parts: dict[str, Any], some: list[Entry]
 ) -> Iterator[dict[str, Any]]:
@@ -117,9 +127,8 @@ def trees(s: Settings, target: sd.HFModel, model: Any, some: list[Entry]) -> Ite
     for temperature in s.temperatures:
         for shape in s.trees:
             progress(f"tree {shape} at temperature {temperature:g}")
-            widths = tuple(map(int, shape.split("x")))
             base = sd.decoder(target).sampling(temperature=temperature)
-            decoder = base.draft(sd.drafts.Tree(model, widths), len(widths)).build()
+            decoder = base.draft(tree(model, shape)).build()
             sums = accepted_by(decoder, prompts, TREES, s.new_tokens, s.draws, seed=s.seed)
             label = {"part": "trees", "draft": "tree", "temperature": temperature, "k": shape}
             yield from (label | row for row in figures(sums, some))
@@ -131,10 +140,9 @@ def speed(
     """Tokens a second of decoders that differ in their verifier."""
     prompts = [list(entry.given) for entry in some][: max(4, *s.batches)]
     name, part = next(iter(parts.items()))
-    ways = {(name, str(k)): (part, k, CHAINS) for k in s.k}
+    ways: dict[tuple[str, str], Any] = {(name, str(k)): (part, k, CHAINS) for k in s.k}
     for shape in s.trees:
-        widths = tuple(map(int, shape.split("x")))
-        ways["tree", shape] = (sd.drafts.Tree(part.model, widths), len(widths), TREES)
+        ways["tree", shape] = (tree(part.model, shape), None, TREES)
     cases: dict[tuple[Any, ...], Case] = {}
     for temperature in s.temperatures:
         for batch in s.batches:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import specdec as sd
+from specdec.drafts.siblings import Distinct
 from specdec.lab.verifying import accepted_by
 
 TARGET, DRAFT = sd.TableModel([0.6, 0.3, 0.1]), sd.TableModel([0.2, 0.3, 0.5])
@@ -16,7 +17,7 @@ def decoder(draft=DRAFT, length=2):
 
 
 def test_means_are_the_exact_ones():
-    """Two drafted tokens of a known pair: .96 are accepted by rejection, 1 by block verification; of trees (2, 2) 1.338 and 1.362."""
+    """Two drafted tokens of a known pair: .96 are accepted by rejection, 1 by block verification; of trees (2, 2) of distinct siblings 1.338 and 1.362."""
     prompts = [[0]] * 150
     chains = {"rejection": sd.Rejection(), "block": sd.BlockVerification()}
     found = accepted_by(decoder(), prompts, chains, new_tokens=30, batch=64)
@@ -25,7 +26,7 @@ def test_means_are_the_exact_ones():
         assert tokens / rounds == pytest.approx(mean, abs=0.02)
     assert np.array_equal(found["rejection"][1], found["block"][1])
     assert found["block"].shape == (2, 150)
-    tree = decoder(sd.drafts.Tree(DRAFT, (2, 2)))
+    tree = decoder(sd.drafts.Tree(DRAFT, (2, 2), siblings=Distinct()))
     rules = {"rejection": sd.Rejection(), "traversal": sd.verifiers.Traversal()}
     found = accepted_by(tree, prompts, rules, new_tokens=30, batch=64)
     for name, mean in (("rejection", 2.338), ("traversal", 2.362)):
