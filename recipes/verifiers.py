@@ -60,7 +60,7 @@ class Settings(Recipe):
     new_tokens: int = option(32, "positions of each text at which blocks start, or tokens decoded")
     temperatures: tuple[float, ...] = option((0.6, 1.0), "of the target and the drafts")
     k: tuple[int, ...] = option((4, 8), "block lengths of chains", metavar="N")
-    draws: int = option(8, "verifications of each tree")
+    draws: int = option(4, "verifications of each tree")
     speed: bool = option(False, "measure tokens a second instead, of the first draft's chains and trees")
     batches: tuple[int, ...] = option((1, 8), "rows decoded together, for --speed")
     repeats: int = option(5, "timed repeats, for --speed")
@@ -68,6 +68,11 @@ class Settings(Recipe):
 
 CHAINS: dict[str, Verifier] = {"rejection": sd.Rejection(), "block": sd.BlockVerification()}
 TREES: dict[str, Verifier] = {"rejection": sd.Rejection(), "traversal": sd.verifiers.Traversal()}
+INDEPENDENT: dict[str, Verifier] = {
+    **TREES,
+    "k-SEQ": sd.verifiers.KSeq(),
+    "optimal transport": sd.verifiers.OptimalTransport(),
+}
 
 
 def figures(sums: dict[str, np.ndarray], some: list[Entry], draws: int = 2000) -> Iterator[dict[str, Any]]:
@@ -129,7 +134,8 @@ def trees(s: Settings, target: sd.HFModel, model: Any, some: list[Entry]) -> Ite
             progress(f"tree {shape} at temperature {temperature:g}")
             base = sd.decoder(target).sampling(temperature=temperature)
             decoder = base.draft(tree(model, shape)).build()
-            sums = accepted_by(decoder, prompts, TREES, s.new_tokens, s.draws, seed=s.seed)
+            rules = TREES if shape.endswith("distinct") else INDEPENDENT
+            sums = accepted_by(decoder, prompts, rules, s.new_tokens, s.draws, seed=s.seed)
             label = {"part": "trees", "draft": "tree", "temperature": temperature, "k": shape}
             yield from (label | row for row in figures(sums, some))
 
