@@ -11,7 +11,7 @@ from typing import Any, Literal, Unpack
 from specdec import drafts
 from specdec.arguments import at_least, whole
 from specdec.arm_policy import Arm, ArmPolicy, Reward
-from specdec.capabilities import DraftInfo, DraftPart, ModelInfo, SelectorInfo
+from specdec.capabilities import DraftInfo, DraftPart, ModelInfo, SelectorInfo, VerifierInfo
 from specdec.cost.arms import ArmCosts
 from specdec.custom_generate import CustomGenerate
 from specdec.decoder import Decoder, StreamChunk
@@ -173,7 +173,7 @@ class Builder:
         return replace(self, _sampling=replace(self._sampling, temperature=0.0))
 
     def verifier(self, verifier: Verifier) -> Builder:
-        """How proposed tokens are verified: ``Rejection()`` (default), ``BlockVerification()`` or ``Coupled()``."""
+        """How proposed tokens are verified: ``Rejection()`` (default), ``Traversal()``, ``Coupled()``, or another of ``specdec.verifiers``."""
         _made("verifier", verifier, "__call__", "check", "for_draft")
         return replace(self, _verifier=verifier)
 
@@ -200,7 +200,7 @@ class Builder:
         Raises:
             TypeError: the draft lacks methods, or the length is no whole number.
             ValueError: the length is below 1, vocabularies or tokenizers differ, a draft proposes trees and the target takes chains
-                only, or a logits processor keeps state.
+                only, or draws siblings otherwise than the verifier demands, or a logits processor keeps state.
         """
         target, part = self._target, DraftPart.of(self._draft)
         for each in (part, *part.members):
@@ -216,7 +216,14 @@ class Builder:
                 f"draft {part.info.name!r} proposes trees but this target family takes chains only: use "
                 "drafts.Model"
             )
+        able = VerifierInfo.of(self._verifier)
         for each in part.members:
+            if each.info.trees and each.info.siblings not in able.siblings:
+                raise ValueError(
+                    f"verifier {able.name!r} takes trees whose siblings are drawn {' or '.join(map(repr, able.siblings))}, and draft "
+                    f"{each.info.name!r} declares {each.info.siblings!r}: use drafts.Tree(model, widths, siblings=...), which declares how it "
+                    "draws them, or Traversal() or Rejection(), which take any siblings"
+                )
             model = each.info.model
             if model is not None:
                 _fits(target, model)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
@@ -20,6 +20,8 @@ from specdec.protocols import Arms, Binds, Draft, Follows, Joins, LanguageModel,
 from specdec.rng import Rng
 from specdec.sampling import Sampling
 from specdec.types import Context, Proposal
+
+Siblings = Literal["in turn", "independent", "distinct"]
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,9 @@ class DraftInfo(_Info):
         taps: layers of the target whose activations every round's ``scores.fed`` must have.
         revocable: the draft may be called for a text that is never committed. The next call then has the right context, and the state
             repairs itself (``executors.Optimistic``).
+        siblings: how the children of a node are drawn, if the draft proposes trees. ``"in turn"``: each after its elder siblings, on which it
+            and their number may depend. ``"independent"``: from one distribution, which is settled, as is their number, before any node of
+            that depth is drawn. ``"distinct"``: likewise settled, each from that distribution without its elder siblings' tokens.
         model: the model that drafts, usually a ``LanguageModel``, whose vocabulary, tokenizer, device and positions ``build`` compares with the target's.
         drafts: the drafts behind the arms of a pool.
     """
@@ -65,6 +70,7 @@ class DraftInfo(_Info):
     longest: int | None = None
     taps: tuple[int, ...] = ()
     revocable: bool = False
+    siblings: Siblings = "in turn"
     model: Any = None
     drafts: tuple[Draft[Any], ...] = ()
 
@@ -77,6 +83,7 @@ class VerifierInfo(_Info):
         name: for messages. lossless: committed tokens have the target's distribution.
         takes_logits: ``from_logits`` decides as ``__call__`` does (``protocols.TakesLogits``).
         compares_tokens: ``greedy`` decides as ``__call__`` does at temperature 0 (``protocols.ComparesTokens``).
+        siblings: the kinds of trees that it verifies exactly, of those that ``DraftInfo.siblings`` declares (default: all).
 
     A class that declares a shortcut does so for its own ``__call__``; a subclass with another one must not inherit it.
     """
@@ -85,6 +92,7 @@ class VerifierInfo(_Info):
     lossless: bool = False
     takes_logits: bool = False
     compares_tokens: bool = False
+    siblings: tuple[Siblings, ...] = ("in turn", "independent", "distinct")
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ class Decoder(Composition):
             draft = f"pool of {', '.join(self.selecting.names)} chosen by {self.selecting.selector}"
         return (
             f"Decoder({self.target!r}, {draft}, length {self.length}, {self.sampling}, "
-            f"{self.verifier}, {self.executor})"
+            f"{self.verifier}{'' if self.verifying.lossless else ', lossy'}, {self.executor})"
         )
 
     def generate(

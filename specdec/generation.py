@@ -44,6 +44,7 @@ class Generation(Sequence[Any]):
                 "prompt_tokens": len(self.prompt_ids[b]),
                 "new_tokens": len(self.ids[b]),
                 "finish": self.finish[b],
+                "lossless": s.lossless,
                 "tau": s.tau,
                 "rounds": s.rounds,
                 "drafted": s.drafted,
@@ -66,7 +67,7 @@ class Generation(Sequence[Any]):
         s = self.stats
         return (
             f"Generation({len(self)} rows, {s.tokens} tokens, {s.shown_tau}, "
-            f"{s.accepted}/{s.drafted} drafted accepted, {s.tokens_per_second:.0f} tokens/s)"
+            f"{s.accepted}/{s.drafted} drafted accepted, {s.tokens_per_second:.0f} tokens/s{'' if s.lossless else ', lossy'})"
         )
 
     def _repr_html_(self) -> str:

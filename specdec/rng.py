@@ -62,8 +62,9 @@ class Rng(Protocol):
         """True with probability ``min(1, prob)``."""
         ...
 
-    def race(self, probs: Tensor, position: Tensor) -> Tensor:
-        """A token from ``probs [..., V]`` by exponential races keyed by (row, position, token) alone."""
+    def race(self, probs: Tensor, position: Tensor, streams: Sequence[int] = (0,)) -> Tensor:
+        """A token from ``probs [..., V]`` by exponential races keyed by (row, position, token, stream) alone; of several streams, the first
+        token to arrive in any."""
         ...
 
     def select(self, rows: Tensor) -> Rng:
@@ -190,13 +191,19 @@ class Philox:
     def accept(self, prob: Tensor, key: Key) -> Tensor:
         return to_device(self.uniform(key), prob.device) < prob
 
-    def race(self, probs: Tensor, position: Tensor) -> Tensor:
+    def race(self, probs: Tensor, position: Tensor, streams: Sequence[int] = (0,)) -> Tensor:
         """Argmin of ``E_v / p_v`` with ``E_v`` exponential, keyed by (seed, position, v): a draw from ``probs [B, ..., V]``.
 
         Two distributions raced with the same key agree with probability at least (1 - TV) / (1 + TV) (Daliri, Musco, Suresh,
         "Coupling without communication and drafter-invariant speculative decoding", arXiv 2408.07978). Only tokens with
         positive probability take part, so a greedy or truncated distribution is cheap.
+
+        Args:
+            streams: numbers of independent sets of ``E_v``. The least time over several is a race, too: all rates are multiplied
+                by their number (Rowan, Phan, Khisti, arXiv 2506.05632).
         """
+        if len(streams) > 1 or streams[0]:
+            return self._first_of(probs, position.expand(probs.shape[:-1]), streams)
         shape, V = probs.shape[:-1], probs.shape[-1]
         flat = probs.reshape(-1, V)
         seed = self.seed.reshape(-1, *[1] * (len(shape) - 1)).expand(shape).reshape(-1)
@@ -214,6 +221,22 @@ class Philox:
                 flat, token = flat.topk(widest, -1)
         won = _race(flat, seed, at, token)
         return (won if token is None else token.gather(1, won[:, None])[:, 0]).view(shape)
+
+    def _first_of(self, probs: Tensor, position: Tensor, streams: Sequence[int]) -> Tensor:
+        """``race`` of numbered streams: each stream's winner, and of these the one that arrives first."""
+        winners, times = [], []
+        for stream in streams:
+            rng = Philox(_seed_of(self.seed, stream))
+            winners.append(rng.race(probs, position))
+            if len(streams) > 1:
+                token = winners[-1].reshape(-1, 1)
+                seed = rng.seed.reshape(-1, *[1] * (position.dim() - 1)).expand(position.shape)
+                of_winner = probs.reshape(-1, probs.shape[-1]).gather(1, token)
+                times.append(race_arrivals(of_winner, seed.reshape(-1), position.reshape(-1), token)[:, 0])
+        if len(streams) == 1:
+            return winners[0]
+        first = torch.stack(times).argmin(0).view(1, *position.shape)
+        return torch.stack(winners).gather(0, first)[0]
 
 
 class _Block(NamedTuple):
@@ -263,6 +286,15 @@ def race_arrivals(probs: Tensor, seed: Tensor, position: Tensor, token: Tensor |
         w = philox4x32((at, token.expand(probs.shape), stream, zero), (k & WORD, (k >> 32) & WORD))
         u = ((((w[0] >> 5) << 26) | (w[1] >> 6)).double() + 0.5) * 2.0**-53
     return u.clamp_(max=1 - 2.0**-53).log_().neg_().div_(probs.double())
+
+
+def _seed_of(seed: Tensor, stream: int) -> Tensor:
+    """``[B]`` the seeds of a numbered stream; those of stream 0 are the rows' own."""
+    if not stream:
+        return seed
+    # No decision has a counter whose last word is not 0.
+    w = philox4x32((stream, 0, 0, 1), (seed & WORD, (seed >> 32) & WORD))
+    return w[0] | ((w[1] >> 2) << 32)
 
 
 _TILE = 1 << 14  # numbers at a time: six arrays of 128 KiB
@@ -330,8 +362,8 @@ class Attempt:
     def accept(self, prob: Tensor, key: Key) -> Tensor:
         return self.rng.accept(prob, key._replace(attempt=self.attempt))
 
-    def race(self, probs: Tensor, position: Tensor) -> Tensor:
-        return self.rng.race(probs, position)
+    def race(self, probs: Tensor, position: Tensor, streams: Sequence[int] = (0,)) -> Tensor:
+        return self.rng.race(probs, position, streams)
 
     def select(self, rows: Tensor) -> Attempt:
         return Attempt(self.rng.select(rows), self.attempt)

@@ -29,6 +29,7 @@ class Record(NamedTuple):
     path: list[list[int]]
     arm: list[int]
     seconds: dict[str, float]
+    lossless: bool = True
 
     @staticmethod
     def of(round: Round) -> Record:
@@ -52,6 +53,7 @@ class Record(NamedTuple):
             [] if chain else verdict.path.tolist(),
             round.arm.tolist(),
             seconds,
+            round.lossless,
         )
 
 
@@ -69,6 +71,7 @@ class Stats:
         texts: tokens and rounds of each row of a batch, truncated rounds left out, for ``interval``; empty for a single row.
         seconds: by stage: prefill (the draft's too), draft, target, verify, other. ``overlapped`` is negative, the time saved by stages that
             ran at the same time, so that all of them sum to the wall clock.
+        lossless: whether every round's verifier declares that its output has the target's distribution.
     """
 
     rounds: int = 0
@@ -83,6 +86,7 @@ class Stats:
     seconds: Counter[str] = field(default_factory=Counter)
     arms: Counter[int] = field(default_factory=Counter)
     texts: list[tuple[int, int]] = field(default_factory=list)
+    lossless: bool = True
 
     @property
     def tau(self) -> float:
@@ -163,7 +167,9 @@ class Stats:
             if name == "texts":
                 made.texts = self._texts + other._texts
                 continue
-            if isinstance(mine, Counter):
+            if isinstance(mine, bool):
+                setattr(made, name, mine and theirs)
+            elif isinstance(mine, Counter):
                 both = Counter(mine)
                 both.update(theirs)  # unlike +, keeps what is negative
                 setattr(made, name, both)
@@ -200,6 +206,7 @@ class Stats:
 
     def _add(self, record: Record, b: int) -> None:
         self.tokens += record.committed[b]
+        self.lossless &= record.lossless
         if record.number == 0:
             self.prefill_tokens += record.committed[b]
             return
@@ -221,6 +228,7 @@ class Stats:
     def row(self) -> dict[str, Any]:
         """A flat dictionary of figures, with units in the names."""
         return {
+            "lossless": self.lossless,
             "tau": self.tau,
             "tokens_per_second": self.tokens_per_second,
             "tokens": self.tokens,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specdec.kernels.device import to_host
+from specdec.kernels.device import to_device, to_host
 from specdec.types import Proposal, Verdict
 
 
@@ -51,6 +51,19 @@ def ancestors(parents: Tensor) -> Tensor:
         up = parents[:, n]
         above[:, n] |= torch.where((up >= 0)[:, None], above[rows, up.clamp(0, n - 1)], False)
     return above
+
+
+def path_to(parents: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+    """``path [B, N]``, padded with -1, and its length ``[B]``: the nodes from the root to ``last [B]``, -1 for none; both where ``last`` is."""
+    B, N = parents.shape
+    if N == 0:
+        return last.new_zeros(B, 0), last.new_zeros(B)
+    rows, nodes = (torch.arange(n, device=last.device) for n in (B, N))
+    above = to_device(ancestors(parents), last.device)
+    taken = above[rows, last.clamp(min=0)] & (last >= 0)[:, None]
+    path = torch.full((B, N + 1), -1, device=last.device)  # the last column takes the other nodes
+    path.scatter_(1, torch.where(taken, taken.cumsum(1) - 1, N), nodes.expand(B, N))
+    return path[:, :N].contiguous(), taken.sum(1)
 
 
 def sibling_numbers(parents: Tensor) -> Tensor:

@@ -302,6 +302,7 @@ class Round(_Shown):
             ``target_argmax [B, N + 1]`` has the most probable tokens.
         truncated: ``[B]`` bool, the block was shortened by a stop or by the end of the row's budget.
         arm, arm_prob: ``[B]`` the selector's choice and its probability. seconds: by stage.
+        lossless: whether the verifier declares that committed tokens have the target's distribution.
     """
 
     context: Context
@@ -318,6 +319,7 @@ class Round(_Shown):
     number: int = 0
     seconds: Mapping[str, float] = field(default_factory=dict)
     target_argmax: Tensor | None = None
+    lossless: bool = True
 
 
 @dataclass(frozen=True, eq=False, repr=False)

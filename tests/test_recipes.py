@@ -61,6 +61,8 @@ RECIPES = [
     "evaluate_tau",
     "compare",
     "replay",
+    "optimality",
+    "verifiers",
     "spire_ablations",
     "spire_measured",
     "train_pool",

@@ -39,6 +39,7 @@ from specdec.audit.composed import (
     Composition,
     distribution,
 )
+from specdec.audit.lossy import lossy
 from specdec.builder import Builder, DraftLike, decoder
 from specdec.drafts.heads import DynamicTree, Eagle3
 from specdec.drafts.spire.model import SpireModel
@@ -51,7 +52,7 @@ from specdec.verifiers import BlockVerification, Coupled, Rejection
 
 
 def everything() -> list[Composition]:
-    """All claims, then all planted biases."""
+    """All claims, then what is declared lossy, then all planted biases."""
     parts = (
         chains,
         trees,
@@ -65,6 +66,7 @@ def everything() -> list[Composition]:
         pipelined,
         coupled,
         hugging_face,
+        lossy,
         biases,
     )
     return [composition for part in parts for composition in part()]
@@ -237,6 +239,8 @@ def coupled() -> Iterator[Composition]:
         return Composition(f"coupled, {name}", builder, tokens, prompts, settings, True, certify_coupled)
 
     yield row("every tree", BASE)
+    three = BASE.verifier(Coupled(candidates=3))
+    yield Composition("coupled, every tree, 3 candidates", three, certifier=certify_coupled)
     zeros, small = TableModel.random(3, 1, 5, zeros=0.4), TableModel.random(2, 1, seed=3)
     yield row("every tree of 2, zeros", decoder(zeros).draft(CHAIN, length=2), 4, nodes=2)
     yield row("every tree, vocabulary 2", decoder(small).draft(drafts.NGram(), length=3), 4)

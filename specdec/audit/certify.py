@@ -35,6 +35,7 @@ class Certificate:
         branches: number of branches that were run. seconds: wall clock.
         distribution, target: for each row, tokens -> probability.
         astray: share of the branches (by measure) whose tokens are not the target's own draws; ``certify_coupled`` only.
+        claimed: whether the verifier declares that it is lossless. If not, the total variation is what it loses on this example.
     """
 
     total_variation: float
@@ -44,6 +45,7 @@ class Certificate:
     distribution: tuple[Distribution, ...] = field(default=(), repr=False)
     target: tuple[Distribution, ...] = field(default=(), repr=False)
     astray: float | None = None
+    claimed: bool = True
 
     @property
     def lossless(self) -> bool:
@@ -52,8 +54,9 @@ class Certificate:
 
     def __repr__(self) -> str:
         paths = "" if self.astray is None else f"{self.astray:.1e} astray, "
+        kind = "" if self.claimed else "declared lossy, "
         return (
-            f"Certificate(total variation {self.total_variation:.1e}, {paths}{self.mass:.1e} unaccounted, "
+            f"Certificate({kind}total variation {self.total_variation:.1e}, {paths}{self.mass:.1e} unaccounted, "
             f"{self.branches} branches, {self.seconds:.1f} s)"
         )
 
@@ -197,6 +200,7 @@ def _walk(run: _Run, plain: list[Plain], numbered: Numbered | None, batch: int, 
         distribution=distributions,
         target=tuple(one.distribution for one in plain),
         astray=None if numbered is None else max(fsum(parts) for parts in astray),
+        claimed=run.decoder.verifying.lossless,
     )
 
 

@@ -23,7 +23,8 @@ class Composition:
 
     Attributes:
         tokens: number of new tokens, one number or one for each of ``prompts``. settings: further arguments of ``certifier``.
-        lossless: the claim; ``False`` is a planted bias.
+        lossless: the claim; ``False`` is a planted bias, or a verifier that is declared lossy.
+        distance: the total variation of a verifier that is declared lossy.
     """
 
     name: str
@@ -33,12 +34,15 @@ class Composition:
     settings: Mapping[str, Any] = field(default_factory=dict)
     lossless: bool = True
     certifier: Callable[..., Certificate] = certify
+    distance: float | None = None
 
     def run(self) -> Certificate:
         return self.certifier(self.builder.build(), self.prompts, self.tokens, **self.settings)
 
     def stands(self, found: Certificate) -> bool:
-        """Whether the certificate agrees with the claim: lossless, or a visible bias (at least 1e-3)."""
+        """Whether the certificate agrees with the claim: lossless, as lossy as it should be, or a visible bias (at least 1e-3)."""
+        if self.distance is not None:
+            return not found.claimed and abs(found.total_variation - self.distance) <= 1e-9
         return found.lossless if self.lossless else found.total_variation >= 1e-3
 
 

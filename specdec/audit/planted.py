@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -91,8 +91,8 @@ class PositionKeyed:
     def accept(self, prob: Tensor, key: Key) -> Tensor:
         return self.rng.accept(prob, self._key(key))
 
-    def race(self, probs: Tensor, position: Tensor) -> Tensor:
-        return self.rng.race(probs, position)
+    def race(self, probs: Tensor, position: Tensor, streams: Sequence[int] = (0,)) -> Tensor:
+        return self.rng.race(probs, position, streams)
 
     def select(self, rows: Tensor) -> Rng:
         return type(self)(self.rng.select(rows))
@@ -220,8 +220,8 @@ class _AtStart:
     def __init__(self, rng: Rng, start: Tensor):
         self.rng, self.start = rng, start
 
-    def race(self, probs: Tensor, position: Tensor) -> Tensor:
-        return self.rng.race(probs, self.start[:, None].expand_as(position))
+    def race(self, probs: Tensor, position: Tensor, streams: Sequence[int] = (0,)) -> Tensor:
+        return self.rng.race(probs, self.start[:, None].expand_as(position), streams)
 
 
 @dataclass(frozen=True)

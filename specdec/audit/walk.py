@@ -154,10 +154,11 @@ class ScriptedRng:
             prob.device
         )
 
-    def race(self, probs: Tensor, position: Tensor) -> Tensor:
+    def race(self, probs: Tensor, position: Tensor, streams: Sequence[int] = (0,)) -> Tensor:
         """Any function of (position, distribution) is a possible outcome of the races: one free choice for each such pair.
 
-        A race over a distribution that is not the target's affects only proposals; it returns its first possible token.
+        A race over a distribution that is not the target's affects only proposals; it returns its first possible token. So do other streams than the
+        target's, which are not told apart.
         """
         if self.walk.distribution_number is None:
             raise ValueError("certify cannot enumerate races: certify a Coupled decoder with certify_coupled")

@@ -1,6 +1,6 @@
 """A model proposes a tree with several candidates at each node (SpecInfer, Miao et al., arXiv 2305.09781).
 
-Candidates are drawn independently; at temperature 0 they are the most probable tokens.
+Candidates are drawn independently, or as ``siblings`` says; at temperature 0 they are the most probable tokens.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from specdec.capabilities import DraftInfo
 from specdec.drafts.coerce import as_model
 from specdec.drafts.draw import with_distributions
 from specdec.drafts.model import Model, ModelState, readable
+from specdec.drafts.siblings import Drawing, Independent
 from specdec.protocols import LanguageModel
 from specdec.rng import Key, Rng
 from specdec.sampling import Sampling, fit
@@ -31,12 +32,15 @@ class Tree:
     Args:
         model, sampling: as for ``Model``.
         widths: children of each node, by depth: ``(3, 2, 1)`` has 3 + 6 + 6 nodes.
+        siblings: how children are drawn: ``siblings.Independent()``, ``siblings.Distinct()``, ``siblings.TopAndOne()``. At temperature 0
+            they are the most probable tokens.
     """
 
     model: LanguageModel
     widths: tuple[int, ...] = (2, 2, 1)
     sampling: Sampling | None = None
     vocab_size: int | None = None
+    siblings: Drawing = Independent()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "model", as_model(self.model, "model"))
@@ -55,7 +59,13 @@ class Tree:
     @property
     def info(self) -> DraftInfo:
         return DraftInfo(
-            "tree", trees=True, nodes=self.nodes, longest=len(self.widths), revocable=True, model=self.model
+            "tree",
+            trees=True,
+            nodes=self.nodes,
+            longest=len(self.widths),
+            revocable=True,
+            siblings=self.siblings.kind,
+            model=self.model,
         )
 
     def bind(self, target: LanguageModel, sampling: Sampling) -> Tree:
@@ -91,7 +101,8 @@ class Tree:
             return Proposal.none(B), ModelState(state.cache, None)
         tokens = torch.zeros(B, 0, dtype=torch.long)
         parents = torch.zeros(B, 0, dtype=torch.long)
-        distributions: list[Tensor] = []  # of the root's children, then of node 0's, node 1's, ...
+        distributions: list[Tensor] = []
+        sources: list[Tensor] = []  # which distribution each node was drawn from
         level = torch.tensor([-1])  # the nodes whose children come next
         sofar: Proposal | None = None
         for d in range(depth):
@@ -107,16 +118,17 @@ class Tree:
                 q = sampling(logits, context, sofar, first=first)
                 sibling = torch.arange(len(level) * width).view(len(level), width)
                 key = Key(context.length[:, None, None], d, sibling.expand(B, -1, -1))
-                each = q[:, :, None].expand(-1, -1, width, -1)
-                children = rng.categorical(each, key).reshape(B, -1)
-                distributions.append(q)
+                drawn = self.siblings(q, width, key, rng)
+                children = drawn.tokens.reshape(B, -1)
+                sources.append(drawn.source.reshape(-1) + sum(law.shape[1] for law in distributions))
+                distributions.append(drawn.distributions)
             tokens = torch.cat([tokens, children], 1) if d else children
             parents = torch.cat([parents, level.repeat_interleave(width).expand(B, -1)], 1)
             level = torch.arange(tokens.shape[1] - children.shape[1], tokens.shape[1])
             sofar = Proposal(tokens, parents, size.clamp(max=tokens.shape[1]))
         assert sofar is not None
-        # Siblings share the distribution after their parent.
-        proposal = with_distributions(sofar, distributions, parents + 1)
+        source = torch.cat(sources).expand(B, -1) if sources else None
+        proposal = with_distributions(sofar, distributions, source)
         return proposal, ModelState(state.cache, proposal)
 
     def observe(self, state: ModelState, round: Round) -> ModelState:

@@ -24,7 +24,7 @@ chose again, an arm would be kept exactly when it did well. Capacities hold in e
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -240,8 +240,8 @@ class _Attempts:
     def accept(self, prob: Tensor, key: Key) -> Tensor:
         return self._ask(lambda rng, p, k: rng.accept(p, k), prob, key, prob.shape)
 
-    def race(self, probs: Tensor, position: Tensor) -> Tensor:
-        return self.rng.race(probs, position)
+    def race(self, probs: Tensor, position: Tensor, streams: Sequence[int] = (0,)) -> Tensor:
+        return self.rng.race(probs, position, streams)
 
     def select(self, rows: Tensor) -> _Attempts:
         return _Attempts(self.rng.select(rows), self.attempt[rows])

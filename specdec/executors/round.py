@@ -185,6 +185,7 @@ class MicroBatch:
             arm=torch.zeros_like(committed) if choice is None else choice.arm,
             arm_prob=torch.ones(context.batch) if choice is None else choice.prob,
             number=self.number,
+            lossless=able.lossless,
             seconds={"draft": drafted.seconds, "target": t, "verify": v}
             if self.number
             else {"prefill": t + v},

@@ -14,6 +14,8 @@ FUNCTIONS = {
     "compare": "comparing",
     "time": "timing",
     "decide": "deciding",
+    "optimality": "bounds",
+    "Distance": "distance",
     "Times": "timing",
     "Trace": "traces",
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -37,7 +39,7 @@ class Forced:
     def accept(self, prob: Tensor, key: Key) -> Tensor:
         return self.other.accept(prob, key)
 
-    def race(self, probs: Tensor, position: Tensor) -> Tensor:
+    def race(self, probs: Tensor, position: Tensor, streams: Sequence[int] = (0,)) -> Tensor:
         raise ValueError(
             "a draft that draws by races (Coupled) cannot be replayed: replay it under Rejection"
         )

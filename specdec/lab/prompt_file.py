@@ -108,11 +108,15 @@ def _entry(name: str, line: str) -> Entry:
     return Entry(tuple(turns), category, source, chat, name)
 
 
-def shipped(count: int | None = None) -> list[Entry]:
-    """The first ``count`` held-out prompts of the pocket corpus (default: all), domains in turn: a category each; a source is a file."""
+def shipped(count: int | None = None, split: str = "test") -> list[Entry]:
+    """The first ``count`` held-out prompts of the pocket corpus (default: all), domains in turn: a category each; a source is a file.
+
+    Args:
+        split: as for ``data.prompts``: ``"validation"`` for choices, ``"test"`` for results.
+    """
     return [
-        Entry((e["text"],), e["domain"], f"{e['package']}/{e['path']}", name=f"held-out prompt {i}")
-        for i, e in enumerate(entries()[:count])
+        Entry((e["text"],), e["domain"], f"{e['package']}/{e['path']}", name=f"{split} prompt {i}")
+        for i, e in enumerate(entries(split)[:count])
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
@@ -27,6 +28,8 @@ class Recorder:
         trace: of the texts. which: ``[C]`` numbers of texts, one a row. ids: ``[C, T]`` their tokens, padded. prompt: ``[C]`` tokens of the prompts.
             k: the longest path. stand_in: the target, if it is not computed. strays: accept up to two nodes of the text, so that blocks start at other
             positions, for the check that a draft depends on the text alone.
+        watch: called for every round of chains with the texts ``[R]``, the starts ``[R]`` of their blocks, the distributions ``[R, N, V]`` from which
+            the tokens were drawn, and whether each of them comes after tokens of the text ``[R, N]``.
     Attributes:
         q: ``[C, n, k]`` float64: the probability with which the draft drew the text's token at each depth of a block that starts at each position,
             given that it had drawn those before; 1 for a token chosen without randomness, 0 for one that was not proposed.
@@ -44,6 +47,7 @@ class Recorder:
     k: int
     stand_in: Recorded | None = None
     strays: bool = False
+    watch: Callable[[Tensor, Tensor, Tensor, Tensor], None] | None = None
     info: VerifierInfo = VerifierInfo("recorder", lossless=True)
 
     def __post_init__(self) -> None:
@@ -119,6 +123,8 @@ class Recorder:
         if laws is not None:
             inside = start[:, None] + n < self.last[row][:, None]
             self._must_follow(live[here] & (q[here] > 0) & ~same[here] & inside[here])
+            if self.watch is not None and len(here):
+                self.watch(row[here], start[here], laws[here.to(laws.device)], (live & inside)[here])
         q = torch.where(live, q, 0)
         p = self.own[row[:, None], start[:, None].clamp(min=0) + 1 + n]
         place = (row[here], start[here], slice(N))

@@ -8,12 +8,14 @@ known exactly (``specdec.audit.tau``).
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from specdec.arguments import at_least
 from specdec.builder import DraftLike, as_draft, decoder
@@ -66,26 +68,15 @@ def replay(
         ValueError: the trace is of another target, tokenizer or sampling, or its blocks are shorter than ``k``; the draft needs ``target``, is a
             pool, or does not fit the target; it depends on more than the text; its trees are not static.
     """
-    trace = trace if isinstance(trace, Trace) else Trace(trace)
-    if not any(text.rounds for text in trace.texts):
-        raise ValueError(f"the trace in {trace.folder} has no texts with rounds: record prompts first")
-    part, k = DraftPart.of(as_draft(draft, "draft")), trace.k if k is None else k
-    at_least(1, "k", k, "give at least 1")
     at_least(1, "batch", batch, "give at least 1")
-    if k > trace.k:
-        raise ValueError(f"k is {k}, and the trace has blocks of at most {trace.k}: record with k={k}")
-    how = trace.sampling(sampling)
-    model = None if target is None else as_model(target, "target")
-    _check_fit(trace, part, k, model)
-    taken = part.follows is None and set(part.info.taps) <= set(trace.taps)
-    stands_in = taken and (model is None or bool(part.info.taps))
-    shown = name or part.info.name
-    path = _stored(trace, draft, how, k) if cache else None
+    run = prepared(trace, draft, k, target, sampling)
+    trace, k = run.trace, run.k
+    shown = name or run.part.info.name
+    path = _stored(trace, draft, run.sampling, k) if cache else None
     if path is not None and path.exists():
         with suppress(RuntimeError, EOFError, pickle.UnpicklingError):  # an unreadable file is made again
             return Replay(trace, shown, k, **torch.load(path, weights_only=True))
-    run = _Run(trace, part, how, k, model, stands_in)
-    texts = [i for i, text in enumerate(trace.texts) if text.rounds]
+    texts = run.texts
     if check:
         run.check(texts[:2])
     C, n = len(trace), max(text.rounds for text in trace.texts)
@@ -103,6 +94,30 @@ def replay(
         path.parent.mkdir(exist_ok=True)
         write(path, lambda file: torch.save(held, file))
     return Replay(trace, shown, k, **held)
+
+
+def prepared(
+    trace: Trace | str | Path,
+    draft: DraftLike,
+    k: int | None = None,
+    target: ModelLike | None = None,
+    sampling: Sampling | None = None,
+    watch: Callable[[Tensor, Tensor, Tensor, Tensor], None] | None = None,
+) -> Run:
+    """A draft that is ready to be replayed. Arguments and errors are those of ``replay``; ``watch`` is the recorder's."""
+    trace = trace if isinstance(trace, Trace) else Trace(trace)
+    if not any(text.rounds for text in trace.texts):
+        raise ValueError(f"the trace in {trace.folder} has no texts with rounds: record prompts first")
+    part, k = DraftPart.of(as_draft(draft, "draft")), trace.k if k is None else k
+    at_least(1, "k", k, "give at least 1")
+    if k > trace.k:
+        raise ValueError(f"k is {k}, and the trace has blocks of at most {trace.k}: record with k={k}")
+    how = trace.sampling(sampling)
+    model = None if target is None else as_model(target, "target")
+    _check_fit(trace, part, k, model)
+    taken = part.follows is None and set(part.info.taps) <= set(trace.taps)
+    stands_in = taken and (model is None or bool(part.info.taps))
+    return Run(trace, part, how, k, model, stands_in, watch)
 
 
 def _check_fit(trace: Trace, part: DraftPart, k: int, model: Any) -> None:
@@ -135,7 +150,7 @@ def _check_fit(trace: Trace, part: DraftPart, k: int, model: Any) -> None:
 
 
 @dataclass(frozen=True)
-class _Run:
+class Run:
     """Replays of one draft."""
 
     trace: Trace
@@ -144,6 +159,12 @@ class _Run:
     k: int
     target: Any
     stands_in: bool
+    watch: Callable[[Tensor, Tensor, Tensor, Tensor], None] | None = None
+
+    @property
+    def texts(self) -> list[int]:
+        """The texts that have rounds."""
+        return [i for i, text in enumerate(self.trace.texts) if text.rounds]
 
     def __call__(self, texts: list[int], strays: bool = False) -> Recorder:
         """The notes on some texts."""
@@ -152,7 +173,8 @@ class _Run:
         ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(t.ids) for t in some], batch_first=True)
         prompt = torch.tensor([t.prompt for t in some])
         stand_in = Recorded(trace, texts) if self.stands_in else None
-        recorder = Recorder(trace, texts, ids, prompt, k, stand_in, strays)
+        watch = None if strays else self.watch
+        recorder = Recorder(trace, texts, ids, prompt, k, stand_in, strays, watch)
         target: Any = self.target if stand_in is None else stand_in
         draft = self.part.bound(self.target or target, self.sampling)
         composition = Composition(target, draft, k, self.sampling, recorder)

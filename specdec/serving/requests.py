@@ -83,7 +83,8 @@ class Summary:
 
     Attributes:
         requests, tokens: how many were finished and generated. span: from the first arrival to the last end. throughput: tokens a unit of time.
-        tau: block efficiency over all full rounds. queueing, to_first_token, latency: ``mean``, ``p50``, ``p95``, ``max``.
+        tau: block efficiency over all full rounds. lossless: whether the verifier declares that texts have the target's
+            distribution. queueing, to_first_token, latency: ``mean``, ``p50``, ``p95``, ``max``.
     """
 
     requests: int
@@ -91,6 +92,7 @@ class Summary:
     span: float
     throughput: float
     tau: float
+    lossless: bool
     queueing: dict[str, float]
     to_first_token: dict[str, float]
     latency: dict[str, float]
@@ -115,6 +117,7 @@ class Summary:
             span=span,
             throughput=tokens / span if span else float("nan"),
             tau=full / rounds if rounds else float("nan"),
+            lossless=all(one.stats.lossless for one in done),
             queueing=_spread([one.queueing for one in done]),
             to_first_token=_spread([one.to_first_token for one in done]),
             latency=_spread([one.latency for one in done]),

@@ -1,16 +1,19 @@
 """Coupled verification: the target's own keyed draw at each position decides, so the draft changes only the speed.
 
-Gumbel coupling, "drafter-invariant speculative decoding" (Daliri, Musco, Suresh, arXiv 2408.07978).
+Gumbel coupling, "drafter-invariant speculative decoding" (Daliri, Musco, Suresh, arXiv 2408.07978); with several candidates, "list-level
+distribution coupling" (Rowan, Phan, Khisti, arXiv 2506.05632).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from specdec import tree
+from specdec.arguments import at_least
 from specdec.capabilities import VerifierInfo
 from specdec.kernels.device import to_device
 from specdec.rng import Key, Rng
@@ -24,7 +27,22 @@ class Coupled:
     This holds for every draft, tree, length, selector and executor, whatever they have seen, as long as the target's logits do
     not depend on the batch (float32 and float64 barring ties). The acceptance probability is at most 1 - TV, and at least
     (1 - TV) / (1 + TV) if the draft draws with the same keys, as the library's drafts do.
+
+    With ``candidates`` K there are K independent races: candidate j of a node runs race j, and the target's draw is the token that arrives first in
+    any of them. It is a draw from p as well, but another one, so plain decoding needs the same K to give the same text. K should be the
+    number of children of every node, as in ``drafts.Tree(model, (K, K))``: a race without a candidate lowers the acceptance, and candidate K
+    repeats candidate 0.
+
+    Args:
+        candidates: K, the number of races.
+    Raises:
+        TypeError: it is no whole number. ValueError: it is below 1.
     """
+
+    candidates: int = 1
+
+    def __post_init__(self) -> None:
+        at_least(1, "candidates", self.candidates, "give at least 1, the children of every node")
 
     @property
     def info(self) -> VerifierInfo:
@@ -35,12 +53,13 @@ class Coupled:
         pass
 
     def for_draft(self, rng: Rng) -> Rng:
-        return _Shared(rng)
+        return _Shared(rng) if self.candidates == 1 else _Streams(rng, self.candidates)
 
     def __call__(self, proposal: Proposal, probs: Tensor, context: Context, rng: Rng) -> Verdict:
         B = context.batch
         depth = torch.cat([torch.zeros(B, 1, dtype=torch.long), tree.depths(proposal.parents) + 1], 1)
-        return tree.follow(proposal, rng.race(probs, context.length[:, None] + depth))
+        drawn = rng.race(probs, context.length[:, None] + depth, range(self.candidates))
+        return tree.follow(proposal, drawn)
 
     def greedy(self, proposal: Proposal, tokens: Tensor) -> Verdict:
         """``__call__`` at temperature 0, where every distribution is one-hot, on ``tokens [B, N + 1]``."""
@@ -67,8 +86,30 @@ class _Shared:
     def accept(self, prob: Tensor, key: Key) -> Tensor:
         return self.rng.accept(prob, key)
 
-    def race(self, probs: Tensor, position: Tensor) -> Tensor:
-        return self.rng.race(probs, position)
+    def race(self, probs: Tensor, position: Tensor, streams: Sequence[int] = (0,)) -> Tensor:
+        return self.rng.race(probs, position, streams)
 
     def select(self, rows: Tensor) -> _Shared:
         return _Shared(self.rng.select(rows))
+
+
+class _Streams(_Shared):
+    """Gives drafts the target's races: candidate j of a node runs race j, for all nodes that have ``count`` children."""
+
+    def __init__(self, rng: Rng, count: int):
+        super().__init__(rng)
+        self.count = count
+
+    def categorical(self, probs: Tensor, key: Key) -> Tensor:
+        # A key numbers the nodes of a depth. If each node above has ``count`` children, the remainder numbers them among their siblings.
+        stream = torch.as_tensor(key.sibling) % self.count
+        position = (key.at + key.depth).expand(probs.shape[:-1])
+        out: Tensor | None = None
+        for j in stream.unique().tolist():
+            drawn = self.rng.race(probs, position, (j,))
+            out = drawn if out is None else torch.where(to_device(stream == j, drawn.device), drawn, out)
+        assert out is not None
+        return out
+
+    def select(self, rows: Tensor) -> _Streams:
+        return _Streams(self.rng.select(rows), self.count)

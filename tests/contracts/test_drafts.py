@@ -102,7 +102,7 @@ class Recorder:
         per_row = answer[0].numel()
         return [(self.rows[i // per_row], tuple(int(f[i]) for f in names)) for i in range(len(flat))]
 
-    def race(self, probs, position):
+    def race(self, probs, position, streams=(0,)):
         raise AssertionError(
             "races are the target's: a draft asks categorical, and Coupled turns that into a race"
         )

@@ -1,0 +1,88 @@
+"""FLy, which is lossy: a rejection is overridden where the target is uncertain and accepts the tokens that follow.
+
+Li et al., "Training-free loosely speculative decoding: accepting semantically correct drafts beyond exact match" (arXiv 2511.22972); sampled
+tokens are tested as in vllm#53987.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specdec import tree
+from specdec.arguments import at_least, positive
+from specdec.capabilities import VerifierInfo
+from specdec.kernels.device import to_device
+from specdec.rng import ACCEPT, Key, Rng
+from specdec.types import Context, Proposal, Verdict
+from specdec.verifiers.rejection import Rejection, draw_bonus, drawn_from, residual
+
+LARGEST = 3  # probabilities whose entropy is taken
+
+
+@dataclass(frozen=True, kw_only=True)
+class FLy(Rejection):
+    """``Rejection`` of chains that keeps a rejected token under three conditions. **The output is not the target's.**
+
+    The conditions: the three largest probabilities of p have an entropy, the sum of -p log p, of at least ``entropy`` nats; the chain has
+    ``window`` more tokens, which all pass their own tests; and p of the token is not 0. So a token's fate depends on the tokens after it, and
+    there is no closed form for the distance from the target; ``audit.certify`` computes it for small examples. At temperature 0 the
+    entropy is 0, and nothing is kept that ``Rejection`` drops.
+
+    Args:
+        entropy: in nats. window: how many tokens must follow. trust_declared: as for ``Rejection``.
+    Raises:
+        TypeError: an argument is no number. ValueError: the entropy is not positive, or the window is below 1.
+    """
+
+    entropy: float = 0.3
+    window: int = 6
+
+    def __post_init__(self) -> None:
+        positive(self, "entropy")
+        at_least(1, "window", self.window, "give at least 1 token that must follow")
+
+    @staticmethod
+    def example(model: object) -> FLy:
+        return FLy(window=1)
+
+    @property
+    def info(self) -> VerifierInfo:
+        own = type(self).__call__ is FLy.__call__  # another call gets no shortcut
+        return VerifierInfo("FLy (lossy)", compares_tokens=own)
+
+    def check(self, proposal: Proposal) -> None:
+        super().check(proposal)
+        branched = ~tree.is_chain(proposal.parents, proposal.size)
+        if bool(branched.any()):
+            raise ValueError(
+                f"FLy takes chains, and row {int(branched.nonzero()[0])} of the proposal is a tree: use a draft that proposes chains, or "
+                "Rejection(), which takes trees"
+            )
+
+    def __call__(self, proposal: Proposal, probs: Tensor, context: Context, rng: Rng) -> Verdict:
+        B, N = proposal.tokens.shape
+        if N == 0:
+            return super().__call__(proposal, probs, context, rng)
+        rows, nodes = (torch.arange(n, device=probs.device) for n in (B, N))
+        size = to_device(proposal.size, probs.device)
+        live = nodes < size[:, None]
+        tokens = torch.where(live, proposal.tokens, 0)
+        p = probs[:, :N].gather(2, tokens[..., None])[..., 0]
+        q = torch.ones_like(p) if proposal.probs is None else proposal.q_of(tokens).to(p)
+        key = Key(context.length[:, None], torch.arange(N), 0, ACCEPT)
+        passes = live & rng.accept(torch.where(live, p / q, 0), key)
+        largest = probs[:, :N].topk(min(LARGEST, probs.shape[-1])).values
+        uncertain = torch.special.entr(largest).sum(-1) >= self.entropy
+        after = torch.nn.functional.pad(passes[:, 1:], (0, self.window))
+        followed = after.unfold(1, self.window, 1).all(-1)
+        stands = passes | (live & uncertain & followed & (p > 0))
+        accepted = stands.long().cumprod(1).sum(1)
+        at, here = accepted.clamp(max=N - 1), probs[rows, accepted]
+        left = residual(here, drawn_from(proposal, rows, at, tokens[rows, at], here))
+        distribution = torch.where((accepted < size)[:, None], left, here)
+        bonus = draw_bonus(distribution, accepted, context, rng, N)
+        path = torch.where(nodes < accepted[:, None], nodes, -1)
+        return Verdict.of(proposal, path, accepted, bonus, checked=True)

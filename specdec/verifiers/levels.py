@@ -1,0 +1,84 @@
+"""The way down a tree, level by level, for verifiers that look at all candidates for the next token at once."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from specdec import tree
+from specdec.kernels.device import to_device
+from specdec.rng import ACCEPT, Key, Rng
+from specdec.types import Context, Proposal, Verdict
+from specdec.verifiers.rejection import draw_bonus
+
+
+class Rule(Protocol):
+    """How one of several candidates is accepted."""
+
+    def __call__(self, p: Tensor, q: Tensor, tokens: Tensor, asked: Tensor) -> tuple[Tensor, Tensor]:
+        """The probability that each node is the accepted one, ``[B, N]``, and the distribution of the token if none is, ``[B, V]``.
+
+        Args:
+            p, q: ``[B, V]`` float64, the target's distribution and the first candidate's. tokens: ``[B, N]``. asked: ``[B, N]`` the candidates
+                among the nodes, in the order in which they were drawn; rows may have none.
+        """
+        ...
+
+
+def descend(
+    proposal: Proposal, probs: Tensor, context: Context, rng: Rng, rule: Rule, merge: bool
+) -> Verdict:
+    """At each level one candidate is accepted, and its children are the next candidates, or the bonus token ends the block.
+
+    Args:
+        proposal: of drawn nodes, not point masses.
+        merge: children of the accepted node's siblings with the same token are candidates, too, if they were drawn from the same
+            distribution. So several chains go on together as long as they are equal.
+    """
+    B, N = proposal.tokens.shape
+    device = probs.device
+    rows = torch.arange(B, device=device)
+    live = torch.arange(N) < proposal.size[:, None]
+    levels = 1 + int(torch.where(live, tree.depths(proposal.parents), -1).max()) if N and B else 0
+    live = to_device(live, device)
+    up = torch.where(live, to_device(proposal.parents, device), -1) + 1
+    tokens = torch.where(live, proposal.tokens, 0)
+    inside = torch.zeros(
+        B, N + 1, dtype=torch.bool, device=device
+    )  # nodes whose path is the accepted one; the root is first
+    inside[:, 0] = True
+    here = torch.zeros(B, dtype=torch.long, device=device)  # the last accepted node, plus 1
+    law = probs[:, 0]
+    for depth in range(levels):
+        asked = live & inside.gather(1, up)
+        first = asked.int().argmax(1)
+        q, same = _drawn_from(proposal, rows, first, law)
+        if merge:
+            asked &= same
+        chance, rest = rule(law.double(), q.double(), tokens, asked)
+        chance = torch.where(asked, chance, 0)
+        none = (1 - chance.sum(1, keepdim=True)).clamp(min=0)
+        chosen = rng.categorical(torch.cat([chance, none], 1), Key(context.length, depth, 0, ACCEPT))
+        yes = chosen < N
+        node = chosen.clamp(max=N - 1)
+        equal = asked & (tokens == tokens.gather(1, node[:, None]))
+        alike = equal if merge else torch.arange(N, device=device) == node[:, None]
+        inside = torch.nn.functional.pad(alike & yes[:, None], (1, 0))
+        failed = asked.any(1) & ~yes
+        law = torch.where(failed[:, None], rest.to(law), law)
+        law = torch.where(yes[:, None], probs[rows, node + 1], law)
+        here = torch.where(yes, node + 1, here)
+    path, accepted = tree.path_to(proposal.parents, here - 1)
+    return Verdict.of(proposal, path, accepted, draw_bonus(law, accepted, context, rng, N), checked=True)
+
+
+def _drawn_from(proposal: Proposal, rows: Tensor, node: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+    """``[B, V]`` what ``node [B]`` was drawn from, and ``[B, N]`` which nodes were drawn from the same distribution."""
+    assert proposal.probs is not None
+    sources = proposal.sources(like.device)
+    mine = sources[rows, node]
+    q = proposal.probs[rows, mine]
+    equal = (proposal.probs == q[:, None]).all(-1)
+    return q.to(like), equal.gather(1, sources)

@@ -1,0 +1,133 @@
+"""Optimal transport for independent siblings: the largest acceptance that any verifier can reach, for any number of them and any vocabulary.
+
+Every verifier of several candidates chooses one of them and accepts it as if it had been drawn from the law w of that choice (Khisti et al.,
+"Multi-draft speculative sampling: canonical decomposition and theoretical limits", arXiv 2410.18234). Here w and a way to choose by it are found
+by sorting: the largest acceptance is attained where the sets of Hu et al. (arXiv 2502.18779) are prefixes of the vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specdec.capabilities import VerifierInfo
+from specdec.rng import Rng
+from specdec.types import Context, Proposal, Verdict
+from specdec.verifiers.kseq import check_independent
+from specdec.verifiers.levels import descend
+from specdec.verifiers.rejection import Rejection
+
+
+@dataclass(frozen=True)
+class OptimalTransport(Rejection):
+    """One of k siblings is chosen, and accepted with min(1, p / w), else the token comes from norm(max(p - w, 0)).
+
+    w is the law of the choice, which accepts with probability ``acceptance.optimum(p, q, k)``. The output has the target's distribution.
+
+    It demands what ``KSeq`` demands, and goes on like it after a token that several siblings have. It is optimal at each node; over several
+    levels no verifier is known to be. Chains and point masses are verified as by ``Rejection``. It sorts the vocabulary at each level, and
+    takes a few passes over it for each node.
+
+    Args:
+        trust_declared: as for ``Rejection``.
+    """
+
+    @property
+    def info(self) -> VerifierInfo:
+        own = type(self).__call__ is OptimalTransport.__call__  # another call gets no shortcut
+        return VerifierInfo(
+            "optimal transport", lossless=True, compares_tokens=own, siblings=("independent",)
+        )
+
+    def check(self, proposal: Proposal) -> None:
+        super().check(proposal)
+        check_independent(proposal, type(self).__name__)
+
+    def __call__(self, proposal: Proposal, probs: Tensor, context: Context, rng: Rng) -> Verdict:
+        if proposal.probs is None:
+            return super().__call__(proposal, probs, context, rng)
+        return descend(proposal, probs, context, rng, rule, merge=True)
+
+
+def rule(p: Tensor, q: Tensor, tokens: Tensor, asked: Tensor) -> tuple[Tensor, Tensor]:
+    """The chance that each candidate is the accepted one, and the residual: ``levels.Rule``.
+
+    Tokens are sorted by p / q. If the candidate that comes last in this order were chosen, token j would be with probability
+    ``q_j r_j``, where r_j is the mean of k x^(k - 1) between the cumulative sums of q before and after it: too often the last tokens,
+    too seldom the first. So before they are compared, each candidate is moved to another token, in such a way that moved ones are still
+    independent draws from q: a mass of q is exchanged between a token that is chosen too seldom and a later one that is chosen too often.
+    """
+    k = asked.sum(1).clamp(min=1)
+    order = torch.where(q > 0, torch.where(p > 0, p / q, 0), torch.inf).argsort(dim=1, stable=True)
+    p, q = p.gather(1, order), q.gather(1, order)
+    mean = last_of(q, k)
+    w = choice(p, q, k)
+    lacks, spare = (w - q * mean).clamp(min=0), (q * mean - w).clamp(min=0)
+    place = order.argsort(dim=1).gather(1, tokens)  # where each candidate is in the order
+    moved = [_moved(place[:, n], q, mean, lacks, spare) for n in range(tokens.shape[1])]
+    cdfs = [torch.where(asked[:, n, None], law.cumsum(1).clamp(max=1), 1) for n, law in enumerate(moved)]
+    later, wins = [torch.ones_like(p)], []
+    for cdf in reversed(cdfs[1:]):
+        later.append(later[-1] * cdf)
+    elder = torch.ones_like(p)  # elder candidates come strictly before, in the order
+    for n, law in enumerate(moved):
+        wins.append((law * elder * later[-1 - n]).sum(1))
+        elder = elder * torch.nn.functional.pad(cdfs[n], (1, 0), value=0.0)[:, :-1].where(
+            asked[:, n, None], 1
+        )
+    accepts = torch.where(p > 0, torch.where(w > 0, p / w, torch.inf).clamp(max=1), 0)
+    chance = torch.where(asked, torch.stack(wins, 1) * accepts.gather(1, place), 0)
+    rest = torch.zeros_like(p).scatter(1, order, (p - w).clamp(min=0))
+    total = rest.sum(1, keepdim=True)
+    return chance, torch.where(total > 0, rest / total, torch.zeros_like(p).scatter(1, order, p))
+
+
+def last_of(q: Tensor, k: Tensor) -> Tensor:
+    """``[B, V]`` the probability that a token comes last among k draws, over q: (b^k - a^k) / (b - a), the mean of k x^(k - 1) from a to b."""
+    b = q.cumsum(1).clamp(max=1)
+    a = torch.nn.functional.pad(b, (1, 0))[:, :-1]
+    mean = torch.zeros_like(q)
+    for i in range(int(k.max())):
+        mean = torch.where(i < k[:, None], mean * a + b**i, mean)
+    return mean
+
+
+def choice(p: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """``[B, V]`` the law w of the choice, for tokens in the order of rising p / q: its sum of min(p, w) is the optimum.
+
+    Any law is possible of which no set S of tokens gets less than q(S)^k, the probability that there is no other choice. Let S be the prefix
+    for which p(S) - q(S)^k is the smallest. Inside, w is max(p, σ q) with a sum of q(S)^k, and outside min(p, τ q).
+    """
+    P, Q = p.cumsum(1), q.cumsum(1).clamp(max=1)
+    others = torch.nn.functional.pad(q.flip(1).cumsum(1).flip(1)[:, 1:], (0, 1))
+    forced = Q ** k[:, None]
+    gap, at = (P - forced).min(1, keepdim=True)
+    at = torch.where(gap < 0, at, -1)
+    index = torch.arange(p.shape[1], device=p.device)
+    here = at.clamp(min=0)
+    Ps, fs = (torch.where(at >= 0, x.gather(1, here), 0) for x in (P, forced))
+    inside = index <= at
+    floor = torch.where(inside & (Q > 0), (fs - Ps + P) / Q, torch.inf).amin(1, keepdim=True)
+    before, left = (torch.nn.functional.pad(x, (1, 0), value=v)[:, :-1] for x, v in ((P, 0.0), (others, 1.0)))
+    cap = torch.where(~inside & (left > 0), (1 - fs - before + Ps) / left, 0).amax(1, keepdim=True)
+    return torch.where(inside, torch.maximum(p, torch.where(inside, floor, 0) * q), torch.minimum(p, cap * q))
+
+
+def _moved(place: Tensor, q: Tensor, mean: Tensor, lacks: Tensor, spare: Tensor) -> Tensor:
+    """``[B, V]`` the law of the token to which a candidate at ``place [B]`` is moved.
+
+    What the first tokens lack is taken from the first that have it to spare: amounts are matched in order. To move an amount from token l to
+    token j, a mass of amount / (mean_l - mean_j) of q is exchanged. Never more than all of q_j is, because the mean rises with p / q.
+    """
+    at = place[:, None]
+    mine = lacks.gather(1, at) > 0
+    own, other = torch.where(mine, lacks, spare), torch.where(mine, spare, lacks)
+    high, end = own.cumsum(1).gather(1, at), other.cumsum(1)
+    low = high - own.gather(1, at)
+    amount = (torch.minimum(high, end) - torch.maximum(low, end - other)).clamp(min=0)
+    apart = (mean - mean.gather(1, at)).abs() * q.gather(1, at)
+    law = torch.where(apart > 0, amount / apart, 0)
+    law = law / law.sum(1, keepdim=True).clamp(min=1)
+    return law.scatter_add(1, at, 1 - law.sum(1, keepdim=True))
