@@ -1,0 +1,105 @@
+"""Certifies a whole foreign ``generate``, branch by branch."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from math import fsum
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+
+from specdec.audit.certify import Certificate
+from specdec.audit.external.scripted import scripted
+from specdec.audit.external.tape import Tape
+from specdec.audit.external.verifier import ids
+from specdec.audit.plain import Ids, Plain, total_variation
+from specdec.audit.walk import Branches, Walk
+
+
+def certify_function(
+    run: Callable[[list[int], int], Any], plain: Plain, *, again: int = 16, limit: int = 100_000
+) -> Certificate:
+    """The exact distance of a foreign ``run(prompt, budget) -> ids`` from the target's distribution.
+
+    ``run`` is called once for every outcome of its random decisions. Its random numbers are named as ``External`` says.
+
+    Args:
+        run: returns the new ids, without the prompt, at most ``budget`` of them, as a list or a tensor ``[m]`` or ``[1, m]``.
+        plain: the target's distribution (``plain.enumerate_plain``); its prompt and its longest text are what ``run`` is given.
+        again: finished branches that are run again in another order, to see that nothing but the random numbers decides.
+        limit: the most branches.
+    Raises:
+        specdec.audit.external.CannotWalk: ``run`` does something with random numbers that cannot be enumerated.
+        RuntimeError: more than ``limit`` branches, or ``run`` keeps state between calls.
+        ValueError: ``run`` returns a token outside the vocabulary, or more than ``budget``.
+    """
+    start = perf_counter()
+    budget = max(len(text) for text in plain.distribution)
+    vocabulary = len(next(iter(plain.after.values())))
+    stack, done = [Branches.root()], list[tuple[Branches, Ids]]()
+    masses: dict[Ids, list[float]] = defaultdict(list)
+    while stack:
+        walk, text = _one(run, stack.pop(), plain.prompt, budget, vocabulary)
+        masses[text].append(float(walk.branches.measure()[0]))
+        done.append((walk.branches, text))
+        stack += [scripts for _, scripts in walk.left]
+        if len(done) > limit:
+            raise RuntimeError(f"more than {limit} branches: use a smaller budget or vocabulary")
+    order = np.random.default_rng(0).permutation(len(done))[:again]
+    for n in order:
+        branches, before = done[n]
+        _, after = _one(run, branches, plain.prompt, budget, vocabulary)
+        if before != after:
+            raise _stateful(f"gave {list(before)} and then, in another order of calls, {list(after)}")
+    found = {text: fsum(parts) for text, parts in masses.items()}
+    return Certificate(
+        total_variation(found, plain.distribution),
+        abs(1 - fsum(found.values())),
+        len(done),
+        perf_counter() - start,
+        (found,),
+        (plain.distribution,),
+    )
+
+
+def _stateful(what: str) -> RuntimeError:
+    return RuntimeError(
+        f"with the same random numbers the function {what}: it keeps state between calls, such as a generator that it does not make anew, "
+        "so its distribution cannot be certified"
+    )
+
+
+class _Noted(Walk):
+    """A walk that notes which keys were asked for."""
+
+    def __init__(self, branches: Branches):
+        super().__init__(branches)
+        self.asked: set[int] = set()
+
+    def decide(self, row: np.ndarray, code: np.ndarray, cuts: np.ndarray) -> np.ndarray:
+        self.asked.update(code.tolist())
+        return super().decide(row, code, cuts)
+
+
+def _one(
+    run: Callable[[list[int], int], Any], branches: Branches, prompt: list[int], budget: int, vocabulary: int
+) -> tuple[Walk, Ids]:
+    walk = _Noted(branches)
+    with scripted(Tape(walk.rng(), torch.zeros(1, dtype=torch.long))):
+        out = run(list(prompt), budget)
+    text = tuple(ids(out, run))
+    if not set(branches.key[branches.key >= 0].tolist()) <= walk.asked:
+        raise _stateful("did not ask for a random number that it had asked for before")
+    if len(text) > budget:
+        raise ValueError(
+            f"the function returned {len(text)} tokens with a budget of {budget}: return the new tokens only"
+        )
+    for token in text:
+        if not 0 <= token < vocabulary:
+            raise ValueError(
+                f"the function returned the token {token}, which is not in the vocabulary of {vocabulary}"
+            )
+    return walk, text
