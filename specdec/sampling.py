@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypedDict
@@ -45,7 +45,7 @@ _STATEFUL = {
 class SamplingSettings(TypedDict, total=False):
     """The arguments of ``Sampling`` by name, for type checkers and completion in editors."""
 
-    temperature: float
+    temperature: float | Sequence[float]
     top_k: int | None
     top_p: float | None
     min_p: float | None
@@ -57,7 +57,8 @@ class Sampling:
     """How a token is drawn from logits.
 
     Args:
-        temperature: 0 is greedy: all probability on the largest logit (the first of several).
+        temperature: 0 is greedy: all probability on the largest logit (the first of several). Several numbers are those of the
+            requests, by ``Context.request``: the first is that of the first prompt of a call.
         top_k, top_p, min_p: truncations with transformers' meaning; ``None`` leaves them out.
         processors: stateless ``LogitsProcessor`` objects or functions ``(ids [B, L], scores [B, V]) -> scores``, applied before
             the truncations.
@@ -66,7 +67,7 @@ class Sampling:
         ValueError: a setting is out of range, or a processor keeps state between calls.
     """
 
-    temperature: float = 1.0
+    temperature: float | Sequence[float] = 1.0
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
@@ -83,14 +84,20 @@ class Sampling:
                 raise TypeError(
                     f"processors has {processor!r}: give objects or functions (ids, scores) -> scores"
                 )
-        numbers = {"temperature": self.temperature, "top_p": self.top_p, "min_p": self.min_p}
-        for name, value in numbers.items():
-            if name == "temperature" or value is not None:
+        if isinstance(self.temperature, Sequence) and not isinstance(self.temperature, str):
+            object.__setattr__(self, "temperature", tuple(self.temperature))
+        temperatures = self.temperature if isinstance(self.temperature, tuple) else (self.temperature,)
+        if not temperatures:
+            raise ValueError("temperature is empty: give a number, or one for each request")
+        for temperature in temperatures:
+            number("temperature", temperature)
+            if temperature != 0 and not 1e-30 <= temperature <= 1e30:
+                raise ValueError(
+                    f"temperature is {temperature}: give 0 (greedy), or a number from 1e-30 to 1e30, by which float32 logits can be divided"
+                )
+        for name, value in {"top_p": self.top_p, "min_p": self.min_p}.items():
+            if value is not None:
                 number(name, value)
-        if self.temperature != 0 and not 1e-30 <= self.temperature <= 1e30:
-            raise ValueError(
-                f"temperature is {self.temperature}: give 0 (greedy), or a number from 1e-30 to 1e30, by which float32 logits can be divided"
-            )
         if self.top_k is not None and (
             not isinstance(self.top_k, int) or self.top_k is True or self.top_k < 1
         ):
@@ -113,15 +120,25 @@ class Sampling:
         return self.temperature == 0
 
     @property
+    def by_request(self) -> bool:
+        """Whether every request has a temperature of its own."""
+        return isinstance(self.temperature, tuple)
+
+    @property
+    def reads_context(self) -> bool:
+        """Whether a row's distribution depends on more than its logits: on its text (processors) or its request (temperatures)."""
+        return bool(self.processors) or self.by_request
+
+    @property
     def only_temperature(self) -> bool:
-        """Whether the distribution is the softmax of ``logits / temperature``: no processors, no truncations."""
-        return not self.processors and all(isinstance(w, TemperatureLogitsWarper) for w in self._warpers)
+        """Whether the distribution is the softmax of ``logits / temperature``, one for all rows: no processors, no truncations."""
+        return not self.reads_context and all(isinstance(w, TemperatureLogitsWarper) for w in self._warpers)
 
     @cached_property
     def _warpers(self) -> list[LogitsProcessor]:
         made: list[LogitsProcessor] = []
         if not self.greedy:  # no truncation moves the largest logit
-            if self.temperature != 1:
+            if not isinstance(self.temperature, Sequence) and self.temperature != 1:
                 made.append(TemperatureLogitsWarper(float(self.temperature)))
             if self.top_k is not None:
                 made.append(TopKLogitsWarper(self.top_k))
@@ -156,11 +173,16 @@ class Sampling:
     def scores(self, logits: Tensor, context: Context, proposal: Proposal | None, first: int = -1) -> Tensor:
         """``logits [B, R, V]`` after processors and truncations; row r belongs to node ``first + r`` (-1: no node).
 
+        Logits of a row of temperature 0 among others are not divided: their largest one is taken.
+
         Raises:
-            ValueError: a row has NaN, +inf, or nothing but -inf.
+            ValueError: a row has NaN, +inf, or nothing but -inf, or its request has no temperature.
         """
         if self.processors:
             logits = self._process(logits, context, proposal, first)
+        if self.by_request:
+            by_row = self._by_row(context)
+            logits = logits / torch.where(by_row > 0, by_row, 1).to(logits)[:, None, None]
         if not self._warpers:
             return logits
         flat = logits.reshape(-1, logits.shape[-1])
@@ -190,6 +212,11 @@ class Sampling:
             _finite(top)
             return torch.zeros_like(scores).scatter_(-1, token[..., None], 1)
         probs = scores.softmax(-1)
+        if self.by_request:
+            cold = (self._by_row(context) == 0).nonzero()[:, 0].to(probs.device)
+            top, token = _largest(scores[cold])
+            _finite(top)
+            probs[cold] = torch.zeros_like(scores[cold]).scatter_(-1, token[..., None], 1)
 
         def refuse(finite: Tensor) -> None:
             if not bool(finite.all()):
@@ -197,6 +224,17 @@ class Sampling:
 
         _defer_finite(probs.select(-1, 0), refuse)  # NaN everywhere in a row that has no distribution
         return probs
+
+    def _by_row(self, context: Context) -> Tensor:
+        """``[B]`` float64: each row's own temperature."""
+        assert isinstance(self.temperature, Sequence)
+        last = int(context.request.max()) if context.batch else 0
+        if last >= len(self.temperature):
+            raise ValueError(
+                f"temperature has {len(self.temperature)} numbers and there is a request {last} (the first is 0): give one for each request, or "
+                "a single number for all"
+            )
+        return torch.tensor(self.temperature, dtype=torch.float64)[context.request]
 
     def _process(self, logits: Tensor, context: Context, proposal: Proposal | None, first: int) -> Tensor:
         out = logits.clone()

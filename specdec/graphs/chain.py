@@ -105,7 +105,7 @@ def draw(
     logits: Tensor, sampling: Sampling, vocab_size: int | None, uniforms: Tensor
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The largest score, the token and the distribution of each of ``logits [R, V]``, as by ``Sampling`` and ``Philox.categorical``."""
-    nowhere: Any = None  # without processors the text is not read
+    nowhere: Any = None  # ``Sampling.reads_context`` is false
     logits = fit(logits, vocab_size)
     if sampling.greedy:
         top, token = sampling.scores(logits, nowhere, None).max(-1)
@@ -133,7 +133,7 @@ def propose(
         ``None``, without side effects, where a chain cannot be captured or is not captured yet; the caller then draws token by token.
     """
     B, N = text.batch, int(budget.max())
-    if N < 1 or sampling.processors or type(cache) is not SlotCache:
+    if N < 1 or sampling.reads_context or type(cache) is not SlotCache:
         return None
     uniforms = None
     if not sampling.greedy:

@@ -146,7 +146,7 @@ def drawn(
     Returns:
         ``None``, without side effects, where a chain cannot be captured or is not captured yet.
     """
-    if sampling.processors or not known(ring.mask):  # a user's mask need not consist of operators
+    if sampling.reads_context or not known(ring.mask):  # a user's mask need not consist of operators
         return None
     uniforms, B, steps = None, context.batch, int(budget.max())
     if not sampling.greedy:

@@ -73,6 +73,8 @@ def record(
         raise TypeError("prompts is one text: give a list of prompts, also of one")
     if sampling is not None and not isinstance(sampling, Sampling):
         raise TypeError(f"sampling is {sampling!r}: give a Sampling object")
+    if sampling is not None and sampling.by_request:
+        raise ValueError("sampling has a temperature for each request: record a trace for each temperature")
     entries = [_entry(i, p) for i, p in enumerate(prompts)]
     if not entries:
         raise ValueError("prompts is empty: give at least one prompt")

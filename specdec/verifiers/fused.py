@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -55,6 +56,7 @@ class FusedRejection(Rejection):
         if not bool(chain.all()):
             return self._apart(chain, proposal, logits, sampling, context, rng)
         at, N = context.length, proposal.nodes
+        assert not isinstance(sampling.temperature, Sequence)  # ``only_temperature``
         accepts = Key(at[:, None], torch.arange(N), 0, ACCEPT)
         live = to_device(torch.arange(N) < proposal.size[:, None], logits.device)
         tokens = torch.where(live, proposal.tokens, 0)

@@ -1,0 +1,67 @@
+"""Requests of different temperatures in one batch: each is drawn as it would be alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny import tiny
+
+import specdec as sd
+from specdec import distributed, lab, selectors
+from specdec.executors import Optimistic, Pipelined, Serial
+
+
+@pytest.fixture(scope="module")
+def target():
+    return sd.HFModel(tiny("llama", 0, torch.float64))
+
+
+@pytest.mark.parametrize("settings", [{}, {"top_k": 5, "min_p": 0.01}, {"processors": (lambda i, s: s / 1.3,)}])
+def test_every_request_may_have_its_own_temperature(settings):
+    draw = torch.Generator().manual_seed(0)
+    logits, temperatures = torch.randn(4, 3, 9, generator=draw), (0.7, 0.0, 1, 2.5)
+    context = sd.Context.of([[1]] * 4, request=torch.tensor([2, 1, 3, 1]))  # rows in another order
+    probs = sd.Sampling(temperatures, **settings)(logits, context)
+    for b, request in enumerate(context.request.tolist()):
+        own = sd.Sampling(temperatures[request], **settings)
+        assert torch.equal(probs[b : b + 1], own(logits[b : b + 1], context.select(torch.tensor([b]))))
+    assert not torch.equal(probs, sd.Sampling(0.7, **settings)(logits, context))
+    for at, bad in ((1, "nan"), (2, "inf")):  # a greedy row, and one that is drawn
+        broken = logits.clone()
+        broken[at, 1, 0] = float(bad)
+        with pytest.raises(ValueError, match=f"entry 1 contain {bad}"):
+            sd.Sampling(temperatures, **settings)(broken, context)
+    with pytest.raises(ValueError, match="temperature has 3 numbers and there is a request 3"):
+        sd.Sampling([1.0, 2.0, 0.0])(logits, context)
+
+
+@pytest.mark.parametrize("wrong", [[], [0.5, -1.0], [float("nan")], [1.0, None], ["1"]])
+def test_wrong_temperatures_of_requests_are_refused(wrong):
+    with pytest.raises((TypeError, ValueError), match="temperature"):
+        sd.Sampling(wrong)
+
+
+@pytest.mark.parametrize("executor", [Serial(), Pipelined(2), Optimistic()], ids=repr)
+def test_requests_of_all_temperatures_share_a_batch(executor, target):
+    """Under ``Coupled`` a row's text is that of the row alone, at its own temperature, also when others have left."""
+    prompts, temperatures = [[1, 2], [3], [4, 5, 6], [7]], (1.0, 0.0, 0.5, 0.0)
+    arms = {"model": sd.drafts.Model(target), "n-gram": sd.drafts.NGram(), "none": None}
+    base = sd.decoder(target).verifier(sd.Coupled()).executor(executor)
+    mixed = base.pool(arms, selectors.Random(), 3).sampling(temperature=temperatures).build()
+    found = mixed.generate(prompts, [24, 6, 20, 12], seed=[0, 1, 2, 3]).ids
+    for b, temperature in enumerate(temperatures):
+        alone = sd.decoder(target).sampling(temperature=temperature).verifier(sd.Coupled()).build()
+        assert found[b] == alone.generate([prompts[b]], [24, 6, 20, 12][b], seed=[b]).ids[0]
+    hot = sd.decoder(target).verifier(sd.Coupled()).build().generate([prompts[1]], 6, seed=[1]).ids[0]
+    assert found[1] != hot  # so that a temperature that is not looked up would be seen
+
+
+def test_requests_that_are_numbered_anew_need_one_temperature(target, tmp_path, monkeypatch):
+    sampling = sd.Sampling((1.0, 0.5))
+    with pytest.raises(ValueError, match="record a trace for each temperature"):
+        lab.record(target, [[1], [2]], tmp_path / "t", 4, 2, sampling=sampling)
+    state = type("Two", (), {"num_processes": 2, "process_index": 0})
+    monkeypatch.setattr(distributed, "PartialState", lambda **_: state)
+    monkeypatch.setattr(distributed, "gather_object", lambda said: said)
+    with pytest.raises(ValueError, match="temperature for each request"):
+        distributed.generate(sd.decoder(target).sampling(sampling).build(), [[1], [2]], 4)
