@@ -6,6 +6,7 @@ from itertools import product
 
 import pytest
 import torch
+from contracts.test_drafts import BUDGETS, Session, contract, model_of
 from test_head_contract import MADE, makes
 from test_heads import PROMPTS, observed, shake, texts
 from tiny import tiny
@@ -123,18 +124,14 @@ def test_dspark_is_deepspecs(target, kind):
 
 @pytest.mark.parametrize("make", MADE.values(), ids=MADE.keys())
 @torch.no_grad()
-def test_a_marginal_head_ignores_the_tokens_of_its_block(target, make):
+def test_only_a_marginal_head_ignores_the_tokens_of_its_block(target, make):
     head = make(target)
-    tokens, layers = example(head) if "final" not in head.taps else (torch.arange(12)[None], None)
-    if layers is None:
-        layers = {"final": torch.randn(1, 11, 32, dtype=torch.float64)}
+    tokens, layers = example(head)
     other = tokens.clone()
     other[:, 7:] = (other[:, 7:] + 1) % 97
-    anchor = torch.tensor([[6]])
-    same = torch.equal(*(blocks(head, t, layers, 3, anchor) for t in (tokens, other)))
-    assert same or not head.marginal
-    if isinstance(head, (DFlash, DSpark)):
-        assert same == head.marginal
+    one, two = (blocks(head, t, layers, 3, torch.tensor([[6]]))[0, 0] for t in (tokens, other))
+    assert torch.equal(one[0], two[0])
+    assert [torch.equal(*pair) for pair in zip(one[1:], two[1:])] == [head.marginal] * 2
 
 
 @torch.no_grad()
@@ -242,6 +239,16 @@ def test_a_chain_ends_before_the_first_token_of_low_confidence(target):
             lengths.append(size)
     assert set(lengths) == {0, 1, 2, 3}
     assert base.draft(Head(head, Chain(stop=1.0)), 3).build().generate(PROMPTS, 9, seed=0).stats.tau == 1
+
+
+@pytest.mark.parametrize(("name", "tree"), [("dflash", DDTree(6)), ("dspark", STOP)], ids=["ddtree", "stop"])
+def test_ddtree_and_the_stop_keep_the_contract_of_drafts(name, tree):
+    """Budgets, parents and sizes, between rounds of other drafts."""
+    draft, setting = Head(BLOCK[name](model_of("own target")), tree), {"temperature": 1.0}
+    session = Session(draft, setting)
+    for number, budgets in enumerate([[min(n, 3) for n in row] for row in BUDGETS] * 2):
+        round = session.round(budgets, foreign=number % 3 == 1)
+        contract(session.draft, round.proposal, torch.tensor(budgets))
 
 
 @pytest.mark.parametrize("name", BLOCK)

@@ -1,4 +1,7 @@
-"""The contract of draft heads, with the library's heads that propose blocks and with heads of the reader's own."""
+"""The contract of draft heads. A new head is tested by a line in ``MADE``.
+
+Besides the library's own there are two of the reader's own here: keys and values that are injected under a full block, and none at all.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from specdec.training.states import target_states
 class Injected(HeadModel):
     """A block of slots that see the projected features of the text and each other, in both directions; slot n predicts token n + 1."""
 
-    longest = 4
+    longest, marginal = 4, True
 
     def __init__(self, config, taps, **shared):
         super().__init__(config, taps, **shared)
@@ -46,7 +49,7 @@ class Injected(HeadModel):
 class Bare(HeadModel):
     """One matrix for each of the next tokens, on the final norm's output; it has no keys and values."""
 
-    kv_layers, longest = 0, 3
+    kv_layers, longest, marginal = 0, 3, True
 
     def __init__(self, config, taps, **shared):
         super().__init__(config, taps, **shared)
@@ -90,7 +93,9 @@ def makes(cls, taps=(0, 2), **settings):
     return lambda target, **shared: shake(cls.from_target(target, taps, **settings, **shared))
 
 
+# name -> a head for a target; ``shared`` are arguments of every head
 MADE = {
+    "eagle3": makes(Eagle3, (0, 2, "final"), blocks=2),
     "injected": makes(Injected),
     "injected, window": makes(Injected, mask=streaming(5, 1)),
     "bare": makes(Bare, ("final",)),
@@ -187,7 +192,7 @@ def test_the_output_has_the_targets_distribution_exactly(make):
 
 
 @pytest.mark.parametrize(
-    "make", [MADE["injected, window"], lambda target: shake(Eagle3.from_target(target, (0, 2), blocks=2))]
+    "make", [MADE["injected, window"], lambda target: shake(Eagle3.from_target(target, (0, 2)))]
 )
 def test_anchors_in_any_number_and_order_give_the_same_logits(target, make):
     head = make(target)

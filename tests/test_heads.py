@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from contracts.test_drafts import BUDGETS as DRAFT_BUDGETS
+from contracts.test_drafts import SETTINGS as SETTINGS_OF_SAMPLING
+from contracts.test_drafts import Session, contract, model_of, play
 from tiny import tiny
 
 import specdec as sd
@@ -186,6 +189,19 @@ def test_rows_that_join_and_leave_propose_what_they_propose_alone(target, tree, 
         alone |= {(i, length): one for (_, length), one in mine.items()}
     assert together == alone
     assert sum(bool(tokens) for tokens, _ in alone.values()) > 60
+
+
+@pytest.mark.parametrize("settings", SETTINGS_OF_SAMPLING, ids=lambda s: f"T={s['temperature']}")
+def test_trees_keep_the_contract_of_drafts(settings):
+    """Budgets, parents, sizes; rows propose the same whoever else is there, and after rounds of other drafts."""
+    draft = Head(shake(Eagle3.from_target(model_of("own target"))), DynamicTree(3, 3, 6))
+    session = Session(draft, settings)
+    for number, budgets in enumerate(DRAFT_BUDGETS * 2):
+        round = session.round(budgets, foreign=number % 3 == 1)
+        contract(session.draft, round.proposal, torch.tensor(budgets))
+    whole = play(draft, settings)
+    for request in range(4):
+        assert [a[request] for a in play(draft, settings, rows=(request,))] == [w[request] for w in whole]
 
 
 def test_streamed_text_is_the_targets(target):

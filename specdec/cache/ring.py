@@ -117,7 +117,7 @@ class Ring(Slots):
         new._view()
         return new
 
-    def join(self, other: Ring) -> Ring:
+    def followed_by(self, other: Ring) -> Ring:
         """A ring of both rings' rows, these first, with the larger window of the two; neither may be used again.
 
         Only a ring that holds the whole text may join one of another window: its slots are positions in both.

@@ -186,7 +186,8 @@ class HeadModel(nn.Module):
         return f"{type(self).__name__}(taps {list(self.taps)} of target {self.target}, {size / 1e6:.3g}M parameters)"
 
     def bound(self, target: Any) -> Self:
-        """A head with the same weights that uses the ends of ``target``, an ``HFModel`` or a transformers model.
+        """A head with the same weights that uses the ends of ``target``, an ``HFModel`` or a transformers model; a copy on its device where
+        this head is on another.
 
         Raises:
             ValueError: as ``check_target``; or the target's ends are not known.
@@ -196,7 +197,8 @@ class HeadModel(nn.Module):
         ends = Ends.of(model)
         if self.ends is None or self.ends.table is not ends.table:
             ends.check(structural_clone(model))
-        made = copy.copy(self)
+        where = ends.table.weight.device
+        made = copy.copy(self) if self.device == where else copy.deepcopy(self).to(where)
         made.ends = ends
         return made
 

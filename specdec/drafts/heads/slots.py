@@ -38,7 +38,7 @@ class HeadState(NamedTuple):
 
     def join(self, other: HeadState) -> HeadState:
         """The state of both batches' rows, these first."""
-        ring = None if self.ring is None or other.ring is None else self.ring.join(other.ring)
+        ring = None if self.ring is None or other.ring is None else self.ring.followed_by(other.ring)
         carries = [c for c in (self.carry, other.carry) if c is not None]
         return HeadState(
             ring, torch.cat([self.known, other.known]), torch.cat(carries) if len(carries) == 2 else None
