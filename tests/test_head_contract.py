@@ -13,11 +13,11 @@ from torch import nn
 
 import specdec as sd
 from specdec.audit.certify import certify
-from specdec.drafts.heads import DynamicTree, Eagle3, Head, HeadModel
+from specdec.drafts.heads import DFlash, DSpark, DynamicTree, Eagle3, Head, HeadModel
 from specdec.drafts.heads.layers import Attention, Rotary, config_like
 from specdec.drafts.spire import SpireModel
 from specdec.masks import streaming
-from specdec.training.anchored import blocks, layers_of
+from specdec.training.anchored import blocks, layers_of, steps
 from specdec.training.passes import k_pass
 from specdec.training.states import target_states
 
@@ -25,7 +25,7 @@ from specdec.training.states import target_states
 class Injected(HeadModel):
     """A block of slots that see the projected features of the text and each other, in both directions; slot n predicts token n + 1."""
 
-    longest = 4
+    longest, marginal = 4, True
 
     def __init__(self, config, taps, **shared):
         super().__init__(config, taps, **shared)
@@ -49,7 +49,7 @@ class Injected(HeadModel):
 class Bare(HeadModel):
     """One matrix for each of the next tokens, on the final norm's output; it has no keys and values."""
 
-    kv_layers, longest = 0, 3
+    kv_layers, longest, marginal = 0, 3, True
 
     def __init__(self, config, taps, **shared):
         super().__init__(config, taps, **shared)
@@ -89,14 +89,27 @@ class AsHead(HeadModel):
         return self.spire.logits(x), None
 
 
+def makes(cls, taps=(0, 2), **settings):
+    return lambda target, **shared: shake(cls.from_target(target, taps, **settings, **shared))
+
+
 # name -> a head for a target; ``shared`` are arguments of every head
 MADE = {
-    "eagle3": lambda target, **shared: shake(Eagle3.from_target(target, (0, 2, "final"), blocks=2, **shared)),
-    "injected": lambda target, **shared: shake(Injected.from_target(target, (0, 2), **shared)),
-    "injected, window": lambda target, **shared: shake(
-        Injected.from_target(target, (0, 2), mask=streaming(5, 1), **shared)
+    "eagle3": makes(Eagle3, (0, 2, "final"), blocks=2),
+    "injected": makes(Injected),
+    "injected, window": makes(Injected, mask=streaming(5, 1)),
+    "bare": makes(Bare, ("final",)),
+    "dflash": makes(DFlash, blocks=2, block_size=4),
+    "dspark": makes(DSpark, blocks=2, block_size=3, rank=5, markov="rnn"),
+}
+OTHERS = {
+    "dflash, anchor first": makes(DFlash, blocks=1, block_size=3, anchor_first=True, mask_token=96),
+    "dflash, window": makes(DFlash, blocks=2, block_size=5, mask=streaming(5, 1)),
+    "dflash, own ends": makes(DFlash, blocks=1, block_size=4, own_embedding=True, own_head=True),
+    "dspark, vanilla, window": makes(DSpark, blocks=1, block_size=3, rank=4, mask=streaming(5, 1)),
+    "dspark, gated": makes(
+        DSpark, blocks=1, block_size=4, anchor_first=False, rank=4, markov="gated", confidence=False
     ),
-    "bare": lambda target, **shared: shake(Bare.from_target(target, **shared)),
 }
 every_head = pytest.mark.parametrize("make", MADE.values(), ids=MADE.keys())
 PROMPTS, BUDGETS = [[1, 2, 3], [4], [5] * 90], [20, 12, 14]
@@ -107,7 +120,7 @@ def target():
     return sd.HFModel(tiny("llama", num_hidden_layers=3))
 
 
-@every_head
+@pytest.mark.parametrize("make", (MADE | OTHERS).values(), ids=(MADE | OTHERS).keys())
 @torch.no_grad()
 def test_what_was_drafted_live_is_what_the_teacher_forced_forward_gives(target, make):
     head, rounds, compared = make(target, vocabulary=range(0, 97, 2)), [], 0
@@ -215,7 +228,7 @@ def test_states_for_training_are_what_the_target_returns_in_decoding(family):
 
 @every_head
 def test_every_weight_learns(target, make):
-    """Teacher-forced training of all anchors lowers the loss, and reaches every weight that the logits depend on."""
+    """Teacher-forced training of all anchors lowers the loss, and reaches every weight."""
     head = make(target)
     tokens = torch.randint(0, 97, (4, 24), generator=torch.Generator().manual_seed(0))
     layers = layers_of(
@@ -223,9 +236,12 @@ def test_every_weight_learns(target, make):
     )
     optimiser, losses = torch.optim.Adam(head.parameters(), 0.01), []
     for _ in range(8):
-        logits = blocks(head, tokens, layers, 3)
+        made = list(steps(head, tokens, layers, 3))
+        logits = torch.stack([one for one, _ in made], 2)
         wanted = tokens.unfold(1, 3, 1)[:, 2:]  # [B, A, k]
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 2), wanted.flatten())
+        loss = nn.functional.cross_entropy(logits.flatten(0, 2), wanted.flatten())
+        if head.confident:
+            loss = loss - sum(nn.functional.logsigmoid(said).mean() for _, said in made)
         optimiser.zero_grad()
         loss.backward()
         assert all(p.grad is not None and bool(p.grad.abs().sum() > 0) for p in head.parameters())
@@ -240,6 +256,8 @@ def test_a_block_longer_than_the_heads_is_refused(target):
     with pytest.raises(ValueError, match=r"path of 4 tokens .* Bare proposes at most 3"):
         decoder.generate([[1, 2]], 9)
     assert sd.decoder(target).draft(Head(MADE["bare"](target))).build().length == 3
+    with pytest.raises(ValueError, match="k is 4, and this DFlash proposes at most 3 tokens"):
+        blocks(MADE["dflash"](target), torch.zeros(1, 9, dtype=torch.long), {}, 4)
 
 
 def test_a_head_of_the_readers_own_is_saved_and_loaded_by_its_class(target, tmp_path):

@@ -48,6 +48,15 @@ class ChainDraw:
             return None
         return Proposal.chain(self.tokens[:, : self.count], self.budget.clamp(max=self.count))
 
+    def end(self, rows: Tensor) -> None:
+        """The chains of ``rows [B]`` (bool) end before the next token. Which do may depend on the tokens drawn so far, and on no later one."""
+        self.budget = self.budget.clamp(max=self.count).where(rows.cpu(), self.budget)
+
+    @property
+    def done(self) -> bool:
+        """Whether every chain has all its tokens."""
+        return self.count >= int(self.budget.max())
+
     def draw(self, logits: Tensor, rng: Rng) -> Tensor:
         """The next token of every row, ``[B]``, from ``logits [B, V]``; tokens of rows beyond their budget are ignored."""
         n, sampling = self.count, self.sampling

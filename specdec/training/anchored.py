@@ -6,7 +6,7 @@ and a block of slots it is DFlash's training. ``tests/test_heads.py`` compares i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,17 +21,31 @@ from specdec.training.states import Batch
 def blocks(
     head: HeadModel, tokens: Tensor, layers: Mapping[Tap, Tensor], k: int, anchors: Tensor | None = None
 ) -> Tensor:
-    """The head's logits for ``k`` tokens after every anchor, where the tokens of the block are the text's.
+    """The head's logits for ``k`` tokens after every anchor, where the tokens of the block are the text's: those of ``steps``.
+
+    Returns:
+        ``[B, A, k, V]``; entry ``[b, i, n]`` is over ``tokens[b, anchors[b, i] + 1 + n]``, or ``[..., K]`` over a reduced vocabulary.
+    """
+    return torch.stack([logits for logits, _ in steps(head, tokens, layers, k, anchors)], 2)
+
+
+def steps(
+    head: HeadModel, tokens: Tensor, layers: Mapping[Tap, Tensor], k: int, anchors: Tensor | None = None
+) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """The head's ``k`` steps after every anchor, where the tokens of the block are the text's.
 
     Args:
         head: bound to its target. tokens: ``[B, L]``. layers: tap -> ``[B, T, E]``, the target's activations at the first T <= L - 1
             positions. anchors: ``[B, A]`` positions from 1 to T; a block of an anchor ``a`` begins with the prediction of
             ``tokens[a + 1]``. ``None``: all for which the text has the whole block, 1 to ``L - 1 - k``.
-    Returns:
-        ``[B, A, k, V]``; entry ``[b, i, n]`` is over ``tokens[b, anchors[b, i] + 1 + n]``, or ``[..., K]`` over a reduced vocabulary.
+    Yields:
+        Of step n the logits ``[B, A, V]`` over ``tokens[b, anchors[b, i] + 1 + n]`` (``[..., K]`` over a reduced vocabulary), and the logits
+        ``[B, A]`` of the head's confidence, if it has one.
     Raises:
-        ValueError: no anchors, or anchors outside of the text.
+        ValueError: no anchors, anchors outside of the text, or a block longer than the head's.
     """
+    if head.longest is not None and k > head.longest:
+        raise ValueError(f"k is {k}, and this {type(head).__name__} proposes at most {head.longest} tokens")
     B, L = tokens.shape
     T = next(iter(layers.values())).shape[1]
     if anchors is None:
@@ -45,11 +59,10 @@ def blocks(
     at = _TextAnchors(text, anchors)
     row = torch.arange(B, device=tokens.device)[:, None]
     memo: Any = None if carry is None else carry[row, anchors - 1]
-    out = []
     for n in range(k):
-        logits, memo = head.step(n, memo, tokens[row, anchors + n], at)
-        out.append(logits)
-    return torch.stack(out, 2)
+        token = tokens[row, anchors + n]
+        logits, memo = head.step(n, memo, token, at)
+        yield logits, head.confidence(n, memo, token) if head.confident else None
 
 
 def layers_of(head: HeadModel, batch: Batch) -> dict[Tap, Tensor]:

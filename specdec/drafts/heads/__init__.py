@@ -1,10 +1,13 @@
 """Draft heads: small models that read the target's activations, run by one draft, ``Head``, over one contract."""
 
 from specdec.drafts.heads.chain import Chain
+from specdec.drafts.heads.ddtree import DDTree
+from specdec.drafts.heads.dflash import DFlash
 from specdec.drafts.heads.draft import Head
+from specdec.drafts.heads.dspark import DSpark
 from specdec.drafts.heads.dynamic_tree import DynamicTree
 from specdec.drafts.heads.eagle3 import Eagle3
 from specdec.drafts.heads.features import Features
 from specdec.drafts.heads.model import HeadModel
 
-__all__ = ["Chain", "DynamicTree", "Eagle3", "Features", "Head", "HeadModel"]
+__all__ = ["Chain", "DDTree", "DFlash", "DSpark", "DynamicTree", "Eagle3", "Features", "Head", "HeadModel"]

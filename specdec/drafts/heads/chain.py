@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from specdec.arguments import number
 from specdec.drafts.draw import ChainDraw
 from specdec.drafts.heads.model import HeadModel
 from specdec.drafts.heads.slots import SlotAnchors
@@ -17,10 +18,30 @@ from specdec.types import Context, Proposal
 
 @dataclass(frozen=True)
 class Chain:
-    """One candidate continuation. A head whose logits depend on the tokens before gives conditional laws, any other marginal ones."""
+    """One candidate continuation. A head whose logits depend on the tokens before gives conditional laws, any other marginal ones.
 
+    Args:
+        stop: a chain ends before the first token whose confidence, which a head such as DSpark estimates, is below this probability. The
+            token has not been drawn by then, so the output stays exact. 0: never.
+    Raises:
+        ValueError: a probability outside 0 .. 1.
+    """
+
+    stop: float = 0.0
     trees = False
     longest: int | None = None
+
+    def __post_init__(self) -> None:
+        number("stop", self.stop)
+        if not 0 <= self.stop <= 1:
+            raise ValueError(f"stop is {self.stop}: give a probability")
+
+    def check(self, head: HeadModel) -> None:
+        """As ``Grower.check``."""
+        if self.stop and not head.confident:
+            raise ValueError(
+                f"stop is {self.stop}, and this {type(head).__name__} estimates no confidence: leave it at 0, or use a head that does"
+            )
 
     def nodes(self, length: int) -> int:
         return length
@@ -40,7 +61,13 @@ class Chain:
         draw, known = ChainDraw(context, budget, sampling), given.shape[1]
         token = given[:, 0]
         for n in range(known - 1 + draw.length):
-            logits, memo = head.step(n, memo, given[:, n] if n < known else token, at)
-            if n >= known - 1:
-                token = draw.draw(head.widened(logits), rng)
+            token = given[:, n] if n < known else token
+            logits, memo = head.step(n, memo, token, at)
+            if n < known - 1:
+                continue
+            if self.stop:
+                draw.end(head.confidence(n, memo, token).sigmoid() < self.stop)
+                if draw.done:
+                    break
+            token = draw.draw(head.widened(logits), rng)
         return draw.proposal()

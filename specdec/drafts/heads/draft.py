@@ -25,7 +25,7 @@ from specdec.types import Context, Proposal, Round
 
 
 class Grower(Protocol):
-    """How a proposal is drawn from a head: ``Chain``, ``DynamicTree``, or an object with the same members.
+    """How a proposal is drawn from a head: ``Chain``, ``DynamicTree``, ``DDTree``, or an object with the same members.
 
     Attributes:
         trees: whether it proposes more than chains. longest: the longest path that it proposes (``None``: no limit).
@@ -36,6 +36,10 @@ class Grower(Protocol):
 
     @property
     def longest(self) -> int | None: ...
+
+    def check(self, head: HeadModel) -> None:
+        """Raise ValueError unless it can draw from this head."""
+        ...
 
     def nodes(self, length: int) -> int:
         """The most nodes of a proposal whose longest path is ``length``."""
@@ -69,10 +73,11 @@ class Head:
 
     Args:
         model: made from the decoder's target, or the folder that it was saved to.
-        tree: how the proposal grows: ``heads.Chain()`` draws a chain, ``heads.DynamicTree()`` builds EAGLE-2's tree.
+        tree: how the proposal grows: ``heads.Chain()`` draws a chain, ``heads.DynamicTree()`` builds EAGLE-2's tree,
+            ``heads.DDTree()`` the best tree of marginal distributions.
         sampling: how the draft's tokens are drawn; ``None`` takes the decoder's.
     Raises:
-        ValueError (in ``bind``): the target is another one, or has no activations to read.
+        ValueError: ``tree`` cannot draw from this head; in ``bind``: the target is another one, or has no activations to read.
     """
 
     model: HeadModel
@@ -81,6 +86,7 @@ class Head:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "model", as_head(self.model))
+        self.tree.check(self.model)
 
     @property
     def info(self) -> DraftInfo:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,6 +42,9 @@ class DynamicTree:
         for name, value in vars(self).items():
             at_least(1, name, value, "give at least 1")
 
+    def check(self, head: HeadModel) -> None:
+        """As ``Grower.check``."""
+
     @property
     def longest(self) -> int:
         return self.depth
@@ -51,7 +57,7 @@ class DynamicTree:
         self,
         head: HeadModel,
         at: SlotAnchors,
-        memo: Tensor,
+        memo: Any,
         given: Tensor,
         context: Context,
         budget: Tensor,
@@ -69,7 +75,7 @@ class DynamicTree:
         scores, tokens = [score], [token]
         parents = [torch.full((R, k), -1)]
         frontier, before = torch.arange(k).expand(R, k), at.near.shape[1]
-        memo = memo[:, None].expand(-1, k, *memo.shape[1:])
+        memo = _each(memo, lambda x: x[:, None].expand(-1, k, *x.shape[1:]))
         above = np.full((R, k), before - 1)  # the slot that each frontier node continues
         for level in range(1, min(self.depth, int(budget.max()))):
             begin = at.near.shape[1]
@@ -85,9 +91,9 @@ class DynamicTree:
             frontier, score = known_nodes + chosen, children.gather(1, chosen)
             parent = chosen // k
             above = (begin + parent).numpy()
-            there = to_device(parent, memo.device)
-            memo = memo[torch.arange(R, device=memo.device)[:, None], there]
             token = tokens[-1].gather(1, to_device(chosen, token.device))
+            where = torch.arange(R, device=token.device)[:, None], to_device(parent, token.device)
+            memo = _each(memo, itemgetter(where))
         return self._best(scores, tokens, parents, budget)
 
     def _best(
@@ -108,3 +114,8 @@ class DynamicTree:
         new = torch.where(old < 0, -1, place.gather(1, old.clamp(min=0)))
         new = torch.where(live, new, torch.arange(-1, N - 1).expand_as(new))
         return Proposal(token.gather(1, to_device(kept, token.device)), new, size)
+
+
+def _each(memo: Any, f: Callable[[Tensor], Tensor]) -> Any:
+    """``f`` of a memo that is a tensor, or of each tensor of a named tuple."""
+    return f(memo) if isinstance(memo, Tensor) else type(memo)(*map(f, memo))

@@ -7,10 +7,12 @@ import os
 from pathlib import Path
 from typing import Any
 
+from specdec.drafts.heads.dflash import DFlash
+from specdec.drafts.heads.dspark import DSpark
 from specdec.drafts.heads.eagle3 import Eagle3
 from specdec.drafts.heads.model import FILE, HeadModel
 
-HEADS: tuple[type[HeadModel], ...] = (Eagle3,)
+HEADS: tuple[type[HeadModel], ...] = (Eagle3, DFlash, DSpark)
 """The library's own heads, which are loaded from folders by name; a head of your own is loaded by its class."""
 
 

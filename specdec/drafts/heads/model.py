@@ -45,11 +45,13 @@ class HeadModel(nn.Module):
 
     Attributes:
         kv_layers: how many layers have keys and values. longest: the longest chain that it can propose, if there is a limit.
+        marginal: no logits depend on tokens after the anchor. confident: it has a ``confidence``.
         ends: the target's embedding, norm and head; ``None`` before ``bound``.
     """
 
     kv_layers = 1
     longest: int | None = None
+    marginal = confident = False
     supports_trees = True
     ends: Ends | None = None
     tokenizer: Any = None
@@ -99,7 +101,15 @@ class HeadModel(nn.Module):
             n: counted from 0. memo: what the step before returned; for ``n = 0`` what ``read`` carried from position ``a - 1``.
             token: ``[...]`` x_{a+n}, the token before.
         Returns:
-            logits ``[..., outputs]``, and the memo of the next step. In a tree a memo is a tensor ``[..., *]``.
+            logits ``[..., outputs]``, and the memo of the next step. In a tree a memo is a tensor ``[..., *]`` or a named tuple of some.
+        """
+        raise NotImplementedError
+
+    def confidence(self, n: int, memo: Any, token: Tensor) -> Tensor:
+        """``[...]``: the logit of the probability that the token x_{a+1+n} will be accepted, which is not drawn yet.
+
+        Args:
+            n, token: as step n got them. memo: as it returned it.
         """
         raise NotImplementedError
 

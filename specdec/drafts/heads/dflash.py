@@ -1,0 +1,103 @@
+"""DFlash (z-lab): a block of masked slots is filled in one pass that attends in both directions and to features of the text.
+
+Each layer makes keys and values of the committed positions from one projection of the target's activations; only the block has queries.
+The slots are predicted independently: the law is marginal. Tensors have z-lab's names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig
+
+from specdec.arguments import at_least
+from specdec.drafts.heads.contract import Anchors, Pass
+from specdec.drafts.heads.features import Features, Tap
+from specdec.drafts.heads.layers import Block, Rotary, norm
+from specdec.drafts.heads.model import HeadModel
+
+
+class DFlash(HeadModel):
+    """A DFlash head.
+
+    Args:
+        config, taps, shared: as for ``HeadModel``.
+        blocks: how many there are; queries and keys are normed, as in qwen3.
+        block_size: slots of the block, which begins with the last committed token.
+        anchor_first: slot k predicts the token k + 1 positions after the anchor, so that the block proposes ``block_size`` tokens
+            (DeepSpec). Otherwise slot k >= 1 predicts the token at its own position, ``block_size - 1`` in all (z-lab).
+        mask_token: the id whose embedding the other slots have; ``None``: a vector of the head's own.
+    Raises:
+        ValueError: no blocks, a block that predicts nothing, an id that does not exist, or as ``HeadModel``.
+    """
+
+    marginal = True
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        taps: Sequence[Tap],
+        *,
+        blocks: int = 5,
+        block_size: int = 16,
+        anchor_first: bool = False,
+        mask_token: int | None = None,
+        **shared: Any,
+    ):
+        at_least(1, "blocks", blocks, "a head has at least 1 block")
+        least = 1 if anchor_first else 2
+        at_least(least, "block_size", block_size, f"a block that predicts a token has at least {least} slots")
+        if mask_token is not None and not 0 <= mask_token < config.vocab_size:
+            raise ValueError(
+                f"mask_token is {mask_token}: give an id from 0 to {config.vocab_size - 1}, or None for a vector of the head's own"
+            )
+        super().__init__(
+            config, taps, blocks=blocks, block_size=block_size, anchor_first=anchor_first, mask_token=mask_token,
+            **shared,
+        )  # fmt: skip
+        width = config.hidden_size
+        self.block_size, self.mask_token, self.first = block_size, mask_token, 0 if anchor_first else 1
+        self.kv_layers, self.longest = blocks, block_size - self.first
+        self.fc, self.hidden_norm = nn.Linear(len(self.taps) * width, width, bias=False), norm(config)
+        self.layers = nn.ModuleList(Block(config, head_norms=True) for _ in range(blocks))
+        self.norm, self.rotary = norm(config), Rotary(config)
+        self.mask_embedding = nn.Embedding(1, width) if mask_token is None else None
+
+    @classmethod
+    def default_taps(cls, blocks: int) -> Sequence[Tap]:
+        """z-lab's five: evenly from the output of block 2 to that of block L - 2 of L, as far as they differ and exist."""
+        first, last = min(2, blocks), max(min(2, blocks), blocks - 2)
+        return sorted({round(first + (last - first) * i / 4) for i in range(5)})
+
+    def read(self, features: Features, go: Pass) -> None:
+        """As ``HeadModel.read``: every layer's keys and values come from the same projection, and nothing is carried."""
+        taps = torch.cat([features.layers[tap] for tap in self.taps], -1)
+        context = self.hidden_norm(self.fc(taps))
+        angles = self.rotary(go.positions, context)
+        for layer, block in enumerate(self.layers):
+            attention: Any = block.self_attn
+            go.store(layer, *attention.keys_values(context, angles))
+
+    def step(self, n: int, memo: Any, token: Tensor, at: Anchors) -> tuple[Tensor, Any]:
+        """As ``HeadModel.step``: the memo is the logits of the whole block, ``[..., longest, outputs]``."""
+        if n == 0:
+            memo = self.logits(self.fill(token, at))
+        return memo[..., n, :], memo
+
+    def fill(self, token: Tensor, at: Anchors) -> Tensor:
+        """The block after ``token [...]`` at the anchors: the normed outputs of the slots that predict, ``[..., longest, E]``."""
+        known = self.embed(token)[..., None, :]
+        if self.mask_embedding is not None:
+            mask = self.mask_embedding.weight
+        else:
+            mask = self.embed(torch.tensor(self.mask_token, device=token.device))
+        size = self.block_size
+        x = torch.cat([known, mask.expand(*token.shape, size - 1, -1)], -2)
+        go = at.slots(0, size, full=True)
+        angles = self.rotary(go.positions, x)
+        for layer, block in enumerate(self.layers):
+            x = block(x, angles, layer, go)
+        return self.norm(x[..., self.first :, :])

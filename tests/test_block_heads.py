@@ -1,0 +1,315 @@
+"""Heads that propose a block from one pass: against plain references, with DDTree and with a stop before a token is drawn."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+from contracts.test_drafts import BUDGETS, Session, contract, model_of
+from test_head_contract import MADE, makes
+from test_heads import PROMPTS, observed, shake, texts
+from tiny import tiny
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+import specdec as sd
+from specdec.audit.certify import certify
+from specdec.drafts.heads import Chain, DDTree, DFlash, DSpark, DynamicTree, Eagle3, Head
+from specdec.masks import streaming
+from specdec.training.anchored import blocks, steps
+
+BLOCK = {name: MADE[name] for name in ("dflash", "dspark")}
+STOP = Chain(stop=0.5)
+
+
+@pytest.fixture(scope="module")
+def target():
+    return sd.HFModel(tiny("llama", num_hidden_layers=3))
+
+
+@pytest.fixture(scope="module")
+def small():
+    return sd.HFModel(tiny("llama", seed=4, vocab_size=3))
+
+
+def example(head, length=12, seed=0):
+    """A text and activations at all its positions."""
+    draw = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, head.vocab_size, (1, length), generator=draw)
+    return tokens, {
+        tap: torch.randn(1, length - 1, 32, dtype=torch.float64, generator=draw) for tap in head.taps
+    }
+
+
+def dflash(head, tokens, layers, a):
+    """The outputs of all slots of one block at anchor ``a``, one slot, head and position after the other."""
+    weights = dict(head.named_parameters())
+    rms = lambda x, name: torch.nn.functional.rms_norm(x, x.shape[-1:], weights[name], 1e-6)  # noqa: E731
+    context = torch.cat([layers[tap][0, :a] for tap in head.taps], -1) @ weights["fc.weight"].T
+    context = rms(context, "hidden_norm.weight")
+    mask = (
+        head.embed(torch.tensor(head.mask_token))
+        if head.mask_token is not None
+        else head.mask_embedding.weight[0]
+    )
+    x = torch.stack([head.embed(tokens[0, a]), *[mask] * (head.block_size - 1)])
+    at = torch.arange(a + head.block_size)
+    cos, sin = head.rotary.module(x, at[None])
+    for n in range(len(head.layers)):
+        own = rms(x, f"layers.{n}.input_layernorm.weight")
+        both = torch.cat([context, own])
+
+        def of(kind, rows, normed=True, n=n):
+            made = (rows @ weights[f"layers.{n}.self_attn.{kind}_proj.weight"].T).unflatten(-1, (-1, 8))
+            return rms(made, f"layers.{n}.self_attn.{kind}_norm.weight") if normed else made
+
+        keys, values = of("k", both), of("v", both, normed=False)
+        queries = of("q", torch.cat([torch.zeros_like(context), own]))
+        queries, keys = (t.transpose(0, 1)[None] for t in (queries, keys))
+        queries, keys = apply_rotary_pos_emb(queries, keys, cos, sin)
+        out = []
+        for slot in range(head.block_size):
+            each = []
+            for h in range(4):
+                weight = (keys[0, h // 2] @ queries[0, h, a + slot] * 8**-0.5).softmax(-1)
+                each.append(weight @ values[:, h // 2])
+            out.append(torch.cat(each))
+        x = x + torch.stack(out) @ weights[f"layers.{n}.self_attn.o_proj.weight"].T
+        normed = rms(x, f"layers.{n}.post_attention_layernorm.weight")
+        gate, up, down = (weights[f"layers.{n}.mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
+        x = x + (torch.nn.functional.silu(normed @ gate.T) * (normed @ up.T)) @ down.T
+    return rms(x, "norm.weight")
+
+
+@pytest.mark.parametrize(
+    "settings", [{"block_size": 5}, {"block_size": 3, "anchor_first": True, "mask_token": 96}], ids=str
+)
+@torch.no_grad()
+def test_dflash_is_the_papers(target, settings):
+    head = makes(DFlash, blocks=2, **settings)(target)
+    tokens, layers = example(head)
+    k = head.longest
+    found = blocks(head, tokens, layers, k, torch.tensor([[7]]))[0, 0]
+    expected = head.of_target.logits(dflash(head, tokens, layers, 7))
+    torch.testing.assert_close(found, expected[-k:], rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
+@torch.no_grad()
+def test_dspark_is_deepspecs(target, kind):
+    """Logits and confidences of a block, from the outputs of its DFlash and a loop over its tokens."""
+    head = makes(DSpark, blocks=1, block_size=4, rank=5, markov=kind)(target)
+    tokens, layers = example(head)
+    hidden, w = dflash(head, tokens, layers, 6), dict(head.named_parameters())
+    state = torch.zeros(5, dtype=torch.float64)
+    for k, (logits, said) in enumerate(steps(head, tokens, layers, 4, torch.tensor([[6]]))):
+        before, h = w["markov_head.markov_w1.weight"][tokens[0, 6 + k]], hidden[k]
+        s = before
+        if kind == "gated":
+            gate = (
+                w["markov_head.gate_proj.weight"] @ torch.cat([h, before]) + w["markov_head.gate_proj.bias"]
+            )
+            s = gate.sigmoid() * before
+        if kind == "rnn":
+            joint = w["markov_head.joint_proj.weight"] @ torch.cat([state, before, h])
+            g, v, o = (joint + w["markov_head.joint_proj.bias"]).split(5)
+            state, s = g.sigmoid() * state + (1 - g.sigmoid()) * v.tanh(), o.tanh()
+        expected = head.of_target.logits(h) + w["markov_head.markov_w2.weight"] @ s
+        torch.testing.assert_close(logits[0, 0], expected, rtol=0, atol=1e-10)
+        sure = (
+            w["confidence_head.proj.weight"][0] @ torch.cat([h, before]) + w["confidence_head.proj.bias"][0]
+        )
+        torch.testing.assert_close(said[0, 0], sure, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("make", MADE.values(), ids=MADE.keys())
+@torch.no_grad()
+def test_only_a_marginal_head_ignores_the_tokens_of_its_block(target, make):
+    head = make(target)
+    tokens, layers = example(head)
+    other = tokens.clone()
+    other[:, 7:] = (other[:, 7:] + 1) % 97
+    one, two = (blocks(head, t, layers, 3, torch.tensor([[6]]))[0, 0] for t in (tokens, other))
+    assert torch.equal(one[0], two[0])
+    assert [torch.equal(*pair) for pair in zip(one[1:], two[1:])] == [head.marginal] * 2
+
+
+@torch.no_grad()
+def test_ddtree_has_the_most_probable_prefixes(target):
+    """Against all prefixes, of a vocabulary of five ids."""
+    head = makes(DFlash, blocks=1, block_size=4, vocabulary=[3, 10, 40, 41, 96])(target)
+    rounds = []
+    out = (
+        sd.decoder(target)
+        .draft(Head(head, DDTree(17)), 3)
+        .build()
+        .generate(PROMPTS[:2], [12, 9], seed=0, on_round=rounds.append)
+    )
+    compared = 0
+    for row, prompt in enumerate(PROMPTS[:2]):
+        text, known = prompt + out.ids[row], observed(head, rounds, row)
+        for r in rounds[1:]:
+            rows = r.context.request.tolist()
+            if row not in rows or not int(r.proposal.size[rows.index(row)]):
+                continue
+            b = rows.index(row)
+            anchor, deepest = int(r.context.length[b]) - 1, min(3, int(r.budget[b]))
+            layers = {tap: x[:, :anchor] for tap, x in known.items()}
+            ids = torch.tensor([[*text[: anchor + 1], 0, 0, 0]])
+            law = blocks(head, ids, layers, 3, torch.tensor([[anchor]]))[0, 0].log_softmax(-1)
+            every = [
+                (sum(float(law[d, c]) for d, c in enumerate(choice)), tuple(head.ids[list(choice)].tolist()))
+                for depth in range(1, deepest + 1)
+                for choice in product(range(5), repeat=depth)
+            ]
+            best = [path for _, path in sorted(every, reverse=True)[:17]]
+            found = []
+            for n in range(int(r.proposal.size[b])):
+                parent, token = int(r.proposal.parents[b, n]), int(r.proposal.tokens[b, n])
+                found.append((*(found[parent] if parent >= 0 else ()), token))
+            assert found == best
+            compared += 1
+    assert compared > 8
+
+
+TREES = {
+    "dflash, chain": ("dflash", Chain()),
+    "dflash, ddtree": ("dflash", DDTree(3)),
+    "dspark, stop": ("dspark", STOP),
+    "dspark, tree": ("dspark", DynamicTree(2, 2, 3)),
+}
+
+
+@pytest.mark.parametrize(("name", "tree"), TREES.values(), ids=TREES.keys())
+def test_the_output_has_the_targets_distribution_exactly(small, name, tree):
+    head = BLOCK[name](small, vocabulary=[0, 2])
+    found = certify(sd.decoder(small).draft(Head(head, tree), length=2).build(), [[0], [2, 1, 2]], [4, 3])
+    assert found.lossless, found
+
+
+class Late(Chain):
+    """Ends a chain by the confidence after a token: it has seen the token that it drops."""
+
+    def grow(self, head, at, memo, given, context, budget, sampling, rng):
+        made = Chain().grow(head, at, memo, given, context, budget, sampling, rng)
+        _, memo = head.step(0, memo, given[:, 0], at)
+        _, memo = head.step(1, memo, made.tokens[:, 0], at)
+        low = head.confidence(1, memo, made.tokens[:, 0]).sigmoid() < self.stop
+        size = made.size.where(~low.cpu(), torch.zeros_like(made.size))
+        return sd.Proposal(made.tokens, made.parents, size, made.probs, made.provenance)
+
+
+def test_a_stop_that_has_seen_its_token_is_found(small):
+    head = makes(DSpark, blocks=1, block_size=3, rank=5)(small)
+    with torch.no_grad():
+        head.confidence_head["proj"].weight[:, -5:] *= (
+            10  # it depends on the token before more than on anything else
+        )
+    base = sd.decoder(small)
+    right, never, late = (
+        certify(base.draft(Head(head, tree), length=2).build(), [[0]], 4)
+        for tree in (STOP, Chain(), Late(0.5))
+    )
+    assert right.lossless
+    assert right.branches != never.branches
+    assert late.total_variation > 0.01
+
+
+@torch.no_grad()
+def test_a_chain_ends_before_the_first_token_of_low_confidence(target):
+    head, rounds, lengths = BLOCK["dspark"](target), [], []
+    base, budgets = sd.decoder(target), [20, 12, 5, 9]
+    out = base.draft(Head(head, STOP), 3).build().generate(PROMPTS, budgets, seed=0, on_round=rounds.append)
+    for row, prompt in enumerate(PROMPTS):
+        text, known = torch.tensor([prompt + out.ids[row]]), observed(head, rounds, row)
+        for r in rounds[1:]:
+            rows = r.context.request.tolist()
+            if row not in rows or not int(r.budget[rows.index(row)]):
+                continue
+            b = rows.index(row)
+            anchor, size = int(r.context.length[b]) - 1, int(r.proposal.size[b])
+            asked = min(size + 1, int(r.budget[b]))
+            drafted = torch.cat(
+                [text[:, : anchor + 1], r.proposal.tokens[b, :size][None], torch.zeros(1, 1).long()], 1
+            )
+            layers = {tap: x[:, :anchor] for tap, x in known.items()}
+            said = [float(c) for _, c in steps(head, drafted, layers, asked, torch.tensor([[anchor]]))]
+            assert all(c >= 0 for c in said[:size])
+            assert size == int(r.budget[b]) or said[size] < 0
+            lengths.append(size)
+    assert set(lengths) == {0, 1, 2, 3}
+    assert base.draft(Head(head, Chain(stop=1.0)), 3).build().generate(PROMPTS, 9, seed=0).stats.tau == 1
+
+
+@pytest.mark.parametrize(("name", "tree"), [("dflash", DDTree(6)), ("dspark", STOP)], ids=["ddtree", "stop"])
+def test_ddtree_and_the_stop_keep_the_contract_of_drafts(name, tree):
+    """Budgets, parents and sizes, between rounds of other drafts."""
+    draft, setting = Head(BLOCK[name](model_of("own target")), tree), {"temperature": 1.0}
+    session = Session(draft, setting)
+    for number, budgets in enumerate([[min(n, 3) for n in row] for row in BUDGETS] * 2):
+        round = session.round(budgets, foreign=number % 3 == 1)
+        contract(session.draft, round.proposal, torch.tensor(budgets))
+
+
+@pytest.mark.parametrize("name", BLOCK)
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "gpt_oss", "mixtral"])
+def test_output_is_the_targets_for_every_family(name, family):
+    target = sd.HFModel(tiny(family))
+    head = BLOCK[name](target)
+    prompts, budgets = [[1, 2, 3], [5] * 12], [9, 5]
+    trees = [Chain(), DDTree(5)] if head.marginal else [STOP]
+    for greedy in (True, False):
+        plain = texts(target, None, greedy, length=3, prompts=prompts, budgets=budgets)
+        for tree in trees:
+            found = texts(target, Head(head, tree), greedy, length=3, prompts=prompts, budgets=budgets)
+            assert found == plain
+
+
+@pytest.mark.parametrize("name", BLOCK)
+def test_output_is_the_targets_in_a_pipeline_and_in_a_stream(target, name):
+    head = BLOCK[name](target)
+    chain, tree = Head(head, Chain() if head.marginal else STOP), DDTree(5) if head.marginal else STOP
+    for greedy in (True, False):
+        plain = texts(target, None, greedy)
+        assert texts(target, Head(head, tree), greedy, sd.executors.Pipelined(3), 3) == plain
+        assert texts(target, chain, greedy, sd.executors.Optimistic(threads=False), 3) == plain
+    decoder = sd.decoder(target).greedy().draft(chain, 3).build()
+    assert [t for chunk in decoder.stream(PROMPTS[0], 24) for t in chunk.ids] == texts(target, None, True)[0]
+
+
+@pytest.mark.parametrize("name", BLOCK)
+def test_a_head_is_a_folder(target, tmp_path, name):
+    head = BLOCK[name](target, mask=streaming(4), vocabulary=range(0, 97, 3))
+    head.save_pretrained(tmp_path)
+    assert texts(target, tmp_path, False, length=3) == texts(target, Head(head), False, length=3)
+    again = type(head).from_pretrained(tmp_path)
+    assert again.settings == head.settings
+    assert all(torch.equal(a, b) for a, b in zip(again.state_dict().values(), head.state_dict().values()))
+
+
+def test_bad_settings_are_refused(target):
+    with pytest.raises(
+        ValueError, match="block_size is 1: a block that predicts a token has at least 2 slots"
+    ):
+        DFlash.from_target(target, block_size=1)
+    with pytest.raises(ValueError, match="mask_token is 97: give an id from 0 to 96"):
+        DFlash.from_target(target, mask_token=97)
+    with pytest.raises(ValueError, match="markov is 'lstm': give one of 'vanilla', 'gated', 'rnn'"):
+        DSpark.from_target(target, markov="lstm")
+    with pytest.raises(ValueError, match="rank is 0: give at least 1"):
+        DSpark.from_target(target, rank=0)
+    with pytest.raises(
+        ValueError, match="DDTree takes one distribution for each depth, and those of this Eagle3"
+    ):
+        Head(Eagle3.from_target(target), DDTree())
+    with pytest.raises(ValueError, match=r"stop is 0\.5, and this DFlash estimates no confidence"):
+        Head(BLOCK["dflash"](target), STOP)
+    with pytest.raises(ValueError, match=r"stop is 1\.5: give a probability"):
+        Chain(stop=1.5)
+    with pytest.raises(ValueError, match="total is 0"):
+        DDTree(0)
+    decoder = sd.decoder(target).draft(Head(BLOCK["dflash"](target)), 4).build()
+    with pytest.raises(ValueError, match=r"path of 4 tokens .* DFlash proposes at most 3"):
+        decoder.generate([[1, 2]], 9)
+    with pytest.raises(RuntimeError, match="no target"):
+        shake(DFlash(BLOCK["dflash"](target).config, (0,), blocks=1)).embed(torch.tensor([1]))
