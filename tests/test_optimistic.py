@@ -12,7 +12,7 @@ from tiny import tiny
 
 import specdec as sd
 from specdec.arm_policy import Arm
-from specdec.audit import catalogue
+from specdec.audit import catalogue, llamas
 from specdec.audit.adversaries import AdversarialSelector, Adversary, Dropped, Hindsight, Remembers
 from specdec.audit.certify import certify, certify_coupled
 from specdec.drafts import FunctionDraft
@@ -204,7 +204,7 @@ def test_planted_biases_are_seen():
 
 
 def test_certified_with_a_cache_that_remembers():
-    target, draft = sd.HFModel(catalogue._llama(0)), sd.HFModel(catalogue._llama(1))
+    target, draft = sd.HFModel(llamas.llama(0)), sd.HFModel(llamas.llama(1))
     decoder = sd.decoder(target).draft(draft, length=1).executor(Optimistic()).build()
     found = certify(decoder, [[0, 1], [2]], [4, 3], batch=256)
     assert found.lossless, found
