@@ -95,11 +95,13 @@ def test_the_suite_sees_a_law_that_is_wrong():
     wrong = {
         at_one: (True, 0.04),
         partial(transport.rule, move=planted_siblings._stays): (True, 0.06),
-        partial(distinct.rule, most=9, planned=planted_siblings._unordered): (False, 0.030938),
+        partial(distinct.rule, most=9, planned=planted_siblings._unordered): (False, None),
     }
     for rule, (replacement, expected) in wrong.items():
         law, _ = law_of(rule, p, q, 2, replacement)
-        assert float((law - p).abs().sum() / 2) == pytest.approx(expected, abs=1e-5)
+        off = float((law - p).abs().sum() / 2)
+        assert off > 0.01  # the solution of a linear program need not be unique
+        assert expected is None or off == pytest.approx(expected, abs=1e-12)
 
 
 @pytest.mark.parametrize("verifier", [KSeq(), OptimalTransport()], ids=lambda v: type(v).__name__)
