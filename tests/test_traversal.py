@@ -148,9 +148,8 @@ def test_a_known_tree():
     depth = torch.tensor([0.0, 1, 1, 2, 2, 2, 2], dtype=torch.float64)
     assert float(weight.sum()) == pytest.approx(1, abs=1e-12)
     assert float(weight @ chance @ depth) == pytest.approx(1.362, abs=5e-4)
-    assert (
-        pytest.approx(1.338, abs=5e-4) == 0.76 + 0.76**2
-    )  # recursive rejection, which takes each level by itself
+    level = 0.76  # by recursive rejection, which takes each level by itself
+    assert level + level**2 == pytest.approx(1.338, abs=5e-4)
 
 
 @dataclass(frozen=True, eq=False)
