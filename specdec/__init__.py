@@ -23,7 +23,7 @@ from specdec.sampling import Sampling
 from specdec.serving.requests import Finished, Request, Summary
 from specdec.stats import Stats
 from specdec.types import Context, Proposal, Round, Scores, Verdict
-from specdec.verifiers import BlockVerification, Coupled, Rejection
+from specdec.verifiers import BlockVerification, Coupled, KSeq, OptimalTransport, Rejection, Traversal
 
 __version__ = "0.1.0"
 
@@ -77,7 +77,9 @@ __all__ = [
     "Finished",
     "Generation",
     "HFModel",
+    "KSeq",
     "ModelInfo",
+    "OptimalTransport",
     "Philox",
     "Proposal",
     "Rejection",
@@ -90,6 +92,7 @@ __all__ = [
     "StreamChunk",
     "Summary",
     "TableModel",
+    "Traversal",
     "Verdict",
     "VerifierInfo",
     "chain_draft",

@@ -132,7 +132,7 @@ def test_recursive_rejection_is_that_of_enumerated_draws(pair, k, replacement):
     assert found == pytest.approx(by_enumeration(*pair, k, replacement), abs=1e-12)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(pair=pairs(), k=st.integers(1, 6))
 def test_nothing_is_above_its_optimum(pair, k):
     p, q = pair
@@ -212,7 +212,7 @@ def test_batches_are_their_rows(k):
 
 def test_a_large_vocabulary():
     draw = torch.Generator().manual_seed(0)
-    p, q = torch.randn(2, 30_000, generator=draw, dtype=torch.float64).mul(4).softmax(-1)
+    p, q = torch.randn(2, 10_000, generator=draw, dtype=torch.float64).mul(4).softmax(-1)
     with_replacement, distinct = (acceptance.optimum(p, q, 4, r) for r in (True, False))
     assert acceptance.recursive(p, q, 4) < acceptance.kseq(p, q, 4) < with_replacement < distinct < 1
     assert acceptance.recursive(p, q, 2, replacement=False) < acceptance.optimum(p, q, 2, replacement=False)

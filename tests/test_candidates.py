@@ -1,178 +1,275 @@
-"""``Coupled`` with several candidates: its acceptance by integration, and texts that do not depend on the draft."""
+"""Verifiers that look at all siblings at once, and ways to draw siblings: their laws, by all draws; what they demand; the pocket pair."""
 
 from __future__ import annotations
 
-from itertools import pairwise
+from functools import partial
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.integrate import quad
-from scipy.stats import chisquare
+from scipy.stats import chi2, chisquare
+from test_acceptance import draws, pairs
 
 import specdec as sd
-from specdec.audit.certify import certify_coupled
-from specdec.rng import Attempt, Key, Philox, _seed_of, race_arrivals, seeds
-from specdec.verifiers.acceptance import optimum, single
-
-ROWS = 40_000
-T3, T6 = (([0.45, 0.45, 0.1], [0.2, 0.3, 0.5]), ([0.6, 0.3, 0.1], [0.2, 0.3, 0.5]))
-
-
-def agreement(p, q, k):
-    """The probability that one of k races over q has the winner of the first of all k races over p, by integrals over its time.
-
-    Race i is won by token v at time m, with density p_v exp(-k m). Given this, every number of the races is E_u = m p_u + an exponential,
-    except for E_v = m p_v in race i. So race i over q is won by v with probability ``own``, every other one with probability ``other``,
-    independently.
-    """
-
-    def others(v, m):
-        # E_v = m p_v + s: token u is slower if E_u > q_u E_v / q_v, which binds from the s at which this passes m p_u.
-        kinks = sorted({0.0, *(max(0.0, m * (p[u] * q[v] / q[u] - p[v])) for u in range(len(p)) if q[u])})
-
-        def density(s):
-            slack = (max(0.0, q[u] / q[v] * (m * p[v] + s) - m * p[u]) for u in range(len(p)) if u != v)
-            return np.exp(-s - sum(slack))
-
-        parts = [quad(density, a, b, epsabs=1e-9)[0] for a, b in pairwise(kinks)]
-        return sum(parts) + quad(density, kinks[-1], np.inf, epsabs=1e-9)[0]
-
-    def at(v, m):
-        slack = (max(0.0, q[u] * p[v] / q[v] - p[u]) for u in range(len(p)) if u != v)
-        own = np.exp(-m * sum(slack))
-        other = others(v, m) if k > 1 else 0.0
-        return k * p[v] * np.exp(-k * m) * (1 - (1 - own) * (1 - other) ** (k - 1))
-
-    tokens = [v for v in range(len(p)) if p[v] and q[v]]
-    return sum(quad(lambda m, v=v: at(v, m), 0, np.inf, epsabs=1e-7)[0] for v in tokens)
-
-
-def accepted(p, q, k, rows=ROWS, candidates=None):
-    """The share of rows in which a node is accepted, and the tokens that are committed first."""
-    verifier = sd.Coupled(candidates=k)
-    rng, context = Philox(seeds(3, rows)), sd.Context.of([[0]] * rows)
-    p, q = (torch.tensor(law, dtype=torch.float64) for law in (p, q))
-    n = candidates or k
-    key = Key(context.length[:, None], 0, torch.arange(n).expand(rows, n))
-    tokens = verifier.for_draft(rng).categorical(q.expand(rows, n, -1), key)
-    proposal = sd.Proposal(
-        tokens, torch.full((rows, n), -1), torch.full((rows,), n), q.expand(rows, n, -1), "sampled"
-    )
-    verdict = verifier(proposal, p.expand(rows, n + 1, -1), context, rng)
-    return float(verdict.accepted.double().mean()), verdict.tokens[:, 0], tokens
-
-
-@pytest.mark.parametrize(
-    ("pair", "k", "known"), [(T6, 1, None), (T6, 2, 0.6824), (T3, 2, None), (T6, 3, None)]
+from specdec import zoo
+from specdec.audit import planted_siblings
+from specdec.audit.adversaries import Adversary
+from specdec.audit.catalogue import BASE, MENU, OTHER
+from specdec.audit.level_adversary import LevelAdversary
+from specdec.drafts.siblings import Distinct, TopAndOne
+from specdec.rng import Key, Philox, seeds
+from specdec.types import Context, Proposal
+from specdec.verifiers import (
+    DistinctTransport,
+    KSeq,
+    OptimalTransport,
+    Rejection,
+    Traversal,
+    acceptance,
+    distinct,
+    kseq,
+    transport,
 )
-def test_acceptance_is_that_of_the_races(pair, k, known):
-    share, first, _ = accepted(*pair, k)
-    exact = agreement(*pair, k)
-    if known is not None:
-        assert exact == pytest.approx(known, abs=5e-5)
-    assert share == pytest.approx(exact, abs=4 * 0.5 / ROWS**0.5)
-    p, q = (torch.tensor(law, dtype=torch.float64) for law in pair)
-    assert exact <= float(optimum(p, q, k)) + 1e-6
-    assert exact > float(single(p, q)) - (k == 1)
-    assert chisquare(torch.bincount(first, minlength=3).double(), p * ROWS).pvalue > 1e-3
+
+T3 = [0.45, 0.45, 0.1], [0.2, 0.3, 0.5]
 
 
-def test_one_race_is_coupled_as_before():
-    """By its closed form: the winners agree with probability sum_v 1 / sum_u max(p_u / p_v, q_u / q_v)."""
-    p, q = T6
-    exact = sum(1 / sum(max(p[u] / p[v], q[u] / q[v]) for u in range(3)) for v in range(3))
-    assert agreement(p, q, 1) == pytest.approx(exact, abs=1e-6)
+def law_of(rule, p, q, k, replacement=True):
+    """The law of the next token, and the probability that a candidate is accepted, over all draws."""
+    cases = [(x, w) for x, w in draws(q.tolist(), k, replacement) if w > 0]
+    tokens = torch.tensor([x for x, _ in cases])
+    weight = torch.tensor([w for _, w in cases], dtype=torch.float64)
+    R = len(cases)
+    chance, rest = rule(p.expand(R, -1), q.expand(R, -1), tokens, torch.ones_like(tokens) > 0)
+    assert float(chance.min()) >= 0
+    assert float(chance.sum(1).max()) <= 1 + 1e-12
+    said = torch.zeros_like(p).index_add_(0, tokens.flatten(), (chance * weight[:, None]).flatten())
+    return said + ((1 - chance.sum(1)) * weight) @ rest, float(said.sum())
 
 
-def test_candidates_are_independent_draws_and_a_draft_like_the_target_is_always_accepted():
-    _, _, tokens = accepted(*T6, 2)
-    table = np.histogram2d(*tokens.T.numpy(), bins=3)[0]
-    expected = np.outer(T6[1], T6[1]) * len(tokens)
-    assert chisquare(table.ravel(), expected.ravel()).pvalue > 1e-3
-    assert accepted(T6[0], T6[0], 3, rows=2000)[0] == 1.0
-    assert 0.4 < accepted(T6[0], T6[0], 2, candidates=1, rows=2000)[0] < 0.9  # a race without a candidate
+@settings(max_examples=60, deadline=None)
+@given(pair=pairs(), k=st.integers(1, 3))
+def test_independent_candidates_are_verified_exactly_and_accepted_as_promised(pair, k):
+    for rule, promised in ((kseq.rule, acceptance.kseq), (transport.rule, acceptance.optimum)):
+        law, accepted = law_of(rule, *pair, k)
+        assert torch.allclose(law, pair[0], rtol=0, atol=1e-12)
+        assert accepted == pytest.approx(float(promised(*pair, k)), abs=1e-12)
 
 
-def test_the_race_of_several_streams_is_the_first_arrival_of_all():
-    """Against the definition: the token of the least time over streams, from each stream's arrival times."""
-    rows, V = 50, 40
-    draw = torch.Generator().manual_seed(0)
-    p = torch.rand(rows, 2, V, generator=draw, dtype=torch.float64) ** 4
-    p[:, 0, ::3] = 0
-    p /= p.sum(-1, keepdim=True)
-    rng, at = Philox(seeds(2, rows)), torch.arange(rows)[:, None] + torch.arange(2)
-    alone = [rng.race(p, at, (k,)) for k in range(4)]
-    assert torch.equal(alone[0], rng.race(p, at))
-    assert len({tuple(one.flatten().tolist()) for one in alone}) == 4
-    times = torch.stack(
-        [race_arrivals(p[:, n], _seed_of(rng.seed, k), at[:, n]) for n in range(2) for k in range(4)]
-    ).view(2, 4, rows, V)
-    first = times.amin(1).argmin(-1).T
-    assert torch.equal(rng.race(p, at, range(4)), first)
-    some = torch.tensor([7, 3, 30])
-    assert torch.equal(rng.select(some).race(p[some], at[some], range(4)), first[some])
-    assert torch.equal(Attempt(rng, 1).race(p, at, range(4)), first)
+@settings(max_examples=30, deadline=None)
+@given(pair=pairs(most=4), k=st.integers(1, 3))
+def test_distinct_candidates_are_verified_exactly_and_accepted_as_promised(pair, k):
+    k = min(k, int((pair[1] > 0).sum()))
+    law, accepted = law_of(partial(distinct.rule, most=100), *pair, k, replacement=False)
+    assert torch.allclose(law, pair[0], rtol=0, atol=1e-12)
+    assert accepted == pytest.approx(float(acceptance.optimum(*pair, k, replacement=False)), abs=1e-6)
 
 
-TARGET, SMALL = sd.TableModel.random(6, 2, seed=0), sd.TableModel.random(6, 1, seed=1)
-PROMPTS = [[0], [1, 2], [3, 4, 5, 0]]
+@pytest.mark.parametrize("k", [1, 2, 5])
+def test_a_large_vocabulary_is_moved_as_a_whole(k):
+    """Moved candidates are still drawn from q, and the last of them is a token as often as the law of the choice says."""
+    draw = torch.Generator().manual_seed(k)
+    p, q = torch.randn(2, 1, 600, generator=draw, dtype=torch.float64).mul(3).softmax(-1)
+    p[:, :50], q[:, 50:100], q[:, 100:150] = 0, 0, p[:, 100:150]
+    p, q = (x / x.sum() for x in (p, q))
+    order = torch.where(q > 0, torch.where(p > 0, p / q, 0), torch.inf).argsort(dim=1, stable=True)
+    p, q, count = p.gather(1, order), q.gather(1, order), torch.tensor([k])
+    w, mean = transport.choice(p, q, count), transport.last_of(q, count)
+    lacks, spare = (w - q * mean).clamp(min=0), (q * mean - w).clamp(min=0)
+    kernel = torch.cat([transport.moved(torch.tensor([j]), q, mean, lacks, spare) for j in range(600)])
+    assert float(kernel.min()) >= -1e-12
+    assert torch.allclose(kernel.sum(1), torch.ones(600, dtype=torch.float64), rtol=0, atol=1e-12)
+    assert torch.allclose(q @ kernel, q, rtol=0, atol=1e-13)
+    assert torch.allclose(q * (kernel @ mean[0]), w, rtol=0, atol=1e-13)
+    assert float(torch.minimum(p, w).sum()) == pytest.approx(float(acceptance.optimum(p, q, k)), abs=1e-12)
+    assert (k == 1) == torch.allclose(kernel, torch.eye(600, dtype=torch.float64), rtol=0, atol=1e-6)
 
 
-@settings(max_examples=12, deadline=None)
-@given(
-    k=st.integers(1, 4),
-    seed=st.integers(0, 10**6),
-    depth=st.integers(1, 3),
-    temperature=st.sampled_from([0.5, 1.0]),
-)
-def test_texts_are_those_of_plain_decoding_with_the_same_candidates(k, seed, depth, temperature):
-    base = sd.decoder(TARGET).sampling(temperature=temperature).verifier(sd.Coupled(candidates=k))
-    budgets = [17, 5, 11]
-    plain = base.build().generate(PROMPTS, budgets, seed=seed).ids
-    for draft, length in (
-        (sd.drafts.Tree(SMALL, (k,) * depth), depth),
-        (sd.drafts.Tree(SMALL, (1, 3)), 2),
-        (SMALL, 3),
-        (sd.drafts.NGram(), 3),
-    ):
-        assert base.draft(draft, length).build().generate(PROMPTS, budgets, seed=seed).ids == plain
-    each = seeds(seed, 3).tolist()
-    alone = base.draft(sd.drafts.Tree(SMALL, (k,) * depth), depth).build()
-    assert alone.generate([PROMPTS[1]], 5, seed=[each[1]]).ids == [plain[1]]
+def test_the_suite_sees_a_law_that_is_wrong():
+    p, q = (torch.tensor(one, dtype=torch.float64) for one in T3)
 
+    def at_one(p, q, tokens, asked):
+        return kseq.tests(p, q, tokens, asked, asked.sum(1), torch.ones_like(p[:, 0]))
 
-def test_other_numbers_of_candidates_give_other_texts():
-    texts = {
-        k: sd.decoder(TARGET).verifier(sd.Coupled(candidates=k)).build().generate(PROMPTS, 20, seed=0).ids
-        for k in (1, 2, 3)
+    wrong = {
+        at_one: (True, 0.04),
+        partial(transport.rule, move=planted_siblings._stays): (True, 0.06),
+        partial(distinct.rule, most=9, planned=planted_siblings._unordered): (False, None),
     }
-    assert texts[1] != texts[2] != texts[3] != texts[1]
-    assert texts[1] == sd.decoder(TARGET).verifier(sd.Coupled()).build().generate(PROMPTS, 20, seed=0).ids
+    for rule, (replacement, expected) in wrong.items():
+        law, _ = law_of(rule, p, q, 2, replacement)
+        off = float((law - p).abs().sum() / 2)
+        assert off > 0.01  # the solution of a linear program need not be unique
+        assert expected is None or off == pytest.approx(expected, abs=1e-12)
 
 
-def test_more_candidates_are_accepted_more_often():
-    prompts = [[b % 6] for b in range(100)]
-    taus = []
-    for k in (1, 2, 3):
-        decoder = (
-            sd.decoder(TARGET).draft(sd.drafts.Tree(SMALL, (k, k)), 2).verifier(sd.Coupled(candidates=k))
-        )
-        taus.append(decoder.build().generate(prompts, 40, seed=0).stats.tau)
-    assert taus[0] + 0.1 < taus[1] < taus[2] - 0.05
+@pytest.mark.parametrize("verifier", [KSeq(), OptimalTransport()], ids=lambda v: type(v).__name__)
+def test_chains_that_begin_alike_go_on_together(verifier):
+    """The first token is certain, so that both chains have it, and the second has two candidates."""
+    p, q = (torch.tensor(one, dtype=torch.float64) for one in T3)
+    B = 20_000
+    laws = torch.stack([torch.tensor([0, 1.0, 0], dtype=torch.float64), q, q]).expand(B, 3, 3)
+    probs = torch.stack([laws[0, 0], p, p, p, p]).expand(B, 5, 3)
+    where, rng = Context.of([[0]] * B), Philox(seeds(0, B))
+    below = rng.categorical(laws[:, 1:], Key(where.length[:, None], 1, torch.arange(2).expand(B, 2)))
+    tokens = torch.cat([torch.ones(B, 2, dtype=torch.long), below], 1)
+    parents, source = torch.tensor([-1, -1, 0, 1]).expand(B, 4), torch.tensor([0, 0, 1, 2]).expand(B, 4)
+    proposal = Proposal(tokens, parents, torch.full((B,), 4), laws, "sampled", source)
+    verdict = verifier(proposal, probs, where, rng)
+    promised = acceptance.kseq if isinstance(verifier, KSeq) else acceptance.optimum
+    expected = float(promised(p, q, 2))
+    assert float((verdict.accepted == 2).double().mean()) == pytest.approx(expected, abs=0.012)
+    assert expected > float(acceptance.single(p, q)) + 0.1
+    assert {tuple(path) for path in verdict.path[:, :2].tolist()} >= {(0, 2), (1, 3)}
+    seen = torch.bincount(verdict.tokens[:, 1], minlength=3).double()
+    assert chisquare(seen, p * B).pvalue > 1e-3
+    # Another law below the second chain: its token is no candidate, and the second level has one.
+    other = laws.clone()
+    other[:, 2] = q.flip(0)
+    alone = verifier(Proposal(tokens, parents, proposal.size, other, "sampled", source), probs, where, rng)
+    assert float((alone.accepted == 2).double().mean()) < expected - 0.1
 
 
-def test_certified_path_by_path():
-    found = certify_coupled(
-        sd.decoder(sd.TableModel.random(3, 1, seed=0)).verifier(sd.Coupled(candidates=2)).build(), nodes=2
+def test_what_a_verifier_demands_is_refused_when_built():
+    adversary, independent = Adversary(MENU), sd.drafts.Tree(OTHER, (2,))
+    apart = sd.drafts.Tree(OTHER, (2,), siblings=Distinct())
+    for draft, verifier, kinds in (
+        (adversary, KSeq(), r"'independent', and draft 'adversary' declares 'in turn'"),
+        (apart, KSeq(), r"'independent', and draft 'tree' declares 'distinct'"),
+        (independent, DistinctTransport(), r"'distinct', and draft 'tree' declares 'independent'"),
+        (sd.drafts.Tree(OTHER, (2,), siblings=TopAndOne()), OptimalTransport(), r"declares 'in turn'"),
+    ):
+        with pytest.raises(ValueError, match=kinds) as refusal:
+            BASE.draft(draft, length=1).verifier(verifier).build()
+        assert "use drafts.Tree(model, widths, siblings=...)" in str(refusal.value)
+        assert "Traversal() or Rejection()" in str(refusal.value)
+        for any_siblings in (Traversal(), Rejection(), sd.Coupled()):
+            BASE.draft(draft, length=1).verifier(any_siblings).build()
+    pool = BASE.pool({"tree": independent, "in turn": adversary}, sd.selectors.Random(), 2)
+    with pytest.raises(ValueError, match=r"'k-SEQ' takes trees .* draft 'adversary'"):
+        pool.verifier(KSeq()).build()
+    BASE.draft(Adversary(MENU, trees=False), length=2).verifier(KSeq()).build()  # chains have no siblings
+
+
+def test_what_a_proposal_shows_is_refused_when_checked():
+    law = torch.tensor([[[0.2, 0.3, 0.5], [0.0, 0.375, 0.625]]], dtype=torch.float64)
+    tokens, parents, two = torch.tensor([[0, 1]]), torch.tensor([[-1, -1]]), torch.tensor([2])
+    apart = Proposal(tokens, parents, two, law, "sampled")
+    shared = Proposal(tokens, parents, two, law[:, :1], "sampled", torch.tensor([[0, 0]]))
+    for verifier in (KSeq(), OptimalTransport()):
+        verifier.check(shared)
+        with pytest.raises(ValueError, match=r"nodes 0 and 1 of row 0 have distributions of their own: use"):
+            verifier.check(apart)
+    DistinctTransport().check(apart)
+    with pytest.raises(ValueError, match=r"drawn without replacement, .* node 1 of row 0 is not: use"):
+        DistinctTransport().check(shared)
+    for verifier in (KSeq(), OptimalTransport(), DistinctTransport()):
+        verifier.check(Proposal(tokens, parents, two))  # point masses: as by rejection
+        with pytest.raises(ValueError, match=rf"{type(verifier).__name__}\(trust_declared=True\)"):
+            verifier.check(Proposal(tokens, parents, two, law, "declared"))
+
+
+def test_a_linear_program_that_is_too_large_is_refused():
+    small = sd.TableModel.random(30, 1, seed=0)
+    draft = sd.drafts.Tree(small, (2, 1), siblings=Distinct())
+    base = sd.decoder(sd.TableModel.random(30, 1, seed=1)).draft(draft, length=2)
+    base.verifier(DistinctTransport()).build().generate([[0]], 3, seed=0)  # 435 sets
+    with pytest.raises(
+        ValueError, match=r"every set of 2 among the 30 tokens .*, 435, and most is 400: draw"
+    ):
+        base.verifier(DistinctTransport(most=400)).build().generate([[0]], 3, seed=0)
+    with pytest.raises(ValueError, match="most is 0"):
+        DistinctTransport(most=0)
+
+
+def test_siblings_carry_what_they_were_drawn_from():
+    """Distinct ones have no elder's token; of the others the drawn one comes first, and the points are the most probable."""
+    q = torch.tensor([[[0.5, 0.0, 0.3, 0.2], [1.0, 0, 0, 0]]], dtype=torch.float64).expand(400, -1, -1)
+    rng, key = (
+        Philox(seeds(0, 400)),
+        Key(torch.ones(400, 1, 1, dtype=torch.long), 0, torch.arange(6).view(1, 2, 3)),
     )
-    assert found.lossless
-    assert found.astray == 0
+    for how in (Distinct(), TopAndOne()):
+        drawn = how(q, 3, key._replace(sibling=key.sibling.expand(400, 2, 3)), rng)
+        assert drawn.tokens.shape == (400, 2, 3)
+        laws = drawn.distributions[:, drawn.source.reshape(-1)].view(400, 2, 3, 4)
+        assert torch.allclose(laws.sum(-1), torch.ones(400, 2, 3, dtype=torch.float64))
+        assert bool((laws.gather(3, drawn.tokens[..., None]) > 0).all())
+        ordered = drawn.tokens.sort(-1).values
+        assert bool((ordered[..., 1:] > ordered[..., :-1]).all())
+        if isinstance(how, Distinct):
+            assert drawn.tokens[:, 1].tolist() == [[0, 1, 2]] * 400  # q has one token; the others are points
+            seen = torch.bincount(drawn.tokens[:, 0, 0], minlength=4)
+            assert chisquare(seen[[0, 2, 3]].double(), torch.tensor([200.0, 120, 80])).pvalue > 1e-3
+        else:
+            assert drawn.tokens[:, 0].tolist() == [[3, 0, 2]] * 400
+            assert drawn.tokens[0, 1, 1] == 0
 
 
-@pytest.mark.parametrize(("value", "error"), [(0, ValueError), (1.5, TypeError), (True, TypeError)])
-def test_bad_numbers_of_candidates_are_named(value, error):
-    with pytest.raises(error, match=f"candidates is {value}"):
-        sd.Coupled(candidates=value)
+def test_a_draft_at_temperature_0_and_a_greedy_target_are_verified_by_all():
+    small = sd.drafts.Tree(OTHER, (2, 1), sampling=sd.Sampling(temperature=0.0))
+    plain = BASE.greedy().build().generate([[0], [1, 2]], 6, seed=0).ids
+    for verifier in (KSeq(), OptimalTransport(), Traversal()):
+        decoder = BASE.draft(small, length=2).verifier(verifier)
+        decoder.build().generate([[0], [1, 2]], 6, seed=0)
+        assert decoder.greedy().build().generate([[0], [1, 2]], 6, seed=0).ids == plain
+
+
+def test_level_adversaries_use_their_freedom():
+    """They draw trees of different shapes, and equal siblings whose children have one distribution, or several."""
+    shapes, alike, rounds = set(), set(), []
+    decoder = BASE.draft(LevelAdversary(MENU, limit=4), length=3).build()
+    decoder.generate([[b % 3] for b in range(300)], 6, seed=0, on_round=rounds.append)
+    for round in rounds[1:]:
+        proposal, laws = round.proposal, round.proposal.distributions()
+        for b, size in enumerate(proposal.size.tolist()):
+            parents, tokens = proposal.parents[b, :size].tolist(), proposal.tokens[b].tolist()
+            shapes.add(tuple(parents))
+            two = [n for n in range(size) if parents[n] >= 0]
+            for m in two:
+                for n in two:
+                    if parents[m] < parents[n] and tokens[parents[m]] == tokens[parents[n]]:
+                        alike.add(torch.equal(laws[b, m], laws[b, n]))
+    assert {(), (-1,), (-1, -1), (-1, 0), (-1, -1, 0), (-1, -1, 1), (-1, 0, 0), (-1, -1, 0, 1)} <= shapes
+    assert alike == {True, False}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("verifier", "draft", "length"),
+    [
+        (Traversal(), lambda small: sd.drafts.Tree(small, (2, 2)), 2),
+        (Traversal(), lambda small: sd.drafts.Tree(small, (3,), siblings=Distinct()), 1),
+        (Rejection(), lambda small: sd.drafts.Tree(small, (3,), siblings=TopAndOne()), 1),
+        (KSeq(), lambda small: sd.drafts.Tree(small, (3, 1)), 2),
+        (OptimalTransport(), lambda small: sd.drafts.Tree(small, (3, 1)), 2),
+    ],
+    ids=["traversal", "traversal, distinct", "top and one", "k-SEQ", "optimal transport"],
+)
+def test_texts_of_the_pocket_pair_have_the_targets_distribution(verifier, draft, length):
+    """The first drafted token of 1,500 rows, given the token before it."""
+    target, small = (sd.HFModel(*zoo.load(name)) for name in ("pocket-target", "pocket-140k"))
+    prompt, rows = target.tokenizer("def add(a, b):\n    return")["input_ids"], 1_500
+    decoder = sd.decoder(target).draft(draft(small), length).verifier(verifier).sampling(temperature=0.8)
+    texts = decoder.build().generate([prompt] * rows, 3, seed=1, eos_token_id=()).ids
+    before = sorted({text[0] for text in texts})
+    context = Context.of([[*prompt, token] for token in before])
+    logits = target.score(target.cache(len(before), len(prompt) + 1), context).logits
+    laws = sd.Sampling(temperature=0.8)(logits, context)[:, 0].double()
+    statistic, freedom = 0.0, 0
+    for token, law in zip(before, laws):
+        seen = torch.tensor([text[1] for text in texts if text[0] == token])
+        expected = law / law.sum() * len(seen)
+        large = expected >= 5
+        rest = float(expected[~large].sum())
+        counted = torch.bincount(seen, minlength=len(law)).double()
+        counts = [*counted[large].tolist(), float(counted[~large].sum())]
+        wanted = [*expected[large].tolist(), rest]
+        if rest < 5:  # merged with the smallest
+            counts, wanted = [*counts[:-2], sum(counts[-2:])], [*wanted[:-2], sum(wanted[-2:])]
+        if len(counts) > 1:
+            statistic += chisquare(counts, wanted).statistic
+            freedom += len(counts) - 1
+    assert freedom > 20
+    assert chi2.sf(statistic, freedom) > 1e-3

@@ -31,12 +31,22 @@ SLOW = {  # seconds each
     "block verification, the paper's tests, k=3",
     "block verification: the token-wise residual",
     "block verification: a test of the distributions before its token",
+    "traversal, tree (2, 1)",
+    "traversal, tree (2, 1), penalties, temperature 1.5, top-p 0.9",
+    "traversal, adaptive trees 2",
+    *(f"{what}, tree (2, 1)" for what in ("k-SEQ", "optimal transport")),
+    *(f"{what}, adaptive trees 1" for what in ("k-SEQ", "optimal transport", "distinct transport")),
 }
 EXACT = {
     "argmax declared as a sample of softmax(q)": 0.45,
     "node dropped after looking at its value": 0.15,
     "block verification: the whole product is capped": 0.04,
     "block verification: tests end at the first failure": 0.1,
+    "siblings without replacement, declared independent": 0.09,
+    "distinct siblings sorted by probability": 0.95 / 14,
+    "equal siblings merged": 0.045,
+    "a sibling dropped by its value": 0.075,
+    "k-SEQ: ρ is 1, and the residual is clipped": 0.04,
 }
 
 

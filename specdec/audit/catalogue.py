@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from specdec import drafts
 from specdec.arm_policy import Arm
-from specdec.audit import planted
+from specdec.audit import candidates, planted
 from specdec.audit.adversaries import (
     AdversarialSelector,
     Adversary,
@@ -65,8 +65,11 @@ def everything() -> list[Composition]:
         pipelined,
         coupled,
         hugging_face,
+        candidates.traversal,
+        candidates.at_once,
         lossy,
         biases,
+        candidates.biases,
     )
     return [composition for part in parts for composition in part()]
 

@@ -194,7 +194,7 @@ class BlockByThePaper(BlockVerification):
         for n in range(N):
             a, at = weight[n + 1], n if self.mistake == "behind" else min(n + 1, N - 1)
             left = (a[:, None] * probs[:, at] - q[:, at]).clamp(min=0).sum(1)
-            part = torch.where(left + 1 - a > 0, left / (left + 1 - a), 1)
+            part = torch.where(left + (1 - a) > 0, left / (left + (1 - a)), 1)
             tests.append(torch.where(n + 1 < proposal.size, part, a))
         passed = live & rng.accept(torch.stack(tests, 1), Key(context.length[:, None], nodes, 0, ACCEPT))
         accepted = (passed * (nodes + 1)).amax(1)

@@ -96,7 +96,7 @@ def tests(proposal: Proposal, probs: Tensor, tokens: Tensor, size: Tensor) -> tu
         if n + 1 < N:
             drawn = drawn_from(proposal, rows, torch.full_like(rows, n + 1), tokens[:, n + 1], probs[:, 0])
             left = (a[:, None].to(probs) * probs[:, n + 1] - drawn).clamp(min=0).sum(-1).double()
-            part = torch.where(left + 1 - a > 0, left / (left + 1 - a), 1)
+            part = torch.where(left + (1 - a) > 0, left / (left + (1 - a)), 1)
             whole = torch.where(n + 1 < size, part, a)
         some = torch.where(live[:, n], whole + (1 - whole) * some, 0)
         passes[:, n] = some

@@ -5,6 +5,7 @@ The program is that of SpecTr (Sun et al., arXiv 2310.15141, section 3), with on
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import combinations, permutations
@@ -22,6 +23,9 @@ from specdec.rng import Rng
 from specdec.types import Context, Proposal, Verdict
 from specdec.verifiers.levels import descend
 from specdec.verifiers.rejection import Rejection
+
+Plan = tuple[np.ndarray, np.ndarray, np.ndarray]
+Planner = Callable[[np.ndarray, np.ndarray, int, int], Plan]
 
 
 @dataclass(frozen=True)
@@ -60,36 +64,7 @@ class DistinctTransport(Rejection):
         return descend(proposal, probs, context, rng, partial(rule, most=self.most), merge=False)
 
 
-def rule(p: Tensor, q: Tensor, tokens: Tensor, asked: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """The chance that each candidate is the accepted one, and the residual: ``levels.Rule``.
-
-    Raises:
-        ValueError: there are more than ``most`` sets.
-    """
-    chance, rest = torch.zeros(tokens.shape, dtype=torch.float64), p.cpu().clone()
-    plans: dict[
-        tuple[bytes, bytes, int], tuple[np.ndarray, np.ndarray, np.ndarray]
-    ] = {}  # equal rows share one
-    for b in asked.any(1).nonzero()[:, 0].tolist():
-        mine = asked[b].nonzero()[:, 0].cpu()
-        drawn = tokens[b, mine].tolist()
-        target, draft = p[b].cpu().numpy(), q[b].cpu().numpy()
-        name = target.tobytes(), draft.tobytes(), len(drawn)
-        if name not in plans:
-            plans[name] = plan(target, draft, len(drawn), most)
-        sets, mass, flow = plans[name]
-        reached = np.bincount(sets.ravel(), flow.ravel(), p.shape[1])
-        w = torch.from_numpy(reached)
-        case = int((sets == np.sort(drawn)).all(1).argmax())
-        own = rest[b, drawn] / w[drawn]
-        chosen = torch.from_numpy(flow[case, np.searchsorted(sets[case], drawn)] / mass[case])
-        chance[b, mine] = torch.where(w[drawn] > 0, chosen * own.clamp(max=1), 0)
-        left = (rest[b] - w).clamp(min=0)
-        rest[b] = left / left.sum() if left.sum() > 0 else rest[b]
-    return chance.to(p.device), rest.to(p.device)
-
-
-def plan(p: np.ndarray, q: np.ndarray, k: int, most: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def plan(p: np.ndarray, q: np.ndarray, k: int, most: int) -> Plan:
     """Sets of k tokens ``[S, k]``, ascending, the probability ``[S]`` that each is drawn, and the flow ``[S, k]`` to its tokens."""
     some = np.flatnonzero(q > 0)
     if k == 1:
@@ -108,16 +83,51 @@ def plan(p: np.ndarray, q: np.ndarray, k: int, most: int) -> tuple[np.ndarray, n
             way, left = way * np.minimum(one / np.maximum(left, one), 1), left - one
         mass += way
     mass /= mass.sum()
-    S = len(sets)
+    return sets, mass, flow(p, sets, mass)
+
+
+def flow(p: np.ndarray, sets: np.ndarray, mass: np.ndarray) -> np.ndarray:
+    """``[S, k]`` the largest flow from every set to its tokens: at most ``mass [S]`` from each set, and at most p to each token."""
+    S, k = sets.shape
     arcs = np.arange(S * k)
     rows, columns = np.concatenate([arcs // k, S + sets.ravel()]), np.concatenate([arcs, arcs])
     limits = coo_array((np.ones(2 * S * k), (rows, columns)), shape=(S + len(p), S * k)).tocsr()
     solved = linprog(-np.ones(S * k), limits, np.concatenate([mass, p]), method="highs")
     if solved.x is None:
         raise RuntimeError(f"the linear program of DistinctTransport was not solved: {solved.message}")
-    flow = np.maximum(solved.x.reshape(S, k), 0)
-    over = flow.sum(1, keepdims=True)
-    return sets, mass, flow * np.minimum(1, mass[:, None] / np.maximum(over, 1e-300))
+    found = np.maximum(solved.x.reshape(S, k), 0)
+    return found * np.minimum(1, mass[:, None] / np.maximum(found.sum(1, keepdims=True), 1e-300))
+
+
+def rule(
+    p: Tensor, q: Tensor, tokens: Tensor, asked: Tensor, most: int, planned: Planner = plan
+) -> tuple[Tensor, Tensor]:
+    """The chance that each candidate is the accepted one, and the residual: ``levels.Rule``.
+
+    Raises:
+        ValueError: there are more than ``most`` sets.
+    """
+    chance, rest = torch.zeros(tokens.shape, dtype=torch.float64), p.cpu().clone()
+    plans: dict[
+        tuple[bytes, bytes, int], tuple[np.ndarray, np.ndarray, np.ndarray]
+    ] = {}  # equal rows share one
+    for b in asked.any(1).nonzero()[:, 0].tolist():
+        mine = asked[b].nonzero()[:, 0].cpu()
+        drawn = tokens[b, mine].tolist()
+        target, draft = p[b].cpu().numpy(), q[b].cpu().numpy()
+        name = target.tobytes(), draft.tobytes(), len(drawn)
+        if name not in plans:
+            plans[name] = planned(target, draft, len(drawn), most)
+        sets, mass, flow = plans[name]
+        reached = np.bincount(sets.ravel(), flow.ravel(), p.shape[1])
+        w = torch.from_numpy(reached)
+        case = int((sets == np.sort(drawn)).all(1).argmax())
+        own = rest[b, drawn] / w[drawn]
+        chosen = torch.from_numpy(flow[case, np.searchsorted(sets[case], drawn)] / mass[case])
+        chance[b, mine] = torch.where(w[drawn] > 0, chosen * own.clamp(max=1), 0)
+        left = (rest[b] - w).clamp(min=0)
+        rest[b] = left / left.sum() if left.sum() > 0 else rest[b]
+    return chance.to(p.device), rest.to(p.device)
 
 
 def check_distinct(proposal: Proposal, name: str) -> None:

@@ -54,13 +54,20 @@ class KSeq(Rejection):
 def rule(p: Tensor, q: Tensor, tokens: Tensor, asked: Tensor) -> tuple[Tensor, Tensor]:
     """The chance that each candidate is the accepted one, and the residual: ``levels.Rule``."""
     k = asked.sum(1).clamp(min=1)
-    rho = kseq_scale(p, q, k)[:, None]
+    return tests(p, q, tokens, asked, k, kseq_scale(p, q, k))
+
+
+def tests(
+    p: Tensor, q: Tensor, tokens: Tensor, asked: Tensor, k: Tensor, rho: Tensor
+) -> tuple[Tensor, Tensor]:
+    """As ``rule``, with the number of candidates ``k [B]`` and their ``rho [B]``."""
+    k, rho = k[:, None], rho[:, None]
     mine = torch.minimum(q, p / rho)
     wanted, drawn = p.gather(1, tokens), rho * q.gather(1, tokens)
     passes = torch.where(asked & (wanted > 0), (wanted / drawn).clamp(max=1), 0)
     before = torch.nn.functional.pad((1 - passes).cumprod(1), (1, 0), value=1.0)[:, :-1]
     beta = mine.sum(1, keepdim=True)
-    whole = 1 - (1 - beta).clamp(min=0) ** k[:, None]
+    whole = 1 - (1 - beta).clamp(min=0) ** k
     rest = (p - mine * torch.where(beta > 0, whole / beta, 0)).clamp(min=0)
     total = rest.sum(1, keepdim=True)
     return passes * before, torch.where(total > 0, rest / total, p)

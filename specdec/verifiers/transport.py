@@ -7,6 +7,7 @@ by sorting: the largest acceptance is attained where the sets of Hu et al. (arXi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -51,7 +52,27 @@ class OptimalTransport(Rejection):
         return descend(proposal, probs, context, rng, rule, merge=True)
 
 
-def rule(p: Tensor, q: Tensor, tokens: Tensor, asked: Tensor) -> tuple[Tensor, Tensor]:
+def moved(place: Tensor, q: Tensor, mean: Tensor, lacks: Tensor, spare: Tensor) -> Tensor:
+    """``[B, V]`` the law of the token to which a candidate at ``place [B]`` is moved.
+
+    What the first tokens lack is taken from the first that have it to spare: amounts are matched in order. To move an amount from token l to
+    token j, a mass of amount / (mean_l - mean_j) of q is exchanged. Never more than all of q_j is, because the mean rises with p / q.
+    """
+    at = place[:, None]
+    mine = lacks.gather(1, at) > 0
+    own, other = torch.where(mine, lacks, spare), torch.where(mine, spare, lacks)
+    high, end = own.cumsum(1).gather(1, at), other.cumsum(1)
+    low = high - own.gather(1, at)
+    amount = (torch.minimum(high, end) - torch.maximum(low, end - other)).clamp(min=0)
+    apart = (mean - mean.gather(1, at)).abs() * q.gather(1, at)
+    law = torch.where(apart > 0, amount / apart, 0)
+    law = law / law.sum(1, keepdim=True).clamp(min=1)
+    return law.scatter_add(1, at, 1 - law.sum(1, keepdim=True))
+
+
+def rule(
+    p: Tensor, q: Tensor, tokens: Tensor, asked: Tensor, move: Callable[..., Tensor] = moved
+) -> tuple[Tensor, Tensor]:
     """The chance that each candidate is the accepted one, and the residual: ``levels.Rule``.
 
     Tokens are sorted by p / q. If the candidate that comes last in this order were chosen, token j would be with probability
@@ -66,13 +87,13 @@ def rule(p: Tensor, q: Tensor, tokens: Tensor, asked: Tensor) -> tuple[Tensor, T
     w = choice(p, q, k)
     lacks, spare = (w - q * mean).clamp(min=0), (q * mean - w).clamp(min=0)
     place = order.argsort(dim=1).gather(1, tokens)  # where each candidate is in the order
-    moved = [_moved(place[:, n], q, mean, lacks, spare) for n in range(tokens.shape[1])]
-    cdfs = [torch.where(asked[:, n, None], law.cumsum(1).clamp(max=1), 1) for n, law in enumerate(moved)]
+    laws = [move(place[:, n], q, mean, lacks, spare) for n in range(tokens.shape[1])]
+    cdfs = [torch.where(asked[:, n, None], law.cumsum(1).clamp(max=1), 1) for n, law in enumerate(laws)]
     later, wins = [torch.ones_like(p)], []
     for cdf in reversed(cdfs[1:]):
         later.append(later[-1] * cdf)
     elder = torch.ones_like(p)  # elder candidates come strictly before, in the order
-    for n, law in enumerate(moved):
+    for n, law in enumerate(laws):
         wins.append((law * elder * later[-1 - n]).sum(1))
         elder = elder * torch.nn.functional.pad(cdfs[n], (1, 0), value=0.0)[:, :-1].where(
             asked[:, n, None], 1
@@ -113,21 +134,3 @@ def choice(p: Tensor, q: Tensor, k: Tensor) -> Tensor:
     before, left = (torch.nn.functional.pad(x, (1, 0), value=v)[:, :-1] for x, v in ((P, 0.0), (others, 1.0)))
     cap = torch.where(~inside & (left > 0), (1 - fs - before + Ps) / left, 0).amax(1, keepdim=True)
     return torch.where(inside, torch.maximum(p, torch.where(inside, floor, 0) * q), torch.minimum(p, cap * q))
-
-
-def _moved(place: Tensor, q: Tensor, mean: Tensor, lacks: Tensor, spare: Tensor) -> Tensor:
-    """``[B, V]`` the law of the token to which a candidate at ``place [B]`` is moved.
-
-    What the first tokens lack is taken from the first that have it to spare: amounts are matched in order. To move an amount from token l to
-    token j, a mass of amount / (mean_l - mean_j) of q is exchanged. Never more than all of q_j is, because the mean rises with p / q.
-    """
-    at = place[:, None]
-    mine = lacks.gather(1, at) > 0
-    own, other = torch.where(mine, lacks, spare), torch.where(mine, spare, lacks)
-    high, end = own.cumsum(1).gather(1, at), other.cumsum(1)
-    low = high - own.gather(1, at)
-    amount = (torch.minimum(high, end) - torch.maximum(low, end - other)).clamp(min=0)
-    apart = (mean - mean.gather(1, at)).abs() * q.gather(1, at)
-    law = torch.where(apart > 0, amount / apart, 0)
-    law = law / law.sum(1, keepdim=True).clamp(min=1)
-    return law.scatter_add(1, at, 1 - law.sum(1, keepdim=True))

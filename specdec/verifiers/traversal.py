@@ -68,7 +68,7 @@ def visits(proposal: Proposal, probs: Tensor) -> tuple[Tensor, Tensor]:
         rest = (a[:, None].to(P) * P - q).clamp(min=0)
         R = rest.sum(-1)
         total = R.double()
-        later = torch.where(total + 1 - a > 0, total / (total + 1 - a), 1)
+        later = torch.where(total + (1 - a) > 0, total / (total + (1 - a)), 1)
         weight[:, n + 1] = torch.where(here, a * ratio, 0).clamp(max=1)
         weight[rows, at] = torch.where(here, later, a)
         left[rows, at] = torch.where((here & (R > 0))[:, None], rest / R[:, None], P)
