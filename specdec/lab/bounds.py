@@ -40,7 +40,7 @@ class Optimality:
         rows: for each depth (``"all"``, 1, 2, ...), number of ``candidates``, way in which they are ``chosen``, and ``verifier``: the mean
             ``acceptance``; the mean ``optimum`` of all verifiers of candidates that are chosen in this way; that of as many ``independent`` ones; the
             acceptance of a ``single`` one, all over the same ``positions``. ``excess``: the most by which the acceptance at a position exceeds its
-            optimum; ``share``: the least share of the optimum at a position. ``exact``: the acceptance is no estimate.
+            optimum; ``share``: the least share of the optimum at a position where that is above 1e-6. ``exact``: the acceptance is no estimate.
     """
 
     rows: list[dict[str, Any]]
@@ -160,7 +160,7 @@ def violations(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         k, over = row["candidates"], row["excess"] if row["exact"] else row["acceptance"] - row["optimum"]
         if over > 1e-9:
             found.append(f"{name}: {over:.2e} above its optimum")
-        if row["verifier"] == "k-SEQ" and row["share"] < 1 - (1 - 1 / k) ** k - 1e-9:
+        if row["verifier"] == "k-SEQ" and row["share"] < 1 - (1 - 1 / k) ** k - 1e-6:
             found.append(f"{name}: {row['share']:.4f} of its optimum, less than is guaranteed")
     return found
 
@@ -267,7 +267,7 @@ def _means(figures: Tensor, depth: Tensor | None) -> list[tuple[Any, dict[str, A
     for d in ["all", *([] if depth is None else depth.unique().tolist())]:
         some = figures if d == "all" else figures[:, depth == d]
         accepted, optimum = some[0], some[1]
-        share = torch.where(optimum > 0, accepted / optimum, 1)
+        share = torch.where(optimum > 1e-6, accepted / optimum, 1)
         row = dict(zip(FIGURES, some.mean(1).tolist()))
         row |= {
             "excess": float((accepted - optimum).max()),

@@ -28,7 +28,7 @@ class Recorder:
         trace: of the texts. which: ``[C]`` numbers of texts, one a row. ids: ``[C, T]`` their tokens, padded. prompt: ``[C]`` tokens of the prompts.
             k: the longest path. stand_in: the target, if it is not computed. strays: accept up to two nodes of the text, so that blocks start at other
             positions, for the check that a draft depends on the text alone.
-        watch: called for every round of chains with the texts ``[R]``, the starts ``[R]`` of their blocks, the distributions ``[R, N, V]`` from which
+        watch: called for every round of chains with the numbers ``[R]`` of the texts, the starts ``[R]`` of their blocks, the distributions ``[R, N, V]`` from which
             the tokens were drawn, and whether each of them comes after tokens of the text ``[R, N]``.
     Attributes:
         q: ``[C, n, k]`` float64: the probability with which the draft drew the text's token at each depth of a block that starts at each position,
@@ -124,7 +124,12 @@ class Recorder:
             inside = start[:, None] + n < self.last[row][:, None]
             self._must_follow(live[here] & (q[here] > 0) & ~same[here] & inside[here])
             if self.watch is not None and len(here):
-                self.watch(row[here], start[here], laws[here.to(laws.device)], (live & inside)[here])
+                self.watch(
+                    torch.tensor(self.which)[row[here]],
+                    start[here],
+                    laws[here.to(laws.device)],
+                    (live & inside)[here],
+                )
         q = torch.where(live, q, 0)
         p = self.own[row[:, None], start[:, None].clamp(min=0) + 1 + n]
         place = (row[here], start[here], slice(N))
