@@ -47,10 +47,11 @@ def main(s: Settings) -> int:
         found = exhibit.broken()
         repaired = exhibit.fixed() if exhibit.fixed else None
         fits = exhibit.stands(found, repaired)
+        said = "-" if exhibit.expected is None else f"{exhibit.expected:.4g}"
         if not fits:
             wrong.append(exhibit.name)
         print(
-            f"{exhibit.name:92} {'real' if exhibit.real_code else 'model':5} {found.total_variation:15.3g} {exhibit.expected:8.4g} "
+            f"{exhibit.name:92} {'real' if exhibit.real_code else 'model':5} {found.total_variation:15.3g} {said:>8} "
             + ("" if repaired is None else f"{repaired.total_variation:9.1e}")
             + ("" if fits else "  <- WRONG"),
             flush=True,

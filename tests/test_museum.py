@@ -50,6 +50,8 @@ def test_an_exhibit_that_is_not_as_expected_does_not_stand():
     assert not row.stands(right, None)
     assert not row.stands(wrong, wrong)
     assert not Exhibit("a row", "a/b", 0.0, lambda: wrong).stands(wrong, None)
+    assert Exhibit("a row", "a/b", None, lambda: wrong).stands(wrong, None)
+    assert not Exhibit("a row", "a/b", None, lambda: wrong).stands(right, None)
     assert not Exhibit("a row", "a/b", 0.0003, lambda: wrong).stands(right, None)
 
 
