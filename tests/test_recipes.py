@@ -56,6 +56,7 @@ RECIPES = [
     "cpu_floor",
     "cpu_kernels",
     "certify",
+    "museum",
     "train_pocket",
     "train_spire",
     "evaluate_tau",

@@ -64,7 +64,7 @@ class Lazy(Tensor):
 
 
 def refused(name: str, remedy: str = REMEDY) -> CannotWalk:
-    return CannotWalk(f"`{name}` of random numbers cannot be walked: {remedy}")
+    return CannotWalk(f"`{name}` with random numbers cannot be walked: {remedy}")
 
 
 def lazy(

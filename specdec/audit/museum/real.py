@@ -1,0 +1,169 @@
+"""transformers' own code, as it is installed, on models of a few tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from transformers import (
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+from transformers.generation.candidate_generator import SinglePositionMultiTokenCandidateGenerator
+from transformers.generation.utils import _speculative_sampling
+
+from specdec.audit.certify import Certificate
+from specdec.audit.external import certify_function
+from specdec.audit.museum.exhibit import Pair, of
+from specdec.audit.plain import enumerate_plain
+from specdec.models import HFModel
+from specdec.sampling import Sampling
+
+
+class KeepFloat64(TorchFunctionMode):
+    """Casts of float64 tensors to float32 are left out, so that rounding does not hide a small bias."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", "")
+        if name in ("to", "float") and out.dtype == torch.float32 and args[0].dtype == torch.float64:
+            return args[0].clone()
+        return out
+
+
+def rule(tokens: Tensor, q: Tensor, p: Tensor, weight: float | None = None) -> Tensor:
+    """``_speculative_sampling`` of the installed transformers, on probabilities."""
+    return _speculative_sampling(tokens[None], q.log()[None], len(tokens), p.log()[None], weight)[0][0]
+
+
+class _Gemma4AssistantOfTables(torch.nn.Module):
+    """An assistant model whose logits are a table's, for the class that drafts with a Gemma 4 assistant."""
+
+    def __init__(self, q: Tensor, k: int):
+        super().__init__()
+        self.logits, self.device = q.log().expand(1, 1, -1), torch.device("cpu")
+        self.generation_config = GenerationConfig(num_assistant_tokens=k)
+
+    def forward(self, **inputs: Any) -> Any:
+        return SimpleNamespace(logits=self.logits, last_hidden_state=torch.zeros(1, 1, 1))
+
+
+def single_position(pair: Pair, k: int, declared: bool) -> Certificate:
+    """k tokens of ``SinglePositionMultiTokenCandidateGenerator`` and then one more, by ``_speculative_sampling``.
+
+    Args:
+        declared: with the logits that the generator returns; if not, with those of point masses, which its tokens are.
+    """
+    V = len(pair.draft.probs)
+
+    def run(prompt: list[int], budget: int) -> list[int]:
+        config = GenerationConfig(max_length=len(prompt) + budget)
+        drafts = SinglePositionMultiTokenCandidateGenerator(
+            _Gemma4AssistantOfTables(pair.draft.probs, k),  # type: ignore[arg-type]
+            lambda ids: torch.zeros(*ids.shape, 1),  # type: ignore[arg-type]
+            config,
+        )
+        outputs: Any = SimpleNamespace(hidden_states=[torch.zeros(1, 1, 1)], shared_kv_states={})
+        ids, logits = drafts.get_candidates(torch.tensor([prompt]), {}, outputs, False, 0)  # type: ignore[arg-type]
+        assert logits is not None
+        if not declared:
+            logits = torch.nn.functional.one_hot(ids[:, len(prompt) :], V).double().log()
+        p = pair.target.probs.log().expand(1, k + 1, -1)
+        new = _speculative_sampling(ids, logits, k, p)[0][0].tolist()
+        while len(new) < budget:
+            new.append(int(torch.multinomial(pair.target.probs, 1)))
+        return new
+
+    return of(run, pair.target, k + 1)
+
+
+# -- generate ---------------------------------------------------------------------------------------------------------------------
+
+
+def llama(seed: int, vocab: int = 3) -> LlamaForCausalLM:
+    """A random float64 llama of two small layers."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        config = LlamaConfig(
+            vocab_size=vocab,
+            hidden_size=8,
+            intermediate_size=8,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            max_position_embeddings=64,
+            initializer_range=0.8,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
+        return LlamaForCausalLM(config).double().eval()
+
+
+class EndsAt(StoppingCriteria):
+    """A criterion of a user's own: a text ends after ``token``."""
+
+    def __init__(self, token: int):
+        self.token = token
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
+        return input_ids[:, -1] == self.token
+
+
+def generate(
+    k: int,
+    tokens: int,
+    eos: int | None = None,
+    stop: int | None = None,
+    crop: bool = False,
+    keep_float64: bool = True,
+    **settings: Any,
+) -> Certificate:
+    """``generate(assistant_model=...)`` of two random llamas, k drafted tokens a round.
+
+    Args:
+        eos: an end of sequence. stop: a token that ends a text by a ``StoppingCriteria``. crop: what comes after that token is left out.
+        keep_float64: casts to float32 are left out. settings: of the assistant's generation config.
+    """
+    target, draft, prompt = llama(0), llama(1), [0, 1]
+    for name, value in {
+        "num_assistant_tokens": k,
+        "num_assistant_tokens_schedule": "constant",
+        **settings,
+    }.items():
+        setattr(draft.generation_config, name, value)
+    ends: Any = {} if stop is None else {"stopping_criteria": StoppingCriteriaList([EndsAt(stop)])}
+    if eos is not None:
+        ends["eos_token_id"] = eos
+    mode: Callable[[], Any] = KeepFloat64 if keep_float64 else torch.no_grad
+
+    def run(prompt: list[int], budget: int) -> list[int]:
+        ids = torch.tensor([prompt])
+        with mode():
+            out = target.generate(  # type: ignore[misc]
+                ids,
+                attention_mask=torch.ones_like(ids),
+                assistant_model=draft,
+                do_sample=True,
+                max_new_tokens=budget,
+                pad_token_id=0,
+                top_k=0,
+                **ends,
+            )
+        new = out[0, len(prompt) :].tolist()
+        return new[: new.index(stop) + 1] if crop and stop in new else new
+
+    def logits(prefixes: list[list[int]]) -> Tensor:
+        with mode(), torch.no_grad():
+            return target(torch.tensor(prefixes)).logits[:, -1]
+
+    stops = tuple(token for token in (eos, stop) if token is not None)
+    return certify_function(
+        run, enumerate_plain(HFModel(target), Sampling(), prompt, tokens, stops, logits=logits)
+    )
