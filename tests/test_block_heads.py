@@ -10,15 +10,16 @@ from contracts.test_drafts import BUDGETS, Session, contract, model_of
 from test_head_contract import MADE, makes
 from test_heads import PROMPTS, observed, shake, texts
 from tiny import tiny
+from torch import nn
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import specdec as sd
 from specdec.audit.certify import certify
-from specdec.drafts.heads import Chain, DDTree, DFlash, DSpark, DynamicTree, Eagle3, Head
+from specdec.drafts.heads import Chain, DDTree, DFlash, DSpark, DynamicTree, Eagle3, Head, PEagle
 from specdec.masks import streaming
 from specdec.training.anchored import blocks, steps
 
-BLOCK = {name: MADE[name] for name in ("dflash", "dspark")}
+BLOCK = {name: MADE[name] for name in ("dflash", "dspark", "peagle")}
 STOP = Chain(stop=0.5)
 
 
@@ -44,7 +45,7 @@ def example(head, length=12, seed=0):
 def dflash(head, tokens, layers, a):
     """The outputs of all slots of one block at anchor ``a``, one slot, head and position after the other."""
     weights = dict(head.named_parameters())
-    rms = lambda x, name: torch.nn.functional.rms_norm(x, x.shape[-1:], weights[name], 1e-6)  # noqa: E731
+    rms = lambda x, name: nn.functional.rms_norm(x, x.shape[-1:], weights[name], 1e-6)  # noqa: E731
     context = torch.cat([layers[tap][0, :a] for tap in head.taps], -1) @ weights["fc.weight"].T
     context = rms(context, "hidden_norm.weight")
     mask = (
@@ -77,7 +78,7 @@ def dflash(head, tokens, layers, a):
         x = x + torch.stack(out) @ weights[f"layers.{n}.self_attn.o_proj.weight"].T
         normed = rms(x, f"layers.{n}.post_attention_layernorm.weight")
         gate, up, down = (weights[f"layers.{n}.mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
-        x = x + (torch.nn.functional.silu(normed @ gate.T) * (normed @ up.T)) @ down.T
+        x = x + (nn.functional.silu(normed @ gate.T) * (normed @ up.T)) @ down.T
     return rms(x, "norm.weight")
 
 
@@ -102,7 +103,7 @@ def test_dspark_is_deepspecs(target, kind):
     tokens, layers = example(head)
     hidden, w = dflash(head, tokens, layers, 6), dict(head.named_parameters())
     state = torch.zeros(5, dtype=torch.float64)
-    for k, (logits, said) in enumerate(steps(head, tokens, layers, 4, torch.tensor([[6]]))):
+    for k, (logits, said, _) in enumerate(steps(head, tokens, layers, 4, torch.tensor([[6]]))):
         before, h = w["markov_head.markov_w1.weight"][tokens[0, 6 + k]], hidden[k]
         s = before
         if kind == "gated":
@@ -120,6 +121,31 @@ def test_dspark_is_deepspecs(target, kind):
             w["confidence_head.proj.weight"][0] @ torch.cat([h, before]) + w["confidence_head.proj.bias"][0]
         )
         torch.testing.assert_close(said[0, 0], sure, rtol=0, atol=1e-10)
+
+
+@torch.no_grad()
+def test_peagle_is_one_causal_pass_over_pairs_and_placeholders(target):
+    """Against one pass over the whole sequence: committed pairs, then the placeholders, at successive positions."""
+    head, a = BLOCK["peagle"](target), 7
+    tokens, layers = example(head)
+    taps = torch.cat([layers[tap][:, :a] for tap in head.taps], -1)
+    both = torch.cat([head.fused(taps), head.fused(head.mask_hidden).expand(1, 3, -1)], 1)
+    mask = head.mask_embedding.weight.expand(1, 3, -1)
+    out = head.run(both, torch.cat([head.embed(tokens[:, 1 : a + 1]), mask], 1), Causal(a + 3))
+    found = blocks(head, tokens, layers, 4, torch.tensor([[a]]))[0, 0]
+    torch.testing.assert_close(found, head.logits(head.norm(out))[0, a - 1 :], rtol=0, atol=1e-10)
+
+
+class Causal:
+    """A pass over one whole sequence."""
+
+    def __init__(self, length):
+        self.positions = torch.arange(length)
+
+    def __call__(self, layer, query, key, value):
+        q, k, v = (t.transpose(1, 2) for t in (query, key, value))
+        out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return out.transpose(1, 2).flatten(-2)
 
 
 @pytest.mark.parametrize("make", MADE.values(), ids=MADE.keys())
@@ -233,7 +259,9 @@ def test_a_chain_ends_before_the_first_token_of_low_confidence(target):
                 [text[:, : anchor + 1], r.proposal.tokens[b, :size][None], torch.zeros(1, 1).long()], 1
             )
             layers = {tap: x[:, :anchor] for tap, x in known.items()}
-            said = [float(c) for _, c in steps(head, drafted, layers, asked, torch.tensor([[anchor]]))]
+            said = [
+                float(s.confidence) for s in steps(head, drafted, layers, asked, torch.tensor([[anchor]]))
+            ]
             assert all(c >= 0 for c in said[:size])
             assert size == int(r.budget[b]) or said[size] < 0
             lengths.append(size)
@@ -294,6 +322,10 @@ def test_bad_settings_are_refused(target):
         DFlash.from_target(target, block_size=1)
     with pytest.raises(ValueError, match="mask_token is 97: give an id from 0 to 96"):
         DFlash.from_target(target, mask_token=97)
+    with pytest.raises(ValueError, match="mask_token is -1"):
+        PEagle.from_target(target, mask_token=-1)
+    with pytest.raises(ValueError, match="depth is 0"):
+        PEagle.from_target(target, depth=0)
     with pytest.raises(ValueError, match="markov is 'lstm': give one of 'vanilla', 'gated', 'rnn'"):
         DSpark.from_target(target, markov="lstm")
     with pytest.raises(ValueError, match="rank is 0: give at least 1"):

@@ -9,5 +9,17 @@ from specdec.drafts.heads.dynamic_tree import DynamicTree
 from specdec.drafts.heads.eagle3 import Eagle3
 from specdec.drafts.heads.features import Features
 from specdec.drafts.heads.model import HeadModel
+from specdec.drafts.heads.peagle import PEagle
 
-__all__ = ["Chain", "DDTree", "DFlash", "DSpark", "DynamicTree", "Eagle3", "Features", "Head", "HeadModel"]
+__all__ = [
+    "Chain",
+    "DDTree",
+    "DFlash",
+    "DSpark",
+    "DynamicTree",
+    "Eagle3",
+    "Features",
+    "Head",
+    "HeadModel",
+    "PEagle",
+]

@@ -11,8 +11,9 @@ from specdec.drafts.heads.dflash import DFlash
 from specdec.drafts.heads.dspark import DSpark
 from specdec.drafts.heads.eagle3 import Eagle3
 from specdec.drafts.heads.model import FILE, HeadModel
+from specdec.drafts.heads.peagle import PEagle
 
-HEADS: tuple[type[HeadModel], ...] = (Eagle3, DFlash, DSpark)
+HEADS: tuple[type[HeadModel], ...] = (Eagle3, PEagle, DFlash, DSpark)
 """The library's own heads, which are loaded from folders by name; a head of your own is loaded by its class."""
 
 
