@@ -15,11 +15,11 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import specdec as sd
 from specdec.audit.certify import certify
-from specdec.drafts.heads import Chain, DDTree, DFlash, DSpark, DynamicTree, Eagle3, Head, PEagle
+from specdec.drafts.heads import Chain, DDTree, DFlash, DFlash2, DSpark, DynamicTree, Eagle3, Head, PEagle
 from specdec.masks import streaming
 from specdec.training.anchored import blocks, steps
 
-BLOCK = {name: MADE[name] for name in ("dflash", "dspark", "peagle")}
+BLOCK = {name: MADE[name] for name in ("dflash", "dspark", "peagle", "dflash2")}
 STOP = Chain(stop=0.5)
 
 
@@ -42,6 +42,19 @@ def example(head, length=12, seed=0):
     }
 
 
+def convolved(weights, name, side, x, normed):
+    """DFlash2's convolution, channel by channel; ``x`` itself in heads without."""
+    base = weights.get(f"{name}.base_kernel")
+    if base is None:
+        return x
+    delta = (normed @ weights[f"{name}.kernel_projection.weight"].T).unflatten(-1, (2, base.shape[1], -1))
+    out, group = torch.zeros_like(x), x.shape[1] // delta.shape[-1]
+    for i, c, t in product(range(len(x)), range(x.shape[1]), range(base.shape[1])):
+        if i >= t:
+            out[i, c] += (base[side, t, c] + delta[i, side, t, c // group]) * x[i - t, c]
+    return out
+
+
 def dflash(head, tokens, layers, a):
     """The outputs of all slots of one block at anchor ``a``, one slot, head and position after the other."""
     weights = dict(head.named_parameters())
@@ -57,7 +70,8 @@ def dflash(head, tokens, layers, a):
     at = torch.arange(a + head.block_size)
     cos, sin = head.rotary.module(x, at[None])
     for n in range(len(head.layers)):
-        own = rms(x, f"layers.{n}.input_layernorm.weight")
+        normed = rms(x, f"layers.{n}.input_layernorm.weight")
+        own = convolved(weights, f"layers.{n}.attention_conv", 0, normed, normed)
         both = torch.cat([context, own])
 
         def of(kind, rows, normed=True, n=n):
@@ -75,10 +89,13 @@ def dflash(head, tokens, layers, a):
                 weight = (keys[0, h // 2] @ queries[0, h, a + slot] * 8**-0.5).softmax(-1)
                 each.append(weight @ values[:, h // 2])
             out.append(torch.cat(each))
-        x = x + torch.stack(out) @ weights[f"layers.{n}.self_attn.o_proj.weight"].T
+        out = torch.stack(out) @ weights[f"layers.{n}.self_attn.o_proj.weight"].T
+        x = x + convolved(weights, f"layers.{n}.attention_conv", 1, out, normed)
         normed = rms(x, f"layers.{n}.post_attention_layernorm.weight")
         gate, up, down = (weights[f"layers.{n}.mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
-        x = x + (nn.functional.silu(normed @ gate.T) * (normed @ up.T)) @ down.T
+        own = convolved(weights, f"layers.{n}.mlp_conv", 0, normed, normed)
+        out = (nn.functional.silu(own @ gate.T) * (own @ up.T)) @ down.T
+        x = x + convolved(weights, f"layers.{n}.mlp_conv", 1, out, normed)
     return rms(x, "norm.weight")
 
 
@@ -121,6 +138,34 @@ def test_dspark_is_deepspecs(target, kind):
             w["confidence_head.proj.weight"][0] @ torch.cat([h, before]) + w["confidence_head.proj.bias"][0]
         )
         torch.testing.assert_close(said[0, 0], sure, rtol=0, atol=1e-10)
+
+
+@torch.no_grad()
+def test_dflash2_is_the_papers(target):
+    """Convolutions channel by channel, and the scores of each slot's candidates one by one."""
+    head = makes(DFlash2, blocks=2, block_size=4, conv_size=3, conv_group=8, rank=5, top_k=6)(target)
+    tokens, layers = example(head)
+    found = blocks(head, tokens, layers, 3, torch.tensor([[7]]))[0, 0]
+    hidden, w = dflash(head, tokens, layers, 7)[1:], dict(head.named_parameters())
+    expected = torch.full_like(found, float("-inf"))
+    for k, h in enumerate(hidden):
+        logits = head.of_target.logits(h)
+        before = w["candidate_selector.predecessor_codebook"][tokens[0, 7 + k]]
+        mixed = before * (w["candidate_selector.hidden_projection.weight"] @ h)
+        for b in logits.argsort(descending=True)[:6]:
+            expected[k, b] = logits[b] + mixed @ w["candidate_selector.successor_codebook"][b]
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+
+
+def test_a_new_dflash2_begins_as_dflash(target):
+    """The convolutions are the identity, so the candidates are those of a DFlash with the same weights."""
+    head = DFlash2.from_target(target, (0, 2), blocks=2, block_size=4)
+    plain = DFlash.from_target(target, (0, 2), blocks=2, block_size=4)
+    mine = head.state_dict()
+    plain.load_state_dict({name: mine[name] for name in plain.state_dict()})
+    tokens, layers = example(head)
+    (one, *_), (two, *_) = (list(steps(h, tokens, layers, 1, torch.tensor([[5]]))) for h in (head, plain))
+    torch.testing.assert_close(one.memo.logits[..., 0, :], two.logits, rtol=0, atol=1e-12)
 
 
 @torch.no_grad()
@@ -285,7 +330,7 @@ def test_output_is_the_targets_for_every_family(name, family):
     target = sd.HFModel(tiny(family))
     head = BLOCK[name](target)
     prompts, budgets = [[1, 2, 3], [5] * 12], [9, 5]
-    trees = [Chain(), DDTree(5)] if head.marginal else [STOP]
+    trees = [STOP if head.confident else Chain()] + [DDTree(5)] * head.marginal
     for greedy in (True, False):
         plain = texts(target, None, greedy, length=3, prompts=prompts, budgets=budgets)
         for tree in trees:
@@ -296,7 +341,8 @@ def test_output_is_the_targets_for_every_family(name, family):
 @pytest.mark.parametrize("name", BLOCK)
 def test_output_is_the_targets_in_a_pipeline_and_in_a_stream(target, name):
     head = BLOCK[name](target)
-    chain, tree = Head(head, Chain() if head.marginal else STOP), DDTree(5) if head.marginal else STOP
+    chain = Head(head, STOP if head.confident else Chain())
+    tree = DDTree(5) if head.marginal else DynamicTree(3, 3, 6)
     for greedy in (True, False):
         plain = texts(target, None, greedy)
         assert texts(target, Head(head, tree), greedy, sd.executors.Pipelined(3), 3) == plain
@@ -324,6 +370,8 @@ def test_bad_settings_are_refused(target):
         DFlash.from_target(target, mask_token=97)
     with pytest.raises(ValueError, match="mask_token is -1"):
         PEagle.from_target(target, mask_token=-1)
+    with pytest.raises(ValueError, match="conv_group is 5: give a divisor of the hidden size, 32"):
+        DFlash2.from_target(target, conv_group=5)
     with pytest.raises(ValueError, match="depth is 0"):
         PEagle.from_target(target, depth=0)
     with pytest.raises(ValueError, match="markov is 'lstm': give one of 'vanilla', 'gated', 'rnn'"):

@@ -13,7 +13,7 @@ from torch import nn
 
 import specdec as sd
 from specdec.audit.certify import certify
-from specdec.drafts.heads import DFlash, DSpark, DynamicTree, Eagle3, Head, HeadModel, PEagle
+from specdec.drafts.heads import DFlash, DFlash2, DSpark, DynamicTree, Eagle3, Head, HeadModel, PEagle
 from specdec.drafts.heads.layers import Attention, Rotary, config_like
 from specdec.drafts.spire import SpireModel
 from specdec.masks import streaming
@@ -102,8 +102,19 @@ MADE = {
     "dflash": makes(DFlash, blocks=2, block_size=4),
     "dspark": makes(DSpark, blocks=2, block_size=3, rank=5, markov="rnn"),
     "peagle": makes(PEagle, (0, 2, "final"), blocks=2, depth=4),
+    "dflash2": makes(DFlash2, blocks=2, block_size=4, rank=5, top_k=6),
 }
 OTHERS = {
+    "dflash2, anchor first, window": makes(
+        DFlash2,
+        blocks=1,
+        block_size=3,
+        anchor_first=True,
+        conv_size=3,
+        conv_group=8,
+        rank=5,
+        mask=streaming(5, 1),
+    ),
     "peagle, window": makes(
         PEagle, blocks=1, depth=3, norm_before_fc=True, fc_norm=True, mask=streaming(5, 1)
     ),
@@ -234,7 +245,7 @@ def test_states_for_training_are_what_the_target_returns_in_decoding(family):
 @every_head
 def test_every_weight_learns(target, make):
     """Teacher-forced training of all anchors lowers the loss, and reaches every weight."""
-    head = make(target)
+    head = make(target).train()
     tokens = torch.randint(0, 97, (4, 24), generator=torch.Generator().manual_seed(0))
     layers = layers_of(
         head, target_states(target.model, tokens, [tap for tap in head.taps if tap != "final"])

@@ -3,6 +3,7 @@
 from specdec.drafts.heads.chain import Chain
 from specdec.drafts.heads.ddtree import DDTree
 from specdec.drafts.heads.dflash import DFlash
+from specdec.drafts.heads.dflash2 import DFlash2
 from specdec.drafts.heads.draft import Head
 from specdec.drafts.heads.dspark import DSpark
 from specdec.drafts.heads.dynamic_tree import DynamicTree
@@ -15,6 +16,7 @@ __all__ = [
     "Chain",
     "DDTree",
     "DFlash",
+    "DFlash2",
     "DSpark",
     "DynamicTree",
     "Eagle3",
