@@ -352,6 +352,17 @@ def test_output_is_the_targets_in_a_pipeline_and_in_a_stream(target, name):
 
 
 @pytest.mark.parametrize("name", BLOCK)
+def test_the_memory_of_a_window_is_constant(target, name):
+    head = BLOCK[name](target, mask=streaming(6, 2))
+    sizes = set()
+    for capacity in (200, 400):
+        context = sd.Context.of([[1, 2]], capacity=capacity)
+        sizes.add(Head(head).init(context, None).ring.slots)
+    assert len(sizes) == 1
+    assert sizes.pop() < 100
+
+
+@pytest.mark.parametrize("name", BLOCK)
 def test_a_head_is_a_folder(target, tmp_path, name):
     head = BLOCK[name](target, mask=streaming(4), vocabulary=range(0, 97, 3))
     head.save_pretrained(tmp_path)
