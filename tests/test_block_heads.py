@@ -10,15 +10,16 @@ from contracts.test_drafts import BUDGETS, Session, contract, model_of
 from test_head_contract import MADE, makes
 from test_heads import PROMPTS, observed, shake, texts
 from tiny import tiny
+from torch import nn
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import specdec as sd
 from specdec.audit.certify import certify
-from specdec.drafts.heads import Chain, DDTree, DFlash, DSpark, DynamicTree, Eagle3, Head
+from specdec.drafts.heads import Chain, DDTree, DFlash, DFlash2, DSpark, DynamicTree, Eagle3, Head, PEagle
 from specdec.masks import streaming
 from specdec.training.anchored import blocks, steps
 
-BLOCK = {name: MADE[name] for name in ("dflash", "dspark")}
+BLOCK = {name: MADE[name] for name in ("dflash", "dspark", "peagle", "dflash2")}
 STOP = Chain(stop=0.5)
 
 
@@ -41,10 +42,23 @@ def example(head, length=12, seed=0):
     }
 
 
+def convolved(weights, name, side, x, normed):
+    """DFlash2's convolution, channel by channel; ``x`` itself in heads without."""
+    base = weights.get(f"{name}.base_kernel")
+    if base is None:
+        return x
+    delta = (normed @ weights[f"{name}.kernel_projection.weight"].T).unflatten(-1, (2, base.shape[1], -1))
+    out, group = torch.zeros_like(x), x.shape[1] // delta.shape[-1]
+    for i, c, t in product(range(len(x)), range(x.shape[1]), range(base.shape[1])):
+        if i >= t:
+            out[i, c] += (base[side, t, c] + delta[i, side, t, c // group]) * x[i - t, c]
+    return out
+
+
 def dflash(head, tokens, layers, a):
     """The outputs of all slots of one block at anchor ``a``, one slot, head and position after the other."""
     weights = dict(head.named_parameters())
-    rms = lambda x, name: torch.nn.functional.rms_norm(x, x.shape[-1:], weights[name], 1e-6)  # noqa: E731
+    rms = lambda x, name: nn.functional.rms_norm(x, x.shape[-1:], weights[name], 1e-6)  # noqa: E731
     context = torch.cat([layers[tap][0, :a] for tap in head.taps], -1) @ weights["fc.weight"].T
     context = rms(context, "hidden_norm.weight")
     mask = (
@@ -56,7 +70,8 @@ def dflash(head, tokens, layers, a):
     at = torch.arange(a + head.block_size)
     cos, sin = head.rotary.module(x, at[None])
     for n in range(len(head.layers)):
-        own = rms(x, f"layers.{n}.input_layernorm.weight")
+        normed = rms(x, f"layers.{n}.input_layernorm.weight")
+        own = convolved(weights, f"layers.{n}.attention_conv", 0, normed, normed)
         both = torch.cat([context, own])
 
         def of(kind, rows, normed=True, n=n):
@@ -74,10 +89,13 @@ def dflash(head, tokens, layers, a):
                 weight = (keys[0, h // 2] @ queries[0, h, a + slot] * 8**-0.5).softmax(-1)
                 each.append(weight @ values[:, h // 2])
             out.append(torch.cat(each))
-        x = x + torch.stack(out) @ weights[f"layers.{n}.self_attn.o_proj.weight"].T
+        out = torch.stack(out) @ weights[f"layers.{n}.self_attn.o_proj.weight"].T
+        x = x + convolved(weights, f"layers.{n}.attention_conv", 1, out, normed)
         normed = rms(x, f"layers.{n}.post_attention_layernorm.weight")
         gate, up, down = (weights[f"layers.{n}.mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
-        x = x + (torch.nn.functional.silu(normed @ gate.T) * (normed @ up.T)) @ down.T
+        own = convolved(weights, f"layers.{n}.mlp_conv", 0, normed, normed)
+        out = (nn.functional.silu(own @ gate.T) * (own @ up.T)) @ down.T
+        x = x + convolved(weights, f"layers.{n}.mlp_conv", 1, out, normed)
     return rms(x, "norm.weight")
 
 
@@ -102,7 +120,7 @@ def test_dspark_is_deepspecs(target, kind):
     tokens, layers = example(head)
     hidden, w = dflash(head, tokens, layers, 6), dict(head.named_parameters())
     state = torch.zeros(5, dtype=torch.float64)
-    for k, (logits, said) in enumerate(steps(head, tokens, layers, 4, torch.tensor([[6]]))):
+    for k, (logits, said, _) in enumerate(steps(head, tokens, layers, 4, torch.tensor([[6]]))):
         before, h = w["markov_head.markov_w1.weight"][tokens[0, 6 + k]], hidden[k]
         s = before
         if kind == "gated":
@@ -120,6 +138,59 @@ def test_dspark_is_deepspecs(target, kind):
             w["confidence_head.proj.weight"][0] @ torch.cat([h, before]) + w["confidence_head.proj.bias"][0]
         )
         torch.testing.assert_close(said[0, 0], sure, rtol=0, atol=1e-10)
+
+
+@torch.no_grad()
+def test_dflash2_is_the_papers(target):
+    """Convolutions channel by channel, and the scores of each slot's candidates one by one."""
+    head = makes(DFlash2, blocks=2, block_size=4, conv_size=3, conv_group=8, rank=5, top_k=6)(target)
+    tokens, layers = example(head)
+    found = blocks(head, tokens, layers, 3, torch.tensor([[7]]))[0, 0]
+    hidden, w = dflash(head, tokens, layers, 7)[1:], dict(head.named_parameters())
+    expected = torch.full_like(found, float("-inf"))
+    for k, h in enumerate(hidden):
+        logits = head.of_target.logits(h)
+        before = w["candidate_selector.predecessor_codebook"][tokens[0, 7 + k]]
+        mixed = before * (w["candidate_selector.hidden_projection.weight"] @ h)
+        for b in logits.argsort(descending=True)[:6]:
+            expected[k, b] = logits[b] + mixed @ w["candidate_selector.successor_codebook"][b]
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+
+
+def test_a_new_dflash2_begins_as_dflash(target):
+    """The convolutions are the identity, so the candidates are those of a DFlash with the same weights."""
+    head = DFlash2.from_target(target, (0, 2), blocks=2, block_size=4)
+    plain = DFlash.from_target(target, (0, 2), blocks=2, block_size=4)
+    mine = head.state_dict()
+    plain.load_state_dict({name: mine[name] for name in plain.state_dict()})
+    tokens, layers = example(head)
+    (one, *_), (two, *_) = (list(steps(h, tokens, layers, 1, torch.tensor([[5]]))) for h in (head, plain))
+    torch.testing.assert_close(one.memo.logits[..., 0, :], two.logits, rtol=0, atol=1e-12)
+
+
+@torch.no_grad()
+def test_peagle_is_one_causal_pass_over_pairs_and_placeholders(target):
+    """Against one pass over the whole sequence: committed pairs, then the placeholders, at successive positions."""
+    head, a = BLOCK["peagle"](target), 7
+    tokens, layers = example(head)
+    taps = torch.cat([layers[tap][:, :a] for tap in head.taps], -1)
+    both = torch.cat([head.fused(taps), head.fused(head.mask_hidden).expand(1, 3, -1)], 1)
+    mask = head.mask_embedding.weight.expand(1, 3, -1)
+    out = head.run(both, torch.cat([head.embed(tokens[:, 1 : a + 1]), mask], 1), Causal(a + 3))
+    found = blocks(head, tokens, layers, 4, torch.tensor([[a]]))[0, 0]
+    torch.testing.assert_close(found, head.logits(head.norm(out))[0, a - 1 :], rtol=0, atol=1e-10)
+
+
+class Causal:
+    """A pass over one whole sequence."""
+
+    def __init__(self, length):
+        self.positions = torch.arange(length)
+
+    def __call__(self, layer, query, key, value):
+        q, k, v = (t.transpose(1, 2) for t in (query, key, value))
+        out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return out.transpose(1, 2).flatten(-2)
 
 
 @pytest.mark.parametrize("make", MADE.values(), ids=MADE.keys())
@@ -233,7 +304,9 @@ def test_a_chain_ends_before_the_first_token_of_low_confidence(target):
                 [text[:, : anchor + 1], r.proposal.tokens[b, :size][None], torch.zeros(1, 1).long()], 1
             )
             layers = {tap: x[:, :anchor] for tap, x in known.items()}
-            said = [float(c) for _, c in steps(head, drafted, layers, asked, torch.tensor([[anchor]]))]
+            said = [
+                float(s.confidence) for s in steps(head, drafted, layers, asked, torch.tensor([[anchor]]))
+            ]
             assert all(c >= 0 for c in said[:size])
             assert size == int(r.budget[b]) or said[size] < 0
             lengths.append(size)
@@ -257,7 +330,7 @@ def test_output_is_the_targets_for_every_family(name, family):
     target = sd.HFModel(tiny(family))
     head = BLOCK[name](target)
     prompts, budgets = [[1, 2, 3], [5] * 12], [9, 5]
-    trees = [Chain(), DDTree(5)] if head.marginal else [STOP]
+    trees = [STOP if head.confident else Chain()] + [DDTree(5)] * head.marginal
     for greedy in (True, False):
         plain = texts(target, None, greedy, length=3, prompts=prompts, budgets=budgets)
         for tree in trees:
@@ -268,13 +341,25 @@ def test_output_is_the_targets_for_every_family(name, family):
 @pytest.mark.parametrize("name", BLOCK)
 def test_output_is_the_targets_in_a_pipeline_and_in_a_stream(target, name):
     head = BLOCK[name](target)
-    chain, tree = Head(head, Chain() if head.marginal else STOP), DDTree(5) if head.marginal else STOP
+    chain = Head(head, STOP if head.confident else Chain())
+    tree = DDTree(5) if head.marginal else DynamicTree(3, 3, 6)
     for greedy in (True, False):
         plain = texts(target, None, greedy)
         assert texts(target, Head(head, tree), greedy, sd.executors.Pipelined(3), 3) == plain
         assert texts(target, chain, greedy, sd.executors.Optimistic(threads=False), 3) == plain
     decoder = sd.decoder(target).greedy().draft(chain, 3).build()
     assert [t for chunk in decoder.stream(PROMPTS[0], 24) for t in chunk.ids] == texts(target, None, True)[0]
+
+
+@pytest.mark.parametrize("name", BLOCK)
+def test_the_memory_of_a_window_is_constant(target, name):
+    head = BLOCK[name](target, mask=streaming(6, 2))
+    sizes = set()
+    for capacity in (200, 400):
+        context = sd.Context.of([[1, 2]], capacity=capacity)
+        sizes.add(Head(head).init(context, None).ring.slots)
+    assert len(sizes) == 1
+    assert sizes.pop() < 100
 
 
 @pytest.mark.parametrize("name", BLOCK)
@@ -294,6 +379,12 @@ def test_bad_settings_are_refused(target):
         DFlash.from_target(target, block_size=1)
     with pytest.raises(ValueError, match="mask_token is 97: give an id from 0 to 96"):
         DFlash.from_target(target, mask_token=97)
+    with pytest.raises(ValueError, match="mask_token is -1"):
+        PEagle.from_target(target, mask_token=-1)
+    with pytest.raises(ValueError, match="conv_group is 5: give a divisor of the hidden size, 32"):
+        DFlash2.from_target(target, conv_group=5)
+    with pytest.raises(ValueError, match="depth is 0"):
+        PEagle.from_target(target, depth=0)
     with pytest.raises(ValueError, match="markov is 'lstm': give one of 'vanilla', 'gated', 'rnn'"):
         DSpark.from_target(target, markov="lstm")
     with pytest.raises(ValueError, match="rank is 0: give at least 1"):

@@ -13,7 +13,7 @@ from torch import nn
 
 import specdec as sd
 from specdec.audit.certify import certify
-from specdec.drafts.heads import DFlash, DSpark, DynamicTree, Eagle3, Head, HeadModel
+from specdec.drafts.heads import DFlash, DFlash2, DSpark, DynamicTree, Eagle3, Head, HeadModel, PEagle
 from specdec.drafts.heads.layers import Attention, Rotary, config_like
 from specdec.drafts.spire import SpireModel
 from specdec.masks import streaming
@@ -101,8 +101,24 @@ MADE = {
     "bare": makes(Bare, ("final",)),
     "dflash": makes(DFlash, blocks=2, block_size=4),
     "dspark": makes(DSpark, blocks=2, block_size=3, rank=5, markov="rnn"),
+    "peagle": makes(PEagle, (0, 2, "final"), blocks=2, depth=4),
+    "dflash2": makes(DFlash2, blocks=2, block_size=4, rank=5, top_k=6),
 }
 OTHERS = {
+    "dflash2, anchor first, window": makes(
+        DFlash2,
+        blocks=1,
+        block_size=3,
+        anchor_first=True,
+        conv_size=3,
+        conv_group=8,
+        rank=5,
+        mask=streaming(5, 1),
+    ),
+    "peagle, window": makes(
+        PEagle, blocks=1, depth=3, norm_before_fc=True, fc_norm=True, mask=streaming(5, 1)
+    ),
+    "peagle, mask token": makes(PEagle, blocks=1, depth=3, mask_token=96, own_embedding=True),
     "dflash, anchor first": makes(DFlash, blocks=1, block_size=3, anchor_first=True, mask_token=96),
     "dflash, window": makes(DFlash, blocks=2, block_size=5, mask=streaming(5, 1)),
     "dflash, own ends": makes(DFlash, blocks=1, block_size=4, own_embedding=True, own_head=True),
@@ -229,7 +245,7 @@ def test_states_for_training_are_what_the_target_returns_in_decoding(family):
 @every_head
 def test_every_weight_learns(target, make):
     """Teacher-forced training of all anchors lowers the loss, and reaches every weight."""
-    head = make(target)
+    head = make(target).train()
     tokens = torch.randint(0, 97, (4, 24), generator=torch.Generator().manual_seed(0))
     layers = layers_of(
         head, target_states(target.model, tokens, [tap for tap in head.taps if tap != "final"])
@@ -237,11 +253,11 @@ def test_every_weight_learns(target, make):
     optimiser, losses = torch.optim.Adam(head.parameters(), 0.01), []
     for _ in range(8):
         made = list(steps(head, tokens, layers, 3))
-        logits = torch.stack([one for one, _ in made], 2)
+        logits = torch.stack([one.logits for one in made], 2)
         wanted = tokens.unfold(1, 3, 1)[:, 2:]  # [B, A, k]
         loss = nn.functional.cross_entropy(logits.flatten(0, 2), wanted.flatten())
         if head.confident:
-            loss = loss - sum(nn.functional.logsigmoid(said).mean() for _, said in made)
+            loss = loss - sum(nn.functional.logsigmoid(one.confidence).mean() for one in made)
         optimiser.zero_grad()
         loss.backward()
         assert all(p.grad is not None and bool(p.grad.abs().sum() > 0) for p in head.parameters())

@@ -10,7 +10,7 @@ from contracts.test_drafts import Session, contract, model_of, play
 from tiny import tiny
 
 import specdec as sd
-from specdec.drafts.heads import DynamicTree, Eagle3, Head
+from specdec.drafts.heads import Chain, DDTree, DFlash, DSpark, DynamicTree, Eagle3, Head
 from specdec.forward.ends import Ends
 from specdec.masks import streaming
 from specdec.training.anchored import blocks
@@ -162,11 +162,21 @@ def test_a_block_drafted_ahead_is_the_one_that_would_be_drafted(target):
     assert counter.made > 10
 
 
-@pytest.mark.parametrize("tree", [{}, {"tree": DynamicTree(3, 3, 6)}], ids=["chain", "tree"])
-@pytest.mark.parametrize("mask", [None, streaming(6, 2)], ids=["whole text", "window"])
-def test_rows_that_join_and_leave_propose_what_they_propose_alone(target, tree, mask):
-    head = shake(Eagle3.from_target(target, blocks=2, mask=mask))
-    decoder = sd.decoder(target).greedy().draft(Head(head, **tree), 3).build()
+TREE, WINDOW = DynamicTree(3, 3, 6), {"mask": streaming(6, 2)}
+JOINING = {
+    "chain": (Eagle3, {}, Chain()),
+    "tree": (Eagle3, {}, TREE),
+    "chain, window": (Eagle3, WINDOW, Chain()),
+    "tree, window": (Eagle3, WINDOW, TREE),
+    "dflash, window": (DFlash, {"block_size": 5, **WINDOW}, DDTree(6)),
+    "dspark, stop": (DSpark, {"rank": 5}, Chain(stop=0.4)),
+}
+
+
+@pytest.mark.parametrize(("kind", "settings", "tree"), JOINING.values(), ids=JOINING.keys())
+def test_rows_that_join_and_leave_propose_what_they_propose_alone(target, kind, settings, tree):
+    head = shake(kind.from_target(target, blocks=2, **settings))
+    decoder = sd.decoder(target).greedy().draft(Head(head, tree), 3).build()
     prompts, budgets = [PROMPTS[0], PROMPTS[1], [5] * 90, PROMPTS[3]] * 2, BUDGETS * 2
 
     def noted(into):

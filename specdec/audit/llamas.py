@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from specdec import drafts
 from specdec.audit.composed import Composition
 from specdec.builder import decoder
-from specdec.drafts.heads import DynamicTree, Eagle3
+from specdec.drafts.heads import Chain, DDTree, DFlash, DSpark, DynamicTree, Eagle3
 from specdec.drafts.spire.model import SpireModel
 from specdec.executors import Optimistic
 from specdec.masks import Causal, Window
@@ -52,13 +52,27 @@ def pairs() -> Iterator[Composition]:
         builder = base.draft(sparse, length=2)  # type: ignore[arg-type]
         yield Composition(f"float64 llama, {name}", builder, (4, 3), ((0, 1, 2, 0, 1), (2, 1)), said)
     head = Eagle3.from_target(target, (0, 1, "final"), vocabulary=[0, 2], blocks=2, norm_output=True)
+    flash = DFlash.from_target(target, (0, 1), vocabulary=[0, 2], blocks=1, block_size=3)
+    spark = DSpark.from_target(target, (0, 1), blocks=1, block_size=2, rank=4, markov="rnn")
+    _unsettled(spark)
     tree, starts = drafts.Head(head, DynamicTree(2, 2, 3)), ((0, 1, 2, 0, 1), (2, 1))
     for name, builder in {
         "EAGLE-3 k=2, two ids": base.draft(drafts.Head(head), length=2),
         "EAGLE-2's tree": base.draft(tree, length=2),
         "optimistic, EAGLE-3 k=2": base.draft(drafts.Head(head), length=2).executor(Optimistic()),
+        "DFlash k=2, two ids": base.draft(drafts.Head(flash), length=2),
+        "DDTree": base.draft(drafts.Head(flash, DDTree(3)), length=2),
+        "DSpark k=2, ended by its confidence": base.draft(drafts.Head(spark, Chain(stop=0.5)), length=2),
     }.items():
         yield Composition(f"float64 llama, {name}", builder, (4, 3), starts, said)
+
+
+def _unsettled(head: torch.nn.Module) -> None:
+    """Weights with which confidences are on both sides of one half."""
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in head.parameters():
+            p.add_(torch.randn(p.shape, generator=draw, dtype=p.dtype) * 0.3)
 
 
 def _even(b: Any, h: Any, q_position: Any, kv_position: Any) -> Any:

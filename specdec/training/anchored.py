@@ -7,7 +7,7 @@ and a block of slots it is DFlash's training. ``tests/test_heads.py`` compares i
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,12 +26,25 @@ def blocks(
     Returns:
         ``[B, A, k, V]``; entry ``[b, i, n]`` is over ``tokens[b, anchors[b, i] + 1 + n]``, or ``[..., K]`` over a reduced vocabulary.
     """
-    return torch.stack([logits for logits, _ in steps(head, tokens, layers, k, anchors)], 2)
+    return torch.stack([one.logits for one in steps(head, tokens, layers, k, anchors)], 2)
+
+
+class Step(NamedTuple):
+    """One step of all blocks.
+
+    Attributes:
+        logits: ``[B, A, V]``, or ``[B, A, K]`` over a reduced vocabulary. confidence: ``[B, A]`` logits, of a head that has one. memo: what the
+            head's step returned beside its logits.
+    """
+
+    logits: Tensor
+    confidence: Tensor | None
+    memo: Any
 
 
 def steps(
     head: HeadModel, tokens: Tensor, layers: Mapping[Tap, Tensor], k: int, anchors: Tensor | None = None
-) -> Iterator[tuple[Tensor, Tensor | None]]:
+) -> Iterator[Step]:
     """The head's ``k`` steps after every anchor, where the tokens of the block are the text's.
 
     Args:
@@ -39,8 +52,7 @@ def steps(
             positions. anchors: ``[B, A]`` positions from 1 to T; a block of an anchor ``a`` begins with the prediction of
             ``tokens[a + 1]``. ``None``: all for which the text has the whole block, 1 to ``L - 1 - k``.
     Yields:
-        Of step n the logits ``[B, A, V]`` over ``tokens[b, anchors[b, i] + 1 + n]`` (``[..., K]`` over a reduced vocabulary), and the logits
-        ``[B, A]`` of the head's confidence, if it has one.
+        Step n, whose logits are over ``tokens[b, anchors[b, i] + 1 + n]``.
     Raises:
         ValueError: no anchors, anchors outside of the text, or a block longer than the head's.
     """
@@ -62,7 +74,7 @@ def steps(
     for n in range(k):
         token = tokens[row, anchors + n]
         logits, memo = head.step(n, memo, token, at)
-        yield logits, head.confidence(n, memo, token) if head.confident else None
+        yield Step(logits, head.confidence(n, memo, token) if head.confident else None, memo)
 
 
 def layers_of(head: HeadModel, batch: Batch) -> dict[Tap, Tensor]:

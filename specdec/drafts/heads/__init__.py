@@ -3,11 +3,25 @@
 from specdec.drafts.heads.chain import Chain
 from specdec.drafts.heads.ddtree import DDTree
 from specdec.drafts.heads.dflash import DFlash
+from specdec.drafts.heads.dflash2 import DFlash2
 from specdec.drafts.heads.draft import Head
 from specdec.drafts.heads.dspark import DSpark
 from specdec.drafts.heads.dynamic_tree import DynamicTree
 from specdec.drafts.heads.eagle3 import Eagle3
 from specdec.drafts.heads.features import Features
 from specdec.drafts.heads.model import HeadModel
+from specdec.drafts.heads.peagle import PEagle
 
-__all__ = ["Chain", "DDTree", "DFlash", "DSpark", "DynamicTree", "Eagle3", "Features", "Head", "HeadModel"]
+__all__ = [
+    "Chain",
+    "DDTree",
+    "DFlash",
+    "DFlash2",
+    "DSpark",
+    "DynamicTree",
+    "Eagle3",
+    "Features",
+    "Head",
+    "HeadModel",
+    "PEagle",
+]

@@ -29,7 +29,7 @@ class Chain:
 
     stop: float = 0.0
     trees = False
-    longest: int | None = None
+    longest = None
 
     def __post_init__(self) -> None:
         number("stop", self.stop)

@@ -32,7 +32,7 @@ class DDTree:
 
     total: int = 59
     trees = True
-    longest: int | None = None
+    longest = None
 
     def __post_init__(self) -> None:
         at_least(1, "total", self.total, "give at least 1")

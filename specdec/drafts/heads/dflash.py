@@ -16,7 +16,7 @@ from transformers import LlamaConfig
 from specdec.arguments import at_least
 from specdec.drafts.heads.contract import Anchors, Pass
 from specdec.drafts.heads.features import Features, Tap
-from specdec.drafts.heads.layers import Block, Rotary, norm
+from specdec.drafts.heads.layers import Block, Rotary, mask_embedding, norm
 from specdec.drafts.heads.model import HeadModel
 
 
@@ -50,10 +50,6 @@ class DFlash(HeadModel):
         at_least(1, "blocks", blocks, "a head has at least 1 block")
         least = 1 if anchor_first else 2
         at_least(least, "block_size", block_size, f"a block that predicts a token has at least {least} slots")
-        if mask_token is not None and not 0 <= mask_token < config.vocab_size:
-            raise ValueError(
-                f"mask_token is {mask_token}: give an id from 0 to {config.vocab_size - 1}, or None for a vector of the head's own"
-            )
         super().__init__(
             config, taps, blocks=blocks, block_size=block_size, anchor_first=anchor_first, mask_token=mask_token,
             **shared,
@@ -64,7 +60,7 @@ class DFlash(HeadModel):
         self.fc, self.hidden_norm = nn.Linear(len(self.taps) * width, width, bias=False), norm(config)
         self.layers = nn.ModuleList(Block(config, head_norms=True) for _ in range(blocks))
         self.norm, self.rotary = norm(config), Rotary(config)
-        self.mask_embedding = nn.Embedding(1, width) if mask_token is None else None
+        self.mask_embedding = mask_embedding(config, mask_token)
 
     @classmethod
     def default_taps(cls, blocks: int) -> Sequence[Tap]:

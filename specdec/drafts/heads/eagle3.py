@@ -87,24 +87,30 @@ class Eagle3(HeadModel):
 
     def read(self, features: Features, go: Pass) -> Tensor:
         """As ``HeadModel.read``: the outputs of committed pairs are carried."""
-        taps = [features.layers[tap] for tap in self.taps]
-        if self.fc_norm is not None:
-            taps = [by(x) for by, x in zip(self.fc_norm, taps)]
-        fused = torch.cat(taps, -1)
-        return self._run(
-            self.fc(fused if self.input_norm is None else self.input_norm(fused)), features.following, go
-        )
+        taps = torch.cat([features.layers[tap] for tap in self.taps], -1)
+        return self.run(self.fused(taps), self.embed(features.following), go)
 
     def step(self, n: int, memo: Tensor, token: Tensor, at: Anchors) -> tuple[Tensor, Tensor]:
         """As ``HeadModel.step``: the memo is the last output."""
         if n:  # the first token is predicted from the last committed pair
-            memo = self._run(self.norm(memo) if self.norm_output else memo, token, at.slots(n - 1))
+            feature = self.norm(memo) if self.norm_output else memo
+            memo = self.run(feature, self.embed(token), at.slots(n - 1))
         return self.logits(self.norm(memo)), memo
 
-    def _run(self, feature: Tensor, token: Tensor, go: Pass) -> Tensor:
+    def fused(self, taps: Tensor) -> Tensor:
+        """One feature ``[..., E]`` of the concatenated ``taps [..., E * len(taps)]``."""
+        if self.input_norm is not None:
+            taps = self.input_norm(taps)
+        if self.fc_norm is not None:
+            each = taps.chunk(len(self.fc_norm), -1)
+            taps = torch.cat([by(x) for by, x in zip(self.fc_norm, each)], -1)
+        return self.fc(taps)
+
+    def run(self, feature: Tensor, embedded: Tensor, go: Pass) -> Tensor:
+        """The outputs ``[..., E]`` of pairs of a ``feature`` and an ``embedded`` token, each ``[..., E]``."""
         angles = self.rotary(go.positions, feature)
         first, *others = self.layers
-        x = first(feature, self.embed(token), angles, go)
+        x = first(feature, embedded, angles, go)
         for layer, block in enumerate(others, 1):
             x = block(x, angles, layer, go)
         return x

@@ -116,6 +116,21 @@ def _turned(x: Tensor, by: nn.RMSNorm | None, angles: Angles) -> Tensor:
     return rotated(x if by is None else by(x), None, angles)
 
 
+def mask_embedding(config: LlamaConfig, mask_token: int | None) -> nn.Embedding | None:
+    """A vector of the head's own for slots without a token, unless they have the embedding of the id ``mask_token``.
+
+    Raises:
+        ValueError: the id does not exist.
+    """
+    if mask_token is None:
+        return nn.Embedding(1, config.hidden_size)
+    if not 0 <= mask_token < config.vocab_size:
+        raise ValueError(
+            f"mask_token is {mask_token}: give an id from 0 to {config.vocab_size - 1}, or None for a vector of the head's own"
+        )
+    return None
+
+
 def initialise(model: nn.Module, deviation: float = 0.02) -> None:
     """Normal weights for all products."""
     for module in model.modules():

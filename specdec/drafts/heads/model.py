@@ -126,6 +126,10 @@ class HeadModel(nn.Module):
         """What ``from_target`` reads of a target of so many blocks, unless it is told."""
         return ("final",)
 
+    def initialise(self) -> None:
+        """Give a new head its weights; the target's are copied afterwards."""
+        initialise(self)
+
     # -- what it can use -------------------------------------------------------------------------------------------------
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -249,7 +253,7 @@ class HeadModel(nn.Module):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             made = cls(sizes, taps, target=fingerprint(model), **settings)
-            initialise(made)
+            made.initialise()
         ends = Ends.of(model)
         with torch.no_grad():
             if made.embed_tokens is not None:
