@@ -470,6 +470,26 @@ made.unlink()
 made.write_bytes(b"")
 assert build.library() is not None, build.reason()
 assert build._compile().stat().st_size == size > 0
+
+# A library that somebody else put there is not loaded: other content, a link, a file that others can write.
+made, good = build._compile(), build._compile().read_bytes()
+elsewhere = made.with_name("elsewhere")
+elsewhere.write_bytes(good)
+for plant in (
+    lambda: (made.unlink(), made.write_bytes(b"planted")),
+    lambda: (made.unlink(), made.symlink_to(elsewhere)),
+    lambda: made.chmod(0o777),
+    lambda: build._digest(made).unlink(),
+):
+    assert build._trusted(made)
+    plant()
+    assert not build._trusted(made)
+    assert build._compile() == made and made.read_bytes() == good and not made.is_symlink()
+
+made.parent.chmod(0o777)
+build._made.cache_clear()
+assert build.library() is None
+assert "others can write" in build.reason() and "SPECDEC_CACHE" in build.reason()
 """
     folder = tmp_path / "cache"
     env = {**os.environ, "SPECDEC_CACHE": str(folder), "CC": str(cc)}
