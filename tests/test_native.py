@@ -385,6 +385,23 @@ def test_logits_do_not_depend_on_company(family, dtype, page):
 
 
 @needed
+def test_trees_are_not_invariant_and_refused():
+    import specdec as sd
+
+    changes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "vocab_size": 96}
+    model = tiny("llama", 0, torch.float32, **changes)
+    small = sd.HFModel(tiny("llama", 1, torch.float32, vocab_size=96))
+    wrapped = sd.HFModel(model, invariant=True)
+    tree = sd.drafts.Tree(small, widths=(2, 1))
+    with pytest.raises(
+        ValueError, match=r"takes chains only \(its family does, or invariant=True\): use drafts.Model"
+    ):
+        sd.decoder(wrapped).draft(tree).build()
+    sd.decoder(wrapped).draft(small).build()
+    sd.decoder(sd.HFModel(model)).draft(tree).build()
+
+
+@needed
 def test_a_verification_gives_the_logits_of_plain_steps():
     """To the bit, over the same prompts, in float32 without being asked to."""
     import specdec as sd

@@ -100,7 +100,7 @@ class Masked(HFModel):
                     f"the model has graphs, whose steps do not support {mask!r}: make the HFModel without graphs"
                 )
         else:
-            self.supports_trees = False
+            self.supports_trees = self._scores_trees = False
 
     def __repr__(self) -> str:
         return f"Masked({super().__repr__()}, {self.mask!r})"
