@@ -53,17 +53,20 @@ if TYPE_CHECKING:  # for type checkers and editors, to which a missing name is a
     from specdec import pruning as pruning
     from specdec import training as training
     from specdec import zoo as zoo
+    from specdec.lab.live import compare as compare
 else:
 
     def __getattr__(name: str) -> Any:
-        """Import submodules at first use (``sd.zoo``)."""
+        """Import submodules at first use (``sd.zoo``), and ``sd.compare``."""
+        if name == "compare":
+            return import_module("specdec.lab.live").compare
         if name in _LATER:
             return import_module(f"specdec.{name}")
         raise AttributeError(f"module 'specdec' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*__all__, *_LATER, *(name for name in globals() if name.startswith("__"))})
+    return sorted({*__all__, *_LATER, "compare", *(name for name in globals() if name.startswith("__"))})
 
 
 __all__ = [

@@ -213,7 +213,7 @@ class Builder:
             )
         if part.info.trees and not target.supports_trees:
             raise ValueError(
-                f"draft {part.info.name!r} proposes trees but this target family takes chains only: use "
+                f"draft {part.info.name!r} proposes trees but this target takes chains only (its family does, or invariant=True): use "
                 "drafts.Model"
             )
         able = VerifierInfo.of(self._verifier)

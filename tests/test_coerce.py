@@ -95,6 +95,25 @@ def test_a_trimmed_model_drafts(target):
     assert logits.shape[-1] == small.config.vocab_size
 
 
+@pytest.mark.parametrize("how", [{"graphs": "eager"}, {"page": 16}, {"attention": "padded"}])
+def test_a_trimmed_model_drafts_the_same_by_every_path(target, how):
+    small = tiny("llama", dtype=torch.float32, num_hidden_layers=2)
+    base = sd.decoder(HFModel(target)).greedy()
+
+    def rounds(draft):
+        return base.draft(draft, length=3).build().generate(ROWS, 24).stats.rounds
+
+    for make in (drafts.Model, lambda model: drafts.Tree(model, widths=(2, 1))):
+        plain, other = (TrimmedModel(pruning.keep_tokens(small, range(1, 97, 2)), **k) for k in ({}, how))
+        assert rounds(make(plain)) == rounds(make(other)) < 48
+
+
+def test_a_mask_refuses_a_trimmed_model():
+    small = TrimmedModel(pruning.keep_tokens(tiny("llama", dtype=torch.float32), range(5)))
+    with pytest.raises(TypeError, match="model is a TrimmedModel, whose own score a mask would bypass"):
+        sd.models.Windowed(small)
+
+
 def test_made_up_provenance_is_refused():
     tokens = torch.zeros(1, 1, dtype=torch.long)
     distribution = torch.full((1, 1, 4), 0.25)

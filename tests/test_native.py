@@ -385,6 +385,23 @@ def test_logits_do_not_depend_on_company(family, dtype, page):
 
 
 @needed
+def test_trees_are_not_invariant_and_refused():
+    import specdec as sd
+
+    changes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "vocab_size": 96}
+    model = tiny("llama", 0, torch.float32, **changes)
+    small = sd.HFModel(tiny("llama", 1, torch.float32, vocab_size=96))
+    wrapped = sd.HFModel(model, invariant=True)
+    tree = sd.drafts.Tree(small, widths=(2, 1))
+    with pytest.raises(
+        ValueError, match=r"takes chains only \(its family does, or invariant=True\): use drafts.Model"
+    ):
+        sd.decoder(wrapped).draft(tree).build()
+    sd.decoder(wrapped).draft(small).build()
+    sd.decoder(sd.HFModel(model)).draft(tree).build()
+
+
+@needed
 def test_a_verification_gives_the_logits_of_plain_steps():
     """To the bit, over the same prompts, in float32 without being asked to."""
     import specdec as sd
@@ -470,6 +487,26 @@ made.unlink()
 made.write_bytes(b"")
 assert build.library() is not None, build.reason()
 assert build._compile().stat().st_size == size > 0
+
+# A library that somebody else put there is not loaded: other content, a link, a file that others can write.
+made, good = build._compile(), build._compile().read_bytes()
+elsewhere = made.with_name("elsewhere")
+elsewhere.write_bytes(good)
+for plant in (
+    lambda: (made.unlink(), made.write_bytes(b"planted")),
+    lambda: (made.unlink(), made.symlink_to(elsewhere)),
+    lambda: made.chmod(0o777),
+    lambda: build._digest(made).unlink(),
+):
+    assert build._trusted(made)
+    plant()
+    assert not build._trusted(made)
+    assert build._compile() == made and made.read_bytes() == good and not made.is_symlink()
+
+made.parent.chmod(0o777)
+build._made.cache_clear()
+assert build.library() is None
+assert "others can write" in build.reason() and "SPECDEC_CACHE" in build.reason()
 """
     folder = tmp_path / "cache"
     env = {**os.environ, "SPECDEC_CACHE": str(folder), "CC": str(cc)}

@@ -412,7 +412,7 @@ def test_clear_refusals(models):
         ):
             Arm(SMALL, length)
     chains = sd.HFModel(tiny("mpt"))
-    with pytest.raises(ValueError, match="proposes trees but this target family takes chains only"):
+    with pytest.raises(ValueError, match="proposes trees but this target takes chains only"):
         sd.decoder(chains).pool({"a": sd.drafts.Tree(chains, (2,))}, script).build()
 
 

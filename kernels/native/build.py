@@ -14,6 +14,7 @@ import os
 import platform
 import shlex
 import shutil
+import stat
 import subprocess
 import tempfile
 from functools import cache, lru_cache
@@ -99,7 +100,7 @@ def _compile() -> Path:
     ):
         what.update(str(part).encode() + b"\0")
     made = _folder() / f"native-{what.hexdigest()[:20]}.so"
-    if made.exists():
+    if _trusted(made):
         return made
     tuned = ["-mcpu=native"] if platform.machine() in ("arm64", "aarch64") else ["-march=native"]
     with tempfile.TemporaryDirectory(dir=made.parent) as folder:
@@ -111,6 +112,10 @@ def _compile() -> Path:
             except subprocess.TimeoutExpired:
                 raise RuntimeError(f"{command!r} did not compile the C kernels in 5 minutes") from None
             if done.returncode == 0:
+                out.chmod(0o700)
+                digest = Path(folder) / _digest(made).name
+                digest.write_text(_sha256(out))
+                os.replace(digest, _digest(made))
                 os.replace(out, made)  # atomic: another process may be compiling the same
                 return made
     raise RuntimeError(f"{command!r} cannot compile the C kernels: {done.stderr.strip()[:400]}")
@@ -136,8 +141,33 @@ def _processor() -> str:
     return next((line for line in lines if line.startswith(("flags", "Features"))), platform.machine())
 
 
+def _digest(made: Path) -> Path:
+    return made.with_suffix(".sha256")
+
+
+def _sha256(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def _trusted(made: Path) -> bool:
+    """Whether a library in the cache folder may be loaded: a file of this user that nobody else can write, with the content it was made with."""
+    try:
+        for file in (made, _digest(made)):
+            found = file.lstat()
+            own = not hasattr(os, "getuid") or found.st_uid == os.getuid()
+            if not (stat.S_ISREG(found.st_mode) and own) or found.st_mode & 0o022:
+                return False
+        return _digest(made).read_text() == _sha256(made)
+    except OSError:
+        return False
+
+
 def _folder() -> Path:
-    """The cache folder. Only this user may own it, since its files are loaded and run."""
+    """The cache folder. Only this user may own and write it, since its files are loaded and run.
+
+    Raises:
+        RuntimeError: it belongs to another user, or others can write it.
+    """
     root = (
         os.environ.get("SPECDEC_CACHE")
         or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specdec"
@@ -148,7 +178,9 @@ def _folder() -> Path:
         if hasattr(os, "getuid") and folder.stat().st_uid != os.getuid():
             raise RuntimeError(f"{folder} belongs to another user: set SPECDEC_CACHE to a folder of your own")
         if folder.stat().st_mode & 0o022:
-            folder.chmod(0o700)
+            raise RuntimeError(
+                f"others can write {folder}, so its files may be anybody's: remove it, or set SPECDEC_CACHE to a folder that only you can write"
+            )
         if os.access(folder, os.W_OK):
             return folder
     except OSError:

@@ -58,7 +58,7 @@ class HFModel:
         compile: ``torch.compile`` for norms and MLPs, of the private copy only; a mapping has its options (``{"backend": ...}``). It can pay on
             a GPU; on a CPU the C kernels that it replaces are faster. The first steps of each kind wait for the compiler.
         invariant: whether a row's logits must be bit for bit independent of the rest of the batch and of the step, prompts included
-            (docs/kernels.md). Llama-like models on a CPU with C kernels support this, at a cost; others are refused.
+            (docs/kernels.md). Llama-like models on a CPU with C kernels support this, at a cost; others are refused, and so are trees.
         bf16_weights: whether products read bfloat16 copies of the weights of a float32 model: half the bytes to read, equal values, and
             arithmetic on matrix units (AMX) where the processor has them. ``None`` makes copies where they are exact, that is for
             llama-like models on a CPU with C kernels whose weights bfloat16 can express, as those of a bfloat16 checkpoint; ``True`` refuses
@@ -111,7 +111,8 @@ class HFModel:
         )
         if compile is not False:
             compile_parts(self.clone, {} if compile is True else compile)
-        self.supports_trees = self._path.trees
+        self._scores_trees = self._path.trees
+        self.supports_trees = self._scores_trees and not invariant  # a tree's sums have another order
         where = self.clone.get_input_embeddings().weight
         self._wrapped_as = (where.dtype, where.device)
         self.steps = steps_for(graphs, self._path, self.clone, self.device, attention, page)
@@ -327,7 +328,7 @@ class HFModel:
                 "a larger capacity"
             )
         packed = feed(context, proposal, first, end)
-        if packed.shape is not None and not self.supports_trees:
+        if packed.shape is not None and not self._scores_trees:
             raise ValueError(
                 f"{self.clone.config.model_type} takes chains only: what a query sees depends on slots or a window here, not on ancestors"
             )

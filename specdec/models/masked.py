@@ -67,7 +67,9 @@ class Masked(HFModel):
         if isinstance(model, HFModel):
             model = model.plain
         if type(model) is not HFModel:  # a subclass's own forward would be lost
-            raise TypeError(f"model is a {type(model).__name__}: give an HFModel, HFModel(your_model)")
+            raise TypeError(
+                f"model is a {type(model).__name__}, whose own score a mask would bypass: give the HFModel without it, HFModel(your_model)"
+            )
         whole("block", block)
         if block < 1:
             raise ValueError(f"block is {block}: give how many tokens are in flight at a time, 1 or more")
@@ -98,7 +100,7 @@ class Masked(HFModel):
                     f"the model has graphs, whose steps do not support {mask!r}: make the HFModel without graphs"
                 )
         else:
-            self.supports_trees = False
+            self.supports_trees = self._scores_trees = False
 
     def __repr__(self) -> str:
         return f"Masked({super().__repr__()}, {self.mask!r})"

@@ -180,7 +180,7 @@ class View(Masked):
         extra: int = 0,
     ):
         super().__init__(model, mask, block=block)
-        self.supports_trees = False
+        self.supports_trees = self._scores_trees = False
         if model.page is not None:
             raise ValueError(
                 f"the target's KV is in pages of {model.page} tokens, and a view of it reads slots: make the target without page"

@@ -1,0 +1,197 @@
+"""Decoders beside each other on one's own prompts and machine: speed, its ratio to a reference with an interval, and whether the texts agree."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+from typing import Any
+
+import numpy as np
+
+from specdec.arguments import at_least
+from specdec.builder import Builder
+from specdec.capabilities import DraftInfo
+from specdec.decoder import Decoder
+from specdec.generation import Generation
+from specdec.lab import plots
+from specdec.lab.clock import sync
+from specdec.lab.console import progress, table
+from specdec.lab.paired import mean_interval
+from specdec.prompts import Prompts, rows_of
+from specdec.stats import Stats
+from specdec.verifiers import Coupled
+
+COLUMNS = (
+    "method",
+    "batch",
+    "tokens_per_second",
+    "tau",
+    "ratio",
+    "ratio_low",
+    "ratio_high",
+    "same_text",
+    "best",
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Live:
+    """Rows of ``compare``; printed, it is a table with the best decoder at each batch below."""
+
+    rows: list[dict[str, Any]]
+    reference: str
+
+    def frame(self) -> Any:
+        """The rows as a pandas ``DataFrame``."""
+        import pandas
+
+        return pandas.DataFrame(self.rows)
+
+    @property
+    def best(self) -> dict[int, str]:
+        """Batch -> the fastest decoder."""
+        return {row["batch"]: row["method"] for row in self.rows if row["best"]}
+
+    def __repr__(self) -> str:
+        return "\n".join(
+            [table(self.rows, COLUMNS), *(self._answer(row) for row in self.rows if row["best"])]
+        )
+
+    def _answer(self, row: Mapping[str, Any]) -> str:
+        said = f"best at batch {row['batch']}: {row['method']}"
+        if row["method"] != self.reference:
+            said += (
+                f", {row['ratio']:.2f} [{row['ratio_low']:.2f}, {row['ratio_high']:.2f}] x {self.reference}"
+            )
+        return said + (f"; too close to call against {', '.join(row['close'])}" if row["close"] else "")
+
+    def plot(self) -> Any:
+        """A matplotlib figure: every decoder's speed over the reference's, by batch, with intervals."""
+        figure, ((axes,),) = plots.panels(1, 1, (5.5, 3.5), bare=True, layout="constrained")
+        for name in dict.fromkeys(row["method"] for row in self.rows):
+            rows = [row for row in self.rows if row["method"] == name]
+            around = [
+                [row["ratio"] - row["ratio_low"] for row in rows],
+                [row["ratio_high"] - row["ratio"] for row in rows],
+            ]
+            axes.errorbar(
+                [row["batch"] for row in rows],
+                [row["ratio"] for row in rows],
+                around,
+                marker="o",
+                capsize=3,
+                label=name,
+            )
+        batches = sorted(self.best)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(batches, [str(b) for b in batches])
+        axes.set_xlabel("batch")
+        axes.set_ylabel(f"speed over {self.reference}'s")
+        axes.legend(frameon=False)
+        return figure
+
+
+def compare(
+    decoders: Mapping[str, Decoder | Builder],
+    prompts: Prompts,
+    batches: Sequence[int] = (1, 8),
+    repeats: int = 6,
+    new_tokens: int = 64,
+    reference: str | None = None,
+    seed: int = 0,
+) -> Live:
+    """Decode the same prompts with every decoder and say which is fastest at which batch.
+
+    The decoders run in turn, so that a slow moment of the machine affects all alike. Each repeat takes the next prompts and fresh seeds, the same for
+    all; a first run of each, which compiles and warms up, is not counted. Speed is decoded tokens over the seconds of all rounds but the prefill.
+    Ratios are paired by repeat. Their interval is a 95 % bootstrap over the repeats; of fewer than 6 it is their range. It covers the noise of
+    the machine and of the prompts drawn, and prompts that are reused count again. ``lab.decide`` computes τ without this noise.
+
+    Args:
+        decoders: by name, built or not. prompts: as for ``generate``; batches take them in turn.
+        batches: rows decoded together. repeats: counted runs of each decoder and batch. new_tokens: of each row; no token ends it before.
+        reference: the decoder that ratios are to; default: the first that does not speculate, or the first.
+        seed: of the first repeat.
+    Returns:
+        ``Live``. ``same_text`` is the share of rows with the reference's text where these must agree (both greedy, or both ``Coupled``), else ``None``.
+    Raises:
+        TypeError: decoders are no mapping of decoders. ValueError: there are none, no such reference, or a number below 1.
+    """
+    if not isinstance(decoders, Mapping):
+        raise TypeError(f"decoders is a {type(decoders).__name__}: give a mapping, {{'name': decoder, ...}}")
+    if not decoders:
+        raise ValueError("decoders is empty: give at least one, {'name': decoder}")
+    built: dict[str, Decoder] = {}
+    for name, one in decoders.items():
+        if not isinstance(one, (Builder, Decoder)):
+            raise TypeError(f"decoder {name!r} is a {type(one).__name__}: give sd.decoder(target).draft(...)")
+        built[name] = one.build() if isinstance(one, Builder) else one
+    at_least(1, "repeats", repeats, "give at least 1")
+    at_least(2, "new_tokens", new_tokens, "give at least 2: the prefill gives the first")
+    for batch in batches:
+        at_least(1, "batches, of one,", batch, "give at least 1")
+    plain = [name for name, one in built.items() if DraftInfo.of(one.draft).longest == 0]
+    reference = reference if reference is not None else [*plain, *built][0]
+    if reference not in built:
+        raise ValueError(f"reference is {reference!r}: there are {', '.join(built)}")
+    rows: list[dict[str, Any]] = []
+    for batch in batches:
+        rows += _at(batch, built, prompts, repeats, new_tokens, reference, seed)
+    progress()
+    return Live(rows, reference)
+
+
+def _at(
+    batch: int,
+    built: Mapping[str, Decoder],
+    prompts: Prompts,
+    repeats: int,
+    new_tokens: int,
+    reference: str,
+    seed: int,
+) -> list[dict[str, Any]]:
+    """The rows of one batch size."""
+    runs: dict[str, list[Generation]] = {name: [] for name in built}
+    ids = {name: rows_of(one.target, prompts) for name, one in built.items()}
+    for repeat in range(-1, repeats):
+        for name, one in built.items():
+            progress(f"{name}, batch {batch}, repeat {repeat + 1} of {repeats}")
+            first = max(repeat, 0) * batch
+            some = [ids[name][(first + i) % len(ids[name])] for i in range(batch)]
+            keys = [seed + first + i for i in range(batch)]
+            out = one.generate(some, new_tokens, seed=keys, eos_token_id=())
+            sync()
+            if repeat >= 0:
+                runs[name].append(out)
+    speed = {name: np.array([out.stats.tokens_per_second for out in outs]) for name, outs in runs.items()}
+    best = max(speed, key=lambda name: median(speed[name]))
+    made = []
+    for name, outs in runs.items():
+        ratio = speed[name] / speed[reference]
+        low, high = mean_interval(ratio)
+        row: dict[str, Any] = {
+            "method": name,
+            "batch": batch,
+            "tokens_per_second": float(median(speed[name])),
+        }
+        row |= {"tau": sum((out.stats for out in outs), Stats()).tau, "ratio": fmean(ratio)}
+        row |= {"ratio_low": low, "ratio_high": high, "repeats": repeats}
+        row["same_text"] = _same(built[name], built[reference], outs, runs[reference])
+        row["best"] = name == best
+        others = [other for other in built if other != name] if name == best else []
+        row["close"] = [other for other in others if mean_interval(speed[other] / speed[name])[1] >= 1]
+        made.append(row)
+    return made
+
+
+def _same(
+    mine: Decoder, other: Decoder, outs: Sequence[Generation], theirs: Sequence[Generation]
+) -> float | None:
+    """The share of rows with equal ids, where these must be equal; else ``None``."""
+    greedy = mine.sampling.greedy and other.sampling.greedy
+    coupled = isinstance(mine.verifier, Coupled) and isinstance(other.verifier, Coupled)
+    if not (greedy or coupled) or mine.sampling != other.sampling:
+        return None
+    equal = [a == b for out, their in zip(outs, theirs) for a, b in zip(out.ids, their.ids)]
+    return sum(equal) / len(equal)
