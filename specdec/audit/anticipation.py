@@ -176,8 +176,8 @@ class _Recorder:
         self.note(key, out, None)
         return out
 
-    def race(self, probs: Tensor, position: Tensor) -> Tensor:
-        return self.rng.race(probs, position)
+    def race(self, probs: Tensor, position: Tensor, streams: Sequence[int] = (0,)) -> Tensor:
+        return self.rng.race(probs, position, streams)
 
     def note(self, key: Key, out: Tensor, probs: Tensor | None) -> None:
         raise NotImplementedError
