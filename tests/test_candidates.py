@@ -67,7 +67,7 @@ def test_distinct_candidates_are_verified_exactly_and_accepted_as_promised(pair,
     assert accepted == pytest.approx(float(acceptance.optimum(*pair, k, replacement=False)), abs=1e-6)
 
 
-@pytest.mark.parametrize("spread", [3, 15])
+@pytest.mark.parametrize("spread", [3, 8])
 @pytest.mark.parametrize("k", [1, 2, 5])
 def test_a_large_vocabulary_is_moved_as_a_whole(k, spread):
     """Moved candidates are still drawn from q, and the last of them is a token as often as the law of the choice says."""
@@ -85,7 +85,7 @@ def test_a_large_vocabulary_is_moved_as_a_whole(k, spread):
     assert torch.allclose(q @ kernel, q, rtol=0, atol=1e-14)
     assert torch.allclose(q * (kernel @ mean[0]), w, rtol=0, atol=1e-13)
     assert float(torch.minimum(p, w).sum()) == pytest.approx(float(acceptance.optimum(p, q, k)), abs=1e-12)
-    assert (k == 1) == torch.allclose(w, q, rtol=0, atol=1e-12)
+    assert torch.allclose(w, q, rtol=0, atol=1e-12) if k == 1 else float((w - q).abs().max()) > 1e-3
 
 
 def test_the_suite_sees_a_law_that_is_wrong():
