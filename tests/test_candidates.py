@@ -72,7 +72,8 @@ def test_distinct_candidates_are_verified_exactly_and_accepted_as_promised(pair,
 def test_a_large_vocabulary_is_moved_as_a_whole(k, spread):
     """Moved candidates are still drawn from q, and the last of them is a token as often as the law of the choice says."""
     draw = torch.Generator().manual_seed(k)
-    p, q = torch.randn(2, 1, 600, generator=draw, dtype=torch.float64).mul(spread).softmax(-1)
+    p, q = torch.randn(2, 1, 600, generator=draw, dtype=torch.float64).mul(spread)
+    p, q = p.softmax(-1), (0.9 * p + 0.2 * q).softmax(-1)
     p[:, :50], q[:, 50:100], q[:, 100:150] = 0, 0, p[:, 100:150]
     p, q = (x / x.sum() for x in (p, q))
     order = torch.where(q > 0, torch.where(p > 0, p / q, 0), torch.inf).argsort(dim=1, stable=True)
