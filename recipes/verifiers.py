@@ -101,6 +101,11 @@ def tree(model: Any, shape: str) -> sd.drafts.Tree:
     )
 
 
+def rules(shape: str) -> dict[str, Verifier]:
+    """The verifiers that take the trees of a shape."""
+    return TREES if shape.endswith("distinct") else INDEPENDENT
+
+
 def chains(
     s: Settings, target: sd.HFModel, parts: dict[str, Any], some: list[Entry]
 ) -> Iterator[dict[str, Any]]:
@@ -134,8 +139,7 @@ def trees(s: Settings, target: sd.HFModel, model: Any, some: list[Entry]) -> Ite
             progress(f"tree {shape} at temperature {temperature:g}")
             base = sd.decoder(target).sampling(temperature=temperature)
             decoder = base.draft(tree(model, shape)).build()
-            rules = TREES if shape.endswith("distinct") else INDEPENDENT
-            sums = accepted_by(decoder, prompts, rules, s.new_tokens, s.draws, seed=s.seed)
+            sums = accepted_by(decoder, prompts, rules(shape), s.new_tokens, s.draws, seed=s.seed)
             label = {"part": "trees", "draft": "tree", "temperature": temperature, "k": shape}
             yield from (label | row for row in figures(sums, some))
 
@@ -148,7 +152,7 @@ def speed(
     name, part = next(iter(parts.items()))
     ways: dict[tuple[str, str], Any] = {(name, str(k)): (part, k, CHAINS) for k in s.k}
     for shape in s.trees:
-        ways["tree", shape] = (tree(part.model, shape), None, TREES)
+        ways["tree", shape] = (tree(part.model, shape), None, rules(shape))
     cases: dict[tuple[Any, ...], Case] = {}
     for temperature in s.temperatures:
         for batch in s.batches:

@@ -794,3 +794,54 @@ def test_the_gpu_suites_reports_are_merged(tmp_path):
     if not torch.cuda.is_available():
         assert "no CUDA device: run this on a machine with a GPU, or with --toy on the CPU" in ran[6].stderr
     assert all(some.returncode == 1 for some in ran[1:6])
+
+
+@pytest.mark.slow
+def test_optimality(tmp_path):
+    file, figures = tmp_path / "o.json", tmp_path / "plots"
+    sizes = ["--count", "2", "--new-tokens", "3", "--context", "48", "--k", "2", "--candidates", "1", "2"]
+    what = ["--drafts", "tiny=pocket-tiny", "spire=pocket-spire", "--temperatures", "1", "--distinct", "6"]
+    said = run("recipes/optimality.py", *sizes, *what, "--json", str(file), "--plots", str(figures))
+    rows = report(file)
+    names = {"target", "draft", "temperature", "candidates", "verifier", "acceptance", "optimum", "single"}
+    assert all(names <= set(r) for r in rows)
+    assert {(r["draft"], r["depth"]) for r in rows} == {
+        (d, at) for d in ("tiny", "spire") for at in ("all", 1, 2)
+    }
+    assert all(r["acceptance"] <= r["optimum"] + 1e-9 for r in rows)
+    assert {r["positions"] for r in rows if r["depth"] == "all" and r["chosen"] == "independent"} == {12}
+    assert "Nothing is above its optimum" in said
+    assert (figures / "optimality.png").stat().st_size > 1000
+
+
+@pytest.mark.slow
+def test_verifiers(tmp_path):
+    file = tmp_path / "v.json"
+    sizes = ["--count", "3", "--new-tokens", "6", "--context", "48", "--k", "2", "--temperatures", "1"]
+    what = ["--drafts", "tiny=pocket-tiny", "ngram", "--trees", "2x1", "2x1:distinct"]
+    said = run("recipes/verifiers.py", *sizes, *what, "--draws", "2", "--json", str(file))
+    rows = [r for r in report(file) if r["category"] == "all"]
+    assert [(r["draft"], r["k"], r["verifier"]) for r in rows] == [
+        *((d, "2", v) for d in ("tiny", "ngram") for v in ("rejection", "block")),
+        *(("tree", "2x1", v) for v in ("rejection", "traversal", "k-SEQ", "optimal transport")),
+        *(("tree", "2x1:distinct", v) for v in ("rejection", "traversal")),
+    ]
+    assert all(1 <= r["tau"] <= 3 and r["ratio_low"] <= r["ratio"] <= r["ratio_high"] for r in rows)
+    assert "block over rejection" in said
+    run(
+        "recipes/verifiers.py",
+        *sizes,
+        *what,
+        "--speed",
+        "--batches",
+        "2",
+        "--repeats",
+        "2",
+        "--json",
+        str(file),
+    )
+    rows = report(file)
+    assert len(rows) == 2 + 4 + 2
+    assert all(
+        r["tokens_per_second"] > 0 and (r["ratio"] == 1) >= (r["verifier"] == "rejection") for r in rows
+    )

@@ -230,24 +230,19 @@ def coupled() -> Iterator[Composition]:
     """``Coupled``, path by path: for all draws and all proposals, the draws are committed."""
 
     def row(
-        name: str, builder: Builder, tokens: Any = 3, prompts: Any = ((0,),), **settings: Any
+        name: str, builder: Builder, tokens: Any = 3, prompts: Any = ((0,),), races: int = 1, **settings: Any
     ) -> Composition:
-        builder = builder.verifier(Coupled())
+        builder = builder.verifier(Coupled(candidates=races))
         return Composition(f"coupled, {name}", builder, tokens, prompts, settings, True, certify_coupled)
 
     yield row("every tree", BASE)
-    three = BASE.verifier(Coupled(candidates=3))
-    yield Composition("coupled, every tree, 3 candidates", three, certifier=certify_coupled)
+    yield row("every tree, 3 candidates", BASE, races=3)
     zeros, small = TableModel.random(3, 1, 5, zeros=0.4), TableModel.random(2, 1, seed=3)
     yield row("every tree of 2, zeros", decoder(zeros).draft(CHAIN, length=2), 4, nodes=2)
     yield row("every tree, vocabulary 2", decoder(small).draft(drafts.NGram(), length=3), 4)
-    yield row(
-        "every tree, ragged, stops, top-k 2",
-        BASE.sampling(top_k=2),
-        (3, 2),
-        ((0, 1), (2,)),
-        eos_token_id=(2,),
-    )
+    for races, more in ((1, ""), (2, ", 2 candidates")):
+        name, prompts = f"every tree, ragged, stops, top-k 2{more}", ((0, 1), (2,))
+        yield row(name, BASE.sampling(top_k=2), (3, 2), prompts, races, eos_token_id=(2,))
 
 
 def biases() -> Iterator[Composition]:
