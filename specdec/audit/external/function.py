@@ -88,7 +88,7 @@ def _one(
     run: Callable[[list[int], int], Any], branches: Branches, prompt: list[int], budget: int, vocabulary: int
 ) -> tuple[Walk, Ids]:
     walk = _Noted(branches)
-    with scripted(Tape(walk.rng(), torch.zeros(1, dtype=torch.long))):
+    with scripted(Tape(walk.rng(), torch.zeros(1, dtype=torch.long), whole=True)):
         out = run(list(prompt), budget)
     text = tuple(ids(out, run))
     if not set(branches.key[branches.key >= 0].tolist()) <= walk.asked:
