@@ -12,7 +12,7 @@ from transformers.generation.utils import _speculative_sampling
 
 import specdec as sd
 from specdec.audit.certify import certify
-from specdec.audit.external import CannotWalk, External, certify_function
+from specdec.audit.external import CannotWalk, External, certify_function, impossible
 from specdec.audit.external.races import winners
 from specdec.audit.plain import enumerate_plain
 
@@ -384,6 +384,47 @@ def test_bad_generates_are_named():
         certify_function(lambda prompt, budget: [int(torch.multinomial(P, 1, generator=kept))], ONE)
     with pytest.raises(RuntimeError, match="more than 2 branches"):
         certify_function(lambda prompt, budget: [int(torch.multinomial(P, 1))], ONE, limit=2)
+
+
+def test_a_uniform_of_zero_accepts_the_impossible_where_the_test_is_not_strict():
+    target = sd.TableModel([0.0, 0.5, 0.5])
+    plain = enumerate_plain(target, sd.Sampling(), [0], 1)
+
+    def run(test):
+        def one_token(prompt, budget):
+            x = int(torch.multinomial(Q, 1))
+            if test(torch.rand(()), target.probs[x] / Q[x]):
+                return [x]
+            return [int(torch.multinomial((target.probs - Q).clamp(min=0), 1))]
+
+        return one_token
+
+    assert impossible(run(lambda u, ratio: u <= ratio), plain) == [(0,)]
+    assert impossible(run(lambda u, ratio: ratio >= u), plain) == [(0,)]
+    assert impossible(run(lambda u, ratio: not u > ratio), plain) == [(0,)]
+    assert impossible(run(lambda u, ratio: 1 - u >= 1 - ratio), plain) == [(0,)]
+    assert impossible(run(lambda u, ratio: 1 - u > 1 - ratio), plain) == []
+    assert impossible(run(lambda u, ratio: u < ratio), plain) == []
+    assert impossible(run(lambda u, ratio: ratio > u), plain) == []
+    assert (
+        impossible(
+            lambda prompt, budget: [int((target.probs / torch.empty(3).exponential_()).argmax())], plain
+        )
+        == []
+    )
+    zeros, q = torch.tensor([[0.0, 1.0], [0.0, 1.0]]).double(), torch.tensor([[0.5, 0.5]]).double()
+    certain = enumerate_plain(sd.TableModel([0.0, 1.0]), sd.Sampling(), [0], 2)
+    assert certify_function(
+        lambda *_: _extended(transformers_rule(torch.tensor([0]), q, zeros)), certain
+    ).lossless
+    assert impossible(lambda *_: _extended(transformers_rule(torch.tensor([0]), q, zeros)), certain) == [
+        (0, 1)
+    ]
+
+
+def _extended(out):
+    tokens = out[0][0].tolist()
+    return [*tokens, 1][:2]
 
 
 def test_an_external_verifier_decodes():
