@@ -12,7 +12,7 @@ from transformers.generation.utils import _speculative_sampling
 
 import specdec as sd
 from specdec.audit.certify import certify
-from specdec.audit.external import CannotWalk, External, certify_function
+from specdec.audit.external import CannotWalk, External, certify_function, impossible
 from specdec.audit.external.races import winners
 from specdec.audit.plain import enumerate_plain
 
@@ -117,6 +117,9 @@ def law_of(function):
         (lambda: np.float64(0.3) > np.random.rand(), 0.3),
         (lambda: np.random.uniform(size=3)[2] < 0.3, 0.3),
         (lambda: torch.rand(()) < float("nan"), 0.0),
+        (lambda: torch.rand(1).item() < 0.3, 0.3),
+        (lambda: torch.rand(2, 2).tolist()[1][0] < 0.3, 0.3),
+        (lambda: (2 - torch.rand(2).div_(4).add_(1)[0]) * 4 < 3.3, 0.3),
         (lambda: sum(u < 0.5 for u in torch.rand(2)) == 2, 0.25),
     ],
 )
@@ -216,6 +219,29 @@ def test_the_gumbel_noise_of_the_draft_in_the_residual():
     assert one(lambda: draws(fresh=False))[0,] == pytest.approx(0.484615, abs=1e-6)
 
 
+def test_a_generator_that_is_seeded_again_races_again():
+    """As torch does: the same noise, so the same token of the same distribution, and J of B2 of another."""
+
+    def twice(other):
+        a = int(torch.multinomial(Q, 1, generator=torch.Generator().manual_seed(1)))
+        return int(a != int(torch.multinomial(other, 1, generator=torch.Generator().manual_seed(1))))
+
+    assert one(lambda: twice(Q)) == {(0,): pytest.approx(1.0)}
+    assert one(lambda: twice(P))[0,] == pytest.approx(float(np.trace(winners(Q.numpy(), P.numpy()))))
+    draw = torch.empty(100_000, 3, dtype=torch.float64).exponential_(
+        generator=torch.Generator().manual_seed(0)
+    )
+    seen = ((Q / draw).argmax(1) == (P / draw).argmax(1)).double().mean()
+    assert one(lambda: twice(P))[0,] == pytest.approx(float(seen), abs=5e-3)
+
+    def seeded_rule(tokens, q, p):
+        torch.manual_seed(1)
+        return [int(torch.multinomial(p[0], 1))]
+
+    with pytest.raises(CannotWalk, match="certify the whole generate with certify_function"):
+        certify(built(seeded_rule), max_new_tokens=3)
+
+
 def filled_part():
     q = torch.ones(2)
     q[0].exponential_()
@@ -244,7 +270,7 @@ def imported_earlier(draw=random.random):
         (lambda: torch.rand(2).prod() < 0.5, "`prod`"),
         (lambda: torch.rand(2)[0] * torch.rand(2)[1] < 0.5, "`mul of two random numbers`"),
         (lambda: torch.rand(2)[0] < torch.rand(2)[1], "`lt of two random numbers`"),
-        (lambda: torch.rand(1).item() < 0.5, "`item`"),
+        (lambda: torch.rand(1).max() < 0.5, "`max`"),
         (lambda: float(torch.rand(1)) < 0.5, "`__float__`"),
         (lambda: torch.rand(3).numpy()[0] < 0.5, "`numpy`"),
         (lambda: torch.rand(3).sort()[1][0], "`sort`"),
@@ -358,6 +384,47 @@ def test_bad_generates_are_named():
         certify_function(lambda prompt, budget: [int(torch.multinomial(P, 1, generator=kept))], ONE)
     with pytest.raises(RuntimeError, match="more than 2 branches"):
         certify_function(lambda prompt, budget: [int(torch.multinomial(P, 1))], ONE, limit=2)
+
+
+def test_a_uniform_of_zero_accepts_the_impossible_where_the_test_is_not_strict():
+    target = sd.TableModel([0.0, 0.5, 0.5])
+    plain = enumerate_plain(target, sd.Sampling(), [0], 1)
+
+    def run(test):
+        def one_token(prompt, budget):
+            x = int(torch.multinomial(Q, 1))
+            if test(torch.rand(()), target.probs[x] / Q[x]):
+                return [x]
+            return [int(torch.multinomial((target.probs - Q).clamp(min=0), 1))]
+
+        return one_token
+
+    assert impossible(run(lambda u, ratio: u <= ratio), plain) == [(0,)]
+    assert impossible(run(lambda u, ratio: ratio >= u), plain) == [(0,)]
+    assert impossible(run(lambda u, ratio: not u > ratio), plain) == [(0,)]
+    assert impossible(run(lambda u, ratio: 1 - u >= 1 - ratio), plain) == [(0,)]
+    assert impossible(run(lambda u, ratio: 1 - u > 1 - ratio), plain) == []
+    assert impossible(run(lambda u, ratio: u < ratio), plain) == []
+    assert impossible(run(lambda u, ratio: ratio > u), plain) == []
+    assert (
+        impossible(
+            lambda prompt, budget: [int((target.probs / torch.empty(3).exponential_()).argmax())], plain
+        )
+        == []
+    )
+    zeros, q = torch.tensor([[0.0, 1.0], [0.0, 1.0]]).double(), torch.tensor([[0.5, 0.5]]).double()
+    certain = enumerate_plain(sd.TableModel([0.0, 1.0]), sd.Sampling(), [0], 2)
+    assert certify_function(
+        lambda *_: _extended(transformers_rule(torch.tensor([0]), q, zeros)), certain
+    ).lossless
+    assert impossible(lambda *_: _extended(transformers_rule(torch.tensor([0]), q, zeros)), certain) == [
+        (0, 1)
+    ]
+
+
+def _extended(out):
+    tokens = out[0][0].tolist()
+    return [*tokens, 1][:2]
 
 
 def test_an_external_verifier_decodes():

@@ -4,8 +4,8 @@ The guide is docs/museum.md. ``lazy`` has the random numbers that foreign code g
 Python's and numpy's, and ``tape`` has their decisions made by the walk of the certifier.
 """
 
-from specdec.audit.external.function import certify_function
+from specdec.audit.external.function import certify_function, impossible
 from specdec.audit.external.tape import CannotWalk
 from specdec.audit.external.verifier import External
 
-__all__ = ["CannotWalk", "External", "certify_function"]
+__all__ = ["CannotWalk", "External", "certify_function", "impossible"]

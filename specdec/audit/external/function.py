@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from specdec.audit.certify import Certificate
 from specdec.audit.external.scripted import scripted
@@ -17,6 +18,7 @@ from specdec.audit.external.tape import Tape
 from specdec.audit.external.verifier import ids
 from specdec.audit.plain import Ids, Plain, total_variation
 from specdec.audit.walk import Branches, Walk
+from specdec.rng import Philox
 
 
 def certify_function(
@@ -65,6 +67,41 @@ def certify_function(
     )
 
 
+def impossible(run: Callable[[list[int], int], Any], plain: Plain) -> list[Ids]:
+    """Texts of probability 0 that ``run`` returns when all its uniforms are exactly 0, or all are just below 1.
+
+    ``certify_function`` takes uniforms for real numbers, for which both have probability 0. A float32 uniform is 0 once in 2 ** 24 draws, and
+    ``u <= p / q`` then accepts a token with p = 0.
+    """
+    budget = max(len(text) for text in plain.distribution)
+    texts = []
+    for u in (0.0, 1 - 2.0**-24):
+        with scripted(_Edge(u)):
+            texts.append(tuple(ids(run(list(plain.prompt), budget), run)))
+    return [text for text in texts if not plain.distribution.get(text, 0.0)]
+
+
+class _Edge(Tape):
+    """All uniforms are u. A draw of a token takes the first or the last one that is possible."""
+
+    def __init__(self, u: float):
+        super().__init__(
+            Philox(torch.zeros(1, dtype=torch.long)), torch.zeros(1, dtype=torch.long), whole=True
+        )
+        self.u = u
+
+    def below(self, names: Tensor, level: Tensor, closed: bool | Tensor = False) -> Tensor:
+        return (self.u < level) | (torch.as_tensor(closed) & (level == self.u))
+
+    def draw(self, names: Tensor, probs: Tensor) -> Tensor:
+        laws = probs.reshape(*names.shape, -1)
+        last = laws.shape[-1] - 1
+        return (laws > 0).int().argmax(-1) if self.u == 0 else last - (laws.flip(-1) > 0).int().argmax(-1)
+
+    def race(self, names: Tensor, weights: Tensor, flipped: bool = False) -> Tensor:
+        return weights.argmax(-1)
+
+
 def _stateful(what: str) -> RuntimeError:
     return RuntimeError(
         f"with the same random numbers the function {what}: it keeps state between calls, such as a generator that it does not make anew, "
@@ -88,7 +125,7 @@ def _one(
     run: Callable[[list[int], int], Any], branches: Branches, prompt: list[int], budget: int, vocabulary: int
 ) -> tuple[Walk, Ids]:
     walk = _Noted(branches)
-    with scripted(Tape(walk.rng(), torch.zeros(1, dtype=torch.long))):
+    with scripted(Tape(walk.rng(), torch.zeros(1, dtype=torch.long), whole=True)):
         out = run(list(prompt), budget)
     text = tuple(ids(out, run))
     if not set(branches.key[branches.key >= 0].tolist()) <= walk.asked:

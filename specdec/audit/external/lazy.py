@@ -137,6 +137,10 @@ def operate(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
             (x, *rest) = args
             like = func(x.as_subclass(Tensor), *rest, **kwargs)
             return lazy(like, x.tape, x.names_, x.form, x.a, x.b, x.flipped)
+        if name == "item":  # a number of Python, as far as it is compared
+            return _structure(torch.reshape, (*args, ()), {})
+        if name == "tolist":
+            return _listed(args[0])
         if name == "iter":
             return iter(_structure(torch.unbind, args, {}))
         if name in _COMPARE and not kwargs:
@@ -149,6 +153,10 @@ def operate(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
                 return put(args[0], made, raw)
             return made
     raise refused(raw)
+
+
+def _listed(x: Lazy) -> Any:
+    return [_listed(part) for part in _structure(torch.unbind, (x,), {})] if x.dim() else x
 
 
 def _structure(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -197,6 +205,8 @@ _COMPARE = {
     "greater_equal": False,
 }
 
+_CLOSED = words("le less_equal ge greater_equal")
+
 
 def _compare(name: str, args: tuple[Any, ...]) -> Tensor:
     x, y = args
@@ -210,7 +220,8 @@ def _compare(name: str, args: tuple[Any, ...]) -> Tensor:
     level, rising = _level(x.form, a, b, value)
     if x.flipped:
         level, rising = 1 - level, ~rising
-    below = x.tape.below(names.contiguous(), level.nan_to_num(nan=0.0).clamp(0, 1)).bool()
+    closed = (name in _CLOSED) ^ (not less) ^ ~rising  # whether the number at the level counts as below it
+    below = x.tape.below(names.contiguous(), level.nan_to_num(nan=0.0).clamp(0, 1), closed).bool()
     return (((below == rising) == less) & ~value.isnan()).to(x.device)  # a comparison with NaN is false
 
 
@@ -249,10 +260,14 @@ def _argmost(name: str, x: Lazy, dim: int | None = None, keepdim: bool = False) 
 
 # -- arithmetic -------------------------------------------------------------------------------------------------------------------
 
-_ARITHMETIC = words(
-    "add radd iadd sub rsub isub subtract mul rmul imul multiply div truediv rdiv rtruediv itruediv divide true_divide neg negative log "
-    "log1p exp reciprocal clamp clip clamp_min clamp_max"
-)
+_ALIASES = {
+    "add": "add radd iadd",
+    "sub": "sub rsub isub subtract",
+    "mul": "mul rmul imul multiply",
+    "div": "div truediv rdiv rtruediv itruediv divide true_divide",
+}
+_BINARY = {alias: op for op, aliases in _ALIASES.items() for alias in aliases.split()}
+_ARITHMETIC = {*_BINARY, *words("neg negative log log1p exp reciprocal clamp clip clamp_min clamp_max")}
 _IN_PLACE = words("__iadd__ __isub__ __imul__ __itruediv__")
 _TINY = 1e-12
 
@@ -265,21 +280,11 @@ def _arithmetic(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Laz
     if len(args) == 1:
         return _unary(name, args[0])
     x, y = args
-    swapped = name in ("rsub", "rdiv", "rtruediv", "radd", "rmul")
-    if swapped:
+    if name in ("rsub", "rdiv", "rtruediv"):
         x, y = y, x
     if isinstance(x, Lazy) and isinstance(y, Lazy):
         raise refused(f"{name} of two random numbers")
-    kind = {
-        "truediv": "div",
-        "itruediv": "div",
-        "divide": "div",
-        "true_divide": "div",
-        "subtract": "sub",
-        "multiply": "mul",
-    }
-    op = name if name in ("add", "sub", "mul", "div") else kind.get(name, name.lstrip("ri"))
-    op = {"truediv": "div"}.get(op, op)
+    op = _BINARY[name]
     first = isinstance(x, Lazy)
     u, c = (x, y) if first else (y, x)
     value = torch.as_tensor(c, dtype=torch.float64).cpu()

@@ -132,13 +132,18 @@ def _multinomial(
         raise CannotWalk(
             f"`multinomial` without replacement of {num_samples} tokens where fewer have a probability: torch returns any others then"
         )
-    names = mode.names((*input.shape[:-1], num_samples), generator).reshape(len(law), num_samples)
-    tokens = torch.empty(names.shape, dtype=torch.long)
+    shape, V = input.shape[:-1], input.shape[-1]
+    names = mode.names((*shape, max(V, num_samples)), generator).reshape(len(law), -1)
+    if mode.tape.is_seeded(names):
+        if num_samples > 1:
+            raise refused("multinomial of several tokens by a seeded generator", DRAWS)
+        return mode.tape.race(names, law).reshape(*shape, 1).to(input.device)  # as torch draws one token
+    tokens = torch.empty(len(law), num_samples, dtype=torch.long)
     for n in range(num_samples):
         tokens[:, n] = mode.tape.draw(names[:, n], law)
         if not replacement:
             law.scatter_(1, tokens[:, n : n + 1], 0)
-    return tokens.reshape(*input.shape[:-1], num_samples).to(input.device)
+    return tokens.reshape(*shape, num_samples).to(input.device)
 
 
 _MAKES: dict[str, Callable[..., Any]] = {

@@ -38,7 +38,6 @@ class _Call:
 class _Race:
     first: np.ndarray
     winner: int
-    law: np.ndarray  # the decided law of a further race
     second: np.ndarray | None = None
     then: int = -1
 
@@ -49,10 +48,11 @@ class Tape:
     Args:
         rng: decides; its rows are the run's. at: ``[B]`` where the block of each row starts.
         batched: the leading dimension of every random call is the rows. If not, there is one row.
+        whole: the run is a whole ``generate``, so that what a seeded generator gives later is on this tape, too.
     """
 
-    def __init__(self, rng: Rng, at: Tensor, batched: bool = False):
-        self.rng, self.at, self.batched = rng, at, batched
+    def __init__(self, rng: Rng, at: Tensor, batched: bool = False, whole: bool = False):
+        self.rng, self.at, self.batched, self.whole = rng, at, batched, whole
         self._calls: list[_Call] = []
         self._expected: dict[object, tuple[bytes, int | None, int, int]] = {}
         self._races: dict[tuple[int, ...], _Race] = {}
@@ -88,9 +88,11 @@ class Tape:
         before, at, attempt, depth = self._expected.get(source, (b"", None, 0, 0))
         if depth >= MOST:
             raise CannotWalk(f"more than {MOST} random calls in one run: use a smaller budget")
-        self._calls.append(_Call(at, attempt, depth))
         self._expected[source] = (before, at, attempt, depth + 1)
-        return len(self._calls) - 1
+        call = _Call(at, attempt, depth)
+        if call not in self._calls:  # a generator that was seeded as before gives the numbers that it gave
+            self._calls.append(call)
+        return self._calls.index(call)
 
     def advanced(self, source: object, state: bytes) -> None:
         """The state of a generator after its last call, or its first state if its calls belong to the run."""
@@ -111,8 +113,12 @@ class Tape:
         """The state that a generator has if nothing but this tape drew from it."""
         return self._expected[source][0] if source in self._expected else None
 
-    def below(self, names: Tensor, level: Tensor) -> Tensor:
-        """``[...]`` whether each number is below ``level [...]``."""
+    def is_seeded(self, names: Tensor) -> bool:
+        """Whether these are the numbers of a generator that was seeded."""
+        return self._calls[int(names.flatten()[0]) // (len(self.at) * MOST)].at is not None
+
+    def below(self, names: Tensor, level: Tensor, closed: bool | Tensor = False) -> Tensor:
+        """``[...]`` whether each number is below ``level [...]`` (or at it, where ``closed``; the probability is the same)."""
         flat = names.reshape(-1).numpy()
         self._separate(self._raced, flat, "compared")
         self._compared.update(flat.tolist())
@@ -133,6 +139,11 @@ class Tape:
             flipped: the exponential numbers are -log(1 - u) of their uniforms, not -log(u).
         """
         V = names.shape[-1]
+        if not self.whole and self.is_seeded(names):
+            raise CannotWalk(
+                "a race of the exponential numbers of a seeded generator, or its `multinomial`, inside External: what it gives in other blocks "
+                "cannot be followed; certify the whole generate with certify_function"
+            )
         rows, laws = names.reshape(-1, V), weights.double().reshape(-1, V).numpy()
         if not (np.isfinite(laws).all() and (laws >= 0).all() and (laws.sum(-1) > 0).all()):
             raise CannotWalk("a race with negative, infinite, NaN or no weights has no law")
@@ -147,7 +158,7 @@ class Tape:
             self._separate(self._compared, names.numpy(), "in a race")
             self._raced.update(key[1:])
             winner = int(self.draw(names[0], torch.from_numpy(law)))
-            self._races[key] = _Race(law, winner, law)
+            self._races[key] = _Race(law, winner)
             return winner
         if np.array_equal(law, known.first):
             return known.winner
