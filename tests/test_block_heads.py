@@ -61,10 +61,11 @@ def dflash(head, tokens, layers, a):
     rms = lambda x, name: nn.functional.rms_norm(x, x.shape[-1:], weights[name], 1e-6)  # noqa: E731
     context = torch.cat([layers[tap][0, :a] for tap in head.taps], -1) @ weights["fc.weight"].T
     context = rms(context, "hidden_norm.weight")
+    mask_token = head.settings["mask_token"]
     mask = (
-        head.embed(torch.tensor(head.mask_token))
-        if head.mask_token is not None
-        else head.mask_embedding.weight[0]
+        weights["mask_slots.embedding.weight"][0]
+        if mask_token is None
+        else head.embed(torch.tensor(mask_token))
     )
     x = torch.stack([head.embed(tokens[0, a]), *[mask] * (head.block_size - 1)])
     at = torch.arange(a + head.block_size)
@@ -175,7 +176,7 @@ def test_peagle_is_one_causal_pass_over_pairs_and_placeholders(target):
     tokens, layers = example(head)
     taps = torch.cat([layers[tap][:, :a] for tap in head.taps], -1)
     both = torch.cat([head.fused(taps), head.fused(head.mask_hidden).expand(1, 3, -1)], 1)
-    mask = head.mask_embedding.weight.expand(1, 3, -1)
+    mask = head.mask_slots(head.embed).expand(1, 3, -1)
     out = head.run(both, torch.cat([head.embed(tokens[:, 1 : a + 1]), mask], 1), Causal(a + 3))
     found = blocks(head, tokens, layers, 4, torch.tensor([[a]]))[0, 0]
     torch.testing.assert_close(found, head.logits(head.norm(out))[0, a - 1 :], rtol=0, atol=1e-10)
@@ -372,7 +373,16 @@ def test_a_head_is_a_folder(target, tmp_path, name):
     assert all(torch.equal(a, b) for a, b in zip(again.state_dict().values(), head.state_dict().values()))
 
 
+def test_the_default_layers_are_z_labs():
+    assert DFlash.default_taps(36) == [2, 10, 18, 26, 34]  # 1, 9, 17, 25, 33 counted from 0
+    assert DFlash.default_taps(30) == [2, 9, 15, 21, 28]
+    assert DFlash.default_taps(4) == [2]
+    assert DFlash.default_taps(1) == [1]
+
+
 def test_bad_settings_are_refused(target):
+    with pytest.raises(TypeError, match="DFlash has no argument 'blocksize'"):
+        DFlash.from_target(target, blocksize=4)
     with pytest.raises(
         ValueError, match="block_size is 1: a block that predicts a token has at least 2 slots"
     ):

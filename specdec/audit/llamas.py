@@ -29,9 +29,13 @@ def pairs() -> Iterator[Composition]:
             return target(torch.tensor(prefixes)).logits[:, -1]
 
     base, other, said = decoder(HFModel(target)), HFModel(draft), {"logits": logits, "batch": 256}
-    rest = ((4, 3), ((0, 1), (2,)), said)
+    rest, starts = ((4, 3), ((0, 1), (2,)), said), ((0, 1, 2, 0, 1), (2, 1))
     yield Composition("float64 llama, chain k=2", base.draft(other, length=2), *rest)
     yield Composition("float64 llama, tree (2, 1)", base.draft(drafts.Tree(other, (2, 1)), length=2), *rest)
+    head = Eagle3.from_target(target, (0, 1, "final"), vocabulary=[0, 2], blocks=2, norm_output=True)
+    flash = DFlash.from_target(target, (0, 1), vocabulary=[0, 2], blocks=1, block_size=3)
+    spark = DSpark.from_target(target, (0, 1), blocks=1, block_size=2, rank=4, markov="rnn")
+    torch.nn.init.normal_(spark.markov_head.markov_w1.weight, std=30)  # on which its confidence depends
     for name, sparse in {
         "windowed chain k=2": drafts.Model(Windowed(other, window=2, block=2)),
         "chain k=2 under a mask of its own": drafts.Model(Masked(other, Causal() & (Window(1) | _even))),
@@ -48,31 +52,16 @@ def pairs() -> Iterator[Composition]:
         "SPIRe k=2, a mask of its own": drafts.Spire(
             SpireModel.from_target(target, 1, mask=Causal() & (Window(1) | _even)), block=2
         ),
+        "EAGLE-3 k=2, two ids": drafts.Head(head),
+        "EAGLE-2's tree": drafts.Head(head, DynamicTree(2, 2, 3)),
+        "DFlash k=2, two ids": drafts.Head(flash),
+        "DDTree": drafts.Head(flash, DDTree(3)),
+        "DSpark k=2, ended by its confidence": drafts.Head(spark, Chain(stop=0.5)),
     }.items():
         builder = base.draft(sparse, length=2)  # type: ignore[arg-type]
-        yield Composition(f"float64 llama, {name}", builder, (4, 3), ((0, 1, 2, 0, 1), (2, 1)), said)
-    head = Eagle3.from_target(target, (0, 1, "final"), vocabulary=[0, 2], blocks=2, norm_output=True)
-    flash = DFlash.from_target(target, (0, 1), vocabulary=[0, 2], blocks=1, block_size=3)
-    spark = DSpark.from_target(target, (0, 1), blocks=1, block_size=2, rank=4, markov="rnn")
-    _unsettled(spark)
-    tree, starts = drafts.Head(head, DynamicTree(2, 2, 3)), ((0, 1, 2, 0, 1), (2, 1))
-    for name, builder in {
-        "EAGLE-3 k=2, two ids": base.draft(drafts.Head(head), length=2),
-        "EAGLE-2's tree": base.draft(tree, length=2),
-        "optimistic, EAGLE-3 k=2": base.draft(drafts.Head(head), length=2).executor(Optimistic()),
-        "DFlash k=2, two ids": base.draft(drafts.Head(flash), length=2),
-        "DDTree": base.draft(drafts.Head(flash, DDTree(3)), length=2),
-        "DSpark k=2, ended by its confidence": base.draft(drafts.Head(spark, Chain(stop=0.5)), length=2),
-    }.items():
         yield Composition(f"float64 llama, {name}", builder, (4, 3), starts, said)
-
-
-def _unsettled(head: torch.nn.Module) -> None:
-    """Weights with which confidences are on both sides of one half."""
-    draw = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for p in head.parameters():
-            p.add_(torch.randn(p.shape, generator=draw, dtype=p.dtype) * 0.3)
+    builder = base.draft(drafts.Head(head), length=2).executor(Optimistic())
+    yield Composition("float64 llama, optimistic, EAGLE-3 k=2", builder, (4, 3), starts, said)
 
 
 def _even(b: Any, h: Any, q_position: Any, kv_position: Any) -> Any:

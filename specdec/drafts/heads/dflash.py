@@ -1,4 +1,4 @@
-"""DFlash (z-lab): a block of masked slots is filled in one pass that attends in both directions and to features of the text.
+"""DFlash (arXiv 2602.06036): a block of masked slots is filled in one pass that attends in both directions and to features of the text.
 
 Each layer makes keys and values of the committed positions from one projection of the target's activations; only the block has queries.
 The slots are predicted independently: the law is marginal. Tensors have z-lab's names.
@@ -16,7 +16,7 @@ from transformers import LlamaConfig
 from specdec.arguments import at_least
 from specdec.drafts.heads.contract import Anchors, Pass
 from specdec.drafts.heads.features import Features, Tap
-from specdec.drafts.heads.layers import Block, Rotary, mask_embedding, norm
+from specdec.drafts.heads.layers import Block, MaskSlots, Rotary, norm
 from specdec.drafts.heads.model import HeadModel
 
 
@@ -55,18 +55,18 @@ class DFlash(HeadModel):
             **shared,
         )  # fmt: skip
         width = config.hidden_size
-        self.block_size, self.mask_token, self.first = block_size, mask_token, 0 if anchor_first else 1
+        self.block_size, self.first = block_size, 0 if anchor_first else 1
         self.kv_layers, self.longest = blocks, block_size - self.first
         self.fc, self.hidden_norm = nn.Linear(len(self.taps) * width, width, bias=False), norm(config)
         self.layers = nn.ModuleList(Block(config, head_norms=True) for _ in range(blocks))
         self.norm, self.rotary = norm(config), Rotary(config)
-        self.mask_embedding = mask_embedding(config, mask_token)
+        self.mask_slots = MaskSlots(config, mask_token)
 
     @classmethod
     def default_taps(cls, blocks: int) -> Sequence[Tap]:
         """z-lab's five: evenly from the output of block 2 to that of block L - 2 of L, as far as they differ and exist."""
-        first, last = min(2, blocks), max(min(2, blocks), blocks - 2)
-        return sorted({round(first + (last - first) * i / 4) for i in range(5)})
+        last = max(1, blocks - 3)  # counted from 0, as z-lab does
+        return sorted({min(1 + round(1 + (last - 1) * i / 4), blocks) for i in range(5)})
 
     def read(self, features: Features, go: Pass) -> None:
         """As ``HeadModel.read``: every layer's keys and values come from the same projection, and nothing is carried."""
@@ -86,13 +86,9 @@ class DFlash(HeadModel):
     def fill(self, token: Tensor, at: Anchors) -> Tensor:
         """The block after ``token [...]`` at the anchors: the normed outputs of the slots that predict, ``[..., longest, E]``."""
         known = self.embed(token)[..., None, :]
-        if self.mask_embedding is not None:
-            mask = self.mask_embedding.weight
-        else:
-            mask = self.embed(torch.tensor(self.mask_token, device=token.device))
-        size = self.block_size
-        x = torch.cat([known, mask.expand(*token.shape, size - 1, -1)], -2)
-        go = at.slots(0, size, full=True)
+        masks = self.mask_slots(self.embed).expand(*token.shape, self.block_size - 1, -1)
+        x = torch.cat([known, masks], -2)
+        go = at.slots(0, self.block_size, full=True)
         angles = self.rotary(go.positions, x)
         for layer, block in enumerate(self.layers):
             x = block(x, angles, layer, go)

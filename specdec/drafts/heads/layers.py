@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -116,19 +117,26 @@ def _turned(x: Tensor, by: nn.RMSNorm | None, angles: Angles) -> Tensor:
     return rotated(x if by is None else by(x), None, angles)
 
 
-def mask_embedding(config: LlamaConfig, mask_token: int | None) -> nn.Embedding | None:
-    """A vector of the head's own for slots without a token, unless they have the embedding of the id ``mask_token``.
+class MaskSlots(nn.Module):
+    """What slots without a token have for an embedding: that of the id ``mask_token``, or for ``None`` a vector of the head's own.
 
     Raises:
         ValueError: the id does not exist.
     """
-    if mask_token is None:
-        return nn.Embedding(1, config.hidden_size)
-    if not 0 <= mask_token < config.vocab_size:
-        raise ValueError(
-            f"mask_token is {mask_token}: give an id from 0 to {config.vocab_size - 1}, or None for a vector of the head's own"
-        )
-    return None
+
+    def __init__(self, config: LlamaConfig, mask_token: int | None):
+        super().__init__()
+        if mask_token is not None and not 0 <= mask_token < config.vocab_size:
+            raise ValueError(
+                f"mask_token is {mask_token}: give an id from 0 to {config.vocab_size - 1}, or None for a vector of the head's own"
+            )
+        self.embedding = nn.Embedding(1, config.hidden_size) if mask_token is None else None
+        self.token: Tensor
+        self.register_buffer("token", torch.tensor(mask_token or 0), persistent=False)
+
+    def forward(self, embed: Callable[[Tensor], Tensor]) -> Tensor:
+        """``[E]``; ``embed`` is the head's."""
+        return embed(self.token) if self.embedding is None else self.embedding.weight[0]
 
 
 def initialise(model: nn.Module, deviation: float = 0.02) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Mapping, Sequence
+from inspect import signature
 from pathlib import Path
 from typing import Any, Self
 
@@ -41,7 +42,8 @@ class HeadModel(nn.Module):
         target: the target's fingerprint; empty where it is unknown.
         settings: the derived class's own arguments, which are saved with it.
     Raises:
-        ValueError: no taps, a wrong vocabulary, or a mask that ``masks.for_model`` refuses.
+        ValueError: no taps, a wrong vocabulary, or a mask that ``masks.for_model`` refuses. TypeError: an argument that no class of the
+            head has.
 
     Attributes:
         kv_layers: how many layers have keys and values. longest: the longest chain that it can propose, if there is a limit.
@@ -69,6 +71,10 @@ class HeadModel(nn.Module):
         **settings: Any,
     ):
         super().__init__()
+        mine = {name for kind in type(self).__mro__ for name in signature(kind).parameters}
+        for name in settings:
+            if name not in mine:
+                raise TypeError(f"{type(self).__name__} has no argument {name!r}")
         if not taps:
             raise ValueError("taps is empty: a head reads at least one layer of its target")
         if setting(config, "num_target_layers") is None:

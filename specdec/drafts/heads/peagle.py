@@ -1,4 +1,4 @@
-"""P-EAGLE (speculators): EAGLE-3's blocks, which predict all tokens in one causal pass over learned placeholders.
+"""P-EAGLE (arXiv 2602.01469): EAGLE-3's blocks, which predict all tokens in one causal pass over learned placeholders.
 
 Committed pairs of a feature and the token after it are read as in EAGLE-3. Where EAGLE-3 would feed a drafted token and its own output, P-EAGLE
 feeds a mask token and a learned vector in place of the activations. So the law is marginal. Tensors have speculators' names.
@@ -17,7 +17,7 @@ from specdec.arguments import at_least
 from specdec.drafts.heads.contract import Anchors
 from specdec.drafts.heads.eagle3 import Eagle3
 from specdec.drafts.heads.features import Tap
-from specdec.drafts.heads.layers import mask_embedding
+from specdec.drafts.heads.layers import MaskSlots
 
 
 class PEagle(Eagle3):
@@ -46,8 +46,8 @@ class PEagle(Eagle3):
     ):
         at_least(1, "depth", depth, "a head proposes at least 1 token")
         super().__init__(config, taps, depth=depth, blocks=blocks, mask_token=mask_token, **shared)
-        self.longest, self.mask_token = depth, mask_token
-        self.mask_embedding = mask_embedding(config, mask_token)
+        self.longest = self.depth = depth
+        self.mask_slots = MaskSlots(config, mask_token)
         self.mask_hidden = nn.Parameter(torch.randn(1, 1, len(self.taps) * config.hidden_size))
 
     def step(self, n: int, memo: Tensor, token: Tensor, at: Anchors) -> tuple[Tensor, Tensor]:
@@ -58,13 +58,10 @@ class PEagle(Eagle3):
 
     def fill(self, last: Tensor, at: Anchors) -> Tensor:
         """The outputs of the last committed pair ``[..., E]`` and of the placeholders after it, together ``[..., depth, E]``."""
-        known, count = last[..., None, :], self.settings["depth"] - 1
+        known, count = last[..., None, :], self.depth - 1
         if not count:
             return known
         shape = (*known.shape[:-2], count, -1)
         feature = self.fused(self.mask_hidden[0]).expand(shape)
-        if self.mask_embedding is not None:
-            mask = self.mask_embedding.weight
-        else:
-            mask = self.embed(torch.tensor(self.mask_token, device=last.device))
-        return torch.cat([known, self.run(feature, mask.expand(shape), at.slots(0, count))], -2)
+        masks = self.mask_slots(self.embed).expand(shape)
+        return torch.cat([known, self.run(feature, masks, at.slots(0, count))], -2)
