@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from specdec.drafts.heads.model import HeadModel
 from specdec.drafts.spire.model import SpireModel
 
 _FREE = {"checkpoint_minutes", "compile", "validate_every"}  # settings that may change
@@ -54,6 +55,8 @@ def described(draft: Any) -> str:
     looks: dict[str, Any] = {}
     if isinstance(draft, SpireModel):
         looks = {"layers": draft.layers, "mask": draft.mask}
+    if isinstance(draft, HeadModel):
+        looks = {"taps": draft.taps, "mask": draft.mask, "settings": draft.settings}
     return f"{type(draft).__name__} {looks} {shapes}"
 
 

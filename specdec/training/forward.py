@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
 
+from specdec.arguments import at_least
 from specdec.masks import Mask, for_model, sees, streaming
 from specdec.masks.sight import check_length, check_sight
+from specdec.training.anchored import layers_of, steps
 from specdec.training.passes import k_pass
 from specdec.training.states import Batch
 
@@ -29,6 +33,79 @@ class KPass:
     def __call__(self, draft: Any, batch: Batch) -> Tensor:
         """Logits ``[B, T, V]`` after the first T positions, T the largest multiple of k."""
         return k_pass(draft, batch.tokens[:, :-1], batch.inputs, self.k)
+
+
+class Drafted(NamedTuple):
+    """What a draft says of blocks of a text.
+
+    ``logits [B, A, k, V]`` of ``k`` depths after ``A`` anchors (``[..., K]`` over a reduced vocabulary); ``at [B, A, k]`` the positions that
+    they follow: they are over ``tokens[b, at + 1]``. ``confidence [B, A, k]``: logits of the head's confidence, if it has one.
+    """
+
+    logits: Tensor
+    at: Tensor
+    confidence: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Teacher-forced blocks of a head (``anchored.steps``): EAGLE-3's training-time test, and the anchors and blocks of DFlash.
+
+    Args:
+        k: tokens of a block. anchors: how many positions of a text begin a block in training, drawn at random without repetition;
+            ``None``: all. In validation, and in a call without ``draws``, the blocks lie side by side.
+    Raises:
+        ValueError: a number below 1; in a call: a text that is too short for one block.
+    """
+
+    k: int = 5
+    anchors: int | None = None
+    samples = True  # called with ``draws`` in training
+
+    def __post_init__(self) -> None:
+        at_least(1, "k", self.k, "give at least 1")
+        if self.anchors is not None:
+            at_least(1, "anchors", self.anchors, "give at least 1, or None for all positions")
+
+    def layers(self, draft: Any) -> tuple[int, ...]:
+        """As ``KPass.layers``."""
+        return tuple(tap for tap in draft.taps if tap != "final")
+
+    def __call__(
+        self, draft: Any, batch: Batch, draws: Sequence[np.random.Generator] | None = None
+    ) -> Drafted:
+        """Blocks of a batch; ``draws``: a generator for each of its texts."""
+        tokens = batch.tokens
+        count = tokens.shape[1] - 1 - self.k  # anchors 1 .. count
+        if count < 1:
+            raise ValueError(
+                f"a text of {tokens.shape[1]} tokens is too short for blocks of k = {self.k}: use longer ones"
+            )
+        if draws is None:
+            anchors = torch.arange(1, count + 1, self.k).expand(len(tokens), -1)
+        elif self.anchors is None or self.anchors >= count:
+            anchors = torch.arange(1, count + 1).expand(len(tokens), -1)
+        else:
+            drawn = [np.sort(one.choice(count, self.anchors, replace=False)) + 1 for one in draws]
+            anchors = torch.from_numpy(np.stack(drawn))
+        anchors = anchors.to(tokens.device)
+        made = list(steps(draft, tokens, layers_of(draft, batch), self.k, anchors))
+        sure = [confidence for _, confidence in made if confidence is not None]
+        return Drafted(
+            torch.stack([logits for logits, _ in made], 2),
+            anchors[..., None] + torch.arange(self.k, device=tokens.device),
+            torch.stack(sure, 2) if sure else None,
+        )
+
+
+def drafted(forward: Any, draft: Any, batch: Batch, draws: Sequence[np.random.Generator] | None) -> Drafted:
+    """What ``forward`` gives, as blocks: logits ``[B, T, V]`` are blocks of ``forward.k`` positions side by side, or of one if it has no k."""
+    made = forward(draft, batch, draws) if getattr(forward, "samples", False) else forward(draft, batch)
+    if isinstance(made, Drafted):
+        return made
+    T, k = made.shape[1], getattr(forward, "k", 1)
+    at = torch.arange(T, device=made.device).expand(len(made), -1)
+    return Drafted(made.unflatten(1, (T // k, k)), at.unflatten(1, (T // k, k)))
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Training losses of drafts: the next token, the target's distribution, or the probability of acceptance.
+"""Training losses of drafts: the next token, the target's distribution, the probability of acceptance, and weights by depth.
 
 MixedLoss is SPIRe's (arXiv 2504.06419, section 3.4): half distillation, half acceptance. The expected acceptance probability of one
 token is ``sum_v min(p(v), q(v))`` (Leviathan et al., arXiv 2211.17192, section 3).
@@ -6,19 +6,25 @@ token is ``sum_v min(p(v), q(v))`` (Leviathan et al., arXiv 2211.17192, section 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
 
+ABSENT = -100
+"""In the tokens of a loss: a token that a reduced vocabulary lacks. Cross-entropy with the text leaves its position out."""
+
 
 def cross_entropy(logits: Tensor, tokens: Tensor) -> Tensor:
-    """``-log q(token)`` in nats, the mean over all positions.
+    """``-log q(token)`` in nats, the mean over all positions, without those whose token is ``ABSENT``.
 
     Args:
         logits: ``[..., V]`` of the draft. tokens: ``[...]`` the next tokens.
     """
-    return F.cross_entropy(logits.flatten(0, -2), tokens.flatten())
+    total = F.cross_entropy(logits.flatten(0, -2), tokens.flatten(), ignore_index=ABSENT, reduction="sum")
+    return total / (tokens != ABSENT).sum().clamp(min=1)
 
 
 def distillation(logits: Tensor, target_logits: Tensor) -> Tensor:
@@ -66,3 +72,126 @@ class MixedLoss:
         if self.weight < 1:
             loss = loss - (1 - self.weight) * _overlap(log_q.exp(), p)
         return loss.mean()
+
+
+@dataclass(frozen=True)
+class CombinedLoss:
+    """``hard * CE(text) + soft * KL(p, q) + variation * TV(p, q) + confidence * BCE``, in nats; each term is a mean over positions.
+
+    TV is half of the L1 distance, so that DSpark's loss, ``0.1 CE + 0.9 L1 + 1.0 BCE``, is ``CombinedLoss(0.1, 0, 1.8, 1)``. The BCE is
+    that of the head's confidence with the probability ``1 - TV`` that its token is accepted, through which no gradient flows.
+
+    Raises:
+        ValueError: a negative weight, or all of them zero.
+    """
+
+    hard: float = 0.0
+    soft: float = 0.0
+    variation: float = 0.0
+    confidence: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, weight in vars(self).items():
+            if not weight >= 0:
+                raise ValueError(f"{name} is {weight}: a weight is at least 0")
+        if not any(vars(self).values()):
+            raise ValueError(
+                "all weights of CombinedLoss are 0: give at least one of hard, soft, variation, confidence"
+            )
+
+    @property
+    def needs_target(self) -> bool:
+        return bool(self.soft or self.variation or self.confidence)
+
+    @property
+    def confident(self) -> bool:
+        """Whether it is called with the head's confidence."""
+        return bool(self.confidence)
+
+    def __call__(
+        self,
+        logits: Tensor,
+        target_logits: Tensor,
+        tokens: Tensor,
+        confidence: Tensor | None = None,
+        accepted: Tensor | None = None,
+    ) -> Tensor:
+        """``logits``, ``target_logits [..., V]``; ``tokens``, ``confidence`` (a logit) and ``accepted [...]``, the probability that the
+        token is accepted: by default ``1 - TV(p, q)``, which it is not where the vocabulary is reduced and p renormalised."""
+        loss = logits.new_zeros(())
+        if self.hard:
+            loss = loss + self.hard * cross_entropy(logits, tokens)
+        if not self.needs_target:
+            return loss
+        log_p, log_q = target_logits.log_softmax(-1), logits.log_softmax(-1)
+        p = log_p.exp()
+        if self.soft:
+            loss = loss + self.soft * (p * (log_p - log_q)).sum(-1).mean()
+        if self.variation or self.confidence:
+            overlap = _overlap(log_q.exp(), p)
+            loss = loss + self.variation * (1 - overlap).mean()
+            if self.confidence:
+                if confidence is None:
+                    raise ValueError(
+                        "the loss trains a confidence, and this draft has none: leave the weight at 0"
+                    )
+                truth = (overlap if accepted is None else accepted).detach()
+                loss = loss + self.confidence * F.binary_cross_entropy_with_logits(confidence, truth)
+        return loss
+
+
+@dataclass(frozen=True)
+class ByDepth:
+    """The mean of ``loss`` over the depths of a block, weighted by depth.
+
+    Args:
+        loss: of one depth, ``(logits, target_logits, tokens) -> scalar``.
+        weights: a factor from one depth to the next (EAGLE-3's 0.8; ``exp(-1 / gamma)`` gives DFlash's ``exp(-n / gamma)``), or the weight
+            of each depth.
+    Raises:
+        ValueError: weights that are not positive; in a call: logits without blocks, or fewer weights than depths.
+    """
+
+    loss: Callable[..., Tensor]
+    weights: float | Sequence[float] = 0.8
+
+    def __post_init__(self) -> None:
+        given = [self.weights] if isinstance(self.weights, (int, float)) else list(self.weights)
+        if not given or not all(weight > 0 for weight in given):
+            raise ValueError(
+                f"weights is {self.weights}: give a factor above 0, or a positive weight of each depth"
+            )
+
+    @property
+    def needs_target(self) -> bool:
+        return getattr(self.loss, "needs_target", True)
+
+    @property
+    def confident(self) -> bool:
+        return getattr(self.loss, "confident", False)
+
+    def of(self, k: int) -> list[float]:
+        """The weights of ``k`` depths, which add up to 1."""
+        if isinstance(self.weights, (int, float)):
+            each = [float(self.weights) ** n for n in range(k)]
+        else:
+            each = [float(weight) for weight in self.weights[:k]]
+        if len(each) < k:
+            raise ValueError(
+                f"weights has {len(each)} weights, and the blocks have {k} depths: give one of each"
+            )
+        return [weight / sum(each) for weight in each]
+
+    def __call__(self, logits: Tensor, target_logits: Tensor, tokens: Tensor, **more: Any) -> Tensor:
+        """``logits``, ``target_logits [B, A, k, V]``; ``tokens`` and what else there is ``[B, A, k]``."""
+        if logits.dim() != 4:
+            raise ValueError(
+                f"ByDepth got logits of shape {list(logits.shape)}: weights by depth need blocks [B, A, k, V], as forward.Blocks and KPass give"
+            )
+        parts = []
+        for n, weight in enumerate(self.of(logits.shape[2])):
+            own = {name: value[..., n] for name, value in more.items() if value is not None}
+            parts.append(
+                weight * self.loss(logits[..., n, :], target_logits[..., n, :], tokens[..., n], **own)
+            )
+        return sum(parts[1:], parts[0])

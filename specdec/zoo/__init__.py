@@ -12,7 +12,7 @@ __all__ = ["FOLDER", "TOKENIZER", "load", "names", "tokenizer_folder"]
 
 
 def load(name: str, folder: str | Path = FOLDER) -> tuple[Any, "PreTrainedTokenizerFast"]:
-    """A pocket model (float32, CPU, evaluation mode) and its tokenizer: a transformers model, or a ``SpireModel``.
+    """A pocket model (float32, CPU, evaluation mode) and its tokenizer: a transformers model, a ``SpireModel``, or a ``HeadModel``.
 
     They are stored in bf16 and loaded in float32, in which greedy decoding does not depend on the shape of a batch.
 
@@ -23,4 +23,8 @@ def load(name: str, folder: str | Path = FOLDER) -> tuple[Any, "PreTrainedTokeni
         from specdec.drafts.spire.load import read_pocket
 
         return read_pocket(name, folder)
+    if (Path(folder) / name / "head.json").exists():
+        from specdec.drafts.heads.load import read_pocket as read_head
+
+        return read_head(name, folder)
     return read(name, folder)

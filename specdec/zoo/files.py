@@ -13,7 +13,7 @@ TOKENIZER = FOLDER / "tokenizer"  # one for all pocket models
 
 def names() -> list[str]:
     """The names that ``read`` takes."""
-    return sorted(path.parent.name for path in FOLDER.glob("*/config.json"))
+    return sorted({path.parent.name for kind in ("config", "head") for path in FOLDER.glob(f"*/{kind}.json")})
 
 
 def tokenizer_folder(model: Path) -> Path | None:
@@ -36,7 +36,8 @@ def read(
     if not path.is_dir() or Path(name).name != name:
         raise ValueError(f"there is no pocket model {name!r}; there are: {', '.join(names())}")
     beside = tokenizer_folder(path) or TOKENIZER  # copies of pocket models have none of their own
-    needed = [path / file for file in ("config.json", "model.safetensors")]
+    config = "head.json" if (path / "head.json").exists() else "config.json"
+    needed = [path / config, path / "model.safetensors"]
     needed += [beside / file for file in ("tokenizer.json", "tokenizer_config.json")]
     missing = [file.name for file in needed if not file.exists()]
     if missing:

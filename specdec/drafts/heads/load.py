@@ -13,20 +13,23 @@ from specdec.drafts.heads.dspark import DSpark
 from specdec.drafts.heads.eagle3 import Eagle3
 from specdec.drafts.heads.model import FILE, HeadModel
 from specdec.drafts.heads.peagle import PEagle
+from specdec.zoo import files as zoo
 
 HEADS: tuple[type[HeadModel], ...] = (Eagle3, PEagle, DFlash, DFlash2, DSpark)
 """The library's own heads, which are loaded from folders by name; a head of your own is loaded by its class."""
 
 
 def as_head(model: Any) -> HeadModel:
-    """A ``HeadModel`` from one, or from the folder of one.
+    """A ``HeadModel`` from one, from the folder of one, or from the name of a pocket head.
 
     Raises:
         TypeError: it is neither. FileNotFoundError: the folder holds no head. ValueError: it holds one that the library does not know.
     """
     if isinstance(model, (str, os.PathLike)):
         folder = Path(model)
-        if not is_head(folder):
+        if isinstance(model, str) and not folder.exists() and (zoo.FOLDER / model / FILE).exists():
+            return read_pocket(model)[0]
+        if not (folder / FILE).exists():
             raise FileNotFoundError(f"{folder} has no {FILE}: it is not the folder of a head")
         name = json.loads((folder / FILE).read_text())["head"]
         for kind in HEADS:
@@ -43,8 +46,13 @@ def as_head(model: Any) -> HeadModel:
     return model
 
 
+def read_pocket(name: str, folder: str | Path = zoo.FOLDER) -> tuple[HeadModel, Any]:
+    """A pocket head in float32, not bound to a target yet, and its tokenizer, as ``zoo.load``."""
+    return zoo.read(name, folder, lambda path: as_head(path).float())
+
+
 def is_head(model: Any) -> bool:
-    """Whether ``model`` is a head, in memory or in a folder."""
+    """Whether ``model`` is a head, in memory, in a folder or in the zoo."""
     if isinstance(model, (str, os.PathLike)):
-        return (Path(model) / FILE).exists()
+        return any((folder / FILE).exists() for folder in (Path(model), zoo.FOLDER / model))
     return isinstance(model, HeadModel)

@@ -1,0 +1,263 @@
+"""Trains draft heads for the pocket target on the same tokens: EAGLE-3, DFlash, DSpark, and the other heads that there are.
+
+    python recipes/train_heads.py --site SITE_PACKAGES --work runs/pocket
+
+The text is the mixture that pocket-target and pocket-spire were trained on. The target's activations are recorded once for all drafts, in
+bf16 in the work folder, about 3.6 GB a million tokens. Every head begins with new weights and uses the target's embedding and output matrix. The
+same command continues an interrupted run; finished drafts are exported into specdec/zoo with a model card. --drafts also takes
+pocket-spire-equal and pocket-vanilla-equal, a SPIRe draft and a small language model, trained on the same tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import checkout  # noqa: F401
+import torch
+from accelerate import PartialState
+
+from specdec import zoo
+from specdec.drafts import heads
+from specdec.drafts.heads import HeadModel
+from specdec.lab.options import option, parse
+from specdec.lab.recipe import Recipe
+from specdec.lab.report import meta
+from specdec.lab.states import First, stream_states
+from specdec.lab.streams import Streams
+from specdec.lab.variants import started, variants
+from specdec.training.forward import Blocks
+from specdec.training.losses import ByDepth, CombinedLoss, HardLoss, MixedLoss
+from specdec.training.train import Settings as Training
+from specdec.training.train import Trained, train
+from specdec.zoo.files import tokenizer_folder
+
+
+@dataclass(frozen=True)
+class Member:
+    """A head to train.
+
+    Attributes:
+        head: its class in ``drafts.heads``. k: tokens of a block. anchors: blocks of a sequence. factor: of the loss from one depth to
+            the next. own: the loss of the head's authors. settings: of ``from_target``.
+    """
+
+    head: str
+    k: int
+    anchors: int
+    factor: float = 0.8
+    own: Any = CombinedLoss(soft=1.0)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+SPARK = CombinedLoss(hard=0.1, variation=1.8, confidence=1.0)
+EVERY = {
+    "pocket-eagle3": Member(
+        "Eagle3",
+        5,
+        256,
+        settings={
+            "norm_before_residual": True,
+            "norm_before_fc": True,
+            "norm_output": True,
+            "own_head": False,
+        },
+    ),
+    "pocket-mtp": Member("MTP", 5, 256, own=HardLoss()),
+    "pocket-medusa": Member("Medusa", 5, 256, own=HardLoss()),
+    "pocket-dflash": Member("DFlash", 7, 192, math.exp(-1 / 4), HardLoss(), {"blocks": 2, "block_size": 8}),
+    "pocket-dspark": Member(
+        "DSpark", 7, 192, math.exp(-1 / 4), SPARK, {"blocks": 2, "block_size": 7, "rank": 64}
+    ),
+}
+HEADS = {name: member for name, member in EVERY.items() if hasattr(heads, member.head)}
+OTHERS = {"pocket-spire-equal": "spire", "pocket-vanilla-equal": "distilled_vanilla"}
+LAYERS = (2, 3, 4, 5, 6, 7)  # what heads read by default of a target of 8 blocks, and SPIRe's two
+
+
+@dataclass(frozen=True)
+class Settings(Recipe):
+    drafts: tuple[str, ...] = option(tuple(HEADS), "drafts to train, in order")
+    work: str = option("runs/pocket", "folder for shards, recorded states and checkpoints")
+    site: str = option("", "more site-packages folders for the corpus, separated by commas")
+    zoo: str = option(str(zoo.FOLDER), "folder to export to (default: the package's)")
+    tokens: float = option(5.0, "millions of training tokens for each")
+    epochs: float = option(1.0, "passes over the tokens")
+    loss: str = option("mixed", '"mixed": MixedLoss(0.5) for all; "own": that of each head\'s authors')
+    anchors: int = option(0, "blocks of a sequence of 1024 tokens (0: by the table in this file)")
+    batch: int = option(2, "sequences per step")
+    muon_lr: float = option(0.03)
+    adam_lr: float = option(0.009)
+    warmup: float = option(0.03, "share of the steps in which the learning rate rises")
+    decay: float = option(0.8, "likewise")
+    compile: bool = option(True, "torch.compile of the loss")
+    validation: int = option(16, "number of validation sequences")
+    validations: int = option(10, "how often to validate")
+    suffix: str = option("", "of the folders' names, such as seed1 for pocket-eagle3-seed1")
+
+
+def named(s: Settings, name: str) -> str:
+    """The name of a draft's folder and checkpoint."""
+    return f"{name}-{s.suffix}" if s.suffix else name
+
+
+def chosen(s: Settings, name: str, target: Any) -> tuple[Any, Any, Any]:
+    """The untrained draft, its forward and its loss."""
+    if name in OTHERS:
+        variant = variants()[OTHERS[name]]
+        return started(variant, target, s.seed), variant.forward, variant.loss
+    member = HEADS[name]
+    head = getattr(heads, member.head).from_target(target, seed=s.seed, **member.settings)
+    lacking = [tap for tap in head.taps if tap != "final" and tap not in LAYERS]
+    if lacking:
+        raise SystemExit(f"--drafts {name}: it reads layer {lacking[0]}, which LAYERS in this file lacks")
+    each: Callable[..., Any] = member.own
+    if s.loss == "mixed":
+        each = CombinedLoss(soft=0.5, variation=0.5, confidence=1.0) if head.confident else MixedLoss(0.5)
+    return (
+        head,
+        Blocks(min(member.k, head.longest or member.k), s.anchors or member.anchors),
+        ByDepth(each, member.factor),
+    )
+
+
+def states(s: Settings, target: Any, tokenizer: Any, split: str, tokens: int) -> First:
+    """The target's states on the corpus, recorded unless they are there."""
+    return stream_states(target, tokenizer, Streams(work=s.work, site=s.site), LAYERS, tokens, split)
+
+
+def fit(s: Settings, name: str, target: Any, tokenizer: Any) -> tuple[Any, Trained]:
+    """Train one draft; its checkpoint is in the work folder."""
+    draft, forward, loss = chosen(s, name, target)
+    data = states(s, target, tokenizer, "train", round(s.tokens * 1e6))
+    held = states(s, target, tokenizer, "validation", 1024 * s.validation)
+    steps = max(1, round(len(data) * s.epochs / s.batch))
+    training = Training(
+        steps, s.batch, s.muon_lr, s.adam_lr, warmup=s.warmup, decay=s.decay, compile=s.compile, seed=s.seed,
+        validate_every=max(1, steps // s.validations),
+    )  # fmt: skip
+
+    def tell(row: dict[str, float]) -> None:
+        print(name, json.dumps({key: round(value, 4) for key, value in row.items()}), flush=True)
+
+    report = train(
+        draft, target, data, loss=loss, forward=forward, settings=training, validation=held,
+        checkpoint=Path(s.work) / f"{named(s, name)}-{s.loss}-{s.seed}.pt", on_validation=tell,
+    )  # fmt: skip
+    return draft, report
+
+
+def export(s: Settings, name: str, draft: Any, tokenizer: Any, report: Trained) -> None:
+    """Write the draft in bf16, its tokenizer and its model card."""
+    folder = Path(s.zoo) / named(s, name)
+    folder.mkdir(parents=True, exist_ok=True)
+    for p in draft.parameters():
+        p.data = p.data.to(torch.bfloat16)
+    draft.tokenizer = None  # written below
+    if not isinstance(draft, HeadModel):
+        draft.config.dtype = torch.bfloat16
+    draft.save_pretrained(folder)
+    if tokenizer_folder(folder) is None:  # the package's models share one
+        tokenizer.save_pretrained(folder)
+    (folder / "model.safetensors").chmod(0o644)
+    (folder / "README.md").write_text(card(s, name, draft, report))
+
+
+def size(draft: Any) -> int:
+    """Its parameters; a head's are without the target's embedding and output matrix, which it uses."""
+    return sum(p.numel() for p in draft.parameters())
+
+
+def card(s: Settings, name: str, draft: Any, report: Trained) -> str:
+    """The model card, in Markdown."""
+    made, mixture = meta(s.seed), Streams().mixture
+    shares = ", ".join(
+        f"{share:.0%} {domain}" for share, domain in zip(mixture, ("code", "prose", "tabular"))
+    )
+    _, forward, loss = chosen(s, name, zoo.load("pocket-target")[0])
+    if isinstance(draft, HeadModel):
+        what = (
+            f"A draft head for pocket-target: `{type(draft).__name__}`, taps {list(draft.taps)}, {size(draft):,} parameters beside the target's "
+            f'embedding and output matrix, which it uses. Settings: `{draft.settings}`. Stored in bf16; `drafts.Head("{name}")` decodes with it.'
+        )
+    else:
+        what = f"A draft for pocket-target, {size(draft):,} parameters: the control `{OTHERS[name]}` to the heads of this recipe. Stored in bf16."
+    options = "".join(
+        f" --{option} {value:g}" if isinstance(value, float) else f" --{option} {value}"
+        for option, value, usual in (
+            *(
+                ("loss", s.loss, "mixed"),
+                ("anchors", s.anchors, 0),
+                ("seed", s.seed, 0),
+                ("suffix", s.suffix, ""),
+            ),
+        )
+        if value != usual
+    )
+    depths = [key for key in report.curve[-1] if key.startswith("acceptance_")]
+    titles = [
+        "M tokens",
+        "loss",
+        "validation loss",
+        "acceptance",
+        *(f"at {n + 1}" for n in range(len(depths))),
+        "τ",
+    ]
+    lines = [
+        f"# {named(s, name)}",
+        "",
+        what,
+        "",
+        f"**Training.** {report.tokens / 1e6:.2f} M tokens of the pocket corpus ({shares}), length 1024, in {report.seconds / 60:.0f} minutes on one",
+        f"shared CPU core ({made['processor']}). Forward `{forward}`, loss `{loss}`. Muon (lr {s.muon_lr:g}) for the matrices, AdamW (lr "
+        f"{s.adam_lr:g}) for the rest, bf16 with float32",
+        f"master weights, batch {s.batch}, seed {s.seed}. torch {made['versions']['torch']}. The recipe trains {', '.join((*HEADS, *OTHERS))}",
+        "with the same tokens in the same order.",
+        "",
+        "```",
+        f"python recipes/train_heads.py --site SITE_PACKAGES --drafts {name} --tokens {s.tokens:g} --epochs {s.epochs:g}{options}",
+        "```",
+        "",
+        f"**Validation** ({s.validation} sequences from held-out packages; acceptance at temperature 1 and by depth, given that the tokens before are the",
+        "text's; τ over blocks along the text):",
+        "",
+        "| " + " | ".join(titles) + " |",
+        "|---" * len(titles) + "|",
+    ]
+    for row in report.curve:
+        values = [f"{row['tokens'] / 1e6:.2f}", f"{row['loss']:.3f}", f"{row['validation_loss']:.3f}"]
+        values += [f"{row[key]:.3f}" for key in ("acceptance", *depths)]
+        lines.append("| " + " | ".join([*values, f"{row['tau']:.2f}"]) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def main(s: Settings) -> None:
+    known = {**HEADS, **OTHERS}
+    unknown = [name for name in s.drafts if name not in known]
+    if unknown:
+        raise SystemExit(f"--drafts {unknown[0]}: there are {', '.join(known)}")
+    if s.loss not in ("mixed", "own"):
+        raise SystemExit(f"--loss {s.loss}: there are mixed and own")
+    s.begin()
+    target, tokenizer = zoo.load("pocket-target")
+    rows = []
+    for name in s.drafts:
+        draft, report = fit(s, name, target, tokenizer)
+        speed = report.tokens / max(report.seconds, 1e-9)
+        seen = {"parameters": size(draft), "seconds": report.seconds, "tokens_per_second": speed}
+        rows += [{"draft": name, **seen, **row} for row in report.curve]
+        if PartialState().is_main_process:
+            export(s, name, draft, tokenizer, report)
+        print(
+            f"{name}: {report.tokens / 1e6:.2f} M tokens in {report.seconds / 60:.1f} minutes, {speed:.0f} tokens/s",
+            flush=True,
+        )
+    s.save(rows)
+
+
+if __name__ == "__main__":
+    main(parse(Settings, __doc__))

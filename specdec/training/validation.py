@@ -1,0 +1,90 @@
+"""Validation of a draft on held-out text: the loss, the probability of acceptance by depth, and τ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec.training.forward import Drafted, drafted
+from specdec.training.losses import ABSENT, acceptance
+from specdec.training.states import Batch
+
+
+class Judge:
+    """Compares blocks of a draft with the target's law and with the text.
+
+    Args:
+        draft: if it has a reduced vocabulary, the loss gets the target's logits and the tokens of that vocabulary, so that p is renormalised.
+        loss: as ``train``'s. law: final hidden states ``[..., E]`` -> the target's logits ``[..., V]``. compile: torch.compile of the loss.
+    """
+
+    def __init__(self, draft: Any, loss: Any, law: Callable[[Tensor], Tensor], compile: bool = False):
+        reduced = getattr(draft, "d2t", None) is not None
+        self.ids: Tensor | None = draft.ids if reduced else None
+        self.needs, self.confident = getattr(loss, "needs_target", True), getattr(loss, "confident", False)
+        self.loss, self.law = loss, law
+        if self.ids is not None:
+            self.numbers = torch.full((draft.vocab_size,), ABSENT, device=self.ids.device)
+            self.numbers[self.ids] = torch.arange(len(self.ids), device=self.ids.device)
+        self.value = torch.compile(self._value, dynamic=False) if compile else self._value
+
+    def __call__(self, made: Drafted, batch: Batch) -> Tensor:
+        """The loss of blocks, with gradients."""
+        tokens = _rows(batch.tokens, made.at + 1)
+        tokens = tokens if self.ids is None else self.numbers.to(tokens.device)[tokens]
+        final = _rows(batch.final, made.at) if self.needs else batch.final
+        return self.value(made.logits, final, tokens, made.confidence)
+
+    def _value(self, logits: Tensor, final: Tensor, tokens: Tensor, confidence: Tensor | None) -> Tensor:
+        logits = logits.float()
+        wanted = self.law(final).float() if self.needs else logits
+        if not self.confident:
+            return self.loss(
+                logits, wanted if self.ids is None or not self.needs else wanted[..., self.ids], tokens
+            )
+        more: dict[str, Any] = {"confidence": None if confidence is None else confidence.float()}
+        if self.ids is not None:
+            more["accepted"] = self.accepted(logits.detach(), wanted)
+            wanted = wanted[..., self.ids]
+        return self.loss(logits, wanted, tokens, **more)
+
+    def accepted(self, logits: Tensor, wanted: Tensor) -> Tensor:
+        """``[...]`` the probability of acceptance; ``wanted [..., V]`` are the target's logits over its whole vocabulary."""
+        if self.ids is None:
+            return acceptance(logits, wanted)
+        return logits.softmax(-1).minimum(wanted.softmax(-1)[..., self.ids]).sum(-1)
+
+    @torch.no_grad()
+    def validate(
+        self, draft: Any, held: Any, forward: Any, batch: int, device: torch.device, precision: torch.dtype
+    ) -> dict[str, float]:
+        """The mean loss; of whole blocks of natural text the mean acceptance, that of each depth, and ``τ = 1 + sum_j prod_{i <= j} a_i``.
+
+        Acceptance is at temperature 1 and given that the tokens before are the text's. A forward without ``k`` has blocks of 4 positions.
+        """
+        totals, count = torch.zeros(0, dtype=torch.float64), 0
+        draft.eval()
+        for start in range(0, len(held), batch):
+            which = range(start, min(start + batch, len(held)))
+            states = held.take(which).to(device, precision)
+            made = drafted(forward, draft, states, None)
+            if not hasattr(forward, "k"):  # [B, T, 1, V]
+                whole = made.logits.shape[1] // 4 * 4
+                made = Drafted(*(x[:, :whole].reshape(len(x), -1, 4, *x.shape[3:]) for x in made[:2]))
+            a = self.accepted(made.logits.float(), self.law(_rows(states.final, made.at)).float())
+            tau = 1 + a.cumprod(-1).sum(-1).mean()
+            row = torch.stack([self(made, states), a.mean(), tau, *a.mean((0, 1))]).double().cpu()
+            totals = totals + len(which) * row if len(totals) else len(which) * row
+            count += len(which)
+        draft.train()
+        names = ["validation_loss", "acceptance", "tau"]
+        names += [f"acceptance_{n + 1}" for n in range(len(totals) - len(names))]
+        return dict(zip(names, (totals / count).tolist()))
+
+
+def _rows(values: Tensor, at: Tensor) -> Tensor:
+    """``values [B, T, ...]`` at positions ``[B, A, k]``."""
+    return values[torch.arange(len(values), device=values.device)[:, None, None], at]

@@ -1,0 +1,154 @@
+"""The weights of a draft in training: float32 copies that optimisers update, beside the low-precision ones that the forward uses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from specdec.drafts.heads.model import HeadModel
+from specdec.forward.ends import Ends
+
+
+class Weights:
+    """Trains the parameters of ``draft`` that require a gradient, in ``precision`` on ``device``; the others keep their values.
+
+    Args:
+        settings: ``train.Settings``. ends: of the target, which a head uses meanwhile, in the same precision.
+    Raises:
+        ValueError: a language model without blocks named ``layers.``, or nothing to train.
+    """
+
+    def __init__(self, draft: Any, settings: Any, device: torch.device, ends: Ends):
+        trained = {name: p for name, p in draft.named_parameters() if p.requires_grad}
+        if not trained:
+            raise ValueError("draft: no weight requires a gradient, so there is nothing to train")
+        wide = matrices(draft) & trained.keys()
+        self.draft, self.settings, self.step = draft, settings, 0
+        self.dtypes = {name: p.dtype for name, p in trained.items()}
+        draft.to(device)
+        trained = {name: p for name, p in draft.named_parameters() if p.requires_grad}
+        self.master = {name: p.detach().float().clone().requires_grad_() for name, p in trained.items()}
+        self.frozen = _frozen(draft, settings.precision)
+        self.ends = draft.ends if isinstance(draft, HeadModel) else None
+        if isinstance(draft, HeadModel):
+            draft.ends = ends
+        draft.train()
+        # Parameters only: draft.to(...) would round the rotary embedding's frequencies too.
+        for p in trained.values():
+            p.data = p.data.to(settings.precision)
+        self.pairs = [(p, self.master[name]) for name, p in trained.items()]
+        self.matrices = [p for name, p in self.master.items() if name in wide]
+        rest = [p for name, p in self.master.items() if name not in wide]
+        self.optimisers: dict[str, torch.optim.Optimizer] = {}
+        if self.matrices:
+            self.optimisers["muon"] = torch.optim.Muon(
+                self.matrices, lr=settings.muon_lr, momentum=0.95, weight_decay=settings.weight_decay
+            )
+        if rest:
+            self.optimisers["adam"] = torch.optim.AdamW(
+                rest, lr=settings.adam_lr, betas=(0.9, 0.95), weight_decay=0.0
+            )
+        self.rates = {"muon": settings.muon_lr, "adam": settings.adam_lr}
+
+    def share(self, accelerator: Any) -> None:
+        """All processes begin with the first one's weights."""
+        if accelerator.num_processes > 1:
+            from accelerate.utils import broadcast
+
+            with torch.no_grad():
+                for low, high in self.pairs:
+                    high.copy_(broadcast(high.detach()))
+                    low.copy_(high)
+
+    def update(self, rate: float, accelerator: Any) -> None:
+        """A step of the optimisers, at ``rate`` times their learning rates."""
+        for low, high in self.pairs:
+            high.grad = torch.zeros_like(high) if low.grad is None else low.grad.float()
+            low.grad = None
+            if accelerator.num_processes > 1:
+                high.grad = accelerator.reduce(high.grad, "mean")
+        torch.nn.utils.clip_grad_norm_(self.master.values(), self.settings.clip)
+        for name, optimiser in self.optimisers.items():
+            optimiser.param_groups[0]["lr"] = self.rates[name] * rate
+            optimiser.step()
+        with torch.no_grad():
+            torch._foreach_copy_([low for low, _ in self.pairs], [high for _, high in self.pairs])
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        states = {name: optimiser.state_dict() for name, optimiser in self.optimisers.items()}
+        return {"master": self.master, **states, "step": self.step}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from what ``state`` gave."""
+        with torch.no_grad():
+            for name, value in state["master"].items():
+                self.master[name].copy_(value)
+            torch._foreach_copy_([low for low, _ in self.pairs], [high for _, high in self.pairs])
+        for name, optimiser in self.optimisers.items():
+            optimiser.load_state_dict(state[name])
+        self.step = state["step"]
+
+    def finish(self) -> None:
+        """Copy the float32 weights into the draft, in its original precision, and give back what it had."""
+        self.draft.eval()
+        with torch.no_grad():
+            for name, p in self.draft.named_parameters():
+                if name in self.master:
+                    p.data = self.master[name].detach().to(self.dtypes[name])
+                    p.grad = None
+        for module, name, parameter in self.frozen:
+            module._parameters[name] = parameter
+        if isinstance(self.draft, HeadModel):
+            self.draft.ends = self.ends
+
+
+def matrices(draft: Any) -> set[str]:
+    """The names of the matrices that Muon updates: of the blocks, and of a head all linear maps but those onto the vocabulary or one number.
+
+    Raises:
+        ValueError: a language model without blocks named ``layers.``.
+    """
+    if isinstance(draft, HeadModel):
+        ends = {1, draft.outputs, draft.vocab_size}
+        linear = {name: m for name, m in draft.named_modules() if isinstance(m, nn.Linear)}
+        return {f"{name}.weight" for name, m in linear.items() if m.out_features not in ends}
+    found = {name for name, p in draft.named_parameters() if p.ndim == 2 and "layers." in name}
+    if not found:
+        raise ValueError(
+            f"draft: no blocks named 'layers.' in a {type(draft).__name__}: use a llama-like causal LM, or a head"
+        )
+    return found
+
+
+def lowered(ends: Ends, device: torch.device, dtype: torch.dtype) -> Ends:
+    """Copies of a target's embedding and head, without gradients; the target keeps its own."""
+    made: dict[int, Any] = {}
+
+    def low(module: Any) -> Any:
+        for one in (module.weight, getattr(module, "bias", None)):
+            if one is not None and id(one) not in made:
+                made[id(one)] = one.detach().to(device, dtype)
+        return SimpleNamespace(
+            weight=made[id(module.weight)], bias=made.get(id(getattr(module, "bias", None)))
+        )
+
+    return replace(ends, table=low(ends.table), output=low(ends.output))
+
+
+def _frozen(draft: Any, dtype: torch.dtype) -> list[tuple[nn.Module, str, nn.Parameter]]:
+    """Put copies in ``dtype`` where parameters take no gradient; returns the originals, which may be the target's."""
+    found = [
+        (module, name, p)
+        for module in draft.modules()
+        for name, p in module.named_parameters(recurse=False)
+        if not p.requires_grad
+    ]
+    for module, name, p in found:
+        module._parameters[name] = nn.Parameter(p.detach().to(dtype), requires_grad=False)
+    return found
