@@ -1,7 +1,12 @@
 """specdec: composable, provably lossless speculative decoding for Hugging Face causal language models."""
 
+import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+with warnings.catch_warnings():  # of a notebook without ipywidgets, where bars are text, at the first import
+    warnings.filterwarnings("ignore", message="IProgress not found")
+    import tqdm.auto  # noqa: F401
 
 try:
     from specdec import kernels
@@ -40,6 +45,7 @@ _LATER = (
     "training",
     "zoo",
 )
+_FUNCTIONS = {"compare": "specdec.lab.live"}
 
 if TYPE_CHECKING:  # for type checkers and editors, to which a missing name is an error
     from specdec import audit as audit
@@ -58,15 +64,15 @@ else:
 
     def __getattr__(name: str) -> Any:
         """Import submodules at first use (``sd.zoo``), and ``sd.compare``."""
-        if name == "compare":
-            return import_module("specdec.lab.live").compare
+        if name in _FUNCTIONS:
+            return getattr(import_module(_FUNCTIONS[name]), name)
         if name in _LATER:
             return import_module(f"specdec.{name}")
         raise AttributeError(f"module 'specdec' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*__all__, *_LATER, "compare", *(name for name in globals() if name.startswith("__"))})
+    return sorted({*__all__, *_LATER, *_FUNCTIONS, *(name for name in globals() if name.startswith("__"))})
 
 
 __all__ = [

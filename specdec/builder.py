@@ -25,6 +25,7 @@ from specdec.executors.contract import Executor
 from specdec.executors.serial import Serial
 from specdec.generation import Generation
 from specdec.masks import Mask
+from specdec.models.check import Loading
 from specdec.protocols import Draft, LanguageModel, Selector, Verifier
 from specdec.sampling import Sampling, SamplingSettings
 from specdec.verifiers.rejection import Rejection
@@ -50,7 +51,7 @@ class Builder:
     def __repr__(self) -> str:
         return f"Builder({self._target!r}, draft {DraftInfo.of(self._draft).name}, ...): call build()"
 
-    def draft(self, draft: DraftLike, length: int | None = None, **options: Any) -> Builder:
+    def draft(self, draft: DraftLike, length: int | None = None, **options: Unpack[Loading]) -> Builder:
         """The draft, and the longest path that it proposes in a round (default: 4, or the depth of a tree).
 
         A model (or it and its tokenizer), a hub id, a folder or a pocket model's name becomes ``drafts.Model``, and a SPIRe draft
@@ -62,9 +63,7 @@ class Builder:
         Raises:
             TypeError: no draft, an option that does not exist, or options for a draft that is in memory already.
         """
-        foreign = {name: value for name, value in options.items() if name in DRAFT}
-        if foreign:
-            refuse("draft", foreign, DRAFT, ())
+        _known("draft", options, DRAFT, "draft", "length")
         draft = as_draft(draft, "draft", ModelInfo.of(self._target).device, **options)
         if length is None:
             length = DraftInfo.of(draft).longest or 4
@@ -284,7 +283,7 @@ def _stacked(target: LanguageModel, parts: list[Any], numbers: list[int]) -> tup
     return tuple(together), tuple(at[n][0] for n in numbers), tuple(at[n][1] for n in numbers)
 
 
-def decoder(target: ModelLike, **options: Any) -> Builder:
+def decoder(target: ModelLike, **options: Unpack[Loading]) -> Builder:
     """Start composing a decoder.
 
     Args:
@@ -295,7 +294,16 @@ def decoder(target: ModelLike, **options: Any) -> Builder:
     Raises:
         TypeError: no model, an option that does not exist, or options for a model that is in memory already.
     """
+    _known("decoder", options, {}, "target")
     return Builder(as_model(target, "target", **options))
+
+
+def _known(function: str, options: Mapping[str, Any], elsewhere: Mapping[str, str], *own: str) -> None:
+    """Raise TypeError for options that loading does not have."""
+    known = Loading.__annotations__
+    unknown = {name: value for name, value in options.items() if name not in known}
+    if unknown:
+        refuse(function, unknown, elsewhere, [*own, *known])
 
 
 def _made(name: str, part: Any, *parts: str) -> None:
@@ -310,7 +318,7 @@ def _made(name: str, part: Any, *parts: str) -> None:
         )
 
 
-def as_draft(draft: Any, name: str, device: Any = None, **options: Any) -> Draft[Any]:
+def as_draft(draft: Any, name: str, device: Any = None, **options: Unpack[Loading]) -> Draft[Any]:
     """A draft from a draft, a SPIRe model or its folder, or what ``as_model`` takes."""
     _made(name, draft)
     if isinstance(draft, str) and draft in METHODS and not Path(draft).exists():

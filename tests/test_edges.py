@@ -13,7 +13,7 @@ from huggingface_hub.errors import RepositoryNotFoundError
 from tiny import byte_tokenizer, tiny
 
 import specdec as sd
-from specdec import zoo
+from specdec import elsewhere, zoo
 from specdec.models import load
 
 table = sd.TableModel.random(vocab_size=5)
@@ -96,6 +96,88 @@ def test_a_temperature_is_a_number_by_which_logits_can_be_divided(temperature):
     for edge in (1e-30, 1e30):
         probs = sd.Sampling(temperature=edge)(torch.tensor([[[50.0, -50.0, 0.0]]]), sd.Context.of([[0]]))
         assert torch.isfinite(probs).all()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"temperature": 0.7}, r"composed: \.sampling\(temperature=0.7\)"),
+        ({"do_sample": True}, r"compose with \.greedy\(\)"),
+        ({"generation_config": object()}, r"custom_generate=decoder.as_generate\(\)"),
+        ({"streamer": print}, r"iterate over decoder.stream"),
+        ({"num_return_sequences": 3}, r"generate\(\[prompt\] \* 3\)"),
+        ({"assistant_model": None}, r"\.draft\(assistant\)"),
+        ({"logits_processor": []}, r"\.sampling\(processors="),
+        ({"max_length": 9}, "give max_new_tokens"),
+        ({"max_tokens": 9}, "here it is max_new_tokens"),
+        ({"stop": "a"}, "here it is stop_strings"),
+        ({"max_new_token": 9}, "there are prompts, max_new_tokens, seed, .*attention_mask$"),
+        ({"attention_mask": [1]}, "attention_mask is given without input_ids"),
+        ({"input_ids": [1]}, "prompts and input_ids are both given"),
+    ],
+)
+def test_arguments_of_other_libraries(arguments, says):
+    with pytest.raises(TypeError, match=says):
+        plain.generate([[1]], **arguments)
+    with pytest.raises(TypeError, match=says):
+        plain.stream([[1]], **arguments)
+
+
+def test_every_remedy_can_be_written():
+    for table_of in (elsewhere.GENERATE, elsewhere.SAMPLING, elsewhere.DRAFT):
+        for name in table_of:
+            with pytest.raises(TypeError, match=f"f has no argument '{name}': [a-z.]"):
+                elsewhere.refuse("f", {name: 2}, table_of, ())
+
+
+def test_drafts_by_the_names_of_other_libraries():
+    base = sd.decoder(table)
+    for arguments, says in (
+        ({"num_speculative_tokens": 5}, r"here it is length: \.draft\(\.\.\., length=5\)"),
+        ({"prompt_lookup_max": 3}, r"NGram\(max_match=3\)"),
+        ({"method": "ngram"}, "give the draft itself"),
+        ({"lenght": 5}, "draft has no argument 'lenght': there are draft, length, "),
+        ({"dtype": "float32"}, "draft is in memory already and dtype is for loading"),
+    ):
+        with pytest.raises(TypeError, match=says):
+            base.draft(table, **arguments)
+    began = time.perf_counter()
+    with pytest.raises(TypeError, match=r"draft is 'ngram', a name of vLLM's: give sd.drafts.NGram\(\)"):
+        base.draft("ngram")
+    with pytest.raises(TypeError, match="draft is 'eagle3', a name of vLLM's: give the draft itself"):
+        base.draft("eagle3")
+    assert time.perf_counter() - began < 1
+    with pytest.raises(TypeError, match="decoder has no argument 'temperature'"):
+        sd.decoder(table, temperature=1)
+
+
+def test_an_unbuilt_decoder_decodes():
+    base = sd.decoder(table).draft(table, length=2)
+    assert base.generate([[1]], 9, seed=0).ids == base.build().generate([[1]], 9, seed=0).ids
+    pieces = [token for piece in base.stream([[1]], 9, seed=0) for token in piece.ids]
+    assert [pieces] == base.generate([[1]], 9, seed=0).ids
+
+
+def test_where_a_model_of_a_name_goes(monkeypatch):
+    asked = []
+
+    def from_pretrained(name, **options):
+        asked.append(options)
+        return table
+
+    monkeypatch.setattr(sd.HFModel, "from_pretrained", from_pretrained)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    folder = zoo.FOLDER / "pocket-tiny"
+    sd.decoder(folder)
+    sd.decoder(folder, device_map="cpu", dtype="bfloat16", graphs="auto")
+    sd.decoder(table).draft(folder)  # the table is on the host
+    on_gpu = type("OnGpu", (), {"score": 1, "cache": 1, "device": torch.device("cuda", 1)})()
+    sd.decoder(on_gpu).draft(folder, dtype="float32")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    sd.decoder(folder)
+    assert [options["device_map"] for options in asked] == ["cuda", "cpu", None, "cuda:1", None]
+    assert [options.get("dtype") for options in asked] == [None, "bfloat16", None, "float32", None]
+    assert asked[1]["graphs"] == "auto"
 
 
 def test_a_length_that_no_key_can_name():

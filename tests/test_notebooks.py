@@ -28,6 +28,8 @@ def test_runs_from_top_to_bottom(path, tmp_path):
     assert len(cells) > 4
     NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
     assert all(cell.execution_count == number for number, cell in enumerate(cells, 1))
+    said = [output["text"] for cell in cells for output in cell.outputs if output.get("name") == "stderr"]
+    assert not [text for text in said if "Warning" in text]
     assert any(
         "text/html" in output.get("data", {}) for cell in cells for output in cell.outputs
     )  # the frame

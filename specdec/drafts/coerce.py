@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from transformers import PreTrainedModel
 
 from specdec.drafts.spire.load import is_spire
+from specdec.models.check import Loading
 from specdec.models.hf import HFModel
 from specdec.models.load import resolve
 from specdec.models.reduced_vocab import TrimmedModel
@@ -30,7 +31,7 @@ def in_memory(name: str, options: Mapping[str, Any]) -> None:
         )
 
 
-def as_model(model: Any, name: str, device: Any = None, **options: Any) -> LanguageModel:
+def as_model(model: Any, name: str, device: Any = None, **options: Unpack[Loading]) -> LanguageModel:
     """A ``LanguageModel`` from what the user passed.
 
     Args:

@@ -30,6 +30,26 @@ class Options(TypedDict, total=False):
     bf16_weights: bool | None
 
 
+class Loading(Options, total=False):
+    """The settings of loading a model by its name: those of ``HFModel``, and of transformers' ``from_pretrained``."""
+
+    dtype: Any
+    device_map: Any
+    tokenizer: Any
+    revision: str
+    token: str | bool
+    cache_dir: Any
+    subfolder: str
+    local_files_only: bool
+    force_download: bool
+    trust_remote_code: bool
+    use_safetensors: bool
+    attn_implementation: str
+    quantization_config: Any
+    max_memory: Any
+    offload_folder: Any
+
+
 def check_arguments(
     model: Any,
     tokenizer: Any,
