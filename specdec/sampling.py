@@ -90,8 +90,10 @@ class Sampling:
         for temperature in temperatures:
             if not isinstance(temperature, Real):
                 raise TypeError(f"temperature is {temperature!r}: give a number")
-            if not temperature >= 0 or temperature == float("inf"):
-                raise ValueError(f"temperature is {temperature}: it must be a finite number >= 0 (0 is greedy)")
+            if not 0 <= float(temperature) < float("inf"):
+                raise ValueError(
+                    f"temperature is {temperature}: it must be a finite number >= 0 (0 is greedy)"
+                )
         if not temperatures:
             raise ValueError("temperature is empty: give a number, or one for each request")
         for name, value in {"top_p": self.top_p, "min_p": self.min_p}.items():

@@ -16,7 +16,9 @@ def target():
     return sd.HFModel(tiny("llama", 0, torch.float64))
 
 
-@pytest.mark.parametrize("settings", [{}, {"top_k": 5, "min_p": 0.01}, {"processors": (lambda i, s: s / 1.3,)}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"top_k": 5, "min_p": 0.01}, {"processors": (lambda i, s: s / 1.3,)}]
+)
 def test_every_request_may_have_its_own_temperature(settings):
     draw = torch.Generator().manual_seed(0)
     logits, temperatures = torch.randn(4, 3, 9, generator=draw), (0.7, 0.0, 1, 2.5)
