@@ -28,7 +28,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import checkout  # noqa: F401
 import torch
@@ -62,6 +62,9 @@ class Place(NamedTuple):
 class Settings(Plotted):
     pool: tuple[str, ...] = option(ARMS, "arms: names in the zoo, ngram, none; NAME/K drafts K tokens")
     temperatures: tuple[float, ...] = option((1.0, 0.0), "of the requests, in turn")
+    split: Literal["test", "validation"] = option(
+        "test", "packages of the workloads' prompts; validation: to choose a pool on"
+    )
     batches: tuple[int, ...] = option((16,), "rows at once")
     places: tuple[str, ...] = option(
         ("padded/1", "packed/1", "auto/1", "decomposed/2", "auto/2"), "attention/cores"
@@ -121,9 +124,9 @@ class Parts:
     def sampling(self, batch: int) -> sd.Sampling:
         return sd.Sampling(temperatures(self.s.temperatures, batch))
 
-    def workload(self, batch: int, turn: int, split: str = "test") -> Workload:
+    def workload(self, batch: int, turn: int, split: str | None = None) -> Workload:
         s = self.s
-        return workload(self.tokenizer, batch, s.longest, s.seed + turn, s.median, split)
+        return workload(self.tokenizer, batch, s.longest, s.seed + turn, s.median, split or s.split)
 
     def plain(self, batch: int, attention: str) -> Any:
         return sd.decoder(self.targets[attention]).sampling(self.sampling(batch))

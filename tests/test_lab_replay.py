@@ -514,7 +514,7 @@ def made(trace, value):
     C, n = len(trace), max(t.rounds for t in trace.texts)
     q = torch.full((C, n, K), value, dtype=torch.float64)
     size = torch.full((C, n), K)
-    return lab.replays.Replay(trace, f"at {value}", K, q, q, q, q, q, size, torch.tensor(True))
+    return lab.replays.Replay(trace, f"at {value}", K, q, q, q, q, q, size, size, torch.tensor(True))
 
 
 def test_compare(trace):
