@@ -2,7 +2,7 @@
 
     python recipes/spin_end_to_end.py --json docs/results/spin_end_to_end.json --plots docs/figures
 
-Requests of three domains with ragged prompts are decoded in one batch. Prompts of validation packages are for learning and for the
+Requests of three domains and of several temperatures, with ragged prompts, are decoded in one batch. Prompts of validation packages are for learning and for the
 seconds that rounds are charged; the workloads are made of prompts of test packages. Rows: `configuration, batch, cores, attention, goodput`
 (tokens a second after the prefill, tokens of all workloads over their seconds), its ratios to `plain`, `smallest` and `best_fixed` of
 the same batch, cores and attention, tau, the share of rounds of each `arms`, and the seconds of its stages. Intervals (`_low`, `_high`) are 95 % bootstraps over workloads; with
@@ -13,7 +13,7 @@ fewer than 5 workloads there are none.
 - `selection`: the paper's selector: statistics of a request's own, a random draft for 5 rounds, then a maximum-weight matching within
   the drafts' capacities for 2^k rounds. With padded attention; `selection+packed`, `selection+decomposed`, `selection+auto` with others.
 - `spin`: the paper's selector, and a pipeline of `--micro-batches` (drafting in another process, on the other core).
-- `pooled`: the same algorithm with statistics pooled by the kind of prompt, learned on `--learn` other requests and kept from then on;
+- `pooled`: the same algorithm with statistics pooled by the kind of prompt and the temperature, learned on `--learn` other requests and kept from then on;
   it has all arms (n-gram, SPIRe and no speculation where they are given), and a request stays with its draft.
 
 Attention is padded, packed, decomposed, or `auto`, the library's choice (C kernels on a CPU), which does not pad. A place `auto/2` has
@@ -28,7 +28,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import checkout  # noqa: F401
 import torch
@@ -39,11 +39,11 @@ from specdec.cost.arms import weights
 from specdec.executors import Pipelined
 from specdec.kernels.attention import fit
 from specdec.lab import console, plots
-from specdec.lab.arm_times import POOL, load_pool, measured
+from specdec.lab.arm_times import ARMS, POOL, load_pool, measured
 from specdec.lab.arms import PoolRun, goodput, pool_run
 from specdec.lab.options import option, parse
 from specdec.lab.recipe import Plotted
-from specdec.lab.workload import Kind, Workload, workload
+from specdec.lab.workload import Kind, Workload, temperatures, workload
 
 COLUMNS = ("configuration", "is", "attention", "cores", "goodput", "goodput_low", "goodput_high", "ratio_to_plain",
            "ratio_to_best_fixed", "ratio_to_best_fixed_low", "ratio_to_best_fixed_high", "tau")  # fmt: skip
@@ -60,15 +60,17 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Settings(Plotted):
-    pool: tuple[str, ...] = option(
-        (*POOL, "pocket-spire", "ngram", "none"), "arms: names in the zoo, ngram, none"
+    pool: tuple[str, ...] = option(ARMS, "arms: names in the zoo, ngram, none; NAME/K drafts K tokens")
+    temperatures: tuple[float, ...] = option((1.0, 0.0), "of the requests, in turn")
+    split: Literal["test", "validation"] = option(
+        "test", "packages of the workloads' prompts; validation: to choose a pool on"
     )
-    batches: tuple[int, ...] = option((8, 16), "rows at once")
+    batches: tuple[int, ...] = option((16,), "rows at once")
     places: tuple[str, ...] = option(
         ("padded/1", "packed/1", "auto/1", "decomposed/2", "auto/2"), "attention/cores"
     )
     tokens: int = option(128, "new tokens of each request")
-    k: int = option(4, "drafted tokens per round")
+    k: int = option(4, "drafted tokens per round, of arms without a length")
     repeats: int = option(6, "workloads, each run by all configurations")
     learn: int = option(192, "requests that the pooled selector learns from beforehand")
     capacity: float = option(1.5, "rows that a draft of `spin` takes, times an equal share of the batch")
@@ -95,15 +97,15 @@ class Parts:
             name: sd.HFModel(model, tokenizer, attention=name, bf16_weights=s.bf16_weights)
             for name in {*(place.attention for place in self.places), "auto"}
         }
-        self.arms = load_pool(s.pool, s.bf16_weights)
+        self.arms = load_pool(s.pool, s.k, s.bf16_weights)
         self.models = {
-            n: d for n, d in self.arms.items() if isinstance(d, sd.drafts.Model)
+            n: arm for n, arm in self.arms.items() if isinstance(arm.draft, sd.drafts.Model)
         }  # the paper's pool
         if not self.models or not all(word.endswith(("/1", "/2")) for word in s.places):
             raise SystemExit(
                 "give --pool with at least one model, and --places such as auto/1 or decomposed/2"
             )
-        self.smallest = min(self.models, key=lambda name: weights(self.models[name].model))
+        self.smallest = min(self.models, key=lambda name: weights(self.models[name].draft.model))
         self.costs: Any = None
 
     @property
@@ -115,36 +117,46 @@ class Parts:
         s = self.s
         work = self.workload(max(batch, 4), 1000, "validation")
         few = (3, 1) if s.quick else (8, 2)
-        self.costs = measured(self.targets["auto"], self.arms, s.k, work.rows, *few, seed=s.seed).alone(batch)
+        sampling = self.sampling(len(work.rows))
+        times = measured(self.targets["auto"], self.arms, work.rows, *few, seed=s.seed, sampling=sampling)
+        self.costs = times.alone(batch)
 
-    def workload(self, batch: int, turn: int, split: str = "test") -> Workload:
+    def sampling(self, batch: int) -> sd.Sampling:
+        return sd.Sampling(temperatures(self.s.temperatures, batch))
+
+    def workload(self, batch: int, turn: int, split: str | None = None) -> Workload:
         s = self.s
-        return workload(self.tokenizer, batch, s.longest, s.seed + turn, s.median, split)
+        return workload(self.tokenizer, batch, s.longest, s.seed + turn, s.median, split or s.split)
 
-    def fixed(self, name: str, attention: str) -> Any:
-        base = sd.decoder(self.targets[attention])
-        return (base if self.arms[name] is None else base.draft(self.arms[name], self.s.k)).build()
+    def plain(self, batch: int, attention: str) -> Any:
+        return sd.decoder(self.targets[attention]).sampling(self.sampling(batch))
 
-    def chosen(self, arms: dict[str, Any], selector: Any, attention: str, **more: Any) -> Any:
+    def fixed(self, name: str, batch: int, attention: str) -> Any:
+        arm = self.arms[name]
+        return self.plain(batch, attention).draft(arm.draft, arm.length).build()
+
+    def chosen(self, arms: dict[str, Any], selector: Any, batch: int, attention: str, **more: Any) -> Any:
         """A decoder whose selector has some of the arms, with their measured costs."""
         costs = replace(
             self.costs, draft=tuple(self.costs.draft[list(self.arms).index(name)] for name in arms)
         )
-        base = sd.decoder(self.targets[attention])
-        return base.pool(arms, selector, self.s.k, costs=costs, stacked=True, **more)
+        return self.plain(batch, attention).pool(arms, selector, costs=costs, stacked=True, **more)
 
     def paper(self, batch: int, attention: str) -> Any:
         """The paper's selector: its drafts only, and no more rows on one than its capacity."""
         room = dict.fromkeys(self.models, math.ceil(self.s.capacity * batch / len(self.models)))
-        return self.chosen(self.models, selectors.Spin(), attention, capacities=room)
+        return self.chosen(self.models, selectors.Spin(), batch, attention, capacities=room)
 
-    def pooled(self, attention: str, exploration: int = 4, growth: float = 64, warm: int = 30) -> Any:
-        selector = selectors.Spin(exploration, growth, Kind(self.tokenizer), warm=warm, learn="always")
-        return self.chosen(self.arms, selector, attention).build()
+    def pooled(
+        self, batch: int, attention: str, exploration: int = 4, growth: float = 64, warm: int = 30
+    ) -> Any:
+        kind = Kind(self.tokenizer, temperatures(self.s.temperatures, batch))
+        selector = selectors.Spin(exploration, growth, kind, warm=warm, learn="always")
+        return self.chosen(self.arms, selector, batch, attention).build()
 
     def taught(self, batch: int) -> Any:
         """What the pooled selector has learned from validation prompts, in batches; on the fastest attention."""
-        s, decoder = self.s, self.pooled("auto", 8, 1, 300)
+        s, decoder = self.s, self.pooled(batch, "auto", 8, 1, 300)
         selection = decoder.begin(batch)
         for turn in range(math.ceil(s.learn / batch)):
             work = self.workload(batch, 1001 + turn, "validation")
@@ -155,11 +167,11 @@ class Parts:
         """Configuration -> its decoder."""
         at = place.attention
         plans = {
-            "plain": lambda: sd.decoder(self.targets[at]).build(),
-            "smallest": lambda: self.fixed(self.smallest, at),
-            "best_fixed": lambda: self.fixed(best, at),
+            "plain": lambda: self.plain(batch, at).build(),
+            "smallest": lambda: self.fixed(self.smallest, batch, at),
+            "best_fixed": lambda: self.fixed(best, batch, at),
             "selection" if at == "padded" else f"selection+{at}": lambda: self.paper(batch, at).build(),
-            "pooled": lambda: self.pooled(at),
+            "pooled": lambda: self.pooled(batch, at),
         }
         if place.cores == 2:
             pipeline = Pipelined(min(self.s.micro_batches, batch), workers="processes")
@@ -169,18 +181,20 @@ class Parts:
 
 def main(s: Settings) -> list[dict[str, Any]]:
     if s.quick:
-        s = replace(s, batches=(3,), repeats=1, learn=3, tokens=8, pool=(*POOL[:2], "ngram", "none"))
+        s = replace(
+            s, batches=(3,), repeats=1, learn=3, tokens=8, pool=(POOL[0], f"{POOL[1]}/2", "ngram", "none")
+        )
         s = replace(s, places=("padded/1", "packed/1", "auto/2"))
     s.begin()
     parts, rows = Parts(s), []
-    drafts = [name for name, draft in parts.arms.items() if draft is not None]
+    drafts = [name for name, arm in parts.arms.items() if arm.draft is not None]
     for batch in s.batches:
         parts.profile(batch)
         taught, runs = parts.taught(batch), defaultdict(list)
         works = [parts.workload(batch, turn) for turn in range(s.repeats + 1)]
         for turn, work in enumerate(works):  # the first warms up
             for name in drafts:
-                run = pool_run(parts.fixed(name, "auto"), work.rows, s.tokens, s.seed + turn)
+                run = pool_run(parts.fixed(name, batch, "auto"), work.rows, s.tokens, s.seed + turn)
                 runs[f"fixed:{name}", "auto/1"] += [run] if turn else []
         best = max(drafts, key=lambda name: goodput(runs[f"fixed:{name}", "auto/1"])[0])
         compare(parts, works, best, taught, runs)

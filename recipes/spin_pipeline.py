@@ -62,7 +62,7 @@ SEARCHED = (
 
 @dataclass(frozen=True)
 class Settings(Plotted):
-    drafts: tuple[str, ...] = option(("pocket-code", "pocket-vanilla"), "names in the zoo")
+    drafts: tuple[str, ...] = option(("pocket-900k", "pocket-vanilla"), "names in the zoo")
     batches: tuple[int, ...] = option((8, 16), "rows at a time")
     micro_batches: tuple[int, ...] = option((2, 4), "micro-batches of a batch")
     workers: tuple[str, ...] = option(("processes", "threads"), "what drafts")

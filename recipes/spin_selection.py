@@ -2,7 +2,7 @@
 
     python recipes/spin_selection.py --json docs/results/spin_selection.json --plots docs/figures
 
-Texts are sampled from the target once (`lab.record`). Along them every draft's chances of acceptance are known (`lab.replay`), so that
+Texts are sampled from the target once (`lab.record`), a trace for each of `--temperatures`. Along them every draft's chances of acceptance are known (`lab.replay`), so that
 selectors are replayed instead of decoded: `specdec.lab.selection` and `specdec.lab.selection_runs`. Seconds are those of measured rounds (`lab.arm_times`): drafting,
 verification, and the reading of all that a draft has not read when a request changes to it. The prompts of one half of the source
 files are for learning (rows `learned`), those of the other half are for all results.
@@ -13,16 +13,20 @@ Rows, by `part`:
 - `regret`: each selector's seconds over the oracle's, in percent (`regret`: over the oracle of every round, `over_best_fixed`: over the fixed
   arm that is best in hindsight). Rounds are charged as in a batch of one's own arm; `elapsed_over_best_fixed` charges the batch's own rounds,
   in which every arm in use has its fixed costs and the last rounds have few rows;
-- `ratio`: how many times faster SPIN's own selector is than UCB1 and epsilon-greedy (the paper: 1.49).
+- `ratio`: how many times faster SPIN's own selector is than UCB1 and epsilon-greedy (the paper: 1.49);
+- `cost`: what is left of the head-room, step by step (`times_faster` than the best fixed draft, `over_plain`): the best arm of each request
+  in hindsight; of each kind of request in hindsight; of each kind, learned from the other half; `Spin, by kind, learned`, charged without the
+  reading of what a draft has not read; with it; and in the batch's own rounds, in which every draft in use has its fixed costs.
 Intervals are 95 % bootstraps over source files and repeats; with fewer than 5 files there are none. `times` rows have the seconds that rounds are charged.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
@@ -31,38 +35,40 @@ import numpy as np
 
 import specdec as sd
 from specdec import lab, selectors, zoo
+from specdec.arm_policy import Arm
 from specdec.data.prompts import entries
 from specdec.lab import plots
-from specdec.lab.arm_times import POOL, load_pool, measured
+from specdec.lab.arm_times import ARMS, POOL, load_pool, measured
 from specdec.lab.console import progress, table
 from specdec.lab.options import option, parse
 from specdec.lab.prompt_file import Entry
 from specdec.lab.recipe import Plotted
 from specdec.lab.selection import Requests, RoundTimes, fixed_seconds, ratio, round_oracle, worth
+from specdec.lab.selection_costs import costs
 from specdec.lab.selection_runs import Follow, SelectorReplay
-from specdec.lab.workload import Kind, halves
+from specdec.lab.workload import Kind, halves, temperatures
 
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Settings(Plotted):
-    pool: tuple[str, ...] = option(
-        (*POOL, "pocket-spire", "ngram", "none"), "arms: names in the zoo, ngram, none"
-    )
+    pool: tuple[str, ...] = option(ARMS, "arms: names in the zoo, ngram, none; NAME/K drafts K tokens")
+    temperatures: tuple[float, ...] = option((1.0, 0.0), "every prompt is a request at each of these")
     split: Literal["test", "validation"] = option(
         "test", "packages of the prompts; validation: to choose a pool on"
     )
     batches: tuple[int, ...] = option((1, 4, 16, 64), "rows at a time")
     replayed: int = option(16, "rows at a time in the replays of selectors")
     median: int = option(200, "tokens of the median prompt")
-    per_prompt: int = option(2, "prompts cut from one held-out text")
+    per_prompt: int = option(1, "prompts cut from one held-out text")
     new_tokens: int = option(96, "tokens of a request")
-    k: int = option(4, "drafted tokens per round")
+    k: int = option(4, "drafted tokens per round, of arms without a length")
     capacity: float = option(
         1.5, "rows that an arm may draft for in the paper's setting, times an equal share of the batch"
     )
-    repeats: int = option(40, "replays of each selector, with random numbers of their own")
+    lessons: int = option(3, "replays of the requests to learn from")
+    repeats: int = option(12, "replays of each selector, with random numbers of their own")
     trace: str | None = option(
         None, "folder of the recorded texts and replays, to use them again (default: none)", metavar="DIR"
     )
@@ -72,31 +78,49 @@ class Settings(Plotted):
 def main(s: Settings) -> list[Row]:
     s.begin()
     if s.quick:
-        small = (POOL[0], POOL[1], "ngram", "none")
+        small = (POOL[0], f"{POOL[1]}/2", "ngram", "none")
         s = replace(
-            s, pool=small, batches=(1, 4), replayed=3, median=64, per_prompt=1, new_tokens=12, repeats=2
+            s,
+            pool=small,
+            batches=(1, 4),
+            replayed=3,
+            median=64,
+            new_tokens=12,
+            repeats=2,
+            temperatures=(1.0, 0.0),
         )
-    target, arms = sd.HFModel(*zoo.load("pocket-target")), load_pool(s.pool)
+    target, arms = sd.HFModel(*zoo.load("pocket-target")), load_pool(s.pool, s.k)
     with ExitStack() as stack:
         folder = s.trace or stack.enter_context(TemporaryDirectory())
-        requests, domains = recorded(s, target, arms, folder)
+        requests, domains, at = recorded(s, target, arms, Path(folder))
     assert requests.tokens is not None
     prompts = [row[:n].tolist() for row, n in zip(requests.tokens, requests.prompt.tolist())][
         : max(4, s.replayed)
     ]
-    times = measured(target, arms, s.k, prompts, *((4, 1) if s.quick else ()), seed=s.seed)
+    sampling = sd.Sampling(temperatures(s.temperatures, len(prompts)))
+    times = measured(target, arms, prompts, *((4, 1) if s.quick else ()), seed=s.seed, sampling=sampling)
     rows: list[Row] = [
         {"part": "times", "arm": name, "fixed_milliseconds": 1e3 * f, "row_milliseconds": 1e3 * r, "read_milliseconds": 1e3 * read}
         for name, (f, r), read in zip(s.pool, times.draft, times.read)
     ]  # fmt: skip
     rows += [{"part": "times", "arm": "verify", **dict(zip(("fixed", "row", "token"), times.verify))}]
     half = halves(requests.source.tolist(), domains)
-    learned, tested = (requests.select(np.flatnonzero(half == part)) for part in (0, 1))
-    groups = [domain for domain, part in zip(domains, half) if part == 1]
-    for batch in s.batches:
-        rows += [{"part": "worth", **row} for row in worth(tested, times, batch, groups)]
-    rows += regrets(s, tested, learned, times, Kind(target.tokenizer))
-    for part in ("worth", "regret", "ratio"):
+    parts = [np.flatnonzero(half == part) for part in (0, 1)]
+    learned, tested = (requests.select(rows_of) for rows_of in parts)
+    kinds = [Kind(target.tokenizer, [at[i] for i in rows_of]) for rows_of in parts]
+    for what, labels in (("domain", domains), ("temperature", [f"{t:g}" for t in at])):
+        groups = [labels[i] for i in parts[1]]
+        for batch in s.batches:
+            found = worth(tested, times, batch, groups)
+            rows += [
+                {"part": "worth", "by": what, **row}
+                for row in found
+                if what == "domain" or row["group"] != "all"
+            ]
+    found = costs(tested, learned, times, s.replayed, kinds, *spin(kinds), s.repeats, s.lessons, s.seed)
+    rows += [{"part": "cost", **row} for row in found]
+    rows += regrets(s, tested, learned, times, kinds)
+    for part in ("worth", "cost", "regret", "ratio"):
         mine = [r for r in rows if r["part"] == part]
         print(f"\n{part}\n" + table(mine, [name for name in mine[0] if name != "part"]))
     s.save(rows)
@@ -104,8 +128,10 @@ def main(s: Settings) -> list[Row]:
     return rows
 
 
-def recorded(s: Settings, target: Any, arms: dict[str, Any], folder: str) -> tuple[Requests, list[str]]:
-    """The requests and their domains: pieces of held-out prompts, as long as those of `lab.workload`, and the target's continuations."""
+def recorded(
+    s: Settings, target: Any, arms: dict[str, Arm], folder: Path
+) -> tuple[Requests, list[str], list[float]]:
+    """The requests, their domains and temperatures: pieces of held-out prompts, as long as those of `lab.workload`, and the target's texts."""
     noise, prompts = np.random.default_rng(s.seed), []
     for entry in entries(s.split)[: 12 if s.quick else None]:
         ids = target.tokenizer(entry["text"], add_special_tokens=False)["input_ids"]
@@ -114,27 +140,65 @@ def recorded(s: Settings, target: Any, arms: dict[str, Any], folder: str) -> tup
             length = int(np.clip(np.exp(noise.normal(np.log(s.median), 0.8)), 32, len(ids) // s.per_prompt))
             text = target.tokenizer.decode(ids[start : start + length])
             prompts.append(Entry((text,), entry["domain"], f"{entry['package']}/{entry['path']}"))
-    trace = lab.record(target, prompts, folder, s.new_tokens, s.k, eos_token_id=(), seed=s.seed)
-    replays = {}
-    for name, draft in arms.items():
-        progress(f"chances of {name}", stays=True)
-        replays[name] = None if draft is None else lab.replay(trace, draft, s.k, target, name=name)
-    return Requests.of(replays), [text.category for text in trace.texts]
+    longest: dict[str, int] = {}  # of the arms of one draft: a replay of the longest serves all
+    for name, arm in arms.items():
+        draft = name.partition("/")[0]
+        longest[draft] = max(longest.get(draft, 0), arm.length or 0)
+    parts, sources, domains, at = [], [], [], []
+    for temperature in s.temperatures:
+        place = folder / f"temperature-{temperature:g}"
+        sampling = sd.Sampling(temperature)
+        trace = lab.record(
+            target,
+            prompts,
+            place,
+            s.new_tokens,
+            max(longest.values()),
+            sampling,
+            eos_token_id=(),
+            seed=s.seed,
+        )
+        replays: dict[str, Any] = {}
+        for name, arm in arms.items():
+            draft = name.partition("/")[0]
+            if draft not in replays:
+                progress(f"chances of {draft} at temperature {temperature:g}", stays=True)
+                made = (
+                    None
+                    if arm.draft is None
+                    else lab.replay(trace, arm.draft, longest[draft], target, name=draft)
+                )
+                replays[draft] = made
+        by_arm = {name: replays[name.partition("/")[0]] for name in arms}
+        parts.append(Requests.of(by_arm, {name: arm.length for name, arm in arms.items() if arm.length}))
+        used = [text for text in trace.texts if text.rounds]
+        sources.append([text.source for text in used])
+        domains += [text.category for text in used]
+        at += [temperature] * len(used)
+    return Requests.join(parts, sources), domains, at
 
 
-def regrets(s: Settings, tested: Requests, learned: Requests, times: RoundTimes, kind: Kind) -> Iterator[Row]:
+def spin(kinds: Sequence[Kind]) -> tuple[selectors.Spin, selectors.Spin]:
+    """SPIN's algorithm with statistics pooled by the kind of a request: for the half to learn from, and for the other."""
+    stays = selectors.Spin(4, 64, kinds[1], warm=30, learn="always")
+    return replace(stays, exploration=8, growth=1, warm=None, pool=kinds[0]), stays
+
+
+def regrets(
+    s: Settings, tested: Requests, learned: Requests, times: RoundTimes, kinds: Sequence[Kind]
+) -> Iterator[Row]:
     """Rows of every selector, and the ratios."""
     replay = SelectorReplay(tested, times, s.replayed, s.repeats, s.seed)
     capacity = math.ceil(s.capacity * s.replayed / len(s.pool))
     bound = replace(replay, capacities=tuple(s.replayed if k == 0 else capacity for k in tested.lengths))
-    school = replace(replay, requests=learned, repeats=1)
+    school = replace(replay, requests=learned)
     fixed, oracle = fixed_seconds(tested, times, s.replayed), round_oracle(tested, times, s.replayed)
     best = int(fixed.sum(1).argmin())
     alone = replay(selectors.Fixed(best)).elapsed
     runs: dict[str, tuple[np.ndarray, np.ndarray]] = {}
-    for name, (selector, teacher, how) in chosen(s, best, oracle, tested, kind, replay, bound).items():
+    for name, (selector, teacher, how) in chosen(s, best, oracle, tested, kinds, replay, bound).items():
         progress(f"selector {name}")
-        start = None if teacher is None else school(teacher).last
+        start = None if teacher is None else school.taught(teacher, s.lessons)
         played = how(selector, start)
         runs[name] = played.seconds, played.elapsed
         row: Row = {"part": "regret", "selector": name, "batch": s.replayed, "learned": teacher is not None}
@@ -160,7 +224,7 @@ def chosen(
     best: int,
     oracle: Any,
     tested: Requests,
-    kind: Kind,
+    kinds: Sequence[Kind],
     free: SelectorReplay,
     bound: SelectorReplay,
 ) -> dict[str, tuple[Any, Any, SelectorReplay]]:
@@ -181,13 +245,13 @@ def chosen(
     out["Spin, capacities"] = (selectors.Spin(), None, bound)
     for name, one in plain.items():
         if "pool" in one.__dataclass_fields__ and name != "Spin":
-            pooled = replace(one, pool=kind)
+            taught, pooled = (replace(one, pool=kind) for kind in kinds)
             out |= {
                 f"{name}, by kind": (pooled, None, free),
-                f"{name}, by kind, learned": (pooled, pooled, free),
+                f"{name}, by kind, learned": (pooled, taught, free),
             }
-    stays = selectors.Spin(4, 64, kind, warm=30, learn="always")
-    out["Spin, by kind, learned"] = (stays, replace(stays, exploration=8, growth=1, warm=None), free)
+    taught, stays = spin(kinds)
+    out["Spin, by kind, learned"] = (stays, taught, free)
     out["Oracle's plan"] = (Follow(oracle, tested.prompt), None, free)
     return out
 
@@ -195,7 +259,7 @@ def chosen(
 def drawn(s: Settings, rows: list[Row]) -> Any:
     """Benefit by batch, shares of best arms by domain, and regret by selector."""
     drawing, (panels,) = plots.panels(1, 3, (13, 4.2), bare=True, layout="tight")
-    found = [r for r in rows if r["part"] == "worth"]
+    found = [r for r in rows if r["part"] == "worth" and r["by"] == "domain"]
     for name, label in (("request_oracle", "best of every request"), ("round_oracle", "best of every round")):
         mine = [r for r in found if r["group"] == "all" and r[name + "_low"] is not None]
         panels[0].plot([r["batch"] for r in mine], [r[name] for r in mine], "o-", label=label)

@@ -8,39 +8,51 @@ from tiny import tiny
 
 import specdec as sd
 from specdec import drafts, zoo
+from specdec.arm_policy import Arm
 from specdec.lab import arm_times
-from specdec.lab.arm_times import POOL, load_pool, measured
+from specdec.lab.arm_times import ARMS, POOL, load_pool, measured
 from specdec.lab.pipeline import Part
 
 
 def models():
     target, draft = tiny("llama", 0, torch.float32), tiny("llama", 1, torch.float32, num_hidden_layers=1)
-    arms = {"model": drafts.Model(sd.HFModel(draft)), "ngram": drafts.NGram(), "none": None}
+    arms = {
+        "model": Arm(drafts.Model(sd.HFModel(draft)), 3),
+        "ngram": Arm(drafts.NGram(), 3),
+        "none": Arm(None),
+    }
     return sd.HFModel(target), arms, [[1, 2, 3, 4 + b] for b in range(8)]
 
 
 def test_planted_seconds_are_recovered(monkeypatch):
     target, arms, prompts = models()
-    k = 3
+    model = arms["model"].draft
+    arms["long"] = Arm(model, 7)  # as long as its cost says
+    seen = set()
 
     def planted(decoder, prompts, rounds, micro, seed):
         b = len(prompts)
+        seen.add((b, decoder.sampling))
         kind = type(decoder.draft).__name__
-        draft = {"Model": 6e-3 + 3e-3 * b, "NGram": 3e-4 * b}.get(kind, 0.0)
+        k = decoder.length
+        draft = {"Model": k * (2e-3 + 1e-3 * b), "NGram": 3e-4 * b}.get(kind, 0.0)
         d = k if kind in ("Model", "NGram") else 0
         verify = 5e-3 + 1e-3 * b + 1e-4 * b * d
         return draft + verify, [Part(b, draft, verify)] * rounds
 
     monkeypatch.setattr(arm_times, "timed", planted)
-    times = measured(target, arms, k, prompts, rounds=2, repeats=1)
+    warm = sd.Sampling([1.0, 0.5] * 4)
+    times = measured(target, arms, prompts, rounds=2, repeats=1, sampling=warm)
+    assert seen == {(b, warm) for b in (1, 2, 4, 8)}
     flat = [x for pair in times.draft for x in pair]
-    assert flat == pytest.approx([2e-3, 1e-3, 0, 1e-4, 0, 0], abs=1e-12)
+    assert flat == pytest.approx([2e-3, 1e-3, 0, 1e-4, 0, 0, 2e-3, 1e-3], abs=1e-12)
     assert times.verify == pytest.approx((5e-3, 1e-3, 1e-4))
     assert times.read[0] > 0 == times.read[1] == times.read[2]  # an n-gram has nothing to read
 
 
 def test_models_of_one_size_share_their_measurements(monkeypatch):
     target, arms, prompts = models()
+    arms = {name: Arm(arm.draft, 1 if arm.draft else None) for name, arm in arms.items()}
     twin = drafts.Model(sd.HFModel(tiny("llama", 2, torch.float32, num_hidden_layers=1)))
     large = drafts.Model(sd.HFModel(tiny("llama", 3, torch.float32)))
 
@@ -50,12 +62,13 @@ def test_models_of_one_size_share_their_measurements(monkeypatch):
             return 0.0, [
                 Part(len(prompts), 0.0, 1.0)
             ] * rounds  # its verification is not fitted: it proposes what it finds
-        slow = {id(arms["model"].model): 1e-3, id(twin.model): 3e-3, id(large.model): 8e-3}
+        slow = {id(arms["model"].draft.model): 1e-3, id(twin.model): 3e-3, id(large.model): 8e-3}
         d = slow.get(id(getattr(draft, "model", None)), 0.0)
         return 0.0, [Part(len(prompts), d * len(prompts), 2e-3 * len(prompts))] * rounds
 
     monkeypatch.setattr(arm_times, "timed", planted)
-    times = measured(target, {**arms, "twin": twin, "large": large}, 1, prompts, rounds=1, repeats=1)
+    arms |= {"twin": Arm(twin, 1), "large": Arm(large, 1)}
+    times = measured(target, arms, prompts, rounds=1, repeats=1)
     assert times.draft[0] == times.draft[3] == pytest.approx((0, 2e-3), abs=1e-9)
     assert times.draft[4] == pytest.approx((0, 8e-3), abs=1e-9)
     assert times.read[0] == times.read[3] != times.read[4]
@@ -64,19 +77,33 @@ def test_models_of_one_size_share_their_measurements(monkeypatch):
 
 def test_real_rounds_are_timed():
     target, arms, prompts = models()
-    times = measured(target, arms, 3, prompts, rounds=3, repeats=1)
+    times = measured(target, arms, prompts, rounds=3, repeats=1)
     (fixed, row), _, none = times.draft
     assert fixed + row > 0
     assert none == (0, 0)
     assert sum(times.verify) > 0
     with pytest.raises(ValueError, match="at least 2"):
-        measured(target, arms, 3, prompts[:1])
+        measured(target, arms, prompts[:1])
+    with pytest.raises(ValueError, match="'model' has no length"):
+        measured(target, {"model": Arm(arms["model"].draft)}, prompts)
 
 
 def test_a_pool_by_name():
-    made = load_pool((POOL[0], "pocket-spire", "ngram", "none"))
-    kinds = (drafts.Model, drafts.Spire, drafts.NGram, type(None))
-    assert [type(draft) for draft in made.values()] == list(kinds)
+    made = load_pool((POOL[0], "pocket-spire/2", "ngram/8", "ngram", "none"), length=3)
+    kinds = (drafts.Model, drafts.Spire, drafts.NGram, drafts.NGram, type(None))
+    assert [type(arm.draft) for arm in made.values()] == list(kinds)
+    assert [arm.length for arm in made.values()] == [3, 2, 8, 3, None]
+    assert made["ngram"].draft == drafts.NGram(max_match=4, min_match=2)
     assert set(POOL) <= set(zoo.names())
-    with pytest.raises(SystemExit, match="pocket-none"):
-        load_pool(("pocket-none",))
+    assert {arm.partition("/")[0] for arm in ARMS} == {*POOL, "pocket-spire", "ngram", "none"}
+
+
+@pytest.mark.parametrize("name", ["pocket-none", "ngram/0", "ngram/x", "none/2", "/3"])
+def test_names_that_are_no_arms_are_refused(name):
+    with pytest.raises(SystemExit, match=name):
+        load_pool((name,))
+
+
+def test_a_model_has_one_length():
+    with pytest.raises(SystemExit, match="another length"):
+        load_pool((f"{POOL[0]}/2", POOL[0]))

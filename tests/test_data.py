@@ -264,11 +264,10 @@ def test_the_draft_has_an_eighth_of_the_targets_body():
 
 def test_load_says_what_is_wrong(tmp_path: Path):
     pool = [
-        "pocket-1100k",
         "pocket-140k",
-        "pocket-2100k",
         "pocket-360k",
-        "pocket-600k",
+        "pocket-700k",
+        "pocket-900k",
         "pocket-code",
         "pocket-prose",
         "pocket-spire",

@@ -26,6 +26,7 @@ from specdec.audit.tau import efficiency, magicdec_chances, parallel_chances, sp
 from specdec.drafts.spire import SpireModel
 from specdec.lab import recorder
 from specdec.lab.prompt_file import Entry, read, shipped
+from specdec.lab.selection import Requests
 
 V, K = 23, 3
 HOW = {"new_tokens": 9, "k": K, "eos_token_id": (), "progress": False}
@@ -161,6 +162,7 @@ def test_a_policy_is_a_draft_that_stops(target, trace):
     theirs = lab.replay(trace, Stopping(small().model), K, cache=False)
     for a, b in zip(ours.efficiency(), theirs.efficiency()):
         torch.testing.assert_close(a, b)
+    assert torch.equal(ours.proposed, theirs.proposed)
     assert 1 < ours.tau < whole.tau
     with pytest.raises(ValueError, match="the policy anticipates"):
         whole.stopping(lambda seen: lengths.before(seen.own > sure))
@@ -279,6 +281,26 @@ def test_greedy_texts(target, tmp_path):
     other = lab.replay(greedy, small(), K)
     assert other.tau < 2
     assert set(other.accept.unique().tolist()) <= {0.0, 1.0}
+    rounds = torch.tensor([text.rounds for text in greedy.texts])
+    live = torch.arange(other.size.shape[1]) < rounds[:, None]
+    assert (other.proposed[live] == K).all()  # all are drafted and verified
+    assert (other.size[live] < K).any()  # and some of them after a token that is not the text's
+
+
+def test_what_an_ngram_proposes_is_counted_in_full(target, tmp_path):
+    rows = [[1, 2, 3, 1, 2, 3, 4, 1, 2], [5, 6, 7]]
+    trace = lab.record(target, rows, tmp_path / "t", **HOW)
+    draft = sd.drafts.NGram(max_match=2)
+    replay = lab.replay(trace, draft, K)
+    for c, text in enumerate(trace.texts):
+        for s in range(text.rounds):
+            ids = np.array(text.ids[: text.prompt + 1 + s])
+            assert int(replay.proposed[c, s]) == len(draft.lookup(ids, K))
+    assert (replay.proposed >= replay.size).all()
+    assert (replay.proposed > replay.size).any()
+    requests = Requests.of({"ngram": replay, "none": None})
+    assert requests.size is not None
+    assert torch.equal(requests.size[0], replay.proposed)
 
 
 def test_texts_end_at_an_end_token(target, tmp_path):
@@ -492,7 +514,7 @@ def made(trace, value):
     C, n = len(trace), max(t.rounds for t in trace.texts)
     q = torch.full((C, n, K), value, dtype=torch.float64)
     size = torch.full((C, n), K)
-    return lab.replays.Replay(trace, f"at {value}", K, q, q, q, q, q, size, torch.tensor(True))
+    return lab.replays.Replay(trace, f"at {value}", K, q, q, q, q, q, size, size, torch.tensor(True))
 
 
 def test_compare(trace):

@@ -15,6 +15,7 @@ from specdec import lab, selectors
 from specdec.audit.tau import efficiency
 from specdec.capabilities import SelectorInfo
 from specdec.lab.selection import Requests, RoundTimes, fixed_seconds, ratio, round_oracle, worth
+from specdec.lab.selection_costs import costs
 from specdec.lab.selection_runs import Follow, SelectorReplay
 
 TIMES = RoundTimes(
@@ -220,7 +221,10 @@ def test_capacities_hold_and_what_was_learned_is_kept():
     assert 0 < played.arms[:, 1].mean() < 0.7
     spin = selectors.Spin(2, growth=64, pool="global", warm=3)
     free = SelectorReplay(r, TIMES, batch=6, repeats=2)
-    taught = free(selectors.Spin(50, pool="global", warm=3, learn="always")).last
+    school = selectors.Spin(50, pool="global", warm=3, learn="always")
+    taught = free.taught(school, 1)
+    pulls = [free.taught(school, n).state.own.sums[..., 0].sum() for n in (1, 3)]
+    assert 2.5 < pulls[1] / pulls[0] < 3.5  # what was learned before is kept
     known, cold = (free(spin, start).arms for start in (taught, None))
     assert known.max(1).mean() == 1  # no request explores
     assert cold.max(1).mean() < 1
@@ -287,9 +291,73 @@ def test_requests_of_replays(tmp_path):
     np.testing.assert_allclose(fixed_seconds(r, second, 2)[2], rounds)
     with pytest.raises(ValueError, match="at least one draft"):
         Requests.of({"none": None})
+    both = Requests.of({"model": model, "short": model, "none": None, "ngram": ngram}, {"short": 1})
+    assert both.lengths == (2, 1, 0, 3)
+    assert both.accept.shape[3] == 3
+    assert int(both.drafted[1].max()) == 1 < int(both.drafted[0].max())
+    again = Requests.of({"short": lab.replay(trace, other, 1)})
+    np.testing.assert_allclose(both.laws[1][..., :2], again.laws[0])  # a shorter replay of the same draft
+    for wrong in ({"ngram": 4}, {"none": 1}, {"model": 0}):
+        with pytest.raises(ValueError, match="lengths has"):
+            Requests.of({"model": model, "none": None, "ngram": ngram}, wrong)
     tree = lab.replay(trace, sd.drafts.Tree(other, (2, 1)), 2)
     with pytest.raises(ValueError, match="'tree' proposes trees"):
         Requests.of({"model": model, "tree": tree})
+
+
+def test_requests_of_several_traces():
+    one, two = requests(8, seed=1), requests(6, seed=2)
+    size = torch.full((4, 6, 24), 1)
+    two = replace(two, ends=np.arange(6) + 5, size=size, tokens=torch.arange(18).reshape(6, 3))
+    one = replace(one, size=torch.full((4, 8, 24), 2), tokens=torch.arange(16).reshape(8, 2))
+    both = Requests.join([one, two], ["aabbccdd", "aaccee"])
+    assert both.source.tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 0, 0, 2, 2, 4, 4]
+    for part, at in ((one, slice(0, 8)), (two, slice(8, 14))):
+        for a in range(2):
+            np.testing.assert_array_equal(
+                fixed_seconds(part, TIMES, 4)[a], fixed_seconds(both, TIMES, 4)[a, at]
+            )
+    assert both.tokens is not None
+    assert both.tokens[0].tolist() == [0, 1, 0]
+    assert both.tokens[-1].tolist() == [15, 16, 17]
+    with pytest.raises(ValueError, match="same arms"):
+        Requests.join([one, replace(two, names=("a", "b", "c", "d"))], ["aabbccdd", "aaccee"])
+
+
+def by_parity(context: Any) -> list[int]:
+    """The kinds of ``requests``, each of which is best on another arm."""
+    return (context.request % 2).tolist()
+
+
+def test_the_steps_of_a_head_rooms_loss():
+    """Kinds that say which arm is good lose nothing; kinds that say nothing lose all; every cost is paid where it is planted."""
+    learned, tested = requests(24, seed=3), requests(24, seed=4)
+    stays = selectors.Spin(4, 64, by_parity, warm=30, learn="always")
+    taught = replace(stays, exploration=8, growth=1, warm=None)
+
+    def steps(times: RoundTimes, kind: Any = by_parity, **pool: Any) -> dict[str, dict[str, Any]]:
+        some = [replace(one, pool=kind, **pool) for one in (taught, stays)]
+        return {r["step"]: r for r in costs(tested, learned, times, 6, [kind, kind], *some, repeats=10)}
+
+    free = replace(TIMES, read=(0.0,) * 4)
+    known = steps(free)
+    every, kinds, other, selector, read, batch = (row["times_faster"] for row in known.values())
+    assert every == kinds == other > 1.05
+    assert selector == read == pytest.approx(every, rel=0.02)
+    assert batch < 0.97 * read  # two drafts are in use, each with its fixed costs
+    best = fixed_seconds(tested, free, 6)[:3].sum(1).min()
+    plain = fixed_seconds(tested, free, 6)[3].sum()
+    for row in list(known.values())[:5]:
+        assert row["over_plain"] / row["times_faster"] == pytest.approx(plain / best)
+        assert row["low"] < row["times_faster"] < row["high"]
+    blind = steps(free, lambda context: [0] * context.batch)
+    assert blind["best arm of each request"]["times_faster"] == every
+    assert blind["best arm of each kind"]["times_faster"] == pytest.approx(1)
+    slow = steps(replace(TIMES, read=(1e-3, 1e-3, 0.0, 0.0)))
+    assert slow["selector"]["times_faster"] < slow["best arm of each kind"]["times_faster"]
+    apart = steps(replace(free, draft=tuple((0.0, f + r) for f, r in TIMES.draft)))
+    shared = apart["selector, in its batches"]["times_faster"]
+    assert shared == pytest.approx(apart["selector"]["times_faster"], rel=0.02)  # no fixed costs to pay twice
 
 
 def test_times_and_settings_that_do_not_fit_are_refused():

@@ -12,6 +12,7 @@ import torch
 from scipy.optimize import nnls
 
 from specdec import zoo
+from specdec.arm_policy import Arm
 from specdec.builder import as_draft
 from specdec.builder import decoder as builder
 from specdec.capabilities import DraftPart
@@ -21,64 +22,82 @@ from specdec.drafts.spire.load import is_spire
 from specdec.lab.pipeline import timed
 from specdec.lab.selection import RoundTimes
 from specdec.models.hf import HFModel
+from specdec.sampling import Sampling
 from specdec.types import Context
 
-POOL = ("pocket-140k", "pocket-360k", "pocket-600k", "pocket-1100k", "pocket-2100k")
+POOL = ("pocket-140k", "pocket-360k", "pocket-700k", "pocket-900k")
 """The drafts from which selectors choose, the smallest first."""
+ARMS = (*(f"{name}/2" for name in (*POOL, "pocket-spire")), "ngram/8", "none")
+"""The arms of the recipes, with their lengths: chosen by replays on prompts of the validation packages, and frozen."""
 
 
-def load_pool(names: Sequence[str], bf16_weights: bool | None = None) -> dict[str, Any]:
-    """Drafts by name: pocket models, ``ngram``, and ``none``, the arm that does not speculate.
+def load_pool(names: Sequence[str], length: int = 4, bf16_weights: bool | None = None) -> dict[str, Arm]:
+    """Arms by name: pocket models, ``ngram`` (matches of 2 to 4 tokens), and ``none``, which does not speculate; ``NAME/K`` drafts at most K tokens.
 
     Raises:
-        SystemExit: an unknown name.
+        SystemExit: an unknown name, K that is not a whole number above 0, or a model with two lengths (what one arm has read would be
+            charged to the other).
     """
-    made: dict[str, Any] = {}
-    for name in names:
+    drafts: dict[str, Any] = {"none": None}
+    made: dict[str, Arm] = {}
+    for arm in names:
+        name, _, k = arm.partition("/")
         if name not in (*zoo.names(), "ngram", "none"):
             raise SystemExit(
-                f"no draft {name!r} for the pool: there are {', '.join(zoo.names())}, ngram and none"
+                f"arm {arm!r}: there is no draft {name!r}: there are {', '.join(zoo.names())}, ngram and none"
             )
-        if name in ("ngram", "none"):
-            made[name] = NGram() if name == "ngram" else None
-            continue
-        model, tokenizer = zoo.load(name)
-        spire = is_spire(model)
-        made[name] = (
-            as_draft(model, name) if spire else Model(HFModel(model, tokenizer, bf16_weights=bf16_weights))
-        )
+        if k and (not k.isdecimal() or int(k) < 1 or name == "none"):
+            raise SystemExit(f"arm {arm!r}: give a name, or NAME/K with K tokens to draft, 1 or more")
+        if name in drafts and name not in ("ngram", "none"):
+            raise SystemExit(f"arm {arm!r}: {name} has another length already; give each model once")
+        if name == "ngram":
+            drafts[name] = NGram(max_match=4, min_match=2)
+        elif name not in drafts:
+            model, tokenizer = zoo.load(name)
+            spire = is_spire(model)
+            drafts[name] = (
+                as_draft(model, name)
+                if spire
+                else Model(HFModel(model, tokenizer, bf16_weights=bf16_weights))
+            )
+        made[arm] = Arm(drafts[name], None if name == "none" else int(k or length))
     return made
 
 
 def measured(
     target: Any,
-    arms: Mapping[str, Any],
-    k: int,
+    arms: Mapping[str, Arm],
     prompts: Sequence[Sequence[int]],
     rounds: int = 8,
     repeats: int = 3,
     seed: int = 0,
+    sampling: Sampling | None = None,
 ) -> RoundTimes:
-    """Fit the seconds of rounds to serial rounds of all prompts, of half and of a quarter of them, each arm alone.
+    """Fit the seconds of rounds to serial rounds of all prompts, of half and of a quarter of them, and of one, each arm alone.
 
-    Models of one size share their measurements: a difference between them is noise, which a selector would take for an advantage. Verification is
-    fitted to rounds of drafts that always propose k tokens, and to plain rounds. Reading is timed for drafts with a model of their own, on the
-    first prompt. Drafts that read with the target's pass have no such cost.
+    Models of one size and length share their measurements: a difference between them is noise, which a selector would take for an advantage.
+    Verification is fitted to rounds of drafts that always propose as many tokens, and to plain rounds. Reading is timed for drafts with a
+    model of their own, on the first prompt. Drafts that read with the target's pass have no such cost.
 
     Args:
-        arms: name -> draft; ``None`` does not speculate. k: tokens that a draft proposes. prompts: ids; at least 2. rounds: timed rounds of a
-            run. repeats: runs of each arm and size, alternating, after one that is not counted.
+        arms: by name, with lengths (``load_pool``); those without a draft do not speculate. prompts: ids; at least 2. rounds: timed rounds of
+            a run. repeats: runs of each arm and size, alternating, after one that is not counted.
     Raises:
-        ValueError: fewer than 2 prompts.
+        ValueError: fewer than 2 prompts, or an arm without a length.
     """
     if len(prompts) < 2:
         raise ValueError(f"there are {len(prompts)} prompts: rounds of two sizes need at least 2")
-    base = builder(target)
+    lengths = {name: _length(name, arm) for name, arm in arms.items()}
+    base = builder(target).sampling(sampling or Sampling())
     decoders = {
-        name: (base if draft is None else base.draft(draft, k)).build() for name, draft in arms.items()
+        name: (base if not lengths[name] else base.draft(arm.draft, lengths[name])).build()
+        for name, arm in arms.items()
     }
-    sizes = sorted({max(1, len(prompts) // part) for part in (1, 2, 4)})
-    kind = {name: weights(d.model) if isinstance(d, Model) else name for name, d in arms.items()}
+    sizes = sorted({1, *(max(1, len(prompts) // part) for part in (1, 2, 4))})
+    kind = {
+        name: (weights(arm.draft.model) if isinstance(arm.draft, Model) else name, lengths[name])
+        for name, arm in arms.items()
+    }
     parts: dict[tuple[Any, int], list[tuple[float, float]]] = {}
     reads: dict[Any, list[float]] = {}
     for turn in range(repeats + 1):
@@ -90,19 +109,25 @@ def measured(
             if turn:
                 reads.setdefault(kind[name], []).append(_reading(decoder.draft, list(prompts[0])))
     draft = []
-    for name, one in arms.items():
+    for name, k in lengths.items():
         middle = [median(d for d, _ in parts[kind[name], size]) for size in sizes]
-        fixed, row = (0.0, 0.0) if one is None else _fitted([[1, size] for size in sizes], middle)
-        draft.append((fixed / k, row / k))
-    models = any(isinstance(one, Model) for one in arms.values())
+        fixed, row = _fitted([[1, size] for size in sizes], middle) if k else (0.0, 0.0)
+        draft.append((fixed / max(k, 1), row / max(k, 1)))
+    models = any(isinstance(arm.draft, Model) for arm in arms.values())
     points = [
-        (size, 0 if one is None else k, median(v for _, v in parts[kind[name], size]))
-        for name, one in arms.items()
-        if one is None or isinstance(one, Model) or not models
+        (size, lengths[name], median(v for _, v in parts[kind[name], size]))
+        for name, arm in arms.items()
+        if arm.draft is None or isinstance(arm.draft, Model) or not models
         for size in sizes
     ]
     fixed, row, token = _fitted([[1, size, size * d] for size, d, _ in points], [v for *_, v in points])
     return RoundTimes(tuple(draft), (fixed, row, token), tuple(median(reads[kind[name]]) for name in arms))
+
+
+def _length(name: str, arm: Arm) -> int:
+    if arm.draft is not None and arm.length is None:
+        raise ValueError(f"arm {name!r} has no length: give Arm(draft, length)")
+    return 0 if arm.draft is None else arm.length or 0
 
 
 def _fitted(features: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:

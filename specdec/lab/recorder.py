@@ -36,7 +36,8 @@ class Recorder:
         accept: ``[C, n, k]`` the probability, given the text, that the token came from the draft if those before it did.
         high: ``[C, n, k]`` the same as ``accept``, unless the trace has only the largest probabilities, which bound the chances of siblings.
         most, entropy: ``[C, n, k]`` the largest probability of the distribution there, and its entropy in nats.
-        size: ``[C, n]`` the depth down to which the draft proposed along the text. seen: ``[C, n]`` whether a block started there. chains: whether all
+        size: ``[C, n]`` the depth down to which the draft proposed along the text. proposed: ``[C, n]`` all nodes that it proposed, those after a token
+            that is not the text's included: what was drafted and verified. seen: ``[C, n]`` whether a block started there. chains: whether all
             proposals were chains.
     """
 
@@ -57,7 +58,8 @@ class Recorder:
         self.q, self.accept, self.high, self.most, self.entropy = torch.zeros(
             5, C, n, self.k, dtype=torch.float64
         )
-        self.size, self.chains = torch.zeros(C, n, dtype=torch.long), True
+        self.size, self.proposed = torch.zeros(2, C, n, dtype=torch.long)
+        self.chains = True
         self.seen = torch.zeros(C, n, dtype=torch.bool)
         # Positions with a token of the text.
         self.last = torch.tensor([len(t.ids) - t.prompt - 1 for t in texts])
@@ -84,6 +86,7 @@ class Recorder:
         here = ((start >= 0) & (start < self.rounds[row])).nonzero()[:, 0]
         self.seen[row[here], start[here]] = True
         if proposal.nodes:
+            self.proposed[row[here], start[here]] = proposal.size[here]
             if bool(tree.is_chain(proposal.parents, proposal.size).all()):
                 on_text = self._chain(proposal, context, row, start, here)
                 path = torch.where(on_text, torch.arange(proposal.nodes), -1)

@@ -35,7 +35,7 @@ from specdec.sampling import Sampling
 from specdec.stop_rules import StopRules
 from specdec.types import Context
 
-VERSION = 2  # of stored results
+VERSION = 3  # of stored results
 CHANCES = ("q", "accept", "high", "most", "entropy")
 
 
@@ -81,7 +81,8 @@ def replay(
         run.check(texts[:2])
     C, n = len(trace), max(text.rounds for text in trace.texts)
     held = {name: torch.zeros(C, n, k, dtype=torch.float64) for name in CHANCES}
-    held["size"], chains = torch.zeros(C, n, dtype=torch.long), True
+    held |= {name: torch.zeros(C, n, dtype=torch.long) for name in ("size", "proposed")}
+    chains = True
     for start in range(0, len(texts), batch):
         at = torch.tensor(texts[start : start + batch])
         made = run(at.tolist())

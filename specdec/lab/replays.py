@@ -31,7 +31,7 @@ class Replay:
 
     Attributes:
         name: of the draft. k: the longest path. q, accept: ``[C, n, k]``, see ``lab.recorder.Recorder``; ``n`` is the largest number of rounds, and
-            entries past a text's end mean nothing. high, size, most, entropy, chains: likewise.
+            entries past a text's end mean nothing. high, size, proposed, most, entropy, chains: likewise.
     """
 
     trace: Trace
@@ -43,6 +43,7 @@ class Replay:
     most: Tensor
     entropy: Tensor
     size: Tensor
+    proposed: Tensor
     chains: Tensor
     exact = True
 
@@ -140,8 +141,9 @@ class Replay:
             new = torch.tensor(text.ids[text.prompt + 1 :][: n + k])
             ids[c, : len(new)] = new
         seen = Drafted(ids.unfold(1, k, 1)[:, :n], self.q, self.most, self.entropy)
-        size = torch.minimum(self.size, check_policy(policy, seen))
-        return replace(self, size=size, name=name or f"{self.name}, stopping")
+        lengths = check_policy(policy, seen)
+        size, proposed = torch.minimum(self.size, lengths), torch.minimum(self.proposed, lengths)
+        return replace(self, size=size, proposed=proposed, name=name or f"{self.name}, stopping")
 
 
 def described(value: Any) -> str:

@@ -6,7 +6,7 @@ A request's text was sampled from the target, so each arm's chances of acceptanc
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -69,7 +69,7 @@ class Requests:
         lengths: tokens that each arm drafts in a round, at most K; 0 for the arm that does not speculate.
         prompt: ``[C]`` tokens of each prompt. source: ``[C]`` number of the file that a prompt comes from; intervals are over files.
         names: of the arms. ends: ``[C]`` new tokens of each request; default n. size: ``[A, C, n]`` tokens that a draft proposes at
-            most, such as none where an n-gram has no match; default: its length.
+            most, such as none where an n-gram has no match; default: its length. They are paid for whether or not they are accepted.
         tokens: ``[C, T]`` the prompts' ids, right-padded, for selectors that look at them.
     Raises:
         ValueError: shapes do not fit, or probabilities are outside 0 .. 1.
@@ -102,11 +102,13 @@ class Requests:
             raise ValueError("accept has entries outside 0 .. 1: give probabilities, min(1, q / p)")
 
     @staticmethod
-    def of(arms: Mapping[str, Replay | None]) -> Requests:
+    def of(arms: Mapping[str, Replay | None], lengths: Mapping[str, int] | None = None) -> Requests:
         """Requests from replays of chain drafts on one trace; ``None`` is the arm that does not speculate. Sources are numbered.
 
+        Args:
+            lengths: of arms that draft fewer tokens than were replayed.
         Raises:
-            ValueError: all arms are ``None``, replays are of trees or of different traces, or no text has rounds.
+            ValueError: a length exceeds what was replayed, all arms are ``None``, replays are of trees or of different traces, or no text has rounds.
         """
         replays = {name: replay for name, replay in arms.items() if replay is not None}
         if not replays:
@@ -125,24 +127,63 @@ class Requests:
         texts = [first.trace.texts[c] for c in used]
         if not texts:
             raise ValueError("no text has rounds: record longer texts")
-        n, K = first.accept.shape[1], max(replay.k for replay in replays.values())
+        own_lengths = {name: replay.k for name, replay in replays.items()}
+        for name, length in (lengths or {}).items():
+            if not 1 <= length <= own_lengths.get(name, 0):
+                raise ValueError(
+                    f"lengths has {length} for arm {name!r}: give 1 to {own_lengths.get(name, 0)}, the tokens that were replayed"
+                )
+            own_lengths[name] = length
+        n, K = first.accept.shape[1], max(own_lengths.values())
         accept = torch.zeros(len(arms), len(texts), n, K, dtype=torch.float64)
         size = torch.zeros(accept.shape[:3], dtype=torch.long)
         for a, name in enumerate(arms):
             if name in replays:
-                own = replays[name]
-                accept[a, ..., : own.k], size[a] = own.accept[used], own.size[used]
+                own, k = replays[name], own_lengths[name]
+                accept[a, ..., :k], size[a] = own.accept[used][..., :k], own.proposed[used].clamp(max=k)
         prompts = [torch.tensor(text.ids[: text.prompt]) for text in texts]
         names = {source: i for i, source in enumerate(dict.fromkeys(first.trace.sources))}
         return Requests(
             accept,
-            tuple(0 if replay is None else replay.k for replay in arms.values()),
+            tuple(own_lengths.get(name, 0) for name in arms),
             np.array([text.prompt for text in texts]),
             np.array([names[text.source] for text in texts]),
             tuple(arms),
             np.array([text.rounds for text in texts]),
             size,
             torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True),
+        )
+
+    @staticmethod
+    def join(parts: Sequence[Requests], sources: Sequence[Sequence[Hashable]]) -> Requests:
+        """The requests of several traces, such as those of several temperatures, one after the other.
+
+        Args:
+            parts: of the same arms and with equally many new tokens at most. sources: of each part's requests: equal ones are one source.
+        Raises:
+            ValueError: arms or shapes differ.
+        """
+        first = parts[0]
+        for part in parts:
+            if (part.names, part.lengths) != (first.names, first.lengths) or part.accept.shape[
+                2:
+            ] != first.accept.shape[2:]:
+                raise ValueError(
+                    f"parts are of arms {first.names} of lengths {first.lengths} and {part.names} of {part.lengths}, shapes "
+                    f"{list(first.accept.shape)} and {list(part.accept.shape)}: give the same arms, lengths and new tokens"
+                )
+        numbers = {source: i for i, source in enumerate(dict.fromkeys(s for some in sources for s in some))}
+        rows = [row for part in parts if part.tokens is not None for row in part.tokens]
+        sizes = [part.size for part in parts if part.size is not None]
+        return Requests(
+            torch.cat([part.accept for part in parts], 1),
+            first.lengths,
+            np.concatenate([part.prompt for part in parts]),
+            np.array([numbers[s] for some in sources for s in some]),
+            first.names,
+            np.concatenate([part.new_tokens for part in parts]),
+            torch.cat(sizes, 1) if len(sizes) == len(parts) else None,
+            torch.nn.utils.rnn.pad_sequence(rows, batch_first=True) if rows else None,
         )
 
     def select(self, rows: Sequence[int] | np.ndarray) -> Requests:

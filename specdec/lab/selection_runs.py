@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -77,6 +77,15 @@ class SelectorReplay:
             np.stack(x) for x in zip(*((r.seconds, r.elapsed, r.rounds) for r in runs))
         )
         return Played(seconds, elapsed, rounds, arms / arms.sum(1, keepdims=True), runs[-1].assignment)
+
+    def taught(self, selector: Any, lessons: int) -> ArmAssignment:
+        """A selector's state after ``lessons`` replays, each of which goes on from the one before with other random numbers."""
+        last: ArmAssignment | None = None
+        for lesson in range(lessons):
+            once = replace(self, repeats=1, seed=self.seed + lesson)
+            last = once(selector, last).last
+        assert last is not None
+        return last
 
     def rewards(self) -> tuple[np.ndarray, np.ndarray]:
         """Reward of a block by arm and tokens ``[A, K + 2]``, and every arm's expected reward ``[C, n, A]``."""
