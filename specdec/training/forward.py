@@ -90,9 +90,9 @@ class Blocks:
             anchors = torch.from_numpy(np.stack(drawn))
         anchors = anchors.to(tokens.device)
         made = list(steps(draft, tokens, layers_of(draft, batch), self.k, anchors))
-        sure = [confidence for _, confidence in made if confidence is not None]
+        sure = [one.confidence for one in made if one.confidence is not None]
         return Drafted(
-            torch.stack([logits for logits, _ in made], 2),
+            torch.stack([one.logits for one in made], 2),
             anchors[..., None] + torch.arange(self.k, device=tokens.device),
             torch.stack(sure, 2) if sure else None,
         )
