@@ -62,11 +62,7 @@ def dflash(head, tokens, layers, a):
     context = torch.cat([layers[tap][0, :a] for tap in head.taps], -1) @ weights["fc.weight"].T
     context = rms(context, "hidden_norm.weight")
     mask_token = head.settings["mask_token"]
-    mask = (
-        weights["mask_slots.embedding.weight"][0]
-        if mask_token is None
-        else head.embed(torch.tensor(mask_token))
-    )
+    mask = weights["mask_embedding.weight"][0] if mask_token is None else head.embed(torch.tensor(mask_token))
     x = torch.stack([head.embed(tokens[0, a]), *[mask] * (head.block_size - 1)])
     at = torch.arange(a + head.block_size)
     cos, sin = head.rotary.module(x, at[None])
@@ -176,7 +172,7 @@ def test_peagle_is_one_causal_pass_over_pairs_and_placeholders(target):
     tokens, layers = example(head)
     taps = torch.cat([layers[tap][:, :a] for tap in head.taps], -1)
     both = torch.cat([head.fused(taps), head.fused(head.mask_hidden).expand(1, 3, -1)], 1)
-    mask = head.mask_slots(head.embed).expand(1, 3, -1)
+    mask = head.mask_embedding(head.embed).expand(1, 3, -1)
     out = head.run(both, torch.cat([head.embed(tokens[:, 1 : a + 1]), mask], 1), Causal(a + 3))
     found = blocks(head, tokens, layers, 4, torch.tensor([[a]]))[0, 0]
     torch.testing.assert_close(found, head.logits(head.norm(out))[0, a - 1 :], rtol=0, atol=1e-10)
@@ -290,6 +286,7 @@ def test_a_stop_that_has_seen_its_token_is_found(small):
 @torch.no_grad()
 def test_a_chain_ends_before_the_first_token_of_low_confidence(target):
     head, rounds, lengths = BLOCK["dspark"](target), [], []
+    head.confidence_head["proj"].bias.fill_(-0.5)  # confidences on either side of one half
     base, budgets = sd.decoder(target), [20, 12, 5, 9]
     out = base.draft(Head(head, STOP), 3).build().generate(PROMPTS, budgets, seed=0, on_round=rounds.append)
     for row, prompt in enumerate(PROMPTS):
