@@ -190,13 +190,17 @@ def test_spire_is_a_head(target):
 def test_output_is_the_targets(target, make, greedy):
     base = sd.decoder(target).verifier(sd.Coupled())
     base = base.greedy() if greedy else base.sampling(temperature=0.7)
-    plain = base.build().generate(PROMPTS, BUDGETS, seed=3).ids
+    prompts = [[1, 2, 3], [4], [5] * 20]
+    plain = base.build().generate(prompts, BUDGETS, seed=3).ids
     head = make(target)
-    for executor in (sd.executors.Serial(), sd.executors.Optimistic(threads=False)):
+    for executor in (sd.executors.Pipelined(3), sd.executors.Optimistic(threads=False)):
         decoder = base.draft(Head(head), 3).executor(executor).build()
-        assert decoder.generate(PROMPTS, BUDGETS, seed=3).ids == plain
+        assert decoder.generate(prompts, BUDGETS, seed=3).ids == plain
     tree = base.draft(Head(head, DynamicTree(3, 3, 6))).build()  # of marginals, too
-    assert tree.generate(PROMPTS, BUDGETS, seed=3).ids == plain
+    streamed = [[], [], []]
+    for chunk in tree.stream(prompts, BUDGETS, seed=3):
+        streamed[chunk.row] += chunk.ids
+    assert streamed == plain
 
 
 @every_head

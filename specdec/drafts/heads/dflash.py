@@ -16,7 +16,7 @@ from transformers import LlamaConfig
 from specdec.arguments import at_least
 from specdec.drafts.heads.contract import Anchors, Pass
 from specdec.drafts.heads.features import Features, Tap
-from specdec.drafts.heads.layers import Block, MaskSlots, Rotary, norm
+from specdec.drafts.heads.layers import Block, MaskEmbedding, Rotary, norm
 from specdec.drafts.heads.model import HeadModel
 
 
@@ -60,7 +60,7 @@ class DFlash(HeadModel):
         self.fc, self.hidden_norm = nn.Linear(len(self.taps) * width, width, bias=False), norm(config)
         self.layers = nn.ModuleList(Block(config, head_norms=True) for _ in range(blocks))
         self.norm, self.rotary = norm(config), Rotary(config)
-        self.mask_slots = MaskSlots(config, mask_token)
+        self.mask_embedding = MaskEmbedding(config, mask_token)
 
     @classmethod
     def default_taps(cls, blocks: int) -> Sequence[Tap]:
@@ -86,7 +86,7 @@ class DFlash(HeadModel):
     def fill(self, token: Tensor, at: Anchors) -> Tensor:
         """The block after ``token [...]`` at the anchors: the normed outputs of the slots that predict, ``[..., longest, E]``."""
         known = self.embed(token)[..., None, :]
-        masks = self.mask_slots(self.embed).expand(*token.shape, self.block_size - 1, -1)
+        masks = self.mask_embedding(self.embed).expand(*token.shape, self.block_size - 1, -1)
         x = torch.cat([known, masks], -2)
         go = at.slots(0, self.block_size, full=True)
         angles = self.rotary(go.positions, x)

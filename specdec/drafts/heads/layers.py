@@ -117,7 +117,7 @@ def _turned(x: Tensor, by: nn.RMSNorm | None, angles: Angles) -> Tensor:
     return rotated(x if by is None else by(x), None, angles)
 
 
-class MaskSlots(nn.Module):
+class MaskEmbedding(nn.Module):
     """What slots without a token have for an embedding: that of the id ``mask_token``, or for ``None`` a vector of the head's own.
 
     Raises:
@@ -130,13 +130,15 @@ class MaskSlots(nn.Module):
             raise ValueError(
                 f"mask_token is {mask_token}: give an id from 0 to {config.vocab_size - 1}, or None for a vector of the head's own"
             )
-        self.embedding = nn.Embedding(1, config.hidden_size) if mask_token is None else None
+        self.weight: nn.Parameter | None = None
+        if mask_token is None:
+            self.weight = nn.Parameter(torch.randn(1, config.hidden_size) * 0.02)
         self.token: Tensor
         self.register_buffer("token", torch.tensor(mask_token or 0), persistent=False)
 
     def forward(self, embed: Callable[[Tensor], Tensor]) -> Tensor:
         """``[E]``; ``embed`` is the head's."""
-        return embed(self.token) if self.embedding is None else self.embedding.weight[0]
+        return embed(self.token) if self.weight is None else self.weight[0]
 
 
 def initialise(model: nn.Module, deviation: float = 0.02) -> None:

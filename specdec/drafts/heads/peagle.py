@@ -17,7 +17,7 @@ from specdec.arguments import at_least
 from specdec.drafts.heads.contract import Anchors
 from specdec.drafts.heads.eagle3 import Eagle3
 from specdec.drafts.heads.features import Tap
-from specdec.drafts.heads.layers import MaskSlots
+from specdec.drafts.heads.layers import MaskEmbedding
 
 
 class PEagle(Eagle3):
@@ -47,7 +47,7 @@ class PEagle(Eagle3):
         at_least(1, "depth", depth, "a head proposes at least 1 token")
         super().__init__(config, taps, depth=depth, blocks=blocks, mask_token=mask_token, **shared)
         self.longest = self.depth = depth
-        self.mask_slots = MaskSlots(config, mask_token)
+        self.mask_embedding = MaskEmbedding(config, mask_token)
         self.mask_hidden = nn.Parameter(torch.randn(1, 1, len(self.taps) * config.hidden_size))
 
     def step(self, n: int, memo: Tensor, token: Tensor, at: Anchors) -> tuple[Tensor, Tensor]:
@@ -63,5 +63,5 @@ class PEagle(Eagle3):
             return known
         shape = (*known.shape[:-2], count, -1)
         feature = self.fused(self.mask_hidden[0]).expand(shape)
-        masks = self.mask_slots(self.embed).expand(shape)
+        masks = self.mask_embedding(self.embed).expand(shape)
         return torch.cat([known, self.run(feature, masks, at.slots(0, count))], -2)
