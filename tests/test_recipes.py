@@ -72,6 +72,7 @@ RECIPES = [
     "spin_pipeline",
     "spin_switching",
     "spin_end_to_end",
+    "verifiers",
     "gpu/suite",
 ]
 
@@ -278,6 +279,23 @@ def test_compare_on_prompts_of_ones_own(tmp_path):
     )
     assert failed.returncode == 1
     assert failed.stderr.strip().startswith("line 2 of q.jsonl is not an object")
+
+
+@pytest.mark.slow
+def test_verifiers_are_compared(tmp_path):
+    file = tmp_path / "v.json"
+    sizes = ["--count", "6", "--per-prompt", "1", "--context", "32", "--new-tokens", "6", "--repeats", "1"]
+    said = run("recipes/verifiers.py", *sizes, "--temperatures", "1", "--json", str(file))
+    rows = report(file)
+    by = {(r["drafting"], r["verifier"]): r for r in rows}
+    assert len(by) == len(rows) == 2 * 3 + 3 * 4 + 2 * 2
+    for (drafting, verifier), r in by.items():
+        assert 1 <= r["low"] <= r["tau"] <= r["high"] <= 9
+        assert r["ratio_low"] <= r["ratio"] <= r["ratio_high"]
+        assert (r["ratio"] == 1) or verifier != "rejection"
+        assert r["tokens_per_second"] > 0 < r["verify_ms"]
+        assert f"{drafting}  " in said
+    assert by["4 candidates", "k-SEQ"]["nodes"] == 4
 
 
 @pytest.mark.slow
