@@ -45,10 +45,8 @@ def descend(
     live = to_device(live, device)
     up = torch.where(live, to_device(proposal.parents, device), -1) + 1
     tokens = torch.where(live, proposal.tokens, 0)
-    inside = torch.zeros(
-        B, N + 1, dtype=torch.bool, device=device
-    )  # nodes whose path is the accepted one; the root is first
-    inside[:, 0] = True
+    # The nodes whose tokens, and those above them, are the accepted ones; the root is first.
+    inside = (torch.arange(N + 1, device=device) == 0).expand(B, -1)
     here = torch.zeros(B, dtype=torch.long, device=device)  # the last accepted node, plus 1
     law = probs[:, 0]
     for depth in range(levels):
