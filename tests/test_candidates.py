@@ -17,6 +17,7 @@ from specdec import zoo
 from specdec.audit import planted_siblings
 from specdec.audit.adversaries import Adversary
 from specdec.audit.catalogue import BASE, MENU, OTHER
+from specdec.audit.certify import certify
 from specdec.audit.level_adversary import LevelAdversary
 from specdec.drafts.siblings import Distinct, TopAndOne
 from specdec.rng import Key, Philox, seeds
@@ -143,6 +144,14 @@ def test_rejection_accepts_all_that_can_be_of_the_top_and_a_drawn_one(pair):
         accepted = sum(len(one.rounds[0].path) * one.probability for one in outcomes)
         best = acceptance.greedy_set(*(torch.tensor(one, dtype=torch.float64) for one in pair), k)
         assert accepted == pytest.approx(float(best), abs=1e-12)
+
+
+@pytest.mark.parametrize("siblings", [Distinct(), TopAndOne()], ids=lambda how: type(how).__name__)
+def test_traversal_takes_siblings_drawn_in_any_way(siblings):
+    builder = BASE.draft(sd.drafts.Tree(OTHER, (2, 1), siblings=siblings), length=2).verifier(Traversal())
+    for top_k in (None, 1):  # of one token no second can be drawn
+        found = certify(builder.sampling(top_k=top_k).build(), max_new_tokens=4)
+        assert found.lossless, found
 
 
 @pytest.mark.parametrize("siblings", [Distinct(), TopAndOne()], ids=lambda how: type(how).__name__)

@@ -75,6 +75,7 @@ RECIPES = [
     "spin_pipeline",
     "spin_switching",
     "spin_end_to_end",
+    "verifiers",
     "gpu/suite",
 ]
 
