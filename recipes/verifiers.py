@@ -28,7 +28,7 @@ import torch
 import specdec as sd
 from specdec import lab
 from specdec.capabilities import DraftPart
-from specdec.drafts.siblings import Distinct, Independent
+from specdec.drafts.siblings import Distinct, Independent, TopAndOne
 from specdec.lab.bootstrap import Clusters, interval
 from specdec.lab.console import progress, short_errors, table
 from specdec.lab.loading import draft_part, load
@@ -50,7 +50,7 @@ class Settings(Recipe):
     )
     trees: tuple[str, ...] = option(
         ("2x2", "3x2x1", "4x2x1x1", "2x2:distinct", "3x2x1:distinct"),
-        "children by depth, of trees of the first draft; distinct ones are drawn without replacement",
+        "children by depth, of trees of the first draft; distinct: drawn without replacement; greedy: the most probable ones and a draw",
     )
     prompts: str | None = option(
         None, "JSON-lines file of prompts (default: the development ones)", metavar="FILE"
@@ -93,17 +93,18 @@ def figures(sums: dict[str, np.ndarray], some: list[Entry], draws: int = 2000) -
             yield row | {"texts": int(at.sum()), "sources": len(clusters)}
 
 
+KINDS: dict[str, Any] = {"": Independent(), "distinct": Distinct(), "greedy": TopAndOne()}
+
+
 def tree(model: Any, shape: str) -> sd.drafts.Tree:
     """A draft by its shape, such as 3x2x1 or 3x2x1:distinct."""
     widths, _, kind = shape.partition(":")
-    return sd.drafts.Tree(
-        model, tuple(map(int, widths.split("x"))), siblings=Distinct() if kind else Independent()
-    )
+    return sd.drafts.Tree(model, tuple(map(int, widths.split("x"))), siblings=KINDS[kind])
 
 
 def rules(shape: str) -> dict[str, Verifier]:
     """The verifiers that take the trees of a shape."""
-    return TREES if shape.endswith("distinct") else INDEPENDENT
+    return TREES if ":" in shape else INDEPENDENT
 
 
 def chains(
