@@ -57,11 +57,11 @@ class DraftInfo(_Info):
         taps: layers of the target whose activations every round's ``scores.fed`` must have.
         revocable: the draft may be called for a text that is never committed. The next call then has the right context, and the state
             repairs itself (``executors.Optimistic``).
+        model: the model that drafts, usually a ``LanguageModel``, whose vocabulary, tokenizer, device and positions ``build`` compares with the target's.
+        drafts: the drafts behind the arms of a pool.
         siblings: how the children of a node are drawn, if the draft proposes trees. ``"in turn"``: each after its elder siblings, on which it
             and their number may depend. ``"independent"``: from one distribution, which is settled, as is their number, before any node of
             that depth is drawn. ``"distinct"``: likewise settled, each from that distribution without its elder siblings' tokens.
-        model: the model that drafts, usually a ``LanguageModel``, whose vocabulary, tokenizer, device and positions ``build`` compares with the target's.
-        drafts: the drafts behind the arms of a pool.
     """
 
     name: str
@@ -70,9 +70,9 @@ class DraftInfo(_Info):
     longest: int | None = None
     taps: tuple[int, ...] = ()
     revocable: bool = False
-    siblings: Siblings = "in turn"
     model: Any = None
     drafts: tuple[Draft[Any], ...] = ()
+    siblings: Siblings = "in turn"
 
 
 @dataclass(frozen=True)

@@ -70,14 +70,16 @@ class Replay:
         """``[C, n, k]`` the probability, given the text, that a token of a block was accepted if those before it were.
 
         Args:
-            verifier: ``"rejection"``, or ``"block"`` for block verification of chains.
+            verifier: ``"rejection"``, or ``"block"`` for block verification of chains, which ``Traversal`` is there.
         Raises:
             ValueError: there is no such verifier, or trees were replayed, which block verification does not take.
         """
         if verifier == "rejection":
             return self.accept
         if verifier != "block":
-            raise ValueError(f'verifier is {verifier!r}: give "rejection" or "block"')
+            raise ValueError(
+                f'verifier is {verifier!r}: give "rejection" or "block", or decode live with lab.simulate(verifier=...)'
+            )
         if not self.chains:
             raise ValueError(
                 "verifier is 'block', which takes chains, and trees were replayed: give 'rejection'"

@@ -45,7 +45,7 @@ class BlockVerification(Rejection):
         if bool(branched.any()):
             raise ValueError(
                 f"BlockVerification takes chains, and row {int(branched.nonzero()[0])} of the proposal is a tree: use a draft that proposes "
-                "chains, or Rejection(), which takes trees"
+                "chains, or Traversal() or Rejection(), which take trees"
             )
 
     def __call__(self, proposal: Proposal, probs: Tensor, context: Context, rng: Rng) -> Verdict:

@@ -18,11 +18,11 @@ class Rule(Protocol):
     """How one of several candidates is accepted."""
 
     def __call__(self, p: Tensor, q: Tensor, tokens: Tensor, asked: Tensor) -> tuple[Tensor, Tensor]:
-        """The probability that each node is the accepted one, ``[B, N]``, and the distribution of the token if none is, ``[B, V]``.
+        """The probability that each candidate is the accepted one, ``[B, K]``, and the distribution of the token if none is, ``[B, V]``.
 
         Args:
-            p, q: ``[B, V]`` float64, the target's distribution and the first candidate's. tokens: ``[B, N]``. asked: ``[B, N]`` the candidates
-                among the nodes, in the order in which they were drawn; rows may have none.
+            p, q: ``[B, V]`` float64, the target's distribution and the first candidate's. tokens: ``[B, K]``, in the order in which they were
+                drawn. asked: ``[B, K]`` which of them are candidates: the first ones of each row, and rows may have none.
         """
         ...
 
@@ -45,10 +45,8 @@ def descend(
     live = to_device(live, device)
     up = torch.where(live, to_device(proposal.parents, device), -1) + 1
     tokens = torch.where(live, proposal.tokens, 0)
-    inside = torch.zeros(
-        B, N + 1, dtype=torch.bool, device=device
-    )  # nodes whose path is the accepted one; the root is first
-    inside[:, 0] = True
+    # The nodes whose tokens, and those above them, are the accepted ones; the root is first.
+    inside = (torch.arange(N + 1, device=device) == 0).expand(B, -1)
     here = torch.zeros(B, dtype=torch.long, device=device)  # the last accepted node, plus 1
     law = probs[:, 0]
     for depth in range(levels):
@@ -57,7 +55,10 @@ def descend(
         q, same = _drawn_from(proposal, rows, first, law)
         if merge:
             asked &= same
-        chance, rest = rule(law.double(), q.double(), tokens, asked)
+        widest = max(1, int(asked.sum(1).max()))
+        some = asked.int().argsort(dim=1, descending=True, stable=True)[:, :widest]
+        passes, rest = rule(law.double(), q.double(), tokens.gather(1, some), asked.gather(1, some))
+        chance = torch.zeros_like(asked, dtype=torch.float64).scatter(1, some, passes)
         chance = torch.where(asked, chance, 0)
         none = (1 - chance.sum(1, keepdim=True)).clamp(min=0)
         chosen = rng.categorical(torch.cat([chance, none], 1), Key(context.length, depth, 0, ACCEPT))

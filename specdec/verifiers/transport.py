@@ -55,17 +55,18 @@ class OptimalTransport(Rejection):
 def moved(place: Tensor, q: Tensor, mean: Tensor, lacks: Tensor, spare: Tensor) -> Tensor:
     """``[B, V]`` the law of the token to which a candidate at ``place [B]`` is moved.
 
-    What the first tokens lack is taken from the first that have it to spare: amounts are matched in order. To move an amount from token l to
-    token j, a mass of amount / (mean_l - mean_j) of q is exchanged. Never more than all of q_j is, because the mean rises with p / q.
+    What the first tokens lack is taken from the first that have it to spare: amounts are matched in order, as whole multiples of 2^-60, so that
+    the parts of an amount add up to it. To move an amount from token l to an earlier token j, a mass of amount / (mean_l - mean_j) of q
+    is exchanged. Never more than all of q_j or q_l is, because w / q rises and is between the two means.
     """
-    at = place[:, None]
+    at, index = place[:, None], torch.arange(q.shape[1], device=q.device)
     mine = lacks.gather(1, at) > 0
-    own, other = torch.where(mine, lacks, spare), torch.where(mine, spare, lacks)
+    own, other = ((torch.where(mine, x, y) * 2.0**60).long() for x, y in ((lacks, spare), (spare, lacks)))
     high, end = own.cumsum(1).gather(1, at), other.cumsum(1)
     low = high - own.gather(1, at)
-    amount = (torch.minimum(high, end) - torch.maximum(low, end - other)).clamp(min=0)
-    apart = (mean - mean.gather(1, at)).abs() * q.gather(1, at)
-    law = torch.where(apart > 0, amount / apart, 0)
+    amount = (torch.minimum(high, end) - torch.maximum(low, end - other)).clamp(min=0).to(q) * 2.0**-60
+    apart = torch.where(mine, mean - mean.gather(1, at), mean.gather(1, at) - mean) * q.gather(1, at)
+    law = torch.where((apart > 0) & (torch.where(mine, index > at, index < at)), amount / apart, 0)
     law = law / law.sum(1, keepdim=True).clamp(min=1)
     return law.scatter_add(1, at, 1 - law.sum(1, keepdim=True))
 
@@ -81,6 +82,7 @@ def rule(
     independent draws from q: a mass of q is exchanged between a token that is chosen too seldom and a later one that is chosen too often.
     """
     k = asked.sum(1).clamp(min=1)
+    p, q = (x / x.sum(1, keepdim=True) for x in (p, q))
     order = torch.where(q > 0, torch.where(p > 0, p / q, 0), torch.inf).argsort(dim=1, stable=True)
     p, q = p.gather(1, order), q.gather(1, order)
     mean = last_of(q, k)
@@ -122,15 +124,10 @@ def choice(p: Tensor, q: Tensor, k: Tensor) -> Tensor:
     for which p(S) - q(S)^k is the smallest. Inside, w is max(p, σ q) with a sum of q(S)^k, and outside min(p, τ q).
     """
     P, Q = p.cumsum(1), q.cumsum(1).clamp(max=1)
-    others = torch.nn.functional.pad(q.flip(1).cumsum(1).flip(1)[:, 1:], (0, 1))
-    forced = Q ** k[:, None]
-    gap, at = (P - forced).min(1, keepdim=True)
-    at = torch.where(gap < 0, at, -1)
-    index = torch.arange(p.shape[1], device=p.device)
-    here = at.clamp(min=0)
-    Ps, fs = (torch.where(at >= 0, x.gather(1, here), 0) for x in (P, forced))
-    inside = index <= at
-    floor = torch.where(inside & (Q > 0), (fs - Ps + P) / Q, torch.inf).amin(1, keepdim=True)
-    before, left = (torch.nn.functional.pad(x, (1, 0), value=v)[:, :-1] for x, v in ((P, 0.0), (others, 1.0)))
-    cap = torch.where(~inside & (left > 0), (1 - fs - before + Ps) / left, 0).amax(1, keepdim=True)
+    least, at = (P - Q ** k[:, None]).min(1, keepdim=True)
+    missing = -least.clamp(max=0)
+    inside = (torch.arange(p.shape[1], device=p.device) <= at) & (missing > 0)
+    floor = torch.where(inside & (Q > 0), (P + missing) / Q, torch.inf).amin(1, keepdim=True)
+    rest, left = (x.flip(1).cumsum(1).flip(1) for x in (p, q))  # of a token and those after it
+    cap = torch.where(~inside & (left > 0), (rest - missing) / left, 0).amax(1, keepdim=True)
     return torch.where(inside, torch.maximum(p, torch.where(inside, floor, 0) * q), torch.minimum(p, cap * q))
