@@ -2,9 +2,9 @@
 
 For each composition every outcome of every random decision is run through the real decoder, over a vocabulary of 3 tokens,
 with its exact probability. The table shows the total variation between the output's distribution and the target's: rounding error
-(below 1e-9) for every composition that claims to be lossless. Verifiers that are declared lossy must have their known distance. Planted
-biases, mistakes of real decoders, must be detected (at least 1e-3). It takes about two minutes on one core; the exit status is 1 if a
-claim fails or a bias is missed.
+(below 1e-9) for every composition that claims to be lossless. Verifiers that are declared lossy must have their known distance.
+Planted biases, mistakes of real decoders, must be detected (at least 1e-3). It takes about two minutes on one core; the exit status is
+1 if a claim fails, a distance is another one, or a bias is missed.
 
     python recipes/certify.py --only tree --json trees.json
 """

@@ -1,229 +1,109 @@
-"""Verifiers on the same drafts: tokens a round of block verification and of traversal beside rejection's, and with --speed tokens a second.
+"""Verifiers compared on the pocket pair: tokens a round and tokens a second, on chains, trees and several chains.
 
     python recipes/verifiers.py --json verifiers.json
-    python recipes/verifiers.py --speed --json verifier_speed.json
 
-Without --speed nothing is timed. Texts of the target are recorded after development prompts. Chains are replayed on them, so that tokens a round
-are exact for given texts, under ``Rejection`` and ``BlockVerification``. Trees are decoded live under ``Rejection``, and each round's tree is verified
---draws times by each verifier with fresh random numbers, so that the verifiers see the same trees and distributions. Intervals are bootstraps
-over sources of prompts, paired. With --speed, decoders that differ in their verifier run alternately.
-
-Rows: `part, target, draft, temperature, category, k, verifier, tau, tau_low, tau_high, ratio, ratio_low, ratio_high, texts, sources`, where part is `chains` or
-`trees` and ratios are to ``Rejection``. With --speed: `part = speed, draft, temperature, batch, k, verifier, tokens_per_second, tau, ratio, ratio_low, ratio_high`, where the
-ratio is the median over repeats, each to the run of ``Rejection`` in the same repeat, and the interval is their range.
+Held-out prompts are decoded with every verifier, by the same draft with the same nodes, so that only the verifier differs. Rows: `drafting,
+temperature, verifier, nodes, tau, low, high, ratio, ratio_low, ratio_high, verify_ms, tokens_per_second`: tokens a round over the first
+verifier's of the same drafting, with 95 % intervals by bootstrap over prompts, and milliseconds of sampling and verification a round of the batch.
 """
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
-from statistics import median
 from typing import Any
 
 import checkout  # noqa: F401
 import numpy as np
-import torch
 
 import specdec as sd
-from specdec import lab
-from specdec.capabilities import DraftPart
-from specdec.drafts.siblings import Distinct, Independent
+from specdec import zoo
+from specdec.drafts.siblings import Distinct, TopAndOne
 from specdec.lab.bootstrap import Clusters, interval
-from specdec.lab.console import progress, short_errors, table
-from specdec.lab.loading import draft_part, load
+from specdec.lab.console import progress, table
 from specdec.lab.options import option, parse
-from specdec.lab.prompt_file import Entry, pieces, read, shipped
+from specdec.lab.prompt_file import pieces, shipped
 from specdec.lab.recipe import Recipe
-from specdec.lab.runs import Case, decode, interleave
-from specdec.lab.verifying import accepted_by
-from specdec.protocols import Verifier
 
 
 @dataclass(frozen=True)
 class Settings(Recipe):
-    target: str = option("pocket-target", "a pocket model, a folder or a hub id")
-    drafts: tuple[str, ...] = option(
-        ("vanilla=pocket-vanilla", "tiny=pocket-tiny", "spire=pocket-spire", "ngram"),
-        "NAME=DRAFT, or a draft alone",
-        metavar="DRAFT",
-    )
-    trees: tuple[str, ...] = option(
-        ("2x2", "3x2x1", "4x2x1x1", "2x2:distinct", "3x2x1:distinct"),
-        "children by depth, of trees of the first draft; distinct ones are drawn without replacement",
-    )
-    prompts: str | None = option(
-        None, "JSON-lines file of prompts (default: the development ones)", metavar="FILE"
-    )
-    count: int | None = option(48, "use the first prompts only", metavar="N")
-    context: int = option(192, "tokens of each prompt")
-    new_tokens: int = option(32, "positions of each text at which blocks start, or tokens decoded")
-    temperatures: tuple[float, ...] = option((0.6, 1.0), "of the target and the drafts")
-    k: tuple[int, ...] = option((4, 8), "block lengths of chains", metavar="N")
-    draws: int = option(4, "verifications of each tree")
-    speed: bool = option(False, "measure tokens a second instead, of the first draft's chains and trees")
-    batches: tuple[int, ...] = option((1, 8), "rows decoded together, for --speed")
-    repeats: int = option(5, "timed repeats, for --speed")
+    draft: str = option("pocket-vanilla", "the pocket model that drafts")
+    temperatures: tuple[float, ...] = option((0.7, 1.0), "of the target and the draft")
+    context: int = option(96, "tokens of each prompt")
+    per_prompt: int = option(2, "prompts cut from one text")
+    count: int | None = option(None, "use the first texts only", metavar="N")
+    new_tokens: int = option(48, "tokens decoded after the first")
+    repeats: int = option(4, "runs with other seeds, the verifiers in turn")
+    batch: int = option(24, "prompts at a time")
 
 
-CHAINS: dict[str, Verifier] = {"rejection": sd.Rejection(), "block": sd.BlockVerification()}
-TREES: dict[str, Verifier] = {"rejection": sd.Rejection(), "traversal": sd.verifiers.Traversal()}
-INDEPENDENT: dict[str, Verifier] = {
-    **TREES,
-    "k-SEQ": sd.verifiers.KSeq(),
-    "optimal transport": sd.verifiers.OptimalTransport(),
-}
-
-
-def figures(sums: dict[str, np.ndarray], some: list[Entry], draws: int = 2000) -> Iterator[dict[str, Any]]:
-    """Tokens a round by verifier and category, from tokens and rounds ``[2, prompts]``, and ratios to the first verifier's."""
-    categories = np.array([entry.category for entry in some])
-    sources = np.array([entry.source or str(i) for i, entry in enumerate(some)])
-    for category in ["all", *sorted(set(categories))]:
-        at = (categories == category) | (category == "all")
-        clusters = Clusters(sources[at], draws)
-        first = next(iter(sums.values()))[:, at]
-        for verifier, both in sums.items():
-            mine = both[:, at]
-            tau, ratio = clusters.ratios(*mine), clusters.ratios(*mine) / clusters.ratios(*first)
-            of_first = mine[0].sum() / mine[1].sum() / (first[0].sum() / first[1].sum())
-            row = {"category": category, "verifier": verifier, "tau": float(mine[0].sum() / mine[1].sum())}
-            row |= dict(zip(("tau_low", "tau_high"), interval(tau)), ratio=float(of_first))
-            row |= dict(zip(("ratio_low", "ratio_high"), interval(ratio)))
-            yield row | {"texts": int(at.sum()), "sources": len(clusters)}
-
-
-def tree(model: Any, shape: str) -> sd.drafts.Tree:
-    """A draft by its shape, such as 3x2x1 or 3x2x1:distinct."""
-    widths, _, kind = shape.partition(":")
-    return sd.drafts.Tree(
-        model, tuple(map(int, widths.split("x"))), siblings=Distinct() if kind else Independent()
-    )
-
-
-def rules(shape: str) -> dict[str, Verifier]:
-    """The verifiers that take the trees of a shape."""
-    return TREES if shape.endswith("distinct") else INDEPENDENT
-
-
-def chains(
-    s: Settings, target: sd.HFModel, parts: dict[str, Any], some: list[Entry]
-) -> Iterator[dict[str, Any]]:
-    """Replayed chains."""
-    taps = sorted({tap for part in parts.values() for tap in DraftPart.of(part).info.taps})
-    for temperature in s.temperatures:
-        sampling = sd.Sampling(temperature=temperature)
-        with tempfile.TemporaryDirectory() as folder:
-            trace = lab.record(
-                target, some, folder, s.new_tokens, max(s.k), sampling, taps, eos_token_id=(), seed=s.seed
-            )
-            for name, part in parts.items():
-                progress(f"{name} at temperature {temperature:g}")
-                read_by = target if DraftPart.of(part).reads_target else None
-                replay = lab.replay(trace, part, max(s.k), read_by)
-                for k in s.k:
-                    made = {
-                        "rejection": replay.efficiency(k, "rejection"),
-                        "block": replay.efficiency(k, "block"),
-                    }
-                    sums = {v: torch.stack([e.tokens, e.rounds]).numpy() for v, e in made.items()}
-                    label = {"part": "chains", "draft": name, "temperature": temperature, "k": str(k)}
-                    yield from (label | row for row in figures(sums, some))
-
-
-def trees(s: Settings, target: sd.HFModel, model: Any, some: list[Entry]) -> Iterator[dict[str, Any]]:
-    """Live trees, each verified by all verifiers."""
-    prompts = [list(entry.given) for entry in some]
-    for temperature in s.temperatures:
-        for shape in s.trees:
-            progress(f"tree {shape} at temperature {temperature:g}")
-            base = sd.decoder(target).sampling(temperature=temperature)
-            decoder = base.draft(tree(model, shape)).build()
-            sums = accepted_by(decoder, prompts, rules(shape), s.new_tokens, s.draws, seed=s.seed)
-            label = {"part": "trees", "draft": "tree", "temperature": temperature, "k": shape}
-            yield from (label | row for row in figures(sums, some))
-
-
-def speed(
-    s: Settings, target: sd.HFModel, parts: dict[str, Any], some: list[Entry]
-) -> Iterator[dict[str, Any]]:
-    """Tokens a second of decoders that differ in their verifier."""
-    prompts = [list(entry.given) for entry in some][: max(4, *s.batches)]
-    name, part = next(iter(parts.items()))
-    ways: dict[tuple[str, str], Any] = {(name, str(k)): (part, k, CHAINS) for k in s.k}
-    for shape in s.trees:
-        ways["tree", shape] = (tree(part.model, shape), None, rules(shape))
-    cases: dict[tuple[Any, ...], Case] = {}
-    for temperature in s.temperatures:
-        for batch in s.batches:
-            for (draft_name, k), (draft, length, verifiers) in ways.items():
-                for verifier, rule in verifiers.items():
-                    base = sd.decoder(target).sampling(temperature=temperature)
-                    decoder = base.draft(draft, length).verifier(rule).build()
-
-                    def run(decoder: Any = decoder, batch: int = batch) -> Any:
-                        return decode(decoder, prompts, batch, s.new_tokens, s.seed)
-
-                    case = Case("specdec", f"{draft_name} {k} {verifier}", batch, s.context, temperature, run)
-                    cases[draft_name, temperature, batch, k, verifier] = case
-    interleave(list(cases.values()), 1, progress)  # compiles and warms up
-    for case in cases.values():
-        case.samples.clear()
-    interleave(list(cases.values()), s.repeats, progress)
-    for (draft_name, temperature, batch, k, verifier), case in cases.items():
-        first = cases[draft_name, temperature, batch, k, "rejection"]
-        ratios = [one.speed / other.speed for one, other in zip(case.samples, first.samples)]
-        yield {
-            "part": "speed", "draft": draft_name, "temperature": temperature, "batch": batch, "k": k, "verifier": verifier, "tau": case.tau,
-            "tokens_per_second": case.speed, "ratio": median(ratios), "ratio_low": min(ratios), "ratio_high": max(ratios),
-        }  # fmt: skip
+def ways(small: sd.HFModel) -> dict[str, tuple[Any, int, tuple[Any, ...]]]:
+    """Drafting -> the draft, its longest path, and the verifiers that take it."""
+    tree, traversal = sd.drafts.Tree, sd.Traversal()
+    at_once = (sd.Rejection(), traversal, sd.KSeq(), sd.OptimalTransport())
+    one_by_one = (sd.Rejection(), traversal)
+    return {
+        "chain of 4": (sd.drafts.Model(small), 4, (sd.Rejection(), sd.BlockVerification(), traversal)),
+        "chain of 8": (sd.drafts.Model(small), 8, (sd.Rejection(), sd.BlockVerification(), traversal)),
+        "4 candidates": (tree(small, (4,)), 1, at_once),
+        "tree (3, 2, 1)": (tree(small, (3, 2, 1)), 3, at_once),
+        "4 chains of 3": (tree(small, (4, 1, 1)), 3, at_once),
+        "tree (3, 2, 1), distinct": (tree(small, (3, 2, 1), siblings=Distinct()), 3, one_by_one),
+        "tree (3, 2, 1), the most probable and a drawn one": (
+            tree(small, (3, 2, 1), siblings=TopAndOne()),
+            3,
+            one_by_one,
+        ),
+    }
 
 
 def main(s: Settings) -> None:
     s.begin()
-    target = sd.HFModel(*load(s.target, torch.float32))
-    with short_errors():
-        entries = read(s.prompts) if s.prompts else shipped(split="validation")
-        some = pieces(entries, target.tokenizer, s.context, 1)[: s.count]
-    parts = dict(draft_part(spec, target, 64, 1) for spec in s.drafts)
-    model = next(iter(parts.values())).model
-    if s.speed:
-        rows = list(speed(s, target, parts, some))
-        shown = (
-            "draft",
-            "temperature",
-            "batch",
-            "k",
-            "verifier",
-            "tau",
-            "tokens_per_second",
-            "ratio",
-            "ratio_low",
-            "ratio_high",
-        )
-    else:
-        rows = [*chains(s, target, parts, some), *trees(s, target, model, some)]
-        shown = (
-            "part",
-            "draft",
-            "temperature",
-            "k",
-            "category",
-            "verifier",
-            "tau",
-            "ratio",
-            "ratio_low",
-            "ratio_high",
-        )
-    progress()
-    print(table([row for row in rows if row.get("category", "all") == "all"], shown))
-    for part, verifier in (("chains", "block"), ("trees", "traversal")):
-        ratios = [row["ratio"] for row in rows if (row["part"], row["verifier"]) == (part, verifier)]
-        if ratios:
-            print(
-                f"{part}: {verifier} over rejection, {min(ratios):.4f} to {max(ratios):.4f} over {len(ratios)} sets of texts"
-            )
-    s.save([{"target": s.target, **row} for row in rows])
+    target, small = sd.HFModel(*zoo.load("pocket-target")), sd.HFModel(*zoo.load(s.draft))
+    entries = pieces(shipped()[: s.count], target.tokenizer, s.context, s.per_prompt)
+    prompts = [list(entry.given) for entry in entries]
+    clusters = Clusters([entry.source for entry in entries], seed=s.seed)
+    rows: list[dict[str, Any]] = []
+    for temperature in s.temperatures:
+        for drafting, (draft, length, verifiers) in ways(small).items():
+            base = sd.decoder(target).draft(draft, length).sampling(temperature=temperature)
+            decoders = {v.info.name: base.verifier(v).build() for v in verifiers}
+            rounds = {name: np.zeros(len(prompts)) for name in decoders}
+            stats = {name: sd.Stats() for name in decoders}
+            for repeat in range(s.repeats):
+                for name, decoder in decoders.items():
+                    for start in range(0, len(prompts), s.batch):
+                        progress(f"{drafting}, {name}, run {repeat + 1} of {s.repeats}")
+                        some = prompts[start : start + s.batch]
+                        seeds = [1_000_003 * (repeat + 1) + s.seed + start + i for i in range(len(some))]
+                        out = decoder.generate(some, s.new_tokens + 1, seed=seeds, eos_token_id=())
+                        stats[name] += out.stats
+                        rounds[name][start : start + len(some)] += [one.rounds for one in out.row_stats]
+            progress()
+            first = rounds[next(iter(decoders))]
+            tokens = np.full(len(prompts), float(s.repeats * s.new_tokens))
+            for name, mine in rounds.items():
+                made, calls = stats[name], sum(mine) / min(s.batch, len(prompts))
+                low, high = interval(clusters.ratios(tokens, mine)) if clusters.enough else (None, None)
+                ratio_low, ratio_high = (
+                    interval(clusters.ratios(first, mine)) if clusters.enough else (None, None)
+                )
+                rows.append(
+                    {
+                        "drafting": drafting, "temperature": temperature, "verifier": name, "nodes": base.build().draft.info.nodes(length),
+                        "tau": tokens.sum() / mine.sum(), "low": low, "high": high, "ratio": first.sum() / mine.sum(),
+                        "ratio_low": ratio_low, "ratio_high": ratio_high, "verify_ms": 1000 * made.seconds["verify"] / calls,
+                        "tokens_per_second": made.tokens_per_second, "prompts": len(prompts), "batch": s.batch,
+                    }
+                )  # fmt: skip
+            print(table(rows[-len(decoders) :], COLUMNS), "\n", flush=True)
+    s.save(rows)
+
+
+COLUMNS = (
+    *("drafting", "verifier", "temperature", "tau", "ratio", "ratio_low", "ratio_high"),
+    *("verify_ms", "tokens_per_second"),
+)
 
 
 if __name__ == "__main__":

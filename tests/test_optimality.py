@@ -208,3 +208,4 @@ def test_the_figure_has_a_line_for_every_way():
     (bound,) = [line for line in figure.axes[0].lines if line.get_linestyle() == "--"]
     assert bound.get_ydata() == pytest.approx([0.6, 0.805])
     assert len(found.plot().axes) == 1
+    assert len(plot(dict.fromkeys("abcd", found.rows)).axes) == 4

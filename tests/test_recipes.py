@@ -63,7 +63,7 @@ RECIPES = [
     "compare",
     "replay",
     "optimality",
-    "verifiers",
+    "verifier_rounds",
     "spire_ablations",
     "spire_measured",
     "train_pool",
@@ -282,6 +282,23 @@ def test_compare_on_prompts_of_ones_own(tmp_path):
     )
     assert failed.returncode == 1
     assert failed.stderr.strip().startswith("line 2 of q.jsonl is not an object")
+
+
+@pytest.mark.slow
+def test_verifiers_are_compared(tmp_path):
+    file = tmp_path / "v.json"
+    sizes = ["--count", "6", "--per-prompt", "1", "--context", "32", "--new-tokens", "6", "--repeats", "1"]
+    said = run("recipes/verifiers.py", *sizes, "--temperatures", "1", "--json", str(file))
+    rows = report(file)
+    by = {(r["drafting"], r["verifier"]): r for r in rows}
+    assert len(by) == len(rows) == 2 * 3 + 3 * 4 + 2 * 2
+    for (drafting, verifier), r in by.items():
+        assert 1 <= r["low"] <= r["tau"] <= r["high"] <= 9
+        assert r["ratio_low"] <= r["ratio"] <= r["ratio_high"]
+        assert (r["ratio"] == 1) or verifier != "rejection"
+        assert r["tokens_per_second"] > 0 < r["verify_ms"]
+        assert f"{drafting}  " in said
+    assert by["4 candidates", "k-SEQ"]["nodes"] == 4
 
 
 @pytest.mark.slow
@@ -816,11 +833,11 @@ def test_optimality(tmp_path):
 
 
 @pytest.mark.slow
-def test_verifiers(tmp_path):
+def test_verifier_rounds(tmp_path):
     file = tmp_path / "v.json"
     sizes = ["--count", "3", "--new-tokens", "6", "--context", "48", "--k", "2", "--temperatures", "1"]
     what = ["--drafts", "tiny=pocket-tiny", "ngram", "--trees", "2x1", "2x1:distinct"]
-    said = run("recipes/verifiers.py", *sizes, *what, "--draws", "2", "--json", str(file))
+    said = run("recipes/verifier_rounds.py", *sizes, *what, "--draws", "2", "--json", str(file))
     rows = [r for r in report(file) if r["category"] == "all"]
     assert [(r["draft"], r["k"], r["verifier"]) for r in rows] == [
         *((d, "2", v) for d in ("tiny", "ngram") for v in ("rejection", "block")),
@@ -829,20 +846,3 @@ def test_verifiers(tmp_path):
     ]
     assert all(1 <= r["tau"] <= 3 and r["ratio_low"] <= r["ratio"] <= r["ratio_high"] for r in rows)
     assert "block over rejection" in said
-    run(
-        "recipes/verifiers.py",
-        *sizes,
-        *what,
-        "--speed",
-        "--batches",
-        "2",
-        "--repeats",
-        "2",
-        "--json",
-        str(file),
-    )
-    rows = report(file)
-    assert len(rows) == 2 + 4 + 2
-    assert all(
-        r["tokens_per_second"] > 0 and (r["ratio"] == 1) >= (r["verifier"] == "rejection") for r in rows
-    )

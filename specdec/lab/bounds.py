@@ -166,8 +166,18 @@ def violations(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def plot(panels: Mapping[str, Sequence[Mapping[str, Any]]], depth: Any = "all") -> Any:
-    """A matplotlib figure: acceptance over the number of candidates, a panel for each entry of rows by title."""
-    figure, (axes,) = plots.panels(1, len(panels), (1 + max(2, len(panels)) * 3, 4.4), bare=True, sharey=True)
+    """A matplotlib figure: acceptance over the number of candidates, a panel for each entry of rows by title.
+
+    The acceptance of distinct candidates, which were computed at some positions only, is moved by the difference between these positions and all in
+    the optimum of independent ones.
+    """
+    columns = min(3, len(panels))
+    lines = -(-len(panels) // columns)
+    size = (1 + max(2, columns) * 3, 1.2 + 3 * lines)
+    figure, grid = plots.panels(lines, columns, size, bare=True, sharey=True)
+    axes = list(grid.flat)
+    for spare in axes[len(panels) :]:
+        spare.remove()
     styles = {
         ("independent", "k-SEQ"): ("#1f77b4", "-"), ("independent", "recursive rejection"): ("#ff7f0e", "-"),
         ("distinct", "recursive rejection"): ("#2ca02c", "-"), ("greedy set", "recursive rejection"): ("#9467bd", "-"),
@@ -175,27 +185,27 @@ def plot(panels: Mapping[str, Sequence[Mapping[str, Any]]], depth: Any = "all") 
     }  # fmt: skip
     for place, (title, every) in zip(axes, panels.items()):
         rows = [row for row in every if row["depth"] == depth]
+        best = {row["candidates"]: row["optimum"] for row in rows if row["chosen"] == "independent"}
         for (chosen, verifier), (color, line) in styles.items():
             own = sorted(
-                (row["candidates"], row["acceptance"])
+                (k, row["acceptance"] + best.get(k, row["independent"]) - row["independent"])
                 for row in rows
+                for k in [row["candidates"]]
                 if (row["chosen"], row["verifier"]) == (chosen, verifier)
             )
             if own:
                 place.plot(*zip(*own), line, color=color, marker="o", ms=3, label=f"{chosen}, {verifier}")
-        bounds = sorted(
-            {(row["candidates"], row["optimum"]) for row in rows if row["chosen"] == "independent"}
-        )
-        if bounds:
-            place.plot(*zip(*bounds), "--", color="black", lw=1, label="independent, optimum")
+        if best:
+            place.plot(*zip(*sorted(best.items())), "--", color="black", lw=1, label="independent, optimum")
             place.axhline(rows[0]["single"], color="grey", lw=0.8, ls=":", label="one candidate")
         ticks = sorted({row["candidates"] for row in rows})
         place.set_xscale("log", base=2)
         place.set_xticks(ticks, map(str, ticks))
         place.set_title(title, loc="left")
         place.set_xlabel("candidates")
-    axes[0].set_ylabel("acceptance")
-    figure.tight_layout(rect=(0, 0.18, 1, 1))
+    for first in grid[:, 0]:
+        first.set_ylabel("acceptance")
+    figure.tight_layout(rect=(0, 0.8 / size[1], 1, 1))
     figure.legend(
         *axes[0].get_legend_handles_labels(), frameon=False, fontsize=8, loc="lower center", ncols=2
     )
