@@ -36,7 +36,7 @@ def built(draft, length=3):
     ],
 )
 def test_lawful_policies_pass(draft):
-    found = lint(built(draft, 1 if isinstance(draft, sd.drafts.Tree) else 3))
+    found = lint(built(draft, 1 if isinstance(draft, sd.drafts.Tree) else 3), max_new_tokens=3)
     assert found.lawful, found
     assert found.leak < 1e-12
     assert repr(found).startswith("Findings(lawful; leak")
@@ -62,7 +62,7 @@ def test_a_node_that_is_dropped_by_its_value_is_named():
 
 def test_live_confidences_may_stop_at_the_first_descent_only():
     """Comparing all lengths, a deeper node's confidence depends on the value of a node that may be dropped."""
-    found = lint(built(Confident(COIN, lag=0)))
+    found = lint(built(Confident(COIN, lag=0)), max_new_tokens=3)
     assert found.anticipates
     assert found.leak > 0.05
     assert not found.reused

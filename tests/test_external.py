@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from math import exp, log
+from threading import Thread
 
 import numpy as np
 import pytest
@@ -118,6 +119,9 @@ def law_of(function):
         (lambda: np.random.uniform(size=3)[2] < 0.3, 0.3),
         (lambda: torch.rand(()) < float("nan"), 0.0),
         (lambda: torch.rand(1).item() < 0.3, 0.3),
+        (lambda: (np.array([0.1, 0.3]) > np.random.rand(2))[1], 0.3),
+        (lambda: (np.random.rand(2) <= np.array([0.1, 0.3]))[1], 0.3),
+        (lambda: torch.distributions.Bernoulli(0.25).sample() == 1, 0.25),
         (lambda: torch.rand(2, 2).tolist()[1][0] < 0.3, 0.3),
         (lambda: (2 - torch.rand(2).div_(4).add_(1)[0]) * 4 < 3.3, 0.3),
         (lambda: sum(u < 0.5 for u in torch.rand(2)) == 2, 0.25),
@@ -179,6 +183,7 @@ def test_inverse_distribution_functions():
         lambda: random.choices([0, 1, 2], weights=[9, 9, 2])[0],
         lambda: np.random.choice(3, p=P.numpy()),
         lambda: torch.multinomial(P, 3)[0],
+        lambda: torch.distributions.Categorical(P).sample(),
     ],
 )
 def test_draws(draw):
@@ -260,6 +265,14 @@ def test_numbers_drawn_into_a_row_are_those_of_the_whole():
     assert one(rows_with_their_own_generators) == {(0,): pytest.approx(1.0)}
 
 
+def in_a_thread():
+    out = []
+    thread = Thread(target=lambda: out.append(float(torch.rand(()))))
+    thread.start()
+    thread.join()
+    return out[0] < 0.5
+
+
 def imported_earlier(draw=random.random):
     return draw() < 0.5
 
@@ -276,6 +289,11 @@ def imported_earlier(draw=random.random):
         (lambda: torch.rand(3).sort()[1][0], "`sort`"),
         (lambda: torch.rand(3).clamp(min=0.1)[0] < 0.5, "`clamp`"),
         (lambda: torch.rand(3).argmax(), "`argmax`"),
+        (lambda: torch.rand(3).lt_(0.3)[0], "`lt_`"),
+        (lambda: torch.tensor([torch.rand(())])[0] < 0.5, "`__float__`"),
+        (lambda: np.array([random.random()])[0] < 0.5, "`numpy's conversion"),
+        (lambda: torch.nn.init.uniform_(torch.empty(3))[0] < 0.5, "`uniform_`"),
+        (in_a_thread, "an operator that Python does not see"),
         (lambda: torch.randn(3)[0] < 0.5, "`randn`"),
         (lambda: torch.randint(3, (1,)), "`randint`"),
         (lambda: torch.nn.functional.gumbel_softmax(P)[0] < 0.5, "`gumbel_softmax`"),

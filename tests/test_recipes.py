@@ -127,6 +127,19 @@ def test_quickstart(tmp_path):
 
 
 @pytest.mark.slow
+def test_museum(tmp_path):
+    file = tmp_path / "m.json"
+    said = run("recipes/museum.py", "--only", "B8", "--json", str(file))
+    rows = report(file)
+    columns = {"exhibit", "source", "real_code", "total_variation", "expected", "fixed_total_variation"}
+    assert len(rows) == 2
+    assert all(set(row) == columns | {"branches"} for row in rows)
+    assert {round(row["total_variation"], 4) for row in rows} == {0.4, 0.0375}
+    assert all(row["fixed_total_variation"] < 1e-9 for row in rows)
+    assert "All as expected" in said
+
+
+@pytest.mark.slow
 def test_cpu_floor(tmp_path):
     file = tmp_path / "f.json"
     sizes = ["--batches", "1", "2", "--contexts", "40", "--new-tokens", "4", "--repeats", "1"]

@@ -5,7 +5,8 @@ Python's and numpy's, and ``tape`` has their decisions made by the walk of the c
 """
 
 from specdec.audit.external.function import certify_function, impossible
+from specdec.audit.external.probe import takes_uniforms
 from specdec.audit.external.tape import CannotWalk
 from specdec.audit.external.verifier import External
 
-__all__ = ["CannotWalk", "External", "certify_function", "impossible"]
+__all__ = ["CannotWalk", "External", "certify_function", "impossible", "takes_uniforms"]

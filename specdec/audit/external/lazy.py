@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,10 +24,10 @@ def words(text: str) -> frozenset[str]:
 
 
 _STRUCTURE = words(
-    "getitem reshape view squeeze unsqueeze expand expand_as broadcast_to flatten unflatten permute transpose t swapaxes movedim clone "
+    "getitem reshape reshape_as view view_as squeeze unsqueeze expand expand_as broadcast_to flatten unflatten permute transpose t swapaxes movedim clone "
     "contiguous detach select narrow unbind chunk split flip index_select gather take_along_dim repeat stack cat alias"
 )
-_CASTS = words("to float double half bfloat16 type cpu cuda requires_grad_")
+_CASTS = words("to float double half bfloat16 type type_as cpu cuda")
 _LIKE = words("empty_like zeros_like ones_like full_like new_empty new_zeros new_ones new_full new_tensor")
 _FACTS = words(
     "shape dtype device ndim is_cuda is_cpu layout requires_grad grad size dim numel is_floating_point is_contiguous stride "
@@ -59,8 +60,25 @@ class Lazy(Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"<random numbers that are not drawn, {list(self.shape)}>"
 
+    def __lt__(self, other: Any) -> Tensor:
+        return super().__lt__(_tensor(other))
+
+    def __le__(self, other: Any) -> Tensor:
+        return super().__le__(_tensor(other))
+
+    def __gt__(self, other: Any) -> Tensor:
+        return super().__gt__(_tensor(other))
+
+    def __ge__(self, other: Any) -> Tensor:
+        return super().__ge__(_tensor(other))
+
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         raise refused("numpy's conversion to an array")
+
+
+def _tensor(value: Any) -> Any:
+    """A numpy array as a tensor; torch compares with everything else."""
+    return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
 
 
 def refused(name: str, remedy: str = REMEDY) -> CannotWalk:
@@ -126,6 +144,9 @@ def operate(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
         if name in ("T", "mT"):
             return _structure(func, args, kwargs)
     name = raw.strip("_")
+    changes = raw in _IN_PLACE or (raw[-1] == "_" and raw[-2] != "_")  # its first argument
+    if changes and name not in _ARITHMETIC:
+        raise refused(raw)
     with torch._C.DisableTorchFunctionSubclass():
         if name in _FACTS:
             return func(*args, **kwargs)
@@ -149,9 +170,7 @@ def operate(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
             return _argmost(name, *args, **kwargs)
         if name in _ARITHMETIC and not {"out"} & set(kwargs):
             made = _arithmetic(name, args, kwargs)
-            if raw in _IN_PLACE or (raw[-1] == "_" and raw[-2] != "_"):
-                return put(args[0], made, raw)
-            return made
+            return put(args[0], made, raw) if changes else made
     raise refused(raw)
 
 

@@ -33,7 +33,7 @@ class Foreign(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         make = _MAKES.get(name)
-        if make is not None:
+        if make is not None and type(func) is not FunctionType:
             return make(self, *args, **kwargs)
         if name in _REFUSED or (name in _DROPOUT and _drops(*args, **kwargs)):
             raise refused(name, DRAWS)

@@ -26,7 +26,8 @@ class External:
     ones and one more, ``[m]`` or ``[1, m]``, ids or a list. A row without a draft does not call it.
 
     In ``f``, torch's rand, uniform_, exponential_, bernoulli and multinomial, Python's ``random`` and ``numpy.random`` give numbers that the
-    decoder's keyed generator decides, new ones in every block, unless ``f`` seeds a generator: the same seed gives the same numbers.
+    decoder's keyed generator decides, new ones in every block, unless ``f`` seeds a generator: the same seed gives the same numbers. While ``f``
+    runs, Python's and numpy's functions are replaced in the whole process, so no other thread may draw with them.
 
     Args:
         trees: ``f(tokens, q, p, parents)`` takes trees, too: ``parents [n]`` with -1 at the root.
@@ -82,10 +83,10 @@ class External:
                     alone = Tape(mine.select(last), start[last], self.batched)
                     self._same(told[-1], self._run(part.select(last), p[last], n, alone)[0])
                 for b, tokens in zip(some.tolist(), told):
+                    in_vocabulary(tokens, probs.shape[-1], self.f)
                     nodes = _path(
                         tokens, proposal.tokens[b, :n].tolist(), proposal.parents[b, :n].tolist(), self.f
                     )
-                    in_vocabulary(tokens, probs.shape[-1], self.f)
                     accepted[b], bonus[b] = len(nodes), tokens[-1]
                     path[b, : len(nodes)] = torch.tensor(nodes, dtype=torch.long)
         return Verdict.of(proposal, path.to(probs.device), accepted, bonus)
