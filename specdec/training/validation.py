@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specdec.drafts.heads.model import HeadModel
 from specdec.training.forward import Drafted, drafted
-from specdec.training.losses import ABSENT, acceptance
+from specdec.training.losses import ABSENT, acceptance, needs_target, trains_confidence
 from specdec.training.states import Batch
 
 
@@ -22,9 +23,9 @@ class Judge:
     """
 
     def __init__(self, draft: Any, loss: Any, law: Callable[[Tensor], Tensor], compile: bool = False):
-        reduced = getattr(draft, "d2t", None) is not None
+        reduced = isinstance(draft, HeadModel) and draft.d2t is not None
         self.ids: Tensor | None = draft.ids if reduced else None
-        self.needs, self.confident = getattr(loss, "needs_target", True), getattr(loss, "confident", False)
+        self.needs, self.confident = needs_target(loss), trains_confidence(loss)
         self.loss, self.law = loss, law
         if self.ids is not None:
             self.numbers = torch.full((draft.vocab_size,), ABSENT, device=self.ids.device)

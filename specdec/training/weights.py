@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from specdec.configs import setting
 from specdec.drafts.heads.model import HeadModel
 from specdec.forward.ends import Ends
 
@@ -131,12 +132,10 @@ def lowered(ends: Ends, device: torch.device, dtype: torch.dtype) -> Ends:
     made: dict[int, Any] = {}
 
     def low(module: Any) -> Any:
-        for one in (module.weight, getattr(module, "bias", None)):
+        for one in (module.weight, setting(module, "bias")):
             if one is not None and id(one) not in made:
                 made[id(one)] = one.detach().to(device, dtype)
-        return SimpleNamespace(
-            weight=made[id(module.weight)], bias=made.get(id(getattr(module, "bias", None)))
-        )
+        return SimpleNamespace(weight=made[id(module.weight)], bias=made.get(id(setting(module, "bias"))))
 
     return replace(ends, table=low(ends.table), output=low(ends.output))
 
