@@ -285,6 +285,36 @@ def test_frozen_weights_are_kept_and_trackers_hear(target):
     assert ear.heard[0]["steps"] == "2"
 
 
+def test_a_frozen_weight_of_the_target_can_be_shared():
+    """As the message of the refusal advises; the target keeps its precision while it runs in every step."""
+    target, draft = tiny("llama", num_hidden_layers=2), tiny("llama", seed=4)
+    before, table = hashed(target), target.get_input_embeddings().weight.requires_grad_(False)
+    draft.set_input_embeddings(target.get_input_embeddings())
+    seen = []
+    train(
+        draft, target, text(), settings=Settings(2, 4, precision=torch.float32), progress=False,
+        on_step=lambda row: seen.append(target.get_input_embeddings().weight.dtype),
+    )  # fmt: skip
+    assert set(seen) == {torch.float64}
+    assert hashed(target) == before
+    assert draft.get_input_embeddings().weight is target.get_input_embeddings().weight is table
+    assert draft.lm_head.weight.requires_grad
+
+
+def test_a_pocket_head_loads_by_name(tmp_path, monkeypatch):
+    target, tokenizer = zoo.load("pocket-target")
+    head = Eagle3.from_target(target, own_head=False).to(torch.bfloat16)
+    head.save_pretrained(tmp_path / "pocket-mine")
+    tokenizer.save_pretrained(tmp_path / "pocket-mine")
+    loaded, _ = zoo.load("pocket-mine", tmp_path)
+    assert all(torch.equal(a, b.float()) for a, b in zip(loaded.parameters(), head.parameters()))
+    monkeypatch.setattr("specdec.zoo.files.FOLDER", tmp_path)
+    assert zoo.names() == ["pocket-mine"]
+    decoder = sd.decoder(sd.HFModel(target, tokenizer)).greedy().draft("pocket-mine", 3).build()
+    assert len(decoder.generate("def f", 5).ids[0]) == 5
+    assert Head("pocket-mine").model.dtype == torch.float32
+
+
 def test_bad_input(target):
     head, few = made("eagle3", target), Settings(1, 2)
     with pytest.raises(ValueError, match="trains a confidence that this Eagle3 does not have"):

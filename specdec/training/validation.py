@@ -34,18 +34,20 @@ class Judge:
 
     def __call__(self, made: Drafted, batch: Batch) -> Tensor:
         """The loss of blocks, with gradients."""
+        return self._compared(self.value, made, batch)
+
+    def _compared(self, value: Callable[..., Tensor], made: Drafted, batch: Batch) -> Tensor:
         tokens = _rows(batch.tokens, made.at + 1)
         tokens = tokens if self.ids is None else self.numbers.to(tokens.device)[tokens]
         final = _rows(batch.final, made.at) if self.needs else batch.final
-        return self.value(made.logits, final, tokens, made.confidence)
+        return value(made.logits, final, tokens, made.confidence)
 
     def _value(self, logits: Tensor, final: Tensor, tokens: Tensor, confidence: Tensor | None) -> Tensor:
         logits = logits.float()
         wanted = self.law(final).float() if self.needs else logits
         if not self.confident:
-            return self.loss(
-                logits, wanted if self.ids is None or not self.needs else wanted[..., self.ids], tokens
-            )
+            reduced = self.ids is not None and self.needs
+            return self.loss(logits, wanted[..., self.ids] if reduced else wanted, tokens)
         more: dict[str, Any] = {"confidence": None if confidence is None else confidence.float()}
         if self.ids is not None:
             more["accepted"] = self.accepted(logits.detach(), wanted)
@@ -77,7 +79,11 @@ class Judge:
                 made = Drafted(*(x[:, :whole].reshape(len(x), -1, 4, *x.shape[3:]) for x in made[:2]))
             a = self.accepted(made.logits.float(), self.law(_rows(states.final, made.at)).float())
             tau = 1 + a.cumprod(-1).sum(-1).mean()
-            row = torch.stack([self(made, states), a.mean(), tau, *a.mean((0, 1))]).double().cpu()
+            row = (
+                torch.stack([self._compared(self._value, made, states), a.mean(), tau, *a.mean((0, 1))])
+                .double()
+                .cpu()
+            )
             totals = totals + len(which) * row if len(totals) else len(which) * row
             count += len(which)
         draft.train()
