@@ -20,6 +20,7 @@ from typing import Any
 import checkout  # noqa: F401
 import torch
 from accelerate import PartialState
+from transformers import PreTrainedModel
 
 from specdec import zoo
 from specdec.drafts import heads
@@ -158,7 +159,7 @@ def export(s: Settings, name: str, draft: Any, tokenizer: Any, report: Trained) 
     for p in draft.parameters():
         p.data = p.data.to(torch.bfloat16)
     draft.tokenizer = None  # written below
-    if not isinstance(draft, HeadModel):
+    if isinstance(draft, PreTrainedModel):
         draft.config.dtype = torch.bfloat16
     draft.save_pretrained(folder)
     if tokenizer_folder(folder) is None:  # the package's models share one

@@ -67,6 +67,7 @@ RECIPES = [
     "spire_ablations",
     "spire_measured",
     "train_pool",
+    "train_heads",
     "spin_pool",
     "spin_selection",
     "spin_regime",

@@ -307,17 +307,49 @@ def test_bad_input():
 
 
 TRAINED_APART = """
-import os, sys
+import importlib, os, sys
 sys.path.insert(0, sys.argv[1])
 import torch.distributed as dist
 from pathlib import Path
 from accelerate import PartialState
-from test_training import trained_with_clipping
-trained_with_clipping(Path(sys.argv[2]), os.environ["RANK"])
+getattr(importlib.import_module(sys.argv[3]), sys.argv[4])(Path(sys.argv[2]), os.environ["RANK"])
 assert PartialState().num_processes == 2
 dist.barrier()
 dist.destroy_process_group()
 """
+
+
+def apart(module, function, folder):
+    """Calls ``function(folder / "two", rank)`` of a test module in two CPU processes; returns that folder after an empty one, ``folder / "one"``."""
+    (script := folder / "apart.py").write_text(TRAINED_APART)
+    (one := folder / "one").mkdir()
+    (two := folder / "two").mkdir()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    # What a launcher tells its processes; accelerate's own starts one on CPUs, whatever it is asked for.
+    world = {
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "ACCELERATE_USE_CPU": "true",
+    }
+    started = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(Path(__file__).parent), str(two), module, function],
+            env={**os.environ, **world, "RANK": rank, "LOCAL_RANK": rank},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in "01"
+    ]
+    try:
+        said = [process.communicate(timeout=200)[1] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert [process.returncode for process in started] == [0, 0], "\n".join(said)[-3000:]
+    return one, two
 
 
 def trained_with_clipping(folder, rank):
@@ -338,35 +370,8 @@ def test_processes_share_a_batch(tmp_path):
     In float64, since sums in another order differ in the last bits, and without Muon's steps, which round gradients to bfloat16: there a
     last bit becomes the 256th part of an entry. The gradients of its matrices are compared in its momentum.
     """
-    (script := tmp_path / "apart.py").write_text(TRAINED_APART)
-    (one := tmp_path / "one").mkdir()
-    (two := tmp_path / "two").mkdir()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    # What a launcher tells its processes; accelerate's own starts one on CPUs, whatever it is asked for.
-    world = {
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "ACCELERATE_USE_CPU": "true",
-    }
-    started = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(Path(__file__).parent), str(two)],
-            env={**os.environ, **world, "RANK": rank, "LOCAL_RANK": rank},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in "01"
-    ]
-    try:
-        trained_with_clipping(one, "0")
-        said = [process.communicate(timeout=200)[1] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    assert [process.returncode for process in started] == [0, 0], "\n".join(said)[-3000:]
+    one, two = apart("test_training", "trained_with_clipping", tmp_path)
+    trained_with_clipping(one, "0")
     for clip in ("0.05", "1e+09"):
         alone, shared = (torch.load(folder / f"{clip}-0", weights_only=False) for folder in (one, two))
         for name in alone["master"]:

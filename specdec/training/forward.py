@@ -60,7 +60,6 @@ class Blocks:
 
     k: int = 5
     anchors: int | None = None
-    samples = True  # called with ``draws`` in training
 
     def __post_init__(self) -> None:
         at_least(1, "k", self.k, "give at least 1")
@@ -100,7 +99,7 @@ class Blocks:
 
 def drafted(forward: Any, draft: Any, batch: Batch, draws: Sequence[np.random.Generator] | None) -> Drafted:
     """What ``forward`` gives, as blocks: logits ``[B, T, V]`` are blocks of ``forward.k`` positions side by side, or of one if it has no k."""
-    made = forward(draft, batch, draws) if getattr(forward, "samples", False) else forward(draft, batch)
+    made = forward(draft, batch, draws) if isinstance(forward, Blocks) else forward(draft, batch)
     if isinstance(made, Drafted):
         return made
     T, k = made.shape[1], getattr(forward, "k", 1)

@@ -37,6 +37,16 @@ def acceptance(logits: Tensor, target_logits: Tensor) -> Tensor:
     return _overlap(logits.softmax(-1), target_logits.softmax(-1))
 
 
+def needs_target(loss: Any) -> bool:
+    """Whether a loss reads the target's logits; a function does."""
+    return getattr(loss, "needs_target", True)
+
+
+def trains_confidence(loss: Any) -> bool:
+    """Whether a loss is called with the head's ``confidence``; a function is not."""
+    return getattr(loss, "confident", False)
+
+
 def _overlap(q: Tensor, p: Tensor) -> Tensor:
     return q.minimum(p).sum(-1)
 
@@ -164,11 +174,11 @@ class ByDepth:
 
     @property
     def needs_target(self) -> bool:
-        return getattr(self.loss, "needs_target", True)
+        return needs_target(self.loss)
 
     @property
     def confident(self) -> bool:
-        return getattr(self.loss, "confident", False)
+        return trains_confidence(self.loss)
 
     def of(self, k: int) -> list[float]:
         """The weights of ``k`` depths, which add up to 1."""

@@ -27,7 +27,7 @@ from specdec.forward.ends import Ends
 from specdec.models.fingerprint import fingerprint, unwrapped
 from specdec.training import checkpoints
 from specdec.training.forward import Blocks, KPass, Parallel, drafted
-from specdec.training.losses import ByDepth, CombinedLoss, MixedLoss
+from specdec.training.losses import ByDepth, CombinedLoss, MixedLoss, needs_target, trains_confidence
 from specdec.training.sources import check_ids, order, source_of
 from specdec.training.states import States
 from specdec.training.validation import Judge
@@ -159,7 +159,7 @@ def train(
             f"draft has the target's own {shared[0]!r}, which training would change: give a copy (copy.deepcopy), or freeze it with "
             "requires_grad_(False)"
         )
-    if getattr(loss, "confident", False) and not getattr(draft, "confident", False):
+    if trains_confidence(loss) and not (isinstance(draft, HeadModel) and draft.confident):
         raise ValueError(
             f"loss is {loss!r}, which trains a confidence that this {type(draft).__name__} does not have"
         )
@@ -167,7 +167,7 @@ def train(
     device, world, rank = accelerator.device, accelerator.num_processes, accelerator.process_index
     if settings.batch % world:
         raise ValueError(f"batch is {settings.batch}: it must be a multiple of the {world} processes")
-    needs = getattr(loss, "needs_target", True)
+    needs = needs_target(loss)
     if head:
         ends = Ends.of(target)
         draft.bound(target)  # raises for ends that are not known

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specdec.drafts.heads.model import HeadModel
 from specdec.training.forward import Drafted, drafted
-from specdec.training.losses import ABSENT, acceptance
+from specdec.training.losses import ABSENT, acceptance, needs_target, trains_confidence
 from specdec.training.states import Batch
 
 
@@ -22,9 +23,9 @@ class Judge:
     """
 
     def __init__(self, draft: Any, loss: Any, law: Callable[[Tensor], Tensor], compile: bool = False):
-        reduced = getattr(draft, "d2t", None) is not None
+        reduced = isinstance(draft, HeadModel) and draft.d2t is not None
         self.ids: Tensor | None = draft.ids if reduced else None
-        self.needs, self.confident = getattr(loss, "needs_target", True), getattr(loss, "confident", False)
+        self.needs, self.confident = needs_target(loss), trains_confidence(loss)
         self.loss, self.law = loss, law
         if self.ids is not None:
             self.numbers = torch.full((draft.vocab_size,), ABSENT, device=self.ids.device)
@@ -33,18 +34,20 @@ class Judge:
 
     def __call__(self, made: Drafted, batch: Batch) -> Tensor:
         """The loss of blocks, with gradients."""
+        return self._compared(self.value, made, batch)
+
+    def _compared(self, value: Callable[..., Tensor], made: Drafted, batch: Batch) -> Tensor:
         tokens = _rows(batch.tokens, made.at + 1)
         tokens = tokens if self.ids is None else self.numbers.to(tokens.device)[tokens]
         final = _rows(batch.final, made.at) if self.needs else batch.final
-        return self.value(made.logits, final, tokens, made.confidence)
+        return value(made.logits, final, tokens, made.confidence)
 
     def _value(self, logits: Tensor, final: Tensor, tokens: Tensor, confidence: Tensor | None) -> Tensor:
         logits = logits.float()
         wanted = self.law(final).float() if self.needs else logits
         if not self.confident:
-            return self.loss(
-                logits, wanted if self.ids is None or not self.needs else wanted[..., self.ids], tokens
-            )
+            reduced = self.ids is not None and self.needs
+            return self.loss(logits, wanted[..., self.ids] if reduced else wanted, tokens)
         more: dict[str, Any] = {"confidence": None if confidence is None else confidence.float()}
         if self.ids is not None:
             more["accepted"] = self.accepted(logits.detach(), wanted)
@@ -76,7 +79,11 @@ class Judge:
                 made = Drafted(*(x[:, :whole].reshape(len(x), -1, 4, *x.shape[3:]) for x in made[:2]))
             a = self.accepted(made.logits.float(), self.law(_rows(states.final, made.at)).float())
             tau = 1 + a.cumprod(-1).sum(-1).mean()
-            row = torch.stack([self(made, states), a.mean(), tau, *a.mean((0, 1))]).double().cpu()
+            row = (
+                torch.stack([self._compared(self._value, made, states), a.mean(), tau, *a.mean((0, 1))])
+                .double()
+                .cpu()
+            )
             totals = totals + len(which) * row if len(totals) else len(which) * row
             count += len(which)
         draft.train()

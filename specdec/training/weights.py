@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import replace
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from specdec.configs import setting
 from specdec.drafts.heads.model import HeadModel
 from specdec.forward.ends import Ends
 
@@ -33,7 +35,9 @@ class Weights:
         draft.to(device)
         trained = {name: p for name, p in draft.named_parameters() if p.requires_grad}
         self.master = {name: p.detach().float().clone().requires_grad_() for name, p in trained.items()}
-        self.frozen = _frozen(draft, settings.precision)
+        self.parts = draft._parameters, draft._modules
+        twin = _with_copies(draft, settings.precision)
+        draft._parameters, draft._modules = twin._parameters, twin._modules
         self.ends = draft.ends if isinstance(draft, HeadModel) else None
         if isinstance(draft, HeadModel):
             draft.ends = ends
@@ -96,14 +100,13 @@ class Weights:
 
     def finish(self) -> None:
         """Copy the float32 weights into the draft, in its original precision, and give back what it had."""
+        self.draft._parameters, self.draft._modules = self.parts
         self.draft.eval()
         with torch.no_grad():
             for name, p in self.draft.named_parameters():
                 if name in self.master:
                     p.data = self.master[name].detach().to(self.dtypes[name])
                     p.grad = None
-        for module, name, parameter in self.frozen:
-            module._parameters[name] = parameter
         if isinstance(self.draft, HeadModel):
             self.draft.ends = self.ends
 
@@ -131,24 +134,25 @@ def lowered(ends: Ends, device: torch.device, dtype: torch.dtype) -> Ends:
     made: dict[int, Any] = {}
 
     def low(module: Any) -> Any:
-        for one in (module.weight, getattr(module, "bias", None)):
+        for one in (module.weight, setting(module, "bias")):
             if one is not None and id(one) not in made:
                 made[id(one)] = one.detach().to(device, dtype)
-        return SimpleNamespace(
-            weight=made[id(module.weight)], bias=made.get(id(getattr(module, "bias", None)))
-        )
+        return SimpleNamespace(weight=made[id(module.weight)], bias=made.get(id(setting(module, "bias"))))
 
     return replace(ends, table=low(ends.table), output=low(ends.output))
 
 
-def _frozen(draft: Any, dtype: torch.dtype) -> list[tuple[nn.Module, str, nn.Parameter]]:
-    """Put copies in ``dtype`` where parameters take no gradient; returns the originals, which may be the target's."""
-    found = [
-        (module, name, p)
-        for module in draft.modules()
-        for name, p in module.named_parameters(recurse=False)
-        if not p.requires_grad
-    ]
-    for module, name, p in found:
-        module._parameters[name] = nn.Parameter(p.detach().to(dtype), requires_grad=False)
-    return found
+def _with_copies(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """A twin of ``module`` with the same parameters, but copies in ``dtype`` of those without gradients, which may be the target's."""
+    twin = copy.copy(module)
+    twin._parameters = {
+        name: p if p is None or p.requires_grad else nn.Parameter(p.detach().to(dtype), requires_grad=False)
+        for name, p in module._parameters.items()
+    }
+    twin._modules = {
+        name: child
+        if child is None or all(p.requires_grad for p in child.parameters())
+        else _with_copies(child, dtype)
+        for name, child in module._modules.items()
+    }
+    return twin

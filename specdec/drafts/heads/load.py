@@ -28,7 +28,7 @@ def as_head(model: Any) -> HeadModel:
     if isinstance(model, (str, os.PathLike)):
         folder = Path(model)
         if isinstance(model, str) and not folder.exists() and (zoo.FOLDER / model / FILE).exists():
-            return read_pocket(model)[0]
+            return read_pocket(model, zoo.FOLDER)[0]
         if not (folder / FILE).exists():
             raise FileNotFoundError(f"{folder} has no {FILE}: it is not the folder of a head")
         name = json.loads((folder / FILE).read_text())["head"]
