@@ -114,13 +114,23 @@ def test_a_temperature_is_a_number_by_which_logits_can_be_divided(temperature):
         ({"max_new_token": 9}, "there are prompts, max_new_tokens, seed, .*attention_mask$"),
         ({"attention_mask": [1]}, "attention_mask is given without input_ids"),
         ({"input_ids": [1]}, "prompts and input_ids are both given"),
+        ({"prompts": None, "input_ids": 5}, "input_ids is 5: give rows of numbers"),
+        ({"prompts": None, "input_ids": [[1]], "attention_mask": 1}, "attention_mask is 1: give rows"),
     ],
 )
 def test_arguments_of_other_libraries(arguments, says):
-    with pytest.raises(TypeError, match=says):
-        plain.generate([[1]], **arguments)
-    with pytest.raises(TypeError, match=says):
-        plain.stream([[1]], **arguments)
+    for function in (plain.generate, plain.stream):
+        with pytest.raises(TypeError, match=says):
+            function(**{"prompts": [[1]], **arguments})
+
+
+def test_a_mask_has_the_shape_of_its_ids():
+    with pytest.raises(ValueError, match=r"attention_mask has rows of \[1\] entries and input_ids of \[2\]"):
+        plain.generate(input_ids=[[1, 2]], attention_mask=[[1]])
+    some = plain.generate(input_ids=[0, 1, 2], attention_mask=[0, 1, 1], max_new_tokens=3, seed=0)
+    assert some.prompt_ids == [[1, 2]]
+    with pytest.raises(ValueError, match="prompt 0 is empty"):
+        plain.generate(input_ids=[[1, 2]], attention_mask=[[0, 0]])
 
 
 def test_every_remedy_can_be_written():
