@@ -190,6 +190,16 @@ def test_where_a_model_of_a_name_goes(monkeypatch):
     assert asked[1]["graphs"] == "auto"
 
 
+def test_options_of_a_pocket_model():
+    plain, low, eager = (
+        sd.decoder("pocket-tiny", **o)._target for o in ({}, {"dtype": "bfloat16"}, {"graphs": "eager"})
+    )
+    assert [model.dtype for model in (plain, low, eager)] == [torch.float32, torch.bfloat16, torch.float32]
+    assert [model.steps is not None for model in (plain, low, eager)] == [False, False, True]
+    assert low.tokenizer is not None
+    assert sd.decoder(low).draft("pocket-tiny", dtype="bfloat16").build().draft.model.dtype == torch.bfloat16
+
+
 def test_a_length_that_no_key_can_name():
     with pytest.raises(ValueError, match=r"length is 10{30}: give at most 65535"):
         sd.decoder(table).draft(table, length=10**30).build()
