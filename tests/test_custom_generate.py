@@ -64,7 +64,13 @@ def llama():
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt2", "gpt_neo"])
-@pytest.mark.parametrize("rows", [RAGGED, [[5, 6, 7], [9, 2, 30]]], ids=["ragged", "even"])
+@pytest.mark.parametrize(
+    "rows",
+    [
+        pytest.param(RAGGED, id="ragged"),
+        pytest.param([[5, 6, 7], [9, 2, 30]], id="even", marks=pytest.mark.slow),
+    ],
+)
 def test_the_ids_are_the_decoders(family, rows):
     model = tiny(family, dtype=torch.float32)
     model.generation_config.pad_token_id = PAD
