@@ -136,7 +136,7 @@ class Builder:
                 numbers.append(-1)
                 lengths.append(0)
                 continue
-            part = as_draft(part, f"arm {name!r}")
+            part = as_draft(part, f"arm {name!r}", ModelInfo.of(self._target).device)
             number = next((i for i, u in enumerate(unique) if _same(part, u)), len(unique))
             unique += [part] if number == len(unique) else []
             numbers.append(number)

@@ -67,21 +67,28 @@ def unpadded(input_ids: Any, attention_mask: Any = None) -> list[list[int]]:
     Args:
         input_ids: ``[B, L]`` or ``[L]``, a tensor or lists. attention_mask: of the same shape; ``None``: nothing is padding.
     Raises:
-        ValueError: the shapes differ, or a row has no token.
+        TypeError: they are no rows. ValueError: the shapes differ.
     """
-    ids, mask = listed(input_ids), listed(attention_mask)
-    if len(ids) and isinstance(ids[0], Integral):
-        ids, mask = [ids], None if mask is None else [mask]
-    ids = [listed(row) for row in ids]
-    if mask is None:
+    ids = _rows("input_ids", input_ids)
+    if attention_mask is None:
         return ids
-    mask = [listed(row) for row in mask]
+    mask = _rows("attention_mask", attention_mask)
     if [len(row) for row in mask] != [len(row) for row in ids]:
         raise ValueError(
             f"attention_mask has rows of {[len(row) for row in mask]} entries and input_ids of {[len(row) for row in ids]}: give the mask "
             "that the tokenizer returned with these ids"
         )
     return [[i for i, m in zip(row, seen) if m] for row, seen in zip(ids, mask)]
+
+
+def _rows(name: str, value: Any) -> list[list[Any]]:
+    rows = listed(value)
+    if isinstance(rows, Sequence) and len(rows) and isinstance(rows[0], Integral):
+        rows = [rows]
+    rows = [listed(row) for row in rows] if isinstance(rows, Sequence) else [None]
+    if not all(isinstance(row, Sequence) for row in rows):
+        raise TypeError(f"{name} is {value!r}: give rows of numbers, or a tensor [B, L] or [L]")
+    return rows
 
 
 def asked(
@@ -164,8 +171,6 @@ def prepared(
         raise ValueError(
             f"max_new_tokens is {min(budgets)} for row {budgets.index(min(budgets))}: give at least 1"
         )
-    longest = max(len(row) + budget for row, budget in zip(rows, budgets))
-    _fits(rows, longest + composition.nodes)
     drafts = (("draft", ModelInfo.of(part.info.model)) for part in composition.drafting.members)
     for name, model in (("target", target), *drafts):
         limit = model.max_positions
@@ -176,6 +181,8 @@ def prepared(
                     f"the {name} has {limit}: shorten the prompt"
                     + (f", or ask for at most {limit - len(row)} new tokens" if len(row) < limit else "")
                 )
+    longest = max(len(row) + budget for row, budget in zip(rows, budgets))
+    _fits(rows, longest + composition.nodes)
     eos = target.eos_token_ids if eos_token_id is None else eos_token_id
     ends = _numbers("eos_token_id", eos, 1)
     if eos_token_id is not None and not all(0 <= e < vocab_size for e in ends):

@@ -64,7 +64,13 @@ def llama():
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt2", "gpt_neo"])
-@pytest.mark.parametrize("rows", [RAGGED, [[5, 6, 7], [9, 2, 30]]], ids=["ragged", "even"])
+@pytest.mark.parametrize(
+    "rows",
+    [
+        pytest.param(RAGGED, id="ragged"),
+        pytest.param([[5, 6, 7], [9, 2, 30]], id="even", marks=pytest.mark.slow),
+    ],
+)
 def test_the_ids_are_the_decoders(family, rows):
     model = tiny(family, dtype=torch.float32)
     model.generation_config.pad_token_id = PAD
@@ -292,3 +298,23 @@ def test_the_folder_for_the_hub(llama, tmp_path, monkeypatch):
     assert unpadded(sampled, RAGGED) == composed(llama).generate(RAGGED, 8, seed=5).ids
     with pytest.raises(ValueError, match="streamer is not supported"):
         llama.generate(**given, **here, streamer=object())
+
+
+@pytest.mark.parametrize("how", ["tree", "pool", "coupled in a pipeline"])
+def test_any_composition_follows_the_call(llama, how):
+    draft = tiny("llama", seed=1, dtype=torch.float32)
+    base = sd.decoder(llama)
+    builder = {
+        "tree": base.draft(sd.drafts.Tree(draft, widths=(2, 1))),
+        "pool": base.pool(
+            {"model": draft, "ngram": sd.drafts.NGram(), "none": None}, sd.selectors.UCB1(), length=3
+        ),
+        "coupled in a pipeline": base.draft(draft, length=3)
+        .verifier(sd.Coupled())
+        .executor(sd.executors.Pipelined(2)),
+    }[how]
+    ours, asked = builder.as_generate(), {"do_sample": True, "temperature": 0.7, "top_k": 0}
+    for settings, sampling in (({}, {"temperature": 0}), (asked, {"temperature": 0.7})):
+        out = llama.generate(**batch(RAGGED), max_new_tokens=10, custom_generate=ours, seed=3, **settings)
+        expected = builder.sampling(**sampling).generate(RAGGED, 10, seed=3, eos_token_id=()).ids
+        assert out[:, max(map(len, RAGGED)) :].tolist() == expected

@@ -114,13 +114,23 @@ def test_a_temperature_is_a_number_by_which_logits_can_be_divided(temperature):
         ({"max_new_token": 9}, "there are prompts, max_new_tokens, seed, .*attention_mask$"),
         ({"attention_mask": [1]}, "attention_mask is given without input_ids"),
         ({"input_ids": [1]}, "prompts and input_ids are both given"),
+        ({"prompts": None, "input_ids": 5}, "input_ids is 5: give rows of numbers"),
+        ({"prompts": None, "input_ids": [[1]], "attention_mask": 1}, "attention_mask is 1: give rows"),
     ],
 )
 def test_arguments_of_other_libraries(arguments, says):
-    with pytest.raises(TypeError, match=says):
-        plain.generate([[1]], **arguments)
-    with pytest.raises(TypeError, match=says):
-        plain.stream([[1]], **arguments)
+    for function in (plain.generate, plain.stream):
+        with pytest.raises(TypeError, match=says):
+            function(**{"prompts": [[1]], **arguments})
+
+
+def test_a_mask_has_the_shape_of_its_ids():
+    with pytest.raises(ValueError, match=r"attention_mask has rows of \[1\] entries and input_ids of \[2\]"):
+        plain.generate(input_ids=[[1, 2]], attention_mask=[[1]])
+    some = plain.generate(input_ids=[0, 1, 2], attention_mask=[0, 1, 1], max_new_tokens=3, seed=0)
+    assert some.prompt_ids == [[1, 2]]
+    with pytest.raises(ValueError, match="prompt 0 is empty"):
+        plain.generate(input_ids=[[1, 2]], attention_mask=[[0, 0]])
 
 
 def test_every_remedy_can_be_written():
@@ -178,6 +188,16 @@ def test_where_a_model_of_a_name_goes(monkeypatch):
     assert [options["device_map"] for options in asked] == ["cuda", "cpu", None, "cuda:1", None]
     assert [options.get("dtype") for options in asked] == [None, "bfloat16", None, "float32", None]
     assert asked[1]["graphs"] == "auto"
+
+
+def test_options_of_a_pocket_model():
+    plain, low, eager = (
+        sd.decoder("pocket-tiny", **o)._target for o in ({}, {"dtype": "bfloat16"}, {"graphs": "eager"})
+    )
+    assert [model.dtype for model in (plain, low, eager)] == [torch.float32, torch.bfloat16, torch.float32]
+    assert [model.steps is not None for model in (plain, low, eager)] == [False, False, True]
+    assert low.tokenizer is not None
+    assert sd.decoder(low).draft("pocket-tiny", dtype="bfloat16").build().draft.model.dtype == torch.bfloat16
 
 
 def test_a_length_that_no_key_can_name():

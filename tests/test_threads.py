@@ -15,7 +15,14 @@ import specdec as sd
 ROWS = [[[5] * length, [7, 8]] for length in (3, 17, 9)]
 
 
-@pytest.mark.parametrize("family", ["mpt", "gptj", "gpt_neo", "falcon", "llama"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "gpt_neo",
+        "mpt",
+        *(pytest.param(family, marks=pytest.mark.slow) for family in ("gptj", "falcon", "llama")),
+    ],
+)
 def test_threads_share_a_decoder(family):
     decoder = sd.decoder(tiny(family)).draft(tiny(family, seed=1), length=3).greedy().build()
     alone = [decoder.generate(rows, 16).ids for rows in ROWS]
@@ -50,6 +57,7 @@ print("ends", flush=True)
 """
 
 
+@pytest.mark.slow
 def test_a_process_ends_while_a_thread_drafts():
     done = subprocess.run(
         [sys.executable, "-c", UNFINISHED],

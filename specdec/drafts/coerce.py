@@ -17,6 +17,7 @@ from specdec.models.load import resolve
 from specdec.models.reduced_vocab import TrimmedModel
 from specdec.protocols import LanguageModel
 from specdec.pruning.vocabulary import Trimmed
+from specdec.zoo import files as zoo
 
 _Loadable = PreTrainedModel | Trimmed | str | os.PathLike[str]
 ModelLike = LanguageModel | _Loadable | tuple[_Loadable, Any]  # what ``as_model`` takes
@@ -43,6 +44,8 @@ def as_model(model: Any, name: str, device: Any = None, **options: Unpack[Loadin
     if hasattr(model, "score") and hasattr(model, "cache"):
         in_memory(name, options)
         return model
+    if options and model in zoo.names():  # pocket models are read in float32
+        model, options = zoo.FOLDER / model, {"dtype": "float32", **options}
     model, tokenizer = resolve(model)
     if not isinstance(model, (str, Path)):
         in_memory(name, options)
