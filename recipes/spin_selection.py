@@ -105,11 +105,11 @@ def main(s: Settings) -> list[Row]:
     ]  # fmt: skip
     rows += [{"part": "times", "arm": "verify", **dict(zip(("fixed", "row", "token"), times.verify))}]
     half = halves(requests.source.tolist(), domains)
-    parts = [np.flatnonzero(half == part) for part in (0, 1)]
-    learned, tested = (requests.select(rows_of) for rows_of in parts)
-    kinds = [Kind(target.tokenizer, [at[i] for i in rows_of]) for rows_of in parts]
+    sides = [np.flatnonzero(half == side) for side in (0, 1)]
+    learned, tested = (requests.select(side) for side in sides)
+    kinds = [Kind(target.tokenizer, [at[i] for i in side]) for side in sides]
     for what, labels in (("domain", domains), ("temperature", [f"{t:g}" for t in at])):
-        groups = [labels[i] for i in parts[1]]
+        groups = [labels[i] for i in sides[1]]
         for batch in s.batches:
             found = worth(tested, times, batch, groups)
             rows += [

@@ -212,17 +212,16 @@ class Sampling:
             _finite(top)
             return torch.zeros_like(scores).scatter_(-1, token[..., None], 1)
         probs = scores.softmax(-1)
-        if self.by_request:
-            cold = (self._by_row(context) == 0).nonzero()[:, 0].to(probs.device)
-            top, token = _largest(scores[cold])
-            _finite(top)
-            probs[cold] = torch.zeros_like(scores[cold]).scatter_(-1, token[..., None], 1)
 
         def refuse(finite: Tensor) -> None:
             if not bool(finite.all()):
                 _refuse(self.scores(logits, context, proposal, first).amax(-1))
 
         _defer_finite(probs.select(-1, 0), refuse)  # NaN everywhere in a row that has no distribution
+        if self.by_request:
+            cold = (self._by_row(context) == 0).nonzero()[:, 0].to(probs.device)
+            token = _largest(scores[cold])[1]
+            probs[cold] = torch.zeros_like(scores[cold]).scatter_(-1, token[..., None], 1)
         return probs
 
     def _by_row(self, context: Context) -> Tensor:

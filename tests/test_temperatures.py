@@ -31,7 +31,7 @@ def test_every_request_may_have_its_own_temperature(settings):
     for at, bad in ((1, "nan"), (2, "inf")):  # a greedy row, and one that is drawn
         broken = logits.clone()
         broken[at, 1, 0] = float(bad)
-        with pytest.raises(ValueError, match=f"entry 1 contain {bad}"):
+        with pytest.raises(ValueError, match=f"row {at}, entry 1 contain {bad}"):
             sd.Sampling(temperatures, **settings)(broken, context)
     with pytest.raises(ValueError, match="temperature has 3 numbers and there is a request 3"):
         sd.Sampling([1.0, 2.0, 0.0])(logits, context)

@@ -27,7 +27,7 @@ from specdec.types import Context
 
 POOL = ("pocket-140k", "pocket-360k", "pocket-700k", "pocket-900k")
 """The drafts from which selectors choose, the smallest first."""
-ARMS = (*(f"{name}/2" for name in (*POOL, "pocket-spire")), "ngram/8", "none")
+ARMS = (*POOL, "pocket-spire/2", "ngram/8", "none")
 """The arms of the recipes, with their lengths: chosen by replays on prompts of the validation packages, and frozen."""
 
 
