@@ -136,7 +136,8 @@ def total(stats: Sequence[Stats]) -> Stats:
     for field in fields(Stats):
         if field.name != "seconds":
             values = [vars(one)[field.name] for one in stats]
-            setattr(out, field.name, sum(values, start=type(values[0])()))
+            flag = isinstance(values[0], bool)
+            setattr(out, field.name, all(values) if flag else sum(values, start=type(values[0])()))
     out.seconds = max((one.seconds for one in stats), key=lambda seconds: sum(seconds.values())).copy()
     return out
 
