@@ -661,7 +661,7 @@ def small(family, **settings):
 def test_families_that_cannot_run_exactly_are_refused(make, why):
     with pytest.raises(UnsupportedModel, match=why) as caught:
         HFModel(make())
-    assert "Supported: codegen, falcon, gemma" in str(caught.value)
+    assert "Supported: apertus, arcee, codegen" in str(caught.value)
     assert isinstance(caught.value, ValueError)
 
 
