@@ -37,6 +37,7 @@ _LATER = (
     "memory",
     "models",
     "pruning",
+    "testing",
     "training",
     "zoo",
 )
@@ -51,6 +52,7 @@ if TYPE_CHECKING:  # for type checkers and editors, to which a missing name is a
     from specdec import memory as memory
     from specdec import models as models
     from specdec import pruning as pruning
+    from specdec import testing as testing
     from specdec import training as training
     from specdec import zoo as zoo
 else:

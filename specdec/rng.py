@@ -191,6 +191,8 @@ class Philox:
         positive probability take part, so a greedy or truncated distribution is cheap.
         """
         shape, V = probs.shape[:-1], probs.shape[-1]
+        if not shape.numel():
+            return torch.zeros(shape, dtype=torch.long, device=probs.device)
         flat = probs.reshape(-1, V)
         seed = self.seed.reshape(-1, *[1] * (len(shape) - 1)).expand(shape).reshape(-1)
         at = position.expand(shape).reshape(-1)
