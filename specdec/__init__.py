@@ -12,6 +12,7 @@ except ImportError as missing:  # a checkout without symbolic links has a text f
     ) from missing
 from specdec import drafts, executors, selectors, tree, verifiers
 from specdec.arm_policy import Arm
+from specdec.audit.certify import certify
 from specdec.builder import Builder, decoder
 from specdec.capabilities import DraftInfo, ModelInfo, SelectorInfo, VerifierInfo
 from specdec.decoder import Decoder, StreamChunk
@@ -94,6 +95,7 @@ __all__ = [
     "TableModel",
     "Verdict",
     "VerifierInfo",
+    "certify",
     "chain_draft",
     "decoder",
     "drafts",

@@ -17,6 +17,7 @@ from specdec import drafts
 from specdec.arm_policy import Arm
 from specdec.audit import planted
 from specdec.audit.adversaries import (
+    MENU,
     AdversarialSelector,
     Adversary,
     Everything,
@@ -28,7 +29,6 @@ from specdec.audit.certify import certify_coupled
 from specdec.audit.composed import (
     BASE,
     CHAIN,
-    MENU,
     MODEL,
     OTHER,
     PAIRS,
