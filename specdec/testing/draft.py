@@ -17,8 +17,9 @@ from specdec.models import TableModel
 from specdec.protocols import Draft, JoinableCache, LanguageModel, Verifier
 from specdec.rng import ACCEPT, BONUS, TARGET, Key
 from specdec.sampling import Sampling
+from specdec.testing.recorder import COIN, Decision, Swap
 from specdec.testing.rules import Kept, NotTried, Suite, instance, name_of
-from specdec.testing.session import BUDGETS, COIN, Decision, Seen, Session, Swap, differs, prompts, seen
+from specdec.testing.session import BUDGETS, Seen, Session, differs, prompts, seen
 from specdec.types import Proposal
 from specdec.verifiers import Coupled, Rejection
 

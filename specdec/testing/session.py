@@ -3,86 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from specdec.capabilities import DraftPart
 from specdec.protocols import LanguageModel
-from specdec.rng import Key, Philox, Rng, seeds
+from specdec.rng import Philox, seeds
 from specdec.sampling import Sampling
 from specdec.testing.draft_rules import KEYS, STATE, contract
+from specdec.testing.recorder import Decision, Recorder, Swap
 from specdec.testing.states import changed, no_global_draws, snapshot
 from specdec.types import Context, Proposal, Round
 from specdec.verifiers import Rejection
 
 BUDGETS = ((4, 4, 4, 4), (3, 0, 1, 2), (0, 0, 0, 0), (1, 5, 2, 0), (2, 2, 2, 2))  # a line is a round
 _TEXTS = ((1,), (2, 3, 2, 3, 2), (5, 4, 3, 2, 1, 0, 5, 4), (0, 0, 0))
-COIN = -1  # the token of a decision between yes and no
 
 
 def prompts(vocab_size: int) -> list[list[int]]:
     """Four ragged prompts within a vocabulary."""
     return [[token % vocab_size for token in text] for text in _TEXTS]
-
-
-class Decision(NamedTuple):
-    """A decision that a draft asked for: its key, the token and the distribution ``[V]`` that it came from."""
-
-    key: tuple[int, ...]
-    token: int
-    distribution: Tensor
-
-
-Swap = Mapping[tuple[int, tuple[int, ...]], int]  # (request, key) -> another token
-
-
-@dataclass
-class Recorder:
-    """Real keyed decisions, written down as ``(request, Decision)``; ``swap`` answers some of them otherwise."""
-
-    rng: Any
-    requests: list[int]
-    log: list[tuple[int, Decision]]
-    swap: Swap
-
-    def categorical(self, probs: Tensor, key: Key) -> Tensor:
-        shapes = f"probs {list(probs.shape)} and a key of {[list(np.shape(f)) for f in key]}"  # type: ignore[arg-type]
-        with KEYS.errors(f"rng.categorical with {shapes}"):
-            answer = self.rng.categorical(probs, key)
-        out = answer.reshape(-1).clone()
-        for i, (request, name) in enumerate(self._named(key, answer)):
-            out[i] = self.swap.get((request, name), int(out[i]))
-            self.log.append((request, Decision(name, int(out[i]), probs.reshape(-1, probs.shape[-1])[i])))
-        return out.reshape(answer.shape)
-
-    def accept(self, prob: Tensor, key: Key) -> Tensor:
-        answer = self.rng.accept(prob, key)
-        self.log += [(request, Decision(name, COIN, prob)) for request, name in self._named(key, answer)]
-        return answer
-
-    def race(self, probs: Tensor, position: Tensor) -> Tensor:
-        KEYS.broken("propose() called rng.race, which is the target's")
-
-    def select(self, rows: Tensor) -> Rng:
-        return Recorder(self.rng.select(rows), [self.requests[b] for b in rows.tolist()], self.log, self.swap)
-
-    def _named(self, key: Key, answer: Tensor) -> list[tuple[int, tuple[int, ...]]]:
-        """(request, key) of each decision."""
-        fields = [f.numpy() if isinstance(f, Tensor) else f for f in key]
-        try:
-            *names, flat = (f.reshape(-1) for f in np.broadcast_arrays(*fields, answer.numpy()))
-        except ValueError:
-            names, flat = [], np.zeros(0)
-        KEYS.require(
-            len(flat) == answer.numel(),
-            f"a key of shapes {[list(np.shape(f)) for f in fields]} names decisions of shape {list(answer.shape)}",
-        )
-        per_row = answer[0].numel()
-        return [(self.requests[i // per_row], tuple(int(f[i]) for f in names)) for i in range(answer.numel())]
 
 
 class Session:
@@ -131,7 +73,7 @@ class Session:
         return self._finish(proposal, budget)
 
     def _propose(self, budget: Tensor) -> Proposal:
-        recorder = Recorder(self.rng, self.requests, self.log, self.swap)
+        recorder = Recorder(self.rng, self.requests, KEYS, log=self.log, swap=self.swap)
         given = (self.context.tokens, self.context.length, budget)
         copies = [t.clone() for t in given]
         proposal, self.state = self._called(
