@@ -80,8 +80,7 @@ def verifier_of(part: Any) -> Verifier:
             f"decoder is {what}: give a built decoder, sd.decoder(target).draft(...).build(), a verifier, or a function (proposal, probs, "
             "context, rng) -> Verdict"
         )
-    complete = hasattr(part, "check") and hasattr(part, "for_draft")
-    return part if complete else _Function(part)
+    return part if isinstance(part, Verifier) else _Function(part)
 
 
 def decoders(verifier: Verifier) -> Iterator[Decoder]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from specdec.kernels.attention import choice, conformance
-from specdec.testing.rules import BrokenRule, Kept, Rule, name_of
+from specdec.testing.rules import BrokenRule, Kept, Rule, lacks, name_of
 
 OUTPUT = Rule("output", "compare with kernels.attention.reference.attend on the call that is named")
 SHAPE = Rule(
@@ -47,14 +47,10 @@ def check_backend(
     """
     name = backend if isinstance(backend, str) else name_of(backend)
     if not isinstance(backend, str):
-        lacks = [
-            method
-            for method in ("refuses", "attend", "attend_with_lse")
-            if not callable(getattr(backend, method, None))
-        ]
-        if isinstance(backend, type) or lacks:
+        missing = lacks(backend, "refuses", "attend", "attend_with_lse")
+        if isinstance(backend, type) or missing:
             raise TypeError(
-                f"backend is {backend!r}: give an object with {', '.join(lacks) or 'methods, not a class'}"
+                f"backend is {backend!r}: give an object with {', '.join(missing) or 'methods, not a class'}"
             )
     with choice.lent(backend) as asked:
         try:

@@ -14,11 +14,11 @@ from specdec.audit.certify import certify
 from specdec.builder import decoder
 from specdec.capabilities import DraftInfo, DraftPart
 from specdec.models import TableModel
-from specdec.protocols import Draft, JoinableCache, LanguageModel, Verifier
+from specdec.protocols import JoinableCache, LanguageModel, Verifier
 from specdec.rng import ACCEPT, BONUS, TARGET, Key
 from specdec.sampling import Sampling
 from specdec.testing.recorder import COIN, Decision, Swap
-from specdec.testing.rules import Kept, NotTried, Suite, instance, name_of
+from specdec.testing.rules import Kept, NotTried, Suite, instance, lacks, name_of
 from specdec.testing.session import BUDGETS, Seen, Session, differs, prompts, seen
 from specdec.types import Proposal
 from specdec.verifiers import Coupled, Rejection
@@ -86,8 +86,8 @@ def _target(draft: Any) -> LanguageModel:
 
 @SUITE.test(rules.DECLARATION)
 def declares(case: Case) -> None:
-    lacks = [name for name in ("init", "propose", "observe", "select") if not hasattr(case.draft, name)]
-    rules.DECLARATION.require(isinstance(case.draft, Draft), f"it has no {', '.join(lacks)}")
+    missing = lacks(case.draft, "init", "propose", "observe", "select")
+    rules.DECLARATION.require(not missing, f"it has no {', '.join(missing)}")
     info = DraftInfo.of(case.draft)
     rules.DECLARATION.require(isinstance(info.name, str) and info.name, f"its name is {info.name!r}")
     rules.DECLARATION.require(info.trees in (False, True), f"trees is {info.trees!r}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
 import warnings
@@ -142,7 +143,7 @@ def value(case: Case) -> None:
     VALUE.require(dataclasses.is_dataclass(case.mask), "it is no dataclass")
     for field in dataclasses.fields(case.mask):  # type: ignore[arg-type]
         try:
-            setattr(case.mask, field.name, getattr(case.mask, field.name))
+            setattr(copy.copy(case.mask), field.name, None)
         except dataclasses.FrozenInstanceError:
             continue
         VALUE.broken(f"its field {field.name} can be set")

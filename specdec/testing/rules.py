@@ -145,6 +145,11 @@ def name_of(part: Any) -> str:
     return own if isinstance(own, str) else type(part).__name__
 
 
+def lacks(part: Any, *methods: str) -> list[str]:
+    """The methods that a part does not have."""
+    return [name for name in methods if not callable(getattr(part, name, None))]
+
+
 def instance(part: Any, kind: str) -> Any:
     """The part; TypeError for a class."""
     if isinstance(part, type):

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from specdec.capabilities import SelectorInfo
+from specdec.protocols import Leaves
 from specdec.rng import Philox, seeds
-from specdec.testing.rules import Kept, NotTried, Rule, Suite, instance, name_of
+from specdec.testing.rules import Kept, NotTried, Rule, Suite, instance, lacks, name_of
 from specdec.testing.states import changed, no_global_draws, snapshot
 from specdec.types import Context, Feedback
 
@@ -137,10 +138,8 @@ def plenty(arms: int, batch: int) -> Tensor:
 
 @SUITE.test(DECLARATION)
 def declares(case: Case) -> None:
-    lacks = [
-        name for name in ("init", "select", "update") if not callable(getattr(case.selector, name, None))
-    ]
-    DECLARATION.require(not lacks, f"it has no {', '.join(lacks)}")
+    missing = lacks(case.selector, "init", "select", "update")
+    DECLARATION.require(not missing, f"it has no {', '.join(missing)}")
     DECLARATION.require(isinstance(case.full, bool), f"full_information is {case.full!r}")
 
 
@@ -184,7 +183,7 @@ def capacities(case: Case) -> None:
             if t % 4 == 3:
                 gone = live.pop(0)
                 live.append(100 + t)
-                if hasattr(case.selector, "leave"):
+                if isinstance(case.selector, Leaves):
                     state = case.selector.leave(state, torch.tensor([gone]))
 
 
@@ -227,7 +226,7 @@ def keys_decide(case: Case) -> None:
     now, rng = context(requests, 50), Philox(seeds(3, 5))
     first = case.select(state, now, plenty(A, 5), rng)
     after = case.update(first[2], requests, first[0], torch.full((5, A), 0.5))
-    if hasattr(case.selector, "leave"):
+    if isinstance(case.selector, Leaves):
         before = snapshot(after)
         case.selector.leave(after, torch.tensor([0, 3]))
         other = changed(before, snapshot(after))
@@ -281,7 +280,8 @@ def micro_batches(case: Case) -> None:
 @SUITE.test(LEAVES)
 def requests_come_and_go(case: Case) -> None:
     """What is remembered of a request goes with it, and feedback that comes after it is no error."""
-    if not hasattr(case.selector, "leave"):
+    selector: Any = case.selector
+    if not isinstance(selector, Leaves):
         raise NotTried("it has no leave(state, requests)")
     A = case.arms
     state, rng, sizes = case.selector.init(A), Philox(seeds(0, 4)), []

@@ -58,8 +58,8 @@ def _within(value: Any, path: str, above: set[int]) -> Iterator[tuple[str, str]]
         for key, part in value.items():
             yield from _leaves(part, f"{path}[{key!r}]", above)
     elif isinstance(value, tuple) and hasattr(value, "_fields"):
-        for name in value._fields:
-            yield from _leaves(getattr(value, name), f"{path}.{name}", above)
+        for name, part in value._asdict().items():  # type: ignore[attr-defined]
+            yield from _leaves(part, f"{path}.{name}", above)
     elif isinstance(value, list | tuple):
         yield f"len({path})", str(len(value))
         for i, part in enumerate(value):

@@ -17,7 +17,7 @@ from specdec.models import TableModel
 from specdec.rng import ACCEPT, BONUS, Key, Philox, seeds
 from specdec.sampling import Sampling
 from specdec.testing.recorder import Recorder
-from specdec.testing.rules import Kept, NotTried, Suite, instance, name_of
+from specdec.testing.rules import Kept, NotTried, Suite, instance, lacks, name_of
 from specdec.testing.states import no_global_draws
 from specdec.testing.verdicts import check_verdict, committed, same
 from specdec.testing.verifier_cases import ROWS, SHAPES, SMALL, Asked, Example, Extreme, asked
@@ -90,8 +90,8 @@ class Case:
 
 @SUITE.test(DECLARATION)
 def declares(case: Case) -> None:
-    lacks = [name for name in ("check", "for_draft") if not callable(getattr(case.verifier, name, None))]
-    DECLARATION.require(not lacks, f"it has no {' and no '.join(lacks)}")
+    missing = lacks(case.verifier, "__call__", "check", "for_draft")
+    DECLARATION.require(not missing, f"it has no {', '.join(missing)}")
     info = case.info
     DECLARATION.require(isinstance(info.name, str) and info.name, f"its name is {info.name!r}")
     DECLARATION.require(isinstance(info.lossless, bool), f"lossless is {info.lossless!r}")
@@ -100,8 +100,10 @@ def declares(case: Case) -> None:
         f"it is not lossless and its name is {info.name!r}",
     )
     for shortcut, method in ((info.compares_tokens, "greedy"), (info.takes_logits, "from_logits")):
-        has = callable(getattr(case.verifier, method, None))
-        DECLARATION.require(has or not shortcut, f"it declares the shortcut {method} and has no such method")
+        DECLARATION.require(
+            not shortcut or not lacks(case.verifier, method),
+            f"it declares the shortcut {method} and has no such method",
+        )
 
 
 @SUITE.test(CHECK)
