@@ -45,7 +45,7 @@ SECONDS, REWARDS = torch.tensor([0.5, 0.8, 0.4]), torch.tensor([0.2, 0.25, 0.8])
 
 
 def check_selector(selector: Any, *, only: Collection[str] | None = None) -> Kept:
-    """Try the rules of selectors on ``selector``, with 1 to 6 arms, or as many as ``SelectorInfo.arms`` says.
+    """Try the rules of selectors on ``selector``, with up to 6 arms, or as many as ``SelectorInfo.arms`` says.
 
     Whether it learns is not tried: see ``specdec.lab`` for what a selector is worth.
 
@@ -93,7 +93,7 @@ class Case:
         reward = (means + 0.2 * noise).float().clamp(max=1)
         mine = arm[:, None]
         given = Feedback(
-            torch.tensor(requests),
+            torch.tensor(requests, dtype=torch.long),
             arm,
             tokens.gather(1, mine)[:, 0].long(),
             tokens.gather(1, mine)[:, 0].long(),
@@ -162,7 +162,7 @@ def form(case: Case) -> None:
 def capacities(case: Case) -> None:
     """Micro-batches, arrivals, departures and changing capacities, with and without a slot to spare."""
     made_for = SelectorInfo.of(case.selector).arms
-    for seed, A in enumerate([made_for] * 4 if made_for else [1, 2, 3, 4, 5, 6]):
+    for seed, A in enumerate([made_for] * 4 if made_for else [2, 3, 4, 5, 6]):
         assert A is not None
         state, noise, live = case.selector.init(A), np.random.default_rng(seed), list(range(6))
         for t in range(12):
@@ -185,6 +185,30 @@ def capacities(case: Case) -> None:
                 live.append(100 + t)
                 if isinstance(case.selector, Leaves):
                     state = case.selector.leave(state, torch.tensor([gone]))
+
+
+@SUITE.test(KEYS, STATE)
+def keys_decide(case: Case) -> None:
+    requests, A = list(range(5)), case.arms
+    _, state = case.play(requests, 7)
+    now, rng = context(requests, 50), Philox(seeds(3, 5))
+    first = case.select(state, now, plenty(A, 5), rng)
+    after = case.update(first[2], requests, first[0], torch.full((5, A), 0.5))
+    if isinstance(case.selector, Leaves):
+        before = snapshot(after)
+        case.selector.leave(after, torch.tensor([0, 3]))
+        other = changed(before, snapshot(after))
+        STATE.require(
+            not other, f"leave() changed {', '.join(other[:3])} of the state that it was given in place"
+        )
+    case.play(requests, 9, state=after, start=60)
+    again = case.select(state, now, plenty(A, 5), rng)
+    KEYS.require(
+        torch.equal(first[0], again[0]) and torch.equal(first[1], again[1]),
+        "the same state and keys, after other choices, give another choice",
+    )
+    one, two = case.play(requests, 20)[0], case.play(requests, 20)[0]
+    KEYS.require(torch.equal(one, two), "a second run with the same keys and feedback makes other choices")
 
 
 @SUITE.test(PROBABILITY)
@@ -217,30 +241,6 @@ def arm_prob_is_the_frequency(case: Case) -> None:
                     near,
                     f"row {before[0]} gets arm {arm_number} in {share:.3f} of {total} draws, and arm_prob says {said:.3f}",
                 )
-
-
-@SUITE.test(KEYS, STATE)
-def keys_decide(case: Case) -> None:
-    requests, A = list(range(5)), case.arms
-    _, state = case.play(requests, 7)
-    now, rng = context(requests, 50), Philox(seeds(3, 5))
-    first = case.select(state, now, plenty(A, 5), rng)
-    after = case.update(first[2], requests, first[0], torch.full((5, A), 0.5))
-    if isinstance(case.selector, Leaves):
-        before = snapshot(after)
-        case.selector.leave(after, torch.tensor([0, 3]))
-        other = changed(before, snapshot(after))
-        STATE.require(
-            not other, f"leave() changed {', '.join(other[:3])} of the state that it was given in place"
-        )
-    case.play(requests, 9, state=after, start=60)
-    again = case.select(state, now, plenty(A, 5), rng)
-    KEYS.require(
-        torch.equal(first[0], again[0]) and torch.equal(first[1], again[1]),
-        "the same state and keys, after other choices, give another choice",
-    )
-    one, two = case.play(requests, 20)[0], case.play(requests, 20)[0]
-    KEYS.require(torch.equal(one, two), "a second run with the same keys and feedback makes other choices")
 
 
 @SUITE.test(MATES)
