@@ -148,7 +148,7 @@ class Extreme:
         return pick(probs, torch.full(probs.shape[:-1], self.u, dtype=torch.float64))
 
     def accept(self, prob: Tensor, key: Key) -> Tensor:
-        return self.u < prob
+        return torch.full(prob.shape, self.u, dtype=torch.float64) < prob
 
     def race(self, probs: Tensor, position: Tensor) -> Tensor:
         return probs.argmax(-1)
