@@ -202,19 +202,16 @@ def test_the_last_tokens_of_a_large_vocabulary_are_picked_if_and_only_if_they_ar
     assert float(flat.cumsum(0)[-1]) != 1
 
 
-def test_kernels_pick_the_last_possible_token(backend):
-    V = 70
-    logits = torch.full((2, 1, V), -INF)
-    logits[0, 0, 3:40] = 0.1
-    logits[1, 0, [17, 48]] = torch.tensor([0.0, -80.0])  # the last one is possible, if hardly
-    none = torch.zeros(2, 0).long(), torch.zeros(2).long(), torch.zeros(2, 0).double()
-    top, bottom = (
-        verify(logits, *none, torch.full((2,), u, dtype=F64), backend=backend).token.tolist()
-        for u in (LARGEST, 0.0)
-    )
-    assert bottom == [3, 17]
-    assert top[0] == 39
-    assert top[1] in (17, 48)
+def test_kernels_pick_the_first_and_the_last_possible_token(backend):
+    """The quantile is of the sums of all blocks, and a running sum within the last one has to exceed it."""
+    V, B = 70, 200
+    logits = 3 * torch.randn(B, 1, V, generator=torch.Generator().manual_seed(0))
+    logits[..., 0] = -INF
+    logits[..., 50:] = -INF
+    none = torch.zeros(B, 0).long(), torch.zeros(B).long(), torch.zeros(B, 0).double()
+    for u, wanted in ((0.0, 1), (LARGEST, 49)):
+        token = verify(logits, *none, torch.full((B,), u, dtype=F64), backend=backend).token
+        assert token.tolist() == [wanted] * B
 
 
 # -- ties --------------------------------------------------------------------------------------------------------------
