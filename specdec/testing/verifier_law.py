@@ -21,7 +21,7 @@ class Races(Exception):
 
 
 class _NoRaces(ScriptedRng):
-    def race(self, probs: Tensor, position: Tensor) -> Tensor:
+    def race(self, probs: Tensor, position: Tensor, **more: Any) -> Tensor:
         raise Races
 
     def select(self, rows: Tensor) -> _NoRaces:
