@@ -56,10 +56,10 @@ class Recorder:
         self.log += [(request, Decision(name, COIN, prob)) for request, name in self._named(key, answer)]
         return answer
 
-    def race(self, probs: Tensor, position: Tensor, **more: Any) -> Tensor:
+    def race(self, probs: Tensor, position: Tensor, *more: Any) -> Tensor:
         if not self.races:
             self.rule.broken("rng.race is called, which is the target's")
-        return self.rng.race(probs, position, **more)
+        return self.rng.race(probs, position, *more)
 
     def select(self, rows: Tensor) -> Rng:
         return replace(self, rng=self.rng.select(rows), requests=[self.requests[b] for b in rows.tolist()])

@@ -150,7 +150,7 @@ class Extreme:
     def accept(self, prob: Tensor, key: Key) -> Tensor:
         return torch.full(prob.shape, self.u, dtype=torch.float64) < prob
 
-    def race(self, probs: Tensor, position: Tensor, **more: Any) -> Tensor:
+    def race(self, probs: Tensor, position: Tensor, *more: Any) -> Tensor:
         return probs.argmax(-1)
 
     def select(self, rows: Tensor) -> Extreme:

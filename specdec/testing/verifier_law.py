@@ -22,7 +22,7 @@ class Races(Exception):
 
 
 class _NoRaces(ScriptedRng):
-    def race(self, probs: Tensor, position: Tensor, **more: Any) -> Tensor:
+    def race(self, probs: Tensor, position: Tensor, *more: Any) -> Tensor:
         raise Races
 
     def select(self, rows: Tensor) -> _NoRaces:
