@@ -17,6 +17,7 @@ except ImportError as missing:  # a checkout without symbolic links has a text f
     ) from missing
 from specdec import drafts, executors, selectors, tree, verifiers
 from specdec.arm_policy import Arm
+from specdec.audit.certify import certify
 from specdec.builder import Builder, decoder
 from specdec.capabilities import DraftInfo, ModelInfo, SelectorInfo, VerifierInfo
 from specdec.decoder import Decoder, StreamChunk
@@ -42,6 +43,7 @@ _LATER = (
     "memory",
     "models",
     "pruning",
+    "testing",
     "training",
     "zoo",
 )
@@ -57,6 +59,7 @@ if TYPE_CHECKING:  # for type checkers and editors, to which a missing name is a
     from specdec import memory as memory
     from specdec import models as models
     from specdec import pruning as pruning
+    from specdec import testing as testing
     from specdec import training as training
     from specdec import zoo as zoo
     from specdec.lab.live import compare as compare
@@ -104,6 +107,7 @@ __all__ = [
     "Traversal",
     "Verdict",
     "VerifierInfo",
+    "certify",
     "chain_draft",
     "decoder",
     "drafts",

@@ -101,6 +101,7 @@ class Draft(Protocol[S]):
         ...
 
 
+@runtime_checkable
 class Verifier(Protocol):
     """Decides which nodes are accepted, so that committed tokens have the target's distribution.
 

@@ -205,6 +205,8 @@ class Philox:
         if len(streams) > 1 or streams[0]:
             return self._first_of(probs, position.expand(probs.shape[:-1]), streams)
         shape, V = probs.shape[:-1], probs.shape[-1]
+        if not shape.numel():
+            return torch.zeros(shape, dtype=torch.long, device=probs.device)
         flat = probs.reshape(-1, V)
         seed = self.seed.reshape(-1, *[1] * (len(shape) - 1)).expand(shape).reshape(-1)
         at = position.expand(shape).reshape(-1)

@@ -7,13 +7,15 @@ import pytest
 import torch
 
 import specdec as sd
-from specdec.audit import catalogue
+from specdec import tree
+from specdec.audit import catalogue, planted
 from specdec.audit.adversaries import Adversary
 from specdec.audit.certify import Certificate, certify, certify_coupled
 from specdec.audit.plain import enumerate_plain, total_variation
 from specdec.audit.walk import Branches, Walk, pack
 from specdec.rng import ACCEPT, Key
 from specdec.types import Proposal
+from specdec.verifiers import FusedRejection
 
 ALL = catalogue.everything()
 SLOW = {  # seconds each
@@ -78,6 +80,98 @@ def test_a_certificate_says_what_was_found_in_one_line():
     assert found.branches == 27
     assert found.distribution[0].keys() == found.target[0].keys()
     assert not Certificate(0.0, 0.0, 1, 0.0, astray=0.5).lossless
+
+
+def by_rejection(proposal, probs, context, rng):
+    """A verifier's function alone."""
+    return sd.Rejection()(proposal, probs, context, rng)
+
+
+def lazy(proposal, probs, context, rng):
+    """Takes the bonus from p after a rejection, of chains."""
+    if not proposal.nodes:
+        return sd.Rejection()(proposal, probs, context, rng)
+    return planted.BonusFromTarget()(proposal, probs, context, rng)
+
+
+class Chains(sd.Rejection):
+    """Refuses trees, and trusts its shortcut from logits no more than its own call."""
+
+    def check(self, proposal):
+        super().check(proposal)
+        if not bool(tree.is_chain(proposal.parents, proposal.size).all()):
+            raise ValueError("chains only")
+
+
+class Lazy(Chains):
+    def __call__(self, proposal, probs, context, rng):
+        return lazy(proposal, probs, context, rng)
+
+
+def test_a_verifier_and_a_function_are_certified_at_once():
+    """Without a decoder, in less than a second on a free machine: some 2,600 branches."""
+    found = sd.certify(sd.Rejection())
+    assert found.lossless
+    assert 2_000 < found.branches < 4_000
+    assert found.seconds < 10
+    assert found.scope.siblings
+    assert certify(by_rejection).distribution == found.distribution
+    fused = certify(FusedRejection())
+    assert fused.lossless
+    assert fused.scope.parts["verifier"] == "fused rejection"
+    chains = certify(Chains())
+    assert chains.lossless
+    assert not chains.scope.siblings
+    assert certify(Lazy()).total_variation > 0.05
+
+
+def test_what_is_no_decoder_and_no_verifier_is_refused():
+    for wrong, what in (
+        (sd.decoder(catalogue.MODEL), "a Builder"),
+        (sd.Rejection, "the class Rejection"),
+        (3, "a int"),
+    ):
+        with pytest.raises(TypeError, match=rf"decoder is {what}: give a built decoder, .*\.build\(\)"):
+            certify(wrong)
+
+    class Never(sd.Rejection):
+        def check(self, proposal):
+            raise ValueError("not today")
+
+    with pytest.raises(ValueError, match="refuses trees, chains and single nodes, lastly with: not today"):
+        certify(Never())
+    with pytest.raises(ValueError, match="certify_coupled"):
+        certify(sd.Coupled())
+
+
+def test_a_certificate_says_what_it_covered_and_what_not():
+    small = certify(catalogue.BASE.build(), [[0, 1]], 2)
+    assert small.scope.covered[:3] == [
+        "vocabulary of 3",
+        "1 prompt, texts of 2 new tokens",
+        "up to 0 nodes a round, of which up to 0 accepted",
+    ]
+    assert {"rejected nodes", "stop rules", "stops inside blocks", "rows beside other prompts"} <= set(
+        small.scope.missing
+    )
+    drafted = catalogue.BASE.draft(catalogue.TREE, length=2).build()
+    large = certify(drafted, [[0, 1], [2]], [4, 2], eos_token_id=[2])
+    assert large.scope.nodes == 4
+    assert large.scope.accepted == 2
+    assert large.scope.missing == []
+    assert large.scope.parts["draft"] == "tree, length 2"
+    for words in (
+        "2 prompts in one batch, texts of 2 to 4 new tokens",
+        "1 stop rules",
+        "stops inside blocks",
+    ):
+        assert words in repr(large)
+    said = str(large.scope)
+    assert "verifier: rejection" in said
+    assert "\nnot covered: larger vocabularies, longer texts" in said
+    assert "did not occur: " in str(small.scope)
+    coupled = certify_coupled(catalogue.BASE.verifier(sd.Coupled()).build(), nodes=2)
+    assert coupled.scope.nodes == 2
 
 
 def test_the_targets_distribution_is_the_tables_joint_distribution():

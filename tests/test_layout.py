@@ -27,6 +27,7 @@ FLOORS: tuple[str, ...] = (
     "builder custom_generate decoder distributed generation",
     "data training zoo",
     "audit",
+    "testing",
     "lab",
     "",  # specdec/__init__.py: names, imported when they are asked for
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -91,6 +92,20 @@ def register(name: str, backend: Backend) -> None:
     if name == "auto" or name in _MODULES:
         raise ValueError(f"name is {name!r}, which the library uses: give another one")
     _backends.registered[name] = backend
+
+
+@contextmanager
+def lent(backend: Backend | str) -> Iterator[str]:
+    """A name by which ``backend`` may be asked for in here; its own if it is a name already."""
+    if isinstance(backend, str):
+        yield backend
+        return
+    name = f"lent {id(backend)}"
+    _backends.registered[name] = backend
+    try:
+        yield name
+    finally:
+        del _backends.registered[name]
 
 
 def _load(name: str) -> Backend:

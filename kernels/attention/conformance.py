@@ -19,6 +19,14 @@ from specdec.kernels.attention.reach import reach
 FINITE = ("packed", "padded", "decomposed")  # need finite values everywhere on a GPU
 
 
+class Broken(AssertionError):
+    """A rule of ``contract`` is broken: ``rule`` is "output", "shape", "log-sum-exp" or "unseen" (slots that no query sees)."""
+
+    def __init__(self, rule: str, said: str):
+        super().__init__(said)
+        self.rule = rule
+
+
 class Case(NamedTuple):
     """One call: a plan, and the options of ``attention``."""
 
@@ -103,7 +111,7 @@ def check(
     Returns:
         a line for each call that it served.
     Raises:
-        AssertionError: a rule of ``contract`` is broken; the message names the call and the rule.
+        Broken: a rule of ``contract`` is broken; the message names the call and the rule.
         ValueError: the backend refuses a plain call of one token; the message says why.
     """
     device = torch.device(device)
@@ -139,16 +147,16 @@ def check(
             if poison is not None:
                 keys, values = keys.clone(), values.clone()
                 hide(plan, keys, values, options, poison)
-            rule = (
-                "the output is the reference's"
-                if poison is None
-                else f"{poison} that no query sees does not count"
-            )
+            rule = "the output is the reference's"
+            broken = "output"
+            if poison is not None:
+                rule, broken = f"{poison} that no query sees does not count", "unseen"
             _compare(
                 attention(query, keys, values, replace_plan(plan), **options, backend=backend),
                 expected,
                 atol,
                 dtype,
+                broken,
                 f"{said}: {rule}",
             )
             if why[1] is None:
@@ -156,12 +164,13 @@ def check(
                     query, keys, values, replace_plan(plan), **options, backend=backend, lse=True
                 )
                 full = torch.promote_types(dtype, torch.float32)
-                _compare(out, expected, atol, dtype, f"{said}: {rule}, with log-sum-exps")
+                _compare(out, expected, atol, dtype, broken, f"{said}: {rule}, with log-sum-exps")
                 _compare(
                     lse,
                     logs,
                     4 * atol,
                     full,
+                    "log-sum-exp",
                     f"{said}: log-sum-exps are natural, positive in sign, and -inf for no slots",
                 )
         served.append(said)
@@ -175,11 +184,12 @@ def replace_plan(plan: AttentionPlan) -> AttentionPlan:
     return replace(plan)
 
 
-def _compare(found: Tensor, expected: Tensor, atol: float, dtype: torch.dtype, said: str) -> None:
+def _compare(found: Tensor, expected: Tensor, atol: float, dtype: torch.dtype, rule: str, said: str) -> None:
     if found.shape != expected.shape or found.dtype != dtype:
-        raise AssertionError(
-            f"{said}: got {list(found.shape)} of {found.dtype}, not {list(expected.shape)} of {dtype}"
+        raise Broken(
+            "shape",
+            f"{said}: got {list(found.shape)} of {found.dtype}, not {list(expected.shape)} of {dtype}",
         )
     if not torch.allclose(found.double().cpu(), expected.cpu(), rtol=0, atol=atol):
         worst = (found.double().cpu() - expected.cpu()).abs().nan_to_num(float("inf")).max()
-        raise AssertionError(f"{said}: off by {float(worst):.1e}")
+        raise Broken(rule, f"{said}: off by {float(worst):.1e}")

@@ -1,6 +1,7 @@
 """The contract of attention backends: the functions that ``attention`` calls, and the rules that their results obey.
 
-``conformance.check(name)`` tests a backend against these rules; ``tests/contracts/test_attention_backends.py`` tests all of them.
+``conformance.check(name)`` tests a backend against these rules, and ``specdec.testing.check_backend`` one of anybody's;
+``tests/contracts/test_attention_backends.py`` tests all of them.
 
 1. **Shapes.** The output is ``[1, T, Hq, Dv]`` in the query's dtype, the log-sum-exp ``[1, T, Hq]`` in float32, or in float64 for a
    float64 query.

@@ -14,6 +14,11 @@ from specdec.drafts.stateless import Stateless
 from specdec.rng import SELECT, Key, Rng
 from specdec.types import Context, Feedback, Proposal, Round
 
+MENU = torch.tensor(
+    [[0.5, 0.3, 0.2], [0.1, 0.2, 0.7], [0, 0.5, 0.5], [0.1, 0.9, 0], [1 / 3, 1 / 3, 1 / 3], [0, 0, 1]],
+    dtype=torch.float64,
+)
+
 
 class Seen(NamedTuple):
     """``memory [B]``: a hash of everything observed of a row so far, dropped nodes and verdicts included."""

@@ -6,11 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from specdec import drafts
-from specdec.audit.adversaries import Adversary
+from specdec.audit.adversaries import MENU, Adversary
 from specdec.audit.composed import (
     BASE,
     CHAIN,
-    MENU,
     MODEL,
     OTHER,
     PAIRS,

@@ -15,6 +15,7 @@ from specdec import drafts
 from specdec.arm_policy import Arm
 from specdec.audit import candidates, llamas, planted
 from specdec.audit.adversaries import (
+    MENU,
     AdversarialSelector,
     Adversary,
     Everything,
@@ -26,7 +27,6 @@ from specdec.audit.certify import certify_coupled
 from specdec.audit.composed import (
     BASE,
     CHAIN,
-    MENU,
     MODEL,
     OTHER,
     PAIRS,

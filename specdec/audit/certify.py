@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import fsum
 from time import perf_counter
 from typing import Any
@@ -17,11 +18,15 @@ import numpy as np
 import torch
 
 from specdec.audit.adversaries import Everything
+from specdec.audit.around import PROMPTS, TOKENS, Refused, decoders, verifier_of
 from specdec.audit.plain import Distribution, Ids, Logits, Numbered, Plain, enumerate_plain, total_variation
+from specdec.audit.scope import Scope
 from specdec.audit.walk import Branches, Walk, pack, race_key
 from specdec.decoder import Decoder
+from specdec.protocols import Verifier
 from specdec.rng import Rng
 from specdec.sampling import Sampling
+from specdec.types import Verdict
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,6 +41,7 @@ class Certificate:
         distribution, target: for each row, tokens -> probability.
         astray: share of the branches (by measure) whose tokens are not the target's own draws; ``certify_coupled`` only.
         claimed: whether the verifier declares that it is lossless. If not, the total variation is what it loses on this example.
+        scope: what was covered, and what was not; ``print(found.scope)``.
     """
 
     total_variation: float
@@ -46,6 +52,7 @@ class Certificate:
     target: tuple[Distribution, ...] = field(default=(), repr=False)
     astray: float | None = None
     claimed: bool = True
+    scope: Scope | None = field(default=None, repr=False)
 
     @property
     def lossless(self) -> bool:
@@ -55,16 +62,19 @@ class Certificate:
     def __repr__(self) -> str:
         paths = "" if self.astray is None else f"{self.astray:.1e} astray, "
         kind = "" if self.claimed else "declared lossy, "
+        scope = "" if self.scope is None else f"; covered: {', '.join(self.scope.covered)}"
+        if self.scope is not None and self.scope.missing:
+            scope += f"; not covered: {', '.join(self.scope.missing)}"
         return (
             f"Certificate({kind}total variation {self.total_variation:.1e}, {paths}{self.mass:.1e} unaccounted, "
-            f"{self.branches} branches, {self.seconds:.1f} s)"
+            f"{self.branches} branches, {self.seconds:.1f} s{scope})"
         )
 
 
 def certify(
-    decoder: Decoder,
-    prompts: Sequence[Sequence[int]] = ((0,),),
-    max_new_tokens: int | Sequence[int] = 3,
+    decoder: Decoder | Verifier | Callable[..., Verdict],
+    prompts: Sequence[Sequence[int]] | None = None,
+    max_new_tokens: int | Sequence[int] | None = None,
     *,
     eos_token_id: Sequence[int] = (),
     stopping_criteria: Sequence[Callable[..., Any]] = (),
@@ -77,17 +87,36 @@ def certify(
     """The exact distance of a decoder's output from its target's distribution.
 
     Args:
-        decoder: built as usual. prompts: rows of ids; the branches of all rows share every batch.
-        max_new_tokens, eos_token_id, stopping_criteria: as for ``generate``.
+        decoder: built as usual; or a verifier, or a function ``(proposal, probs, context, rng) -> Verdict``, around which a decoder is
+            built: a table of 3 tokens, and a draft whose trees, or chains where the verifier refuses trees, depend on the whole past.
+        prompts: rows of ids; the branches of all rows share every batch. By default one of one token, and for a verifier three.
+        max_new_tokens: as for ``generate``; by default 3, and 4 for a verifier. eos_token_id, stopping_criteria: as for ``generate``.
         sampling: defines the target's distribution; by default the decoder's.
         logits: ``prefixes -> [R, V]``, the target's logits on plain prefixes; by default its own ``score`` with a fresh cache.
         wrap: wraps the scripted random number generator.
         batch: branches per run. limit: the most branches.
     Raises:
         RuntimeError: more than ``limit`` branches, or the output of a row depends on the rest of its batch.
+        TypeError: ``decoder`` is neither a built decoder nor a verifier. ValueError: the verifier refuses all proposals that were tried.
     """
-    run = _Run(decoder, prompts, max_new_tokens, eos_token_id, stopping_criteria, wrap)
-    return _walk(run, run.plain(sampling, logits), None, batch, limit)
+
+    def enumerate_all(built: Decoder, prompts: Sequence[Sequence[int]], tokens: Any) -> Certificate:
+        run = _Run(built, prompts, tokens, eos_token_id, stopping_criteria, wrap)
+        return _walk(run, run.plain(sampling, logits), None, batch, limit)
+
+    if isinstance(decoder, Decoder):
+        return enumerate_all(decoder, prompts or ((0,),), 3 if max_new_tokens is None else max_new_tokens)
+    refusal: Refused | None = None
+    for around in decoders(verifier_of(decoder)):
+        try:
+            return enumerate_all(
+                around, prompts or PROMPTS, TOKENS if max_new_tokens is None else max_new_tokens
+            )
+        except Refused as error:
+            refusal = error
+    raise ValueError(
+        f"the verifier refuses trees, chains and single nodes, lastly with: {refusal}. Give a decoder with a draft that it takes"
+    )
 
 
 def certify_coupled(
@@ -125,6 +154,10 @@ class _Run:
     criteria: Sequence[Callable[..., Any]] = ()
     wrap: Callable[[Rng], Rng] = lambda rng: rng
 
+    @cached_property
+    def scope(self) -> Scope:
+        return Scope.of(self.decoder, self.prompts, self.budgets, self.eos, self.criteria)
+
     @property
     def budgets(self) -> list[int]:
         if isinstance(self.max_new_tokens, int):
@@ -146,6 +179,7 @@ class _Run:
             rng=self.wrap(walk.rng()),
             eos_token_id=tuple(self.eos),
             stopping_criteria=tuple(self.criteria),
+            on_round=self.scope.watch,
         )
         return [tuple(ids) for ids in out.ids]
 
@@ -201,6 +235,7 @@ def _walk(run: _Run, plain: list[Plain], numbered: Numbered | None, batch: int, 
         target=tuple(one.distribution for one in plain),
         astray=None if numbered is None else max(fsum(parts) for parts in astray),
         claimed=run.decoder.verifying.lossless,
+        scope=run.scope,
     )
 
 

@@ -68,16 +68,6 @@ PAIRS = (
 BASE, CHAIN, TREE = decoder(MODEL), drafts.Model(OTHER), drafts.Tree(OTHER, (2, 1))
 RAGGED: dict[str, Any] = {"prompts": ((0, 1), (2,), (1, 1, 0)), "tokens": (3, 2, 4)}
 PENALTIES = (RepetitionPenaltyLogitsProcessor(1.7), _prefix_penalty)
-MENU = torch.stack(
-    [
-        distribution(0.5, 0.3, 0.2),
-        distribution(0.1, 0.2, 0.7),
-        distribution(0, 0.5, 0.5),
-        distribution(0.1, 0.9, 0),
-        distribution(1 / 3, 1 / 3, 1 / 3),
-        distribution(0, 0, 1),
-    ]
-)
 REMEMBERING = decoder(TableModel([0.5, 0.3, 0.2])).draft(
     Remembers(distribution(0.2, 0.3, 0.5), (2,)), length=2
 )

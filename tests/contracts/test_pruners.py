@@ -14,7 +14,6 @@ import copy
 import dataclasses
 import hashlib
 import inspect
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +27,8 @@ import specdec as sd
 from contracts import build, modules
 from specdec import pruning
 from specdec.audit.certify import certify
+from specdec.testing import check_pruner
+from specdec.testing.pruner import SUITE, B, H, S, arguments
 
 # -- what there is -----------------------------------------------------------------------------------------------------
 
@@ -85,19 +86,19 @@ def test_everything_public_is_of_some_kind():
 
 # -- pruners of KV -----------------------------------------------------------------------------------------------------
 
-B, H, S, D = 4, 2, 14, 6
-LENGTH = torch.tensor([9, 14, 5, 11])
+every_pruner = pytest.mark.parametrize("cls", PRUNERS.values(), ids=PRUNERS.keys())
 
 
-def case(dtype: torch.dtype = torch.float64, group: int = 2, seed: int = 0) -> dict[str, Tensor]:
-    torch.manual_seed(seed)
-    make = lambda *shape: torch.randn(*shape, dtype=dtype)  # noqa: E731
-    return {
-        "keys": make(B, H, S, D),
-        "values": make(B, H, S, D + 1),
-        "length": LENGTH.clone(),
-        "attention": torch.rand(B, H * group, 3, S, dtype=dtype),
-    }
+@pytest.mark.parametrize("test", SUITE.names)
+@every_pruner
+def test_every_pruner_keeps_the_rules(cls, test):
+    check_pruner(build(cls, None), only=[test])
+
+
+@every_pruner
+def test_a_pruner_is_linked_to_its_paper_or_says_that_it_has_none(cls):
+    about = inspect.getmodule(cls).__doc__
+    assert "arXiv" in about or "control" in about
 
 
 def rows_of(kept: Tensor) -> list[list[list[int]]]:
@@ -105,79 +106,9 @@ def rows_of(kept: Tensor) -> list[list[list[int]]]:
     return [[[slot for slot in head if slot >= 0] for head in row] for row in kept.tolist()]
 
 
-def check_keeps_ascending_slots_within_the_budget(pruner: Any) -> None:
-    for budget in (5, 7, 9, 14, 20):
-        for group in (1, 3):
-            given = case(group=group)
-            kept = pruner(budget=budget, **given)
-            K = min(budget, S)
-            assert kept.shape == (B, H, K)
-            assert kept.dtype == torch.long
-            for b, row in enumerate(rows_of(kept)):
-                for h, slots in enumerate(row):
-                    length = int(given["length"][b])
-                    assert slots == sorted(set(slots))
-                    assert all(slot < length for slot in slots)
-                    assert kept[b, h].tolist() == slots + [-1] * (K - len(slots))
-                    assert len(slots) == min(budget, length)
-
-
-def check_leaves_its_arguments_alone(pruner: Any) -> None:
-    given = case()
-    before = {name: t.clone() for name, t in given.items()}
-    pruner(budget=6, **given)
-    assert all(torch.equal(before[name], given[name]) for name in given)
-
-
-def check_never_looks_at_empty_slots(pruner: Any) -> None:
-    given, kept = case(), pruner(budget=6, **case())
-    for b, length in enumerate(LENGTH.tolist()):
-        given["keys"][b, :, length:] = float("nan")
-        given["values"][b, :, length:] = float("nan")
-        given["attention"][b, :, :, length:] = float("nan")
-    assert torch.equal(pruner(budget=6, **given), kept)
-
-
-def check_a_row_does_not_depend_on_its_batch(pruner: Any) -> None:
-    given, kept = case(), pruner(budget=6, **case())
-    for rows in (torch.tensor([2]), torch.tensor([3, 0, 0, 1])):
-        assert torch.equal(pruner(budget=6, **{name: t[rows] for name, t in given.items()}), kept[rows])
-    wide = {
-        name: torch.nn.functional.pad(given[name], pad, value=9.0)
-        for name, pad in (("keys", (0, 0, 0, 4)), ("values", (0, 0, 0, 4)), ("attention", (0, 4)))
-    }
-    assert torch.equal(pruner(budget=6, **{**given, **wide}), kept)
-
-
-def check_says_the_same_twice(pruner: Any) -> None:
-    given = case()
-    assert torch.equal(pruner(budget=6, **given), pruner(budget=6, **given))
-
-
-def check_works_in_low_precision(pruner: Any) -> None:
-    given = case(torch.bfloat16)
-    wide = {name: t.double() if t.is_floating_point() else t for name, t in given.items()}
-    kept, expected = (rows_of(pruner(budget=6, **g)) for g in (given, wide))
-    for b in range(B):
-        for h in range(H):  # sums in float32 may swap what is nearly equal
-            assert len(set(kept[b][h]) ^ set(expected[b][h])) <= 2
-
-
-def check_asks_for_what_it_needs(pruner: Any) -> None:
-    """It declares whether it reads attention weights, and refuses to work without them or does not look at them."""
-    given, kept = case(), pruner(budget=6, **case())
-    less = {key: t for key, t in given.items() if key != "attention"}
-    other = {**given, "attention": torch.rand_like(given["attention"])}
-    if pruner.needs.attention:
-        with pytest.raises(ValueError, match=rf"^{type(pruner).__name__} needs attention=: \[B, "):
-            pruner(budget=6, **less)
-        assert not torch.equal(pruner(budget=6, **other), kept)
-    else:
-        assert torch.equal(pruner(budget=6, **less), kept)
-        assert torch.equal(pruner(budget=6, **other), kept)
-
-
-def check_refuses_what_makes_no_sense(pruner: Any) -> None:
+@every_pruner
+def test_a_pruner_refuses_what_makes_no_sense_by_name(cls):
+    pruner = build(cls, None)
     name = type(pruner).__name__
     for change, message in (
         ({"budget": 0}, "budget is 0: keep at least 1"),
@@ -186,123 +117,24 @@ def check_refuses_what_makes_no_sense(pruner: Any) -> None:
         ({"length": torch.tensor([9, -1, 5, 11])}, r"length\[1\] is -1"),
         ({"length": torch.tensor([9])}, r"length is \[1\]; it must be \[4\]"),
         ({"keys": torch.zeros(B, H, S)}, "keys are"),
-        ({"values": torch.zeros(B, H, S + 1, D)}, "keys are"),
+        ({"values": torch.zeros(B, H, S + 1, 6)}, "keys are"),
     ):
         with pytest.raises(ValueError, match=f"^{name}: {message}"):
-            pruner(**{"budget": 6, **case(), **change})
+            pruner(**{"budget": 6, **arguments(), **change})
     for change, message in (
         ({"length": 16}, r"length is 16: give a tensor \[4\]"),
         ({"budget": 0.2}, r"budget is 0\.2: give a whole number"),
     ):
         with pytest.raises(TypeError, match=f"^{name}: {message}"):
-            pruner(**{"budget": 6, **case(), **change})
+            pruner(**{"budget": 6, **arguments(), **change})
     for small in range(1, 5):  # what a pruner keeps in any case may not fit, and then it says so
         try:
-            kept = pruner(budget=small, **case())
+            kept = pruner(budget=small, **arguments())
         except ValueError as error:
             assert f"{name}: budget is {small} and " in str(error)  # noqa: PT017
             assert ": raise the budget, or " in str(error)  # noqa: PT017
         else:
             assert [[len(slots) for slots in row] for row in rows_of(kept)] == [[small] * H] * B
-
-
-def check_is_a_small_value(pruner: Any) -> None:
-    assert dataclasses.is_dataclass(pruner)
-    assert type(pruner).__dataclass_params__.frozen
-    assert pruner == copy.deepcopy(pruner)
-    assert "\n" not in repr(pruner)
-    about = inspect.getmodule(pruner).__doc__
-    assert "arXiv" in about or "control" in about  # each is linked to its paper, or says that it has none
-
-
-CHECKS = [thing for name, thing in list(globals().items()) if name.startswith("check_")]
-
-
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
-@pytest.mark.parametrize("cls", PRUNERS.values(), ids=PRUNERS.keys())
-def test_every_pruner(cls, check):
-    check(build(cls, None))
-
-
-# Mistakes that the suite must catch, as changes of a correct pruner.
-
-
-@dataclass(frozen=True)
-class Planted:
-    wrong: Callable[..., Tensor]
-    needs = pruning.Needs()
-
-    def __call__(self, keys, values, length, budget, attention=None):
-        return self.wrong(pruning.KeyNorm(), keys, values, length, budget, attention)
-
-
-def mutates(right, keys, values, length, budget, attention):
-    kept = right(keys, values, length, budget)
-    keys.mul_(2)
-    return kept
-
-
-def unsorted(right, keys, values, length, budget, attention):
-    return right(keys, values, length, budget).flip(-1)
-
-
-def pads_with_zeros(right, keys, values, length, budget, attention):
-    return right(keys, values, length, budget).clamp(min=0)
-
-
-def whole_buffer(right, keys, values, length, budget, attention):
-    return right(keys, values, torch.full_like(length, keys.shape[2]), budget)
-
-
-def one_short(right, keys, values, length, budget, attention):
-    kept = right(keys, values, length, budget).clone()
-    kept[..., -1] = -1
-    return kept
-
-
-def by_the_batch(right, keys, values, length, budget, attention):
-    return right(keys - keys[:1] * 0.5, values, length, budget)
-
-
-def by_chance(right, keys, values, length, budget, attention):
-    return right(torch.rand_like(keys), values, length, budget)
-
-
-def by_the_padding(right, keys, values, length, budget, attention):
-    keys = keys.nan_to_num(0)
-    return right(keys - keys.mean(2, keepdim=True), values, length, budget)
-
-
-def never_refuses(right, keys, values, length, budget, attention):
-    return right(keys, values, length, max(budget, 1))
-
-
-def reads_more_than_it_declares(right, keys, values, length, budget, attention):
-    return right(keys if attention is None else attention[:, ::2].mean(2)[..., None], values, length, budget)
-
-
-PLANTED = {
-    mutates: check_leaves_its_arguments_alone,
-    unsorted: check_keeps_ascending_slots_within_the_budget,
-    pads_with_zeros: check_keeps_ascending_slots_within_the_budget,
-    one_short: check_keeps_ascending_slots_within_the_budget,
-    whole_buffer: check_keeps_ascending_slots_within_the_budget,
-    by_the_batch: check_a_row_does_not_depend_on_its_batch,
-    by_chance: check_says_the_same_twice,
-    by_the_padding: check_never_looks_at_empty_slots,
-    reads_more_than_it_declares: check_asks_for_what_it_needs,
-}
-
-
-@pytest.mark.parametrize(("wrong", "check"), PLANTED.items(), ids=lambda f: f.__name__)
-def test_planted_mistakes_are_caught(wrong, check):
-    with pytest.raises(AssertionError):
-        check(Planted(wrong))
-
-
-def test_a_planted_lenience_is_caught():
-    with pytest.raises(BaseException, match="DID NOT RAISE"):
-        check_refuses_what_makes_no_sense(Planted(never_refuses))
 
 
 # -- pruners that drive a draft ----------------------------------------------------------------------------------------
@@ -331,9 +163,6 @@ class Watched:
 def drafting(pruner: Any, **changes: Any) -> sd.drafts.MagicDec:
     settings = {"window": 4, "budget": 12, "observation": OBSERVED, "refresh": 3, **changes}
     return sd.drafts.MagicDec(pruner=pruner, **settings)
-
-
-every_pruner = pytest.mark.parametrize("cls", PRUNERS.values(), ids=PRUNERS.keys())
 
 
 @pytest.fixture(scope="module")

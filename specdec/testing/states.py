@@ -1,0 +1,93 @@
+"""What must not change behind a part's back: states, which are values, and the generators of torch, numpy and Python."""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specdec.cache.contract import KVStore
+from specdec.testing.rules import Rule
+
+_PLAIN = (int, float, complex, str, bytes, bool, type(None))
+
+
+def snapshot(value: Any, name: str = "state") -> dict[str, str]:
+    """Path -> a digest of each plain value, tensor and generator within ``value``.
+
+    Caches (objects with ``sync`` and ``commit``, and stores of keys and values) are left out: they are used once, and follow the tokens by
+    themselves. So are models, functions, and whatever else has no attributes.
+    """
+    return dict(_leaves(value, name, set()))
+
+
+def changed(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
+    """The paths whose values differ."""
+    return sorted(path for path in before.keys() | after.keys() if before.get(path) != after.get(path))
+
+
+def _leaves(value: Any, path: str, above: set[int]) -> Iterator[tuple[str, str]]:
+    if isinstance(value, _PLAIN):
+        yield path, repr(value)
+    elif isinstance(value, Tensor):
+        data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        yield path, f"{value.dtype} {list(value.shape)} {hashlib.sha256(data.tobytes()).hexdigest()}"
+    elif isinstance(value, np.ndarray | np.generic):
+        data = np.ascontiguousarray(value)
+        shown = repr(value) if data.dtype == object else hashlib.sha256(data.tobytes()).hexdigest()
+        yield path, f"{data.dtype} {data.shape} {shown}"
+    elif isinstance(value, torch.Generator):
+        yield from _leaves(value.get_state(), path, above)
+    elif isinstance(value, np.random.Generator):
+        yield path, repr(value.bit_generator.state)
+    elif isinstance(value, random.Random):
+        yield path, repr(value.getstate())
+    elif id(value) not in above:
+        yield from _within(value, path, above | {id(value)})
+
+
+def _within(value: Any, path: str, above: set[int]) -> Iterator[tuple[str, str]]:
+    if isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from _leaves(part, f"{path}[{key!r}]", above)
+    elif isinstance(value, tuple) and hasattr(value, "_fields"):
+        for name, part in value._asdict().items():  # type: ignore[attr-defined]
+            yield from _leaves(part, f"{path}.{name}", above)
+    elif isinstance(value, list | tuple):
+        yield f"len({path})", str(len(value))
+        for i, part in enumerate(value):
+            yield from _leaves(part, f"{path}[{i}]", above)
+    elif isinstance(value, set | frozenset):
+        yield path, repr(sorted(map(repr, value)))
+    elif not (_follows_tokens(value) or callable(value)):
+        for name, part in getattr(value, "__dict__", {}).items():
+            yield from _leaves(part, f"{path}.{name}", above)
+
+
+def _follows_tokens(value: Any) -> bool:
+    return KVStore in type(value).__mro__ or (hasattr(value, "sync") and hasattr(value, "commit"))
+
+
+@contextmanager
+def no_global_draws(rule: Rule, call: str) -> Iterator[None]:
+    """Breaks ``rule`` where a global generator is used in here."""
+    before = _generators()
+    yield
+    after = _generators()
+    for name in before:
+        rule.require(before[name] == after[name], f"{call} drew from {name}'s global generator")
+
+
+def _generators() -> dict[str, bytes]:
+    return {
+        "torch": torch.get_rng_state().numpy().tobytes(),
+        "numpy": pickle.dumps(np.random.get_state()),
+        "Python": pickle.dumps(random.getstate()),
+    }
