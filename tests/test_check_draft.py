@@ -440,6 +440,12 @@ def test_every_rule_is_broken_by_some_plant():
     assert {rule for rule, _ in PLANTED} == SUITE.rules.keys()
 
 
+def test_a_state_that_is_changed_in_place_passes_the_certifier():
+    """Each run begins with a new state, and uses each state once; so it is the check that has to find it."""
+    target = sd.TableModel.random(V, order=1, seed=0, zeros=0.4)
+    assert sd.certify(sd.decoder(target).draft(InPlace(), length=1).build()).lossless
+
+
 def test_bad_input_is_refused():
     with pytest.raises(TypeError, match=r"draft is the class Right: give an object, such as Right\(\)"):
         check_draft(Right)

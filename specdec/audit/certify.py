@@ -104,14 +104,15 @@ def certify(
         run = _Run(built, prompts, tokens, eos_token_id, stopping_criteria, wrap)
         return _walk(run, run.plain(sampling, logits), None, batch, limit)
 
+    def given(usual: Sequence[Sequence[int]], tokens: int) -> tuple[Sequence[Sequence[int]], Any]:
+        return usual if prompts is None else prompts, tokens if max_new_tokens is None else max_new_tokens
+
     if isinstance(decoder, Decoder):
-        return enumerate_all(decoder, prompts or ((0,),), 3 if max_new_tokens is None else max_new_tokens)
+        return enumerate_all(decoder, *given(((0,),), 3))
     refusal: Refused | None = None
     for around in decoders(verifier_of(decoder)):
         try:
-            return enumerate_all(
-                around, prompts or PROMPTS, TOKENS if max_new_tokens is None else max_new_tokens
-            )
+            return enumerate_all(around, *given(PROMPTS, TOKENS))
         except Refused as error:
             refusal = error
     raise ValueError(
