@@ -19,6 +19,11 @@ def at_least(least: int, name: str, value: Any, remedy: str, hint: str = "") -> 
         raise ValueError(f"{name} is {value}: {remedy}")
 
 
+def name_of(function: Any, otherwise: str | None = None) -> str:
+    """A function's name, for messages; of an object without one ``otherwise``, by default its class's."""
+    return str(getattr(function, "__name__", type(function).__name__ if otherwise is None else otherwise))
+
+
 def number(name: str, value: Any, hint: str = "") -> None:
     """Raise TypeError for a value that is not a real number (``True`` is none) and ValueError for NaN; ``hint`` says what else may be given."""
     if not isinstance(value, Real) or isinstance(value, bool):

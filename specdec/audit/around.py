@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from specdec.arguments import name_of
 from specdec.audit.adversaries import MENU, Adversary
 from specdec.audit.level_adversary import LevelAdversary
 from specdec.builder import decoder
@@ -34,7 +35,7 @@ class _Function:
 
     @property
     def info(self) -> VerifierInfo:
-        name = getattr(self.function, "__name__", type(self.function).__name__)
+        name = name_of(self.function)
         return VerifierInfo(name, lossless=True)  # to be found out
 
     def check(self, proposal: Proposal) -> None:

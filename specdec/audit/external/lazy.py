@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specdec.arguments import name_of
 from specdec.audit.external.tape import CannotWalk, Tape
 
 # What a number is, as a function of its uniform u: a u + b, a log u + b, a / -log u, or a (-log(-log u)) + b.
@@ -137,9 +138,9 @@ def put(tensor: Tensor, made: Lazy, name: str) -> Lazy:
 
 def operate(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``func`` on arguments of which some are ``Lazy``."""
-    raw = getattr(func, "__name__", str(func))
+    raw = name_of(func, str(func))
     if raw == "__get__":
-        name = getattr(func.__self__, "__name__", "an attribute")  # type: ignore[attr-defined]
+        name = name_of(func.__self__, "an attribute")  # type: ignore[attr-defined]
         raw = name
         if name in ("T", "mT"):
             return _structure(func, args, kwargs)
@@ -196,7 +197,7 @@ def _structure(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
     names, a, b = run(lambda x: x.names_), run(lambda x: x.a), run(lambda x: x.b)
     one = found[0]
     if any((x.form, x.flipped) != (one.form, one.flipped) for x in found):
-        raise refused(getattr(func, "__name__", "cat"))
+        raise refused(name_of(func, "cat"))
 
     def make(like: Tensor, names: Tensor, a: Tensor, b: Tensor) -> Lazy:
         made = like.as_subclass(Lazy)

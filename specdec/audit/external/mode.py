@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from specdec.arguments import name_of
 from specdec.audit.external.lazy import LINEAR, LOG, Lazy, lazy, operate, put, refused, words
 from specdec.audit.external.tape import CannotWalk, Tape
 
@@ -31,7 +32,7 @@ class Foreign(TorchFunctionMode):
         self.tape = tape
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        kwargs, name = kwargs or {}, name_of(func, "")
         make = _MAKES.get(name)
         if make is not None and type(func) is not FunctionType:
             return make(self, *args, **kwargs)

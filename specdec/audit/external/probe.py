@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specdec.arguments import name_of
 from specdec.audit.external.tape import CannotWalk
 from specdec.audit.external.verifier import ids
 from specdec.audit.plain import Distribution, Ids
@@ -43,7 +44,7 @@ def takes_uniforms(
         law, rest = known[given]
         if rest > 1e-9:
             raise CannotWalk(
-                f"{getattr(f, '__name__', 'the function')} is not constant on boxes of its uniforms: {rest:.2g} of the cube is not resolved "
+                f"{name_of(f, 'the function')} is not constant on boxes of its uniforms: {rest:.2g} of the cube is not resolved "
                 f"after {most} calls; write it so that every uniform is compared with numbers, or raise most"
             )
         texts = list(law)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from specdec import tree
+from specdec.arguments import name_of
 from specdec.audit.external.scripted import scripted
 from specdec.audit.external.tape import Tape
 from specdec.capabilities import VerifierInfo
@@ -169,4 +170,4 @@ def _path(tokens: list[int], drafted: list[int], parents: list[int], f: Callable
 
 
 def _name(f: Callable[..., Any]) -> str:
-    return getattr(f, "__name__", type(f).__name__)
+    return name_of(f)

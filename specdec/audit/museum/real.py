@@ -19,6 +19,7 @@ from transformers import (
 from transformers.generation.candidate_generator import SinglePositionMultiTokenCandidateGenerator
 from transformers.generation.utils import _speculative_sampling
 
+from specdec.arguments import name_of
 from specdec.audit.certify import Certificate
 from specdec.audit.external import certify_function
 from specdec.audit.museum.exhibit import Pair, of
@@ -32,7 +33,7 @@ class KeepFloat64(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        name = getattr(func, "__name__", "")
+        name = name_of(func, "")
         if name in ("to", "float") and out.dtype == torch.float32 and args[0].dtype == torch.float64:
             return args[0].clone()
         return out
