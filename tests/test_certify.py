@@ -15,7 +15,7 @@ from specdec.audit.plain import enumerate_plain, total_variation
 from specdec.audit.walk import Branches, Walk, pack
 from specdec.rng import ACCEPT, Key
 from specdec.types import Proposal
-from specdec.verifiers import FusedRejection
+from specdec.verifiers import DistinctTransport, FusedRejection, KSeq, OptimalTransport
 
 ALL = catalogue.everything()
 SLOW = {  # seconds each
@@ -123,6 +123,10 @@ def test_a_verifier_and_a_function_are_certified_at_once():
     assert chains.lossless
     assert not chains.scope.siblings
     assert certify(Lazy()).total_variation > 0.05
+    for verifier in (KSeq(), OptimalTransport(), DistinctTransport()):
+        at_once = certify(verifier)
+        assert at_once.lossless
+        assert at_once.scope.siblings
 
 
 def test_what_is_no_decoder_and_no_verifier_is_refused():

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import specdec as sd
 from specdec.audit.planted import DeclaredArgmax, LooksThenDrops
+from specdec.drafts.siblings import Distinct, Independent, TopAndOne
 from specdec.rng import ACCEPT, Key
 from specdec.testing import BrokenRule, check_draft
 from specdec.testing.draft import SUITE
@@ -377,6 +378,9 @@ PLANTED: list[tuple[str, Any]] = [
     ("probabilities", Proposes(lambda p: replace(p, probs=p.probs.log()))),
     ("probabilities", Proposes(lambda p: replace(p, probs=p.probs * 1.0001))),
     ("probabilities", Proposes(lambda p: replace(p, probs=p.probs[..., :-1]))),
+    ("declaration", Proposes(lambda p: p, siblings="in sequence")),
+    ("siblings", Proposes(twins, trees=True, nodes=lambda length: length + 1, siblings="independent")),
+    ("siblings", Proposes(twins, trees=True, nodes=lambda length: length + 1, siblings="distinct")),
     ("provenance", DeclaredArgmax(MENU[0])),
     ("provenance", Propose(own_numbers)),
     ("provenance", Propose(sharper)),
@@ -434,6 +438,13 @@ def test_a_planted_mistake_is_caught_by_its_rule(rule, draft):
     said = str(caught.value)
     assert said.startswith(f"{type(draft).__name__} breaks the rule {rule!r}: ")
     assert said.endswith(f"Remedy: {SUITE.rules[rule].remedy}")
+
+
+@pytest.mark.parametrize("how", [Independent(), Distinct(), TopAndOne()], ids=lambda how: how.kind)
+def test_trees_keep_what_they_declare_of_siblings(how):
+    model = sd.TableModel.random(V, order=2, seed=1)
+    found = check_draft(sd.drafts.Tree(model, (3, 1), siblings=how), only=["proposals", "draws"])
+    assert {"siblings", "provenance"} <= set(found.rules)
 
 
 def test_every_rule_is_broken_by_some_plant():

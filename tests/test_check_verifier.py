@@ -197,6 +197,54 @@ class Shortcut(Chains):
         return super().greedy(replace(proposal, size=proposal.size * 0), tokens)
 
 
+class ShortcutByTheBatch(Shortcut):
+    def greedy(self, proposal, tokens):
+        few = len(tokens) < 4
+        return sd.Rejection.greedy(self, replace(proposal, size=proposal.size * (not few)), tokens)
+
+
+class ShortcutReadsAbsent(Shortcut):
+    def greedy(self, proposal, tokens):
+        chain = (proposal.parents == torch.arange(-1, proposal.nodes - 1)).all(1)
+        return sd.Rejection.greedy(self, replace(proposal, size=torch.where(chain, proposal.size, 0)), tokens)
+
+
+class OfSiblings(sd.Rejection):
+    """``takes``, by its declaration; ``check`` takes all, or no independent ones."""
+
+    def __init__(self, takes, refuses=False):
+        object.__setattr__(self, "trust_declared", False)
+        object.__setattr__(self, "takes", takes)
+        object.__setattr__(self, "refuses", refuses)
+
+    @property
+    def info(self):
+        return sd.VerifierInfo("mine", lossless=True, siblings=self.takes)
+
+    def check(self, proposal):
+        super().check(proposal)
+        if self.refuses and proposal.source is not None:
+            raise ValueError("it takes no independent siblings")
+
+
+class ByTheFirstShape(OfSiblings):
+    """All rows have the first row's tree."""
+
+    def __call__(self, proposal, probs, context, rng):
+        parents = proposal.parents[:1].expand_as(proposal.parents)
+        return super().__call__(replace(proposal, parents=parents), probs, context, rng)
+
+
+class Squared(sd.Coupled):
+    """Races with the squares of the probabilities."""
+
+    def __call__(self, proposal, probs, context, rng):
+        squares = probs**2
+        return super().__call__(
+            proposal, squares / squares.sum(-1, keepdim=True).clamp(min=1e-9), context, rng
+        )
+
+
 class Never(Chains):
     def check(self, proposal):
         raise ValueError("never")
@@ -269,9 +317,15 @@ def from_q(rest, p, drawn, rejected):
     return torch.where(rejected, drawn, rest)
 
 
+ALL = sd.VerifierInfo("any").siblings
+
 PLANTED: list[tuple[str, Any]] = [
     ("declaration", Lossy()),
     ("declaration", NoShortcut()),
+    ("declaration", OfSiblings(("in sequence",))),
+    ("declaration", OfSiblings(())),
+    ("check", OfSiblings(("in turn", "independent"))),
+    ("check", OfSiblings(ALL, refuses=True)),
     ("check", Never()),
     ("check", Checks()),
     ("path", Calls(skips)),
@@ -281,6 +335,10 @@ PLANTED: list[tuple[str, Any]] = [
     ("support", Calls(with_steps(ratio=lambda ratio, live: ratio.clamp(min=1e-300)))),  # u <= p / q
     ("support", Calls(with_steps(bonus=from_q))),
     ("shortcut", Shortcut()),
+    ("shortcut", ShortcutByTheBatch()),
+    ("absent nodes", ShortcutReadsAbsent()),
+    ("mates", ByTheFirstShape(ALL)),
+    ("lossless", Squared()),
     ("mates", Calls(by_the_batch)),
     ("mates", Calls(by_the_place)),
     ("absent nodes", Calls(reads_absent)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
@@ -12,7 +12,7 @@ import specdec.testing.draft_rules as rules
 from specdec import tree
 from specdec.audit.certify import certify
 from specdec.builder import decoder
-from specdec.capabilities import DraftInfo, DraftPart
+from specdec.capabilities import DraftInfo, DraftPart, Siblings
 from specdec.models import TableModel
 from specdec.protocols import JoinableCache, LanguageModel, Verifier
 from specdec.rng import ACCEPT, BONUS, TARGET, Key
@@ -91,6 +91,7 @@ def declares(case: Case) -> None:
     info = DraftInfo.of(case.draft)
     rules.DECLARATION.require(isinstance(info.name, str) and info.name, f"its name is {info.name!r}")
     rules.DECLARATION.require(info.trees in (False, True), f"trees is {info.trees!r}")
+    rules.DECLARATION.require(info.siblings in get_args(Siblings), f"siblings is {info.siblings!r}")
     rules.DECLARATION.require(
         callable(info.nodes), f"nodes is {info.nodes!r} and not a function of the length"
     )
@@ -103,6 +104,7 @@ def declares(case: Case) -> None:
     rules.NODES,
     rules.VOCABULARY,
     rules.PROBABILITIES,
+    rules.SIBLINGS,
     rules.STATE,
     also=(rules.PROVENANCE, rules.KEYS),
 )
@@ -162,8 +164,9 @@ def dropped(proposal: Proposal, log: Log, requests: Sequence[int]) -> list[tuple
                     del left[i]
                     break
             else:
-                rules.PROVENANCE.broken(
-                    f"node {n} of row {request}, token {token}, was not drawn from the distribution that it carries"
+                rules.PROVENANCE.require(
+                    float(q[token]) == 1,  # a point mass needs no draw
+                    f"node {n} of row {request}, token {token}, was not drawn from the distribution that it carries",
                 )
     return left
 

@@ -10,6 +10,8 @@ from specdec.capabilities import DraftInfo
 from specdec.executors.round import check
 from specdec.testing.rules import Rule
 from specdec.types import Proposal
+from specdec.verifiers.distinct import check_distinct
+from specdec.verifiers.kseq import check_independent
 
 DECLARATION = Rule(
     "declaration", "give it init, propose, observe and select, and info = DraftInfo(name, ...)"
@@ -38,6 +40,11 @@ PROVENANCE = Rule(
     "provenance",
     "draw each node by rng.categorical(q, key) and pass on that same q with provenance='sampled'; leave probs out for tokens that "
     "were chosen without randomness",
+)
+SIBLINGS = Rule(
+    "siblings",
+    "declare how the children of a node are drawn, DraftInfo(..., siblings=...), and let them carry it: 'independent' ones share a source, "
+    "'distinct' ones each carry the first one's distribution without the tokens of elder ones; otherwise 'in turn'",
 )
 KEYS = Rule(
     "keys",
@@ -119,3 +126,7 @@ def contract(info: DraftInfo, proposal: Proposal, budget: Tensor, vocab_size: in
         PROBABILITIES.require(bool((q >= 0).all()), "a probability is negative or NaN")
         off = float((q.sum(-1) - 1).abs().max())
         PROBABILITIES.require(off <= 1e-6, f"probabilities sum to 1 only within {off:.1e}")
+    demands = {"independent": check_independent, "distinct": check_distinct}
+    if N and info.siblings in demands:
+        with SIBLINGS.errors(f"the check of siblings that are declared {info.siblings!r}"):
+            demands[info.siblings](proposal, "a verifier that")

@@ -204,14 +204,14 @@ def absent(case: Case) -> None:
         proposal, probs, context, rng = example
         N, size = proposal.nodes, probs.shape[-1]
         dead = torch.arange(N) >= proposal.size[:, None]
-        drawn, sources = proposal.probs is not None, proposal.sources()
+        q, sources = proposal.probs, proposal.sources()
         for token, parent, source in ((size - 1, torch.arange(N) - 1, 0), (99, 99, 99), (-99, -99, -99)):
             wild = replace(
                 proposal,
                 tokens=torch.where(dead, token, proposal.tokens),
                 parents=torch.where(dead, parent, proposal.parents),
-                probs=torch.where(dead[..., None], torch.nan, proposal.probs) if drawn else None,
-                source=torch.where(dead, source, sources) if drawn else None,
+                probs=None if q is None else torch.where(dead[..., None], torch.nan, q),
+                source=None if q is None else torch.where(dead, source, sources),
             )
             nothing = torch.where(dead[..., None], torch.nan, probs[:, 1:])
             found = case.verifier(wild, torch.cat([probs[:, :1], nothing], 1), context, rng)
