@@ -164,7 +164,7 @@ def test_the_loss_compares_each_depth_with_the_targets_law_there(name):
     found = float(Judge(head, ByDepth(loss, 0.5), head.ends.logits)(out, batch))
     said = list(head_steps(head, tokens, layers_of(head, batch), 3, out.at[..., 0]))
     total = [0.0, 0.0, 0.0]
-    for n, (logits, sure) in enumerate(said):
+    for n, (logits, sure, _) in enumerate(said):
         terms, texts = torch.zeros(4, dtype=torch.float64), 0
         for b in range(2):
             for i, a in enumerate(out.at[b, :, 0].tolist()):

@@ -68,7 +68,7 @@ class Masked(HFModel):
             model = model.plain
         if type(model) is not HFModel:  # a subclass's own forward would be lost
             raise TypeError(
-                f"model is a {type(model).__name__}, whose own score a mask would bypass: give the HFModel without it, HFModel(your_model)"
+                f"model is a {type(model).__name__}: give an HFModel, HFModel(your_model); a mask would bypass the score of another class"
             )
         whole("block", block)
         if block < 1:
