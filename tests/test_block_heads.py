@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 import torch
-from contracts.test_drafts import BUDGETS, Session, contract, model_of
+from contracts.test_drafts import model_of
 from test_head_contract import MADE, makes
 from test_heads import PROMPTS, observed, shake, texts
 from tiny import tiny
@@ -17,6 +17,7 @@ import specdec as sd
 from specdec.audit.certify import certify
 from specdec.drafts.heads import Chain, DDTree, DFlash, DFlash2, DSpark, DynamicTree, Eagle3, Head, PEagle
 from specdec.masks import streaming
+from specdec.testing.session import BUDGETS, Session
 from specdec.training.anchored import blocks, steps
 
 BLOCK = {name: MADE[name] for name in ("dflash", "dspark", "peagle", "dflash2")}
@@ -315,11 +316,10 @@ def test_a_chain_ends_before_the_first_token_of_low_confidence(target):
 @pytest.mark.parametrize(("name", "tree"), [("dflash", DDTree(6)), ("dspark", STOP)], ids=["ddtree", "stop"])
 def test_ddtree_and_the_stop_keep_the_contract_of_drafts(name, tree):
     """Budgets, parents and sizes, between rounds of other drafts."""
-    draft, setting = Head(BLOCK[name](model_of("own target")), tree), {"temperature": 1.0}
-    session = Session(draft, setting)
+    target = model_of("own target")
+    session = Session(Head(BLOCK[name](target), tree), target, sd.Sampling())  # it tests every proposal
     for number, budgets in enumerate([[min(n, 3) for n in row] for row in BUDGETS] * 2):
-        round = session.round(budgets, foreign=number % 3 == 1)
-        contract(session.draft, round.proposal, torch.tensor(budgets))
+        session.round(budgets, foreign=number % 3 == 1)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "gpt_oss", "mixtral"])
