@@ -110,7 +110,7 @@ def test_a_trimmed_model_drafts_the_same_by_every_path(target, how):
 
 def test_a_mask_refuses_a_trimmed_model():
     small = TrimmedModel(pruning.keep_tokens(tiny("llama", dtype=torch.float32), range(5)))
-    with pytest.raises(TypeError, match="model is a TrimmedModel: give an HFModel.*a mask would bypass"):
+    with pytest.raises(TypeError, match=r"model is a TrimmedModel: give an HFModel.*a mask would bypass"):
         sd.models.Windowed(small)
 
 
