@@ -1,8 +1,8 @@
 """The library's own contract tests, for parts of your own, in pytest or a notebook.
 
-Each ``check_...`` tries the rules of one kind of part. It raises ``BrokenRule``, an ``AssertionError`` that names the rule and the
-remedy, or returns ``Kept``, which lists the rules that are kept and what was not tried. ``certify`` computes the distribution of a whole
-decoder's output, or of one that is built around a verifier.
+Each ``check_...`` tries the rules of one kind of part. If a rule is broken, it raises ``BrokenRule``, an ``AssertionError`` that names the rule
+and the remedy. Otherwise it returns ``Kept``, which lists the rules that are kept and what was not tried. ``certify`` computes the
+distribution of the output of a whole decoder; given a verifier, it builds a decoder around it.
 """
 
 from specdec.audit.certify import Certificate, certify, certify_coupled

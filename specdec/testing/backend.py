@@ -1,4 +1,4 @@
-"""``check_backend``: the rules of ``kernels.attention.contract``, tried on an attention backend of anybody's."""
+"""``check_backend``: tries the rules of ``kernels.attention.contract`` on an attention backend, the library's or your own."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def check_backend(
 
     Args:
         backend: an object or a module with ``refuses``, ``attend`` and ``attend_with_lse``, or a name of ``BACKENDS``.
-        device, dtype: of the tensors. heads: of the query (of keys: 2). size: of a head.
+        device, dtype: of the tensors. heads: how many the query has (keys have 2). size: of a head.
     Returns:
         the rules that are kept, and how many kinds of calls the backend refused.
     Raises:
-        BrokenRule: the first rule that is broken, the call and the remedy. TypeError: it lacks a method.
+        BrokenRule: the first rule that is broken, the call and the remedy. TypeError: the backend lacks a method.
     """
     name = backend if isinstance(backend, str) else name_of(backend)
     if not isinstance(backend, str):

@@ -1,4 +1,4 @@
-"""``check_draft``: the rules of ``docs/drafts.md``, tried on a draft of anybody's."""
+"""``check_draft``: tries the rules of ``docs/drafts.md`` on a draft, the library's or your own."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def check_draft(
 
     Args:
         draft: an object with the methods of ``protocols.Draft``.
-        target: the model that it drafts for. By default a random table of the vocabulary that the draft declares (``DraftInfo.model``), or
-            else of 6 tokens. A draft that reads its target (``taps``, ``follow``) needs one that has layers or a cache, such as a tiny
-            ``HFModel`` in float64. A vocabulary of at most 8 tokens lets the texts be enumerated (``certify``).
+        target: the model that it drafts for. The default is a random table over the vocabulary that the draft declares (``DraftInfo.model``),
+            or over 6 tokens. A draft that reads its target (``taps``, ``follow``) needs a target with layers or a cache, such as a tiny
+            ``HFModel`` in float64. With a vocabulary of at most 8 tokens the texts can be enumerated (``certify``).
         samplings: settings to try. only: some tests (``SUITE.names``); ``None``: all.
     Returns:
         the rules that are kept, and what was not tried.
     Raises:
-        BrokenRule: the first rule that is broken, and the remedy. TypeError: a class is given. ValueError: the target is needed.
+        BrokenRule: the first rule that is broken, and the remedy. TypeError: a class is given. ValueError: this draft needs a target.
     """
     draft = instance(draft, "draft")
     return SUITE.run(
@@ -69,7 +69,7 @@ class Case:
         return Session(self.draft, self.target, sampling, **more)
 
     def play(self, sampling: Sampling, **more: Any) -> list[dict[int, Seen]]:
-        """What exists of each row in every round of ``BUDGETS``."""
+        """What each row proposes and commits in every round of ``BUDGETS``, without the batch's padding."""
         session = self.session(sampling, **more)
         return [seen(session.round(budgets)) for budgets in BUDGETS]
 
@@ -109,7 +109,7 @@ def declares(case: Case) -> None:
     also=(rules.PROVENANCE, rules.KEYS),
 )
 def proposals(case: Case) -> None:
-    """Ragged budgets, zeros among them; the session tests every proposal, and that states stay as they were."""
+    """Budgets that differ between rows, zero included; the session tests every proposal, and that states are not changed in place."""
     for sampling in case.samplings:
         session = case.session(sampling)
         for budgets in BUDGETS * 2:
@@ -150,7 +150,7 @@ def _shown(names: set[Name]) -> str:
 
 
 def dropped(proposal: Proposal, log: Log, requests: Sequence[int]) -> list[tuple[int, Decision]]:
-    """The drawn tokens that no submitted node shows; breaks ``provenance`` unless each sampled node was drawn from its distribution."""
+    """The drawn tokens that have no submitted node; breaks ``provenance`` unless each sampled node was drawn from its distribution."""
     left = [entry for entry in log if entry[1].token != COIN]
     if proposal.provenance != "sampled":
         return left
@@ -173,7 +173,7 @@ def dropped(proposal: Proposal, log: Log, requests: Sequence[int]) -> list[tuple
 
 @SUITE.test(rules.REPEATABLE)
 def repeats(case: Case) -> None:
-    """One draft serves any number of runs: what it remembers is in its states."""
+    """One draft object serves any number of runs, because everything that it remembers is in its states."""
     for sampling in case.samplings:
         once, _, again = (case.play(sampling, seed=seed) for seed in (7, 8, 7))
         how = _first_difference(again, once)
@@ -182,7 +182,7 @@ def repeats(case: Case) -> None:
 
 @SUITE.test(rules.ANTICIPATION)
 def anticipation(case: Case) -> None:
-    """Other values of what was dropped change nothing; and with any other value a node is submitted if and only if it was."""
+    """Other values of dropped nodes do not change the proposal. Whether a node is submitted does not depend on its value."""
     drawing = [sampling for sampling in case.samplings if not sampling.greedy]
     for sampling in drawing:
         unseen: dict[Name, int] = {}
@@ -198,7 +198,7 @@ def anticipation(case: Case) -> None:
 
 
 def _each_otherwise(case: Case, sampling: Sampling, number: int) -> None:
-    """Answer the decisions of round ``number`` otherwise, those of one depth and sibling at a time."""
+    """Replace the outcomes of round ``number``'s decisions by others, for one depth and sibling at a time."""
 
     def played(swap: Swap) -> list[tuple[int, Decision, bool]]:
         session = case.session(sampling, swap=swap)
@@ -222,7 +222,7 @@ def _each_otherwise(case: Case, sampling: Sampling, number: int) -> None:
 
 
 def _submissions(session: Session, budgets: Sequence[int]) -> list[tuple[int, Decision, bool]]:
-    """Each drawn token of a round, and whether a node shows it."""
+    """Each drawn token of a round, and whether it was submitted as a node."""
     requests = session.requests
     left = dropped(session.round(budgets).proposal, session.log, requests)
     return [(r, d, not any(d is other for _, other in left)) for r, d in session.log if d.token != COIN]
@@ -234,7 +234,7 @@ def _others(d: Decision) -> list[int]:
 
 
 def _first_difference(found: Sequence[Mapping[int, Seen]], expected: Sequence[Mapping[int, Seen]]) -> str:
-    """How the first round that differs does; empty if none does."""
+    """What differs in the first round that differs; empty if none does."""
     said = (f"round {n}, {how}" for n, pair in enumerate(zip(found, expected), 1) if (how := differs(*pair)))
     return next(said, "")
 
@@ -289,7 +289,7 @@ def others(case: Case) -> None:
 
 @SUITE.test(rules.CACHE)
 def consumed(case: Case) -> None:
-    """A cache that follows neither commits nor rows repairs itself, at the price of feeding everything once more."""
+    """A cache that has missed commits or changes of rows repairs itself, at the price of feeding everything once more."""
     session = case.session(case.samplings[-1])
     if not hasattr(session.state, "cache"):
         raise NotTried("its state has no cache")

@@ -1,4 +1,4 @@
-"""``check_mask``: the rules of ``docs/masks.md``, tried on a mask of anybody's."""
+"""``check_mask``: tries the rules of ``docs/masks.md`` on a mask, the library's or your own."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ def check_mask(mask: Any, *, part: bool = False, only: Collection[str] | None = 
 
     Args:
         mask: a ``masks.Mask``, or a function ``(b, h, q_position, kv_position) -> bool``, defined for 2 rows and 12 positions at least.
-        part: it is to be joined with others before it drives a model, as ``Window`` is; the rules of models are then not tried.
+        part: whether it is to be joined with others before it drives a model, as ``Window`` is; then the rules of models are not tried.
         only: some tests (``SUITE.names``); ``None``: all.
     Returns:
         the rules that are kept, and what was not tried.
     Raises:
-        BrokenRule: the first rule that is broken, and the remedy. TypeError: it is a class, or cannot be called.
+        BrokenRule: the first rule that is broken, and the remedy. TypeError: the mask is a class, or cannot be called.
     """
     given = instance(mask, "mask")
     if not callable(given):
@@ -71,7 +71,7 @@ def check_mask(mask: Any, *, part: bool = False, only: Collection[str] | None = 
 
 @dataclass(frozen=True)
 class Case:
-    """A mask; ``whole``: it is one by itself and not a function; ``part``: it is to be joined."""
+    """A mask. ``whole``: it is a ``masks.Mask``, not a function. ``part``: it is to be joined with others."""
 
     mask: Mask
     whole: bool

@@ -1,4 +1,4 @@
-"""``check_pruner``: the rules of ``docs/pruning.md``, tried on a KV pruner of anybody's, on plain tensors."""
+"""``check_pruner``: tries the rules of ``docs/pruning.md`` on a KV pruner, the library's or your own, with plain tensors."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def check_pruner(
     """Try the rules of KV pruners on ``pruner``.
 
     Args:
-        pruner: an object with the call of ``pruning.Pruner``. budgets: that it must serve, of rows with 5 to 14 slots; the first serves
-            most tests.
+        pruner: an object that is called as ``pruning.Pruner`` is. budgets: those that it must serve, for rows with 5 to 14 slots; most tests
+            use the first.
         only: some tests (``SUITE.names``); ``None``: all.
     Returns:
         the rules that are kept, and what was not tried.

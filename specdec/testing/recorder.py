@@ -1,4 +1,4 @@
-"""Random decisions that are written down, and answered otherwise where a check wants that."""
+"""Random decisions that are recorded, and replaced by other outcomes where a check wants that."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COIN = -1  # the token of a decision between yes and no
 
 
 class Decision(NamedTuple):
-    """A decision that a draft asked for: its key, the token and the distribution ``[V]`` that it came from."""
+    """A decision that a draft asked for: its key, the token, and the distribution ``[V]`` from which the token was drawn."""
 
     key: tuple[int, ...]
     token: int
@@ -28,10 +28,10 @@ Swap = Mapping[tuple[int, tuple[int, ...]], int]  # (request, key) -> another to
 
 @dataclass
 class Recorder:
-    """Real keyed decisions of rows ``requests``, written down in ``log`` as ``(request, Decision)``.
+    """Real keyed decisions for the rows ``requests``, recorded in ``log`` as ``(request, Decision)``.
 
     Args:
-        rule: what a key without sense breaks, and a race where there must be none (``races``). swap: decisions to answer otherwise.
+        rule: the rule that an invalid key breaks, and a race where there must be none (``races``). swap: decisions to replace, and by what.
     """
 
     rng: Any

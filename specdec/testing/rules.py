@@ -1,4 +1,4 @@
-"""Rules, suites that try them, and what they say: a broken rule is an ``AssertionError`` that names the rule and the remedy."""
+"""Rules, suites of tests that try them, and their reports: a broken rule is an ``AssertionError`` that names the rule and the remedy."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Rule:
 
     @contextmanager
     def errors(self, when: str) -> Iterator[None]:
-        """An exception in here breaks this rule. ``when``: what was done."""
+        """A context in which an exception breaks this rule. ``when``: what was being done."""
         try:
             yield
         except (BrokenRule, NotTried):
@@ -56,7 +56,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Kept:
-    """What a check found where no rule is broken.
+    """What a check returns if no rule is broken.
 
     Attributes:
         part: the part's name. rules: the names of the rules that it keeps. not_tried: test -> why it was left out.
@@ -73,10 +73,10 @@ class Kept:
 
 @dataclass(frozen=True)
 class Suite:
-    """Tests of one kind of part, in the order in which they run: later ones rely on the rules of earlier ones.
+    """Tests for one kind of part, in the order in which they run: later tests rely on the rules of earlier ones.
 
     Attributes:
-        kind: of part. tests: name -> the test, and the rules that it tries. An exception of the part breaks the first of them.
+        kind: of part. tests: name -> the test, and the rules that it tries. An exception in the part breaks the first of these rules.
     """
 
     kind: str
@@ -87,7 +87,7 @@ class Suite:
     def test(
         self, *rules: Rule, also: tuple[Rule, ...] = ()
     ) -> Callable[[Callable[[Any], None]], Callable[[Any], None]]:
-        """Decorator: add a test, which takes the case and is called by its function's name."""
+        """Decorator: add a test, a function of the case. The function's name is the test's."""
 
         def add(test: Callable[[Any], None]) -> Callable[[Any], None]:
             self.tests[test.__name__] = test, rules, also
@@ -140,7 +140,7 @@ class Suite:
 
 
 def name_of(part: Any) -> str:
-    """The name of a part in messages: its class's, or its own where it is a function."""
+    """The name of a part in messages: that of its class, or its own if it is a function."""
     own = getattr(part, "__name__", None)
     return own if isinstance(own, str) else type(part).__name__
 
@@ -151,7 +151,7 @@ def lacks(part: Any, *methods: str) -> list[str]:
 
 
 def instance(part: Any, kind: str) -> Any:
-    """The part; TypeError for a class."""
+    """The part itself; raises TypeError for a class."""
     if isinstance(part, type):
         raise TypeError(f"{kind} is the class {part.__name__}: give an object, such as {part.__name__}()")
     return part

@@ -1,4 +1,4 @@
-"""``check_selector``: the rules of ``docs/selectors.md``, tried on a selector of anybody's."""
+"""``check_selector``: tries the rules of ``docs/selectors.md`` on a selector, the library's or your own."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Case:
         return SelectorInfo.of(self.selector).full_information
 
     def select(self, state: Any, now: Context, room: Tensor, rng: Any) -> tuple[Tensor, Tensor, Any]:
-        """A choice; the state and the global generators stay as they are."""
+        """A choice of arms; checks that the state and the global generators are not changed."""
         before = snapshot(state)
         with no_global_draws(KEYS, "select()"):
             arm, prob, after = self.selector.select(state, now, room, rng)
@@ -112,7 +112,7 @@ class Case:
     def play(
         self, requests: Sequence[int], slots: int, arms: int | None = None, state: Any = None, start: int = 1
     ) -> tuple[Tensor, Any]:
-        """Arms ``[slots, B]`` and the last state; each slot's feedback comes before the next."""
+        """The arms ``[slots, B]`` that were chosen, and the last state; the feedback of each slot comes before the next slot."""
         A, B = arms or self.arms, len(requests)
         state = self.selector.init(A) if state is None else state
         rng, noise, chosen = Philox(seeds(0, B)), np.random.default_rng(0), []
@@ -124,7 +124,7 @@ class Case:
 
 
 def context(requests: Sequence[int], length: int | Sequence[int]) -> Context:
-    """Rows of requests after ``length`` tokens."""
+    """A context with a row for each request, after ``length`` tokens."""
     B = len(requests)
     at = torch.as_tensor(length).expand(B).clone()
     one = torch.ones(B, dtype=torch.long)
@@ -132,7 +132,7 @@ def context(requests: Sequence[int], length: int | Sequence[int]) -> Context:
 
 
 def plenty(arms: int, batch: int) -> Tensor:
-    """Capacities that bind nobody."""
+    """Capacities so large that they limit nothing."""
     return torch.full((arms,), max(batch, 1))
 
 
@@ -213,7 +213,7 @@ def keys_decide(case: Case) -> None:
 
 @SUITE.test(PROBABILITY)
 def arm_prob_is_the_frequency(case: Case) -> None:
-    """The same state under many seeds: each arm as often as its probability says, the rows before being the same."""
+    """The same state under many seeds: each arm is chosen as often as its probability says, given the choices for the rows before."""
     rows, A, many = 3, case.arms, 800
     _, state = case.play(list(range(rows)), 3)
     for tight in (False, True):
@@ -279,7 +279,7 @@ def micro_batches(case: Case) -> None:
 
 @SUITE.test(LEAVES)
 def requests_come_and_go(case: Case) -> None:
-    """What is remembered of a request goes with it, and feedback that comes after it is no error."""
+    """What is remembered of a request is dropped with the request, and feedback that comes after it is no error."""
     selector: Any = case.selector
     if not isinstance(selector, Leaves):
         raise NotTried("it has no leave(state, requests)")

@@ -1,4 +1,4 @@
-"""A draft among its surroundings, a round at a time, with every budget and every random decision in the check's hands."""
+"""A draft with a target and a verifier, played a round at a time; the check sets every budget and every random decision."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def prompts(vocab_size: int) -> list[list[int]]:
 
 
 class Session:
-    """Rows of ``prompts`` with a draft, a target and ``Rejection``.
+    """Rows of ``prompts``, decoded with a draft, a target and ``Rejection``.
 
     Args:
-        rows: the prompts, which are also the requests' numbers. seed: of the decisions. swap: decisions to answer otherwise.
+        rows: indices of the prompts, which are also the numbers of the requests. seed: of the decisions. swap: decisions to replace.
     Attributes:
         log: the decisions of the last ``propose``.
     """
@@ -64,7 +64,7 @@ class Session:
 
     @torch.inference_mode()  # as the decoder does
     def round(self, budgets: Sequence[int], foreign: bool = False) -> Round:
-        """Draft, verify, commit. ``budgets`` by request; ``foreign``: the round is another draft's."""
+        """Draft, verify, commit. ``budgets``: by request. ``foreign``: the round's proposal is from another draft."""
         budget = torch.tensor([budgets[b] for b in self.requests])
         self.log.clear()
         proposal = Proposal.none(self.context.batch)
@@ -86,7 +86,7 @@ class Session:
         return proposal
 
     def _called(self, name: str, method: Any, state: Any, *arguments: Any) -> Any:
-        """What a method of the draft returns; it must leave the state and the global generators as they are."""
+        """Call a method of the draft and return its result; the method must not change the state or the global generators."""
         before = snapshot(state)
         with no_global_draws(KEYS, f"{name}()"):
             answer = method(state, *arguments)
@@ -140,7 +140,7 @@ class Session:
 
     @torch.inference_mode()
     def join(self, other: Session) -> None:
-        """The rows of another session with the same draft come after this one's."""
+        """Append the rows of another session with the same draft."""
         mine, theirs = self.context, other.context
         wide = max(mine.tokens.shape[1], theirs.tokens.shape[1])
         parts = [
@@ -160,7 +160,7 @@ class Session:
 
 
 class Seen(NamedTuple):
-    """What exists of one row in one round, without the batch's padding."""
+    """The proposal of one row in one round and the tokens that it committed, without the batch's padding."""
 
     tokens: list[int]
     parents: list[int]
@@ -181,7 +181,7 @@ class Seen(NamedTuple):
 
 
 def seen(round: Round) -> dict[int, Seen]:
-    """Request -> what exists of its row."""
+    """Request -> what its row proposed and committed."""
     proposal, out = round.proposal, {}
     for b, request in enumerate(round.context.request.tolist()):
         n = int(proposal.size[b])
@@ -196,7 +196,7 @@ def seen(round: Round) -> dict[int, Seen]:
 
 
 def differs(found: Mapping[int, Seen], expected: Mapping[int, Seen]) -> str:
-    """How the rows of ``found`` differ from the same of ``expected``; empty if they do not."""
+    """How the rows of ``found`` differ from the same rows of ``expected``; empty if they do not."""
     for request, mine in found.items():
         theirs = expected[request]
         if not mine.like(theirs):

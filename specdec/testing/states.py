@@ -1,4 +1,4 @@
-"""What must not change behind a part's back: states, which are values, and the generators of torch, numpy and Python."""
+"""Finds changes that a part must not make: of states, which are values, and of the generators of torch, numpy and Python."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _PLAIN = (int, float, complex, str, bytes, bool, type(None))
 def snapshot(value: Any, name: str = "state") -> dict[str, str]:
     """Path -> a digest of each plain value, tensor and generator within ``value``.
 
-    Caches (objects with ``sync`` and ``commit``, and stores of keys and values) are left out: they are used once, and follow the tokens by
-    themselves. So are models, functions, and whatever else has no attributes.
+    Caches (objects with ``sync`` and ``commit``, and stores of keys and values) are left out, because they are used once and follow the
+    tokens by themselves. Models, functions, and whatever else has no attributes are left out, too.
     """
     return dict(_leaves(value, name, set()))
 
@@ -77,7 +77,7 @@ def _follows_tokens(value: Any) -> bool:
 
 @contextmanager
 def no_global_draws(rule: Rule, call: str) -> Iterator[None]:
-    """Breaks ``rule`` where a global generator is used in here."""
+    """A context in which any use of a global generator breaks ``rule``."""
     before = _generators()
     yield
     after = _generators()

@@ -1,4 +1,4 @@
-"""``check_verifier``: the rules of ``docs/verifiers.md``, tried on a verifier of anybody's, on plain tensors."""
+"""``check_verifier``: tries the rules of ``docs/verifiers.md`` on a verifier, the library's or your own, with plain tensors."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ SUITE = Suite("verifier")
 def check_verifier(verifier: Any, *, only: Collection[str] | None = None) -> Kept:
     """Try the rules of verifiers on ``verifier``, with every kind of proposal that its ``check`` takes.
 
-    Where it is declared lossless, the text of one round is enumerated exactly. ``certify(verifier)`` then enumerates whole decodings.
+    For a verifier that is declared lossless, the text of one round is enumerated exactly. ``certify(verifier)`` enumerates whole decodings.
 
     Args:
         verifier: an object with the methods of ``protocols.Verifier``, or a function ``(proposal, probs, context, rng) -> Verdict``.
@@ -61,7 +61,7 @@ def check_verifier(verifier: Any, *, only: Collection[str] | None = None) -> Kep
     Returns:
         the rules that are kept, and what was not tried.
     Raises:
-        BrokenRule: the first rule that is broken, and the remedy. TypeError: it is no verifier, or a class.
+        BrokenRule: the first rule that is broken, and the remedy. TypeError: ``verifier`` is no verifier, or a class.
     """
     part = instance(verifier, "verifier")
     return SUITE.run(name_of(part), Case(verifier_of(part)), only)
@@ -83,7 +83,7 @@ class Case:
 
     @cached_property
     def examples(self) -> list[tuple[Asked, Example, Verdict]]:
-        """Every kind, an example of it and the verdict."""
+        """Every kind of proposal, with an example of it and the verdict on it."""
         made = [(one, one.example(self.verifier, TABLE)) for one in self.asked]
         return [(one, example, self.verifier(*example)) for one, example in made]
 
@@ -199,7 +199,7 @@ def _among_chains(case: Case, name: Asked, example: Example, whole: Verdict) -> 
 
 @SUITE.test(ABSENT)
 def absent(case: Case) -> None:
-    """Whatever the entries of nodes that do not exist hold, and however many there are."""
+    """The verdict does not depend on what the entries of nodes that do not exist hold, nor on how many there are."""
     for name, example, expected in case.examples:
         proposal, probs, context, rng = example
         N, size = proposal.nodes, probs.shape[-1]
@@ -324,7 +324,7 @@ def distribution(case: Case) -> None:
 
 @SUITE.test(DECLARED)
 def declared(case: Case) -> None:
-    """An argmax that is declared as a sample of its distribution, the field's most common mistake."""
+    """An argmax that is declared as a sample of its distribution, the field's most common mistake, is refused, or verified exactly."""
     if not case.info.lossless:
         raise NotTried("it is not declared lossless")
     p, q = (

@@ -1,4 +1,4 @@
-"""Proposals that a verifier is tried with: shapes, and kinds of distributions, drawn as a draft draws them."""
+"""Proposals that a verifier is tried with: shapes of trees, and kinds of distributions, with nodes drawn as a draft draws them."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ KINDS = (
     "independent",
     "distinct",
 )
-"""What the nodes are drawn from: siblings in turn, each from a distribution of its own, but for the last two, which are as
-``DraftInfo.siblings`` says. The distribution of ``"independent"`` ones is stored once."""
+"""The distributions that nodes are drawn from. In the last two kinds siblings are drawn as ``DraftInfo.siblings`` says. In the others they are
+drawn in turn, each from a distribution of its own. The distribution of ``"independent"`` siblings is stored once."""
 
 GREEDY = (
     "point",
@@ -64,7 +64,7 @@ class Example(NamedTuple):
 
 @dataclass(frozen=True)
 class Asked:
-    """One kind of proposal: ``parents`` of the nodes of every row. ``whole``: rows have all nodes or none; otherwise any number."""
+    """One kind of proposal. ``parents``: of the nodes of every row. ``whole``: rows have all nodes or none, otherwise any number of them."""
 
     shape: str
     parents: tuple[int, ...]
@@ -76,7 +76,7 @@ class Asked:
         return f"{self.shape}, {self.kind}{', greedy' if self.greedy else ''}"
 
     def example(self, verifier: Verifier, table: TableModel, rows: int = ROWS, seed: int = 0) -> Example:
-        """For ``rows`` ragged rows."""
+        """An example with ``rows`` rows of different sizes."""
         context = Context.of([[b % table.vocab_size] * (1 + b % 4) for b in range(rows)])
         N = len(self.parents)
         number = torch.arange(rows) % (N + 1)
@@ -87,8 +87,8 @@ class Asked:
     def of(
         self, verifier: Verifier, table: TableModel, context: Context, rng: Rng, size: Tensor, q: Tensor
     ) -> Example:
-        """For given rows, decisions and sizes. Node by node, tokens are drawn with the draft's own keys, from ``q [B, N, V]`` or what
-        the kind makes of it."""
+        """An example for given rows, decisions and sizes. Tokens are drawn node by node, with the draft's own keys, from ``q [B, N, V]`` or
+        from what the kind makes of it."""
         B, V, shape, q = context.batch, table.vocab_size, self.parents, q.clone()
         N, drafts = len(shape), verifier.for_draft(rng)
         parents = torch.tensor(shape).expand(B, N).contiguous()
@@ -127,7 +127,7 @@ class Asked:
         return Example(proposal, torch.where(live[..., None], probs, 0), context, rng)
 
     def distributions(self, shape: tuple[int, ...], V: int) -> Tensor:
-        """``[*shape, V]`` random ones."""
+        """Random distributions ``[*shape, V]``."""
         made = np.random.default_rng(1).dirichlet([0.7] * V, size=shape)
         if self.kind == "zeros":
             made[..., ::2] = 0
@@ -137,7 +137,7 @@ class Asked:
 
 
 def asked(verifier: Verifier, table: TableModel, shapes: dict[str, tuple[int, ...]]) -> list[Asked]:
-    """The kinds of proposals that ``verifier.check`` takes: of ragged rows, or else of whole ones."""
+    """The kinds of proposals that ``verifier.check`` takes: those with rows of different sizes, or, if it refuses these, with whole rows."""
     return list(_asked(verifier, table, shapes))
 
 
@@ -157,7 +157,7 @@ def _asked(verifier: Verifier, table: TableModel, shapes: dict[str, tuple[int, .
 
 
 class Extreme:
-    """Decisions whose numbers are all ``u``: 0, or the largest below 1."""
+    """Decisions in which every random number is ``u``: 0, or the largest number below 1."""
 
     def __init__(self, u: float):
         self.u = u

@@ -1,4 +1,4 @@
-"""The distribution of one round's text: all draws of a draft and all decisions of a verifier enumerated, or the first token of seeded rows."""
+"""The distribution of one round's text: all draws and decisions are enumerated, or the first tokens of seeded rows are tested."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class _NoRaces(ScriptedRng):
 
 
 def off(verifier: Verifier, asked: Asked, table: TableModel, size: int, last: int) -> float:
-    """The total variation between the text of one round, continued by the target, and the target's.
+    """The total variation from the target, of the text that one round commits and the target continues.
 
-    Where it is 0 for every round the whole text has the target's distribution, by induction, since no round's numbers are used again.
+    If it is 0 for every round, the whole text has the target's distribution, by induction, because no round's random numbers are used again.
 
     Args:
         size: how many nodes of the shape exist. last: the committed token before them.
@@ -61,7 +61,7 @@ def off(verifier: Verifier, asked: Asked, table: TableModel, size: int, last: in
 
 
 def first_token(verifier: Verifier, asked: Asked, table: TableModel, rows: int = 8_000) -> float:
-    """The p-value of one test of seeded rows' first tokens, after all committed tokens; 0 where an impossible token was seen."""
+    """The p-value of one test of the first tokens of seeded rows, by the last token of the context; 0 if an impossible token was seen."""
     proposal, probs, context, rng = asked.example(verifier, table, rows, seed=3)
     first = verifier(proposal, probs, context, rng).tokens[:, 0]
     last = context.tokens.gather(1, context.length[:, None] - 1)[:, 0]
@@ -71,7 +71,7 @@ def first_token(verifier: Verifier, asked: Asked, table: TableModel, rows: int =
 
 
 def p_value(seen: Tensor, law: Tensor) -> float:
-    """Of the chi-square test of counts ``seen [..., V]``, whose rows are independent; 0 where an impossible token was seen."""
+    """The p-value of the chi-square test of counts ``seen [..., V]``, whose rows are independent; 0 if an impossible token was seen."""
     statistic, freedom = 0.0, 0
     for counts, probs in zip(seen.reshape(-1, seen.shape[-1]), law.reshape(-1, law.shape[-1])):
         some = probs > 0

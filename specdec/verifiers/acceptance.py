@@ -1,4 +1,4 @@
-"""The probability that one of k candidates is accepted at a node: of several verifiers, and the most that any verifier can reach.
+"""The probability that one of k candidates is accepted at a node: for several verifiers, and at most for any exact verifier.
 
 All functions take the target's distribution p and the draft's q, ``[..., V]``, and return ``[...]`` in float64. They use no random numbers.
 The optimum is that of Hu et al., "Towards optimal multi-draft speculative decoding" (arXiv 2502.18779); k-SEQ is from Sun et al., "SpecTr"
@@ -22,13 +22,13 @@ def single(p: Tensor, q: Tensor) -> Tensor:
 
 
 def recursive(p: Tensor, q: Tensor, k: int, replacement: bool = True, most: int = 4096) -> Tensor:
-    """k draws from q under recursive rejection (``verifiers.Rejection``).
+    """The probability that one of k draws from q is accepted by recursive rejection (``verifiers.Rejection``).
 
     Args:
-        replacement: the draws are independent, or else each is from q without the tokens drawn before it; when all tokens of q were drawn,
-            there are no further ones.
-        most: the most passes over the vocabulary. Draws without replacement need V^(k - 2), because what a draw is tried against depends
-            on the tokens before it.
+        replacement: ``True``: the draws are independent. ``False``: each draw is from q without the tokens drawn before it; when all
+            tokens of q have been drawn, the draws end.
+        most: the most passes over the vocabulary. Draws without replacement need V^(k - 2), because the residual that a draw is tested
+            against depends on the tokens before it.
     Raises:
         ValueError: more than ``most`` passes.
     """
@@ -57,8 +57,8 @@ def kseq(p: Tensor, q: Tensor, k: int) -> Tensor:
 def kseq_scale(p: Tensor, q: Tensor, k: int | Tensor) -> Tensor:
     """``[...]`` the ρ of k-SEQ: the smallest in [1, k] for which its residual is a distribution.
 
-    With β(ρ) the sum of min(q, p / ρ), it solves 1 - (1 - β)^k = ρ β. The left side falls in ρ and the right side does not, so the
-    interval is halved until its ends are neighbouring numbers. The upper one is returned: every ρ above the root is exact, none below it is.
+    Let β(ρ) be the sum of min(q, p / ρ). Then ρ solves 1 - (1 - β)^k = ρ β. The left side falls in ρ and the right side does not, so
+    bisection finds the root, down to two neighbouring numbers. The upper one is returned: every ρ above the root is exact, none below it is.
 
     Args:
         k: the number of draws, at least 1, or ``[...]`` one for each distribution.
@@ -77,12 +77,12 @@ def kseq_scale(p: Tensor, q: Tensor, k: int | Tensor) -> Tensor:
 def optimum(p: Tensor, q: Tensor, k: int, replacement: bool = True) -> Tensor:
     """The largest probability with which any verifier can accept one of k draws from q and keep the target's distribution.
 
-    It is 1 + the smallest of p(S) - Pr(all draws are in S) over all sets S of tokens. That is attained by the first tokens in the order of
-    falling q / p, so V sets are compared.
+    It is 1 + the minimum of p(S) - Pr(all draws are in S) over all sets S of tokens. The minimum is attained by a set of the first tokens
+    in the order of falling q / p, so V sets are compared.
 
     Args:
-        replacement: as for ``recursive``. Without it, ``Pr`` is an integral over the time until k tokens have arrived, of independent
-            exponential arrivals with rates q; the trapezoidal rule gives it to about 1e-13.
+        replacement: as for ``recursive``. Without replacement, ``Pr`` is an integral: the draws are the first k arrivals of independent
+            exponential clocks with rates q. The trapezoidal rule gives it to about 1e-13.
     """
     p, q = _checked(p, q, k)
     order = torch.where(p > 0, q / p, torch.inf).argsort(dim=-1, descending=True, stable=True)
@@ -92,7 +92,7 @@ def optimum(p: Tensor, q: Tensor, k: int, replacement: bool = True) -> Tensor:
 
 
 def greedy_set(p: Tensor, q: Tensor, k: int) -> Tensor:
-    """The k - 1 most probable tokens of q, chosen without randomness, and one draw from the rest of q: the optimum for such candidates.
+    """The optimum for a greedy set: the k - 1 most probable tokens of q, chosen without randomness, and one draw from the rest of q.
 
     ``Rejection`` attains it if the drawn token is tried first.
     """
@@ -104,7 +104,7 @@ def greedy_set(p: Tensor, q: Tensor, k: int) -> Tensor:
 
 
 def top_points(p: Tensor, q: Tensor, k: int) -> Tensor:
-    """The k most probable tokens of q, chosen without randomness: their probability under p, under every exact verifier."""
+    """The acceptance of the k most probable tokens of q, chosen without randomness: their probability under p, by any exact verifier."""
     p, q = _checked(p, q, k)
     return p.gather(-1, q.topk(min(k, q.shape[-1]), -1).indices).sum(-1)
 

@@ -22,13 +22,13 @@ from specdec.verifiers.rejection import Rejection, draw_bonus, drawn_from, resid
 class BlockVerification(Rejection):
     """At least the first i tokens of a chain are accepted with probability ``a_i = min(1, a_(i-1) p(x_i) / q(x_i))``, where ``a_0 = 1``.
 
-    The token after the accepted ones comes from norm(max(a_i p - q, 0)), or from p if the whole chain was accepted. The output has the
-    target's distribution. On average it accepts at least as many tokens as ``Rejection``, from the same chains; of point masses,
-    as many.
+    The bonus token comes from norm(max(a_i p - q, 0)) after i accepted tokens, or from p if the whole chain was accepted. The output has the
+    target's distribution. From the same drawn chains it accepts on average at least as many tokens as ``Rejection``; from point masses it
+    accepts equally many.
 
-    The paper makes one independent test for each prefix and accepts the longest prefix that passes. Here the first token is tested
-    first, and each token with its chance given that the tokens before it were accepted, so that a chain ends at the first failure. The number
-    of accepted tokens has the same distribution.
+    The paper makes one independent test for each prefix, and accepts the longest prefix that passes. Here the tokens are tested from the
+    first on. The test of a token has the probability of acceptance given that the tokens before it were accepted, and the first failure ends
+    the chain. The number of accepted tokens has the same distribution as in the paper.
 
     Args:
         trust_declared: as for ``Rejection``.
@@ -74,9 +74,9 @@ class BlockVerification(Rejection):
 def tests(proposal: Proposal, probs: Tensor, tokens: Tensor, size: Tensor) -> tuple[Tensor, Tensor]:
     """``weight [B, N + 1]``, the paper's a_i, and ``chance [B, N]``, the probability that node n is accepted if those before it were.
 
-    The paper's prefix of i tokens passes its test with probability h_i: a_i for the whole chain, else R / (R + 1 - a_i), where R is the
-    sum of max(a_i p - q, 0) after it. Some prefix of at least i tokens passes with probability H_i = h_i + (1 - h_i) H_(i+1),
-    and ``chance[:, i - 1]`` is H_i / H_(i-1).
+    In the paper, the prefix of i tokens passes its test with probability h_i. For the whole chain h_i is a_i. For shorter prefixes it is
+    R / (R + 1 - a_i), where R is the sum of max(a_i p - q, 0) at the node after the prefix. Some prefix of at least i tokens passes with
+    probability H_i = h_i + (1 - h_i) H_(i+1), and ``chance[:, i - 1]`` is H_i / H_(i-1).
 
     Args:
         tokens: ``[B, N]``, valid ids where there is no node. size: ``[B]``. Both are where ``probs [B, N + 1, V]`` are.

@@ -24,14 +24,14 @@ from specdec.types import Context, Proposal, Verdict
 class Coupled:
     """Accept a node iff it equals the target's draw there: the output is bit-identical to plain sampling with the same seeds.
 
-    This holds for every draft, tree, length, selector and executor, whatever they have seen, as long as the target's logits do
-    not depend on the batch (float32 and float64 barring ties). The acceptance probability is at most 1 - TV, and at least
+    This holds for every draft, tree, length, selector and executor, whatever these have seen, as long as the target's logits do not depend
+    on the batch (float32 and float64, except for ties). With one race, the acceptance probability is at most 1 - TV. It is at least
     (1 - TV) / (1 + TV) if the draft draws with the same keys, as the library's drafts do.
 
-    With ``candidates`` K there are K independent races: candidate j of a node runs race j, and the target's draw is the token that arrives first in
-    any of them. It is a draw from p as well, but another one, so plain decoding needs the same K to give the same text. K should be the
-    number of children of every node, as in ``drafts.Tree(model, (K, K))``: a race without a candidate lowers the acceptance, and candidate K
-    repeats candidate 0.
+    With ``candidates`` K there are K independent races. Candidate j of a node is the winner of race j over q. The target's draw is the
+    token that arrives first in any of the races over p. This draw has the distribution p as well, but it differs from the draw with one race,
+    so plain decoding gives the same text only with the same K. K should be the number of children of every node, as in
+    ``drafts.Tree(model, (K, K))``: a race without a candidate lowers the acceptance, and candidate K repeats candidate 0.
 
     Args:
         candidates: K, the number of races.
@@ -67,7 +67,7 @@ class Coupled:
 
 
 class _Shared:
-    """Gives drafts the target's random numbers: the first candidate at a depth races with the key of the token's position."""
+    """Gives drafts the target's random numbers: the first candidate at a depth is drawn by a race with the key of the token's position."""
 
     def __init__(self, rng: Rng):
         self.rng = rng

@@ -1,4 +1,4 @@
-"""Optimal transport for siblings drawn without replacement, by a linear program: exact and the most there can be, for small vocabularies.
+"""Optimal transport for siblings drawn without replacement, by a linear program: exact and optimal, for small vocabularies.
 
 The program is that of SpecTr (Sun et al., arXiv 2310.15141, section 3), with one case for each set of drawn tokens.
 """
@@ -30,15 +30,15 @@ Planner = Callable[[np.ndarray, np.ndarray, int, int], Plan]
 
 @dataclass(frozen=True)
 class DistinctTransport(Rejection):
-    """One of k distinct siblings is chosen by an optimal flow, and accepted with min(1, p / w), else norm(max(p - w, 0)) gives the token.
+    """One of k distinct siblings is chosen by an optimal flow and accepted with min(1, p / w); else norm(max(p - w, 0)) gives the token.
 
-    The flow is from every set of k tokens, with the probability that it was drawn, to its tokens, at most p to each. w is what reaches each
-    token. It accepts with probability ``acceptance.optimum(p, q, k, replacement=False)``, and the output has the target's distribution however
-    precisely the program was solved, because w is computed from its solution.
+    The flow goes from every set of k tokens to the tokens of that set. A set sends at most the probability that it was drawn, and a token
+    receives at most p. w is what each token receives. The acceptance probability is ``acceptance.optimum(p, q, k, replacement=False)``. The
+    output has the target's distribution however precisely the program was solved, because w is computed from its solution.
 
-    It demands that siblings were drawn without replacement and that their number was settled before the first was drawn
-    (``DraftInfo.siblings`` is ``"distinct"``). The program has as many cases as there are sets, so it is for small vocabularies: to measure what
-    could be won, not to decode quickly. Chains and point masses are verified as by ``Rejection``.
+    The siblings must be drawn without replacement, and their number must be settled before the first is drawn (``DraftInfo.siblings`` is
+    ``"distinct"``). The program has one case for each set, so it is for small vocabularies: to measure what could be won, not to decode
+    quickly. Chains and point masses are verified as by ``Rejection``.
 
     Args:
         trust_declared: as for ``Rejection``. most: the most sets, of the tokens that the draft can draw.
@@ -65,7 +65,7 @@ class DistinctTransport(Rejection):
 
 
 def plan(p: np.ndarray, q: np.ndarray, k: int, most: int) -> Plan:
-    """Sets of k tokens ``[S, k]``, ascending, the probability ``[S]`` that each is drawn, and the flow ``[S, k]`` to its tokens."""
+    """Sets of k tokens ``[S, k]``, ascending; the probability ``[S]`` that each set is drawn; and the flow ``[S, k]`` to its tokens."""
     some = np.flatnonzero(q > 0)
     if k == 1:
         return some[:, None], q[some], np.minimum(p, q)[some, None]
@@ -102,7 +102,7 @@ def flow(p: np.ndarray, sets: np.ndarray, mass: np.ndarray) -> np.ndarray:
 def rule(
     p: Tensor, q: Tensor, tokens: Tensor, asked: Tensor, most: int, planned: Planner = plan
 ) -> tuple[Tensor, Tensor]:
-    """The chance that each candidate is the accepted one, and the residual: ``levels.Rule``.
+    """The probability that each candidate is the accepted one, and the residual: ``levels.Rule``.
 
     Raises:
         ValueError: there are more than ``most`` sets.
@@ -131,7 +131,7 @@ def rule(
 
 
 def check_distinct(proposal: Proposal, name: str) -> None:
-    """Raise ValueError for a node whose children were not drawn from one distribution, each without its elder siblings' tokens."""
+    """Raise ValueError unless the children of each node were drawn from one distribution without replacement."""
     if proposal.probs is None:
         return
     N, sources = proposal.nodes, proposal.sources()

@@ -1,4 +1,4 @@
-"""FLy, which is lossy: a rejection is overridden where the target is uncertain and accepts the tokens that follow.
+"""FLy, which is lossy: it keeps a rejected token where the target is uncertain and the tokens that follow pass.
 
 Li et al., "Training-free loosely speculative decoding: accepting semantically correct drafts beyond exact match" (arXiv 2511.22972); sampled
 tokens are tested as in vllm#53987.
@@ -26,10 +26,10 @@ LARGEST = 3  # probabilities whose entropy is taken
 class FLy(Rejection):
     """``Rejection`` of chains that keeps a rejected token under three conditions. **The output is not the target's.**
 
-    The conditions: the three largest probabilities of p have an entropy, the sum of -p log p, of at least ``entropy`` nats; the chain has
-    ``window`` more tokens, which all pass their own tests; and p of the token is not 0. So a token's fate depends on the tokens after it, and
-    there is no closed form for the distance from the target; ``audit.certify`` computes it for small examples. At temperature 0 the
-    entropy is 0, and nothing is kept that ``Rejection`` drops.
+    The conditions: the three largest probabilities of p have an entropy (the sum of -p log p) of at least ``entropy`` nats; the chain has
+    ``window`` more tokens, which all pass their own tests; and the token has p > 0. So whether a token is kept depends on the tokens after
+    it, and the distance from the target has no closed form. ``audit.certify`` computes it for small examples. At temperature 0 the entropy is
+    0, and no token is kept that ``Rejection`` drops.
 
     Args:
         entropy: in nats. window: how many tokens must follow. trust_declared: as for ``Rejection``.

@@ -21,11 +21,11 @@ from specdec.verifiers.rejection import Rejection, draw_bonus
 
 @dataclass(frozen=True)
 class FusedRejection(Rejection):
-    """``Rejection`` that takes the target's logits if sampling is a temperature and nothing else.
+    """``Rejection`` that works on the target's logits if sampling has a temperature and nothing else.
 
-    Its decisions are those of ``Rejection`` with the same random numbers, up to the rounding of probabilities;
-    ``kernels/rejection/reference.py`` says how rarely they differ. ``Round.probs`` is then ``None``. Under other sampling, and for
-    trees, it is ``Rejection``. On the CPU nothing is fused, and nothing is gained.
+    It decides as ``Rejection`` does with the same random numbers, up to the rounding of probabilities;
+    ``kernels/rejection/reference.py`` says how rarely they differ. ``Round.probs`` is then ``None``. With other sampling, and for trees, it
+    calls ``Rejection``. On the CPU no kernels are fused, and nothing is gained.
 
     Args:
         trust_declared: as for ``Rejection``.

@@ -23,13 +23,13 @@ from specdec.verifiers.rejection import Rejection
 class KSeq(Rejection):
     """The first of k siblings that passes its test is accepted, else the token comes from norm(p - min(q, p / ρ) A / β).
 
-    β is the sum of min(q, p / ρ), one sibling's acceptance, and A = 1 - (1 - β)^k. The smallest valid ρ is taken
-    (``acceptance.kseq_scale``), for each row and node. The output has the target's distribution, and A is at least 1 - (1 - 1/k)^k of the
-    most that any verifier can accept (``acceptance.optimum``).
+    β, the sum of min(q, p / ρ), is the acceptance of one sibling, and A = 1 - (1 - β)^k is that of all. For each row and node ρ is the
+    smallest valid one (``acceptance.kseq_scale``). The output has the target's distribution, and A is at least 1 - (1 - 1/k)^k of the most
+    that any verifier can accept (``acceptance.optimum``).
 
-    It demands that the siblings were drawn independently of one another from one distribution, and that their number was settled before
-    (``DraftInfo.siblings`` is ``"independent"``). After a token that several siblings have, the children of all of them are candidates if
-    they were drawn from the same distribution: so a tree of k chains is verified as SpecTr verifies k drafts. Chains and point masses are
+    The siblings must be drawn independently from one distribution, and their number must be settled before (``DraftInfo.siblings`` is
+    ``"independent"``). If several siblings have the accepted token, the children of all of them are the next candidates, provided that they
+    were drawn from the same distribution. So a tree of k chains is verified as SpecTr verifies k drafts. Chains and point masses are
     verified as by ``Rejection``.
 
     Args:
@@ -52,7 +52,7 @@ class KSeq(Rejection):
 
 
 def rule(p: Tensor, q: Tensor, tokens: Tensor, asked: Tensor) -> tuple[Tensor, Tensor]:
-    """The chance that each candidate is the accepted one, and the residual: ``levels.Rule``."""
+    """The probability that each candidate is the accepted one, and the residual: ``levels.Rule``."""
     k = asked.sum(1).clamp(min=1)
     return tests(p, q, tokens, asked, k, kseq_scale(p, q, k))
 

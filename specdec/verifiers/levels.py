@@ -1,4 +1,4 @@
-"""The way down a tree, level by level, for verifiers that look at all candidates for the next token at once."""
+"""Walks down a tree, level by level, for verifiers that look at all candidates for the next token at once."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class Rule(Protocol):
 def descend(
     proposal: Proposal, probs: Tensor, context: Context, rng: Rng, rule: Rule, merge: bool
 ) -> Verdict:
-    """At each level one candidate is accepted, and its children are the next candidates, or the bonus token ends the block.
+    """At each level one candidate is accepted and its children are the next candidates; or none is, and the bonus token ends the block.
 
     Args:
         proposal: of drawn nodes, not point masses.
-        merge: children of the accepted node's siblings with the same token are candidates, too, if they were drawn from the same
-            distribution. So several chains go on together as long as they are equal.
+        merge: if siblings of the accepted node have its token, their children are candidates, too, provided that they were drawn from the
+            same distribution. So several chains go on together as long as they are equal.
     """
     B, N = proposal.tokens.shape
     device = probs.device
@@ -76,7 +76,7 @@ def descend(
 
 
 def _drawn_from(proposal: Proposal, rows: Tensor, node: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-    """``[B, V]`` what ``node [B]`` was drawn from, and ``[B, N]`` which nodes were drawn from the same distribution."""
+    """``[B, V]`` the distribution that ``node [B]`` was drawn from, and ``[B, N]`` which nodes were drawn from the same one."""
     assert proposal.probs is not None
     sources = proposal.sources(like.device)
     mine = sources[rows, node]

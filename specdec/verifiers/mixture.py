@@ -22,9 +22,9 @@ from specdec.verifiers.rejection import Rejection
 class Mixture:
     """``Rejection`` with ``weight p + (1 - weight) q`` in place of p wherever a node was drafted. **The output is not the target's.**
 
-    A drafted position has exactly that distribution, and so a total variation of ``(1 - weight) TV(p, q)`` from the target's. The token
-    after the last accepted node of a path comes from p. In a tree, q is the distribution of a node's first child; siblings are then tried as
-    by ``Rejection``.
+    The token at a drafted position has exactly that mixture as its distribution, which has a total variation of ``(1 - weight) TV(p, q)``
+    from the target's. The token after the last accepted node of a path, where nothing was drafted, comes from p. In a tree, q is the
+    distribution of a node's first child, and siblings are tried as by ``Rejection``.
 
     Args:
         weight: of the target, 0 to 1; 1 is ``Rejection``, and at 0 the draft is never rejected. trust_declared: as for ``Rejection``.

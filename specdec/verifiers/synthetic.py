@@ -21,9 +21,9 @@ from specdec.verifiers.rejection import draw_bonus
 class Synthetic:
     """Accept a drafted token with a given probability, whatever the models say. **The output is not the target's.**
 
-    A round then has as many tokens as under a draft with this acceptance, and costs what the parts cost, so the speed of a
-    draft that is yet to be trained can be measured with random weights of its shape. In a tree, the first child of the last accepted node is
-    accepted with that probability, and the others never. The token after the accepted ones comes from p.
+    A round then has as many tokens as with a draft of this acceptance, and costs what its parts cost. So the speed of a draft that is yet to
+    be trained can be measured with random weights of the same shape. In a tree, the first child of the last accepted node is accepted
+    with that probability, and its siblings never. The token after the accepted ones comes from p.
 
     Args:
         acceptance: the probability that a token is accepted if those before it were: one number, or one for each depth, of which the last

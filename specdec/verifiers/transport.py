@@ -1,8 +1,8 @@
-"""Optimal transport for independent siblings: the largest acceptance that any verifier can reach, for any number of them and any vocabulary.
+"""Optimal transport for independent siblings: at each node the largest acceptance that any verifier can reach, for any k and any vocabulary.
 
-Every verifier of several candidates chooses one of them and accepts it as if it had been drawn from the law w of that choice (Khisti et al.,
-"Multi-draft speculative sampling: canonical decomposition and theoretical limits", arXiv 2410.18234). Here w and a way to choose by it are found
-by sorting: the largest acceptance is attained where the sets of Hu et al. (arXiv 2502.18779) are prefixes of the vocabulary.
+Every verifier of several candidates chooses one of them and accepts it as if it had been drawn from w, the distribution of the choice (Khisti et
+al., "Multi-draft speculative sampling: canonical decomposition and theoretical limits", arXiv 2410.18234). Here sorting gives w and a way
+to choose with it: the minimum over sets of Hu et al. (arXiv 2502.18779) is attained by a prefix of the sorted vocabulary.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from specdec.verifiers.rejection import Rejection
 
 @dataclass(frozen=True)
 class OptimalTransport(Rejection):
-    """One of k siblings is chosen, and accepted with min(1, p / w), else the token comes from norm(max(p - w, 0)).
+    """One of k siblings is chosen and accepted with min(1, p / w); else the token comes from norm(max(p - w, 0)).
 
-    w is the law of the choice, which accepts with probability ``acceptance.optimum(p, q, k)``. The output has the target's distribution.
+    w is the distribution of the choice, and ``acceptance.optimum(p, q, k)`` the acceptance probability. The output has the target's distribution.
 
-    It demands what ``KSeq`` demands, and goes on like it after a token that several siblings have. It is optimal at each node; over several
-    levels no verifier is known to be. Chains and point masses are verified as by ``Rejection``. It sorts the vocabulary at each level, and
-    takes a few passes over it for each node.
+    Siblings must be drawn as for ``KSeq``. If several siblings have the accepted token, it goes on with their children as ``KSeq`` does. It
+    is optimal at each node; no verifier is known to be optimal over several levels. Chains and point masses are verified as by ``Rejection``.
+    It sorts the vocabulary at each level, and takes a few passes over it for each node.
 
     Args:
         trust_declared: as for ``Rejection``.
@@ -53,11 +53,12 @@ class OptimalTransport(Rejection):
 
 
 def moved(place: Tensor, q: Tensor, mean: Tensor, lacks: Tensor, spare: Tensor) -> Tensor:
-    """``[B, V]`` the law of the token to which a candidate at ``place [B]`` is moved.
+    """``[B, V]`` the distribution of the token to which a candidate at ``place [B]`` is moved.
 
-    What the first tokens lack is taken from the first that have it to spare: amounts are matched in order, as whole multiples of 2^-60, so that
-    the parts of an amount add up to it. To move an amount from token l to an earlier token j, a mass of amount / (mean_l - mean_j) of q
-    is exchanged. Never more than all of q_j or q_l is, because w / q rises and is between the two means.
+    What the first tokens lack is taken from the first tokens that have it to spare. Amounts are matched in order, as whole multiples of
+    2^-60, so that the parts of an amount add up to it. To move an amount from token l to an earlier token j, a mass of
+    amount / (mean_l - mean_j) of q is exchanged between them. This mass is at most q_j and at most q_l, because w / q rises and is between
+    the two means.
     """
     at, index = place[:, None], torch.arange(q.shape[1], device=q.device)
     mine = lacks.gather(1, at) > 0
@@ -74,12 +75,12 @@ def moved(place: Tensor, q: Tensor, mean: Tensor, lacks: Tensor, spare: Tensor) 
 def rule(
     p: Tensor, q: Tensor, tokens: Tensor, asked: Tensor, move: Callable[..., Tensor] = moved
 ) -> tuple[Tensor, Tensor]:
-    """The chance that each candidate is the accepted one, and the residual: ``levels.Rule``.
+    """The probability that each candidate is the accepted one, and the residual: ``levels.Rule``.
 
-    Tokens are sorted by p / q. If the candidate that comes last in this order were chosen, token j would be with probability
-    ``q_j r_j``, where r_j is the mean of k x^(k - 1) between the cumulative sums of q before and after it: too often the last tokens,
-    too seldom the first. So before they are compared, each candidate is moved to another token, in such a way that moved ones are still
-    independent draws from q: a mass of q is exchanged between a token that is chosen too seldom and a later one that is chosen too often.
+    Tokens are sorted by p / q. Suppose that the candidate that comes last in this order were chosen. It would be token j with probability
+    ``q_j r_j``, where r_j is the mean of k x^(k - 1) between the cumulative sums of q before and after j. This is too much for the last
+    tokens and too little for the first. So each candidate is moved to another token before they are compared. The moves exchange a mass of
+    q between a token that is chosen too seldom and a later one that is chosen too often, so moved candidates are still independent draws from q.
     """
     k = asked.sum(1).clamp(min=1)
     p, q = (x / x.sum(1, keepdim=True) for x in (p, q))
@@ -118,10 +119,10 @@ def last_of(q: Tensor, k: Tensor) -> Tensor:
 
 
 def choice(p: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """``[B, V]`` the law w of the choice, for tokens in the order of rising p / q: its sum of min(p, w) is the optimum.
+    """``[B, V]`` the distribution w of the choice, for tokens in the order of rising p / q: its sum of min(p, w) is the optimum.
 
-    Any law is possible of which no set S of tokens gets less than q(S)^k, the probability that there is no other choice. Let S be the prefix
-    for which p(S) - q(S)^k is the smallest. Inside, w is max(p, σ q) with a sum of q(S)^k, and outside min(p, τ q).
+    A distribution is possible if no set S of tokens gets less than q(S)^k, the probability that all candidates are in S. Let S be the prefix
+    for which p(S) - q(S)^k is the smallest. Inside S, w is max(p, σ q), with a sum of q(S)^k. Outside it is min(p, τ q).
     """
     P, Q = p.cumsum(1), q.cumsum(1).clamp(max=1)
     least, at = (P - Q ** k[:, None]).min(1, keepdim=True)

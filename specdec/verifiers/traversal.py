@@ -20,14 +20,15 @@ from specdec.verifiers.rejection import Rejection, draw_bonus, drawn_from
 
 @dataclass(frozen=True)
 class Traversal(Rejection):
-    """A node is tried after its children: it is the last accepted one with a probability a that all tokens of its path decide.
+    """A node is tried after its children. It is then the last accepted one with a probability a that all tokens of its path decide.
 
-    The root has a = 1 and P = p. A child x that was drawn from q gets ``min(1, a P(x) / q(x))``. When it was rejected, with all below it, its
-    parent goes on with ``P = norm(max(a P - q, 0))`` and ``a = R / (R + 1 - a)``, where R is the sum of ``max(a P - q, 0)``. The bonus token
-    comes from the P of the last accepted node. The output has the target's distribution, for every tree that ``Rejection`` takes.
+    The root has a = 1 and P = p. A child x that was drawn from q gets ``min(1, a P(x) / q(x))``, with its parent's a and P. When x and
+    everything below it were rejected, the parent goes on with ``P = norm(max(a P - q, 0))`` and ``a = R / (R + 1 - a)``, where R is the sum
+    of ``max(a P - q, 0)``. The bonus token comes from the P of the last accepted node. The output has the target's distribution, for every
+    tree that ``Rejection`` takes.
 
-    Of chains it accepts as many tokens as ``BlockVerification``, and of siblings without children as many as ``Rejection``. Until a node is
-    accepted all decisions before it were rejections, so every a is known from the tokens, and one random number chooses the last node.
+    On chains it accepts as many tokens as ``BlockVerification``, and on siblings without children as many as ``Rejection``. All decisions
+    before the first acceptance are rejections. So every a follows from the tokens alone, and one random number chooses the last node.
 
     Args:
         trust_declared: as for ``Rejection``.

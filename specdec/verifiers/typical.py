@@ -24,9 +24,10 @@ from specdec.verifiers.rejection import draw_bonus
 class TypicalAcceptance:
     """Accept token x if p(x) > min(epsilon, delta exp(-H(p))), where H is the entropy in nats. **The output is not the target's.**
 
-    The longest path of accepted nodes is committed; of several the one with the largest probability under the target. The token after it
-    comes from p (Medusa's code takes the most probable one, and adds 1e-5 inside the entropy's logarithm). How the nodes were drawn makes no difference to the rule, so every proposal is taken, and the distance from
-    the target depends on the draft: ``law`` gives it for one token.
+    The longest path of accepted nodes is committed; among several, the one with the largest probability under the target. The token after it
+    comes from p. (Medusa's code takes the most probable one, and adds 1e-5 inside the entropy's logarithm.) The rule does not depend on how the
+    nodes were drawn, so every proposal is taken. The distance from the target does depend on the draft: ``law`` gives the distribution of
+    one token.
 
     Args:
         epsilon: no token with a larger probability is rejected. delta: share of exp(-H) that suffices. The defaults are those of Medusa's code.

@@ -18,11 +18,11 @@ from specdec.types import Context, Proposal
 
 @dataclass(frozen=True)
 class Chain:
-    """One candidate continuation. A head whose logits depend on the tokens before gives conditional laws, any other marginal ones.
+    """Proposes a chain. If the head's logits depend on the tokens drafted before, each token has a conditional law, otherwise a marginal one.
 
     Args:
-        stop: a chain ends before the first token whose confidence, which a head such as DSpark estimates, is below this probability. The
-            token has not been drawn by then, so the output stays exact. 0: never.
+        stop: a chain ends before the first token whose confidence is below this probability; 0: never. The head must estimate confidences,
+            as DSpark does. The token has not been drawn by then, so the output stays exact.
     Raises:
         ValueError: a probability outside 0 .. 1.
     """

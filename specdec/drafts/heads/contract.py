@@ -1,10 +1,10 @@
 """The contract between a head and what runs it, in decoding and in training alike.
 
-A head drafts from *anchors*. An anchor is the position ``a`` of the last committed token, x_a: the target's activations exist at positions
-below ``a``, and the head's own slots are at ``a``, ``a + 1``, ... In decoding there is one anchor a row, and keys and values are in a
-cache. In training every position of a text can be one, and the tokens of the block are those of the text. The head's arithmetic is the same:
+A head drafts from *anchors*. An anchor is the position ``a`` of the last committed token, x_a. The target's activations exist at positions
+below ``a``; the head's own slots are at ``a``, ``a + 1``, ... In decoding there is one anchor per row, and keys and values are in a cache.
+In training every position of a text can be an anchor, and the tokens of its block are those of the text. The head's computation is the same:
 
-1. ``HeadModel.read`` turns features of committed positions into keys and values, and into what is carried to the draft;
+1. ``HeadModel.read`` turns features of committed positions into keys and values, and into what is carried to the draft's first step;
 2. ``HeadModel.step`` gives the logits for x_{a+1}, x_{a+2}, ..., each after the tokens before it.
 
 ``[...]`` below are the dimensions of positions (or anchors): packed positions ``[F]`` and rows ``[R]`` in decoding, nodes of a tree
@@ -19,7 +19,7 @@ from torch import Tensor
 
 
 class Pass(Protocol):
-    """Slots that are computed together. ``positions [...]`` are theirs in the text, for the rotary embedding."""
+    """Slots that are computed together. ``positions [...]`` are their positions in the text, for the rotary embedding."""
 
     positions: Tensor
 
@@ -45,8 +45,8 @@ class Anchors(Protocol):
         """New slots for every anchor, which also see the block's slots of earlier passes (in a tree, those of their ancestors).
 
         Args:
-            first: the position of the first one minus its anchor. count: how many, at successive positions: the pass has shape
-                ``[..., count]``; ``None`` is one slot, of shape ``[...]``.
+            first: the position of the first slot minus that of its anchor. count: how many slots, at successive positions: the pass has
+                shape ``[..., count]``; ``None`` is one slot, of shape ``[...]``.
             full: whether the slots of this pass see each other in both directions; otherwise a slot sees those before it.
         """
         ...

@@ -25,11 +25,11 @@ class DFlash(HeadModel):
 
     Args:
         config, taps, shared: as for ``HeadModel``.
-        blocks: how many there are; queries and keys are normed, as in qwen3.
+        blocks: how many transformer blocks; queries and keys are normed, as in qwen3.
         block_size: slots of the block, which begins with the last committed token.
         anchor_first: slot k predicts the token k + 1 positions after the anchor, so that the block proposes ``block_size`` tokens
             (DeepSpec). Otherwise slot k >= 1 predicts the token at its own position, ``block_size - 1`` in all (z-lab).
-        mask_token: the id whose embedding the other slots have; ``None``: a vector of the head's own.
+        mask_token: the id whose embedding the other slots of the block read; ``None``: a vector of the head's own.
     Raises:
         ValueError: no blocks, a block that predicts nothing, an id that does not exist, or as ``HeadModel``.
     """
@@ -64,7 +64,7 @@ class DFlash(HeadModel):
 
     @classmethod
     def default_taps(cls, blocks: int) -> Sequence[Tap]:
-        """z-lab's five: evenly from the output of block 2 to that of block L - 2 of L, as far as they differ and exist."""
+        """z-lab's five layers: evenly from the output of block 2 to that of block L - 2 of L, as far as they differ and exist."""
         last = max(1, blocks - 3)  # counted from 0, as z-lab does
         return sorted({min(1 + round(1 + (last - 1) * i / 4), blocks) for i in range(5)})
 
@@ -84,7 +84,7 @@ class DFlash(HeadModel):
         return memo[..., n, :], memo
 
     def fill(self, token: Tensor, at: Anchors) -> Tensor:
-        """The block after ``token [...]`` at the anchors: the normed outputs of the slots that predict, ``[..., longest, E]``."""
+        """The block that follows ``token [...]`` at the anchors: the normed outputs of the slots that predict, ``[..., longest, E]``."""
         known = self.embed(token)[..., None, :]
         masks = self.mask_embedding(self.embed).expand(*token.shape, self.block_size - 1, -1)
         x = torch.cat([known, masks], -2)

@@ -1,7 +1,7 @@
-"""DFlash2 (z-lab): a DFlash block with short convolutions along it, and a choice among each slot's best candidates by the token before.
+"""DFlash2 (z-lab): a DFlash block with short convolutions along it, whose tokens are chosen among candidates, given the token before.
 
-The convolutions mix neighbouring slots, so the outputs still come from one pass. The choice is a conditional law over ``top_k`` tokens, drawn left
-to right. Tensors have z-lab's names.
+The convolutions mix neighbouring slots, and the outputs still come from one pass. The choice is a conditional distribution over the ``top_k``
+best tokens of each slot, drawn left to right. Tensors have z-lab's names.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from specdec.forward.block import Angles
 
 
 class Candidates(NamedTuple):
-    """The memo of a step: of the block its outputs ``[..., longest, E]`` and its logits before the choice ``[..., longest, outputs]``."""
+    """The memo of a step: the block's outputs ``[..., longest, E]``, and its logits before the choice ``[..., longest, outputs]``."""
 
     hidden: Tensor
     logits: Tensor

@@ -25,7 +25,7 @@ from specdec.types import Context, Proposal, Round
 
 
 class Grower(Protocol):
-    """How a proposal is drawn from a head: ``Chain``, ``DynamicTree``, ``DDTree``, or an object with the same members.
+    """A way to draw a proposal from a head: ``Chain``, ``DynamicTree``, ``DDTree``, or an object with the same members.
 
     Attributes:
         trees: whether it proposes more than chains. longest: the longest path that it proposes (``None``: no limit).
@@ -59,9 +59,9 @@ class Grower(Protocol):
         """A proposal for ``R`` rows.
 
         Args:
-            memo: of the head's first step. given: ``[R, 1 + G]`` the tokens from the anchor on; G is 0, except for a text that is drafted
-                ahead of its verification. Step ``n`` takes token ``n`` of these as far as they go; the first logits to draw from are
-                those of step G.
+            memo: of the head's first step. given: ``[R, 1 + G]`` the tokens from the anchor on. G is 0, except where a text is drafted
+                ahead of its verification. Steps 0 to G take these tokens as their token before, and the first token is drawn from the
+                logits of step G.
             context, budget, rng: of these rows.
         """
         ...
@@ -90,7 +90,7 @@ class Head:
 
     @property
     def info(self) -> DraftInfo:
-        """``taps``: the final norm is applied to the output of the last block here."""
+        """The declaration. In its ``taps``, a head's ``"final"`` is the last block: the final norm is applied here."""
         limits = [n for n in (self.model.longest, self.tree.longest) if n is not None]
         return DraftInfo(
             type(self.model).__name__.lower(),
@@ -173,7 +173,7 @@ class Head:
         return merged(parts, context.batch), state
 
     def _room(self, longest: int, gap: int) -> int:
-        """The longest path that can be drafted ``gap`` tokens ahead of the features."""
+        """The longest path that can be drafted when the draft is ``gap`` tokens ahead of the features."""
         limit = self.model.longest
         if limit is None:
             return longest
@@ -187,7 +187,7 @@ class Head:
     def _grow(
         self, state: HeadState, context: Context, budget: Tensor, rng: Rng, rows: Tensor, gap: int
     ) -> tuple[Proposal, Any]:
-        """Draft for some rows; the proposal has all rows, of which only these are meant."""
+        """Draft for the rows ``rows``. The proposal has all rows, but only these are valid."""
         model, some = self.model, len(rows) < context.batch
         text, mine = (context.select(rows), budget[rows]) if some else (context, budget)
         at = SlotAnchors(state.ring, rows, state.known[rows], model.mask, model.device)

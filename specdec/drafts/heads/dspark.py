@@ -1,7 +1,7 @@
 """DSpark (DeepSpec): a DFlash block whose logits are corrected by the token before, and a confidence that can end a chain.
 
-One pass of the block gives outputs h_k and logits U_k. Step k adds ``W_2 s_k``, where s_k is made from the token before it, so the law
-is conditional and drawn left to right without further passes. Tensors have DeepSpec's names.
+One pass of the block gives outputs h_k and logits U_k. Step k adds ``W_2 s_k`` to U_k. As s_k is made from the token before it, the law is
+conditional, and tokens are drawn left to right, without further passes. Tensors have DeepSpec's names.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ KINDS = ("vanilla", "gated", "rnn")
 
 
 class Walk(NamedTuple):
-    """The memo of a step: of the block its outputs ``[..., longest, E]`` and logits ``[..., longest, outputs]``; and the state ``[..., r]`` of
-    the recurrent head, zeros for the others."""
+    """The memo of a step: the block's outputs ``[..., longest, E]`` and logits ``[..., longest, outputs]``, and the state ``[..., r]`` of the
+    recurrent head, zeros for the other kinds."""
 
     hidden: Tensor
     logits: Tensor
@@ -65,7 +65,7 @@ class DSpark(DFlash):
     Args:
         config, taps, block_size, anchor_first, shared: as for ``DFlash``.
         rank: of the Markov head. markov: its kind, ``"vanilla"``, ``"gated"`` or ``"rnn"``.
-        confidence: it estimates the probability that its next token is accepted. confidence_with_markov: from the token before, too.
+        confidence: whether it estimates the probability that its next token is accepted. confidence_with_markov: from the token before, too.
     Raises:
         ValueError: a rank below 1, an unknown kind, or as ``DFlash``.
     """

@@ -25,7 +25,7 @@ class DynamicTree:
     """A tree of point masses, chosen by the head's cumulative log-probabilities at temperature 1.
 
     Every frontier node gets its ``top_k`` most probable children. The ``top_k`` most probable of all these children are the next
-    frontier. After ``depth`` levels the ``total`` most probable candidates stay. The verifier decides them exactly, as points.
+    frontier. After ``depth`` levels the ``total`` most probable candidates stay. They are verified exactly, as point masses.
 
     Args:
         top_k, depth, total: as above; SafeAILab's defaults are 10, 8 and 59 (60 with the root).
@@ -99,7 +99,7 @@ class DynamicTree:
     def _best(
         self, scores: list[Tensor], tokens: list[Tensor], parents: list[Tensor], budget: Tensor
     ) -> Proposal:
-        """The best candidates whose paths are within ``budget``. A parent comes before its children among equal scores, so that it stays."""
+        """The best candidates whose paths are within ``budget``. Of equal scores a parent comes before its children, so that it stays."""
         score, token, parent = (torch.cat(parts, 1) for parts in (scores, tokens, parents))
         depth = torch.cat([torch.full((s.shape[1],), d) for d, s in enumerate(scores)])
         allowed = depth < budget[:, None]

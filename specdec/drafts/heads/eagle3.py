@@ -1,7 +1,7 @@
-"""EAGLE-3 and 3.1: one block over fused activations of three layers and the next token, fed back its own output (arXiv 2503.01840).
+"""EAGLE-3 and 3.1 (arXiv 2503.01840): a block reads fused activations of three layers and the next token, and then its own last output.
 
 For a committed pair (g_i, x_{i+1}), where g_i is a projection of the target's activations at position i, the block gives o_i, from which the
-head predicts x_{i+2}. A drafted token is paired with the output before it. SafeAILab's names of tensors, with ``layers.0`` for ``midlayer``.
+head predicts x_{i+2}. A drafted token is paired with the output before it. Tensors have SafeAILab's names, but ``layers.0`` for ``midlayer``.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Eagle3(HeadModel):
     Args:
         config, taps, shared: as for ``HeadModel``, here with an output matrix of its own by default.
         blocks: the first reads pairs, the others are ordinary blocks.
-        fc_norm: each tap is normed (3.1). norm_before_fc: all taps together are (3.1). norm_output: the output that is fed back is
-            normed (3.1). norm_before_residual: the residual is the normed feature. head_norms: queries and keys are normed.
+        fc_norm: each tap is normed by itself (3.1). norm_before_fc: all taps are normed together (3.1). norm_output: the output that is fed
+            back is normed (3.1). norm_before_residual: the residual is the normed feature. head_norms: queries and keys are normed.
     Raises:
         ValueError: fewer than one block, or as ``HeadModel``.
     """
@@ -86,7 +86,7 @@ class Eagle3(HeadModel):
         return sorted({min(2, blocks), blocks // 2, max(blocks - 3, 0)})
 
     def read(self, features: Features, go: Pass) -> Tensor:
-        """As ``HeadModel.read``: the outputs of committed pairs are carried."""
+        """As ``HeadModel.read``: the output of each committed pair is carried."""
         taps = torch.cat([features.layers[tap] for tap in self.taps], -1)
         return self.run(self.fused(taps), self.embed(features.following), go)
 

@@ -1,4 +1,4 @@
-"""What a head reads of its target: activations at committed positions, with the token there and the token after it."""
+"""What a head reads of its target: the activations at committed positions, the token there, and the token after it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from specdec.kernels.device import to_device
 from specdec.types import Fed, Round
 
 Tap = int | Literal["final"]
-"""A layer of the target: ``l`` is the output of block ``l`` counted from 1 (before the final norm for the last), 0 the input of the
-first block, and ``"final"`` the output of the final norm, which the target's head reads."""
+"""A layer of the target: 0 is the input of the first block, ``l`` the output of block ``l`` counted from 1 (for the last block before the
+final norm), and ``"final"`` the output of the final norm, which the target's output matrix reads."""
 
 
 class Features(NamedTuple):
@@ -36,7 +36,7 @@ class Features(NamedTuple):
 
 
 def committed(fed: Fed, round: Round) -> np.ndarray:
-    """``[F']`` which fed positions hold committed text: tokens that were in the context, and accepted nodes."""
+    """``[F']`` which of the fed positions hold committed text: tokens that were in the context, and accepted nodes."""
     row, node = fed.row.numpy(), fed.node.numpy()
     accepted, path = round.verdict.accepted.numpy(), round.verdict.path.numpy()
     wanted = node < 0
@@ -51,7 +51,7 @@ class Fresh(NamedTuple):
     """Positions that a round committed and that had not been read before, row after row, each row's in order.
 
     Attributes:
-        fed: ``[F]`` their number among ``Scores.fed``. row, position: ``[F]``, on the host. tokens, following: as ``Features``.
+        fed: ``[F]`` their index in ``Scores.fed``. row, position: ``[F]``, on the host. tokens, following: as in ``Features``.
     """
 
     fed: np.ndarray
@@ -67,7 +67,7 @@ class Fresh(NamedTuple):
 
 
 def fresh(round: Round, known: Tensor) -> Fresh:
-    """The newly committed positions of a round's rows that go on.
+    """The positions that a round has newly committed, of those rows that go on after it.
 
     Args:
         known: ``[B]`` how many positions of each row were read before. A position counts once the token after it is committed.

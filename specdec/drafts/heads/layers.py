@@ -86,7 +86,7 @@ class Rotary:
 
 
 def config_like(target: Any, **changes: Any) -> LlamaConfig:
-    """The config of a llama-like body of the sizes of ``target``, a transformers model of any family."""
+    """The config of a llama-like body with the sizes of ``target``, a transformers model of any family."""
     theirs = target.config.get_text_config()
     heads = theirs.num_attention_heads
     rope = setting(theirs, "rope_parameters")
@@ -118,7 +118,7 @@ def _turned(x: Tensor, by: nn.RMSNorm | None, angles: Angles) -> Tensor:
 
 
 class MaskEmbedding(nn.Module):
-    """What slots without a token have for an embedding: that of the id ``mask_token``, or for ``None`` a vector of the head's own.
+    """The embedding of slots that have no token: that of the id ``mask_token``, or for ``None`` a vector of the head's own.
 
     Raises:
         ValueError: the id does not exist.
@@ -142,7 +142,7 @@ class MaskEmbedding(nn.Module):
 
 
 def initialise(model: nn.Module, deviation: float = 0.02) -> None:
-    """Normal weights for all products."""
+    """Give all linear layers and embeddings normal weights."""
     for module in model.modules():
         if isinstance(module, (nn.Linear, nn.Embedding)):
             torch.nn.init.normal_(module.weight, std=deviation)

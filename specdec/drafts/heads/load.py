@@ -1,4 +1,4 @@
-"""From what users pass as a head to a ``HeadModel``: objects and folders."""
+"""Makes a ``HeadModel`` from what users pass as a head: an object, a folder or a name."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ HEADS: tuple[type[HeadModel], ...] = (Eagle3, PEagle, DFlash, DFlash2, DSpark)
 
 
 def as_head(model: Any) -> HeadModel:
-    """A ``HeadModel`` from one, from the folder of one, or from the name of a pocket head.
+    """A ``HeadModel``: the one that is given, or the one in a folder, or a pocket head by its name.
 
     Raises:
-        TypeError: it is neither. FileNotFoundError: the folder holds no head. ValueError: it holds one that the library does not know.
+        TypeError: it is none of these. FileNotFoundError: the folder holds no head. ValueError: it holds one that the library does not know.
     """
     if isinstance(model, (str, os.PathLike)):
         folder = Path(model)

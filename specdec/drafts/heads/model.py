@@ -1,4 +1,4 @@
-"""What all heads share: the target that they read and its two ends, a reduced vocabulary, and a folder on disk."""
+"""What all heads share: a target, its embedding and output matrix, a reduced vocabulary, and a folder on disk."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class HeadModel(nn.Module):
         config: of the head's body. ``vocab_size`` and ``num_target_layers`` are the target's.
         taps: the activations of the target that it reads (``features.Tap``).
         vocabulary: the ids of the target that it can propose, ascending; ``None``: all.
-        mask: what its queries see of the text (a ``masks.Mask`` of positions, or a function); with a reach, its KV cache has a constant
-            size. ``None``: everything. Later positions of a block that attends in both directions are seen in any case.
-        own_embedding, own_head: it has an embedding or an output matrix of its own; otherwise it uses the target's.
+        mask: which positions of the text its queries see (a ``masks.Mask`` of positions, or a function); ``None``: all. If it has a reach,
+            the KV cache has a constant size. In a block that attends in both directions, later positions of the block are always seen.
+        own_embedding, own_head: whether the head has an embedding or an output matrix of its own; otherwise it uses the target's.
         target: the target's fingerprint; empty where it is unknown.
         settings: the derived class's own arguments, which are saved with it.
     Raises:
@@ -47,8 +47,8 @@ class HeadModel(nn.Module):
 
     Attributes:
         kv_layers: how many layers have keys and values. longest: the longest chain that it can propose, if there is a limit.
-        marginal: no logits depend on tokens after the anchor. confident: it has a ``confidence``.
-        ends: the target's embedding, norm and head; ``None`` before ``bound``.
+        marginal: whether no logits depend on tokens after the anchor. confident: whether it has the method ``confidence``.
+        ends: the target's embedding, final norm and output matrix; ``None`` before ``bound``.
     """
 
     kv_layers = 1
@@ -96,7 +96,7 @@ class HeadModel(nn.Module):
         """Read committed positions: put their keys and values into ``go``, and return what is carried from each.
 
         Returns:
-            ``[..., *]`` for positions ``[...]``; ``None`` if nothing is carried. Of each row the last position's is kept.
+            ``[..., *]`` for positions ``[...]``; ``None`` if nothing is carried. Only the value of each row's last position is kept.
         """
         raise NotImplementedError
 
@@ -112,10 +112,10 @@ class HeadModel(nn.Module):
         raise NotImplementedError
 
     def confidence(self, n: int, memo: Any, token: Tensor) -> Tensor:
-        """``[...]``: the logit of the probability that the token x_{a+1+n} will be accepted, which is not drawn yet.
+        """``[...]``: the logit of the probability that the token x_{a+1+n}, which is not drawn yet, will be accepted.
 
         Args:
-            n, token: as step n got them. memo: as it returned it.
+            n, token: those that step n got. memo: the one that step n returned.
         """
         raise NotImplementedError
 
@@ -129,7 +129,7 @@ class HeadModel(nn.Module):
 
     @classmethod
     def default_taps(cls, blocks: int) -> Sequence[Tap]:
-        """What ``from_target`` reads of a target of so many blocks, unless it is told."""
+        """The default taps for a target with so many blocks."""
         return ("final",)
 
     def initialise(self) -> None:
@@ -158,7 +158,7 @@ class HeadModel(nn.Module):
 
     @property
     def of_target(self) -> Ends:
-        """The target's ends.
+        """The target's embedding, final norm and output matrix.
 
         Raises:
             RuntimeError: the head has not been bound.
@@ -171,7 +171,7 @@ class HeadModel(nn.Module):
 
     @property
     def ids(self) -> Tensor:
-        """``[outputs]`` the target's ids of its logits."""
+        """``[outputs]`` the target's id of each logit."""
         every = torch.arange(self.outputs, device=self.device)
         return every if self.d2t is None else every + self.d2t
 
@@ -196,8 +196,8 @@ class HeadModel(nn.Module):
         return f"{type(self).__name__}(taps {list(self.taps)} of target {self.target}, {size / 1e6:.3g}M parameters)"
 
     def bound(self, target: Any) -> Self:
-        """A head with the same weights that uses the ends of ``target``, an ``HFModel`` or a transformers model; a copy on its device where
-        this head is on another.
+        """A head with the same weights that uses the embedding, norm and output matrix of ``target``, an ``HFModel`` or a transformers model.
+        If this head is on another device, it is a copy on the target's device.
 
         Raises:
             ValueError: as ``check_target``; or the target's ends are not known.
@@ -213,7 +213,7 @@ class HeadModel(nn.Module):
         return made
 
     def check_target(self, target: Any) -> None:
-        """Raise ValueError unless this is a head for ``target``: of its sizes, with taps that exist, and made from it."""
+        """Raise ValueError unless this head fits ``target``: it has the target's sizes, its taps exist there, and it was made from it."""
         model = unwrapped(target)
         theirs = model.config.get_text_config()
         for name in ("hidden_size", "vocab_size"):

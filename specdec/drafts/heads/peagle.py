@@ -1,7 +1,7 @@
 """P-EAGLE (arXiv 2602.01469): EAGLE-3's blocks, which predict all tokens in one causal pass over learned placeholders.
 
-Committed pairs of a feature and the token after it are read as in EAGLE-3. Where EAGLE-3 would feed a drafted token and its own output, P-EAGLE
-feeds a mask token and a learned vector in place of the activations. So the law is marginal. Tensors have speculators' names.
+Committed pairs of a feature and the token after it are read as in EAGLE-3. EAGLE-3 feeds a drafted token and its own last output. P-EAGLE feeds
+a mask token and a learned vector in their place. So the law is marginal. Tensors have the names of the library speculators.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class PEagle(Eagle3):
 
     Args:
         config, taps, shared: as for ``Eagle3``; ``norm_output`` has no effect, because no output is fed back.
-        depth: how many tokens it is made to propose. blocks: as for ``Eagle3``.
-        mask_token: the id whose embedding the placeholders have; ``None``: a vector of the head's own. The embedding of an id is trained if
+        depth: how many tokens it proposes at most. blocks: as for ``Eagle3``.
+        mask_token: the id whose embedding the placeholders have; ``None``: a vector of the head's own. An id's embedding is trained only if
             the head has ``own_embedding``.
     Raises:
         ValueError: a depth below 1, an id that does not exist, or as ``Eagle3``.

@@ -1,4 +1,4 @@
-"""A head's keys and values while it decodes: committed positions in a ring, the block being drafted in slots beside it."""
+"""A head's keys and values while it decodes: committed positions are in a ring, and the block being drafted is in slots beside it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class HeadState(NamedTuple):
 
     Attributes:
         ring: keys and values of committed positions; ``None`` for heads without any. known: ``[B]`` on the host, how many positions have
-            been read. carry: ``[B, ...]`` what the head kept of the last of them.
+            been read. carry: ``[B, ...]`` what the head returned for the last position read.
     """
 
     ring: Ring | None
@@ -37,7 +37,7 @@ class HeadState(NamedTuple):
         return HeadState(ring, self.known[rows], carry)
 
     def join(self, other: HeadState) -> HeadState:
-        """The state of both batches' rows, these first."""
+        """The state of the rows of both batches, this one's first."""
         ring = None if self.ring is None or other.ring is None else self.ring.followed_by(other.ring)
         carries = [c for c in (self.carry, other.carry) if c is not None]
         return HeadState(
@@ -73,7 +73,7 @@ def empty(shapes: Sequence[KVShape], batch: int, capacity: int, mask: Mask | Non
 
 
 def pieces(row: np.ndarray, position: np.ndarray, ring: Ring | None) -> list[np.ndarray]:
-    """How new positions ``[F]`` are read: groups of indices, so that a ring still holds what the queries of a group see."""
+    """Groups of indices of new positions ``[F]``, to be read one after another, so that the ring still holds what a group's queries see."""
     if not len(row) or ring is None:
         return [np.arange(len(row))] if len(row) else []
     start = np.full(int(row.max()) + 1, np.iinfo(np.int64).max)
@@ -96,10 +96,10 @@ def reading(
 
 
 class SlotAnchors:
-    """``contract.Anchors`` with one anchor a row: the first position of rows ``rows`` of a ring that has not been read.
+    """``contract.Anchors`` with one anchor per row: the first position that has not been read, for the rows ``rows`` of a ring.
 
     Attributes:
-        ring: it is replaced by a larger one where a draft needs more slots.
+        ring: the rows' keys and values. If a draft needs more slots, a larger ring replaces it.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class SlotAnchors:
         self.parents: np.ndarray | None = None
 
     def under(self, parents: np.ndarray) -> None:
-        """The next pass has a slot for each of ``parents [R, W]``: the slot of this block that it continues, and whose ancestors it sees."""
+        """Give the next pass a slot after each of ``parents [R, W]``, slots of this block. It sees its parent and its parent's ancestors."""
         self.parents = parents
 
     def slots(self, first: int, count: int | None = None, full: bool = False) -> SlotPass:
@@ -165,6 +165,6 @@ def _visible(ring: Ring, query: np.ndarray, last: np.ndarray, mask: Mask | None)
 
 
 def _shown(mask: Mask, query: np.ndarray, key: np.ndarray) -> np.ndarray:
-    """What a mask shows; positions after the query's own are in a block that attends in both directions."""
+    """What a mask shows, and also all positions after the query's own, which are in a block that attends in both directions."""
     at = np.minimum(key.clip(min=0), query)
     return sees(mask, torch.from_numpy(query), torch.from_numpy(at)).numpy()
