@@ -304,3 +304,12 @@ def test_texts_of_the_pocket_pair_have_the_targets_distribution(verifier, draft,
             freedom += len(counts) - 1
     assert freedom > 20
     assert chi2.sf(statistic, freedom) > 1e-3
+
+
+@pytest.mark.parametrize("gap", [20.0, 40.0, 60.0])
+def test_distinct_candidates_of_a_draft_that_is_nearly_certain(gap):
+    """What is left without its first token is then far below the rounding error of 1."""
+    q = torch.tensor([0.0, gap, 1.2], dtype=torch.float64).softmax(-1)
+    draft = sd.drafts.Tree(sd.TableModel(q), (2,), siblings=Distinct())
+    base = sd.decoder(sd.TableModel([0.3, 0.4, 0.3])).draft(draft, length=1)
+    assert certify(base.verifier(DistinctTransport()).build(), max_new_tokens=3).lossless

@@ -8,6 +8,8 @@ from contracts.test_drafts import model_of
 from tiny import tiny
 
 import specdec as sd
+from specdec.drafts.heads import draft as draft_file
+from specdec.drafts.heads import slots
 from specdec.drafts.heads import Chain, DDTree, DFlash, DSpark, DynamicTree, Eagle3, Head
 from specdec.forward.ends import Ends
 from specdec.masks import streaming
@@ -346,3 +348,24 @@ def test_a_model_with_other_ends_is_refused():
 def _doubled(out):
     out.logits = out.logits * 2
     return out
+
+
+def test_a_block_keeps_its_slots_where_it_needs_more_of_them(target, monkeypatch):
+    """A first block is the one of a ring that had room from the beginning."""
+    head = shake(Eagle3.from_target(target))
+    draft = Head(head, DynamicTree(4, 7, 40))
+    decoder = sd.decoder(target).draft(draft, length=7).build()
+
+    def first():
+        rounds = []
+        decoder.generate([[1, 2, 3]], 12, seed=0, on_round=rounds.append)
+        return [r.proposal.tokens.tolist() for r in rounds]
+
+    found = first()
+
+    def roomy(*words):
+        ring = slots.empty(*words)
+        return ring.resized(ring.window, 400)
+
+    monkeypatch.setattr(draft_file, "empty", roomy)
+    assert first() == found

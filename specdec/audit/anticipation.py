@@ -81,7 +81,7 @@ def lint(
         decoder: with the executor ``Serial``, whose draft draws by ``rng.categorical`` with the depth and the number of the node in the key.
         wrap: wraps the random numbers, as for ``certify``. batch: branches a run. limit: the most branches.
     Raises:
-        RuntimeError: more than ``limit`` branches.
+        RuntimeError: more than ``limit`` branches. ValueError: the draft draws a node more than once.
     """
     stack, texts = [Branches.root()], list[tuple[Branches, list[int]]]()
     groups, reused = _Groups(), dict[str, float]()
@@ -193,6 +193,11 @@ class _Meant(_Recorder):
             np.broadcast_to(np.asarray(x), pack(key).shape).reshape(code.shape) for x in key[1:3]
         )
         laws = None if probs is None else probs.double().cpu().numpy().reshape(*code.shape, -1)
+        if key.stream == DRAFT and laws is not None and np.any(np.asarray(key.attempt)):
+            raise ValueError(
+                "lint finds a draw's node by depth and sibling, and this draft draws one node again (Attempt): give each draw a sibling number of "
+                "its own"
+            )
         for b, row in enumerate(self.rows.tolist()):
             for n in range(code.shape[1]):
                 drawn = key.stream == DRAFT and laws is not None

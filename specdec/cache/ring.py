@@ -129,11 +129,17 @@ class Ring(Slots):
         return grown
 
     def resized(self, window: int, extra: int, more: int = 0) -> Ring:
-        """A copy with another window, other ``extra`` slots and ``more`` rows at the end; what was in extra slots is not kept."""
+        """A copy with another window, other ``extra`` slots and ``more`` rows at the end. What was in extra slots is kept if the window is the same."""
         mask = self.mask if self.narrower else None
         batch = self._blocks[0].shape[1] + more
         grown = Ring(self.shapes, batch, self.sinks, window, self.block, extra, mask)
         self._copy_to(grown, 0)
+        if window == self.window:
+            with torch.inference_mode(False), torch.no_grad():
+                kept, rows = min(self.extra, extra), self._blocks[0].shape[1]
+                for there, here in zip(self._blocks, grown._blocks):
+                    old, new = there.shape[2] - self.extra, here.shape[2] - extra
+                    here[:, :rows, new : new + kept] = there[:, :, old : old + kept]
         return grown
 
     def _copy_to(self, ring: Ring, first: int) -> None:

@@ -75,12 +75,14 @@ def plan(p: np.ndarray, q: np.ndarray, k: int, most: int) -> Plan:
             f"most is {most}: draw fewer siblings or from fewer tokens (top_k), or use Traversal() or Rejection()"
         )
     sets = np.array(list(combinations(some.tolist(), k)))
+    within = (sets[:, :, None] == some).any(1)
+    outside = np.where(within, 0, q[some]).sum(1)  # sums, never differences: a draft may have one token with nearly all probability
     mass = np.zeros(len(sets))
     for turn in permutations(range(k)):
-        way, left = np.ones(len(sets)), np.full(len(sets), q.sum())
-        for place in turn:
-            one = q[sets[:, place]]
-            way, left = way * np.minimum(one / np.maximum(left, one), 1), left - one
+        way = np.ones(len(sets))
+        for n, place in enumerate(turn):
+            left = outside + q[sets[:, turn[n:]]].sum(1)
+            way = way * q[sets[:, place]] / left
         mass += way
     mass /= mass.sum()
     return sets, mass, flow(p, sets, mass)

@@ -38,8 +38,7 @@ class KSeq(Rejection):
 
     @property
     def info(self) -> VerifierInfo:
-        own = type(self).__call__ is KSeq.__call__  # another call gets no shortcut
-        return VerifierInfo("k-SEQ", lossless=True, compares_tokens=own, siblings=("independent",))
+        return VerifierInfo("k-SEQ", lossless=True, siblings=("independent",))
 
     def check(self, proposal: Proposal) -> None:
         super().check(proposal)
