@@ -8,9 +8,8 @@ from contracts.test_drafts import model_of
 from tiny import tiny
 
 import specdec as sd
+from specdec.drafts.heads import Chain, DDTree, DFlash, DSpark, DynamicTree, Eagle3, Head, slots
 from specdec.drafts.heads import draft as draft_file
-from specdec.drafts.heads import slots
-from specdec.drafts.heads import Chain, DDTree, DFlash, DSpark, DynamicTree, Eagle3, Head
 from specdec.forward.ends import Ends
 from specdec.masks import streaming
 from specdec.testing import check_draft

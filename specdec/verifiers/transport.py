@@ -37,9 +37,7 @@ class OptimalTransport(Rejection):
 
     @property
     def info(self) -> VerifierInfo:
-        return VerifierInfo(
-            "optimal transport", lossless=True, siblings=("independent",)
-        )
+        return VerifierInfo("optimal transport", lossless=True, siblings=("independent",))
 
     def check(self, proposal: Proposal) -> None:
         super().check(proposal)

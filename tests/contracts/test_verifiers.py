@@ -12,6 +12,7 @@ from specdec.testing import check_verifier
 from specdec.testing.verdicts import committed
 from specdec.testing.verifier import SUITE, TABLE
 from specdec.testing.verifier_cases import KINDS, SHAPES, Asked, asked
+from specdec.verifiers import KSeq, OptimalTransport
 
 VERIFIERS = parts(sd.verifiers, "__call__", "check", "for_draft")
 CHAINS_ONLY = {"BlockVerification", "FLy"}
@@ -26,7 +27,10 @@ every_lossless = pytest.mark.parametrize("cls", LOSSLESS.values(), ids=LOSSLESS.
 def test_every_verifier_keeps_the_rules(cls, test):
     found = check_verifier(build(cls, TABLE), only=[test])
     if cls in LOSSLESS.values():
-        assert not found.not_tried, "each lossless verifier compares tokens at temperature 0"
+        follows_all = cls in (KSeq, OptimalTransport) and test == "shortcuts"  # of several equal siblings
+        assert bool(found.not_tried) == follows_all, (
+            "other lossless verifiers compare tokens at temperature 0"
+        )
 
 
 def test_every_module_has_a_part():
