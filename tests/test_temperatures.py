@@ -10,6 +10,7 @@ import specdec as sd
 from specdec import distributed, lab, selectors
 from specdec.drafts.siblings import Distinct, Independent, TopAndOne
 from specdec.executors import Optimistic, Pipelined, Serial
+from specdec.lab.verifying import accepted_by
 from specdec.verifiers import DistinctTransport, KSeq, Traversal
 
 
@@ -69,6 +70,25 @@ def test_requests_that_are_numbered_anew_need_one_temperature(target, tmp_path, 
     monkeypatch.setattr(distributed, "gather_object", lambda said: said)
     with pytest.raises(ValueError, match="temperature for each request"):
         distributed.generate(sd.decoder(target).sampling(sampling).build(), [[1], [2]], 4)
+    own = sd.drafts.Model(target, sampling)
+    pool = sd.decoder(target).pool({"own": own, "none": None}, selectors.Random(), 2)
+    for mine in (sd.decoder(target).draft(own, 2), pool):
+        with pytest.raises(ValueError, match="the draft has a temperature for each request"):
+            distributed.generate(mine.build(), [[1], [2]], 4)
+
+
+def test_a_lab_that_numbers_texts_anew_needs_one_temperature_of_a_draft(target, tmp_path):
+    own = sd.drafts.Tree(target, (2,), sd.Sampling((1.0, 0.5)))
+    trace = lab.record(target, [[1], [2]], tmp_path / "t", 4, 2, progress=False)
+    for ask in (
+        lambda: lab.replay(trace, own, 1),
+        lambda: lab.simulate(trace, own, target, 1),
+        lambda: accepted_by(sd.decoder(target).draft(own, 1).build(), [[1]], {"r": sd.Rejection()}),
+    ):
+        with pytest.raises(
+            ValueError, match=r"temperature for each request, and (texts|requests) are numbered"
+        ):
+            ask()
 
 
 @pytest.mark.parametrize(

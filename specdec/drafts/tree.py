@@ -66,6 +66,7 @@ class Tree:
             revocable=True,
             siblings=self.siblings.kind,
             model=self.model,
+            sampling=self.sampling,
         )
 
     def bind(self, target: LanguageModel, sampling: Sampling) -> Tree:
