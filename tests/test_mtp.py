@@ -170,7 +170,7 @@ def test_a_target_that_ships_a_layer_decodes_with_it(tmp_path):
 
 
 def test_targets_without_a_layer_are_refused(target, tmp_path):
-    with pytest.raises(ValueError, match="was not loaded from a checkpoint: give MTP.from_checkpoint"):
+    with pytest.raises(ValueError, match=r"was not loaded from a checkpoint: give MTP\.from_checkpoint"):
         MTP.from_checkpoint(target)
     llama = tiny("llama")
     llama.save_pretrained(tmp_path / "llama")
