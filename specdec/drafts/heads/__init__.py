@@ -9,10 +9,14 @@ from specdec.drafts.heads.dspark import DSpark
 from specdec.drafts.heads.dynamic_tree import DynamicTree
 from specdec.drafts.heads.eagle3 import Eagle3
 from specdec.drafts.heads.features import Features
+from specdec.drafts.heads.medusa import Medusa
 from specdec.drafts.heads.model import HeadModel
+from specdec.drafts.heads.mtp import MTP
 from specdec.drafts.heads.peagle import PEagle
+from specdec.drafts.heads.static_tree import StaticTree
 
 __all__ = [
+    "MTP",
     "Chain",
     "DDTree",
     "DFlash",
@@ -23,5 +27,7 @@ __all__ = [
     "Features",
     "Head",
     "HeadModel",
+    "Medusa",
     "PEagle",
+    "StaticTree",
 ]
