@@ -86,7 +86,8 @@ class Medusa(HeadModel):
 
     def copy_ends(self, ends: Ends) -> None:
         """As ``HeadModel.copy_ends``."""
-        for head in self.lm_heads or ():
+        own: Any = self.lm_heads or ()
+        for head in own:
             head.weight.copy_(self.rows(ends))
 
     def read(self, features: Features, go: Pass) -> Tensor:
