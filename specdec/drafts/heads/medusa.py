@@ -86,7 +86,8 @@ class Medusa(HeadModel):
 
     def copy_ends(self, ends: Ends) -> None:
         """As ``HeadModel.copy_ends``."""
-        for head in self.lm_heads or ():
+        own: Any = self.lm_heads or ()
+        for head in own:
             head.weight.copy_(self.rows(ends))
 
     def read(self, features: Features, go: Pass) -> Tensor:
@@ -95,5 +96,7 @@ class Medusa(HeadModel):
 
     def step(self, n: int, memo: Tensor, token: Tensor, at: Anchors) -> tuple[Tensor, Tensor]:
         """As ``HeadModel.step``: the memo is the state at the position before the anchor."""
-        x = self.layers[n](memo)
-        return (self.logits(x) if self.lm_heads is None else self.lm_heads[n](x)), memo
+        layers: Any = self.layers
+        own: Any = self.lm_heads
+        x = layers[n](memo)
+        return (self.logits(x) if own is None else own[n](x)), memo

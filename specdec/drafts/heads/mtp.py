@@ -88,7 +88,8 @@ class MTP(HeadModel):
         """As ``HeadModel.step``: the memo is the last output, normed if ``norm_output``."""
         if n:  # the first token is predicted from the last committed pair
             memo = self.run(memo, token, at.slots(n - 1))
-        return self.logits(memo if self.norm_output else self.layers[0].norm(memo)), memo
+        layer: Any = self.layers[0]
+        return self.logits(memo if self.norm_output else layer.norm(memo)), memo
 
     def run(self, state: Tensor, token: Tensor, go: Pass) -> Tensor:
         """What is fed back ``[..., E]`` of pairs of a ``state [..., E]`` and the ``token [...]`` after it."""
@@ -100,7 +101,8 @@ class MTP(HeadModel):
     def shapes(self) -> list[KVShape]:
         """As ``HeadModel.shapes``."""
         layer: Any = self.layers[0]
-        return [KVShape(*layer.sizes, self.dtype, self.device)]
+        heads, key, value = layer.sizes
+        return [KVShape(heads, key, value, self.dtype, self.device)]
 
     @classmethod
     def from_checkpoint(cls, target: Any, folder: str | Path | None = None) -> Self:
