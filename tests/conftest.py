@@ -48,6 +48,24 @@ def untraced(monkeypatch):
     monkeypatch.setattr("torch.nn.attention.flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
 
 
+@pytest.fixture
+def streams(tmp_path):
+    """The working folder of a recipe that trains: a tokenizer, and a few texts of every domain."""
+    from specdec import zoo
+    from specdec.data.corpus import DOMAINS
+    from specdec.data.prompts import prompts
+    from specdec.data.tokens import write_stream
+    from specdec.lab.streams import Streams
+
+    (tokenizer := zoo.load("pocket-tiny")[1]).save_pretrained(tmp_path / "work" / "tokenizer")
+    for split in ("train", "validation"):
+        for domain in DOMAINS:
+            path = Streams(work=str(tmp_path / "work")).path(split, domain)
+            path.parent.mkdir(exist_ok=True)
+            write_stream(path, tokenizer, prompts(domain, n=4, split="validation"))
+    return tmp_path / "work"
+
+
 @pytest.fixture(scope="module")
 def target():
     return _llama()
