@@ -26,7 +26,7 @@ import specdec as sd
 from specdec import lab
 from specdec.capabilities import DraftPart
 from specdec.drafts.siblings import Distinct, Independent, TopAndOne
-from specdec.lab.bootstrap import Clusters, interval
+from specdec.lab.bootstrap import Clusters, efficiency
 from specdec.lab.console import progress, short_errors, table
 from specdec.lab.loading import draft_part, load
 from specdec.lab.options import option, parse
@@ -75,14 +75,9 @@ def figures(sums: dict[str, np.ndarray], some: list[Entry], draws: int = 2000) -
         at = (categories == category) | (category == "all")
         clusters = Clusters(sources[at], draws)
         first = next(iter(sums.values()))[:, at]
-        for verifier, both in sums.items():
-            mine = both[:, at]
-            tau, ratio = clusters.ratios(*mine), clusters.ratios(*mine) / clusters.ratios(*first)
-            of_first = mine[0].sum() / mine[1].sum() / (first[0].sum() / first[1].sum())
-            row = {"category": category, "verifier": verifier, "tau": float(mine[0].sum() / mine[1].sum())}
-            row |= dict(zip(("tau_low", "tau_high"), interval(tau)), ratio=float(of_first))
-            row |= dict(zip(("ratio_low", "ratio_high"), interval(ratio)))
-            yield row | {"texts": int(at.sum()), "sources": len(clusters)}
+        for verifier, mine in sums.items():
+            row = efficiency([mine[:, at]] * 2, [first] * 2, clusters, least=1)
+            yield {"category": category, "verifier": verifier, **row}
 
 
 KINDS: dict[str, Any] = {"": Independent(), "distinct": Distinct(), "greedy": TopAndOne()}

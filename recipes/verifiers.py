@@ -18,7 +18,7 @@ import numpy as np
 import specdec as sd
 from specdec import zoo
 from specdec.drafts.siblings import Distinct, TopAndOne
-from specdec.lab.bootstrap import Clusters, interval
+from specdec.lab.bootstrap import Clusters, efficiency
 from specdec.lab.console import progress, table
 from specdec.lab.options import option, parse
 from specdec.lab.prompt_file import pieces, shipped
@@ -80,19 +80,16 @@ def main(s: Settings) -> None:
                         stats[name] += out.stats
                         rounds[name][start : start + len(some)] += [one.rounds for one in out.row_stats]
             progress()
-            first = rounds[next(iter(decoders))]
             tokens = np.full(len(prompts), float(s.repeats * s.new_tokens))
+            first = np.stack([tokens, next(iter(rounds.values()))])
             for name, mine in rounds.items():
                 made, calls = stats[name], sum(mine) / min(s.batch, len(prompts))
-                low, high = interval(clusters.ratios(tokens, mine)) if clusters.enough else (None, None)
-                ratio_low, ratio_high = (
-                    interval(clusters.ratios(first, mine)) if clusters.enough else (None, None)
-                )
+                found = efficiency([np.stack([tokens, mine])] * 2, [first] * 2, clusters)
                 rows.append(
                     {
                         "drafting": drafting, "temperature": temperature, "verifier": name, "nodes": base.build().draft.info.nodes(length),
-                        "tau": tokens.sum() / mine.sum(), "low": low, "high": high, "ratio": first.sum() / mine.sum(),
-                        "ratio_low": ratio_low, "ratio_high": ratio_high, "verify_ms": 1000 * made.seconds["verify"] / calls,
+                        "tau": found["tau"], "low": found["tau_low"], "high": found["tau_high"], "ratio": found["ratio"],
+                        "ratio_low": found["ratio_low"], "ratio_high": found["ratio_high"], "verify_ms": 1000 * made.seconds["verify"] / calls,
                         "tokens_per_second": made.tokens_per_second, "prompts": len(prompts), "batch": s.batch,
                     }
                 )  # fmt: skip

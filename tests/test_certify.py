@@ -18,7 +18,16 @@ from specdec.types import Proposal
 from specdec.verifiers import DistinctTransport, FusedRejection, KSeq, OptimalTransport
 
 ALL = catalogue.everything()
-SLOW = {  # seconds each
+SLOW = {  # a second or so each, or much like one that stays
+    "adaptive chains",
+    "adaptive trees 2",
+    "adversarial selector 0",
+    "adversarial selector 1",
+    "optimistic, chain k=1",
+    "optimistic, hindsight 0",
+    "optimistic, hindsight 1",
+    "pipelined, adversarial selector 2, arms chosen late",
+    "tree (2, 1)",
     "chain k=3",
     "chain k=3, vocabulary 2",
     "tree of two drafts' chains, merged",

@@ -133,6 +133,7 @@ MASKS = [
 ]
 
 
+@pytest.mark.usefixtures("untraced")
 @pytest.mark.parametrize(("rule", "mask"), MASKS, ids=[f"{n}-{rule}" for n, (rule, _) in enumerate(MASKS)])
 def test_a_wrong_mask_is_caught_by_its_rule(rule, mask):
     with pytest.raises(BrokenRule) as caught:
@@ -140,6 +141,7 @@ def test_a_wrong_mask_is_caught_by_its_rule(rule, mask):
     assert caught.value.rule == rule, caught.value
 
 
+@pytest.mark.usefixtures("untraced")
 @pytest.mark.parametrize(
     ("test", "rule", "name", "wrong"),
     [
@@ -172,6 +174,7 @@ def test_a_wrong_lowering_of_masks_is_caught(monkeypatch, test, rule, name, wron
     assert caught.value.rule == rule
 
 
+@pytest.mark.usefixtures("untraced")
 def test_every_rule_of_masks_is_broken_by_some_plant():
     assert {rule for rule, _ in MASKS} | {"blocks", "intervals"} == masks.SUITE.rules.keys()
     assert set(check_mask(Own()).rules) == masks.SUITE.rules.keys()

@@ -12,8 +12,10 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from test_training import trained_with_clipping
 from tiny import byte_tokenizer, tiny
 
 import specdec as sd
@@ -89,10 +91,13 @@ def process(folder):
             said.append(f"{type(error).__name__}: {error}")
     path = Path(folder) / f"{PartialState().process_index}.pkl"
     path.write_bytes(pickle.dumps((found, free.ids, said, sorted(own[0]))))
+    trained_with_clipping(Path(folder), PartialState().process_index)
 
 
-def test_two_processes_give_what_one_gives(tmp_path):
-    """By accelerate's launcher. Without --multi_gpu it starts one process on CPUs, whatever it is asked for; with it, two."""
+@pytest.fixture(scope="module")
+def two(tmp_path_factory) -> Path:
+    """What two processes leave, started by accelerate's launcher. Without --multi_gpu it starts one on CPUs, whatever it is asked for."""
+    tmp_path = tmp_path_factory.mktemp("two")
     script = tmp_path / "two.py"
     script.write_text(
         "import sys; sys.path.insert(0, sys.argv[1])\n"
@@ -124,7 +129,11 @@ def test_two_processes_give_what_one_gives(tmp_path):
         timeout=120,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    (found, free, said, own), other = (pickle.loads((tmp_path / f"{p}.pkl").read_bytes()) for p in (0, 1))
+    return tmp_path
+
+
+def test_two_processes_give_what_one_gives(two):
+    (found, free, said, own), other = (pickle.loads((two / f"{p}.pkl").read_bytes()) for p in (0, 1))
     expected = runs(lambda decoder, *args, **settings: decoder.generate(*args, **settings))
     assert found.keys() == expected.keys() == other[0].keys()
     for name, one in expected.items():
@@ -154,6 +163,29 @@ def test_two_processes_give_what_one_gives(tmp_path):
     assert said[2].startswith(
         "ValueError: prompts or max_new_tokens differ between the processes: give every process all"
     )
+
+
+def test_processes_share_a_batch_of_training(two, tmp_path):
+    """Two CPU processes train as one does: the mean of their gradients is the whole batch's, and is clipped as a whole.
+
+    In float64, since sums in another order differ in the last bits, and without Muon's steps, which round gradients to bfloat16: there a
+    last bit becomes the 256th part of an entry. The gradients of its matrices are compared in its momentum.
+    """
+    trained_with_clipping(tmp_path, 0)
+    for clip in ("0.05", "1e+09"):
+        alone, shared = (torch.load(folder / f"{clip}-0", weights_only=False) for folder in (tmp_path, two))
+        for name in alone["master"]:
+            torch.testing.assert_close(shared["master"][name], alone["master"][name], rtol=0, atol=1e-6)
+        for optimiser, gradients in (("muon", "momentum_buffer"), ("adam", "exp_avg")):
+            mine, theirs = alone[optimiser]["state"], shared[optimiser]["state"]
+            assert mine.keys() == theirs.keys()
+            for i in mine:
+                expected = mine[i][gradients]
+                assert float((theirs[i][gradients] - expected).abs().max()) <= 1e-6 * float(
+                    expected.abs().max()
+                )
+    first, second = (torch.load(two / f"weights-{rank}") for rank in "01")
+    assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 def test_alone_it_is_the_decoders_own():

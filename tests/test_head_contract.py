@@ -203,8 +203,14 @@ def test_spire_is_a_head(target):
     torch.testing.assert_close(made, expected[:, 1:], rtol=0, atol=1e-10)
 
 
-@every_head
-@pytest.mark.parametrize("greedy", [True, False])
+@pytest.mark.parametrize(
+    ("make", "greedy"),
+    [
+        pytest.param(make, greedy, id=f"{name}-{greedy}", marks=() if (i + greedy) % 2 else pytest.mark.slow)
+        for i, (name, make) in enumerate(MADE.items())
+        for greedy in (True, False)
+    ],
+)
 def test_output_is_the_targets(target, make, greedy):
     base = sd.decoder(target).verifier(sd.Coupled())
     base = base.greedy() if greedy else base.sampling(temperature=0.7)

@@ -173,7 +173,15 @@ JOINING = {
 }
 
 
-@pytest.mark.parametrize(("kind", "settings", "tree"), JOINING.values(), ids=JOINING.keys())
+@pytest.mark.parametrize(
+    ("kind", "settings", "tree"),
+    [
+        pytest.param(
+            *how, id=name, marks=pytest.mark.slow if name in ("chain, window", "tree, window") else ()
+        )
+        for name, how in JOINING.items()
+    ],
+)
 def test_rows_that_join_and_leave_propose_what_they_propose_alone(target, kind, settings, tree):
     head = shake(kind.from_target(target, blocks=2, **settings))
     decoder = sd.decoder(target).greedy().draft(Head(head, tree), 3).build()

@@ -367,8 +367,16 @@ def texts(
     return decoder.generate(prompts, [BUDGETS[b] for b in rows], **call)
 
 
-@pytest.mark.parametrize("settings", [{"temperature": 0.0}, {"temperature": 0.6}], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("draft", [*KINDS.values(), "windowed"], ids=[*KINDS.keys(), "a windowed model"])
+@pytest.mark.parametrize(
+    ("draft", "settings"),
+    [
+        pytest.param(
+            draft, {"temperature": t}, id=f"{name}-{t}", marks=() if (i + j) % 2 else pytest.mark.slow
+        )
+        for i, (name, draft) in enumerate({**KINDS, "a windowed model": "windowed"}.items())
+        for j, t in enumerate((0.0, 0.6))
+    ],
+)
 def test_output_is_plain_decodings_for_ragged_rows_that_end_at_different_rounds(target, draft, settings):
     if draft == "windowed":
         draft = sd.drafts.Model(Windowed(sd.HFModel(tiny("llama", seed=1)), window=6))

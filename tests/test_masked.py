@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from test_spire import draft_of, inputs_of, rolled_out
-from tiny import tiny
+from tiny import LIKE_OTHERS, tiny
 
 import specdec as sd
 from specdec import masks
@@ -88,7 +88,7 @@ def llama():
     return tiny("llama", num_hidden_layers=3)
 
 
-def decoded(model: Any, llama: Any, seen: torch.Tensor, rounds: int = 12, block: int = 4) -> None:
+def decoded(model: Any, llama: Any, seen: torch.Tensor, rounds: int = 8, block: int = 4) -> None:
     """Rounds of proposals, of which a random part is accepted: every logit is the plain model's under the dense mask."""
     draw = np.random.default_rng(0)
     texts = [list(p) for p in PROMPTS]
@@ -126,8 +126,20 @@ def test_a_masked_model_is_the_plain_one_under_a_dense_mask(llama, mask, storage
     decoded(model, llama, seen_by(mask, 120))
 
 
-@pytest.mark.parametrize("family", [name for name, path in SUPPORTED.items() if path == "packed"])
-@pytest.mark.parametrize("storage", ["dense", "ring"])
+PACKED = [name for name, path in SUPPORTED.items() if path == "packed"]
+EACH = [name for name in PACKED if name not in LIKE_OTHERS]  # with one storage each; both are slow
+
+
+@pytest.mark.parametrize(
+    ("family", "storage"),
+    [
+        pytest.param(
+            name, kind, marks=() if name in EACH and (EACH.index(name) + i) % 2 else pytest.mark.slow
+        )
+        for name in PACKED
+        for i, kind in enumerate(("dense", "ring"))
+    ],
+)
 def test_every_packed_family_is_the_plain_one_under_a_dense_mask(family, storage):
     """Soft caps, sink logits, learned positions, experts, windows of their own."""
     own = tiny(family)

@@ -193,7 +193,7 @@ def test_texts_are_those_over_slots(kind, page):
         for d in drafts:
             builder = sd.decoder(target)
             decoder = (builder.draft(d, length=3) if d else builder).build()
-            yield decoder.generate(ROWS, [17, 5, 1, 40], seed=0).ids
+            yield decoder.generate(ROWS, [12, 5, 1, 24], seed=0).ids
         for cache in made:
             assert isinstance(cache, PagedCache) == (page is not None)
 

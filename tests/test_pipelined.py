@@ -110,13 +110,16 @@ def nothing_is_left():
     assert not multiprocessing.active_children()
 
 
+@pytest.mark.parametrize("both", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("how", HOW)
-def test_equals_the_serial_executor_bit_for_bit(how):
-    executor, dtype = HOW[how]
-    for name in all_drafts(models_of(dtype)):
+def test_equals_the_serial_executor_bit_for_bit(how, both):
+    """Every draft, with one verifier or with ``both``."""
+    (executor, dtype), turn = HOW[how], list(HOW).index(how)
+    for i, name in enumerate(all_drafts(models_of(dtype))):
         if executor.workers == "processes" and ("magicdec" in name or name == "spire"):
             continue
-        for verifier in (sd.Coupled(), sd.Rejection()):
+        verifiers = (sd.Coupled(), sd.Rejection())
+        for verifier in verifiers if both else verifiers[(i + turn) % 2 :][:1]:
             base, eos, serial = serial_run(dtype, verifier, name)
             assert "eos" in serial.finish
             same(serial, base.executor(executor).build().generate(PROMPTS, BUDGETS, seed=3, eos_token_id=eos))

@@ -49,6 +49,13 @@ def run(*words, timeout=300):
     return done.stdout
 
 
+def quick(*words):
+    """As ``run``, in the process that many tests share."""
+    (done,) = each([*words])
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
 RECIPES = [
     "quickstart",
     "bench",
@@ -103,7 +110,7 @@ def report(path):
 
 def test_quickstart(tmp_path):
     file = tmp_path / "q.json"
-    said = run(
+    said = quick(
         "recipes/quickstart.py",
         "--batches",
         "1",
@@ -279,7 +286,7 @@ def test_compare_on_prompts_of_ones_own(tmp_path):
     file = tmp_path / "c.json"
     words = ["--prompts", str(tmp_path / "p.jsonl"), "--trace", str(tmp_path / "trace"), "--new-tokens", "8"]
     words += ["--drafts", "vanilla=pocket-vanilla", "ngram", "--k", "2,4", "--json", str(file)]
-    first = run("recipes/compare.py", *words)
+    first = quick("recipes/compare.py", *words)
     rows = report(file)
     assert len(rows) == 2 * 2 * 3
     names = ("method", "category", "k", "tau", "tau_low", "tau_high", "ratio", "ratio_low", "ratio_high")
@@ -288,7 +295,7 @@ def test_compare_on_prompts_of_ones_own(tmp_path):
     assert all(r["tau_low"] <= r["tau"] <= r["tau_high"] for r in rows)
     assert "prompts a minute" in first
     before = rows
-    run("recipes/compare.py", *words)  # from the record
+    quick("recipes/compare.py", *words)  # from the record
     assert report(file) == before
     (tmp_path / "q.jsonl").write_text('{"prompt": "a"}\n{"text": "b"}')
     (failed,) = each(
@@ -455,7 +462,7 @@ def test_the_pools_table(tmp_path):
         "--repeats",
         "1",
     ]
-    said = run("recipes/spin_pool.py", *words, "--json", str(file))
+    said = quick("recipes/spin_pool.py", *words, "--json", str(file))
     rows = report(file)
     assert rows[-1]["draft"] == "oracle"
     assert rows[-1]["headroom"] >= 1
@@ -657,7 +664,7 @@ def test_bars_know_how_many_points_the_suite_has():
     assert points["generate"] == len(steps.THEIRS)
 
 
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("how", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
 def test_a_gpu_suite_that_is_ended_leaves_what_it_has_measured(how, tmp_path):
     """And rows of other stages that the file had stay; those of its own are replaced."""
     pytest.importorskip("triton")

@@ -106,7 +106,7 @@ def test_a_fixed_arms_replay_agrees_with_its_expectation(ragged):
         size = torch.tensor(r.lengths)[:, None, None].expand(4, 12, 24).clone()
         size[2, :, ::2] = 0
         r = replace(r, ends=np.arange(12) + 13, size=size)
-    play = SelectorReplay(r, TIMES, batch=5, repeats=100)
+    play = SelectorReplay(r, TIMES, batch=5, repeats=50)
     expected = fixed_seconds(r, TIMES, 5).sum(1)
     for a in range(3):
         played = play(selectors.Fixed(a))
@@ -124,9 +124,9 @@ def test_no_selector_beats_the_oracle_and_its_plan_comes_near():
     r = requests()
     play = SelectorReplay(r, TIMES, batch=5, repeats=30)
     oracle = round_oracle(r, TIMES, 5)
-    best = oracle.seconds.sum()
+    best, some = oracle.seconds.sum(), replace(play, repeats=15)
     for selector in EVERY:
-        played = play(selector)
+        played = some(selector)
         assert off(played.seconds, best) >= -4, selector
         # Sharing a batch with other arms costs no less than a batch of one's own arm.
         assert (played.elapsed.sum(1) >= played.seconds.sum(1) - 1e-9).all(), selector

@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -49,8 +50,14 @@ def drafts_of(small):
     }
 
 
-@pytest.mark.parametrize("capacity", [None, 60], ids=["growing", "whole"])
-@pytest.mark.parametrize("name", ["plain", "model", "ngram", "tree", "function"])
+@pytest.mark.parametrize(
+    ("name", "capacity"),
+    [
+        *((name, None) for name in ("plain", "model", "ngram", "tree", "function")),
+        *((name, 60) for name in ("model", "tree")),
+        *(pytest.param(name, 60, marks=pytest.mark.slow) for name in ("plain", "ngram", "function")),
+    ],
+)
 def test_a_stream_says_what_generate_says(target, small, name, capacity):
     verifier = sd.Rejection() if capacity else sd.Coupled()
     decoder = sd.decoder(target).draft(drafts_of(small)[name], length=2).verifier(verifier).build()
@@ -74,9 +81,14 @@ def test_a_requests_own_seed_is_generates(target, small):
         assert one.ids == alone.ids[0]
 
 
-@pytest.mark.parametrize("executor", [Serial(), Pipelined(2)], ids=["serial", "pipeline"])
-@pytest.mark.parametrize("capacity", [None, 60], ids=["growing", "whole"])
-def test_captured_steps_of_rows_that_come_and_go(capacity, executor):
+@pytest.mark.parametrize(
+    ("executor", "capacity"),
+    [
+        *((Serial(), 60), (Pipelined(2), None)),
+        *(pytest.param(*both, marks=pytest.mark.slow) for both in ((Serial(), None), (Pipelined(2), 60))),
+    ],
+)
+def test_captured_steps_of_rows_that_come_and_go(executor, capacity):
     """Texts are those without graphs; in a cache for all rows, what was captured serves whoever joins."""
     said, seen = [], []
     for how in (False, "recorded"):
@@ -330,16 +342,36 @@ def same(done, alone):
         assert one.stats == alone.row_stats[one.index]
 
 
-@pytest.mark.parametrize("how", PIPES)
-@pytest.mark.parametrize("verifier", [sd.Coupled(), sd.Rejection()], ids=["coupled", "rejection"])
-def test_a_pipeline_serves_what_serial_serves(target, small, verifier, how):
-    for name in ("model", "ngram", "tree"):
+@pytest.fixture(scope="module")
+def serial(target, small):
+    """Takes a draft's name and a verifier; returns a decoder, settings of a run, and the run, which serial serving repeats."""
+
+    @cache
+    def run(name, verifier):
         base = sd.decoder(target).draft(drafts_of(small)[name], length=2).verifier(verifier)
         stop = base.build().generate(PROMPTS, BUDGETS, seed=3, eos_token_id=()).ids[2][7]
         settings: dict[str, Any] = {"seed": 3, "eos_token_id": stop}
         alone = base.build().generate(PROMPTS, BUDGETS, **settings)
         assert "eos" in alone.finish
         same(list(base.build().serve(requests(), 4, clock="rounds", **settings)), alone)
+        return base, settings, alone
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("how", "verifier"),
+    [
+        *((how, sd.Rejection()) for how in PIPES),
+        *(
+            pytest.param(how, sd.Coupled(), marks=() if how == "processes" else pytest.mark.slow)
+            for how in PIPES
+        ),
+    ],
+)
+def test_a_pipeline_serves_what_serial_serves(serial, verifier, how):
+    for name in ("model", "ngram", "tree"):
+        base, settings, alone = serial(name, verifier)
         decoder = base.executor(PIPES[how]).build()
         for limit, capacity in ((3, None), (5, 60)):
             done = list(decoder.serve(requests(), limit, clock="rounds", capacity=capacity, **settings))

@@ -106,7 +106,13 @@ DRAFTS = {
 every_draft = pytest.mark.parametrize("draft", DRAFTS.values(), ids=DRAFTS.keys())
 
 
-@every_draft
+@pytest.mark.parametrize(
+    "draft",
+    [
+        pytest.param(draft, id=name, marks=pytest.mark.slow if name in ("tree (2, 1)", "two trees") else ())
+        for name, draft in DRAFTS.items()
+    ],
+)
 def test_shared_distributions_are_lossless(draft):
     base = sd.decoder(MODEL).draft(draft, length=2)
     found = certify(base.build(), max_new_tokens=3)

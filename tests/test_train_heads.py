@@ -15,11 +15,7 @@ from tiny import tiny
 
 import specdec as sd
 from specdec import zoo
-from specdec.data.corpus import DOMAINS
-from specdec.data.prompts import prompts
-from specdec.data.tokens import write_stream
 from specdec.drafts.heads import DFlash, DSpark, Eagle3, Head
-from specdec.lab.streams import Streams
 from specdec.training.anchored import layers_of
 from specdec.training.anchored import steps as head_steps
 from specdec.training.forward import Blocks, KPass, Parallel, drafted
@@ -347,27 +343,9 @@ RECIPE = Path(__file__).parents[1] / "recipes" / "train_heads.py"
 
 
 @pytest.mark.slow
-def test_the_recipe_trains_exports_and_continues(tmp_path):
-    work, out = tmp_path / "work", tmp_path / "zoo"
-    tokenizer = zoo.load("pocket-tiny")[1]
-    tokenizer.save_pretrained(work / "tokenizer")
-    for split in ("train", "validation"):
-        for domain in DOMAINS:
-            path = Streams(work=str(work)).path(split, domain)
-            path.parent.mkdir(exist_ok=True)
-            write_stream(path, tokenizer, prompts(domain, n=4, split="validation"))
-    words = [
-        "--work",
-        str(work),
-        "--zoo",
-        str(out),
-        "--tokens",
-        "0.0021",
-        "--batch",
-        "1",
-        "--validation",
-        "1",
-    ]
+def test_the_recipe_trains_exports_and_continues(streams, tmp_path):
+    out = tmp_path / "zoo"
+    words = f"--work {streams} --zoo {out} --tokens 0.0021 --batch 1 --validation 1".split()
     words += ["--anchors", "16", "--no-compile"]
     names = ["pocket-eagle3", "pocket-mtp", "pocket-medusa", "pocket-spire-equal"]
     rows = str(tmp_path / "t.json")

@@ -13,10 +13,6 @@ import torch
 from one_process import each
 
 from specdec import zoo
-from specdec.data.corpus import DOMAINS
-from specdec.data.prompts import prompts
-from specdec.data.tokens import write_stream
-from specdec.lab.streams import Streams
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "train_pool.py"
 FORMER = {"pocket-tiny", "pocket-code", "pocket-prose", "pocket-tabular"}
@@ -64,28 +60,9 @@ def test_the_members_have_equal_data_and_say_so(recipe):
         assert "chosen on the test prompts" in card
 
 
-def test_a_member_is_trained_exported_and_continued(tmp_path):
-    work, made = tmp_path / "work", tmp_path / "zoo"
-    tokenizer = zoo.load("pocket-tiny")[1]
-    tokenizer.save_pretrained(work / "tokenizer")
-    for split in ("train", "validation"):
-        for domain in DOMAINS:
-            path = Streams(work=str(work)).path(split, domain)
-            path.parent.mkdir(exist_ok=True)
-            write_stream(path, tokenizer, prompts(domain, n=4, split="validation"))
-    words = [
-        "--work",
-        str(work),
-        "--zoo",
-        str(made),
-        "--tokens",
-        "0.0042",
-        "--validation",
-        "2",
-        "--no-compile",
-        "--epochs",
-        "1",
-    ]
+def test_a_member_is_trained_exported_and_continued(streams, tmp_path):
+    made = tmp_path / "zoo"
+    words = f"--work {streams} --zoo {made} --tokens 0.0042 --validation 2 --no-compile --epochs 1".split()
     words += ["--drafts", "pocket-140k", "pocket-code", "--json", str(tmp_path / "t.json")]
     first, again, wrong = each(
         [str(RECIPE), *words],
@@ -110,4 +87,4 @@ def test_a_member_is_trained_exported_and_continued(tmp_path):
         assert ("on the same tokens" in card) == (name == "pocket-140k")
     assert wrong.returncode == 1
     assert "--drafts pocket-nil: there are pocket-140k" in wrong.stderr
-    shutil.rmtree(work)
+    shutil.rmtree(streams)

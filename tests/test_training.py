@@ -364,30 +364,6 @@ def trained_with_clipping(folder, rank):
         torch.save(dict(draft.named_parameters()), folder / f"weights-{rank}")
 
 
-def test_processes_share_a_batch(tmp_path):
-    """Two CPU processes train as one does: the mean of their gradients is the whole batch's, and is clipped as a whole.
-
-    In float64, since sums in another order differ in the last bits, and without Muon's steps, which round gradients to bfloat16: there a
-    last bit becomes the 256th part of an entry. The gradients of its matrices are compared in its momentum.
-    """
-    one, two = apart("test_training", "trained_with_clipping", tmp_path)
-    trained_with_clipping(one, "0")
-    for clip in ("0.05", "1e+09"):
-        alone, shared = (torch.load(folder / f"{clip}-0", weights_only=False) for folder in (one, two))
-        for name in alone["master"]:
-            torch.testing.assert_close(shared["master"][name], alone["master"][name], rtol=0, atol=1e-6)
-        for optimiser, gradients in (("muon", "momentum_buffer"), ("adam", "exp_avg")):
-            mine, theirs = alone[optimiser]["state"], shared[optimiser]["state"]
-            assert mine.keys() == theirs.keys()
-            for i in mine:
-                expected = mine[i][gradients]
-                assert float((theirs[i][gradients] - expected).abs().max()) <= 1e-6 * float(
-                    expected.abs().max()
-                )
-    first, second = (torch.load(two / f"weights-{rank}") for rank in "01")
-    assert all(torch.equal(first[name], second[name]) for name in first)
-
-
 def test_k_pass_is_the_default_forward():
     target = tiny("llama", num_hidden_layers=3)
     draft = SpireModel.from_target(target, 1)

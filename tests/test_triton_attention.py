@@ -97,7 +97,7 @@ PLANS = {
 @pytest.mark.parametrize("window", [None, 1, 50])
 @pytest.mark.parametrize("name", list(PLANS))
 def test_every_plan(name, window):
-    close(case(PLANS[name]), PLANS[name], window=window)
+    close(case(PLANS[name], Hq=2, Hkv=1), PLANS[name], window=window)
 
 
 @pytest.mark.parametrize("window", [None, 2, 40])
@@ -122,10 +122,16 @@ REACHES = [
 ]  # the last two overlap in some rows and are apart in others
 
 
-@pytest.mark.parametrize(("window", "initial"), REACHES)
-@pytest.mark.parametrize("name", list(PLANS))
+@pytest.mark.parametrize(
+    ("name", "window", "initial"),
+    [
+        pytest.param(name, *REACHES[j], marks=() if (i - j) % 5 in (0, 3) else pytest.mark.slow)
+        for i, name in enumerate(PLANS)
+        for j in range(5)
+    ],
+)
 def test_first_positions_beside_a_window(name, window, initial):
-    close(case(PLANS[name]), PLANS[name], window=reach(window, initial))
+    close(case(PLANS[name], Hq=2, Hkv=1), PLANS[name], window=reach(window, initial))
 
 
 @pytest.mark.parametrize(
@@ -152,9 +158,15 @@ def test_first_positions_and_chunks(window, initial, chunk, processors, monkeypa
         close(case(plan, Hq=2, Hkv=1, D=16, B=3), plan, window=reach(window, initial), chunk=chunk)
 
 
-@pytest.mark.parametrize(("Hq", "Hkv"), [(2, 2), (4, 1), (8, 1)])
-@pytest.mark.parametrize("sink_logits", [False, True])
-@pytest.mark.parametrize("name", ["ragged", "ragged tree"])
+@pytest.mark.parametrize(
+    ("name", "sink_logits", "Hq", "Hkv"),
+    [
+        pytest.param(name, sinks, *heads, marks=() if (i + j + sinks) % 2 else pytest.mark.slow)
+        for i, name in enumerate(("ragged", "ragged tree"))
+        for j, heads in enumerate(((2, 2), (4, 1), (8, 1)))
+        for sinks in (False, True)
+    ],
+)
 def test_first_positions_with_grouped_heads_sink_logits_and_soft_cap(name, sink_logits, Hq, Hkv):
     logits = torch.linspace(-1, 2, Hq, device=DEVICE) if sink_logits else None
     close(case(PLANS[name], Hq, Hkv), PLANS[name], window=reach(9, 3), softcap=5.0, sink_logits=logits)
@@ -179,8 +191,13 @@ def test_the_slots_between_are_skipped():
     assert splitting.chunking(low, reach(512, 65), work(10**6), None) == (1, 704, 64)
 
 
-@pytest.mark.parametrize("tree", [False, True])
-@pytest.mark.parametrize(("window", "initial"), [(64, 4), (100, 70)])
+@pytest.mark.parametrize(
+    ("window", "initial", "tree"),
+    [
+        *((64, 4, True), (100, 70, False)),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((64, 4, False), (100, 70, True))),
+    ],
+)
 def test_first_positions_and_equal_bits(window, initial, tree):
     """With fixed chunks: alone, beside others, in a step of one query or of many."""
     n, q = 286, 4
@@ -254,7 +271,7 @@ def test_pages(page, window):
     plan = AttentionPlan(
         range(4), [n - 2 for n in lengths], [2] * 4, 0, make_tree([n - 2 for n in lengths]), table=table, page=page
     )  # fmt: skip
-    args = case(plan, B=sum(need) + 3)
+    args = case(plan, 2, 1, B=sum(need) + 3)
     seen = torch.zeros(*args[1].shape[:2], dtype=torch.bool)
     for pages, n in zip(table, lengths):
         for s in range(n):
@@ -276,8 +293,13 @@ def chain(n):
     return [-1, *range(n - 1)]
 
 
-@pytest.mark.parametrize("window", [None, 9])
-@pytest.mark.parametrize("nodes", [63, 64, 65, 70])
+@pytest.mark.parametrize(
+    ("nodes", "window"),
+    [
+        *((63, 9), (64, None), (65, None), (70, 9)),
+        *(pytest.param(*both, marks=pytest.mark.slow) for both in ((63, None), (64, 9), (65, 9), (70, None))),
+    ],
+)
 def test_large_trees(nodes, window):
     """64 nodes are one word; more are written out."""
     parents = [-1, 0, *(i // 2 for i in range(2, nodes))]

@@ -204,7 +204,7 @@ def test_the_last_tokens_of_a_large_vocabulary_are_picked_if_and_only_if_they_ar
 
 def test_kernels_pick_the_first_and_the_last_possible_token(backend):
     """The quantile is of the sums of all blocks, and a running sum within the last one has to exceed it."""
-    V, B = 70, 200
+    V, B = 70, 200 if backend == "reference" else 60  # rows take long to interpret
     logits = 3 * torch.randn(B, 1, V, generator=torch.Generator().manual_seed(0))
     logits[..., 0] = -INF
     logits[..., 50:] = -INF

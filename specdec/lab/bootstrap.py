@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -41,3 +42,22 @@ def interval(values: np.ndarray) -> tuple[float, float]:
     """The 2.5 % and the 97.5 % quantile of bootstrap draws."""
     low, high = np.quantile(values, [0.025, 0.975]).tolist()
     return low, high
+
+
+def efficiency(
+    mine: Sequence[np.ndarray], theirs: Sequence[np.ndarray], clusters: Clusters, least: int = LEAST
+) -> dict[str, Any]:
+    """τ and its ratio to another method's, with intervals for ``least`` clusters or more.
+
+    Args:
+        mine, theirs: tokens and rounds ``[2, C]`` for the lower and the upper bound of τ.
+    """
+    low, high, other_low, other_high = (float(s[0].sum() / s[1].sum()) for s in (*mine, *theirs))
+    row: dict[str, Any] = {"tau": (low + high) / 2, "tau_low": None, "tau_high": None}
+    row |= {"ratio": row["tau"] * 2 / (other_low + other_high), "ratio_low": None, "ratio_high": None}
+    row |= {"texts": mine[0].shape[1], "sources": len(clusters)}
+    if len(clusters) >= least:
+        ours, others = ([clusters.ratios(*sums) for sums in bounds] for bounds in (mine, theirs))
+        row |= {"tau_low": interval(ours[0])[0], "tau_high": interval(ours[1])[1]}
+        row |= {"ratio_low": interval(ours[0] / others[1])[0], "ratio_high": interval(ours[1] / others[0])[1]}
+    return row

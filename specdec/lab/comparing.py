@@ -10,7 +10,7 @@ import numpy as np
 
 from specdec.audit.tau import Efficiency
 from specdec.lab import plots
-from specdec.lab.bootstrap import LEAST, Clusters, interval
+from specdec.lab.bootstrap import LEAST, Clusters, efficiency, interval
 from specdec.lab.console import table
 from specdec.lab.replays import Replay
 from specdec.lab.simulating import Simulation
@@ -133,7 +133,7 @@ def compare(
         for (name, n), bounds in sums.items():
             other = sums.get((reference, n)) or sums[reference, lengths[reference][0]]
             row: dict[str, Any] = {"method": name, "category": group, "k": n}
-            row |= _figures([b.numpy()[:, at] for b in bounds], [b.numpy()[:, at] for b in other], clusters)
+            row |= efficiency([b.numpy()[:, at] for b in bounds], [b.numpy()[:, at] for b in other], clusters)
             if name == reference and bounds is other:  # also where it is bounded
                 row |= dict.fromkeys(("ratio", "ratio_low", "ratio_high"), 1.0)
             row["exact"] = named[name].exact
@@ -165,19 +165,6 @@ def _close(
         if row is not best and interval(most / least)[1] >= 1:
             found.append(_label(row))
     return found
-
-
-def _figures(mine: Sequence[np.ndarray], theirs: Sequence[np.ndarray], clusters: Clusters) -> dict[str, Any]:
-    """τ and its ratio with intervals; ``mine, theirs``: tokens and rounds ``[2, C]`` for the lower and the upper bound of τ."""
-    low, high, other_low, other_high = (float(s[0].sum() / s[1].sum()) for s in (*mine, *theirs))
-    row: dict[str, Any] = {"tau": (low + high) / 2, "tau_low": None, "tau_high": None}
-    row |= {"ratio": row["tau"] * 2 / (other_low + other_high), "ratio_low": None, "ratio_high": None}
-    row |= {"texts": mine[0].shape[1], "sources": len(clusters)}
-    if clusters.enough:
-        ours, others = ([clusters.ratios(*sums) for sums in bounds] for bounds in (mine, theirs))
-        row |= {"tau_low": interval(ours[0])[0], "tau_high": interval(ours[1])[1]}
-        row |= {"ratio_low": interval(ours[0] / others[1])[0], "ratio_high": interval(ours[1] / others[0])[1]}
-    return row
 
 
 def _acceptance(one: Efficiency, at: np.ndarray) -> list[float]:

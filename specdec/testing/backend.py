@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
+from specdec.arguments import name_of
 from specdec.kernels.attention import choice, conformance
-from specdec.testing.rules import BrokenRule, Kept, Rule, lacks, name_of
+from specdec.testing.rules import BrokenRule, Kept, Rule, lacks
 
 OUTPUT = Rule("output", "compare with kernels.attention.reference.attend on the call that is named")
 SHAPE = Rule(

@@ -18,7 +18,7 @@ from specdec.protocols import JoinableCache, LanguageModel, Verifier
 from specdec.rng import ACCEPT, BONUS, TARGET, Key
 from specdec.sampling import Sampling
 from specdec.testing.recorder import COIN, Decision, Swap
-from specdec.testing.rules import Kept, NotTried, Suite, instance, lacks, name_of
+from specdec.testing.rules import Kept, NotTried, Suite, instance, lacks
 from specdec.testing.session import BUDGETS, Seen, Session, differs, prompts, seen
 from specdec.types import Proposal
 from specdec.verifiers import Coupled, Rejection
@@ -52,9 +52,7 @@ def check_draft(
         BrokenRule: the first rule that is broken, and the remedy. TypeError: a class is given. ValueError: this draft needs a target.
     """
     draft = instance(draft, "draft")
-    return SUITE.run(
-        name_of(draft), Case(draft, _target(draft) if target is None else target, tuple(samplings)), only
-    )
+    return SUITE.run(draft, Case(draft, _target(draft) if target is None else target, tuple(samplings)), only)
 
 
 @dataclass(frozen=True, eq=False)

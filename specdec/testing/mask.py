@@ -16,7 +16,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from specdec.masks import Causal, Function, Mask, Window, block_mask, dense, for_model, intervals
 from specdec.masks.show import HIDDEN, SEEN
-from specdec.testing.rules import Kept, NotTried, Rule, Suite, instance, name_of
+from specdec.testing.rules import Kept, NotTried, Rule, Suite, instance
 
 B, S = 2, 12  # rows and positions that every mask is asked about
 FAR = 160  # positions of one that drives a model
@@ -66,7 +66,7 @@ def check_mask(mask: Any, *, part: bool = False, only: Collection[str] | None = 
             f"mask is a {type(given).__name__}: give a Mask or a function (b, h, q_position, kv_position) -> bool"
         )
     made = given if isinstance(given, Mask) else Function(given)
-    return SUITE.run(name_of(given), Case(made, isinstance(given, Mask), part), only)
+    return SUITE.run(given, Case(made, isinstance(given, Mask), part), only)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from specdec.pruning import pruner as contract
-from specdec.testing.rules import Kept, Rule, Suite, instance, name_of
+from specdec.testing.rules import Kept, Rule, Suite, instance
 from specdec.testing.states import no_global_draws
 
 B, H, S, D = 4, 2, 14, 6
@@ -59,7 +59,7 @@ def check_pruner(
         BrokenRule: the first rule that is broken, and the remedy. TypeError: a class is given.
     """
     part = instance(pruner, "pruner")
-    return SUITE.run(name_of(part), Case(part, tuple(budgets)), only)
+    return SUITE.run(part, Case(part, tuple(budgets)), only)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
+from specdec.arguments import name_of
+
 
 class BrokenRule(AssertionError):
     """A part breaks a rule of its contract.
@@ -105,18 +107,18 @@ class Suite:
         """All rules by name."""
         return {rule.name: rule for _, rules, _ in self.tests.values() for rule in rules}
 
-    def run(self, part: str, case: Any, only: Collection[str] | None = None) -> Kept:
+    def run(self, part: Any, case: Any, only: Collection[str] | None = None) -> Kept:
         """Try the rules on ``case``.
 
         Args:
-            only: the tests to run (``None``: all).
+            part: what is tried, for its name. only: the tests to run (``None``: all).
         Raises:
             BrokenRule: the first rule that is broken. ValueError: ``only`` names no test.
         """
         unknown = set(only or ()) - self.tests.keys()
         if isinstance(only, str) or unknown:
             raise ValueError(f"only is {only!r}: give some of {', '.join(self.names)}, in a list")
-        kept: list[str] = []
+        part, kept = name_of(part), list[str]()
         left_out: dict[str, str] = {}
         for name, (test, rules, also) in self.tests.items():
             if only is not None and name not in only:
@@ -137,12 +139,6 @@ class Suite:
             else:
                 kept += [rule.name for rule in rules if rule.name not in kept]
         return Kept(part, tuple(kept), left_out)
-
-
-def name_of(part: Any) -> str:
-    """The name of a part in messages: that of its class, or its own if it is a function."""
-    own = getattr(part, "__name__", None)
-    return own if isinstance(own, str) else type(part).__name__
 
 
 def lacks(part: Any, *methods: str) -> list[str]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from specdec.capabilities import SelectorInfo
 from specdec.protocols import Leaves
 from specdec.rng import Philox, seeds
-from specdec.testing.rules import Kept, NotTried, Rule, Suite, instance, lacks, name_of
+from specdec.testing.rules import Kept, NotTried, Rule, Suite, instance, lacks
 from specdec.testing.states import changed, no_global_draws, snapshot
 from specdec.types import Context, Feedback
 
@@ -57,7 +57,7 @@ def check_selector(selector: Any, *, only: Collection[str] | None = None) -> Kep
         BrokenRule: the first rule that is broken, and the remedy. TypeError: a class is given.
     """
     part = instance(selector, "selector")
-    return SUITE.run(name_of(part), Case(part), only)
+    return SUITE.run(part, Case(part), only)
 
 
 @dataclass(frozen=True)

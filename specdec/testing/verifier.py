@@ -17,7 +17,7 @@ from specdec.models import TableModel
 from specdec.rng import ACCEPT, BONUS, Key, Philox, seeds
 from specdec.sampling import Sampling
 from specdec.testing.recorder import Recorder
-from specdec.testing.rules import Kept, NotTried, Suite, instance, lacks, name_of
+from specdec.testing.rules import Kept, NotTried, Suite, instance, lacks
 from specdec.testing.states import no_global_draws
 from specdec.testing.verdicts import check_verdict, committed, same
 from specdec.testing.verifier_cases import ROWS, SHAPES, SMALL, Asked, Example, Extreme, asked
@@ -64,7 +64,7 @@ def check_verifier(verifier: Any, *, only: Collection[str] | None = None) -> Kep
         BrokenRule: the first rule that is broken, and the remedy. TypeError: ``verifier`` is no verifier, or a class.
     """
     part = instance(verifier, "verifier")
-    return SUITE.run(name_of(part), Case(verifier_of(part)), only)
+    return SUITE.run(part, Case(verifier_of(part)), only)
 
 
 @dataclass(frozen=True, eq=False)

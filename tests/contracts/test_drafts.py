@@ -16,7 +16,7 @@ import specdec as sd
 from contracts import build, modules, parts
 from specdec.capabilities import DraftPart
 from specdec.testing import check_draft
-from specdec.testing.draft import SUITE
+from specdec.testing.draft import SETTINGS, SUITE
 
 TARGET = sd.TableModel.random(6, order=2, seed=0, zeros=0.2)
 DRAFTS = parts(sd.drafts, "propose", "observe", "init", "select")
@@ -46,19 +46,25 @@ def kinds(cls: type, test: str) -> list[str]:
     return ["table"] if test == "anticipation" else ["table", "llama"]  # decisions do not hang on a cache
 
 
+SAMPLINGS = {"all": SETTINGS, "two": SETTINGS[::2], "third": SETTINGS[1:2]}
 CASES = [
-    pytest.param(cls, kind, test, id=f"{name}-{kind}-{test}")
+    pytest.param(
+        *(cls, kind, test, SAMPLINGS[some]),
+        id=f"{name}-{kind}-{test}-{some}",
+        marks=pytest.mark.slow if some == "third" else (),
+    )
     for test in SUITE.names
     if test != "distribution"
     for name, cls in DRAFTS.items()
     for kind in kinds(cls, test)
+    for some in (["all"] if kind == "table" else ["two", "third"])
 ]
 
 
-@pytest.mark.parametrize(("cls", "kind", "test"), CASES)
-def test_every_draft_keeps_the_rules(cls, kind, test):
+@pytest.mark.parametrize(("cls", "kind", "test", "samplings"), CASES)
+def test_every_draft_keeps_the_rules(cls, kind, test, samplings):
     target = model_of(kind) if kind == "own target" else TARGET
-    found = check_draft(build(cls, model_of(kind)), target, only=[test])
+    found = check_draft(build(cls, model_of(kind)), target, samplings=samplings, only=[test])
     if test == "consumed" and cls.__name__ in KEEPERS:
         assert found.rules == ("cache",)
     if test == "joins" and kind == "table":

@@ -9,19 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from transformers import (
-    GenerationConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    StoppingCriteria,
-    StoppingCriteriaList,
-)
+from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.candidate_generator import SinglePositionMultiTokenCandidateGenerator
 from transformers.generation.utils import _speculative_sampling
 
 from specdec.arguments import name_of
 from specdec.audit.certify import Certificate
 from specdec.audit.external import certify_function
+from specdec.audit.llamas import llama
 from specdec.audit.museum.exhibit import Pair, of
 from specdec.audit.plain import enumerate_plain
 from specdec.models import HFModel
@@ -88,25 +83,6 @@ def single_position(pair: Pair, k: int, declared: bool) -> Certificate:
 # -- generate ---------------------------------------------------------------------------------------------------------------------
 
 
-def llama(seed: int, vocab: int = 3) -> LlamaForCausalLM:
-    """A random float64 llama of two small layers."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        config = LlamaConfig(
-            vocab_size=vocab,
-            hidden_size=8,
-            intermediate_size=8,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            max_position_embeddings=64,
-            initializer_range=0.8,
-            bos_token_id=None,
-            eos_token_id=None,
-        )
-        return LlamaForCausalLM(config).double().eval()
-
-
 class EndsAt(StoppingCriteria):
     """A criterion of a user's own: a text ends after ``token``."""
 
@@ -132,7 +108,8 @@ def generate(
         eos: an end of sequence. stop: a token that ends a text by a ``StoppingCriteria``. crop: what comes after that token is left out.
         keep_float64: casts to float32 are left out. settings: of the assistant's generation config.
     """
-    target, draft, prompt = llama(0), llama(1), [0, 1]
+    with torch.random.fork_rng(devices=[]):
+        target, draft, prompt = llama(0), llama(1), [0, 1]
     for name, value in {
         "num_assistant_tokens": k,
         "num_assistant_tokens_schedule": "constant",
