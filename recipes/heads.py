@@ -36,7 +36,7 @@ from specdec.lab.loading import load
 from specdec.lab.options import option, parse
 from specdec.lab.prompt_file import pieces, prompt_entries, shipped
 from specdec.lab.recipe import Plotted
-from specdec.lab.turns import PLAIN, Case, Turns, taus_of
+from specdec.lab.turns import Case, Turns, taus_of
 
 PARTS = ("tau", "depth", "tree", "equal", "speed", "window")
 METHODS = (
@@ -76,8 +76,8 @@ class Study:
         self.s, self.target, self.field, self.names = s, target, field, [one.name for one in field]
         self.sampling, self.at = sd.Sampling(temperature=temperature), {"temperature": temperature}
         self.chains = [one.chain for one in field]
-        wanted = {"tree", "speed"} & set(s.parts)
-        self.trees = [way for one in field for way in one.trees(s.trees)] if wanted else []
+        trees = s.trees if {"tree", "speed"} & set(s.parts) else ()
+        self.trees = [way for one in field for way in one.trees(trees)]
         self.reference = s.reference if s.reference in self.names else self.names[0]
         self.checked: set[str] = set()
 
@@ -150,17 +150,14 @@ class Study:
             rows += contest.tree_rows(self.field, replays, s.trees, here)
         turns = self.turns(self.chains + self.trees, "test", s.at)
         if "equal" in s.parts:
-            every = [Case(None)] + [Case(way, k) for way in self.chains for k in range(1, way.longest + 1)]
             progress("time of drafting", stays=True)
-            measured = turns.measure(every, 1, -(-s.repeats // 2), progress)
-            named = {(c.way.method if c.way else PLAIN, c.k): m for c, m in zip(every, measured)}
-            rows += contest.time_rows(self.field, named, replays, here | {"batch": 1})
+            times, one = turns.lengths(-(-s.repeats // 2), progress), here | {"batch": 1}
             budget = s.budget if s.budget in self.names else self.reference
-            rows += contest.equal_rows(self.field, named, replays, budget, here | {"batch": 1})
+            rows += contest.time_rows(self.field, times, replays, one)
+            rows += contest.equal_rows(self.field, times, replays, budget, one)
         for batch, some in cases.items():
             progress(f"speed at batch {batch}", stays=True)
-            measured = turns.measure(some, batch, s.repeats, progress)
-            taus = taus_of(replays, some, s.at)
+            measured, taus = turns.measure(some, batch, s.repeats, progress), taus_of(replays, some, s.at)
             rows += contest.speed_rows(self.field, some, measured, taus, batch, here)
         return rows
 

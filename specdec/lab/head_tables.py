@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from specdec.lab import console, plots
@@ -140,35 +141,35 @@ def figures(rows: Sequence[Row]) -> dict[str, Callable[[], Any]]:
         r for r in rows if r["part"] == "speed" and r["drafting"] == "chain" and r["verifier"] == "rejection"
     ]
     depth = [r for r in rows if r["part"] == "depth"]
-    parts = {
-        "heads_tau": (tau, "k", "tau", ("tau_low", "tau_high"), "drafted tokens", "tokens a round"),
-        "heads_depth": (depth, "depth", "acceptance", ("low", "high"), "depth", "acceptance, if reached"),
-        "heads_speed": (
-            speed,
-            "batch",
-            "ratio_to_plain",
-            ("ratio_low", "ratio_high"),
-            "rows",
-            "speed over plain decoding",
-        ),
-    }
-    return {name: (lambda how=how: lines(*how)) for name, how in parts.items() if how[0]}
+    names = list(dict.fromkeys(row["method"] for row in rows if row["method"] != "plain"))
+    made = {
+        "heads_tau": partial(lines, names, tau, "k", INTERVAL, ("drafted tokens", "tokens a round")),
+        "heads_depth": partial(lines, names, depth, "depth", ("acceptance", "low", "high"), ("depth", "acceptance, if reached")),
+        "heads_speed": partial(lines, names, speed, "batch", SPEED, ("rows", "speed over plain decoding")),
+    }  # fmt: skip
+    return {name: figure for name, figure in made.items() if figure.args[1]}
 
 
-def lines(rows: Sequence[Row], across: str, up: str, ends: tuple[str, str], x: str, y: str) -> Any:
-    """A matplotlib figure: a line for each draft with intervals, a panel for each temperature."""
+def lines(
+    names: Sequence[str], rows: Sequence[Row], across: str, fields: Sequence[str], titles: tuple[str, str]
+) -> Any:
+    """A matplotlib figure: a line for each of the drafts ``names``, a panel for each temperature.
+
+    Args:
+        across: the field of the x-axis. fields: of the y-axis: a value and the two ends of its interval. titles: of both axes.
+    """
+    up, *ends = fields
     temperatures = sorted({row["temperature"] for row in rows})
     figure, (panels,) = plots.panels(
         1, len(temperatures), (1 + 3.8 * len(temperatures), 4.2), bare=True, sharey=True, layout="constrained"
     )
-    names = list(dict.fromkeys(row["method"] for row in rows))
     for axes, t in zip(panels, temperatures):
         for i, name in enumerate(names):
             some = sorted(
                 (r for r in rows if (r["method"], r["temperature"]) == (name, t)), key=lambda r: r[across]
             )
             where, value = [r[across] for r in some], [r[up] for r in some]
-            color, style = f"C{i % 10}", "-" if i < 5 else "--"
+            color, style = f"C{i % 10}", "-" if i < 7 else "--"
             axes.plot(where, value, style, color=color, marker="o", ms=3, label=name)
             if some and all(r[end] is not None for r in some for end in ends):
                 axes.fill_between(
@@ -176,8 +177,8 @@ def lines(rows: Sequence[Row], across: str, up: str, ends: tuple[str, str], x: s
                 )
         axes.set_title(f"temperature {t:g}", loc="left")
         axes.set_xticks(sorted({row[across] for row in rows}))
-        axes.set_xlabel(x)
-    panels[0].set_ylabel(y)
+        axes.set_xlabel(titles[0])
+    panels[0].set_ylabel(titles[1])
     figure.legend(
         *panels[0].get_legend_handles_labels(), frameon=False, fontsize=8, loc="outside right center"
     )

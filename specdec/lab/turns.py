@@ -124,6 +124,15 @@ class Turns:
                     measured.runs.append(run)
         return made
 
+    def lengths(
+        self, repeats: int, tell: Callable[[str], None] = lambda line: None
+    ) -> dict[tuple[str, int], Measured]:
+        """Every chain at every length, one row at a time, by method and k; plain decoding has k = 0."""
+        chains = [way for way in self.ways if way.drafting == "chain"]
+        cases = [Case(None), *(Case(way, k) for way in chains for k in range(1, way.longest + 1))]
+        names = [PLAIN if case.way is None else case.way.method for case in cases]
+        return {(name, m.k): m for name, m in zip(names, self.measure(cases, 1, repeats, tell))}
+
     def chosen(
         self, replays: Mapping[str, Replay], batch: int, verifiers: Sequence[Verification]
     ) -> list[Case]:
