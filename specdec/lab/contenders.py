@@ -155,7 +155,7 @@ def record(
 
 
 def replay(
-    trace: Trace, ways: Sequence[Way], target: HFModel, checked: set[str] | None = None, batch: int = 36
+    trace: Trace, ways: Sequence[Way], target: HFModel, checked: set[str] | None = None, batch: int = 48
 ) -> dict[str, Replay]:
     """Every way along a trace, by its label; the target is not computed again.
 
