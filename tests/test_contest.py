@@ -104,7 +104,7 @@ def test_greedy_replays_count_the_rounds_of_decoding(target, heads, tmp_path):
     """At temperature 0 nothing is random, so expected rounds are those that decoding takes: of chains, trees and windows."""
     ways = [chain(name, head) for name, head in heads.items()] + trees(heads)
     ways.append(Way("eagle3", "window", Head(heads["eagle3"].masked(streaming(4, 1))), K))
-    trace = traced(target, ways, tmp_path / "t", temperature=0.0, count=5)
+    trace = traced(target, ways, tmp_path / "t", temperature=0.0, count=4)
     accepted = 0.0
     for label, replay in contenders.replay(trace, ways, target).items():
         draft = next(way.draft for way in ways if way.label == label)
@@ -112,7 +112,7 @@ def test_greedy_replays_count_the_rounds_of_decoding(target, heads, tmp_path):
         torch.testing.assert_close(replay.efficiency().rounds, live.rounds, rtol=0, atol=0, msg=label)
         torch.testing.assert_close(replay.efficiency().tokens, live.tokens, rtol=0, atol=0, msg=label)
         accepted += float(live.accepted.sum())
-    assert accepted > 25
+    assert accepted > 20
 
 
 def test_a_trees_chances_are_whether_it_has_the_texts_token(target, heads, tmp_path):
@@ -170,7 +170,8 @@ def test_equal_drafting_time(target, heads, tmp_path):
     """The longest chain of each draft within the time of the reference's."""
     field = [Contender(name, Head(heads[name]), 10, None, K) for name in ("eagle3", "dspark")]
     trace = traced(target, [one.chain for one in field], tmp_path / "t", count=6)
-    replays = contenders.replay(trace, [one.chain for one in field], target)
+    chains = [one.chain for one in field]
+    replays = contenders.replay(trace, chains, target, {way.label for way in chains})
     measured = {(PLAIN, 0): timed(PLAIN, 0, 0.0, 0.001)}
     measured |= {("eagle3", k): timed("eagle3", k, 0.002 * k, 0.002) for k in (1, 2, 3)}
     measured |= {("dspark", k): timed("dspark", k, 0.0045 + 0.0001 * k, 0.001) for k in (1, 2, 3)}
@@ -189,7 +190,7 @@ def test_rows_and_their_tables_of_the_documentation(target, heads, tmp_path):
     field = [Contender(name, Head(heads[name]), 10, 5e6, K) for name in ("eagle3", "dflash", "dspark")]
     chains, more = [one.chain for one in field], [way for one in field for way in one.trees([5])]
     trace = traced(target, chains + more, tmp_path / "t", count=12)
-    replays = contenders.replay(trace, chains + more, target)
+    replays = contenders.replay(trace, chains + more, target, {way.label for way in chains + more})
     here = {"temperature": 1.0, "context": 9}
     rows = contest.tau_rows(field, replays, "dspark", here) + contest.depth_rows(field, replays, here)
     rows += contest.tree_rows(field, replays, [5], here)

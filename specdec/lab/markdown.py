@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 Row = Mapping[str, Any]
@@ -14,7 +14,7 @@ class Column:
     """A column of figures.
 
     Attributes:
-        title: of the column. fields: one number, or a number and the two ends of its interval. where: values of other fields of the rows to
+        title: of the column. fields: one number, or a number and the two ends of its interval, which are left out if a row lacks them. where: values of other fields of the rows to
             take them from, beside the table's. digits: after the point.
     """
 
@@ -44,6 +44,7 @@ def table(
     if lines is None:
         found = [tuple(row.get(name) for name in keys.values()) for row in some]
         lines = [dict(zip(keys.values(), values)) for values in dict.fromkeys(found)]
+    columns = [_complete(some, column) for column in columns]
     said = [f"={name}" for name in keys.values()]
     for column in columns:
         at = ", ".join(f"{name}={value!r}" for name, value in {**where, **column.where}.items())
@@ -56,6 +57,13 @@ def table(
         cells += [_cell(some, line, column) for column in columns]
         out.append(f"| {' | '.join(cells)} |")
     return "\n".join(out) + "\n"
+
+
+def _complete(rows: Sequence[Row], column: Column) -> Column:
+    """The column without its interval, if a row has none."""
+    having = [row for row in rows if _fits(row, column.where) and row.get(column.fields[0]) is not None]
+    whole = all(row.get(name) is not None for row in having for name in column.fields)
+    return column if whole else replace(column, fields=column.fields[:1])
 
 
 def _fits(row: Row, where: Row) -> bool:
