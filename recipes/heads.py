@@ -4,7 +4,7 @@
     python recipes/heads.py --report docs/results/heads.json --markdown tables.md --plots docs/figures
 
 tau: expected tokens a round on texts of the target (docs/lab.md), for every k from one replay, by context and domain, with intervals by a
-bootstrap over packages and paired ratios to --reference. depth: acceptance at each depth. tree: EAGLE-2's tree or DDTree beside the chain. equal:
+bootstrap over packages and paired ratios to --reference. depth: acceptance at each depth. tree: EAGLE-2's tree, DDTree and Medusa's static tree beside the chain. equal:
 tau at equal milliseconds of drafting, which are measured at batch 1 and the highest temperature. speed: tau times rows over the time of whole rounds, which all methods run in
 turn with fresh random numbers. window: heads that see --sinks first positions and the latest --window only, at the longest context. outside: tau
 on the texts of --prompts.
@@ -28,7 +28,7 @@ import specdec as sd
 from specdec.lab import head_tables
 from specdec.lab.contenders import contenders
 from specdec.lab.contest import Row
-from specdec.lab.head_study import PARTS, Study, StudySettings
+from specdec.lab.head_study import PARTS, Known, Study, StudySettings
 from specdec.lab.loading import load
 from specdec.lab.options import option, parse
 from specdec.lab.recipe import Plotted
@@ -54,9 +54,9 @@ def main(s: Settings) -> None:
         print(f"left out: {name}: {why} (recipes/train_heads.py trains heads)")
     if not field:
         raise SystemExit("--methods: none of these drafts is there")
-    checked: set[str] = set()
+    known = Known()
     for temperature in s.temperatures:
-        rows += Study(s, target, field, temperature, checked).rows()
+        rows += Study(s, target, field, temperature, known).rows()
         s.save(rows)
     show(s, rows)
 

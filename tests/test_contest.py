@@ -16,7 +16,7 @@ import specdec as sd
 from specdec import lab, zoo
 from specdec.audit.tau import chances, efficiency
 from specdec.drafts.heads import DDTree, DFlash, DSpark, DynamicTree, Eagle3, Head
-from specdec.lab import contenders, contest, head_tables, markdown
+from specdec.lab import contenders, contest, head_tables, markdown, ranks
 from specdec.lab.contenders import Contender, Way
 from specdec.lab.loading import draft_part
 from specdec.lab.prompt_file import Entry
@@ -63,6 +63,32 @@ def chain(name, head):
     return Way(name, "chain", Head(head), K)
 
 
+def forced(head, trace, target):
+    """The teacher-forced forward's logits ``[C, n, K, V]`` after every block start, and the tokens of the text there with their places."""
+    tokens = torch.tensor([text.ids for text in trace.texts])
+    layers = {tap: trace_of(trace, tap)[:, :-1].to(head.dtype) for tap in TAPS}
+    hidden = target.model(tokens, output_hidden_states=True).hidden_states
+    torch.testing.assert_close(layers[1], hidden[1][:, :-1], rtol=0, atol=1e-6)
+    anchors = (trace.texts[0].prompt + torch.arange(9)).expand(len(tokens), -1)
+    place = anchors[..., None] + 1 + torch.arange(K)
+    logits = head.widened(blocks(head, tokens, layers, K, anchors))
+    return logits, tokens[torch.arange(len(tokens))[:, None, None], place], place
+
+
+@torch.no_grad()
+def test_accuracies_of_ranks_are_those_of_the_teacher_forced_forward(target, heads, tmp_path):
+    head = heads["dflash"]
+    trace = traced(target, [chain("dflash", head)], tmp_path / "t")
+    found = torch.tensor(ranks.accuracies(trace, head, K, target, top=V), dtype=torch.float64)
+    logits, wanted, _ = forced(head, trace, target)
+    rank = (logits > logits.gather(-1, wanted[..., None])).sum(-1)
+    expected = torch.stack([(rank == r).double().mean((0, 1)) for r in range(V)], 1)
+    torch.testing.assert_close(found, expected)
+    assert len(set(found.flatten().tolist())) > V
+    with pytest.raises(ValueError, match="need marginal ones"):
+        ranks.accuracies(trace, heads["eagle3"], K, target)
+
+
 @pytest.mark.parametrize("mask", [None, streaming(4, 1)], ids=["all", "window"])
 @pytest.mark.parametrize("name", KINDS)
 @torch.no_grad()
@@ -71,16 +97,9 @@ def test_a_heads_replay_is_its_teacher_forced_forward(target, heads, name, mask,
     head = heads[name].masked(mask)
     trace = traced(target, [chain(name, head)], tmp_path / "t")
     (replay,) = contenders.replay(trace, [chain(name, head)], target).values()
+    logits, wanted, place = forced(head, trace, target)
+    q = logits.softmax(-1).gather(-1, wanted[..., None])[..., 0].double()
     tokens = torch.tensor([text.ids for text in trace.texts])
-    hidden = target.model(tokens, output_hidden_states=True).hidden_states
-    layers = {tap: trace_of(trace, tap)[:, :-1].to(head.dtype) for tap in TAPS}
-    torch.testing.assert_close(layers[1], hidden[1][:, :-1], rtol=0, atol=1e-6)
-    start, n = trace.texts[0].prompt + 1, 9
-    anchors = (start - 1 + torch.arange(n)).expand(len(tokens), -1)
-    q = head.widened(blocks(head, tokens, layers, K, anchors)).softmax(-1)
-    place = anchors[..., None] + 1 + torch.arange(K)
-    wanted = tokens[torch.arange(len(tokens))[:, None, None], place]
-    q = q.gather(-1, wanted[..., None])[..., 0].double()
     p = target.model(tokens).logits.softmax(-1)[:, :-1].gather(-1, tokens[:, 1:, None])[..., 0]
     p = p[torch.arange(len(tokens))[:, None, None], place - 1]
     torch.testing.assert_close(replay.accept, chances(p, q), rtol=0, atol=1e-5)
@@ -185,22 +204,37 @@ def test_equal_drafting_time(target, heads, tmp_path):
     assert rows[2]["tau"] < replays["eagle3, chain"].tau
 
 
+RANKS = [[0.5, 0.3], [0.4, 0.2], [0.1, 0.1]]
+
+
+def trees_of(field):
+    """Of all kinds."""
+    made = [way for one in field for way in one.trees([5], RANKS)]
+    kinds = ["EAGLE-2 tree", "DDTree", "static tree", "EAGLE-2 tree"]
+    assert [(way.drafting, way.nodes) for way in made] == [(f"{kind} of 5", 5) for kind in kinds]
+    return made
+
+
 def test_rows_and_their_tables_of_the_documentation(target, heads, tmp_path):
     """Everything that the recipe does, at temperature 1; the Markdown is what the test of the documentation accepts."""
     field = [Contender(name, Head(heads[name]), 10, 5e6, K) for name in ("eagle3", "dflash", "dspark")]
-    chains, more = [one.chain for one in field], [way for one in field for way in one.trees([5])]
+    chains, more = [one.chain for one in field], trees_of(field)
     trace = traced(target, chains + more, tmp_path / "t", count=12)
     replays = contenders.replay(trace, chains + more, target, {way.label for way in chains + more})
     here = {"temperature": 1.0, "context": 9}
     rows = contest.tau_rows(field, replays, "dspark", here) + contest.depth_rows(field, replays, here)
-    rows += contest.tree_rows(field, replays, [5], here)
+    rows += contest.tree_rows(field, more, replays, here)
     prompts = [entry.given for entry in entries(12)]
     turns = Turns(target, chains + more, prompts, 9, sd.Sampling(), 3, K)
     cases = turns.chosen(replays, 2, ("rejection", "block"))
-    assert [(c.way.drafting, c.verifier) for c in cases[1:]] == [
+    assert [(c.way.drafting, c.verifier) for c in cases[1:7]] == [
         ("chain", "rejection"),
         ("chain", "block"),
-    ] * 3 + [("tree of 5", "rejection")] * 3
+    ] * 3
+    assert {(c.way.method, c.way.drafting, c.verifier) for c in cases[7:]} <= {
+        (way.method, way.drafting, "rejection") for way in more
+    }
+    assert len(cases) == 10  # a method's best tree
     measured = turns.measure(cases, 2, 1)
     rows += contest.speed_rows(field, cases, measured, taus_of(replays, cases, 9), 2, here)
     rows += contest.choice_rows(cases, replays, 2, here)

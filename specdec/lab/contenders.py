@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from specdec import drafts
 from specdec.capabilities import DraftInfo
-from specdec.drafts.heads import DDTree, DynamicTree, HeadModel
+from specdec.drafts.heads import DDTree, DynamicTree, HeadModel, StaticTree
 from specdec.lab import recording, replaying
 from specdec.lab.loading import draft_folder, draft_part
 from specdec.lab.prompt_file import Entry
@@ -29,7 +29,7 @@ class Way(NamedTuple):
     """One way to draft.
 
     Attributes:
-        method: the contender's name. drafting: such as "chain" or "tree of 8". draft: the part. longest: the longest path that it is asked for.
+        method: the contender's name. drafting: such as "chain" or "DDTree of 8". draft: the part. longest: the longest path that it is asked for.
     """
 
     method: str
@@ -82,23 +82,30 @@ class Contender:
         """Drafting a chain."""
         return Way(self.name, "chain", self.draft, self.longest)
 
-    def trees(self, totals: Sequence[int]) -> list[Way]:
-        """Drafting trees of so many nodes: DDTree if the head's distributions are marginal, otherwise EAGLE-2's tree; none for other drafts,
-        and for heads that do not draft trees."""
+    def trees(self, totals: Sequence[int], accuracies: Sequence[Sequence[float]] | None = None) -> list[Way]:
+        """Drafting trees of so many nodes: DDTree and Medusa's static tree if the head's distributions are marginal, otherwise EAGLE-2's tree. There are
+        none for other drafts, and for heads that do not draft trees.
+
+        Args:
+            accuracies: of the ranks, for static trees (``ranks.accuracies``); ``None``: none of these.
+        """
         if self.head is None:
             return []
-        deep, made = min(DEEP, self.longest), []
+        deep = min(DEEP, self.longest)
+        kinds: list[tuple[str, Any]] = []
         for total in totals:
-            grower = (
-                DDTree(total)
-                if self.head.marginal
-                else DynamicTree(top_k=min(TOP_K, total), depth=deep, total=total)
-            )
-            try:
-                made.append(Way(self.name, f"tree of {total}", drafts.Head(self.head, grower), deep))
-            except ValueError:  # the head refuses trees
-                return []
-        return made
+            if not self.head.marginal:
+                grower = DynamicTree(top_k=min(TOP_K, total), depth=deep, total=total)
+                kinds.append((f"EAGLE-2 tree of {total}", grower))
+                continue
+            kinds.append((f"DDTree of {total}", DDTree(total)))
+            if accuracies is not None:
+                kinds.append((f"static tree of {total}", StaticTree.of_accuracies(accuracies[:deep], total)))
+        try:
+            ways = [(name, drafts.Head(self.head, grower)) for name, grower in kinds]
+        except ValueError:  # the head refuses trees
+            return []
+        return [Way(self.name, name, way, min(deep, DraftInfo.of(way).longest or deep)) for name, way in ways]
 
     def windowed(self, window: int, sinks: int) -> Way | None:
         """Drafting a chain while it sees ``sinks`` first positions and the latest ``window`` only; ``None`` unless it is a head that sees all."""

@@ -63,16 +63,16 @@ def depth_rows(field: Sequence[Contender], replays: Mapping[str, Replay], at: Ro
 
 
 def tree_rows(
-    field: Sequence[Contender], replays: Mapping[str, Replay], totals: Sequence[int], at: Row
+    field: Sequence[Contender], trees: Sequence[Way], replays: Mapping[str, Replay], at: Row
 ) -> list[Row]:
     """τ of trees, and its paired ratio to that of the same head's chain of as many tokens as the tree has levels."""
-    rows = []
-    for one in field:
-        for way in one.trees(totals):
-            chain, k = replays[one.chain.label], way.longest
-            row = {"part": "tree", **one.about, "drafting": way.drafting, **at, "k": k, "nodes": way.nodes}
-            row |= _paired(replays[way.label], None, chain, k)
-            rows.append(row | {"chain_tau": chain.efficiency(k).tau})
+    named, rows = {one.name: one for one in field}, []
+    for way in trees:
+        one, k = named[way.method], way.longest
+        chain = replays[one.chain.label]
+        row = {"part": "tree", **one.about, "drafting": way.drafting, **at, "k": k, "nodes": way.nodes}
+        row |= _paired(replays[way.label], None, chain, k)
+        rows.append(row | {"chain_tau": chain.efficiency(k).tau})
     return rows
 
 
@@ -197,7 +197,7 @@ def choice_rows(cases: Sequence[Case], replays: Mapping[str, Replay], batch: int
     for case in cases:
         if case.way is not None:
             k = case.k if replays[case.way.label].chains else None
-            row = {"part": "choice", "method": case.way.method, "drafting": case.way.drafting}
+            row: Row = {"part": "choice", "method": case.way.method, "drafting": case.way.drafting}
             row |= {"verifier": case.verifier, **at, "batch": batch, "k": case.k}
             rows.append(row | {"tau": replays[case.way.label].efficiency(k, case.verifier).tau})
     return rows

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
@@ -14,6 +14,8 @@ from specdec.lab.contenders import Contender, Way
 from specdec.lab.contest import Row
 from specdec.lab.options import option
 from specdec.lab.prompt_file import pieces, prompt_entries, shipped
+from specdec.lab.ranks import accuracies
+from specdec.lab.replays import Verification
 from specdec.lab.turns import Case, Turns, taus_of
 from specdec.models.hf import HFModel
 from specdec.sampling import Sampling
@@ -50,19 +52,36 @@ class StudySettings:
     prompts: str | None = option(None, "JSON-lines file of more prompts (docs/lab.md)", metavar="FILE")
 
 
+@dataclass(frozen=True)
+class Known:
+    """What holds at every temperature.
+
+    Attributes:
+        checked: drafts that need not be checked again (``contenders.replay``). accuracies: of the ranks of marginal heads, by name.
+    """
+
+    checked: set[str] = field(default_factory=set)
+    accuracies: dict[str, list[list[float]]] = field(default_factory=dict)
+
+
 class Study:
-    """All parts at one temperature; ``checked``: drafts that need not be checked again (``contenders.replay``)."""
+    """All parts at one temperature."""
 
     def __init__(
-        self, s: StudySettings, target: HFModel, field: list[Contender], temperature: float, checked: set[str]
+        self,
+        s: StudySettings,
+        target: HFModel,
+        contestants: list[Contender],
+        temperature: float,
+        known: Known,
     ):
-        self.s, self.target, self.field, self.names = s, target, field, [one.name for one in field]
+        self.s, self.target, self.field, self.known = s, target, contestants, known
+        self.names = [one.name for one in contestants]
         self.sampling, self.at = Sampling(temperature=temperature), {"temperature": temperature}
-        self.chains = [one.chain for one in field]
-        trees = s.trees if {"tree", "speed"} & set(s.parts) else ()
-        self.trees = [way for one in field for way in one.trees(trees)]
+        self.chains = [one.chain for one in contestants]
+        self.trees: list[Way] = []
         self.reference = s.reference if s.reference in self.names else self.names[0]
-        self.checked, self.began = checked, perf_counter()
+        self.began = perf_counter()
 
     def tell(self, line: str) -> None:
         """Print what begins, with the seconds since the start at this temperature."""
@@ -78,7 +97,7 @@ class Study:
             how = (folder, self.sampling, s.new_tokens, s.k, s.seed)
             with short_errors():
                 trace = contenders.record(self.target, ways, entries, *how)
-                found = contenders.replay(trace, ways, self.target, self.checked)
+                found = contenders.replay(trace, ways, self.target, self.known.checked)
             yield found
 
     def cut(self, split: str, context: int) -> list[Any]:
@@ -93,10 +112,28 @@ class Study:
         s = self.s
         return Turns(self.target, ways, prompts, context, self.sampling, s.run_tokens, s.k, s.seed)
 
+    def grow(self) -> None:
+        """Make the trees; static ones by the accuracies of ranks on the development prompts."""
+        s, marginal = self.s, [one for one in self.field if one.head is not None and one.head.marginal]
+        if marginal and not self.known.accuracies:
+            self.tell("accuracies of ranks, development prompts")
+            with tempfile.TemporaryDirectory() as folder:
+                ways, entries = [one.chain for one in marginal], self.cut("validation", s.at)
+                how = (folder, Sampling(), s.new_tokens, s.k, s.seed)
+                trace = contenders.record(self.target, ways, entries, *how)
+                for one in marginal:
+                    assert one.head is not None
+                    self.known.accuracies[one.name] = accuracies(trace, one.head, one.longest, self.target)
+        self.trees = [
+            way for one in self.field for way in one.trees(s.trees, self.known.accuracies.get(one.name))
+        ]
+
     def chosen(self) -> tuple[dict[int, list[Case]], list[Row]]:
         """By batch, what is worth timing, by the development prompts; and rows that say so."""
         s, ways = self.s, self.chains + self.trees
-        verifiers = ("rejection",) if self.sampling.greedy else ("rejection", "block")
+        verifiers: tuple[Verification, ...] = (
+            ("rejection",) if self.sampling.greedy else ("rejection", "block")
+        )
         cases, rows, turns = {}, [], self.turns(ways, "validation", s.at)
         with self.replays(self.cut("validation", s.at), ways, "development prompts") as replays:
             for batch in s.batches:
@@ -108,6 +145,8 @@ class Study:
     def rows(self) -> list[Row]:
         """The rows of all parts."""
         s = self.s
+        if {"tree", "speed"} & set(s.parts):
+            self.grow()
         cases, rows = self.chosen() if "speed" in s.parts else ({}, [])
         longest = max(s.contexts)
         narrow = [one.windowed(s.window, s.sinks) for one in self.field] if "window" in s.parts else []
@@ -136,7 +175,7 @@ class Study:
         if "depth" in s.parts:
             rows += contest.depth_rows(self.field, replays, here)
         if "tree" in s.parts:
-            rows += contest.tree_rows(self.field, replays, s.trees, here)
+            rows += contest.tree_rows(self.field, self.trees, replays, here)
         turns = self.turns(self.chains + self.trees, "test", s.at)
         if "equal" in s.parts and self.at["temperature"] == max(s.temperatures):
             self.tell("time of drafting")
