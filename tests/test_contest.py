@@ -15,7 +15,7 @@ from tiny import tiny
 import specdec as sd
 from specdec import lab, zoo
 from specdec.audit.tau import chances, efficiency
-from specdec.drafts.heads import DDTree, DFlash, DSpark, DynamicTree, Eagle3, Head
+from specdec.drafts.heads import MTP, DDTree, DFlash, DSpark, DynamicTree, Eagle3, Head, Medusa, StaticTree
 from specdec.lab import contenders, contest, head_tables, markdown, ranks
 from specdec.lab.contenders import Contender, Way
 from specdec.lab.loading import draft_part
@@ -32,6 +32,8 @@ KINDS = {
     "eagle3": lambda target: Eagle3.from_target(target, TAPS),
     "dflash": lambda target: DFlash.from_target(target, TAPS, blocks=1, block_size=K + 1),
     "dspark": lambda target: DSpark.from_target(target, TAPS, blocks=1, block_size=K, rank=4),
+    "mtp": MTP.from_target,
+    "medusa": lambda target: Medusa.from_target(target, heads=K),
 }
 
 
@@ -66,9 +68,14 @@ def chain(name, head):
 def forced(head, trace, target):
     """The teacher-forced forward's logits ``[C, n, K, V]`` after every block start, and the tokens of the text there with their places."""
     tokens = torch.tensor([text.ids for text in trace.texts])
-    layers = {tap: trace_of(trace, tap)[:, :-1].to(head.dtype) for tap in TAPS}
     hidden = target.model(tokens, output_hidden_states=True).hidden_states
-    torch.testing.assert_close(layers[1], hidden[1][:, :-1], rtol=0, atol=1e-6)
+    layers = {}
+    for tap in head.taps:
+        x = trace_of(trace, TAPS[-1] if tap == "final" else tap)[:, :-1].to(head.dtype)
+        layers[tap] = head.ends.final(x) if tap == "final" else x
+        if tap in (1, "final"):
+            expected = hidden[-1 if tap == "final" else tap][:, :-1]
+            torch.testing.assert_close(layers[tap], expected, rtol=0, atol=1e-5)
     anchors = (trace.texts[0].prompt + torch.arange(9)).expand(len(tokens), -1)
     place = anchors[..., None] + 1 + torch.arange(K)
     logits = head.widened(blocks(head, tokens, layers, K, anchors))
@@ -89,8 +96,11 @@ def test_accuracies_of_ranks_are_those_of_the_teacher_forced_forward(target, hea
         ranks.accuracies(trace, heads["eagle3"], K, target)
 
 
-@pytest.mark.parametrize("mask", [None, streaming(4, 1)], ids=["all", "window"])
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(
+    ("name", "mask"),
+    [*((name, None) for name in KINDS), ("eagle3", streaming(4, 1)), ("dflash", streaming(4, 1))],
+    ids=[*KINDS, "eagle3, window", "dflash, window"],
+)
 @torch.no_grad()
 def test_a_heads_replay_is_its_teacher_forced_forward(target, heads, name, mask, tmp_path):
     """The target's recorded activations stand in for it; the forward of training shares no code with the replay."""
@@ -116,6 +126,7 @@ def trees(heads):
         Way("eagle3", "tree of 5", Head(heads["eagle3"], DynamicTree(top_k=3, depth=K, total=5)), K),
         Way("dspark", "tree of 5", Head(heads["dspark"], DynamicTree(top_k=2, depth=K, total=5)), K),
         Way("dflash", "tree of 6", Head(heads["dflash"], DDTree(6)), K),
+        Way("medusa", "static tree", Head(heads["medusa"], StaticTree.of_widths((2, 1, 1))), K),
     ]
 
 
@@ -125,7 +136,7 @@ def test_greedy_replays_count_the_rounds_of_decoding(target, heads, tmp_path):
     ways.append(Way("eagle3", "window", Head(heads["eagle3"].masked(streaming(4, 1))), K))
     trace = traced(target, ways, tmp_path / "t", temperature=0.0, count=4)
     accepted = 0.0
-    for label, replay in contenders.replay(trace, ways, target).items():
+    for label, replay in contenders.replay(trace, ways, target, {way.label for way in ways}).items():
         draft = next(way.draft for way in ways if way.label == label)
         live = lab.simulate(trace, draft, target, K, repeats=1).counted
         torch.testing.assert_close(replay.efficiency().rounds, live.rounds, rtol=0, atol=0, msg=label)
