@@ -75,6 +75,7 @@ RECIPES = [
     "spire_measured",
     "train_pool",
     "train_heads",
+    "heads",
     "spin_pool",
     "spin_selection",
     "spin_regime",

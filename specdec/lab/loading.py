@@ -9,7 +9,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from specdec import drafts, zoo
+from specdec.drafts.heads import HeadModel
+from specdec.drafts.heads.load import as_head, is_head
 from specdec.drafts.spire.model import FILE, SpireModel
+from specdec.masks import streaming
 from specdec.models.hf import HFModel
 from specdec.models.windowed import Windowed
 
@@ -31,17 +34,24 @@ def load(name: str, dtype: torch.dtype | None = None) -> tuple[Any, Any]:
 
 
 def load_draft(name: str, target: Any) -> Any:
-    """A ``SpireModel`` for ``target``, or a causal LM, in float32; a pocket model's name or a folder.
+    """A ``SpireModel`` or a head for ``target``, or a causal LM, in float32; a pocket model's name or a folder.
 
     Raises:
         SystemExit: there is no such draft.
     """
-    folder = Path(name) if Path(name).is_dir() else zoo.FOLDER / name
+    folder = draft_folder(name)
     if (folder / FILE).exists():
         return SpireModel.from_pretrained(folder, target, dtype=torch.float32)
+    if is_head(folder):
+        return as_head(folder).float().bound(target)
     if folder.is_dir():
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     raise SystemExit(f"no draft {name!r}: give a folder, or one of {', '.join(zoo.names())}")
+
+
+def draft_folder(name: str) -> Path:
+    """The folder of a draft: ``name`` if it is one, otherwise the pocket model's of this name, which need not exist."""
+    return Path(name) if Path(name).is_dir() else zoo.FOLDER / name
 
 
 def draft_part(spec: str, target: HFModel, window: int, sinks: int) -> tuple[str, Any]:
@@ -62,5 +72,7 @@ def draft_part(spec: str, target: HFModel, window: int, sinks: int) -> tuple[str
     found = load_draft(said.removeprefix("windowed:"), target.model)
     if isinstance(found, SpireModel):
         return name, drafts.Spire(found)
+    if isinstance(found, HeadModel):
+        return name, drafts.Head(found.masked(streaming(window, sinks)) if narrow else found)
     model = HFModel(found, target.tokenizer)
     return name, drafts.Model(Windowed(model, window, sinks) if narrow else model)

@@ -223,6 +223,22 @@ class HeadModel(nn.Module):
         made.ends = ends
         return made
 
+    def masked(self, mask: Any) -> Self:
+        """A head with the same weights that sees less of the text, or, with ``None``, all of it.
+
+        Args:
+            mask: as for the class. The head was trained with another one, so it accepts less; its output stays exact.
+        Raises:
+            ValueError: the head has no keys and values, or a mask that ``masks.for_model`` refuses.
+        """
+        if mask is not None and not self.kv_layers:
+            raise ValueError(
+                f"a {type(self).__name__} has no keys and values: it sees no text, and needs no mask"
+            )
+        made = copy.copy(self)
+        made.mask = None if mask is None else for_model(mask)
+        return made
+
     def check_target(self, target: Any) -> None:
         """Raise ValueError unless this head fits ``target``: it has the target's sizes, its taps exist there, and it was made from it."""
         model = unwrapped(target)
