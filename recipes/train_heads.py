@@ -68,8 +68,8 @@ EVERY = {
             "own_head": False,
         },
     ),
-    "pocket-mtp": Member("MTP", 5, 256, own=HardLoss()),
-    "pocket-medusa": Member("Medusa", 5, 256, own=HardLoss()),
+    "pocket-mtp": Member("MTP", 5, 256, own=HardLoss(), settings={"config": {"intermediate_size": 984}}),
+    "pocket-medusa": Member("Medusa", 5, 256, own=HardLoss(), settings={"blocks": 4, "own_head": False}),
     "pocket-dflash": Member("DFlash", 7, 192, math.exp(-1 / 4), HardLoss(), {"blocks": 2, "block_size": 8}),
     "pocket-dspark": Member(
         "DSpark", 7, 192, math.exp(-1 / 4), SPARK, {"blocks": 2, "block_size": 7, "rank": 64}

@@ -13,7 +13,18 @@ from torch import nn
 
 import specdec as sd
 from specdec.audit.certify import certify
-from specdec.drafts.heads import DFlash, DFlash2, DSpark, DynamicTree, Eagle3, Head, HeadModel, PEagle
+from specdec.drafts.heads import (
+    MTP,
+    DFlash,
+    DFlash2,
+    DSpark,
+    DynamicTree,
+    Eagle3,
+    Head,
+    HeadModel,
+    Medusa,
+    PEagle,
+)
 from specdec.drafts.heads.layers import Attention, Rotary, config_like
 from specdec.drafts.spire import SpireModel
 from specdec.masks import streaming
@@ -103,6 +114,8 @@ MADE = {
     "dspark": makes(DSpark, blocks=2, block_size=3, rank=5, markov="rnn"),
     "peagle": makes(PEagle, (0, 2, "final"), blocks=2, depth=4),
     "dflash2": makes(DFlash2, blocks=2, block_size=4, rank=5, top_k=6),
+    "mtp": makes(MTP, ("final",)),
+    "medusa": makes(Medusa, ("final",), heads=3, blocks=2),
 }
 OTHERS = {
     "dflash2, anchor first, window": makes(
@@ -122,6 +135,11 @@ OTHERS = {
     "dflash, anchor first": makes(DFlash, blocks=1, block_size=3, anchor_first=True, mask_token=96),
     "dflash, window": makes(DFlash, blocks=2, block_size=5, mask=streaming(5, 1)),
     "dflash, own ends": makes(DFlash, blocks=1, block_size=4, own_embedding=True, own_head=True),
+    "mtp, state first, not normed": makes(
+        MTP, (3,), hidden_first=True, norm_output=False, head_norms=True, mask=streaming(5, 1)
+    ),
+    "mtp, own ends": makes(MTP, ("final",), own_embedding=True, own_head=True),
+    "medusa, the target's output": makes(Medusa, (2,), heads=4, own_head=False),
     "dspark, vanilla, window": makes(DSpark, blocks=1, block_size=3, rank=4, mask=streaming(5, 1)),
     "dspark, gated": makes(
         DSpark, blocks=1, block_size=4, anchor_first=False, rank=4, markov="gated", confidence=False

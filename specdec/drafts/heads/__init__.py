@@ -11,10 +11,14 @@ from specdec.drafts.heads.eagle3 import Eagle3
 from specdec.drafts.heads.features import Features
 from specdec.drafts.heads.formats.export import export
 from specdec.drafts.heads.load import load
+from specdec.drafts.heads.medusa import Medusa
 from specdec.drafts.heads.model import HeadModel
+from specdec.drafts.heads.mtp import MTP
 from specdec.drafts.heads.peagle import PEagle
+from specdec.drafts.heads.static_tree import StaticTree
 
 __all__ = [
+    "MTP",
     "Chain",
     "DDTree",
     "DFlash",
@@ -25,7 +29,9 @@ __all__ = [
     "Features",
     "Head",
     "HeadModel",
+    "Medusa",
     "PEagle",
+    "StaticTree",
     "export",
     "load",
 ]

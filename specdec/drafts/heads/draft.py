@@ -25,7 +25,7 @@ from specdec.types import Context, Proposal, Round
 
 
 class Grower(Protocol):
-    """A way to draw a proposal from a head: ``Chain``, ``DynamicTree``, ``DDTree``, or an object with the same members.
+    """A way to draw a proposal from a head: ``Chain``, ``DynamicTree``, ``DDTree``, ``StaticTree``, or an object with the same members.
 
     Attributes:
         trees: whether it proposes more than chains. longest: the longest path that it proposes (``None``: no limit).

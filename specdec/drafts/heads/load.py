@@ -16,13 +16,15 @@ from specdec.drafts.heads.dspark import DSpark
 from specdec.drafts.heads.eagle3 import Eagle3
 from specdec.drafts.heads.features import Tap
 from specdec.drafts.heads.formats import read
+from specdec.drafts.heads.medusa import Medusa
 from specdec.drafts.heads.model import FILE, HeadModel
+from specdec.drafts.heads.mtp import MTP
 from specdec.drafts.heads.peagle import PEagle
 from specdec.drafts.hub import folder_of
 from specdec.models.fingerprint import unwrapped
 from specdec.zoo import files as zoo
 
-HEADS: tuple[type[HeadModel], ...] = (Eagle3, PEagle, DFlash, DFlash2, DSpark)
+HEADS: tuple[type[HeadModel], ...] = (Eagle3, PEagle, MTP, Medusa, DFlash, DFlash2, DSpark)
 """The library's own heads, which are loaded from folders by name; a head of your own is loaded by its class."""
 
 

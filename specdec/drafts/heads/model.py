@@ -55,7 +55,7 @@ class HeadModel(nn.Module):
     kv_layers = 1
     longest: int | None = None
     marginal = confident = False
-    supports_trees = True
+    supports_trees = True  # ``build`` asks every draft's model
     ends: Ends | None = None
     tokenizer: Any = None
 
@@ -137,6 +137,13 @@ class HeadModel(nn.Module):
         """Give a new head its weights; the target's are copied afterwards."""
         initialise(self)
 
+    def copy_ends(self, ends: Ends) -> None:
+        """Copy the target's embedding and output matrix to a new head that has its own."""
+        if self.embed_tokens is not None:
+            self.embed_tokens.weight.copy_(ends.table.weight)
+        if self.lm_head is not None:
+            self.lm_head.weight.copy_(self.rows(ends))
+
     # -- what it can use -------------------------------------------------------------------------------------------------
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -156,6 +163,10 @@ class HeadModel(nn.Module):
     def outputs(self) -> int:
         """How many ids it can propose."""
         return self.vocab_size if self.d2t is None else len(self.d2t)
+
+    def rows(self, ends: Ends) -> Tensor:
+        """``[outputs, E]`` the rows of the target's output matrix for the ids that it can propose."""
+        return ends.output.weight[self.ids.to(ends.output.weight.device)]
 
     @property
     def of_target(self) -> Ends:
@@ -263,10 +274,7 @@ class HeadModel(nn.Module):
             made.initialise()
         ends = Ends.of(model)
         with torch.no_grad():
-            if made.embed_tokens is not None:
-                made.embed_tokens.weight.copy_(ends.table.weight)
-            if made.lm_head is not None:
-                made.lm_head.weight.copy_(ends.output.weight[made.ids.to(ends.output.weight.device)])
+            made.copy_ends(ends)
         made.tokenizer = setting(target, "tokenizer")
         return made.to(ends.table.weight.device, ends.table.weight.dtype).eval().bound(target)
 

@@ -9,7 +9,23 @@ from transformers import PreTrainedConfig
 
 NEUTRAL = (None, False, 0, "", [], {})
 WITHOUT_EFFECT = frozenset(PreTrainedConfig().to_dict()) | frozenset(
-    ["_name_or_path", "auto_map", "attention_dropout", "initializer_range", "max_position_embeddings", "max_window_layers", "pretraining_tp", "torch_dtype", "use_cache", "cache_implementation", "bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings", "vocab_size"]
+    [
+        "_name_or_path",
+        "auto_map",
+        "attention_dropout",
+        "initializer_range",
+        "max_position_embeddings",
+        "max_window_layers",
+        "pretraining_tp",
+        "torch_dtype",
+        "use_cache",
+        "cache_implementation",
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "tie_word_embeddings",
+        "vocab_size",
+    ]
 )
 """Fields that say nothing about what a head computes, or that no head needs."""
 

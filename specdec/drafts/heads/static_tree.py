@@ -1,0 +1,132 @@
+"""A tree of one shape for every round, filled with the best tokens of marginal distributions (Medusa, arXiv 2401.10774, section 2.3)."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec.arguments import at_least, whole
+from specdec.drafts.heads.model import HeadModel
+from specdec.drafts.heads.slots import SlotAnchors
+from specdec.rng import Rng
+from specdec.sampling import Sampling
+from specdec.types import Context, Proposal
+
+
+@dataclass(frozen=True)
+class StaticTree:
+    """A tree of point masses of a fixed shape. A node is named by the ranks on its path: ``(0, 2)`` is the third best token of the second
+    depth after the best token of the first.
+
+    Args:
+        paths: the nodes, in any order, each after every prefix of it that is a node, too.
+    Raises:
+        ValueError: no nodes, a node twice, a negative rank, or a node whose parent is missing. TypeError: ranks that are no whole numbers.
+    """
+
+    paths: tuple[tuple[int, ...], ...]
+    trees = True
+
+    def __post_init__(self) -> None:
+        try:
+            paths = [tuple(path) for path in self.paths]
+        except TypeError:
+            raise TypeError(
+                f"paths is {self.paths!r}: give the ranks on each node's path, such as ((0,), (1,), (0, 0)), or use StaticTree.of_widths((2, 1))"
+            ) from None
+        for path in paths:
+            for rank in path:
+                whole("paths, a rank,", rank)
+        known = set(paths)
+        if not known or len(known) < len(paths) or () in known or any(min(path) < 0 for path in paths):
+            raise ValueError("paths: give at least one node, each once, by ranks counted from 0")
+        for path in paths:
+            if len(path) > 1 and path[:-1] not in known:
+                raise ValueError(f"paths has {path} without its parent {path[:-1]}: add the parent")
+        object.__setattr__(self, "paths", tuple(sorted(paths, key=lambda path: (len(path), path))))
+
+    @classmethod
+    def of_widths(cls, widths: Iterable[int]) -> StaticTree:
+        """Every node at depth d has ``widths[d]`` children: ``(3, 2, 1)`` has 3 + 6 + 6 nodes.
+
+        Raises:
+            ValueError: no depths, or a width below 1.
+        """
+        sizes = tuple(widths)
+        for width in sizes:
+            at_least(1, "widths, of a depth,", width, "each node has at least 1 child")
+        return cls(tuple(path for d in range(len(sizes)) for path in product(*map(range, sizes[: d + 1]))))
+
+    @classmethod
+    def of_accuracies(cls, accuracies: Sequence[Sequence[float]], total: int) -> StaticTree:
+        """Medusa's tree of ``total`` nodes: those whose whole path is most often right, if the depths were independent.
+
+        Args:
+            accuracies: depth -> rank -> how often the token of this rank is the right one.
+        Raises:
+            ValueError: no accuracies at the first depth, or a total below 1.
+        """
+        at_least(1, "total", total, "give at least 1")
+        if not len(accuracies) or not len(accuracies[0]):
+            raise ValueError("accuracies is empty: give those of at least one depth and one rank")
+        found: list[tuple[int, ...]] = []
+        heap: list[tuple[float, tuple[int, ...]]] = [(-1.0, ())]
+        while heap and len(found) <= total:
+            score, path = heapq.heappop(heap)
+            found.append(path)
+            for rank, share in enumerate(accuracies[len(path)] if len(path) < len(accuracies) else ()):
+                heapq.heappush(heap, (score * share, (*path, rank)))
+        return cls(tuple(found[1:]))
+
+    @property
+    def longest(self) -> int:
+        return len(self.paths[-1])
+
+    def check(self, head: HeadModel) -> None:
+        """As ``Grower.check``."""
+        if not head.marginal:
+            raise ValueError(
+                f"StaticTree takes one distribution for each depth, and those of this {type(head).__name__} depend on the tokens before: use "
+                "Chain or DynamicTree"
+            )
+        if self._ranks() > head.outputs:
+            raise ValueError(
+                f"paths has a rank of {self._ranks() - 1}, and this {type(head).__name__} proposes {head.outputs} ids: give ranks below that"
+            )
+
+    def _ranks(self) -> int:
+        return 1 + max(map(max, self.paths))
+
+    def nodes(self, length: int) -> int:
+        return sum(len(path) <= length for path in self.paths)
+
+    def grow(
+        self,
+        head: HeadModel,
+        at: SlotAnchors,
+        memo: Any,
+        given: Tensor,
+        context: Context,
+        budget: Tensor,
+        sampling: Sampling,
+        rng: Rng,
+    ) -> Proposal:
+        """As ``Grower.grow``."""
+        first, deepest, found = given.shape[1] - 1, min(int(budget.max()), self.longest), []
+        for n in range(first + deepest):
+            logits, memo = head.step(n, memo, given[:, min(n, first)], at)
+            if n >= first:
+                found.append(logits.topk(self._ranks()).indices)
+        ids = head.ids[torch.stack(found, 1)]  # [R, depth, rank]
+        paths = self.paths[: self.nodes(deepest)]
+        place = {path: node for node, path in enumerate(paths)}
+        parents = torch.tensor([place.get(path[:-1], -1) for path in paths])
+        tokens = ids[:, [len(path) - 1 for path in paths], [path[-1] for path in paths]]
+        upto = torch.tensor([self.nodes(length) for length in range(deepest + 1)])
+        return Proposal(tokens, parents.expand(len(tokens), -1), upto[budget.clamp(max=deepest)])
