@@ -11,6 +11,7 @@ from specdec.drafts.heads.features import Tap
 from specdec.drafts.heads.formats.deepspec import DEEPSPEC
 from specdec.drafts.heads.formats.fields import Fields
 from specdec.drafts.heads.formats.files import config_of, tensors_of
+from specdec.drafts.heads.formats.medusa import MEDUSA
 from specdec.drafts.heads.formats.plan import Format, built
 from specdec.drafts.heads.formats.safeailab import SAFEAILAB
 from specdec.drafts.heads.formats.specforge import SPECFORGE
@@ -20,7 +21,7 @@ from specdec.drafts.heads.formats.zlab import ZLAB
 from specdec.drafts.heads.model import HeadModel
 from specdec.forward.ends import Ends
 
-FORMATS: tuple[Format, ...] = (SPECULATORS, SPECFORGE, DEEPSPEC, ZLAB, TRANSFORMERS, SAFEAILAB)
+FORMATS: tuple[Format, ...] = (SPECULATORS, SPECFORGE, DEEPSPEC, ZLAB, TRANSFORMERS, SAFEAILAB, MEDUSA)
 
 
 def read(

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 INDEX = "model.safetensors.index.json"
+WHOLE = ("model.safetensors", "medusa_lm_head.safetensors", "pytorch_model.bin", "medusa_lm_head.pt")
 
 
 def config_of(folder: Path) -> dict[str, Any]:
@@ -34,16 +35,17 @@ def config_of(folder: Path) -> dict[str, Any]:
 
 
 def tensors_of(folder: Path) -> dict[str, Tensor]:
-    """The tensors of ``model.safetensors``, of its parts, or of ``pytorch_model.bin`` (of which only tensors are read).
+    """The tensors of ``model.safetensors``, of its parts, or of the first of ``WHOLE`` (of pickled files only tensors are read).
 
     Raises:
         FileNotFoundError: there is none of these, or a part is missing. ValueError: a file is damaged.
     """
-    files = [folder / "model.safetensors"]
     if (folder / INDEX).exists():
         files = [folder / name for name in _parts(folder / INDEX)]
-    elif not files[0].exists():
-        files = [folder / "pytorch_model.bin"]
+    else:
+        files = [folder / name for name in WHOLE if (folder / name).exists()][:1]
+    if not files:
+        raise FileNotFoundError(f"{folder} lacks its weights, {WHOLE[0]}: copy the checkpoint again")
     found: dict[str, Tensor] = {}
     for file in files:
         if not file.exists():

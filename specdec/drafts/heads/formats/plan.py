@@ -81,7 +81,7 @@ def built(plan: Plan, tensors: Mapping[str, Tensor], source: str, ends: Ends) ->
         if plain and name in mine and _same(mine[name], theirs):
             del mine[name]
     own = {"own_embedding": EMBEDDING in mine, "own_head": HEAD in mine}
-    head = plan.kind(plan.config, plan.taps, vocabulary=vocabulary, **{**plan.settings, **own})
+    head = plan.kind(plan.config, plan.taps, vocabulary=vocabulary, **{**own, **plan.settings})
     if head.d2t is not None:
         mine["d2t"] = head.d2t
     return head.filled(mine, source, plan.theirs)

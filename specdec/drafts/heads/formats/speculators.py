@@ -1,6 +1,6 @@
-"""Checkpoints of vLLM's library speculators (0.9): EAGLE-3, P-EAGLE, DFlash and DSpark.
+"""Checkpoints of vLLM's library speculators (0.9): EAGLE-3, P-EAGLE, DFlash, DFlash2, DSpark and MTP.
 
-Tensors have the names of our classes. The body's config is a field, ``transformer_layer_config``. Ids of layers are counted as here: ``l`` is
+Tensors have the names of our classes, except MTP's. The body's config is a field, ``transformer_layer_config``. Ids of layers are counted as here: ``l`` is
 the output of block ``l``.
 """
 
@@ -12,16 +12,31 @@ from typing import Any
 from torch import Tensor
 
 from specdec.drafts.heads.dflash import DFlash
+from specdec.drafts.heads.dflash2 import DFlash2
 from specdec.drafts.heads.dspark import DSpark
 from specdec.drafts.heads.eagle3 import Eagle3
 from specdec.drafts.heads.formats.body import body_of
 from specdec.drafts.heads.formats.fields import Fields
 from specdec.drafts.heads.formats.plan import Format, Plan
+from specdec.drafts.heads.mtp import MTP
 from specdec.drafts.heads.peagle import PEagle
 
 FLAGS = ("fc_norm", "norm_before_fc", "norm_output", "norm_before_residual")
 MARKOV = {"rank": "markov_rank", "markov": "markov_head_type"}
 CONFIDENCE = {"confidence": "enable_confidence_head", "confidence_with_markov": "confidence_head_with_markov"}
+CONVOLUTIONS = {
+    "conv_size": "conv_kernel_size",
+    "conv_group": "conv_group_size",
+    "rank": "selector_rank",
+    "top_k": "selector_top_k",
+}
+MTP_NAMES = {
+    "mtp_layers.0.input_proj.": "layers.0.eh_proj.",
+    "mtp_layers.0.token_layernorm.": "layers.0.enorm.",
+    "mtp_layers.0.hidden_layernorm.": "layers.0.hnorm.",
+    "mtp_layers.0.final_layernorm.": "layers.0.norm.",
+    "mtp_layers.0.": "layers.0.",
+}
 VERIFIER = ("verifier_norm.", "verifier_lm_head.")  # the target's, which are loaded with it
 
 
@@ -103,5 +118,26 @@ def with_markov(fields: Fields, made: Plan, default: Mapping[str, Any]) -> Plan:
     return Plan(DSpark, made.config, made.taps, {**made.settings, **found}, made.names, made.drop)
 
 
-KINDS = {"eagle3": _eagle3, "peagle": _peagle, "dflash": _dflash, "dspark": _dspark}
+def _dflash2(fields: Fields, layer: Fields, config: Any, blocks: int) -> Plan:
+    made = _dflash(fields, layer, config, blocks)
+    default = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
+    found = {name: fields.get(theirs, default[theirs]) for name, theirs in CONVOLUTIONS.items()}
+    return Plan(DFlash2, config, made.taps, {**made.settings, **found}, drop=VERIFIER)
+
+
+def _mtp(fields: Fields, layer: Fields, config: Any, blocks: int) -> Plan:
+    """Trained on the state before the final norm or after it, which the checkpoint does not say; engines feed the latter."""
+    fields.only("num_nextn_predict_layers", 1)
+    layer.only("model_type", "qwen3")
+    return Plan(MTP, config, ("final",), {"head_norms": True}, MTP_NAMES, VERIFIER)
+
+
+KINDS = {
+    "eagle3": _eagle3,
+    "peagle": _peagle,
+    "dflash": _dflash,
+    "dflash2": _dflash2,
+    "dspark": _dspark,
+    "mtp": _mtp,
+}
 SPECULATORS = Format("speculators", lambda config: "speculators_model_type" in config, plan)
