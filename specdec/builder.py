@@ -165,7 +165,9 @@ class Builder:
         for name, value in settings.items():
             if name not in known:
                 refuse("sampling", {name: value}, SAMPLING, known, "setting")
-        return replace(self, _sampling=sampling or Sampling(**settings))
+        if sampling is None:
+            sampling = Sampling(**settings) if settings else Builder._sampling  # nothing was said
+        return replace(self, _sampling=sampling)
 
     def greedy(self) -> Builder:
         """The same as ``sampling(temperature=0)``."""
@@ -244,7 +246,7 @@ class Builder:
                 f"sampling({settings}), or set another sampling",
                 stacklevel=2,
             )
-        return Decoder(
+        made = Decoder(
             target,
             self._draft,
             self._length,
@@ -254,6 +256,7 @@ class Builder:
             executor=self._executor,
             unbound=self._draft,
         ).with_sampling(self._sampling)
+        return replace(made, sampling_is_set=self._sampling is not Builder._sampling)
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -62,6 +62,7 @@ class DraftInfo(_Info):
         siblings: how the children of a node are drawn, if the draft proposes trees. ``"in turn"``: each after its elder siblings, on which it
             and their number may depend. ``"independent"``: from one distribution, which is settled, as is their number, before any node of
             that depth is drawn. ``"distinct"``: likewise settled, each from that distribution without its elder siblings' tokens.
+        sampling: how it draws tokens; ``None``: as the decoder does, or it draws none.
     """
 
     name: str
@@ -73,6 +74,7 @@ class DraftInfo(_Info):
     model: Any = None
     drafts: tuple[Draft[Any], ...] = ()
     siblings: Siblings = "in turn"
+    sampling: Sampling | None = None
 
 
 @dataclass(frozen=True)
@@ -171,6 +173,12 @@ class DraftPart:
     def members(self) -> tuple[DraftPart, ...]:
         """The drafts of a pool, or this one."""
         return tuple(map(DraftPart.of, self.info.drafts)) or (self,)
+
+    @property
+    def by_request(self) -> bool:
+        """Whether it has temperatures of the requests, which it finds by their numbers."""
+        own = [part.info.sampling for part in self.members]
+        return any(isinstance(one, Sampling) and one.by_request for one in own)
 
     @property
     def reads_target(self) -> bool:

@@ -120,7 +120,7 @@ class CustomGenerate:
     def _decoder(self, sampling: Sampling) -> Any:
         """The decoder with this sampling; the latest one is kept."""
         own = self.decoder.sampling
-        if own != Sampling() and own != sampling:
+        if self.decoder.sampling_is_set and own != sampling:
             raise ValueError(
                 f"the decoder was built with {own} and this call of generate asks for {sampling} (transformers' default is greedy, and "
                 "with do_sample=True top_k=50): give both the same settings, or build the decoder without sampling(), and it follows the call"

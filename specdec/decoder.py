@@ -41,12 +41,14 @@ class Decoder(Composition):
     """A composition and its executor; ``generate`` and ``stream`` may be called any number of times.
 
     Attributes:
-        executor: in which order the parts run. unbound: the draft before it was bound to the target and the sampling. The others are those of
-            ``Composition``.
+        executor: in which order the parts run. unbound: the draft before it was bound to the target and the sampling.
+        sampling_is_set: whether somebody chose the sampling; if not, it follows the settings of transformers' ``generate`` (``as_generate``).
+            The others are those of ``Composition``.
     """
 
     executor: Executor = Serial()
     unbound: Draft[Any] | None = None
+    sampling_is_set: bool = True
 
     def __repr__(self) -> str:
         draft = f"draft {self.drafting.info.name}"
@@ -197,7 +199,7 @@ class Decoder(Composition):
         """
         sampling.probe(self.target.vocab_size, self.device or "cpu")
         part = DraftPart.of(self.draft if self.unbound is None else self.unbound)
-        made = replace(self, sampling=sampling, draft=part.bound(self.target, sampling))
+        made = replace(self, sampling=sampling, draft=part.bound(self.target, sampling), sampling_is_set=True)
         if isinstance(self.executor, Checks):
             self.executor.check(made)
         return made

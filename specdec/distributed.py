@@ -68,10 +68,14 @@ def generate(
         context, limits = prepared(
             decoder, rows, max_new_tokens, eos_token_id, stop_strings, stopping_criteria
         )
-        if decoder.sampling.by_request:
-            raise ValueError(
-                "sampling has a temperature for each request, and every process numbers its own: give one temperature"
-            )
+        for what, many in (
+            ("sampling", decoder.sampling.by_request),
+            ("the draft", decoder.drafting.by_request),
+        ):
+            if many:
+                raise ValueError(
+                    f"{what} has a temperature for each request, and every process numbers its own: give one temperature"
+                )
         budgets = (limits.max_length - context.length).tolist()
     except (TypeError, ValueError) as error:
         wrong = error

@@ -124,6 +124,10 @@ class Sampling:
         """Whether every request has a temperature of its own."""
         return isinstance(self.temperature, tuple)
 
+    def greedy_rows(self, context: Context) -> Tensor:
+        """``[B]`` bool, on the host: the rows whose temperature is 0."""
+        return self._by_row(context) == 0 if self.by_request else torch.full((context.batch,), self.greedy)
+
     @property
     def reads_context(self) -> bool:
         """Whether a row's distribution depends on more than its logits: on its text (processors) or its request (temperatures)."""

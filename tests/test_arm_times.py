@@ -28,11 +28,12 @@ def test_planted_seconds_are_recovered(monkeypatch):
     target, arms, prompts = models()
     model = arms["model"].draft
     arms["long"] = Arm(model, 7)  # as long as its cost says
-    seen = set()
+    seen, warm = set(), sd.Sampling([1.0, 0.5] * 3 + [0.7, 0.0])
 
     def planted(decoder, prompts, rounds, micro, seed):
         b = len(prompts)
-        seen.add((b, decoder.sampling))
+        assert decoder.sampling == sd.Sampling([warm.temperature[ids[-1] - 4] for ids in prompts])
+        seen.add((b, len(set(decoder.sampling.temperature))))
         kind = type(decoder.draft).__name__
         k = decoder.length
         draft = {"Model": k * (2e-3 + 1e-3 * b), "NGram": 3e-4 * b}.get(kind, 0.0)
@@ -41,9 +42,8 @@ def test_planted_seconds_are_recovered(monkeypatch):
         return draft + verify, [Part(b, draft, verify)] * rounds
 
     monkeypatch.setattr(arm_times, "timed", planted)
-    warm = sd.Sampling([1.0, 0.5] * 4)
     times = measured(target, arms, prompts, rounds=2, repeats=1, sampling=warm)
-    assert seen == {(b, warm) for b in (1, 2, 4, 8)}
+    assert seen == {(1, 1), (2, 2), (4, 3), (8, 4)}
     flat = [x for pair in times.draft for x in pair]
     assert flat == pytest.approx([2e-3, 1e-3, 0, 1e-4, 0, 0, 2e-3, 1e-3], abs=1e-12)
     assert times.verify == pytest.approx((5e-3, 1e-3, 1e-4))
@@ -84,6 +84,8 @@ def test_real_rounds_are_timed():
     assert sum(times.verify) > 0
     with pytest.raises(ValueError, match="at least 2"):
         measured(target, arms, prompts[:1])
+    with pytest.raises(ValueError, match="temperature has 3 numbers and there are 8 prompts"):
+        measured(target, arms, prompts, sampling=sd.Sampling([1.0, 0.5, 0.0]))
     with pytest.raises(ValueError, match="'model' has no length"):
         measured(target, {"model": Arm(arms["model"].draft)}, prompts)
 

@@ -19,7 +19,7 @@ from specdec.audit.adversaries import Adversary
 from specdec.audit.catalogue import BASE, MENU, OTHER
 from specdec.audit.certify import certify
 from specdec.audit.level_adversary import LevelAdversary
-from specdec.drafts.siblings import Distinct, TopAndOne
+from specdec.drafts.siblings import Distinct, Independent, TopAndOne
 from specdec.rng import Key, Philox, seeds
 from specdec.types import Context, Proposal
 from specdec.verifiers import (
@@ -245,6 +245,40 @@ def test_a_draft_at_temperature_0_and_a_greedy_target_are_verified_by_all():
         decoder = BASE.draft(small, length=2).verifier(verifier)
         decoder.build().generate([[0], [1, 2]], 6, seed=0)
         assert decoder.greedy().build().generate([[0], [1, 2]], 6, seed=0).ids == plain
+
+
+@pytest.mark.parametrize(
+    ("verifier", "siblings"),
+    [(KSeq(), Independent()), (OptimalTransport(), Independent()), (DistinctTransport(), Distinct())],
+    ids=["k-SEQ", "optimal transport", "distinct transport"],
+)
+def test_a_pool_may_hold_a_greedy_tree_beside_a_drawn_one(verifier, siblings):
+    """Among drawn nodes the greedy tree's carry one-hot distributions. Its rows are verified as the point masses that they are."""
+    greedy, drawn = (
+        sd.drafts.Tree(OTHER, (2, 1), how, siblings=siblings) for how in (sd.Sampling(0.0), None)
+    )
+    pool = BASE.pool({"greedy": greedy, "drawn": drawn}, sd.selectors.Random(), 1).verifier(verifier).build()
+    assert certify(pool, max_new_tokens=3).lossless
+    rounds = []
+    pool.generate([[0]] * 6, 5, seed=list(range(6)), on_round=rounds.append)
+    assert any(len(set(one.arm.tolist())) == 2 for one in rounds[1:])
+    tokens = torch.tensor([[0, 1, 2], [2, 1, 0]])
+    laws = torch.nn.functional.one_hot(tokens, 3).double()
+    laws[1] = torch.tensor([0.2, 0.3, 0.5])
+    if isinstance(verifier, DistinctTransport):
+        laws[1, 1:] = torch.tensor([[0.4, 0.6, 0], [0.2, 0.3, 0.5]])
+    source = torch.tensor([[0, 1, 2], [0, 0, 2]]) if siblings == Independent() else None
+    parents = torch.tensor([[-1, -1, 0]] * 2)
+    mixed = Proposal(tokens, parents, torch.tensor([3, 3]), laws, "sampled", source)
+    points = Proposal(tokens[:1], parents[:1], torch.tensor([3]))
+    p = torch.rand(2, 4, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    p /= p.sum(-1, keepdim=True)
+    where, one = Context.of([[0], [0]]), torch.tensor([0])
+    verifier.check(mixed)
+    for seed in range(40):
+        rng = Philox(seeds(seed, 2))
+        alone = verifier(points, p[:1], where.select(one), rng.select(one))
+        assert torch.equal(verifier(mixed, p, where, rng).tokens[:1], alone.tokens)
 
 
 def test_level_adversaries_use_their_freedom():

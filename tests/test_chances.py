@@ -21,6 +21,7 @@ from specdec.audit.shapes import shape, tree_chances
 from specdec.audit.siblings import distinct_chances, point_chances, sibling_chances
 from specdec.audit.tau import chances, efficiency
 from specdec.rng import Key
+from specdec.verifiers import KSeq, OptimalTransport, Traversal
 
 V = 3
 TARGET, SMALL = (sd.TableModel.random(V, order, seed=seed) for order, seed in ((2, 0), (1, 1)))
@@ -86,8 +87,8 @@ RULES = {
 
 
 @cache
-def chains(target, draft, verifier):
-    return counted(sd.decoder(target).draft(draft, length=3).verifier(verifier).build(), 4, 3)
+def chains(target, draft, verifier, n=4, k=3):
+    return counted(sd.decoder(target).draft(draft, length=k).verifier(verifier).build(), n, k)
 
 
 @pytest.mark.parametrize("pair", [(TARGET, SMALL), SPARSE], ids=["order 2", "zeros"])
@@ -101,6 +102,21 @@ def test_chains(rule, pair):
     assert apart(found, formula(p, q)) < 1e-12
     assert len(texts) > 20
     assert sum(p for p, _ in found.values()) == pytest.approx(1, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    "verifier", [Traversal(), KSeq(), OptimalTransport()], ids=lambda v: type(v).__name__
+)
+def test_chains_under_verifiers_of_trees(verifier):
+    """Traversal is block verification there; with a single candidate, the others are rejection."""
+    n, k = 3, 2
+    found = chains(TARGET, SMALL, verifier, n, k)
+    texts = list(found)
+    p, q = (own(along(texts, model, n, k), texts) for model in (TARGET, SMALL))
+    formulas = [block_chances(p, q), chances(p, q)]
+    mine, other = formulas if isinstance(verifier, Traversal) else reversed(formulas)
+    assert apart(found, mine) < 1e-12
+    assert apart(found, other) > 1e-3
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -130,6 +130,20 @@ def test_settings_that_contradict_the_decoders_are_refused(llama):
     )
 
 
+def test_a_temperature_of_1_is_a_setting(llama):
+    """A decoder that was told what the default is does not follow the call."""
+    one, prompt = torch.tensor([[1]]), {"max_new_tokens": 2}
+    told = sd.decoder(llama).sampling(sd.Sampling()).build()
+    later = composed(llama).with_sampling(sd.Sampling())
+    for decoder in (composed(llama, temperature=1.0), told, later):
+        ours = decoder.as_generate()
+        with pytest.raises(
+            ValueError, match=r"built with Sampling\(temperature=1\.0.* asks for Sampling\(temp"
+        ):
+            llama.generate(one, **prompt, custom_generate=ours)
+        llama.generate(one, **prompt, custom_generate=ours, do_sample=True, top_k=0)
+
+
 def test_processors_and_stops_are_honoured(llama):
     ours, given = composed(llama).as_generate(), batch(RAGGED)
 

@@ -682,6 +682,11 @@ def test_an_unlisted_family_is_tried_and_compared():
     )
     with pytest.raises(UnsupportedModel, match="differs from its own"):
         HFModel(broken, unlisted="packed")
+    eager = AutoModelForCausalLM.from_config(model.config, attn_implementation="eager").eval().double()
+    assert self_check(HFModel(eager, unlisted="packed")) < 1e-5  # its own softmax is in float32
+    eager.model.rotary_emb.forward = broken.model.rotary_emb.forward
+    with pytest.raises(UnsupportedModel, match="differs from its own"):
+        HFModel(eager, unlisted="packed")
     with pytest.raises(ValueError, match="unlisted is 'padded'"):
         HFModel(model, unlisted="padded")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from specdec import zoo
 from specdec.data.corpus import DOMAINS
 from specdec.data.prompts import entries, prompts
 from specdec.data.tokens import write_stream
+from specdec.lab import states
 from specdec.lab.bits import bits_per_byte, xz_bits_per_byte
 from specdec.lab.pretraining import Pretraining, Sizes, block_attention
 from specdec.lab.states import documents, packed, sequences, stream_states, text_states
@@ -185,3 +187,25 @@ def test_a_mixed_workload_has_all_domains_and_its_kinds_are_told_from_the_text()
     assert len(found) == 12
     assert set(found) <= {"code", "text", "table"}
     assert len(set(found)) > 1
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_processes_without_a_gpu_know_of_each_other(gpu, monkeypatch, tmp_path):
+    """accelerate otherwise looks for GPUs to communicate over, and each process takes itself for the only one."""
+    said = []
+
+    class State:
+        def __init__(self, cpu=False):
+            said.append(cpu)
+
+        def main_process_first(self):
+            return nullcontext()
+
+    monkeypatch.setattr(states, "PartialState", State)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(states, "held", lambda folder, target: 5)
+    monkeypatch.setattr(states, "States", lambda folder, target: range(5))
+    model, tokenizer = tiny("llama"), byte_tokenizer()
+    assert len(stream_states(model, tokenizer, Streams(work=str(tmp_path), length=8), (0,), 16)) == 2
+    assert len(text_states(model, tokenizer, str(tmp_path), "a.txt", "text", 8, (0,), 24)) == 3
+    assert said == [not gpu] * 2

@@ -486,6 +486,27 @@ def test_refusals(target, spire, trace, tmp_path):
         lab.record(target, [], tmp_path / "a", **HOW)
 
 
+def test_verifiers_of_trees_without_a_formula_are_refused_by_name(trace):
+    chain, tree = lab.replay(trace, small(), 2), lab.replay(trace, sd.drafts.Tree(small(), (2, 1)), 2)
+    assert torch.equal(chain.chances("traversal"), chain.chances("block"))
+    assert torch.equal(chain.chances("k-SEQ"), chain.chances("rejection"))
+    assert torch.equal(chain.chances("optimal transport"), chain.accept)
+    for verifier, why in (
+        ("block", "it takes chains"),
+        ("traversal", "how likely a node is accepted depends on siblings that are not in the text"),
+        ("k-SEQ", "how many candidates the next token has depends on siblings"),
+        ("optimal transport", "because equal siblings go on together"),
+    ):
+        with pytest.raises(
+            ValueError, match=rf"verifier is '{verifier}' and trees were replayed: .*{why}.*lab\.simul"
+        ):
+            tree.efficiency(verifier=verifier)
+    with pytest.raises(
+        ValueError, match="verifier is 'coupled': give one of 'rejection', 'block', 'traversal', 'k-"
+    ):
+        chain.chances("coupled")
+
+
 def test_another_tokenizer_is_refused(tmp_path):
     target = sd.HFModel(tiny("llama"), byte_tokenizer())
     trace = lab.record(target, ["abc", "def"], tmp_path / "t", 4, 2, eos_token_id=(), progress=False)

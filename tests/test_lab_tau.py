@@ -65,6 +65,16 @@ def test_intervals_are_of_ratios_of_sums_over_sources():
     assert alone["ratio_to_vanilla"] is None
 
 
+def test_few_sources_give_no_intervals():
+    """As everywhere in the lab: four sources have 35 bootstrap samples, and their quantiles are no interval."""
+    mine, other = made(0), made(1)
+    found = intervals(mine, other, np.arange(12) // 3)
+    assert found["tau"] == pytest.approx(mine.tau)
+    assert found["ratio_to_vanilla"] == pytest.approx(mine.tau / other.tau)
+    assert {found[end] for end in ("low", "high", "ratio_low", "ratio_high")} == {None}
+    assert None not in intervals(mine, other, np.arange(12) % 5).values()
+
+
 def test_a_method_against_itself_has_no_doubt_about_the_ratio():
     found = intervals(made(0), made(0), np.arange(12))
     assert (found["ratio_low"], found["ratio_high"]) == (1, 1)

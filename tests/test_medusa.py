@@ -173,7 +173,7 @@ def test_bad_input_is_refused(target):
         StaticTree(((0,), (1, 0)))
     with pytest.raises(TypeError, match="give the ranks on each node's path"):
         StaticTree((3, 2))
-    with pytest.raises(TypeError, match="a rank, is 0.5"):
+    with pytest.raises(TypeError, match=r"a rank, is 0\.5"):
         StaticTree(((0.5,),))
     with pytest.raises(ValueError, match="widths, of a depth, is 0"):
         StaticTree.of_widths((2, 0))

@@ -17,7 +17,7 @@ from tiny import tiny
 import specdec as sd
 from specdec import tree
 from specdec.cache import paged
-from specdec.cache.paged import PagedCache, Pool
+from specdec.cache.paged import PagedCache, PagePool
 from specdec.cache.slots import KVShape
 from specdec.drafts.spire import SpireModel
 from specdec.executors import Optimistic
@@ -35,7 +35,7 @@ SHAPE = KVShape(2, 4, 4, torch.float64, torch.device("cpu"))
 @pytest.fixture(autouse=True, scope="module")
 def poison():
     """Every page is NaN until its row has written to it."""
-    become, give = Pool._become, Pool.give
+    become, give = PagePool._become, PagePool.give
 
     def becomes(self, pages):
         have = self.pages
@@ -50,8 +50,8 @@ def poison():
         give(self, pages)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Pool, "_become", becomes)
-        patch.setattr(Pool, "give", gives)
+        patch.setattr(PagePool, "_become", becomes)
+        patch.setattr(PagePool, "give", gives)
         yield
 
 
@@ -223,14 +223,14 @@ def test_a_stream_takes_and_returns_pages(llama, limit, capacity, monkeypatch):
     decoder = sd.decoder(HFModel(llama)).draft(HFModel(small), length=2).build()
     expected = decoder.generate(prompts, budgets, seed=3).ids
     target = HFModel(llama, page=8)
-    pools, moved, copy = set(), [], Pool.copy
+    pools, moved, copy = set(), [], PagePool.copy
 
     def copies(self, source, into, other=None):
         if len(self.shapes) == 2 and other not in (None, self):  # the target has two layers
             moved.append(len(source))
         copy(self, source, into, other)
 
-    monkeypatch.setattr(Pool, "copy", copies)
+    monkeypatch.setattr(PagePool, "copy", copies)
     decoder = sd.decoder(target).draft(HFModel(small, page=8), length=2).build()
     requests = [sd.Request(p, b, arrival=2 * n) for n, (p, b) in enumerate(zip(prompts, budgets))]
     if capacity:  # one pool serves all, and in the end everything is there again
@@ -276,8 +276,8 @@ def test_memory_follows_the_sum_of_lengths():
 
 
 def test_a_pool_is_made_for_what_a_call_says_and_grows_by_half_beyond(llama, monkeypatch):
-    sizes, become = [], Pool._become
-    monkeypatch.setattr(Pool, "_become", lambda self, pages: sizes.append(pages) or become(self, pages))
+    sizes, become = [], PagePool._become
+    monkeypatch.setattr(PagePool, "_become", lambda self, pages: sizes.append(pages) or become(self, pages))
     target = HFModel(llama, page=4)
     decoder = sd.decoder(target).draft(sd.drafts.NGram(), length=2).build()
     decoder.generate(ROWS, 30, seed=0)
@@ -290,7 +290,7 @@ def test_a_pool_is_made_for_what_a_call_says_and_grows_by_half_beyond(llama, mon
 
 def test_what_a_pool_holds_survives_its_growth(llama):
     target, plain = HFModel(llama, page=4), HFModel(llama)
-    pool = Pool(target._shapes, 4)
+    pool = PagePool(target._shapes, 4)
     caches = [PagedCache(pool, 1, 8) for _ in range(12)]  # each with room for little
     rows = [[n, n + 1, n + 2, n + 3, 7] for n in range(12)]
     for cache, row in zip(caches, rows):
@@ -337,7 +337,7 @@ def test_too_little_memory_is_said_before_anything_is_taken(llama, monkeypatch):
 
 
 def test_a_pool_that_cannot_grow_by_half_grows_by_what_is_needed(monkeypatch):
-    pool = Pool([SHAPE], 4)
+    pool = PagePool([SHAPE], 4)
     held = pool.take(10)
     monkeypatch.setattr(paged, "free_bytes", lambda device: 11 * 4 * SHAPE.bytes)
     held += pool.take(1)
@@ -409,8 +409,8 @@ def test_caches_join(llama, shared, monkeypatch):
     two = one.beside(2, 40) if shared else target.cache(2, 40)
     target.score(one, Context.of(ROWS[:2]), propose([6, 2]))
     target.score(two, Context.of(ROWS[2:]), propose([3, 5]))
-    copies, copy = [], Pool.copy
-    monkeypatch.setattr(Pool, "copy", lambda self, *args: copies.append(args) or copy(self, *args))
+    copies, copy = [], PagePool.copy
+    monkeypatch.setattr(PagePool, "copy", lambda self, *args: copies.append(args) or copy(self, *args))
     theirs = two.pool
     both = one.join(two)
     assert bool(copies) != shared
@@ -532,7 +532,7 @@ def test_a_paged_cache_follows_anything(llama, page, steps):
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 9), st.integers(0, 5)), max_size=30))
 def test_a_pool_never_gives_a_page_twice(steps):
-    pool, held = Pool([SHAPE], 2), []
+    pool, held = PagePool([SHAPE], 2), []
     for take, count, reserve in steps:
         if take:
             some = pool.take(count, reserve)

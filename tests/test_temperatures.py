@@ -8,7 +8,10 @@ from tiny import tiny
 
 import specdec as sd
 from specdec import distributed, lab, selectors
+from specdec.drafts.siblings import Distinct, Independent, TopAndOne
 from specdec.executors import Optimistic, Pipelined, Serial
+from specdec.lab.verifying import accepted_by
+from specdec.verifiers import DistinctTransport, KSeq, Traversal
 
 
 @pytest.fixture(scope="module")
@@ -67,3 +70,54 @@ def test_requests_that_are_numbered_anew_need_one_temperature(target, tmp_path, 
     monkeypatch.setattr(distributed, "gather_object", lambda said: said)
     with pytest.raises(ValueError, match="temperature for each request"):
         distributed.generate(sd.decoder(target).sampling(sampling).build(), [[1], [2]], 4)
+    own = sd.drafts.Model(target, sampling)
+    pool = sd.decoder(target).pool({"own": own, "none": None}, selectors.Random(), 2)
+    for mine in (sd.decoder(target).draft(own, 2), pool):
+        with pytest.raises(ValueError, match="the draft has a temperature for each request"):
+            distributed.generate(mine.build(), [[1], [2]], 4)
+
+
+def test_a_lab_that_numbers_texts_anew_needs_one_temperature_of_a_draft(target, tmp_path):
+    own = sd.drafts.Tree(target, (2,), sd.Sampling((1.0, 0.5)))
+    trace = lab.record(target, [[1], [2]], tmp_path / "t", 4, 2, progress=False)
+    for ask in (
+        lambda: lab.replay(trace, own, 1),
+        lambda: lab.simulate(trace, own, target, 1),
+        lambda: accepted_by(sd.decoder(target).draft(own, 1).build(), [[1]], {"r": sd.Rejection()}),
+    ):
+        with pytest.raises(
+            ValueError, match=r"temperature for each request, and (texts|requests) are numbered"
+        ):
+            ask()
+
+
+@pytest.mark.parametrize(
+    ("verifier", "siblings"),
+    [
+        (sd.Rejection(), Independent()),
+        (sd.Rejection(), TopAndOne()),
+        (Traversal(), Distinct()),
+        (KSeq(), Independent()),
+        (DistinctTransport(), Distinct()),
+    ],
+    ids=repr,
+)
+def test_a_tree_has_distinct_children_in_rows_of_temperature_0(verifier, siblings):
+    """Such a row drafts, accepts and commits what a greedy decoder would; also where ``top_k`` leaves fewer tokens than there are children."""
+    target, small = (sd.TableModel.random(6, 1, seed=seed) for seed in (0, 1))
+    tree = sd.drafts.Tree(small, (3, 2), siblings=siblings)
+    base = sd.decoder(target).draft(tree, length=2).verifier(verifier)
+    prompts, budgets, temperatures = [[0], [1, 2], [3], [4]], [14, 9, 12, 3], (1.0, 0.0, 0.7, 0.0)
+    top_k = 2 if isinstance(siblings, Independent) else None
+    mixed = base.sampling(temperature=temperatures, top_k=top_k).build()
+    found = mixed.generate(prompts, budgets, seed=[0, 1, 2, 3])
+    for b in (1, 3):
+        alone = base.greedy().build().generate([prompts[b]], budgets[b], seed=[b])
+        assert found.ids[b] == alone.ids[0]
+        assert found.row_stats[b] == alone.row_stats[0]
+    assert found.row_stats[1].accepted > 0
+    same = [base.sampling(temperature=t, top_k=top_k).build() for t in (1.0, 0.7)]
+    for b, decoder in zip((0, 2), same):  # rows that are drawn do not notice the others
+        assert found.ids[b] == decoder.generate([prompts[b]], budgets[b], seed=[b]).ids[0]
+    cold = base.sampling(temperature=(0.0, 0.0)).build().generate(prompts[:2], budgets[:2], seed=0)
+    assert cold.ids[1] == found.ids[1]

@@ -369,7 +369,7 @@ def test_the_recipe_trains_exports_and_continues(tmp_path):
         "1",
     ]
     words += ["--anchors", "16", "--no-compile"]
-    names = ["pocket-eagle3", "pocket-spire-equal"]
+    names = ["pocket-eagle3", "pocket-mtp", "pocket-medusa", "pocket-spire-equal"]
     rows = str(tmp_path / "t.json")
     first, again, wrong = each(
         [str(RECIPE), *words, "--json", rows, "--drafts", *names],

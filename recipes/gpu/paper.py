@@ -195,8 +195,9 @@ class Study:
                 scores[name] = tau.score(draft, texts, Parallel())
                 scores[f"windowed_{name}"] = tau.score(draft, texts, Parallel(WINDOW, SINKS))
         for row in rows_of(scores, texts, domains=False):
+            ends = "" if row["low"] is None else f" [{row['low']:.3f}, {row['high']:.3f}]"
             stage.row(f"tau at {context}, k = {K}: {row['method']}", **{n: row[n] for n in ("tau", "low", "high")},
-                    note=f"{row['tau']:.3f} [{row['low']:.3f}, {row['high']:.3f}]")  # fmt: skip
+                    note=f"{row['tau']:.3f}{ends}")  # fmt: skip
 
     # -- grid -------------------------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from specdec import drafts
 from specdec.audit.composed import Composition
 from specdec.builder import decoder
-from specdec.drafts.heads import Chain, DDTree, DFlash, DSpark, DynamicTree, Eagle3
+from specdec.drafts.heads import MTP, Chain, DDTree, DFlash, DSpark, DynamicTree, Eagle3, Medusa, StaticTree
 from specdec.drafts.spire.model import SpireModel
 from specdec.executors import Optimistic
 from specdec.masks import Causal, Window
@@ -36,6 +36,10 @@ def pairs() -> Iterator[Composition]:
     flash = DFlash.from_target(target, (0, 1), vocabulary=[0, 2], blocks=1, block_size=3)
     spark = DSpark.from_target(target, (0, 1), blocks=1, block_size=2, rank=4, markov="rnn")
     torch.nn.init.normal_(spark.markov_head.markov_w1.weight, std=30)  # on which its confidence depends
+    mtp = MTP.from_target(target, vocabulary=[0, 2])
+    medusa = Medusa.from_target(target, vocabulary=[0, 2], heads=2)
+    for weight in medusa.layers.parameters():
+        torch.nn.init.normal_(weight)  # a new one is the identity
     for name, sparse in {
         "windowed chain k=2": drafts.Model(Windowed(other, window=2, block=2)),
         "chain k=2 under a mask of its own": drafts.Model(Masked(other, Causal() & (Window(1) | _even))),
@@ -57,6 +61,10 @@ def pairs() -> Iterator[Composition]:
         "DFlash k=2, two ids": drafts.Head(flash),
         "DDTree": drafts.Head(flash, DDTree(3)),
         "DSpark k=2, ended by its confidence": drafts.Head(spark, Chain(stop=0.5)),
+        "MTP k=2, two ids": drafts.Head(mtp),
+        "MTP, EAGLE-2's tree": drafts.Head(mtp, DynamicTree(2, 2, 3)),
+        "Medusa k=2, two ids": drafts.Head(medusa),
+        "Medusa, static tree": drafts.Head(medusa, StaticTree(((0,), (1,), (1, 0)))),
     }.items():
         builder = base.draft(sparse, length=2)  # type: ignore[arg-type]
         yield Composition(f"float64 llama, {name}", builder, (4, 3), starts, said)

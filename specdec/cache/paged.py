@@ -20,7 +20,7 @@ from specdec.kernels.native.blocks import Buffers
 from specdec.types import Context, Verdict
 
 
-class Pool(Slots):
+class PagePool(Slots):
     """Pages of ``page`` slots that rows take and return; none at first.
 
     The pool does not know what rows will need. It grows, by a copy, by half of its pages or by the number requested, whichever is more, so
@@ -118,14 +118,14 @@ class Pool(Slots):
 
 
 class PagedCache(TokenIndex, KVStore):
-    """As ``SlotCache``, for rows that hold pages of a ``Pool``.
+    """As ``SlotCache``, for rows that hold pages of a ``PagePool``.
 
     Args:
         pool: where the pages come from. batch, capacity: rows, and the most tokens of a row (nodes included). Neither takes
             memory on the device until rows are fed.
     """
 
-    def __init__(self, pool: Pool, batch: int, capacity: int):
+    def __init__(self, pool: PagePool, batch: int, capacity: int):
         self.pool = pool
         self._pages: list[list[int]] = [[] for _ in range(batch)]
         super().__init__(batch, capacity)

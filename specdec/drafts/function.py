@@ -24,7 +24,10 @@ class FunctionDraft(Stateless):
     logits: Callable[[list[int]], Tensor | Sequence[float]]
     sampling: Sampling | None = None
     vocab_size: int | None = None
-    info = DraftInfo("function", revocable=True)
+
+    @property
+    def info(self) -> DraftInfo:
+        return DraftInfo("function", revocable=True, sampling=self.sampling)
 
     @staticmethod
     def example(model: LanguageModel) -> FunctionDraft:

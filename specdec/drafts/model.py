@@ -50,7 +50,7 @@ class Model:
 
     @property
     def info(self) -> DraftInfo:
-        return DraftInfo("model", revocable=True, model=self.model)
+        return DraftInfo("model", revocable=True, model=self.model, sampling=self.sampling)
 
     def bind(self, target: LanguageModel, sampling: Sampling) -> Model:
         mine, size = self.sampling or sampling, target.vocab_size

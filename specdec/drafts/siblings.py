@@ -20,12 +20,25 @@ class Drawn(NamedTuple):
     """Children of ``L`` nodes, ``W`` each.
 
     ``tokens [B, L, W]`` in the order in which they are to be tried; ``distributions [B, Q, V]`` that they were drawn from, and
-    ``source [L, W]``, which of these each child was drawn from.
+    ``source [L, W]`` or ``[B, L, W]``, which of these each child was drawn from.
     """
 
     tokens: Tensor
     distributions: Tensor
     source: Tensor
+
+    def with_points(self, rows: Tensor, tokens: Tensor) -> Drawn:
+        """The same children, but those of ``rows [B]`` (bool) are ``tokens [B, L, W]``, which were chosen without randomness."""
+        _, L, W = tokens.shape
+        laws, device = self.distributions, self.distributions.device
+        laws = torch.nn.functional.pad(laws, (0, 0, 0, max(0, L * W - laws.shape[1])))
+        tokens, here = tokens.to(device), rows.to(device)[:, None, None]
+        points = torch.zeros_like(laws).scatter_(2, tokens.flatten(1)[..., None], 1)
+        return Drawn(
+            torch.where(here, tokens, self.tokens.to(device)),
+            torch.where(here, points, laws),
+            torch.where(rows[:, None, None], _apiece(L, W), self.source),
+        )
 
 
 class Drawing(Protocol):

@@ -61,7 +61,7 @@ class Stacked:
 
     @property
     def info(self) -> DraftInfo:
-        return DraftInfo("stacked", model=self.model)
+        return DraftInfo("stacked", model=self.model, sampling=self.sampling)
 
     @staticmethod
     def example(model: Any) -> Any:

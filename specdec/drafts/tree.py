@@ -1,6 +1,6 @@
 """A model proposes a tree with several candidates at each node (SpecInfer, Miao et al., arXiv 2305.09781).
 
-Candidates are drawn independently, or as ``siblings`` says; at temperature 0 they are the most probable tokens.
+Candidates are drawn independently, or as ``siblings`` says; at temperature 0, also of a row among others, they are the most probable tokens.
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ class Tree:
             revocable=True,
             siblings=self.siblings.kind,
             model=self.model,
+            sampling=self.sampling,
         )
 
     def bind(self, target: LanguageModel, sampling: Sampling) -> Tree:
@@ -92,6 +93,9 @@ class Tree:
         self, state: ModelState, context: Context, budget: Tensor, rng: Rng
     ) -> tuple[Proposal, ModelState]:
         sampling = self.sampling or Sampling()
+        cold = sampling.greedy_rows(context)
+        points, some = bool(cold.all()), bool(cold.any())
+        largest = replace(sampling, temperature=0.0) if some else sampling
         text = readable(context, self.model)
         B = context.batch
         upto = torch.tensor([self.nodes(d) for d in range(len(self.widths) + 1)])
@@ -111,23 +115,29 @@ class Tree:
             logits = self.model.score(state.cache, text, sofar, start=start, rows=rows).logits
             logits = fit(logits, self.vocab_size)
             width, first = self.widths[d], int(level[0])
-            if sampling.greedy:
-                scores = sampling.scores(logits, context, sofar, first=first)
-                children = scores.topk(width, -1).indices.reshape(B, -1)
+            if some:
+                top = largest.scores(logits, context, sofar, first=first).topk(width, -1).indices
+            if points:
+                children = top.reshape(B, -1)
             else:
                 q = sampling(logits, context, sofar, first=first)
                 sibling = torch.arange(len(level) * width).view(len(level), width)
                 key = Key(context.length[:, None, None], d, sibling.expand(B, -1, -1))
                 drawn = self.siblings(q, width, key, rng)
+                if some:
+                    drawn = drawn.with_points(cold, top)
                 children = drawn.tokens.reshape(B, -1)
-                sources.append(drawn.source.reshape(-1) + sum(law.shape[1] for law in distributions))
+                sources.append(
+                    drawn.source.expand(drawn.tokens.shape).reshape(B, -1)
+                    + sum(law.shape[1] for law in distributions)
+                )
                 distributions.append(drawn.distributions)
             tokens = torch.cat([tokens, children], 1) if d else children
             parents = torch.cat([parents, level.repeat_interleave(width).expand(B, -1)], 1)
             level = torch.arange(tokens.shape[1] - children.shape[1], tokens.shape[1])
             sofar = Proposal(tokens, parents, size.clamp(max=tokens.shape[1]))
         assert sofar is not None
-        source = torch.cat(sources).expand(B, -1) if sources else None
+        source = torch.cat(sources, 1) if sources else None
         proposal = with_distributions(sofar, distributions, source)
         return proposal, ModelState(state.cache, proposal)
 

@@ -19,7 +19,7 @@ from specdec.capabilities import DraftPart
 from specdec.cost.arms import weights
 from specdec.drafts import Model, NGram
 from specdec.drafts.spire.load import is_spire
-from specdec.lab.pipeline import timed
+from specdec.lab.pipeline import for_some, spread, timed
 from specdec.lab.selection import RoundTimes
 from specdec.models.hf import HFModel
 from specdec.sampling import Sampling
@@ -81,19 +81,20 @@ def measured(
 
     Args:
         arms: by name, with lengths (``load_pool``); those without a draft do not speculate. prompts: ids; at least 2. rounds: timed rounds of
-            a run. repeats: runs of each arm and size, alternating, after one that is not counted.
+            a run. repeats: runs of each arm and size, alternating, after one that is not counted. sampling: may have a temperature
+            for each prompt.
     Raises:
-        ValueError: fewer than 2 prompts, or an arm without a length.
+        ValueError: fewer than 2 prompts, fewer temperatures than prompts, or an arm without a length.
     """
     if len(prompts) < 2:
         raise ValueError(f"there are {len(prompts)} prompts: rounds of two sizes need at least 2")
     lengths = {name: _length(name, arm) for name, arm in arms.items()}
     base = builder(target).sampling(sampling or Sampling())
-    decoders = {
-        name: (base if not lengths[name] else base.draft(arm.draft, lengths[name])).build()
-        for name, arm in arms.items()
-    }
     sizes = sorted({1, *(max(1, len(prompts) // part) for part in (1, 2, 4))})
+    decoders = {}
+    for name, arm in arms.items():
+        whole = (base if not lengths[name] else base.draft(arm.draft, lengths[name])).build()
+        decoders[name] = {size: for_some(whole, len(prompts), size) for size in sizes}
     kind = {
         name: (weights(arm.draft.model) if isinstance(arm.draft, Model) else name, lengths[name])
         for name, arm in arms.items()
@@ -101,13 +102,13 @@ def measured(
     parts: dict[tuple[Any, int], list[tuple[float, float]]] = {}
     reads: dict[Any, list[float]] = {}
     for turn in range(repeats + 1):
-        for name, decoder in decoders.items():
-            for size in sizes:
-                found = timed(decoder, prompts[:: len(prompts) // size][:size], rounds, 1, seed + turn)[1]
+        for name, by_size in decoders.items():
+            for size, decoder in by_size.items():
+                found = timed(decoder, spread(prompts, size), rounds, 1, seed + turn)[1]
                 if turn:
                     parts.setdefault((kind[name], size), []).extend((p.draft, p.verify) for p in found)
             if turn:
-                reads.setdefault(kind[name], []).append(_reading(decoder.draft, list(prompts[0])))
+                reads.setdefault(kind[name], []).append(_reading(by_size[1].draft, list(prompts[0])))
     draft = []
     for name, k in lengths.items():
         middle = [median(d for d, _ in parts[kind[name], size]) for size in sizes]

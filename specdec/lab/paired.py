@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from specdec.audit.tau import Efficiency
+from specdec.lab.bootstrap import Clusters, interval
 from specdec.lab.tau import Texts
 
 FEW = 6
@@ -32,26 +32,25 @@ def intervals(
 ) -> dict[str, float | None]:
     """τ, and its ratio to ``other``'s on the same texts, with 95 % intervals by bootstrap over source files (paired).
 
+    With fewer than ``bootstrap.LEAST`` sources there are no intervals: their ends are ``None``.
+
     Args:
         documents: ``[C]``: the source of each text.
     """
-    names, place = np.unique(documents, return_inverse=True)
-
-    def sums(t: Tensor) -> np.ndarray:
-        return np.bincount(place, t.numpy(), len(names))
-
-    picks = np.random.default_rng(seed).integers(0, len(names), (draws, len(names)))
+    clusters = Clusters(documents, draws, seed)
 
     def taus(e: Efficiency) -> np.ndarray:
-        return sums(e.tokens)[picks].sum(1) / sums(e.rounds)[picks].sum(1)
+        return clusters.ratios(e.tokens.numpy(), e.rounds.numpy())
+
+    def ends(values: np.ndarray) -> tuple[float | None, float | None]:
+        return interval(values) if clusters.enough else (None, None)
 
     ours = taus(mine)
-    low, high = np.quantile(ours, [0.025, 0.975])
-    row: dict[str, float | None] = {"tau": mine.tau, "low": float(low), "high": float(high)}
+    row: dict[str, float | None] = {"tau": mine.tau, **dict(zip(("low", "high"), ends(ours)))}
     ratio: dict[str, float | None] = dict.fromkeys(("ratio_to_vanilla", "ratio_low", "ratio_high"))
     if other is not None:
-        low, high = np.quantile(ours / taus(other), [0.025, 0.975])
-        ratio = {"ratio_to_vanilla": mine.tau / other.tau, "ratio_low": float(low), "ratio_high": float(high)}
+        low, high = ends(ours / taus(other))
+        ratio = {"ratio_to_vanilla": mine.tau / other.tau, "ratio_low": low, "ratio_high": high}
     return {**row, **ratio}
 
 

@@ -72,11 +72,12 @@ class Comparison:
         times: dict[Mode, list[float]] = defaultdict(list)
         parts: dict[Mode, list[Part]] = defaultdict(list)
         samples: list[Part] = []
-        alone = waited(replace(decoder, executor=Serial()))
+        sizes = sorted({max(1, batch // part) for part in (2, 4, 8)})
+        serial = replace(decoder, executor=Serial())
+        alone = {size: waited(for_some(serial, batch, size)) for size in sizes}
         for turn in range(self.repeats + 1):
-            for size in sorted({max(1, batch // part) for part in (2, 4, 8)}):
-                some = prompts[:: batch // size][:size]
-                found = timed(alone, some, self.rounds // 2, 1, self.seed + turn)[1]
+            for size in sizes:
+                found = timed(alone[size], spread(prompts, size), self.rounds // 2, 1, self.seed + turn)[1]
                 samples += found if turn else []
             order = list(modes.items())
             for mode, executor in order[turn % len(order) :] + order[: turn % len(order)]:
@@ -114,6 +115,28 @@ class Comparison:
 
 class _Enough(Exception):
     """Ends a run after the timed rounds."""
+
+
+def spread(rows: Sequence[Any], size: int) -> list[Any]:
+    """``size`` of the rows: one of each part of equal length, at another place than in the part before, so that rows that alternate still do."""
+    step = len(rows) // size
+    return [rows[i * step + i % step] for i in range(size)]
+
+
+def for_some(decoder: Decoder, batch: int, size: int) -> Decoder:
+    """The decoder for ``size`` of ``batch`` prompts, spread by ``spread``: where each request has a temperature, with theirs.
+
+    Raises:
+        ValueError: there are fewer temperatures than prompts.
+    """
+    temperature = decoder.sampling.temperature
+    if not isinstance(temperature, tuple):
+        return decoder
+    if len(temperature) < batch:
+        raise ValueError(
+            f"temperature has {len(temperature)} numbers and there are {batch} prompts: give one for each prompt"
+        )
+    return decoder.with_sampling(replace(decoder.sampling, temperature=spread(temperature[:batch], size)))
 
 
 def timed(

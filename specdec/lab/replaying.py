@@ -126,6 +126,10 @@ def _check_fit(trace: Trace, part: DraftPart, k: int, model: Any) -> None:
     info, name = part.info, f"draft {part.info.name!r}"
     if info.drafts:
         raise ValueError(f"{name} is a pool: replay its drafts one by one")
+    if part.by_request:
+        raise ValueError(
+            f"{name} has a temperature for each request, and texts are numbered from 0 in every batch: give it one temperature"
+        )
     if model is not None:
         trace.check(model)
         decoder(model).draft(part.draft, k).build()

@@ -19,7 +19,16 @@ from specdec.lab.traces import Trace, digest, identity
 from specdec.models.hf import HFModel
 from specdec.models.table import TableModel
 
-Verification = Literal["rejection", "block"]
+Verification = Literal["rejection", "block", "traversal", "k-SEQ", "optimal transport"]
+_OFF_THE_TEXT = "depends on siblings that are not in the text"
+_NOT_OF_TREES = {
+    "block": "it takes chains",
+    "traversal": f"how likely a node is accepted {_OFF_THE_TEXT}, the rejected ones before it",
+    **dict.fromkeys(
+        ("k-SEQ", "optimal transport"),
+        f"how many candidates the next token has {_OFF_THE_TEXT}, because equal siblings go on together",
+    ),
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,20 +80,25 @@ class Replay:
         """``[C, n, k]`` the probability, given the text, that a token of a block was accepted if those before it were.
 
         Args:
-            verifier: ``"rejection"``, or ``"block"`` for block verification of chains, which ``Traversal`` is there.
+            verifier: ``"rejection"``; of chains also ``"block"`` and ``"traversal"``, which agree there, and ``"k-SEQ"`` and ``"optimal
+                transport"``, which verify a single candidate as rejection does.
         Raises:
-            ValueError: there is no such verifier, or trees were replayed, which block verification does not take.
+            ValueError: there is no such verifier, or trees were replayed and it is not ``"rejection"``; the message says why.
         """
         if verifier == "rejection":
             return self.accept
-        if verifier != "block":
+        if verifier not in _NOT_OF_TREES:
+            names = ", ".join(map(repr, ("rejection", *_NOT_OF_TREES)))
             raise ValueError(
-                f'verifier is {verifier!r}: give "rejection" or "block", or decode live with lab.simulate(verifier=...)'
+                f"verifier is {verifier!r}: give one of {names}, or decode live with lab.simulate(verifier=...)"
             )
         if not self.chains:
             raise ValueError(
-                "verifier is 'block', which takes chains, and trees were replayed: give 'rejection'"
+                f"verifier is {verifier!r} and trees were replayed: {_NOT_OF_TREES[verifier]}; give 'rejection', or decode live with "
+                "lab.simulate(verifier=...)"
             )
+        if verifier in ("k-SEQ", "optimal transport"):
+            return self.accept
         return torch.where(self.q > 0, block_chances(self.p, self.q), 0)
 
     def efficiency(self, k: int | None = None, verifier: Verification = "rejection") -> Efficiency:

@@ -91,6 +91,11 @@ def simulate(
         .verifier(verifier or Rejection())
         .build()
     )
+    if built.drafting.by_request:
+        raise ValueError(
+            f"draft {built.drafting.info.name!r} has a temperature for each request, and requests are numbered from 0 in every batch: give it one "
+            "temperature"
+        )
     C = len(trace)
     tokens, rounds = torch.zeros(2, C, dtype=torch.float64)
     reached, accepted = torch.zeros(2, C, k, dtype=torch.float64)

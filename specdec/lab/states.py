@@ -59,7 +59,7 @@ def stream_states(
     """
     count = max(1, tokens // streams.length)
     folder = _folder(streams.work, f"{label}{split}", target, layers)
-    with PartialState().main_process_first():
+    with _processes(target).main_process_first():
         if held(folder, target) < count:
             low = copy.deepcopy(target).eval()
             for p in low.parameters():
@@ -103,7 +103,7 @@ def text_states(
     """
     count = max(1, tokens // length)
     folder = _folder(work, hash_of((dataset, column, skip, length)), target, layers)
-    with PartialState().main_process_first():
+    with _processes(target).main_process_first():
         if held(folder, target) < count:
             texts = documents(dataset, column)
             States.write(folder, target, packed(tokenizer, texts, length, count, skip), layers, count)
@@ -151,6 +151,12 @@ def packed(tokenizer: Any, texts: Iterable[str], length: int, count: int, skip: 
             else:
                 return
             ids = ids[length:]
+
+
+def _processes(target: Any) -> PartialState:
+    """The processes that share the work. Without a GPU they are found only if accelerate is told so. With one, the target may be on the CPU and
+    be trained for on the GPU, and the first state of a process is its state for good."""
+    return PartialState(cpu=target.device.type == "cpu" and not torch.cuda.is_available())
 
 
 def _folder(work: str, name: str, target: Any, layers: Sequence[int]) -> Path:

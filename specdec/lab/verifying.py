@@ -35,9 +35,9 @@ def accepted_by(
     """
     for name, value in {"new_tokens": new_tokens, "draws": draws, "batch": batch}.items():
         at_least(1, name, value, "give at least 1")
-    if decoder.sampling.by_request:
+    if decoder.sampling.by_request or decoder.drafting.by_request:
         raise ValueError(
-            "the decoder has a temperature for each request, and requests are numbered from 0 in every batch: give one temperature"
+            "the decoder, or its draft, has a temperature for each request, and requests are numbered from 0 in every batch: give one temperature"
         )
     if decoder.sampling.greedy:
         raise ValueError(

@@ -104,7 +104,7 @@ def self_check(wrapped: Any, tokens: int = 24, seed: int = 0) -> float:
     """Compare with the model's own plain forward on random ids, in pieces and with a tree; returns the largest relative error.
 
     Raises:
-        UnsupportedModel: they differ by more than rounding in the model's dtype.
+        UnsupportedModel: they differ by more than rounding in the model's dtype, or in float32 where transformers' own attention computes in it.
     """
     draw = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, wrapped.vocab_size, (2, tokens), generator=draw)
@@ -121,7 +121,10 @@ def self_check(wrapped: Any, tokens: int = 24, seed: int = 0) -> float:
             with torch.no_grad():
                 expected = plain(torch.tensor([row + path], device=wrapped.device)).logits[0, -3:]
             error = max(error, float((logits[b, list(nodes)] - expected).abs().max() / expected.abs().max()))
-    if not error < 64 * torch.finfo(wrapped.dtype).eps ** 0.75:
+    coarsest = torch.finfo(wrapped.dtype).eps
+    if plain.config._attn_implementation == "eager":  # its softmax is computed in float32, whatever the dtype
+        coarsest = max(coarsest, torch.finfo(torch.float32).eps)
+    if not error < 64 * coarsest**0.75:
         raise refuse(
             wrapped.model.config.model_type,
             f"its packed forward differs from its own by {error:.1e} (relative)",

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specdec.cache.contiguous import KVShape, SlotCache, check_memory
-from specdec.cache.paged import PagedCache, Pool
+from specdec.cache.paged import PagedCache, PagePool
 from specdec.configs import runs_on, setting
 from specdec.forward.families import SUPPORTED, UnsupportedModel, path_of, positions_of, refuse
 from specdec.forward.pack import PackedBatch, PrefillChunk, feed, spans
@@ -253,7 +253,7 @@ class HFModel:
                 )
         self._check_storage()
         if self.page is not None:
-            return PagedCache(Pool(self._shapes, self.page), batch, capacity)
+            return PagedCache(PagePool(self._shapes, self.page), batch, capacity)
         if self.steps is not None:
             return self.steps.cache(self._shapes, batch, capacity)
         check_memory(self._shapes, batch, capacity, self._path.spare)

@@ -21,7 +21,7 @@ from specdec.arguments import at_least
 from specdec.capabilities import VerifierInfo
 from specdec.rng import Rng
 from specdec.types import Context, Proposal, Verdict
-from specdec.verifiers.levels import descend
+from specdec.verifiers.levels import descend, of_points
 from specdec.verifiers.rejection import Rejection
 
 Plan = tuple[np.ndarray, np.ndarray, np.ndarray]
@@ -135,11 +135,11 @@ def rule(
 
 
 def check_distinct(proposal: Proposal, name: str) -> None:
-    """Raise ValueError unless the children of each node were drawn from one distribution without replacement."""
+    """Raise ValueError unless the children of each node were drawn from one distribution without replacement, or all nodes of the row are point masses."""
     if proposal.probs is None:
         return
     N, sources = proposal.nodes, proposal.sources()
-    live = torch.arange(N) < proposal.size[:, None]
+    live = (torch.arange(N) < proposal.size[:, None]) & ~of_points(proposal)[:, None]
     for n in range(1, N):
         elder = (proposal.parents[:, :n] == proposal.parents[:, n : n + 1]) & live[:, n : n + 1]
         rows = elder.any(1).nonzero()[:, 0]

@@ -16,6 +16,7 @@ from specdec.kernels.rejection.fused import supports
 from specdec.rng import ACCEPT, BONUS, Key, Philox, Rng, triton_kernels
 from specdec.sampling import Sampling
 from specdec.types import Context, Proposal, Verdict
+from specdec.verifiers.apart import apart
 from specdec.verifiers.rejection import Rejection, draw_bonus
 
 
@@ -50,11 +51,18 @@ class FusedRejection(Rejection):
         Raises:
             ValueError: logits that have NaN, +inf or only -inf.
         """
+
+        def fused(proposal: Proposal, logits: Tensor, context: Context, rng: Rng) -> Verdict:
+            return self.from_logits(proposal, logits, sampling, context, rng)
+
+        def plain(proposal: Proposal, logits: Tensor, context: Context, rng: Rng) -> Verdict:
+            return self(proposal, sampling(logits, context, proposal), context, rng)
+
         chain = tree.is_chain(proposal.parents, proposal.size)
         if not bool(chain.any()):
-            return self(proposal, sampling(logits, context, proposal), context, rng)
-        if not bool(chain.all()):
-            return self._apart(chain, proposal, logits, sampling, context, rng)
+            return plain(proposal, logits, context, rng)
+        if not bool(chain.all()):  # a row's rounding must not depend on its batch
+            return apart(chain, fused, plain, proposal, logits, context, rng)
         at, N = context.length, proposal.nodes
         assert not isinstance(sampling.temperature, Sequence)  # ``only_temperature``
         accepts = Key(at[:, None], torch.arange(N), 0, ACCEPT)
@@ -86,31 +94,6 @@ class FusedRejection(Rejection):
         nodes = torch.arange(N, device=accepted.device)
         path = torch.where(nodes < accepted[:, None], nodes, -1)
         return Verdict.of(proposal, path, accepted, decision.token)
-
-    def _apart(
-        self,
-        chain: Tensor,
-        proposal: Proposal,
-        logits: Tensor,
-        sampling: Sampling,
-        context: Context,
-        rng: Rng,
-    ) -> Verdict:
-        """``from_logits`` of the rows ``chain [B]`` and ``__call__`` of the others: a row's rounding must not depend on its batch."""
-        groups = [chain.nonzero()[:, 0], (~chain).nonzero()[:, 0]]
-        parts = [
-            self.from_logits(
-                proposal.select(rows),
-                logits[to_device(rows, logits.device)],
-                sampling,
-                context.select(rows),
-                rng.select(rows),
-            )
-            for rows in groups
-        ]
-        back = torch.cat(groups).argsort()
-        fields = zip(*((part.path, part.accepted, part.bonus, part.tokens) for part in parts))
-        return Verdict(*(torch.cat(field)[back] for field in fields))
 
 
 def _fused(logits: Tensor, draft: Tensor | None) -> bool:

@@ -15,7 +15,7 @@ from specdec.capabilities import VerifierInfo
 from specdec.rng import Rng
 from specdec.types import Context, Proposal, Verdict
 from specdec.verifiers.acceptance import kseq_scale
-from specdec.verifiers.levels import descend
+from specdec.verifiers.levels import descend, of_points
 from specdec.verifiers.rejection import Rejection
 
 
@@ -73,13 +73,15 @@ def tests(
 
 
 def check_independent(proposal: Proposal, name: str) -> None:
-    """Raise ValueError for a node with several children that were not drawn from one distribution."""
+    """Raise ValueError for a node with several children that were not drawn from one distribution, except in rows of point masses."""
     if proposal.probs is None or bool(tree.is_chain(proposal.parents, proposal.size).all()):
         return
     live = torch.arange(proposal.nodes) < proposal.size[:, None]
     pair = torch.tril(proposal.parents[:, :, None] == proposal.parents[:, None, :], -1)
     sources = proposal.sources()
     pair &= live[:, :, None] & live[:, None, :] & (sources[:, :, None] != sources[:, None, :])
+    if bool(pair.any()):
+        pair &= ~of_points(proposal)[:, None, None]
     if bool(pair.any()):
         b, n, m = pair.nonzero()[0].tolist()
         raise ValueError(

@@ -11,7 +11,8 @@ from specdec import tree
 from specdec.kernels.device import to_device
 from specdec.rng import ACCEPT, Key, Rng
 from specdec.types import Context, Proposal, Verdict
-from specdec.verifiers.rejection import draw_bonus
+from specdec.verifiers.apart import apart
+from specdec.verifiers.rejection import Rejection, draw_bonus
 
 
 class Rule(Protocol):
@@ -32,11 +33,22 @@ def descend(
 ) -> Verdict:
     """At each level one candidate is accepted and its children are the next candidates; or none is, and the bonus token ends the block.
 
+    Rows of point masses are verified as by ``Rejection``.
+
     Args:
         proposal: of drawn nodes, not point masses.
         merge: if siblings of the accepted node have its token, their children are candidates, too, provided that they were drawn from the
             same distribution. So several chains go on together as long as they are equal.
     """
+    points = of_points(proposal)
+    if bool(points.any()):
+
+        def drawn(proposal: Proposal, probs: Tensor, context: Context, rng: Rng) -> Verdict:
+            return descend(proposal, probs, context, rng, rule, merge)
+
+        if bool(points.all()):
+            return Rejection()(proposal, probs, context, rng)
+        return apart(points, Rejection(), drawn, proposal, probs, context, rng)
     B, N = proposal.tokens.shape
     device = probs.device
     rows = torch.arange(B, device=device)
@@ -73,6 +85,14 @@ def descend(
         here = torch.where(yes, node + 1, here)
     path, accepted = tree.path_to(proposal.parents, here - 1)
     return Verdict.of(proposal, path, accepted, draw_bonus(law, accepted, context, rng, N), checked=True)
+
+
+def of_points(proposal: Proposal) -> Tensor:
+    """``[B]`` bool, on the host: rows that have nodes, each of them the only token of its distribution, as those of a greedy draft among others."""
+    live = torch.arange(proposal.nodes) < proposal.size[:, None]
+    tokens = torch.where(to_device(live, proposal.tokens.device), proposal.tokens, 0)
+    only = (proposal.q_of(tokens) == 1).cpu()
+    return (only | ~live).all(1) & (proposal.size > 0)
 
 
 def _drawn_from(proposal: Proposal, rows: Tensor, node: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ from tiny import tiny
 from specdec import tree
 from specdec.cache.contiguous import SlotCache
 from specdec.cache.contract import KVStore
-from specdec.cache.paged import PagedCache, Pool
+from specdec.cache.paged import PagedCache, PagePool
 from specdec.cache.static import StaticStore
 from specdec.cache.token_index import Row
 from specdec.configs import blocks_of
@@ -117,7 +117,7 @@ class Bench:
         self.pages = pages
         self.cache: Any
         if pages:
-            pool = Pool(shapes, 16)
+            pool = PagePool(shapes, 16)
             pool.take(1)
             self.cache = PagedCache(pool, self.batch, self.capacity)
         else:

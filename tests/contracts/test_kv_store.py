@@ -14,7 +14,7 @@ import specdec
 from specdec import HFModel
 from specdec.cache.contiguous import SlotCache
 from specdec.cache.contract import KVStore
-from specdec.cache.paged import PagedCache, Pool
+from specdec.cache.paged import PagedCache, PagePool
 from specdec.cache.ring import Ring
 from specdec.cache.ring_cache import RingCache, Stage
 from specdec.cache.slots import KVShape, Slots
@@ -42,7 +42,7 @@ class Case(NamedTuple):
 
 
 def paged() -> Case:
-    pool = Pool(SHAPES, 4)
+    pool = PagePool(SHAPES, 4)
     pool.take(2)  # the rows' pages do not begin at the pool's
     cache = PagedCache(pool, 2, 16)
     table = cache.hold([Row(0, 0, 6, 6), Row(1, 0, 3, 3)])
@@ -83,7 +83,7 @@ CASES = {
     Slots: lambda: Case(Slots(SHAPES, 3, 8), [0, 1, 2, 17], [3, 8, 16]),
     SlotCache: lambda: Case(SlotCache(SHAPES, 3, 8, 1), [0, 1, 2, 18], [3, 9, 10]),
     PagedCache: paged,
-    Pool: lambda: Case(grown(), [4, 5, 0], [6, 1]),
+    PagePool: lambda: Case(grown(), [4, 5, 0], [6, 1]),
     Ring: lambda: Case(Ring(SHAPES, 2, 1, 3, 2), [0, 1, 5], [2, 7, 9]),
     RingCache: lambda: Case(RingCache(SHAPES, 2, 32, 1, 3, 2), [0, 1, 5], [2, 7, 9]),
     Stage: staged,
@@ -106,8 +106,8 @@ def over(kinds: Any) -> Any:
 every_store = over(CASES)
 
 
-def grown() -> Pool:
-    pool = Pool(SHAPES, 4)
+def grown() -> PagePool:
+    pool = PagePool(SHAPES, 4)
     pool.take(2)
     return pool
 

@@ -100,6 +100,7 @@ class Head:
             taps=tuple(sorted({self._layer(tap) for tap in self.model.taps})),
             revocable=True,
             model=self.model,
+            sampling=self.sampling,
         )
 
     def _layer(self, tap: Tap) -> int:

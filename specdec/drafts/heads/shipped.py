@@ -33,15 +33,16 @@ def pass_attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     go: Any = None,
+    shape: tuple[int, ...] = (),
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Transformers' attention function: ``query [1, Hq, T, D]`` of the T slots of the pass ``go`` -> ``[1, T, Hq, Dv]``."""
+    """Transformers' attention function: ``query [1, Hq, T, D]`` of the T slots of the pass ``go``, of this ``shape`` -> ``[1, T, Hq, Dv]``."""
     if sliding_window is not None or softcap is not None or s_aux is not None:
         raise ValueError(
             "the target's MTP layer has a sliding window, a soft cap on scores or sink logits, which heads do not support: make a new head "
             "with MTP.from_target"
         )
-    shape, size = go.positions.shape, query.shape[-1]
+    size = query.shape[-1]
     slots = [t[0].transpose(0, 1).unflatten(0, shape) for t in (query, key, value)]
     out = go(0, slots[0] * ((scaling or size**-0.5) * size**0.5), *slots[1:])
     return out.reshape(1, -1, query.shape[1], value.shape[-1]), None
@@ -70,14 +71,13 @@ class ShippedBlock(nn.Module):
 
     def pairs(self, embedded: Tensor, state: Tensor, go: Pass) -> Tensor:
         """As ``mtp.PairBlock.pairs``."""
-        flat, positions = (
-            (t.reshape(1, -1, t.shape[-1]) for t in (embedded, state)),
-            go.positions.reshape(1, -1),
-        )
+        shape = state.shape[:-1]
+        positions = go.positions.expand(shape).reshape(1, -1)
         angles = self.rotary(embedded, positions, **self.kinds)
         out = self.layer(
-            *flat, position_embeddings=angles, attention_mask=None, position_ids=positions, past_key_values=None,
-            go=go,
+            *(t.reshape(1, -1, t.shape[-1]) for t in (embedded, state)),
+            position_embeddings=angles, attention_mask=None, position_ids=positions, past_key_values=None,
+            go=go, shape=shape,
         )  # fmt: skip
         return out.view(state.shape)
 

@@ -66,7 +66,6 @@ class MagicDec:
     mask: Any = None
     view: View | None = field(default=None, repr=False)  # bind makes it
     draft: Model | None = field(default=None, repr=False)  # over the view
-    info = DraftInfo("magicdec")
 
     def __post_init__(self) -> None:
         streaming(self.window, self.sinks)
@@ -97,6 +96,10 @@ class MagicDec:
         if self.refresh is not None:
             remedy = "give a number of rounds, or None to choose once"
             at_least(1, "refresh", self.refresh, remedy, ", or None for never")
+
+    @property
+    def info(self) -> DraftInfo:
+        return DraftInfo("magicdec", sampling=self.sampling)
 
     @staticmethod
     def example(model: Any) -> MagicDec:

@@ -73,7 +73,7 @@ class Spire:
     @property
     def info(self) -> DraftInfo:
         """``taps``: every verification returns the target's activations that are inputs of the blocks that the draft copied."""
-        return DraftInfo("spire", taps=self.model.layers, model=self.model)
+        return DraftInfo("spire", taps=self.model.layers, model=self.model, sampling=self.sampling)
 
     @staticmethod
     def example(model: Any) -> Spire:
