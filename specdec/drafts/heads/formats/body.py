@@ -28,12 +28,12 @@ def body_of(fields: Fields, vocab_size: int, blocks: int) -> LlamaConfig:
     width = fields.need("hidden_size")
     fields.only("target_hidden_size", width)
     heads = fields.need("num_attention_heads")
+    target: dict[str, Any] = {"num_target_layers": blocks}
     return LlamaConfig(
         vocab_size=fields.get("vocab_size", vocab_size),
         hidden_size=width,
         intermediate_size=fields.need("intermediate_size"),
         num_hidden_layers=layers,
-        num_target_layers=blocks,
         num_attention_heads=heads,
         num_key_value_heads=fields.get("num_key_value_heads", heads),
         head_dim=fields.get("head_dim", width // heads),
@@ -42,6 +42,7 @@ def body_of(fields: Fields, vocab_size: int, blocks: int) -> LlamaConfig:
         rope_parameters=_rope(fields),
         bos_token_id=None,
         eos_token_id=None,
+        **target,
     )
 
 

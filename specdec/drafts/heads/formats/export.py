@@ -111,7 +111,7 @@ def _flags(head: HeadModel, kind: str) -> dict[str, Any]:
         raise ValueError(
             "mask_token is None: in the layout of speculators the mask is an id of the target; make the head with mask_token=id"
         )
-    shared = {"draft_vocab_size": head.outputs, "target_hidden_size": None}
+    shared: dict[str, Any] = {"draft_vocab_size": head.outputs, "target_hidden_size": None}
     if kind in EAGLE:
         if settings["fc_norm"] and settings["norm_before_fc"]:
             raise ValueError(

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-NEUTRAL = (None, False, 0, "", [], {})
+NEUTRAL: tuple[Any, ...] = (None, False, 0, "", [], {})
 WITHOUT_EFFECT = frozenset(PreTrainedConfig().to_dict()) | frozenset(
     [
         "_name_or_path",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor
 from transformers import LlamaConfig
@@ -28,9 +29,13 @@ def plan(fields: Fields, tensors: Mapping[str, Tensor], blocks: int, vocab_size:
     width = tensors["0.0.linear.weight"].shape[-1]
     names = {f"{j}.{layers}.": f"lm_heads.{j}." for j in range(heads)}
     names |= {f"{j}.": f"layers.{j}." for j in range(heads)}
-    config = LlamaConfig(
-        vocab_size=vocab_size, hidden_size=width, num_attention_heads=1, num_target_layers=blocks
-    )
+    sizes: dict[str, Any] = {
+        "vocab_size": vocab_size,
+        "hidden_size": width,
+        "num_attention_heads": 1,
+        "num_target_layers": blocks,
+    }
+    config = LlamaConfig(**sizes)
     return Plan(Medusa, config, ("final",), {"heads": heads, "blocks": layers, "own_head": True}, names)
 
 

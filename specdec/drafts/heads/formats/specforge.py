@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from torch import Tensor
+from transformers import LlamaConfig
 
 from specdec.drafts.heads.dflash import DFlash
 from specdec.drafts.heads.eagle3 import Eagle3
@@ -50,7 +51,7 @@ def plan(fields: Fields, tensors: Mapping[str, Tensor], blocks: int, vocab_size:
     return Plan(Eagle3, config, taps, {"fc_norm": fields.get("fc_norm", False)}, NAMES)
 
 
-def _dspark(fields: Fields, config: object, blocks: int) -> Plan:
+def _dspark(fields: Fields, config: LlamaConfig, blocks: int) -> Plan:
     more = fields.inside("dflash_config", needed=True)
     more.only("projector_type", None, "dspark")
     more.skip("attention_mode", "confidence_head_alpha")
