@@ -528,6 +528,8 @@ def test_an_export_names_its_target(tmp_path, model):
     with pytest.raises(ValueError, match="made for target"):
         heads.export(head, tmp_path, target(num_hidden_layers=7), verifier="x/y")
     heads.export(head, tmp_path, model, verifier="x/y", length=5)
-    about = json.loads((tmp_path / "config.json").read_text())["speculators_config"]
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["eagle_aux_hidden_state_layer_ids"] is None, "the default layers"
+    about = config["speculators_config"]
     assert about["verifier"] == {"name_or_path": "x/y", "architectures": ["LlamaForCausalLM"]}
     assert about["proposal_methods"] == [{"proposal_type": "greedy", "speculative_tokens": 5}]

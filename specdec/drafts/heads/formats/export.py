@@ -117,10 +117,10 @@ def _flags(head: HeadModel, kind: str) -> dict[str, Any]:
             raise ValueError(
                 "fc_norm and norm_before_fc are both set: the layout of speculators has one of them"
             )
-        shared |= {
-            "eagle_aux_hidden_state_layer_ids": list(head.taps),
-            "embed_requires_grad": settings["own_embedding"],
-        }
+        blocks = head.config.num_target_layers
+        usual = (2, blocks // 2, blocks - 3)  # every engine's default; some read the field otherwise
+        shared["eagle_aux_hidden_state_layer_ids"] = None if head.taps == usual else list(head.taps)
+        shared["embed_requires_grad"] = settings["own_embedding"]
         more = {"mask_token_id": settings["mask_token"]} if kind == "peagle" else {}
         return {**shared, **{name: settings[name] for name in FLAGS}, **more}
     found = {
