@@ -28,7 +28,7 @@ def load(name: str | os.PathLike[str], **kwargs: Any) -> PreTrainedModel:
     _check_arguments(kwargs.get("dtype"), kwargs.get("device_map"))
     folder = Path(name).is_dir()
     if folder:
-        _check_folder(Path(name))
+        _check_folder(Path(name), kwargs)
     elif Path(name).is_absolute() or str(name).startswith((".", "~")) or str(name).count("/") > 1:
         raise FileNotFoundError(
             f"there is no folder {str(name)!r}: give the folder of a saved model, or a hub id"
@@ -91,7 +91,11 @@ def _check_arguments(dtype: Any, device_map: Any) -> None:
         )
 
 
-def _check_folder(folder: Path) -> None:
+def _check_folder(folder: Path, options: Mapping[str, Any]) -> None:
+    if (folder / "spire.json").exists() and "config" not in options:
+        raise ValueError(
+            f"{str(folder)!r} is a SPIRe draft, which reads a target's activations, and no language model: give drafts.Spire({str(folder)!r})"
+        )
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(
             f"{str(folder)!r} has no config.json: it is not the folder of a saved model, or it is incomplete"

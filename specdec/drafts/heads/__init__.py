@@ -9,6 +9,8 @@ from specdec.drafts.heads.dspark import DSpark
 from specdec.drafts.heads.dynamic_tree import DynamicTree
 from specdec.drafts.heads.eagle3 import Eagle3
 from specdec.drafts.heads.features import Features
+from specdec.drafts.heads.formats.export import export
+from specdec.drafts.heads.load import load
 from specdec.drafts.heads.medusa import Medusa
 from specdec.drafts.heads.model import HeadModel
 from specdec.drafts.heads.mtp import MTP
@@ -30,4 +32,6 @@ __all__ = [
     "Medusa",
     "PEagle",
     "StaticTree",
+    "export",
+    "load",
 ]

@@ -1,20 +1,27 @@
-"""Makes a ``HeadModel`` from what users pass as a head: an object, a folder or a name."""
+"""Makes a ``HeadModel`` from what users pass as a head: an object, a folder, a name, or a checkpoint of another project."""
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from specdec.drafts.heads.dflash import DFlash
 from specdec.drafts.heads.dflash2 import DFlash2
 from specdec.drafts.heads.dspark import DSpark
 from specdec.drafts.heads.eagle3 import Eagle3
+from specdec.drafts.heads.features import Tap
+from specdec.drafts.heads.formats import read
 from specdec.drafts.heads.medusa import Medusa
 from specdec.drafts.heads.model import FILE, HeadModel
 from specdec.drafts.heads.mtp import MTP
 from specdec.drafts.heads.peagle import PEagle
+from specdec.drafts.hub import folder_of
+from specdec.models.fingerprint import unwrapped
 from specdec.zoo import files as zoo
 
 HEADS: tuple[type[HeadModel], ...] = (Eagle3, PEagle, MTP, Medusa, DFlash, DFlash2, DSpark)
@@ -32,7 +39,9 @@ def as_head(model: Any) -> HeadModel:
         if isinstance(model, str) and not folder.exists() and (zoo.FOLDER / model / FILE).exists():
             return read_pocket(model, zoo.FOLDER)[0]
         if not (folder / FILE).exists():
-            raise FileNotFoundError(f"{folder} has no {FILE}: it is not the folder of a head")
+            raise FileNotFoundError(
+                f"{folder} has no {FILE}: it is not the folder of a head; heads.load(name, target) reads checkpoints of other projects, and hub ids"
+            )
         name = json.loads((folder / FILE).read_text())["head"]
         for kind in HEADS:
             if kind.__name__ == name:
@@ -46,6 +55,36 @@ def as_head(model: Any) -> HeadModel:
             f"model is a {type(model).__name__}: give a head, such as heads.Eagle3.from_target(target), or the folder of a saved one"
         )
     return model
+
+
+def load(
+    name: str | os.PathLike[str],
+    target: Any,
+    *,
+    taps: Sequence[Tap] | None = None,
+    dtype: torch.dtype | None = None,
+    ignore: Collection[str] = (),
+    **settings: Any,
+) -> HeadModel:
+    """The head in a folder or under a hub id, bound to its target: one that was saved here, or a checkpoint of another project (``formats``).
+
+    Args:
+        name: the folder, or the hub id. target: an ``HFModel`` or a transformers model, the one that the head was made for. A checkpoint of
+            another project does not say which that is; one of the same sizes is not refused, and its tokens are hardly ever accepted.
+        dtype: ``None`` is the checkpoint's own. taps, settings: the layers that the head reads and arguments of its class, in place of those
+            that the checkpoint of another project names. ignore: fields of its config that are not read.
+    Raises:
+        FileNotFoundError: there are no such files. ValueError: as ``formats.read`` and ``HeadModel.bound``. TypeError: taps, settings or ignored
+            fields for a head that was saved here.
+    """
+    folder, model = folder_of(name), unwrapped(target)
+    if (folder / FILE).exists():
+        if taps is not None or ignore or settings:
+            raise TypeError(
+                f"{folder} holds a head that was saved here, with its own settings: leave taps, ignore and other settings out"
+            )
+        return as_head(folder).to(dtype=dtype).bound(target)
+    return read(folder, model, taps, ignore, settings).to(dtype=dtype).eval().bound(target)
 
 
 def read_pocket(name: str, folder: str | Path = zoo.FOLDER) -> tuple[HeadModel, Any]:

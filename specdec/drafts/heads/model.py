@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from inspect import signature
 from pathlib import Path
 from typing import Any, Self
@@ -20,6 +20,7 @@ from specdec.drafts.heads.contract import Anchors, Pass
 from specdec.drafts.heads.features import Features, Tap
 from specdec.drafts.heads.layers import config_like, initialise
 from specdec.drafts.heads.vocabulary import check_offsets, offsets, widened
+from specdec.drafts.hub import folder_of, push, write_card
 from specdec.forward.ends import Ends
 from specdec.masks import for_model
 from specdec.masks.text import known, parse
@@ -296,7 +297,7 @@ class HeadModel(nn.Module):
     # -- on disk ---------------------------------------------------------------------------------------------------------
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Save the weights and ``head.json``: the class's name, its settings, and the config of its body.
+        """Save the weights and ``head.json``: the class's name, its settings, and the config of its body; and a model card, if there is none.
 
         Raises:
             ValueError: the mask is a function, which has no text.
@@ -320,16 +321,26 @@ class HeadModel(nn.Module):
         save_file({name: t.contiguous() for name, t in self.state_dict().items()}, folder / WEIGHTS)
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(folder)
+        name = type(self).__name__
+        what = f"A draft head of the class `specdec.drafts.heads.{name}`, which reads the layers {list(self.taps)} of its target."
+        read = 'draft = sd.drafts.heads.load("...", target)  # the folder or the hub id of this head'
+        write_card(folder, name, what, self.target, read)
+
+    def push_to_hub(self, name: str, **options: Any) -> str:
+        """Upload what ``save_pretrained`` writes; as ``hub.push``."""
+        return push(self.save_pretrained, name, **options)
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, dtype: torch.dtype | None = None) -> Self:
         """Load what ``save_pretrained`` of the same class wrote, in its own precision or in ``dtype``.
 
+        Args:
+            folder: or a hub id.
         Raises:
-            FileNotFoundError: the folder holds no head. ValueError: it is another class's, or tensors are missing, unknown or of
+            FileNotFoundError: the folder holds no head, or the hub has none. ValueError: it is another class's, or tensors are missing, unknown or of
                 another shape.
         """
-        folder = Path(folder)
+        folder = folder_of(folder)
         if not (folder / FILE).exists():
             raise FileNotFoundError(
                 f"{folder} has no {FILE}: it is not a head; {cls.__name__}.from_target makes one"
@@ -349,8 +360,8 @@ class HeadModel(nn.Module):
         model = cls(config, about["taps"], target=about["target"], **settings)
         return model.filled(tensors, str(folder)).to(dtype=dtype).eval()
 
-    def filled(self, tensors: Mapping[str, Tensor], source: str) -> Self:
-        """This head with the weights ``tensors``, in their dtype.
+    def filled(self, tensors: Mapping[str, Tensor], source: str, called: Callable[[str], str] = str) -> Self:
+        """This head with the weights ``tensors``, in their dtype; messages name a tensor ``called(name)``.
 
         Raises:
             ValueError: tensors are missing, unknown or of another shape; the message names the first and the ``source``.
@@ -359,15 +370,15 @@ class HeadModel(nn.Module):
         for name in sorted(mine.keys() | tensors.keys()):
             if name not in tensors:
                 raise ValueError(
-                    f"{source} lacks the tensor {name!r}, {list(mine[name].shape)}: copy the checkpoint again"
+                    f"{source} lacks the tensor {called(name)!r}, {list(mine[name].shape)}: copy the checkpoint again"
                 )
             if name not in mine:
                 raise ValueError(
-                    f"{source} has a tensor {name!r} that a {type(self).__name__} of these settings does not have"
+                    f"{source} has a tensor {called(name)!r} that a {type(self).__name__} of these settings does not have"
                 )
             if mine[name].shape != tensors[name].shape:
                 raise ValueError(
-                    f"{source}: tensor {name!r} is {list(tensors[name].shape)} and must be {list(mine[name].shape)} by its config"
+                    f"{source}: tensor {called(name)!r} is {list(tensors[name].shape)} and must be {list(mine[name].shape)} by its config"
                 )
         self.load_state_dict(dict(tensors), assign=True)
         return self

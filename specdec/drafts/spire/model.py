@@ -25,7 +25,9 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers import AutoConfig
 
+from specdec.drafts.hub import folder_of, push, write_card
 from specdec.forward.block import EAGER, Angles, Block, block_of, eager_angles, rms_norm, rotated, run_block
 from specdec.forward.families import positions_of
 from specdec.forward.llama_c import small
@@ -43,7 +45,8 @@ from specdec.models.load import load, load_tokenizer
 from specdec.pruning.layers import keep_layers
 from specdec.pruning.rebuild import llama_like
 
-FILE = "spire.json"
+FILE, CONFIG = "spire.json", "config.json"
+KIND = "specdec.drafts.Spire"  # model_type in config.json: transformers would load the body alone as a language model of a few layers
 
 
 class SpireModel(nn.Module):
@@ -293,8 +296,18 @@ class SpireModel(nn.Module):
     # -- on disk -------------------------------------------------------------------------------------------------------
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Save a transformers checkpoint of the blocks, ``spire.json`` and the memory's weights."""
+        """Save a checkpoint of the blocks, ``spire.json``, the memory's weights, and a model card if there is none.
+
+        The blocks have the files of a transformers checkpoint, but transformers refuses to load them: they are no language model.
+        """
         self.body.save_pretrained(folder)
+        config = json.loads((Path(folder) / CONFIG).read_text())
+        config |= {
+            "model_type": KIND,
+            "architectures": ["SpireModel"],
+            "body_model_type": config["model_type"],
+        }
+        (Path(folder) / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
         settings: dict[str, Any] = {"layers": self.layers, "target": self.target}
         if self.mask == streaming(self.window, self.sinks):
             settings |= {"sinks": self.sinks, "window": self.window}
@@ -307,6 +320,13 @@ class SpireModel(nn.Module):
             save_file(dict(self.memory.state_dict()), Path(folder) / "memory.safetensors")
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(folder)
+        what = f"A SPIRe draft (arXiv 2504.06419): copies of the blocks {list(self.layers)} of its target, with a mask and feedback memory."
+        read = 'draft = sd.drafts.Spire("...")  # the folder or the hub id of this draft'
+        write_card(Path(folder), "SPIRe", what, self.target, read)
+
+    def push_to_hub(self, name: str, **options: Any) -> str:
+        """Upload what ``save_pretrained`` writes; as ``hub.push``."""
+        return push(self.save_pretrained, name, **options)
 
     @classmethod
     def from_pretrained(
@@ -315,17 +335,18 @@ class SpireModel(nn.Module):
         """Load what ``save_pretrained`` wrote.
 
         Args:
-            target: when given, the draft must be this model's. mask: the user's own mask that the draft was trained with
+            folder: or a hub id. target: when given, the draft must be this model's. mask: the user's own mask that the draft was trained with
                 (the library's masks are saved with the draft).
         Raises:
             FileNotFoundError: the folder is not a SPIRe checkpoint. ValueError: the draft is of another target; a mask of the user's own is
                 missing, or one was passed for a draft that was saved with its mask.
         """
-        if not (Path(folder) / FILE).exists():
+        folder = folder_of(folder)
+        if not (folder / FILE).exists():
             raise FileNotFoundError(
                 f"{folder} has no {FILE}: it is not a SPIRe draft; make one with SpireModel.from_target"
             )
-        settings = json.loads((Path(folder) / FILE).read_text())
+        settings = json.loads((folder / FILE).read_text())
         own = settings.pop("own mask", None)
         if (own is None) != (mask is None):
             raise ValueError(
@@ -338,10 +359,10 @@ class SpireModel(nn.Module):
             settings["mask"] = parse(settings["mask"])
         elif own is not None:
             settings["mask"] = mask
-        body = load(str(folder), dtype=dtype, **kwargs)
-        model = cls(body.eval(), tokenizer=load_tokenizer(str(folder)), **settings)
+        body = load(folder, dtype=dtype, config=_body_config(folder), **kwargs)
+        model = cls(body.eval(), tokenizer=load_tokenizer(folder), **settings)
         if model.memory is not None:
-            model.memory.load_state_dict(load_file(Path(folder) / "memory.safetensors"))
+            model.memory.load_state_dict(load_file(folder / "memory.safetensors"))
         if target is not None:
             model.check_target(target)
         return model
@@ -360,6 +381,15 @@ class SpireModel(nn.Module):
                 f"this draft was made for target {self.target}, and this target is {fingerprint(target)} (fingerprints of the "
                 "weights): use its own target, or make a draft from this one with SpireModel.from_target and train it"
             )
+
+
+def _body_config(folder: Path) -> Any:
+    """The config of the blocks. In older folders ``config.json`` is theirs."""
+    values = json.loads((folder / CONFIG).read_text())
+    kind = values.pop("body_model_type", values["model_type"])
+    return AutoConfig.for_model(
+        kind, **{name: value for name, value in values.items() if name not in ("model_type", "architectures")}
+    )
 
 
 def _angles(rotary: tuple[Tensor, Tensor]) -> Angles:

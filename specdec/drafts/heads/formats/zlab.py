@@ -1,0 +1,74 @@
+"""DFlash checkpoints of z-lab, which SpecForge writes, too. They have no embedding and no output matrix: the target's are used.
+
+Ids of layers are counted from 0: ``i`` is the output of block ``i + 1``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from specdec.drafts.heads.dflash import DFlash
+from specdec.drafts.heads.formats.body import body_of
+from specdec.drafts.heads.formats.fields import Fields
+from specdec.drafts.heads.formats.plan import Format, Plan
+
+
+def plan(fields: Fields, tensors: Mapping[str, Tensor], blocks: int, vocab_size: int) -> Plan:
+    """As ``Format.plan``.
+
+    Raises:
+        ValueError: the head is of a target with another number of blocks, or as ``body_of``.
+    """
+    more = fields.inside("dflash_config", needed=True)
+    more.only("projector_type", None, "dflash")
+    config = body_of(fields, vocab_size, blocks)
+    layers = config.num_hidden_layers
+    return Plan(DFlash, config, taps_of(fields, more, layers, blocks), block_of(fields, more, layers))
+
+
+def block_of(fields: Fields, more: Fields, layers: int) -> dict[str, int]:
+    """The settings of DFlash that z-lab's config has. ``block_size`` is at its top level in older checkpoints and in ``more`` in newer ones."""
+    size = fields.get("block_size", more.get("block_size"))
+    if size is None:
+        size = fields.need("block_size")
+    mask = more.get("mask_token_id", fields.get("mask_token_id"))
+    if mask is None:
+        mask = more.need("mask_token_id")
+    return {"blocks": layers, "block_size": size, "mask_token": mask}
+
+
+def taps_of(fields: Fields, more: Fields, layers: int, blocks: int) -> list[int]:
+    """The taps: those of ``target_layer_ids``, or z-lab's default for a head of so many ``layers``.
+
+    Raises:
+        ValueError: the config names another number of the target's blocks.
+    """
+    made_for = fields.get("num_target_layers", blocks)
+    if made_for != blocks:
+        raise ValueError(
+            f"{fields.source}: num_target_layers is {made_for}, and this target has {blocks} blocks: give the target of this head"
+        )
+    ids = more.get("target_layer_ids")
+    if ids is None:
+        span = (blocks - 4) / max(layers - 1, 1)
+        ids = [round(1 + i * span) for i in range(layers)] if layers > 1 else [blocks // 2]
+    return counted_from_0(ids, blocks, fields.source)
+
+
+def counted_from_0(ids: Sequence[int], blocks: int, source: str) -> list[int]:
+    """Taps from ids of layers that are counted from 0, where -1 is the embedding.
+
+    Raises:
+        ValueError: the last block is among them.
+    """
+    if blocks - 1 in ids:
+        raise ValueError(
+            f"{source}: it reads layer {blocks - 1}, the target's last, and libraries differ on whether before or after the final norm: give "
+            f'taps= with {blocks} (before) or "final" (after) in its place'
+        )
+    return [i + 1 for i in ids]
+
+
+ZLAB = Format("z-lab/dflash", lambda config: config.get("architectures") == ["DFlashDraftModel"], plan)

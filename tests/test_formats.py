@@ -1,0 +1,535 @@
+"""Checkpoints of other projects: what speculators computed with its own and with ours, and the layouts of the others."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import torch
+from fixtures.digest import digest
+from fixtures.export_speculators import CASES, FOLDER, export, target
+from safetensors.torch import load_file, save_file
+
+import specdec as sd
+from specdec.drafts import heads
+from specdec.drafts.heads import MTP, DFlash, DFlash2, DSpark, Eagle3, Head, Medusa, PEagle
+from specdec.masks import streaming
+from specdec.training.anchored import steps
+
+
+@pytest.fixture(scope="module")
+def model():
+    return target().double()
+
+
+CLOSE = {"rtol": 1e-5, "atol": 3e-5}  # speculators computes norms in float32
+
+
+def made(head, given, anchors, k):
+    """The head's steps over the features of a fixture, as ``[A, k, K]``; its confidences ``[A, k]``; and the last memo."""
+    parts = given["features"].double().chunk(len(head.taps), -1)
+    found = list(steps(head, given["tokens"], dict(zip(head.taps, parts)), k, anchors[None]))
+    sure = None if found[0].confidence is None else torch.stack([one.confidence[0] for one in found], 1)
+    return torch.stack([one.logits[0] for one in found], 1), sure, found[-1].memo
+
+
+@pytest.mark.parametrize("case", CASES)
+@torch.no_grad()
+def test_logits_are_those_of_speculators(model, case):
+    head, given = (
+        heads.load(FOLDER / case, model, dtype=torch.float64),
+        load_file(FOLDER / case / "reference.safetensors"),
+    )
+    wanted, sure = given["unary_logits" if type(head) is DFlash2 else "logits"][0], None
+    if type(head) is Eagle3:  # [T, steps, K]: each position in turn, with the tokens of the text
+        anchors = torch.arange(1, 13)
+        ours, *_ = made(head, given, anchors, 3)
+        wanted = wanted[: len(anchors)]
+    elif type(head) is MTP:
+        ours = made(head, given, torch.arange(1, len(wanted) + 1), 1)[0][:, 0]
+    elif type(head) is PEagle:  # entries of any positions and depths
+        anchors = torch.arange(1, 12)
+        every, *_ = made(head, given, anchors, 4)
+        at = given["anchor_pos"]
+        kept = (at >= 0) & (
+            at < len(anchors)
+        )  # those of -1 have no committed pair, which decoding always has
+        ours, wanted = every[at[kept], given["depth"][kept]], wanted[kept]
+        assert len(set(given["depth"][kept].tolist())) == 4
+    else:  # blocks
+        every, sure, memo = made(
+            head.train(), given, given["anchors"], head.longest
+        )  # all tokens are candidates
+        ours, count = (memo.logits[0] if type(head) is DFlash2 else every), len(given["anchors"])
+        wanted = wanted.unflatten(0, (count, -1))[:, head.first :]
+        if type(head) is DFlash2:
+            ids, scores = (
+                given[key].unflatten(1, (count, -1))[0, :, head.first :]
+                for key in ("training_candidate_ids", "candidate_logits")
+            )
+            torch.testing.assert_close(every.gather(-1, ids), scores, **CLOSE)
+            assert (wanted.gather(-1, ids) - scores).abs().max() > 0.1
+    assert ours.shape == wanted.shape
+    assert wanted.std() > 0.5
+    torch.testing.assert_close(ours, wanted, **CLOSE)
+    assert (sure is None) == ("confidence" not in given)
+    if sure is not None:
+        theirs = given["confidence"].view(len(given["anchors"]), -1)[:, head.first :]
+        torch.testing.assert_close(sure, theirs, **CLOSE)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_speculators_has_read_what_is_written_here(tmp_path, model, case):
+    """``make_speculators.py read`` recorded that speculators computes its own logits with exactly these files."""
+    export(case, tmp_path)
+    there = json.loads((FOLDER / "read.json").read_text())["heads"][case]
+    assert digest(tmp_path / case) == there["digest"], "export again, and run make_speculators.py read"
+    assert there["difference"] < 1e-12
+    theirs, ours = (load_file(folder / case / "model.safetensors") for folder in (FOLDER, tmp_path))
+    assert {name: t.shape for name, t in ours.items()} == {name: t.shape for name, t in theirs.items()}
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize("case", ["eagle3", "peagle", "dflash-anchor", "dflash2", "dspark-rnn", "mtp"])
+def test_a_head_of_speculators_drafts(model, case):
+    plain = sd.decoder(sd.HFModel(model)).greedy().build().generate([[1, 2, 3], [4] * 9], 12)
+    draft = Head(heads.load(FOLDER / case, model))
+    out = (
+        sd.decoder(sd.HFModel(model))
+        .greedy()
+        .draft(draft, length=3)
+        .build()
+        .generate([[1, 2, 3], [4] * 9], 12)
+    )
+    assert out.ids == plain.ids
+
+
+# -- the layouts of the others, written here as their sources write them ---------------------------------------------------------
+
+SIZES = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 64,
+}
+QWEN = {
+    "model_type": "qwen3",
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000,
+    "rope_scaling": None,
+    "use_cache": True,
+}
+BLOCK = {
+    "input_layernorm": [16], "post_attention_layernorm": [16], "self_attn.q_proj": [32, 16], "self_attn.k_proj": [16, 16],
+    "self_attn.v_proj": [16, 16], "self_attn.o_proj": [16, 32], "mlp.gate_proj": [24, 16], "mlp.up_proj": [24, 16], "mlp.down_proj": [16, 24],
+}  # fmt: skip
+PAIR = BLOCK | {
+    "hidden_norm": [16],
+    "self_attn.q_proj": [32, 32],
+    "self_attn.k_proj": [16, 32],
+    "self_attn.v_proj": [16, 32],
+}
+NORMS = {"self_attn.q_norm": [8], "self_attn.k_norm": [8]}
+ENDS = {"embed_tokens": [64, 16], "lm_head": [64, 16]}
+MARKOV = {"markov_head.markov_w1": [64, 5], "markov_head.markov_w2": [64, 5]}
+SURE = {"confidence_head.proj": [1, 21], "confidence_head.proj.bias": [1]}
+IDS = list(range(3, 63, 3))
+
+
+def within(prefix, table):
+    return {f"{prefix}.{name}": shape for name, shape in table.items()}
+
+
+def flash(layers, names=("fc", "hidden_norm")):
+    blocks = {
+        name: shape for i in range(layers) for name, shape in within(f"layers.{i}", BLOCK | NORMS).items()
+    }
+    return {names[0]: [16, 48], names[1]: [16], "norm": [16], **blocks}
+
+
+Z_LAB = {
+    **SIZES, **QWEN, "architectures": ["DFlashDraftModel"], "num_hidden_layers": 2, "num_target_layers": 8, "layer_types": ["full_attention"] * 2,
+    "auto_map": {"AutoModel": "dflash.DFlashDraftModel"}, "max_window_layers": 2,
+}  # fmt: skip
+INNER = {"mask_token_id": 63, "target_layer_ids": [1, 3, 5]}
+DSPARK = {
+    "markov_rank": 5,
+    "markov_head_type": "vanilla",
+    "enable_confidence_head": True,
+    "confidence_head_with_markov": True,
+}
+EAGLE = {
+    **SIZES,
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "num_hidden_layers": 1,
+    "draft_vocab_size": 20,
+    "rms_norm_eps": 1e-5,
+}
+OWN_HEAD = {"norm": [16], "lm_head": [20, 16]}
+
+# name -> config, tensors (without ".weight"), the class, its taps, some of its settings
+LAYOUTS = {
+    "SafeAILab": (
+        {**EAGLE, "architectures": ["LlamaForCausalLM"], "torch_dtype": "float16", "pad_token_id": 0},
+        {"fc": [16, 48], **within("midlayer", PAIR), **OWN_HEAD},
+        Eagle3, (2, 4, 5), {"head_norms": False, "norm_output": False},
+    ),
+    "SpecForge, EAGLE-3.1": (
+        {**EAGLE, "architectures": ["LlamaForCausalLMEagle3"], "fc_norm": True, "norm_output": True},
+        {"fc": [16, 48], "fc_norm.0": [16], "fc_norm.1": [16], "fc_norm.2": [16], **within("midlayer", PAIR), **OWN_HEAD},
+        Eagle3, (2, 4, 5), {"fc_norm": True, "norm_output": False},
+    ),
+    "SpecForge, P-EAGLE": (
+        {
+            **EAGLE, "architectures": ["PEagleDraftModel"], "num_hidden_layers": 2, "norm_before_residual": True, "mask_token_id": 9,
+            "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 2, 6]},
+        },
+        {
+            "fc": [16, 48], "mask_hidden": [1, 1, 48], **within("layers.0", PAIR), **within("layers.1", BLOCK), **OWN_HEAD,
+            "embed_tokens": [64, 16],
+        },
+        PEagle, (1, 3, 7), {"blocks": 2, "norm_before_residual": True, "mask_token": 9, "own_embedding": True},
+    ),
+    "SpecForge, DSpark": (
+        {
+            **Z_LAB, "architectures": ["DSparkDraftModel"], "block_size": 3,
+            "dflash_config": {**INNER, **DSPARK, "attention_mode": "gqa", "projector_type": "dspark", "confidence_head_alpha": 1.0},
+        },
+        {**flash(2), **MARKOV, **SURE},
+        DSpark, (2, 4, 6), {"block_size": 3, "anchor_first": True, "rank": 5, "confidence": True},
+    ),
+    "z-lab": (
+        {**Z_LAB, "block_size": 4, "dflash_config": INNER},
+        flash(2),
+        DFlash, (2, 4, 6), {"block_size": 4, "anchor_first": False, "mask_token": 63, "own_head": False},
+    ),
+    "z-lab, newer": (
+        {**Z_LAB, "num_hidden_layers": 3, "layer_types": ["full_attention"] * 3, "dflash_config": {"block_size": 4, "mask_token_id": 63}},
+        flash(3),
+        DFlash, (2, 4, 6), {"block_size": 4, "blocks": 3},
+    ),
+    "DeepSpec, DSpark": (
+        {
+            **SIZES, **QWEN, **DSPARK, "architectures": ["Qwen3DSparkModel"], "num_hidden_layers": 1, "num_target_layers": 8, "block_size": 3,
+            "mask_token_id": 63, "target_layer_ids": [-1, 3, 5], "num_anchors": 512, "layer_types": ["full_attention"],
+        },
+        {**flash(1), **MARKOV, **SURE, **ENDS},
+        DSpark, (0, 4, 6), {"block_size": 3, "anchor_first": True, "confidence_with_markov": True, "own_head": True},
+    ),
+    "DeepSpec, no Markov head": (
+        {
+            **SIZES, **QWEN, "architectures": ["Qwen3DSparkModel"], "num_hidden_layers": 1, "num_target_layers": 8, "block_size": 3,
+            "mask_token_id": 63, "target_layer_ids": [1, 3, 5], "num_anchors": 512, "markov_rank": 0, "enable_confidence_head": False,
+        },
+        {**flash(1), **ENDS},
+        DFlash, (2, 4, 6), {"anchor_first": True},
+    ),
+    "DeepSpec, EAGLE-3": (
+        {
+            **SIZES, **QWEN, "architectures": ["Qwen3Eagle3Model"], "num_hidden_layers": 1, "num_target_layers": 8, "ttt_length": 7,
+            "target_layer_ids": [1, 3, 5, 6], "draft_num_hidden_layers": 1, "step_loss_decay": 0.8, "target_model_name_or_path": "x/y",
+        },
+        {"fc": [16, 64], **within("layers.0", PAIR | NORMS), "norm": [16], **ENDS},
+        Eagle3, (2, 4, 6, 7), {"head_norms": True, "own_embedding": True},
+    ),
+    "Medusa": (
+        {"medusa_num_heads": 5, "medusa_num_layers": 1, "base_model_name_or_path": "x/y"},
+        {"0.0.linear": [16, 16], "0.0.linear.bias": [16], "0.1": [64, 16], "1.0.linear": [16, 16], "1.0.linear.bias": [16], "1.1": [64, 16]},
+        Medusa, ("final",), {"heads": 2, "blocks": 1, "own_head": True},
+    ),
+    "transformers": (
+        {
+            **{name: n for name, n in SIZES.items() if name != "vocab_size"}, "architectures": ["MuseGlimmerAssistantModel"],
+            "model_type": "muse_glimmer_assistant", "num_hidden_layers": 2, "layer_types": ["full_attention"] * 2, "sliding_window": 2048,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}, "block_size": 4, **INNER,
+        },
+        flash(2, ("encoder.fc", "encoder.output_norm_enc")),
+        DFlash, (2, 4, 6), {"block_size": 4, "own_embedding": False},
+    ),
+}  # fmt: skip
+RENAMED = (
+    (r"^midlayer", "layers.0"),
+    (r"^encoder\.fc", "fc"),
+    (r"^encoder\.output_norm_enc", "hidden_norm"),
+    (r"^(\d\.0\.linear)", r"layers.\1"),
+    (r"^(\d)\.1\.weight", r"lm_heads.\1.weight"),
+)
+REDUCED = ("SafeAILab", "SpecForge, EAGLE-3.1", "SpecForge, P-EAGLE")
+
+
+def written(folder, name, config=(), tensors=(), without=()):
+    """A checkpoint of a layout with changes of its config and of its tensors."""
+    fields, shapes, *_ = LAYOUTS[name]
+    draw = torch.Generator().manual_seed(5)
+    found = {
+        f"{n}.weight" if n[-4:] not in ("bias", "dden") else n: torch.randn(s, generator=draw) * 0.3
+        for n, s in shapes.items()
+    }
+    if name in REDUCED:
+        there = torch.zeros(64, dtype=torch.bool)
+        there[IDS] = True
+        found |= {"d2t": torch.tensor(IDS) - torch.arange(20), "t2d": there}
+    found = {n: t for n, t in {**found, **dict(tensors)}.items() if n not in without}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({**fields, **dict(config)}))
+    save_file(found, folder / "model.safetensors")
+    return found
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_is_read(tmp_path, model, name):
+    tensors = written(tmp_path, name)
+    head = heads.load(tmp_path, model)
+    _, _, kind, taps, settings = LAYOUTS[name]
+    assert (type(head), head.taps) == (kind, taps)
+    assert {key: head.settings[key] for key in settings} == settings
+    mine = head.state_dict()
+    for label, value in tensors.items():
+        ours = label
+        for theirs, name_here in RENAMED:
+            ours = re.sub(theirs, name_here, ours)
+        if label != "t2d":
+            assert torch.equal(mine.pop(ours), value), label
+    assert not mine
+    assert head.ids.tolist() == (IDS if name in REDUCED else list(range(64)))
+    if name != "Medusa":
+        assert head.config.rope_parameters["rope_theta"] == {"qwen3": 1e6, "llama": 1e4}.get(
+            LAYOUTS[name][0]["model_type"], 5e5
+        )
+    copy = sd.HFModel(target())
+    plain = sd.decoder(copy).greedy().build().generate([[1, 2, 3]], 6)
+    out = sd.decoder(copy).greedy().draft(Head(head), length=2).build().generate([[1, 2, 3]], 6)
+    assert out.ids == plain.ids
+
+
+def test_copies_of_the_targets_ends_are_not_kept(tmp_path, model):
+    ends = {"embed_tokens.weight": model.model.embed_tokens.weight, "lm_head.weight": model.lm_head.weight}
+    written(
+        tmp_path,
+        "DeepSpec, EAGLE-3",
+        tensors={n: t.detach().to(torch.bfloat16).clone() for n, t in ends.items()},
+    )
+    head = heads.load(tmp_path, model)
+    assert head.embed_tokens is None
+    assert head.lm_head is None
+    heads.export(head, tmp_path / "out", model, verifier="x/y")
+    again = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(again[n], t.float()) for n, t in ends.items())
+
+
+def test_other_files_of_weights(tmp_path, model):
+    tensors = written(tmp_path / "whole", "SafeAILab")
+    whole = heads.load(tmp_path / "whole", model).state_dict()
+    config = (tmp_path / "whole" / "config.json").read_text()
+    for kind in ("bin", "parts"):
+        (tmp_path / kind).mkdir()
+        (tmp_path / kind / "config.json").write_text(config)
+    torch.save(tensors, tmp_path / "bin" / "pytorch_model.bin")
+    names, index = sorted(tensors), tmp_path / "parts" / "model.safetensors.index.json"
+    for part in (0, 1):
+        save_file({n: tensors[n] for n in names[part::2]}, tmp_path / "parts" / f"{part}.safetensors")
+    index.write_text(json.dumps({"weight_map": {n: f"{i % 2}.safetensors" for i, n in enumerate(names)}}))
+    for kind in ("bin", "parts"):
+        again = heads.load(tmp_path / kind, model).state_dict()
+        assert all(torch.equal(again[n], t) for n, t in whole.items())
+    index.write_text(json.dumps({"weight_map": {"fc.weight": "../whole/model.safetensors"}}))
+    with pytest.raises(ValueError, match="outside its folder"):
+        heads.load(tmp_path / "parts", model)
+    (tmp_path / "bin" / "pytorch_model.bin").unlink()
+    with pytest.raises(FileNotFoundError, match=r"lacks its weights, model\.safetensors"):
+        heads.load(tmp_path / "bin", model)
+
+
+def test_a_hub_id_is_downloaded(tmp_path, model, monkeypatch):
+    from specdec.drafts import hub
+
+    written(tmp_path, "z-lab")
+    asked = []
+    monkeypatch.setattr(hub, "snapshot_download", lambda name, **_: asked.append(name) or str(tmp_path))
+    assert type(heads.load("z-lab/Tiny-DFlash", model)) is DFlash
+    assert asked == ["z-lab/Tiny-DFlash"]
+
+    def offline(name, **_):
+        raise OSError("no connection")
+
+    monkeypatch.setattr(hub, "snapshot_download", offline)
+    with pytest.raises(FileNotFoundError, match=r"could not be read from the hub \(no connection\)"):
+        heads.load("z-lab/Tiny-DFlash", model)
+
+
+WRONG = {
+    "a tensor is missing": (
+        "SafeAILab",
+        {"without": ["midlayer.mlp.up_proj.weight"]},
+        r"lacks the tensor 'midlayer\.mlp\.up_proj\.weight'",
+    ),
+    "a tensor has another shape": (
+        "SafeAILab",
+        {"tensors": {"midlayer.self_attn.q_proj.weight": torch.zeros(32, 16)}},
+        r"'midlayer\.self_attn\.q_proj\.weight' is \[32, 16\] and must be \[32, 32\]",
+    ),
+    "a tensor is unknown": (
+        "z-lab",
+        {"tensors": {"gate.weight": torch.zeros(1)}},
+        "has a tensor 'gate.weight'",
+    ),
+    "a map of ids": (
+        "SafeAILab",
+        {"tensors": {"d2t": torch.tensor(IDS) + 40}, "without": ["t2d"]},
+        "d2t holds no offsets",
+    ),
+    "a map of other ids": ("SafeAILab", {"tensors": {"d2t": torch.arange(20)}}, "d2t holds no offsets"),
+    "unknown fields": (
+        "z-lab",
+        {"config": {"use_gates": True, "dflash_config": {**INNER, "noise": 0.1}, "block_size": 4}},
+        r"not known here, use_gates, dflash_config\.noise",
+    ),
+    "a missing field": ("z-lab", {"config": {"hidden_size": None}}, "lacks hidden_size"),
+    "a missing block size": ("z-lab", {"config": {"block_size": None}}, "lacks block_size"),
+    "a missing mask token": (
+        "z-lab",
+        {"config": {"dflash_config": {}}},
+        r"lacks dflash_config\.mask_token_id",
+    ),
+    "a bias": ("z-lab", {"config": {"attention_bias": True}}, "attention_bias is True"),
+    "windows": (
+        "z-lab",
+        {"config": {"layer_types": ["sliding_attention", "full_attention"]}},
+        "some layers have a sliding window",
+    ),
+    "another target": (
+        "z-lab",
+        {"config": {"num_target_layers": 36}},
+        "num_target_layers is 36, and this target has 8 blocks",
+    ),
+    "the last layer": (
+        "z-lab",
+        {"config": {"dflash_config": {**INNER, "target_layer_ids": [1, 3, 7]}}},
+        "libraries differ",
+    ),
+    "another vocabulary": ("DeepSpec, EAGLE-3", {"config": {"vocab_size": 65}}, "must be"),
+    "rotary positions": (
+        "z-lab",
+        {"config": {"rope_scaling": {"type": "dynamic", "factor": 2.0}}},
+        "rotary positions are",
+    ),
+    "several pair layers": (
+        "DeepSpec, EAGLE-3",
+        {"config": {"num_hidden_layers": 2}},
+        "num_hidden_layers is 2",
+    ),
+    "no norm": ("SpecForge, EAGLE-3.1", {"config": {"norm_output": False}}, "norm_output is False"),
+    "no mask token": (
+        "SpecForge, P-EAGLE",
+        {"config": {"mask_token_id": None}},
+        r"no mask token: give mask_token=",
+    ),
+    "a confidence alone": (
+        "DeepSpec, no Markov head",
+        {"config": {"enable_confidence_head": True}},
+        "no Markov head",
+    ),
+    "another class": (
+        "z-lab",
+        {"config": {"architectures": ["Gemma4DSparkModel"]}},
+        r"known are those of speculators",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_is_wrong_is_named(tmp_path, model, what):
+    name, changes, message = WRONG[what]
+    written(tmp_path, name, **changes)
+    with pytest.raises(ValueError, match=message):
+        heads.load(tmp_path, model)
+
+
+def test_what_a_checkpoint_lacks_can_be_given(tmp_path, model):
+    written(tmp_path, "SpecForge, P-EAGLE", config={"mask_token_id": None})
+    head = heads.load(tmp_path, model, mask_token=11, depth=3)
+    assert head.settings["mask_token"] == 11
+    assert head.longest == 3
+    written(tmp_path, "z-lab", config={"use_gates": True, "layer_types": ["sliding_attention"] * 2})
+    head = heads.load(
+        tmp_path, model, ignore=("use_gates", "layer_types"), mask=streaming(8), taps=(1, 2, "final")
+    )
+    assert head.mask == streaming(8)
+    assert head.taps == (1, 2, "final")
+
+
+def test_ids_in_place_of_offsets_are_recognised(tmp_path, model):
+    written(tmp_path, "SafeAILab", tensors={"d2t": torch.tensor(IDS)})
+    assert heads.load(tmp_path, model).ids.tolist() == IDS
+
+
+def test_a_map_of_the_whole_vocabulary_is_none(tmp_path, model):
+    whole = {
+        "d2t": torch.zeros(64, dtype=torch.long),
+        "t2d": torch.ones(64, dtype=torch.bool),
+        "lm_head.weight": torch.randn(64, 16),
+    }
+    written(tmp_path, "SafeAILab", tensors=whole, config={"draft_vocab_size": 64})
+    assert heads.load(tmp_path, model).d2t is None
+
+
+def test_our_own_folder_is_read(tmp_path, model):
+    head = Eagle3.from_target(sd.HFModel(model), norm_output=True)
+    head.save_pretrained(tmp_path)
+    again = heads.load(tmp_path, model, dtype=torch.float32)
+    assert again.settings == head.settings
+    assert again.dtype == torch.float32
+    assert again.ends is not None
+    with pytest.raises(TypeError, match="with its own settings"):
+        heads.load(tmp_path, model, taps=(1, 2, 3))
+    with pytest.raises(FileNotFoundError, match=r"has neither head\.json nor config\.json"):
+        heads.load(tmp_path / "elsewhere", model)
+    (tmp_path / "config.json").write_text("[]")
+    (tmp_path / "head.json").unlink()
+    with pytest.raises(ValueError, match="holds a list"):
+        heads.load(tmp_path, model)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="is damaged"):
+        heads.load(tmp_path, model)
+
+
+EXPORTS = {
+    "a mask": (DFlash, {"mask": streaming(4), "mask_token": 5}, "has no masks"),
+    "the final norm": (Eagle3, {"taps": (1, 2, "final")}, "no output of the final norm"),
+    "a vector for a mask": (DFlash, {}, "make the head with mask_token=id"),
+    "an embedding": (DFlash, {"mask_token": 5, "own_embedding": True}, "without own_embedding"),
+    "a whole head": (DSpark, {"mask_token": 5, "own_head": True}, "without own_head"),
+    "a vocabulary": (DFlash2, {"mask_token": 5, "vocabulary": range(9)}, "without vocabulary"),
+    "norms of MTP": (MTP, {"norm_output": False, "head_norms": True}, "has norm_output=False"),
+    "the layer of MTP": (MTP, {"taps": (8,), "head_norms": True}, "this one reads 8"),
+    "two norms": (Eagle3, {"fc_norm": True, "norm_before_fc": True}, "has one of them"),
+}
+
+
+@pytest.mark.parametrize("what", EXPORTS)
+def test_what_cannot_be_exported_is_refused(tmp_path, model, what):
+    kind, settings, message = EXPORTS[what]
+    head = kind.from_target(sd.HFModel(model), **settings)
+    with pytest.raises(ValueError, match=message):
+        heads.export(head, tmp_path, model, verifier="x/y")
+
+
+def test_an_export_names_its_target(tmp_path, model):
+    head = Eagle3.from_target(sd.HFModel(model))
+    with pytest.raises(ValueError, match="verifier: the target was not loaded by a name"):
+        heads.export(head, tmp_path, model)
+    with pytest.raises(TypeError, match="head is a Medusa"):
+        heads.export(Medusa.from_target(sd.HFModel(model)), tmp_path, model, verifier="x/y")
+    with pytest.raises(ValueError, match="made for target"):
+        heads.export(head, tmp_path, target(num_hidden_layers=7), verifier="x/y")
+    heads.export(head, tmp_path, model, verifier="x/y", length=5)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["eagle_aux_hidden_state_layer_ids"] is None, "the default layers"
+    about = config["speculators_config"]
+    assert about["verifier"] == {"name_or_path": "x/y", "architectures": ["LlamaForCausalLM"]}
+    assert about["proposal_methods"] == [{"proposal_type": "greedy", "speculative_tokens": 5}]
