@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
+import inspect
 import itertools
 import threading
 import warnings
@@ -18,11 +20,13 @@ from tiny import tiny
 
 import specdec as sd
 from specdec import tree
+from specdec.builder import default_verifier
 from specdec.cache.ring_cache import RingCache
 from specdec.drafts.spire import SpireModel
 from specdec.executors.round import staying
 from specdec.graphs import capture
 from specdec.graphs import chain as chains
+from specdec.graphs.programs import capture_named
 from specdec.graphs.recorded import NotCapturable, record, watch
 from specdec.graphs.ring_chain import RingChain
 from specdec.graphs.static import ALL, StaticPlan, bucket_of
@@ -34,6 +38,7 @@ from specdec.kernels.native import library
 from specdec.rng import Attempt, Philox
 from specdec.sampling import Sampling
 from specdec.types import Context
+from specdec.verifiers import FusedRejection
 
 PARENTS = [-1, -1, 0, 2, 0]
 
@@ -410,6 +415,40 @@ def unlucky(error, capture, tries=None, fails=(0,)):
 def captured_in(model, out):
     same(rounds(model), out, 5e-5)
     return [key for s in model.steps._storages for key in s.programs]
+
+
+def test_defaults_follow_the_device(monkeypatch):
+    """On a GPU steps are captured and rejection is fused; on the CPU nothing is."""
+    triton = importlib.util.find_spec("triton") is not None
+    gpu = torch.device("cuda", 1)
+    assert capture_named("auto", gpu) == ("cuda" if triton else None)
+    assert capture_named("auto", torch.device("cpu")) is None
+    for how in (sd.HFModel, sd.HFModel.from_pretrained, sd.drafts.Spire):
+        assert inspect.signature(how).parameters["graphs"].default == "auto"
+    assert default_verifier(gpu) == FusedRejection()
+    assert default_verifier(None) == default_verifier(torch.device("cpu")) == sd.Rejection()
+    llama = sd.HFModel(tiny("llama", 0, torch.float32))
+    assert llama.steps is None
+    assert sd.decoder(llama).build().verifier == sd.Rejection()
+
+    monkeypatch.setattr(Sampling, "probe", lambda *_: None)  # which would use the device
+    table = sd.TableModel([0.5, 0.5])
+    table.device = gpu
+    there = sd.decoder(table)
+    assert there.build().verifier == FusedRejection()
+    assert there.verifier(sd.Rejection()).build().verifier == sd.Rejection()
+
+
+def test_defaults_refuse_nothing():
+    """What graphs exclude is refused only where they were asked for."""
+    llama = tiny("llama", 0, torch.float32)
+    dense = sd.masks.Causal() & sd.masks.Strided(2)
+    for graphs in ("auto", False):
+        model = sd.HFModel(llama, graphs=graphs)
+        model.steps = sd.HFModel(llama, graphs="eager").steps if graphs == "auto" else None  # as on a GPU
+        assert sd.models.Masked(model, dense, storage="dense").steps is None
+    with pytest.raises(ValueError, match="the model has graphs"):
+        sd.models.Masked(sd.HFModel(llama, graphs="eager"), dense, storage="dense")
 
 
 def test_graphs_where_there_can_be_none():

@@ -93,7 +93,7 @@ def wrapped(model: Any) -> dict[str, Any]:
     gpu = next(model.parameters()).is_cuda
     graphs, compiled = (True, True) if gpu else ("eager", {"backend": "eager"})
     return {
-        EAGER: sd.HFModel(model, prefill_chunk=8192),
+        EAGER: sd.HFModel(model, prefill_chunk=8192, graphs=False),
         GRAPHS: sd.HFModel(model, prefill_chunk=8192, graphs=graphs),
         COMPILED: sd.HFModel(model, prefill_chunk=8192, graphs=graphs, compile=compiled),
     }
