@@ -21,18 +21,20 @@ from tiny import tiny
 import specdec as sd
 from specdec import tree
 from specdec.builder import default_verifier
+from specdec.cache.ring import Ring
 from specdec.cache.ring_cache import RingCache
+from specdec.cache.slots import KVShape
 from specdec.drafts.spire import SpireModel
 from specdec.executors.round import staying
 from specdec.graphs import capture
 from specdec.graphs import chain as chains
 from specdec.graphs.programs import capture_named
 from specdec.graphs.recorded import NotCapturable, record, watch
-from specdec.graphs.ring_chain import RingChain
+from specdec.graphs.ring_chain import RingChain, RingPlan
 from specdec.graphs.static import ALL, StaticPlan, bucket_of
 from specdec.kernels import streams
 from specdec.kernels.attention import AttentionPlan, Tree, attention, reference, static_reference
-from specdec.kernels.attention.lowered import Lowered, lower
+from specdec.kernels.attention.lowered import Lowered, RingSight, lower
 from specdec.kernels.attention.reach import Streaming, reach
 from specdec.kernels.native import library
 from specdec.rng import Attempt, Philox
@@ -116,6 +118,20 @@ def test_a_step_in_tensors_takes_first_positions():
         out = attention(query, keys, values, step, window=window, initial=initial)
         wanted = reference.attend(query, keys, values, plan, 8**-0.5, reach(window, initial))
         torch.testing.assert_close(out, wanted)
+
+
+@pytest.mark.parametrize(("sinks", "window", "block"), [(0, 1, 1), (2, 5, 3), (4, 3, 2), (7, 4, 1)])
+def test_what_a_ring_shows_by_arithmetic(sinks, window, block):
+    ring = Ring([KVShape(1, 4, 4, torch.float32, torch.device("cpu"))], 1, sinks, window, block)
+    queries = np.arange(40)
+    for own in (None, 2, 30):
+        plan = RingPlan(
+            RingSight(torch.from_numpy(queries), sinks, ring.size, window, 2**31 - 1), torch.arange(40)
+        )
+        said = static_reference.visible(plan._lowered(own), torch.arange(40)[:, None])[:, 0]
+        behind = queries[:, None] - ring.held(queries)
+        expected = ring.visible(queries) & (behind < (own or 99))
+        assert np.array_equal(said.numpy(), expected)
 
 
 @pytest.mark.parametrize("kind", ["chain", "tree"])
