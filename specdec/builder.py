@@ -8,6 +8,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, Unpack
 
+import torch
+
 from specdec import drafts
 from specdec.arguments import at_least, whole
 from specdec.arm_policy import Arm, ArmPolicy, Reward
@@ -28,6 +30,7 @@ from specdec.masks import Mask
 from specdec.models.check import Loading
 from specdec.protocols import Draft, LanguageModel, Selector, Verifier
 from specdec.sampling import Sampling, SamplingSettings
+from specdec.verifiers.fused import FusedRejection
 from specdec.verifiers.rejection import Rejection
 
 DraftLike = Draft[Any] | ModelLike | SpireModel | HeadModel | tuple[SpireModel, Any]
@@ -44,7 +47,7 @@ class Builder:
     _draft: Draft[Any] = drafts.NoDraft()
     _length: int = 4
     _sampling: Sampling = Sampling()
-    _verifier: Verifier = Rejection()
+    _verifier: Verifier | None = None  # the default for the target's device
     _executor: Executor = Serial()
     _selecting: ArmPolicy | None = None
 
@@ -174,7 +177,8 @@ class Builder:
         return replace(self, _sampling=replace(self._sampling, temperature=0.0))
 
     def verifier(self, verifier: Verifier) -> Builder:
-        """How proposed tokens are verified: ``Rejection()`` (default), ``Traversal()``, ``Coupled()``, or another of ``specdec.verifiers``."""
+        """How proposed tokens are verified: ``Rejection()`` (default; ``FusedRejection()``, which decides alike, on a GPU), ``Traversal()``,
+        ``Coupled()``, or another of ``specdec.verifiers``."""
         _made("verifier", verifier, "__call__", "check", "for_draft")
         return replace(self, _verifier=verifier)
 
@@ -217,7 +221,8 @@ class Builder:
                 f"draft {part.info.name!r} proposes trees but this target takes chains only (its family does, or invariant=True): use "
                 "drafts.Model"
             )
-        able = VerifierInfo.of(self._verifier)
+        verifier = default_verifier(ModelInfo.of(target).device) if self._verifier is None else self._verifier
+        able = VerifierInfo.of(verifier)
         for each in part.members:
             if each.info.trees and each.info.siblings not in able.siblings:
                 raise ValueError(
@@ -251,12 +256,17 @@ class Builder:
             self._draft,
             self._length,
             self._sampling,
-            self._verifier,
+            verifier,
             selecting=self._selecting,
             executor=self._executor,
             unbound=self._draft,
         ).with_sampling(self._sampling)
         return replace(made, sampling_is_set=self._sampling is not Builder._sampling)
+
+
+def default_verifier(device: torch.device | None) -> Verifier:
+    """The verifier of a decoder without one, whose target's logits are on ``device`` (``None``: the host)."""
+    return FusedRejection() if device is not None and device.type == "cuda" else Rejection()
 
 
 def _same(a: Any, b: Any) -> bool:

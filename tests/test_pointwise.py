@@ -15,6 +15,7 @@ from without_a_gpu import compiled
 import specdec as sd
 from specdec.drafts.spire import SpireModel
 from specdec.forward.llama_triton import LlamaTriton
+from specdec.forward.merged import small
 from specdec.kernels import pointwise
 from specdec.kernels.pointwise import Place, reference
 
@@ -52,9 +53,15 @@ def norms_are_right(rows, n, dtype, device="cpu"):
         close(out, reference.add_norm(into.double(), None, w.double(), 1e-5)[1], dtype)
 
 
-def turns_are_right(T, heads, D, dtype, device="cpu", layout="heads first", normed=False):
+def turns_are_right(T, heads, D, dtype, device="cpu", layout="heads first", normed=False, apart=False):
     Hq, H = heads
     q, k, v = (draws(T, h, D, dtype=dtype, device=device, seed=i) for i, h in enumerate((Hq, H, H)))
+
+    def copies():  # of queries and keys, in one tensor if they are the result of one product
+        if not apart:
+            return q.clone(), k.clone()
+        return torch.cat([q, k], 1).split([Hq, H], 1)
+
     angle = torch.arange(T)[:, None] * 0.37 ** torch.arange(D // 2) + 0.1
     cos, sin = (
         torch.cat([f(angle), f(angle) * 0.9], -1).to(dtype).to(device) for f in (torch.cos, torch.sin)
@@ -72,7 +79,7 @@ def turns_are_right(T, heads, D, dtype, device="cpu", layout="heads first", norm
         return reference.apply_rotary(x, cos.double(), sin.double())
 
     norms = weights if normed else None
-    mine, theirs = q.clone(), k.clone()
+    mine, theirs = copies()
     pointwise.apply_rotary(mine, theirs, cos, sin, norms=norms)
     close(mine, expected(q, weights[0]), dtype)
     close(theirs, expected(k, weights[1]), dtype)
@@ -82,8 +89,9 @@ def turns_are_right(T, heads, D, dtype, device="cpu", layout="heads first", norm
     buffers = torch.full(shape, torch.nan, dtype=dtype, device=device)
     keys, values = (b.transpose(1, 2) if layout == "heads first" else b for b in buffers.unbind(0))
     slots = torch.randperm(rows * S, generator=torch.Generator().manual_seed(3))[:T].to(device)
-    mine, theirs = q.clone(), k.clone()
-    pointwise.apply_rotary(mine, theirs, cos, sin, norms=norms, value=v, place=Place(keys, values, slots))
+    mine, theirs = copies()
+    new = torch.cat([v, v], 1)[:, :H] if apart else v
+    pointwise.apply_rotary(mine, theirs, cos, sin, norms=norms, value=new, place=Place(keys, values, slots))
     close(mine, expected(q, weights[0]), dtype)
     assert torch.equal(theirs, k)
     at = (slots // S, slots % S)
@@ -95,8 +103,11 @@ def turns_are_right(T, heads, D, dtype, device="cpu", layout="heads first", norm
 def products_are_right(n, dtype, device="cpu"):
     gate, up = 4 * draws(3, n, dtype=dtype, device=device), draws(3, n, dtype=dtype, device=device, seed=1)
     expected = reference.silu_mul(gate.double(), up.double())
+    one = torch.cat([gate, up], 1)
     assert pointwise.silu_mul(gate, up) is gate
     close(gate, expected, dtype)
+    close(pointwise.silu_mul(*one.split(n, 1)), expected, dtype)
+    assert torch.equal(one[:, n:], up)
 
 
 @pytest.mark.usefixtures("interpreted")
@@ -113,6 +124,11 @@ def test_interpreted_norms_and_products(n, dtype):
 @pytest.mark.parametrize(("heads", "D", "layout"), [((4, 4), 16, "heads first"), ((9, 3), 80, "slots first"), ((8, 1), 2, "slots first")])  # fmt: skip
 def test_interpreted_turns(heads, D, layout, normed, dtype):
     turns_are_right(7, heads, D, dtype, layout=layout, normed=normed)
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_interpreted_turns_of_one_product():
+    turns_are_right(5, (4, 2), 16, torch.float32, normed=True, apart=True)
 
 
 @pytest.mark.usefixtures("interpreted")
@@ -204,6 +220,36 @@ def test_interpreted_models_give_the_numbers_of_their_modules(family, dtype, opt
     exact.load_state_dict(model.state_dict())
     truth, _ = logits(exact, lambda _: None, context, tree)
     assert (got - truth).norm() <= 1.1 * (own - truth).norm()
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_interpreted_products_of_one_input_are_one(family):
+    """Two instead of five a block; copies follow their weights, and the model's own parameters stay as they are."""
+    model = tiny(family, 0, torch.float32)
+    before = {name: (p.data_ptr(), p.clone()) for name, p in model.named_parameters()}
+    context = sd.Context.of([[1], [5, 6, 7]], capacity=16)
+    one = sd.HFModel(model)
+    one._path.lean = lean = LlamaTriton(one.clone, merged=True)
+    for _ in range(2):
+        cache = one.cache(2, 16)
+        assert len(lean.ops.merged._copies) == 2 * model.config.num_hidden_layers
+        got = one.score(cache, context).logits
+        own, _ = logits(model, lambda _: None, context, None)
+        torch.testing.assert_close(got[:, 0].double(), own, rtol=0, atol=5e-6 * float(own.abs().max()))
+        assert all(
+            p.data_ptr() == before[n][0] and torch.equal(p, before[n][1]) for n, p in model.named_parameters()
+        )
+        with torch.no_grad():  # in place: the next cache sees it
+            for name, p in model.named_parameters():
+                p.mul_(1.5 if "proj" in name else 1)
+                before[name] = p.data_ptr(), p.clone()
+    assert LlamaTriton(one.clone).ops.merged is None  # on a CPU they bring nothing
+
+
+def test_copies_are_small_beside_the_memory():
+    assert small(9 << 30, 141 << 30)
+    assert not small(9 << 30, 80 << 30)
 
 
 @pytest.mark.usefixtures("interpreted")

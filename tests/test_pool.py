@@ -209,7 +209,7 @@ def test_proposals_are_moved_to_where_the_target_is(monkeypatch):
     for executor in (Serial(), Pipelined(2)):
         decoder = replace(base.executor(executor).build(), target=target)
         if isinstance(executor, Pipelined):
-            monkeypatch.setattr("torch.cuda.Stream", lambda device: None)
+            monkeypatch.setattr("specdec.executors.worker.own_stream", lambda device: None)
         out = decoder.generate([[1], [2]], 9, seed=0)
         assert out.ids == expected.ids
         assert set(moved) == {torch.device("cuda", 1)}

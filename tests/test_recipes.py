@@ -559,7 +559,7 @@ def test_the_gpu_suite_at_toy_size(tmp_path):
     said = run("recipes/gpu/suite.py", "--toy", "--minutes", "5", "--json", str(file), timeout=900)
     rows = report(file)
     columns = {"stage", "case", "seconds", "floor_seconds", "share_of_floor", "max_error"}
-    assert {r["stage"] for r in rows} == {*"abcdef", "bars"}
+    assert {r["stage"] for r in rows} == {*"atgpbcsfhde", "bars"}
     measured = [r for r in rows if r["stage"] != "bars"]
     assert all(set(r) >= columns for r in rows)  # bars, too
     assert not [r for r in rows if r.get("failed")]
@@ -658,11 +658,11 @@ def test_a_bar_is_met_by_every_point_and_none_that_failed(rows, verdict, note):
 
 
 def test_bars_know_how_many_points_the_suite_has():
-    from recipes.gpu import bars, steps
+    from recipes.gpu import bars, others, steps
 
     points = {bar.key: bar.points for bar in bars.BARS}
     assert points["decode_step"] == len(steps.POINTS)
-    assert points["generate"] == len(steps.THEIRS)
+    assert points["generate"] == len(others.THEIRS)
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
@@ -727,6 +727,9 @@ def test_rows_of_captured_steps_fail_where_nothing_was_captured():
     assert stopped(made) == {}
     made.steps._storages[0].too_large.add("a shape")
     assert stopped(made)["note"].endswith("too little memory")
+    made.steps._storages[0].too_large.clear()
+    made.steps._storages[0].failed.add("a shape")
+    assert "as the warnings say" in stopped(made)["note"]
     made.steps.why = "it waits"
     assert stopped(made)["note"].endswith("it waits")
 
@@ -765,7 +768,9 @@ def test_a_stage_that_does_not_stop_is_ended(suite, monkeypatch, tmp_path):
     row = {"stage": "a", "case": "said before", "seconds": 1.0}
     code = f"import sys, time; open(sys.argv[1], 'a').write({json.dumps(row)!r} + chr(10) + '{{half a r'); time.sleep(60)"
 
-    def popen(words):
+    def popen(words, **how):
+        if "--rows" not in words:  # git's, which says the commit
+            return start(words, **how)
         return start(
             [
                 sys.executable,
@@ -788,6 +793,58 @@ def test_a_stage_that_does_not_stop_is_ended(suite, monkeypatch, tmp_path):
     assert [case for case, _ in notes[1:]] == ["stage", "stage"]
     assert "it did not stop in time" in notes[1][1]
     assert "code 3" in notes[2][1]
+
+
+def test_the_gpu_suites_commands_end_in_nine_minutes_and_leave_no_stage_out(suite):
+    names = []
+    for stages, minutes in suite.COMMANDS.values():
+        each = suite.minutes_of(minutes, stages.split(","))
+        assert len(each) == len(minutes.split(","))
+        assert sum(each.values()) + suite.GRACE / 60 <= 9
+        names += stages.replace("+", ",").split(",")
+    assert sorted(names) == sorted(suite.STAGES)
+    assert sorted(suite.Settings().stages.replace("+", ",").split(",")) == sorted(names)
+
+
+def test_stages_run_at_the_same_time_and_share_their_cases(suite, monkeypatch, tmp_path):
+    """Each process says which share is its; all rows are in the report."""
+    start, asked = subprocess.Popen, []
+    code = "import json, sys; open(sys.argv[1], 'a').write(json.dumps({'stage': sys.argv[2], 'case': sys.argv[3]}) + chr(10))"
+
+    def popen(words):
+        said = [words[words.index(option) + 1] for option in ("--rows", "--stages", "--share")]
+        asked.append(said[1:])
+        return start([sys.executable, "-S", "-c", code, *said])
+
+    monkeypatch.setattr(suite.subprocess, "Popen", popen)
+    monkeypatch.setattr(suite, "BEGAN", monotonic())
+    monkeypatch.setattr(suite, "SHARES", {"a": 2})
+    put = []
+    suite.processes(suite.Settings(device="cuda"), ["a", "t"], monotonic() + 60, put.append)
+    assert asked == [["a", "0/2"], ["a", "1/2"], ["t", "0/1"]]
+    assert sorted((r["stage"], r["case"]) for r in put) == [("a", "0/2"), ("a", "1/2"), ("t", "0/1")]
+
+
+def test_shares_of_a_stage_are_all_of_its_cases():
+    from recipes.gpu.stage import Stage
+
+    shares = [Stage("a", "cpu", True, 0.0, 0, print, (number, 3)) for number in range(3)]
+    for _ in range(7):
+        assert sum(stage.mine() for stage in shares) == 1
+    alone = Stage("a", "cpu", True, 0.0, 0, print)
+    assert all(alone.mine() for _ in range(3))
+
+
+def test_what_pytest_said_becomes_rows():
+    from recipes.gpu.checks import failures, summary
+
+    said = "..F\nFAILED tests/test_x.py::test_a[1-b] - AssertionError: no\nFAILED tests/test_x.py::test_c\n2 failed, 5 passed in 1.25s\n"
+    assert summary(said) == "2 failed, 5 passed in 1.25s"
+    assert failures(said) == [
+        ("tests/test_x.py::test_a[1-b]", "AssertionError: no"),
+        ("tests/test_x.py::test_c", ""),
+    ]
+    assert summary("Segmentation fault") == "no summary"
 
 
 def test_the_gpu_suites_reports_are_merged(tmp_path):

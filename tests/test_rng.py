@@ -10,6 +10,9 @@ from hypothesis import strategies as st
 from scipy import stats
 
 import specdec.rng as module
+from specdec.graphs.recorded import record
+from specdec.kernels.philox import reference
+from specdec.kernels.philox.reference import pick_in_blocks
 from specdec.rng import (
     ACCEPT,
     BONUS,
@@ -272,3 +275,58 @@ def test_races_do_not_share_numbers_with_other_decisions():
         drawn = rng.categorical(distribution.expand(rows, 2), Key(at, 1, 1, stream))
         table = np.histogram2d(raced.numpy(), drawn.numpy(), bins=2)[0]
         assert stats.chi2_contingency(table).pvalue > 1e-3
+
+
+@pytest.mark.parametrize("V", [5, 8, 23, 64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_tokens_at_quantiles_block_by_block(V, dtype):
+    """As in the order of the vocabulary, except where a quantile is on a border; tokens without probability are never picked."""
+    draw = torch.Generator().manual_seed(V)
+    probs = torch.rand(6, V, generator=draw, dtype=dtype)
+    probs[torch.rand(6, V, generator=draw) < 0.4] = 0
+    probs[:, V // 2] += 0.1
+    probs[1] = torch.nn.functional.one_hot(torch.tensor(V - 1), V)  # all in the last, shorter block
+    probs[2, 3:] = 0
+    probs[2, 2] = 1
+    inner = torch.rand(6, 40, generator=draw, dtype=torch.float64)
+    u = torch.cat([torch.zeros(6, 1), inner, torch.full((6, 1), 1 - 2.0**-53)], 1)
+    got = pick_in_blocks(probs, u, block=8)
+    expected = pick(probs[:, None].expand(-1, u.shape[1], -1), u)
+    assert torch.equal(got, expected)
+    assert bool((probs.gather(1, got) > 0).all())
+    # On borders: of a block, and within one.
+    cdf = probs.double().cumsum(1)
+    border = pick_in_blocks(probs, (cdf / cdf[:, -1:]).clamp(max=1 - 2.0**-53), block=8)
+    assert bool((probs.gather(1, border) > 0).all())
+
+
+def test_quantiles_block_by_block_of_what_is_no_distribution():
+    probs = torch.full((2, 20), float("nan"))
+    u = torch.tensor([[0.0, 0.9]] * 2, dtype=torch.float64)
+    for wrong in (probs, torch.zeros(2, 20)):
+        token = pick_in_blocks(wrong, u, block=8)
+        assert bool(((token >= 0) & (token < 20)).all())
+    tiny = torch.full((1, 20), 0.0, dtype=torch.float64)
+    tiny[0, 0], tiny[0, 17] = 1.0, 2.0**-60  # lost beside the first token
+    assert pick_in_blocks(tiny, torch.full((1, 1), 1 - 2.0**-53, dtype=torch.float64), block=8).tolist() == [
+        [0]
+    ]
+
+
+def test_picking_block_by_block_can_be_captured():
+    probs, u = torch.rand(3, 40), torch.rand(3, 2, dtype=torch.float64)
+    with torch.inference_mode():
+        replay = record(lambda: pick_in_blocks(probs, u, block=16))
+        u.copy_(torch.rand(3, 2, dtype=torch.float64))
+        assert torch.equal(replay(), pick_in_blocks(probs, u, block=16))
+
+
+def test_a_device_picks_block_by_block(monkeypatch):
+    """The choice is by where the probabilities are."""
+    asked = []
+    monkeypatch.setattr(reference, "pick_in_blocks", lambda probs, u: asked.append(u.shape) or u.long())
+    probs, u = torch.rand(2, 5), torch.tensor([0.5, 0.25], dtype=torch.float64)
+    assert pick(probs, u).shape == (2,)
+    assert asked == []
+    assert pick(probs.to("meta"), u.to("meta")).shape == (2,)
+    assert asked == [(2, 1)]

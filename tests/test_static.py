@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
+import inspect
+import itertools
 import threading
 import warnings
-from contextlib import nullcontext
+import weakref
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,21 +20,27 @@ from tiny import tiny
 
 import specdec as sd
 from specdec import tree
+from specdec.builder import default_verifier
+from specdec.cache.ring import Ring
 from specdec.cache.ring_cache import RingCache
+from specdec.cache.slots import KVShape
 from specdec.drafts.spire import SpireModel
 from specdec.executors.round import staying
 from specdec.graphs import capture
 from specdec.graphs import chain as chains
-from specdec.graphs.recorded import NotCapturable, record
-from specdec.graphs.ring_chain import RingChain
+from specdec.graphs.programs import capture_named
+from specdec.graphs.recorded import NotCapturable, record, watch
+from specdec.graphs.ring_chain import RingChain, RingPlan
 from specdec.graphs.static import ALL, StaticPlan, bucket_of
+from specdec.kernels import streams
 from specdec.kernels.attention import AttentionPlan, Tree, attention, reference, static_reference
-from specdec.kernels.attention.lowered import Lowered, lower
+from specdec.kernels.attention.lowered import Lowered, RingSight, lower
 from specdec.kernels.attention.reach import Streaming, reach
 from specdec.kernels.native import library
 from specdec.rng import Attempt, Philox
 from specdec.sampling import Sampling
 from specdec.types import Context
+from specdec.verifiers import FusedRejection
 
 PARENTS = [-1, -1, 0, 2, 0]
 
@@ -108,6 +118,20 @@ def test_a_step_in_tensors_takes_first_positions():
         out = attention(query, keys, values, step, window=window, initial=initial)
         wanted = reference.attend(query, keys, values, plan, 8**-0.5, reach(window, initial))
         torch.testing.assert_close(out, wanted)
+
+
+@pytest.mark.parametrize(("sinks", "window", "block"), [(0, 1, 1), (2, 5, 3), (4, 3, 2), (7, 4, 1)])
+def test_what_a_ring_shows_by_arithmetic(sinks, window, block):
+    ring = Ring([KVShape(1, 4, 4, torch.float32, torch.device("cpu"))], 1, sinks, window, block)
+    queries = np.arange(40)
+    for own in (None, 2, 30):
+        plan = RingPlan(
+            RingSight(torch.from_numpy(queries), sinks, ring.size, window, 2**31 - 1), torch.arange(40)
+        )
+        said = static_reference.visible(plan._lowered(own), torch.arange(40)[:, None])[:, 0]
+        behind = queries[:, None] - ring.held(queries)
+        expected = ring.visible(queries) & (behind < (own or 99))
+        assert np.array_equal(said.numpy(), expected)
 
 
 @pytest.mark.parametrize("kind", ["chain", "tree"])
@@ -343,8 +367,9 @@ def test_what_cannot_be_captured_runs_without():
     scaled = {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}
     model = tiny("llama", 0, torch.float32, **scaled)
     wrapped = sd.HFModel(model, graphs="recorded")
-    with pytest.warns(RuntimeWarning, match="runs without graphs: NotCapturable.*waits for the device"):
+    with pytest.warns(RuntimeWarning, match="runs without .*: NotCapturable.*waits for the device") as said:
         out = rounds(wrapped)
+    assert [("without graphs" in str(one.message)) for one in said] == [False, True]
     assert wrapped.steps.why
     assert "stopped" in repr(wrapped.steps)
     same(out, rounds(sd.HFModel(model)), 5e-5)
@@ -354,8 +379,8 @@ def test_what_cannot_be_captured_runs_without():
 def test_after_a_release_it_is_tried_again():
     model = sd.HFModel(tiny("llama", 0, torch.float32), graphs="recorded")
     out = rounds(sd.HFModel(model.model))
-    model.steps.capture = unlucky(RuntimeError("once"), model.steps.capture)
-    with pytest.warns(RuntimeWarning, match="runs without graphs: RuntimeError: once"):
+    model.steps.capture = unlucky(RuntimeError("once"), model.steps.capture, fails=(0, 1))
+    with pytest.warns(RuntimeWarning, match="runs without .*: RuntimeError: once"):
         same(rounds(model), out, 5e-5)
     rounds(model)
     assert "0 captured, stopped" in repr(model.steps)
@@ -365,28 +390,44 @@ def test_after_a_release_it_is_tried_again():
     assert sum(len(s.programs) for s in model.steps._storages) > 1
 
 
-def test_too_little_memory_for_one_shape_stops_no_other():
+@pytest.mark.parametrize("memory", [True, False])
+def test_a_capture_that_fails_stops_no_other(memory):
     """Nor for the shape in another cache; and it is not tried again and again."""
     model = sd.HFModel(tiny("llama", 0, torch.float32), graphs="recorded")
     out = rounds(sd.HFModel(model.model))
     whole, tries = len(captured_in(model, out)), []
     model = sd.HFModel(model.model, graphs="recorded")
     broken = RuntimeError("a capture was broken")
-    broken.__context__ = torch.OutOfMemoryError("full")
+    if memory:
+        broken.__context__ = torch.OutOfMemoryError("full")
     model.steps.capture = unlucky(broken, model.steps.capture, tries)
-    with pytest.warns(RuntimeWarning, match="too little memory to capture a step of this shape.*was broken"):
+    what = "too little memory to capture a step of this shape" if memory else "a step of this shape cannot be"
+    with pytest.warns(RuntimeWarning, match=f"{what}.*was broken"):
         assert len(captured_in(model, out)) == whole - 1
     assert model.steps.why is None
+    assert (len(model.steps.too_large), len(model.steps.failed)) == (int(memory), int(not memory))
     assert len(tries) == whole
 
 
-def unlucky(error, capture, tries=None):
-    """A capture that fails the first time."""
+def test_what_is_captured_stays_in_use_when_captures_stop():
+    model = sd.HFModel(tiny("llama", 0, torch.float32), graphs="recorded")
+    out, tries = rounds(sd.HFModel(model.model)), []
+    model.steps.capture = unlucky(RuntimeError("again"), model.steps.capture, tries, fails=range(2, 99))
+    with pytest.warns(RuntimeWarning, match="RuntimeError: again"):
+        assert len(captured_in(model, out)) == 2
+    assert len(tries) == 4
+    before = len(model.steps.captured)
+    same(rounds(model), out, 5e-5)
+    assert (model.steps.why, len(model.steps.captured), len(tries)) == ("RuntimeError: again", before, 4)
+
+
+def unlucky(error, capture, tries=None, fails=(0,)):
+    """A capture that fails the first time, or at each of ``fails``."""
     tries = [] if tries is None else tries
 
     def once(body):
         tries.append(body)
-        if len(tries) == 1:
+        if len(tries) - 1 in fails:
             raise error
         return capture(body)
 
@@ -396,6 +437,40 @@ def unlucky(error, capture, tries=None):
 def captured_in(model, out):
     same(rounds(model), out, 5e-5)
     return [key for s in model.steps._storages for key in s.programs]
+
+
+def test_defaults_follow_the_device(monkeypatch):
+    """On a GPU steps are captured and rejection is fused; on the CPU nothing is."""
+    triton = importlib.util.find_spec("triton") is not None
+    gpu = torch.device("cuda", 1)
+    assert capture_named("auto", gpu) == ("cuda" if triton else None)
+    assert capture_named("auto", torch.device("cpu")) is None
+    for how in (sd.HFModel, sd.HFModel.from_pretrained, sd.drafts.Spire):
+        assert inspect.signature(how).parameters["graphs"].default == "auto"
+    assert default_verifier(gpu) == FusedRejection()
+    assert default_verifier(None) == default_verifier(torch.device("cpu")) == sd.Rejection()
+    llama = sd.HFModel(tiny("llama", 0, torch.float32))
+    assert llama.steps is None
+    assert sd.decoder(llama).build().verifier == sd.Rejection()
+
+    monkeypatch.setattr(Sampling, "probe", lambda *_: None)  # which would use the device
+    table = sd.TableModel([0.5, 0.5])
+    table.device = gpu
+    there = sd.decoder(table)
+    assert there.build().verifier == FusedRejection()
+    assert there.verifier(sd.Rejection()).build().verifier == sd.Rejection()
+
+
+def test_defaults_refuse_nothing():
+    """What graphs exclude is refused only where they were asked for."""
+    llama = tiny("llama", 0, torch.float32)
+    dense = sd.masks.Causal() & sd.masks.Strided(2)
+    for graphs in ("auto", False):
+        model = sd.HFModel(llama, graphs=graphs)
+        model.steps = sd.HFModel(llama, graphs="eager").steps if graphs == "auto" else None  # as on a GPU
+        assert sd.models.Masked(model, dense, storage="dense").steps is None
+    with pytest.raises(ValueError, match="the model has graphs"):
+        sd.models.Masked(sd.HFModel(llama, graphs="eager"), dense, storage="dense")
 
 
 def test_graphs_where_there_can_be_none():
@@ -868,41 +943,75 @@ def test_what_is_wrong_with_a_draft_on_a_device(tokens, probs, why):
             decoder.generate([[1, 2, 3]], 8, seed=0)
 
 
+class FakeCuda(SimpleNamespace):
+    """A stand-in for ``torch.cuda``, whose calls are in ``log``. ``broken``: where the first capture fails."""
+
+    def __init__(self, monkeypatch, broken=None):
+        self.log = log = []
+        self.now = current = "current"
+        self.handles = self.ends = 0
+        self.free, self.cached = 9, 5
+        fake = self
+
+        class Graph:
+            def capture_begin(self, pool, capture_error_mode):
+                assert fake.now != current
+                log.append(("capture", pool, capture_error_mode))
+
+            def capture_end(self):
+                fake.ends += 1
+                if broken == "end" and fake.ends == 1:
+                    raise RuntimeError("cannot be ended")
+
+            def replay(self):
+                log.append("replay")
+
+        @contextmanager
+        def on(stream):
+            fake.now, before = stream, fake.now
+            try:
+                yield
+            finally:
+                fake.now = before
+
+        def handle():
+            fake.handles += 1
+            log.append("pool")
+            return f"pool {fake.handles}"
+
+        super().__init__(
+            device=lambda device: nullcontext(), stream=on, graph_pool_handle=handle, CUDAGraph=Graph,
+            current_stream=lambda: SimpleNamespace(wait_stream=lambda other: log.append("wait")),
+            current_device=lambda: 0, mem_get_info=lambda: (fake.free, 99), memory_reserved=lambda: 20,
+            memory_allocated=lambda: 20 - fake.cached, empty_cache=lambda: log.append("empty"),
+        )  # fmt: skip
+        monkeypatch.setattr(capture.torch, "cuda", self)
+        monkeypatch.setattr(capture, "_aside", {})
+        monkeypatch.setattr(capture, "own_stream", lambda device: self.current_stream())
+        clear = lambda: log.append("clear")  # noqa: E731
+        monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", clear, raising=False)
+        end = lambda device, pool: log.append(("ended", pool))  # noqa: E731
+        monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end, raising=False)
+
+
 def test_cuda_graphs_in_the_right_order(monkeypatch):
-    """The calls of a capture, on a stand-in for ``torch.cuda``: warm-up beside the stream, one pool, the graph's own replay."""
-    log = []
-
-    class Stream:
-        def wait_stream(self, other):
-            log.append("wait")
-
-    class Graph:
-        def replay(self):
-            log.append("replay")
-
-    class Capturing:
-        def __init__(self, graph, **how):
-            log.append(("capture", how["pool"], how["capture_error_mode"]))
-
-        __enter__ = __exit__ = lambda *_: None
-
-    cuda = SimpleNamespace(
-        device=lambda device: nullcontext(),
-        stream=lambda stream: nullcontext(),
-        current_stream=Stream,
-        Stream=Stream,
-        graph_pool_handle=lambda: log.append("pool") or "handle",
-        CUDAGraph=Graph,
-        graph=Capturing,
-    )
-    monkeypatch.setattr(capture.torch, "cuda", cuda)
+    """Warm-up beside the stream, one pool, workspaces that belong to the graph, the graph's own replay."""
+    cuda = FakeCuda(monkeypatch)
+    log = cuda.log
     graphs = capture.CudaGraphs(torch.device("cuda"))
     first = graphs(lambda: log.append("body") or "out")
-    assert log == ["wait", "body", "body", "wait", "pool", ("capture", "handle", "thread_local"), "body"]
+    began = ("capture", "pool 1", "thread_local")
+    assert log == ["wait", "body", "body", "body", "wait", "clear", "pool", began, "body", "clear"]
     assert first() == first() == "out"
     assert log[-2:] == ["replay", "replay"]
-    graphs(lambda: None)
-    assert log.count("pool") == 1
+    second = graphs(lambda: None)
+    other = capture.CudaGraphs(torch.device("cuda"))(lambda: None)
+    assert log.count("pool") == 2
+    assert len(capture._aside) == 1  # one stream for all captures of a device
+    assert "empty" not in log
+    cuda.free = 4
+    third = graphs(lambda: None)
+    assert log.count("empty") == 1  # more is cached than free
 
     cuda.synchronize = lambda device: log.append("all of it")
     waiting = threading.Thread(target=capture.synchronize, args=(torch.device("cuda"),))
@@ -913,50 +1022,79 @@ def test_cuda_graphs_in_the_right_order(monkeypatch):
         waiting.join(0.05)
         log.append("captured")
 
-    graphs(body)
+    fourth = graphs(body)
     waiting.join()
-    assert log[-2:] == ["captured", "all of it"]  # a capture is not waited for in its middle
+    assert log[-1] == "all of it"
+    assert log[log.index("captured") :].count("all of it") == 1  # a capture is not waited for in its middle
+    del first, second, other, third, fourth
+
+
+def test_a_pool_is_not_used_again_after_its_last_graph(monkeypatch):
+    cuda = FakeCuda(monkeypatch)
+    graphs = capture.CudaGraphs(torch.device("cuda"), warm_up=0)
+    kept = [graphs(lambda: None), graphs(lambda: None)]
+    kept.pop(0)
+    kept.append(graphs(lambda: None))
+    assert cuda.handles == 1
+    kept.clear()
+    kept.append(graphs(lambda: None))
+    assert cuda.handles == 2
 
 
 @pytest.mark.parametrize("where", ["body", "end"])
 def test_a_failed_capture_leaves_the_stream_as_it_was(where, monkeypatch):
-    """PyTorch goes back to the stream only where the capture can be ended; a pool that was being recorded is not used again."""
-    current, log = object(), []
-
-    class Aside:
-        def wait_stream(self, other):
-            pass
-
-    class Capturing:
-        def __init__(self, graph, **how):
-            log.append(how["pool"])
-
-        def __enter__(self):
-            cuda.now = "aside"
-
-        def __exit__(self, *error):
-            if where == "end" and len(log) == 1:
-                raise RuntimeError("cannot be ended")
-            cuda.now = current
-
-    cuda = SimpleNamespace(
-        device=lambda device: nullcontext(), stream=lambda stream: nullcontext(), current_stream=Aside, Stream=Aside,
-        graph_pool_handle=lambda: f"pool {len(log)}", CUDAGraph=object, graph=Capturing, now=current,
-        set_stream=lambda stream: setattr(cuda, "now", current),
-    )  # fmt: skip
-    monkeypatch.setattr(capture.torch, "cuda", cuda)
+    """A pool that was being recorded is not used again, and the allocator is told that the capture is over."""
+    cuda = FakeCuda(monkeypatch, where)
     graphs = capture.CudaGraphs(torch.device("cuda"), warm_up=0)
+    calls = []
 
     def body():
-        if where == "body" and len(log) == 1:
+        calls.append(cuda.now)
+        if where == "body" and len(calls) == 2:  # the first is watched
             raise RuntimeError("cannot be captured")
 
     with pytest.raises(RuntimeError, match="cannot be"):
         graphs(body)
-    assert cuda.now is current
-    graphs(body)
-    graphs(body)
-    assert log == ["pool 0", "pool 1", "pool 1"]
+    assert cuda.now == "current"
+    assert cuda.ends == 1
+    assert ("ended", "pool 1") in cuda.log
+    kept = [graphs(body), graphs(body)]
+    assert [entry[1] for entry in cuda.log if entry[0] == "capture"] == ["pool 1", "pool 2", "pool 2"]
+    assert len(kept) == 2
+
+
+def test_what_cannot_be_captured_is_found_before_a_capture_begins(monkeypatch):
+    cuda = FakeCuda(monkeypatch)
+    graphs = capture.CudaGraphs(torch.device("cuda"))
+    with pytest.raises(NotCapturable, match="waits for the device"), torch.inference_mode():
+        graphs(lambda: X.sum().item())
+    assert not any(entry[0] == "capture" for entry in cuda.log)
+    assert cuda.now == "current"
+    layer = torch.nn.Linear(4, 4)
+    with torch.inference_mode():
+        assert torch.equal(watch(lambda: layer(X)), layer(X))
+
+
+def test_a_stream_has_one_user(monkeypatch):
+    """PyTorch hands out its streams in turn, as new objects."""
+    turn = itertools.count()
+
+    class Stream:
+        def __init__(self, device):
+            self.device_index, self.cuda_stream = device.index, next(turn) % streams.STREAMS
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(streams, "_held", weakref.WeakValueDictionary())
+    device = torch.device("cuda", 1)
+    held = [streams.own_stream(device) for _ in range(3)]
+    others = [Stream(device) for _ in range(streams.STREAMS - 3)]  # the next would be the first again
+    assert others
+    held += [streams.own_stream(device) for _ in range(streams.STREAMS - 3)]
+    assert len({stream.cuda_stream for stream in held}) == streams.STREAMS
+    with pytest.raises(RuntimeError, match="all 32 streams of cuda:1 are in use"):
+        streams.own_stream(device)
+    gone = held.pop(7).cuda_stream
+    assert streams.own_stream(device).cuda_stream == gone
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -22,7 +22,7 @@ from specdec.kernels.attention import (
     triton_backend,
 )
 from specdec.kernels.attention import merge as merge_reference
-from specdec.kernels.attention.lowered import lower
+from specdec.kernels.attention.lowered import RingSight, lower
 from specdec.kernels.attention.reach import reach
 
 pytest.importorskip("triton")
@@ -320,6 +320,25 @@ def test_a_ring_in_one_launch(window):
     args = case(plan, B=3)
     for chunk in (None, 32):
         close(args, plan, window=window, chunk=chunk)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_a_ring_by_arithmetic(window):
+    """One query a row, before the ring, while it fills, and after it has been written several times; no mask is read."""
+    ring = Ring([KVShape(1, 16, 16, torch.float32, DEVICE)], 4, 4, 12, 5)
+    queries = np.array([100, 2, 11, 20])
+    seen, distance = ring.visible(queries), queries[:, None] - ring.held(queries)
+    plan = ExplicitPlan(range(4), [1] * 4, seen, distance)
+    query, keys, values = case(plan, 4, 2, 16)
+    expected = reference.attend(*(t.double() for t in (query, keys, values)), plan, 0.25, window)
+    unseen = torch.from_numpy(~(seen & (distance < (window or 999))))
+    for buffer in (keys, values):
+        buffer[unseen.to(DEVICE)] = float("nan")
+    far = 2**31 - 1 if window is None else window
+    sight = RingSight(torch.from_numpy(queries).to(DEVICE), 4, ring.size, window or 12, far)
+    low = replace(lower(plan, DEVICE), seen=None, ring=sight)
+    out = triton_backend.launch(query, keys, values, low, 0.25)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-5)
 
 
 class ByHead(ExplicitPlan):

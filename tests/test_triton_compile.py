@@ -42,6 +42,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "pages, first positions and a window": {"packed": 24, "page": 16, "window": True, "initial": True},
     "mask": {"packed": 32, "seen": True},
+    "ring": {"packed": 4, "ring": True},
     "pages": {"packed": 24, "page": 64},
     "small pages, equal bits": {"packed": 24, "page": 16, "tree": True, "direct": False, "fixed": True},
     "head size 64": {"packed": 48, "size": 64, "tree": True},
@@ -102,6 +103,7 @@ LIMITS: dict[str, tuple[int, int]] = {
     "tree, first positions and a window": (200, 1),
     "pages, first positions and a window": (255, 2),
     "mask": (255, 2),
+    "ring": (160, 2),
     "pages": (224, 2),
     "small pages, equal bits": (200, 1),
     "head size 64": (208, 1),
@@ -142,6 +144,7 @@ def attend_job(
     initial: bool = False,
     softcap: bool = False,
     seen: bool = False,
+    ring: bool = False,
     sinks: bool = False,
     page: int = 0,
     direct: bool = True,
@@ -161,6 +164,7 @@ def attend_job(
     given |= {"Words": "*i64" if tree else None, "Depth": "*i32" if tree else None}
     given |= {"initial": "i32" if initial else None}
     given |= {"Table": "*i32" if page else None, "Seen": "*u8" if seen else None}
+    given |= {"Position": "*i64" if ring else None}
     given |= {"Sinks": f"*{dtype}" if sinks else None, "factor": "fp32", "bend": "fp32"}
     constants = {"G": group, "D": size, "DV": size, "BD": wide, "BDV": wide, "BM": c.queries, "BN": c.slots}
     constants |= {"PAGE": page, "WINDOW": window, "SOFTCAP": softcap, "DIRECT": direct, "UPCAST": False}

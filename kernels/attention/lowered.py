@@ -7,7 +7,7 @@ is set in its word of ancestors (one word, so a tree has at most 64 nodes). Othe
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,6 +18,21 @@ from specdec.kernels.attention.reach import Reach
 from specdec.kernels.device import to_device
 
 NODES = 64  # of a tree whose ancestors fit into one word
+
+
+class RingSight(NamedTuple):
+    """What the only query of each row sees in slots that are a ring: slot p holds position p below ``sinks``, the others hold the latest positions.
+
+    Attributes:
+        position: ``[R]`` int64, of the query. size: slots of the ring, after ``sinks`` others.
+        window: positions in the ring are seen less than this far behind the query. far: and the first ones less than this far.
+    """
+
+    position: Tensor
+    sinks: int
+    size: int
+    window: int
+    far: int
 
 
 @dataclass(frozen=True)
@@ -35,6 +50,7 @@ class Lowered:
         table: ``[R, P]`` pages of each row, 0 beyond its last; ``None`` for slots.
         seen: ``[1 or Hq, T, S]`` uint8, which slots of its row each query sees, windows included, if that does not follow from the
             rest (slots in arbitrary order; trees of more than 64 nodes). ``S`` is ``max_length``.
+        ring: the slots are a ring, and each row has one query: neither words nor ``seen`` are needed then.
         max_count, max_length: upper bounds of a row's queries and slots, on the host. Loose bounds let one captured launch serve
             many steps.
     """
@@ -49,6 +65,7 @@ class Lowered:
     seen: Tensor | None
     max_count: int
     max_length: int
+    ring: RingSight | None = None
 
 
 def lower(plan: AttentionPlan, device: torch.device | str, window: Reach = None) -> Lowered:

@@ -61,7 +61,7 @@ def chunking(
         span = min(-(-initial // tile) * tile + span + tile - 1, lowered.max_length)
     if plan is not None:
         spans = [min(span, n) for n in plan.length]
-    elif window is None and lowered.seen is None:
+    elif window is None and lowered.seen is None and lowered.ring is None:
         rows = lowered.rows.shape[0]
         spans = [span - 2 * span * r // (3 * rows) for r in range(rows)]
     else:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specdec.kernels.attention.lowered import Lowered
+from specdec.kernels.attention.lowered import Lowered, RingSight
 from specdec.kernels.attention.reach import Reach, near
 
 
@@ -68,6 +68,8 @@ def visible(lowered: Lowered, at: Tensor, window: Reach = None) -> Tensor:
     """``[R, C, S]`` bool: which slots the queries ``at [R, C]`` (packed) see, each as a query of its row."""
     if lowered.seen is not None:  # windows are included
         return lowered.seen[0][at] != 0
+    if lowered.ring is not None:
+        return _of_ring(lowered.ring, lowered.max_length)[:, None].expand(*at.shape, -1)
     length, starts = lowered.length.long()[:, None], lowered.starts.long()
     slot = length - (starts[1:] - starts[:-1])[:, None] + at - starts[:-1, None]  # [R, C] of each query
     key = torch.arange(lowered.max_length, device=at.device)
@@ -86,6 +88,14 @@ def visible(lowered: Lowered, at: Tensor, window: Reach = None) -> Tensor:
     if window is not None:
         seen = seen & near(position[:, :, None], place[:, None], window)
     return seen
+
+
+def _of_ring(ring: RingSight, slots: int) -> Tensor:
+    """``[R, S]`` bool."""
+    s, q = torch.arange(slots, device=ring.position.device), ring.position[:, None]
+    behind = (q - s) % ring.size
+    late = (behind < ring.window) & (q - behind >= ring.sinks)
+    return torch.where(s < ring.sinks, (s <= q) & (q - s < ring.far), late)
 
 
 def _slots(buffer: Tensor, lowered: Lowered, count: int) -> Tensor:

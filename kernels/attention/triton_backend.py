@@ -152,7 +152,7 @@ def launch(
     a CUDA graph and replayed after the tensors of ``lowered`` were rewritten, as long as rows stay within these bounds.
 
     Args:
-        lowered: from ``lower``; its ``seen`` includes ``window``. With a ``table``, pages have ``keys.shape[1]`` slots.
+        lowered: from ``lower``; its ``seen`` or ``ring`` includes ``window``. With a ``table``, pages have ``keys.shape[1]`` slots.
         out: ``[1, T, Hq, Dv]`` contiguous, to be written. lse: ``[1, T, Hq]`` float32, contiguous, to be written.
         plan: the source of ``lowered``, if chunks are to be chosen for its present rows.
     Raises:
@@ -177,7 +177,7 @@ def launch(
         bent=window is not None or softcap is not None,
     )
     tiles = -(-lowered.max_count * group // c.queries)
-    if lowered.seen is not None:
+    if lowered.seen is not None or lowered.ring is not None:
         window = None
     back, initial = (0, 0) if window is None else split(window)
     work = Work(
@@ -195,12 +195,14 @@ def launch(
     if not direct:
         parts = query.new_empty(chunks, 1, T, heads, value_size, dtype=torch.float32)
         part_lse = query.new_empty(chunks, 1, T, heads, dtype=torch.float32)
-    depth, table, seen = lowered.depth, lowered.table, lowered.seen
+    depth, table, seen, ring = lowered.depth, lowered.table, lowered.seen, lowered.ring
+    at, *turn = (None, 0, 0, 0) if ring is None else (ring.position, ring.sinks, ring.size, ring.far)
+    back = back if ring is None else ring.window
     with _on(query.device):
         kernels.attend_kernel[(rows * tiles, kv_heads, chunks)](
             query, keys, values, parts, part_lse,
             lowered.starts, lowered.length, lowered.rows, lowered.root, lowered.words, depth, table, seen,
-            sink_logits if direct else None,
+            at, sink_logits if direct else None,
             (scale if softcap is None else softcap) * LOG2E,
             0.0 if softcap is None else 2 * LOG2E * scale / softcap,
             back, initial or None, slots, align, tiles, 0 if depth is None else depth.shape[1],
@@ -213,6 +215,7 @@ def launch(
             0 if table is None else table.stride(0),
             0 if seen is None or seen.shape[0] == 1 else seen.stride(0),
             0 if seen is None else seen.stride(1),
+            *turn,
             G=group, D=size, DV=value_size, BD=power(size), BDV=power(value_size), BM=c.queries, BN=c.slots,
             PAGE=0 if table is None else keys.shape[1], WINDOW=window is not None, SOFTCAP=softcap is not None,
             DIRECT=direct, UPCAST=_upcast(query), num_warps=c.warps, num_stages=c.stages, **bound(c),

@@ -72,7 +72,11 @@ def _load(pointers, mask, UPCAST: tl.constexpr):
         "table_r",
         "seen_h",
         "seen_t",
-    ]
+        "ring_first",
+        "ring_size",
+        "ring_far",
+    ],
+    do_not_specialize_on_alignment=["Position"],
 )
 def attend_kernel(
     Query,  # [T, Hq, D]
@@ -88,6 +92,7 @@ def attend_kernel(
     Depth,
     Table,
     Seen,
+    Position,  # [R] int64, of a row's only query, if slots are a ring; else None
     Sinks,  # [Hq] or None
     factor,  # from scores to exponents of base 2: scale * log2(e), or softcap * log2(e) with a soft cap
     bend,  # 2 * log2(e) * scale / softcap
@@ -114,6 +119,9 @@ def attend_kernel(
     table_r,
     seen_h,
     seen_t,
+    ring_first,  # slots before the ring, of the first positions
+    ring_size,
+    ring_far,  # first positions are seen less than this far back; those in the ring less than ``window``
     G: tl.constexpr,  # query heads that share a KV head
     D: tl.constexpr,
     DV: tl.constexpr,
@@ -169,9 +177,15 @@ def attend_kernel(
         # into chunks as if adjacent, and begin:end is one chunk.
         low = n * 0
         high = last + 1
-        if Words is not None or Seen is not None:
+        if Words is not None or Seen is not None or Position is not None:
             high = n
         base = n * 0
+        if (
+            Position is not None
+        ):  # the query's own slot in the ring, for positions before the ring the one that it would have
+            mine = tl.load(Position + r).to(tl.int32)
+            own_slot = (mine - ring_first) % ring_size
+            own_slot = ring_first + tl.where(own_slot < 0, own_slot + ring_size, own_slot)
         if WINDOW:
             low = tl.min(tl.where(valid, position, n), 0) - window + 1
             base = tl.minimum(first, root) - window + 1
@@ -222,6 +236,13 @@ def attend_kernel(
                 ).to(tl.int32)
                 needed = tl.max(seen, 0) > 0
                 visible = seen > 0
+            elif Position is not None:
+                # A slot of the ring holds the latest position up to the query's that belongs there.
+                behind = own_slot - s
+                behind = tl.where(behind < 0, behind + ring_size, behind)
+                late = (behind < window) & (mine - behind >= ring_first)
+                needed = inside & tl.where(s < ring_first, (s <= mine) & (mine - s < ring_far), late)
+                visible = needed[None, :] & valid[:, None]
             else:
                 visible = (s[None, :] <= slot[:, None]) & valid[:, None]
                 needed = inside & (s <= last)

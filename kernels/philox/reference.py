@@ -55,19 +55,49 @@ def philox4x32(counter: Sequence[Any], key: Sequence[Any], rounds: int = 10) -> 
 def pick(probs: Tensor, u: Tensor) -> Tensor:
     """The token at quantile ``u [...]`` (float64, in [0, 1)) of ``probs [..., V]``.
 
-    It is the first whose cumulative sum exceeds ``u * total``. Sums are float64, in the order of the vocabulary. A token of
-    probability 0 is never picked, whatever the rounding. If the last dimension but one is expanded, its sums are computed once.
+    It is the first whose cumulative sum exceeds ``u * total``. Sums are float64: on a CPU in the order of the vocabulary, on a device by
+    ``pick_in_blocks``. A token of probability 0 is never picked, whatever the rounding. If the last dimension but one is expanded, its
+    sums are computed once.
     """
     shape = probs.shape[:-1]
     shared = probs.dim() > 1 and probs.stride(-2) == 0 and shape[-1] > 1
     if shared:
         probs = probs[..., 0, :]
-    cdf = probs.cumsum(-1, dtype=torch.float64)
-    total = cdf[..., -1:].contiguous()
-    last = torch.searchsorted(cdf, total)  # the last token with any probability
-    if not probs.is_cpu:  # NaN gives a valid token, too, and is detected by a later check
-        last = last.clamp(max=probs.shape[-1] - 1)
-    u = to_device(u, cdf.device)
-    at = torch.searchsorted(cdf, (u.expand(shape) if shared else u[..., None]) * total, right=True)
-    at = torch.minimum(at, last)
+    u = to_device(u, probs.device)
+    u = u.expand(shape) if shared else u[..., None]
+    at = (_pick if probs.is_cpu else pick_in_blocks)(probs, u)
     return at if shared else at[..., 0]
+
+
+def _pick(probs: Tensor, u: Tensor) -> Tensor:
+    cdf = probs.cumsum(-1, dtype=torch.float64)
+    return _pick_at(cdf, u * cdf[..., -1:])
+
+
+def pick_in_blocks(probs: Tensor, u: Tensor, block: int = 512) -> Tensor:
+    """``[..., n]`` the tokens at quantiles ``u [..., n]`` of ``probs [..., V]``: first the block of tokens, then the token in it.
+
+    A GPU adds up blocks side by side, while a cumulative sum in float64 over a large vocabulary is slow. The sums are rounded in another
+    order than ``pick``'s on a CPU, so a quantile within rounding of a border may give the neighbouring token.
+    """
+    V = probs.shape[-1]
+    many = V // block
+    sums = [probs[..., : many * block].unflatten(-1, (many, block)).sum(-1, dtype=torch.float64)]
+    if V % block:
+        sums.append(probs[..., many * block :].sum(-1, dtype=torch.float64, keepdim=True))
+    ends = torch.cat(sums, -1).cumsum(-1)
+    goal = u * ends[..., -1:]
+    # NaN gives a valid token, too, and is detected by a later check.
+    which = _pick_at(ends, goal).clamp(max=ends.shape[-1] - 1)
+    before = torch.where(which > 0, ends.gather(-1, (which - 1).clamp(min=0)), 0)
+    token = which[..., None] * block + torch.arange(block, device=probs.device)  # [..., n, block]
+    chances = probs[..., None, :].expand(*u.shape, V).gather(-1, token.clamp(max=V - 1))
+    chances = torch.where(token < V, chances.double(), 0)
+    at = _pick_at(chances.cumsum(-1), (goal - before)[..., None])[..., 0]
+    return (which * block + at).clamp(max=V - 1)
+
+
+def _pick_at(cdf: Tensor, goal: Tensor) -> Tensor:
+    """The first entries above ``goal``, and at most the last one that is above the entry before it."""
+    last = torch.searchsorted(cdf, cdf[..., -1:].contiguous())
+    return torch.minimum(torch.searchsorted(cdf, goal, right=True), last)

@@ -1,4 +1,7 @@
-"""The operators by Triton, on contiguous tensors of one dtype and device. Plain versions: ``pointwise.reference``."""
+"""The operators by Triton, on tensors of one dtype and device. Plain versions: ``pointwise.reference``.
+
+Tensors are contiguous. Tokens of queries, keys and values, of gate and of up may lie further apart, as they do in the result of one product.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +83,7 @@ def apply_rotary(
     T, Hq, D = query.shape
     H = key.shape[1]
     fit = key.shape == (T, H, D) and cos.shape == sin.shape == (T, D) and D % 2 == 0 and D <= 512
-    _check("apply_rotary", fit, query, key, *(norms[:2] if norms else ()))
+    _check("apply_rotary", fit, query[:1], key[:1], *(norms[:2] if norms else ()))
     _check("apply_rotary", norms is None or norms[0].shape == norms[1].shape == (D,), cos, sin)
     strides: tuple[int, ...] = (0,) * 6
     S = 1
@@ -93,7 +96,7 @@ def apply_rotary(
             and keys.shape[2:] == (H, D)
         )
         same = slots.shape == (T,) and slots.dtype == torch.long and keys.dtype == values.dtype == key.dtype
-        _check("apply_rotary", lie and same and value is not None and value.shape == key.shape, kept)
+        _check("apply_rotary", lie and same and value is not None and value.shape == key.shape, kept[:1])
         _check("apply_rotary", True, slots)
         strides, S = (*keys.stride()[:3], *values.stride()[:3]), keys.shape[1]
     parts = -(-H // HEADS) * (1 if place is None else 2)
@@ -101,7 +104,20 @@ def apply_rotary(
         _kernels(query, "query").turn_kernel[(T, -(-Hq // HEADS) + parts)](
             *(query, key, kept, cos, sin),
             *((query, key) if norms is None else norms[:2]),
-            *(keys, values, slots, Hq, H, D // 2, S, *strides, 0.0 if norms is None else norms[2]),
+            *(
+                keys,
+                values,
+                slots,
+                Hq,
+                H,
+                D // 2,
+                S,
+                query.stride(0),
+                key.stride(0),
+                kept.stride(0),
+                *strides,
+            ),
+            0.0 if norms is None else norms[2],
             HALF=1 << (D // 2 - 1).bit_length(),
             HEADS=HEADS,
             NORM=norms is not None,
@@ -110,15 +126,16 @@ def apply_rotary(
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    """``gate = silu(gate) * up`` in place, rounded once.
+    """``gate [T, n] = silu(gate) * up`` in place, rounded once.
 
     Raises:
         ValueError: tensors that are not contiguous, not on a GPU, or do not fit. ImportError: Triton is not installed.
     """
-    _check("silu_mul", gate.shape == up.shape, gate, up)
+    _check("silu_mul", gate.dim() == 2 and gate.shape == up.shape, gate[:1], up[:1])
+    T, n = gate.shape
     if gate.numel():
-        _kernels(gate, "gate").silu_mul_kernel[(-(-gate.numel() // BLOCK),)](
-            gate, up, gate.numel(), BLOCK=BLOCK
+        _kernels(gate, "gate").silu_mul_kernel[(T, -(-n // BLOCK))](
+            gate, up, n, gate.stride(0), up.stride(0), BLOCK=BLOCK
         )
     return gate
 

@@ -53,6 +53,9 @@ def turn_kernel(
     k_heads,
     half,
     S,
+    q_t,
+    k_t,
+    v_t,
     k_row,
     k_slot,
     k_head,
@@ -65,7 +68,8 @@ def turn_kernel(
     NORM: tl.constexpr,
     KEEP: tl.constexpr,
 ):
-    """Rotate some heads of a token of ``Q [T, q_heads, 2 half]`` and ``K`` in place; with KEEP, K and V go to their slot instead."""
+    """Rotate some heads of a token of ``Q [T, q_heads, 2 half]`` and ``K`` in place; with KEEP, K and V go to their slot instead. Tokens are
+    ``q_t``, ``k_t`` and ``v_t`` apart."""
     t, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     lane = tl.arange(0, HALF)
     inside = lane < half
@@ -77,14 +81,14 @@ def turn_kernel(
     if part < q_parts:
         head = part * HEADS + tl.arange(0, HEADS)
         live = (head < q_heads)[:, None] & inside[None, :]
-        at = (t * q_heads + head[:, None]) * 2 * half + lane[None, :]
+        at = t * q_t + head[:, None] * 2 * half + lane[None, :]
         a, b = _turned(Q, at, live, QW, lane, half, c0, c1, s0, s1, eps, NORM)
         tl.store(Q + at, a.to(Q.dtype.element_ty), mask=live)
         tl.store(Q + at + half, b.to(Q.dtype.element_ty), mask=live)
     else:
         head = (part - q_parts) % k_parts * HEADS + tl.arange(0, HEADS)
         live = (head < k_heads)[:, None] & inside[None, :]
-        at = (t * k_heads + head[:, None]) * 2 * half + lane[None, :]
+        at = t * k_t + head[:, None] * 2 * half + lane[None, :]
         if KEEP:
             slot = tl.load(SLOTS + t)
             row, slot = slot // S, slot % S
@@ -95,6 +99,7 @@ def turn_kernel(
                 tl.store(KEYS + to + half, b.to(KEYS.dtype.element_ty), mask=live)
             else:
                 to = row * v_row + slot * v_slot + head[:, None].to(tl.int64) * v_head + lane[None, :]
+                at = t * v_t + head[:, None] * 2 * half + lane[None, :]
                 tl.store(VALUES + to, tl.load(V + at, mask=live, other=0.0), mask=live)
                 tl.store(VALUES + to + half, tl.load(V + at + half, mask=live, other=0.0), mask=live)
         else:
@@ -104,10 +109,10 @@ def turn_kernel(
 
 
 @triton.jit
-def silu_mul_kernel(GATE, UP, n, BLOCK: tl.constexpr):
-    """``GATE [n] = silu(GATE) * UP``."""
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+def silu_mul_kernel(GATE, UP, n, g_t, u_t, BLOCK: tl.constexpr):
+    """``GATE [T, n] = silu(GATE) * UP``."""
+    t, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = i < n
-    g = tl.load(GATE + i, mask=live, other=0.0).to(tl.float32)
-    u = tl.load(UP + i, mask=live, other=0.0).to(tl.float32)
-    tl.store(GATE + i, (g / (1.0 + tl.exp(-g)) * u).to(GATE.dtype.element_ty), mask=live)
+    g = tl.load(GATE + t * g_t + i, mask=live, other=0.0).to(tl.float32)
+    u = tl.load(UP + t * u_t + i, mask=live, other=0.0).to(tl.float32)
+    tl.store(GATE + t * g_t + i, (g / (1.0 + tl.exp(-g)) * u).to(GATE.dtype.element_ty), mask=live)

@@ -79,11 +79,11 @@ def attend(stage: Stage) -> None:
         short = str(dtype).removeprefix("torch.")
         backends = available(stage.device, dtype)
         for backend in BACKENDS:
-            if backend not in backends:
+            if backend not in backends and stage.share[0] == 0:
                 stage.skip(f"{backend}, {short}", f"cannot: {unavailable(stage, backend, dtype)}")
         for name, make in problems(stage, dtype):
             full = f"{name}, {short}"
-            if stage.late(full):
+            if not stage.mine() or stage.late(full):
                 continue
             with stage.case(full):
                 problem = make()
@@ -133,7 +133,7 @@ def verify(stage: Stage) -> None:
         for temperature in (0.0, 0.7) if stage.toy else (0.0, 0.7, 1.0):
             for dtype in (torch.float32, torch.bfloat16):
                 name = f"rejection, {kind}, temperature {temperature:g}, {str(dtype).removeprefix('torch.')}"
-                if stage.late(name):
+                if not stage.mine() or stage.late(name):
                     continue
                 with stage.case(name):
                     logits, draft, tokens, size, accept, bonus = draws(stage, B, N, V, kind, dtype)
@@ -169,6 +169,8 @@ def draws(
 def keyed(stage: Stage) -> None:
     from specdec.kernels import philox
 
+    if not stage.mine():
+        return
     rows, V = (3, 97) if stage.toy else (64, 128_256)
     seed = seeds(stage.seed, rows)
     with stage.case("keyed numbers"):

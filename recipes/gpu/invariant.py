@@ -91,7 +91,7 @@ class OneShapeModel(sd.HFModel):
     """A model that runs on ``OneShape``; ``tokens`` and ``chunk`` are its."""
 
     def __init__(self, raw: Any, tokens: int, chunk: int):
-        super().__init__(raw, prefill_chunk=1024, attention="triton")
+        super().__init__(raw, prefill_chunk=1024, attention="triton", graphs=False)
         self._path: Any = OneShape(self._path, tokens, chunk)
 
 
@@ -101,7 +101,7 @@ VARIANTS = ("as it comes", "fixed chunks", INVARIANT)
 
 def models(raw: Any, tokens: int, chunk: int) -> dict[str, sd.HFModel]:
     """Models with the same weights: unchanged, with fixed chunks, and with fixed chunks and one shape."""
-    plain = sd.HFModel(raw, prefill_chunk=1024, attention="triton")
+    plain = sd.HFModel(raw, prefill_chunk=1024, attention="triton", graphs=False)
     return dict(zip(VARIANTS, (plain, OneShapeModel(raw, 0, chunk), OneShapeModel(raw, tokens, chunk))))
 
 

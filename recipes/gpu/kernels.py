@@ -45,12 +45,13 @@ def run(stage: Stage) -> None:
     _ = stage.rates
     stage.parts(
         {
-            "attention": Part(0.4, attend),
-            "Triton configurations": Part(0.25, variants),
+            "bars": Part(0.25, lambda stage: attend(stage, True)),
+            "rejection": Part(0.15, rejections),
+            "attention": Part(0.2, lambda stage: attend(stage, False)),
+            "Triton configurations": Part(0.2, variants),
             "between products": Part(0.1, pointwise.timed),
             "merge": Part(0.05, merges),
-            "rejection": Part(0.1, rejections),
-            "race": Part(0.1, races),
+            "race": Part(0.05, races),
         }
     )
 
@@ -92,8 +93,11 @@ def problems(stage: Stage) -> Iterator[tuple[str, str | None, Callable[[], Probl
     yield f"window decode, {window}, {batch} x {n}", None, make([n - 1] * batch, 1, window=window)
 
 
-def attend(stage: Stage) -> None:
+def attend(stage: Stage, bars: bool) -> None:
+    """The Triton kernel on the problems that have a bar; or the rest, which other backends serve, too."""
     for name, bar, make in problems(stage):
+        if bars and bar is None:
+            continue
         if stage.late(name) or not stage.room(name, 3 * 2**33):
             continue
         with stage.case(name):
@@ -102,6 +106,8 @@ def attend(stage: Stage) -> None:
             exact = problem.exact(checked(problem))
             for backend in sorted(available(stage.device, torch.bfloat16), key=lambda b: b != "triton"):
                 case = f"{name}: {backend}"
+                if bar is not None and bars != (backend == "triton"):
+                    continue
                 if backend == "reference" and not stage.toy:
                     continue  # the reference itself, dense and row by row
                 if stage.late(case):

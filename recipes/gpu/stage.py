@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from time import monotonic
 from typing import Any, NamedTuple
 
@@ -31,14 +32,24 @@ class Stage:
 
     Args:
         letter: of the stage. device: ``cuda`` or ``cpu``. toy: small sizes. until: the stage's deadline, by ``monotonic``.
-        put: called with each row as soon as it is known.
+        put: called with each row as soon as it is known. share: which of how many shares of its cases is run here, for stages whose
+            cases several processes share. folder: for files beside the report.
     """
 
     def __init__(
-        self, letter: str, device: str, toy: bool, until: float, seed: int, put: Callable[[Row], None]
+        self,
+        letter: str,
+        device: str,
+        toy: bool,
+        until: float,
+        seed: int,
+        put: Callable[[Row], None],
+        share: tuple[int, int] = (0, 1),
+        folder: Path | None = None,
     ):
         self.letter, self.device, self.toy, self.seed = letter, torch.device(device), toy, seed
         self.put, self.failed = put, False
+        self.share, self.folder, self._cases = share, folder, 0
         self.began, self.deadline = monotonic(), until
         self.seconds = until - self.began
         self.draw = torch.Generator(self.device).manual_seed(seed)
@@ -63,6 +74,11 @@ class Stage:
             more |= {"failed": True, "note": f"error {error} is above {limit}"}
         self.failed = self.failed or bool(more.get("failed"))
         self.put(row | more)
+
+    def mine(self) -> bool:
+        """Whether the next case is in this process's share; every process asks for every case, in the same order."""
+        self._cases += 1
+        return (self._cases - 1) % self.share[1] == self.share[0]
 
     def skip(self, case: str, why: str) -> None:
         """Add a row without figures."""

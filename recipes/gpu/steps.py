@@ -1,4 +1,4 @@
-"""Stage c of the GPU suite: steps of a Llama-3-8B-shaped model with random weights, plain and verify, and whole decoding.
+"""Stage c of the GPU suite: steps of a Llama-3-8B-shaped model with random weights, plain and verify.
 
 Keys and values are random, which does not affect the time of a step. The floor of a step is that of its matrix products (all weights
 once, or their FLOPs) plus that of its attention (all keys and values once, or its FLOPs), since they cannot overlap.
@@ -6,11 +6,7 @@ once, or their FLOPs) plus that of its attention (all keys and values once, or i
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
-from itertools import pairwise
-from statistics import median
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -25,13 +21,13 @@ from specdec.lab.captured import captured
 VERIFY = 6  # tokens per row
 # Batch and context, most informative first, since time may run out.
 POINTS = (
-    (16, 8192),
     (1, 1024),
-    (64, 8192),
     (16, 1024),
+    (64, 8192),
+    (1, 32768),
+    (16, 8192),
     (64, 1024),
     (128, 1024),
-    (1, 32768),
     (16, 32768),
     (128, 4096),
 )
@@ -45,10 +41,16 @@ def run(stage: Stage) -> None:
     model = llama(stage)
     if model is None:
         return
+    models = wrapped(model)
+    shares = {
+        GRAPHS: 0.6,
+        EAGER: 0.2,
+        COMPILED: 0.2,
+    }  # the bar's kind comes first, the one that must be compiled last
     stage.parts(
         {
-            "steps": Part(0.4, lambda stage: steps(stage, model)),
-            "generate": Part(0.6, lambda stage: generate(stage, model)),
+            kind: Part(share, lambda stage, kind=kind: steps(stage, models[kind], kind))
+            for kind, share in shares.items()
         }
     )
 
@@ -93,7 +95,7 @@ def wrapped(model: Any) -> dict[str, Any]:
     gpu = next(model.parameters()).is_cuda
     graphs, compiled = (True, True) if gpu else ("eager", {"backend": "eager"})
     return {
-        EAGER: sd.HFModel(model, prefill_chunk=8192),
+        EAGER: sd.HFModel(model, prefill_chunk=8192, graphs=False),
         GRAPHS: sd.HFModel(model, prefill_chunk=8192, graphs=graphs),
         COMPILED: sd.HFModel(model, prefill_chunk=8192, graphs=graphs, compile=compiled),
     }
@@ -110,27 +112,20 @@ def floor(stage: Stage, shape: Shape, batch: int, tokens: int, context: int) -> 
     return sum(stage.floor(*p) for p in parts), sum(p[0] for p in parts), sum(p[1] for p in parts)
 
 
-def steps(stage: Stage, model: Any) -> None:
-    shape, models = Shape.of(model.config), wrapped(model)
-    slot = models[EAGER].bytes_per_token()
-    for kind in (
-        GRAPHS,
-        EAGER,
-        COMPILED,
-    ):  # the bar's kind comes first, the one that must be compiled last
-        one = models[kind]
-        for batch, context in TOY_POINTS if stage.toy else POINTS:
-            name = f"{batch} x {context}: {kind}"
-            if stage.late(name, 0.0 if stage.toy else 5.0):
-                continue
-            logits = 4 * batch * VERIFY * shape.vocab * 4
-            if not stage.room(name, slot * batch * (context + 64) + logits):
-                continue
-            with stage.case(name, "decode_step" if kind == GRAPHS else None):
-                point(stage, one, kind, shape, batch, context)
-            if one.steps is not None:
-                one.steps.release()
-            stage.empty()
+def steps(stage: Stage, one: Any, kind: str) -> None:
+    shape, slot = Shape.of(one.model.config), one.bytes_per_token()
+    for batch, context in TOY_POINTS if stage.toy else POINTS:
+        name = f"{batch} x {context}: {kind}"
+        if stage.late(name, 0.0 if stage.toy else 5.0):
+            continue
+        logits = 4 * batch * VERIFY * shape.vocab * 4
+        if not stage.room(name, slot * batch * (context + 64) + logits):
+            continue
+        with stage.case(name, "decode_step" if kind == GRAPHS else None):
+            point(stage, one, kind, shape, batch, context)
+        if one.steps is not None:
+            one.steps.release()
+        stage.empty()
 
 
 def point(stage: Stage, model: Any, kind: str, shape: Shape, batch: int, context: int) -> None:
@@ -182,72 +177,6 @@ def filled(stage: Stage, model: Any, batch: int, context: int, more: int) -> tup
     return cache, text
 
 
-# -- whole decoding -----------------------------------------------------------------------------------------------------------
-
-# transformers compiles by default if the cache is static and the model on a GPU; compilation is not timed.
-THEIRS = {
-    "transformers, static cache, compiled (its default)": {},
-    "transformers, static cache, not compiled": {"disable_compile": True},
-}
-COMPILING = 150.0  # seconds reserved for compilation
-DECODED = ((16, 1024), (1, 1024), (64, 1024))  # batch and context; the bar uses the first
-
-
-def generate(stage: Stage, model: Any) -> None:
-    """Greedy decoding after the prompt: specdec's, and transformers' with sdpa and a static cache."""
-    kinds = wrapped(model)
-    for batch, context in ((2, 16),) if stage.toy else DECODED:
-        whole_decoding(stage, model, kinds, batch, context)
-
-
-def whole_decoding(stage: Stage, model: Any, kinds: dict[str, Any], batch: int, context: int) -> None:
-    """specdec with CUDA graphs first, transformers beside it, then specdec's other variants."""
-    new = 4 if stage.toy else 64
-    host = torch.Generator().manual_seed(stage.seed)
-    ids = torch.randint(0, model.config.vocab_size, (batch, context), generator=host)
-    shape = Shape.of(model.config)
-    least, *_ = floor(stage, shape, batch, 1, context + new // 2)
-    first = (batch, context) == DECODED[0]
-
-    def report(name: str, seconds: float, **more: Any) -> float:
-        case = f"a token of {batch} rows after {context}: {name}"
-        stage.row(case, seconds, least, tokens_per_second=batch / seconds, **more)
-        return batch / seconds
-
-    def own(kind: str) -> float | None:
-        name = f"ours, {kind}"
-        if stage.late(f"{batch} x {context}: {name}"):
-            return None
-        with stage.case(f"{batch} x {context}: {name}"):
-            return report(name, ours(stage, kinds[kind], ids, new), **stopped(kinds[kind]))
-        return None
-
-    mine = own(GRAPHS)
-    for name, options in THEIRS.items():
-        if stage.toy and not options:
-            continue
-        case = f"{batch} x {context}: {name}"
-        if stage.late(case, 0.0 if stage.toy else 10.0 if options else COMPILING):
-            continue
-        if not stage.room(case, 12 * batch * context * shape.d_ff):
-            continue
-        bar = "generate" if first else None
-        with stage.case(case, bar):
-            speed = report(name, theirs(stage, model, ids.to(stage.device), new, options))
-            if mine is not None:
-                more = {"bar": bar} | stopped(kinds[GRAPHS]) if bar else {}
-                stage.row(f"tokens a second of {batch} rows after {context}: ours, {GRAPHS}, over {name}", ratio=mine / speed,
-                        **{"note": f"{mine:.0f} over {speed:.0f}"} | more)  # fmt: skip
-        stage.empty()
-    for kind in kinds:
-        if kind != GRAPHS:
-            own(kind)
-    for one in kinds.values():
-        if one.steps is not None:
-            one.steps.release()
-    stage.empty()
-
-
 def stopped(model: Any) -> dict[str, Any]:
     """The note of a row whose steps should be captured and are not."""
     if model.steps is None:
@@ -255,44 +184,8 @@ def stopped(model: Any) -> dict[str, Any]:
     why = model.steps.why
     if why is None and model.steps.too_large:
         why = "too little memory"
+    if why is None and model.steps.failed:
+        why = "some were not, as the warnings say"
     if why is None and not captured(model):
         why = "none was"
     return {} if why is None else {"failed": True, "note": f"its steps are not captured: {why}"[:300]}
-
-
-def token_seconds(marks: list[float]) -> float:
-    """The median time between tokens, which excludes occasional outliers (the capture for a new cache)."""
-    return median(b - a for a, b in pairwise(marks))
-
-
-def ours(stage: Stage, model: Any, ids: torch.Tensor, new: int) -> float:
-    """Seconds of a round of plain decoding, after a warm-up."""
-    decoder = sd.decoder(model).greedy().build()
-    for turn in range(1 if stage.toy else 2):
-        marks: list[float] = []
-
-        def mark(_: Any, marks: list[float] = marks) -> None:
-            marks.append(perf_counter())
-
-        decoder.generate(ids, new, seed=turn, eos_token_id=(), on_round=mark)
-    return token_seconds(marks)
-
-
-def theirs(stage: Stage, model: Any, ids: torch.Tensor, new: int, options: dict[str, Any]) -> float:
-    """Seconds per token of transformers' ``generate``, timed by a stopping criterion that only reads the clock."""
-    for _ in range(1 if stage.toy else 2):
-        marks: list[float] = []
-
-        def look(input_ids: torch.Tensor, scores: Any, marks: list[float] = marks, **_: Any) -> torch.Tensor:
-            stage.sync()
-            marks.append(perf_counter())
-            return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
-
-        with warnings.catch_warnings(), torch.inference_mode(False):
-            warnings.simplefilter("ignore")
-            ids = ids.clone()
-            model.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, min_new_tokens=new, do_sample=False,
-                cache_implementation="static", stopping_criteria=[look], pad_token_id=0, **options,
-            )  # fmt: skip
-    return token_seconds(marks)

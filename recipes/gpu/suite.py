@@ -1,14 +1,20 @@
 """The GPU suite: correctness, kernels, steps, the paper's shapes, SPIN and batch-invariant bf16 on one GPU, in stages.
 
-    python recipes/gpu/suite.py --stages a,b --json docs/results/gpu_suite.json    # on a machine with a GPU
+    python recipes/gpu/suite.py --command 1 --json docs/results/gpu_suite.json     # on a machine with a GPU: 9 minutes at most
+    python recipes/gpu/suite.py --stages a+t,g --json docs/results/gpu_suite.json  # some stages, here two of them at the same time
     python recipes/gpu/suite.py --toy                                              # the same code on a CPU, tiny
 
-a  correctness of every attention backend and of the verification kernels against float64
+a  correctness of every attention backend and of the verification kernels against float64, by several processes (which compile in parallel)
+t  the tests that need a GPU
+g  logits of two layers of the Llama-3-8B shape against transformers', and texts with graphs against texts without
+p  profiles of plain and speculative rounds
 b  kernels: time and bytes beside a copy and a matrix product measured in the same run; a table of Triton configurations
-c  steps of a Llama-3-8B-shaped model with random weights: plain and verify, beside their floor and transformers' generate
+c  steps of a Llama-3-8B-shaped model with random weights: plain and verify, beside their floor
+s  speculative rounds of that model, and their tokens a second at a prescribed acceptance
+h  greedy decoding beside transformers' generate, compiled and not
+f  batch-invariant bf16: sampled speculative output equal to plain decoding's to the bit, and what that costs
 d  the paper's shapes: train a 67 M target and drafts on local Python source, tau, and the measured grid beside the model
 e  SPIN's decomposition, and its pipeline on streams
-f  batch-invariant bf16: sampled speculative output equal to plain decoding's to the bit, and what that costs
 
 A stage stops when its --minutes are over (its parts have fixed shares of them), counted from the start of the process, and its
 process is ended at most 45 seconds later; time that a stage overruns is taken from the next one, so the whole run ends at most 45
@@ -32,7 +38,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any
 
 Row = dict[str, Any]
@@ -40,15 +46,26 @@ ROOT = str(Path(__file__).resolve().parents[2])
 if ROOT not in sys.path:  # this checkout's ``recipes.gpu`` and ``specdec``, installed or not
     sys.path.insert(0, ROOT)
 BEGAN = monotonic()  # before torch is imported, which is slow on a machine that has just started
-STAGES = {"a": "correct", "b": "kernels", "c": "steps", "d": "paper", "e": "spin", "f": "invariant"}
+STAGES = {
+    "a": "correct", "t": "checks", "g": "whole", "p": "profiles", "b": "kernels", "c": "steps", "s": "rounds",
+    "h": "others", "f": "invariant", "d": "paper", "e": "spin",
+}  # fmt: skip
+SHARES = {"a": 6}  # processes of a stage on a GPU
+COMMANDS = {
+    "1": ("a+t,g,p,b,c", "1.75,1,1.5,1.75,2.25"),
+    "2": ("s,f,h", "2,2,4.25"),
+    "3": ("d,e", "4.75,3.5"),
+}
+"""Stages and minutes of three runs; each ends within 9 minutes, the grace included."""
 GRACE = 45.0  # seconds beyond --minutes until a stage's process is ended
 POLL = 0.5  # seconds between reads of the rows of a stage's process
 
 
 @dataclass
 class Settings:
-    stages: str = "a,b,c,d,e,f"
+    stages: str = "a+t,g,p,b,c,s,f,h,d,e"
     minutes: str = "7"
+    command: str = ""
     toy: bool = False
     device: str = ""
     isolated: bool | None = None
@@ -56,15 +73,17 @@ class Settings:
     json: str | None = None
     merge: tuple[str, ...] = ()
     rows: str | None = None  # in a stage's own process: the file for its rows
+    share: str = "0/1"  # in a stage's own process: which of how many shares of its cases
     until: float = 0.0  # in a stage's own process: its deadline, by the system-wide monotonic clock
 
 
 def main(s: Settings) -> int:
-    names = [name for name in s.stages.split(",") if name]
+    together = [part for part in s.stages.split(",") if part]
+    names = [name for part in together for name in part.split("+")]
     unknown = [name for name in names if name not in STAGES]
     if unknown:
         raise SystemExit(f"--stages {s.stages}: there is no stage {unknown[0]!r}, but {', '.join(STAGES)}")
-    minutes = minutes_of(s.minutes, names)
+    minutes = minutes_of(s.minutes, together)
     if s.rows is not None:
         with open(s.rows, "a", encoding="utf-8") as file:
             stage(s, names[0], s.until, _keeper(file))
@@ -81,14 +100,15 @@ def main(s: Settings) -> int:
     report = Report(s.json, s.seed, s.toy, not s.toy and s.device == "cuda", s.merge)
     isolated = s.device == "cuda" if s.isolated is None else s.isolated
     end = BEGAN
-    for name in names:
-        began, end = monotonic(), end + 60 * minutes[name]
-        until = min(end, began + 60 * minutes[name])
+    for part in together:
+        began, end = monotonic(), end + 60 * minutes[part]
+        until = min(end, began + 60 * minutes[part])
         if isolated:
-            process(s, name, until, report.add)
+            processes(s, part.split("+"), until, report.add)
         else:
-            stage(s, name, until, report.add)
-        print(f"stage {name}: {monotonic() - began:.0f} s", flush=True)
+            for name in part.split("+"):
+                stage(s, name, until, report.add)
+        print(f"stage {part}: {monotonic() - began:.0f} s", flush=True)
     report.write()
     print("\nbars:")
     for bar in report.bars:
@@ -108,7 +128,7 @@ def ready(device: str) -> None:
 
 
 def minutes_of(said: str, names: list[str]) -> dict[str, float]:
-    """Minutes by stage, from one number for all, or one for each."""
+    """Minutes by stage (or by stages that run together), from one number for all, or one for each."""
     try:
         each = [float(word) for word in said.split(",")]
     except ValueError:
@@ -128,48 +148,63 @@ def stage(s: Settings, name: str, until: float, put: Callable[[Row], None]) -> N
 
     from recipes.gpu.stage import Stage
 
-    one = Stage(name, s.device, s.toy, until, s.seed, put)
+    number, of = map(int, s.share.split("/"))
+    beside = s.rows or s.json
+    folder = None if beside is None else Path(beside).parent
+    one = Stage(name, s.device, s.toy, until, s.seed, put, (number, of), folder)
     with one.case("stage"), torch.inference_mode(name not in "de"):
         importlib.import_module(f"recipes.gpu.{STAGES[name]}").run(one)
 
 
-def process(s: Settings, name: str, until: float, put: Callable[[Row], None]) -> None:
-    """Run one stage in its own process, so that neither a device error nor a hang affects the others.
-
-    Its rows come through a file beside the report, which is polled.
-    """
-    beside = None if s.json is None else Path(s.json).parent
-    with tempfile.NamedTemporaryFile("r", dir=beside, suffix=f".{name}.jsonl", encoding="utf-8") as file:
-        words = [sys.executable, __file__, "--stages", name, "--seed", str(s.seed), "--device", s.device]
-        words += ["--rows", file.name, "--until", str(until), *(["--toy"] if s.toy else [])]
-        child = subprocess.Popen(words)
-        rest, why = "", None
-        try:
-            while True:
-                code = _ended(child)
-                if code is None and monotonic() > until + GRACE:
-                    child.kill()
-                    code = child.wait()
-                    why = "it did not stop in time: its process was ended, and the rows so far are kept"
-                *lines, rest = (rest + file.read()).split("\n")
-                for line in lines:
-                    put(json.loads(line))
-                if code is not None:
-                    break
-        finally:  # this process is terminated, or a file cannot be written
-            child.kill()
-            child.wait()
-        if why or code:
-            why = why or f"its process ended with code {code}"
-            put({"stage": name, "case": "stage", "failed": True, "note": why})
-
-
-def _ended(child: subprocess.Popen[bytes]) -> int | None:
-    """A process's exit code, or ``None`` if it is still running after a moment."""
+def processes(s: Settings, names: list[str], until: float, put: Callable[[Row], None]) -> None:
+    """Run stages at the same time, each in its own process or in several, so that neither a device error nor a hang affects the others."""
+    shares = {name: SHARES.get(name, 1) if s.device == "cuda" else 1 for name in names}
+    children: list[Child] = []
     try:
-        return child.wait(POLL)
-    except subprocess.TimeoutExpired:
-        return None
+        for name, of in shares.items():
+            for number in range(of):
+                children.append(Child(s, name, f"{number}/{of}", until))
+        running = children
+        while running:
+            sleep(POLL)
+            running = [child for child in running if child.read(until, put)]
+    finally:  # this process is terminated, or a file cannot be written
+        for child in children:
+            child.close()
+
+
+class Child:
+    """A stage, or a share of its cases, in a process of its own; its rows come through a file beside the report."""
+
+    def __init__(self, s: Settings, name: str, share: str, until: float):
+        self.name, self.rest = name, ""
+        beside = None if s.json is None else Path(s.json).parent
+        suffix = f".{name}.jsonl"
+        self.file = tempfile.NamedTemporaryFile("r", dir=beside, suffix=suffix, encoding="utf-8")  # noqa: SIM115
+        words = [sys.executable, __file__, "--stages", name, "--seed", str(s.seed), "--device", s.device]
+        words += ["--rows", self.file.name, "--share", share, "--until", str(until)]
+        self.process = subprocess.Popen([*words, *(["--toy"] if s.toy else [])])
+
+    def read(self, until: float, put: Callable[[Row], None]) -> bool:
+        """Put the new rows, and whether it is still running."""
+        code, why = self.process.poll(), None
+        if code is None and monotonic() > until + GRACE:
+            self.process.kill()
+            code = self.process.wait()
+            why = "it did not stop in time: its process was ended, and the rows so far are kept"
+        *lines, self.rest = (self.rest + self.file.read()).split("\n")
+        for line in lines:
+            put(json.loads(line))
+        if code:
+            why = why or f"its process ended with code {code}"
+            put({"stage": self.name, "case": "stage", "failed": True, "note": why})
+        return code is None
+
+    def close(self) -> None:
+        """End the process if it runs, and delete its file."""
+        self.process.kill()
+        self.process.wait()
+        self.file.close()
 
 
 def _keeper(file: Any) -> Callable[[Row], None]:
@@ -193,12 +228,20 @@ def settings() -> Settings:
     )
     d = Settings()
     parser.add_argument(
-        "--stages", default=d.stages, help="stages to run, separated by commas (default: %(default)s)"
+        "--stages",
+        default=d.stages,
+        help="stages to run, separated by commas; a + joins those that run at the same time (default: %(default)s)",
     )
     parser.add_argument(
         "--minutes",
         default=d.minutes,
         help="minutes per stage: one number for all, or one for each of --stages, separated by commas (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--command",
+        choices=sorted(COMMANDS),
+        default=d.command,
+        help="the stages and minutes of one of three runs of 9 minutes",
     )
     parser.add_argument(
         "--toy", action="store_true", help="tiny sizes, on the CPU unless --device says otherwise"
@@ -226,8 +269,11 @@ def settings() -> Settings:
         help="include the rows of other reports; with --stages '' nothing is run",
     )
     parser.add_argument("--rows", help=argparse.SUPPRESS)
+    parser.add_argument("--share", default=d.share, help=argparse.SUPPRESS)
     parser.add_argument("--until", type=float, default=d.until, help=argparse.SUPPRESS)
     s = Settings(**vars(parser.parse_args()))
+    if s.command:
+        s.stages, s.minutes = COMMANDS[s.command]
     s.device, s.merge = s.device or ("cpu" if s.toy else "cuda"), tuple(s.merge)
     return s
 

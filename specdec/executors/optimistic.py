@@ -39,6 +39,7 @@ from specdec.capabilities import ModelInfo
 from specdec.composition import Composition
 from specdec.drafts.pool import merged
 from specdec.executors.round import Drafted, DraftRunner, MicroBatch
+from specdec.kernels.streams import own_stream
 from specdec.rng import Key, Rng
 from specdec.stop_rules import StopRules
 from specdec.types import Context, Proposal, Round
@@ -221,7 +222,7 @@ class _Bet(NamedTuple):
         if self.stream is None:
             yield
             return
-        own = torch.cuda.Stream(self.stream.device)
+        own = own_stream(self.stream.device)
         own.wait_event(self.stream.record_event())
         with torch.cuda.stream(own):
             yield

@@ -25,6 +25,7 @@ from torch import Tensor
 from specdec.composition import Composition
 from specdec.executors.round import Drafted, DraftRunner
 from specdec.executors.timeline import Span
+from specdec.kernels.streams import own_stream
 from specdec.rng import Philox, Rng
 from specdec.types import Context, Proposal, Round, Scores
 
@@ -183,7 +184,7 @@ class ThreadWorker:
         self.inbox: SimpleQueue[Any] = SimpleQueue()
         self.outbox: SimpleQueue[Any] = SimpleQueue()
         device = composition.device
-        stream = torch.cuda.Stream(device) if device is not None and device.type == "cuda" else None
+        stream = own_stream(device) if device is not None and device.type == "cuda" else None
         self.stream = stream
 
         def receive() -> Any:

@@ -1,8 +1,8 @@
 """The forward of llama-like models on a GPU in half precision, with one launch for the operators between two products (``kernels.pointwise``).
 
 Besides attention, a block has seven products, two norms that include the residual before them, one launch that rotates queries and keys
-and stores keys and values, and SwiGLU: 11 launches. Transformers' modules launch every operator by itself, and a captured step of a small
-batch waits for each launch.
+and stores keys and values, and SwiGLU: 11 launches, or 8 where products of the same input are one (``forward.merged``). Transformers'
+modules launch every operator by itself, and a captured step of a small batch waits for each launch.
 
 The results equal the modules' up to rounding: values that the modules round after every operator are rounded once.
 """
@@ -16,13 +16,21 @@ from torch import Tensor
 
 from specdec.forward.block import Angles, Block, Eager
 from specdec.forward.llama_eager import LlamaEager
+from specdec.forward.merged import Merged, room_for
 from specdec.kernels import pointwise
 
 
 class Launches(Eager):
-    """``kernels.pointwise`` between PyTorch's products, for contiguous tensors ``[T, ...]``."""
+    """``kernels.pointwise`` between PyTorch's products, for tensors ``[T, ...]``; ``merged``: products that are one."""
 
     stores = True
+
+    def __init__(self, merged: Merged | None = None):
+        self.merged = merged
+
+    def products(self, x: Tensor, *projections: Any) -> list[Tensor]:
+        together = None if self.merged is None else self.merged.products(x, projections)
+        return super().products(x, *projections) if together is None else together
 
     def add_norm(self, x: Tensor, more: Tensor | None, norm: Any) -> tuple[Tensor, Tensor]:
         if more is None:
@@ -55,7 +63,23 @@ LAUNCHES = Launches()
 class LlamaTriton(LlamaEager):
     """As ``LlamaEager``, for models on a GPU in float16 or bfloat16, with Triton and without gradients."""
 
-    ops = LAUNCHES
+    ops: Launches
+
+    def __init__(self, model: Any, backend: str = "auto", merged: bool | None = None):
+        """``merged``: whether products of the same input are one, on copies of their weights; ``None``: where the copies are small."""
+        super().__init__(model, backend)
+        groups = [group for b in self.blocks for group in ((b.query, b.key, b.value), (b.gate, b.up))]
+        copies = Merged(groups)
+        wanted = room_for(copies, model.lm_head.weight.device) if merged is None else merged
+        self.ops = Launches(copies) if wanted else LAUNCHES
+
+    def check(self) -> None:
+        """As ``Runner.check``: copies follow their weights."""
+        if self.ops.merged is not None:
+            try:
+                self.ops.merged.refresh()
+            except torch.OutOfMemoryError:
+                self.ops = LAUNCHES
 
     @staticmethod
     def suits(model: Any, dtype: torch.dtype | None = None) -> bool:

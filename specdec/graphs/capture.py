@@ -8,18 +8,22 @@ tensors every time, so results hold until the next call.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 
-from specdec.graphs.recorded import Body, record
+from specdec.graphs.recorded import Body, record, watch
+from specdec.kernels.streams import own_stream
 
 Capture = Callable[[Body], Body]
 
 CAPTURES = ("cuda", "eager", "recorded")
-# A capture begins by waiting for the whole device, which no other thread may do while one captures.
+# Captures of a device share one stream, and no thread may wait for the whole device while another one captures.
 _capturing = threading.Lock()
+_aside: dict[int, Any] = {}  # device -> the stream on which its captures run, and nothing else
 
 
 def capture_for(name: str, device: torch.device) -> Capture:
@@ -49,6 +53,17 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+class _Graph:
+    """A captured graph; its pool's memory is in use while it exists."""
+
+    def __init__(self, graph: Any, out: Any):
+        self.graph, self.out = graph, out
+
+    def __call__(self) -> Any:
+        self.graph.replay()
+        return self.out
+
+
 class CudaGraphs:
     """Captures bodies as CUDA graphs that share one pool of memory.
 
@@ -58,36 +73,74 @@ class CudaGraphs:
 
     def __init__(self, device: torch.device, warm_up: int = 2):
         self.device, self.warm_up = device, warm_up
-        self.pool: Any = None
+        self._pool: Any = None
+        self._alive: weakref.WeakSet[_Graph] = weakref.WeakSet()  # the graphs in that pool
 
     def __call__(self, body: Body) -> Body:
         """Run ``body`` a few times on a side stream (which compiles kernels and sets up libraries), then capture it.
 
         Raises:
-            RuntimeError: the body waits for the device, or does anything else that cannot be captured.
+            NotCapturable: the body waits for the device, or does anything else that cannot be captured. This is found out in a run that is
+                not captured, since a capture that breaks leaves PyTorch's allocator in the middle of it.
+            RuntimeError: the capture failed.
         """
         with _capturing, torch.cuda.device(self.device):
-            current, aside = torch.cuda.current_stream(), torch.cuda.Stream()
+            current, aside = torch.cuda.current_stream(), _stream_of(torch.cuda.current_device())
             aside.wait_stream(current)
             with torch.cuda.stream(aside):
                 for _ in range(self.warm_up):
                     body()
+                watch(body)
             current.wait_stream(aside)
-            if self.pool is None:
-                self.pool = torch.cuda.graph_pool_handle()
-            graph = torch.cuda.CUDAGraph()
+            _make_room()
+            with torch.cuda.stream(aside), _own_workspaces():
+                made = self._capture(body)
+        self._alive.add(made)
+        return made
+
+    def _capture(self, body: Body) -> _Graph:
+        if (
+            not self._alive
+        ):  # the allocator drops a pool with its last graph, and does not take its handle again
+            self._pool = torch.cuda.graph_pool_handle()
+        pool, graph = self._pool, torch.cuda.CUDAGraph()
+        try:
+            # Not by ``torch.cuda.graph``, which frees all cached memory each time. "thread_local": other threads may go on.
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
-                # "thread_local": other threads may go on.
-                with torch.cuda.graph(graph, pool=self.pool, stream=aside, capture_error_mode="thread_local"):
-                    out = body()
-            except BaseException:
-                # A capture that cannot be ended leaves the thread on its stream and the pool marked as recording.
-                torch.cuda.set_stream(current)
-                self.pool = None
-                raise
+                out = body()
+            finally:
+                graph.capture_end()
+        except BaseException:
+            self._pool, self._alive = None, weakref.WeakSet()  # it may be marked as recording
+            with suppress(Exception):
+                torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
+            raise
+        return _Graph(graph, out)
 
-        def replay() -> Any:
-            graph.replay()
-            return out
 
-        return replay
+def _stream_of(device: int) -> Any:
+    if device not in _aside:
+        _aside[device] = own_stream(torch.device("cuda", device))
+    return _aside[device]
+
+
+def _make_room() -> None:
+    """Free cached memory if more is cached than free: a capture allocates, and nothing can be freed while it runs."""
+    free, _ = torch.cuda.mem_get_info()
+    if free < torch.cuda.memory_reserved() - torch.cuda.memory_allocated():
+        torch.cuda.empty_cache()
+
+
+@contextmanager
+def _own_workspaces() -> Iterator[None]:
+    """The matrix library's workspaces are allocated anew in here and afterwards.
+
+    A graph contains the address of its workspace. One that was there before belongs to nobody who knows of the graph: PyTorch's compiler
+    frees all of them when it captures. One that is allocated during the capture belongs to the graph's pool, and must serve nobody else.
+    """
+    torch._C._cuda_clearCublasWorkspaces()
+    try:
+        yield
+    finally:
+        torch._C._cuda_clearCublasWorkspaces()

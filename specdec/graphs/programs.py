@@ -31,6 +31,7 @@ from specdec.graphs.static import StaticStep, bucket_of, fits, nodes_of
 MOST = 16  # captured steps over one memory
 SMALL = 64  # new tokens of a row up to which a call is decoding or verification
 DRAFTED = 64  # proposed tokens a row that may stay on the device
+PATIENCE = 2  # captures that fail one after another until no more is tried
 
 
 class Lease:
@@ -49,6 +50,7 @@ class Storage:
         self.programs: OrderedDict[Hashable, Program] = OrderedDict()
         self.seen: OrderedDict[Hashable, None] = OrderedDict()
         self.too_large: set[Hashable] = set()
+        self.failed: set[Hashable] = set()
 
     @property
     def free(self) -> bool:
@@ -75,14 +77,15 @@ class Programs:
         device: of all of them. capture: an entry of ``capture.CAPTURES``. most: programs over one memory; beyond that, the least
             recently used one is dropped.
     Attributes:
-        why: why nothing more is captured until ``release``, or ``None``. Lack of memory does not stop captures: the shape concerned runs
-            without a graph for as long as its memory exists.
+        why: why nothing more is captured until ``release``, or ``None``. A shape whose capture failed runs without a graph for as long as
+            its memory exists; only when several fail one after another, and not for lack of memory, nothing more is tried.
     """
 
     def __init__(self, device: torch.device, capture: str, most: int = MOST):
         self.device, self.most = device, most
         self.capture = capture_for(capture, device)
         self.why: str | None = None
+        self._failures = 0  # since the last success
         self._storages: list[Storage] = []
 
     def __repr__(self) -> str:
@@ -99,6 +102,11 @@ class Programs:
         """Names of the programs that there was too little memory to capture."""
         return {name for storage in self._storages for name in storage.too_large}
 
+    @property
+    def failed(self) -> set[Hashable]:
+        """Names of the programs that could not be captured for another reason."""
+        return {name for storage in self._storages for name in storage.failed}
+
     def lent(self, batch: int, fits: Callable[[Any], bool]) -> Any:
         """As ``Storage.lend``, of free memory with enough rows whose cache ``fits``. If there is none, free the unused memory and return ``None``."""
         for storage in self._storages:
@@ -110,7 +118,7 @@ class Programs:
     def release(self) -> None:
         """Drop all captured programs and the memory that no cache uses; captures that failed may be tried again."""
         self._drop(lambda _: True)
-        self.why = None
+        self.why, self._failures = None, 0
 
     def program(
         self,
@@ -123,8 +131,6 @@ class Programs:
 
         ``None`` for a name that occurs for the first time, or after a failed capture, of which a warning was given.
         """
-        if self.why is not None:
-            return None
         storage = self._of(cache)
         programs, seen = storage.programs, storage.seen
         program = programs.get(key)
@@ -132,7 +138,7 @@ class Programs:
             programs.move_to_end(key)
             update(program)
             return program
-        if key in storage.too_large:
+        if self.why is not None or key in storage.too_large or key in storage.failed:
             return None
         if key not in seen:
             seen[key] = None
@@ -144,23 +150,28 @@ class Programs:
             update(program)
             program.capture(self.capture)
         except Exception as error:
-            said = f"{type(error).__name__}: {error}"
-            if _out_of_memory(error):
-                storage.too_large.add(key)
-                what = (
-                    "there was too little memory to capture a step of this shape, so it runs without a graph"
-                )
-            else:
-                self.release()
-                self.why = said
-                what = "a step of this model cannot be captured, so it runs without graphs"
-            warnings.warn(f"graphs: {what}: {said}", RuntimeWarning, stacklevel=2)
+            self._note(storage, key, error)
             return None
+        self._failures = 0
         programs[key] = program
         if len(programs) > self.most:
             self._wait()
             programs.popitem(last=False)
         return program
+
+    def _note(self, storage: Storage, key: Hashable, error: Exception) -> None:
+        """Warn of a capture that failed, and do not try it again."""
+        said, what = f"{type(error).__name__}: {error}", "a step of this shape cannot be captured"
+        if _out_of_memory(error):
+            storage.too_large.add(key)
+            what = "there was too little memory to capture a step of this shape"
+        else:
+            storage.failed.add(key)
+            self._failures += 1
+        what += ", so it runs without a graph"
+        if self._failures >= PATIENCE:
+            self.why, what = said, "steps of this model cannot be captured, so it runs without graphs"
+        warnings.warn(f"graphs: {what}: {said}", RuntimeWarning, stacklevel=3)
 
     def _of(self, cache: Slots) -> Storage:
         for storage in self._storages:
@@ -219,7 +230,9 @@ class Steps(Programs):
         Returns:
             ``None`` where the call is not one for steps, or its step is not captured yet: a shape is captured when it occurs again.
         """
-        if type(cache) is not SlotCache or self.why is not None or not packed.rows:
+        if type(cache) is not SlotCache or not packed.rows:
+            return None
+        if self.why is not None and not self.captured:
             return None
         counts = [r.end - r.first for r in packed.rows]
         if max(counts) > SMALL or len(counts) * max(counts) > 2 * sum(counts) + 64:

@@ -80,7 +80,54 @@ class _Guard(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class Recording(TorchDispatchMode):
+def watch(body: Body) -> Any:
+    """``body()``.
+
+    Raises:
+        NotCapturable: an operator of it cannot be captured; the message names it.
+    """
+    with Watching():
+        return body()
+
+
+class Watching(TorchDispatchMode):
+    """Runs operators, and refuses those that cannot be captured."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func.overloadpacket.__name__ == "lift_fresh" and not args[0].dim():  # a number in the code
+            return args[0]
+        self.refuse(func, args, kwargs)
+        if func._can_decompose():  # a composite operator, whose parts are watched
+            with self:
+                out = func.decompose(*args, **kwargs)
+            if out is not NotImplemented:
+                return out
+        return func(*args, **kwargs)
+
+    def refuse(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raise NotCapturable for an operator that cannot be captured."""
+        name = func.overloadpacket.__name__
+        why = FORBIDDEN.get(name)
+        if name == "repeat_interleave" and isinstance(args[0], Tensor) and "self_int" in func._overloadname:
+            why = None
+        if name in ("index", "index_put", "index_put_", "_index_put_impl_") and len(args) > 1:
+            masks = [t for t in args[1] if isinstance(t, Tensor) and t.dtype in (torch.bool, torch.uint8)]
+            why = f"has an index of {masks[0].dtype}, which {_WAITS}" if masks else why
+        if name in ("_to_copy", "copy_", "to"):
+            devices = {t.device for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+            if kwargs.get("device") is not None:
+                to = torch.device(kwargs["device"])
+                devices |= {to} - {torch.device(d.type) for d in devices}  # "cuda" is any of them
+            if len(devices) > 1:
+                why = f"copies from one device to another ({', '.join(sorted(map(str, devices)))}): copy before the step"
+        if why is not None:
+            raise NotCapturable(f"{func} in a captured step {why}")
+
+
+class Recording(Watching):
     """Records the operators that run while it is active, and their outputs.
 
     Attributes:
@@ -101,7 +148,7 @@ class Recording(TorchDispatchMode):
             self.made.add(_storage(args[0]))
             self.calls.append((func, args, {"value": args[0].item()}, args[0]))
             return args[0]
-        self._refuse(func, args, kwargs)
+        self.refuse(func, args, kwargs)
         if func._can_decompose():  # a composite operator, whose parts are recorded
             with self:
                 out = func.decompose(*args, **kwargs)
@@ -115,23 +162,6 @@ class Recording(TorchDispatchMode):
         self.made |= {_storage(t) for t in tree_leaves(out) if isinstance(t, Tensor)} - there
         self.calls.append((func, args, kwargs, out))
         return out
-
-    def _refuse(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        name = func.overloadpacket.__name__
-        why = FORBIDDEN.get(name)
-        if name == "repeat_interleave" and isinstance(args[0], Tensor) and "self_int" in func._overloadname:
-            why = None
-        if name in ("index", "index_put", "index_put_", "_index_put_impl_") and len(args) > 1:
-            masks = [t for t in args[1] if isinstance(t, Tensor) and t.dtype in (torch.bool, torch.uint8)]
-            why = f"has an index of {masks[0].dtype}, which {_WAITS}" if masks else why
-        if name in ("_to_copy", "copy_", "to"):
-            devices = {t.device for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
-            if kwargs.get("device") is not None:
-                devices.add(torch.device(kwargs["device"]))
-            if len(devices) > 1:
-                why = f"copies from one device to another ({', '.join(sorted(map(str, devices)))}): copy before the step"
-        if why is not None:
-            raise NotCapturable(f"{func} in a captured step {why}")
 
     def compare(self, other: Recording) -> None:
         """Raise ``NotCapturable`` unless ``other`` holds the same operators on the same earlier tensors."""

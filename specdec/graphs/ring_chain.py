@@ -20,7 +20,7 @@ from specdec.graphs.chain import Drawn, draw, uniforms_of
 from specdec.graphs.programs import Programs
 from specdec.graphs.staging import Program, Staged, pad
 from specdec.graphs.static import StaticPlan, attend, power
-from specdec.kernels.attention.lowered import Lowered
+from specdec.kernels.attention.lowered import Lowered, RingSight
 from specdec.masks import Mask, sees
 from specdec.masks.text import known
 from specdec.rng import Rng
@@ -28,6 +28,7 @@ from specdec.sampling import Sampling
 from specdec.types import Context
 
 Forward = Callable[[int, Tensor, "RingPlan"], Tensor | None]
+FAR = 2**31 - 1  # no limit
 
 
 class Shape(NamedTuple):
@@ -45,24 +46,41 @@ class Shape(NamedTuple):
 
 
 class RingPlan(StaticPlan):
-    """Which slots of their rings the queries of one step see, ``seen [R, S]``, and how far ``behind [R, S]`` the query each slot's position is."""
+    """What the queries of one step at ``position [R]`` see of their rings: all within the ring's reach, or ``seen [R, S]`` of slots whose
+    positions are ``behind [R, S]`` the query's, where a mask shows less."""
 
-    def __init__(self, seen: Tensor, behind: Tensor, slots: Tensor):
-        rows, size = seen.shape
-        number = torch.arange(rows + 1, dtype=torch.int32, device=seen.device)
-        length = torch.full((rows,), size, dtype=torch.int32, device=seen.device)
+    def __init__(
+        self,
+        ring: RingSight,
+        slots: Tensor,
+        seen: Tensor | None = None,
+        behind: Tensor | None = None,
+    ):
+        rows, size = len(ring.position), ring.sinks + ring.size
+        device = ring.position.device
+        number = torch.arange(rows + 1, dtype=torch.int32, device=device)
+        length = torch.full((rows,), size, dtype=torch.int32, device=device)
         parts = (number, length, number[:-1], length, None, None, None, None)
         super().__init__(Lowered(*parts, max_count=1, max_length=size), slots)
-        self.seen, self.behind = seen, behind
+        self.ring, self.seen, self.behind = ring, seen, behind
         self.known: dict[int | None, Lowered] = {}
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float, *more: Any) -> Tensor:
         """As ``StaticPlan.attend``; a layer's own ``window`` counts positions."""
         window, *others = more
         if window not in self.known:
-            seen = self.seen if window is None else self.seen & (self.behind < window)
-            self.known[window] = replace(self.lowered, seen=seen[None].to(torch.uint8))
+            self.known[window] = self._lowered(window)
         return attend(query, keys, values, self.known[window], scale, None, *others)
+
+    def _lowered(self, window: int | None) -> Lowered:
+        ring = self.ring
+        if self.seen is None:
+            if window is not None:
+                ring = ring._replace(window=min(ring.window, window), far=min(ring.far, window))
+            return replace(self.lowered, ring=ring)
+        assert self.behind is not None
+        seen = self.seen if window is None else self.seen & (self.behind < window)
+        return replace(self.lowered, seen=seen[None].to(torch.uint8))
 
 
 class RingChain(Program):
@@ -74,7 +92,8 @@ class RingChain(Program):
 
     def __init__(self, ring: Ring, store: StaticStore, shape: Shape, device: torch.device):
         self.store, self.shape = store, shape
-        self.sinks, self.size, self.window, self.mask = ring.sinks, ring.size, ring.window, ring.mask
+        self.sinks, self.size, self.window = ring.sinks, ring.size, ring.window
+        self.mask = ring.mask if ring.narrower else None
         R = shape.rows
         fields = {
             **dict.fromkeys(("ids", "base", "limit", "earlier", "before"), ("i8", (R,))),
@@ -94,14 +113,15 @@ class RingChain(Program):
         if shape.earlier:
             position = torch.cat([on["before"][None], position])
         slots = torch.arange(shape.rows, device=device) * self.store.slots + self._slot(position)
-        held, seen = self._sight(position)
+        sight = None if self.mask is None else self._sight(position, self.mask)
         forward, token = self.forward(position), on["ids"]
         tokens: list[Tensor] = []
         distributions: list[Tensor] = []
         for n in range(-int(shape.earlier), shape.steps):
             i = n + int(shape.earlier)
             self.store.begin()
-            plan = RingPlan(seen[i], position[i][:, None] - held[i], slots[i])
+            ring = RingSight(position[i], self.sinks, self.size, self.window, FAR)
+            plan = RingPlan(ring, slots[i], *(() if sight is None else (part[i] for part in sight)))
             logits = forward(i, on["earlier"] if n < 0 else token, plan)
             if logits is None:
                 continue
@@ -118,13 +138,13 @@ class RingChain(Program):
         ring = self.sinks + (position - self.sinks) % self.size
         return torch.where(position < self.sinks, position, ring)
 
-    def _sight(self, position: Tensor) -> tuple[Tensor, Tensor]:
-        """As ``Ring.held`` and ``Ring.visible``."""
+    def _sight(self, position: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
+        """As ``Ring.visible``, and how far each slot's position is behind the query's."""
         s = torch.arange(self.sinks + self.size, device=position.device)
         q = position[..., None]
         held = torch.where(s < self.sinks, s, q - (q - s) % self.size)
         exists = torch.where(s < self.sinks, held <= q, (held >= self.sinks) & (held > q - self.window))
-        return held, exists & sees(self.mask, q, held.clamp(min=0))
+        return exists & sees(mask, q, held.clamp(min=0)), q - held
 
 
 def drawn(

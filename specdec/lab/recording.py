@@ -28,6 +28,7 @@ from specdec.models.hf import HFModel
 from specdec.protocols import LanguageModel
 from specdec.sampling import Sampling
 from specdec.types import Round
+from specdec.verifiers.rejection import Rejection
 
 Number = tuple[int, int]  # of a prompt, and of a turn
 
@@ -177,6 +178,7 @@ class _How:
             decoder(self.target)
             .sampling(self.sampling)
             .draft(_Taps(self.taps), length=1)
+            .verifier(Rejection())  # on a GPU the default leaves no distributions
             .build()
             .generate(rows, self.more, seed=seeds, eos_token_id=self.ends, on_round=look)
         )

@@ -60,7 +60,10 @@ def accepted_by(
             proposal, context = round.proposal.select(whole), round.context.select(whole)
             if not len(whole):
                 return
-            assert round.probs is not None
+            if round.probs is None:
+                raise ValueError(
+                    "the decoder's verifier took the logits, so there are no distributions for others: build it with verifier(Rejection())"
+                )
             probs: Any = round.probs[whole.to(round.probs.device)]
             for name, verifier in verifiers.items():
                 verifier.check(proposal)

@@ -88,7 +88,7 @@ def check_arguments(
         )
     if invariant and page is not None and page % 16:
         raise ValueError(f"page is {page}: with invariant=True give a multiple of 16, or None")
-    if bf16_weights and graphs:
+    if bf16_weights and graphs not in (False, "auto"):  # "auto" captures nothing on a CPU, where copies are
         raise ValueError(
             "bf16_weights is True but captured steps do not read bfloat16 copies: leave it None, or give graphs=False"
         )

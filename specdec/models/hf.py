@@ -53,7 +53,7 @@ class HFModel:
             (``kernels.attention.explain`` says which, and why not the others).
         page: slots of a page, for KV in pages that rows take as they grow (docs/models.md); ``None``: the same slots for every row.
         graphs: whether small steps (decoding, verification, a draft's tokens) are captured once for each shape and replayed as CUDA graphs.
-            ``"auto"`` does so where possible, ``True`` refuses other models. For tests on any device, ``"eager"`` runs the same steps without
+            ``"auto"`` does so where possible, on a GPU, ``True`` refuses other models. For tests on any device, ``"eager"`` runs the same steps without
             capturing them and ``"recorded"`` replays a recording of their operators (docs/models.md).
         compile: ``torch.compile`` for norms and MLPs, of the private copy only; a mapping has its options (``{"backend": ...}``). It can pay on
             a GPU; on a CPU the C kernels that it replaces are faster. The first steps of each kind wait for the compiler.
@@ -84,7 +84,7 @@ class HFModel:
         unlisted: Literal["packed"] | None = None,
         attention: str = "auto",
         page: int | None = None,
-        graphs: Graphs = False,
+        graphs: Graphs = "auto",
         compile: bool | Mapping[str, Any] = False,
         invariant: bool = False,
         bf16_weights: bool | None = None,
@@ -101,7 +101,7 @@ class HFModel:
             )
         self.model, self.tokenizer, self.prefill_chunk = model, tokenizer, prefill_chunk
         self.clone = structural_clone(model)
-        self.attention, self.bf16_weights, self.page = attention, bf16_weights, page
+        self.attention, self.bf16_weights, self.page, self.graphs = attention, bf16_weights, page, graphs
         self._path = runner_for(
             *(self.clone, path, attention),
             invariant=invariant,
@@ -142,7 +142,7 @@ class HFModel:
         unlisted: Literal["packed"] | None = None,
         attention: str = "auto",
         page: int | None = None,
-        graphs: Graphs = False,
+        graphs: Graphs = "auto",
         compile: bool | Mapping[str, Any] = False,
         invariant: bool = False,
         bf16_weights: bool | None = None,

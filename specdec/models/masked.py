@@ -95,7 +95,9 @@ class Masked(HFModel):
                 raise ValueError(
                     f"the model keeps its KV in pages of {model.page} tokens and {mask!r} needs slots: make the HFModel without page"
                 )
-            if model.steps is not None:
+            if model.graphs == "auto":
+                self.steps = None
+            elif model.steps is not None:
                 raise ValueError(
                     f"the model has graphs, whose steps do not support {mask!r}: make the HFModel without graphs"
                 )

@@ -58,14 +58,14 @@ class Spire:
     model: SpireModel
     block: int = 8
     sampling: Sampling | None = None
-    graphs: bool | str = False
+    graphs: bool | str = "auto"
     bf16_weights: bool | None = None
     programs: Programs | None = field(default=None, repr=False, compare=False)  # bind makes them
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "model", as_spire(self.model))
         at_least(1, "block", self.block, "a draft proposes at least 1 token")
-        if self.bf16_weights and self.graphs:
+        if self.bf16_weights and self.graphs not in (False, "auto"):
             raise ValueError(
                 "bf16_weights and graphs are both set: captured steps do not read bfloat16 copies; give only one of them"
             )
@@ -89,7 +89,7 @@ class Spire:
         capture = capture_named(self.graphs, self.model.device)
         programs = None if capture is None else Programs(self.model.device, capture)
         model = self.model
-        if self.bf16_weights is not False and not self.graphs and model.narrow is None:
+        if self.bf16_weights is not False and capture is None and model.narrow is None:
             model = model.narrowed(automatic=self.bf16_weights is None)
         return replace(self, model=model, sampling=self.sampling or sampling, programs=programs)
 

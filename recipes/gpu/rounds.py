@@ -1,0 +1,99 @@
+"""Stage s of the GPU suite: speculative rounds at the 8B shape, and tokens a second at a prescribed acceptance.
+
+Random weights have no acceptance of their own. A round of k drafted tokens takes about as long whatever is accepted, so the time of a round
+is measured with the verifiers of a decoder, and once with ``verifiers.Synthetic``, which accepts a given share: the lengths of its rows
+grow as those of a trained draft would. Its output is not the target's, and only its time counts.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+from transformers.utils import logging
+
+import specdec as sd
+from recipes.gpu.stage import Stage
+from recipes.gpu.steps import floor, llama, stopped
+from specdec.cost import Shape
+from specdec.verifiers import Synthetic
+
+K, ACCEPTANCE = 4, 0.7
+POINTS = ((1, 1024), (16, 1024), (64, 1024), (16, 8192))
+TOY_POINTS = ((2, 16),)
+PLAIN = "plain, greedy"
+
+
+def decoders(stage: Stage) -> dict[str, sd.Decoder]:
+    """Decoders of the 8B shape, with graphs; none if it does not fit."""
+    model = llama(stage)
+    small = None if model is None else llama(stage, layers=4)
+    if model is None or small is None:
+        return {}
+    graphs: Any = "eager" if stage.device.type == "cpu" else True
+    target, draft = (sd.HFModel(raw, prefill_chunk=8192, graphs=graphs) for raw in (model, small))
+    plain, drafted = sd.decoder(target), sd.decoder(target).draft(draft, K)
+    return {
+        PLAIN: plain.greedy().build(),
+        "a draft, greedy": drafted.greedy().build(),
+        "plain, sampled": plain.build(),
+        "a draft, sampled": drafted.build(),
+        "a draft, prescribed": drafted.verifier(Synthetic(ACCEPTANCE)).build(),
+    }
+
+
+def prompts(stage: Stage, batch: int, context: int) -> torch.Tensor:
+    """``[batch, context]`` random ids."""
+    host = torch.Generator().manual_seed(stage.seed)
+    return torch.randint(0, 100 if stage.toy else 128_000, (batch, context), generator=host)
+
+
+def run(stage: Stage) -> None:
+    logging.set_verbosity_error()
+    _ = stage.rates
+    made = decoders(stage)
+    if not made:
+        return
+    tau = Synthetic(ACCEPTANCE).tau(K)
+    shape = Shape.of(made[PLAIN].target.model.config)
+    for batch, context in TOY_POINTS if stage.toy else POINTS:
+        ids, speed = prompts(stage, batch, context), dict[str, float]()
+        if not stage.room(f"{batch} x {context}", 2.5 * shape.kv_values(1) * 2 * batch * (context + 256)):
+            continue
+        for name, decoder in made.items():
+            case = f"a round, {name}, {batch} x {context}"
+            if stage.late(case, 0.0 if stage.toy else 4.0):
+                continue
+            with stage.case(case):
+                seconds, rounds = timed(stage, decoder, ids)
+                drafted = name.startswith("a draft")
+                least, *_ = floor(stage, shape, batch, K + 1 if drafted else 1, context)
+                tokens = tau if drafted else 1.0
+                speed[name] = tokens * batch / seconds
+                more = stopped(decoder.target) | (stopped(decoder.draft.model) if drafted else {})
+                stage.row(
+                    case, seconds, least, tokens_per_second=speed[name], rounds=rounds,
+                    **{"note": f"{speed[name]:.0f} tokens a second at {tokens:.2f} a round"} | more,
+                )  # fmt: skip
+        for name in speed:
+            if name.startswith("a draft") and PLAIN in speed:
+                over = speed[name] / speed[PLAIN]
+                case = f"{name}, {batch} x {context}, over {PLAIN}"
+                stage.row(case, ratio=over, note=f"{over:.2f} at an acceptance of {ACCEPTANCE:g}")
+
+
+def timed(stage: Stage, decoder: sd.Decoder, ids: torch.Tensor) -> tuple[float, int]:
+    """The median seconds of a round after the captures, and the number of rounds."""
+    new = 8 if stage.toy else 96
+    for turn in range(1 if stage.toy else 2):
+        marks: list[float] = []
+
+        def mark(_: Any, marks: list[float] = marks) -> None:
+            marks.append(perf_counter())
+
+        decoder.generate(ids, new, seed=turn, eos_token_id=(), on_round=mark)
+    gaps = [b - a for a, b in pairwise(marks)]
+    return median(gaps), len(gaps)

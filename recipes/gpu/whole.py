@@ -1,0 +1,152 @@
+"""Stage g of the GPU suite: whole models are right. Logits of two layers of the 8B shape, and texts with graphs against texts without.
+
+The reference is transformers' forward of the same weights in float32. A plain step, a chain and a tree are scored in ragged rows, by
+each way in which ``HFModel`` runs: from Python, by CUDA graphs, and by graphs of a compiled model. ``max_error`` is the largest error of
+a node's logits, and its limit is twice that of transformers' own forward in bfloat16.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaForCausalLM
+from transformers.utils import logging
+
+import specdec as sd
+from recipes.gpu.cases import PARENTS
+from recipes.gpu.stage import Part, Stage
+from recipes.gpu.steps import COMPILED, EAGER, config, llama, stopped, wrapped
+from specdec.lab.errors import worst
+
+LENGTHS, TOY_LENGTHS = (700, 33, 256), (20, 3, 9)
+TIMES = 3  # a shape is captured at its second use, and replayed at its third
+
+
+def run(stage: Stage) -> None:
+    logging.set_verbosity_error()
+    stage.parts({"logits": Part(0.6, logits), "texts": Part(0.4, texts)})
+
+
+def proposals(stage: Stage, rows: int, vocab_size: int) -> Iterator[tuple[str, sd.Proposal | None]]:
+    """What is scored after the texts: name and proposal."""
+    host = torch.Generator().manual_seed(stage.seed)
+    yield "plain step", None
+    for name, parents in (("verify 6", tuple(range(-1, 4))), ("tree of 7", PARENTS)):
+        tokens = torch.randint(0, vocab_size, (rows, len(parents)), generator=host)
+        size = torch.full((rows,), len(parents))
+        if name == "verify 6":
+            size[-1] -= 2  # ragged
+        tree = torch.tensor([parents] * rows)
+        yield name, sd.Proposal(tokens.to(stage.device), tree, size)
+
+
+def logits(stage: Stage) -> None:
+    """Of two layers, after the last token of each text and after each node."""
+    model = llama(stage, layers=2)
+    if model is None:
+        return
+    exact = copy.deepcopy(model).float()
+    lengths = TOY_LENGTHS if stage.toy else LENGTHS
+    host = torch.Generator().manual_seed(stage.seed)
+    text = [torch.randint(0, model.config.vocab_size, (n,), generator=host).tolist() for n in lengths]
+    context = sd.Context.of(text, max(lengths) + 16)
+    models = wrapped(model)
+    for what, nodes in proposals(stage, len(text), model.config.vocab_size):
+        if stage.late(what):
+            continue
+        with stage.case(what):
+            wanted = by_node(exact, text, nodes)
+            limit = 2 * worst_of(by_node(model, text, nodes), wanted)
+            for kind, one in models.items():
+                case = f"logits, {what}: {kind}"
+                if (stage.toy and kind == COMPILED) or stage.late(case):
+                    continue
+                with stage.case(case):
+                    cache = one.cache(len(text), max(lengths) + 16)
+                    one.prefill(cache, context)
+                    for _ in range(1 if kind == EAGER else TIMES):
+                        made = one.score(cache, context, nodes).logits
+                    found = [made[b, i] for b, i in places(nodes, len(text))]
+                    same = sum(int(a.argmax() == b.argmax()) for a, b in zip(found, wanted))
+                    stage.row(
+                        case, error=worst_of(found, wanted), limit=limit, bound=limit, same_argmax=same / len(wanted),
+                        **({} if kind == EAGER else stopped(one)),
+                    )  # fmt: skip
+                    del cache
+
+
+def places(nodes: sd.Proposal | None, rows: int) -> list[tuple[int, int]]:
+    """Row and entry of the logits that are compared: those after a text, and after each node that exists."""
+    size = [0] * rows if nodes is None else nodes.size.tolist()
+    return [(b, i) for b in range(rows) for i in range(size[b] + 1)]
+
+
+def by_node(model: Any, text: list[list[int]], nodes: sd.Proposal | None) -> list[Tensor]:
+    """The same logits by transformers, a forward for each path."""
+    found = []
+    for b, i in places(nodes, len(text)):
+        path: list[int] = []
+        node = i - 1
+        while node >= 0 and nodes is not None:
+            path.append(int(nodes.tokens[b, node]))
+            node = int(nodes.parents[b, node])
+        ids = torch.tensor([text[b] + path[::-1]], device=model.device)
+        found.append(model(ids, logits_to_keep=1).logits[0, -1])
+    return found
+
+
+def worst_of(found: list[Tensor], wanted: list[Tensor]) -> float:
+    """The largest relative error of a node's logits."""
+    return worst(torch.stack(found)[None, None], torch.stack(wanted).double()[None, None])
+
+
+def texts(stage: Stage) -> None:
+    """Greedy texts of small models in float32, plain and speculative, with graphs and without: all are the same."""
+    made = config(True)
+    if not stage.toy:
+        made.update({"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 2,
+                     "vocab_size": 4096, "head_dim": 64})  # fmt: skip
+    raw = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        with torch.inference_mode(False), torch.no_grad():
+            raw.append(LlamaForCausalLM(made).to(stage.device).eval().requires_grad_(False))
+    new = 8 if stage.toy else 64
+    host = torch.Generator().manual_seed(stage.seed)
+    prompts = [torch.randint(0, made.vocab_size, (n,), generator=host).tolist() for n in (40, 7, 19)]
+    graphs: Any = True if stage.device.type == "cuda" else "eager"
+    first: list[list[int]] | None = None
+    for how in (False, graphs):
+        target, small = (sd.HFModel(model, graphs=how) for model in raw)
+        for name, draft in (
+            ("plain", None),
+            ("a model's chain", sd.drafts.Model(small)),
+            ("a tree", sd.drafts.Tree(small, (2, 2))),
+            ("a windowed model's chain", sd.drafts.Model(sd.models.Windowed(small, 16, 2))),
+            ("MagicDec", sd.drafts.MagicDec(window=16, sinks=2)),
+        ):
+            case = f"greedy text, {name}, {'with' if how else 'without'} graphs"
+            if stage.late(case):
+                continue
+            with stage.case(case):
+                base = sd.decoder(target).greedy()
+                decoder = (base if draft is None else base.draft(draft)).build()
+                for _ in range(2):
+                    ids = decoder.generate(prompts, new, seed=0, eos_token_id=()).ids
+                first = first or ids
+                differ = sum(a != b for one, other in zip(ids, first) for a, b in zip(one, other))
+                more: dict[str, Any] = {"failed": True} if differ else {}
+                stage.row(
+                    case,
+                    differ=differ,
+                    note=f"{differ} tokens differ from plain decoding without graphs",
+                    **more,
+                )
+        for one in (target, small):
+            if one.steps is not None:
+                stage.row(f"captured steps of the {'target' if one is target else 'draft'}", **stopped(one))
+                one.steps.release()
