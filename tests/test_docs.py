@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from runpy import run_path
 from typing import NamedTuple
 
 import pytest
@@ -16,7 +17,11 @@ from specdec.kernels.attention import choice
 from specdec.models import SUPPORTED
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    *(page for page in sorted((ROOT / "docs").rglob("*.md")) if page.parent.name != "notebooks"),
+]
+"""The notebooks' pages are written from files that tests/test_notebooks.py runs."""
 FENCE = re.compile(r"^```(?P<kind>\S*)[^\n]*\n(?P<text>.*?)^```\s*$", re.MULTILINE | re.DOTALL)
 NOT_RUN = "# not run:"
 
@@ -67,6 +72,25 @@ def test_there_is_python_on_every_page_about_a_part():
         "index",
     )
     assert [page for page in pages if not blocks(ROOT / "docs" / f"{page}.md", "python")] == []
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs/howto").glob("*.md")), ids=name)
+def test_a_task_takes_at_most_25_lines(page):
+    text = "\n".join(match["text"] for match in FENCE.finditer(page.read_text()) if match["kind"] == "python")
+    lines = [line.strip() for line in text.splitlines()]
+    assert 0 < len([line for line in lines if line and not line.startswith(("#", '"""'))]) <= 25
+
+
+def test_the_trace_of_the_first_page_is_a_run_of_the_library():
+    """Its words, without its figures, which differ in the last digit between processors."""
+    namespace = run_path(str(ROOT / "docs/figures/trace.py"))
+
+    def words(text):
+        return re.sub(r"\d+\.\d+", "", text)
+
+    written = (ROOT / "docs/figures/trace.html").read_text(encoding="utf-8")
+    assert written.count("<figure>") == 4 * namespace["ROUNDS"]
+    assert words(namespace["page"]()) == words(written)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
