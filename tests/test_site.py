@@ -120,6 +120,8 @@ def measured(folder: Path, pages: list[str], widths: tuple[int, ...], profile: P
 @pytest.fixture(scope="module")
 def site(tmp_path_factory) -> Path:
     """The built site. ``--strict`` fails on broken links and anchors, and on pages that are not in the navigation."""
+    if BROWSER is None:
+        pytest.skip("Chromium is not installed")
     pytest.importorskip("mkdocs", reason="needs the extra docs: pip install -e '.[docs]'")
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(folder)]
@@ -130,8 +132,6 @@ def site(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def rows(site, tmp_path_factory) -> list[dict[str, Any]]:
-    if BROWSER is None:
-        pytest.skip("Chromium is not installed")
     pages = ["/" + str(page.relative_to(site)) for page in sorted(site.rglob("index.html"))]
     assert len(pages) > 50
     return measured(site, pages, (1366, 390), tmp_path_factory.mktemp("profile"))

@@ -1,7 +1,7 @@
 """An mkdocs hook that lists the modules of a package on an API page.
 
 ``::: specdec.drafts.* public`` becomes a block for each module whose names the package exports, and ``::: specdec.drafts.* internal`` one for
-each of the others that no page names itself. New modules appear without an edit.
+each of the others that no page names itself; ``internal a-m`` takes those with such names. New modules appear without an edit.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
-LINE = re.compile(r"^::: (specdec[\w.]*)\.\* (public|internal)$", re.MULTILINE)
+LINE = re.compile(r"^::: (specdec[\w.]*)\.\* (public|internal)(?: ([a-z])-([a-z]))?$", re.MULTILINE)
 NAMED = re.compile(r"^::: (specdec[\w.]*)$", re.MULTILINE)
 
 
@@ -43,14 +43,15 @@ def named() -> set[str]:
     return {name for page in FOLDER.glob("*.md") for name in NAMED.findall(page.read_text(encoding="utf-8"))}
 
 
-def listed(package: str, which: str) -> list[str]:
+def listed(package: str, which: str, first: str | None, last: str | None) -> list[str]:
     shown, own = set(public(package)), named()
-    return [name for name in modules(package) if (name in shown) == (which == "public") and name not in own]
+    chosen = [name for name in modules(package) if (name in shown) == (which == "public") and name not in own]
+    return [name for name in chosen if (first or "a") <= name[len(package) + 1] <= (last or "z")]
 
 
 def expand(text: str) -> str:
     """A page with its lines of packages replaced."""
-    return LINE.sub(lambda line: "\n\n".join(f"::: {name}" for name in listed(line[1], line[2])), text)
+    return LINE.sub(lambda line: "\n\n".join(f"::: {name}" for name in listed(*line.groups())), text)
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
