@@ -1,7 +1,10 @@
 """specdec: composable, provably lossless speculative decoding for Hugging Face causal language models."""
 
+import sys
 import warnings
 from importlib import import_module
+from pkgutil import iter_modules
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 with warnings.catch_warnings():  # of a notebook without ipywidgets, where bars are text, at the first import
@@ -15,21 +18,6 @@ except ImportError as missing:  # a checkout without symbolic links has a text f
         "specdec/kernels is not a folder: git could not make the symbolic link to ../kernels. Run `git config core.symlinks true` and "
         "`git checkout -- specdec/kernels` (on Windows in developer mode), or put a copy of the folder kernels in its place"
     ) from missing
-from specdec import drafts, executors, selectors, tree, verifiers
-from specdec.arm_policy import Arm
-from specdec.audit.certify import certify
-from specdec.builder import Builder, decoder
-from specdec.capabilities import DraftInfo, ModelInfo, SelectorInfo, VerifierInfo
-from specdec.decoder import Decoder, StreamChunk
-from specdec.drafts import chain_draft
-from specdec.generation import Generation
-from specdec.models import HFModel, TableModel
-from specdec.rng import Philox
-from specdec.sampling import Sampling
-from specdec.serving.requests import Finished, Request, Summary
-from specdec.stats import Stats
-from specdec.types import Context, Proposal, Round, Scores, Verdict
-from specdec.verifiers import BlockVerification, Coupled, KSeq, OptimalTransport, Rejection, Traversal
 
 __version__ = "0.1.0"
 
@@ -38,44 +26,133 @@ _LATER = (
     "cost",
     "data",
     "distributed",
+    "drafts",
+    "executors",
     "lab",
     "masks",
     "memory",
     "models",
     "pruning",
+    "rng",
+    "selectors",
     "testing",
     "training",
+    "tree",
+    "verifiers",
     "zoo",
 )
-_FUNCTIONS = {"compare": "specdec.lab.live"}
+_NAMES = {
+    "Arm": "specdec.arm_policy",
+    "BlockVerification": "specdec.verifiers",
+    "Builder": "specdec.builder",
+    "Context": "specdec.types",
+    "Coupled": "specdec.verifiers",
+    "Decoder": "specdec.decoder",
+    "DraftInfo": "specdec.capabilities",
+    "Finished": "specdec.serving.requests",
+    "Generation": "specdec.generation",
+    "HFModel": "specdec.models",
+    "KSeq": "specdec.verifiers",
+    "ModelInfo": "specdec.capabilities",
+    "OptimalTransport": "specdec.verifiers",
+    "Philox": "specdec.rng",
+    "Proposal": "specdec.types",
+    "Rejection": "specdec.verifiers",
+    "Request": "specdec.serving.requests",
+    "Round": "specdec.types",
+    "Sampling": "specdec.sampling",
+    "Scores": "specdec.types",
+    "SelectorInfo": "specdec.capabilities",
+    "Stats": "specdec.stats",
+    "StreamChunk": "specdec.decoder",
+    "Summary": "specdec.serving.requests",
+    "TableModel": "specdec.models",
+    "Traversal": "specdec.verifiers",
+    "Verdict": "specdec.types",
+    "VerifierInfo": "specdec.capabilities",
+    "certify": "specdec.audit.certify",
+    "chain_draft": "specdec.drafts",
+    "compare": "specdec.lab.live",
+    "decoder": "specdec.builder",
+}
+_MODULES = {module.name for module in iter_modules(__path__)}
 
 if TYPE_CHECKING:  # for type checkers and editors, to which a missing name is an error
     from specdec import audit as audit
     from specdec import cost as cost
     from specdec import data as data
     from specdec import distributed as distributed
+    from specdec import drafts as drafts
+    from specdec import executors as executors
     from specdec import lab as lab
     from specdec import masks as masks
     from specdec import memory as memory
     from specdec import models as models
     from specdec import pruning as pruning
+    from specdec import rng as rng
+    from specdec import selectors as selectors
     from specdec import testing as testing
     from specdec import training as training
+    from specdec import tree as tree
+    from specdec import verifiers as verifiers
     from specdec import zoo as zoo
+    from specdec.arm_policy import Arm as Arm
+    from specdec.audit.certify import certify as certify
+    from specdec.builder import Builder as Builder
+    from specdec.builder import decoder as decoder
+    from specdec.capabilities import DraftInfo as DraftInfo
+    from specdec.capabilities import ModelInfo as ModelInfo
+    from specdec.capabilities import SelectorInfo as SelectorInfo
+    from specdec.capabilities import VerifierInfo as VerifierInfo
+    from specdec.decoder import Decoder as Decoder
+    from specdec.decoder import StreamChunk as StreamChunk
+    from specdec.drafts import chain_draft as chain_draft
+    from specdec.generation import Generation as Generation
     from specdec.lab.live import compare as compare
+    from specdec.models import HFModel as HFModel
+    from specdec.models import TableModel as TableModel
+    from specdec.rng import Philox as Philox
+    from specdec.sampling import Sampling as Sampling
+    from specdec.serving.requests import Finished as Finished
+    from specdec.serving.requests import Request as Request
+    from specdec.serving.requests import Summary as Summary
+    from specdec.stats import Stats as Stats
+    from specdec.types import Context as Context
+    from specdec.types import Proposal as Proposal
+    from specdec.types import Round as Round
+    from specdec.types import Scores as Scores
+    from specdec.types import Verdict as Verdict
+    from specdec.verifiers import BlockVerification as BlockVerification
+    from specdec.verifiers import Coupled as Coupled
+    from specdec.verifiers import KSeq as KSeq
+    from specdec.verifiers import OptimalTransport as OptimalTransport
+    from specdec.verifiers import Rejection as Rejection
+    from specdec.verifiers import Traversal as Traversal
 else:
 
     def __getattr__(name: str) -> Any:
-        """Import submodules at first use (``sd.zoo``), and ``sd.compare``."""
-        if name in _FUNCTIONS:
-            return getattr(import_module(_FUNCTIONS[name]), name)
-        if name in _LATER:
-            return import_module(f"specdec.{name}")
-        raise AttributeError(f"module 'specdec' has no attribute {name!r}")
+        """Import a name or a module at its first use (``sd.HFModel``, ``sd.zoo``): PyTorch and transformers take seconds."""
+        if name in _NAMES:
+            found = getattr(import_module(_NAMES[name]), name)
+        elif name in _MODULES:
+            found = import_module(f"specdec.{name}")
+        else:
+            raise AttributeError(f"module 'specdec' has no attribute {name!r}")
+        globals()[name] = found
+        return found
+
+    class _Package(ModuleType):
+        """``sd.decoder`` is the function, also after the module ``specdec.decoder`` was imported."""
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name not in _NAMES or not isinstance(value, ModuleType):
+                super().__setattr__(name, value)
+
+    sys.modules[__name__].__class__ = _Package
 
 
 def __dir__() -> list[str]:
-    return sorted({*__all__, *_LATER, *_FUNCTIONS, *(name for name in globals() if name.startswith("__"))})
+    return sorted({*__all__, *_LATER, *_NAMES, *(name for name in globals() if name.startswith("__"))})
 
 
 __all__ = [

@@ -7,7 +7,10 @@ Every fenced block that is marked ``python`` runs, page by page, each page in on
 from __future__ import annotations
 
 import re
+from collections import Counter
 from pathlib import Path
+from runpy import run_path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -16,7 +19,11 @@ from specdec.kernels.attention import choice
 from specdec.models import SUPPORTED
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    *(page for page in sorted((ROOT / "docs").rglob("*.md")) if page.parent.name != "notebooks"),
+]
+"""The notebooks' pages are written from files that tests/test_notebooks.py runs."""
 FENCE = re.compile(r"^```(?P<kind>\S*)[^\n]*\n(?P<text>.*?)^```\s*$", re.MULTILINE | re.DOTALL)
 NOT_RUN = "# not run:"
 
@@ -67,6 +74,25 @@ def test_there_is_python_on_every_page_about_a_part():
         "index",
     )
     assert [page for page in pages if not blocks(ROOT / "docs" / f"{page}.md", "python")] == []
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs/howto").glob("*.md")), ids=name)
+def test_a_task_takes_at_most_25_lines(page):
+    text = "\n".join(match["text"] for match in FENCE.finditer(page.read_text()) if match["kind"] == "python")
+    lines = [line.strip() for line in text.splitlines()]
+    assert 0 < len([line for line in lines if line and not line.startswith(("#", '"""'))]) <= 25
+
+
+def test_the_trace_of_the_first_page_is_a_run_of_the_library():
+    """Its words, without its figures, which differ in the last digit between processors."""
+    namespace = run_path(str(ROOT / "docs/figures/trace.py"))
+
+    def words(text):
+        return re.sub(r"\d+\.\d+", "", text)
+
+    written = (ROOT / "docs/figures/trace.html").read_text(encoding="utf-8")
+    assert written.count("<figure>") == 4 * namespace["ROUNDS"]
+    assert words(namespace["page"]()) == words(written)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
@@ -121,14 +147,23 @@ def test_the_links_outside_the_site_lead_somewhere(page):
     assert [target for target in targets if not (ROOT / target).exists()] == []
 
 
-def test_every_module_is_in_the_api():
-    """A part's package is shown with all its modules; the others are named one by one."""
-    shown = re.findall(
-        r"^::: (\S+)$", "\n".join(p.read_text() for p in (ROOT / "docs/api").glob("*.md")), re.MULTILINE
-    )
-    modules = {p.stem for p in (ROOT / "specdec").glob("*.py")} | {
-        p.parent.name for p in (ROOT / "specdec").glob("*/__init__.py")
-    }
-    assert {f"specdec.{module}" for module in modules - {"__init__"}} == {
-        s for s in shown if s.startswith("specdec.")
-    }
+def test_every_module_is_in_the_api_once():
+    """By its name, in a package that is shown with all its modules, or by the hook that lists the modules of a package."""
+    hook = SimpleNamespace(**run_path(str(ROOT / "docs/api/modules.py")))
+    pages = [hook.expand(page.read_text()) for page in sorted((ROOT / "docs/api").glob("*.md"))]
+    shown = [
+        one
+        for name, whole in re.findall(
+            r"^::: (specdec[\w.]*)$(\n    options:\n      show_submodules: true)?", "\n".join(pages), re.M
+        )
+        for one in [name, *(hook.modules(name) if whole else [])]
+    ]
+    assert [name for name, times in Counter(shown).items() if times > 1] == []
+    everything = {
+        *hook.modules("specdec"),
+        "specdec.kernels",
+        *hook.modules("specdec.kernels"),
+    }  # a link, not a folder
+    assert set(shown) <= everything
+    bare = {name for name in everything - set(shown) if (ROOT / name.replace(".", "/")).is_dir()}
+    assert everything - set(shown) - bare == set()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from runpy import run_path
 
 import jupytext
 import pytest
@@ -11,15 +13,39 @@ from nbclient import NotebookClient
 FOLDER = Path(__file__).parents[1] / "docs" / "notebooks"
 
 
+PUBLISH = FOLDER / "publish.py"
+NOTEBOOKS = sorted(path for path in FOLDER.glob("*.py") if path != PUBLISH)
+
+
 def test_there_is_one():
-    assert {"first_steps.py", "spire.py"} <= {path.name for path in FOLDER.glob("*.py")}
+    assert {"first_steps.py", "spire.py"} <= {path.name for path in NOTEBOOKS}
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+def test_its_page_is_up_to_date(path):
+    """Run ``python docs/notebooks/publish.py`` after a change. Outputs are not compared: they have seconds."""
+    page = path.with_suffix(".md").read_text(encoding="utf-8")
+    source = run_path(str(PUBLISH))["source"]
+    at = 0
+    for cell in jupytext.read(path).cells:
+        at = page.find(source(cell), at)
+        assert at >= 0, f"not on the page, or not in this place: {cell.source[:80]!r}"
+    assert re.search(r"^```text$", page, re.MULTILINE)
+
+
+def test_the_figures_are_small_and_used():
+    figures = sorted(FOLDER.glob("*.png"))
+    assert figures
+    assert [figure.name for figure in figures if figure.stat().st_size > 100_000] == []
+    said = "".join(page.read_text() for page in FOLDER.glob("*.md"))
+    assert [figure.name for figure in figures if f"]({figure.name})" not in said] == []
 
 
 @pytest.mark.parametrize(
     "path",
     [
         pytest.param(path, marks=() if path.name == "first_steps.py" else pytest.mark.slow, id=path.name)
-        for path in sorted(FOLDER.glob("*.py"))
+        for path in NOTEBOOKS
     ],
 )
 def test_runs_from_top_to_bottom(path, tmp_path):

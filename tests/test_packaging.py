@@ -60,13 +60,22 @@ def test_dir_lists_what_can_be_asked_for():
         _ = sd.decodr
 
 
+def test_the_import_takes_no_seconds():
+    """PyTorch and transformers are imported with the first name that needs them; ``sd.decoder`` stays the function."""
+    script = (
+        "import sys, specdec as sd; assert not {'torch', 'transformers'} & {*sys.modules}; import specdec.decoder; "
+        "assert sd.decoder.__module__ == 'specdec.builder' and sd.Decoder.__module__ == 'specdec.decoder'"
+    )
+    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True)
+
+
 def test_editors_are_told_of_the_modules_that_are_imported_later():
     """pyright sees a module of a package only where the package imports it; mypy also where anything else does."""
     source = ast.parse(Path(sd.__file__).read_text())
     (block,) = (node for node in source.body if isinstance(node, ast.If))
     lines = [line for line in block.body if isinstance(line, ast.ImportFrom)]
     told = [line.names[0] for line in lines if line.module == "specdec"]
-    assert {line.names[0].asname: line.module for line in lines if line.module != "specdec"} == sd._FUNCTIONS
+    assert {line.names[0].asname: line.module for line in lines if line.module != "specdec"} == sd._NAMES
     assert [name.name for name in told] == list(sd._LATER)
     assert [name.asname for name in told] == list(sd._LATER), "`import x as x` is what makes a name public"
 

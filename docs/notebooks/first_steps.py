@@ -125,6 +125,10 @@ for position, share in enumerate(stats.acceptance):
     print(f"position {position + 1}  reached {stats.reached[position]:3}  accepted {share:4.2f}  {bar}")
 print(f"tau {stats.tau:.2f}: accepted tokens of a full round, and the bonus token")
 
+# %%
+# %matplotlib inline
+stats.plot()
+
 # %% [markdown]
 # ## 8. As it comes
 #

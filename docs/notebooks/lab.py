@@ -55,7 +55,11 @@ print(*replays.values(), sep="\n")
 
 # %%
 compared = lab.compare(replays, k=(2, 6), by_category=False)
-compared.frame()[["method", "k", "tau", "tau_low", "tau_high", "ratio", "ratio_low", "ratio_high"]]
+compared.frame()[["method", "k", "tau", "tau_low", "tau_high", "ratio", "ratio_low", "ratio_high"]].round(2)
+
+# %%
+# %matplotlib inline
+compared.plot()
 
 # %%
 for k in (2, 4, 6):
@@ -81,4 +85,5 @@ decision = lab.decide({name: replays[name] for name in ("vanilla", "tiny", "ngra
 print(decision)
 
 # %%
-decision.frame().query("rank == 1")
+best = decision.frame().query("rank == 1")
+best[["batch", "method", "k", "tau", "ratio", "ratio_low", "ratio_high", "close"]].round(2)

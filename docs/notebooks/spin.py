@@ -21,6 +21,7 @@ from collections import Counter
 
 import pandas
 import torch
+from IPython import display
 
 import specdec as sd
 from specdec import selectors, zoo
@@ -93,6 +94,9 @@ line = Timeline()
 piped = coupled.executor(Pipelined(2, timeline=line)).build()
 assert piped.generate(mixed, 24, seed=1).ids == plain.ids
 line.plot("line.png")
+display.Image("line.png", width=700)
+
+# %%
 {worker: f"busy {share:.0%}" for worker, share in line.busy().items()}
 
 # %% [markdown]

@@ -124,4 +124,9 @@ for name, method in paper.METHODS.items():
         "round, in steps": one.cost(H100_PAPER),
         "multiplier": one.multiplier(tau, H100_PAPER),
     }
-pandas.DataFrame(rows).transpose().round(2)
+modelled = pandas.DataFrame(rows).transpose()
+modelled.round(2)
+
+# %%
+# %matplotlib inline
+axes = modelled["multiplier"].plot.bar(figsize=(5, 2.6), rot=0, ylabel="over plain decoding")
