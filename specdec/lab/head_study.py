@@ -40,7 +40,7 @@ class StudySettings:
     contexts: tuple[int, ...] = option((256, 512, 960), "prompt tokens", metavar="N")
     at: int = option(512, "the context of depth, tree, equal and speed")
     k: int = option(8, "the longest chain; a head that proposes fewer at most is asked for those")
-    trees: tuple[int, ...] = option((8, 16), "nodes of trees", metavar="N")
+    trees: tuple[int, ...] = option((12,), "nodes of trees", metavar="N")
     batches: tuple[int, ...] = option((1, 4, 16), "rows decoded together", metavar="N")
     repeats: int = option(6, "timed runs of each method; fewer than 6 give no interval")
     run_tokens: int = option(10, "tokens a row of a timed run, on average")
