@@ -23,8 +23,8 @@ FILES = (
     "tests/test_pipelined.py",
 )
 TOY_FILES = ("tests/test_splitting.py",)
-# The project's settings turn the plugins' warnings into errors.
-OPTIONS = ("-q", "-rf", "--tb=short", "-p", "no:benchmark", "-p", "no:xdist", "-p", "no:cacheprovider")
+# The project's settings turn the plugins' warnings into errors, and say -q.
+OPTIONS = ("-rf", "--tb=short", "-p", "no:benchmark", "-p", "no:xdist", "-p", "no:cacheprovider")
 TAIL = 3000  # characters of the output of tests that failed
 
 
