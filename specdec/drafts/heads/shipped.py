@@ -1,7 +1,7 @@
 """The MTP layer that a target ships with its checkpoint: a block of the target's own kind, which transformers leaves out when it loads the model.
 
-transformers' ``MtpModel`` knows the names of these tensors (DeepSeek's and GLM's ``model.layers.{L}.*``, Qwen3-Next's ``mtp.*``) and loads them. Here its
-layer runs over a ``contract.Pass``: the block's attention goes there through transformers' ``AttentionInterface``.
+transformers' ``MtpModel`` knows the names of these tensors (DeepSeek's and GLM's ``model.layers.{L}.*``, Qwen3-Next's ``mtp.*``) and loads them.
+Here its layer runs over a ``contract.Pass``: the block's attention goes there through transformers' ``AttentionInterface``.
 """
 
 from __future__ import annotations
@@ -125,7 +125,8 @@ def shipped(model: Any, folder: str | Path | None) -> tuple[dict[str, Any], dict
         )
     if setting(config, "num_mtp_layers") is None:  # as in Qwen3-Next, whose config does not say it
         config.num_mtp_layers, config.mtp_layer_types = 1, ["full_attention"]
-    clone.config.name_or_path, clone.config.dtype = source, clone.dtype  # a model made without a checkpoint has none
+    clone.config.name_or_path = source
+    clone.config.dtype = clone.dtype  # a model that was made from its config has none
     try:
         mtp = MtpModel.from_pretrained(clone)
     except (AttributeError, OSError, RuntimeError, StopIteration, TypeError, ValueError) as error:
