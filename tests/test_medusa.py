@@ -181,3 +181,10 @@ def test_bad_input_is_refused(target):
         StaticTree.of_accuracies([[0.5]], 0)
     with pytest.raises(ValueError, match="accuracies is empty"):
         StaticTree.of_accuracies([], 3)
+    for share in (float("nan"), -0.1, 1.5):
+        with pytest.raises(ValueError, match=r"accuracies has .*, from 0 to 1"):
+            StaticTree.of_accuracies([[0.5], [share]], 3)
+    with pytest.raises(TypeError, match="widths is 3: give the children of a node by depth"):
+        StaticTree.of_widths(3)
+    with pytest.raises(ValueError, match="widths is empty"):
+        StaticTree.of_widths(())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -158,6 +160,17 @@ def test_a_target_drafts_with_the_layer_that_it_ships(tmp_path, family):
     torch.testing.assert_close(said, found, rtol=1e-5, atol=1e-5)
 
 
+@torch.no_grad()
+def test_a_target_in_low_precision_has_exact_angles(tmp_path):
+    with_mtp(tmp_path, "mellum", **SHIPPING["mellum"])
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
+    head = MTP.from_checkpoint(model)
+    assert {p.dtype for p in head.parameters()} == {torch.bfloat16}
+    x, at = torch.zeros(1, 2, 32, dtype=torch.bfloat16), torch.tensor([[3, 4001]])
+    expected = model.get_decoder().rotary_emb(x, at, layer_type="full_attention")
+    assert all(map(torch.equal, head.layers[0].rotary(x, at), expected))
+
+
 def test_a_target_that_ships_a_layer_decodes_with_it(tmp_path):
     model = with_mtp(tmp_path, "mellum", **SHIPPING["mellum"])
     target = sd.HFModel(model, unlisted="packed")
@@ -169,15 +182,26 @@ def test_a_target_that_ships_a_layer_decodes_with_it(tmp_path):
             assert texts(target, draft, greedy, prompts=prompts, budgets=budgets) == plain
 
 
+def test_a_target_that_was_made_from_its_config_is_given_the_folder(tmp_path):
+    loaded = with_mtp(tmp_path, "mellum", **SHIPPING["mellum"])
+    made = AutoModelForCausalLM.from_config(AutoConfig.for_model(**loaded.config.to_dict() | {"dtype": None}))
+    made.load_state_dict(loaded.state_dict())
+    assert made.config.dtype is None
+    expected = MTP.from_checkpoint(loaded).state_dict()
+    found = MTP.from_checkpoint(made.eval(), tmp_path).state_dict()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
 def test_targets_without_a_layer_are_refused(target, tmp_path):
     with pytest.raises(ValueError, match=r"was not loaded from a checkpoint: give MTP\.from_checkpoint"):
         MTP.from_checkpoint(target)
-    llama = tiny("llama")
-    llama.save_pretrained(tmp_path / "llama")
-    with pytest.raises(
-        ValueError, match=r"no MTP layer of this LlamaForCausalLM .*: make a new one with MTP.from_target"
-    ):
-        MTP.from_checkpoint(llama, tmp_path / "llama")
+    for family, name in {"llama": "Llama", "gpt_neox": "GPTNeoX", "gpt2": "GPT2LMHeadModel"}.items():
+        other = tiny(family)
+        other.save_pretrained(tmp_path / family)
+        with pytest.raises(
+            ValueError, match=rf"no MTP layer of this {name}.* in .*: make a new one with MTP\.from_target"
+        ):
+            MTP.from_checkpoint(other, tmp_path / family)
     model = with_mtp(tmp_path, "mellum", **SHIPPING["mellum"])
     model.config.mtp_layer_types = model.config.layer_types[1:] = ["sliding_attention"]
     with pytest.raises(ValueError, match="sliding window"):
@@ -190,6 +214,9 @@ def test_targets_without_a_layer_are_refused(target, tmp_path):
         MTP.from_checkpoint(model)
     model.config.num_mtp_layers = 3
     with pytest.raises(ValueError, match="ships 3 MTP layers"):
+        MTP.from_checkpoint(model)
+    model.hf_quantizer = SimpleNamespace(pre_quantized=True)
+    with pytest.raises(ValueError, match=r"MellumForCausalLM is quantized, .* load the target dequantized"):
         MTP.from_checkpoint(model)
 
 

@@ -135,7 +135,7 @@ def rule(
 
 
 def check_distinct(proposal: Proposal, name: str) -> None:
-    """Raise ValueError unless the children of each node were drawn from one distribution without replacement, or all nodes of the row are point masses."""
+    """Raise ValueError unless the children of each node were drawn from one distribution without replacement, or the row has point masses alone."""
     if proposal.probs is None:
         return
     N, sources = proposal.nodes, proposal.sources()

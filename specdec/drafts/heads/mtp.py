@@ -1,8 +1,9 @@
 """MTP, multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2): one block on the target's last state and the next token.
 
 For a committed pair (f_i, x_{i+1}), where f_i is the target's last state at position i, the block reads W [norm(Emb(x_{i+1})); norm(f_i)]. From
-its output o_i, after a norm, the target's output matrix predicts x_{i+2}. A drafted token is paired with the output before it. Tensors have
-DeepSeek's names, but ``layers.0.norm`` for ``shared_head.norm``.
+its output o_i, after a norm, the target's output matrix predicts x_{i+2}. A drafted token is paired with the output before it. (The paper's
+equation 21 has the state first; DeepSeek's released weights have the embedding first, as here.) Tensors have DeepSeek's names, but
+``layers.0.norm`` for ``shared_head.norm``.
 """
 
 from __future__ import annotations

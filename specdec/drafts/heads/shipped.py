@@ -1,12 +1,13 @@
 """The MTP layer that a target ships with its checkpoint: a block of the target's own kind, which transformers leaves out when it loads the model.
 
-transformers' ``MtpModel`` knows the names of these tensors (DeepSeek's and GLM's ``model.layers.{L}.*``, Qwen3-Next's ``mtp.*``) and loads them. Here its
-layer runs over a ``contract.Pass``: the block's attention goes there through transformers' ``AttentionInterface``.
+transformers' ``MtpModel`` knows the names of these tensors (DeepSeek's and GLM's ``model.layers.{L}.*``, Qwen3-Next's ``mtp.*``) and loads them.
+Here its layer runs over a ``contract.Pass``: the block's attention goes there through transformers' ``AttentionInterface``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,19 +62,20 @@ class ShippedBlock(nn.Module):
             main = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION)
         mtp = MtpModel(main, 1)
         layer: Any = mtp.layers[0]
-        self.kinds = {"layer_type": mtp.config.layer_types[0]} if mtp.has_per_layer_rope else {}
+        kinds = {"layer_type": mtp.config.layer_types[0]} if mtp.has_per_layer_rope else {}
         self.norm, layer.post_norm, layer.use_post_norm = layer.post_norm, None, False
         self.layer = layer
-        self.rotary = type(main.get_decoder().rotary_emb)(config)
-        probe, zero = _Probe(), torch.zeros(1, config.hidden_size)
-        self.pairs(zero, zero, probe)
+        # Not a submodule, whose frequencies would be rounded when the head is put into bf16.
+        self.rotary = partial(type(main.get_decoder().rotary_emb)(config), **kinds)
+        probe = _Probe()
+        self.pairs(*torch.zeros(2, 1, config.hidden_size), probe)
         self.sizes = probe.sizes
 
     def pairs(self, embedded: Tensor, state: Tensor, go: Pass) -> Tensor:
         """As ``mtp.PairBlock.pairs``."""
         shape = state.shape[:-1]
         positions = go.positions.expand(shape).reshape(1, -1)
-        angles = self.rotary(embedded, positions, **self.kinds)
+        angles = self.rotary(embedded, positions)
         out = self.layer(
             *(t.reshape(1, -1, t.shape[-1]) for t in (embedded, state)),
             position_embeddings=angles, attention_mask=None, position_ids=positions, past_key_values=None,
@@ -102,7 +104,7 @@ def shipped(model: Any, folder: str | Path | None) -> tuple[dict[str, Any], dict
     Args:
         model: the target. folder: of its checkpoint, or its hub id; ``None``: where it was loaded from.
     Raises:
-        ValueError: the checkpoint has no MTP layer, or several; or its place is not known.
+        ValueError: the checkpoint has no MTP layer, or several, or is quantized; or its place is not known.
     """
     name, clone = type(model).__name__, structural_clone(model)
     config = clone.config.get_text_config()
@@ -110,6 +112,11 @@ def shipped(model: Any, folder: str | Path | None) -> tuple[dict[str, Any], dict
     if not source:
         raise ValueError(
             f"target: this {name} was not loaded from a checkpoint: give MTP.from_checkpoint(model, folder)"
+        )
+    if setting(setting(model, "hf_quantizer"), "pre_quantized"):
+        raise ValueError(
+            f"target: the checkpoint of this {name} is quantized, and heads.MTP does not read its scales: load the target dequantized, or make a new "
+            "one with MTP.from_target"
         )
     count = setting(config, "num_mtp_layers", "mtp_num_hidden_layers")
     if count is not None and count != 1:
@@ -119,9 +126,10 @@ def shipped(model: Any, folder: str | Path | None) -> tuple[dict[str, Any], dict
     if setting(config, "num_mtp_layers") is None:  # as in Qwen3-Next, whose config does not say it
         config.num_mtp_layers, config.mtp_layer_types = 1, ["full_attention"]
     clone.config.name_or_path = source
+    clone.config.dtype = clone.dtype  # a model that was made from its config has none
     try:
         mtp = MtpModel.from_pretrained(clone)
-    except (OSError, RuntimeError, TypeError, ValueError) as error:
+    except (AttributeError, OSError, RuntimeError, StopIteration, TypeError, ValueError) as error:
         raise ValueError(
             f"target: transformers found no MTP layer of this {name} in {source} ({error}): make a new one with MTP.from_target"
         ) from error

@@ -1,11 +1,11 @@
-"""A tree of one shape for every round, filled with the best tokens of marginal distributions (Medusa, arXiv 2401.10774, section 2.3)."""
+"""A tree of one shape for every round, filled with the best tokens of marginal distributions (Medusa, arXiv 2401.10774, section 2.3.3)."""
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import chain, product
 from typing import Any
 
 import torch
@@ -56,31 +56,41 @@ class StaticTree:
         """Every node at depth d has ``widths[d]`` children: ``(3, 2, 1)`` has 3 + 6 + 6 nodes.
 
         Raises:
-            ValueError: no depths, or a width below 1.
+            ValueError: no depths, or a width below 1. TypeError: widths that are no whole numbers, or a single number.
         """
+        if isinstance(widths, str) or not isinstance(widths, Iterable):
+            raise TypeError(f"widths is {widths!r}: give the children of a node by depth, such as (3, 2, 1)")
         sizes = tuple(widths)
+        if not sizes:
+            raise ValueError("widths is empty: give the children of a node by depth, such as (3, 2, 1)")
         for width in sizes:
             at_least(1, "widths, of a depth,", width, "each node has at least 1 child")
         return cls(tuple(path for d in range(len(sizes)) for path in product(*map(range, sizes[: d + 1]))))
 
     @classmethod
     def of_accuracies(cls, accuracies: Sequence[Sequence[float]], total: int) -> StaticTree:
-        """Medusa's tree of ``total`` nodes: those whose whole path is most often right, if the depths were independent.
+        """Medusa's tree of ``total`` nodes, or of all there are: those whose whole path is most often right, if the depths were independent.
 
         Args:
             accuracies: depth -> rank -> how often the token of this rank is the right one.
         Raises:
-            ValueError: no accuracies at the first depth, or a total below 1.
+            ValueError: no accuracies at the first depth, one that is no probability, or a total below 1. TypeError: they are no numbers.
         """
         at_least(1, "total", total, "give at least 1")
         if not len(accuracies) or not len(accuracies[0]):
             raise ValueError("accuracies is empty: give those of at least one depth and one rank")
+        shares = [list(map(float, each)) for each in accuracies]
+        for share in chain.from_iterable(shares):
+            if not 0 <= share <= 1:
+                raise ValueError(
+                    f"accuracies has {share}: give how often the token of each rank is the right one, from 0 to 1"
+                )
         found: list[tuple[int, ...]] = []
         heap: list[tuple[float, tuple[int, ...]]] = [(-1.0, ())]
         while heap and len(found) <= total:
             score, path = heapq.heappop(heap)
             found.append(path)
-            for rank, share in enumerate(accuracies[len(path)] if len(path) < len(accuracies) else ()):
+            for rank, share in enumerate(shares[len(path)] if len(path) < len(shares) else ()):
                 heapq.heappush(heap, (score * share, (*path, rank)))
         return cls(tuple(found[1:]))
 
