@@ -18,7 +18,7 @@ from specdec.drafts.heads.features import Tap, fresh
 from specdec.drafts.heads.kernels import Kernels
 from specdec.drafts.heads.load import as_head
 from specdec.drafts.heads.model import HeadModel
-from specdec.drafts.heads.slots import NO_KERNELS, HeadState, SlotAnchors, empty, pieces, reading
+from specdec.drafts.heads.slots import NO_KERNELS, HeadState, SlotAnchors, empty, ends, pieces, reading
 from specdec.drafts.pool import merged
 from specdec.graphs.programs import Programs, capture_named
 from specdec.kernels.device import to_device
@@ -99,7 +99,7 @@ class Head:
     def __post_init__(self) -> None:
         object.__setattr__(self, "model", as_head(self.model))
         self.tree.check(self.model)
-        if self.bf16_weights and self.graphs:
+        if self.bf16_weights and self.graphs not in (False, "auto"):
             raise ValueError(
                 "bf16_weights and graphs are both set: captured steps do not read bfloat16 copies; give only one of them"
             )
@@ -133,7 +133,7 @@ class Head:
             )
         model = self.model.bound(target)
         capture, model.kernels, programs = capture_named(self.graphs, model.device), None, None
-        if capture is not None:  # graphs cannot capture C code
+        if capture is not None and not self.bf16_weights:  # graphs cannot capture C code
             programs = Programs(model.device, capture)
         else:
             output = [] if model.lm_head is not None else [model.of_target.output]
@@ -164,18 +164,20 @@ class Head:
             layers[tap] = model.of_target.final(x) if tap == "final" else x
         features = new.features(layers, model.device, model.dtype)
         for piece in pieces(new.row, new.position, ring):
-            row = torch.from_numpy(new.row[piece])
+            row, position = new.row[piece], new.position[piece]
             go: Any = None
             if ring is not None:
-                go = reading(
-                    *(ring, new.row[piece], new.position[piece], model.mask, model.device),
-                    kernels=self._parts,
-                )
-            kept = model.read(features.at(to_device(torch.from_numpy(piece), model.device)), go)
+                go = reading(ring, row, position, model.mask, model.device, self._parts)
+            some = features
+            if len(piece) < len(new.row):
+                some = features.at(to_device(torch.from_numpy(piece), model.device))
+            kept = model.read(some, go)
             if kept is not None:
-                last = torch.cat([row.diff() != 0, torch.ones(1, dtype=torch.bool)]).nonzero()[:, 0]
+                last = torch.from_numpy(ends(row))
                 carry = kept.new_zeros(len(known), *kept.shape[1:]) if carry is None else carry.clone()
-                carry[to_device(row[last], carry.device)] = kept[to_device(last, carry.device)]
+                carry[to_device(torch.from_numpy(row)[last], carry.device)] = kept[
+                    to_device(last, carry.device)
+                ]
         end = round.context.length + round.committed - 1
         return HeadState(ring, torch.where(round.finished, known, end), carry)
 

@@ -107,10 +107,17 @@ def empty(
     return lent or Ring(shapes, batch, sinks, window, block)
 
 
+def ends(row: np.ndarray) -> np.ndarray:
+    """The index of each row's last position, for positions ``[F]`` in order, row after row."""
+    return np.flatnonzero(np.append(row[1:] != row[:-1], True))
+
+
 def pieces(row: np.ndarray, position: np.ndarray, ring: Ring | None) -> list[np.ndarray]:
     """Groups of indices of new positions ``[F]``, to be read one after another, so that the ring still holds what a group's queries see."""
     if not len(row) or ring is None:
         return [np.arange(len(row))] if len(row) else []
+    if ring.block == 1 and len(row) * ring.slots <= ENTRIES:
+        return [np.arange(len(row))]
     start = np.full(int(row.max()) + 1, np.iinfo(np.int64).max)
     np.minimum.at(start, row, position)
     size = max(ENTRIES // (ring.slots * len(np.unique(row))), 1)
@@ -127,7 +134,8 @@ def reading(
     kernels: Mapping[Any, Any] = NO_KERNELS,
 ) -> SlotPass:
     """The pass over newly committed positions ``[F]``: each sees the committed positions up to its own."""
-    rows, counts = np.unique(row, return_counts=True)
+    last = ends(row)
+    rows, counts = row[last], np.diff(last, prepend=-1)
     seen = _visible(ring, position[:, None], position, mask)
     seen = np.pad(seen, ((0, 0), (0, ring.extra)))
     at = ring.at(torch.from_numpy(row), torch.from_numpy(position), device)
