@@ -187,7 +187,7 @@ class HeadModel(nn.Module):
 
     def widened(self, logits: Tensor) -> Tensor:
         """Logits over the target's vocabulary ``[..., V]``: -inf for ids that the head does not have."""
-        return widened(logits, self.d2t, self.vocab_size)
+        return logits if self.d2t is None else widened(logits, self.d2t, self.vocab_size)
 
     @property
     def vocab_size(self) -> int:
@@ -195,11 +195,11 @@ class HeadModel(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        return next(self.parameters()).device
+        return _first(self).device
 
     @property
     def dtype(self) -> torch.dtype:
-        return next(self.parameters()).dtype
+        return _first(self).dtype
 
     def __repr__(self) -> str:
         size = sum(p.numel() for p in self.parameters())
@@ -357,3 +357,19 @@ class HeadModel(nn.Module):
                 )
         self.load_state_dict(dict(tensors), assign=True)
         return self
+
+
+def _first(module: nn.Module) -> Tensor:
+    """``next(module.parameters())``, which takes longer than the operators that ask for a dtype in every step.
+
+    Raises:
+        StopIteration: there are no parameters.
+    """
+    todo: list[Any] = [module]
+    while todo:
+        module = todo.pop()
+        for weight in module._parameters.values():
+            if weight is not None:
+                return weight
+        todo += [child for child in reversed(module._modules.values()) if child is not None]
+    raise StopIteration
