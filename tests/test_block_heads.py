@@ -183,7 +183,7 @@ class Causal:
     """A pass over one whole sequence."""
 
     def __init__(self, length):
-        self.positions = torch.arange(length)
+        self.positions, self.kernels = torch.arange(length), {}
 
     def __call__(self, layer, query, key, value):
         q, k, v = (t.transpose(1, 2) for t in (query, key, value))

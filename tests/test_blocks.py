@@ -149,6 +149,11 @@ def test_what_does_not_fit_is_refused():
             lean._whole.remember(0, x, turn[:1], turn, slots, buffers(layers))
         with pytest.raises(ValueError, match="cache"):
             lean._whole(x, turn, turn, slots, buffers(layers[:1]), [])
+        plans = [None] * len(layers)  # not reached
+        with pytest.raises(ValueError, match=r"reads \(2, 32\) .* make it \(2, 64\)"):
+            lean._whole(x, turn, turn, slots, buffers(layers), plans, read=x[:, :32].contiguous())
+        with pytest.raises(ValueError, match="block reads 64"):
+            lean._whole.remember(0, x[:, :32].contiguous(), turn, turn, slots, buffers(layers), normed=True)
         with pytest.raises(RuntimeError, match="cast"):
             lean._whole.remember(0, x.bfloat16(), turn, turn, slots, buffers(layers))
     assert buffers([(torch.zeros(1, 8, 16, 4).transpose(2, 3), torch.zeros(1, 8, 4, 16))]) is None

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from ctypes import Structure, byref, c_float, c_int64, c_void_p
 from itertools import accumulate
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from specdec.kernels.attention import packed
+from specdec.kernels.attention.explicit import ExplicitPlan
 from specdec.kernels.attention.plan import AttentionPlan
 from specdec.kernels.attention.reach import Reach, Streaming
 from specdec.kernels.native import library, reason
@@ -213,6 +214,9 @@ def lower(plan: AttentionPlan, window: Reach) -> tuple[PlanStruct, list[Any]]:
     """A plan as the kernel reads it, and the arrays that it points to."""
     if plan.ordered and plan.tree is None and plan.table is None and not isinstance(window, Streaming):
         return _chains(plan, window)
+    overridden = type(plan).visible is not ExplicitPlan.visible or "visible" in vars(plan)
+    if window is None and not overridden:
+        return _listed(cast(ExplicitPlan, plan))
     counts = np.array(plan.counts, dtype=np.int32)
     starts = np.concatenate([[0], counts.cumsum()]).astype(np.int32)
     length = np.array(plan.length, dtype=np.int32)
@@ -267,6 +271,25 @@ def _chains(plan: AttentionPlan, window: int | None) -> tuple[PlanStruct, list[A
     rows, begin, length, lows, highs = (at + n for n in ends)
     made = PlanStruct(rows, begin, length, lows, highs, *(None,) * 5, R, 0, 0)
     return made, [numbers]
+
+
+def _listed(plan: ExplicitPlan) -> tuple[PlanStruct, list[Any]]:
+    """``lower`` for a plan that lists what is seen slot by slot, in few operations."""
+    R, T, S = len(plan.rows), *plan.seen.shape
+    starts = [0, *accumulate(plan.counts)]
+    numbers = np.zeros(4 * R + 1 + 2 * T, dtype=np.int32)  # the last are mask_from, low and high: 0
+    numbers[: 3 * R + 1] = [*plan.rows, *starts, *plan.length]
+    mask = np.zeros(T * S + _LANES, dtype=np.uint8)
+    mask[: T * S] = plan.seen.reshape(-1)
+    places = np.array([*(s * S for s in starts[:-1]), *[0] * R], dtype=np.int64)
+    at, where = numbers.ctypes.data, places.ctypes.data
+    rows, begin, length, mask_from, low, high = (
+        at + 4 * n for n in (0, R, 2 * R + 1, 3 * R + 1, 4 * R + 1, 4 * R + 1 + T)
+    )
+    made = PlanStruct(
+        rows, begin, length, low, high, mask.ctypes.data, mask_from, where, where + 8 * R, None, R, 0, 0
+    )
+    return made, [numbers, mask, places]
 
 
 def _bytes(seen: Any) -> np.ndarray:

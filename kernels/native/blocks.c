@@ -24,23 +24,24 @@ static int entries(const Block *b, const Buffer *into, const void *y, char *k, c
     return FINE;
 }
 
-/* One block's keys and values of x [T, E], for tokens whose own queries are not needed. */
-int remember(const Block *b, const Buffer *into, const void *x, int64_t T, int64_t E, const float *cos, const float *sin,
+/* One block's keys and values of x [T, E], for tokens whose own queries are not needed; `normed`: x is normed already. */
+int remember(const Block *b, const Buffer *into, int normed, const void *x, int64_t T, int64_t E, const float *cos, const float *sin,
              const int64_t *slots, int half, int threads) {
     const int64_t bytes = half ? 2 : 4, wide = b->kv_heads * b->size;
     char *y = malloc((T * E + 2 * T * wide) * bytes);
     if (!y) return NO_MEMORY;
-    add_norm((void *)x, NULL, b->before, y, T, E, b->before_eps, half);
+    if (!normed) add_norm((void *)x, NULL, b->before, y, T, E, b->before_eps, half);
     char *k = y + T * E * bytes;
-    const int done = entries(b, into, y, k, k + T * wide * bytes, T, E, cos, sin, slots, half, threads);
+    const int done = entries(b, into, normed ? x : y, k, k + T * wide * bytes, T, E, cos, sin, slots, half, threads);
     free(y);
     return done;
 }
 
-/* x [T, E] through `count` blocks, in place. plans [count]; taps [count + 1]: where the inputs of each block, and the result, are
+/* x [T, E] through `count` blocks, in place. first [T, inputs]: what the first block reads in place of the norm of x, or NULL. plans [count]; taps [count + 1]: where the inputs of each block, and the result, are
    copied to, or NULL. */
-int blocks(const Block *some, const Buffer *buffers, const Plan *const *plans, void *const *taps, int64_t count, void *x,
-           int64_t T, int64_t E, const float *cos, const float *sin, const int64_t *slots, int half, int threads) {
+int blocks(const Block *some, const Buffer *buffers, const Plan *const *plans, void *const *taps, int64_t count, const void *first,
+           int64_t inputs, void *x, int64_t T, int64_t E, const float *cos, const float *sin, const int64_t *slots, int half,
+           int threads) {
     const int64_t bytes = half ? 2 : 4;
     int64_t heads = 0, kv = 0, inner = 0;
     for (int64_t i = 0; i < count; i++) {
@@ -60,9 +61,11 @@ int blocks(const Block *some, const Buffer *buffers, const Plan *const *plans, v
         const Buffer *held = buffers + i;
         const int64_t wide = b->heads * b->size;
         const int kind = b->narrow ? NARROW : half;
-        add_norm(x, i ? more : NULL, b->before, y, T, E, b->before_eps, half);
+        const void *read = i || !first ? y : first;
+        const int64_t of = i || !first ? E : inputs;
+        if (read == y) add_norm(x, i ? more : NULL, b->before, y, T, E, b->before_eps, half);
         if (taps && taps[i]) memcpy(taps[i], x, T * E * bytes);
-        TRY(linear(y, b->query, b->query_bias, q, T, wide, E, kind, threads));
+        TRY(linear(read, b->query, b->query_bias, q, T, wide, of, kind, threads));
         char *asked = q, *seen = other;
         if (b->query_norm) {
             add_norm(q, NULL, b->query_norm, other, T * b->heads, b->size, b->query_norm_eps, half);
@@ -70,7 +73,7 @@ int blocks(const Block *some, const Buffer *buffers, const Plan *const *plans, v
             seen = q;
         }
         turn(asked, cos, sin, T, b->heads, b->size, half);
-        TRY(entries(b, held, y, k, v, T, E, cos, sin, slots, half, threads));
+        TRY(entries(b, held, read, k, v, T, of, cos, sin, slots, half, threads));
         const Call call = {.keys = held->keys, .values = held->values, .query = asked, .out = seen,
                            .k_row = held->k_row, .k_slot = held->k_slot, .k_head = held->k_head,
                            .v_row = held->v_row, .v_slot = held->v_slot, .v_head = held->v_head,
@@ -86,7 +89,7 @@ int blocks(const Block *some, const Buffer *buffers, const Plan *const *plans, v
         TRY(linear(gate, b->down, b->down_bias, more, T, E, b->inner, kind, threads));
     }
     if (done == FINE && count) {
-        add_norm(x, more, some[0].before, y, T, E, some[0].before_eps, half); /* x += more */
+        add_norm(x, more, some[0].after, y, T, E, some[0].after_eps, half); /* x += more */
         if (taps && taps[count]) memcpy(taps[count], x, T * E * bytes);
     }
     free(space);

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from ctypes import Array, Structure, addressof, c_float, c_int64, c_void_p
+from ctypes import Array, Structure, addressof, c_float, c_int64, c_void_p, sizeof
 from typing import Any
 
 import torch
@@ -128,50 +128,79 @@ class Blocks:
         held: Buffers,
         plans: Sequence[PlanStruct],
         taps: dict[int, Tensor] | None = None,
+        read: Tensor | None = None,
+        layer: int = 0,
     ) -> None:
         """``x [T, E]`` through all blocks, in place; keys and values go to flat ``slots [T]`` of ``held``.
 
         Args:
             cos, sin: ``[T, size]``, float32. plans: of each block, from ``attention.native.lowered``.
             taps: ``[T, E]`` tensors for the inputs of blocks by number, and for the result.
+            read: ``[T, inputs]``, what the first block's attention reads in place of the norm of ``x``, in the dtype of ``x``.
+            layer: the first block's layer in ``held``; the others follow.
         Raises:
             IndexError: slots outside of the buffers. ValueError: arguments that do not fit. RuntimeError: weights whose shape,
                 layout or dtype has changed.
         """
         table, (T, E), half = self.table(x.dtype), x.shape, x.dtype == torch.bfloat16
-        count = len(self._blocks)
-        _check(x, cos, sin, slots, self._blocks[0].size)
-        self.check_buffers(x.dtype, held, range(count))
+        first, count = self._blocks[0], len(self._blocks)
+        _check(x, cos, sin, slots, first.size)
+        self.check_buffers(x.dtype, held, range(count), layer)
         if len(plans) != count:
             raise ValueError(f"{count} blocks have {len(plans)} plans: give as many")
+        inputs = first.query.in_features
+        given = x if read is None else read
+        if (
+            given.shape != (T, inputs)
+            or given.dtype != x.dtype
+            or not (given.is_contiguous() and given.is_cpu)
+        ):
+            raise ValueError(
+                f"blocks: the first block reads {tuple(given.shape)} {given.dtype}: make it {(T, inputs)} {x.dtype}"
+            )
+        if first.out.out_features != E or (read is None and first.before is None):
+            raise ValueError(
+                f"blocks: x is {tuple(x.shape)}, and the first block returns {first.out.out_features}"
+            )
         at = tapped(taps, count, (T, E), x.dtype)
         lowered = (c_void_p * count)(*map(addressof, plans))
         _done(
-            function("blocks", "ppppl" + _END)(
-                *(table, held.table, lowered, at, count, x.data_ptr(), T, E, cos.data_ptr(), sin.data_ptr()),
-                *(slots.data_ptr(), half, torch.get_num_threads()),
+            function("blocks", "pppplpl" + _END)(
+                *(table, addressof(held.table) + layer * sizeof(_Buffer), lowered, at, count),
+                *(None if read is None else read.data_ptr(), inputs),
+                *(x.data_ptr(), T, E, cos.data_ptr(), sin.data_ptr(), slots.data_ptr()),
+                *(half, torch.get_num_threads()),
             ),
             slots,
         )
 
     def remember(
-        self, number: int, x: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, held: Buffers
+        self,
+        number: int,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        slots: Tensor,
+        held: Buffers,
+        normed: bool = False,
+        layer: int = 0,
     ) -> None:
-        """Compute and store only the keys and values of block ``number`` for inputs ``x [T, E]``."""
+        """Compute and store only the keys and values of block ``number`` for inputs ``x [T, E]``.
+
+        Args:
+            normed: whether ``x`` is what attention reads, normed already. layer: as for a call.
+        """
         table, (T, E), half = self.table(x.dtype), x.shape, x.dtype == torch.bfloat16
-        _check(x, cos, sin, slots, self._blocks[number].size)
-        self.check_buffers(x.dtype, held, (number,))
+        b = self._blocks[number]
+        _check(x, cos, sin, slots, b.size)
+        self.check_buffers(x.dtype, held, (number,), layer)
+        if b.key.in_features != E or (b.before is None and not normed):
+            raise ValueError(f"remember: x is {tuple(x.shape)}, and the block reads {b.key.in_features}")
         _done(
-            function("remember", "pp" + _END)(
-                *(
-                    addressof(table[number]),
-                    addressof(held.table[number]),
-                    x.data_ptr(),
-                    T,
-                    E,
-                    cos.data_ptr(),
-                ),
-                *(sin.data_ptr(), slots.data_ptr(), half, torch.get_num_threads()),
+            function("remember", "ppi" + _END)(
+                *(addressof(table[number]), addressof(held.table[layer + number]), normed),
+                *(x.data_ptr(), T, E, cos.data_ptr(), sin.data_ptr(), slots.data_ptr()),
+                *(half, torch.get_num_threads()),
             ),
             slots,
         )
@@ -196,10 +225,12 @@ class Blocks:
             self._seen, self._dtype = seen, dtype
         return self._table
 
-    def check_buffers(self, dtype: torch.dtype, held: Buffers, numbers: Iterable[int]) -> None:
-        """Raise ValueError for a cache that was made for another model or dtype."""
-        for i in numbers:
-            heads, size = self._table[i].kv_heads, self._table[i].size
+    def check_buffers(
+        self, dtype: torch.dtype, held: Buffers, numbers: Iterable[int], layer: int = 0
+    ) -> None:
+        """Raise ValueError for a cache that was made for another model or dtype; ``layer``: of block 0."""
+        for number in numbers:
+            heads, size, i = self._table[number].kv_heads, self._table[number].size, layer + number
             kind = (heads, size, heads, size, dtype, dtype)
             if i >= len(held.kinds) or held.kinds[i] != kind:
                 found = held.kinds[i] if i < len(held.kinds) else "missing"

@@ -72,5 +72,5 @@ int linear_split(const float *x, const uint16_t *weight, const float *bias, floa
 int tiles_fit(const Call *call);
 int64_t tiles_need(int64_t n, int64_t size, int64_t value_size);
 void attend_tiles(const Plan *plan, const Call *call, int64_t r, int64_t h, char *space);
-int blocks(const Block *some, const Buffer *buffers, const Plan *const *plans, void *const *taps, int64_t count, void *x, int64_t T,
-           int64_t E, const float *cos, const float *sin, const int64_t *slots, int half, int threads);
+int blocks(const Block *some, const Buffer *buffers, const Plan *const *plans, void *const *taps, int64_t count, const void *first,
+           int64_t inputs, void *x, int64_t T, int64_t E, const float *cos, const float *sin, const int64_t *slots, int half, int threads);

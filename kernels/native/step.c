@@ -32,7 +32,8 @@ static int reads(const Reader *r, const int64_t *ids, char *logits, int half, in
         else memcpy(x + t * wide, (const char *)r->embedding + id * wide, wide);
     }
     if (done == FINE)
-        done = blocks(r->blocks, r->buffers, r->plans, r->taps, r->count, x, r->T, r->E, r->cos, r->sin, r->slots, half, threads);
+        done = blocks(r->blocks, r->buffers, r->plans, r->taps, r->count, NULL, r->E, x, r->T, r->E, r->cos, r->sin, r->slots, half,
+                      threads);
     if (done == FINE && r->kept) {
         if (r->keep)
             for (int64_t i = 0; i < r->kept; i++) memcpy(y + i * wide, x + r->keep[i] * wide, wide);

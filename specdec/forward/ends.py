@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,9 +86,12 @@ class Ends:
         with torch.no_grad():
             return self.norm(hidden)
 
-    def logits(self, final: Tensor) -> Tensor:
-        """``[..., E]`` -> ``[..., V]``."""
+    def logits(self, final: Tensor, product: Callable[[Tensor, Any], Tensor] | None = None) -> Tensor:
+        """``[..., E]`` -> ``[..., V]``; ``product``: what multiplies by ``output`` in place of PyTorch."""
         bias = self.output.bias
-        out = F.linear(final, self.output.weight.detach(), None if bias is None else bias.detach())
+        if product is None:
+            out = F.linear(final, self.output.weight.detach(), None if bias is None else bias.detach())
+        else:
+            out = product(final, self.output)
         out = out if self.scale == 1 else out * self.scale
         return out if self.softcap is None else torch.tanh(out / self.softcap) * self.softcap

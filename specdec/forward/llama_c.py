@@ -43,7 +43,7 @@ STEP = 256  # tokens of a forward up to which it is a step, and not a prompt
 FEW = 6  # the same in bfloat16 without matrix units, where PyTorch is faster from there on
 TABLE = 8192  # positions whose cosines are computed beforehand, at least, where the model has as many
 WIDE = 2048  # inputs of a product up to which C's is as fast
-_FIXED = {"default", "linear", "llama3", "yarn"}  # rotary embeddings that depend on the position alone
+FIXED = {"default", "linear", "llama3", "yarn"}  # rotary embeddings that depend on the position alone
 
 
 def small(x: Tensor) -> bool:
@@ -106,7 +106,7 @@ class LlamaC(LlamaEager):
     ):
         super().__init__(model, backend)
         rotary = self.body.rotary_emb
-        self._fixed = setting(rotary, "rope_type") in _FIXED
+        self._fixed = setting(rotary, "rope_type") in FIXED
         self._table: tuple[Tensor, Tensor] | None = None
         self._positions = positions_of(model.config) or sys.maxsize
         self._always, self._automatic = invariant, bf16_weights is None

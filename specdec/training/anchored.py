@@ -85,6 +85,8 @@ def layers_of(head: HeadModel, batch: Batch) -> dict[Tap, Tensor]:
 class _Texts:
     """``contract.Pass`` over whole texts: each position sees those up to its own. It keeps the keys and values of each layer."""
 
+    kernels: Mapping[Any, Any] = {}  # gradients are needed
+
     def __init__(self, mask: Mask | None, length: int, device: torch.device):
         self.mask, self.positions = mask, torch.arange(length, device=device)
         self.kept: dict[int, tuple[Tensor, Tensor]] = {}
@@ -124,6 +126,8 @@ class _TextAnchors:
 
 class _BlockPass:
     """``contract.Pass`` over the slots of one step of every anchor, ``[B, A]`` or ``[B, A, s]``."""
+
+    kernels: Mapping[Any, Any] = {}
 
     def __init__(self, at: _TextAnchors, offsets: Tensor, near: Tensor, earlier: int, single: bool):
         self.at, self.earlier, self.single = at, earlier, single

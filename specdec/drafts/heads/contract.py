@@ -13,15 +13,22 @@ In training every position of a text can be an anchor, and the tokens of its blo
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 from torch import Tensor
 
 
 class Pass(Protocol):
-    """Slots that are computed together. ``positions [...]`` are their positions in the text, for the rotary embedding."""
+    """Slots that are computed together.
+
+    Attributes:
+        positions: ``[...]`` their positions in the text, for the rotary embedding. kernels: part of a head -> what computes it faster in this
+            pass; empty where there is nothing. ``layers`` looks parts up there, and a head's own code need not.
+    """
 
     positions: Tensor
+    kernels: Mapping[Any, Any]
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Keep the slots' ``key`` and ``value [..., H, D]`` as those of ``layer``, and attend.

@@ -71,11 +71,11 @@ class DFlash(HeadModel):
     def read(self, features: Features, go: Pass) -> None:
         """As ``HeadModel.read``: every layer's keys and values come from the same projection, and nothing is carried."""
         taps = torch.cat([features.layers[tap] for tap in self.taps], -1)
-        context = self.hidden_norm(self.fc(taps))
+        context = self.hidden_norm(self.product(taps, self.fc))
         angles = self.rotary(go.positions, context)
         for layer, block in enumerate(self.layers):
             attention: Any = block.self_attn
-            go.store(layer, *attention.keys_values(context, angles))
+            attention.keep(context, angles, layer, go)
 
     def step(self, n: int, memo: Any, token: Tensor, at: Anchors) -> tuple[Tensor, Any]:
         """As ``HeadModel.step``: the memo is the logits of the whole block, ``[..., longest, outputs]``."""

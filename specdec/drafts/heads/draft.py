@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from specdec.capabilities import DraftInfo
+from specdec.drafts.heads.captured import drawn
 from specdec.drafts.heads.chain import Chain
 from specdec.drafts.heads.eagle3 import Eagle3
 from specdec.drafts.heads.features import Tap, fresh
+from specdec.drafts.heads.kernels import Kernels
 from specdec.drafts.heads.load import as_head
 from specdec.drafts.heads.model import HeadModel
-from specdec.drafts.heads.slots import HeadState, SlotAnchors, empty, pieces, reading
+from specdec.drafts.heads.slots import NO_KERNELS, HeadState, SlotAnchors, empty, ends, pieces, reading
 from specdec.drafts.pool import merged
+from specdec.graphs.programs import Programs, capture_named
 from specdec.kernels.device import to_device
 from specdec.models.hf import HFModel
 from specdec.protocols import LanguageModel
@@ -76,17 +81,28 @@ class Head:
         tree: how the proposal grows: ``heads.Chain()`` draws a chain, ``heads.DynamicTree()`` builds EAGLE-2's tree,
             ``heads.DDTree()`` the best tree of marginal distributions.
         sampling: how the draft's tokens are drawn; ``None`` takes the decoder's.
+        bf16_weights: whether products on the CPU read bfloat16 copies of the weights of a float32 head, as for ``HFModel``; ``None``: where they
+            are exact, part by part.
+        graphs: whether a chain is captured as one CUDA graph, as for ``HFModel``; trees and chains with a ``stop`` are not.
     Raises:
-        ValueError: ``tree`` cannot draw from this head; in ``bind``: the target is another one, or has no activations to read.
+        ValueError: ``tree`` cannot draw from this head; in ``bind``: the target is another one, or has no activations to read; graphs or copies
+            of weights are not possible.
     """
 
     model: HeadModel
     tree: Grower = Chain()
     sampling: Sampling | None = None
+    bf16_weights: bool | None = None
+    graphs: bool | str = False
+    programs: Programs | None = field(default=None, repr=False, compare=False)  # bind makes them
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "model", as_head(self.model))
         self.tree.check(self.model)
+        if self.bf16_weights and self.graphs not in (False, "auto"):
+            raise ValueError(
+                "bf16_weights and graphs are both set: captured steps do not read bfloat16 copies; give only one of them"
+            )
 
     @property
     def info(self) -> DraftInfo:
@@ -116,12 +132,22 @@ class Head:
             raise ValueError(
                 f"draft {type(self.model).__name__!r} reads the target's activations, and the target is a {type(target).__name__}: give an HFModel"
             )
-        return replace(self, model=self.model.bound(target), sampling=self.sampling or sampling)
+        model = self.model.bound(target)
+        capture, model.kernels, programs = capture_named(self.graphs, model.device), None, None
+        if capture is not None and not self.bf16_weights:  # graphs cannot capture C code
+            programs = Programs(model.device, capture)
+        else:
+            output = [] if model.lm_head is not None else [model.of_target.output]
+            model.kernels = Kernels([*model.modules(), *output], self.bf16_weights)
+        return replace(self, model=model, sampling=self.sampling or sampling, programs=programs)
 
     def init(self, context: Context, target_cache: Any) -> HeadState:
         """An empty state; the prefill's activations come with the first ``observe``."""
         model = self.model
-        ring = empty(model.shapes, context.batch, context.tokens.shape[1], model.mask)
+        if model.kernels is not None:
+            model.kernels.check()
+        lend = None if self.programs is None else self.programs.lent
+        ring = empty(model.shapes, context.batch, context.tokens.shape[1], model.mask, lend)
         return HeadState(ring, torch.zeros(context.batch, dtype=torch.long), None)
 
     @torch.no_grad()
@@ -139,17 +165,26 @@ class Head:
             layers[tap] = model.of_target.final(x) if tap == "final" else x
         features = new.features(layers, model.device, model.dtype)
         for piece in pieces(new.row, new.position, ring):
-            row = torch.from_numpy(new.row[piece])
+            row, position = new.row[piece], new.position[piece]
             go: Any = None
             if ring is not None:
-                go = reading(ring, new.row[piece], new.position[piece], model.mask, model.device)
-            kept = model.read(features.at(to_device(torch.from_numpy(piece), model.device)), go)
+                go = reading(ring, row, position, model.mask, model.device, self._parts)
+            some = features
+            if len(piece) < len(new.row):
+                some = features.at(to_device(torch.from_numpy(piece), model.device))
+            kept = model.read(some, go)
             if kept is not None:
-                last = torch.cat([row.diff() != 0, torch.ones(1, dtype=torch.bool)]).nonzero()[:, 0]
+                last = torch.from_numpy(ends(row))
                 carry = kept.new_zeros(len(known), *kept.shape[1:]) if carry is None else carry.clone()
-                carry[to_device(row[last], carry.device)] = kept[to_device(last, carry.device)]
+                carry[to_device(torch.from_numpy(row)[last], carry.device)] = kept[
+                    to_device(last, carry.device)
+                ]
         end = round.context.length + round.committed - 1
         return HeadState(ring, torch.where(round.finished, known, end), carry)
+
+    @property
+    def _parts(self) -> Mapping[Any, Any]:
+        return NO_KERNELS if self.model.kernels is None else self.model.kernels.parts
 
     @staticmethod
     def _device(round: Round) -> torch.device:
@@ -161,10 +196,16 @@ class Head:
     def propose(
         self, state: HeadState, context: Context, budget: Tensor, rng: Rng
     ) -> tuple[Proposal, HeadState]:
-        ahead = context.length - 1 - state.known  # 0, unless the text has not been verified yet
+        if self.programs is not None and self.tree == Chain():
+            sampling = self.sampling or Sampling()
+            chain = drawn(self.programs, self.model, state, context, budget, rng, sampling)
+            if chain is not None:
+                return chain.proposal(budget), state
+        ahead = (context.length - 1 - state.known).numpy()  # 0, unless the text has not been verified yet
+        drafts = budget.numpy() > 0
         parts: list[tuple[Proposal, Tensor]] = []
-        for gap in ahead[budget > 0].unique().tolist():
-            rows = ((ahead == gap) & (budget > 0)).nonzero()[:, 0]
+        for gap in sorted(set(ahead[drafts].tolist())):
+            rows = torch.from_numpy(np.flatnonzero(drafts & (ahead == gap)))
             room = self._room(int(budget.max()), gap)
             if not room:
                 continue
@@ -191,8 +232,9 @@ class Head:
         """Draft for the rows ``rows``. The proposal has all rows, but only these are valid."""
         model, some = self.model, len(rows) < context.batch
         text, mine = (context.select(rows), budget[rows]) if some else (context, budget)
-        at = SlotAnchors(state.ring, rows, state.known[rows], model.mask, model.device)
-        positions = state.known[rows][:, None] + torch.arange(gap + 1)
+        known = state.known[rows] if some else state.known
+        at = SlotAnchors(state.ring, rows, known, model.mask, model.device, self._parts)
+        positions = known[:, None] + torch.arange(gap + 1) if gap else known[:, None]
         given = to_device(text.tokens.gather(1, positions), model.device)
         carry = state.carry
         memo = carry if carry is None or not some else carry[to_device(rows, carry.device)]

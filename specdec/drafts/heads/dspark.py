@@ -48,7 +48,7 @@ class Markov(nn.Module):
             self.joint_proj = nn.Linear(2 * rank + width, 3 * rank)
 
     def forward(self, token: Tensor, hidden: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """``token [...]``, ``hidden [..., E]`` and ``state [..., r]`` -> what is added to the logits ``[..., outputs]``, and the next state."""
+        """``token [...]``, ``hidden [..., E]`` and ``state [..., r]`` -> s ``[..., r]``, and the next state."""
         s = before = self.markov_w1(token)
         if self.kind == "gated":
             s = torch.sigmoid(self.gate_proj(torch.cat([hidden, before], -1))) * before
@@ -56,7 +56,7 @@ class Markov(nn.Module):
             gate, new, out = self.joint_proj(torch.cat([state, before, hidden], -1)).chunk(3, -1)
             kept = torch.sigmoid(gate)
             s, state = torch.tanh(out), kept * state + (1 - kept) * torch.tanh(new)
-        return self.markov_w2(s), state
+        return s, state
 
 
 class DSpark(DFlash):
@@ -103,8 +103,10 @@ class DSpark(DFlash):
         if n == 0:
             hidden = self.fill(token, at)
             memo = Walk(hidden, self.logits(hidden), hidden.new_zeros(*token.shape, self.rank))
-        more, state = self.markov_head(token, memo.hidden[..., n, :], memo.state)
-        return memo.logits[..., n, :] + more, memo._replace(state=state)
+        s, state = self.markov_head(token, memo.hidden[..., n, :], memo.state)
+        return memo.logits[..., n, :] + self.product(s, self.markov_head.markov_w2), memo._replace(
+            state=state
+        )
 
     def confidence(self, n: int, memo: Walk, token: Tensor) -> Tensor:
         """As ``HeadModel.confidence``."""

@@ -74,11 +74,11 @@ class DynamicTree:
         score, token = best.values.cpu(), ids[best.indices]
         scores, tokens = [score], [token]
         parents = [torch.full((R, k), -1)]
-        frontier, before = torch.arange(k).expand(R, k), at.near.shape[1]
+        frontier, before = torch.arange(k).expand(R, k), at.used
         memo = _each(memo, lambda x: x[:, None].expand(-1, k, *x.shape[1:]))
         above = np.full((R, k), before - 1)  # the slot that each frontier node continues
         for level in range(1, min(self.depth, int(budget.max()))):
-            begin = at.near.shape[1]
+            begin = at.used
             at.under(above)
             logits, memo = head.step(known - 1 + level, memo, token, at)
             best = logits.log_softmax(-1).topk(k)

@@ -16,12 +16,12 @@ from transformers import LlamaConfig
 from specdec.arguments import at_least
 from specdec.drafts.heads.contract import Anchors, Pass
 from specdec.drafts.heads.features import Features, Tap
-from specdec.drafts.heads.layers import MLP, Attention, Block, Rotary, norm
+from specdec.drafts.heads.layers import MLP, Attention, Block, Rotary, Sublayers, norm
 from specdec.drafts.heads.model import HeadModel
 from specdec.forward.block import Angles
 
 
-class PairBlock(nn.Module):
+class PairBlock(Sublayers):
     """The first block: attention reads the normed embedding beside the normed feature; the residual is the feature."""
 
     def __init__(self, config: LlamaConfig, norm_before_residual: bool, head_norms: bool):
@@ -36,8 +36,7 @@ class PairBlock(nn.Module):
         """``feature`` and ``embedded [..., E]`` -> ``[..., E]``."""
         normed = self.hidden_norm(feature)
         both = torch.cat([self.input_layernorm(embedded), normed], -1)
-        x = (normed if self.norm_before_residual else feature) + self.self_attn(both, angles, 0, go)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        return self.through(normed if self.norm_before_residual else feature, both, angles, 0, go)
 
 
 class Eagle3(HeadModel):
@@ -104,7 +103,7 @@ class Eagle3(HeadModel):
         if self.fc_norm is not None:
             each = taps.chunk(len(self.fc_norm), -1)
             taps = torch.cat([by(x) for by, x in zip(self.fc_norm, each)], -1)
-        return self.fc(taps)
+        return self.product(taps, self.fc)
 
     def run(self, feature: Tensor, embedded: Tensor, go: Pass) -> Tensor:
         """The outputs ``[..., E]`` of pairs of a ``feature`` and an ``embedded`` token, each ``[..., E]``."""

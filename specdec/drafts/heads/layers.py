@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -15,11 +16,23 @@ from specdec.configs import setting
 from specdec.drafts.heads.contract import Pass
 from specdec.forward.block import Angles, eager_angles, rotated
 from specdec.forward.families import positions_of
+from specdec.forward.llama_c import FIXED
+
+TABLE = 1024  # positions whose angles are computed beforehand, at least
 
 
-def norm(config: LlamaConfig, size: int | None = None) -> nn.RMSNorm:
+class Norm(nn.RMSNorm):
+    """PyTorch's RMS norm, with the name that transformers gives its constant."""
+
+    @property
+    def variance_epsilon(self) -> float:
+        assert self.eps is not None
+        return self.eps
+
+
+def norm(config: LlamaConfig, size: int | None = None) -> Norm:
     """An RMS norm over the hidden size, or over ``size``."""
-    return nn.RMSNorm(size or config.hidden_size, eps=config.rms_norm_eps)
+    return Norm(size or config.hidden_size, eps=config.rms_norm_eps)
 
 
 class Attention(nn.Module):
@@ -45,6 +58,12 @@ class Attention(nn.Module):
         key, value = (p(x).unflatten(-1, (-1, self.size)) for p in (self.k_proj, self.v_proj))
         return _turned(key, self.k_norm, angles), value
 
+    def keep(self, x: Tensor, angles: Angles, layer: int, go: Pass) -> None:
+        """Keep the keys and values of ``x [..., inputs]`` as those of ``layer``, without attending."""
+        fast = go.kernels.get(self)
+        if fast is None or not fast.keep(go, layer, x, angles):
+            go.store(layer, *self.keys_values(x, angles))
+
 
 class MLP(nn.Module):
     """``down(silu(gate(x)) * up(x))``."""
@@ -59,7 +78,24 @@ class MLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-class Block(nn.Module):
+class Sublayers(nn.Module):
+    """What blocks of several heads share: attention and the gated MLP, each with its residual. A derived class makes the three parts."""
+
+    self_attn: Attention
+    mlp: MLP
+    post_attention_layernorm: Norm
+
+    def through(self, x: Tensor, normed: Tensor, angles: Angles, layer: int, go: Pass) -> Tensor:
+        """``y = x + attention(normed)`` and then ``y + mlp(norm(y))``, for ``x [..., E]`` and ``normed [..., inputs]``."""
+        fast = go.kernels.get(self)
+        made = None if fast is None else fast.through(go, layer, x, normed, angles)
+        if made is not None:
+            return made
+        x = x + self.self_attn(normed, angles, layer, go)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Block(Sublayers):
     """An ordinary llama-like block whose attention goes through a ``Pass``."""
 
     def __init__(self, config: LlamaConfig, head_norms: bool = False):
@@ -69,20 +105,47 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, angles: Angles, layer: int, go: Pass) -> Tensor:
         """``[..., E]`` -> ``[..., E]``."""
-        x = x + self.self_attn(self.input_layernorm(x), angles, layer, go)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        return self.through(x, self.input_layernorm(x), angles, layer, go)
 
 
 class Rotary:
     """Cosines and sines of positions; it has no weights."""
 
     def __init__(self, config: LlamaConfig):
-        self.module = LlamaRotaryEmbedding(config)
+        self._by: dict[torch.device, Any] = {torch.device("cpu"): LlamaRotaryEmbedding(config)}
+        self._table: Angles | None = None  # on the CPU, of the positions 0, 1, ...
 
     def __call__(self, positions: Tensor, like: Tensor) -> Angles:
         """Of positions ``[...]``, in the dtype and on the device of ``like``."""
-        cos, sin = self.module(like, positions.reshape(1, -1))
+        flat, shape = positions.reshape(-1), (*positions.shape, 1, -1)
+        if like.is_cpu and self.module.rope_type in FIXED:
+            try:
+                cos, turn = self._rows(flat)
+            except IndexError:  # beyond the table
+                self._grow(int(flat.max()))
+                cos, turn = self._rows(flat)
+            return cos.to(like.dtype).view(shape), turn.to(like.dtype).view(shape)
+        if like.device not in self._by:
+            self._by[like.device] = copy.deepcopy(self.module).to(like.device)
+        cos, sin = self._by[like.device](like, flat[None])
         return eager_angles(*(t.view(*positions.shape, -1) for t in (cos, sin)))
+
+    @property
+    def module(self) -> LlamaRotaryEmbedding:
+        return self._by[torch.device("cpu")]
+
+    def _rows(self, positions: Tensor) -> Angles:
+        if self._table is None:
+            raise IndexError("there is no table yet")
+        cos, turn = self._table
+        return cos.index_select(0, positions), turn.index_select(0, positions)
+
+    def _grow(self, last: int) -> None:
+        every = torch.arange(max(2 * last + 2, TABLE))[None]
+        with torch.inference_mode(False), torch.no_grad():
+            cos, sin = self.module(torch.empty(0), every)
+            cos, turn = eager_angles(cos[0], sin[0])
+        self._table = cos[:, 0], turn[:, 0]
 
 
 def config_like(target: Any, **changes: Any) -> LlamaConfig:
@@ -113,7 +176,7 @@ def config_like(target: Any, **changes: Any) -> LlamaConfig:
     )
 
 
-def _turned(x: Tensor, by: nn.RMSNorm | None, angles: Angles) -> Tensor:
+def _turned(x: Tensor, by: Norm | None, angles: Angles) -> Tensor:
     return rotated(x if by is None else by(x), None, angles)
 
 

@@ -18,6 +18,7 @@ from specdec.cache.slots import KVShape
 from specdec.configs import setting
 from specdec.drafts.heads.contract import Anchors, Pass
 from specdec.drafts.heads.features import Features, Tap
+from specdec.drafts.heads.kernels import Kernels
 from specdec.drafts.heads.layers import config_like, initialise
 from specdec.drafts.heads.vocabulary import check_offsets, offsets, widened
 from specdec.drafts.hub import folder_of, push, write_card
@@ -49,7 +50,8 @@ class HeadModel(nn.Module):
     Attributes:
         kv_layers: how many layers have keys and values. longest: the longest chain that it can propose, if there is a limit.
         marginal: whether no logits depend on tokens after the anchor. confident: whether it has the method ``confidence``.
-        ends: the target's embedding, final norm and output matrix; ``None`` before ``bound``.
+        ends: the target's embedding, final norm and output matrix; ``None`` before ``bound``. kernels: what computes some parts faster while
+            it decodes; ``drafts.Head`` chooses them.
     """
 
     kv_layers = 1
@@ -57,6 +59,7 @@ class HeadModel(nn.Module):
     marginal = confident = False
     supports_trees = True  # ``build`` asks every draft's model
     ends: Ends | None = None
+    kernels: Kernels | None = None
     tokenizer: Any = None
 
     def __init__(
@@ -155,9 +158,16 @@ class HeadModel(nn.Module):
     def logits(self, x: Tensor) -> Tensor:
         """Logits ``[..., outputs]`` of normed outputs ``[..., E]``, by its own matrix or the target's head."""
         if self.lm_head is not None:
-            return self.lm_head(x)
-        logits = self.of_target.logits(x.to(self.of_target.output.weight.dtype)).to(self.dtype)
+            return self.product(x, self.lm_head)
+        ends, fast = self.of_target, None if torch.is_grad_enabled() else self.kernels
+        logits = ends.logits(x.to(ends.output.weight.dtype), None if fast is None else fast.product).to(
+            self.dtype
+        )
         return logits if self.d2t is None else logits[..., self.ids]
+
+    def product(self, x: Tensor, linear: Any) -> Tensor:
+        """``linear(x)``, by a kernel where one was chosen for this linear layer when the head was bound to be decoded with."""
+        return linear(x) if self.kernels is None else self.kernels.product(x, linear)
 
     @property
     def outputs(self) -> int:
@@ -189,7 +199,7 @@ class HeadModel(nn.Module):
 
     def widened(self, logits: Tensor) -> Tensor:
         """Logits over the target's vocabulary ``[..., V]``: -inf for ids that the head does not have."""
-        return widened(logits, self.d2t, self.vocab_size)
+        return logits if self.d2t is None else widened(logits, self.d2t, self.vocab_size)
 
     @property
     def vocab_size(self) -> int:
@@ -197,11 +207,11 @@ class HeadModel(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        return next(self.parameters()).device
+        return _first(self).device
 
     @property
     def dtype(self) -> torch.dtype:
-        return next(self.parameters()).dtype
+        return _first(self).dtype
 
     def __repr__(self) -> str:
         size = sum(p.numel() for p in self.parameters())
@@ -382,3 +392,19 @@ class HeadModel(nn.Module):
                 )
         self.load_state_dict(dict(tensors), assign=True)
         return self
+
+
+def _first(module: nn.Module) -> Tensor:
+    """``next(module.parameters())``, which takes longer than the operators that ask for a dtype in every step.
+
+    Raises:
+        StopIteration: there are no parameters.
+    """
+    todo: list[Any] = [module]
+    while todo:
+        module = todo.pop()
+        for weight in module._parameters.values():
+            if weight is not None:
+                return weight
+        todo += [child for child in reversed(module._modules.values()) if child is not None]
+    raise StopIteration

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -11,12 +12,14 @@ from torch import Tensor
 
 from specdec.cache.ring import Ring
 from specdec.cache.slots import KVShape
+from specdec.forward.block import Angles
 from specdec.kernels.attention import ExplicitPlan, attention
 from specdec.kernels.device import to_device
 from specdec.masks import Mask, sees
 
 PIECE = 64  # positions of a row that are read at once under a mask of limited reach
 ENTRIES = 2**23  # and, in all rows, at most this many pairs of a query and a slot
+NO_KERNELS: Mapping[Any, Any] = {}
 
 
 class HeadState(NamedTuple):
@@ -48,8 +51,16 @@ class HeadState(NamedTuple):
 class SlotPass:
     """``contract.Pass`` over slots: new entries go into ``slots [T]``, and ``plan`` says what each of the T queries sees."""
 
-    def __init__(self, ring: Ring, plan: ExplicitPlan, slots: Tensor, positions: Tensor):
-        self.ring, self.plan, self.slots, self.positions = ring, plan, slots, positions
+    def __init__(
+        self,
+        ring: Ring,
+        plan: ExplicitPlan,
+        slots: Tensor,
+        positions: Tensor,
+        kernels: Mapping[Any, Any] = NO_KERNELS,
+    ):
+        self.ring, self.plan, self.slots, self.positions, self.kernels = ring, plan, slots, positions, kernels
+        self._turns: tuple[Angles, Angles] | None = None
 
     def store(self, layer: int, key: Tensor, value: Tensor) -> None:
         """As ``contract.Pass.store``."""
@@ -61,21 +72,52 @@ class SlotPass:
         flat = query.reshape(-1, *query.shape[-2:]).transpose(0, 1)[None]
         return attention(flat, *self.ring.layers[layer], self.plan)[0].reshape(*query.shape[:-2], -1)
 
+    def turns(self, angles: Angles) -> Angles:
+        """``angles`` as C kernels take them: cosines and sines ``[T, D]`` in float32."""
+        if self._turns is None or self._turns[0] is not angles:
+            cos, turn = (t.reshape(-1, t.shape[-1]).float().contiguous() for t in angles)
+            half = turn.shape[-1] // 2
+            self._turns = angles, (cos, torch.cat([-turn[:, :half], turn[:, half:]], -1))
+        return self._turns[1]
 
-def empty(shapes: Sequence[KVShape], batch: int, capacity: int, mask: Mask | None) -> Ring | None:
-    """A ring for ``batch`` rows of texts of up to ``capacity`` tokens; of constant size where the mask has a reach."""
+
+def empty(
+    shapes: Sequence[KVShape],
+    batch: int,
+    capacity: int,
+    mask: Mask | None,
+    lend: Callable[[int, Callable[[Ring], bool]], Ring | None] | None = None,
+) -> Ring | None:
+    """A ring for ``batch`` rows of texts of up to ``capacity`` tokens; of constant size where the mask has a reach.
+
+    Args:
+        lend: ``Programs.lent``, of memory that was used before.
+    """
     if not shapes:
         return None
     reach = None if mask is None else mask.reach
     if reach is None:
-        return Ring(shapes, batch, 0, max(capacity, 1), 1)
-    return Ring(shapes, batch, reach.sinks, max(reach.window, 1), PIECE)
+        sinks, window, block = 0, max(capacity, 1), 1
+    else:
+        sinks, window, block = reach.sinks, max(reach.window, 1), PIECE
+    lent = None
+    if lend is not None:
+        wide = [window, sys.maxsize] if reach is None else [window, window]
+        lent = lend(batch, lambda ring: wide[0] <= ring.window <= wide[1])
+    return lent or Ring(shapes, batch, sinks, window, block)
+
+
+def ends(row: np.ndarray) -> np.ndarray:
+    """The index of each row's last position, for positions ``[F]`` in order, row after row."""
+    return np.flatnonzero(np.append(row[1:] != row[:-1], True))
 
 
 def pieces(row: np.ndarray, position: np.ndarray, ring: Ring | None) -> list[np.ndarray]:
     """Groups of indices of new positions ``[F]``, to be read one after another, so that the ring still holds what a group's queries see."""
     if not len(row) or ring is None:
         return [np.arange(len(row))] if len(row) else []
+    if ring.block == 1 and len(row) * ring.slots <= ENTRIES:
+        return [np.arange(len(row))]
     start = np.full(int(row.max()) + 1, np.iinfo(np.int64).max)
     np.minimum.at(start, row, position)
     size = max(ENTRIES // (ring.slots * len(np.unique(row))), 1)
@@ -84,77 +126,99 @@ def pieces(row: np.ndarray, position: np.ndarray, ring: Ring | None) -> list[np.
 
 
 def reading(
-    ring: Ring, row: np.ndarray, position: np.ndarray, mask: Mask | None, device: torch.device
+    ring: Ring,
+    row: np.ndarray,
+    position: np.ndarray,
+    mask: Mask | None,
+    device: torch.device,
+    kernels: Mapping[Any, Any] = NO_KERNELS,
 ) -> SlotPass:
     """The pass over newly committed positions ``[F]``: each sees the committed positions up to its own."""
-    rows, counts = np.unique(row, return_counts=True)
+    last = ends(row)
+    rows, counts = row[last], np.diff(last, prepend=-1)
     seen = _visible(ring, position[:, None], position, mask)
     seen = np.pad(seen, ((0, 0), (0, ring.extra)))
     at = ring.at(torch.from_numpy(row), torch.from_numpy(position), device)
     plan = ExplicitPlan(rows.tolist(), counts.tolist(), seen, None, at)
-    return SlotPass(ring, plan, at, to_device(torch.from_numpy(position), device))
+    return SlotPass(ring, plan, at, to_device(torch.from_numpy(position), device), kernels)
 
 
 class SlotAnchors:
     """``contract.Anchors`` with one anchor per row: the first position that has not been read, for the rows ``rows`` of a ring.
 
     Attributes:
-        ring: the rows' keys and values. If a draft needs more slots, a larger ring replaces it.
+        ring: the rows' keys and values. If a draft needs more slots, a larger ring replaces it. used: slots of each row so far.
     """
 
     def __init__(
-        self, ring: Ring | None, rows: Tensor, anchor: Tensor, mask: Mask | None, device: torch.device
+        self,
+        ring: Ring | None,
+        rows: Tensor,
+        anchor: Tensor,
+        mask: Mask | None,
+        device: torch.device,
+        kernels: Mapping[Any, Any] = NO_KERNELS,
     ):
-        self.ring, self.rows, self.mask, self.device = ring, rows.numpy(), mask, device
-        self.anchor = anchor.numpy()[:, None]
-        self.near = np.zeros((len(self.rows), 0, 0), dtype=bool)  # [R, slots so far, slots so far]
-        self.offsets = np.zeros((len(self.rows), 0), dtype=np.int64)
-        self.parents: np.ndarray | None = None
+        self.ring, self.rows, self.mask, self.device, self.kernels = ring, rows.numpy(), mask, device, kernels
+        self.anchor, self.used = anchor.numpy()[:, None], 0
+        self._near = np.zeros((len(self.rows), 0, 0), dtype=bool)  # [R, slots, slots]: which see which
+        self._offsets = np.zeros((len(self.rows), 0), dtype=np.int64)
+        self._text: np.ndarray | None = None  # what all queries see of the text, where that is the same
+        self._parents: np.ndarray | None = None
 
     def under(self, parents: np.ndarray) -> None:
         """Give the next pass a slot after each of ``parents [R, W]``, slots of this block. It sees its parent and its parent's ancestors."""
-        self.parents = parents
+        self._parents = parents
 
     def slots(self, first: int, count: int | None = None, full: bool = False) -> SlotPass:
         """As ``contract.Anchors.slots``."""
-        R, used = self.near.shape[:2]
-        parents, self.parents = self.parents, None
+        parents, self._parents = self._parents, None
         wide = parents.shape[1] if parents is not None else 1 if count is None else count
-        own = np.zeros((R, wide, used + wide), dtype=bool)
+        used = self.used
+        self.used = end = used + wide
+        self._reserve(end)
+        own, offset = self._near[:, used:end, :end], self._offsets[:, used:end]
         if parents is not None:
-            if used:
-                own[..., :used] = self.near[np.arange(R)[:, None], parents]
+            own[..., :used] = self._near[np.arange(len(own))[:, None], parents, :used]
             own[..., used:] = np.eye(wide, dtype=bool)
+            offset[:] = first
         else:
             own[..., :used] = True
-            own[..., used:] = True if full else np.tri(wide, dtype=bool)
-        offset = (
-            np.full((R, wide), first) if parents is not None else np.tile(first + np.arange(wide), (R, 1))
-        )
-        near = np.zeros((R, used + wide, used + wide), dtype=bool)
-        near[:, :used, :used], near[:, used:] = self.near, own
-        self.near, self.offsets = near, np.concatenate([self.offsets, offset], 1)
-        return self._pass(own, offset, used, count is None and parents is None)
+            own[..., used:] = True if full or wide == 1 else np.tri(wide, dtype=bool)
+            offset[:] = first if wide == 1 else np.arange(first, first + wide)
+        return self._pass(own, offset, count is None and parents is None)
 
-    def _pass(self, own: np.ndarray, offset: np.ndarray, used: int, single: bool) -> SlotPass:
-        R, wide = offset.shape
-        ring, query = self.ring, self.anchor + offset  # [R, wide]
+    def _reserve(self, used: int) -> None:
+        """Make room for so many slots of each row."""
+        ring, R, room = self.ring, len(self.rows), self._offsets.shape[1]
         assert ring is not None, "a head without layers has no slots"
-        if ring.extra < used + wide:
-            self.ring = ring = ring.resized(ring.window, max(16, 2 * (used + wide)))
-        begin = ring.slots - ring.extra
-        seen: np.ndarray = np.zeros((R, wide, ring.slots), dtype=bool)
-        seen[..., :begin] = _visible(ring, query[..., None], self.anchor - 1, self.mask)
+        if room < used:
+            near, offsets, before = self._near, self._offsets, self._offsets.shape[1]
+            room = max(16, 2 * used)
+            self._near, self._offsets = np.zeros((R, room, room), dtype=bool), np.zeros((R, room), np.int64)
+            self._near[:, :before, :before], self._offsets[:, :before] = near, offsets
+        if ring.extra < used:
+            self.ring = ring.resized(ring.window, max(16, 2 * used))
+
+    def _pass(self, own: np.ndarray, offset: np.ndarray, single: bool) -> SlotPass:
+        (R, wide), end, ring = offset.shape, self.used, self.ring
+        assert ring is not None
+        begin, query = ring.slots - ring.extra, self.anchor + offset  # [R, wide]
         if self.mask is not None:
-            own = own & _shown(self.mask, query[..., None], (self.anchor + self.offsets)[:, None])
-        seen[..., begin : begin + used + wide] = own
-        at = to_device(
-            torch.from_numpy((self.rows[:, None] * ring.slots + begin + used + np.arange(wide)).ravel()),
-            self.device,
-        )
+            seen_text = _visible(ring, query[..., None], self.anchor - 1, self.mask)
+            own = own & _shown(self.mask, query[..., None], (self.anchor + self._offsets[:, :end])[:, None])
+        elif self._text is None:
+            seen_text = self._text = _visible(ring, query[..., None], self.anchor - 1, None)
+        else:
+            seen_text = self._text
+        seen = np.zeros((R, wide, ring.slots), dtype=bool)
+        seen[..., :begin] = seen_text
+        seen[..., begin : begin + end] = own
+        flat = (self.rows * ring.slots + (begin + end - wide))[:, None] + np.arange(wide)
+        at = to_device(torch.from_numpy(flat.ravel()), self.device)
         plan = ExplicitPlan(self.rows.tolist(), [wide] * R, seen.reshape(R * wide, -1), None, at)
         positions = torch.from_numpy(query[:, 0] if single else query)
-        return SlotPass(ring, plan, at, to_device(positions, self.device))
+        return SlotPass(ring, plan, at, to_device(positions, self.device), self.kernels)
 
 
 def _visible(ring: Ring, query: np.ndarray, last: np.ndarray, mask: Mask | None) -> np.ndarray:

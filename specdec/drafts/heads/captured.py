@@ -1,0 +1,196 @@
+"""A head's whole chain as one captured step, as ``graphs.chain``: all steps of the head, their draws and the ids in between, without the host.
+
+The slots of a block and what they see follow from the anchors, so the step computes both. Rows of the memory that no row of the batch uses are
+padding: they write to their own slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from specdec.cache.ring import Ring
+from specdec.cache.static import StaticStore
+from specdec.drafts.heads.model import HeadModel
+from specdec.drafts.heads.slots import HeadState
+from specdec.graphs.chain import Drawn, draw, uniforms_of
+from specdec.graphs.programs import Programs
+from specdec.graphs.staging import Program, Staged, pad
+from specdec.graphs.static import StaticPlan, power
+from specdec.kernels.attention import AttentionPlan, attention
+from specdec.kernels.attention.lowered import Lowered
+from specdec.kernels.device import to_device
+from specdec.masks import sees
+from specdec.masks.text import known
+from specdec.rng import Rng
+from specdec.sampling import Sampling
+from specdec.types import Context
+
+
+class Shape(NamedTuple):
+    """What a chain is captured for: the first ``rows`` of the memory, ``steps`` draws, and the shape of what ``read`` carried for a row."""
+
+    rows: int
+    steps: int
+    sampling: Sampling
+    carried: tuple[int, ...] | None
+
+
+class HeadChain(Program):
+    """``steps`` draws of every row.
+
+    Args:
+        ring: in the memory of ``store``; its extra slots are those of the block.
+    """
+
+    def __init__(self, head: HeadModel, ring: Ring, store: StaticStore, shape: Shape):
+        self.head, self.ring, self.store, self.shape = head, ring, store, shape
+        R = shape.rows
+        fields = {
+            **dict.fromkeys(("ids", "anchor", "limit"), ("i8", (R,))),
+            "uniforms": ("f8", (shape.steps, R)),
+        }
+        self.staged, self.carry = Staged(fields, head.device), None
+        if shape.carried is not None:
+            with torch.inference_mode(False):
+                self.carry = torch.zeros(R, *shape.carried, dtype=head.dtype, device=head.device)
+
+    def body(self) -> tuple[Tensor, Tensor | None]:
+        """Tokens ``[rows, steps]`` and their distributions."""
+        on, head, sampling = self.staged.on, self.head, self.shape.sampling
+        at, memo, token = StaticAnchors(self), self.carry, on["ids"]
+        tokens: list[Tensor] = []
+        distributions: list[Tensor] = []
+        for n in range(self.shape.steps):
+            logits, memo = head.step(n, memo, token, at)
+            top, token, distribution = draw(head.widened(logits), sampling, None, on["uniforms"][n])
+            said = torch.where(torch.isfinite(top), token, -1)
+            token = said.clamp(min=0)
+            tokens.append(torch.where(on["limit"] > n, said, 0))
+            if distribution is not None:
+                distributions.append(distribution)
+        return torch.stack(tokens, 1), torch.stack(distributions, 1) if distributions else None
+
+
+class StaticAnchors:
+    """``contract.Anchors`` of a captured chain: as ``slots.SlotAnchors``, in operators that can be captured."""
+
+    def __init__(self, chain: HeadChain):
+        self.chain, self.positions = chain, list[Tensor]()
+
+    def slots(self, first: int, count: int | None = None, full: bool = False) -> StaticPass:
+        """As ``contract.Anchors.slots``."""
+        ring, store, mask = self.chain.ring, self.chain.store, self.chain.head.mask
+        anchor, wide = self.chain.staged.on["anchor"], 1 if count is None else count
+        device, R, begin = anchor.device, len(anchor), ring.slots - ring.extra
+        query = anchor[:, None] + (first + torch.arange(wide, device=device))  # [R, wide]
+        used = sum(p.shape[1] for p in self.positions)
+        if ring.extra < used + wide:
+            raise RuntimeError(f"a block of {used + wide} slots and room for {ring.extra}")
+        self.positions.append(query)
+        # The text, as in ``Ring.held``: the position that each slot holds below the anchor.
+        s, last = torch.arange(begin, device=device), anchor[:, None] - 1
+        held = torch.where(s < ring.sinks, s, last - (last - s) % ring.size)
+        text = torch.where(s < ring.sinks, held <= last, held >= ring.sinks)[:, None].expand(R, wide, begin)
+        end = torch.arange(used, used + wide, device=device)[:, None]
+        here = torch.arange(ring.extra, device=device)
+        own = (here < used + wide if full else here <= end).expand(R, wide, -1)
+        if mask is not None:
+            q = query[..., None]
+            text = text & sees(mask, q, torch.minimum(held.clamp(min=0)[:, None], q))
+            block = torch.cat([*self.positions, query[:, :1].expand(R, ring.extra - used - wide)], 1)
+            own = own & sees(mask, q, torch.minimum(block[:, None], q))
+        rows = torch.arange(R, device=device)[:, None] * store.slots
+        at = (rows + begin + used + torch.arange(wide, device=device)).flatten()
+        plan = BlockPlan(torch.cat([text, own], -1), at)
+        store.begin()
+        return StaticPass(store, plan, query[:, 0] if count is None else query)
+
+
+class BlockPlan(StaticPlan):
+    """Which slots of their rows the queries of one pass see, ``seen [R, w, S]``; new entries go to flat ``slots [R * w]``."""
+
+    def __init__(self, seen: Tensor, slots: Tensor):
+        rows, wide, size = seen.shape
+        number = torch.arange(rows + 1, dtype=torch.int32, device=seen.device)
+        length = torch.full((rows,), size, dtype=torch.int32, device=seen.device)
+        shown = seen.reshape(1, rows * wide, size).to(torch.uint8)
+        parts = number * wide, length, number[:-1], length, None, None, None, shown
+        super().__init__(Lowered(*parts, max_count=wide, max_length=size), slots)
+
+
+class StaticPass:
+    """``contract.Pass`` of a captured chain."""
+
+    kernels: Mapping[Any, Any] = {}
+
+    def __init__(self, store: StaticStore, plan: BlockPlan, positions: Tensor):
+        self.memory, self.plan, self.positions = store, plan, positions
+
+    def store(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """As ``contract.Pass.store``."""
+        new = (t.reshape(-1, *t.shape[-2:]).transpose(0, 1)[None] for t in (key, value))
+        self.memory.append(layer, self.plan.slots, *new)
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """As ``contract.Pass.__call__``."""
+        self.store(layer, key, value)
+        flat = query.reshape(-1, *query.shape[-2:]).transpose(0, 1)[None]
+        out = attention(flat, *self.memory.layers[layer], cast(AttentionPlan, self.plan))
+        return out[0].reshape(*query.shape[:-2], -1)
+
+
+def drawn(
+    programs: Programs,
+    head: HeadModel,
+    state: HeadState,
+    context: Context,
+    budget: Tensor,
+    rng: Rng,
+    sampling: Sampling,
+) -> Drawn | None:
+    """Chains of ``budget [B]`` tokens in rows whose text has been read up to its last token.
+
+    Returns:
+        ``None``, without side effects, where a chain cannot be captured or is not captured yet.
+    """
+    ring, B, steps = state.ring, context.batch, int(budget.max())
+    # A user's mask need not consist of operators.
+    if ring is None or sampling.reads_context or not (head.mask is None or known(head.mask)):
+        return None
+    if not 1 <= steps <= (steps if head.longest is None else head.longest):
+        return None
+    if bool(((context.length - 1 - state.known)[budget > 0] != 0).any()):
+        return None  # the text is ahead of what was read
+    uniforms = None
+    if not sampling.greedy:
+        uniforms = uniforms_of(rng, context, steps)
+        if uniforms is None:
+            return None
+    carried = None if state.carry is None else tuple(state.carry.shape[1:])
+    shape = Shape(min(power(B), ring._whole[0].shape[1]), steps, sampling, carried)
+
+    def make(store: StaticStore) -> HeadChain:
+        return HeadChain(head, ring, store, shape)
+
+    def update(chain: Any) -> None:
+        array = chain.staged.begin()
+        pad(array["ids"], context.tokens.gather(1, state.known[:, None])[:, 0])
+        pad(array["anchor"], state.known)
+        pad(array["limit"], budget)
+        array["uniforms"][:] = 0
+        if uniforms is not None:
+            array["uniforms"][:, :B] = uniforms
+        chain.staged.send()
+        if state.carry is not None:
+            chain.carry[:B].copy_(to_device(state.carry, chain.carry.device))
+
+    with torch.inference_mode():
+        chain = programs.program(ring, (shape, ring.extra), make, update)
+        if chain is None:
+            return None
+        tokens, probs = chain.replay()  # the next replay overwrites them
+        return Drawn(tokens[:B].clone(), None if probs is None else probs[:B].clone())

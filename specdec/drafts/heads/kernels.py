@@ -1,0 +1,171 @@
+"""C kernels for the parts of a head that decodes on the CPU: its products, and attention and MLP of a block in one call.
+
+They are chosen once, when the head is bound, and are looked up by the part. A part is served if it and its own parts are exactly the
+library's, without hooks. Everything else runs as it is written, as do gradients, prompts, other devices and other dtypes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from specdec.drafts.heads.layers import MLP, Attention, Norm, Sublayers
+from specdec.forward.block import Angles, Block
+from specdec.forward.llama_c import small
+from specdec.kernels.attention.native import lowered, prompt
+from specdec.kernels.native import library
+from specdec.kernels.native.blocks import Blocks
+from specdec.kernels.native.narrow import CHANGED, Narrow
+from specdec.kernels.native.ops import linear_takes, unchecked_linear
+
+Served = tuple[Any, Any, list[int]]
+"""A part for which there are kernels, what it is made of, and what identifies its weights."""
+
+
+class Product:
+    """The product of one linear layer; ``narrow``: with a bfloat16 copy of its weight."""
+
+    def __init__(self, linear: Any, narrow: Narrow | None):
+        self.linear, self.narrow = linear, narrow
+
+    def __call__(self, x: Tensor) -> Tensor | None:
+        """``x [..., inputs]`` -> ``[..., outputs]``, or ``None`` where there is no kernel for this call."""
+        flat, weight = x.reshape(-1, x.shape[-1]), self.linear._parameters.get("weight")
+        if weight is None or weight.dtype != x.dtype or not small(flat) or flat.shape[1] != weight.shape[1]:
+            return None
+        if self.narrow is not None:
+            weight = self.narrow[weight]
+        elif not (weight.is_contiguous() and weight.is_cpu):
+            return None
+        return unchecked_linear(flat, weight, self.linear.bias).view(*x.shape[:-1], -1)
+
+
+class Through:
+    """``Sublayers.through`` in one call, and keys and values alone."""
+
+    def __init__(self, parts: Block, narrow: Narrow | None):
+        self.parts, self.narrow, self.blocks = parts, narrow, Blocks([parts], narrow)
+        self.group = parts.query.out_features // parts.key.out_features
+
+    def through(self, go: Any, layer: int, x: Tensor, normed: Tensor, angles: Angles) -> Tensor | None:
+        """As ``Sublayers.through``, or ``None`` where there is no kernel for this call."""
+        read, held = normed.reshape(-1, normed.shape[-1]), go.ring.buffers
+        if held is None or not self._serves(read, angles) or prompt(go.plan, self.group):
+            return None
+        out = x.reshape(len(read), -1).clone(memory_format=torch.contiguous_format)
+        cos, sin = go.turns(angles)
+        self.blocks(out, cos, sin, go.slots, held, [lowered(go.plan, None)], read=read, layer=layer)
+        return out.view(x.shape)
+
+    def keep(self, go: Any, layer: int, x: Tensor, angles: Angles) -> bool:
+        """As ``Attention.keep``; False where there is no kernel for this call."""
+        read, held = x.reshape(-1, x.shape[-1]), go.ring.buffers
+        if held is None or not self._serves(read, angles):
+            return False
+        cos, sin = go.turns(angles)
+        self.blocks.remember(0, read, cos, sin, go.slots, held, normed=True, layer=layer)
+        return True
+
+    def _serves(self, read: Tensor, angles: Angles) -> bool:
+        size = self.parts.size
+        fits = read.shape[1] == self.parts.query.in_features and angles[0].numel() == len(read) * size
+        return fits and small(read) and self.blocks.plain
+
+
+class Kernels:
+    """The kernels of one head.
+
+    Args:
+        modules: the head's parts, and its target's output matrix if it uses that. bf16_weights: as for ``HFModel``.
+    Attributes:
+        parts: what ``contract.Pass.kernels`` is in decoding.
+    Raises:
+        ValueError: ``bf16_weights`` is True, and there are no kernels, or bfloat16 would round some weights.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], bf16_weights: bool | None = None):
+        self._all: list[Any] = list(modules)
+        self._bf16_weights = bf16_weights
+        self.parts: dict[nn.Module, Through] = {}
+        self._products: dict[nn.Module, Product] = {}
+        self._choose(self._served())
+        if bf16_weights and not self._chosen:
+            raise ValueError(
+                "bf16_weights is True, and this head has no parts in C: the setting is for float32 heads on a CPU where "
+                "specdec.kernels.native.reason() is None, with sizes that are multiples of 16; leave it None"
+            )
+
+    def __reduce__(self) -> Any:  # they are of these modules: a copy has none until it is bound
+        return type(None), ()
+
+    def product(self, x: Tensor, linear: Any) -> Tensor:
+        """``linear(x)`` for ``x [..., inputs]``."""
+        fast = self._products.get(linear)
+        made = None if fast is None else fast(x)
+        return linear(x) if made is None else made
+
+    def check(self) -> None:
+        """Bring copies of weights up to date, and notice parts and weights that were replaced; called when texts begin.
+
+        Raises:
+            RuntimeError: bfloat16 copies were asked for, and would round now.
+        """
+        served = self._served()
+        if served != self._chosen:
+            self._choose(served)
+            return
+        kernels: list[Any] = [*self.parts.values(), *self._products.values()]
+        if not all(k.narrow.refresh() for k in kernels if k.narrow is not None):
+            if self._bf16_weights:
+                raise RuntimeError(CHANGED)
+            self._choose(served)
+
+    def _served(self) -> list[Served]:
+        found: list[Served] = []
+        for part in self._all:
+            if isinstance(part, Sublayers):
+                of = parts_of(part)
+                if of is not None:
+                    found.append((part, of, [id(p.weight) for p in of.products]))
+            elif library() is not None and _plain(part, nn.Linear) and linear_takes(part.weight, part.bias):
+                found.append((part, part, [id(part.weight)]))
+        return found
+
+    def _choose(self, served: list[Served]) -> None:
+        self._chosen, self.parts, self._products = served, {}, {}
+        copies = Narrow if self._bf16_weights else Narrow.where_exact
+        for part, of, _ in served:
+            weights = [part.weight] if part is of else [p.weight for p in of.products]
+            narrow = None if self._bf16_weights is False else copies(weights)
+            if part is of:
+                self._products[part] = Product(part, narrow)
+            else:
+                self.parts[part] = self.parts[part.self_attn] = Through(of, narrow)
+
+
+def parts_of(module: nn.Module) -> Block | None:
+    """What ``Sublayers.through`` computes with, or ``None`` where the kernels would not compute exactly that."""
+    names = "self_attn", "mlp", "post_attention_layernorm"
+    attention, mlp, after = (cast(Any, module._modules.get(name)) for name in names)
+    if not (_plain(attention, Attention) and _plain(mlp, MLP) and _plain(after, Norm)):
+        return None
+    head_norms = attention.q_norm, attention.k_norm
+    a, m = attention, mlp
+    products = (a.q_proj, a.k_proj, a.v_proj, a.o_proj), (m.gate_proj, m.up_proj, m.down_proj)
+    made = Block(0, None, *products[0], *head_norms, after, *products[1], a.size, a.size**-0.5, None)
+    norms = [after, *(norm for norm in head_norms if norm is not None)]
+    if len(norms) == 2 or not all(_plain(norm, Norm) for norm in norms):
+        return None
+    if not all(_plain(p, nn.Linear) for p in made.products) or not Blocks.takes([made]):
+        return None
+    return made if len({m.weight.dtype for m in (*made.products, *norms)}) == 1 else None
+
+
+def _plain(module: Any, kind: Any) -> bool:
+    """Whether a module is exactly of this kind, so that nothing but its own ``forward`` runs."""
+    if type(module) is not kind:
+        return False
+    return not (module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
