@@ -55,7 +55,9 @@ def shown(output: Any, name: str, number: int) -> str:
 def publish(path: Path) -> None:
     notebook, name = jupytext.read(path), path.stem
     with tempfile.TemporaryDirectory() as folder:
-        NotebookClient(notebook, timeout=600, resources={"metadata": {"path": folder}}).execute()
+        NotebookClient(
+            notebook, timeout=600, coalesce_streams=True, resources={"metadata": {"path": folder}}
+        ).execute()
     for old in FOLDER.glob(f"{name}_*.png"):
         old.unlink()
     parts, figures = [], 0
