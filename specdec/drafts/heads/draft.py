@@ -93,7 +93,7 @@ class Head:
     tree: Grower = Chain()
     sampling: Sampling | None = None
     bf16_weights: bool | None = None
-    graphs: bool | str = False
+    graphs: bool | str = "auto"
     programs: Programs | None = field(default=None, repr=False, compare=False)  # bind makes them
 
     def __post_init__(self) -> None:
