@@ -120,4 +120,6 @@ class MTP(HeadModel):
         )
         made.tokenizer = setting(target, "tokenizer")
         where = model.get_input_embeddings().weight
-        return made.to(where.device, where.dtype).eval().bound(target)
+        return (
+            made.to(where.device).eval().bound(target)
+        )  # it was loaded in the target's precision, but for what must stay in float32
