@@ -89,7 +89,8 @@ class MTP(HeadModel):
         """As ``HeadModel.step``: the memo is the last output, normed if ``norm_output``."""
         if n:  # the first token is predicted from the last committed pair
             memo = self.run(memo, token, at.slots(n - 1))
-        return self.logits(memo if self.norm_output else self.layers[0].norm(memo)), memo
+        layer: Any = self.layers[0]
+        return self.logits(memo if self.norm_output else layer.norm(memo)), memo
 
     def run(self, state: Tensor, token: Tensor, go: Pass) -> Tensor:
         """What is fed back ``[..., E]`` of pairs of a ``state [..., E]`` and the ``token [...]`` after it."""
@@ -101,7 +102,8 @@ class MTP(HeadModel):
     def shapes(self) -> list[KVShape]:
         """As ``HeadModel.shapes``."""
         layer: Any = self.layers[0]
-        return [KVShape(*layer.sizes, self.dtype, self.device)]
+        heads, key_size, value_size = layer.sizes
+        return [KVShape(heads, key_size, value_size, self.dtype, self.device)]
 
     @classmethod
     def from_checkpoint(cls, target: Any, folder: str | Path | None = None) -> Self:
@@ -110,7 +112,7 @@ class MTP(HeadModel):
         Args:
             target: an ``HFModel`` or a transformers model. folder: of its checkpoint; by default where it was loaded from.
         Raises:
-            ValueError: the checkpoint has no MTP layer, several, or one whose attention heads do not support.
+            ValueError: the checkpoint has no MTP layer, several, one whose attention heads do not support, or is quantized.
         """
         model = unwrapped(target)
         kind, tensors = layer_of(model, folder)
@@ -119,7 +121,5 @@ class MTP(HeadModel):
             {f"layers.0.{name}": tensor for name, tensor in tensors.items()}, "the target's checkpoint"
         )
         made.tokenizer = setting(target, "tokenizer")
-        where = model.get_input_embeddings().weight
-        return (
-            made.to(where.device).eval().bound(target)
-        )  # it was loaded in the target's precision, but for what must stay in float32
+        # Not to the target's precision: its weights have it already, and a router's bias stays in float32.
+        return made.to(model.get_input_embeddings().weight.device).eval().bound(target)

@@ -61,14 +61,14 @@ class ShippedBlock(nn.Module):
         with torch.device("meta"):
             main = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION)
         mtp = MtpModel(main, 1)
-        layer = mtp.layers[0]
+        layer: Any = mtp.layers[0]
         kinds = {"layer_type": mtp.config.layer_types[0]} if mtp.has_per_layer_rope else {}
         self.norm, layer.post_norm, layer.use_post_norm = layer.post_norm, None, False
         self.layer = layer
         # Not a submodule, whose frequencies would be rounded when the head is put into bf16.
         self.rotary = partial(type(main.get_decoder().rotary_emb)(config), **kinds)
-        probe = _Probe()
-        self.pairs(*torch.zeros(2, 1, config.hidden_size), probe)
+        probe, nothing = _Probe(), torch.zeros(1, config.hidden_size)
+        self.pairs(nothing, nothing, probe)
         self.sizes = probe.sizes
 
     def pairs(self, embedded: Tensor, state: Tensor, go: Pass) -> Tensor:
@@ -133,7 +133,7 @@ def shipped(model: Any, folder: str | Path | None) -> tuple[dict[str, Any], dict
         raise ValueError(
             f"target: transformers found no MTP layer of this {name} in {source} ({error}): make a new one with MTP.from_target"
         ) from error
-    layer = mtp.layers[0]
+    layer: Any = mtp.layers[0]
     if layer.post_norm is None:
         raise ValueError(
             f"target: the MTP layer of a {name} has no norm of its own, which heads.MTP does not support"
