@@ -12,6 +12,7 @@ from tiny import _BASE, tiny
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import MtpLayer, MtpModel
+from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
 
 import specdec as sd
@@ -169,6 +170,23 @@ def test_a_target_in_low_precision_has_exact_angles(tmp_path):
     x, at = torch.zeros(1, 2, 32, dtype=torch.bfloat16), torch.tensor([[3, 4001]])
     expected = model.get_decoder().rotary_emb(x, at, layer_type="full_attention")
     assert all(map(torch.equal, head.layers[0].rotary(x, at), expected))
+
+
+def test_the_routers_bias_of_a_target_in_low_precision_stays_exact(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        Glm4MoeForCausalLM, "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.2.*"]
+    )  # transformers knows the layer by GLM's numbers of layers
+    with_mtp(tmp_path, "glm4_moe", num_hidden_layers=2)
+    tensors, name = load_file(tmp_path / "model.safetensors"), "mlp.gate.e_score_correction_bias"
+    exact = 14 + torch.rand(4, generator=torch.Generator().manual_seed(0))
+    save_file(tensors | {f"model.layers.2.{name}": exact}, tmp_path / "model.safetensors", {"format": "pt"})
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
+    MTP.from_checkpoint(model).save_pretrained(tmp_path / "head")
+    head = MTP.from_pretrained(tmp_path / "head")
+    assert {p.dtype for p in head.parameters()} == {torch.bfloat16}
+    found = [b for n, b in head.named_buffers() if n.endswith(name)]
+    assert len(found) == 1
+    assert torch.equal(found[0], exact)
 
 
 def test_a_target_that_ships_a_layer_decodes_with_it(tmp_path):

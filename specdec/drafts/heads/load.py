@@ -17,9 +17,10 @@ from specdec.drafts.heads.eagle3 import Eagle3
 from specdec.drafts.heads.features import Tap
 from specdec.drafts.heads.formats import read
 from specdec.drafts.heads.medusa import Medusa
-from specdec.drafts.heads.model import FILE, HeadModel
+from specdec.drafts.heads.model import HeadModel
 from specdec.drafts.heads.mtp import MTP
 from specdec.drafts.heads.peagle import PEagle
+from specdec.drafts.heads.stored import FILE
 from specdec.drafts.hub import folder_of
 from specdec.models.fingerprint import unwrapped
 from specdec.zoo import files as zoo

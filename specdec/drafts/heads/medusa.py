@@ -86,9 +86,9 @@ class Medusa(HeadModel):
 
     def copy_ends(self, ends: Ends) -> None:
         """As ``HeadModel.copy_ends``."""
-        own: Any = self.lm_heads or ()
-        for head in own:
-            head.weight.copy_(self.rows(ends))
+        if self.lm_heads is not None:
+            for matrix in self.lm_heads.parameters():
+                matrix.copy_(self.rows(ends))
 
     def read(self, features: Features, go: Pass) -> Tensor:
         """As ``HeadModel.read``: the state itself is carried."""

@@ -102,8 +102,8 @@ class MTP(HeadModel):
     def shapes(self) -> list[KVShape]:
         """As ``HeadModel.shapes``."""
         layer: Any = self.layers[0]
-        heads, key, value = layer.sizes
-        return [KVShape(heads, key, value, self.dtype, self.device)]
+        heads, key_size, value_size = layer.sizes
+        return [KVShape(heads, key_size, value_size, self.dtype, self.device)]
 
     @classmethod
     def from_checkpoint(cls, target: Any, folder: str | Path | None = None) -> Self:
@@ -112,7 +112,7 @@ class MTP(HeadModel):
         Args:
             target: an ``HFModel`` or a transformers model. folder: of its checkpoint; by default where it was loaded from.
         Raises:
-            ValueError: the checkpoint has no MTP layer, several, or one whose attention heads do not support.
+            ValueError: the checkpoint has no MTP layer, several, one whose attention heads do not support, or is quantized.
         """
         model = unwrapped(target)
         kind, tensors = layer_of(model, folder)
@@ -121,5 +121,5 @@ class MTP(HeadModel):
             {f"layers.0.{name}": tensor for name, tensor in tensors.items()}, "the target's checkpoint"
         )
         made.tokenizer = setting(target, "tokenizer")
-        where = model.get_input_embeddings().weight
-        return made.to(where.device, where.dtype).eval().bound(target)
+        # Not to the target's precision: its weights have it already, and a router's bias stays in float32.
+        return made.to(model.get_input_embeddings().weight.device).eval().bound(target)

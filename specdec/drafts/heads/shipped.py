@@ -67,8 +67,8 @@ class ShippedBlock(nn.Module):
         self.layer = layer
         # Not a submodule, whose frequencies would be rounded when the head is put into bf16.
         self.rotary = partial(type(main.get_decoder().rotary_emb)(config), **kinds)
-        probe = _Probe()
-        self.pairs(*torch.zeros(2, 1, config.hidden_size), probe)
+        probe, nothing = _Probe(), torch.zeros(1, config.hidden_size)
+        self.pairs(nothing, nothing, probe)
         self.sizes = probe.sizes
 
     def pairs(self, embedded: Tensor, state: Tensor, go: Pass) -> Tensor:
@@ -86,6 +86,8 @@ class ShippedBlock(nn.Module):
 
 class _Probe:
     """A pass of one slot that notes ``sizes``: how many heads keys have, and the sizes of a key and of a value."""
+
+    kernels: Mapping[Any, Any] = {}
 
     def __init__(self) -> None:
         self.positions, self.sizes = torch.zeros(1, dtype=torch.long), (0, 0, 0)
