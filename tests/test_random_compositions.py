@@ -1,0 +1,87 @@
+"""Random compositions: under ``Coupled`` every text is that of plain sampling, and no row depends on others."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from tiny import FAMILIES, FLOAT32, tiny
+
+import specdec as sd
+from specdec.executors import Optimistic, Pipelined, Serial
+
+PACKED = [name for name in FAMILIES if name not in {"falcon", "mpt", "codegen", "gptj", "gpt_neo", *FLOAT32}]
+FEW, MANY = 16, 200
+
+
+@cache
+def pair(family: str) -> tuple[sd.HFModel, sd.HFModel]:
+    """A target, and a model that agrees with it sometimes."""
+    model = tiny(family, 1)
+    other = tiny(family, 1)
+    with torch.no_grad():
+        draw = torch.Generator().manual_seed(2)
+        for p in other.parameters():
+            p.add_(torch.randn(p.shape, generator=draw, dtype=p.dtype), alpha=0.05)
+    return sd.HFModel(model), sd.HFModel(other)
+
+
+def peaked(prefix: list[int]) -> torch.Tensor:
+    return torch.rand(97, generator=torch.Generator().manual_seed(sum(prefix[-2:])), dtype=torch.float64) * 4
+
+
+def a_draft(pick: random.Random, target: sd.HFModel, small: sd.HFModel, trees: bool = True):
+    """A draft and the length of its chain (``None``: it is a tree)."""
+    models = [small, target, sd.models.Windowed(small, pick.choice([3, 6]), 1)]
+    chains = [
+        *(sd.drafts.Model(model) for model in models),
+        sd.drafts.NGram(),
+        sd.drafts.NoDraft(),
+        sd.chain_draft(peaked),
+        sd.drafts.MagicDec(window=pick.choice([2, 5]), sinks=1),
+    ]
+    if trees and pick.random() < 0.3:
+        return sd.drafts.Tree(small, tuple(pick.choice([1, 2, 3]) for _ in range(pick.choice([1, 2, 3]))))
+    return pick.choice(chains)
+
+
+@pytest.mark.parametrize(
+    "seed", [*range(FEW), *(pytest.param(n, marks=pytest.mark.slow) for n in range(FEW, MANY))]
+)
+def test_a_random_composition_gives_plain_samplings_texts(seed):
+    pick = random.Random(seed)
+    target, small = pair(pick.choice(PACKED))
+    rows = pick.choice([1, 2, 4])
+    prompts = [[pick.randrange(1, 97) for _ in range(pick.randrange(1, 12))] for _ in range(rows)]
+    budgets = [pick.randrange(1, 14) for _ in range(rows)]
+    sampling = sd.Sampling(
+        temperature=[pick.choice([0.0, 0.7, 1.3]) for _ in range(rows)]
+        if pick.random() < 0.3
+        else pick.choice([0.6, 1.0]),
+        top_k=pick.choice([None, None, 5]),
+        top_p=pick.choice([None, 0.8]),
+    )
+    executor = pick.choice(
+        [Serial(), Serial(), Optimistic(), Pipelined(micro_batches=pick.choice([1, rows]))]
+    )
+    eos = pick.choice([(), (3, 50), tuple(range(0, 97, 7))])
+    seeds = [pick.randrange(1000) for _ in range(rows)]
+    base = sd.decoder(target).verifier(sd.Coupled()).sampling(sampling)
+    plain = base.build().generate(prompts, budgets, seed=seeds, eos_token_id=eos)
+
+    draft = a_draft(pick, target, small, trees=not isinstance(executor, Optimistic))
+    length = {} if isinstance(draft, sd.drafts.Tree) else {"length": pick.choice([1, 2, 4])}
+    decoder = base.draft(draft, **length).executor(executor).build()
+    out = decoder.generate(prompts, budgets, seed=seeds, eos_token_id=eos)
+    assert out.ids == plain.ids, f"{decoder!r}"
+
+    order = pick.sample(range(rows), rows)  # the same rows among others
+    if sampling.by_request:
+        sampling = replace(sampling, temperature=[sampling.temperature[r] for r in order])
+    decoder = base.sampling(sampling).draft(draft, **length).executor(executor).build()
+    ask = [[values[r] for r in order] for values in (prompts, budgets, seeds)]
+    moved = decoder.generate(*ask[:2], seed=ask[2], eos_token_id=eos)
+    assert moved.ids == [plain.ids[r] for r in order], f"{decoder!r}"
