@@ -33,19 +33,20 @@ def peaked(prefix: list[int]) -> torch.Tensor:
     return torch.rand(97, generator=torch.Generator().manual_seed(sum(prefix[-2:])), dtype=torch.float64) * 4
 
 
-def a_draft(pick: random.Random, target: sd.HFModel, small: sd.HFModel, trees: bool = True):
-    """A draft and the length of its chain (``None``: it is a tree)."""
+def a_draft(pick: random.Random, target: sd.HFModel, small: sd.HFModel, revocable: bool):
+    """A draft; ``revocable`` ones can go ahead of verification."""
     models = [small, target, sd.models.Windowed(small, pick.choice([3, 6]), 1)]
     chains = [
         *(sd.drafts.Model(model) for model in models),
         sd.drafts.NGram(),
         sd.drafts.NoDraft(),
         sd.chain_draft(peaked),
-        sd.drafts.MagicDec(window=pick.choice([2, 5]), sinks=1),
     ]
-    if trees and pick.random() < 0.3:
-        return sd.drafts.Tree(small, tuple(pick.choice([1, 2, 3]) for _ in range(pick.choice([1, 2, 3]))))
-    return pick.choice(chains)
+    if revocable:
+        return pick.choice(chains)
+    widths = tuple(pick.choice([1, 2, 3]) for _ in range(pick.choice([1, 2, 3])))
+    magic = sd.drafts.MagicDec(window=pick.choice([2, 5]), sinks=1)
+    return pick.choice([*chains, magic, *3 * [sd.drafts.Tree(small, widths)]])
 
 
 @pytest.mark.parametrize(
@@ -72,7 +73,7 @@ def test_a_random_composition_gives_plain_samplings_texts(seed):
     base = sd.decoder(target).verifier(sd.Coupled()).sampling(sampling)
     plain = base.build().generate(prompts, budgets, seed=seeds, eos_token_id=eos)
 
-    draft = a_draft(pick, target, small, trees=not isinstance(executor, Optimistic))
+    draft = a_draft(pick, target, small, isinstance(executor, Optimistic))
     length = {} if isinstance(draft, sd.drafts.Tree) else {"length": pick.choice([1, 2, 4])}
     decoder = base.draft(draft, **length).executor(executor).build()
     out = decoder.generate(prompts, budgets, seed=seeds, eos_token_id=eos)
