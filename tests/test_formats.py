@@ -463,6 +463,18 @@ def test_what_a_checkpoint_lacks_can_be_given(tmp_path, model):
     assert head.taps == (1, 2, "final")
 
 
+def test_taps_replace_ids_with_the_last_layer(tmp_path, model):
+    """The remedy that the refusal of the target's last layer names."""
+    inner = {**INNER, "target_layer_ids": [1, 3, 7]}
+    written(tmp_path, "z-lab", config={"block_size": 4, "dflash_config": inner})
+    assert heads.load(tmp_path, model, taps=(2, 4, "final")).taps == (2, 4, "final")
+    written(tmp_path, "DeepSpec, EAGLE-3", config={"target_layer_ids": [1, 3, 5, 7]})
+    assert heads.load(tmp_path, model, taps=(2, 4, 6, 8)).taps == (2, 4, 6, 8)
+    ids = {"eagle_aux_hidden_state_layer_ids": [0, 2, 7]}
+    written(tmp_path, "SpecForge, P-EAGLE", config={"eagle_config": ids})
+    assert heads.load(tmp_path, model, taps=(1, 3, 8)).taps == (1, 3, 8)
+
+
 def test_ids_in_place_of_offsets_are_recognised(tmp_path, model):
     written(tmp_path, "SafeAILab", tensors={"d2t": torch.tensor(IDS)})
     assert heads.load(tmp_path, model).ids.tolist() == IDS
