@@ -48,13 +48,13 @@ def body_of(fields: Fields, vocab_size: int, blocks: int) -> LlamaConfig:
 
 def _full(fields: Fields, layers: int) -> None:
     """Raise ValueError for layers that do not see the whole text."""
-    kinds = fields.get("layer_types")
-    slides = fields.get("use_sliding_window", False) and fields.get("sliding_window") and kinds is None
-    fields.skip("sliding_window")
+    kinds, window = fields.get("layer_types"), fields.get("sliding_window")
+    slides = fields.get("use_sliding_window", False) and window and kinds is None
     if slides or "sliding_attention" in (kinds or ())[:layers]:
+        names = tuple(f"{fields.where}{name}" for name in ("layer_types", "use_sliding_window"))
         raise ValueError(
             f"{fields.source}: some layers have a sliding window, and a head has one mask for all its layers: give mask=, for example "
-            'masks.streaming(window), and ignore=("layer_types",) if every layer should have it'
+            f"masks.streaming({window or 'window'}, sinks=0), and ignore={names!r} if every layer should have it"
         )
 
 
