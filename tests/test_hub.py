@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from fnmatch import fnmatch
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM
 import specdec as sd
 from specdec import zoo
 from specdec.drafts import Head, Spire, heads, hub
+from specdec.drafts.heads.formats import files
 from specdec.drafts.spire.model import SpireModel
 
 CASES = {
@@ -112,3 +114,8 @@ def test_paths_are_not_asked_for_on_the_hub(monkeypatch):
     monkeypatch.setattr(hub, "snapshot_download", lambda *_, **__: pytest.fail("asked"))
     for name in ("./a/b", "~/a", "a", "/a/b", "a/b/c", Path("a/b")):
         assert hub.folder_of(name) == Path(name)
+
+
+@pytest.mark.parametrize("name", [*files.WHOLE, files.INDEX, "config.json"])
+def test_every_file_that_is_read_is_downloaded(name):
+    assert any(fnmatch(name, pattern) for pattern in hub.PATTERNS)

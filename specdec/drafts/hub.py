@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-PATTERNS = ["*.json", "*.safetensors", "*.bin", "*.model", "*.txt", "*.jinja"]
+PATTERNS = ["*.json", "*.safetensors", "*.bin", "medusa_lm_head.pt", "*.model", "*.txt", "*.jinja"]
 CARD = "README.md"
 
 
