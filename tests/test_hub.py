@@ -44,8 +44,11 @@ def uploads(tmp_path, monkeypatch):
             seen.append(("create", self.token, repo_id, private, exist_ok))
             return SimpleNamespace(repo_id=f"me/{repo_id}" if "/" not in repo_id else repo_id)
 
+        def file_exists(self, repo_id, filename, *, revision):
+            return (tmp_path / repo_id / filename).exists()
+
         def upload_folder(self, repo_id, folder_path, commit_message, revision):
-            shutil.copytree(folder_path, tmp_path / repo_id)
+            shutil.copytree(folder_path, tmp_path / repo_id, dirs_exist_ok=True)
             seen.append(("upload", repo_id, commit_message, revision))
             return SimpleNamespace(commit_url=f"https://hub/{repo_id}/commit/1")
 
@@ -73,6 +76,16 @@ def test_a_draft_goes_to_the_hub_and_back(target, uploads, tmp_path, name):
     )
     if name != "spire":
         assert type(draft).from_pretrained("me/mine").settings == draft.settings
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_card_on_the_hub_is_not_overwritten(target, uploads, tmp_path, name):
+    draft, there = CASES[name](target), tmp_path / "me/mine"
+    draft.push_to_hub("mine")
+    (there / "README.md").write_text("my own")
+    draft.push_to_hub("mine")
+    assert (there / "README.md").read_text() == "my own"
+    assert len(uploads) == 4
 
 
 @pytest.mark.parametrize("name", CASES)
