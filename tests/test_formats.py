@@ -420,6 +420,19 @@ WRONG = {
         {"config": {"rope_scaling": {"type": "dynamic", "factor": 2.0}}},
         "rotary positions are",
     ),
+    "rotary positions by kind of layer": (
+        "z-lab",
+        {
+            "config": {
+                "rope_theta": None,
+                "rope_parameters": {
+                    "full_attention": {"rope_theta": 1e6},
+                    "sliding_attention": {"rope_theta": 1e4},
+                },
+            }
+        },
+        "the same for all layers",
+    ),
     "several pair layers": (
         "DeepSpec, EAGLE-3",
         {"config": {"num_hidden_layers": 2}},
@@ -493,6 +506,13 @@ def test_a_head_with_a_window_is_read_as_its_refusal_says(tmp_path, model, proje
         heads.load(tmp_path, model)
     ignore = ast.literal_eval(re.search(r"ignore=(\(.*?\))", str(caught.value))[1])
     assert heads.load(tmp_path, model, ignore=ignore, mask=streaming(8, 0)).mask == streaming(8, 0)
+
+
+def test_rotary_positions_by_kind_of_layer(tmp_path, model):
+    """They are not taken for none, which would be the default."""
+    rope = {"full_attention": {"rope_type": "default", "rope_theta": 700.0}}
+    written(tmp_path, "z-lab", config={"rope_theta": None, "rope_parameters": rope})
+    assert heads.load(tmp_path, model).config.rope_parameters["rope_theta"] == 700
 
 
 def test_ids_in_place_of_offsets_are_recognised(tmp_path, model):

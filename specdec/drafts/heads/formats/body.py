@@ -64,12 +64,16 @@ def _rope(fields: Fields) -> dict[str, Any]:
     theta, scaling = fields.get("rope_theta", 10000.0), fields.get("rope_scaling", {})
     if not found:
         found = {"rope_theta": theta, **scaling}
+    kinds = [value for value in found.values() if isinstance(value, dict)]  # one for each kind of layer
+    if kinds and all(one == kinds[0] for one in kinds):
+        found, kinds = dict(kinds[0]), []
     found.setdefault("rope_theta", theta)
     kind = found.pop("type", None)
     found.setdefault("rope_type", kind or "default")
-    if found["rope_type"] not in ROPES or found.pop("partial_rotary_factor", 1.0) != 1.0:
+    if kinds or found["rope_type"] not in ROPES or found.pop("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError(
-            f"{fields.source}: rotary positions are {found}, and heads are implemented for whole ones of the types {', '.join(ROPES)}"
+            f"{fields.source}: rotary positions are {found}, and heads are implemented for whole ones of the types {', '.join(ROPES)}, the same for "
+            "all layers"
         )
     return found
 
