@@ -571,6 +571,15 @@ def test_what_cannot_be_exported_is_refused(tmp_path, model, what):
         heads.export(head, tmp_path, model, verifier="x/y")
 
 
+def test_a_saved_head_is_not_overwritten_by_an_export(tmp_path, model):
+    """Its folder would have the weights of one layout and the settings of another."""
+    head = Eagle3.from_target(sd.HFModel(model))
+    head.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"has a head\.json.* give an empty folder"):
+        heads.export(head, tmp_path, model, verifier="x/y")
+    assert heads.load(tmp_path, model).settings == head.settings
+
+
 def test_an_export_names_its_target(tmp_path, model):
     head = Eagle3.from_target(sd.HFModel(model))
     with pytest.raises(ValueError, match="verifier: the target was not loaded by a name"):
