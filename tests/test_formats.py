@@ -16,6 +16,8 @@ from safetensors.torch import load_file, save_file
 import specdec as sd
 from specdec.drafts import heads
 from specdec.drafts.heads import MTP, DFlash, DFlash2, DSpark, Eagle3, Head, Medusa, PEagle
+from specdec.drafts.heads.formats.fields import Fields
+from specdec.drafts.heads.formats.zlab import taps_of
 from specdec.masks import streaming
 from specdec.training.anchored import steps
 
@@ -476,6 +478,12 @@ def test_what_a_checkpoint_lacks_can_be_given(tmp_path, model):
     )
     assert head.mask == streaming(8)
     assert head.taps == (1, 2, "final")
+
+
+def test_layers_are_rounded_as_z_lab_does():
+    """Half a layer is rounded to an even one, which 1 + 7 * (61 / 14) would miss."""
+    nothing = Fields("x", {})
+    assert taps_of(nothing, nothing, 15, 65)[7] == 33
 
 
 def test_taps_replace_ids_with_the_last_layer(tmp_path, model):
