@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
+import shutil
 
 import pytest
 import torch
@@ -14,6 +16,8 @@ from safetensors.torch import load_file, save_file
 import specdec as sd
 from specdec.drafts import heads
 from specdec.drafts.heads import MTP, DFlash, DFlash2, DSpark, Eagle3, Head, Medusa, PEagle
+from specdec.drafts.heads.formats.fields import Fields
+from specdec.drafts.heads.formats.zlab import taps_of
 from specdec.masks import streaming
 from specdec.training.anchored import steps
 
@@ -418,6 +422,19 @@ WRONG = {
         {"config": {"rope_scaling": {"type": "dynamic", "factor": 2.0}}},
         "rotary positions are",
     ),
+    "rotary positions by kind of layer": (
+        "z-lab",
+        {
+            "config": {
+                "rope_theta": None,
+                "rope_parameters": {
+                    "full_attention": {"rope_theta": 1e6},
+                    "sliding_attention": {"rope_theta": 1e4},
+                },
+            }
+        },
+        "the same for all layers",
+    ),
     "several pair layers": (
         "DeepSpec, EAGLE-3",
         {"config": {"num_hidden_layers": 2}},
@@ -461,6 +478,49 @@ def test_what_a_checkpoint_lacks_can_be_given(tmp_path, model):
     )
     assert head.mask == streaming(8)
     assert head.taps == (1, 2, "final")
+
+
+def test_layers_are_rounded_as_z_lab_does():
+    """Half a layer is rounded to an even one, which 1 + 7 * (61 / 14) would miss."""
+    nothing = Fields("x", {})
+    assert taps_of(nothing, nothing, 15, 65)[7] == 33
+
+
+def test_taps_replace_ids_with_the_last_layer(tmp_path, model):
+    """The remedy that the refusal of the target's last layer names."""
+    inner = {**INNER, "target_layer_ids": [1, 3, 7]}
+    written(tmp_path, "z-lab", config={"block_size": 4, "dflash_config": inner})
+    assert heads.load(tmp_path, model, taps=(2, 4, "final")).taps == (2, 4, "final")
+    written(tmp_path, "DeepSpec, EAGLE-3", config={"target_layer_ids": [1, 3, 5, 7]})
+    assert heads.load(tmp_path, model, taps=(2, 4, 6, 8)).taps == (2, 4, 6, 8)
+    ids = {"eagle_aux_hidden_state_layer_ids": [0, 2, 7]}
+    written(tmp_path, "SpecForge, P-EAGLE", config={"eagle_config": ids})
+    assert heads.load(tmp_path, model, taps=(1, 3, 8)).taps == (1, 3, 8)
+
+
+SLIDING = {"layer_types": ["sliding_attention"] * 2, "use_sliding_window": True, "sliding_window": 8}
+
+
+@pytest.mark.parametrize("project", ["z-lab", "speculators"])
+def test_a_head_with_a_window_is_read_as_its_refusal_says(tmp_path, model, project):
+    if project == "z-lab":
+        written(tmp_path, "z-lab", config={"block_size": 4, "dflash_config": INNER, **SLIDING})
+    else:  # the body's fields are fields of a field
+        shutil.copytree(FOLDER / "dflash-anchor", tmp_path, dirs_exist_ok=True)
+        config = json.loads((tmp_path / "config.json").read_text())
+        config["transformer_layer_config"] |= SLIDING
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"streaming\(8, sinks=0\)") as caught:
+        heads.load(tmp_path, model)
+    ignore = ast.literal_eval(re.search(r"ignore=(\(.*?\))", str(caught.value))[1])
+    assert heads.load(tmp_path, model, ignore=ignore, mask=streaming(8, 0)).mask == streaming(8, 0)
+
+
+def test_rotary_positions_by_kind_of_layer(tmp_path, model):
+    """They are not taken for none, which would be the default."""
+    rope = {"full_attention": {"rope_type": "default", "rope_theta": 700.0}}
+    written(tmp_path, "z-lab", config={"rope_theta": None, "rope_parameters": rope})
+    assert heads.load(tmp_path, model).config.rope_parameters["rope_theta"] == 700
 
 
 def test_ids_in_place_of_offsets_are_recognised(tmp_path, model):
@@ -517,6 +577,15 @@ def test_what_cannot_be_exported_is_refused(tmp_path, model, what):
     head = kind.from_target(sd.HFModel(model), **settings)
     with pytest.raises(ValueError, match=message):
         heads.export(head, tmp_path, model, verifier="x/y")
+
+
+def test_a_saved_head_is_not_overwritten_by_an_export(tmp_path, model):
+    """Its folder would have the weights of one layout and the settings of another."""
+    head = Eagle3.from_target(sd.HFModel(model))
+    head.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"has a head\.json.* give an empty folder"):
+        heads.export(head, tmp_path, model, verifier="x/y")
+    assert heads.load(tmp_path, model).settings == head.settings
 
 
 def test_an_export_names_its_target(tmp_path, model):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from fnmatch import fnmatch
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM
 import specdec as sd
 from specdec import zoo
 from specdec.drafts import Head, Spire, heads, hub
+from specdec.drafts.heads.formats import files
 from specdec.drafts.spire.model import SpireModel
 
 CASES = {
@@ -42,8 +44,11 @@ def uploads(tmp_path, monkeypatch):
             seen.append(("create", self.token, repo_id, private, exist_ok))
             return SimpleNamespace(repo_id=f"me/{repo_id}" if "/" not in repo_id else repo_id)
 
+        def file_exists(self, repo_id, filename, *, revision):
+            return (tmp_path / repo_id / filename).exists()
+
         def upload_folder(self, repo_id, folder_path, commit_message, revision):
-            shutil.copytree(folder_path, tmp_path / repo_id)
+            shutil.copytree(folder_path, tmp_path / repo_id, dirs_exist_ok=True)
             seen.append(("upload", repo_id, commit_message, revision))
             return SimpleNamespace(commit_url=f"https://hub/{repo_id}/commit/1")
 
@@ -71,6 +76,16 @@ def test_a_draft_goes_to_the_hub_and_back(target, uploads, tmp_path, name):
     )
     if name != "spire":
         assert type(draft).from_pretrained("me/mine").settings == draft.settings
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_card_on_the_hub_is_not_overwritten(target, uploads, tmp_path, name):
+    draft, there = CASES[name](target), tmp_path / "me/mine"
+    draft.push_to_hub("mine")
+    (there / "README.md").write_text("my own")
+    draft.push_to_hub("mine")
+    assert (there / "README.md").read_text() == "my own"
+    assert len(uploads) == 4
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -112,3 +127,8 @@ def test_paths_are_not_asked_for_on_the_hub(monkeypatch):
     monkeypatch.setattr(hub, "snapshot_download", lambda *_, **__: pytest.fail("asked"))
     for name in ("./a/b", "~/a", "a", "/a/b", "a/b/c", Path("a/b")):
         assert hub.folder_of(name) == Path(name)
+
+
+@pytest.mark.parametrize("name", [*files.WHOLE, files.INDEX, "config.json"])
+def test_every_file_that_is_read_is_downloaded(name):
+    assert any(fnmatch(name, pattern) for pattern in hub.PATTERNS)

@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-PATTERNS = ["*.json", "*.safetensors", "*.bin", "*.model", "*.txt", "*.jinja"]
+PATTERNS = ["*.json", "*.safetensors", "*.bin", "medusa_lm_head.pt", "*.model", "*.txt", "*.jinja"]
 CARD = "README.md"
 
 
@@ -40,7 +40,7 @@ def push(
     revision: str | None = None,
     message: str = "Upload a draft",
 ) -> str:
-    """Upload what ``save`` writes to the hub, and return the address of the commit.
+    """Upload what ``save`` writes to the hub, and return the address of the commit. A model card that the hub has stays as it is.
 
     Args:
         save: writes a folder. name: the hub id; the repository is made if there is none. private: whether a new repository is. token: of the
@@ -50,6 +50,8 @@ def push(
     with TemporaryDirectory() as folder:
         save(Path(folder))
         made = api.create_repo(name, private=private, exist_ok=True)
+        if api.file_exists(made.repo_id, CARD, revision=revision):
+            (Path(folder) / CARD).unlink(missing_ok=True)
         done = api.upload_folder(
             repo_id=made.repo_id, folder_path=folder, commit_message=message, revision=revision
         )

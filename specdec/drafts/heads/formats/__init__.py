@@ -22,6 +22,11 @@ from specdec.drafts.heads.model import HeadModel
 from specdec.forward.ends import Ends
 
 FORMATS: tuple[Format, ...] = (SPECULATORS, SPECFORGE, DEEPSPEC, ZLAB, TRANSFORMERS, SAFEAILAB, MEDUSA)
+COUNTED_FROM_0 = (
+    "target_layer_ids",
+    "dflash_config.target_layer_ids",
+    "eagle_config.eagle_aux_hidden_state_layer_ids",
+)
 
 
 def read(
@@ -46,7 +51,8 @@ def read(
             f"{config.get('model_type')!r}: known are those of {', '.join(one.name for one in FORMATS)}"
         )
     theirs = model.config.get_text_config()
-    fields = Fields(str(folder), config, ignore=ignore)
+    replaced = () if taps is None else COUNTED_FROM_0  # where the last layer is refused
+    fields = Fields(str(folder), config, ignore=(*ignore, *replaced))
     tensors = tensors_of(folder)
     plan = found.plan(fields, tensors, theirs.num_hidden_layers, theirs.vocab_size)
     unread = list(fields.unread())

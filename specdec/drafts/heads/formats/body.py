@@ -48,13 +48,13 @@ def body_of(fields: Fields, vocab_size: int, blocks: int) -> LlamaConfig:
 
 def _full(fields: Fields, layers: int) -> None:
     """Raise ValueError for layers that do not see the whole text."""
-    kinds = fields.get("layer_types")
-    slides = fields.get("use_sliding_window", False) and fields.get("sliding_window") and kinds is None
-    fields.skip("sliding_window")
+    kinds, window = fields.get("layer_types"), fields.get("sliding_window")
+    slides = fields.get("use_sliding_window", False) and window and kinds is None
     if slides or "sliding_attention" in (kinds or ())[:layers]:
+        names = tuple(f"{fields.where}{name}" for name in ("layer_types", "use_sliding_window"))
         raise ValueError(
             f"{fields.source}: some layers have a sliding window, and a head has one mask for all its layers: give mask=, for example "
-            'masks.streaming(window), and ignore=("layer_types",) if every layer should have it'
+            f"masks.streaming({window or 'window'}, sinks=0), and ignore={names!r} if every layer should have it"
         )
 
 
@@ -64,12 +64,16 @@ def _rope(fields: Fields) -> dict[str, Any]:
     theta, scaling = fields.get("rope_theta", 10000.0), fields.get("rope_scaling", {})
     if not found:
         found = {"rope_theta": theta, **scaling}
+    kinds = [value for value in found.values() if isinstance(value, dict)]  # one for each kind of layer
+    if kinds and all(one == kinds[0] for one in kinds):
+        found, kinds = dict(kinds[0]), []
     found.setdefault("rope_theta", theta)
     kind = found.pop("type", None)
     found.setdefault("rope_type", kind or "default")
-    if found["rope_type"] not in ROPES or found.pop("partial_rotary_factor", 1.0) != 1.0:
+    if kinds or found["rope_type"] not in ROPES or found.pop("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError(
-            f"{fields.source}: rotary positions are {found}, and heads are implemented for whole ones of the types {', '.join(ROPES)}"
+            f"{fields.source}: rotary positions are {found}, and heads are implemented for whole ones of the types {', '.join(ROPES)}, the same for "
+            "all layers"
         )
     return found
 

@@ -17,11 +17,13 @@ from specdec.drafts.heads.dflash2 import DFlash2
 from specdec.drafts.heads.dspark import DSpark
 from specdec.drafts.heads.eagle3 import Eagle3
 from specdec.drafts.heads.formats.body import fields_of
+from specdec.drafts.heads.formats.files import INDEX
 from specdec.drafts.heads.formats.plan import EMBEDDING, HEAD
 from specdec.drafts.heads.formats.speculators import CONFIDENCE, CONVOLUTIONS, FLAGS, MARKOV, MTP_NAMES
 from specdec.drafts.heads.model import HeadModel
 from specdec.drafts.heads.mtp import MTP
 from specdec.drafts.heads.peagle import PEagle
+from specdec.drafts.heads.stored import FILE
 from specdec.models.fingerprint import unwrapped
 
 VERSION = "0.9.0"  # of the layout that is written
@@ -52,7 +54,8 @@ def export(
             ``None``: where it was loaded from. length: how many tokens the engine proposes by default; ``None``: all that the head can, or 3.
     Raises:
         TypeError: the layout has no heads of this class. ValueError: it cannot express the head: its mask, a tap ``"final"``, a mask token that
-            is no id, both norms of taps, or a target whose logits are more than a product. Or the target is another one, or has no name.
+            is no id, both norms of taps, or a target whose logits are more than a product. Or the target is another one, or has no name,
+            or the folder holds a saved head or parts of weights.
     """
     kind = KINDS.get(type(head))
     if kind is None:
@@ -88,6 +91,11 @@ def export(
         "dtype": str(head.dtype).removeprefix("torch."),
     }
     folder = Path(folder)
+    for name in (FILE, INDEX):
+        if (folder / name).exists():
+            raise ValueError(
+                f"{folder} has a {name}, whose weights would no longer be those beside it: give an empty folder"
+            )
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})

@@ -52,8 +52,8 @@ def taps_of(fields: Fields, more: Fields, layers: int, blocks: int) -> list[int]
         )
     ids = more.get("target_layer_ids")
     if ids is None:
-        span = (blocks - 4) / max(layers - 1, 1)
-        ids = [round(1 + i * span) for i in range(layers)] if layers > 1 else [blocks // 2]
+        gaps = max(layers - 1, 1)
+        ids = [round(1 + i * (blocks - 4) / gaps) for i in range(layers)] if layers > 1 else [blocks // 2]
     return counted_from_0(ids, blocks, fields.source)
 
 
