@@ -25,7 +25,7 @@ from specdec.drafts.heads import (
     Head,
     PEagle,
 )
-from specdec.drafts.heads.layers import MLP, Block
+from specdec.drafts.heads.layers import MLP, Block, Norm
 from specdec.drafts.heads.slots import SlotAnchors, empty, reading
 from specdec.kernels.native import build, library, reason
 from specdec.masks import Causal, Sinks, Window, streaming
@@ -222,7 +222,39 @@ def rounded_no_more(head):
         p.data.mul_(1.0001)
 
 
-CHANGES = [replaced, overridden, hooked, hooked_inside, pruned, rescaled, loaded, rounded_no_more]
+def cut(head):  # the layers still declare the sizes that they had
+    mlp = head.layers[0].mlp
+    for p in (mlp.gate_proj, mlp.up_proj):
+        p.weight = torch.nn.Parameter(p.weight[:48].clone())
+    mlp.down_proj.weight = torch.nn.Parameter(mlp.down_proj.weight[:, :48].clone())
+
+
+def biased(head):
+    head.layers[1].mlp.up_proj.bias = torch.nn.Parameter(torch.ones(96))
+
+
+def normed_by_another(head):
+    head.layers[0].post_attention_layernorm = Norm(64)  # without a constant of its own
+
+
+def normed_without_weight(head):
+    head.layers[0].post_attention_layernorm = Norm(64, eps=1e-3, elementwise_affine=False)
+
+
+CHANGES = [
+    replaced,
+    overridden,
+    hooked,
+    hooked_inside,
+    pruned,
+    rescaled,
+    loaded,
+    rounded_no_more,
+    cut,
+    biased,
+    normed_by_another,
+    normed_without_weight,
+]
 
 
 @needs_c
@@ -243,6 +275,32 @@ def test_a_part_of_ones_own_is_not_passed_by(target, change, when):
     eager = logits(target, copy.deepcopy(bound.model), {})[0]
     torch.testing.assert_close(found, eager, rtol=1e-4, atol=1e-4)
     assert (found[2] - unchanged[2]).abs().max() > 1e-3
+
+
+@needs_c
+@torch.no_grad()
+def test_a_bound_head_that_is_called_without_a_text_uses_its_present_weights(target):
+    head = made("eagle3", target)[0]
+    bound = Head(head).bind(target, sd.Sampling()).model
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
+    before = bound.logits(x)
+    head.lm_head.weight.mul_(2)  # as an optimizer does
+    torch.testing.assert_close(bound.logits(x), 2 * before)
+    head.lm_head.weight = torch.nn.Parameter(2 * head.lm_head.weight)
+    torch.testing.assert_close(bound.logits(x), 4 * before)
+
+
+@needs_c
+@torch.no_grad()
+def test_hooks_of_the_target_do_not_see_the_draft(target):
+    head = Eagle3.from_target(target, (0, 2), own_head=False)
+    calls = []
+    hook = target.model.lm_head.register_forward_hook(lambda module, given, out: calls.append(out.shape))
+    try:
+        Head(head).bind(target, sd.Sampling()).model.logits(torch.ones(3, 64))
+    finally:
+        hook.remove()
+    assert not calls
 
 
 @needs_c

@@ -232,8 +232,8 @@ class Blocks:
         for number in numbers:
             heads, size, i = self._table[number].kv_heads, self._table[number].size, layer + number
             kind = (heads, size, heads, size, dtype, dtype)
-            if i >= len(held.kinds) or held.kinds[i] != kind:
-                found = held.kinds[i] if i < len(held.kinds) else "missing"
+            if not 0 <= i < len(held.kinds) or held.kinds[i] != kind:
+                found = held.kinds[i] if 0 <= i < len(held.kinds) else "missing"
                 raise ValueError(
                     f"the cache's layer {i} is {found} and this model's keys and values are {kind} (heads, size, heads, size, dtypes): "
                     "give the cache that this model made"

@@ -115,6 +115,15 @@ class Programs:
         self._drop(lambda storage: storage.free)
         return None
 
+    def moved(self, old: Slots, new: Slots) -> None:
+        """Note that ``new`` has replaced ``old``, which had become too small: from now on ``new``'s memory is lent.
+
+        Otherwise the next cache would be the small one, on which the names of larger steps have occurred already.
+        """
+        if any(storage.whole is old._whole for storage in self._storages):
+            self._drop(lambda storage: storage.whole is old._whole)
+            self._of(new)
+
     def release(self) -> None:
         """Drop all captured programs and the memory that no cache uses; captures that failed may be tried again."""
         self._drop(lambda _: True)

@@ -31,12 +31,16 @@ from specdec.types import Context
 
 
 class Shape(NamedTuple):
-    """What a chain is captured for: the first ``rows`` of the memory, ``steps`` draws, and the shape of what ``read`` carried for a row."""
+    """What a chain is captured for: the first ``rows`` of the memory, and ``steps`` draws.
+
+    ``carried`` and ``kept`` are the shape and the dtype of what ``read`` carried for a row; ``None`` if nothing was.
+    """
 
     rows: int
     steps: int
     sampling: Sampling
     carried: tuple[int, ...] | None
+    kept: torch.dtype | None
 
 
 class HeadChain(Program):
@@ -47,7 +51,9 @@ class HeadChain(Program):
     """
 
     def __init__(self, head: HeadModel, ring: Ring, store: StaticStore, shape: Shape):
-        self.head, self.ring, self.store, self.shape = head, ring, store, shape
+        self.head, self.store, self.shape = head, store, shape
+        # Not the ring itself, which would hold its lease: its memory would never be lent again.
+        self.slots, self.sinks, self.size, self.extra = ring.slots, ring.sinks, ring.size, ring.extra
         R = shape.rows
         fields = {
             **dict.fromkeys(("ids", "anchor", "limit"), ("i8", (R,))),
@@ -56,7 +62,7 @@ class HeadChain(Program):
         self.staged, self.carry = Staged(fields, head.device), None
         if shape.carried is not None:
             with torch.inference_mode(False):
-                self.carry = torch.zeros(R, *shape.carried, dtype=head.dtype, device=head.device)
+                self.carry = torch.zeros(R, *shape.carried, dtype=shape.kept, device=head.device)
 
     def body(self) -> tuple[Tensor, Tensor | None]:
         """Tokens ``[rows, steps]`` and their distributions."""
@@ -83,25 +89,26 @@ class StaticAnchors:
 
     def slots(self, first: int, count: int | None = None, full: bool = False) -> StaticPass:
         """As ``contract.Anchors.slots``."""
-        ring, store, mask = self.chain.ring, self.chain.store, self.chain.head.mask
-        anchor, wide = self.chain.staged.on["anchor"], 1 if count is None else count
-        device, R, begin = anchor.device, len(anchor), ring.slots - ring.extra
+        chain = self.chain
+        store, mask, sinks, size, extra = chain.store, chain.head.mask, chain.sinks, chain.size, chain.extra
+        anchor, wide = chain.staged.on["anchor"], 1 if count is None else count
+        device, R, begin = anchor.device, len(anchor), chain.slots - extra
         query = anchor[:, None] + (first + torch.arange(wide, device=device))  # [R, wide]
         used = sum(p.shape[1] for p in self.positions)
-        if ring.extra < used + wide:
-            raise RuntimeError(f"a block of {used + wide} slots and room for {ring.extra}")
+        if extra < used + wide:
+            raise RuntimeError(f"a block of {used + wide} slots and room for {extra}")
         self.positions.append(query)
         # The text, as in ``Ring.held``: the position that each slot holds below the anchor.
         s, last = torch.arange(begin, device=device), anchor[:, None] - 1
-        held = torch.where(s < ring.sinks, s, last - (last - s) % ring.size)
-        text = torch.where(s < ring.sinks, held <= last, held >= ring.sinks)[:, None].expand(R, wide, begin)
+        held = torch.where(s < sinks, s, last - (last - s) % size)
+        text = torch.where(s < sinks, held <= last, held >= sinks)[:, None].expand(R, wide, begin)
         end = torch.arange(used, used + wide, device=device)[:, None]
-        here = torch.arange(ring.extra, device=device)
+        here = torch.arange(extra, device=device)
         own = (here < used + wide if full else here <= end).expand(R, wide, -1)
         if mask is not None:
             q = query[..., None]
             text = text & sees(mask, q, torch.minimum(held.clamp(min=0)[:, None], q))
-            block = torch.cat([*self.positions, query[:, :1].expand(R, ring.extra - used - wide)], 1)
+            block = torch.cat([*self.positions, query[:, :1].expand(R, extra - used - wide)], 1)
             own = own & sees(mask, q, torch.minimum(block[:, None], q))
         rows = torch.arange(R, device=device)[:, None] * store.slots
         at = (rows + begin + used + torch.arange(wide, device=device)).flatten()
@@ -170,8 +177,10 @@ def drawn(
         uniforms = uniforms_of(rng, context, steps)
         if uniforms is None:
             return None
-    carried = None if state.carry is None else tuple(state.carry.shape[1:])
-    shape = Shape(min(power(B), ring._whole[0].shape[1]), steps, sampling, carried)
+    memo = state.carry
+    carried = None if memo is None else tuple(memo.shape[1:])
+    kept = None if memo is None else memo.dtype
+    shape = Shape(min(power(B), ring._whole[0].shape[1]), steps, sampling, carried, kept)
 
     def make(store: StaticStore) -> HeadChain:
         return HeadChain(head, ring, store, shape)

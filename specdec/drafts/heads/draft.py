@@ -204,6 +204,7 @@ class Head:
         ahead = (context.length - 1 - state.known).numpy()  # 0, unless the text has not been verified yet
         drafts = budget.numpy() > 0
         parts: list[tuple[Proposal, Tensor]] = []
+        before = state.ring
         for gap in sorted(set(ahead[drafts].tolist())):
             rows = torch.from_numpy(np.flatnonzero(drafts & (ahead == gap)))
             room = self._room(int(budget.max()), gap)
@@ -212,6 +213,9 @@ class Head:
             proposal, ring = self._grow(state, context, budget.clamp(max=room), rng, rows, gap)
             parts.append((proposal, rows))
             state = state._replace(ring=ring)
+        now = state.ring
+        if self.programs is not None and before is not None and now is not None and now is not before:
+            self.programs.moved(before, now)
         return merged(parts, context.batch), state
 
     def _room(self, longest: int, gap: int) -> int:

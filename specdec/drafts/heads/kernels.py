@@ -30,17 +30,33 @@ class Product:
 
     def __init__(self, linear: Any, narrow: Narrow | None):
         self.linear, self.narrow = linear, narrow
+        self.copied()
+
+    def copied(self) -> None:
+        """Note which weight was copied, and in which version."""
+        self._weight = self.linear.weight
+        self._version = _version(self._weight)
 
     def __call__(self, x: Tensor) -> Tensor | None:
         """``x [..., inputs]`` -> ``[..., outputs]``, or ``None`` where there is no kernel for this call."""
         flat, weight = x.reshape(-1, x.shape[-1]), self.linear._parameters.get("weight")
         if weight is None or weight.dtype != x.dtype or not small(flat) or flat.shape[1] != weight.shape[1]:
             return None
+        outputs = weight.shape[0]
         if self.narrow is not None:
+            # A bound head may be trained or replaced, and called, before another text begins.
+            same = weight is self._weight and weight.dtype == torch.float32
+            if not same or _version(weight) != self._version:
+                return None
             weight = self.narrow[weight]
         elif not (weight.is_contiguous() and weight.is_cpu):
             return None
-        return unchecked_linear(flat, weight, self.linear.bias).view(*x.shape[:-1], -1)
+        return unchecked_linear(flat, weight, self.linear.bias).view(*x.shape[:-1], outputs)
+
+
+def _version(weight: Tensor) -> int | None:
+    """How many changes in place PyTorch has counted; ``None``: it counts none for this tensor."""
+    return None if weight.is_inference() else weight._version
 
 
 class Through:
@@ -53,7 +69,8 @@ class Through:
     def through(self, go: Any, layer: int, x: Tensor, normed: Tensor, angles: Angles) -> Tensor | None:
         """As ``Sublayers.through``, or ``None`` where there is no kernel for this call."""
         read, held = normed.reshape(-1, normed.shape[-1]), go.ring.buffers
-        if held is None or not self._serves(read, angles) or prompt(go.plan, self.group):
+        alike = x.shape[:-1] == normed.shape[:-1] and x.dtype == normed.dtype
+        if held is None or not alike or not self._serves(read, angles) or prompt(go.plan, self.group):
             return None
         out = x.reshape(len(read), -1).clone(memory_format=torch.contiguous_format)
         cos, sin = go.turns(angles)
@@ -107,6 +124,10 @@ class Kernels:
         made = None if fast is None else fast(x)
         return linear(x) if made is None else made
 
+    def has(self, linear: Any) -> bool:
+        """Whether a kernel was chosen for this linear layer."""
+        return linear in self._products
+
     def check(self) -> None:
         """Bring copies of weights up to date, and notice parts and weights that were replaced; called when texts begin.
 
@@ -122,6 +143,9 @@ class Kernels:
             if self._bf16_weights:
                 raise RuntimeError(CHANGED)
             self._choose(served)
+            return
+        for product in self._products.values():
+            product.copied()
 
     def _served(self) -> list[Served]:
         found: list[Served] = []
@@ -129,9 +153,9 @@ class Kernels:
             if isinstance(part, Sublayers):
                 of = parts_of(part)
                 if of is not None:
-                    found.append((part, of, [id(p.weight) for p in of.products]))
+                    found.append((part, of, [id(t) for p in of.products for t in (p.weight, p.bias)]))
             elif library() is not None and _plain(part, nn.Linear) and linear_takes(part.weight, part.bias):
-                found.append((part, part, [id(part.weight)]))
+                found.append((part, part, [id(part.weight), id(part.bias)]))
         return found
 
     def _choose(self, served: list[Served]) -> None:
@@ -157,11 +181,29 @@ def parts_of(module: nn.Module) -> Block | None:
     products = (a.q_proj, a.k_proj, a.v_proj, a.o_proj), (m.gate_proj, m.up_proj, m.down_proj)
     made = Block(0, None, *products[0], *head_norms, after, *products[1], a.size, a.size**-0.5, None)
     norms = [after, *(norm for norm in head_norms if norm is not None)]
-    if len(norms) == 2 or not all(_plain(norm, Norm) for norm in norms):
+    if len(norms) == 2 or not all(_plain(norm, Norm) and _scaled(norm) for norm in norms):
         return None
-    if not all(_plain(p, nn.Linear) for p in made.products) or not Blocks.takes([made]):
+    if not all(_plain(p, nn.Linear) for p in made.products) or not _sized(made) or not Blocks.takes([made]):
         return None
     return made if len({m.weight.dtype for m in (*made.products, *norms)}) == 1 else None
+
+
+def _scaled(norm: Norm) -> bool:
+    """Whether a norm has the constant and the weight that the kernels read."""
+    return norm.eps is not None and norm._parameters.get("weight") is not None
+
+
+def _sized(b: Block) -> bool:
+    """Whether all weights have the shapes that the kernels read: they know the sizes that the layers declare, and check no others."""
+    inputs, query, key = b.query.in_features, b.query.out_features, b.key.out_features
+    width, inner = b.out.out_features, b.gate.out_features
+    if not key or query % key or key % b.size:
+        return False
+    shapes = [(query, inputs), (key, inputs), (key, inputs), (width, query)]
+    shapes += [(inner, width), (inner, width), (width, inner)]
+    right = all(p.weight.shape == shape for p, shape in zip(b.products, shapes))
+    norms = [(norm, b.size) for norm in (b.query_norm, b.key_norm) if norm is not None]
+    return right and all(norm.weight.shape == (size,) for norm, size in [(b.after, width), *norms])
 
 
 def _plain(module: Any, kind: Any) -> bool:

@@ -119,11 +119,7 @@ class Rotary:
         """Of positions ``[...]``, in the dtype and on the device of ``like``."""
         flat, shape = positions.reshape(-1), (*positions.shape, 1, -1)
         if like.is_cpu and self.module.rope_type in FIXED:
-            try:
-                cos, turn = self._rows(flat)
-            except IndexError:  # beyond the table
-                self._grow(int(flat.max()))
-                cos, turn = self._rows(flat)
+            cos, turn = self._rows(flat)
             return cos.to(like.dtype).view(shape), turn.to(like.dtype).view(shape)
         if like.device not in self._by:
             self._by[like.device] = copy.deepcopy(self.module).to(like.device)
@@ -135,17 +131,22 @@ class Rotary:
         return self._by[torch.device("cpu")]
 
     def _rows(self, positions: Tensor) -> Angles:
-        if self._table is None:
-            raise IndexError("there is no table yet")
-        cos, turn = self._table
+        table = self._table
+        if table is not None:
+            try:
+                return table[0].index_select(0, positions), table[1].index_select(0, positions)
+            except IndexError:  # beyond the table
+                pass
+        cos, turn = self._grown(int(positions.max()))
         return cos.index_select(0, positions), turn.index_select(0, positions)
 
-    def _grow(self, last: int) -> None:
+    def _grown(self, last: int) -> Angles:
         every = torch.arange(max(2 * last + 2, TABLE))[None]
         with torch.inference_mode(False), torch.no_grad():
             cos, sin = self.module(torch.empty(0), every)
             cos, turn = eager_angles(cos[0], sin[0])
-        self._table = cos[:, 0], turn[:, 0]
+        self._table = made = cos[:, 0], turn[:, 0]  # a decoder in another thread may replace it: read what was made
+        return made
 
 
 def config_like(target: Any, **changes: Any) -> LlamaConfig:

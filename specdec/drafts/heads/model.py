@@ -153,9 +153,9 @@ class HeadModel(StoredHead):
         if self.lm_head is not None:
             return self.product(x, self.lm_head)
         ends, fast = self.of_target, None if torch.is_grad_enabled() else self.kernels
-        logits = ends.logits(x.to(ends.output.weight.dtype), None if fast is None else fast.product).to(
-            self.dtype
-        )
+        # Without a kernel the matrix is read here: a hook of the target's module sees the target's calls alone.
+        product = None if fast is None or not fast.has(ends.output) else fast.product
+        logits = ends.logits(x.to(ends.output.weight.dtype), product).to(self.dtype)
         return logits if self.d2t is None else logits[..., self.ids]
 
     def product(self, x: Tensor, linear: Any) -> Tensor:
