@@ -474,6 +474,8 @@ CHANGED = """
 __path__ = [{real!r}]
 exec(open({real!r} + "/__init__.py").read())
 from time import sleep
+from specdec.decoder import Decoder
+from specdec.models import HFModel
 generate, score = Decoder.generate, HFModel.score
 def seeded(self, *given, seed, **options):
     return generate(self, *given, seed=seed + (type(self.draft).__name__ != "NoDraft"), **options)
