@@ -56,9 +56,7 @@ its drafts was slower than plain decoding in replays on prompts of the validatio
 of this pool were chosen, and it was frozen before the test prompts were decoded with it."""
 FORMER = {
     "pocket-code": Member(shares=(1, 0, 0)),
-    "pocket-prose": Member(shares=(0, 1, 0), start="pocket-code"),
     # Tables are part of code, and the corpus has few.
-    "pocket-tabular": Member(shares=(0.3, 0, 0.7), start="pocket-code"),
     "pocket-tiny": Member(64, 2, 2, 160),
 }
 MEMBERS = POOL | FORMER

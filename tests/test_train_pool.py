@@ -15,7 +15,7 @@ from one_process import each
 from specdec import zoo
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "train_pool.py"
-FORMER = {"pocket-tiny", "pocket-code", "pocket-prose", "pocket-tabular"}
+FORMER = {"pocket-tiny", "pocket-code"}
 
 
 @pytest.fixture(scope="module")
