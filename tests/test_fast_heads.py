@@ -355,6 +355,17 @@ def test_angles_are_those_of_transformers(target):
             assert torch.equal(turn, torch.cat([-sin[..., :half], sin[..., half:]], -1))
 
 
+def test_a_recorded_chain_goes_on_beyond_the_angles_that_were_known(target, monkeypatch):
+    """A window's memory has a constant size: what was captured in a short text serves a long one."""
+    monkeypatch.setattr("specdec.drafts.heads.layers.TABLE", 32)
+    base, head = sd.decoder(target).greedy(), shake(Eagle3.from_target(target, (0, 2), mask=streaming(6, 2)))
+    decoder = base.draft(Head(head, graphs="recorded"), 3).build()
+    outs = [one.generate([[5, 6, 7]], 60) for one in (decoder, base.draft(Head(head), 3).build())]
+    assert outs[0].ids == outs[1].ids
+    assert outs[0].stats.rounds == outs[1].stats.rounds
+    assert decoder.draft.programs.captured
+
+
 def test_a_head_that_cannot_be_captured_runs_without_graphs(target):
     class Waits(Eagle3):
         def step(self, n, memo, token, at):
