@@ -277,6 +277,29 @@ def test_a_part_of_ones_own_is_not_passed_by(target, change, when):
     assert (found[2] - unchanged[2]).abs().max() > 1e-3
 
 
+@pytest.mark.parametrize("change", [replaced, overridden, hooked, pruned, rescaled, loaded], ids=lambda c: c.__name__)
+@torch.no_grad()
+def test_captured_chains_are_those_of_the_present_parts(target, change):
+    head = shake(Eagle3.from_target(target, (0, 2), blocks=2))
+    base = sd.decoder(target).sampling(temperature=1.0)
+
+    def proposed(decoder):
+        rounds = []
+        decoder.generate(PROMPTS, 16, seed=4, on_round=lambda r: rounds.append(r.proposal))
+        return [row[:n] for p in rounds for row, n in zip(p.tokens.tolist(), p.size.tolist())]
+
+    captured = base.draft(Head(head, graphs="recorded"), 3).build()
+    before = [proposed(captured) for _ in range(2)]
+    made = set(captured.draft.programs.captured)
+    assert made
+    assert proposed(captured) == before[0]
+    assert made <= set(captured.draft.programs.captured)  # nothing changed
+    change(head)
+    expected = proposed(base.draft(Head(head, graphs=False, bf16_weights=False), 3).build())
+    assert proposed(captured) == proposed(captured) == expected != before[0]
+    assert captured.draft.programs.captured
+
+
 @needs_c
 @torch.no_grad()
 def test_a_bound_head_that_is_called_without_a_text_uses_its_present_weights(target):
