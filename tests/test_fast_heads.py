@@ -14,6 +14,7 @@ from torch.nn.utils import prune
 
 import specdec as sd
 from specdec.drafts.heads import (
+    MTP,
     Chain,
     DDTree,
     DFlash,
@@ -23,11 +24,12 @@ from specdec.drafts.heads import (
     Eagle3,
     Features,
     Head,
+    Medusa,
     PEagle,
 )
 from specdec.drafts.heads.layers import MLP, Block, Norm
 from specdec.drafts.heads.slots import SlotAnchors, empty, reading
-from specdec.kernels.native import build, library, reason
+from specdec.kernels.native import build, library, narrow, reason
 from specdec.masks import Causal, Sinks, Window, streaming
 from specdec.training.anchored import blocks
 
@@ -277,7 +279,9 @@ def test_a_part_of_ones_own_is_not_passed_by(target, change, when):
     assert (found[2] - unchanged[2]).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("change", [replaced, overridden, hooked, pruned, rescaled, loaded], ids=lambda c: c.__name__)
+@pytest.mark.parametrize(
+    "change", [replaced, overridden, hooked, pruned, rescaled, loaded], ids=lambda c: c.__name__
+)
 @torch.no_grad()
 def test_captured_chains_are_those_of_the_present_parts(target, change):
     head = shake(Eagle3.from_target(target, (0, 2), blocks=2))
@@ -324,6 +328,34 @@ def test_hooks_of_the_target_do_not_see_the_draft(target):
     finally:
         hook.remove()
     assert not calls
+
+
+READ = {  # the beginnings of the names of weights that products read from copies, and of some that none reads
+    "mtp": (MTP, {}, ["layers.0.self_attn.", "layers.0.mlp."], ["layers.0.eh_proj."]),
+    "medusa": (Medusa, {"heads": 2}, [], ["lm_heads.", "layers."]),
+    "dflash": (DFlash, {"blocks": 1, "block_size": 4}, ["fc.", "layers.0.self_attn.", "layers.0.mlp."], []),
+    "dflash2": (
+        DFlash2,
+        {"blocks": 1, "block_size": 4, "rank": 16, "top_k": 6},
+        ["fc.", "layers.0.self_attn.k_proj.", "layers.0.self_attn.v_proj."],
+        ["layers.0.self_attn.q_proj.", "layers.0.mlp.", "candidate_selector.", "layers.0.mlp_conv."],
+    ),
+}
+
+
+@needs_c
+@pytest.mark.parametrize("asked", [None, True])
+@pytest.mark.parametrize("name", READ)
+def test_only_weights_that_are_read_are_copied(name, asked):
+    kind, settings, read, unread = READ[name]
+    target = sd.HFModel(tiny("llama", 0, torch.bfloat16, **SIZES).float())
+    head = shake(kind.from_target(target, **settings)).to(torch.bfloat16).float()
+    decoder = sd.decoder(target).draft(Head(head, bf16_weights=asked), 2).build()
+    decoder.generate(PROMPTS, 12, seed=0)
+    linears = [f"{n}.weight" for n, m in head.named_modules() if isinstance(m, torch.nn.Linear)]
+    copied = {n for n, p in head.named_parameters() if id(p) in narrow._COPIES}
+    assert copied == {n for n in linears if n.startswith(tuple(read))}
+    assert all(any(n.startswith(begin) for n in linears) for begin in unread)
 
 
 @needs_c
