@@ -17,7 +17,7 @@ import torch
 from tiny import tiny
 
 import specdec as sd
-from specdec.kernels.native import library
+from specdec.kernels.native import library, reason
 from specdec.lab import clock
 from specdec.lab.arms import PoolRun, goodput, pool_run
 from specdec.lab.clock import Forwards, bare_round, bare_steps, in_turn
@@ -242,7 +242,7 @@ def test_a_draft_that_is_not_there():
         load_draft("nowhere", None)
 
 
-@pytest.mark.skipif(library() is None, reason="needs a C compiler")
+@pytest.mark.skipif(library() is None, reason=f"no C kernels: {reason()}")
 def test_steps_without_their_call_of_c_come_back():
     from specdec.kernels.native import step
 
