@@ -16,7 +16,7 @@ from specdec.cache.ring import Ring
 from specdec.cache.static import StaticStore
 from specdec.drafts.heads.model import HeadModel
 from specdec.drafts.heads.slots import HeadState
-from specdec.graphs.chain import Drawn, draw, uniforms_of
+from specdec.graphs.chain import Drawn, Draws, uniforms_of
 from specdec.graphs.programs import Programs
 from specdec.graphs.staging import Program, Staged, pad
 from specdec.graphs.static import StaticPlan, power
@@ -88,19 +88,13 @@ class HeadChain(Program):
 
     def body(self) -> tuple[Tensor, Tensor | None]:
         """Tokens ``[rows, steps]`` and their distributions."""
-        on, head, sampling = self.staged.on, self.head, self.shape.sampling
+        on, head = self.staged.on, self.head
         at, memo, token = StaticAnchors(self), self.carry, on["ids"]
-        tokens: list[Tensor] = []
-        distributions: list[Tensor] = []
+        draws = Draws(on, self.shape.sampling)
         for n in range(self.shape.steps):
             logits, memo = head.step(n, memo, token, at)
-            top, token, distribution = draw(head.widened(logits), sampling, None, on["uniforms"][n])
-            said = torch.where(torch.isfinite(top), token, -1)
-            token = said.clamp(min=0)
-            tokens.append(torch.where(on["limit"] > n, said, 0))
-            if distribution is not None:
-                distributions.append(distribution)
-        return torch.stack(tokens, 1), torch.stack(distributions, 1) if distributions else None
+            token = draws.draw(head.widened(logits))
+        return draws.made()
 
 
 class StaticAnchors:
