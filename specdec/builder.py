@@ -46,7 +46,7 @@ class Builder:
     _target: LanguageModel
     _draft: Draft[Any] = drafts.NoDraft()
     _length: int = 4
-    _sampling: Sampling = Sampling()
+    _sampling: Sampling | None = None  # nothing was said
     _verifier: Verifier | None = None  # the default for the target's device
     _executor: Executor = Serial()
     _selecting: ArmPolicy | None = None
@@ -169,12 +169,12 @@ class Builder:
             if name not in known:
                 refuse("sampling", {name: value}, SAMPLING, known, "setting")
         if sampling is None:
-            sampling = Sampling(**settings) if settings else Builder._sampling  # nothing was said
+            sampling = Sampling(**settings) if settings else None
         return replace(self, _sampling=sampling)
 
     def greedy(self) -> Builder:
         """The same as ``sampling(temperature=0)``."""
-        return replace(self, _sampling=replace(self._sampling, temperature=0.0))
+        return replace(self, _sampling=replace(self._sampling or Sampling(), temperature=0.0))
 
     def verifier(self, verifier: Verifier) -> Builder:
         """How proposed tokens are verified: ``Rejection()`` (default; ``FusedRejection()``, which decides alike, on a GPU), ``Traversal()``,
@@ -238,13 +238,14 @@ class Builder:
                         "draft: this model family takes chains only, so it cannot draft a tree: use drafts.Model"
                     )
         said = ModelInfo.of(target)
-        if said.generation_processors and not self._sampling.processors:
+        sampling = self._sampling or Sampling()
+        if said.generation_processors and not sampling.processors:
             warnings.warn(
                 f"the target's generation_config asks for {said.generation_processors}, which transformers' generate would apply: give the "
                 "processors to sampling(processors=...), or clear these settings",
                 stacklevel=2,
             )
-        if said.generation_sampling and self._sampling is Builder._sampling:  # no sampling was set
+        if said.generation_sampling and self._sampling is None:
             settings = ", ".join(f"{name}={value}" for name, value in said.generation_sampling.items())
             warnings.warn(
                 f"the target's generation_config asks for {said.generation_sampling}, which transformers' generate would apply: call "
@@ -255,13 +256,13 @@ class Builder:
             target,
             self._draft,
             self._length,
-            self._sampling,
+            sampling,
             verifier,
             selecting=self._selecting,
             executor=self._executor,
             unbound=self._draft,
-        ).with_sampling(self._sampling)
-        return replace(made, sampling_is_set=self._sampling is not Builder._sampling)
+        ).with_sampling(sampling)
+        return replace(made, sampling_is_set=self._sampling is not None)
 
 
 def default_verifier(device: torch.device | None) -> Verifier:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 
 for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ[name] = "1"  # read once, when torch and numpy are imported
@@ -28,6 +29,17 @@ def pytest_collection():
     finally:
         gc.freeze()
         gc.enable()
+
+
+def pytest_collection_modifyitems():
+    """With a compiler but without kernels, the tests of the kernels would be skipped, in this process or in all: that is an error."""
+    build = sys.modules.get("specdec.kernels.native.build")
+    if build is None or not build._made.cache_info().currsize or os.environ.get("SPECDEC_NATIVE") == "0":
+        return  # no test has asked for the kernels, or nobody wants them
+    if build.library() is None and build.compiler() is not None:
+        raise pytest.UsageError(
+            f"there is a C compiler, but no C kernels ({build.reason()}): repair it, or skip their tests with SPECDEC_NATIVE=0"
+        )
 
 
 def _llama(**changes):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import shutil
 from pathlib import Path
 
@@ -113,6 +115,15 @@ def test_a_decoder_without_settings_follows_the_call(llama):
     again = llama.generate(**given, max_new_tokens=8, custom_generate=ours, do_sample=True)
     assert drawn.equal(again)
     assert not drawn.equal(llama.generate(**given, max_new_tokens=8, custom_generate=ours, do_sample=True))
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda b: pickle.loads(pickle.dumps(b))])
+def test_a_copied_builder_says_as_much_of_its_sampling(copied):
+    builder = sd.decoder(sd.TableModel.random(4))
+    assert not copied(builder).build().sampling_is_set
+    assert not copied(builder.sampling()).build().sampling_is_set
+    for chosen in (builder.sampling(sd.Sampling()), builder.greedy()):
+        assert copied(chosen).build().sampling_is_set
 
 
 def test_settings_that_contradict_the_decoders_are_refused(llama):

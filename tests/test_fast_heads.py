@@ -14,6 +14,7 @@ from torch.nn.utils import prune
 
 import specdec as sd
 from specdec.drafts.heads import (
+    MTP,
     Chain,
     DDTree,
     DFlash,
@@ -23,11 +24,12 @@ from specdec.drafts.heads import (
     Eagle3,
     Features,
     Head,
+    Medusa,
     PEagle,
 )
 from specdec.drafts.heads.layers import MLP, Block, Norm
 from specdec.drafts.heads.slots import SlotAnchors, empty, reading
-from specdec.kernels.native import build, library, reason
+from specdec.kernels.native import build, library, narrow, reason
 from specdec.masks import Causal, Sinks, Window, streaming
 from specdec.training.anchored import blocks
 
@@ -277,6 +279,31 @@ def test_a_part_of_ones_own_is_not_passed_by(target, change, when):
     assert (found[2] - unchanged[2]).abs().max() > 1e-3
 
 
+@pytest.mark.parametrize(
+    "change", [replaced, overridden, hooked, pruned, rescaled, loaded], ids=lambda c: c.__name__
+)
+@torch.no_grad()
+def test_captured_chains_are_those_of_the_present_parts(target, change):
+    head = shake(Eagle3.from_target(target, (0, 2), blocks=2))
+    base = sd.decoder(target).sampling(temperature=1.0)
+
+    def proposed(decoder):
+        rounds = []
+        decoder.generate(PROMPTS, 16, seed=4, on_round=lambda r: rounds.append(r.proposal))
+        return [row[:n] for p in rounds for row, n in zip(p.tokens.tolist(), p.size.tolist())]
+
+    captured = base.draft(Head(head, graphs="recorded"), 3).build()
+    before = [proposed(captured) for _ in range(2)]
+    made = set(captured.draft.programs.captured)
+    assert made
+    assert proposed(captured) == before[0]
+    assert made <= set(captured.draft.programs.captured)  # nothing changed
+    change(head)
+    expected = proposed(base.draft(Head(head, graphs=False, bf16_weights=False), 3).build())
+    assert proposed(captured) == proposed(captured) == expected != before[0]
+    assert captured.draft.programs.captured
+
+
 @needs_c
 @torch.no_grad()
 def test_a_bound_head_that_is_called_without_a_text_uses_its_present_weights(target):
@@ -301,6 +328,34 @@ def test_hooks_of_the_target_do_not_see_the_draft(target):
     finally:
         hook.remove()
     assert not calls
+
+
+READ = {  # the beginnings of the names of weights that products read from copies, and of some that none reads
+    "mtp": (MTP, {}, ["layers.0.self_attn.", "layers.0.mlp."], ["layers.0.eh_proj."]),
+    "medusa": (Medusa, {"heads": 2}, [], ["lm_heads.", "layers."]),
+    "dflash": (DFlash, {"blocks": 1, "block_size": 4}, ["fc.", "layers.0.self_attn.", "layers.0.mlp."], []),
+    "dflash2": (
+        DFlash2,
+        {"blocks": 1, "block_size": 4, "rank": 16, "top_k": 6},
+        ["fc.", "layers.0.self_attn.k_proj.", "layers.0.self_attn.v_proj."],
+        ["layers.0.self_attn.q_proj.", "layers.0.mlp.", "candidate_selector.", "layers.0.mlp_conv."],
+    ),
+}
+
+
+@needs_c
+@pytest.mark.parametrize("asked", [None, True])
+@pytest.mark.parametrize("name", READ)
+def test_only_weights_that_are_read_are_copied(name, asked):
+    kind, settings, read, unread = READ[name]
+    target = sd.HFModel(tiny("llama", 0, torch.bfloat16, **SIZES).float())
+    head = shake(kind.from_target(target, **settings)).to(torch.bfloat16).float()
+    decoder = sd.decoder(target).draft(Head(head, bf16_weights=asked), 2).build()
+    decoder.generate(PROMPTS, 12, seed=0)
+    linears = [f"{n}.weight" for n, m in head.named_modules() if isinstance(m, torch.nn.Linear)]
+    copied = {n for n, p in head.named_parameters() if id(p) in narrow._COPIES}
+    assert copied == {n for n in linears if n.startswith(tuple(read))}
+    assert all(any(n.startswith(begin) for n in linears) for begin in unread)
 
 
 @needs_c
@@ -353,6 +408,17 @@ def test_angles_are_those_of_transformers(target):
             half = sin.shape[-1] // 2
             assert torch.equal(cos, flat)
             assert torch.equal(turn, torch.cat([-sin[..., :half], sin[..., half:]], -1))
+
+
+def test_a_recorded_chain_goes_on_beyond_the_angles_that_were_known(target, monkeypatch):
+    """A window's memory has a constant size: what was captured in a short text serves a long one."""
+    monkeypatch.setattr("specdec.drafts.heads.layers.TABLE", 32)
+    base, head = sd.decoder(target).greedy(), shake(Eagle3.from_target(target, (0, 2), mask=streaming(6, 2)))
+    decoder = base.draft(Head(head, graphs="recorded"), 3).build()
+    outs = [one.generate([[5, 6, 7]], 60) for one in (decoder, base.draft(Head(head), 3).build())]
+    assert outs[0].ids == outs[1].ids
+    assert outs[0].stats.rounds == outs[1].stats.rounds
+    assert decoder.draft.programs.captured
 
 
 def test_a_head_that_cannot_be_captured_runs_without_graphs(target):

@@ -420,7 +420,7 @@ WRONG = {
     "rotary positions": (
         "z-lab",
         {"config": {"rope_scaling": {"type": "dynamic", "factor": 2.0}}},
-        "rotary positions are",
+        r"rotary positions are .* write such rope_parameters into its config\.json",
     ),
     "rotary positions by kind of layer": (
         "z-lab",
@@ -480,6 +480,39 @@ def test_what_a_checkpoint_lacks_can_be_given(tmp_path, model):
     assert head.taps == (1, 2, "final")
 
 
+def asked_to_ignore(tmp_path, model):
+    """The fields that a refusal says to ignore."""
+    with pytest.raises(ValueError, match="give ignore=") as caught:
+        heads.load(tmp_path, model)
+    return ast.literal_eval(re.search(r"ignore=(\(.*?\))", str(caught.value))[1])
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("z-lab", {"mlp_bias": True}),
+        ("SpecForge, EAGLE-3.1", {"norm_output": "both"}),
+        ("z-lab, newer", {"dflash_config": {"block_size": 4, "mask_token_id": 63, "projector_type": "own"}}),
+    ],
+)
+def test_a_value_without_code_can_be_ignored(tmp_path, model, name, config):
+    written(tmp_path, name)
+    expected = heads.load(tmp_path, model)
+    written(tmp_path, name, config=config)
+    found = heads.load(tmp_path, model, ignore=asked_to_ignore(tmp_path, model))
+    assert (type(found), found.settings) == (type(expected), expected.settings)
+
+
+@pytest.mark.parametrize("name", ["DeepSpec, DSpark", "SpecForge, DSpark"])
+def test_a_confidence_without_a_markov_head_can_be_ignored(tmp_path, model, name):
+    fields = LAYOUTS[name][0]
+    none = {"markov_rank": 0}
+    config = {"dflash_config": {**fields["dflash_config"], **none}} if "dflash_config" in fields else none
+    written(tmp_path, name, config=config, without=[f"{n}.weight" for n in MARKOV])
+    ignore = asked_to_ignore(tmp_path, model)
+    assert type(heads.load(tmp_path, model, ignore=ignore)) is DFlash
+
+
 def test_layers_are_rounded_as_z_lab_does():
     """Half a layer is rounded to an even one, which 1 + 7 * (61 / 14) would miss."""
     nothing = Fields("x", {})
@@ -526,6 +559,11 @@ def test_rotary_positions_by_kind_of_layer(tmp_path, model):
 def test_ids_in_place_of_offsets_are_recognised(tmp_path, model):
     written(tmp_path, "SafeAILab", tensors={"d2t": torch.tensor(IDS)})
     assert heads.load(tmp_path, model).ids.tolist() == IDS
+
+
+def test_without_the_other_map_ids_are_read_as_offsets(tmp_path, model):
+    written(tmp_path, "SafeAILab", tensors={"d2t": torch.arange(0, 40, 2)}, without=["t2d"])
+    assert heads.load(tmp_path, model).ids.tolist() == list(range(0, 60, 3))
 
 
 def test_a_map_of_the_whole_vocabulary_is_none(tmp_path, model):

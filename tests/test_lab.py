@@ -17,7 +17,7 @@ import torch
 from tiny import tiny
 
 import specdec as sd
-from specdec.kernels.native import library
+from specdec.kernels.native import library, reason
 from specdec.lab import clock
 from specdec.lab.arms import PoolRun, goodput, pool_run
 from specdec.lab.clock import Forwards, bare_round, bare_steps, in_turn
@@ -192,6 +192,20 @@ def test_a_decode_counts_what_comes_after_the_prefill():
     assert plain.speed == plain.tokens / plain.seconds
 
 
+def test_temperatures_of_requests_are_not_given_to_other_prompts():
+    target, prompts = sd.TableModel.random(4, 1, seed=1), [[0], [1], [2]]
+    each = sd.Sampling(temperature=[0.0, 1.0, 2.0])
+    draft = sd.drafts.Model(sd.TableModel.random(4, 1, seed=2), each)
+    for decoder in (
+        sd.decoder(target).sampling(each).build(),
+        sd.decoder(target).sampling(temperature=1.0).draft(draft, 2).build(),
+    ):
+        with pytest.raises(ValueError, match="one temperature, or batch=3"):
+            decode(decoder, prompts, 2, 4, seed=5)
+        made = decode(decoder, prompts, 3, 4, seed=5)
+        assert made.ids == decoder.generate(prompts, 4, seed=[5, 6, 7], eos_token_id=()).ids
+
+
 def test_cases_take_turns_and_make_one_row():
     order = []
 
@@ -228,7 +242,7 @@ def test_a_draft_that_is_not_there():
         load_draft("nowhere", None)
 
 
-@pytest.mark.skipif(library() is None, reason="needs a C compiler")
+@pytest.mark.skipif(library() is None, reason=f"no C kernels: {reason()}")
 def test_steps_without_their_call_of_c_come_back():
     from specdec.kernels.native import step
 

@@ -80,6 +80,11 @@ def test_wrong_arguments_are_named(decoders):
         (ValueError, "new_tokens is 1: give at least 2", {"new_tokens": 1}),
         (ValueError, "repeats is 0: give at least 1", {"repeats": 0}),
         (ValueError, "batches, of one, is 0", {"batches": (0, 2)}),
+        (
+            ValueError,
+            "decoder 'each', or its draft, has a temperature for each request",
+            {"decoders": {"each": sd.decoder(tiny("llama")).sampling(temperature=[1.0] * 8)}},
+        ),
     ):
         with pytest.raises(error, match=says):
             sd.compare(**{"decoders": decoders, "prompts": PROMPTS, **arguments})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -43,6 +44,46 @@ def test_a_machine_with_a_compiler_has_them():
 
     if any(shutil.which(c) for c in ("cc", "gcc", "clang")) and os.environ.get("SPECDEC_NATIVE") != "0":
         assert library() is not None, reason()
+
+
+@pytest.mark.parametrize(
+    ("settings", "code", "said"),
+    [
+        ({"CC": "false"}, 4, "there is a C compiler, but no C kernels"),
+        ({"CC": "false", "SPECDEC_NATIVE": "0"}, 0, "SPECDEC_NATIVE=0 is set"),
+    ],
+    ids=["broken", "switched off"],
+)
+def test_without_them_their_tests_are_skipped_by_wish_alone(tmp_path, settings, code, said):
+    line = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-n",
+        "0",
+        "-q",
+        "-rs",
+        "-k",
+        "two_threads",
+        str(Path(__file__).with_name("test_narrow.py")),
+    ]
+    env = {**os.environ, "SPECDEC_CACHE": str(tmp_path), **settings}
+    done = subprocess.run(line, env=env, capture_output=True, text=True)
+    assert done.returncode == code, done.stdout + done.stderr
+    assert said in done.stdout + done.stderr
+
+
+def test_a_compiler_that_takes_too_long_is_named(tmp_path):
+    slow = tmp_path / "slow"
+    slow.write_text('#!/bin/sh\n[ "$1" = --version ] || exec sleep 60\n')
+    slow.chmod(0o700)
+    code = (
+        "from specdec.kernels.native import build; build.LONGEST = 1; print(build.library(), build.reason())"
+    )
+    env = {**os.environ, "CC": str(slow), "SPECDEC_CACHE": str(tmp_path / "cache")}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert done.stdout.startswith("None "), done.stderr
+    assert "slow' did not compile the C kernels in 1 seconds: start again" in done.stdout
 
 
 @needed

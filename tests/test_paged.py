@@ -22,7 +22,7 @@ from specdec.cache.slots import KVShape
 from specdec.drafts.spire import SpireModel
 from specdec.executors import Optimistic
 from specdec.kernels.attention import AttentionPlan, Tree, attention
-from specdec.kernels.native import library
+from specdec.kernels.native import library, reason
 from specdec.models import HFModel
 from specdec.serving.server import Server, Settings
 from specdec.types import Context, Proposal, Verdict
@@ -134,7 +134,7 @@ def test_fused_attention_over_pages(name, page, window):
     )
 
 
-@pytest.mark.skipif(library() is None, reason="no C kernels")
+@pytest.mark.skipif(library() is None, reason=f"no C kernels: {reason()}")
 @pytest.mark.parametrize("prompt", [0, 10**9], ids=["copied", "in place"])
 @pytest.mark.parametrize("name", ["prompt", "prompts", "ragged", "one long"])
 def test_prompts_over_pages_on_the_cpu(name, prompt, monkeypatch):

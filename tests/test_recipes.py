@@ -717,6 +717,41 @@ def test_a_gpu_suite_that_is_ended_leaves_what_it_has_measured(how, tmp_path):
         assert {f.name for f in tmp_path.iterdir()} == {"g.json", "g.md"}
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux, where a process can be tied to its parent")
+def test_the_gpu_suites_tests_end_with_it(tmp_path):
+    """Also if its process is killed, which cannot end them."""
+    began, slow = tmp_path / "began", tmp_path / "test_slow.py"
+    slow.write_text(
+        "import os, time\n"
+        "def test_slow():\n"
+        f"    open({str(began)!r}, 'w').write(str(os.getpid()))\n"
+        "    time.sleep(60)\n"
+    )
+    code = f"import time\nfrom recipes.gpu.checks import Tests\nTests({str(slow)!r}, {str(tmp_path)!r})\ntime.sleep(60)"
+    suite = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
+    try:
+        end = monotonic() + 60
+        while not (began.exists() and began.read_text()) and monotonic() < end:
+            assert suite.poll() is None
+            sleep(0.05)
+        child = Path("/proc", began.read_text(), "stat")
+    finally:
+        suite.kill()
+    suite.wait()
+    end = monotonic() + 10
+    while _runs(child) and monotonic() < end:
+        sleep(0.05)
+    assert not _runs(child)
+
+
+def _runs(stat):
+    """Whether a process runs, by its file in /proc: it is gone, or not waited for."""
+    try:
+        return stat.read_text().rpartition(")")[2].split()[0] not in "XZ"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
 def test_rows_of_captured_steps_fail_where_nothing_was_captured():
     from recipes.gpu.steps import stopped
 

@@ -23,6 +23,7 @@ from specdec.kernels import rejection
 from specdec.kernels.rejection import verify
 from specdec.lab.errors import decision_error
 from specdec.rng import ACCEPT, BONUS, Key, Philox, seeds
+from specdec.selectors import UCB1
 from specdec.selectors.rewards import block_divergence
 from specdec.types import Context, Proposal
 from specdec.verifiers import FusedRejection, Rejection
@@ -285,8 +286,18 @@ def test_rounds_without_probabilities_say_so():
         decoder = builder.sampling(sampling).verifier(FusedRejection()).build()
         decoder.generate([[0]], 6, seed=0, on_round=rounds.append)
         assert all((r.probs is not None) == there for r in rounds)
-    with pytest.raises(ValueError, match=r"use verifiers\.Rejection"):
+    with pytest.raises(ValueError, match=r"FusedRejection.*verifier\(verifiers\.Rejection\(\)\)"):
         block_divergence(rounds[1])
+
+
+def test_the_reward_that_needs_probabilities_names_the_verifier_that_computes_them():
+    target, arms = sd.TableModel.random(4, 1, seed=1), {"draft": sd.TableModel.random(4, 1, seed=2)}
+    builder = sd.decoder(target).pool(arms, UCB1(), length=2, reward=block_divergence)
+    with pytest.raises(ValueError, match=r"FusedRejection.*verifier\(verifiers\.Rejection\(\)\)"):
+        builder.verifier(FusedRejection()).build().generate([[0]], 6, seed=0)
+    greedy = builder.verifier(FusedRejection()).greedy()
+    for usable in (builder.verifier(Rejection()), greedy):
+        usable.build().generate([[0]], 6, seed=0)
 
 
 # -- the kernels -------------------------------------------------------------------------------------------------------

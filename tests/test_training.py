@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate import Accelerator
 from tiny import tiny
 
 import specdec as sd
@@ -199,6 +200,25 @@ def test_an_interrupted_run_ends_as_a_whole_one(tmp_path):
             checkpoint=path,
             progress=False,
         )
+
+
+def test_models_stay_on_their_devices():
+    """The draft is moved and moved back, without the weights that it shares with its target."""
+    target, draft = tiny("llama", num_hidden_layers=2), tiny("llama", seed=4)
+    table, to, moves = target.get_input_embeddings().weight.requires_grad_(False), draft.to, []
+    draft.set_input_embeddings(target.get_input_embeddings())
+
+    def noted(device):
+        moves.append((device, {id(p) for p in draft.parameters()}))
+        return to(device)
+
+    draft.to = noted
+    settings = Settings(1, 4, precision=torch.float32)
+    train(draft, target, text(), settings=settings, accelerator=Accelerator(cpu=True), progress=False)
+    (there, moved), (back, _) = moves
+    assert there == back == torch.device("cpu")
+    assert id(table) not in moved
+    assert draft.get_input_embeddings().weight is table
 
 
 def test_a_draft_that_is_the_target_is_refused():

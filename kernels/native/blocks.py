@@ -68,10 +68,12 @@ class Blocks:
     Args:
         blocks: of one model, ``forward.llama_eager.Block``, in order; ``takes`` says whether they are supported.
         narrow: bfloat16 copies of the products' weights, which are read instead.
+        keys_only: it has ``remember`` alone, for which only the weights of keys and values are read.
     """
 
-    def __init__(self, blocks: Sequence[Any], narrow: Narrow | None = None):
+    def __init__(self, blocks: Sequence[Any], narrow: Narrow | None = None, keys_only: bool = False):
         self._blocks, self._table, self._narrow = list(blocks), (_Block * len(blocks))(), narrow
+        self.keys_only, read = keys_only, ("key", "value") if keys_only else _PRODUCTS
         self._places: list[
             tuple[_Block, str, Any, str]
         ] = []  # a field, and the module and name of its parameter
@@ -86,6 +88,8 @@ class Blocks:
                     self._add(made, name, norm, "weight")
                     setattr(made, f"{name}_eps", norm.variance_epsilon)
             for name, product in zip(_PRODUCTS, b.products):
+                if name not in read:
+                    continue
                 self._add(made, name, product, "weight")
                 if product.bias is not None:
                     self._add(made, f"{name}_bias", product, "bias")
@@ -93,7 +97,7 @@ class Blocks:
         self._dtype: torch.dtype | None = None
 
     def __reduce__(self) -> Any:  # addresses are invalid in another process and for a copy
-        return Blocks, (self._blocks, self._narrow)
+        return Blocks, (self._blocks, self._narrow, self.keys_only)
 
     def _add(self, block: _Block, field: str, module: Any, name: str) -> None:
         self._places.append((block, field, module, name))
@@ -140,8 +144,12 @@ class Blocks:
             layer: the first block's layer in ``held``; the others follow.
         Raises:
             IndexError: slots outside of the buffers. ValueError: arguments that do not fit. RuntimeError: weights whose shape,
-                layout or dtype has changed.
+                layout or dtype has changed; or these blocks have ``remember`` alone.
         """
+        if self.keys_only:
+            raise RuntimeError(
+                "these blocks have the weights of keys and values alone: make Blocks without keys_only"
+            )
         table, (T, E), half = self.table(x.dtype), x.shape, x.dtype == torch.bfloat16
         first, count = self._blocks[0], len(self._blocks)
         _check(x, cos, sin, slots, first.size)

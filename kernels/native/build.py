@@ -26,6 +26,8 @@ import torch
 _HERE = Path(__file__).parent
 _FLAGS = ["-O3", "-std=gnu11", "-shared", "-fPIC", "-fno-math-errno", "-fno-trapping-math"]
 
+LONGEST = 300  # seconds for the compiler
+
 
 @lru_cache(maxsize=1)
 def _made() -> tuple[ctypes.CDLL | None, str | None]:
@@ -110,7 +112,9 @@ def _compile() -> Path:
             try:
                 done = _run(line)
             except subprocess.TimeoutExpired:
-                raise RuntimeError(f"{command!r} did not compile the C kernels in 5 minutes") from None
+                raise RuntimeError(
+                    f"{command!r} did not compile the C kernels in {LONGEST} seconds: start again when the machine has less to do"
+                ) from None
             if done.returncode == 0:
                 out.chmod(0o700)
                 digest = Path(folder) / _digest(made).name
@@ -122,7 +126,9 @@ def _compile() -> Path:
 
 
 def _run(line: list[str], check: bool = False) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(line, capture_output=True, text=True, errors="replace", timeout=300, check=check)
+    return subprocess.run(
+        line, capture_output=True, text=True, errors="replace", timeout=LONGEST, check=check
+    )
 
 
 def _openmp() -> list[str]:

@@ -49,7 +49,7 @@ class Tests:
     def __init__(self, name: str, folder: str):
         self.name, self.file = name, Path(folder, Path(name).name + ".txt")
         self.began = monotonic()
-        words = [sys.executable, "-m", "pytest", *OPTIONS, name]
+        words = [sys.executable, "-m", "recipes.gpu.tied", "pytest", *OPTIONS, name]
         with open(self.file, "wb") as file:
             self.process = subprocess.Popen(
                 words,

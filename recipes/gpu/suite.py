@@ -85,6 +85,9 @@ def main(s: Settings) -> int:
         raise SystemExit(f"--stages {s.stages}: there is no stage {unknown[0]!r}, but {', '.join(STAGES)}")
     minutes = minutes_of(s.minutes, together)
     if s.rows is not None:
+        from recipes.gpu.tied import tie
+
+        tie()
         with open(s.rows, "a", encoding="utf-8") as file:
             stage(s, names[0], s.until, _keeper(file))
         return 0

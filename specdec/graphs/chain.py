@@ -5,6 +5,7 @@ The uniforms of its draws are functions of keys that the host knows beforehand, 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -68,24 +69,20 @@ class Chain(Program):
     def body(self) -> tuple[Tensor, Tensor | None]:
         """Tokens ``[rows, steps]`` and their distributions."""
         on, shape = self.staged.on, self.shape
-        tokens: list[Tensor] = []
-        distributions: list[Tensor] = []
+        draws, token = Draws(on, shape.sampling, shape.vocab_size), on["ids"]
         for n in range(shape.steps):
             live = on["limit"] > n
             if n == 0:
                 keep = None if shape.queries == 1 else on["keep"]
-                logits = self._run(on["ids"], on["positions"], on["slots"], on["first"], on["length"], keep)
+                logits = self._run(token, on["positions"], on["slots"], on["first"], on["length"], keep)
             else:
                 at = on["base"] + n - 1  # finished rows read their first slot and write to the spare one
                 positions = torch.where(live, at, 0)
                 slots = torch.where(live, on["home"] + at, self.store.spare)
                 length = torch.where(live, at + 1, 1).to(torch.int32)
-                logits = self._run(tokens[-1].clamp(min=0), positions, slots, on["later"], length, None)
-            top, token, distribution = draw(logits, shape.sampling, shape.vocab_size, on["uniforms"][n])
-            tokens.append(torch.where(live, torch.where(torch.isfinite(top), token, -1), 0))
-            if distribution is not None:
-                distributions.append(distribution)
-        return torch.stack(tokens, 1), torch.stack(distributions, 1) if distributions else None
+                logits = self._run(token, positions, slots, on["later"], length, None)
+            token = draws.draw(logits)
+        return draws.made()
 
     def _run(
         self, ids: Tensor, positions: Tensor, slots: Tensor, starts: Tensor, length: Tensor, keep: Any
@@ -99,6 +96,34 @@ class Chain(Program):
         logits = self.forward(self.store, plan, ids, positions, keep)
         assert logits is not None
         return logits
+
+
+class Draws:
+    """The tokens of a captured chain, in order, and their distributions.
+
+    Args:
+        on: its inputs: ``uniforms [steps, R]``, and the ``limit [R]`` of tokens of each row.
+    """
+
+    def __init__(self, on: Mapping[str, Tensor], sampling: Sampling, vocab_size: int | None = None):
+        self._on, self._sampling, self._vocab_size = on, sampling, vocab_size
+        self._tokens: list[Tensor] = []
+        self._distributions: list[Tensor] = []
+
+    def draw(self, logits: Tensor) -> Tensor:
+        """The next token ``[R]`` by ``logits [R, V]``, to be fed: 0 in rows whose logits are not finite, of which ``made`` has -1."""
+        n = len(self._tokens)
+        top, token, distribution = draw(logits, self._sampling, self._vocab_size, self._on["uniforms"][n])
+        said = torch.where(torch.isfinite(top), token, -1)
+        self._tokens.append(torch.where(self._on["limit"] > n, said, 0))
+        if distribution is not None:
+            self._distributions.append(distribution)
+        return said.clamp(min=0)
+
+    def made(self) -> tuple[Tensor, Tensor | None]:
+        """All tokens ``[R, steps]``, 0 beyond a row's limit, and their distributions ``[R, steps, V]``, if there are any."""
+        probs = torch.stack(self._distributions, 1) if self._distributions else None
+        return torch.stack(self._tokens, 1), probs
 
 
 def draw(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from specdec.cache.ring import Ring
 from specdec.cache.static import StaticStore
-from specdec.graphs.chain import Drawn, draw, uniforms_of
+from specdec.graphs.chain import Drawn, Draws, uniforms_of
 from specdec.graphs.programs import Programs
 from specdec.graphs.staging import Program, Staged, pad
 from specdec.graphs.static import StaticPlan, attend, power
@@ -115,23 +115,16 @@ class RingChain(Program):
         slots = torch.arange(shape.rows, device=device) * self.store.slots + self._slot(position)
         sight = None if self.mask is None else self._sight(position, self.mask)
         forward, token = self.forward(position), on["ids"]
-        tokens: list[Tensor] = []
-        distributions: list[Tensor] = []
+        draws = Draws(on, shape.sampling, shape.vocab_size)
         for n in range(-int(shape.earlier), shape.steps):
             i = n + int(shape.earlier)
             self.store.begin()
             ring = RingSight(position[i], self.sinks, self.size, self.window, FAR)
             plan = RingPlan(ring, slots[i], *(() if sight is None else (part[i] for part in sight)))
             logits = forward(i, on["earlier"] if n < 0 else token, plan)
-            if logits is None:
-                continue
-            top, token, distribution = draw(logits, shape.sampling, shape.vocab_size, on["uniforms"][n])
-            said = torch.where(torch.isfinite(top), token, -1)
-            token = said.clamp(min=0)
-            tokens.append(torch.where(on["limit"] > n, said, 0))
-            if distribution is not None:
-                distributions.append(distribution)
-        return torch.stack(tokens, 1), torch.stack(distributions, 1) if distributions else None
+            if logits is not None:
+                token = draws.draw(logits)
+        return draws.made()
 
     def _slot(self, position: Tensor) -> Tensor:
         """As ``Ring.slot``."""

@@ -116,7 +116,8 @@ def compare(
     Returns:
         ``Live``. ``same_text`` is the share of rows with the reference's text where these must agree (both greedy, or both ``Coupled``), else ``None``.
     Raises:
-        TypeError: decoders are no mapping of decoders. ValueError: there are none, no such reference, or a number below 1.
+        TypeError: decoders are no mapping of decoders. ValueError: there are none, no such reference, a number below 1, or a temperature for
+            each request.
     """
     if not isinstance(decoders, Mapping):
         raise TypeError(f"decoders is a {type(decoders).__name__}: give a mapping, {{'name': decoder, ...}}")
@@ -126,7 +127,11 @@ def compare(
     for name, one in decoders.items():
         if not isinstance(one, (Builder, Decoder)):
             raise TypeError(f"decoder {name!r} is a {type(one).__name__}: give sd.decoder(target).draft(...)")
-        built[name] = one.build() if isinstance(one, Builder) else one
+        built[name] = made = one.build() if isinstance(one, Builder) else one
+        if made.sampling.by_request or made.drafting.by_request:
+            raise ValueError(
+                f"decoder {name!r}, or its draft, has a temperature for each request, and each repeat decodes other prompts: give one temperature"
+            )
     at_least(1, "repeats", repeats, "give at least 1")
     at_least(2, "new_tokens", new_tokens, "give at least 2: the prefill gives the first")
     for batch in batches:

@@ -93,7 +93,14 @@ def decode(
 
     Args:
         batch: rows at a time. seed: of the first prompt; each prompt has its own seed.
+    Raises:
+        ValueError: there are several batches, and a temperature for each request.
     """
+    if len(prompts) > batch and (decoder.sampling.by_request or decoder.drafting.by_request):
+        raise ValueError(
+            f"the decoder, or its draft, has a temperature for each request, and requests are numbered from 0 in every batch: give one "
+            f"temperature, or batch={len(prompts)}"
+        )
     tokens, seconds, ids = 0, 0.0, []
     full_tokens = full_rounds = 0
     full, stages = (0.0, 0, 0), Counter[str]()

@@ -28,7 +28,7 @@ def block_divergence(round: Round) -> Tensor:
     acceptance probability of the nodes, those after a rejection included. Rows without a draft have 0.
 
     Raises:
-        ValueError: the proposal is not a chain, or the verifier computed no probabilities.
+        ValueError: the proposal is not a chain, or the verifier computed no probabilities, as ``FusedRejection``, the default on a GPU.
     """
     proposal = round.proposal
     B, N = proposal.tokens.shape
@@ -48,7 +48,8 @@ def block_divergence(round: Round) -> Tensor:
         return torch.where(live, overlap, 0).sum(1) / proposal.size.clamp(min=1)
     if round.probs is None:
         raise ValueError(
-            "block_divergence needs the target's probabilities, which this verifier does not compute: use verifiers.Rejection"
+            "block_divergence needs the target's probabilities, which this verifier does not compute (FusedRejection, the default on a GPU, is one "
+            "of these): call verifier(verifiers.Rejection()), or use tokens_per_round or Goodput"
         )
     p = round.probs[:, :N].double().cpu()
     if proposal.probs is None:

@@ -120,7 +120,9 @@ def train(
     on_step: Callable[[dict[str, float]], None] | None = None,
     accelerator: Any = None,
 ) -> Trained:
-    """Train ``draft`` in place for ``target``, which is not changed.
+    """Train ``draft`` in place for ``target``, which is neither changed nor moved.
+
+    The draft trains on the accelerator's device, the GPU if there is one, and is back on its own device afterwards.
 
     Args:
         draft: a head of ``drafts.heads``, a ``SpireModel``, or any transformers causal LM. Weights that require no gradient are kept.
@@ -134,8 +136,8 @@ def train(
             ``KPass()`` for a ``SpireModel`` and ``Parallel()`` otherwise.
         validation: as ``data``. checkpoint: a file to continue from and to write.
         on_validation: called with each row of the curve. on_step: called after each step with its step, tokens, loss and rate.
-        accelerator: an ``accelerate.Accelerator``, such as one with trackers (``log_with=...``): they get what the two calls get. The
-            trackers are ended by its owner (``end_training``).
+        accelerator: an ``accelerate.Accelerator``, such as ``Accelerator(cpu=True)``, or one with trackers (``log_with=...``): they get what
+            the two calls get. The trackers are ended by its owner (``end_training``).
     Raises:
         ValueError: data without sequences or of another target, a checkpoint of another run, a draft that would train weights of
             the target, or a loss of a confidence that the draft does not have.

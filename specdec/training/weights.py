@@ -32,12 +32,13 @@ class Weights:
         wide = matrices(draft) & trained.keys()
         self.draft, self.settings, self.step = draft, settings, 0
         self.dtypes = {name: p.dtype for name, p in trained.items()}
-        draft.to(device)
-        trained = {name: p for name, p in draft.named_parameters() if p.requires_grad}
-        self.master = {name: p.detach().float().clone().requires_grad_() for name, p in trained.items()}
+        self.home = next(draft.parameters()).device
         self.parts = draft._parameters, draft._modules
         twin = _with_copies(draft, settings.precision)
         draft._parameters, draft._modules = twin._parameters, twin._modules
+        draft.to(device)  # copies of the weights that are kept: they may be the target's
+        trained = {name: p for name, p in draft.named_parameters() if p.requires_grad}
+        self.master = {name: p.detach().float().clone().requires_grad_() for name, p in trained.items()}
         self.ends = draft.ends if isinstance(draft, HeadModel) else None
         if isinstance(draft, HeadModel):
             draft.ends = ends
@@ -99,14 +100,15 @@ class Weights:
         self.step = state["step"]
 
     def finish(self) -> None:
-        """Copy the float32 weights into the draft, in its original precision, and give back what it had."""
+        """Copy the float32 weights into the draft, in its original precision and on its device, and give back what it had."""
         self.draft._parameters, self.draft._modules = self.parts
         self.draft.eval()
         with torch.no_grad():
             for name, p in self.draft.named_parameters():
                 if name in self.master:
-                    p.data = self.master[name].detach().to(self.dtypes[name])
+                    p.data = self.master[name].detach().to(self.home, self.dtypes[name])
                     p.grad = None
+        self.draft.to(self.home)  # its buffers
         if isinstance(self.draft, HeadModel):
             self.draft.ends = self.ends
 

@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from specdec.cache.ring import Ring
 from specdec.cache.static import StaticStore
 from specdec.drafts.heads.model import HeadModel
 from specdec.drafts.heads.slots import HeadState
-from specdec.graphs.chain import Drawn, draw, uniforms_of
+from specdec.graphs.chain import Drawn, Draws, uniforms_of
 from specdec.graphs.programs import Programs
 from specdec.graphs.staging import Program, Staged, pad
 from specdec.graphs.static import StaticPlan, power
@@ -43,6 +43,28 @@ class Shape(NamedTuple):
     kept: torch.dtype | None
 
 
+class HeadPrograms(Programs):
+    """The captured chains of one head. They hold what its modules were when they were captured, and the addresses of its weights."""
+
+    _modules: list[Any] | None = None
+
+    def check(self, head: HeadModel) -> None:
+        """Drop the captured chains if a part, a weight or a hook was replaced since the last call; called when texts begin."""
+        ends = head.of_target
+        now = [_identity(m) for m in (*head.modules(), ends.table, ends.norm, ends.output)]
+        if self._modules not in (None, now):
+            self.release()
+        self._modules = now
+
+
+def _identity(module: nn.Module) -> tuple[Any, ...]:
+    """What a captured chain depends on in a module and cannot see change. Values of weights may change in place."""
+    tensors = (*module._parameters.values(), *module._buffers.values())
+    places = [None if t is None else (t.data_ptr(), t.shape, t.dtype) for t in tensors]
+    hooks = tuple(module._forward_hooks), tuple(module._forward_pre_hooks)
+    return id(module), type(module), *hooks, *places
+
+
 class HeadChain(Program):
     """``steps`` draws of every row.
 
@@ -66,19 +88,13 @@ class HeadChain(Program):
 
     def body(self) -> tuple[Tensor, Tensor | None]:
         """Tokens ``[rows, steps]`` and their distributions."""
-        on, head, sampling = self.staged.on, self.head, self.shape.sampling
+        on, head = self.staged.on, self.head
         at, memo, token = StaticAnchors(self), self.carry, on["ids"]
-        tokens: list[Tensor] = []
-        distributions: list[Tensor] = []
+        draws = Draws(on, self.shape.sampling)
         for n in range(self.shape.steps):
             logits, memo = head.step(n, memo, token, at)
-            top, token, distribution = draw(head.widened(logits), sampling, None, on["uniforms"][n])
-            said = torch.where(torch.isfinite(top), token, -1)
-            token = said.clamp(min=0)
-            tokens.append(torch.where(on["limit"] > n, said, 0))
-            if distribution is not None:
-                distributions.append(distribution)
-        return torch.stack(tokens, 1), torch.stack(distributions, 1) if distributions else None
+            token = draws.draw(head.widened(logits))
+        return draws.made()
 
 
 class StaticAnchors:

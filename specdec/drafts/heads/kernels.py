@@ -6,7 +6,7 @@ library's, without hooks. Everything else runs as it is written, as do gradients
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
@@ -24,13 +24,20 @@ from specdec.kernels.native.ops import linear_takes, unchecked_linear
 Served = tuple[Any, Any, list[int]]
 """A part for which there are kernels, what it is made of, and what identifies its weights."""
 
+Copies = Callable[[Iterable[Tensor]], Narrow | None]
+"""``Narrow`` or ``Narrow.where_exact``."""
+
 
 class Product:
-    """The product of one linear layer; ``narrow``: with a bfloat16 copy of its weight."""
+    """The product of one linear layer; ``copies``: makes a bfloat16 copy of its weight when it is first read.
 
-    def __init__(self, linear: Any, narrow: Narrow | None):
-        self.linear, self.narrow = linear, narrow
-        self.copied()
+    Attributes:
+        narrow: the copy; ``None`` before it is read, and where there is none.
+    """
+
+    def __init__(self, linear: Any, copies: Copies | None):
+        self.linear, self._copies = linear, copies
+        self.narrow: Narrow | None = None
 
     def copied(self) -> None:
         """Note which weight was copied, and in which version."""
@@ -42,7 +49,10 @@ class Product:
         flat, weight = x.reshape(-1, x.shape[-1]), self.linear._parameters.get("weight")
         if weight is None or weight.dtype != x.dtype or not small(flat) or flat.shape[1] != weight.shape[1]:
             return None
-        outputs = weight.shape[0]
+        outputs, copies, self._copies = weight.shape[0], self._copies, None
+        if copies is not None:
+            self.narrow = copies([weight])
+            self.copied()
         if self.narrow is not None:
             # A bound head may be trained or replaced, and called, before another text begins.
             same = weight is self._weight and weight.dtype == torch.float32
@@ -60,10 +70,16 @@ def _version(weight: Tensor) -> int | None:
 
 
 class Through:
-    """``Sublayers.through`` in one call, and keys and values alone."""
+    """``Sublayers.through`` in one call, and keys and values alone; ``copies``: as for ``Product``, of the weights that a call reads.
 
-    def __init__(self, parts: Block, narrow: Narrow | None):
-        self.parts, self.narrow, self.blocks = parts, narrow, Blocks([parts], narrow)
+    Attributes:
+        narrow: the copies; ``None`` before they are read, and where there are none.
+    """
+
+    def __init__(self, parts: Block, copies: Copies | None):
+        self.parts, self._copies = parts, copies
+        self.narrow: Narrow | None = None
+        self._blocks: Blocks | None = None
         self.group = parts.query.out_features // parts.key.out_features
 
     def through(self, go: Any, layer: int, x: Tensor, normed: Tensor, angles: Angles) -> Tensor | None:
@@ -72,9 +88,12 @@ class Through:
         alike = x.shape[:-1] == normed.shape[:-1] and x.dtype == normed.dtype
         if held is None or not alike or not self._serves(read, angles) or prompt(go.plan, self.group):
             return None
+        blocks = self._reading(self.parts.products)
+        if not blocks.plain:
+            return None
         out = x.reshape(len(read), -1).clone(memory_format=torch.contiguous_format)
         cos, sin = go.turns(angles)
-        self.blocks(out, cos, sin, go.slots, held, [lowered(go.plan, None)], read=read, layer=layer)
+        blocks(out, cos, sin, go.slots, held, [lowered(go.plan, None)], read=read, layer=layer)
         return out.view(x.shape)
 
     def keep(self, go: Any, layer: int, x: Tensor, angles: Angles) -> bool:
@@ -82,14 +101,25 @@ class Through:
         read, held = x.reshape(-1, x.shape[-1]), go.ring.buffers
         if held is None or not self._serves(read, angles):
             return False
+        blocks = self._reading((self.parts.key, self.parts.value), keys_only=True)
+        if not blocks.plain:
+            return False
         cos, sin = go.turns(angles)
-        self.blocks.remember(0, read, cos, sin, go.slots, held, normed=True, layer=layer)
+        blocks.remember(0, read, cos, sin, go.slots, held, normed=True, layer=layer)
         return True
 
     def _serves(self, read: Tensor, angles: Angles) -> bool:
         size = self.parts.size
         fits = read.shape[1] == self.parts.query.in_features and angles[0].numel() == len(read) * size
-        return fits and small(read) and self.blocks.plain
+        return fits and small(read)
+
+    def _reading(self, products: Iterable[Any], keys_only: bool = False) -> Blocks:
+        """The kernel's blocks, with copies at least of these products' weights."""
+        made = self._blocks
+        if made is None or (made.keys_only and not keys_only):
+            self.narrow = None if self._copies is None else self._copies(p.weight for p in products)
+            made = self._blocks = Blocks([self.parts], self.narrow, keys_only)
+        return made
 
 
 class Kernels:
@@ -139,13 +169,15 @@ class Kernels:
             self._choose(served)
             return
         kernels: list[Any] = [*self.parts.values(), *self._products.values()]
-        if not all(k.narrow.refresh() for k in kernels if k.narrow is not None):
-            if self._bf16_weights:
+        if self._bf16_weights:  # also weights that nothing has read yet
+            if not all(Narrow.where_exact([w]) for _, of, _ in served for w in _weights(of)):
                 raise RuntimeError(CHANGED)
+        elif not all(k.narrow.refresh() for k in kernels if k.narrow is not None):
             self._choose(served)
             return
         for product in self._products.values():
-            product.copied()
+            if product.narrow is not None:
+                product.copied()
 
     def _served(self) -> list[Served]:
         found: list[Served] = []
@@ -159,15 +191,23 @@ class Kernels:
         return found
 
     def _choose(self, served: list[Served]) -> None:
+        """Weights are copied when they are first read. Whether copies of all would be exact is found out here, one at a time."""
         self._chosen, self.parts, self._products = served, {}, {}
-        copies = Narrow if self._bf16_weights else Narrow.where_exact
+        make: Copies = Narrow if self._bf16_weights else Narrow.where_exact
         for part, of, _ in served:
-            weights = [part.weight] if part is of else [p.weight for p in of.products]
-            narrow = None if self._bf16_weights is False else copies(weights)
+            copies = None if self._bf16_weights is False else make
+            if self._bf16_weights or (copies is not None and part is not of):
+                # A part reads copies of all its weights or of none.
+                copies = copies if all(make([w]) for w in _weights(of)) else None
             if part is of:
-                self._products[part] = Product(part, narrow)
-            else:
-                self.parts[part] = self.parts[part.self_attn] = Through(of, narrow)
+                self._products[part] = Product(part, copies)
+                continue
+            self.parts[part] = self.parts[part.self_attn] = Through(of, copies)
+
+
+def _weights(of: Any) -> list[Tensor]:
+    """The weights of the products of a part."""
+    return [p.weight for p in (of.products if isinstance(of, Block) else [of])]
 
 
 def parts_of(module: nn.Module) -> Block | None:

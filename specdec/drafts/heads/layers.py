@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -118,7 +119,8 @@ class Rotary:
     def __call__(self, positions: Tensor, like: Tensor) -> Angles:
         """Of positions ``[...]``, in the dtype and on the device of ``like``."""
         flat, shape = positions.reshape(-1), (*positions.shape, 1, -1)
-        if like.is_cpu and self.module.rope_type in FIXED:
+        # A recording (``graphs.recorded``) is replayed at any position: it may not keep the rows that the table has now.
+        if like.is_cpu and self.module.rope_type in FIXED and not is_in_torch_dispatch_mode():
             cos, turn = self._rows(flat)
             return cos.to(like.dtype).view(shape), turn.to(like.dtype).view(shape)
         if like.device not in self._by:

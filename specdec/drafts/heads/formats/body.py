@@ -73,7 +73,7 @@ def _rope(fields: Fields) -> dict[str, Any]:
     if kinds or found["rope_type"] not in ROPES or found.pop("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError(
             f"{fields.source}: rotary positions are {found}, and heads are implemented for whole ones of the types {', '.join(ROPES)}, the same for "
-            "all layers"
+            "all layers: use another checkpoint, or, at the cost of its acceptance, write such rope_parameters into its config.json"
         )
     return found
 

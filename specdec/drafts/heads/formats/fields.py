@@ -65,7 +65,8 @@ class Fields:
         value = self.get(name, allowed[0])
         if value not in allowed:
             raise ValueError(
-                f"{self.source}: {self.where}{name} is {value!r}, and heads are implemented for {' and '.join(map(repr, allowed))}"
+                f"{self.source}: {self.where}{name} is {value!r}, and heads are implemented for {' and '.join(map(repr, allowed))}: use another "
+                f"checkpoint, or, if this one was trained as with {allowed[0]!r}, give ignore=({self.where + name!r},)"
             )
         return value
 

@@ -98,10 +98,10 @@ def _same(mine: Tensor, theirs: Tensor) -> bool:
 def _ids(d2t: Tensor, t2d: Tensor | None, vocab_size: int, source: str) -> Tensor | None:
     """The ids of a reduced vocabulary; ``None`` if it has all.
 
-    ``d2t`` holds offsets. A map of ids in their place is recognised if ``t2d`` confirms it.
+    ``d2t`` holds offsets. A map of ids in their place is recognised if ``t2d`` confirms it; without ``t2d`` nothing tells the two apart.
 
     Raises:
-        ValueError: the map is neither.
+        ValueError: the map is neither, or without ``t2d`` holds no offsets.
     """
     d2t = d2t.long().cpu()
     if len(d2t) == vocab_size and not d2t.any():

@@ -7,6 +7,7 @@ the output of block ``l``.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -105,14 +106,18 @@ def with_markov(fields: Fields, made: Plan, default: Mapping[str, Any]) -> Plan:
     """A DSpark head on a plan of its DFlash part; ``default``: of the format's fields. Rank 0 is DFlash.
 
     Raises:
-        ValueError: a confidence head without a Markov head.
+        ValueError: a confidence head without a Markov head, unless its field is ignored.
     """
     values = {"markov_head_type": "vanilla", **default}
     found = {name: fields.get(theirs, values[theirs]) for name, theirs in {**MARKOV, **CONFIDENCE}.items()}
     if not found["rank"]:
+        switch = f"{fields.where}{CONFIDENCE['confidence']}"
+        if switch in fields.ignore:
+            return replace(made, drop=(*made.drop, "confidence_head.", "logit_head.confidence_head."))
         if found["confidence"]:
             raise ValueError(
-                f"{fields.source}: it has a confidence head and no Markov head, for which there is no class"
+                f"{fields.source}: it has a confidence head and no Markov head, for which there is no class: give ignore=({switch!r},) to read it "
+                "as DFlash, without its confidence"
             )
         return made
     return Plan(DSpark, made.config, made.taps, {**made.settings, **found}, made.names, made.drop)
