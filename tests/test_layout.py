@@ -24,7 +24,7 @@ FLOORS: tuple[str, ...] = (
     "drafts",
     "executors",
     "prompts serving",
-    "builder custom_generate decoder distributed generation",
+    "builder custom_generate decoder distributed generation saved",
     "data training zoo",
     "audit",
     "testing",
