@@ -39,6 +39,7 @@ def a_draft(pick: random.Random, target: sd.HFModel, small: sd.HFModel, revocabl
     chains = [
         *(sd.drafts.Model(model) for model in models),
         sd.drafts.NGram(),
+        sd.drafts.Suffix(),
         sd.drafts.NoDraft(),
         sd.chain_draft(peaked),
     ]

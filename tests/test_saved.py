@@ -47,6 +47,7 @@ COMPOSED = {
     "n-gram": lambda t: (
         sd.decoder(t).draft(sd.drafts.NGram(max_match=5)).executor(Pipelined(2, barrier=True))
     ),
+    "suffix": lambda t: sd.decoder(t).draft(sd.drafts.Suffix(factor=2.0)),
     "window": lambda t: (
         sd.decoder(t).draft(Windowed(other(), 6, 2, block=8)).executor(Optimistic(threads=False))
     ),
