@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 
 import pytest
 import torch
@@ -85,6 +86,14 @@ def test_a_loaded_decoder_decodes_alike(name, target, tmp_path):
     loaded.save(tmp_path / "again")
     first, again = ((tmp_path / folder / "decoder.json").read_text() for folder in ("saved", "again"))
     assert first == again
+
+
+def test_a_pickled_decoder_decodes_alike(target):
+    decoder = COMPOSED["tree"](target).build()
+    assert (
+        pickle.loads(pickle.dumps(decoder)).generate(TEXTS, 24, seed=5).ids
+        == decoder.generate(TEXTS, 24, seed=5).ids
+    )
 
 
 def test_models_that_parts_share_are_saved_and_loaded_once(target, tmp_path):
@@ -175,6 +184,22 @@ def test_a_recipe_names_parts_of_the_library_and_folders_beside_it(error, says, 
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
     with pytest.raises(error, match=says):
         sd.load(folder)
+
+
+def test_code_in_a_models_folder_is_not_run(folder):
+    file = folder / "target" / "config.json"
+    config = json.loads(file.read_text()) | {
+        "model_type": "own",
+        "auto_map": {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"},
+    }
+    file.write_text(json.dumps(config))
+    ran = folder / "ran"
+    (folder / "target" / "own.py").write_text(f"open({str(ran)!r}, 'w')\nclass Config: pass\n")
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        sd.load(folder)
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        sd.decoder(folder / "target")
+    assert not ran.exists()
 
 
 def test_folders_that_are_no_saved_decoder(folder, target):
