@@ -74,6 +74,7 @@ _NAMES = {
     "chain_draft": "specdec.drafts",
     "compare": "specdec.lab.live",
     "decoder": "specdec.builder",
+    "load": "specdec.builder",
 }
 _MODULES = {module.name for module in iter_modules(__path__)}
 
@@ -100,6 +101,7 @@ if TYPE_CHECKING:  # for type checkers and editors, to which a missing name is a
     from specdec.audit.certify import certify as certify
     from specdec.builder import Builder as Builder
     from specdec.builder import decoder as decoder
+    from specdec.builder import load as load
     from specdec.capabilities import DraftInfo as DraftInfo
     from specdec.capabilities import ModelInfo as ModelInfo
     from specdec.capabilities import SelectorInfo as SelectorInfo
@@ -190,6 +192,7 @@ __all__ = [
     "drafts",
     "executors",
     "kernels",
+    "load",
     "selectors",
     "tree",
     "verifiers",

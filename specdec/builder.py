@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
@@ -10,7 +11,7 @@ from typing import Any, Literal, Unpack
 
 import torch
 
-from specdec import drafts
+from specdec import drafts, saved
 from specdec.arguments import at_least, whole
 from specdec.arm_policy import Arm, ArmPolicy, Reward
 from specdec.capabilities import DraftInfo, DraftPart, ModelInfo, SelectorInfo, VerifierInfo
@@ -310,6 +311,19 @@ def decoder(target: ModelLike, **options: Unpack[Loading]) -> Builder:
     """
     _known("decoder", options, {}, "target")
     return Builder(as_model(target, "target", **options))
+
+
+def load(folder: str | os.PathLike[str], device_map: Any = None) -> Builder:
+    """The decoder that ``decoder.save(folder)`` wrote, before ``build()``, so that its parts can be exchanged.
+
+    Args:
+        device_map: as for ``decoder``.
+    Raises:
+        FileNotFoundError: there is no saved decoder. ValueError: its recipe is damaged, or of another version of the library.
+    """
+    parts = saved.load(folder, device_map)
+    sampling, how = parts.pop("sampling") or Builder._sampling, parts.pop("pool")
+    return Builder(**{f"_{name}": part for name, part in parts.items()}, _sampling=sampling, _selecting=how)
 
 
 def _known(function: str, options: Mapping[str, Any], elsewhere: Mapping[str, str], *own: str) -> None:

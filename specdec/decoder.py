@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, Never
@@ -20,11 +21,13 @@ from specdec.prompts import Prompts, asked, prepared, rows_of
 from specdec.protocols import Draft
 from specdec.rng import Philox, Rng, seeds
 from specdec.sampling import Sampling
+from specdec.saved import save
 from specdec.serving.requests import Finished, Request
 from specdec.serving.server import Server, Settings, check
 from specdec.stats import Record, Stats
 from specdec.stop_rules import StopRules
 from specdec.types import Context, Round
+from specdec.verifiers import FusedRejection, Rejection
 
 
 class StreamChunk(NamedTuple):
@@ -218,6 +221,27 @@ class Decoder(Composition):
                 f"the target is a {type(self.target).__name__}: custom_generate needs a transformers model"
             )
         return CustomGenerate(self)
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write this decoder to a new folder: ``decoder.json`` with its parts and their settings, and its models. ``sd.load(folder)`` reads it.
+
+        What a selector has learned is not saved.
+
+        Raises:
+            FileExistsError: there are files in the folder.
+            TypeError: a part is not the library's, or a function; the message names it, and nothing is written.
+        """
+        usual = self.verifier in (Rejection(), FusedRejection())  # the loading device decides between these
+        parts = {
+            "target": self.target,
+            "draft": self.draft if self.unbound is None else self.unbound,
+            "length": self.length,
+            "sampling": self.sampling if self.sampling_is_set else None,
+            "verifier": None if usual else self.verifier,
+            "executor": self.executor,
+            "pool": self.selecting,
+        }
+        save(folder, parts)
 
     def _with(self, selection: ArmAssignment, batch: int) -> Decoder:
         if not isinstance(selection, ArmAssignment):

@@ -88,9 +88,10 @@ DRAFT: dict[str, str] = {
 
 METHODS: dict[str, str] = {
     **dict.fromkeys(("ngram", "[ngram]", "ngram_gpu", "prompt_lookup"), "give sd.drafts.NGram()"),
+    "suffix": "give sd.drafts.Suffix()",
     "draft_model": "give the draft model itself: a hub id, a folder, or a model",
     **dict.fromkeys(
-        ("eagle", "eagle3", "medusa", "mlp_speculator", "mtp", "suffix", "dflash"),
+        ("eagle", "eagle3", "medusa", "mlp_speculator", "mtp", "dflash"),
         "give the draft itself, an object of specdec.drafts (dir(sd.drafts) lists them)",
     ),
 }

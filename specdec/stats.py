@@ -123,16 +123,16 @@ class Stats:
         return self.texts or [(self.full_tokens, self.full_rounds)] * bool(self.rounds)
 
     def plot(self) -> Any:
-        """A matplotlib figure: acceptance by position in the block, and seconds by stage.
+        """A matplotlib figure, which notebooks show: acceptance by position in the block, and seconds by stage.
 
         Raises:
             ImportError: matplotlib is not installed.
         """
         try:
-            from matplotlib.figure import Figure
+            from specdec.figures import ShownFigure
         except ImportError as missing:
             raise ImportError("plot() needs matplotlib: pip install matplotlib (or use row())") from missing
-        figure = Figure(figsize=(8, 3), layout="constrained")
+        figure = ShownFigure(figsize=(8, 3), layout="constrained")
         left, right = figure.subplots(1, 2)
         positions = [depth + 1 for depth in sorted(self.reached)]
         left.bar(positions, self.acceptance)

@@ -14,6 +14,7 @@ WHOLE = [  # (what, arguments of which all named ones are whole numbers, the oth
     (sd.Arm, {"length": 2}, {"draft": table}),
     (sd.Sampling, {"top_k": 2}, {}),
     (sd.drafts.NGram, {"max_match": 3, "min_match": 1}, {}),
+    (sd.drafts.Suffix, {"max_match": 3}, {}),
     (sd.drafts.MagicDec, {"window": 8, "sinks": 1, "block": 4, "budget": 9, "refresh": 2, "observation": 3}, {}),
     (Pipelined, {"micro_batches": 2}, {}),
     (selectors.Spin, {"exploration": 2}, {}),
@@ -23,6 +24,7 @@ WHOLE = [  # (what, arguments of which all named ones are whole numbers, the oth
 ]  # fmt: skip
 REAL = [
     (sd.Sampling, {"temperature": 1.0, "top_p": 0.5, "min_p": 0.1}, {}),
+    (sd.drafts.Suffix, {"factor": 1.0, "min_chance": 0.1}, {}),
     (sd.Request, {"arrival": 0.5}, {"prompt": [1]}),
     (selectors.EXP3, {"gamma": 0.1, "scale": 1.0}, {}),
     (selectors.EpsilonGreedy, {"epsilon": 0.1}, {}),

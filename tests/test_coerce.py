@@ -112,6 +112,8 @@ def test_a_mask_refuses_a_trimmed_model():
     small = TrimmedModel(pruning.keep_tokens(tiny("llama", dtype=torch.float32), range(5)))
     with pytest.raises(TypeError, match=r"model is a TrimmedModel: give an HFModel.*a mask would bypass"):
         sd.models.Windowed(small)
+    with pytest.raises(TypeError, match="model is a TrimmedModel: give an HFModel"):
+        sd.decoder(small).draft(drafts.MagicDec()).build()
 
 
 def test_made_up_provenance_is_refused():

@@ -154,6 +154,8 @@ def test_drafts_by_the_names_of_other_libraries():
     began = time.perf_counter()
     with pytest.raises(TypeError, match=r"draft is 'ngram', a name of vLLM's: give sd.drafts.NGram\(\)"):
         base.draft("ngram")
+    with pytest.raises(TypeError, match=r"draft is 'suffix', a name of vLLM's: give sd.drafts.Suffix\(\)"):
+        base.draft("suffix")
     with pytest.raises(TypeError, match="draft is 'eagle3', a name of vLLM's: give the draft itself"):
         base.draft("eagle3")
     assert time.perf_counter() - began < 1

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 import types
+from pathlib import Path
 
 import pytest
 from tiny import byte_tokenizer, tiny
@@ -80,6 +82,26 @@ def test_what_a_request_may_not_ask(harness, base):
     for target in (sd.TableModel.random(5), tiny("llama")):
         with pytest.raises(TypeError, match="give a decoder of an HFModel with its tokenizer"):
             harness.DecoderLM(sd.decoder(target))
+
+
+def test_the_block_of_the_page_runs(harness, monkeypatch, capsys):
+    page = Path(__file__).parents[1] / "docs/howto/lm_eval.md"
+    asked = []
+
+    def simple_evaluate(model, tasks, limit):
+        asked.append((tasks, limit))
+        texts = [f"# {n}\n" for n in range(limit)]
+        groups = [texts[i : i + model.batch_size] for i in range(0, limit, model.batch_size)]
+        said = [text for group in groups for text in model.generate_until(group, until=[], max_gen_toks=12)]
+        return {"results": {task: len(said) for task in tasks}}
+
+    monkeypatch.setattr(sys.modules["lm_eval"], "simple_evaluate", simple_evaluate, raising=False)
+    (block,) = re.findall(
+        r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+    )
+    exec(compile(block, str(page), "exec", dont_inherit=True), {})
+    assert asked == [(["gsm8k"], 16)]
+    assert re.match(r"\{'gsm8k': 16\}\ntau \d\.\d\d \[", capsys.readouterr().out)
 
 
 def test_without_the_harness_it_says_what_to_install(monkeypatch):

@@ -558,6 +558,26 @@ assert "others can write" in build.reason() and "SPECDEC_CACHE" in build.reason(
     assert len(list(folder.glob("native-*.so"))) == 1
 
 
+def test_files_of_another_user_are_not_loaded(tmp_path, monkeypatch):
+    from specdec.kernels.native import build
+
+    made = tmp_path / "native.so"
+    made.write_bytes(b"code")
+    build._digest(made).write_text(build._sha256(made))
+    for path, mode in ((made, 0o600), (build._digest(made), 0o600), (tmp_path, 0o700)):
+        path.chmod(mode)
+    monkeypatch.setenv("SPECDEC_CACHE", str(tmp_path))
+    assert build._folder() == tmp_path
+    assert build._trusted(made)
+    other = os.getuid() + 1
+    monkeypatch.setattr(os, "getuid", lambda: other)
+    assert not build._trusted(made)
+    with pytest.raises(
+        RuntimeError, match="belongs to another user: set SPECDEC_CACHE to a folder of your own"
+    ):
+        build._folder()
+
+
 def test_models_that_cannot_be_invariant_say_so():
     import specdec as sd
 

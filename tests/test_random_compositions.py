@@ -1,16 +1,20 @@
-"""Random compositions: under ``Coupled`` every text is that of plain sampling, and no row depends on others."""
+"""Random compositions: under ``Coupled`` every text is that of plain sampling, no row depends on others, and under ``Rejection`` every token has
+the target's distribution."""
 
 from __future__ import annotations
 
 import random
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 
 import pytest
 import torch
+from scipy.stats import chi2
 from tiny import FAMILIES, FLOAT32, tiny
 
 import specdec as sd
+from specdec.audit.planted import BonusFromTarget
 from specdec.executors import Optimistic, Pipelined, Serial
 
 PACKED = [name for name in FAMILIES if name not in {"falcon", "mpt", "codegen", "gptj", "gpt_neo", *FLOAT32}]
@@ -39,6 +43,7 @@ def a_draft(pick: random.Random, target: sd.HFModel, small: sd.HFModel, revocabl
     chains = [
         *(sd.drafts.Model(model) for model in models),
         sd.drafts.NGram(),
+        sd.drafts.Suffix(),
         sd.drafts.NoDraft(),
         sd.chain_draft(peaked),
     ]
@@ -86,3 +91,53 @@ def test_a_random_composition_gives_plain_samplings_texts(seed):
     ask = [[values[r] for r in order] for values in (prompts, budgets, seeds)]
     moved = decoder.generate(*ask[:2], seed=ask[2], eos_token_id=eos)
     assert moved.ids == [plain.ids[r] for r in order], f"{decoder!r}"
+
+
+def transitions(verifier, seed: int) -> float:
+    """The p-value of what followed each token in the texts of a random composition over tables, beside the target's own distributions."""
+    pick = random.Random(seed)
+    vocabulary = pick.choice([2, 3, 8, 32])
+    target, small = (sd.TableModel.random(vocabulary, order=1, seed=s) for s in (seed, seed + 1))
+    sampling = sd.Sampling(
+        pick.choice([0.7, 1.0, 1.5]), top_k=pick.choice([None, 2]), top_p=pick.choice([None, 0.9])
+    )
+    widths = tuple(min(vocabulary, pick.choice([1, 2, 3])) for _ in range(pick.choice([1, 2, 3])))
+    drafts = [small, sd.drafts.Model(small, sd.Sampling(0.5)), sd.drafts.NGram(), sd.drafts.Suffix()]
+    draft = pick.choice([*drafts, sd.drafts.Tree(small, widths)])
+    executor = pick.choice([Serial(), Pipelined(2)])
+    base = sd.decoder(target).sampling(sampling).verifier(verifier).executor(executor)
+    out = base.draft(draft, pick.choice([1, 3, 5])).generate(
+        [[b % vocabulary] for b in range(300)], 16, seed=seed
+    )
+    seen = torch.zeros(vocabulary, vocabulary, dtype=torch.float64)
+    for prompt, ids in zip(out.prompt_ids, out.ids):
+        for before, after in pairwise([*prompt, *ids]):
+            seen[before, after] += 1
+    chances = torch.stack(
+        [
+            sampling(target.distribution([t]).log()[None, None], sd.Context.of([[t]]))[0, 0]
+            for t in range(vocabulary)
+        ]
+    )
+    assert not seen[chances == 0].any()
+    statistic, freedom = 0.0, 0
+    for counts, wanted in zip(seen, chances * seen.sum(1, keepdim=True)):
+        often = wanted >= 5
+        cells = [(counts[often], wanted[often]), (counts[~often].sum()[None], wanted[~often].sum()[None])]
+        for got, expected in cells:
+            if len(got) and expected.sum() >= 5:
+                statistic += float(((got - expected) ** 2 / expected).sum())
+                freedom += len(got)
+        freedom -= 1
+    return float(chi2.sf(statistic, max(freedom, 1)))
+
+
+@pytest.mark.parametrize(
+    "seed", [*range(12), *(pytest.param(n, marks=pytest.mark.slow) for n in range(12, 120))]
+)
+def test_a_random_composition_has_the_targets_distribution(seed):
+    assert transitions(sd.Rejection(), seed) > 1e-4
+
+
+def test_the_comparison_sees_a_wrong_bonus_token():
+    assert min(transitions(BonusFromTarget(), seed) for seed in range(12)) < 1e-12

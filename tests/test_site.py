@@ -118,17 +118,22 @@ def measured(folder: Path, pages: list[str], widths: tuple[int, ...], profile: P
     return server.rows
 
 
+def built(folder: Path, root: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """``--strict`` fails on broken links and anchors, and on pages that are not in the navigation; with ``--quiet`` it counts no warnings."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    quiet = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    return subprocess.run(command, cwd=root, capture_output=True, text=True, env=quiet)
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory) -> Path:
-    """The built site. ``--strict`` fails on broken links and anchors, and on pages that are not in the navigation."""
+    """The built site."""
     if BROWSER is None:
         pytest.skip("Chromium is not installed")
     pytest.importorskip("mkdocs", reason="needs the extra docs: pip install -e '.[docs]'")
     folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(folder)]
-    quiet = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
-    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=quiet)
-    assert built.returncode == 0, built.stderr
+    done = built(folder)
+    assert done.returncode == 0, done.stderr
     return folder
 
 
@@ -137,6 +142,36 @@ def rows(site, tmp_path_factory) -> list[dict[str, Any]]:
     pages = ["/" + str(page.relative_to(site)) for page in sorted(site.rglob("index.html"))]
     assert len(pages) > 50
     return measured(site, pages, (1366, 390), tmp_path_factory.mktemp("profile"))
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[gone](gone.md)", "a link 'gone.md', but the target is not found"),
+        ("[gone](index.md#gone)", "does not contain an anchor '#gone'"),
+        ("[home](index.md#home)", 'not included in the "nav" configuration'),
+        ("[home](index.md#home)", ""),
+    ],
+)
+def test_a_broken_link_and_a_page_without_a_way_to_it_are_found(text, says, tmp_path):
+    """With the settings of the documentation, over two pages."""
+    pytest.importorskip("mkdocs", reason="needs the extra docs: pip install -e '.[docs]'")
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs/index.md").write_text("# Home\n")
+    (tmp_path / "docs/page.md").write_text(f"# Page\n\n{text}\n")
+    nav = ["index.md"] if "nav" in says else ["index.md", "page.md"]
+    own = {
+        "INHERIT": str(ROOT / "mkdocs.yml"),
+        "docs_dir": "docs",
+        "nav": nav,
+        "plugins": [],
+        "hooks": [],
+        "extra_css": [],
+    }
+    (tmp_path / "mkdocs.yml").write_text(json.dumps({**own, "extra_javascript": []}))
+    done = built(tmp_path / "site", root=tmp_path)
+    assert (done.returncode == 0) == (not says)
+    assert says in done.stderr
 
 
 def test_tables_fit_a_small_laptop(rows):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
 
 import numpy as np
 import pytest
+from IPython.core.interactiveshell import InteractiveShell
 
 import specdec as sd
 from specdec.lab.bootstrap import Clusters, interval
+from specdec.lab.live import Live
 
 table, other = sd.TableModel.random(6, seed=0), sd.TableModel.random(6, seed=1)
 decoder = sd.decoder(table).draft(other, length=3).build()
@@ -77,6 +80,15 @@ def test_a_plot_has_the_figures(out, monkeypatch):
         [s for s in out.stats.seconds.values() if s > 0]
     )
     assert left.get_title() == f"tau {out.stats.tau:.2f}"
+    monkeypatch.delitem(sys.modules, "specdec.figures")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match="pip install matplotlib"):
         out.stats.plot()
+
+
+def test_a_notebook_shows_a_plot_without_pyplot(out):
+    formats = InteractiveShell.instance().display_formatter.format
+    one = Live([{"method": "a", "batch": 1, "ratio": 1, "ratio_low": 1, "ratio_high": 2, "best": True}], "a")
+    for figure in (out.stats.plot(), one.plot()):
+        assert formats(figure)[0]["image/png"].startswith(b"\x89PNG")
+    pickle.loads(pickle.dumps(out.stats.plot()))

@@ -9,6 +9,7 @@ from specdec.drafts.none import NoDraft
 from specdec.drafts.pool import Pool
 from specdec.drafts.spire.draft import Spire
 from specdec.drafts.stacked import Stacked
+from specdec.drafts.suffix import Suffix
 from specdec.drafts.tree import Tree
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "Pool",
     "Spire",
     "Stacked",
+    "Suffix",
     "Tree",
     "chain_draft",
 ]

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from specdec.arguments import whole
 from specdec.capabilities import DraftInfo
-from specdec.drafts.stateless import Stateless
+from specdec.drafts.stateless import Stateless, looked_up
 from specdec.rng import Rng
 from specdec.types import Context, Proposal
 
@@ -35,14 +34,7 @@ class NGram(Stateless):
             )
 
     def propose(self, state: None, context: Context, budget: Tensor, rng: Rng) -> tuple[Proposal, None]:
-        B, N = context.batch, int(budget.max())
-        tokens, size = np.zeros((B, N), dtype=np.int64), np.zeros(B, dtype=np.int64)
-        text, length, allowed = context.tokens.numpy(), context.length.tolist(), budget.tolist()
-        for b in range(B):
-            found = self.lookup(text[b, : length[b]], allowed[b])
-            size[b] = len(found)
-            tokens[b, : len(found)] = found
-        return Proposal.chain(torch.from_numpy(tokens), torch.from_numpy(size)), None
+        return looked_up(context, budget, self.lookup), None
 
     def lookup(self, ids: np.ndarray, count: int) -> np.ndarray:
         """Up to ``count`` tokens that followed the best earlier match of the end of ``ids [l]``."""

@@ -35,10 +35,11 @@ def panels(
             of the figure.
     """
     import matplotlib
-    from matplotlib.figure import Figure
+
+    from specdec.figures import ShownFigure
 
     with matplotlib.rc_context({**STYLE, **(BARE if bare else {})}):
-        drawing = Figure(figsize=size, layout=how.pop("layout", None))
+        drawing = ShownFigure(figsize=size, layout=how.pop("layout", None))
         return drawing, drawing.subplots(rows, columns, squeeze=False, **how)
 
 

@@ -102,6 +102,7 @@ class HFModel:
         self.model, self.tokenizer, self.prefill_chunk = model, tokenizer, prefill_chunk
         self.clone = structural_clone(model)
         self.attention, self.bf16_weights, self.page, self.graphs = attention, bf16_weights, page, graphs
+        self.unlisted, self.compile, self.invariant = unlisted, compile, invariant
         self._path = runner_for(
             *(self.clone, path, attention),
             invariant=invariant,

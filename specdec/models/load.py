@@ -96,6 +96,8 @@ def _check_folder(folder: Path, options: Mapping[str, Any]) -> None:
         raise ValueError(
             f"{str(folder)!r} is a SPIRe draft, which reads a target's activations, and no language model: give drafts.Spire({str(folder)!r})"
         )
+    if (folder / "decoder.json").is_file():
+        raise ValueError(f"{str(folder)!r} is a saved decoder: give it to sd.load({str(folder)!r})")
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(
             f"{str(folder)!r} has no config.json: it is not the folder of a saved model, or it is incomplete"

@@ -1,0 +1,76 @@
+"""Suffix decoding: the most frequent continuation of the text's end (SuffixDecoding, Oliaro et al., arXiv 2411.04975).
+
+Only the row's own text is searched (the paper's tree of each request), and the proposal is a chain.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from specdec.arguments import numbers, whole
+from specdec.capabilities import DraftInfo
+from specdec.drafts.stateless import Stateless, looked_up
+from specdec.rng import Rng
+from specdec.types import Context, Proposal
+
+
+@dataclass(frozen=True)
+class Suffix(Stateless):
+    """Follows what came most often after earlier occurrences of the last tokens, for longer where the match is longer.
+
+    Every length of a match has a path: of the tokens that followed so far, the most frequent one, and of equally frequent ones the latest. Its estimated
+    chance is the product of their shares. The path with the largest sum of chances is proposed.
+
+    Args:
+        max_match: the longest match, in tokens. factor: a path has at most this many tokens for each token of the match.
+        min_chance: a path ends before its estimated chance falls below.
+    """
+
+    max_match: int = 24
+    factor: float = 1.0
+    min_chance: float = 0.1
+    info = DraftInfo("suffix", revocable=True)
+
+    def __post_init__(self) -> None:
+        whole("max_match", self.max_match)
+        numbers(self, "factor", "min_chance")
+        if not (self.max_match >= 1 and self.factor > 0 and 0 <= self.min_chance <= 1):
+            raise ValueError(
+                f"max_match is {self.max_match}, factor {self.factor}, min_chance {self.min_chance}: need max_match >= 1, factor > 0 and a "
+                "chance from 0 to 1"
+            )
+
+    def propose(self, state: None, context: Context, budget: Tensor, rng: Rng) -> tuple[Proposal, None]:
+        return looked_up(context, budget, self.lookup), None
+
+    def lookup(self, ids: np.ndarray, count: int) -> np.ndarray:
+        """Up to ``count`` tokens that are likely to follow ``ids [l]``."""
+        ends = np.flatnonzero(ids[:-1] == ids[-1])  # where a match could end
+        best, most = ids[:0], 0.0
+        for n in range(1, self.max_match + 1):
+            if not len(ends):
+                break
+            path, chances = self._path(ids, ends + 1, min(count, max(1, int(self.factor * n))))
+            if chances >= most:
+                best, most = path, chances
+            ends = ends[ends >= n]
+            ends = ends[ids[ends - n] == ids[-1 - n]] if n < len(ids) else ends[:0]
+        return best
+
+    def _path(self, ids: np.ndarray, at: np.ndarray, count: int) -> tuple[np.ndarray, float]:
+        """The path of the continuations that begin at ``at``, ascending, and the sum of its tokens' chances."""
+        path, chance, chances = ids[:0], 1.0, 0.0
+        while len(path) < count and len(at):
+            after = ids[at]
+            _, which, times = np.unique(after, return_inverse=True, return_counts=True)
+            token = after[np.flatnonzero(times[which] == times.max())[-1]]
+            chance *= times.max() / len(at)
+            if chance < self.min_chance:
+                break
+            path, chances = np.append(path, token), chances + chance
+            at = at[after == token] + 1
+            at = at[at < len(ids)]
+        return path, chances

@@ -1,0 +1,195 @@
+"""A decoder on disk: ``decoder.json`` names its parts with their settings, and every model has a folder beside it.
+
+A recipe names parts of the library only, so that reading one runs no code that comes with it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from inspect import isroutine
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from specdec import arm_policy, drafts, executors, pruning, sampling, selectors, verifiers
+from specdec.cost import arms
+from specdec.drafts import heads, siblings
+from specdec.drafts.coerce import as_model
+from specdec.drafts.heads.load import HEADS, as_head, is_head
+from specdec.drafts.spire import SpireModel
+from specdec.drafts.spire.load import as_spire, is_spire
+from specdec.masks import Mask
+from specdec.masks.text import known, parse
+from specdec.models.check import Options
+from specdec.models.hf import HFModel
+from specdec.models.masked import Masked
+from specdec.models.windowed import Windowed
+from specdec.selectors import rewards
+
+FILE, VERSION = "decoder.json", 1
+MODULES = (
+    drafts, heads, siblings, verifiers, executors, selectors, rewards, pruning, sampling, arm_policy, arms
+)  # fmt: skip
+PARTS: dict[str, Any] = {
+    f"{module.__name__.removeprefix('specdec.')}.{name}": kind
+    for module in MODULES
+    for name, kind in vars(module).items()
+    if isinstance(kind, type) and is_dataclass(kind)
+} | {"models.Masked": Masked, "models.Windowed": Windowed}
+"""What a recipe may name."""
+NAMES = {kind: name for name, kind in reversed(PARTS.items())}
+
+
+def save(folder: str | os.PathLike[str], parts: Mapping[str, Any]) -> None:
+    """Write parts by name, the target first, to a new folder.
+
+    Raises:
+        FileExistsError: there are files in the folder.
+        TypeError: a part is not the library's; the message names it. Nothing is written then.
+    """
+    folder = Path(folder)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise FileExistsError(f"{str(folder)!r} is not an empty folder: give a new one")
+    writer = _Writer()
+    recipe = {"version": VERSION, **{name: writer.text(part, name) for name, part in parts.items()}}
+    for name, saved in writer.folders.items():
+        for part in saved:
+            part.save_pretrained(folder / name)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / FILE).write_text(json.dumps(recipe, indent=1) + "\n", encoding="utf-8")
+
+
+class _Writer:
+    """Parts as JSON. ``folders``: of every model that was met, what is saved there (the model, and a tokenizer if it has one)."""
+
+    def __init__(self) -> None:
+        self.folders: dict[str, list[Any]] = {}
+
+    def text(self, part: Any, path: str) -> Any:
+        """``part`` as JSON; ``path`` names it in messages."""
+        if part is None or isinstance(part, (bool, int, float, str)):
+            return part
+        if isinstance(part, (tuple, list)):
+            return [self.text(one, f"{path}[{i}]") for i, one in enumerate(part)]
+        if isinstance(part, Mask) and known(part):
+            return {"mask": repr(part)}
+        if type(part) in (SpireModel, *HEADS):
+            if part.mask is not None and not known(part.mask):
+                raise _refused(f"{path}.mask", part.mask)
+            return {"model": self.folder(part, path)}
+        if type(part) is HFModel:
+            return self.language_model(part, path)
+        if type(part) not in NAMES:
+            raise _refused(path, part)
+        own: dict[str, Any] = {"part": NAMES[type(part)]}
+        if isinstance(part, Masked):
+            own["model"], own["block"] = self.language_model(part, path), part.block
+            if isinstance(part, Windowed):
+                return own | {"window": part.window, "sinks": part.sinks}
+            own["storage"] = "dense" if part.reach is None else "ring"
+            return own | {"mask": self.text(part.mask, f"{path}.mask")}
+        settings = {
+            field.name: vars(part)[field.name]
+            for field in fields(part)
+            if field.init and not (isroutine(field.default) and vars(part)[field.name] is field.default)
+        }
+        return own | {name: self.text(value, f"{path}.{name}") for name, value in settings.items()}
+
+    def language_model(self, part: HFModel, path: str) -> dict[str, Any]:
+        own, default = vars(part), HFModel.__init__.__kwdefaults__ or {}
+        options = {name: own[name] for name in Options.__annotations__ if own[name] != default[name]}
+        for name, value in [*options.items(), ("tokenizer", part.tokenizer)]:
+            if not (value is None or isinstance(value, (bool, int, str, PreTrainedTokenizerBase))):
+                raise _refused(f"{path}.{name}", value)
+        return {"model": self.folder(part.model, path, part.tokenizer), **options}
+
+    def folder(self, model: Any, path: str, tokenizer: Any = None) -> str:
+        """The folder of a model, one for all parts that share it: ``target``, ``draft``, ``draft_2``, ..."""
+        for name, saved in self.folders.items():
+            if saved[0] is model:
+                return name
+        name = path.partition(".")[0]
+        same = sum(other.partition("_")[0] == name for other in self.folders)
+        name = f"{name}_{same + 1}" if same else name
+        self.folders[name] = [model] if tokenizer is None else [model, tokenizer]
+        return name
+
+
+def _refused(path: str, part: Any) -> TypeError:
+    method = path.partition(".")[0]
+    remedy = (
+        "give an HFModel with a tokenizer of transformers'"
+        if method == "target"
+        else f"save the decoder without it, and give it in code again, sd.load(folder).{method}(...)"
+    )
+    return TypeError(f"{path} is {repr(part)[:200]}, which {FILE} cannot name: {remedy}")
+
+
+def load(folder: str | os.PathLike[str], device_map: Any = None) -> dict[str, Any]:
+    """The parts that ``save`` wrote, by name.
+
+    Args:
+        device_map: of the language models; ``None``: the GPU if there is one.
+    Raises:
+        FileNotFoundError: there is no saved decoder. ValueError: the recipe is damaged, or of another version.
+    """
+    file = Path(folder) / FILE
+    if not file.is_file():
+        raise FileNotFoundError(
+            f"{str(folder)!r} has no {FILE}: give a folder that decoder.save(folder) wrote; a model's folder goes to sd.decoder(folder)"
+        )
+    try:
+        recipe = json.loads(file.read_text(encoding="utf-8"))
+        version = recipe.pop("version")
+        if version == VERSION:
+            reader = _Reader(file.parent, device_map)
+            return {name: reader.part(saved) for name, saved in recipe.items()}
+    except (AttributeError, KeyError, TypeError, json.JSONDecodeError) as error:
+        raise ValueError(
+            f"{str(file)!r} is damaged ({type(error).__name__}: {error}): save the decoder again"
+        ) from error
+    raise ValueError(f"{str(file)!r} has version {version!r}, and this library reads version {VERSION}")
+
+
+class _Reader:
+    """Parts from JSON; parts that shared a model share it again."""
+
+    def __init__(self, folder: Path, device_map: Any):
+        self.folder, self.device_map = folder, device_map
+        self.models: dict[str, Any] = {}
+
+    def part(self, saved: Any) -> Any:
+        if isinstance(saved, list):
+            return tuple(self.part(one) for one in saved)
+        if not isinstance(saved, dict):
+            return saved
+        settings = dict(saved)
+        if "part" not in settings:
+            return parse(saved["mask"]) if "mask" in saved else self.model(settings.pop("model"), settings)
+        kind = PARTS.get(settings.pop("part"))
+        if kind is None:
+            raise ValueError(
+                f"{FILE} names the part {saved['part']!r}, which this version of the library does not have"
+            )
+        return kind(**{name: self.part(value) for name, value in settings.items()})
+
+    def model(self, name: str, options: dict[str, Any]) -> Any:
+        if Path(name).name != name:
+            raise ValueError(f"{FILE} names the model {name!r}, which is outside its folder, and is not read")
+        path, found = self.folder / name, self.models.get(name)
+        if isinstance(found, HFModel):  # another wrapper of the same weights
+            return HFModel(found.model, found.tokenizer, **options)
+        if found is None:
+            device = self.models["target"].device if self.models else None
+            if is_spire(path):
+                found = as_spire(path).to(device)
+            elif is_head(path):
+                found = as_head(path).to(device)
+            else:
+                found = as_model(path, name, device, device_map=self.device_map, **options)
+            self.models[name] = found
+        return found
