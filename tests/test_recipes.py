@@ -14,6 +14,7 @@ from time import monotonic, sleep
 
 import pytest
 import torch
+from doc_tables import tables, wrong
 from one_process import each
 from tiny import tiny
 from transformers import AutoModelForCausalLM
@@ -379,8 +380,7 @@ def test_ablations(tmp_path):
 def test_spins_recipes_at_toy_size(recipe, tmp_path):
     file = tmp_path / "s.json"
     words = [] if recipe == "spin_switching" else ["--plots", str(tmp_path)]
-    more = ["--workers", "2"] if recipe == "spin_regret" else []
-    run(f"recipes/{recipe}.py", "--quick", "--json", str(file), *words, *more)
+    run(f"recipes/{recipe}.py", "--quick", "--json", str(file), *words)
     rows = report(file)
     columns = {
         "spin_selection": {
@@ -419,6 +419,17 @@ def test_spins_recipes_at_toy_size(recipe, tmp_path):
         assert all(sum(s.values()) == pytest.approx(1) and len(s) == 4 for s in shares)
         named = {r["selector"].split(",")[0] for r in rows if r["part"] == "regret"}
         assert named >= set(sd.selectors.__all__)
+        assert {r["selector"] for r in rows if r["part"] == "call"} >= {"UCB1", "Spin", "Spin, exploring"}
+        text = tmp_path / "tables.md"
+        said = quick("recipes/spin_selection.py", "--report", str(file), "--markdown", str(text))
+        assert "Oracle's plan" in said
+        (tmp_path / "results").mkdir()
+        shutil.copy(file, tmp_path / "results")
+        made = list(tables(text))
+        assert {"=selector", "=step", "=arm", "=batch"} <= {
+            t.comment.split("cells: ")[1].split()[0] for t in made
+        }
+        assert [said for t in made for said in wrong(t, tmp_path)] == []
     if recipe == "spin_pipeline":
         search = [r for r in rows if r["mode"] == "search"]
         assert [r["micro_batches"] for r in search] == [1, 2, 3]
