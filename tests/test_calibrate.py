@@ -290,6 +290,10 @@ def test_the_recipe_at_toy_size(tmp_path):
     bare = [r for r in said["rows"] if r["part"] == "bare"]
     assert {(r["batch"], r["context"]) for r in bare} == set(product((1, 4), (32, 96)))
     assert {p.name for p in plots.iterdir()} == {"measured_k4.png", "measured_best_k.png"}
+    last = done.stdout.splitlines()[-4:]
+    assert any(re.match(r"best k: (holds|does not hold) at 2 points", line) for line in last), last
+    (again,) = each([RECIPE, "--report", str(file)])
+    assert next(line for line in last if line.startswith("best k: ")) in again.stdout
 
 
 def test_the_recipe_begins_no_point_when_its_time_is_over(tmp_path):

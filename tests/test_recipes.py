@@ -353,15 +353,27 @@ def test_ablations(tmp_path):
     assert {path.name for path in kept.iterdir()} == {"spire-0", "spire-1", "vanilla-0", "vanilla-1"}
     assert SpireModel.from_pretrained(kept / "spire-0").layers == zoo.load("pocket-spire")[0].layers
     AutoModelForCausalLM.from_pretrained(kept / "vanilla-1")
-    rows = {r["method"]: r for r in report(file)}
+    rows = {r["method"]: r for r in report(file) if r["part"] == "tau"}
     assert set(rows) == {"spire", "vanilla", "magicdec"}
+    assert {r["over"] for r in report(file) if r["part"] == "lead"} == {"vanilla", "magicdec"}
     assert rows["spire"]["seeds"] == len(rows["spire"]["by_seed"]) == 2
     assert rows["spire"]["paper_tau"] == 3.401
     before = {path: path.stat().st_mtime for path in (tmp_path / "ablations").iterdir()}
     run("recipes/spire_ablations.py", *words)
     assert before == {path: path.stat().st_mtime for path in (tmp_path / "ablations").iterdir()}
-    again = {r["method"]: r for r in report(file)}
+    again = {r["method"]: r for r in report(file) if r["part"] == "tau"}
     assert all(again[method] == rows[method] for method in ("spire", "vanilla"))
+    whole, parts = {r["method"]: r for r in again.values()}, []
+    for i, more in enumerate(
+        (["--methods", "spire"], ["--methods", "vanilla", "--first-seed", "1", "--seeds", "1"])
+    ):
+        parts.append(str(tmp_path / f"part{i}.json"))
+        run("recipes/spire_ablations.py", *words, *more, "--json", parts[-1])  # finished trainings
+    parts.append(str(file))  # the first seed of vanilla; the others are known
+    run("recipes/spire_ablations.py", "--merge", *parts, "--json", str(tmp_path / "merged.json"))
+    merged = report(tmp_path / "merged.json")
+    assert {r["method"]: r for r in merged if r["part"] == "tau"} == whole
+    assert len([r for r in merged if r["part"] == "merged" and r["commit"]]) <= 3
 
 
 @pytest.mark.slow
