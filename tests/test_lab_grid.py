@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from functools import cache
@@ -256,6 +257,17 @@ def test_too_few_packages_or_repeats_give_no_interval():
         assert (low, high) == (None, None)
         assert value > 1
     assert ratio(*enough, 8, texts(6))[1] is not None
+
+
+def test_taus_are_kept_by_package():
+    taus = texts()
+    kept = Taus.of(json.loads(json.dumps(taus.rows("these"))), "these")
+    for at in taus.scores:
+        assert kept.tau(*at) == pytest.approx(taus.tau(*at), rel=1e-12)
+        assert np.allclose(kept.drawn(*at), taus.drawn(*at), rtol=1e-12)
+    assert np.all(kept.drawn("plain", 8, 0) == 1)
+    with pytest.raises(ValueError, match="of other models"):
+        Taus.of(taus.rows("those"), "these")
 
 
 def test_packages_are_those_of_the_source_files():
