@@ -87,7 +87,7 @@ def main(s: Settings) -> None:
     streams = Streams(work=s.work, site=s.site)
     data = stream_states(target, tokenizer, streams, layers, round(s.tokens * 1e6))
     texts = sample(target, tokenizer, s.context, s.new_tokens, s.k, layers, 0, s.per_prompt, s.prompts)
-    about = {"tokens": s.steps * s.batch * 1024, "context": s.context, "k": s.k}
+    about: Row = {"tokens": s.steps * s.batch * 1024, "context": s.context, "k": s.k}
     about["texts"] = hash_of((fingerprint(target), texts.tokens.tolist()))
     rows = []
     for seed in range(s.first_seed, s.first_seed + s.seeds):

@@ -79,19 +79,14 @@ class Taus:
         texts = [row for row in rows if row["part"] == "texts"]
         if {row["about"] for row in texts} != {about}:
             raise ValueError("the rows are of other models, contexts, lengths or texts: record them again")
-        none = torch.zeros(0)
-        scores = {
-            (row["method"], row["context"], row["k"]): Efficiency(
-                *(
+        none, scores = torch.zeros(0), {}
+        for row in rows:
+            if row["part"] == "score":
+                tokens, rounds = (
                     torch.tensor(row[f"expected_{name}"], dtype=torch.float64)
                     for name in ("tokens", "rounds")
-                ),
-                none,
-                none,
-            )
-            for row in rows
-            if row["part"] == "score"
-        }
+                )
+                scores[row["method"], row["context"], row["k"]] = Efficiency(tokens, rounds, none, none)
         return Taus(scores, {row["context"]: np.array(row["packages"]) for row in texts})
 
 
