@@ -89,10 +89,11 @@ def main(s: Settings) -> None:
     texts = sample(target, tokenizer, s.context, s.new_tokens, s.k, layers, 0, s.per_prompt, s.prompts)
     about: Row = {"tokens": s.steps * s.batch * 1024, "context": s.context, "k": s.k}
     about["texts"] = hash_of((fingerprint(target), texts.tokens.tolist()))
+    about["data"] = hash_of(data.take([0, len(data) - 1]).tokens.tolist())
     rows = []
     for seed in range(s.first_seed, s.first_seed + s.seeds):
         for name in names:
-            made = trained(s, name, seed, target, data, texts)
+            made = trained(s, name, seed, target, data, texts, about["data"])
             rows.append(training(made, texts.prompt, method=name, seed=seed, **about))
             print(f"{name} seed {seed}: tau {made.tau:.3f}", flush=True)
     whole = SpireModel.from_target(target, target.config.num_hidden_layers, feedback=False)
@@ -117,13 +118,13 @@ def shown(s: Settings, wanted: dict[str, Variant], rows: list[Row], merged: Sequ
         write(s.json, [*found, *rows, *merged], s.first_seed)
 
 
-def trained(s: Settings, name: str, seed: int, target: Any, data: Any, texts: Any) -> Efficiency:
-    """τ of one training; its scores are kept in the work folder."""
+def trained(s: Settings, name: str, seed: int, target: Any, data: Any, texts: Any, label: str) -> Efficiency:
+    """τ of one training; its scores are kept in the work folder. ``label`` names the data."""
     variant = variants(k=s.k)[name]
     which = hash_of(
         (s.k, s.adam_lr, s.new_tokens, fingerprint(target), texts.tokens.sum(0).tolist(), len(texts.tokens))
     )
-    key = f"{name}-{seed}-{s.steps}x{s.batch}-{s.muon_lr:g}-{s.context}-{which}"
+    key = f"{name}-{seed}-{s.steps}x{s.batch}-{s.muon_lr:g}-{s.context}-{which}-{label}"
     path = Path(s.work) / "ablations" / f"{key}.pt"
     kept = Path(s.save) / f"{name}-{seed}" if s.save else None
     if path.exists() and (kept is None or kept.exists()):

@@ -23,8 +23,8 @@ def scored(tau, files=FILES):
     return Efficiency(tokens, rounds, torch.ones(len(files), 2), torch.full((len(files), 2), 0.5))
 
 
-def row(method, seed, tau, tokens=100, texts="a"):
-    return training(scored(tau), FILES, method=method, seed=seed, tokens=tokens, texts=texts)
+def row(method, seed, tau, tokens=100, texts="a", data="d"):
+    return training(scored(tau), FILES, method=method, seed=seed, tokens=tokens, texts=texts, data=data)
 
 
 def test_taus_are_of_all_seeds_and_leads_by_number_of_tokens():
@@ -48,6 +48,8 @@ def test_taus_are_of_all_seeds_and_leads_by_number_of_tokens():
 def test_scores_that_cannot_be_put_together_are_refused():
     with pytest.raises(ValueError, match="2 sets of texts: score all drafts on the same"):
         together([row("spire", 0, 3.0), row("spire", 1, 3.0, texts="b")])
+    with pytest.raises(ValueError, match="of different data: train all drafts on the same"):
+        together([row("spire", 0, 3.0), row("vanilla", 0, 2.0, data="e")])
     with pytest.raises(ValueError, match="spire, seed 0, 100 tokens has two scores"):
         together([row("spire", 0, 3.0), row("spire", 0, 3.1)])
 

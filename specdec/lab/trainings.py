@@ -18,7 +18,7 @@ def training(made: Efficiency, sources: np.ndarray, **about: Any) -> dict[str, A
     """A row of one training: expected tokens and rounds of its texts, summed by source file, and acceptance by position.
 
     Args:
-        sources: ``[C]`` the file of each text. about: ``method``, ``seed``, ``tokens`` of the training, and ``texts``, which names the texts.
+        sources: ``[C]`` the file of each text. about: ``method``, ``seed``, ``tokens`` of the training, ``texts`` and ``data``, which name the texts and the training data.
     """
     names, place = np.unique(sources, return_inverse=True)
     sums = {
@@ -38,7 +38,7 @@ def together(rows: Iterable[Row], first: str = "spire", reference: str = "vanill
     Args:
         rows: of ``training``. The same training may occur twice.
     Raises:
-        ValueError: the trainings were scored on different texts, or one has two scores.
+        ValueError: the trainings were scored on different texts, or are of different data, or one has two scores.
     """
     some = sorted(
         (r for r in rows if r["part"] == "training"), key=lambda r: -1 if r["seed"] is None else r["seed"]
@@ -47,6 +47,8 @@ def together(rows: Iterable[Row], first: str = "spire", reference: str = "vanill
         raise ValueError(
             f"the rows are of {len({row['texts'] for row in some})} sets of texts: score all drafts on the same"
         )
+    if len({(row["tokens"], row["data"]) for row in some}) > len({row["tokens"] for row in some}):
+        raise ValueError("trainings with as many tokens are of different data: train all drafts on the same")
     seeds: dict[tuple[int, str], dict[Any, np.ndarray]] = {}
     accepted: dict[tuple[int, str], list[Sequence[float]]] = {}
     for row in some:
