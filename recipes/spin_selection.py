@@ -1,6 +1,7 @@
 """Selectors on real traces: what a choice of drafts is worth, and which of it each selector gets, against an exact oracle (SPIN, section 4).
 
     python recipes/spin_selection.py --json docs/results/spin_selection.json --plots docs/figures
+    python recipes/spin_selection.py --report docs/results/spin_selection.json --markdown tables.md
 
 Texts are sampled from the target once (`lab.record`), a trace for each of `--temperatures`. Along them every draft's chances of acceptance are known (`lab.replay`), so that
 selectors are replayed instead of decoded: `specdec.lab.selection` and `specdec.lab.selection_runs`. Seconds are those of measured rounds (`lab.arm_times`): drafting,
@@ -17,11 +18,14 @@ Rows, by `part`:
 - `cost`: what is left of the head-room, step by step (`times_faster` than the best fixed draft, `over_plain`): the best arm of each request
   in hindsight; of each kind of request in hindsight; of each kind, learned from the other half; `Spin, by kind, learned`, charged without the
   reading of what a draft has not read; with it; and in the batch's own rounds, in which every draft in use has its fixed costs.
-Intervals are 95 % bootstraps over source files and repeats; with fewer than 5 files there are none. `times` rows have the seconds that rounds are charged.
+- `times`: the seconds that rounds are charged; `call`: milliseconds of a selector's own calls at batch 16, with room for all rows in every
+  arm, and with room for 20 in all (`tight`).
+Intervals are 95 % bootstraps over source files and repeats; with fewer than 5 files there are none.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -46,6 +50,8 @@ from specdec.lab.recipe import Plotted
 from specdec.lab.selection import Requests, RoundTimes, fixed_seconds, ratio, round_oracle, worth
 from specdec.lab.selection_costs import costs
 from specdec.lab.selection_runs import Follow, SelectorReplay
+from specdec.lab.selection_tables import documented
+from specdec.lab.simulated import overhead
 from specdec.lab.workload import Kind, halves, temperatures
 
 Row = dict[str, Any]
@@ -72,11 +78,15 @@ class Settings(Plotted):
     trace: str | None = option(
         None, "folder of the recorded texts and replays, to use them again (default: none)", metavar="DIR"
     )
+    report: str | None = option(None, "show this finished report instead of measuring", metavar="FILE")
+    markdown: str | None = option(None, "write the documentation's tables", metavar="FILE")
     quick: bool = option(False, "a one-minute run: four prompts a domain, two repeats")
 
 
 def main(s: Settings) -> list[Row]:
     s.begin()
+    if s.report:
+        return shown(s, json.loads(Path(s.report).read_text())["rows"])
     if s.quick:
         small = (POOL[0], f"{POOL[1]}/2", "ngram", "none")
         s = replace(
@@ -120,12 +130,29 @@ def main(s: Settings) -> list[Row]:
     found = costs(tested, learned, times, s.replayed, kinds, *spin(kinds), s.repeats, s.lessons, s.seed)
     rows += [{"part": "cost", **row} for row in found]
     rows += regrets(s, tested, learned, times, kinds)
-    for part in ("worth", "cost", "regret", "ratio"):
+    rows += calls(s)
+    s.save(rows)
+    return shown(s, rows)
+
+
+def shown(s: Settings, rows: list[Row]) -> list[Row]:
+    """Print the tables, and write the documentation's and the figure where asked."""
+    for part in ("worth", "cost", "regret", "ratio", "call"):
         mine = [r for r in rows if r["part"] == part]
         print(f"\n{part}\n" + table(mine, [name for name in mine[0] if name != "part"]))
-    s.save(rows)
-    s.draw({"spin_selection": lambda: drawn(s, rows)})
+    if s.markdown:
+        Path(s.markdown).write_text(documented(rows, Path(s.report or s.json or "spin_selection.json").name))
+    s.draw({"spin_selection": lambda: drawn(rows)})
     return rows
+
+
+def calls(s: Settings) -> Iterator[Row]:
+    """Milliseconds of each selector's calls with 5 arms."""
+    for name, selector in {**unpooled(s), "Spin, exploring": selectors.Spin(exploration=10**6)}.items():
+        n = 20 if s.quick else 1000
+        (select, update), (tight, _) = (overhead(selector, 16, room, n) for room in (16, 4))
+        row: Row = {"part": "call", "selector": name, "batch": 16, "arms": 5}
+        yield row | {"select_ms": select, "update_ms": update, "tight_select_ms": tight}
 
 
 def recorded(
@@ -219,18 +246,9 @@ def regrets(
                 yield {**place, "times_faster": value, "low": low, "high": high}
 
 
-def chosen(
-    s: Settings,
-    best: int,
-    oracle: Any,
-    tested: Requests,
-    kinds: Sequence[Kind],
-    free: SelectorReplay,
-    bound: SelectorReplay,
-) -> dict[str, tuple[Any, Any, SelectorReplay]]:
-    """Name -> a selector, the one that learns for it beforehand, and the setting. All but `Spin`'s settings see goodput as reward."""
-    plain = {
-        f"Fixed, {tested.names[best]}": selectors.Fixed(best),
+def unpooled(s: Settings) -> dict[str, Any]:
+    """Name -> a selector with its own settings. All but ``Spin`` see goodput as reward."""
+    return {
         "Random": selectors.Random(),
         "EpsilonGreedy": selectors.EpsilonGreedy(0.1),
         "UCB1": selectors.UCB1(),
@@ -241,6 +259,19 @@ def chosen(
         "Hedge": selectors.Hedge(),
         "Spin": selectors.Spin(),
     }
+
+
+def chosen(
+    s: Settings,
+    best: int,
+    oracle: Any,
+    tested: Requests,
+    kinds: Sequence[Kind],
+    free: SelectorReplay,
+    bound: SelectorReplay,
+) -> dict[str, tuple[Any, Any, SelectorReplay]]:
+    """Name -> a selector, the one that learns for it beforehand, and the setting."""
+    plain = {f"Fixed, {tested.names[best]}": selectors.Fixed(best), **unpooled(s)}
     out: dict[str, tuple[Any, Any, SelectorReplay]] = {name: (one, None, free) for name, one in plain.items()}
     out["Spin, capacities"] = (selectors.Spin(), None, bound)
     for name, one in plain.items():
@@ -256,7 +287,7 @@ def chosen(
     return out
 
 
-def drawn(s: Settings, rows: list[Row]) -> Any:
+def drawn(rows: list[Row]) -> Any:
     """Benefit by batch, shares of best arms by domain, and regret by selector."""
     drawing, (panels,) = plots.panels(1, 3, (13, 4.2), bare=True, layout="tight")
     found = [r for r in rows if r["part"] == "worth" and r["by"] == "domain"]
@@ -272,13 +303,14 @@ def drawn(s: Settings, rows: list[Row]) -> Any:
     panels[0].set_xlabel("batch")
     panels[0].set_ylabel("times faster than the best fixed arm")
     panels[0].legend(frameon=False, fontsize=8)
-    first = [r for r in found if r["batch"] == s.batches[0]]
+    first = [r for r in found if r["batch"] == found[0]["batch"]]
     bottom = np.zeros(len(first))
-    for name in s.pool:
-        share = np.array([r[f"share:{name}"] for r in first])
-        panels[1].bar([r["group"] for r in first], share, bottom=bottom, label=name.removeprefix("pocket-"))
+    for name in (field for field in first[0] if field.startswith("share:")):
+        share = np.array([r[name] for r in first])
+        label = name.removeprefix("share:").removeprefix("pocket-")
+        panels[1].bar([r["group"] for r in first], share, bottom=bottom, label=label)
         bottom += share
-    panels[1].set_ylabel(f"requests by best arm, batch {s.batches[0]}")
+    panels[1].set_ylabel(f"requests by best arm, batch {found[0]['batch']}")
     panels[1].legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
     mine = [r for r in rows if r["part"] == "regret"][::-1]
     mine = [r for r in mine if r["regret_low"] is not None]

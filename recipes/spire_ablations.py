@@ -2,17 +2,21 @@
 
     python recipes/train_pocket.py --site SITE_PACKAGES --models ""      # corpus and shards, once
     python recipes/spire_ablations.py --json ablations.json
+    python recipes/spire_ablations.py --merge part1.json part2.json --json ablations.json
 
 Each row changes one thing of SPIRe (`specdec.lab.variants`). Rows are trained with several seeds (initialisation and order of the data); a
-row's τ is tokens over rounds of all its seeds, its interval the bootstrap over source files. Scores of finished trainings are kept in
-the work folder: the same command continues after an interruption, and a larger --seeds adds trainings.
+row's τ is tokens over rounds of all its seeds, its interval the bootstrap over source files. Rows `lead` have SPIRe's τ over every other
+draft's with as many training tokens: does it last? Scores of finished trainings are kept in the work folder: the same command continues
+after an interruption, and a larger --seeds adds trainings. They are also in the report (rows `training`), so that parts with other
+--methods, --tokens or --first-seed, made at other times, are merged.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import stdev
 from typing import Any
 
 import checkout  # noqa: F401
@@ -23,16 +27,19 @@ from specdec.audit.tau import Efficiency
 from specdec.drafts.spire import SpireModel
 from specdec.lab.console import quiet, table
 from specdec.lab.options import option, parse
-from specdec.lab.paired import rows_of
 from specdec.lab.report import write
 from specdec.lab.states import stream_states
 from specdec.lab.streams import Streams
 from specdec.lab.tau import sample, score
-from specdec.lab.variants import started, variants
+from specdec.lab.trainings import together, training
+from specdec.lab.variants import Variant, started, variants
 from specdec.models.fingerprint import fingerprint
 from specdec.training.checkpoints import hash_of
 from specdec.training.train import Settings as Training
 from specdec.training.train import train
+
+Row = dict[str, Any]
+ORIGIN = ("command", "commit", "dirty", "date", "processor")
 
 
 @dataclass(frozen=True)
@@ -55,6 +62,7 @@ class Settings:
     threads: int = option(1, "torch threads")
     save: str | None = option(None, "also save the trained drafts, as DIR/METHOD-SEED", metavar="DIR")
     json: str | None = option(None, "write the rows as JSON", metavar="FILE")
+    merge: tuple[str, ...] = option((), "train nothing: put these reports together", metavar="FILE")
 
     @property
     def steps(self) -> int:
@@ -65,53 +73,65 @@ class Settings:
 def main(s: Settings) -> None:
     torch.set_num_threads(s.threads)
     quiet()
+    wanted = variants(k=s.k)
+    if s.merge:
+        parts = [json.loads(Path(file).read_text()) for file in s.merge]
+        kept = [{"part": "merged", **{name: p["meta"][name] for name in ORIGIN}} for p in parts]
+        return shown(s, wanted, [row for p in parts for row in p["rows"] if row["part"] == "training"], kept)
     target, tokenizer = zoo.load(s.target)
-    rows_wanted = variants(k=s.k)
-    names = list(s.methods or rows_wanted)
-    unknown = [name for name in names if name not in rows_wanted]
+    names = list(s.methods or wanted)
+    unknown = [name for name in names if name not in wanted]
     if unknown:
-        raise SystemExit(f"no method {unknown[0]!r}: there are {', '.join(rows_wanted)}")
+        raise SystemExit(f"no method {unknown[0]!r}: there are {', '.join(wanted)}")
     layers = SpireModel.from_target(target).layers
     streams = Streams(work=s.work, site=s.site)
     data = stream_states(target, tokenizer, streams, layers, round(s.tokens * 1e6))
     texts = sample(target, tokenizer, s.context, s.new_tokens, s.k, layers, 0, s.per_prompt, s.prompts)
-    scores: dict[str, list[Efficiency]] = {name: [] for name in names}
+    about: Row = {"tokens": s.steps * s.batch * 1024, "context": s.context, "k": s.k}
+    about["texts"] = hash_of((fingerprint(target), texts.tokens.tolist()))
+    about["data"] = hash_of(data.take([0, len(data) - 1]).tokens.tolist())
+    rows = []
     for seed in range(s.first_seed, s.first_seed + s.seeds):
         for name in names:
-            scores[name].append(trained(s, name, seed, target, data, texts))
-            print(f"{name} seed {seed}: tau {scores[name][-1].tau:.3f}", flush=True)
+            made = trained(s, name, seed, target, data, texts, about["data"])
+            rows.append(training(made, texts.prompt, method=name, seed=seed, **about))
+            print(f"{name} seed {seed}: tau {made.tau:.3f}", flush=True)
     whole = SpireModel.from_target(target, target.config.num_hidden_layers, feedback=False)
     deep = sample(target, tokenizer, s.context, s.new_tokens, s.k, whole.layers, 0, s.per_prompt, s.prompts)
-    means = {name: Efficiency(*(torch.stack(t).mean(0) for t in zip(*each))) for name, each in scores.items()}
-    means["magicdec"] = score(whole, deep)  # untrained: original positions, refreshed every round
-    rows = []
-    for row in rows_of(means, texts, domains=False):
-        each = [e.tau for e in scores.get(row["method"], [])]
-        paper = rows_wanted[row["method"]].paper if row["method"] in rows_wanted else 3.891
-        spread = stdev(each) if len(each) > 1 else None
-        more = {"seeds": len(each), "by_seed": each, "seed_sd": spread, "tokens": s.steps * s.batch * 1024}
-        rows.append({**row, **more, "paper_tau": paper})
-    print(table(rows, ["method", "tau", "low", "high", "ratio_to_vanilla", "seeds", "seed_sd", "paper_tau"]))
+    untrained = score(whole, deep)  # original positions, refreshed every round
+    rows.append(training(untrained, texts.prompt, method="magicdec", seed=None, **about))
+    return shown(s, wanted, rows)
+
+
+def shown(s: Settings, wanted: dict[str, Variant], rows: list[Row], merged: Sequence[Row] = ()) -> None:
+    """Print what the trainings say together, and write it."""
+    found = together(rows)
+    for row in found:
+        if row["part"] == "tau":
+            row["paper_tau"] = wanted[row["method"]].paper if row["method"] in wanted else 3.891
+    columns = ["tokens", "method", "tau", "low", "high", "ratio_to_vanilla", "seeds", "seed_sd", "paper_tau"]
+    print(table([r for r in found if r["part"] == "tau"], columns))
+    leads = [r for r in found if r["part"] == "lead"]
+    if leads:
+        print("\n" + table(leads, ["tokens", "method", "over", "ratio", "ratio_low", "ratio_high"]))
     if s.json:
-        write(s.json, rows, s.first_seed)
+        write(s.json, [*found, *rows, *merged], s.first_seed)
 
 
-def trained(s: Settings, name: str, seed: int, target: Any, data: Any, texts: Any) -> Efficiency:
-    """τ of one training; its scores are kept in the work folder."""
+def trained(s: Settings, name: str, seed: int, target: Any, data: Any, texts: Any, label: str) -> Efficiency:
+    """τ of one training; its scores are kept in the work folder. ``label`` names the data."""
     variant = variants(k=s.k)[name]
     which = hash_of(
         (s.k, s.adam_lr, s.new_tokens, fingerprint(target), texts.tokens.sum(0).tolist(), len(texts.tokens))
     )
-    key = f"{name}-{seed}-{s.steps}x{s.batch}-{s.muon_lr:g}-{s.context}-{which}"
+    key = f"{name}-{seed}-{s.steps}x{s.batch}-{s.muon_lr:g}-{s.context}-{which}-{label}"
     path = Path(s.work) / "ablations" / f"{key}.pt"
     kept = Path(s.save) / f"{name}-{seed}" if s.save else None
     if path.exists() and (kept is None or kept.exists()):
         return Efficiency(*torch.load(path))
     draft = started(variant, target, seed)
-    training = Training(
-        s.steps, s.batch, s.muon_lr, s.adam_lr, warmup=0.05, decay=0.8, compile=True, seed=seed
-    )
-    train(draft, target, data, loss=variant.loss, forward=variant.forward, settings=training)
+    how = Training(s.steps, s.batch, s.muon_lr, s.adam_lr, warmup=0.05, decay=0.8, compile=True, seed=seed)
+    train(draft, target, data, loss=variant.loss, forward=variant.forward, settings=how)
     if kept is not None:
         draft.save_pretrained(kept)
     made = score(draft, texts, variant.forward if not isinstance(draft, SpireModel) else None)

@@ -18,12 +18,17 @@ modelled = tau / (round / plain round), with the same tau (an input of the model
 bytes/s and overheads are fitted to bare steps at the corners of the grid, host work around them to the rounds there and at every second
 point inside (docs/cost.md); on a GPU a draft's bare step is its share of the captured chain. Each point inside is left out of a fit of
 its own, and the errors there are the model's error: where the best two methods are closer than that, the model says "too close".
-Rows of fitted points say fitted: true; the summary leaves them out. The time that all of this takes is printed first; --quick is a toy.
+Rows of fitted points say fitted: true; the summary leaves them out, and its last lines say whether the model holds there: it names the
+fastest of all methods, or says "too close" and is right within 3 %, at 90 % of the points, at most a third of them too close, and following it
+costs at most 10 % at the worst. --report FILE says it of a finished report. --taus FILE keeps tau for later runs, and --only-taus computes nothing
+else, so that a quiet machine is needed for the times alone. The time that all of this takes is printed first; --quick is a toy.
 """
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -36,10 +41,12 @@ from specdec.lab.grid_plan import estimate, minutes
 from specdec.lab.grid_rows import K, Row
 from specdec.lab.grid_summary import report, summary
 from specdec.lab.methods import Methods
-from specdec.lab.multipliers import Recording
+from specdec.lab.multipliers import Recording, Taus
 from specdec.lab.options import option, parse
 from specdec.lab.recipe import Plotted
+from specdec.lab.report import write
 from specdec.lab.stages import profile
+from specdec.training.checkpoints import hash_of
 
 
 @dataclass(frozen=True)
@@ -49,6 +56,11 @@ class Settings(Plotted, GridSettings):
     )
     positions: int = option(64, "positions of each recorded text at which rounds start, for tau")
     prompts: int | None = option(None, "held-out prompts for tau (default: all)")
+    taus: str | None = option(
+        None, "keep the noise-free tau in this report, and take it from there if it exists", metavar="FILE"
+    )
+    only_taus: bool = option(False, "end when the noise-free tau is recorded; this needs no quiet machine")
+    report: str | None = option(None, "show this finished report instead of measuring", metavar="FILE")
     quick: bool = option(False, "a toy of a few minutes: a small grid and few texts")
     profile: tuple[int, int] | None = option(
         None, "only print a profile of each method's rounds at B x L", metavar=("B", "L")
@@ -57,6 +69,9 @@ class Settings(Plotted, GridSettings):
 
 def main(s: Settings) -> None:
     s.begin()
+    if s.report:
+        shown(s, json.loads(Path(s.report).read_text())["rows"])
+        return
     if s.profile:
         batch, context = s.profile
         methods = Methods(replace(s, batches=(batch,), contexts=(context,)))
@@ -79,11 +94,35 @@ def main(s: Settings) -> None:
         )
     started, methods = perf_counter(), Methods(s)
     recording = Recording(s.positions, prompts=s.prompts, seed=s.seed)
-    progress(f"about {minutes(*estimate(Grid(s, methods), recording))}", stays=True)
-    taus = recording.taus(methods, s.contexts, methods.lengths, lambda line: progress(line, stays=True))
+    if not s.only_taus:
+        record, measure = estimate(Grid(s, methods), recording)
+        known = s.taus is not None and Path(s.taus).is_file()
+        progress(f"about {minutes(0.0 if known else record, measure)}", stays=True)
+    taus = recorded(s, methods, recording)
+    if s.only_taus:
+        return
     rows = Grid(s, methods, taus=taus).measure(s.save)
     rows += summary(rows, perf_counter() - started)
     s.save(rows)
+    shown(s, rows)
+
+
+def recorded(s: Settings, methods: Methods, recording: Recording) -> Taus:
+    """τ of every method, context and k: from ``taus`` if that report exists, else computed and kept there."""
+    about = hash_of((methods.identity, sorted(s.contexts), methods.lengths, recording))
+    if s.taus and Path(s.taus).is_file():
+        try:
+            return Taus.of(json.loads(Path(s.taus).read_text())["rows"], about)
+        except ValueError as why:
+            raise SystemExit(f"--taus {s.taus}: {why}") from None
+    taus = recording.taus(methods, s.contexts, methods.lengths, lambda line: progress(line, stays=True))
+    if s.taus:
+        write(s.taus, taus.rows(about), s.seed)
+    return taus
+
+
+def shown(s: Settings, rows: list[Row]) -> None:
+    """Print the tables and whether the model holds, and draw the figures where asked."""
     report(rows)
     grid = [r for r in rows if r["part"] == "grid" and r["method"] in NAMES]
     best = "Throughput multiplier at each method's own best k"

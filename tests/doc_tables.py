@@ -15,6 +15,9 @@ an expression, names are fields of the report's only row that has the keys and m
 of the only row that has the keys and the given values, and ``every(...)`` the same of all such rows. A value may be given as a function
 (``context=lambda c: c > 500``), may replace a key's, and ``None`` fits rows without the field. ``key("batch")`` is a key's text, ``let``
 names an expression for those after it, and ``from`` may name several reports, whose rows are taken together. A comment ``<!-- from: no report: why -->`` exempts a table.
+
+After a measurement, ``python tests/doc_tables.py docs/spin.md`` writes the reports' numbers into the page's tables, at the digits that are
+there, and says what it cannot fill. Rows and sentences are the author's.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -72,8 +76,18 @@ def numbers(cell: str) -> list[tuple[float, float]]:
     return found
 
 
-def wrong(table: Table, folder: Path) -> list[str]:
-    """What is wrong with a table whose comment names a report below ``folder``."""
+class Cell(NamedTuple):
+    """A cell that a report decides: its place in the table's body, and the report's values, or why there are none."""
+
+    row: int
+    column: int
+    entry: str
+    values: list[Any]
+    problem: str = ""
+
+
+def reported(table: Table, folder: Path) -> Iterator[Cell]:
+    """The cells with numbers of a table whose comment names a report below ``folder``."""
     assert table.comment is not None
     file, *lines = table.comment.splitlines()
     said: dict[str, list[str]] = {}
@@ -89,31 +103,79 @@ def wrong(table: Table, folder: Path) -> list[str]:
     cells = [cell.strip() for cell in said["cells"][0].split(" | ")]
     labels = dict(label.split(" -> ") for label in said.get("label", []))
     where = said.get("where", ["True"])[0]
-    out, checked = [], 0
-    for number, row in enumerate(table.body, table.line + 2):
-        at = f"{table.page.name}:{number}"
+    for number, row in enumerate(table.body):
         if len(row) != len(cells):
-            out.append(f"{at}: {len(row)} cells, and the comment has {len(cells)}")
+            yield Cell(number, 0, "cells", [], f"{len(row)} cells, and the comment has {len(cells)}")
             continue
         keys: Row = {}
         for cell, entry in zip(row, cells):
             if entry.startswith("="):
                 keys |= _keys(labels.get(plain(cell), plain(cell)), entry[1:].split(", "))
-        for column, cell, entry in zip(table.header, row, cells):
-            shown = numbers(cell)
-            if entry.startswith("=") or entry == "-" or not shown:
+        for column, (cell, entry) in enumerate(zip(row, cells)):
+            if entry.startswith("=") or entry == "-" or not numbers(cell):
                 continue
             try:
-                values = _evaluate(entry, report, keys, where, said.get("let", []))
+                yield Cell(number, column, entry, _evaluate(entry, report, keys, where, said.get("let", [])))
             except Exception as why:
-                out.append(f"{at}, {column}: {entry}: {type(why).__name__}: {why}")
-                continue
-            checked += 1
-            if len(values) != len(shown) or not all(_same(s, v) for s, v in zip(shown, values)):
-                out.append(f"{at}, {column}: says {cell}, and the report has {values}")
+                yield Cell(number, column, entry, [], f"{entry}: {type(why).__name__}: {why}")
+
+
+def wrong(table: Table, folder: Path) -> list[str]:
+    """What is wrong with a table whose comment names a report below ``folder``."""
+    out, checked = [], 0
+    for found in reported(table, folder):
+        at = f"{table.page.name}:{table.line + 2 + found.row}, {table.header[found.column]}"
+        cell = table.body[found.row][found.column]
+        shown = numbers(cell)
+        checked += not found.problem
+        if found.problem:
+            out.append(f"{at}: {found.problem}")
+        elif len(found.values) != len(shown) or not all(_same(s, v) for s, v in zip(shown, found.values)):
+            out.append(f"{at}: says {cell}, and the report has {found.values}")
     if not checked:
         out.append(f"{table.page.name}:{table.line}: no number is checked")
     return out
+
+
+def fill(page: Path, folder: Path) -> list[str]:
+    """Write the reports' numbers into a page's tables. Returns what is wrong with them afterwards."""
+    lines = page.read_text().splitlines(keepends=True)
+    made = [t for t in tables(page) if t.comment is not None and not t.comment.startswith("no report: ")]
+    for table in made:
+        for found in reported(table, folder):
+            line = table.line + 1 + found.row  # counted from 0
+            cells = lines[line].split("|")
+            cells[found.column + 1] = _written(cells[found.column + 1], found.values)
+            lines[line] = "|".join(cells)
+    page.write_text("".join(lines))
+    return [
+        said
+        for table in tables(page)
+        if table.comment in {t.comment for t in made}
+        for said in wrong(table, folder)
+    ]
+
+
+def _written(cell: str, values: list[Any]) -> str:
+    """A cell with other numbers at its own digits; as it is, if they are not as many or one is missing."""
+    if len(values) != len(numbers(cell)) or None in values:
+        return cell
+    pairs = iter(zip(values, numbers(cell)))
+
+    def one(found: re.Match[str]) -> str:
+        value, shown = next(pairs)
+        if _same(shown, value):  # a half may be rounded up or down
+            return found[0]
+        said = found[0].rstrip(",")
+        digits, power, _ = said.partition("e")
+        decimals = len(digits.partition(".")[2])
+        text = (
+            f"{value:{',' if ',' in digits else ''}.{decimals}{'e' if power else 'f'}}"
+            + found[0][len(said) :]
+        )
+        return text.replace("-", "−") if "−" in said else text
+
+    return NUMBER.sub(one, cell)
 
 
 def plain(cell: str) -> str:
@@ -183,3 +245,8 @@ def _only(found: list[Any], what: str) -> Any:
     if len(found) != 1:
         raise LookupError(f"{len(found)} rows have {what}")
     return found[0]
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        print("\n".join(fill(Path(name), Path(__file__).parents[1] / "docs")) or f"{name}: filled")

@@ -290,6 +290,36 @@ def test_the_recipe_at_toy_size(tmp_path):
     bare = [r for r in said["rows"] if r["part"] == "bare"]
     assert {(r["batch"], r["context"]) for r in bare} == set(product((1, 4), (32, 96)))
     assert {p.name for p in plots.iterdir()} == {"measured_k4.png", "measured_best_k.png"}
+    last = done.stdout.splitlines()[-4:]
+    assert any(re.match(r"best k: (holds|does not hold) at 2 points", line) for line in last), last
+    (again,) = each([RECIPE, "--report", str(file)])
+    assert next(line for line in last if line.startswith("best k: ")) in again.stdout
+
+
+def test_the_recipe_takes_taus_that_were_kept(tmp_path):
+    taus, file = tmp_path / "t.json", tmp_path / "m.json"
+    sizes = ("--batches", "1", "2", "--contexts", "32", "--seconds", "0", "--taus", str(taus))
+    first, second, other = each(
+        [RECIPE, *TOY, *sizes, "--only-taus"],
+        [RECIPE, *TOY, *sizes, "--json", str(file)],
+        [RECIPE, *TOY, *sizes, "--positions", "4"],
+    )
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
+    assert "noise-free tau after" in first.stderr
+    assert "batch 1" not in first.stderr
+    assert "noise-free tau after" not in second.stderr
+    assert ": 0.0 for the noise-free tau" in second.stderr
+    kept = {(r["method"], r["k"]): r for r in json.loads(taus.read_text())["rows"] if r["part"] == "score"}
+    (row,) = (
+        r
+        for r in json.loads(file.read_text())["rows"]
+        if r["part"] == "grid" and (r["method"], r["k"]) == ("vanilla", 4)
+    )
+    assert row["tau"] == pytest.approx(
+        sum(kept["vanilla", 4]["expected_tokens"]) / sum(kept["vanilla", 4]["expected_rounds"])
+    )
+    assert other.returncode == 1
+    assert "of other models, contexts, lengths or texts" in other.stderr
 
 
 def test_the_recipe_begins_no_point_when_its_time_is_over(tmp_path):

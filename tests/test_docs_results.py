@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from doc_tables import REPORT, Table, numbers, tables, wrong
+from doc_tables import REPORT, Table, fill, numbers, tables, wrong
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -20,7 +20,7 @@ NAMED = [
 
 OLDER = {
     "gpu_suite_toy.json",
-    "spin_pipeline.json", "spin_pool.json", "spin_regret.json", "spire_ablations.json",
+    "spin_pipeline.json", "spin_pool.json", "spire_ablations.json",
     "spire_ablations_seeds.json", "spire_distilled_vanilla.json", "spire_measured.json", "spire_measured_float32.json",
     "spire_no_sparse_kv.json", "spire_tau.json", "spire_vanilla_seeds.json",
 }  # fmt: skip
@@ -137,6 +137,20 @@ def test_a_row_that_is_not_in_the_report_is_wrong(tmp_path):
 def test_an_expression_that_fits_several_rows_is_wrong(tmp_path, monkeypatch):
     monkeypatch.setattr("test_docs_results.ROWS", [*ROWS, ROWS[1]])
     assert "2 rows have" in read(tmp_path)[0]
+
+
+def test_a_page_is_filled_from_its_reports(tmp_path):
+    page = tmp_path / "page.md"
+    for said, right in (("9.99", "1.73"), ("9,", "2,"), ("9.9e+03", "1.7e+00"), ("1.734", "1.734")):
+        read(tmp_path, speed="0.0", over=said)
+        before = page.read_text()
+        assert fill(page, tmp_path) == []
+        assert page.read_text() == before.replace("**0.0**", "**17.3**").replace(
+            f"{said} (low", f"{right} (low"
+        )
+    assert "[1.734, 0.0124]" in read(tmp_path, over="1, 2, 3")[0]
+    assert "[1.734, 0.0124]" in fill(page, tmp_path)[0]  # more numbers than expressions: left as it is
+    assert "1, 2, 3 (low" in page.read_text()
 
 
 def test_numbers_are_found_with_their_precision():

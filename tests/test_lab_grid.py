@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from functools import cache
@@ -19,7 +20,7 @@ from specdec.lab.calibrated import Around, Bare, Calibrated, Model, fit
 from specdec.lab.grid import GridSettings, turns
 from specdec.lab.grid_plan import Probe, estimate, minutes
 from specdec.lab.grid_rows import grid_rows
-from specdec.lab.grid_summary import summary, verdict
+from specdec.lab.grid_summary import Statement, Verdict, summary, verdict
 from specdec.lab.multipliers import DRAWS, Recording, Taus, interval, packages_of, ratio, round_seconds
 from specdec.lab.steady import Measured, Run
 
@@ -186,6 +187,25 @@ def test_the_summary_counts_verdicts_at_points_that_were_not_fitted():
     assert found["right_or_too_close_and_within_3_percent_share_best_k"] == 0.5
     assert found["winner_predicted_or_within_3_percent_share_best_k"] == 0.75
     assert found["largest_loss_by_following_the_model_best_k"] == pytest.approx(1 / 0.9 - 1)
+    assert found["model_holds_best_k"] is False
+
+
+def test_the_statement_about_the_model_has_three_limits():
+    right, close = Verdict("spire", "spire", 0.2, False, 0.0), Verdict("spire", "plain", 0.01, True, 0.02)
+    wrong, worse = Verdict("spire", "plain", 0.2, False, 0.01), Verdict("spire", "plain", 0.2, False, 0.12)
+    assert Statement.of([right] * 9 + [wrong]).holds
+    assert Statement.of([right] * 6 + [close] * 3).holds
+    for why, some in {
+        "89%": [right] * 8 + [wrong],
+        "40%": [right] * 6 + [close] * 4,
+        "12.0%": [right] * 9 + [worse],
+        " 0 points": [],
+    }.items():
+        said = Statement.of(some)
+        assert not said.holds
+        assert "does not hold" in str(said)
+        assert why in str(said)
+    assert "holds at 10 points" in str(Statement.of([right] * 9 + [wrong]))
 
 
 # -- noise-free multipliers --------------------------------------------------------------------------------------------------------
@@ -237,6 +257,17 @@ def test_too_few_packages_or_repeats_give_no_interval():
         assert (low, high) == (None, None)
         assert value > 1
     assert ratio(*enough, 8, texts(6))[1] is not None
+
+
+def test_taus_are_kept_by_package():
+    taus = texts()
+    kept = Taus.of(json.loads(json.dumps(taus.rows("these"))), "these")
+    for at in taus.scores:
+        assert kept.tau(*at) == pytest.approx(taus.tau(*at), rel=1e-12)
+        assert np.allclose(kept.drawn(*at), taus.drawn(*at), rtol=1e-12)
+    assert np.all(kept.drawn("plain", 8, 0) == 1)
+    with pytest.raises(ValueError, match="of other models"):
+        Taus.of(taus.rows("those"), "these")
 
 
 def test_packages_are_those_of_the_source_files():

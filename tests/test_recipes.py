@@ -14,6 +14,7 @@ from time import monotonic, sleep
 
 import pytest
 import torch
+from doc_tables import tables, wrong
 from one_process import each
 from tiny import tiny
 from transformers import AutoModelForCausalLM
@@ -352,15 +353,27 @@ def test_ablations(tmp_path):
     assert {path.name for path in kept.iterdir()} == {"spire-0", "spire-1", "vanilla-0", "vanilla-1"}
     assert SpireModel.from_pretrained(kept / "spire-0").layers == zoo.load("pocket-spire")[0].layers
     AutoModelForCausalLM.from_pretrained(kept / "vanilla-1")
-    rows = {r["method"]: r for r in report(file)}
+    rows = {r["method"]: r for r in report(file) if r["part"] == "tau"}
     assert set(rows) == {"spire", "vanilla", "magicdec"}
+    assert {r["over"] for r in report(file) if r["part"] == "lead"} == {"vanilla", "magicdec"}
     assert rows["spire"]["seeds"] == len(rows["spire"]["by_seed"]) == 2
     assert rows["spire"]["paper_tau"] == 3.401
     before = {path: path.stat().st_mtime for path in (tmp_path / "ablations").iterdir()}
     run("recipes/spire_ablations.py", *words)
     assert before == {path: path.stat().st_mtime for path in (tmp_path / "ablations").iterdir()}
-    again = {r["method"]: r for r in report(file)}
+    again = {r["method"]: r for r in report(file) if r["part"] == "tau"}
     assert all(again[method] == rows[method] for method in ("spire", "vanilla"))
+    whole, parts = {r["method"]: r for r in again.values()}, []
+    for i, more in enumerate(
+        (["--methods", "spire"], ["--methods", "vanilla", "--first-seed", "1", "--seeds", "1"])
+    ):
+        parts.append(str(tmp_path / f"part{i}.json"))
+        run("recipes/spire_ablations.py", *words, *more, "--json", parts[-1])  # finished trainings
+    parts.append(str(file))  # the first seed of vanilla; the others are known
+    run("recipes/spire_ablations.py", "--merge", *parts, "--json", str(tmp_path / "merged.json"))
+    merged = report(tmp_path / "merged.json")
+    assert {r["method"]: r for r in merged if r["part"] == "tau"} == whole
+    assert len([r for r in merged if r["part"] == "merged" and r["commit"]]) <= 3
 
 
 @pytest.mark.slow
@@ -379,8 +392,7 @@ def test_ablations(tmp_path):
 def test_spins_recipes_at_toy_size(recipe, tmp_path):
     file = tmp_path / "s.json"
     words = [] if recipe == "spin_switching" else ["--plots", str(tmp_path)]
-    more = ["--workers", "2"] if recipe == "spin_regret" else []
-    run(f"recipes/{recipe}.py", "--quick", "--json", str(file), *words, *more)
+    run(f"recipes/{recipe}.py", "--quick", "--json", str(file), *words)
     rows = report(file)
     columns = {
         "spin_selection": {
@@ -419,6 +431,17 @@ def test_spins_recipes_at_toy_size(recipe, tmp_path):
         assert all(sum(s.values()) == pytest.approx(1) and len(s) == 4 for s in shares)
         named = {r["selector"].split(",")[0] for r in rows if r["part"] == "regret"}
         assert named >= set(sd.selectors.__all__)
+        assert {r["selector"] for r in rows if r["part"] == "call"} >= {"UCB1", "Spin", "Spin, exploring"}
+        text = tmp_path / "tables.md"
+        said = quick("recipes/spin_selection.py", "--report", str(file), "--markdown", str(text))
+        assert "Oracle's plan" in said
+        (tmp_path / "results").mkdir()
+        shutil.copy(file, tmp_path / "results")
+        made = list(tables(text))
+        assert {"=selector", "=step", "=arm", "=batch"} <= {
+            t.comment.split("cells: ")[1].split()[0] for t in made
+        }
+        assert [said for t in made for said in wrong(t, tmp_path)] == []
     if recipe == "spin_pipeline":
         search = [r for r in rows if r["mode"] == "search"]
         assert [r["micro_batches"] for r in search] == [1, 2, 3]

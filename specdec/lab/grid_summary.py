@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from math import log
 from statistics import median
 from typing import Any, NamedTuple
@@ -12,6 +12,9 @@ from specdec.lab.grid_rows import K, Point, Row
 
 NEAR = 0.03
 """A method this much slower than the fastest is as good as the fastest."""
+RIGHT, CLOSE, LOSS = 0.9, 1 / 3, 0.1
+"""What is asked of the model at points that it was not fitted to: the least share of right answers, the largest share of "too close", and
+the largest loss by following it."""
 
 
 class Verdict(NamedTuple):
@@ -82,6 +85,41 @@ def verdicts(rows: list[Row], best: bool) -> dict[Point, tuple[dict[str, Row], V
     return {p: (methods, verdict(methods, errors_of(rows))) for p, methods in unseen.items()}
 
 
+class Statement(NamedTuple):
+    """What the model's answers come to at points that it was not fitted to.
+
+    Attributes:
+        points: their number. right: how many of them the model names the fastest method at, or says "too close" and is within ``NEAR``.
+        close: how many it calls too close. loss: the largest by following it.
+    """
+
+    points: int
+    right: int
+    close: int
+    loss: float
+
+    @staticmethod
+    def of(said: Iterable[Verdict]) -> Statement:
+        """Counts of the answers; ``said`` may be empty."""
+        some = list(said)
+        right, close = sum(v.holds for v in some), sum(v.too_close for v in some)
+        return Statement(len(some), right, close, max((v.loss for v in some), default=0.0))
+
+    @property
+    def holds(self) -> bool:
+        """Whether the answers meet ``RIGHT``, ``CLOSE`` and ``LOSS``; not without points."""
+        shares = self.right >= RIGHT * self.points and self.close <= CLOSE * self.points
+        return self.points > 0 and shares and self.loss <= LOSS
+
+    def __str__(self) -> str:
+        n = max(self.points, 1)
+        return (
+            f"{'holds' if self.holds else 'does not hold'} at {self.points} points that the model was not fitted to: "
+            f"fastest named, or too close and within {NEAR:.0%}, at {self.right} ({self.right / n:.0%}; wanted {RIGHT:.0%}); "
+            f"too close at {self.close} ({self.close / n:.0%}; at most {CLOSE:.0%}); largest loss {self.loss:.1%} (at most {LOSS:.0%})"
+        )
+
+
 def summary(rows: list[Row], seconds: float) -> list[Row]:
     """The model's answers and errors at points that it was not fitted to, and SPIRe's rank. Units are in the names."""
     values: dict[str, Any] = {"wall_seconds": seconds}
@@ -90,6 +128,7 @@ def summary(rows: list[Row], seconds: float) -> list[Row]:
         unseen = verdicts(rows, best)
         if unseen:
             said = [v for _, v in unseen.values()]
+            stated = Statement.of(said)
             errors = [
                 abs(r["modelled"] / r["multiplier"] - 1)
                 for methods, _ in unseen.values()
@@ -97,12 +136,13 @@ def summary(rows: list[Row], seconds: float) -> list[Row]:
                 if r["method"] != "plain"
             ]
             values |= {
-                f"unfitted_points_{name}": len(said),
+                f"unfitted_points_{name}": stated.points,
+                f"model_holds_{name}": stated.holds,
                 f"winner_predicted_share_{name}": _share(v.named == v.fastest for v in said),
-                f"right_or_too_close_and_within_3_percent_share_{name}": _share(v.holds for v in said),
-                f"too_close_share_{name}": _share(v.too_close for v in said),
+                f"right_or_too_close_and_within_3_percent_share_{name}": stated.right / stated.points,
+                f"too_close_share_{name}": stated.close / stated.points,
                 f"winner_predicted_or_within_3_percent_share_{name}": _share(v.loss <= NEAR for v in said),
-                f"largest_loss_by_following_the_model_{name}": max(v.loss for v in said),
+                f"largest_loss_by_following_the_model_{name}": stated.loss,
                 f"median_relative_error_{name}": median(errors),
             }
         values[f"spire_largest_multiplier_{name}"] = max(m["spire"]["multiplier"] for m in points.values())
@@ -122,7 +162,7 @@ def _share(which: Any) -> float:
 
 
 def report(rows: list[Row]) -> None:
-    """Print measured multipliers, modelled ones in brackets; * marks points that the model was fitted to."""
+    """Print measured multipliers, modelled ones in brackets; * marks points that the model was fitted to. The last lines are the statement."""
     for title, best in (("k = 4", False), ("each method's best k", True)):
         lines: list[Row] = []
         for (batch, context), methods in at_k(rows, best).items():
@@ -147,3 +187,5 @@ def report(rows: list[Row]) -> None:
         some = [r | {"value": f"{r['value']:.6g}" if isinstance(r["value"], float) else r["value"]}
                 for r in rows if r["part"] == part]  # fmt: skip
         print(f"\n{title}:\n{table(some, ('quantity', 'method', 'over', 'value'))}")
+    for title, best in (("k = 4", False), ("best k", True)):
+        print(f"\n{title}: {Statement.of(v for _, v in verdicts(rows, best).values())}")

@@ -22,6 +22,8 @@ from specdec.lab.options import option
 from specdec.lab.prefill import Group, group, prefilled
 from specdec.lab.steady import capacity
 from specdec.models import HFModel, Windowed
+from specdec.models.fingerprint import fingerprint
+from specdec.training.checkpoints import hash_of
 from specdec.training.forward import Parallel
 
 LEAST_ROWS = 4
@@ -164,6 +166,12 @@ class Methods:
         if self.s.in_cache:
             found["magicdec_in_cache"] = (self.drafts["magicdec_in_cache"], target)
         return found
+
+    @property
+    def identity(self) -> str:
+        """Names the weights and masks of all models, whatever they are computed in."""
+        every = {name: fingerprint(one.model) for name, one in self._loaded.items()}
+        return hash_of((every, fingerprint(self._small), self._mask, self.s.in_cache))
 
     @cached_property
     def prompts(self) -> list[list[int]]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from specdec.audit.tau import Efficiency
 from specdec.data.prompts import entries
@@ -49,6 +50,44 @@ class Taus:
         made = self.scores[method, context, k]
         tokens, rounds = (np.bincount(place, t.numpy(), len(names)) for t in (made.tokens, made.rounds))
         return tokens[picks].sum(1) / rounds[picks].sum(1)
+
+    def rows(self, about: str) -> list[dict[str, Any]]:
+        """Rows for a report, summed by package, which is all that τ and its intervals need. ``about`` names models and texts."""
+        packages = {
+            context: np.unique(names, return_inverse=True) for context, names in self.packages.items()
+        }
+        out: list[dict[str, Any]] = [
+            {"part": "texts", "about": about, "context": context, "packages": names.tolist()}
+            for context, (names, _) in packages.items()
+        ]
+        for (method, context, k), made in self.scores.items():
+            names, place = packages[context]
+            sums = {
+                f"expected_{name}": np.bincount(place, values.numpy(), len(names)).tolist()
+                for name, values in (("tokens", made.tokens), ("rounds", made.rounds))
+            }
+            out.append({"part": "score", "method": method, "context": context, "k": k, **sums})
+        return out
+
+    @staticmethod
+    def of(rows: Sequence[Mapping[str, Any]], about: str) -> Taus:
+        """The same from ``rows``, with one text a package.
+
+        Raises:
+            ValueError: the rows are about other models or texts.
+        """
+        texts = [row for row in rows if row["part"] == "texts"]
+        if {row["about"] for row in texts} != {about}:
+            raise ValueError("the rows are of other models, contexts, lengths or texts: record them again")
+        none, scores = torch.zeros(0), {}
+        for row in rows:
+            if row["part"] == "score":
+                tokens, rounds = (
+                    torch.tensor(row[f"expected_{name}"], dtype=torch.float64)
+                    for name in ("tokens", "rounds")
+                )
+                scores[row["method"], row["context"], row["k"]] = Efficiency(tokens, rounds, none, none)
+        return Taus(scores, {row["context"]: np.array(row["packages"]) for row in texts})
 
 
 @dataclass(frozen=True)

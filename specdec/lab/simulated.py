@@ -19,10 +19,9 @@ BLOCK = 5  # drafted tokens a round
 SECONDS = np.array([0.8, 0.9, 1.0, 1.2, 1.5])  # of a round, by arm; the unit is arm 2's round
 SCALE = (BLOCK + 1) / SECONDS.min()  # an upper bound of a round's tokens a second
 # Goodput [types, arms]. ALIKE: the last arm has the most tokens a round, arm 1 the most a second; CLOSE: two arms 2 % apart;
-# TYPES: three types of requests; APART: three types, wide gaps.
+# APART: three types of requests, wide gaps.
 ALIKE = np.array([[2.4, 3.0, 2.7, 2.1, 2.2]])
 CLOSE = np.array([[2.94, 3.0, 2.0, 2.0, 2.0]])
-TYPES = np.array([[3.0, 2.6, 2.2, 1.8, 1.4], [1.8, 2.4, 3.0, 2.4, 1.8], [1.4, 1.8, 2.2, 2.6, 3.0]])
 APART = np.array([[3.0, 1.6, 1.6, 1.2, 1.0], [1.4, 1.6, 3.0, 1.6, 1.4], [1.3, 1.4, 1.6, 1.6, 3.0]])
 
 
@@ -32,7 +31,7 @@ class Scenario:
 
     Attributes:
         goodput: ``goodput(slot) [types, arms]``, tokens a second. requests: rows at a time. slots: rounds. seeds: number of runs.
-        capacities: rows of each arm; ``None``: unlimited. life: fewest and most rounds of a request; ``None``: unlimited.
+        capacities: rows of each arm; ``None``: unlimited.
     """
 
     name: str
@@ -41,7 +40,6 @@ class Scenario:
     slots: int
     seeds: int
     capacities: tuple[int, ...] | None = None
-    life: tuple[int, int] | None = None
 
 
 class Numbers:
@@ -91,26 +89,17 @@ def checkpoints(slots: int) -> list[int]:
     return sorted({*np.geomspace(10, slots, int(10 * np.log10(slots / 10)) + 1).astype(int).tolist(), slots})
 
 
-def simulate(
-    scenario: Scenario, make: Callable[[np.ndarray], Any], numbers: list[int]
-) -> tuple[np.ndarray, np.ndarray]:
+def simulate(scenario: Scenario, selector: Any, numbers: list[int]) -> tuple[np.ndarray, np.ndarray]:
     """Regret and the oracle's seconds, both ``[checkpoints, seeds]`` and per concurrent request.
 
     Args:
-        make: ``make(types)`` returns the selector; ``types [request]`` is the type of each request, for pools keyed by type.
         numbers: seeds. Several seeds run as independent replicas in one selector state.
     """
     noise = np.random.default_rng(numbers)
     R, B = len(numbers), len(numbers) * scenario.requests
     kinds = len(scenario.goodput(0))
-    types = np.arange(scenario.requests) * kinds // scenario.requests
-    known = np.tile(types, R) if scenario.life is None else noise.integers(0, kinds, B + 1_000_000)
-    selector = make(known)
-    request, fresh = np.arange(B), B
-    kind = known[:B]
-    ends = None if scenario.life is None else noise.integers(*scenario.life, B, endpoint=True)
-    length, start = np.ones(B, dtype=np.int64), np.ones(B, dtype=np.int64)
-    age = np.zeros(B, dtype=np.int64)
+    kind = np.tile(np.arange(scenario.requests) * kinds // scenario.requests, R)
+    request, length, start = np.arange(B), np.ones(B, dtype=np.int64), np.ones(B, dtype=np.int64)
     room = torch.tensor(scenario.capacities or [B] * len(SECONDS))
     state, rng, blank = selector.init(len(SECONDS)), Numbers(noise), torch.zeros(B, 1, dtype=torch.long)
     table, accept, rate = None, np.zeros(0), 0.0
@@ -121,8 +110,7 @@ def simulate(
         if table is not now:
             table, tokens_mean = now, now * SECONDS
             accept = np.log(acceptance(tokens_mean))
-            one = table[kind[: scenario.requests]] if scenario.life is None else table
-            rate = oracle(one, scenario.capacities)
+            rate = oracle(table[kind[: scenario.requests]], scenario.capacities)
         context = Context(blank, *(torch.from_numpy(x) for x in (length, start, request)))
         arm_tensor, _, state = selector.select(state, context, room, rng)
         arm = arm_tensor.numpy()
@@ -138,17 +126,6 @@ def simulate(
         made, took, paid = (torch.from_numpy(x) for x in (tokens, spent, reward))
         state = selector.update(state, Feedback(context.request, arm_tensor, made, made, took, paid))
         length = length + tokens.astype(np.int64)
-        if ends is not None:
-            age = age + 1
-            done = age >= ends
-            if scenario.life is not None and done.any():
-                state = selector.leave(state, torch.from_numpy(request[done]))
-                n = int(done.sum())
-                request, kind, length, age = request.copy(), kind.copy(), length.copy(), age.copy()
-                request[done] = np.arange(fresh, fresh + n)
-                kind[done], length[done], age[done] = known[fresh : fresh + n], 1, 0
-                ends[done] = noise.integers(*scenario.life, n, endpoint=True)
-                fresh += n
         if t + 1 == marks[len(regret)]:
             regret.append(lost.copy())
             seconds.append(ideal.copy())
@@ -192,10 +169,3 @@ def abrupt(table: np.ndarray, every: int) -> Callable[[int], np.ndarray]:
     tables = [np.roll(table, 2 * i, axis=1) for i in range(table.shape[1])]
     tables = [np.maximum(x, 1.02 / SECONDS) for x in tables]
     return lambda slot: tables[slot // every % len(tables)]
-
-
-def slow(period: int, steps: int = 200) -> Callable[[int], np.ndarray]:
-    """Each arm's goodput oscillates between 1.8 and 3 tokens a second, out of phase, in ``steps`` steps per period."""
-    phase = np.arange(len(SECONDS)) / len(SECONDS)
-    tables = [(2.4 + 0.6 * np.cos(2 * np.pi * (i / steps - phase)))[None] for i in range(steps)]
-    return lambda slot: tables[slot * steps // period % steps]

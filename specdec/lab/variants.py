@@ -40,6 +40,14 @@ def small(target: Any) -> Any:
     return model
 
 
+def as_large(target: Any, layers: int) -> Any:
+    """A new model with the target's embedding and ``layers`` of its blocks in size: as many parameters as a SPIRe draft's blocks."""
+    config = type(target.config).from_dict(target.config.to_dict() | {"num_hidden_layers": layers})
+    model = AutoModelForCausalLM.from_config(config)
+    model.generation_config = target.generation_config
+    return model
+
+
 def last_blocks(target: Any, layers: int) -> Any:
     """The target's embedding, last blocks and head as an ordinary model: SPIRe without feedback and without activations."""
     count = target.config.num_hidden_layers
@@ -75,6 +83,7 @@ def variants(
         "windowed_vanilla": Variant(small, sparse, HardLoss()),
         "distilled_vanilla": Variant(small, Parallel(), mixed),
         "windowed_distilled_vanilla": Variant(small, sparse, mixed),
+        "windowed_distilled_large": Variant(lambda target: as_large(target, layers), sparse, mixed),
     }
 
 
