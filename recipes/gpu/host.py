@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from itertools import pairwise
+from contextlib import suppress
+from itertools import pairwise, product
 from pathlib import Path
 from statistics import median
 from time import thread_time
@@ -24,6 +25,9 @@ from transformers.utils import logging
 
 import specdec as sd
 from recipes.gpu.steps import config
+from specdec.executors import Ahead, Serial
+from specdec.graphs.chain import Chain
+from specdec.graphs.whole_round import ACCEPTED, DRAWN, FINITE, WholeRound
 
 K, TOKEN, OTHER, SHARE = 4, 7, 8, 0.7
 GIVEN = {  # milliseconds of the first review, before anything was done about them
@@ -41,15 +45,23 @@ class Still:
 
     def __call__(self, body: Any) -> Any:
         out = body()
-        first, second = out
-        if first is not None and first.dtype == torch.long:  # a chain: tokens, and distributions if sampled
-            first.fill_(TOKEN)
-            if second is not None:
-                second.fill_(0.05 / (second.shape[-1] - 1))
-                second[..., TOKEN] = 0.95
-        elif first is not None:
-            self._logits(first)
+        program = body.__self__
+        if isinstance(program, WholeRound):
+            self._round(out[0])
+        elif isinstance(program, Chain):
+            tokens, distributions = out
+            tokens.fill_(TOKEN)
+            if distributions is not None:
+                distributions.fill_(0.05 / (distributions.shape[-1] - 1))
+                distributions[..., TOKEN] = 0.95
+        elif out[0] is not None:
+            self._logits(out[0])
         return lambda: out
+
+    def _round(self, result: Tensor) -> None:
+        result.fill_(TOKEN)
+        result[:, ACCEPTED] = (torch.arange(len(result)) + 2) % self.queries
+        result[:, FINITE : DRAWN + 1] = 1
 
     def _logits(self, logits: Tensor) -> None:
         """Token ``TOKEN`` has the share ``SHARE``, and row b's argmax is another one from node ``(b + 2) % 5`` on."""
@@ -62,10 +74,10 @@ class Still:
                 logits[i, OTHER] = logits[i, TOKEN] + 1e-3
 
 
-def decoders() -> dict[str, sd.Decoder]:
-    """The decoders of ``GIVEN``, with replays that compute nothing."""
-    made: dict[str, sd.Decoder] = {}
-    for name in GIVEN:
+def decoders() -> dict[tuple[str, str], sd.Decoder]:
+    """The decoders of ``GIVEN`` with each executor, with replays that compute nothing."""
+    made: dict[tuple[str, str], sd.Decoder] = {}
+    for name, executor in product(GIVEN, (Serial(), Ahead())):
         drafted = name.startswith("a draft")
         target, draft = (sd.HFModel(LlamaForCausalLM(config(True, 1)), graphs="eager") for _ in range(2))
         for model in (target, draft):
@@ -73,7 +85,8 @@ def decoders() -> dict[str, sd.Decoder]:
             model.steps.capture = Still(K + 1 if drafted else 1)
         builder = sd.decoder(target)
         builder = builder.draft(draft, K) if drafted else builder
-        made[name] = (builder.greedy() if name.endswith("greedy") else builder).build()
+        builder = builder.greedy() if name.endswith("greedy") else builder
+        made[name, type(executor).__name__] = builder.executor(executor).build()
     return made
 
 
@@ -88,10 +101,8 @@ def gaps(decoder: sd.Decoder, batch: int, rounds: int) -> list[float]:
         if len(marks) > rounds:
             raise StopIteration
 
-    try:
+    with suppress(StopIteration):
         decoder.generate(ids, new, seed=0, eos_token_id=(), on_round=mark)
-    except StopIteration:
-        pass
     return [1e3 * (b - a) for a, b in pairwise(marks[12:])]
 
 
@@ -106,19 +117,20 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     made = decoders()
-    found: dict[tuple[str, int], list[float]] = {(name, b): [] for name in made for b in args.batches}
+    cases = list(product(made, args.batches))
+    found: dict[Any, list[float]] = {case: [] for case in cases}
     for _ in range(args.turns):
-        for (name, batch), times in found.items():
-            times += gaps(made[name], batch, args.rounds)
-    rows = [
-        {"case": name, "batch": b, "ms": median(times), "review_ms": GIVEN[name].get(b), "rounds": len(times)}
-        for (name, b), times in found.items()
-    ]
-    print("| a round | batch | ms | first review | share |\n|---|---|---|---|---|")
-    for row in rows:
-        before = row["review_ms"]
-        share = f"{row['ms'] / before:.2f}" if before else ""
-        print(f"| {row['case']} | {row['batch']} | {row['ms']:.3f} | {before or ''} | {share} |")
+        for case in cases:
+            found[case] += gaps(made[case[0]], case[1], args.rounds)
+    rows = []
+    print("| a round | executor | batch | ms | first review | share |\n|---|---|---|---|---|---|")
+    for (name, executor), batch in cases:
+        times, before = found[(name, executor), batch], GIVEN[name].get(batch)
+        ms = median(times)
+        row = {"case": name, "executor": executor, "batch": batch, "ms": ms, "rounds": len(times)}
+        rows.append(row | {"review_ms": before, "share": ms / before if before else None})
+        share = f"{ms / before:.2f}" if before else ""
+        print(f"| {name} | {executor} | {batch} | {ms:.3f} | {before or ''} | {share} |")
     if args.json is not None:
         args.json.write_text(json.dumps(rows, indent=1) + "\n")
 
