@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,8 +16,8 @@ from specdec.types import Proposal, Verdict
 
 def is_chain(parents: Tensor, size: Tensor) -> Tensor:
     """``[B]`` whether the existing nodes of a row, ``parents[b, :size[b]]``, are -1, 0, 1, ...; true for rows without nodes."""
-    n = torch.arange(parents.shape[1])
-    return ((parents == n - 1) | (n >= size[:, None])).all(1)
+    n = np.arange(parents.shape[1])
+    return torch.from_numpy(((parents.numpy() == n - 1) | (n >= size.numpy()[:, None])).all(1))
 
 
 def check(parents: Tensor, size: Tensor) -> None:

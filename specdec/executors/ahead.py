@@ -148,7 +148,6 @@ class _Rounds:
         self.at = torch.arange(rows.context.batch)
         self.number, self.program = 1, None
         self._loose: dict[Any, WholeRound] = {}  # programs that are not captured yet
-        self._key: Any = None
         self._host: list[Tensor] = []
 
     def run(self) -> Iterator[Round]:
@@ -168,15 +167,18 @@ class _Rounds:
     def _goes_on(self, whole: int) -> bool:
         """Whether a round after the one in flight may be wanted: no row has left, and budgets last longer."""
         context = self.rows.context
-        return context.batch == whole and int(self.limits.room(context).max()) > 1
+        return context.batch == whole and bool((self._most() - context.length.numpy() > 1).any())
+
+    def _most(self) -> np.ndarray:
+        """``[B]`` where the rows' texts end at the latest."""
+        return self.limits.max_length.numpy()[self.rows.context.request.numpy()]
 
     def _launch(self, fresh: bool) -> _Flight:
         """Launch the next round. ``fresh``: for the rows and lengths of the host; otherwise after the round in flight."""
-        context, k = self.rows.context, self.steps
-        most = self.limits.max_length[context.request]
-        reach = context.length if fresh else torch.minimum(context.length + (k + 1), most)
-        program = self._program(int(reach.max()) + k, fresh, most)
-        result = program.run()
+        reach = self.rows.context.length.numpy()
+        if not fresh:
+            reach = np.minimum(reach + (self.steps + 1), self._most())
+        result = self._program(int(reach.max()) + self.steps, fresh).run()
         if not result.is_cuda:
             return _Flight(result, None)
         if fresh:
@@ -184,16 +186,15 @@ class _Rounds:
         self._host.reverse()
         return _Flight(result, self._host[0])
 
-    def _program(self, longest: int, fresh: bool, most: Tensor) -> WholeRound:
+    def _program(self, longest: int, fresh: bool) -> WholeRound:
         """The program of a round whose rows take at most ``longest`` slots, with its inputs up to date."""
-        cache, context = self.caches[0], self.rows.context
-        rows = bucket_of([1] * context.batch, [1], longest, cache.slots).rows
+        cache, before = self.caches[0], self.program
         length = min(power(longest, SHORTEST), *(c.slots for c in self.caches))
+        if not fresh and before is not None and before.captured and before.shape.length == length:
+            return before
+        rows = bucket_of([1] * self.rows.context.batch, [1], longest, cache.slots).rows
         shape = RoundShape(rows, length, self.steps, *self._kind)
         key: Any = (shape, *(c.layers[0][0].untyped_storage().data_ptr() for c in self.caches[1:]))
-        before = self.program
-        if not fresh and key == self._key and before is not None and before.captured:
-            return before
 
         def make(store: StaticStore) -> WholeRound:
             stores = [store, *map(StaticStore, self.caches[1:])]
@@ -201,7 +202,7 @@ class _Rounds:
             return WholeRound(sides[0], sides[1] if self.steps else None, shape, self.models[0].device)
 
         def update(program: Any) -> None:
-            seed = self.rows.rng.seed
+            most, seed = torch.from_numpy(self._most()), self.rows.rng.seed
             if fresh:
                 program.send(most, seed, self._state())
             elif program is not before:
@@ -214,7 +215,7 @@ class _Rounds:
             made = self._loose.get(key) or make(StaticStore(cache))
             self._loose[key] = made
             update(made)
-        self.program, self._key = made, key
+        self.program = made
         return made
 
     def _state(self) -> Tensor:
