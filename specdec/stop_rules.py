@@ -35,7 +35,8 @@ class StopRules:
 
     def room(self, context: Context) -> Tensor:
         """``[B]`` tokens that each row may still commit."""
-        return self.max_length[context.request] - context.length
+        most = self.max_length.numpy()[context.request.numpy()]
+        return torch.from_numpy(most - context.length.numpy())
 
     def apply(self, context: Context, verdict: Verdict) -> tuple[Tensor, Tensor]:
         """``committed [B]``, how many tokens of the block to commit, and ``finished [B]``."""

@@ -2,7 +2,8 @@
 
 Random weights have no acceptance of their own. A round of k drafted tokens takes about as long whatever is accepted, so the time of a round
 is measured with the verifiers of a decoder, and once with ``verifiers.Synthetic``, which accepts a given share: the lengths of its rows
-grow as those of a trained draft would. Its output is not the target's, and only its time counts.
+grow as those of a trained draft would. Its output is not the target's, and only its time counts. Decoders with "ahead" replay a whole round at
+a time (``executors.Ahead``).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import specdec as sd
 from recipes.gpu.stage import Stage
 from recipes.gpu.steps import floor, llama, stopped
 from specdec.cost import Shape
+from specdec.executors import Ahead
 from specdec.verifiers import Synthetic
 
 K, ACCEPTANCE = 4, 0.7
@@ -42,6 +44,9 @@ def decoders(stage: Stage) -> dict[str, sd.Decoder]:
         "plain, sampled": plain.build(),
         "a draft, sampled": drafted.build(),
         "a draft, prescribed": drafted.verifier(Synthetic(ACCEPTANCE)).build(),
+        "plain, greedy, ahead": plain.greedy().executor(Ahead()).build(),
+        "a draft, greedy, ahead": drafted.greedy().executor(Ahead()).build(),
+        "a draft, sampled, ahead": drafted.executor(Ahead()).build(),
     }
 
 

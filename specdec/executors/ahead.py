@@ -262,6 +262,8 @@ class _Rounds:
 
     def _refuse(self, found: np.ndarray) -> None:
         """Raise ValueError for logits that have no distribution."""
+        if found[:, FINITE : DRAWN + 1].all():
+            return
         for column, whose in ((FINITE, "logits"), (DRAWN, "the draft's logits")):
             if not found[:, column].all():
                 b = int(found[:, column].argmin())
