@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from fake_device import FakeDevice, onto
 from tiny import tiny
 
 import specdec as sd
@@ -173,6 +174,30 @@ def test_one_replay_a_round_and_the_next_before_the_last_is_read(monkeypatch):
     assert said.count("read") == rounds
     assert said[:4] == ["launch", "launch", "read", "launch"]
     assert said.count("launch") in (rounds, rounds + 1)
+
+
+@pytest.mark.parametrize("drafted", [True, False])
+@pytest.mark.parametrize(
+    ("verifier", "temperature"), [(sd.Rejection(), 0), (sd.Rejection(), 1.0), (sd.Coupled(), 1.0)]
+)
+def test_on_a_device_a_round_waits_once(drafted, verifier, temperature):
+    def made(on, executor):
+        target, small = (sd.HFModel(on(tiny("llama", seed)), graphs="eager") for seed in (0, 1))
+        builder = sd.decoder(target).verifier(verifier).sampling(temperature=temperature).executor(executor)
+        return (builder.draft(small, 3) if drafted else builder).build()
+
+    expected = made(lambda model: model, Serial()).generate(PROMPTS[:2], 14, seed=3, eos_token_id=()).ids
+    seen = []
+    with FakeDevice() as device:
+        decoder = made(onto, Ahead())
+        said = decoder.generate(
+            PROMPTS[:2], 14, seed=3, eos_token_id=(), on_round=lambda _: seen.append(device.waits.total())
+        )
+    middle = len(seen) // 2
+    assert said.ids == expected
+    assert seen[middle] - seen[middle - 1] <= 1, (
+        device.waits
+    )  # the copy of the result; on a GPU it is not waited for, but its event
 
 
 def test_logits_that_are_not_finite_are_refused():

@@ -108,17 +108,14 @@ class _Rows(NamedTuple):
 
 
 class _Flight:
-    """A round that was launched: its result arrives on the host."""
+    """A round that was launched: its result goes to the host, into a buffer that no other round in flight uses."""
 
-    def __init__(self, result: Tensor, into: Tensor | None):
-        self.began, self.event = perf_counter(), None
-        if into is None:
-            self.result = result.clone()  # the next round overwrites it
-            return
-        self.result = into
-        into.copy_(result, non_blocking=True)
-        self.event = torch.cuda.Event()
-        self.event.record()
+    def __init__(self, result: Tensor, into: Tensor):
+        into.copy_(result, non_blocking=True)  # the next round overwrites ``result``
+        self.result, self.event = into, None
+        if result.is_cuda:
+            self.event = torch.cuda.Event()
+            self.event.record()
 
     def read(self) -> np.ndarray:
         """``[R, TOKENS + steps]``; waits for the round."""
@@ -179,10 +176,9 @@ class _Rounds:
         if not fresh:
             reach = np.minimum(reach + (self.steps + 1), self._most())
         result = self._program(int(reach.max()) + self.steps, fresh).run()
-        if not result.is_cuda:
-            return _Flight(result, None)
         if fresh:
-            self._host = [torch.empty(result.shape, dtype=result.dtype, pin_memory=True) for _ in range(2)]
+            pinned = result.is_cuda
+            self._host = [torch.empty(result.shape, dtype=torch.long, pin_memory=pinned) for _ in range(2)]
         self._host.reverse()
         return _Flight(result, self._host[0])
 
