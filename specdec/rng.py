@@ -284,7 +284,8 @@ def race_arrivals(probs: Tensor, seed: Tensor, position: Tensor, token: Tensor |
     if probs.device.type == "cpu" and library() is not None:
         u = race_numbers(token, position, seed, probs.shape[1])
     else:
-        u = race_uniforms(*(to_device(t, probs.device) for t in (seed, position)), token)
+        seed, position = (to_device(t, probs.device) for t in (seed, position))
+        u = race_uniforms(seed, position, token)
     return u.clamp_(max=1 - 2.0**-53).log_().neg_().div_(probs.double())
 
 

@@ -77,7 +77,8 @@ class Still:
 def decoders() -> dict[tuple[str, str], sd.Decoder]:
     """The decoders of ``GIVEN`` with each executor, with replays that compute nothing."""
     made: dict[tuple[str, str], sd.Decoder] = {}
-    for name, executor in product(GIVEN, (Serial(), Ahead())):
+    executors: tuple[Serial | Ahead, ...] = (Serial(), Ahead())
+    for name, executor in product(GIVEN, executors):
         drafted = name.startswith("a draft")
         target, draft = (sd.HFModel(LlamaForCausalLM(config(True, 1)), graphs="eager") for _ in range(2))
         for model in (target, draft):
