@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 from fake_device import FakeDevice, onto
-from tiny import tiny
+from tiny import byte_tokenizer, tiny
 
 import specdec as sd
 from specdec.audit.certify import certify
@@ -273,3 +275,45 @@ def refused(which):
 def test_parts_that_the_step_would_bypass_are_refused(which):
     with pytest.raises(ValueError, match=r"Ahead\(\) .*use executors.Serial\(\)"):
         refused(which).build()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_batches(seed):
+    """Prompts, budgets, ends, lengths and sampling at random; one executor's texts are the other's."""
+    pick = random.Random(seed)
+    rows = pick.randint(1, 6)
+    prompts = [[pick.randint(0, 96) for _ in range(pick.randint(1, 9))] for _ in range(rows)]
+    budgets = [pick.choice([1, 2, 3, 7, 20, 33]) for _ in range(rows)]
+    target, small = models("eager", vocab_size=97)
+    if pick.random() < 0.3:  # another padding of one vocabulary
+        other = tiny("llama", seed=1, vocab_size=pick.choice([90, 104]))
+        target = sd.HFModel(target.model, byte_tokenizer(), graphs="eager")
+        small = sd.HFModel(other, byte_tokenizer(), graphs="eager")
+    if pick.random() < 0.2:
+        small = target  # it drafts for itself, and everything is accepted
+    drawing = pick.choice([None, None, sd.Sampling(temperature=0), sd.Sampling(temperature=1.3)])
+    verifier = pick.choice([sd.Rejection(), sd.Coupled()])
+    builder = sd.decoder(target).sampling(temperature=pick.choice([0, 0.8, 1.0])).verifier(verifier)
+    builder = builder.draft(sd.drafts.Model(small, drawing), pick.randint(1, 5))
+    ends = [pick.randint(0, 96) for _ in range(pick.choice([0, 3, 12]))]
+    same_rounds(builder, prompts, budgets, eos_token_id=ends)
+
+
+def test_fused_rejection_decides_as_rejection():
+    target, small = models("eager")
+    builder = sd.decoder(target).draft(small, 3).verifier(sd.verifiers.FusedRejection())
+    same_rounds(builder, eos_token_id=())  # float64 models: rounding decides nothing
+
+
+def test_a_capture_that_fails_leaves_the_texts():
+    target, small = models("eager")
+    builder = sd.decoder(target).draft(small, 3)
+    serial, ahead = pair(builder)
+    expected = serial.generate(PROMPTS, BUDGETS, seed=3, eos_token_id=()).ids
+
+    def broken(body):
+        raise RuntimeError("no capture today")
+
+    target.steps.capture = broken
+    with pytest.warns(RuntimeWarning, match="no capture today"):
+        assert ahead.generate(PROMPTS, BUDGETS, seed=3, eos_token_id=()).ids == expected
