@@ -317,3 +317,18 @@ def test_a_capture_that_fails_leaves_the_texts():
     target.steps.capture = broken
     with pytest.warns(RuntimeWarning, match="no capture today"):
         assert ahead.generate(PROMPTS, BUDGETS, seed=3, eos_token_id=()).ids == expected
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt"])
+def test_texts_that_use_every_learned_position(family):
+    """Tokens beyond a row's budget are computed and dropped; they have no position of their own."""
+    target, small = (sd.HFModel(tiny(family, seed), graphs="eager") for seed in (0, 1))
+    prompts = [[5, 6] * 110, [9] * 3]
+    same_rounds(sd.decoder(target).draft(small, 5), prompts, [256 - 220, 30], eos_token_id=())
+
+
+def test_statistics_can_be_shown():
+    target, small = models("eager")
+    stats = sd.decoder(target).draft(small, 3).executor(Ahead()).build().generate(PROMPTS, 9, seed=0).stats
+    assert stats.shown_tau.startswith("tau ")
+    assert min(stats.seconds["prefill"], stats.seconds["target"], stats.seconds["other"]) > 0

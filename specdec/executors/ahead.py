@@ -170,6 +170,7 @@ class _Rounds:
         """``[B]`` where the rows' texts end at the latest."""
         return self.limits.max_length.numpy()[self.rows.context.request.numpy()]
 
+    @torch.inference_mode()
     def _launch(self, fresh: bool) -> _Flight:
         """Launch the next round. ``fresh``: for the rows and lengths of the host; otherwise after the round in flight."""
         reach = self.rows.context.length.numpy()

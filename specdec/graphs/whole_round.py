@@ -165,6 +165,8 @@ class WholeRound(Program):
         lowered = Lowered(starts, length, on["rows"], length, None, None, None, None, n, self.shape.length)
         side.store.begin()
         known = ids.clamp(max=side.vocab_size - 1).flatten()  # a smaller vocabulary reads its last token
+        # Tokens beyond the budget may be beyond the last position that the model has.
+        position = torch.minimum(position, (on["most"] - 1).clamp(min=0)[:, None])
         logits = side.forward(side.store, StaticPlan(lowered, slots), known, position.flatten(), keep)
         assert logits is not None
         return logits
