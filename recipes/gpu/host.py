@@ -4,7 +4,7 @@ Steps are captured as on a GPU, and a replay returns prepared results without co
 rows accept 0 to 4 of 4 tokens. What remains is the work of Python and of small tensors on the host, by the CPU clock of the thread. On a
 GPU the same work also launches kernels and copies, which is not included. Cases take turns, and medians are over rounds.
 
-    python recipes/gpu/host.py --json OUT.json
+    python -m recipes.gpu.host --json OUT.json
 """
 
 from __future__ import annotations
