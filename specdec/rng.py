@@ -31,6 +31,7 @@ from specdec.kernels.philox.reference import (
     Key,
     philox4x32,
     pick,
+    race_uniforms,
 )
 
 __all__ = [
@@ -283,10 +284,8 @@ def race_arrivals(probs: Tensor, seed: Tensor, position: Tensor, token: Tensor |
     if probs.device.type == "cpu" and library() is not None:
         u = race_numbers(token, position, seed, probs.shape[1])
     else:
-        at, k = (to_device(t, probs.device)[:, None] for t in (position, seed))
-        stream, zero = torch.full_like(at, TARGET), torch.zeros_like(at)
-        w = philox4x32((at, token.expand(probs.shape), stream, zero), (k & WORD, (k >> 32) & WORD))
-        u = ((((w[0] >> 5) << 26) | (w[1] >> 6)).double() + 0.5) * 2.0**-53
+        seed, position = (to_device(t, probs.device) for t in (seed, position))
+        u = race_uniforms(seed, position, token)
     return u.clamp_(max=1 - 2.0**-53).log_().neg_().div_(probs.double())
 
 

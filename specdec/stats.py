@@ -34,7 +34,7 @@ class Record(NamedTuple):
     @staticmethod
     def of(round: Round) -> Record:
         proposal, verdict = round.proposal, round.verdict
-        chain = bool(tree.is_chain(proposal.parents, proposal.size).all())
+        chain = not proposal.nodes or bool(tree.is_chain(proposal.parents, proposal.size).all())
         seconds = dict(round.seconds)
         total = seconds.pop("total")
         if round.number == 0:

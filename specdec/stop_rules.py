@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,19 +35,20 @@ class StopRules:
 
     def room(self, context: Context) -> Tensor:
         """``[B]`` tokens that each row may still commit."""
-        return self.max_length[context.request] - context.length
+        most = self.max_length.numpy()[context.request.numpy()]
+        return torch.from_numpy(most - context.length.numpy())
 
     def apply(self, context: Context, verdict: Verdict) -> tuple[Tensor, Tensor]:
         """``committed [B]``, how many tokens of the block to commit, and ``finished [B]``."""
-        block = verdict.accepted + 1
-        room = self.room(context)
-        committed = torch.minimum(block, room)
-        why: dict[int, str] = dict.fromkeys((committed == room).nonzero()[:, 0].tolist(), "length")
+        room = self.room(context).numpy()
+        committed = np.minimum(verdict.accepted.numpy() + 1, room)
+        why: dict[int, str] = dict.fromkeys((committed == room).nonzero()[0].tolist(), "length")
         if self.eos:
-            hit = torch.isin(verdict.tokens, torch.tensor(self.eos))
-            hit &= torch.arange(verdict.tokens.shape[1]) < committed[:, None]
-            for b in hit.any(1).nonzero()[:, 0].tolist():
-                committed[b] = int(hit[b].int().argmax()) + 1
+            tokens = verdict.tokens.numpy()
+            hit = np.isin(tokens, self.eos) if len(self.eos) > 1 else tokens == self.eos[0]
+            hit &= np.arange(tokens.shape[1]) < committed[:, None]
+            for b in hit.any(1).nonzero()[0].tolist():
+                committed[b] = int(hit[b].argmax()) + 1
                 why[b] = "eos"
         if self.stop_strings or self.criteria:
             for b in range(context.batch):
@@ -59,7 +61,7 @@ class StopRules:
         for b, reason in why.items():
             finished[b] = True
             self.reasons[int(context.request[b])] = reason
-        return committed, finished
+        return torch.from_numpy(committed), finished
 
     def _scan(self, ids: list[int], prompt: int, block: Tensor, count: int) -> tuple[int, str] | None:
         for n, token in enumerate(block[:count].tolist(), 1):

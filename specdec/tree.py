@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,8 +16,8 @@ from specdec.types import Proposal, Verdict
 
 def is_chain(parents: Tensor, size: Tensor) -> Tensor:
     """``[B]`` whether the existing nodes of a row, ``parents[b, :size[b]]``, are -1, 0, 1, ...; true for rows without nodes."""
-    n = torch.arange(parents.shape[1])
-    return ((parents == n - 1) | (n >= size[:, None])).all(1)
+    n = np.arange(parents.shape[1])
+    return torch.from_numpy(((parents.numpy() == n - 1) | (n >= size.numpy()[:, None])).all(1))
 
 
 def check(parents: Tensor, size: Tensor) -> None:
@@ -132,13 +133,9 @@ def follow(proposal: Proposal, wanted: Tensor) -> Verdict:
     B, N = proposal.tokens.shape
     drafted, wanted = to_host(proposal.tokens, wanted)  # one copy from a device
     parents, size = proposal.parents, proposal.size
-    nodes = torch.arange(N)
-    live = nodes < size[:, None]
     if bool(is_chain(parents, size).all()):
-        accepted = ((drafted == wanted[:, :N]) & live).long().cumprod(1).sum(1)
-        path = torch.where(nodes < accepted[:, None], nodes, -1)
-        bonus = wanted.gather(1, accepted[:, None])[:, 0]
-        return Verdict.of(Proposal(drafted, parents, size), path, accepted, bonus, checked=True)
+        return _follow_chain(drafted.numpy(), wanted.numpy(), size.numpy())
+    live = torch.arange(N) < size[:, None]
     rows = torch.arange(B)
     here, want = torch.full((B,), -1), wanted[:, 0]
     path, accepted = torch.full((B, N), -1), torch.zeros(B, dtype=torch.long)
@@ -149,3 +146,16 @@ def follow(proposal: Proposal, wanted: Tensor) -> Verdict:
         here = torch.where(yes, n, here)
         want = torch.where(yes, wanted[:, n + 1], want)
     return Verdict.of(Proposal(drafted, parents, size), path, accepted, want, checked=True)
+
+
+def _follow_chain(drafted: np.ndarray, wanted: np.ndarray, size: np.ndarray) -> Verdict:
+    """``follow`` for chains ``drafted [B, N]``."""
+    B, N = drafted.shape
+    nodes, rows = np.arange(N), np.arange(B)
+    hit = (drafted == wanted[:, :N]) & (nodes < size[:, None])
+    accepted = np.where(hit.all(1), N, (~hit).argmax(1)) if N else np.zeros(B, dtype=np.int64)
+    taken, bonus = nodes < accepted[:, None], wanted[rows, accepted]
+    tokens = np.zeros((B, N + 1), dtype=np.int64)
+    np.multiply(drafted, taken, out=tokens[:, :N])
+    tokens[rows, accepted] = bonus
+    return Verdict(*map(torch.from_numpy, (np.where(taken, nodes, -1), accepted, bonus, tokens)))

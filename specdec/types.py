@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sized
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -78,15 +79,15 @@ class Context(_Shown):
 
     def append(self, tokens: Tensor, count: Tensor) -> Context:
         """A context with ``tokens[b, :count[b]]`` committed after row ``b``; the buffer grows if necessary."""
-        at = torch.arange(tokens.shape[1])
-        keep = at < count[:, None]
-        need = int((self.length + count).max()) if self.batch else 0
+        length = self.length + count
         buffer = self.tokens.clone()
+        need = int(length.max()) if self.batch else 0
         if need > buffer.shape[1]:
             buffer = torch.nn.functional.pad(buffer, (0, max(need - buffer.shape[1], 64)))
-        b, m = keep.nonzero(as_tuple=True)
-        buffer[b, self.length[b] + m] = tokens[b, m]
-        return replace(self, tokens=buffer, length=self.length + count)
+        # In NumPy, whose small operations take a third of the time of PyTorch's.
+        b, m = (np.arange(tokens.shape[1]) < count.numpy()[:, None]).nonzero()
+        buffer.numpy()[b, self.length.numpy()[b] + m] = tokens.numpy()[b, m]
+        return Context(buffer, length, self.prompt_length, self.request)
 
     def select(self, rows: Tensor) -> Context:
         """The context of some rows, in the given order."""

@@ -12,6 +12,7 @@ from interpreted import interpreted  # noqa: F401 (a fixture)
 from without_a_gpu import compiled
 
 from specdec.kernels import philox
+from specdec.kernels.philox import reference
 from specdec.rng import ACCEPT, BONUS, Key, Philox, race_arrivals, seeds
 
 TRITON = importlib.util.find_spec("triton") is not None
@@ -25,6 +26,7 @@ KEYS = {
     "one a row": Key(AT, 3),
     "chain": Key(AT[:, None], torch.arange(7), 0, ACCEPT, 3),
     "tree": Key(AT[:, None], torch.arange(7), torch.arange(35).view(5, 7), BONUS),
+    "captured round": Key(AT[:, None], torch.arange(5), torch.zeros(5, dtype=torch.long), BONUS),
     "more than a block": Key(AT[:, None], torch.arange(1500)),
     "none": Key(AT[:, None], torch.arange(0)),
 }
@@ -47,6 +49,13 @@ def same_race(rows, V, device, dtype=torch.float32, holes=0.3):
     mine = arrival.gather(1, got[:, None])[:, 0]
     assert bool((mine <= arrival.amin(1) * (1 + 1e-14)).all())
     assert bool((p.gather(1, got[:, None]) > 0).all())
+
+
+@pytest.mark.parametrize("stream", [ACCEPT, BONUS])
+def test_uniforms_by_operators_are_the_same_to_the_bit(stream):
+    depths = torch.arange(6)
+    wanted = Philox(SEEDS).uniform(Key(AT[:, None], depths, 0, stream))
+    assert torch.equal(reference.uniforms(SEEDS, AT, depths, stream), wanted)
 
 
 @pytest.mark.usefixtures("interpreted")

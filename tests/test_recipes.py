@@ -615,6 +615,18 @@ def test_the_gpu_suite_at_toy_size(tmp_path):
     assert "| stage | case | seconds | floor_seconds | share_of_floor | max_error | note |" in table
 
 
+def test_the_hosts_time_of_a_round(tmp_path):
+    file = tmp_path / "host.json"
+    run("-m", "recipes.gpu.host", "--batches", "2", "--rounds", "20", "--turns", "1", "--json", str(file))
+    rows = json.loads(file.read_text())
+    assert {(r["case"], r["executor"]) for r in rows} == {
+        (case, executor)
+        for case in ("plain, greedy", "a draft, greedy", "a draft, sampled")
+        for executor in ("Serial", "Ahead")
+    }
+    assert all(r["ms"] > 0 and r["rounds"] > 5 for r in rows)
+
+
 @pytest.mark.slow
 def test_the_gpu_suite_stops_in_time_and_goes_on_after_a_failure(tmp_path):
     """A stage that cannot be had is a row and an exit code; the next one, a process of its own, has no time."""

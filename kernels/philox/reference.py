@@ -52,6 +52,28 @@ def philox4x32(counter: Sequence[Any], key: Sequence[Any], rounds: int = 10) -> 
     return [c0, c1, c2, c3]
 
 
+def uniforms(seed: Tensor, at: Tensor, depth: Tensor, stream: int) -> Tensor:
+    """``[R, D]`` float64 in [0, 1) of ``seed [R]``, ``at [R]`` and ``depth [D]`` on one device, bit-identical to ``Philox(seed).uniform``.
+
+    Tensor operators only, without a branch on values, so that a captured step may contain it.
+    """
+    stream_word, zero = torch.full_like(at, stream)[:, None], torch.zeros_like(at)[:, None]
+    w = philox4x32((at[:, None], depth[None], stream_word, zero), _key(seed[:, None]))
+    return (((w[0] >> 5) << 26) | (w[1] >> 6)).double() * 2.0**-53
+
+
+def race_uniforms(seed: Tensor, position: Tensor, token: Tensor) -> Tensor:
+    """``[R, V]`` float64 in (0, 1) of ``seed [R]``, ``position [R]`` and ``token`` (``[V]`` or ``[R, V]``): the numbers of exponential races."""
+    at = position[:, None]
+    stream, zero = torch.full_like(at, TARGET), torch.zeros_like(at)
+    w = philox4x32((at, token.expand(len(seed), -1), stream, zero), _key(seed[:, None]))
+    return ((((w[0] >> 5) << 26) | (w[1] >> 6)).double() + 0.5) * 2.0**-53
+
+
+def _key(seed: Tensor) -> tuple[Tensor, Tensor]:
+    return seed & WORD, (seed >> 32) & WORD
+
+
 def pick(probs: Tensor, u: Tensor) -> Tensor:
     """The token at quantile ``u [...]`` (float64, in [0, 1)) of ``probs [..., V]``.
 

@@ -19,7 +19,7 @@ from recipes.gpu.stage import Stage
 
 POINTS = ((1, 1024), (16, 1024))
 TOY_POINTS = ((2, 16),)
-PROFILED = (PLAIN, "a draft, greedy", "a draft, sampled")
+PROFILED = (PLAIN, "a draft, greedy", "a draft, sampled", "a draft, greedy, ahead")
 ROUNDS = 5
 WARM = 12  # rounds before: shapes are captured when they occur again
 TOP = 12  # kernels of a row

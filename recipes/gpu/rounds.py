@@ -2,7 +2,8 @@
 
 Random weights have no acceptance of their own. A round of k drafted tokens takes about as long whatever is accepted, so the time of a round
 is measured with the verifiers of a decoder, and once with ``verifiers.Synthetic``, which accepts a given share: the lengths of its rows
-grow as those of a trained draft would. Its output is not the target's, and only its time counts.
+grow as those of a trained draft would. Its output is not the target's, and only its time counts. Decoders with "ahead" replay a whole round at
+a time (``executors.Ahead``).
 """
 
 from __future__ import annotations
@@ -19,11 +20,15 @@ import specdec as sd
 from recipes.gpu.stage import Stage
 from recipes.gpu.steps import floor, llama, stopped
 from specdec.cost import Shape
+from specdec.executors import Ahead
 from specdec.verifiers import Synthetic
 
 K, ACCEPTANCE = 4, 0.7
 POINTS = ((1, 1024), (16, 1024), (64, 1024), (16, 8192))
 TOY_POINTS = ((2, 16),)
+LIMIT = (
+    16 * 1024
+)  # tokens of the points at which decoders with "ahead" are timed: the host's time is a small share beyond
 PLAIN = "plain, greedy"
 
 
@@ -42,6 +47,9 @@ def decoders(stage: Stage) -> dict[str, sd.Decoder]:
         "plain, sampled": plain.build(),
         "a draft, sampled": drafted.build(),
         "a draft, prescribed": drafted.verifier(Synthetic(ACCEPTANCE)).build(),
+        "plain, greedy, ahead": plain.greedy().executor(Ahead()).build(),
+        "a draft, greedy, ahead": drafted.greedy().executor(Ahead()).build(),
+        "a draft, sampled, ahead": drafted.executor(Ahead()).build(),
     }
 
 
@@ -64,6 +72,8 @@ def run(stage: Stage) -> None:
         if not stage.room(f"{batch} x {context}", 2.5 * shape.kv_values(1) * 2 * batch * (context + 256)):
             continue
         for name, decoder in made.items():
+            if name.endswith("ahead") and batch * context > LIMIT:
+                continue
             case = f"a round, {name}, {batch} x {context}"
             if stage.late(case, 0.0 if stage.toy else 4.0):
                 continue

@@ -20,6 +20,7 @@ import specdec as sd
 from recipes.gpu.cases import PARENTS
 from recipes.gpu.stage import Part, Stage
 from recipes.gpu.steps import COMPILED, EAGER, config, llama, stopped, wrapped
+from specdec.executors import Ahead, Serial
 from specdec.lab.errors import worst
 
 LENGTHS, TOY_LENGTHS = (700, 33, 256), (20, 3, 9)
@@ -125,15 +126,18 @@ def texts(stage: Stage) -> None:
         for name, draft in (
             ("plain", None),
             ("a model's chain", sd.drafts.Model(small)),
+            ("plain, whole rounds", None),
+            ("a model's chain, whole rounds", sd.drafts.Model(small)),
             ("a tree", sd.drafts.Tree(small, (2, 2))),
             ("a windowed model's chain", sd.drafts.Model(sd.models.Windowed(small, 16, 2))),
             ("MagicDec", sd.drafts.MagicDec(window=16, sinks=2)),
         ):
+            ahead = name.endswith("whole rounds")
             case = f"greedy text, {name}, {'with' if how else 'without'} graphs"
-            if stage.late(case):
+            if stage.late(case) or (ahead and not how):
                 continue
             with stage.case(case):
-                base = sd.decoder(target).greedy()
+                base = sd.decoder(target).greedy().executor(Ahead() if ahead else Serial())
                 decoder = (base if draft is None else base.draft(draft)).build()
                 for _ in range(2):
                     ids = decoder.generate(prompts, new, seed=0, eos_token_id=()).ids

@@ -97,7 +97,7 @@ class SlotCache(Slots, TokenIndex):
         return new
 
     def take(self, b: int, other: SlotCache, i: int) -> None:
-        """Row ``b`` becomes row ``i`` of ``other``, which must not be used again."""
+        """Row ``b`` becomes a copy of row ``i`` of ``other``, which may be this cache."""
         used = other._lengths[i] + other._fed[i]
         with torch.inference_mode(False), torch.no_grad():
             for there, here in zip(other._blocks, self._blocks):

@@ -48,6 +48,10 @@ class TokenIndex:
         """``[B]`` on the host: nodes of the current proposal in slots."""
         return torch.tensor(self._fed, dtype=torch.long)
 
+    def empty_rows(self) -> list[int]:
+        """The rows that hold no token."""
+        return [b for b, n in enumerate(self._lengths) if not n]
+
     def row(self, b: int) -> list[int]:
         """The committed tokens that row ``b`` holds."""
         return self._tokens[b, : self._lengths[b]].tolist()

@@ -130,15 +130,19 @@ def draw(
     logits: Tensor, sampling: Sampling, vocab_size: int | None, uniforms: Tensor
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The largest score, the token and the distribution of each of ``logits [R, V]``, as by ``Sampling`` and ``Philox.categorical``."""
-    nowhere: Any = None  # ``Sampling.reads_context`` is false
-    logits = fit(logits, vocab_size)
+    top, token, distribution = scored(fit(logits, vocab_size), sampling)
+    return top, token if distribution is None else pick(distribution, uniforms), distribution
+
+
+def scored(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The largest score of each of ``logits [..., V]``, its token, and their distribution, ``None`` at temperature 0 (``reads_context`` is false)."""
+    nowhere: Any = None
     if sampling.greedy:
         top, token = sampling.scores(logits, nowhere, None).max(-1)
         return top, token, None
     wide = logits if logits.dtype == torch.float64 else logits.float()
-    scores = sampling.scores(wide, nowhere, None)
-    distribution = scores.softmax(-1)
-    return scores.amax(-1), pick(distribution, uniforms), distribution
+    top, token = (scores := sampling.scores(wide, nowhere, None)).max(-1)
+    return top, token, scores.softmax(-1)
 
 
 def propose(

@@ -78,6 +78,10 @@ class Program(ABC):
     def body(self) -> Any:
         """What is captured: a function of tensors at fixed addresses."""
 
+    @property
+    def captured(self) -> bool:
+        return self._replay is not None
+
     def capture(self, capture: Capture) -> None:
         """Capture the body on the inputs that were sent last; it may run more than once."""
         self._replay = capture(self.body)

@@ -182,8 +182,7 @@ class StaticStep(Program):
             plan: made on the host. ids, positions: ``[T]``. keep: the tokens whose logits are wanted, ascending.
             drafted: proposed tokens on the device. source: ``[T]`` the index of a token in ``drafted``, -1 for one of ``ids``.
         """
-        low, array = lower(plan, "cpu"), self.staged.begin()
-        T, R = len(ids), len(plan.rows)
+        array, T, R = self.staged.begin(), len(ids), len(plan.rows)
         assert plan.slots is not None
         pad(array["ids"], ids)
         pad(array["positions"], positions)
@@ -191,10 +190,13 @@ class StaticStep(Program):
         pad(array["source"], source, -1)
         if self.bucket.chosen:
             pad(array["keep"], keep)
-        pad(array["starts"], low.starts.numpy(), T)
-        for name in ("length", "rows", "root"):
-            pad(array[name], getattr(low, name).numpy())
+        array["starts"][0] = 0
+        pad(array["starts"][1:], np.cumsum(plan.counts), T)
+        pad(array["length"], plan.length)
+        pad(array["rows"], plan.rows)
+        pad(array["root"], plan.length if plan.tree is None else np.asarray(plan.tree.root))
         if self.bucket.nodes:
+            low = lower(plan, "cpu")
             assert low.words is not None
             assert low.depth is not None
             pad(array["words"], low.words.numpy())

@@ -30,6 +30,7 @@ from specdec.models.clone import structural_clone
 from specdec.models.compiled import compile_parts
 from specdec.models.generation_config import eos_ids, processors, sampling
 from specdec.models.load import load, load_tokenizer
+from specdec.models.shared_prompts import share_prompts
 from specdec.types import Context, Fed, Proposal, Scores
 
 __all__ = ["SUPPORTED", "HFModel", "Options", "UnsupportedModel"]
@@ -262,11 +263,10 @@ class HFModel:
 
     def prefill(self, cache: Cache, context: Context, rows: Tensor | None = None) -> None:
         """Feed what the cache lacks of each row (or of ``rows [R]``) except its last committed token, without computing logits."""
-        end = (context.length - 1).tolist()
-        if rows is not None:
-            asked = set(rows.tolist())
-            end = [e if b in asked else 0 for b, e in enumerate(end)]
-        packed = self._feed(cache, context, None, cache.matched(context), end)
+        if type(self)._pieces is HFModel._pieces:
+            share_prompts(self, cache, context, rows)
+        first, end = spans(cache, context, None, None, rows)
+        packed = self._feed(cache, context, None, first, [max(e - 1, 0) for e in end])
         self._run(cache, packed, False, ())
         packed.remember(cache, context)
 
@@ -288,6 +288,8 @@ class HFModel:
             ValueError: rows do not match, the cache has no room, the family takes chains only, or nodes before ``start`` were not
                 fed in this context.
         """
+        if start is None and not taps and type(self)._pieces is HFModel._pieces:
+            share_prompts(self, cache, context, rows)  # taps want the activations of every position
         packed, width = self._plan(cache, context, proposal, start, rows)
         made, layers = self._run(cache, packed, True, taps)
         if made is None:

@@ -1,0 +1,140 @@
+"""The host's time of a round, with the models' work removed: what a device waits for when its kernels take no time.
+
+Steps are captured as on a GPU, and a replay returns prepared results without computing anything: the draft's tokens, and logits by which
+rows accept 0 to 4 of 4 tokens. What remains is the work of Python and of small tensors on the host, by the CPU clock of the thread. On a
+GPU the same work also launches kernels and copies, which is not included. Cases take turns, and medians are over rounds.
+
+    python -m recipes.gpu.host --json OUT.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from contextlib import suppress
+from itertools import pairwise, product
+from pathlib import Path
+from statistics import median
+from time import thread_time
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaForCausalLM
+from transformers.utils import logging
+
+import specdec as sd
+from recipes.gpu.steps import config
+from specdec.executors import Ahead, Serial
+from specdec.graphs.chain import Chain
+from specdec.graphs.whole_round import ACCEPTED, DRAWN, FINITE, WholeRound
+
+K, TOKEN, OTHER, SHARE = 4, 7, 8, 0.7
+GIVEN = {  # milliseconds of the first review, before anything was done about them
+    "plain, greedy": {1: 0.50, 16: 0.63, 64: 0.95},
+    "a draft, greedy": {1: 0.72, 16: 1.01, 64: 1.68},
+    "a draft, sampled": {1: 1.11, 16: 1.53, 64: 1.96},
+}
+
+
+class Still:
+    """Captures a body by running it once; a replay returns its results, overwritten with prepared ones."""
+
+    def __init__(self, queries: int):
+        self.queries = queries
+
+    def __call__(self, body: Any) -> Any:
+        out = body()
+        program = body.__self__
+        if isinstance(program, WholeRound):
+            self._round(out[0])
+        elif isinstance(program, Chain):
+            tokens, distributions = out
+            tokens.fill_(TOKEN)
+            if distributions is not None:
+                distributions.fill_(0.05 / (distributions.shape[-1] - 1))
+                distributions[..., TOKEN] = 0.95
+        elif out[0] is not None:
+            self._logits(out[0])
+        return lambda: out
+
+    def _round(self, result: Tensor) -> None:
+        result.fill_(TOKEN)
+        result[:, ACCEPTED] = (torch.arange(len(result)) + 2) % self.queries
+        result[:, FINITE : DRAWN + 1] = 1
+
+    def _logits(self, logits: Tensor) -> None:
+        """Token ``TOKEN`` has the share ``SHARE``, and row b's argmax is another one from node ``(b + 2) % 5`` on."""
+        V = logits.shape[-1]
+        logits.fill_(torch.tensor((1 - SHARE) / (V - 1)).log())
+        logits[:, TOKEN] = torch.tensor(SHARE).log()
+        for i in range(len(logits)):
+            b, n = divmod(i, self.queries)
+            if n >= (b + 2) % (K + 1):
+                logits[i, OTHER] = logits[i, TOKEN] + 1e-3
+
+
+def decoders() -> dict[tuple[str, str], sd.Decoder]:
+    """The decoders of ``GIVEN`` with each executor, with replays that compute nothing."""
+    made: dict[tuple[str, str], sd.Decoder] = {}
+    executors: tuple[Serial | Ahead, ...] = (Serial(), Ahead())
+    for name, executor in product(GIVEN, executors):
+        drafted = name.startswith("a draft")
+        target, draft = (sd.HFModel(LlamaForCausalLM(config(True, 1)), graphs="eager") for _ in range(2))
+        for model in (target, draft):
+            assert model.steps is not None
+            model.steps.capture = Still(K + 1 if drafted else 1)
+        builder = sd.decoder(target)
+        builder = builder.draft(draft, K) if drafted else builder
+        builder = builder.greedy() if name.endswith("greedy") else builder
+        made[name, type(executor).__name__] = builder.executor(executor).build()
+    return made
+
+
+def gaps(decoder: sd.Decoder, batch: int, rounds: int) -> list[float]:
+    """Milliseconds between rounds, without those that capture."""
+    marks: list[float] = []
+    ids = torch.randint(10, 100, (batch, 32)).tolist()
+    new = rounds * (K + 1)
+
+    def mark(_: Any) -> None:
+        marks.append(thread_time())
+        if len(marks) > rounds:
+            raise StopIteration
+
+    with suppress(StopIteration):
+        decoder.generate(ids, new, seed=0, eos_token_id=(), on_round=mark)
+    return [1e3 * (b - a) for a, b in pairwise(marks[12:])]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 16])
+    parser.add_argument("--rounds", type=int, default=150, help="of a turn")
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    made = decoders()
+    cases = list(product(made, args.batches))
+    found: dict[Any, list[float]] = {case: [] for case in cases}
+    for _ in range(args.turns):
+        for case in cases:
+            found[case] += gaps(made[case[0]], case[1], args.rounds)
+    rows = []
+    print("| a round | executor | batch | ms | first review | share |\n|---|---|---|---|---|---|")
+    for (name, executor), batch in cases:
+        times, before = found[(name, executor), batch], GIVEN[name].get(batch)
+        ms = median(times)
+        row = {"case": name, "executor": executor, "batch": batch, "ms": ms, "rounds": len(times)}
+        rows.append(row | {"review_ms": before, "share": ms / before if before else None})
+        share = f"{ms / before:.2f}" if before else ""
+        print(f"| {name} | {executor} | {batch} | {ms:.3f} | {before or ''} | {share} |")
+    if args.json is not None:
+        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

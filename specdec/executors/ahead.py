@@ -1,0 +1,301 @@
+"""Whole rounds as captured steps, the next launched before the last one's result is read.
+
+The device keeps every row's length and last tokens, so it needs nothing from the host between rounds. While the host reads a verdict, applies
+stops and reports the round, the device works on the next one. The host thus learns a round late that a row has ended: what that round
+did for this row is dropped. Rows are independent, and a dropped round has used no random number of another, so the text is that of ``Serial``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specdec.cache.contiguous import SlotCache
+from specdec.cache.static import StaticStore
+from specdec.composition import Composition
+from specdec.drafts.model import Model
+from specdec.drafts.none import NoDraft
+from specdec.executors.round import DraftRunner, MicroBatch, staying
+from specdec.executors.serial import Serial
+from specdec.graphs.static import SHORTEST, bucket_of, power
+from specdec.graphs.whole_round import ACCEPTED, DRAWN, FINITE, NEXT, TOKENS, RoundShape, Side, WholeRound
+from specdec.models.hf import HFModel
+from specdec.rng import Philox, Rng
+from specdec.stop_rules import StopRules
+from specdec.types import Context, Proposal, Round, Scores, Verdict
+from specdec.verifiers.coupled import Coupled
+from specdec.verifiers.fused import FusedRejection
+from specdec.verifiers.rejection import Rejection
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """Chains of a model, or plain decoding, with CUDA graphs: one graph a round, launched a round ahead.
+
+    It runs the parts that the captured step computes, and refuses all others: an ``HFModel`` with ``graphs``, a ``drafts.Model`` of one or no draft,
+    ``Rejection``, ``FusedRejection`` (which decides as ``Rejection``, from probabilities) or ``Coupled()``, and sampling without processors. Subclasses are
+    refused, too, since the step would bypass what they override. ``Round.scores`` has no logits, and ``Round.probs`` is ``None``: the next round has
+    overwritten them. With random numbers other than ``Philox``, as in the certifier, it runs ``Serial``.
+
+    Texts, rounds and statistics are those of ``Serial``, if the models' logits are (a float32 model; the same kernels run with other shapes).
+    """
+
+    def check(self, composition: Composition) -> None:
+        """Raise ValueError for a composition with a part that the step does not compute."""
+        why = _why_not(composition)
+        if why is not None:
+            raise ValueError(f"Ahead() {why}: use executors.Serial()")
+
+    def run(self, composition: Composition, context: Context, rng: Rng, limits: StopRules) -> Iterator[Round]:
+        if type(rng) is not Philox:
+            yield from Serial().run(composition, context, rng, limits)
+            return
+        began = perf_counter()
+        micro_batch, drafting = MicroBatch(composition, context, rng), DraftRunner(composition)
+        round = micro_batch.prefill(limits)
+        drafting.start(micro_batch.context, micro_batch.cache)
+        stay = micro_batch.settle(round)
+        if micro_batch and stay is not None:
+            drafting.select(stay, micro_batch.cache)
+        round.seconds["total"] = round.seconds["prefill"] = perf_counter() - began  # type: ignore[index]
+        yield round
+        if micro_batch:
+            rows = _Rows(micro_batch.context, rng if stay is None else rng.select(stay))
+            caches = (
+                [micro_batch.cache] if drafting.state is None else [micro_batch.cache, drafting.state.cache]
+            )
+            yield from _Rounds(composition, limits, rows, caches).run()
+
+
+def _why_not(composition: Composition) -> str | None:
+    """Why a composition cannot run, or ``None``."""
+    target, draft, verifier = composition.target, composition.draft, composition.verifier
+    if composition.selecting is not None:
+        return "runs one draft, and this is a pool"
+    models: list[tuple[str, Any]] = [("target", target)]
+    if type(draft) is Model:
+        models.append(("draft's model", draft.model))
+    elif type(draft) is not NoDraft:
+        return f"runs drafts.Model, and the draft is a {type(draft).__name__}"
+    for name, model in models:
+        if type(model) is not HFModel or model.steps is None:
+            what = "has no graphs" if type(model) is HFModel else f"is a {type(model).__name__}"
+            return f"runs an HFModel with graphs=True, and the {name} {what}"
+    if len({model.device for _, model in models}) > 1:
+        return "needs both models on one device"
+    if type(verifier) not in (Rejection, FusedRejection, Coupled) or getattr(verifier, "candidates", 1) != 1:
+        return f"decides as Rejection or Coupled() do, and the verifier is {verifier!r}"
+    drawing = draft.sampling if type(draft) is Model else None
+    if composition.sampling.reads_context or (drawing is not None and drawing.reads_context):
+        return "runs sampling without processors, and with one temperature for all requests"
+    return None
+
+
+class _Rows(NamedTuple):
+    """The text and the random numbers of the rows that go on."""
+
+    context: Context
+    rng: Any
+
+    def select(self, rows: Tensor) -> _Rows:
+        return _Rows(self.context.select(rows), self.rng.select(rows))
+
+
+class _Flight:
+    """A round that was launched: its result goes to the host, into a buffer that no other round in flight uses."""
+
+    def __init__(self, result: Tensor, into: Tensor):
+        into.copy_(result, non_blocking=True)  # the next round overwrites ``result``
+        self.result, self.event = into, None
+        if result.is_cuda:
+            self.event = torch.cuda.Event()
+            self.event.record()
+
+    def read(self) -> np.ndarray:
+        """``[R, TOKENS + steps]``; waits for the round."""
+        if self.event is not None:
+            self.event.synchronize()
+        return self.result.numpy()
+
+
+class _Rounds:
+    """The rounds of a batch after its prefill.
+
+    Attributes:
+        rows: those that go on. at: ``[B]`` their rows in the caches. caches: the target's, and the draft's if there is one.
+    """
+
+    def __init__(self, composition: Composition, limits: StopRules, rows: _Rows, caches: list[SlotCache]):
+        self.composition, self.limits, self.rows, self.caches = composition, limits, rows, caches
+        target: Any = composition.target
+        draft: Any = composition.draft
+        self.models = [target] if len(caches) == 1 else [target, draft.model]
+        self.steps = 0 if len(caches) == 1 else composition.length
+        verdict: Any = "coupled" if type(composition.verifier) is Coupled else "rejection"
+        drawing = composition.sampling
+        if len(caches) == 2 and draft.sampling is not None:
+            drawing = draft.sampling
+        self._kind = (verdict, composition.sampling, drawing)
+        self.at = torch.arange(rows.context.batch)
+        self.number, self.program = 1, None
+        self._loose: dict[Any, WholeRound] = {}  # programs that are not captured yet
+        self._host: list[Tensor] = []
+
+    def run(self) -> Iterator[Round]:
+        while self.rows.context.batch:
+            whole = self.rows.context.batch
+            flight: _Flight | None = self._launch(fresh=True)
+            while flight is not None and self.rows.context.batch:
+                began, ahead = perf_counter(), None
+                if self._goes_on(whole):
+                    ahead = self._launch(fresh=False)
+                round = self._finish(flight, began)
+                flight = ahead
+                yield round
+            if self.rows.context.batch:
+                self._compact(whole)
+
+    def _goes_on(self, whole: int) -> bool:
+        """Whether a round after the one in flight may be wanted: no row has left, and budgets last longer."""
+        context = self.rows.context
+        return context.batch == whole and bool((self._most() - context.length.numpy() > 1).any())
+
+    def _most(self) -> np.ndarray:
+        """``[B]`` where the rows' texts end at the latest."""
+        return self.limits.max_length.numpy()[self.rows.context.request.numpy()]
+
+    @torch.inference_mode()
+    def _launch(self, fresh: bool) -> _Flight:
+        """Launch the next round. ``fresh``: for the rows and lengths of the host; otherwise after the round in flight."""
+        reach = self.rows.context.length.numpy()
+        if not fresh:
+            reach = np.minimum(reach + (self.steps + 1), self._most())
+        result = self._program(int(reach.max()) + self.steps, fresh).run()
+        if fresh:
+            pinned = result.is_cuda
+            self._host = [torch.empty(result.shape, dtype=torch.long, pin_memory=pinned) for _ in range(2)]
+        self._host.reverse()
+        return _Flight(result, self._host[0])
+
+    def _program(self, longest: int, fresh: bool) -> WholeRound:
+        """The program of a round whose rows take at most ``longest`` slots, with its inputs up to date."""
+        cache, before = self.caches[0], self.program
+        length = min(power(longest, SHORTEST), *(c.slots for c in self.caches))
+        if not fresh and before is not None and before.captured and before.shape.length == length:
+            return before
+        rows = bucket_of([1] * self.rows.context.batch, [1], longest, cache.slots).rows
+        shape = RoundShape(rows, length, self.steps, *self._kind)
+        key: Any = (shape, *(c.layers[0][0].untyped_storage().data_ptr() for c in self.caches[1:]))
+
+        def make(store: StaticStore) -> WholeRound:
+            stores = [store, *map(StaticStore, self.caches[1:])]
+            sides = [Side(m.steps.forward, s, m.vocab_size) for m, s in zip(self.models, stores)]
+            return WholeRound(sides[0], sides[1] if self.steps else None, shape, self.models[0].device)
+
+        def update(program: Any) -> None:
+            most, seed = torch.from_numpy(self._most()), self.rows.rng.seed
+            if fresh:
+                program.send(most, seed, self._state())
+            elif program is not before:
+                assert before is not None
+                program.send(most, seed)
+                program.state.copy_(before.state)
+
+        made: Any = self.models[0].steps.program(cache, key, make, update)
+        if made is None:  # this shape occurs for the first time, or cannot be captured
+            made = self._loose.get(key) or make(StaticStore(cache))
+            self._loose[key] = made
+            update(made)
+        self.program = made
+        return made
+
+    def _state(self) -> Tensor:
+        """``[B, 3]`` lengths and last two tokens."""
+        context = self.rows.context
+        last = context.length[:, None] + torch.tensor([-2, -1])
+        return torch.cat([context.length[:, None], context.tokens.gather(1, last)], 1)
+
+    def _finish(self, flight: _Flight, began: float) -> Round:
+        """Commit the round in flight, for the rows that were there when the one before had been committed."""
+        context, limits, composition = self.rows.context, self.limits, self.composition
+        found = flight.read()
+        arrived = perf_counter()
+        found = found[self.at.numpy()]
+        self._refuse(found)
+        budget = (limits.room(context) - 1).clamp(max=composition.length)
+        proposal, verdict = _decisions(found, budget if self.steps else None)
+        committed, finished = limits.apply(context, verdict)
+        B = context.batch
+        short = budget < self.steps
+        round = Round(
+            context=context,
+            proposal=proposal,
+            scores=Scores(torch.empty(B, 0, composition.target.vocab_size)),
+            probs=None,
+            verdict=verdict,
+            committed=committed,
+            finished=finished,
+            budget=budget,
+            truncated=(committed <= verdict.accepted) | short,
+            arm=torch.zeros_like(committed),
+            arm_prob=torch.ones(B),
+            number=self.number,
+            lossless=composition.verifying.lossless,
+            seconds={"target": arrived - began},
+        )
+        rows = self.rows._replace(context=context.append(verdict.tokens, committed))
+        if bool(finished.any()):
+            stay = (~finished).nonzero()[:, 0]
+            rows, self.at = rows.select(stay), self.at[stay]
+        self.rows, self.number = rows, self.number + 1
+        round.seconds["total"] = perf_counter() - began  # type: ignore[index]
+        return round
+
+    def _refuse(self, found: np.ndarray) -> None:
+        """Raise ValueError for logits that have no distribution."""
+        if found[:, FINITE : DRAWN + 1].all():
+            return
+        for column, whose in ((FINITE, "logits"), (DRAWN, "the draft's logits")):
+            if not found[:, column].all():
+                b = int(found[:, column].argmin())
+                raise ValueError(
+                    f"{whose} of row {b} have NaN, +inf or nothing but -inf, which is no distribution: a model in float16 may need bfloat16 or "
+                    "float32"
+                )
+
+    def _compact(self, whole: int) -> None:
+        """Move the rows that go on to the first rows of the caches, and tell these what they hold."""
+        gone = torch.ones(whole, dtype=torch.bool)
+        gone[self.at] = False
+        stay = staying(gone)
+        self.rows = self.rows.select(torch.searchsorted(self.at, stay))
+        context, words = self.rows.context, self.rows.context.tokens.numpy()
+        for number, cache in enumerate(self.caches):
+            for i, (b, n) in enumerate(zip(stay.tolist(), context.length.tolist())):
+                cache.remember(b, words[i], 0, n - 1 - number, 0)  # the draft is fed the last two once more
+        self.caches = [cache.select(stay) for cache in self.caches]
+        self.at = torch.arange(context.batch)
+
+
+def _decisions(found: np.ndarray, budget: Tensor | None) -> tuple[Proposal, Verdict]:
+    """Proposal and verdict of a result; ``budget [B]``: drafted tokens of each row, ``None`` without a draft."""
+    B = len(found)
+    accepted, bonus = found[:, ACCEPTED].copy(), found[:, NEXT].copy()
+    N = 0 if budget is None else max(int(budget.max()), 0)
+    tokens, nodes = found[:, TOKENS : TOKENS + N], np.arange(N)
+    taken = nodes < accepted[:, None]
+    path = np.where(taken, nodes, -1)
+    new = np.zeros((B, N + 1), dtype=np.int64)
+    np.multiply(tokens, taken, out=new[:, :N])
+    new[np.arange(B), accepted] = bonus
+    if budget is None or not N:
+        proposal = Proposal.none(B)
+    else:
+        proposal = Proposal.chain(torch.from_numpy(tokens.copy()), budget)
+    return proposal, Verdict(*map(torch.from_numpy, (path, accepted, bonus, new)))

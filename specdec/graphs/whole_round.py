@@ -1,0 +1,223 @@
+"""A whole round of a chain as one captured step: the draft's chain, the target's pass over it, the verdict, and the next round's inputs.
+
+The texts' ends (length and last two tokens of every row) stay on the device, so a round may be launched before the last one's verdict is on
+the host. Random numbers are computed in the step, from the keys that the host would use.
+
+Every row has the same shape: the draft is fed the last two committed tokens, since it may lack one of them, and the target the last one and all
+drafted tokens. Tokens beyond a row's budget are computed and never accepted. The cache has slots for them.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from specdec.cache.static import StaticStore
+from specdec.graphs.chain import scored
+from specdec.graphs.staging import Program, Staged, pad
+from specdec.graphs.static import Forward, StaticPlan
+from specdec.kernels import philox
+from specdec.kernels.attention.lowered import Lowered
+from specdec.kernels.philox.reference import ACCEPT, BONUS, DRAFT, Key, pick, race_uniforms, uniforms
+from specdec.rng import triton_kernels
+from specdec.sampling import Sampling, fit
+from specdec.verifiers.rejection import residual
+
+ACCEPTED, NEXT, FINITE, DRAWN, TOKENS = range(
+    5
+)  # columns of a result; the drafted tokens are in those from ``TOKENS`` on
+
+
+class Side(NamedTuple):
+    """A model in the step: ``forward`` as ``Packed.forward``, where its keys and values go, and its number of tokens."""
+
+    forward: Forward
+    store: StaticStore
+    vocab_size: int
+
+
+class RoundShape(NamedTuple):
+    """What a round is captured for: ``rows`` of at most ``length`` slots, ``steps`` drafted tokens (0: no draft).
+
+    ``verdict``: ``"rejection"`` as ``verifiers.Rejection`` decides, ``"coupled"`` as ``Coupled``; at temperature 0 both compare tokens. ``drawing``: the
+    draft's sampling.
+    """
+
+    rows: int
+    length: int
+    steps: int
+    verdict: Literal["rejection", "coupled"]
+    sampling: Sampling
+    drawing: Sampling
+
+
+class Decided(NamedTuple):
+    """``accepted [R]``, the token after them ``bonus [R]``, and whether the target's logits were finite, ``[R, steps + 1]``."""
+
+    accepted: Tensor
+    bonus: Tensor
+    finite: Tensor
+
+
+class WholeRound(Program):
+    """One round of a batch.
+
+    Attributes:
+        state: ``[R, 3]`` int64 on the device: each row's committed length, and its last two tokens. The step reads it and returns the next.
+    """
+
+    def __init__(self, target: Side, draft: Side | None, shape: RoundShape, device: torch.device):
+        self.target, self.draft, self.shape, self.device = target, draft, shape, device
+        R = shape.rows
+        self.staged = Staged(
+            {
+                "rows": ("i4", (R,)),
+                "start": ("i8", (R, 3)),
+                **dict.fromkeys(("real", "most", "seed"), ("i8", (R,))),
+            },
+            device,
+        )
+        with torch.inference_mode(False):
+            self.state = torch.zeros(R, 3, dtype=torch.long, device=device)
+
+    def send(self, most: Tensor, seed: Tensor, start: Tensor | None = None) -> None:
+        """Send a batch, whose rows are the first of the cache.
+
+        Args:
+            most: ``[B]`` where each row's text ends. seed: ``[B]``. start: ``[B, 3]`` the state; ``None`` leaves it.
+        """
+        array, B = self.staged.begin(), len(most)
+        pad(array["rows"], range(B))
+        pad(array["real"], [1] * B)
+        pad(array["most"], most.numpy())
+        pad(array["seed"], seed.numpy())
+        array["start"][:] = (2, 0, 0)
+        if start is not None:
+            array["start"][:B] = start.numpy()
+        self.staged.send()
+        if start is not None:
+            self.state.copy_(self.staged.on["start"])
+
+    def run(self) -> Tensor:
+        """``[R, TOKENS + steps]`` the round's result, which holds until the next; the state goes on to the next round."""
+        result, state = self.replay() if self.captured else self.body()
+        self.state.copy_(state)
+        return result
+
+    def body(self) -> tuple[Tensor, Tensor]:
+        """The result and the next state."""
+        shape, most, V = self.shape, self.staged.on["most"], self.target.vocab_size
+        length, before, last = self.state.unbind(1)
+        live, budget = most > length, (most - length - 1).clamp(0, shape.steps)
+        nodes = torch.arange(shape.steps, device=self.device) < budget[:, None]
+        tokens, q, drawn = self._chain(length, torch.stack([before, last], 1))
+        drawn = (drawn | ~nodes).all(1)
+        ids = torch.cat([last[:, None], tokens], 1)
+        logits = self._feed(self.target, ids, length - 1, None).view(shape.rows, shape.steps + 1, V)
+        accepted, bonus, finite = self._decide(logits, tokens, q, nodes, length)
+        finite = (finite[:, 1:] | ~nodes).all(1) & finite[:, 0]
+        bonus = bonus.clamp(
+            0, V - 1
+        )  # NaN may give another; the next round is launched before this is noticed
+        held = ids.gather(1, accepted[:, None])[:, 0]
+        state = torch.stack([length + accepted + 1, held, bonus], 1)
+        result = torch.stack([accepted, bonus, finite.long(), drawn.long()], 1)
+        return torch.cat([result, tokens], 1), torch.where(live[:, None], state, self.state)
+
+    def _chain(self, length: Tensor, ends: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Drafted tokens ``[R, steps]``, their distributions, and whether these exist, ``[R, steps]``."""
+        shape, R = self.shape, self.shape.rows
+        if self.draft is None:
+            none = length.new_zeros(R, 0)
+            return none, None, none.bool()
+        tokens: list[Tensor] = []
+        tops: list[Tensor] = []
+        distributions: list[Tensor] = []
+        depths = torch.arange(shape.steps, device=self.device)
+        numbers = None
+        if shape.verdict == "rejection" and not shape.drawing.greedy:
+            numbers = self._uniforms(length, depths, DRAFT)
+        for n in range(shape.steps):
+            if n == 0:
+                keep = torch.arange(R, device=self.device) * 2 + 1
+                logits = self._feed(self.draft, ends, length - 2, keep)
+            else:
+                logits = self._feed(self.draft, tokens[-1][:, None], length + (n - 1), None)
+            top, token, q = scored(fit(logits, self.target.vocab_size), shape.drawing)
+            if q is not None:
+                distributions.append(q)
+                token = self._race(q, length + n) if numbers is None else pick(q, numbers[:, n])
+            tops.append(top)
+            tokens.append(token.clamp(0, self.target.vocab_size - 1))
+        drawn = torch.isfinite(torch.stack(tops, 1))
+        return torch.stack(tokens, 1), torch.stack(distributions, 1) if distributions else None, drawn
+
+    def _feed(self, side: Side, ids: Tensor, first: Tensor, keep: Tensor | None) -> Tensor:
+        """Logits of ``ids [R, n]`` at the positions from ``first [R]`` on, or of the tokens ``keep``."""
+        on, n = self.staged.on, ids.shape[1]
+        position = first[:, None] + torch.arange(n, device=self.device)
+        slots = on["rows"].long()[:, None] * side.store.slots + position
+        slots = torch.where(on["real"][:, None] > 0, slots, side.store.spare).flatten()
+        starts = torch.arange(self.shape.rows + 1, device=self.device, dtype=torch.int32) * n
+        length = (first + n).to(torch.int32)
+        lowered = Lowered(starts, length, on["rows"], length, None, None, None, None, n, self.shape.length)
+        side.store.begin()
+        known = ids.clamp(max=side.vocab_size - 1).flatten()  # a smaller vocabulary reads its last token
+        # Tokens beyond the budget may be beyond the last position that the model has.
+        position = torch.minimum(position, (on["most"] - 1).clamp(min=0)[:, None])
+        logits = side.forward(side.store, StaticPlan(lowered, slots), known, position.flatten(), keep)
+        assert logits is not None
+        return logits
+
+    def _decide(
+        self, logits: Tensor, tokens: Tensor, q: Tensor | None, nodes: Tensor, length: Tensor
+    ) -> Decided:
+        """The verdict on ``tokens [R, steps]``, of which ``nodes`` exist, from ``logits [R, steps + 1, V]``."""
+        shape, depths = self.shape, torch.arange(self.shape.steps + 1, device=self.device)
+        top, wanted, p = scored(logits, shape.sampling)
+        finite = torch.isfinite(top)
+        if p is not None and shape.verdict == "coupled":
+            wanted = self._race(p, length[:, None] + depths)
+        if p is None or shape.verdict == "coupled":
+            accepted = ((tokens == wanted[:, :-1]) & nodes).long().cumprod(1).sum(1)
+            return Decided(accepted, wanted.gather(1, accepted[:, None])[:, 0], finite)
+        rows, N = torch.arange(shape.rows, device=self.device), shape.steps
+        if N:  # as verifiers.rejection.verify_chain
+            mine = p[:, :N].gather(2, tokens[..., None])[..., 0]
+            theirs = torch.ones_like(mine) if q is None else q.gather(2, tokens[..., None])[..., 0].to(mine)
+            ratio = torch.where(nodes, mine / theirs, 0)
+            accepts = (self._uniforms(length, depths[:N], ACCEPT) < ratio) & nodes
+            accepted = accepts.long().cumprod(1).sum(1)
+        else:
+            accepted = torch.zeros_like(length)
+        chosen = p[rows, accepted]
+        if N:
+            at = accepted.clamp(max=N - 1)
+            drafted = torch.zeros_like(chosen).scatter_(1, tokens[rows, at][:, None], 1)
+            drafted = drafted if q is None else q[rows, at].to(chosen)
+            rejected = accepted < nodes.sum(1)
+            chosen = torch.where(rejected[:, None], residual(chosen, drafted), chosen)
+        number = self._uniforms(length, depths, BONUS).gather(1, accepted[:, None])[:, 0]
+        return Decided(accepted, pick(chosen, number), finite)
+
+    def _uniforms(self, length: Tensor, depths: Tensor, stream: int) -> Tensor:
+        """``[R, D]`` as ``Philox.uniform`` gives them for blocks that begin at ``length [R]``."""
+        seed = self.staged.on["seed"]
+        if length.is_cuda and triton_kernels():
+            return philox.uniforms(
+                seed, Key(length[:, None], depths, torch.zeros_like(depths), stream), self.device
+            )
+        return uniforms(seed, length, depths, stream)
+
+    def _race(self, probs: Tensor, position: Tensor) -> Tensor:
+        """``position``'s shape: tokens from ``probs [R, ..., V]``, as by ``Philox.race``."""
+        seed = self.staged.on["seed"]
+        seed = seed.view(-1, *[1] * (position.dim() - 1)).expand(position.shape).reshape(-1)
+        flat, at = probs.reshape(-1, probs.shape[-1]), position.reshape(-1)
+        if probs.is_cuda and triton_kernels():
+            return philox.race(flat, seed, at).view(position.shape)
+        u = race_uniforms(seed, at, torch.arange(flat.shape[1], device=self.device))
+        arrivals = u.clamp(max=1 - 2.0**-53).log().neg() / flat.double()
+        return arrivals.argmin(-1).view(position.shape)

@@ -1,0 +1,42 @@
+"""Many samples of one prompt: it is fed once, and its keys and values are copied to the other rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec.cache.contiguous import SlotCache
+from specdec.types import Context
+
+LEAST = 128  # tokens to save; below that, a second forward costs as much
+
+
+def share_prompts(model: Any, cache: Any, context: Context, rows: Tensor | None) -> None:
+    """Feed each prompt that several empty rows of the cache have (of ``rows``; ``None``: all) once, except its last token.
+
+    A prompt's keys and values do not depend on the row, so the rows continue as if they had read it themselves. Nothing is done where that
+    saves less than ``LEAST`` tokens.
+
+    Args:
+        model: whose ``prefill`` feeds the rows. cache: other caches than a ``SlotCache`` are left alone.
+    """
+    if type(cache) is not SlotCache:
+        return
+    empty = cache.empty_rows()
+    if len(empty) < 2:
+        return
+    asked = None if rows is None else set(rows.tolist())
+    words, length = context.tokens.numpy(), context.length.tolist()
+    alike: dict[bytes, list[int]] = {}
+    for b in empty:
+        if asked is None or b in asked:
+            alike.setdefault(words[b, : length[b] - 1].tobytes(), []).append(b)
+    groups = [group for group in alike.values() if len(group) > 1]
+    if sum((len(group) - 1) * (length[group[0]] - 1) for group in groups) < LEAST:
+        return
+    model.prefill(cache, context, torch.tensor([group[0] for group in groups]))
+    for first, *others in groups:
+        for b in others:
+            cache.take(b, cache, first)

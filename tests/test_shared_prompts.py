@@ -1,0 +1,90 @@
+"""A prompt that several rows have is fed once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny import tiny
+
+import specdec as sd
+from specdec.models import shared_prompts
+
+LONG = [(7 * i + 3) % 90 for i in range(60)]
+PROMPTS = [LONG, LONG, [5, 6, 7], LONG, [9] * 70, [9] * 70]
+
+
+def fed(monkeypatch):
+    """How many tokens each forward is given."""
+    counts = []
+    run = sd.HFModel._run
+    monkeypatch.setattr(
+        sd.HFModel,
+        "_run",
+        lambda self, cache, packed, *more: (counts.append(packed.tokens), run(self, cache, packed, *more))[1],
+    )
+    return counts
+
+
+@pytest.mark.parametrize("graphs", [False, "eager"])
+def test_rows_of_one_prompt_read_it_once(monkeypatch, graphs):
+    model = sd.HFModel(tiny("llama"), graphs=graphs)
+    context = sd.Context.of(PROMPTS, 80)
+    counts = fed(monkeypatch)
+    logits = model.score(cache := model.cache(6, 80), context).logits
+    assert counts == [59 + 69, 5 + 3]  # two prompts without their last tokens, then the rest
+    assert [cache.row(b) for b in range(6)] == PROMPTS
+    monkeypatch.setattr(shared_prompts, "LEAST", 10**9)
+    other = model.cache(6, 80)
+    assert torch.allclose(model.score(other, context).logits, logits, atol=1e-9)
+    assert counts[2:] == [3 * 60 + 2 * 70 + 3]
+    for mine, theirs in zip(cache.layers, other.layers):
+        for b, prompt in enumerate(PROMPTS):
+            for x, y in zip(mine, theirs):
+                assert torch.allclose(x[b, : len(prompt)], y[b, : len(prompt)], atol=1e-9)
+
+
+def test_only_rows_that_are_asked_for_and_empty(monkeypatch):
+    model = sd.HFModel(tiny("llama"))
+    context = sd.Context.of([LONG] * 6, 80)
+    cache = model.cache(6, 80)
+    model.prefill(cache, sd.Context.of([LONG[:20]] * 6, 80), torch.tensor([1]))
+    counts = fed(monkeypatch)
+    model.prefill(cache, context, torch.tensor([0, 1, 3, 4, 5]))
+    assert counts == [59, 59 - 19]  # rows 0, 3, 4 and 5 share, row 1 goes on, row 2 was not asked for
+    assert [len(cache.row(b)) for b in range(6)] == [59, 59, 0, 59, 59, 59]
+
+
+def test_short_prompts_take_one_forward(monkeypatch):
+    model = sd.HFModel(tiny("llama"))
+    counts = fed(monkeypatch)
+    model.score(model.cache(4, 40), sd.Context.of([[1, 2, 3, 4]] * 4, 40))
+    assert counts == [16]
+
+
+def test_samples_are_those_of_single_rows(monkeypatch):
+    target, small = (sd.HFModel(tiny("llama", seed)) for seed in (0, 1))
+    decoder = sd.decoder(target).draft(small, 3).build()
+    seeds = [1, 2, 3, 4]
+    alone = [decoder.generate([LONG], 20, seed=[one], eos_token_id=()).ids[0] for one in seeds]
+    counts = fed(monkeypatch)
+    assert decoder.generate([LONG] * 4, 20, seed=seeds, eos_token_id=()).ids == alone
+    assert counts[:3] == [59, 4, 59]  # the target's prompt, its rows' last tokens, the draft's prompt
+
+
+def test_activations_of_every_row_are_given(monkeypatch):
+    model = sd.HFModel(tiny("llama"))
+    counts = fed(monkeypatch)
+    scores = model.score(model.cache(3, 80), sd.Context.of([LONG] * 3, 80), taps=(1,))
+    assert counts == [180]
+    assert scores.fed.layers[1].shape[0] == 180
+
+
+def test_a_model_that_decides_what_queries_see_reads_every_row(monkeypatch):
+    class Own(sd.HFModel):
+        def _pieces(self, *args):
+            yield from super()._pieces(*args)
+
+    model = Own(tiny("llama"))
+    counts = fed(monkeypatch)
+    model.score(model.cache(3, 80), sd.Context.of([LONG] * 3, 80))
+    assert counts == [180]
