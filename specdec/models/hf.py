@@ -100,10 +100,9 @@ class HFModel:
                 model.config.model_type,
                 f"{type(model).__name__} has no language-model head; load it with AutoModelForCausalLM",
             )
-        self.model, self.tokenizer, self.prefill_chunk = model, tokenizer, prefill_chunk
-        self.clone = structural_clone(model)
-        self.attention, self.bf16_weights, self.page, self.graphs = attention, bf16_weights, page, graphs
-        self.unlisted, self.compile, self.invariant = unlisted, compile, invariant
+        self.model, self.tokenizer, self.clone, self.page = model, tokenizer, structural_clone(model), page
+        self.attention, self.graphs, self.invariant, self.compile = attention, graphs, invariant, compile
+        self.prefill_chunk, self.bf16_weights, self.unlisted = prefill_chunk, bf16_weights, unlisted
         self._path = runner_for(
             *(self.clone, path, attention),
             invariant=invariant,
