@@ -31,7 +31,7 @@ from specdec.executors import Pipelined, Timeline
 torch.set_num_threads(1)  # one core, as in most of the figures of the documentation
 model, tokenizer = zoo.load("pocket-target")
 target = sd.HFModel(model, tokenizer)
-names = ["tiny", "code", "prose", "tabular", "vanilla"]
+names = ["tiny", "code", "360k", "700k", "vanilla"]
 pool = {name: sd.HFModel(*zoo.load(f"pocket-{name}")) for name in names}
 domains = ["code", "prose", "tabular"]
 
