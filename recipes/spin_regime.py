@@ -28,9 +28,8 @@ from specdec.lab.recipe import Plotted
 from specdec.lab.regime import Machine, Regime, grid
 
 LLAMA_7B = Shape(32, 4096, 32, 32, 128, 11008, 32000)
-LLAMA_3_8B = Shape(
-    32, 4096, 32, 8, 128, 14336, 128256
-)  # fewer key-value heads: fewer items of work in attention
+# Fewer key-value heads: fewer items of work in attention.
+LLAMA_3_8B = Shape(32, 4096, 32, 8, 128, 14336, 128256)
 PARTS = ("selection", "over_padded", "decomposition", "pipeline")
 
 
@@ -88,9 +87,8 @@ def points(s: Settings) -> list[Regime]:
     """The points of both machines."""
     core = Hardware("CPU", s.gflops * 1e9, s.gigabytes * 1e9, s.overhead * 1e-3, 1e-5)
     cpu = Machine(core, s.memory * 1e9, s.serial)
-    sm = Hardware(
-        "A100", 312e12 / 108, 2.039e12 / 40, 1e-5, 1e-5
-    )  # 40 multiprocessors can saturate its memory
+    # 40 multiprocessors can saturate its memory.
+    sm = Hardware("A100", 312e12 / 108, 2.039e12 / 40, 1e-5, 1e-5)
     gpu = Machine(sm, 2.039e12, item=2e-7)
     small = Shape.of(zoo.load(s.target)[0].config)
     common = {"k": s.k, "tau": s.tau, "headroom": s.headroom}

@@ -197,9 +197,8 @@ def test_on_a_device_a_round_waits_once(drafted, verifier, temperature):
         )
     middle = len(seen) // 2
     assert said.ids == expected
-    assert seen[middle] - seen[middle - 1] <= 1, (
-        device.waits
-    )  # the copy of the result; on a GPU it is not waited for, but its event
+    # The copy of the result; on a GPU it is not waited for, but its event.
+    assert seen[middle] - seen[middle - 1] <= 1, device.waits
 
 
 def test_logits_that_are_not_finite_are_refused():

@@ -199,9 +199,8 @@ def test_what_is_not_finite_inside_a_row_does_not_count(dtype, D, poison):
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (8, 2), (8, 1)])  # 1, 4 and 8 query heads a KV head
-@pytest.mark.parametrize(
-    ("window", "initial"), [(5, 3), (20, 20), (2, 70), (1, 1), (1, 5)]
-)  # 5 is beyond a root
+# 5 is beyond a root.
+@pytest.mark.parametrize(("window", "initial"), [(5, 3), (20, 20), (2, 70), (1, 1), (1, 5)])
 def test_first_positions_in_float32(window, initial, heads):
     """Ragged rows with borders of vectors and blocks, one-token rows, a row of its first token, a tree."""
     for plan in (
@@ -396,9 +395,8 @@ def test_rows_without_queries_are_refused():
         AttentionPlan([0, 1], [5, 3], [1], 24)
 
 
-rows = st.lists(
-    st.tuples(st.integers(0, 9), st.integers(1, 5), st.booleans()), min_size=1, max_size=4
-)  # first slot, queries, whether the row is there
+# First slot, queries, whether the row is there.
+rows = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 5), st.booleans()), min_size=1, max_size=4)
 
 
 @settings(max_examples=60, deadline=None)

@@ -204,9 +204,8 @@ def test_the_machine_can_be_chosen_by_what_it_is_to_predict():
     assert not calibrate(samples, cached_apart=True, cache=True).overlapped
     assert {made.overlapped for made in seen} == {True, False}
     assert len({made.cache_bytes for made in seen}) > 2
-    assert len(seen) == len(
-        {(made.overlapped, made.cache_bytes) for made in seen}
-    )  # each pair's best fit only
+    # Each pair's best fit only.
+    assert len(seen) == len({(made.overlapped, made.cache_bytes) for made in seen})
 
 
 # The host's work

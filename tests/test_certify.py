@@ -282,9 +282,8 @@ def test_too_many_branches_are_refused_with_the_remedy():
 def test_each_prompt_of_a_ragged_batch_has_its_own_distribution():
     prompts, budgets = [[0, 1], [2], [1, 1, 0]], [1, 3, 2]
     decoder = catalogue.BASE.draft(catalogue.TREE, length=2).build()
-    together = certify(
-        decoder, prompts, budgets, batch=7
-    )  # many small batches, in which every prompt has mates
+    # Many small batches, in which every prompt has mates.
+    together = certify(decoder, prompts, budgets, batch=7)
     for row, (prompt, budget) in enumerate(zip(prompts, budgets)):
         alone = certify(decoder, [prompt], budget)
         assert together.distribution[row] == pytest.approx(alone.distribution[0], abs=1e-14)

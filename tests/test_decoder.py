@@ -740,9 +740,8 @@ def test_a_function_is_not_asked_beyond_a_rows_budget(target):
     asked = []
     draft = sd.chain_draft(lambda prefix: asked.append(prefix) or [0.0] * 97)
     sd.decoder(target).draft(draft, length=6).build().generate([[1] * 12, [3]], [3, 15], seed=0)
-    assert (
-        max(len(prefix) for prefix in asked if prefix[0] == 1) == 13
-    )  # 12 and the prefill's; one is drafted, one is bonus
+    # 12 and the prefill's; one is drafted, one is bonus.
+    assert max(len(prefix) for prefix in asked if prefix[0] == 1) == 13
     assert max(len(prefix) for prefix in asked if prefix[0] == 3) > 7
 
 

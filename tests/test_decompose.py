@@ -167,9 +167,8 @@ def test_what_is_chosen():
     sides = decompose([100] * 8 + [2000] + [100] * 8, 5, MODEL)
     assert [(b.r0, b.r1) for b in sides.walk()] == [(0, 8), (8, 9), (9, 17)]
     slow_calls = CostModel.of(4, 4, 64, call=1e-4)
-    comb = decompose(
-        [900, 1200] * 12, 5, slow_calls
-    )  # many calls against one with all rows and some above it
+    # Many calls against one with all rows and some above it.
+    comb = decompose([900, 1200] * 12, 5, slow_calls)
     assert comb.calls == 1 or comb.cut
     assert decompose([900, 2000] * 8, 5, MODEL, cut=False).cut is False
     assert decompose([900, 900], 5, MODEL, rows=[0, 5]).calls == 2

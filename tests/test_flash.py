@@ -472,9 +472,8 @@ def test_sink_logits_that_need_a_gradient_have_one():
         sink_logits = SINKS.clone().requires_grad_()
         args = inputs("verify", heads=4, shared=2, dtype=torch.float32)
         plan = fresh("verify")
-        attention(
-            *args, plan, sink_logits=SINKS, **options
-        )  # what was chosen for this layer is not the next one's
+        # What was chosen for this layer is not the next one's.
+        attention(*args, plan, sink_logits=SINKS, **options)
         out = attention(*args, plan, sink_logits=sink_logits, **options)
         assert torch.autograd.grad(out.sum(), sink_logits)[0].abs().min() > 0
     with pytest.raises(ValueError, match="no gradient of sink logits"):

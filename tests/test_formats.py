@@ -56,15 +56,13 @@ def test_logits_are_those_of_speculators(model, case):
         anchors = torch.arange(1, 12)
         every, *_ = made(head, given, anchors, 4)
         at = given["anchor_pos"]
-        kept = (at >= 0) & (
-            at < len(anchors)
-        )  # those of -1 have no committed pair, which decoding always has
+        # Those of -1 have no committed pair, which decoding always has.
+        kept = (at >= 0) & (at < len(anchors))
         ours, wanted = every[at[kept], given["depth"][kept]], wanted[kept]
         assert len(set(given["depth"][kept].tolist())) == 4
     else:  # blocks
-        every, sure, memo = made(
-            head.train(), given, given["anchors"], head.longest
-        )  # all tokens are candidates
+        # All tokens are candidates.
+        every, sure, memo = made(head.train(), given, given["anchors"], head.longest)
         ours, count = (memo.logits[0] if type(head) is DFlash2 else every), len(given["anchors"])
         wanted = wanted.unflatten(0, (count, -1))[:, head.first :]
         if type(head) is DFlash2:

@@ -136,9 +136,8 @@ def test_bits_per_byte_are_the_models_cross_entropy():
         float(nats) / math.log(2) / len(text), rel=1e-4
     )
     long = [text * 20]
-    assert bits_per_byte(model, tokenizer, long, window=16) > bits_per_byte(
-        model, tokenizer, long
-    )  # less to see
+    # Less to see.
+    assert bits_per_byte(model, tokenizer, long, window=16) > bits_per_byte(model, tokenizer, long)
     assert xz_bits_per_byte(long) < xz_bits_per_byte([text])
 
 

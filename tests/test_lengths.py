@@ -56,9 +56,8 @@ class Stopping:
         )
         last = context.tokens[torch.arange(B), context.length - 1]
         for j in range(self.K):
-            laws[:, j] = torch.where(
-                (j < budget)[:, None], self.model.probs[last], NEVER
-            )  # beyond it nothing is drawn
+            # Beyond it nothing is drawn.
+            laws[:, j] = torch.where((j < budget)[:, None], self.model.probs[last], NEVER)
             last = tokens[:, j] = rng.categorical(laws[:, j], Key(context.length, j))
         size = self.policy(Drafted.of(laws, tokens)).minimum(budget)
         return sd.Proposal.chain(tokens, size, laws, "sampled"), None

@@ -140,9 +140,8 @@ def test_a_view_follows_a_target_that_was_rolled_back(target, length):
     run.context = shorter
     check_view(run)
     assert all(int(kept[0].max()) < length for kept in run.state.cache.kept)
-    assert all(
-        int(kept[1].max()) == 21 - 6 for kept in run.state.cache.kept
-    )  # the latest that was no longer seen
+    # The latest that was no longer seen.
+    assert all(int(kept[1].max()) == 21 - 6 for kept in run.state.cache.kept)
     run.propose([4, 4])
 
 

@@ -356,9 +356,8 @@ def test_a_draft_brings_its_mask(tmp_path, llama):
     sliding = draft_of(tiny("mistral"), 1, mask=library & Window(12))
     sliding.save_pretrained(tmp_path / "sliding")
     loaded = SpireModel.from_pretrained(tmp_path / "sliding")
-    assert (
-        loaded.mask == sliding.mask == library & Window(12) & Window(8)
-    )  # joined once, however often it is saved
+    # Joined once, however often it is saved.
+    assert loaded.mask == sliding.mask == library & Window(12) & Window(8)
 
 
 @pytest.mark.parametrize(

@@ -267,9 +267,8 @@ def test_positions_in_the_text_or_in_the_cache(wrapper):
                     and (where[kv] < 2 or where[kv] > where[q] - 4)
                 )
                 assert bool(mask(b, 0, q, kv)) == expected
-    assert (
-        dense(OriginalText(Window(4), KEPT), AT[7:8], AT[:10], 1).sum() == 3
-    )  # the text has gaps: 20, 21, 22
+    # The text has gaps: 20, 21, 22.
+    assert dense(OriginalText(Window(4), KEPT), AT[7:8], AT[:10], 1).sum() == 3
     assert dense(InCache(Causal() & Window(4), KEPT), AT[7:8], AT[:10], 1).sum() == 4
 
 

@@ -173,9 +173,8 @@ def test_a_target_in_low_precision_has_exact_angles(tmp_path):
 
 
 def test_the_routers_bias_of_a_target_in_low_precision_stays_exact(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        Glm4MoeForCausalLM, "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.2.*"]
-    )  # transformers knows the layer by GLM's numbers of layers
+    # Transformers knows the layer by GLM's numbers of layers.
+    monkeypatch.setattr(Glm4MoeForCausalLM, "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.2.*"])
     with_mtp(tmp_path, "glm4_moe", num_hidden_layers=2)
     tensors, name = load_file(tmp_path / "model.safetensors"), "mlp.gate.e_score_correction_bias"
     exact = 14 + torch.rand(4, generator=torch.Generator().manual_seed(0))

@@ -65,9 +65,8 @@ def test_selection_pays_for_every_draft_in_use():
 
 def test_a_pipeline_gains_what_cores_lose_together():
     work = Hardware("work", 1e9, ENDLESS)
-    draft = replace(
-        POINT, raggedness=0.0, ratio=5 / 4, k=4, cores=8, batch=64
-    )  # drafting takes as long as verification
+    # Drafting takes as long as verification.
+    draft = replace(POINT, raggedness=0.0, ratio=5 / 4, k=4, cores=8, batch=64)
     ideal = replace(draft, machine=Machine(work, ENDLESS, item=0.0)).gains()
     assert ideal["pipeline"] <= 1 + 1e-9  # cores that share work without loss gain nothing from a division
     lossy = replace(draft, machine=Machine(work, ENDLESS, serial=0.5, item=0.0)).gains()

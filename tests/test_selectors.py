@@ -407,9 +407,8 @@ def test_epochs_explore_then_exploit_twice_as_long(selector, lengths):
     for n, m in lengths:
         phase = arms[at + n : at + n + m, 0]
         assert len(set(phase.tolist())) == 1
-        assert phase[0] == max(
-            arms[:at, 0].max(initial=0), arms[at : at + n, 0].max()
-        )  # best of what was seen
+        # Best of what was seen.
+        assert phase[0] == max(arms[:at, 0].max(initial=0), arms[at : at + n, 0].max())
         at += n + m
 
 

@@ -64,9 +64,8 @@ def test_lengths_of_rounds():
             torch.testing.assert_close(a, b[..., : a.shape[-1]] if b.dim() == 2 else b, rtol=0, atol=1e-12)
     assert efficiency(accept, lengths=torch.zeros(2, 8, dtype=torch.long)).rounds.tolist() == [8, 8]
     lengths = torch.randint(0, 5, (2, 8), generator=torch.Generator().manual_seed(1))
-    blocked = torch.where(
-        torch.arange(4) < lengths[..., None], accept, 0
-    )  # a draft that is always rejected there
+    # A draft that is always rejected there.
+    blocked = torch.where(torch.arange(4) < lengths[..., None], accept, 0)
     assert len(set(lengths.flatten().tolist())) == 5
     a, b = efficiency(accept, cut=True, lengths=lengths), efficiency(blocked, cut=True)
     torch.testing.assert_close(a.rounds, b.rounds, rtol=0, atol=1e-12)

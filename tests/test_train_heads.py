@@ -194,9 +194,8 @@ def test_validation_of_blocks_by_hand(target):
     from specdec.training.sources import Live
 
     live = Live(target, tokens, [1, 2])
-    said = judge.validate(
-        head, live, Blocks(3, 2), 4, torch.device("cpu"), torch.float32
-    )  # batches of 4 and 2
+    # Batches of 4 and 2.
+    said = judge.validate(head, live, Blocks(3, 2), 4, torch.device("cpu"), torch.float32)
     assert said["tau"] == pytest.approx(tau, abs=1e-5)
     for n in range(3):
         assert said[f"acceptance_{n + 1}"] == pytest.approx(float(a[..., n].mean()), abs=1e-5)

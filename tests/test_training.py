@@ -108,9 +108,8 @@ def test_states_are_the_targets_and_continue(tmp_path):
     again = States.write(tmp_path / "b", target, tokens.split(2), [1, 2], progress=False)
     assert len(again) == len(whole) == 12
     assert (again.tokens == whole.tokens).all()
-    assert (
-        abs(again.activations.astype(int) - whole.activations).max() <= 1
-    )  # another batch size rounds otherwise
+    # Another batch size rounds otherwise.
+    assert abs(again.activations.astype(int) - whole.activations).max() <= 1
     with pytest.raises(ValueError, match="holds states of target"):
         States(tmp_path / "a", tiny("llama", seed=5, num_hidden_layers=3))
     with pytest.raises(ValueError, match="keeps layers"):

@@ -80,9 +80,8 @@ def test_parents_must_come_first():
         tree.check(torch.tensor([[-1, 1]]), torch.tensor([2]))
     with pytest.raises(ValueError, match="stored before"):
         tree.check(torch.tensor([[-2]]), torch.tensor([1]))
-    tree.check(
-        torch.tensor([[-1, 7]]), torch.tensor([1])
-    )  # a node that does not exist has no parent to check
+    # A node that does not exist has no parent to check.
+    tree.check(torch.tensor([[-1, 7]]), torch.tensor([1]))
 
 
 def _texts(proposal: Proposal, b: int) -> list[tuple[int, ...]]:
@@ -93,9 +92,8 @@ def _texts(proposal: Proposal, b: int) -> list[tuple[int, ...]]:
 @settings(deadline=None)
 @given(proposals(rows=2), proposals(rows=2))
 def test_merging_point_masses_gives_the_union_of_their_prefixes(a, b):
-    one = tree.merge(
-        Proposal.none(2), a
-    )  # a tree may hold a prefix twice; merged into nothing, it holds it once
+    # A tree may hold a prefix twice; merged into nothing, it holds it once.
+    one = tree.merge(Proposal.none(2), a)
     both = tree.merge(one, b)
     tree.check(both.parents, both.size)
     for row in range(2):

@@ -28,9 +28,8 @@ from specdec.kernels.attention.reach import reach
 pytest.importorskip("triton")
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-LOOSER = (
-    4 if DEVICE.type == "cuda" else 1
-)  # there a float32 division and exp2 are approximate, to a few units in the last place
+# There a float32 division and exp2 are approximate, to a few units in the last place.
+LOOSER = 4 if DEVICE.type == "cuda" else 1
 
 
 @pytest.fixture(autouse=True)
@@ -247,9 +246,8 @@ def test_values_of_another_size():
 )
 def test_softcap_and_sinks(sink_logits, softcap, chunk):
     plan = PLANS["ragged tree"]
-    logits = (
-        None if sink_logits is None else torch.tensor([0.5, -1.0, 3.0, -80.0]).to(DEVICE, sink_logits)
-    )  # takes half, little, most, none
+    # Takes half, little, most, none.
+    logits = None if sink_logits is None else torch.tensor([0.5, -1.0, 3.0, -80.0]).to(DEVICE, sink_logits)
     close(case(plan), plan, softcap=softcap, sink_logits=logits, window=20, chunk=chunk)
 
 
@@ -414,9 +412,8 @@ def test_what_is_seen_and_not_finite_is_not_hidden():
 def test_equal_bits_alone_or_with_others(dtype, window, sink_logits):
     """With fixed chunks a query's bits depend neither on how many its row has, nor on a tree's form, nor on other rows."""
     S, n, q = 260, 126, 4  # the queries are on both sides of a border between chunks
-    chunk = (
-        128 if window else 64
-    )  # of two tiles: the window of the first query begins in the first, others' in the second
+    # Of two tiles: the window of the first query begins in the first, others' in the second.
+    chunk = 128 if window else 64
     logits = torch.tensor([0.5, -1.0], device=DEVICE) if sink_logits else None
     one = AttentionPlan([0], [n], [q], S, fragment=chunk)
     query, keys, values = case(one, 2, 1, dtype=dtype, B=3)

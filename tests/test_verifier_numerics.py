@@ -174,9 +174,8 @@ def test_subnormal_probabilities_stay_in_the_support(dtype, backend):
                 assert bool((p[verdict.bonus] > 0).all())
                 assert verdict.accepted.tolist() == [int(token < 2)] * 4
     if dtype == F32:
-        logits = (
-            torch.tensor([0.0, -100.0, -INF, -INF]).expand(2, 2, 4).contiguous()
-        )  # exp(-100) is subnormal
+        # exp(-100) is subnormal.
+        logits = torch.tensor([0.0, -100.0, -INF, -INF]).expand(2, 2, 4).contiguous()
         us = torch.tensor([[LARGEST], [0.0]], dtype=F64), torch.tensor([LARGEST, 0.0], dtype=F64)
         got = verify(logits, torch.tensor([[2], [2]]), torch.ones(2).long(), *us, backend=backend)
         assert got.accepted.tolist() == [0, 0]

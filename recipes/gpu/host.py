@@ -4,13 +4,12 @@ Steps are captured as on a GPU, and a replay returns prepared results without co
 rows accept 0 to 4 of 4 tokens. What remains is the work of Python and of small tensors on the host, by the CPU clock of the thread. On a
 GPU the same work also launches kernels and copies, which is not included. Cases take turns, and medians are over rounds.
 
-    python -m recipes.gpu.host --json OUT.json
+    python -m recipes.gpu.host --batches 1 16 64 --json docs/results/host.json
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 from contextlib import suppress
 from itertools import pairwise, product
 from pathlib import Path
@@ -28,6 +27,7 @@ from recipes.gpu.steps import config
 from specdec.executors import Ahead, Serial
 from specdec.graphs.chain import Chain
 from specdec.graphs.whole_round import ACCEPTED, DRAWN, FINITE, WholeRound
+from specdec.lab import report
 
 K, TOKEN, OTHER, SHARE = 4, 7, 8, 0.7
 GIVEN = {  # milliseconds of the first review, before anything was done about them
@@ -123,7 +123,7 @@ def main() -> None:
     for _ in range(args.turns):
         for case in cases:
             found[case] += gaps(made[case[0]], case[1], args.rounds)
-    rows = []
+    rows: list[dict[str, Any]] = []
     print("| a round | executor | batch | ms | first review | share |\n|---|---|---|---|---|---|")
     for (name, executor), batch in cases:
         times, before = found[(name, executor), batch], GIVEN[name].get(batch)
@@ -133,7 +133,7 @@ def main() -> None:
         share = f"{ms / before:.2f}" if before else ""
         print(f"| {name} | {executor} | {batch} | {ms:.3f} | {before or ''} | {share} |")
     if args.json is not None:
-        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+        report.write(args.json, rows, seed=0)
 
 
 if __name__ == "__main__":

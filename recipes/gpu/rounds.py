@@ -26,9 +26,8 @@ from specdec.verifiers import Synthetic
 K, ACCEPTANCE = 4, 0.7
 POINTS = ((1, 1024), (16, 1024), (64, 1024), (16, 8192))
 TOY_POINTS = ((2, 16),)
-LIMIT = (
-    16 * 1024
-)  # tokens of the points at which decoders with "ahead" are timed: the host's time is a small share beyond
+# Tokens of the points at which decoders with "ahead" are timed: the host's time is a small share beyond.
+LIMIT = 16 * 1024
 PLAIN = "plain, greedy"
 
 

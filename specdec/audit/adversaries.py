@@ -192,9 +192,8 @@ class TwoChains(Stateless):
     ) -> Proposal:
         first = table[last]
         a = rng.categorical(first, Key(context.length, 0, sibling))
-        second = torch.where(
-            (budget > 1)[:, None], table[a], torch.tensor([1.0, 0.0, 0.0])
-        )  # certain beyond the budget, so that no drawn token is dropped
+        # Certain beyond the budget, so that no drawn token is dropped.
+        second = torch.where((budget > 1)[:, None], table[a], torch.tensor([1.0, 0.0, 0.0]))
         b = rng.categorical(second, Key(context.length, 1, sibling))
         distributions = torch.stack([first, second], 1)
         return Proposal.chain(torch.stack([a, b], 1), budget.clamp(max=2), distributions, "sampled")

@@ -28,9 +28,8 @@ class LevelAdversary(Adversary):
     def propose(self, state: Seen, context: Context, budget: Tensor, rng: Rng) -> tuple[Proposal, Seen]:
         B, N, V = context.batch, self.limit, self.distributions.shape[-1]
         rows, memory = torch.arange(B), state.memory
-        tokens, parents, source = torch.zeros(
-            3, B, N + 1, dtype=torch.long
-        )  # the last column takes what is not drawn
+        # The last column takes what is not drawn.
+        tokens, parents, source = torch.zeros(3, B, N + 1, dtype=torch.long)
         depth, size = torch.full((B, N + 1), -1), torch.zeros(B, dtype=torch.long)
         probs = torch.zeros(B, N + 1, V, dtype=self.distributions.dtype)
         nothing = torch.nn.functional.one_hot(torch.tensor(0), V).to(probs)

@@ -136,9 +136,8 @@ class _Slots(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        key, value = (
-            t.transpose(0, 1).flatten(1, 2)[None] for t in (key_states, value_states)
-        )  # [1, H, R * q, D]
+        # [1, H, R * q, D]
+        key, value = (t.transpose(0, 1).flatten(1, 2)[None] for t in (key_states, value_states))
         buffers = self.store.append(layer_idx, self.slots.to(key.device), key, value)
         whole = len(self.rows) == buffers[0].shape[0]  # rows ascend, so these are all rows
         seen = [(b if whole else b[self.rows.to(b.device)])[:, : self.high].transpose(1, 2) for b in buffers]

@@ -25,9 +25,8 @@ from specdec.rng import triton_kernels
 from specdec.sampling import Sampling, fit
 from specdec.verifiers.rejection import residual
 
-ACCEPTED, NEXT, FINITE, DRAWN, TOKENS = range(
-    5
-)  # columns of a result; the drafted tokens are in those from ``TOKENS`` on
+# Columns of a result; the drafted tokens are in those from ``TOKENS`` on.
+ACCEPTED, NEXT, FINITE, DRAWN, TOKENS = range(5)
 
 
 class Side(NamedTuple):
@@ -118,9 +117,8 @@ class WholeRound(Program):
         logits = self._feed(self.target, ids, length - 1, None).view(shape.rows, shape.steps + 1, V)
         accepted, bonus, finite = self._decide(logits, tokens, q, nodes, length)
         finite = (finite[:, 1:] | ~nodes).all(1) & finite[:, 0]
-        bonus = bonus.clamp(
-            0, V - 1
-        )  # NaN may give another; the next round is launched before this is noticed
+        # NaN may give another token; the next round is launched before this is noticed.
+        bonus = bonus.clamp(0, V - 1)
         held = ids.gather(1, accepted[:, None])[:, 0]
         state = torch.stack([length + accepted + 1, held, bonus], 1)
         result = torch.stack([accepted, bonus, finite.long(), drawn.long()], 1)

@@ -55,9 +55,8 @@ class Distance:
                 "the draft proposes trees, and law is of one candidate: use a draft that proposes chains"
             )
         n = torch.arange(N)
-        drafted = (n < proposal.size[:, None]) & (
-            n < round.committed[:, None]
-        )  # accepted, and the first rejected one
+        # Accepted, and the first rejected one.
+        drafted = (n < proposal.size[:, None]) & (n < round.committed[:, None])
         row, depth = drafted.nonzero(as_tuple=True)
         if not len(row):
             return

@@ -33,9 +33,8 @@ def observe(
         raise ValueError(
             f"length is {lengths.tolist()} for tokens {[B, L]}: one number a row, between 0 and {L}, and some tokens"
         )
-    real = (
-        torch.arange(L) < lengths[:, None]
-    )  # [B, L]; the model is causal, so padding does not change the text's states
+    # [B, L]; the model is causal, so padding does not change the text's states.
+    real = torch.arange(L) < lengths[:, None]
     found: list[Tensor | None] = [None] * len(modules)
 
     def hook(i: int) -> Callable[[Any, Any, Any, Any], None]:

@@ -47,8 +47,7 @@ class SnapKV(Checked):
         votes = weights.sum(2)
         slot = torch.arange(keys.shape[2], device=keys.device)
         observing = (slot >= length.to(keys.device)[:, None] - window)[:, None].expand_as(votes)
-        votes = votes.masked_fill(
-            observing, 0
-        )  # smoothing covers the text before the observation window only
+        # Smoothing covers the text before the observation window only.
+        votes = votes.masked_fill(observing, 0)
         smooth = self.pool(votes, kernel_size=self.kernel, padding=self.kernel // 2, stride=1)
         return top(smooth.masked_fill(observing, float("inf")), length, budget)

@@ -97,9 +97,8 @@ def elementwise(case: Case) -> None:
     at, mask = torch.arange(S), case.mask
     whole = dense(mask, at.expand(B, -1), at)
     flex = create_mask(mask, B, 1, S, S, device="cpu")
-    some = torch.tensor(
-        [[0, 3, 6], [2, 5, 9]]
-    )  # queries of different places, so that nothing hangs on a shared start
+    # Queries of different places, so that nothing hangs on a shared start.
+    some = torch.tensor([[0, 3, 6], [2, 5, 9]])
     for b in range(B):
         expected = case.one_by_one(b)
         for how, found, wanted in (

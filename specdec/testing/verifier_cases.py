@@ -38,13 +38,8 @@ KINDS = (
 """The distributions that nodes are drawn from. In the last two kinds siblings are drawn as ``DraftInfo.siblings`` says. In the others they are
 drawn in turn, each from a distribution of its own. The distribution of ``"independent"`` siblings is stored once."""
 
-GREEDY = (
-    "point",
-    "sampled",
-    "greedy draft",
-    "independent",
-    "distinct",
-)  # kinds that a greedy target is tried with
+# Kinds that a greedy target is tried with.
+GREEDY = ("point", "sampled", "greedy draft", "independent", "distinct")
 
 
 class Example(NamedTuple):

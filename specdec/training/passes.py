@@ -92,9 +92,8 @@ class _Sight:
 
     def __init__(self, mask: Mask, k: int, phase: int, n: int, device: torch.device):
         self.mask, self.k, self.phase, self.n = mask, k, phase, n
-        self.start = (
-            phase + k * torch.arange(n, device=device)[:, None]
-        )  # [n, 1] first position of each block
+        # [n, 1] first position of each block.
+        self.start = phase + k * torch.arange(n, device=device)[:, None]
         self._made: dict[Any, Any] = {}
 
     def of(self, key: Any, make: Callable[[], Any]) -> Any:

@@ -164,10 +164,8 @@ def _drawn_inside(q: Tensor, k: int, step: float = 0.25) -> Tensor:
     for x in torch.linspace(first, last, count + 1, dtype=torch.float64).tolist():
         t = torch.tensor(x, dtype=torch.float64, device=q.device).exp()
         weight = torch.where(supported, q * t + torch.log(-torch.expm1(-q * t)), -torch.inf)
-        symmetric, some = (
-            torch.zeros_like(q),
-            torch.exp(-total * t),
-        )  # log E_0, and the probability of fewer than k arrivals
+        # log E_0, and the probability of fewer than k arrivals.
+        symmetric, some = torch.zeros_like(q), torch.exp(-total * t)
         for m in range(1, k):
             before = torch.nn.functional.pad(symmetric[..., :-1], (1, 0), value=0.0 if m == 1 else -torch.inf)
             symmetric = (weight + before).logcumsumexp(-1)

@@ -76,9 +76,8 @@ def plan(p: np.ndarray, q: np.ndarray, k: int, most: int) -> Plan:
         )
     sets = np.array(list(combinations(some.tolist(), k)))
     within = (sets[:, :, None] == some).any(1)
-    outside = np.where(within, 0, q[some]).sum(
-        1
-    )  # sums, never differences: a draft may have one token with nearly all probability
+    # Sums, never differences: a draft may have one token with nearly all probability.
+    outside = np.where(within, 0, q[some]).sum(1)
     mass = np.zeros(len(sets))
     for turn in permutations(range(k)):
         way = np.ones(len(sets))

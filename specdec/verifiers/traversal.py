@@ -77,9 +77,8 @@ def visits(proposal: Proposal, probs: Tensor) -> tuple[Tensor, Tensor]:
     rejected[:, 0] = 1
     for n in reversed(range(N)):
         rejected[rows, up[:, n]] *= torch.where(live[:, n], rejected[:, n + 1], 1)
-    turn = torch.ones_like(
-        weight
-    )  # the probability that a node's first child, the second, ..., and then the node is tried
+    # The probability that a node's first child, the second, ..., and then the node is tried.
+    turn = torch.ones_like(weight)
     for n in range(N):
         turn[:, n + 1] = turn[rows, up[:, n]]
         turn[rows, up[:, n]] *= torch.where(live[:, n], rejected[:, n + 1], 1)

@@ -260,9 +260,8 @@ def test_activations_of_tapped_layers(case):
             bench.close(found, torch.cat(expected))
 
 
-@over(
-    [name for name in CASES if not name.startswith("padded")]
-)  # whose rows need slots of their own for padding
+# Whose rows need slots of their own for padding.
+@over([name for name in CASES if not name.startswith("padded")])
 @pytest.mark.parametrize("kind", ["pages", "static"])
 def test_other_stores_give_the_same(case, kind):
     with case.context():

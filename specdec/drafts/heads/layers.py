@@ -147,10 +147,8 @@ class Rotary:
         with torch.inference_mode(False), torch.no_grad():
             cos, sin = self.module(torch.empty(0), every)
             cos, turn = eager_angles(cos[0], sin[0])
-        self._table = made = (
-            cos[:, 0],
-            turn[:, 0],
-        )  # a decoder in another thread may replace it: read what was made
+        # A decoder in another thread may replace it: read what was made.
+        self._table = made = cos[:, 0], turn[:, 0]
         return made
 
 
