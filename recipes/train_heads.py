@@ -68,7 +68,7 @@ EVERY = {
             "own_head": False,
         },
     ),
-    "pocket-mtp": Member("MTP", 5, 256, own=HardLoss(), settings={"config": {"intermediate_size": 984}}),
+    "pocket-mtp": Member("MTP", 5, 256, own=HardLoss(), settings={"config": {"intermediate_size": 976}}),
     "pocket-medusa": Member("Medusa", 5, 256, own=HardLoss(), settings={"blocks": 4, "own_head": False}),
     "pocket-dflash": Member("DFlash", 7, 192, math.exp(-1 / 4), HardLoss(), {"blocks": 2, "block_size": 8}),
     "pocket-dspark": Member(

@@ -8,7 +8,7 @@ equation 21 has the state first; DeepSeek's released weights have the embedding 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -26,6 +26,9 @@ from specdec.drafts.heads.shipped import ShippedBlock
 from specdec.drafts.heads.shipped import shipped as layer_of
 from specdec.models.fingerprint import fingerprint, unwrapped
 
+Product = Callable[[Tensor, nn.Linear], Tensor]
+"""As ``HeadModel.product``."""
+
 
 class PairBlock(Block):
     """A block that reads a projection of the normed embedding and the normed state, and the norm of its output."""
@@ -37,10 +40,10 @@ class PairBlock(Block):
         self.hidden_first, self.rotary = hidden_first, Rotary(config)
         self.sizes = (config.num_key_value_heads, config.head_dim, config.head_dim)
 
-    def pairs(self, embedded: Tensor, state: Tensor, go: Pass) -> Tensor:
+    def pairs(self, embedded: Tensor, state: Tensor, go: Pass, product: Product) -> Tensor:
         """The output ``[..., E]`` before its norm, of ``embedded`` tokens and the ``state`` before each, ``[..., E]``."""
         both = [self.enorm(embedded), self.hnorm(state)]
-        x = self.eh_proj(torch.cat(both[::-1] if self.hidden_first else both, -1))
+        x = product(torch.cat(both[::-1] if self.hidden_first else both, -1), self.eh_proj)
         return self(x, self.rotary(go.positions, x), 0, go)
 
 
@@ -95,7 +98,7 @@ class MTP(HeadModel):
     def run(self, state: Tensor, token: Tensor, go: Pass) -> Tensor:
         """What is fed back ``[..., E]`` of pairs of a ``state [..., E]`` and the ``token [...]`` after it."""
         layer: Any = self.layers[0]
-        x = layer.pairs(self.embed(token), state, go)
+        x = layer.pairs(self.embed(token), state, go, self.product)
         return layer.norm(x) if self.norm_output else x
 
     @property

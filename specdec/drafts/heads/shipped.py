@@ -71,8 +71,8 @@ class ShippedBlock(nn.Module):
         self.pairs(nothing, nothing, probe)
         self.sizes = probe.sizes
 
-    def pairs(self, embedded: Tensor, state: Tensor, go: Pass) -> Tensor:
-        """As ``mtp.PairBlock.pairs``."""
+    def pairs(self, embedded: Tensor, state: Tensor, go: Pass, product: Any = None) -> Tensor:
+        """As ``mtp.PairBlock.pairs``, but the layer makes its own products."""
         shape = state.shape[:-1]
         positions = go.positions.expand(shape).reshape(1, -1)
         angles = self.rotary(embedded, positions)
