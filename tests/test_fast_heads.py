@@ -26,6 +26,7 @@ from specdec.drafts.heads import (
     Head,
     Medusa,
     PEagle,
+    layers,
 )
 from specdec.drafts.heads.layers import MLP, Block, Norm
 from specdec.drafts.heads.slots import SlotAnchors, empty, reading
@@ -330,8 +331,35 @@ def test_hooks_of_the_target_do_not_see_the_draft(target):
     assert not calls
 
 
+@needs_c
+@pytest.mark.parametrize("shape", [(64,), (1, 64), (3, 5, 64), (2, 4, 24), (1, 7)])
+@torch.no_grad()
+def test_a_few_rows_are_normed_by_the_kernel(shape, monkeypatch):
+    norm = shake(Norm(shape[-1], eps=1e-6))
+    x, called = 3 * torch.randn(shape), []
+
+    def watched(*given):
+        called.append(given)
+        return add_norm(*given)
+
+    add_norm = layers.add_norm
+    monkeypatch.setattr(layers, "add_norm", watched)
+    torch.testing.assert_close(norm(x), torch.nn.RMSNorm.forward(norm, x))
+    assert len(called) == 1
+    for plain in (
+        x.double(),
+        x.bfloat16(),
+        x.expand(1000, *shape).contiguous(),
+        torch.stack([x, x], -1)[..., 0],
+    ):
+        alike = norm.to(plain.dtype)
+        assert torch.equal(alike(plain), torch.nn.RMSNorm.forward(alike, plain))
+        norm.float()
+    assert len(called) == 1
+
+
 READ = {  # the beginnings of the names of weights that products read from copies, and of some that none reads
-    "mtp": (MTP, {}, ["layers.0.self_attn.", "layers.0.mlp."], ["layers.0.eh_proj."]),
+    "mtp": (MTP, {}, ["layers.0.self_attn.", "layers.0.mlp.", "layers.0.eh_proj."], []),
     "medusa": (Medusa, {"heads": 2}, [], ["lm_heads.", "layers."]),
     "dflash": (DFlash, {"blocks": 1, "block_size": 4}, ["fc.", "layers.0.self_attn.", "layers.0.mlp."], []),
     "dflash2": (

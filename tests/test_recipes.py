@@ -618,7 +618,7 @@ def test_the_gpu_suite_at_toy_size(tmp_path):
 def test_the_hosts_time_of_a_round(tmp_path):
     file = tmp_path / "host.json"
     run("-m", "recipes.gpu.host", "--batches", "2", "--rounds", "20", "--turns", "1", "--json", str(file))
-    rows = json.loads(file.read_text())
+    rows = json.loads(file.read_text())["rows"]
     assert {(r["case"], r["executor"]) for r in rows} == {
         (case, executor)
         for case in ("plain, greedy", "a draft, greedy", "a draft, sampled")

@@ -17,13 +17,25 @@ from specdec.configs import setting
 from specdec.drafts.heads.contract import Pass
 from specdec.forward.block import Angles, eager_angles, rotated
 from specdec.forward.families import positions_of
-from specdec.forward.llama_c import FIXED
+from specdec.forward.llama_c import FIXED, most
+from specdec.kernels.native import library
+from specdec.kernels.native.ops import add_norm
 
 TABLE = 1024  # positions whose angles are computed beforehand, at least
 
 
 class Norm(nn.RMSNorm):
-    """PyTorch's RMS norm, with the name that transformers gives its constant."""
+    """PyTorch's RMS norm, with the name that transformers gives its constant. A few rows in float32 on the CPU are normed by a kernel."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., E]`` -> ``[..., E]``."""
+        weight, eps = self.weight, self.eps
+        if torch.is_grad_enabled() or is_in_torch_dispatch_mode() or weight is None or eps is None:
+            return super().forward(x)
+        floats = x.dtype == weight.dtype == torch.float32 and x.is_cpu and x.is_contiguous()
+        if not floats or x.numel() > most(x.dtype) * x.shape[-1] or library() is None:
+            return super().forward(x)
+        return add_norm(x, None, weight, eps)
 
     @property
     def variance_epsilon(self) -> float:
