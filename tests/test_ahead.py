@@ -47,7 +47,14 @@ def same_rounds(builder, prompts=PROMPTS, budgets=BUDGETS, **options):
 
 
 @pytest.mark.parametrize("verifier", [sd.Rejection(), sd.Coupled()])
-@pytest.mark.parametrize("how", [{"temperature": 0}, {"temperature": 1.0}, {"temperature": 0.7, "top_k": 9}])
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"temperature": 0},
+        {"temperature": 1.0},
+        pytest.param({"temperature": 0.7, "top_k": 9}, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("drafted", [True, False])
 def test_texts_and_rounds_are_those_of_serial(drafted, how, verifier):
     target, small = models()
@@ -55,7 +62,7 @@ def test_texts_and_rounds_are_those_of_serial(drafted, how, verifier):
     same_rounds(builder.draft(small, 3) if drafted else builder, eos_token_id=())
 
 
-@pytest.mark.parametrize("graphs", ["eager", "recorded"])
+@pytest.mark.parametrize("graphs", ["eager", pytest.param("recorded", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", ["mistral", "gemma2", "qwen3"])
 def test_windows_soft_caps_and_norms(family, graphs):
     target = sd.HFModel(tiny(family), graphs=graphs)

@@ -295,6 +295,7 @@ def test_the_recipe_at_toy_size(tmp_path):
     assert next(line for line in last if line.startswith("best k: ")) in again.stdout
 
 
+@pytest.mark.slow
 def test_the_recipe_takes_taus_that_were_kept(tmp_path):
     taus, file = tmp_path / "t.json", tmp_path / "m.json"
     sizes = ("--batches", "1", "2", "--contexts", "32", "--seconds", "0", "--taus", str(taus))

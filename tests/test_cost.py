@@ -522,6 +522,7 @@ def growing_by_hand():
     return 3.401 * plain / rounds
 
 
+@pytest.mark.slow
 def test_the_recipe(tmp_path):
     file = tmp_path / "t.json"
     (done,) = each([RECIPE, "--json", str(file), "--plots", str(tmp_path / "plots")])

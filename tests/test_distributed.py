@@ -132,6 +132,7 @@ def two(tmp_path_factory) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_two_processes_give_what_one_gives(two):
     (found, free, said, own), other = (pickle.loads((two / f"{p}.pkl").read_bytes()) for p in (0, 1))
     expected = runs(lambda decoder, *args, **settings: decoder.generate(*args, **settings))
@@ -165,6 +166,7 @@ def test_two_processes_give_what_one_gives(two):
     )
 
 
+@pytest.mark.slow
 def test_processes_share_a_batch_of_training(two, tmp_path):
     """Two CPU processes train as one does: the mean of their gradients is the whole batch's, and is clipped as a whole.
 

@@ -218,7 +218,7 @@ def test_fast_chains_draft_as_plain_ones(mask):
                 text.append(token)
 
 
-@pytest.mark.parametrize("graphs", ["recorded", "eager"])
+@pytest.mark.parametrize("graphs", [pytest.param("recorded", marks=pytest.mark.slow), "eager"])
 def test_captured_chains_see_by_their_own_mask(llama, graphs):
     """Two masks of one reach over one model: neither replays what was captured for the other."""
     base = HFModel(llama, graphs=graphs)

@@ -50,7 +50,9 @@ def test_a_machine_with_a_compiler_has_them():
     ("settings", "code", "said"),
     [
         ({"CC": "false"}, 4, "there is a C compiler, but no C kernels"),
-        ({"CC": "false", "SPECDEC_NATIVE": "0"}, 0, "SPECDEC_NATIVE=0 is set"),
+        pytest.param(
+            {"CC": "false", "SPECDEC_NATIVE": "0"}, 0, "SPECDEC_NATIVE=0 is set", marks=pytest.mark.slow
+        ),
     ],
     ids=["broken", "switched off"],
 )

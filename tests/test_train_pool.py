@@ -60,6 +60,7 @@ def test_the_members_have_equal_data_and_say_so(recipe):
         assert "chosen on the test prompts" in card
 
 
+@pytest.mark.slow
 def test_a_member_is_trained_exported_and_continued(streams, tmp_path):
     made = tmp_path / "zoo"
     words = f"--work {streams} --zoo {made} --tokens 0.0042 --validation 2 --no-compile --epochs 1".split()

@@ -37,6 +37,7 @@ def test_every_backend_keeps_the_contract(name, dtype, served):
     assert any("tree" in call for call in calls)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # of NaN that is masked
 def test_interpreted_triton_keeps_the_contract(served):
     pytest.importorskip("triton")
