@@ -31,7 +31,9 @@ from specdec.graphs import chain as chains
 from specdec.graphs.programs import capture_named
 from specdec.graphs.recorded import NotCapturable, record, watch
 from specdec.graphs.ring_chain import RingChain, RingPlan
+from specdec.graphs.staging import Program
 from specdec.graphs.static import ALL, StaticPlan, bucket_of
+from specdec.graphs.whole_round import WholeRound
 from specdec.kernels import streams
 from specdec.kernels.attention import AttentionPlan, Tree, attention, reference, static_reference
 from specdec.kernels.attention.lowered import Lowered, RingSight, lower
@@ -819,6 +821,67 @@ def test_whole_runs(temperature):
         bush = sd.decoder(t).draft(sd.drafts.Tree(d, (2, 1, 1)), 3).sampling(temperature=temperature).build()
         said += [[x.generate(prompts, [20, 9, 14], seed=3).ids for x in (chain, bush, chain)]]
     assert said[0] == said[1]
+
+
+@pytest.mark.parametrize(
+    ("draft", "of"),
+    [
+        ("none", "target"),
+        ("model", "draft"),
+        ("windowed", "draft"),
+        ("spire", "draft"),
+        ("ahead", "target"),
+        ("ahead", "draft"),
+    ],
+)
+def test_weights_whose_storage_was_replaced(draft, of, monkeypatch):
+    """``weight.data = ...`` leaves the parameter, and moves the numbers whose address a graph has: no old step is replayed."""
+    target, small = (tiny("llama", seed, torch.float32, num_hidden_layers=2) for seed in (0, 1))
+    if draft == "spire":
+        small = SpireModel.from_target(target, layers=1, window=8)
+
+    def decoder(graphs):
+        builder = sd.decoder(sd.HFModel(target, graphs=graphs)).greedy()
+        if draft == "spire":
+            builder = builder.draft(sd.drafts.Spire(small, block=3, graphs=graphs), 3)
+        elif draft == "windowed":
+            builder = builder.draft(sd.models.Windowed(sd.HFModel(small, graphs=graphs), 6, 1), 3)
+        elif draft != "none":
+            builder = builder.draft(sd.HFModel(small, graphs=graphs), 3)
+        return (builder.executor(sd.executors.Ahead()) if draft == "ahead" and graphs else builder).build()
+
+    def said(decoder):
+        rounds = []
+        decoder.generate([[1, 2, 3, 4, 5] * 3, [7, 8]], [14, 9], eos_token_id=(), on_round=rounds.append)
+        drafted = [
+            r.proposal.tokens[b, : r.proposal.size[b]].tolist()
+            for r in rounds
+            for b in r.context.request.argsort()
+        ]
+        return drafted, [r.verdict.bonus.tolist() for r in rounds]
+
+    def swap(model):
+        for p in model.parameters():
+            if p.dim() == 2:
+                p.data = p.data.roll(1, 0).clone()
+
+    captured = decoder("recorded")
+    before = [said(captured) for _ in range(3)]
+    assert before[0] == before[1] == before[2]
+    model = getattr(captured.draft, "model", None)
+    of_draft = getattr(captured.draft, "programs", None) or getattr(model, "steps", None)
+    stale = set((of_draft if of == "draft" and draft != "ahead" else captured.target.steps).captured)
+    if (draft, of) == ("ahead", "draft"):
+        stale = {program for program in stale if isinstance(program, WholeRound)}
+    assert stale
+    swap(target if of == "target" else small)
+    expected, replayed = said(decoder(False)), set()
+    assert expected != before[0]
+    replay = Program.replay
+    monkeypatch.setattr(Program, "replay", lambda self: (replayed.add(self), replay(self))[1])
+    assert said(captured) == said(captured) == said(captured) == expected
+    assert replayed
+    assert not replayed & stale
 
 
 # -- devices -----------------------------------------------------------------------------------------------------------

@@ -191,7 +191,8 @@ class _Rounds:
             return before
         rows = bucket_of([1] * self.rows.context.batch, [1], longest, cache.slots).rows
         shape = RoundShape(rows, length, self.steps, *self._kind)
-        key: Any = (shape, *(c.layers[0][0].untyped_storage().data_ptr() for c in self.caches[1:]))
+        draft = [c.layers[0][0].untyped_storage().data_ptr() for c in self.caches[1:]]
+        key: Any = (shape, *draft, *(m.steps.changes for m in self.models))
 
         def make(store: StaticStore) -> WholeRound:
             stores = [store, *map(StaticStore, self.caches[1:])]

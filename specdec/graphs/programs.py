@@ -10,12 +10,12 @@ import copy
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from importlib.util import find_spec
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from specdec.cache.contiguous import SlotCache, check_memory
 from specdec.cache.slots import KVShape, Slots
@@ -77,6 +77,7 @@ class Programs:
         device: of all of them. capture: an entry of ``capture.CAPTURES``. most: programs over one memory; beyond that, the least
             recently used one is dropped.
     Attributes:
+        changes: how often ``check`` has dropped the programs.
         why: why nothing more is captured until ``release``, or ``None``. A shape whose capture failed runs without a graph for as long as
             its memory exists; only when several fail one after another, and not for lack of memory, nothing more is tried.
     """
@@ -85,7 +86,9 @@ class Programs:
         self.device, self.most = device, most
         self.capture = capture_for(capture, device)
         self.why: str | None = None
+        self.changes = 0
         self._failures = 0  # since the last success
+        self._parts: list[Any] | None = None
         self._storages: list[Storage] = []
 
     def __repr__(self) -> str:
@@ -128,6 +131,14 @@ class Programs:
         """Drop all captured programs and the memory that no cache uses; captures that failed may be tried again."""
         self._drop(lambda _: True)
         self.why, self._failures = None, 0
+
+    def check(self, modules: Iterable[nn.Module]) -> None:
+        """Drop all programs if a part, a weight or a hook was replaced since the last call; called when texts begin."""
+        parts = [_identity(module) for module in modules]
+        if self._parts not in (None, parts):
+            self.release()
+            self.changes += 1
+        self._parts = parts
 
     def program(
         self,
@@ -319,6 +330,14 @@ def capture_named(graphs: bool | str, device: torch.device) -> str | None:
     if graphs == "auto":
         return "cuda" if device.type == "cuda" and find_spec("triton") is not None else None
     return "cuda" if graphs is True else graphs or None
+
+
+def _identity(module: nn.Module) -> tuple[Any, ...]:
+    """What a captured program depends on in a module and cannot see change. Values of weights may change in place."""
+    tensors = (*module._parameters.values(), *module._buffers.values())
+    places = [None if t is None else (t.data_ptr(), t.shape, t.dtype) for t in tensors]
+    hooks = tuple(module._forward_hooks), tuple(module._forward_pre_hooks)
+    return id(module), type(module), *hooks, *places
 
 
 def _out_of_memory(error: BaseException | None) -> bool:

@@ -228,6 +228,8 @@ class HFModel:
                 "the model was moved, cast or given other parameters after it was wrapped: make a new HFModel from it"
             )
         self._path.check()
+        if self.steps is not None:
+            self.steps.check(self.clone.modules())
 
     def bytes_per_token(self) -> int:
         """KV bytes of one token of one row in all layers."""
@@ -311,9 +313,8 @@ class HFModel:
         nodes = 0 if proposal is None else proposal.nodes
         first, end = spans(cache, context, proposal, start, rows)
         packed = self._feed(cache, context, proposal if nodes else None, first, end)
-        if start is None:
-            for row in packed.rows:
-                cache.forget_nodes(row.b)
+        for row in packed.rows if start is None else ():
+            cache.forget_nodes(row.b)
         return packed, nodes + 1 if start is None else max(nodes - start, 0)
 
     def _feed(
@@ -345,9 +346,8 @@ class HFModel:
             return None, {tap: torch.zeros(0, width, dtype=self.dtype, device=self.device) for tap in taps}
         limit = packed.limit(self.prefill_chunk, wanted)
         logits: list[Tensor] = []
-        mode = _NOTHING if torch.is_inference_mode_enabled() else torch.inference_mode()
         caught = listening(self.clone, taps) if taps else {}
-        with mode:
+        with _NOTHING if torch.is_inference_mode_enabled() else torch.inference_mode():
             step = self._captured(cache, packed, wanted, taps)
             if step is not None:
                 out, seen = step()

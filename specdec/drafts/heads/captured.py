@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from specdec.cache.ring import Ring
 from specdec.cache.static import StaticStore
@@ -41,28 +41,6 @@ class Shape(NamedTuple):
     sampling: Sampling
     carried: tuple[int, ...] | None
     kept: torch.dtype | None
-
-
-class HeadPrograms(Programs):
-    """The captured chains of one head. They hold what its modules were when they were captured, and the addresses of its weights."""
-
-    _modules: list[Any] | None = None
-
-    def check(self, head: HeadModel) -> None:
-        """Drop the captured chains if a part, a weight or a hook was replaced since the last call; called when texts begin."""
-        ends = head.of_target
-        now = [_identity(m) for m in (*head.modules(), ends.table, ends.norm, ends.output)]
-        if self._modules not in (None, now):
-            self.release()
-        self._modules = now
-
-
-def _identity(module: nn.Module) -> tuple[Any, ...]:
-    """What a captured chain depends on in a module and cannot see change. Values of weights may change in place."""
-    tensors = (*module._parameters.values(), *module._buffers.values())
-    places = [None if t is None else (t.data_ptr(), t.shape, t.dtype) for t in tensors]
-    hooks = tuple(module._forward_hooks), tuple(module._forward_pre_hooks)
-    return id(module), type(module), *hooks, *places
 
 
 class HeadChain(Program):

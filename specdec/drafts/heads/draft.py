@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from specdec.capabilities import DraftInfo
-from specdec.drafts.heads.captured import HeadPrograms, drawn
+from specdec.drafts.heads.captured import drawn
 from specdec.drafts.heads.chain import Chain
 from specdec.drafts.heads.eagle3 import Eagle3
 from specdec.drafts.heads.features import Tap, fresh
@@ -20,7 +20,7 @@ from specdec.drafts.heads.load import as_head
 from specdec.drafts.heads.model import HeadModel
 from specdec.drafts.heads.slots import NO_KERNELS, HeadState, SlotAnchors, empty, ends, pieces, reading
 from specdec.drafts.pool import merged
-from specdec.graphs.programs import capture_named
+from specdec.graphs.programs import Programs, capture_named
 from specdec.kernels.device import to_device
 from specdec.models.hf import HFModel
 from specdec.protocols import LanguageModel
@@ -94,7 +94,7 @@ class Head:
     sampling: Sampling | None = None
     bf16_weights: bool | None = None
     graphs: bool | str = "auto"
-    programs: HeadPrograms | None = field(default=None, repr=False, compare=False)  # bind makes them
+    programs: Programs | None = field(default=None, repr=False, compare=False)  # bind makes them
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "model", as_head(self.model))
@@ -135,7 +135,7 @@ class Head:
         model = self.model.bound(target)
         capture, model.kernels, programs = capture_named(self.graphs, model.device), None, None
         if capture is not None and not self.bf16_weights:  # graphs cannot capture C code
-            programs = HeadPrograms(model.device, capture)
+            programs = Programs(model.device, capture)
         else:
             output = [] if model.lm_head is not None else [model.of_target.output]
             model.kernels = Kernels([*model.modules(), *output], self.bf16_weights)
@@ -147,7 +147,8 @@ class Head:
         if model.kernels is not None:
             model.kernels.check()
         if self.programs is not None:
-            self.programs.check(model)
+            ends = model.of_target
+            self.programs.check((*model.modules(), ends.table, ends.norm, ends.output))
         lend = None if self.programs is None else self.programs.lent
         ring = empty(model.shapes, context.batch, context.tokens.shape[1], model.mask, lend)
         return HeadState(ring, torch.zeros(context.batch, dtype=torch.long), None)

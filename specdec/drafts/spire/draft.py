@@ -101,6 +101,8 @@ class Spire:
         """
         model, shortest = self.model, int(context.length.min())
         model.check()
+        if self.programs is not None:
+            self.programs.check(model.modules())
         if shortest < model.sinks:
             raise ValueError(
                 f"row {int(context.length.argmin())} has {shortest} tokens and the draft {model.sinks} sinks: give a prompt of at "
