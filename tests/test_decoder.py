@@ -740,7 +740,7 @@ def test_a_function_is_not_asked_beyond_a_rows_budget(target):
     asked = []
     draft = sd.chain_draft(lambda prefix: asked.append(prefix) or [0.0] * 97)
     sd.decoder(target).draft(draft, length=6).build().generate([[1] * 12, [3]], [3, 15], seed=0)
-    # 12 and the prefill's; one is drafted, one is bonus.
+    # The 13 are 12 tokens and the prefill's; one is drafted, one is bonus.
     assert max(len(prefix) for prefix in asked if prefix[0] == 1) == 13
     assert max(len(prefix) for prefix in asked if prefix[0] == 3) > 7
 

@@ -342,19 +342,24 @@ def test_a_few_rows_are_normed_by_the_kernel(shape, monkeypatch):
         called.append(given)
         return add_norm(*given)
 
+    def plain(norm, x):
+        return torch.nn.RMSNorm.forward(norm, x)
+
     add_norm = layers.add_norm
     monkeypatch.setattr(layers, "add_norm", watched)
-    torch.testing.assert_close(norm(x), torch.nn.RMSNorm.forward(norm, x))
-    assert len(called) == 1
-    for plain in (
-        x.double(),
-        x.bfloat16(),
-        x.expand(1000, *shape).contiguous(),
-        torch.stack([x, x], -1)[..., 0],
-    ):
-        alike = norm.to(plain.dtype)
-        assert torch.equal(alike(plain), torch.nn.RMSNorm.forward(alike, plain))
-        norm.float()
+    assert torch.equal(norm(x), plain(norm, x))
+    assert not called
+    with layers.by_kernels(True):
+        torch.testing.assert_close(norm(x), plain(norm, x))
+        assert len(called) == 1
+        many, apart = x.expand(1000, *shape).contiguous(), torch.stack([x, x], -1)[..., 0]
+        for other in (x.double(), x.bfloat16(), many, apart):
+            alike = norm.to(other.dtype)
+            assert torch.equal(alike(other), plain(alike, other))
+            norm.float()
+        with torch.enable_grad():
+            assert norm(x).requires_grad
+    assert torch.equal(norm(x), plain(norm, x))
     assert len(called) == 1
 
 

@@ -56,5 +56,5 @@ def test_runs_from_top_to_bottom(path, tmp_path):
     assert all(cell.execution_count == number for number, cell in enumerate(cells, 1))
     said = [output["text"] for cell in cells for output in cell.outputs if output.get("name") == "stderr"]
     assert not [text for text in said if "Warning" in text]
-    # The frame.
+    # A frame is shown as a table.
     assert any("text/html" in output.get("data", {}) for cell in cells for output in cell.outputs)

@@ -33,7 +33,6 @@ from specdec.graphs.recorded import NotCapturable, record, watch
 from specdec.graphs.ring_chain import RingChain, RingPlan
 from specdec.graphs.staging import Program
 from specdec.graphs.static import ALL, StaticPlan, bucket_of
-from specdec.graphs.whole_round import WholeRound
 from specdec.kernels import streams
 from specdec.kernels.attention import AttentionPlan, Tree, attention, reference, static_reference
 from specdec.kernels.attention.lowered import Lowered, RingSight, lower
@@ -870,9 +869,8 @@ def test_weights_whose_storage_was_replaced(draft, of, monkeypatch):
     assert before[0] == before[1] == before[2]
     model = getattr(captured.draft, "model", None)
     of_draft = getattr(captured.draft, "programs", None) or getattr(model, "steps", None)
-    stale = set((of_draft if of == "draft" and draft != "ahead" else captured.target.steps).captured)
-    if (draft, of) == ("ahead", "draft"):
-        stale = {program for program in stale if isinstance(program, WholeRound)}
+    programs = of_draft if of == "draft" and draft != "ahead" else captured.target.steps
+    stale = set(programs.captured)
     assert stale
     swap(target if of == "target" else small)
     expected, replayed = said(decoder(False)), set()
@@ -882,6 +880,7 @@ def test_weights_whose_storage_was_replaced(draft, of, monkeypatch):
     assert said(captured) == said(captured) == said(captured) == expected
     assert replayed
     assert not replayed & stale
+    assert not stale & set(programs.captured)  # they would keep the old memory
 
 
 # -- devices -----------------------------------------------------------------------------------------------------------

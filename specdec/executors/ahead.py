@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -56,6 +56,10 @@ class Ahead:
         if type(rng) is not Philox:
             yield from Serial().run(composition, context, rng, limits)
             return
+        target, draft = cast(Any, composition.target), composition.draft
+        if type(draft) is Model:  # the target's programs run the draft's model, too
+            small = cast(Any, draft.model)
+            target.steps.check(small.clone.modules(), small)
         began = perf_counter()
         micro_batch, drafting = MicroBatch(composition, context, rng), DraftRunner(composition)
         round = micro_batch.prefill(limits)
@@ -191,8 +195,7 @@ class _Rounds:
             return before
         rows = bucket_of([1] * self.rows.context.batch, [1], longest, cache.slots).rows
         shape = RoundShape(rows, length, self.steps, *self._kind)
-        draft = [c.layers[0][0].untyped_storage().data_ptr() for c in self.caches[1:]]
-        key: Any = (shape, *draft, *(m.steps.changes for m in self.models))
+        key: Any = (shape, *(c.layers[0][0].untyped_storage().data_ptr() for c in self.caches[1:]))
 
         def make(store: StaticStore) -> WholeRound:
             stores = [store, *map(StaticStore, self.caches[1:])]

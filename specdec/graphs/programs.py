@@ -77,7 +77,6 @@ class Programs:
         device: of all of them. capture: an entry of ``capture.CAPTURES``. most: programs over one memory; beyond that, the least
             recently used one is dropped.
     Attributes:
-        changes: how often ``check`` has dropped the programs.
         why: why nothing more is captured until ``release``, or ``None``. A shape whose capture failed runs without a graph for as long as
             its memory exists; only when several fail one after another, and not for lack of memory, nothing more is tried.
     """
@@ -86,9 +85,8 @@ class Programs:
         self.device, self.most = device, most
         self.capture = capture_for(capture, device)
         self.why: str | None = None
-        self.changes = 0
         self._failures = 0  # since the last success
-        self._parts: list[Any] | None = None
+        self._parts: dict[int, list[Any]] = {}
         self._storages: list[Storage] = []
 
     def __repr__(self) -> str:
@@ -132,13 +130,16 @@ class Programs:
         self._drop(lambda _: True)
         self.why, self._failures = None, 0
 
-    def check(self, modules: Iterable[nn.Module]) -> None:
-        """Drop all programs if a part, a weight or a hook was replaced since the last call; called when texts begin."""
+    def check(self, modules: Iterable[nn.Module], of: object = None) -> None:
+        """Drop all programs if a part or a weight was replaced, or a hook added or removed, since the last call; called when texts begin.
+
+        Args:
+            of: the model whose modules these are, if it is another one that programs run as well.
+        """
         parts = [_identity(module) for module in modules]
-        if self._parts not in (None, parts):
+        if self._parts.setdefault(id(of), parts) != parts:
             self.release()
-            self.changes += 1
-        self._parts = parts
+        self._parts[id(of)] = parts
 
     def program(
         self,
@@ -335,7 +336,7 @@ def capture_named(graphs: bool | str, device: torch.device) -> str | None:
 def _identity(module: nn.Module) -> tuple[Any, ...]:
     """What a captured program depends on in a module and cannot see change. Values of weights may change in place."""
     tensors = (*module._parameters.values(), *module._buffers.values())
-    places = [None if t is None else (t.data_ptr(), t.shape, t.dtype) for t in tensors]
+    places = [None if t is None else (t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors]
     hooks = tuple(module._forward_hooks), tuple(module._forward_pre_hooks)
     return id(module), type(module), *hooks, *places
 

@@ -16,6 +16,7 @@ from specdec.drafts.heads.chain import Chain
 from specdec.drafts.heads.eagle3 import Eagle3
 from specdec.drafts.heads.features import Tap, fresh
 from specdec.drafts.heads.kernels import Kernels
+from specdec.drafts.heads.layers import by_kernels
 from specdec.drafts.heads.load import as_head
 from specdec.drafts.heads.model import HeadModel
 from specdec.drafts.heads.slots import NO_KERNELS, HeadState, SlotAnchors, empty, ends, pieces, reading
@@ -175,7 +176,8 @@ class Head:
             some = features
             if len(piece) < len(new.row):
                 some = features.at(to_device(torch.from_numpy(piece), model.device))
-            kept = model.read(some, go)
+            with by_kernels(model.kernels is not None):
+                kept = model.read(some, go)
             if kept is not None:
                 last = torch.from_numpy(ends(row))
                 carry = kept.new_zeros(len(known), *kept.shape[1:]) if carry is None else carry.clone()
@@ -245,10 +247,11 @@ class Head:
         given = to_device(text.tokens.gather(1, positions), model.device)
         carry = state.carry
         memo = carry if carry is None or not some else carry[to_device(rows, carry.device)]
-        made = self.tree.grow(
-            *(model, at, memo, given, text, mine, self.sampling or Sampling()),
-            rng.select(rows) if some else rng,
-        )
+        with by_kernels(model.kernels is not None):
+            made = self.tree.grow(
+                *(model, at, memo, given, text, mine, self.sampling or Sampling()),
+                rng.select(rows) if some else rng,
+            )
         if some:
             spread = torch.zeros(context.batch, dtype=torch.long)
             spread[rows] = torch.arange(len(rows))

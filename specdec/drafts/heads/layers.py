@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,20 +24,36 @@ from specdec.kernels.native import library
 from specdec.kernels.native.ops import add_norm
 
 TABLE = 1024  # positions whose angles are computed beforehand, at least
+_running = threading.local()
+
+
+@contextmanager
+def by_kernels(wanted: bool) -> Iterator[None]:
+    """While a head decodes with kernels, in this thread: norms of a few rows use one, too."""
+    before = getattr(_running, "kernels", False)
+    _running.kernels = wanted and library() is not None
+    try:
+        yield
+    finally:
+        _running.kernels = before
 
 
 class Norm(nn.RMSNorm):
-    """PyTorch's RMS norm, with the name that transformers gives its constant. A few rows in float32 on the CPU are normed by a kernel."""
+    """PyTorch's RMS norm, with the name that transformers gives its constant."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[..., E]`` -> ``[..., E]``."""
-        weight, eps = self.weight, self.eps
-        if torch.is_grad_enabled() or is_in_torch_dispatch_mode() or weight is None or eps is None:
+        """``[..., E]`` -> ``[..., E]``; by a kernel under ``by_kernels``, for at most ``llama_c.STEP`` rows in float32."""
+        if not getattr(_running, "kernels", False) or not self._takes(x):
             return super().forward(x)
-        floats = x.dtype == weight.dtype == torch.float32 and x.is_cpu and x.is_contiguous()
-        if not floats or x.numel() > most(x.dtype) * x.shape[-1] or library() is None:
-            return super().forward(x)
-        return add_norm(x, None, weight, eps)
+        return add_norm(x, None, self.weight, self.variance_epsilon)
+
+    def _takes(self, x: Tensor) -> bool:
+        weight = self.weight
+        if weight is None or self.eps is None or x.dtype != torch.float32 or weight.dtype != torch.float32:
+            return False
+        lie = x.is_cpu and weight.is_cpu and x.is_contiguous() and weight.is_contiguous()
+        few = x.numel() <= most(x.dtype) * weight.numel() and not torch.is_grad_enabled()
+        return lie and few and x.dim() > 0 and weight.shape == x.shape[-1:]
 
     @property
     def variance_epsilon(self) -> float:
