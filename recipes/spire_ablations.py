@@ -1,7 +1,6 @@
 """SPIRe's figure 5 at pocket scale, with the controls that the paper lacks: every draft trained on the same tokens, τ on held-out text.
 
-    python recipes/train_pocket.py --site SITE_PACKAGES --models ""      # corpus and shards, once
-    python recipes/spire_ablations.py --json ablations.json
+    python recipes/spire_ablations.py --site SITE_PACKAGES --json ablations.json
     python recipes/spire_ablations.py --merge part1.json part2.json --json ablations.json
 
 Each row changes one thing of SPIRe (`specdec.lab.variants`). Rows are trained with several seeds (initialisation and order of the data); a

@@ -49,6 +49,15 @@ def test_streams_that_are_there_are_not_made_again(work):
     assert before == {p: p.stat().st_mtime for p in before}
 
 
+def test_new_streams_get_the_targets_tokenizer(tmp_path, monkeypatch):
+    texts = {domain: prompts(domain, n=6) for domain in DOMAINS}
+    monkeypatch.setattr(Streams, "documents", lambda self, split: texts)
+    _, tokenizer = zoo.load("pocket-tiny")
+    streams = Streams(work=str(tmp_path / "new"), length=64)
+    assert next(sequences(tokenizer, streams, "train", 1)).shape == (1, 65)
+    assert streams.make().get_vocab() == tokenizer.get_vocab()
+
+
 def test_streams_of_another_tokenizer_are_refused(work):
     with pytest.raises(SystemExit, match="made with another tokenizer"):
         next(sequences(byte_tokenizer(), Streams(work=work), "train", 1))

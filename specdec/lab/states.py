@@ -73,9 +73,14 @@ def stream_states(
 def sequences(
     tokenizer: Any, streams: Streams, split: str, count: int, shares: Sequence[float] = (), batch: int = 4
 ) -> Iterator[Tensor]:
-    """``count`` sequences of the pocket corpus, ``[batch, length + 1]`` at a time, in the order in which the pocket models saw them."""
+    """``count`` sequences of the pocket corpus, ``[batch, length + 1]`` at a time, in the order in which the pocket models saw them.
+
+    A new work folder is given ``tokenizer``.
+    """
+    work = Path(streams.work)
+    if not (work / "tokenizer").exists() and not (work / "shards").exists():
+        tokenizer.save_pretrained(work / "tokenizer")
     if streams.make().get_vocab() != tokenizer.get_vocab():
-        work = Path(streams.work)
         raise SystemExit(
             f"the shards in {work} were made with another tokenizer than the target's: copy the target's tokenizer.json and "
             f"tokenizer_config.json to {work / 'tokenizer'}, remove {work / 'shards'}, and run again"
