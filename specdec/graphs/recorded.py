@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 Body = Callable[[], Any]
 
@@ -60,9 +59,8 @@ def record(body: Body) -> Body:
     with _Guard(), second:
         out = body()
     second.compare(first)
-    kept = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
 
-    def replay(_: Any = (first, kept)) -> Any:
+    def replay(_: Any = first) -> Any:
         second.replay()
         return out
 
@@ -117,7 +115,7 @@ class Watching(TorchDispatchMode):
             masks = [t for t in args[1] if isinstance(t, Tensor) and t.dtype in (torch.bool, torch.uint8)]
             why = f"has an index of {masks[0].dtype}, which {_WAITS}" if masks else why
         if name in ("_to_copy", "copy_", "to"):
-            devices = {t.device for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+            devices = {t.device for t in _tensors((args, kwargs))}
             if kwargs.get("device") is not None:
                 to = torch.device(kwargs["device"])
                 devices |= {to} - {torch.device(d.type) for d in devices}  # "cuda" is any of them
@@ -131,13 +129,15 @@ class Recording(Watching):
     """Records the operators that run while it is active, and their outputs.
 
     Attributes:
-        calls: operators with their arguments and outputs, in order.
+        calls: operators with their arguments and the tensors that their outputs are copied to, in order; no tensors (``None``) where nothing is
+            to be computed again: outputs are views, or have no values.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
-        self.made: set[int] = set()  # storages of intermediate tensors, kept alive
+        self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], list[Tensor] | None]] = []
+        self.made: set[int] = set()  # storages of intermediate tensors
+        self.kept: list[Any] = []  # all outputs: they stay alive, so that no storage is taken for another
         self.outside: dict[int, Tensor] = {}  # tensors that existed before, by storage
 
     def __torch_dispatch__(
@@ -146,7 +146,7 @@ class Recording(Watching):
         kwargs = kwargs or {}
         if func.overloadpacket.__name__ == "lift_fresh" and not args[0].dim():  # a number in the code
             self.made.add(_storage(args[0]))
-            self.calls.append((func, args, {"value": args[0].item()}, args[0]))
+            self.calls.append((func, args, {"value": args[0].item()}, None))
             return args[0]
         self.refuse(func, args, kwargs)
         if func._can_decompose():  # a composite operator, whose parts are recorded
@@ -154,13 +154,18 @@ class Recording(Watching):
                 out = func.decompose(*args, **kwargs)
             if out is not NotImplemented:
                 return out
-        for t in tree_leaves((args, kwargs)):
-            if isinstance(t, Tensor) and _storage(t) not in self.made:
+        given = _tensors((args, kwargs))
+        for t in given:
+            if _storage(t) not in self.made:
                 self.outside.setdefault(_storage(t), t)
         out = func(*args, **kwargs)
-        there = {_storage(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
-        self.made |= {_storage(t) for t in tree_leaves(out) if isinstance(t, Tensor)} - there
-        self.calls.append((func, args, kwargs, out))
+        there = {_storage(t) for t in given}
+        places = _tensors(out)
+        new = {_storage(t) for t in places} - there
+        self.made |= new
+        again = new and func.overloadpacket.__name__ not in _EMPTY
+        self.kept.append(out)
+        self.calls.append((func, args, kwargs, [] if func._schema.is_mutable else places if again else None))
         return out
 
     def compare(self, other: Recording) -> None:
@@ -182,29 +187,32 @@ class Recording(Watching):
 
     def replay(self) -> None:
         """Run the operators again; outputs go to the tensors of the recording."""
-        for func, args, kwargs, out in self.calls:
-            if "value" in kwargs and func.overloadpacket.__name__ == "lift_fresh":
+        for func, args, kwargs, places in self.calls:
+            if places is None:
                 continue
-            if func._schema.is_mutable:
-                func(*args, **kwargs)
-                continue
-            if func.overloadpacket.__name__ in _EMPTY:
-                continue
-            there = {_storage(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
-            places = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
-            if all(_storage(t) in there for t in places):
-                continue  # views show the new values
-            made = [t for t in tree_leaves(func(*args, **kwargs)) if isinstance(t, Tensor)]
-            for place, new in zip(places, made, strict=True):
-                place.copy_(new)
+            out = func(*args, **kwargs)
+            if places:
+                for place, new in zip(places, _tensors(out), strict=True):
+                    place.copy_(new)
 
 
 def _storage(t: Tensor) -> int:
     return t.untyped_storage()._cdata
 
 
-def _shown(call: tuple[Any, tuple[Any, ...], dict[str, Any], Any]) -> str:
+def _leaves(x: Any) -> list[Any]:
+    """What lists, tuples and dictionaries hold, in order."""
+    if isinstance(x, dict):
+        x = list(x.values())
+    return [leaf for part in x for leaf in _leaves(part)] if isinstance(x, list | tuple) else [x]
+
+
+def _tensors(x: Any) -> list[Tensor]:
+    return [leaf for leaf in _leaves(x) if isinstance(leaf, Tensor)]
+
+
+def _shown(call: tuple[Any, ...]) -> str:
     """An operator with the shapes of its tensors and its other arguments."""
-    func, args, kwargs, _ = call
+    func, args, kwargs = call[:3]
     show: Callable[[Any], str] = lambda x: str(list(x.shape)) if isinstance(x, Tensor) else str(x)  # noqa: E731
-    return f"{func}({', '.join(show(x) for x in tree_leaves((args, kwargs)))})"
+    return f"{func}({', '.join(show(x) for x in _leaves((args, kwargs)))})"
