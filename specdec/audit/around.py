@@ -78,7 +78,7 @@ def verifier_of(part: Any) -> Verifier:
     if isinstance(part, type) or not callable(part):
         what = f"the class {part.__name__}" if isinstance(part, type) else f"a {type(part).__name__}"
         raise TypeError(
-            f"decoder is {what}: give a built decoder, as of build(), a verifier, or a function (proposal, probs, context, rng) -> Verdict"
+            f"decoder is {what}: give a built decoder, sd.decoder(...).build(), a verifier, or a function (proposal, probs, context, rng) -> Verdict"
         )
     return part if isinstance(part, Verifier) else _Function(part)
 
