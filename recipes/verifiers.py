@@ -10,6 +10,7 @@ verifier's of the same drafting, with 95 % intervals by bootstrap over prompts, 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import checkout  # noqa: F401
@@ -42,6 +43,7 @@ def ways(small: sd.HFModel) -> dict[str, tuple[Any, int, tuple[Any, ...]]]:
     tree, traversal = sd.drafts.Tree, sd.Traversal()
     at_once = (sd.Rejection(), traversal, sd.KSeq(), sd.OptimalTransport())
     one_by_one = (sd.Rejection(), traversal)
+    top_and_one = tree(small, (3, 2, 1), siblings=TopAndOne())
     return {
         "chain of 4": (sd.drafts.Model(small), 4, (sd.Rejection(), sd.BlockVerification(), traversal)),
         "chain of 8": (sd.drafts.Model(small), 8, (sd.Rejection(), sd.BlockVerification(), traversal)),
@@ -49,11 +51,7 @@ def ways(small: sd.HFModel) -> dict[str, tuple[Any, int, tuple[Any, ...]]]:
         "tree (3, 2, 1)": (tree(small, (3, 2, 1)), 3, at_once),
         "4 chains of 3": (tree(small, (4, 1, 1)), 3, at_once),
         "tree (3, 2, 1), distinct": (tree(small, (3, 2, 1), siblings=Distinct()), 3, one_by_one),
-        "tree (3, 2, 1), the most probable and a drawn one": (
-            tree(small, (3, 2, 1), siblings=TopAndOne()),
-            3,
-            one_by_one,
-        ),
+        "tree (3, 2, 1), the most probable and a drawn one": (top_and_one, 3, one_by_one),
     }
 
 
@@ -70,37 +68,31 @@ def main(s: Settings) -> None:
             decoders = {v.info.name: base.verifier(v).build() for v in verifiers}
             rounds = {name: np.zeros(len(prompts)) for name in decoders}
             stats = {name: sd.Stats() for name in decoders}
-            for repeat in range(s.repeats):
-                for name, decoder in decoders.items():
-                    for start in range(0, len(prompts), s.batch):
-                        progress(f"{drafting}, {name}, run {repeat + 1} of {s.repeats}")
-                        some = prompts[start : start + s.batch]
-                        seeds = [1_000_003 * (repeat + 1) + s.seed + start + i for i in range(len(some))]
-                        out = decoder.generate(some, s.new_tokens + 1, seed=seeds, eos_token_id=())
-                        stats[name] += out.stats
-                        rounds[name][start : start + len(some)] += [one.rounds for one in out.row_stats]
+            starts = range(0, len(prompts), s.batch)
+            for repeat, (name, decoder), start in product(range(s.repeats), decoders.items(), starts):
+                progress(f"{drafting}, {name}, run {repeat + 1} of {s.repeats}")
+                some = prompts[start : start + s.batch]
+                seeds = [1_000_003 * (repeat + 1) + s.seed + start + i for i in range(len(some))]
+                out = decoder.generate(some, s.new_tokens + 1, seed=seeds, eos_token_id=())
+                stats[name] += out.stats
+                rounds[name][start : start + len(some)] += [one.rounds for one in out.row_stats]
             progress()
             tokens = np.full(len(prompts), float(s.repeats * s.new_tokens))
             first = np.stack([tokens, next(iter(rounds.values()))])
             for name, mine in rounds.items():
                 made, calls = stats[name], sum(mine) / min(s.batch, len(prompts))
                 found = efficiency([np.stack([tokens, mine])] * 2, [first] * 2, clusters)
-                rows.append(
-                    {
-                        "drafting": drafting, "temperature": temperature, "verifier": name, "nodes": base.build().draft.info.nodes(length),
-                        "tau": found["tau"], "low": found["tau_low"], "high": found["tau_high"], "ratio": found["ratio"],
-                        "ratio_low": found["ratio_low"], "ratio_high": found["ratio_high"], "verify_ms": 1000 * made.seconds["verify"] / calls,
-                        "tokens_per_second": made.tokens_per_second, "prompts": len(prompts), "batch": s.batch,
-                    }
-                )  # fmt: skip
-            print(table(rows[-len(decoders) :], COLUMNS), "\n", flush=True)
+                rows.append({
+                    "drafting": drafting, "temperature": temperature, "verifier": name, "nodes": base.build().draft.info.nodes(length),
+                    "tau": found["tau"], "low": found["tau_low"], "high": found["tau_high"], "ratio": found["ratio"],
+                    "ratio_low": found["ratio_low"], "ratio_high": found["ratio_high"], "verify_ms": 1000 * made.seconds["verify"] / calls,
+                    "tokens_per_second": made.tokens_per_second, "prompts": len(prompts), "batch": s.batch,
+                })  # fmt: skip
+            print(table(rows[-len(decoders) :], COLUMNS.split()), "\n", flush=True)
     s.save(rows)
 
 
-COLUMNS = (
-    *("drafting", "verifier", "temperature", "tau", "ratio", "ratio_low", "ratio_high"),
-    *("verify_ms", "tokens_per_second"),
-)
+COLUMNS = "drafting verifier temperature tau ratio ratio_low ratio_high verify_ms tokens_per_second"
 
 
 if __name__ == "__main__":

@@ -13,13 +13,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from specdec.kernels.attention.plan import AttentionPlan, Segment
 from specdec.kernels.attention.reach import Reach
 
-FOLD = (
-    16  # queries a row up to which folding pays; its mask is as many times larger as there are heads to fold
-)
+# Queries a row up to which folding pays; its mask is as many times larger as there are heads to fold.
+FOLD = 16
 
-_flash = (
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-)  # the only one that returns its log-sum-exp
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # it alone returns its log-sum-exp
 
 
 def fused(
@@ -45,11 +42,14 @@ def fused(
     """
     group = 1 if s.queries > FOLD else query.shape[1] // keys.shape[2]
     # One look-up, because small models are bound by Python.
-    key = ("call", s, low, window, query.dtype, query.device, group)
+    asked = s, window, low, query.dtype, query.device
+    key = ("call", *asked, group)
     known = plan.known.get(key)
     if known is None:
         causal = plan.causal(s, window, low)
-        mask = None if causal else _mask(query, plan, s, window, low, group)
+        mask = None
+        if not causal:
+            mask = plan.mask(*asked) if group == 1 else plan.folded_mask(*asked, group)
         known = mask, causal, 1 if causal else group
         if plan.ordered:  # otherwise visibility may differ between layers
             plan.known[key] = known
@@ -69,16 +69,8 @@ def fused(
     return out if group == 1 else out.reshape(q.shape[0], -1, s.queries, out.shape[-1]), total
 
 
-def _mask(
-    query: Tensor, plan: AttentionPlan, s: Segment, window: Reach, low: int, group: int
-) -> Tensor | None:
-    if group == 1:
-        return plan.mask(s, window, low, query.dtype, query.device)
-    return plan.folded_mask(s, window, low, query.dtype, query.device, group)
-
-
 def _views(
-    query: Tensor, keys: Tensor, values: Tensor, s: Segment, low: int, group: int, begin: int = 0
+    query: Tensor, keys: Tensor, values: Tensor, s: Segment, low: int, group: int, begin: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``[R, Hq / group, group * q, D]`` queries, ``[R, Hkv, high - low, D]`` keys and values."""
     r0, r1, b0, t0, n, high = s

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specdec.kernels.attention.lowered import Lowered, RingSight
+from specdec.kernels.attention.lowered import Lowered
 from specdec.kernels.attention.reach import Reach, near
 
 
@@ -39,8 +39,7 @@ def attend(
     heads, T = query.shape[1:3]
     group, C, S = heads // keys.shape[2], lowered.max_count, lowered.max_length
     starts, ends = lowered.starts[:-1].long(), lowered.starts[1:].long()
-    column = torch.arange(C, device=query.device)
-    packed = starts[:, None] + column  # [R, C] the row's queries, followed by others if it has fewer
+    packed = starts[:, None] + torch.arange(C, device=query.device)  # [R, C] the row's queries, then others
     live = packed < ends[:, None]
     at = packed.clamp(max=T - 1)
     seen = visible(lowered, at, window)  # [R, C, S]
@@ -60,8 +59,7 @@ def attend(
     weights = scores.softmax(-1).masked_fill(blind, 0)[..., :S]
     out = torch.einsum("rhcs,rshd->rchd", weights, v).to(query.dtype)
     into = query.new_zeros(T + 1, heads, values.shape[-1])  # the last entry takes results of no query
-    into.index_copy_(0, torch.where(live, packed, T).flatten(), out.flatten(0, 1))
-    return into[None, :T]
+    return into.index_copy_(0, torch.where(live, packed, T).flatten(), out.flatten(0, 1))[None, :T]
 
 
 def visible(lowered: Lowered, at: Tensor, window: Reach = None) -> Tensor:
@@ -69,13 +67,15 @@ def visible(lowered: Lowered, at: Tensor, window: Reach = None) -> Tensor:
     if lowered.seen is not None:  # windows are included
         return lowered.seen[0][at] != 0
     if lowered.ring is not None:
-        return _of_ring(lowered.ring, lowered.max_length)[:, None].expand(*at.shape, -1)
-    length, starts = lowered.length.long()[:, None], lowered.starts.long()
-    slot = length - (starts[1:] - starts[:-1])[:, None] + at - starts[:-1, None]  # [R, C] of each query
+        ring, q = lowered.ring, lowered.ring.position[:, None]
+        s = torch.arange(lowered.max_length, device=q.device)
+        behind = (q - s) % ring.size
+        late = (behind < ring.window) & (q - behind >= ring.sinks)
+        return torch.where(s < ring.sinks, (s <= q) & (q - s < ring.far), late)[:, None].expand(*at.shape, -1)
+    slot = (lowered.length - lowered.starts[1:]).long()[:, None] + at  # [R, C] of each query
     key = torch.arange(lowered.max_length, device=at.device)
     seen = key <= slot[:, :, None]
-    place: Tensor = key.expand(slot.shape[0], -1)  # [R, S] the position of a slot
-    position = slot
+    place, position = key.expand(slot.shape[0], -1), slot  # [R, S] of each slot, and [R, C] of each query
     if lowered.words is not None and lowered.depth is not None:
         root = lowered.root.long()[:, None]
         node, last = key - root, lowered.depth.shape[1] - 1  # [R, S]
@@ -88,14 +88,6 @@ def visible(lowered: Lowered, at: Tensor, window: Reach = None) -> Tensor:
     if window is not None:
         seen = seen & near(position[:, :, None], place[:, None], window)
     return seen
-
-
-def _of_ring(ring: RingSight, slots: int) -> Tensor:
-    """``[R, S]`` bool."""
-    s, q = torch.arange(slots, device=ring.position.device), ring.position[:, None]
-    behind = (q - s) % ring.size
-    late = (behind < ring.window) & (q - behind >= ring.sinks)
-    return torch.where(s < ring.sinks, (s <= q) & (q - s < ring.far), late)
 
 
 def _slots(buffer: Tensor, lowered: Lowered, count: int) -> Tensor:

@@ -73,11 +73,7 @@ def check_numbers(
     if greedy:
         return
     live = torch.arange(N) < size[:, None]
-    asked = (
-        torch.arange(N + 1) <= size[:, None]
-        if bonus_u.dim() == 2
-        else torch.ones_like(size, dtype=torch.bool)
-    )
+    asked = torch.arange(N + 1) <= size[:, None] if bonus_u.dim() == 2 else torch.tensor(True)
     for name, u, counts in (("accept_u", accept_u, live), ("bonus_u", bonus_u, asked)):
         wrong = ~((u >= 0) & (u < 1)) & counts
         if bool(wrong.any()):

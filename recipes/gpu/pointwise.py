@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -16,48 +17,41 @@ from specdec.lab.errors import LIMITS, worst
 
 SETS = 2**28  # total bytes of a call's input sets: several times a GPU's last-level cache
 Run = Callable[[], Any]
+Case = tuple[Run, Callable[[], Tensor], Tensor, int]  # a call, its result, the float64 result, bytes to move
 
 
-def cases(
-    stage: Stage, tokens: int, dtype: torch.dtype
-) -> Iterator[tuple[str, Callable[[], tuple[Run, Callable[[], Tensor], Tensor, int]]]]:
-    """Cases: name, and a constructor of the call, a function that returns its result, the float64 reference, and the bytes to move."""
+def cases(stage: Stage, tokens: int, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], Case]]]:
+    """Cases: name, and constructor."""
     wide, inner, heads, kv, size = (64, 160, 4, 2, 16) if stage.toy else (4096, 14336, 32, 8, 128)
     width = dtype.itemsize
 
     def numbers(*shape: int) -> Tensor:
         return stage.normal(*shape).to(dtype)
 
-    def norm() -> tuple[Run, Callable[[], Tensor], Tensor, int]:
+    def norm() -> Case:
         x, y, w = numbers(tokens, wide), numbers(tokens, wide), numbers(wide)
-        stored = (x.double() + y.double()).to(dtype)
         kept, made = x.clone(), {}
 
         def run() -> None:
             made["out"] = pointwise.add_norm(kept, y, w, 1e-5)
 
-        exact = reference.add_norm(stored.double(), None, w.double(), 1e-5)[1]
+        exact = reference.add_norm((x.double() + y.double()).to(dtype).double(), None, w.double(), 1e-5)[1]
         return run, lambda: made["out"], exact, 4 * tokens * wide * width
 
-    def turned() -> tuple[Run, Callable[[], Tensor], Tensor, int]:
+    def turned() -> Case:
         q, k, v = numbers(tokens, heads, size), numbers(tokens, kv, size), numbers(tokens, kv, size)
         angle = stage.normal(tokens, size // 2).repeat(1, 2)
         cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
         keys, values = numbers(2, 1, tokens, kv, size).unbind(0)
         slots = torch.randperm(tokens, generator=stage.draw, device=stage.device)
         into = q.clone()
-
-        def run() -> None:
-            pointwise.apply_rotary(into, k, cos, sin, value=v, place=Place(keys, values, slots))
-
-        def result() -> Tensor:
-            return torch.cat([into, keys[0, slots], values[0, slots]], 1)
-
-        exact = [reference.apply_rotary(t.double(), cos.double(), sin.double()) for t in (q, k)]
+        run = partial(pointwise.apply_rotary, into, k, cos, sin, value=v, place=Place(keys, values, slots))
+        rotated = [reference.apply_rotary(t.double(), cos.double(), sin.double()) for t in (q, k)]
+        exact = torch.cat([*rotated, v.double()], 1)
         moved = 2 * tokens * (heads + 2 * kv) * size * width + 2 * tokens * size * width
-        return run, result, torch.cat([*exact, v.double()], 1), moved
+        return run, lambda: torch.cat([into, keys[0, slots], values[0, slots]], 1), exact, moved
 
-    def product() -> tuple[Run, Callable[[], Tensor], Tensor, int]:
+    def product() -> Case:
         gate, up = numbers(tokens, inner), numbers(tokens, inner)
         into = gate.clone()
         exact = reference.silu_mul(gate.double(), up.double())
@@ -78,8 +72,7 @@ def made(
         if stage.late(case):
             continue
         with stage.case(case):
-            why = None if interpreted else pointwise.why_not(stage.device, dtype)
-            if why is not None:
+            if not interpreted and (why := pointwise.why_not(stage.device, dtype)) is not None:
                 stage.skip(case, f"cannot: {why}")
                 continue
             run, result, exact, moved = make()

@@ -1,9 +1,8 @@
 """Stage s of the GPU suite: speculative rounds at the 8B shape, and tokens a second at a prescribed acceptance.
 
-Random weights have no acceptance of their own. A round of k drafted tokens takes about as long whatever is accepted, so the time of a round
-is measured with the verifiers of a decoder, and once with ``verifiers.Synthetic``, which accepts a given share: the lengths of its rows
-grow as those of a trained draft would. Its output is not the target's, and only its time counts. Decoders with "ahead" replay a whole round at
-a time (``executors.Ahead``).
+Random weights have no acceptance of their own, but a round of k drafted tokens takes about as long whatever is accepted. It is measured
+with the verifiers of a decoder, and once with ``verifiers.Synthetic``, which accepts a given share, so that rows grow as with a trained
+draft; its output is not the target's. Decoders with "ahead" replay a whole round at a time (``executors.Ahead``).
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 from itertools import pairwise
 from statistics import median
 from time import perf_counter
-from typing import Any
 
 import torch
 from transformers.utils import logging
@@ -26,8 +24,7 @@ from specdec.verifiers import Synthetic
 K, ACCEPTANCE = 4, 0.7
 POINTS = ((1, 1024), (16, 1024), (64, 1024), (16, 8192))
 TOY_POINTS = ((2, 16),)
-# Tokens of the points at which decoders with "ahead" are timed: the host's time is a small share beyond.
-LIMIT = 16 * 1024
+LIMIT = 16 * 1024  # tokens of a point for decoders with "ahead": beyond, the host's time is a small share
 PLAIN = "plain, greedy"
 
 
@@ -37,7 +34,7 @@ def decoders(stage: Stage) -> dict[str, sd.Decoder]:
     small = None if model is None else llama(stage, layers=4)
     if model is None or small is None:
         return {}
-    graphs: Any = "eager" if stage.device.type == "cpu" else True
+    graphs = "eager" if stage.device.type == "cpu" else True
     target, draft = (sd.HFModel(raw, prefill_chunk=8192, graphs=graphs) for raw in (model, small))
     plain, drafted = sd.decoder(target), sd.decoder(target).draft(draft, K)
     return {
@@ -64,23 +61,20 @@ def run(stage: Stage) -> None:
     made = decoders(stage)
     if not made:
         return
-    tau = Synthetic(ACCEPTANCE).tau(K)
     shape = Shape.of(made[PLAIN].target.model.config)
     for batch, context in TOY_POINTS if stage.toy else POINTS:
         ids, speed = prompts(stage, batch, context), dict[str, float]()
         if not stage.room(f"{batch} x {context}", 2.5 * shape.kv_values(1) * 2 * batch * (context + 256)):
             continue
         for name, decoder in made.items():
-            if name.endswith("ahead") and batch * context > LIMIT:
-                continue
-            case = f"a round, {name}, {batch} x {context}"
-            if stage.late(case, 0.0 if stage.toy else 4.0):
+            case, beyond = f"a round, {name}, {batch} x {context}", batch * context > LIMIT
+            if (beyond and name.endswith("ahead")) or stage.late(case, 0.0 if stage.toy else 4.0):
                 continue
             with stage.case(case):
                 seconds, rounds = timed(stage, decoder, ids)
                 drafted = name.startswith("a draft")
                 least, *_ = floor(stage, shape, batch, K + 1 if drafted else 1, context)
-                tokens = tau if drafted else 1.0
+                tokens = Synthetic(ACCEPTANCE).tau(K) if drafted else 1.0
                 speed[name] = tokens * batch / seconds
                 more = stopped(decoder.target) | (stopped(decoder.draft.model) if drafted else {})
                 stage.row(
@@ -97,12 +91,9 @@ def run(stage: Stage) -> None:
 def timed(stage: Stage, decoder: sd.Decoder, ids: torch.Tensor) -> tuple[float, int]:
     """The median seconds of a round after the captures, and the number of rounds."""
     new = 8 if stage.toy else 96
+    ends: list[float] = []
     for turn in range(1 if stage.toy else 2):
-        marks: list[float] = []
-
-        def mark(_: Any, marks: list[float] = marks) -> None:
-            marks.append(perf_counter())
-
-        decoder.generate(ids, new, seed=turn, eos_token_id=(), on_round=mark)
-    gaps = [b - a for a, b in pairwise(marks)]
+        ends.clear()
+        decoder.generate(ids, new, seed=turn, eos_token_id=(), on_round=lambda _: ends.append(perf_counter()))
+    gaps = [b - a for a, b in pairwise(ends)]
     return median(gaps), len(gaps)

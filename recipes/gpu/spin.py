@@ -8,13 +8,12 @@ stream, beside the time model fitted to serial rounds of other sizes in the same
 from __future__ import annotations
 
 import torch
-from transformers import LlamaForCausalLM
 from transformers.utils import logging
 
 import specdec as sd
 from recipes.gpu.cases import LLAMA_8B, TINY, slots
 from recipes.gpu.stage import Part, Stage
-from recipes.gpu.steps import config, llama
+from recipes.gpu.steps import llama
 from specdec.cost import Shape
 from specdec.kernels.attention import available
 from specdec.kernels.attention.choice import why_not
@@ -38,20 +37,16 @@ def decomposition(stage: Stage) -> None:
     heads, dtype = TINY if stage.toy else LLAMA_8B, torch.bfloat16
     ways = [(b, None) for b in ("padded", "packed", "decomposed", "triton", "torch_flash", "flash_attn")]
     ways += [("triton", 8 if stage.toy else FRAGMENT)]
+    ways = [way for way in ways if way[0] in available(stage.device, dtype)]
     for name in DISTRIBUTIONS[:2] if stage.toy else DISTRIBUTIONS:
         # At toy size lengths are a sixteenth: each tile costs the interpreter milliseconds.
-        length = [
-            max(1, n // 16) if stage.toy else LONGER * n for n in lengths(name, batch, mean, stage.seed)
-        ]
+        drawn = lengths(name, batch, mean, stage.seed)
+        length = [max(1, n // 16) if stage.toy else LONGER * n for n in drawn]
         base: float | None = None
         for backend, fragment in ways:
             said = f"{backend}, chunks of {fragment}" if fragment else backend
             case = f"verify {k + 1}, {name} lengths, {batch} rows: {said}"
-            if (
-                backend not in available(stage.device, dtype)
-                or stage.late(case)
-                or not stage.room(case, 2**33)
-            ):
+            if stage.late(case) or not stage.room(case, 2**33):
                 continue
             with stage.case(case):
                 stage.draw.manual_seed(stage.seed)  # the same tensors for all methods
@@ -74,10 +69,8 @@ def decomposition(stage: Stage) -> None:
 def pipeline(stage: Stage) -> None:
     """A Llama-3-8B-shaped target and a draft of an eighth of its layers, with random weights, for times only."""
     model = llama(stage)
-    if model is None:
-        return
-    draft = small(stage)
-    if draft is None:
+    draft = None if model is None else llama(stage, layers=4)
+    if model is None or draft is None:
         return
     graphs = "eager" if stage.device.type == "cpu" else True
     target, small_one = (sd.HFModel(m, prefill_chunk=8192, graphs=graphs) for m in (model, draft))
@@ -86,28 +79,18 @@ def pipeline(stage: Stage) -> None:
     for batch in (4,) if stage.toy else (16, 64):
         context = 16 if stage.toy else 512
         name = f"pipeline, {batch} x {context}"
-        if stage.late(name, 0.0 if stage.toy else 45.0):
-            continue
-        if not stage.room(name, Shape.of(model.config).kv_values(1) * 4 * batch * (context + 256)):
+        bytes = Shape.of(model.config).kv_values(1) * 4 * batch * (context + 256)
+        if stage.late(name, 0.0 if stage.toy else 45.0) or not stage.room(name, bytes):
             continue
         with stage.case(name):
             rows = torch.randint(0, model.config.vocab_size, (batch, context), generator=host).tolist()
             micro, rounds, repeats = ((2,), 2, 1) if stage.toy else ((2, 4), 8, 2)
             compare = Comparison(micro, ("threads",), rounds, repeats, stage.seed)
             for r in compare.rows("random", decoder, rows):
-                how = (
-                    f"{r['mode']}, {r['micro_batches']} micro-batches" if r["mode"] != "serial" else "serial"
-                )
+                how = r["mode"] + (f", {r['micro_batches']} micro-batches" if r["mode"] != "serial" else "")
                 stage.row(
                     f"{name}: {how}", r["milliseconds"] / 1e3, gain=r["gain"], predicted_gain=r["predicted_gain"],
                     predicted_seconds=r["predicted"] / 1e3, draft_slowdown=r["draft_slowdown"],
                     verify_slowdown=r["verify_slowdown"],
                     note=f"gain {r['gain']:.2f}, the time model predicts {r['predicted_gain']:.2f}",
                 )  # fmt: skip
-
-
-def small(stage: Stage) -> LlamaForCausalLM | None:
-    """A draft for ``llama``: the same shape, 4 of its 32 layers."""
-    if stage.toy:
-        return LlamaForCausalLM(config(True)).to(torch.bfloat16).eval().requires_grad_(False)
-    return llama(stage, layers=4)

@@ -35,8 +35,7 @@ class _Function:
 
     @property
     def info(self) -> VerifierInfo:
-        name = name_of(self.function)
-        return VerifierInfo(name, lossless=True)  # to be found out
+        return VerifierInfo(name_of(self.function), lossless=True)  # to be found out
 
     def check(self, proposal: Proposal) -> None:
         pass
@@ -79,18 +78,15 @@ def verifier_of(part: Any) -> Verifier:
     if isinstance(part, type) or not callable(part):
         what = f"the class {part.__name__}" if isinstance(part, type) else f"a {type(part).__name__}"
         raise TypeError(
-            f"decoder is {what}: give a built decoder, sd.decoder(target).draft(...).build(), a verifier, or a function (proposal, probs, "
-            "context, rng) -> Verdict"
+            f"decoder is {what}: give a built decoder, sd.decoder(...).build(), a verifier, or a function (proposal, probs, context, rng) -> Verdict"
         )
     return part if isinstance(part, Verifier) else _Function(part)
 
 
 def decoders(verifier: Verifier) -> Iterator[Decoder]:
     """Decoders to certify a verifier with, the most general proposals that it declares to take first: trees, chains, one node."""
-    base, siblings = (
-        decoder(TableModel.random(3, 1, seed=0)).verifier(_Strict(verifier)),
-        VerifierInfo.of(verifier).siblings,
-    )
+    base = decoder(TableModel.random(3, 1, seed=0)).verifier(_Strict(verifier))
+    siblings = VerifierInfo.of(verifier).siblings
     if "in turn" in siblings:
         yield base.draft(Adversary(MENU, NODES), length=NODES).build()
     if "independent" in siblings:

@@ -3,9 +3,13 @@
 import ast
 import re
 import warnings
+from itertools import groupby
 
 MIN_BYTES, MAX_BYTES = 200, 300_000
 _GENERATED = re.compile(r"auto-?\s?generated|generated (by|from|automatically)|do not edit", re.IGNORECASE)
+_DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+_STATEMENTS = (ast.Assign, ast.AnnAssign, ast.Expr, ast.Return)
+_DISPLAYS = (ast.Dict, ast.List, ast.Tuple, ast.Set)
 _LEGAL = re.compile(r"copyright|licen[sc]e|spdx", re.IGNORECASE)
 
 
@@ -22,11 +26,8 @@ def clean(raw: bytes) -> str | None:
     except UnicodeDecodeError:
         return None
     lines = text.split("\n")
-    if "\0" in text or max(map(len, lines)) > 1000 or len(text) > 120 * len(lines):
-        return None
-    if len(text) < 0.9 * len(raw) or _GENERATED.search(text[:600]):
-        return None
-    return text
+    typed = "\0" not in text and max(map(len, lines)) <= 1000 and len(text) <= 120 * len(lines)
+    return text if typed and len(text) >= 0.9 * len(raw) and not _GENERATED.search(text[:600]) else None
 
 
 def parse(text: str) -> ast.Module | None:
@@ -51,19 +52,14 @@ def prose(text: str, tree: ast.Module) -> str:
         if isinstance(node, (ast.Constant, ast.JoinedStr)):
             # The closing line may carry a comment, but never begins with one.
             inside.update(range(node.lineno, node.end_lineno or 0))
-        elif isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-            doc = ast.get_docstring(node)
-            if doc:
-                pieces.append((node.body[0].lineno, doc))
-    block: list[str] = []
-    for number, line in enumerate([*text.split("\n"), ""], 1):
-        stripped = line.strip()
-        if stripped.startswith("#") and number not in inside:
-            block.append(stripped.lstrip("#!:").removeprefix(" "))
-        elif block:
-            if len(block) > 1:
-                pieces.append((number, "\n".join(block)))
-            block = []
+        elif isinstance(node, _DOCUMENTED) and (doc := ast.get_docstring(node)):
+            pieces.append((node.body[0].lineno, doc))
+    numbered = enumerate(map(str.strip, text.split("\n")), 1)
+    for comment, lines in groupby(numbered, lambda at: at[1].startswith("#") and at[0] not in inside):
+        block = list(lines)
+        if comment and len(block) > 1:
+            words = "\n".join(line.lstrip("#!:").removeprefix(" ") for _, line in block)
+            pieces.append((block[-1][0] + 1, words))
     kept = [piece for _, piece in sorted(pieces) if len(piece) >= 80 and not _LEGAL.search(piece)]
     return "\n\n".join(kept)
 
@@ -76,34 +72,28 @@ def tables(text: str, tree: ast.Module, minimum: int = 24) -> str:
     stack: list[ast.AST] = [tree]
     while stack:
         node = stack.pop()
-        if isinstance(node, (ast.Assign, ast.AnnAssign, ast.Expr, ast.Return)) and _is_table(
-            node.value, minimum
-        ):
+        if isinstance(node, _STATEMENTS) and _is_table(node.value, minimum):
             rows = lines[node.lineno - 1 : node.end_lineno]
             indent = len(rows[0]) - len(rows[0].lstrip())
             kept.append("\n".join(row[indent:] if row[:indent].isspace() else row for row in rows))
         else:
-            stack.extend(
-                reversed([child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt)])
-            )
-            stack.extend(getattr(node, "handlers", ()))
+            inner = [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt)]
+            stack += [*reversed(inner), *getattr(node, "handlers", ())]
     return "\n\n".join(kept)
 
 
 def _is_table(node: ast.AST | None, minimum: int) -> bool:
     """Whether an expression is a display made of constants, at any depth."""
-    if not isinstance(node, (ast.Dict, ast.List, ast.Tuple, ast.Set)):
+    if not isinstance(node, _DISPLAYS):
         return False
-    constants = others = 0
-    stack: list[ast.AST] = [node]
-    while stack:
-        item = stack.pop()
-        if isinstance(item, ast.UnaryOp):
-            item = item.operand
-        if isinstance(item, (ast.Dict, ast.List, ast.Tuple, ast.Set)):
-            stack.extend(child for child in ast.iter_child_nodes(item) if isinstance(child, ast.expr))
-        elif isinstance(item, ast.Constant):
-            constants += 1
-        else:
-            others += 1
-    return constants >= minimum and others * 9 <= constants
+    leaves = _leaves(node)
+    constants = sum(isinstance(leaf, ast.Constant) for leaf in leaves)
+    return constants >= minimum and (len(leaves) - constants) * 9 <= constants
+
+
+def _leaves(node: ast.AST) -> list[ast.AST]:
+    node = node.operand if isinstance(node, ast.UnaryOp) else node
+    if not isinstance(node, _DISPLAYS):
+        return [node]
+    inner = (child for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr))
+    return [leaf for child in inner for leaf in _leaves(child)]

@@ -39,9 +39,7 @@ class Timeline:
     @property
     def seconds(self) -> float:
         """From the start of the first span to the end of the last."""
-        if not self.spans:
-            return 0.0
-        return max(s.ended for s in self.spans) - min(s.began for s in self.spans)
+        return max(s.ended for s in self.spans) - min(s.began for s in self.spans) if self.spans else 0.0
 
     def busy(self) -> dict[str, float]:
         """Worker -> share of the time in which it was busy."""
@@ -56,22 +54,14 @@ class Timeline:
 
     def events(self) -> list[dict[str, Any]]:
         start = min((s.began for s in self.spans), default=0.0)
-        names = {worker: i for i, worker in enumerate(self.workers)}
+        places = {worker: {"pid": 0, "tid": i} for i, worker in enumerate(self.workers)}
         named = [
-            {"ph": "M", "name": "thread_name", "pid": 0, "tid": i, "args": {"name": worker}}
-            for worker, i in names.items()
+            {"ph": "M", "name": "thread_name", "args": {"name": w}} | place for w, place in places.items()
         ]
         return named + [
-            {
-                "ph": "X",
-                "name": f"{s.stage} {s.micro_batch}",
-                "cat": s.stage,
-                "pid": 0,
-                "tid": names[s.worker],
-                "ts": 1e6 * (s.began - start),
-                "dur": 1e6 * (s.ended - s.began),
-                "args": {"lane": s.micro_batch},
-            }
+            {"ph": "X", "name": f"{s.stage} {s.micro_batch}", "cat": s.stage, "args": {"lane": s.micro_batch}}
+            | {"ts": 1e6 * (s.began - start), "dur": 1e6 * (s.ended - s.began)}
+            | places[s.worker]
             for s in self.spans
         ]
 
@@ -91,22 +81,14 @@ class Timeline:
         figure = Figure(figsize=(11, 1.2 + 0.7 * len(self.workers)))
         axes = figure.subplots()
         lines = {worker: i for i, worker in enumerate(reversed(self.workers))}
-        shade = {"prefill": 0.45, "prepare": 0.3}
+        edge: dict[str, Any] = {"height": 0.7, "edgecolor": "white", "linewidth": 0.5}
         for s in shown:
-            box = axes.barh(
-                lines[s.worker],
-                1e3 * (s.ended - s.began),
-                left=1e3 * (s.began - start),
-                height=0.7,
-                color=f"C{s.micro_batch % 10}",
-                alpha=shade.get(s.stage, 0.85),
-                edgecolor="white",
-                linewidth=0.5,
-            )
+            left, width = 1e3 * (s.began - start), 1e3 * (s.ended - s.began)
+            color, alpha = f"C{s.micro_batch % 10}", {"prefill": 0.45, "prepare": 0.3}.get(s.stage, 0.85)
+            box = axes.barh(lines[s.worker], width, left=left, color=color, alpha=alpha, **edge)
             if s.ended - s.began > 0.02 * (high - low):
-                axes.bar_label(
-                    box, [f"{s.stage[0]}{s.micro_batch}"], label_type="center", fontsize=7, color="white"
-                )
+                name = f"{s.stage[0]}{s.micro_batch}"
+                axes.bar_label(box, [name], label_type="center", fontsize=7, color="white")
         axes.set_yticks(list(lines.values()), list(lines))
         axes.set_xlim(1e3 * low, 1e3 * max(high, low + 1e-6))
         axes.set_xlabel("milliseconds")

@@ -21,15 +21,7 @@ class Decodes(Protocol):
     @property
     def length(self) -> int: ...
 
-    def generate(
-        self,
-        prompts: Any,
-        max_new_tokens: int = ...,
-        *,
-        seed: int,
-        eos_token_id: tuple[int, ...],
-        on_round: Any,
-    ) -> Any: ...
+    def generate(self, prompts: Any, max_new_tokens: int = ..., **settings: Any) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -97,13 +89,11 @@ def tune(
 def _speed(decoder: Decodes, prompts: Sequence[Any], tokens: int, seed: int) -> float:
     """Tokens a second after the prefill."""
     marks: list[tuple[float, int, int]] = []
-    decoder.generate(
-        prompts,
-        tokens,
-        seed=seed,
-        eos_token_id=(),
-        on_round=lambda r: marks.append((perf_counter(), r.number, int(r.committed.sum()))),
-    )
+
+    def mark(round: Round) -> None:
+        marks.append((perf_counter(), round.number, int(round.committed.sum())))
+
+    decoder.generate(prompts, tokens, seed=seed, eos_token_id=(), on_round=mark)
     start = max((at for at, number, _ in marks if number == 0), default=0.0)
     spent = marks[-1][0] - start
     return sum(made for at, number, made in marks if at > start) / spent if spent else 0.0

@@ -6,41 +6,14 @@ from typing import Any
 
 from specdec.configs import setting
 
+_PACKED = (
+    "apertus arcee cohere2 ernie4_5 exaone4 gemma gemma2 gemma3_text glm4 gpt2 gpt_neox gpt_oss granite helium hunyuan_v1_dense llama "
+    "mistral mixtral olmo2 olmo3 opt phi phi3 qwen2 qwen3 qwen3_moe seed_oss smollm3 starcoder2"
+)
 SUPPORTED: dict[str, str] = {
-    "apertus": "packed",
-    "arcee": "packed",
-    "codegen": "padded",
-    "cohere2": "packed",
-    "ernie4_5": "packed",
-    "exaone4": "packed",
-    "falcon": "padded",
-    "gemma": "packed",
-    "gemma2": "packed",
-    "gemma3_text": "packed",
-    "glm4": "packed",
-    "gpt2": "packed",
-    "gpt_neo": "padded",
-    "gpt_neox": "packed",
-    "gpt_oss": "packed",
-    "gptj": "padded",
-    "granite": "packed",
-    "helium": "packed",
-    "hunyuan_v1_dense": "packed",
-    "llama": "packed",
-    "mistral": "packed",
-    "mixtral": "packed",
+    **dict.fromkeys(_PACKED.split(), "packed"),
+    **dict.fromkeys(("codegen", "falcon", "gpt_neo", "gptj"), "padded"),
     "mpt": "padded, chains only",
-    "olmo2": "packed",
-    "olmo3": "packed",
-    "opt": "packed",
-    "phi": "packed",
-    "phi3": "packed",
-    "qwen2": "packed",
-    "qwen3": "packed",
-    "qwen3_moe": "packed",
-    "seed_oss": "packed",
-    "smollm3": "packed",
-    "starcoder2": "packed",
 }
 """``model_type`` -> how its forward is run: packed tokens without padding, or padded rows with a mask."""
 

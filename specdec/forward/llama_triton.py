@@ -18,6 +18,7 @@ from specdec.forward.block import Angles, Block, Eager
 from specdec.forward.llama_eager import LlamaEager
 from specdec.forward.merged import Merged, room_for
 from specdec.kernels import pointwise
+from specdec.kernels.pointwise import Place
 
 
 class Launches(Eager):
@@ -38,19 +39,12 @@ class Launches(Eager):
         return more, pointwise.add_norm(more, x, norm.weight, norm.variance_epsilon)
 
     def rotate(
-        self,
-        b: Block,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        angles: Angles,
-        place: pointwise.Place | None,
+        self, b: Block, query: Tensor, key: Tensor, value: Tensor, angles: Angles, place: Place | None
     ) -> tuple[Tensor, Tensor]:
         norms = None
         if b.query_norm is not None:
             norms = (b.query_norm.weight, b.key_norm.weight, b.query_norm.variance_epsilon)
-        stored = None if place is None else value
-        pointwise.apply_rotary(query, key, *angles, norms=norms, value=stored, place=place)
+        pointwise.apply_rotary(query, key, *angles, norms=norms, value=value, place=place)
         return query, key
 
     def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
@@ -88,9 +82,7 @@ class LlamaTriton(LlamaEager):
         if len(found) != 1:
             return False
         device, dtype = found.pop()
-        if dtype is torch.float32 or pointwise.why_not(device, dtype) is not None:
-            return False
-        if not LlamaEager.suits(model, dtype):
+        if dtype is torch.float32 or pointwise.why_not(device, dtype) or not LlamaEager.suits(model, dtype):
             return False
         return model.config.hidden_size <= pointwise.MOST and all(
             block.self_attn.head_dim in range(2, 513, 2) for block in model.model.layers

@@ -43,13 +43,11 @@ def in_turn(
     """
     times: list[list[float]] = [[] for _ in calls]
     with torch.inference_mode():
-        for turn in range(repeats + warmups):
+        for _ in range(warmups + repeats):
             for number, call in enumerate(calls):
                 before(number)
-                spent = seconds(call)
-                if turn >= warmups:
-                    times[number].append(spent)
-    return [take(some) for some in times]
+                times[number].append(seconds(call))
+    return [take(some[warmups:]) for some in times]
 
 
 def bare_steps(model: Any, batch: int, context: int, tokens: Sequence[int]) -> list[Call]:
@@ -61,17 +59,14 @@ def bare_steps(model: Any, batch: int, context: int, tokens: Sequence[int]) -> l
         widest = max(tokens)
         draw = torch.Generator().manual_seed(0)
         ids = torch.randint(0, model.vocab_size, (batch, context + widest), generator=draw)
-
-        def text() -> Context:
-            return Context.of(ids[:, : context + 1].tolist(), capacity=context + widest)
-
+        text = Context.of(ids[:, : context + 1].tolist(), capacity=context + widest)
         cache = model.cache(batch, context + 2 * widest)
-        model.prefill(cache, text())
+        model.prefill(cache, text)
         steps = []
         for n in tokens:
             size = torch.full((batch,), n - 1, dtype=torch.long)
             nodes = Proposal.chain(ids[:, context + 1 : context + n], size) if n > 1 else None
-            steps.append(model.bare_step(cache, text(), nodes))
+            steps.append(model.bare_step(cache, text, nodes))
     return steps
 
 
@@ -99,9 +94,5 @@ def bare_round(
         for _ in range(k):
             step()
 
-    def timed() -> Forwards:
-        # The first plain step of a turn follows the last one of the turn before.
-        alone, drafted, verified, _ = in_turn([plain, drafting, verify, plain], turns, warmups=1, take=min)
-        return Forwards(alone, drafted, verified)
-
-    return timed
+    # The first plain step of a turn follows the last one of the turn before.
+    return lambda: Forwards(*in_turn([plain, drafting, verify, plain], turns, warmups=1, take=min)[:3])

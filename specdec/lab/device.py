@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from statistics import median
-from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
+
+from specdec.lab.clock import seconds as wall_clock
 
 
 class Rates(NamedTuple):
@@ -36,14 +37,10 @@ def clock(
     """Median seconds of a call, over alternating ``runs`` (several sets of inputs, so that none stays in a cache).
 
     Args:
-        seconds: how long to measure. graph: replay the calls from a CUDA graph if they can be captured, so that the host's launches
-            are excluded; ``Time.eager`` includes them.
+        seconds: how long to measure. graph: replay the calls from a CUDA graph if possible, without the host's launches.
     """
     if device.type == "cpu":  # a dry run: the seconds of one call
-        start = perf_counter()
-        for run in runs:
-            run()
-        spent = (perf_counter() - start) / len(runs)
+        spent = wall_clock(lambda: [run() for run in runs]) / len(runs)
         return Time(spent, spent, "host clock")
     for run in (*runs, *runs, *runs):  # compiled, set up, captured
         run()

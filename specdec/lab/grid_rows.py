@@ -80,17 +80,9 @@ def constants(calibrated: Calibrated | None, bare: list[Bare]) -> list[Row]:
     ]
     if calibrated is None:
         return rows
-    machine = calibrated.machine
-    names = (
-        "flops",
-        "bytes_per_second",
-        "cached_bytes_per_second",
-        "cache_bytes",
-        "overhead",
-        "overhead_per_layer",
-        "overlapped",
-    )
-    values = {name: getattr(machine, name) for name in names} | {"median_error_on_bare_steps": machine.error}
+    what = "flops bytes_per_second cached_bytes_per_second cache_bytes overhead overhead_per_layer overlapped"
+    values = {name: getattr(calibrated.machine, name) for name in what.split()}
+    values["median_error_on_bare_steps"] = calibrated.machine.error
     rows += [{"part": "constant", "quantity": name, "value": value} for name, value in values.items()]
     errors = {("", ""): calibrated.error, **calibrated.errors}  # of all pairs, and of each
     rows += [

@@ -12,11 +12,7 @@ BARE: Any = {"axes.spines.top": False, "axes.spines.right": False}
 
 
 def needed() -> None:
-    """Check for matplotlib before anything is measured.
-
-    Raises:
-        SystemExit: it is not installed; the message says how to install it.
-    """
+    """Check for matplotlib before anything is measured; without it raises SystemExit, which says how to install it."""
     try:
         import matplotlib.figure  # noqa: F401
     except ModuleNotFoundError as missing:
@@ -31,8 +27,7 @@ def panels(
     """A figure and its panels ``[rows, columns]``.
 
     Args:
-        size: inches. bare: without the upper and the right side of the frames. how: arguments of ``Figure.subplots``, and ``layout``
-            of the figure.
+        size: inches. bare: frames without the upper and the right side. how: of ``Figure.subplots``, and the figure's ``layout``.
     """
     import matplotlib
 
@@ -78,12 +73,10 @@ def heat(
     after: Callable[[tuple[int, int]], str] = lambda at: "",
     italic: Collection[tuple[int, int]] = (),
 ) -> Any:
-    """A heat map with printed values: a line per batch, a column per context.
+    """The image (for ``scale``) of a heat map with printed values: a line per batch, a column per context.
 
     Args:
         value: by (batch, context). after: text below a value. italic: points whose text is italic.
-    Returns:
-        the image, for ``scale``.
     """
     cells = [[value[b, c] for c in contexts] for b in batches]
     image = axes.imshow(cells, cmap="RdBu", norm=norm, origin="lower", aspect="auto")
@@ -103,5 +96,4 @@ def heat(
 
 def scale(drawing: Any, image: Any, box: tuple[float, float, float, float]) -> None:
     """Draw the colour bar in a box of the figure."""
-    bar = drawing.colorbar(image, cax=drawing.add_axes(box))
-    bar.outline.set_visible(False)
+    drawing.colorbar(image, cax=drawing.add_axes(box)).outline.set_visible(False)

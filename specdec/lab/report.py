@@ -45,21 +45,13 @@ def meta(seed: int | None = None, packages: Iterable[str] = ()) -> dict[str, Any
 
 def command() -> str:
     """The command line, with the script's path from ``recipes`` on and absolute paths shortened to their last part."""
-    script = Path(sys.argv[0])
-    parts = script.parts
+    parts = Path(sys.argv[0]).parts
     start = parts.index("recipes") if "recipes" in parts else -1
     words = ["python", "/".join(parts[start:])]
     for word in sys.argv[1:]:
-        option, equals, value = word.partition("=")
-        if equals and option.startswith("-"):
-            words.append(f"{option}={_short(value)}")
-        else:
-            words.append(_short(word))
+        option, equals, value = word.partition("=") if word.startswith("-") else ("", "", word)
+        words.append(option + equals + (Path(value).name if os.path.isabs(value) else value))
     return shlex.join(words)
-
-
-def _short(word: str) -> str:
-    return Path(word).name if os.path.isabs(word) else word
 
 
 def machine() -> str:
@@ -91,9 +83,8 @@ def write(
         "meta": meta(seed, packages) if about is None else about,
         "rows": [{k: plain(v) for k, v in row.items()} for row in rows],
     }
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_name(path.name + ".part")
+    new = Path(f"{path}.part")
+    new.parent.mkdir(parents=True, exist_ok=True)
     new.write_text(json.dumps(report, indent=2, allow_nan=False) + "\n", encoding="utf-8")
     new.replace(path)
 
@@ -104,6 +95,4 @@ def plain(value: Any) -> Any:
         value = value.item()
     if isinstance(value, float) and not math.isfinite(value):
         return None
-    if isinstance(value, list | tuple):
-        return [plain(v) for v in value]
-    return value
+    return [plain(v) for v in value] if isinstance(value, list | tuple) else value

@@ -43,10 +43,9 @@ def together(rows: Iterable[Row], first: str = "spire", reference: str = "vanill
     some = sorted(
         (r for r in rows if r["part"] == "training"), key=lambda r: -1 if r["seed"] is None else r["seed"]
     )
-    if len({row["texts"] for row in some}) > 1:
-        raise ValueError(
-            f"the rows are of {len({row['texts'] for row in some})} sets of texts: score all drafts on the same"
-        )
+    texts = {row["texts"] for row in some}
+    if len(texts) > 1:
+        raise ValueError(f"the rows are of {len(texts)} sets of texts: score all drafts on the same")
     if len({(row["tokens"], row["data"]) for row in some}) > len({row["tokens"] for row in some}):
         raise ValueError("trainings with as many tokens are of different data: train all drafts on the same")
     seeds: dict[tuple[int, str], dict[Any, np.ndarray]] = {}
@@ -67,12 +66,8 @@ def together(rows: Iterable[Row], first: str = "spire", reference: str = "vanill
         each = [
             float(s[0].sum() / s[1].sum()) for seed, s in seeds[tokens, method].items() if seed is not None
         ]
-        row = {
-            "part": "tau",
-            "method": method,
-            "tokens": tokens,
-            **_ratio(mine, None, "tau", ("low", "high")),
-        }
+        row = {"part": "tau", "method": method, "tokens": tokens}
+        row |= _ratio(mine, None, "tau", ("low", "high"))
         names = "ratio_to_vanilla", ("ratio_low", "ratio_high")
         row |= _ratio(mine, means[tokens, reference], *names) if (tokens, reference) in means else {}
         row |= {"acceptance": np.mean(accepted[tokens, method], 0).tolist(), "sources": mine.shape[1]}

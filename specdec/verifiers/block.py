@@ -26,9 +26,8 @@ class BlockVerification(Rejection):
     target's distribution. From the same drawn chains it accepts on average at least as many tokens as ``Rejection``; from point masses it
     accepts equally many.
 
-    The paper makes one independent test for each prefix, and accepts the longest prefix that passes. Here the tokens are tested from the
-    first on. The test of a token has the probability of acceptance given that the tokens before it were accepted, and the first failure ends
-    the chain. The number of accepted tokens has the same distribution as in the paper.
+    The paper tests every prefix independently, and accepts the longest that passes. Here the tokens are tested from the first on, each with
+    its probability given that those before it were accepted. The number of accepted tokens has the same distribution.
 
     Args:
         trust_declared: as for ``Rejection``.
@@ -44,16 +43,13 @@ class BlockVerification(Rejection):
         branched = ~tree.is_chain(proposal.parents, proposal.size)
         if bool(branched.any()):
             raise ValueError(
-                f"BlockVerification takes chains, and row {int(branched.nonzero()[0])} of the proposal is a tree: use a draft that proposes "
-                "chains, or Traversal() or Rejection(), which take trees"
+                f"BlockVerification takes chains, and row {int(branched.nonzero()[0])} of the proposal is a tree: use a draft of chains, or Traversal()"
             )
 
     def __call__(self, proposal: Proposal, probs: Tensor, context: Context, rng: Rng) -> Verdict:
         B, N = proposal.tokens.shape
         if N == 0:
-            accepted = torch.zeros_like(proposal.size)
-            bonus = draw_bonus(probs[:, 0], accepted, context, rng, N)
-            return Verdict.of(proposal, proposal.tokens, accepted, bonus, checked=True)
+            return super().__call__(proposal, probs, context, rng)
         rows, nodes = (torch.arange(n, device=probs.device) for n in (B, N))
         size = to_device(proposal.size, probs.device)
         tokens = torch.where(nodes < size[:, None], proposal.tokens, 0)
@@ -62,11 +58,9 @@ class BlockVerification(Rejection):
         accepted = rng.accept(chance, key).long().cumprod(1).sum(1)
         at = accepted.clamp(max=N - 1)  # the rejected node, in rows that have one
         p = probs[rows, accepted]
-        left = residual(
-            weight[rows, accepted, None].to(p) * p, drawn_from(proposal, rows, at, tokens[rows, at], p)
-        )
-        distribution = torch.where((accepted < size)[:, None], left, p)
-        bonus = draw_bonus(distribution, accepted, context, rng, N)
+        q = drawn_from(proposal, rows, at, tokens[rows, at], p)
+        left = residual(weight[rows, accepted, None].to(p) * p, q)
+        bonus = draw_bonus(torch.where((accepted < size)[:, None], left, p), accepted, context, rng, N)
         path = torch.where(nodes < accepted[:, None], nodes, -1)
         return Verdict.of(proposal, path, accepted, bonus, checked=True)
 

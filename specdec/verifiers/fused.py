@@ -63,32 +63,26 @@ class FusedRejection(Rejection):
             return plain(proposal, logits, context, rng)
         if not bool(chain.all()):  # a row's rounding must not depend on its batch
             return apart(chain, fused, plain, proposal, logits, context, rng)
-        at, N = context.length, proposal.nodes
-        assert not isinstance(sampling.temperature, Sequence)  # ``only_temperature``
+        at, N, size, temperature = context.length, proposal.nodes, proposal.size, sampling.temperature
+        assert not isinstance(temperature, Sequence)  # ``only_temperature``
         accepts = Key(at[:, None], torch.arange(N), 0, ACCEPT)
-        live = to_device(torch.arange(N) < proposal.size[:, None], logits.device)
+        live = to_device(torch.arange(N) < size[:, None], logits.device)
         tokens = torch.where(live, proposal.tokens, 0)
         draft = None if proposal.probs is None else proposal.distributions()
         if isinstance(rng, Philox) and _fused(logits, draft):
             uniforms = rng.uniform(accepts), rng.uniform(Key(at[:, None], torch.arange(N + 1), 0, BONUS))
             decision = verify(
-                logits,
-                tokens,
-                proposal.size,
-                *uniforms,
-                draft=draft,
-                temperature=sampling.temperature,
-                backend="triton",
+                logits, tokens, size, *uniforms, draft=draft, temperature=temperature, backend="triton"
             )
         else:  # by decisions of the ``Rng``, so that the certifier's works, too
             decision = decide(
                 logits,
                 tokens,
-                proposal.size,
+                size,
                 lambda ratio: rng.accept(ratio, accepts),
                 lambda weights, accepted: draw_bonus(weights, accepted, context, rng, N),
                 draft=draft,
-                temperature=sampling.temperature,
+                temperature=temperature,
             )
         accepted = decision.accepted
         nodes = torch.arange(N, device=accepted.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -42,12 +43,9 @@ def descend(
     """
     points = of_points(proposal)
     if bool(points.any()):
-
-        def drawn(proposal: Proposal, probs: Tensor, context: Context, rng: Rng) -> Verdict:
-            return descend(proposal, probs, context, rng, rule, merge)
-
         if bool(points.all()):
             return Rejection()(proposal, probs, context, rng)
+        drawn = partial(descend, rule=rule, merge=merge)
         return apart(points, Rejection(), drawn, proposal, probs, context, rng)
     B, N = proposal.tokens.shape
     device = probs.device
@@ -64,12 +62,14 @@ def descend(
     for depth in range(levels):
         asked = live & inside.gather(1, up)
         first = asked.int().argmax(1)
-        q, same = _drawn_from(proposal, rows, first, law)
+        assert proposal.probs is not None
+        sources = proposal.sources(device)
+        q = proposal.probs[rows, sources[rows, first]]
         if merge:
-            asked &= same
+            asked &= (proposal.probs == q[:, None]).all(-1).gather(1, sources)
         widest = max(1, int(asked.sum(1).max()))
         some = asked.int().argsort(dim=1, descending=True, stable=True)[:, :widest]
-        passes, rest = rule(law.double(), q.double(), tokens.gather(1, some), asked.gather(1, some))
+        passes, rest = rule(law.double(), q.to(law).double(), tokens.gather(1, some), asked.gather(1, some))
         chance = torch.zeros_like(asked, dtype=torch.float64).scatter(1, some, passes)
         chance = torch.where(asked, chance, 0)
         none = (1 - chance.sum(1, keepdim=True)).clamp(min=0)
@@ -93,13 +93,3 @@ def of_points(proposal: Proposal) -> Tensor:
     tokens = torch.where(to_device(live, proposal.tokens.device), proposal.tokens, 0)
     only = (proposal.q_of(tokens) == 1).cpu()
     return (only | ~live).all(1) & (proposal.size > 0)
-
-
-def _drawn_from(proposal: Proposal, rows: Tensor, node: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-    """``[B, V]`` the distribution that ``node [B]`` was drawn from, and ``[B, N]`` which nodes were drawn from the same one."""
-    assert proposal.probs is not None
-    sources = proposal.sources(like.device)
-    mine = sources[rows, node]
-    q = proposal.probs[rows, mine]
-    equal = (proposal.probs == q[:, None]).all(-1)
-    return q.to(like), equal.gather(1, sources)

@@ -26,8 +26,7 @@ class Synthetic:
     with that probability, and its siblings never. The token after the accepted ones comes from p.
 
     Args:
-        acceptance: the probability that a token is accepted if those before it were: one number, or one for each depth, of which the last
-            holds for all deeper tokens.
+        acceptance: the probability that a token is accepted if those before it were: one number, or one for each depth (``rates``).
     Raises:
         TypeError: it is no number, nor a sequence of them. ValueError: it is empty, or a number is not in 0 to 1.
     """
@@ -88,15 +87,12 @@ class Synthetic:
         yes = rng.accept(self._at(nodes).expand(B, N), key)  # by depth
         here, rows = torch.full((B,), -1), torch.arange(B)
         tried = torch.zeros(B, N + 1, dtype=torch.bool)  # nodes whose first child was tried, the root first
-        path, accepted = torch.full((B, N + 1), -1), torch.zeros(B, dtype=torch.long)
         for n in range(N):
             up = parents[:, n]
             asked = live[:, n] & (up == here) & ~tried[rows, up + 1]
             tried[rows, up + 1] |= asked
-            stands = asked & yes[rows, depths[:, n]]
-            path[rows, torch.where(stands, accepted, N)] = n
-            accepted = accepted + stands
-            here = torch.where(stands, n, here)
+            here = torch.where(asked & yes[rows, depths[:, n]], n, here)
+        path, accepted = tree.path_to(parents, here)
         last = probs[to_device(rows, probs.device), to_device(here + 1, probs.device)]
         bonus = draw_bonus(last, accepted, context, rng, N)
-        return Verdict.of(proposal, path[:, :N], accepted, bonus, checked=True)
+        return Verdict.of(proposal, path, accepted, bonus, checked=True)

@@ -31,20 +31,15 @@ class Features(NamedTuple):
 
     def at(self, at: Any) -> Features:
         """The features of the positions with index ``at``."""
-        layers = {tap: x[at] for tap, x in self.layers.items()}
-        return Features(layers, self.tokens[at], self.following[at])
+        return Features({tap: x[at] for tap, x in self.layers.items()}, self.tokens[at], self.following[at])
 
 
 def committed(fed: Fed, round: Round) -> np.ndarray:
     """``[F']`` which of the fed positions hold committed text: tokens that were in the context, and accepted nodes."""
     row, node = fed.row.numpy(), fed.node.numpy()
     accepted, path = round.verdict.accepted.numpy(), round.verdict.path.numpy()
-    wanted = node < 0
-    drafted = np.flatnonzero(~wanted)
-    if len(drafted):
-        on_path = path[row[drafted]] == node[drafted, None]
-        wanted[drafted] = (on_path & (np.arange(path.shape[1]) < accepted[row[drafted], None])).any(1)
-    return np.flatnonzero(wanted)
+    on_path = (path[row] == node[:, None]) & (np.arange(path.shape[1]) < accepted[row, None])
+    return np.flatnonzero((node < 0) | on_path.any(1))
 
 
 class Fresh(NamedTuple):

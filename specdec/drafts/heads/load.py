@@ -44,13 +44,12 @@ def as_head(model: Any) -> HeadModel:
                 f"{folder} has no {FILE}: it is not the folder of a head; heads.load(name, target) reads checkpoints of other projects, and hub ids"
             )
         name = json.loads((folder / FILE).read_text())["head"]
-        for kind in HEADS:
-            if kind.__name__ == name:
-                return kind.from_pretrained(folder)
-        raise ValueError(
-            f"{folder} holds a {name!r}, which is not one of {', '.join(kind.__name__ for kind in HEADS)}: load it with its own class, "
-            f"{name}.from_pretrained(folder)"
-        )
+        kinds = {kind.__name__: kind for kind in HEADS}
+        if name not in kinds:
+            raise ValueError(
+                f"{folder} holds a {name!r}, which is not one of {', '.join(kinds)}: load it with {name}.from_pretrained(folder)"
+            )
+        return kinds[name].from_pretrained(folder)
     if not isinstance(model, HeadModel):
         raise TypeError(
             f"model is a {type(model).__name__}: give a head, such as heads.Eagle3.from_target(target), or the folder of a saved one"
@@ -81,9 +80,7 @@ def load(
     folder, model = folder_of(name), unwrapped(target)
     if (folder / FILE).exists():
         if taps is not None or ignore or settings:
-            raise TypeError(
-                f"{folder} holds a head that was saved here, with its own settings: leave taps, ignore and other settings out"
-            )
+            raise TypeError(f"{folder} holds a head with its own settings: leave taps, ignore and others out")
         return as_head(folder).to(dtype=dtype).bound(target)
     return read(folder, model, taps, ignore, settings).to(dtype=dtype).eval().bound(target)
 

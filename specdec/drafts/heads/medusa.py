@@ -61,9 +61,7 @@ class Medusa(HeadModel):
         at_least(1, "blocks", blocks, "a head has at least 1 residual block")
         for name in ("mask", "own_embedding"):
             if shared.get(name) not in (None, False):
-                raise TypeError(
-                    f"{name} is given, and Medusa reads one state, without attention or an embedding"
-                )
+                raise TypeError(f"{name} is given, and Medusa reads one state, no embedding and no context")
         shared.pop("own_embedding", None)
         super().__init__(config, taps, heads=heads, blocks=blocks, **shared)
         self.settings["own_head"] = own_head  # the base class would make one matrix for all heads
@@ -73,11 +71,8 @@ class Medusa(HeadModel):
         self.layers = nn.ModuleList(
             nn.Sequential(*(ResBlock(width) for _ in range(blocks))) for _ in range(heads)
         )
-        self.lm_heads = (
-            nn.ModuleList(nn.Linear(width, self.outputs, bias=False) for _ in range(heads))
-            if own_head
-            else None
-        )
+        matrices = (nn.Linear(width, self.outputs, bias=False) for _ in range(heads))
+        self.lm_heads = nn.ModuleList(matrices) if own_head else None
 
     def initialise(self) -> None:
         """As ``HeadModel.initialise``: a new head predicts what the target's own output matrix does."""

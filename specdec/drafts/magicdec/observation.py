@@ -31,10 +31,8 @@ class Observed(NamedTuple):
 
     def weights(self, keys: Tensor, length: Tensor) -> Tensor:
         """``[R, Hq, Q, S]``: the weights that the layer's own attention gives to ``keys [R, H, S, D]``."""
-        queries, scale, window, softcap, sink_logits = self
-        return attention_weights(
-            queries, keys, length, scale, window=window, softcap=softcap, sink_logits=sink_logits
-        )
+        how = self._asdict()
+        return attention_weights(how.pop("queries"), keys, length, **how)
 
 
 @dataclass
@@ -42,10 +40,8 @@ class _Reader(KVStore):
     """Stands in for a cache while tokens that it already holds are fed once more: it is read and not written."""
 
     source: SlotCache
-    seen: list[int]
 
     def append(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        self.seen.append(layer)
         return self.source.layers[layer]
 
 
@@ -55,17 +51,15 @@ def observe(model: HFModel, source: SlotCache, rows: Sequence[int], count: int) 
     text = [source._tokens[b, f : f + count] for b, f in zip(rows, first)]
     ids = torch.from_numpy(np.concatenate(text)).to(model.device)
     positions = torch.tensor([f + i for f in first for i in range(count)]).to(model.device)
-    found: dict[int, Observed] = {}
-    reader, R = _Reader(source, []), len(rows)
+    found: list[Observed] = []
 
     def watch(query: Tensor, *how: Any) -> None:
-        each = query[0].view(-1, R, count, query.shape[-1]).transpose(0, 1)
-        found[reader.seen[-1]] = Observed(each, *how)
+        found.append(Observed(query[0].unflatten(1, (-1, count)).transpose(0, 1), *how))
 
-    plan = AttentionPlan(list(rows), first, [count] * R, source.slots, watch=watch)
+    plan = AttentionPlan(list(rows), first, [count] * len(rows), source.slots, watch=watch)
     with torch.inference_mode():
-        model._path.forward(reader, plan, ids, positions, False)
-    return [found[i] for i in range(len(found))]
+        model._path.forward(_Reader(source), plan, ids, positions, False)
+    return found
 
 
 def choices(
