@@ -9,21 +9,17 @@ from threading import Thread
 import numpy as np
 import pytest
 import torch
-from transformers.generation.utils import _speculative_sampling
 
 import specdec as sd
 from specdec.audit.certify import certify
 from specdec.audit.external import CannotWalk, External, certify_function, impossible
 from specdec.audit.external.races import winners
+from specdec.audit.museum import real
 from specdec.audit.plain import enumerate_plain
 
 P, Q = (torch.tensor(x, dtype=torch.float64) for x in ([0.45, 0.45, 0.1], [0.2, 0.3, 0.5]))
 TARGET, DRAFT = sd.TableModel(P), sd.TableModel(Q)
 ONE = enumerate_plain(TARGET, sd.Sampling(), [0], 1)
-
-
-def transformers_rule(tokens, q, p):
-    return _speculative_sampling(tokens[None], q.log()[None], len(tokens), p.log()[None])
 
 
 def textbook(tokens, q, p):
@@ -56,7 +52,7 @@ def built(f, length=1, target=TARGET, draft=DRAFT, **settings):
 
 
 @pytest.mark.parametrize(
-    ("f", "settings"), [(transformers_rule, {}), (textbook, {}), (rows_at_once, {"batched": True})]
+    ("f", "settings"), [(real.rule, {}), (textbook, {}), (rows_at_once, {"batched": True})]
 )
 def test_right_code_is_exact(f, settings):
     assert certify(built(f, 1, **settings), max_new_tokens=3).total_variation < 1e-14
@@ -67,7 +63,7 @@ def test_right_code_is_exact(f, settings):
 
 def test_point_masses_and_trees():
     draft = sd.drafts.NGram()
-    assert certify(built(transformers_rule, 2, draft=draft), [[0, 1, 0]], 3).lossless
+    assert certify(built(real.rule, 2, draft=draft), [[0, 1, 0]], 3).lossless
 
     def tree_rule(tokens, q, p, parents):
         law, at = p[0].clone(), []
@@ -432,17 +428,12 @@ def test_a_uniform_of_zero_accepts_the_impossible_where_the_test_is_not_strict()
     )
     zeros, q = torch.tensor([[0.0, 1.0], [0.0, 1.0]]).double(), torch.tensor([[0.5, 0.5]]).double()
     certain = enumerate_plain(sd.TableModel([0.0, 1.0]), sd.Sampling(), [0], 2)
-    assert certify_function(
-        lambda *_: _extended(transformers_rule(torch.tensor([0]), q, zeros)), certain
-    ).lossless
-    assert impossible(lambda *_: _extended(transformers_rule(torch.tensor([0]), q, zeros)), certain) == [
-        (0, 1)
-    ]
+    assert certify_function(lambda *_: _extended(real.rule(torch.tensor([0]), q, zeros)), certain).lossless
+    assert impossible(lambda *_: _extended(real.rule(torch.tensor([0]), q, zeros)), certain) == [(0, 1)]
 
 
 def _extended(out):
-    tokens = out[0][0].tolist()
-    return [*tokens, 1][:2]
+    return [*out.tolist(), 1][:2]
 
 
 def test_an_external_verifier_decodes():

@@ -382,3 +382,22 @@ def test_what_makes_no_sense_is_refused(make, message):
 def test_what_is_no_mask_is_refused(make, message):
     with pytest.raises(TypeError, match=message.replace("|", "[|]")):
         make()
+
+
+def test_compiled_functions_call_masks_and_their_truth_value_stays_refused():
+    """Dynamo of torch 2.11 asks for the truth value of everything that it calls; ``and`` and ``or`` are refused in compiled code, too."""
+    mask = SPIRE & OriginalText(Causal(), torch.arange(20)[None])
+
+    def sees(kv):
+        return mask(0, 0, 9, kv)
+
+    def joins(kv):
+        return (mask and Causal())(0, 0, 9, kv)
+
+    compiled = torch.compile(sees, backend="eager", fullgraph=True)
+    assert compiled(AT).tolist() == sees(AT).tolist() == [kv <= 9 for kv in range(20)]
+    with pytest.raises(TypeError, match=r"by & and \|, not by 'and' and 'or'"):
+        torch.compile(joins, backend="eager")(AT)
+    assert eval("bool(mask)", {"__name__": "torch._dynamo.symbolic_convert", "mask": mask})
+    with pytest.raises(TypeError, match="a mask is neither true nor false"):
+        eval("bool(mask)", {"__name__": "torch.nn", "mask": mask})

@@ -201,11 +201,14 @@ def logits(model, path, context, proposal, **options):
 def test_interpreted_models_give_the_numbers_of_their_modules(family, dtype, options):
     """In float32 up to rounding; in float16 no further from float64 than the modules are (bfloat16 the interpreter cuts off)."""
     changes = {"mlp_bias": True, "attention_bias": True} if family == "llama" else {}
+    if dtype is torch.float16:
+        # Wide, so that both errors are averages of many roundings: of tiny models the one is up to 1.12 times the other by chance.
+        changes |= {"hidden_size": 256, "intermediate_size": 384, "vocab_size": 512}
     model = tiny(family, 0, dtype, **changes)
     with torch.no_grad():
         for name, p in model.named_parameters():
             if name.endswith("bias"):
-                p.normal_()
+                p.copy_(torch.randn(p.shape))  # float16's `normal_` draws other numbers in each torch
     context = sd.Context.of([[1], list(range(12)), [5, 6, 7]], capacity=32)
     nodes = torch.tensor([[3, 4, 5, 6]] * 3)
     tree = sd.Proposal(nodes, torch.tensor([[-1, -1, 0, 2]] * 3), torch.tensor([4, 3, 4]))

@@ -82,9 +82,11 @@ def test_proposals_are_those_of_transformers(tmp_path, monkeypatch):
 
 @pytest.mark.skipif(MTP is None, reason=f"transformers {transformers.__version__} has no MTP")
 def test_mtp_drafts_what_transformers_drafts(tmp_path, monkeypatch):
-    from test_mtp import SHIPPING, with_mtp  # it needs this version of transformers, too
+    from test_mtp import READS_FC, SHIPPING, two_layers, with_mtp  # which needs MTP, too
 
-    model = with_mtp(tmp_path, "mellum", **SHIPPING["mellum"])
+    family = "mellum" if READS_FC else "glm4_moe"
+    two_layers(monkeypatch)
+    model = with_mtp(tmp_path, family, **SHIPPING[family])
     head = heads.MTP.from_checkpoint(model)
     proposed = listen(monkeypatch, MTP)
     prompt = torch.tensor([[5, 9, 1, 30, 2, 2, 7, 60, 11]])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import signature
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,19 +25,33 @@ from specdec.sampling import Sampling
 
 
 class KeepFloat64(TorchFunctionMode):
-    """Casts of float64 tensors to float32 are left out, so that rounding does not hide a small bias."""
+    """Casts of float64 tensors and of integers to float32 are casts to float64, so that rounding does not hide a small bias."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         name = name_of(func, "")
-        if name in ("to", "float") and out.dtype == torch.float32 and args[0].dtype == torch.float64:
-            return args[0].clone()
+        if (
+            name in ("to", "float")
+            and out.dtype == torch.float32
+            and args[0].dtype in (torch.float64, torch.long)
+        ):
+            return args[0].to(torch.float64, copy=True)
         return out
 
 
+ASKS_ABOUT_DRAFTS = "is_done_candidate" in signature(_speculative_sampling).parameters
+"""Whether ``generate`` asks its stopping criteria about the end of the draft, too: transformers 5.17 does, 5.23 does not."""
+
+
 def rule(tokens: Tensor, q: Tensor, p: Tensor, weight: float | None = None) -> Tensor:
-    """``_speculative_sampling`` of the installed transformers, on probabilities."""
-    return _speculative_sampling(tokens[None], q.log()[None], len(tokens), p.log()[None], weight)[0][0]
+    """``_speculative_sampling`` of the installed transformers, on probabilities ``q [k, V]`` and ``p [k + 1, V]``."""
+    return verified(tokens[None], q.log()[None], p.log()[None], weight)
+
+
+def verified(ids: Tensor, q: Tensor, p: Tensor, weight: float | None = None) -> Tensor:
+    """``_speculative_sampling`` of the installed transformers: texts ``ids [1, >= k]``, logits ``q [1, k, V]`` and ``p [1, k + 1, V]`` -> tokens."""
+    goes_on = {"is_done_candidate": False} if ASKS_ABOUT_DRAFTS else {}
+    return _speculative_sampling(ids, q, q.shape[1], p, assistant_ensemble_weight=weight, **goes_on)[0][0]
 
 
 class _Gemma4AssistantOfTables(torch.nn.Module):
@@ -46,6 +61,7 @@ class _Gemma4AssistantOfTables(torch.nn.Module):
         super().__init__()
         self.logits, self.device = q.log().expand(1, 1, -1), torch.device("cpu")
         self.generation_config = GenerationConfig(num_assistant_tokens=k)
+        self.config = SimpleNamespace(is_encoder_decoder=False)
 
     def forward(self, **inputs: Any) -> Any:
         return SimpleNamespace(logits=self.logits, last_hidden_state=torch.zeros(1, 1, 1))
@@ -62,9 +78,11 @@ def single_position(pair: Pair, k: int, declared: bool) -> Certificate:
     def run(prompt: list[int], budget: int) -> list[int]:
         config = GenerationConfig(max_length=len(prompt) + budget)
         drafts = SinglePositionMultiTokenCandidateGenerator(
-            _Gemma4AssistantOfTables(pair.draft.probs, k),  # type: ignore[arg-type]
-            lambda ids: torch.zeros(*ids.shape, 1),  # type: ignore[arg-type]
-            config,
+            assistant_model=_Gemma4AssistantOfTables(pair.draft.probs, k),  # type: ignore[arg-type]
+            target_model_input_embeddings=lambda ids: torch.zeros(*ids.shape, 1),  # type: ignore[arg-type]
+            generation_config=config,
+            input_ids=torch.tensor([prompt]),  # older versions need this and the next
+            model_kwargs={},
         )
         outputs: Any = SimpleNamespace(hidden_states=[torch.zeros(1, 1, 1)], shared_kv_states={})
         ids, logits = drafts.get_candidates(torch.tensor([prompt]), {}, outputs, False, 0)  # type: ignore[arg-type]
@@ -72,7 +90,7 @@ def single_position(pair: Pair, k: int, declared: bool) -> Certificate:
         if not declared:
             logits = torch.nn.functional.one_hot(ids[:, len(prompt) :], V).double().log()
         p = pair.target.probs.log().expand(1, k + 1, -1)
-        new = _speculative_sampling(ids, logits, k, p)[0][0].tolist()
+        new = verified(ids, logits, p).tolist()
         while len(new) < budget:
             new.append(int(torch.multinomial(pair.target.probs, 1)))
         return new

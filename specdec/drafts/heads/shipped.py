@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, __version__
+from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.modeling_layers import MtpModel
 
 from specdec.configs import setting
@@ -62,11 +64,15 @@ class ShippedBlock(nn.Module):
             main = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION)
         mtp = MtpModel(main, 1)
         layer: Any = mtp.layers[0]
-        kinds = {"layer_type": mtp.config.layer_types[0]} if mtp.has_per_layer_rope else {}
+        rotary = type(main.get_decoder().rotary_emb)
+        by_kind = setting(mtp, "has_per_layer_rope")
+        if by_kind is None:  # transformers 5.17's MtpModel does not say it
+            by_kind = "layer_type" in signature(rotary.forward).parameters
+        kinds = {"layer_type": mtp.config.layer_types[0]} if by_kind else {}
         self.norm, layer.post_norm, layer.use_post_norm = layer.post_norm, None, False
         self.layer = layer
         # Not a submodule, whose frequencies would be rounded when the head is put into bf16.
-        self.rotary = partial(type(main.get_decoder().rotary_emb)(config), **kinds)
+        self.rotary = partial(rotary(config), **kinds)
         probe, nothing = _Probe(), torch.zeros(1, config.hidden_size)
         self.pairs(nothing, nothing, probe)
         self.sizes = probe.sizes
@@ -129,11 +135,14 @@ def shipped(model: Any, folder: str | Path | None) -> tuple[dict[str, Any], dict
         config.num_mtp_layers, config.mtp_layer_types = 1, ["full_attention"]
     clone.config.name_or_path = source
     clone.config.dtype = clone.dtype  # a model that was made from its config has none
+    if setting(clone, "_weight_conversions") is None:  # nor these, which transformers 5.17 asks for
+        clone._weight_conversions = get_model_conversion_mapping(clone)
     try:
         mtp = MtpModel.from_pretrained(clone)
     except (AttributeError, OSError, RuntimeError, StopIteration, TypeError, ValueError) as error:
         raise ValueError(
-            f"target: transformers found no MTP layer of this {name} in {source} ({error}): make a new one with MTP.from_target"
+            f"target: transformers {__version__} found no MTP layer of this {name} in {source} ({error}): make a new one with MTP.from_target, or "
+            "try a newer transformers, which knows the layers of more families"
         ) from error
     layer: Any = mtp.layers[0]
     if layer.post_norm is None:
