@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from contracts.test_drafts import model_of
@@ -10,6 +12,7 @@ from tiny import tiny
 import specdec as sd
 from specdec.drafts.heads import Chain, DDTree, DFlash, DSpark, DynamicTree, Eagle3, Head, slots
 from specdec.drafts.heads import draft as draft_file
+from specdec.drafts.heads.load import as_head, is_head
 from specdec.forward.ends import Ends
 from specdec.masks import streaming
 from specdec.testing import check_draft
@@ -376,3 +379,19 @@ def test_a_block_keeps_its_slots_where_it_needs_more_of_them(target, monkeypatch
 
     monkeypatch.setattr(draft_file, "empty", roomy)
     assert first() == found
+
+
+@pytest.mark.parametrize("local", [False, True])
+def test_what_counts_as_a_head_is_loaded_as_one(local, tmp_path, monkeypatch):
+    """The name of a pocket head, where no folder has that name; a path is never looked up in the zoo."""
+    monkeypatch.chdir(tmp_path)
+    if local:
+        (tmp_path / "pocket-eagle3").mkdir()
+    for name in ("pocket-eagle3", Path("pocket-eagle3")):
+        if is_head(name):
+            assert isinstance(as_head(name), Eagle3)
+        else:
+            with pytest.raises(FileNotFoundError, match=r"pocket-eagle3 has no head\.json"):
+                as_head(name)
+    assert is_head("pocket-eagle3") is not local
+    assert not is_head(Path("pocket-eagle3"))

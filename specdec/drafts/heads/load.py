@@ -93,5 +93,6 @@ def read_pocket(name: str, folder: str | Path = zoo.FOLDER) -> tuple[HeadModel, 
 def is_head(model: Any) -> bool:
     """Whether ``model`` is a head, in memory, in a folder or in the zoo."""
     if isinstance(model, (str, os.PathLike)):
-        return any((folder / FILE).exists() for folder in (Path(model), zoo.FOLDER / model))
+        pocket = isinstance(model, str) and not Path(model).exists()  # as ``as_head``
+        return ((zoo.FOLDER / model if pocket else Path(model)) / FILE).exists()
     return isinstance(model, HeadModel)
