@@ -58,6 +58,20 @@ def test_new_streams_get_the_targets_tokenizer(tmp_path, monkeypatch):
     assert streams.make().get_vocab() == tokenizer.get_vocab()
 
 
+def test_tokenizers_that_the_shards_cannot_hold_are_refused(tmp_path):
+    streams = Streams(work=str(tmp_path / "new"), length=64)
+    for change in ({"eos_token": None}, {"words": 2**16}):
+        _, tokenizer = zoo.load("pocket-tiny")
+        tokenizer.add_tokens([f"<word {i}>" for i in range(change.pop("words", 0))])
+        for name, value in change.items():
+            setattr(tokenizer, name, value)
+        with pytest.raises(
+            SystemExit, match="an end token and at most 65536 tokens, .*: give another target"
+        ):
+            next(sequences(tokenizer, streams, "train", 1))
+    assert not (tmp_path / "new").exists()
+
+
 def test_streams_of_another_tokenizer_are_refused(work):
     with pytest.raises(SystemExit, match="made with another tokenizer"):
         next(sequences(byte_tokenizer(), Streams(work=work), "train", 1))

@@ -76,9 +76,17 @@ def sequences(
     """``count`` sequences of the pocket corpus, ``[batch, length + 1]`` at a time, in the order in which the pocket models saw them.
 
     A new work folder is given ``tokenizer``.
+
+    Raises:
+        SystemExit: the tokenizer has no end token, or more tokens than the shards' 16 bits can number, or the shards are of another one.
     """
     work = Path(streams.work)
-    if not (work / "tokenizer").exists() and not (work / "shards").exists():
+    if len(tokenizer) > 2**16 or tokenizer.eos_token_id is None:
+        raise SystemExit(
+            f"the pocket corpus is stored for tokenizers with an end token and at most {2**16} tokens, and the target's has {len(tokenizer)} and the end "
+            f"token {tokenizer.eos_token}: give another target, or text of your own where there is --dataset"
+        )
+    if not (work / "tokenizer" / "tokenizer.json").exists() and not (work / "shards").exists():
         tokenizer.save_pretrained(work / "tokenizer")
     if streams.make().get_vocab() != tokenizer.get_vocab():
         raise SystemExit(

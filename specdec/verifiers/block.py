@@ -43,7 +43,7 @@ class BlockVerification(Rejection):
         branched = ~tree.is_chain(proposal.parents, proposal.size)
         if bool(branched.any()):
             raise ValueError(
-                f"BlockVerification takes chains, and row {int(branched.nonzero()[0])} of the proposal is a tree: use a draft of chains, Traversal() or Rejection()"
+                f"BlockVerification takes chains, and row {int(branched.nonzero()[0])} of the proposal is a tree: use a draft of chains, or Traversal() or Rejection(), which take trees"
             )
 
     def __call__(self, proposal: Proposal, probs: Tensor, context: Context, rng: Rng) -> Verdict:

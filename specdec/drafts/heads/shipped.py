@@ -136,9 +136,9 @@ def shipped(model: Any, folder: str | Path | None) -> tuple[dict[str, Any], dict
         config.num_mtp_layers, config.mtp_layer_types = 1, ["full_attention"]
     clone.config.name_or_path = source
     clone.config.dtype = clone.dtype  # a model that was made from its config has none
-    if setting(clone, "_weight_conversions") is None:  # nor these, which transformers 5.17 asks for
-        clone._weight_conversions = get_model_conversion_mapping(clone)
     try:
+        if setting(clone, "_weight_conversions") is None:  # nor these, which transformers 5.17 asks for
+            clone._weight_conversions = get_model_conversion_mapping(clone)
         mtp = MtpModel.from_pretrained(clone)
     except (AttributeError, OSError, RuntimeError, StopIteration, TypeError, ValueError) as error:
         raise ValueError(
