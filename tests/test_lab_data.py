@@ -66,7 +66,7 @@ def test_tokenizers_that_the_shards_cannot_hold_are_refused(tmp_path):
         for name, value in change.items():
             setattr(tokenizer, name, value)
         with pytest.raises(
-            SystemExit, match="an end token and at most 65536 tokens, .*: give another target"
+            SystemExit, match=r"an end token and at most 65536 tokens, .*: give another target"
         ):
             next(sequences(tokenizer, streams, "train", 1))
     assert not (tmp_path / "new").exists()
