@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from interpreted import interpreted  # noqa: F401
@@ -15,9 +17,11 @@ from specdec.cache.slots import KVShape, Slots
 from specdec.cache.static import StaticStore
 from specdec.drafts import MagicDec, Tree
 from specdec.forward.llama_eager import LlamaEager
+from specdec.forward.llama_triton import LlamaTriton
 from specdec.graphs.programs import steps_for
 from specdec.kernels.attention import AttentionPlan, api, attention, available, triton_backend
 from specdec.kernels.float8 import DTYPES, bits
+from specdec.lab.traces import identity
 from specdec.masks import Causal
 from specdec.models import HFModel, Masked, Windowed
 from specdec.models.stacked import StackedModel
@@ -182,9 +186,19 @@ def test_logits_are_those_of_a_rounded_cache(way, dtype, plain, request):
     same(decoded(wrapped), expected)
     assert (wrapped.steps is not None and bool(wrapped.steps.captured)) == ("steps" in way)
     assert 4 * wrapped.bytes_per_token() == HFModel(model).bytes_per_token()
-    if way == "packed":
-        wrapped._path.lean = LlamaEager(wrapped.clone, "packed")
+    lean = {"packed": LlamaEager, "triton": partial(LlamaTriton, merged=False)}.get(way)
+    if lean is not None:
+        wrapped._path.lean = lean(wrapped.clone, way)
         same(decoded(wrapped), expected)
+
+
+def test_names_say_how_the_cache_is_kept():
+    """Recordings and replays are found by these names, and a rounded cache has others."""
+    model = tiny("llama", 0, torch.float32)
+    plain, rounded = HFModel(model), HFModel(model, kv_dtype=E4M3)
+    assert repr(plain) == repr(rounded).replace(" with KV in float8_e4m3fn", "") != repr(rounded)
+    for wrap in (lambda model: model, lambda model: Windowed(model, 4)):
+        assert identity(wrap(plain)) == identity(wrap(HFModel(model))) != identity(wrap(rounded))
 
 
 @pytest.mark.parametrize("family", ["mistral", "qwen3", "gemma2", "gpt_oss", "gpt2"])
@@ -199,6 +213,8 @@ def test_windows_and_masks_round_too(plain):
     same(decoded(Windowed(wrapped, 30, 1, block=4)), expected)  # the whole text, through a ring
     same(decoded(Windowed(HFModel(model, kv_dtype=E4M3, graphs="recorded"), 30, 1, block=4)), expected)
     same(decoded(Masked(wrapped, Causal())), expected)
+    narrow = [decoded(Windowed(m, 6, 1, block=4)) for m in (wrapped, HFModel(model))]
+    assert not torch.equal(*narrow)
 
 
 def test_a_stack_rounds_as_its_members(plain):

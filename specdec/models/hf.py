@@ -212,9 +212,9 @@ class HFModel:
         return sampling(self.model)
 
     def __repr__(self) -> str:
-        size = sum(p.numel() for p in self.clone.parameters())
-        family, dtype = self.clone.config.model_type, str(self.dtype).removeprefix("torch.")
-        return f"HFModel({family}, {size / 1e6:.3g}M parameters, {dtype}, {self.device})"
+        size, family = sum(p.numel() for p in self.clone.parameters()) / 1e6, self.clone.config.model_type
+        dtypes = f"{self.dtype}" if self.kv_dtype is None else f"{self.dtype} with KV in {self.kv_dtype}"
+        return f"HFModel({family}, {size:.3g}M parameters, {dtypes.replace('torch.', '')}, {self.device})"
 
     @cached_property
     def _shapes(self) -> list[KVShape]:
