@@ -22,6 +22,7 @@ from specdec.drafts.coerce import as_model
 from specdec.drafts.heads.load import HEADS, as_head, is_head
 from specdec.drafts.spire import SpireModel
 from specdec.drafts.spire.load import as_spire, is_spire
+from specdec.kernels.float8 import DTYPES
 from specdec.masks import Mask
 from specdec.masks.text import known, parse
 from specdec.models.check import Options
@@ -102,6 +103,8 @@ class _Writer:
     def language_model(self, part: HFModel, path: str) -> dict[str, Any]:
         own, default = vars(part), HFModel.__init__.__kwdefaults__ or {}
         options = {name: own[name] for name in Options.__annotations__ if own[name] != default[name]}
+        if part.kv_dtype is not None:
+            options["kv_dtype"] = str(part.kv_dtype)
         for name, value in [*options.items(), ("tokenizer", part.tokenizer)]:
             if not (value is None or isinstance(value, (bool, int, str, PreTrainedTokenizerBase))):
                 raise _refused(f"{path}.{name}", value)
@@ -180,6 +183,8 @@ class _Reader:
     def model(self, name: str, options: dict[str, Any]) -> Any:
         if Path(name).name != name:
             raise ValueError(f"{FILE} names the model {name!r}, which is outside its folder, and is not read")
+        if "kv_dtype" in options:
+            options["kv_dtype"] = {str(dtype): dtype for dtype in DTYPES}[options["kv_dtype"]]
         path, found = self.folder / name, self.models.get(name)
         if isinstance(found, HFModel):  # another wrapper of the same weights
             return HFModel(found.model, found.tokenizer, **options)

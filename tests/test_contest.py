@@ -181,6 +181,11 @@ def test_contenders_are_loaded_and_missing_ones_are_named(tmp_path):
     assert contenders.kept(narrow, 500) < 80 < contenders.kept(found[2].chain, 500) == 500
     name, part = draft_part(f"w=windowed:{tmp_path / 'mine'}", target, 8, 1)
     assert (name, part.model.mask) == ("w", streaming(8, 1))
+    name, part = draft_part("r=windowed:fp8:pocket-vanilla", target, 8, 1)
+    assert (name, part.model.mask, part.model.kv_dtype) == ("r", streaming(8, 1), torch.float8_e4m3fn)
+    assert draft_part("v=pocket-vanilla", target, 8, 1)[1].model.kv_dtype is None
+    with pytest.raises(SystemExit, match="eight bits are for causal LMs"):
+        draft_part(f"h=fp8:{tmp_path / 'mine'}", target, 8, 1)
 
 
 def test_heads_without_a_cache_take_no_mask(heads):

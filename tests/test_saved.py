@@ -70,6 +70,10 @@ COMPOSED = {
         capacities={"a": 1},
     ),
     "settings": lambda t: sd.decoder(other(7, graphs="eager", prefill_chunk=64)).draft(t),
+    "eight bits": lambda t: sd.decoder(t).draft(sd.HFModel(t.model, kv_dtype=torch.float8_e5m2)),
+    "eight bits of both": lambda t: sd.decoder(other(7, kv_dtype=torch.float8_e4m3fn)).draft(
+        Windowed(other(1, kv_dtype=torch.float8_e4m3fn), 6)
+    ),
 }
 
 

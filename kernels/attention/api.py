@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, overload
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from specdec.kernels.attention.choice import (
     BACKENDS,
+    EIGHT_BITS,
     UNORDERED,
     available,
     check,
@@ -20,6 +22,7 @@ from specdec.kernels.attention.choice import (
 )
 from specdec.kernels.attention.plan import AttentionPlan
 from specdec.kernels.attention.reach import Reach, Streaming, reach, split
+from specdec.kernels.float8 import DTYPES
 
 __all__ = ["BACKENDS", "attention", "available", "check", "choose", "explain", "register"]
 
@@ -76,7 +79,8 @@ def attention(
 
     Args:
         query: ``[1, Hq, T, D]``. keys: ``[B, S, Hkv, D]`` and values: ``[B, S, Hkv, Dv]``, slots; ``Hkv`` divides ``Hq``. With
-            pages in the plan, ``[pages, page, Hkv, D]`` and ``[pages, page, Hkv, Dv]``.
+            pages in the plan, ``[pages, page, Hkv, D]`` and ``[pages, page, Hkv, Dv]``. Where they have eight bits (``kernels.float8``)
+            the result is that of ``keys.to(query.dtype)`` and ``values.to(query.dtype)``.
         plan: which row each query belongs to and what it sees.
         scale: factor of the scores, by default ``D ** -0.5``.
         window: a query at position p sees positions above ``p - window`` only.
@@ -152,7 +156,15 @@ def _serve(
                 f"backend {backend!r} cannot serve this call: {why}; 'auto' chooses one that can"
             )
     module = BACKENDS[backend]
-    return module.attend_with_lse if lse else module.attend
+    serve = module.attend_with_lse if lse else module.attend
+    if backend in EIGHT_BITS or keys.dtype == values.dtype == query.dtype:
+        return serve
+    return partial(_widened, serve)
+
+
+def _widened(serve: Callable[..., Any], query: Tensor, keys: Tensor, values: Tensor, *more: Any) -> Any:
+    """``serve`` of copies of keys and values in the query's dtype, in which numbers of eight bits are exact."""
+    return serve(query, keys.to(query.dtype), values.to(query.dtype), *more)
 
 
 def _nothing(query: Tensor, keys: Tensor, values: Tensor, *_: Any) -> Tensor:
@@ -182,7 +194,7 @@ def _check(
             "many rows, slots and heads"
         )
     for name, other in (("keys", keys), ("values", values)):
-        if other.dtype != query.dtype:
+        if other.dtype != query.dtype and other.dtype not in DTYPES:
             raise ValueError(f"query is {query.dtype} and {name} {other.dtype}: give both in one dtype")
         if other.device != query.device:
             raise ValueError(

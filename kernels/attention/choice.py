@@ -29,6 +29,7 @@ _MODULES = {
     "flash_attn": "flash_attn",
     "triton": "triton_backend",
 }
+EIGHT_BITS = frozenset({"triton"})  # they read keys and values of eight bits; others are given wider copies
 _HERE = __package__
 UNORDERED = (
     "initial counts positions, and this plan says slot by slot what is seen: let it say so of the first ones"

@@ -16,7 +16,8 @@
 7. **A call that a backend cannot serve is refused** with a reason before anything is computed; all other calls are served exactly,
    in slots or in pages, for rows in any order, alone or in a batch.
 
-A call without queries never reaches a backend, and plans have no rows without queries.
+A call without queries never reaches a backend, and plans have no rows without queries. Keys and values have the query's dtype, except that
+those of ``choice.EIGHT_BITS`` are given eight bits as they are.
 """
 
 from __future__ import annotations

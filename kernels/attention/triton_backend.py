@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specdec.kernels import float8
 from specdec.kernels.attention.lowered import Lowered, lower
 from specdec.kernels.attention.plan import AttentionPlan
 from specdec.kernels.attention.reach import Reach, binding, split
@@ -67,6 +68,17 @@ def supports(
     return None
 
 
+def reads(device: torch.device, dtype: torch.dtype, *held: torch.dtype) -> str | None:
+    """Why the kernel cannot read keys and values ``held`` in these dtypes for queries in ``dtype``, or ``None``."""
+    found = {*held} & {*float8.DTYPES}
+    if not found or device.type != "cuda":
+        return None
+    newer = torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
+    if newer and dtype != torch.float32:  # for which it would spill registers
+        return None
+    return f"keys or values are {found.pop()}, which the kernel converts on NVIDIA's sm_89 and later, for queries of 16 bits"
+
+
 def _cannot_run(query: Tensor, name: str = "query") -> str | None:
     """Why no Triton kernel runs on a tensor's device, or ``None``."""
     if query.is_cuda or _kernels().INTERPRET:
@@ -86,6 +98,7 @@ def refuses(
 ) -> str | None:
     """As ``contract.Backend.refuses``."""
     why = supports(query, softcap, sink_logits, plan)
+    why = why or reads(query.device, query.dtype, keys.dtype, values.dtype)
     if why:
         return why
     if torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad):
@@ -184,7 +197,7 @@ def launch(
         copies=tiles * kv_heads,
         resident=max(1, WAVES * 4 // c.warps) * processors(query.device),
         tile=c.slots,
-        slot_bytes=(size + value_size) * query.element_size(),
+        slot_bytes=size * keys.element_size() + value_size * values.element_size(),
         part_bytes=2 * T * heads * (value_size + 1) * 4,
     )
     chunks, slots, align = chunking(lowered, window, work, chunk, plan)

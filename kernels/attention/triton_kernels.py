@@ -50,8 +50,9 @@ def _offsets(table, s0, s, inside, row, by_row, by_slot, PAGE: tl.constexpr, BN:
 
 
 @triton.jit
-def _load(pointers, mask, UPCAST: tl.constexpr):
-    x = tl.load(pointers, mask=mask, other=0.0)
+def _load(pointers, mask, Query, UPCAST: tl.constexpr):
+    """In the dtype of queries: keys and values may have eight bits."""
+    x = tl.load(pointers, mask=mask, other=0.0).to(Query.dtype.element_ty)
     if UPCAST:  # products of half precision are wrong in the interpreter
         x = x.to(tl.float32)
     return x
@@ -209,6 +210,7 @@ def attend_kernel(
         q = _load(
             Query + token[:, None] * q_t + head[:, None] * q_h + d[None, :],
             valid[:, None] & (d < D)[None, :],
+            Query,
             UPCAST,
         )
         top = tl.full([BM], float("-inf"), tl.float32)
@@ -222,7 +224,9 @@ def attend_kernel(
             s = s0 + tl.arange(0, BN)
             inside = s < high
             at = _offsets(Table + r * table_r if PAGE > 0 else Table, s0, s, inside, row, k_b, k_s, PAGE, BN)
-            k = _load(Keys + h * k_h + at[None, :] + d[:, None], inside[None, :] & (d < D)[:, None], UPCAST)
+            k = _load(
+                Keys + h * k_h + at[None, :] + d[:, None], inside[None, :] & (d < D)[:, None], Query, UPCAST
+            )
             score = tl.dot(q, k, input_precision="ieee")
             if SOFTCAP:  # softcap * tanh(scale * score / softcap), without the factor
                 score = 1.0 - 2.0 / (tl.exp2(score * bend) + 1.0)
@@ -275,9 +279,12 @@ def attend_kernel(
 
             at = _offsets(Table + r * table_r if PAGE > 0 else Table, s0, s, inside, row, v_b, v_s, PAGE, BN)
             v = _load(
-                Values + h * v_h + at[:, None] + dv[None, :], needed[:, None] & (dv < DV)[None, :], UPCAST
+                Values + h * v_h + at[:, None] + dv[None, :],
+                needed[:, None] & (dv < DV)[None, :],
+                Query,
+                UPCAST,
             )
-            weight = weight.to(Values.dtype.element_ty)
+            weight = weight.to(Query.dtype.element_ty)
             if UPCAST:
                 weight = weight.to(tl.float32)
             acc = tl.dot(weight, v, acc * rescale[:, None], input_precision="ieee")

@@ -19,6 +19,7 @@ from specdec.cache.slots import KVShape
 from specdec.cache.token_index import Row, TokenIndex
 from specdec.kernels.attention import ExplicitPlan
 from specdec.kernels.device import to_device
+from specdec.kernels.float8 import bits, rounded
 from specdec.masks import Mask
 from specdec.masks.sight import check_sight
 from specdec.types import Context, Verdict
@@ -154,9 +155,9 @@ class Stage(KVStore):
         fresh = [t[0].transpose(0, 1) for t in (key, value)]
         for buffer, new in zip(self.ring.layers[layer], fresh):
             both = torch.nn.functional.pad(
-                buffer.index_select(0, rows)[:, : self.used], (0, 0, 0, 0, 0, self.spare)
+                bits(buffer).index_select(0, rows)[:, : self.used], (0, 0, 0, 0, 0, self.spare)
             )
-            both.view(-1, *both.shape[2:]).index_copy_(0, slots, new)
-            shown.append(both)
+            both.view(-1, *both.shape[2:]).index_copy_(0, slots, bits(rounded(new, buffer.dtype)))
+            shown.append(both.view(buffer.dtype))
         self.ring.write(layer, at, *(new.index_select(0, stay) for new in fresh))
         return shown[0], shown[1]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from specdec.cache.contract import KVStore
+from specdec.kernels import float8
 from specdec.kernels.device import to_device
 from specdec.kernels.native import library
 from specdec.kernels.native.blocks import Buffers, buffers
@@ -41,7 +42,8 @@ class Slots(KVStore):
             ``b * slots + s`` wherever slots are numbered flat.
 
     In memory heads come before slots, so that the entries that one head reads are contiguous, which dominates a step over a long
-    context. ``layers`` and ``_blocks [layers, B, S, H, D]`` are views that hide this.
+    context. ``layers`` and ``_blocks [layers, B, S, H, D]`` are views that hide this. Of numbers of eight bits ``_blocks`` has the bytes;
+    they are rounded when they are put in, which kernels that store themselves do not do.
     """
 
     lease: object | None = None
@@ -57,7 +59,9 @@ class Slots(KVStore):
         with torch.inference_mode(False):
             # Zeros, not empty: batched attention reads unused slots with weight 0, and 0 * NaN is NaN.
             self._blocks = [
-                torch.zeros(len(at), batch, heads, slots, size, dtype=dtype, device=device).transpose(2, 3)
+                float8.bits(
+                    torch.zeros(len(at), batch, heads, slots, size, dtype=dtype, device=device)
+                ).transpose(2, 3)
                 for (heads, size, dtype, device), at in kinds.items()
             ]
         self._whole = self._blocks  # all rows, including those that left
@@ -69,7 +73,7 @@ class Slots(KVStore):
         with torch.inference_mode(False):
             for block, at in zip(self._blocks, self._places):
                 for buffer, (layer, which) in zip(block.unbind(0), at):
-                    pairs[layer][which] = buffer
+                    pairs[layer][which] = buffer.view(self.shapes[layer].dtype)
                     flat[layer][which] = buffer.transpose(1, 2).view(-1, buffer.shape[-1])
         self.layers, self._flat = [(k, v) for k, v in pairs], [(k, v) for k, v in flat]
         self._numbered: dict[tuple[torch.device, int], tuple[Tensor, Tensor]] = {}
@@ -77,8 +81,9 @@ class Slots(KVStore):
 
     @property
     def direct(self) -> list[tuple[Tensor, Tensor]] | None:
-        """``layers``, unless a derived class overrides ``append``."""
-        return self.layers if type(self).append is Slots.append else None
+        """``layers``, unless a derived class overrides ``append`` or entries are rounded."""
+        plain = type(self).append is Slots.append and all(s.dtype not in float8.DTYPES for s in self.shapes)
+        return self.layers if plain else None
 
     @property
     def buffers(self) -> Buffers | None:
@@ -99,6 +104,7 @@ class Slots(KVStore):
     def put(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Put ``keys [T, H, D]`` and ``values [T, H, Dv]`` into flat ``slots [T]``, on the layer's device."""
         into = self.layers[layer]
+        keys, values = (float8.rounded(t, buffer.dtype) for t, buffer in zip((keys, values), into))
         plain = (
             keys.is_cpu
             and keys.stride(-1) == 1 == values.stride(-1)
@@ -111,8 +117,8 @@ class Slots(KVStore):
             return
         into_keys, into_values = self._flat[layer]
         at = self._numbers(slots, keys.shape[1])
-        into_keys.index_copy_(0, at, keys.reshape(-1, keys.shape[-1]))
-        into_values.index_copy_(0, at, values.reshape(-1, values.shape[-1]))
+        into_keys.index_copy_(0, at, float8.bits(keys).reshape(-1, keys.shape[-1]))
+        into_values.index_copy_(0, at, float8.bits(values).reshape(-1, values.shape[-1]))
 
     def _numbers(self, slots: Tensor, heads: int) -> Tensor:
         """``[T * H]``: where the heads of flat ``slots [T]`` are in memory; all layers of a forward pass the same tensor."""

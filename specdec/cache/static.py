@@ -9,6 +9,7 @@ from torch import Tensor
 
 from specdec.cache.contract import KVStore
 from specdec.cache.slots import Slots
+from specdec.kernels.float8 import DTYPES, bits, rounded
 
 
 class StaticStore(KVStore):
@@ -23,12 +24,13 @@ class StaticStore(KVStore):
         whole._blocks = cache._whole
         Slots._view(whole)
         self.layers, self._flat, self.slots = whole.layers, whole._flat, whole.slots
+        self._plain = all(shape.dtype not in DTYPES for shape in cache.shapes)
         self.spare = self.slots - 1
         self._at: dict[int, tuple[Tensor, Tensor]] = {}
 
     @property
-    def direct(self) -> list[tuple[Tensor, Tensor]]:
-        return self.layers
+    def direct(self) -> list[tuple[Tensor, Tensor]] | None:
+        return self.layers if self._plain else None
 
     def begin(self) -> None:
         """Called before a forward, because the tensor of slots may have new contents."""
@@ -42,6 +44,7 @@ class StaticStore(KVStore):
             head = torch.arange(key.shape[1], device=slots.device)
             at = ((row[:, None] * key.shape[1] + head) * self.slots + slot[:, None]).flatten()
             self._at[key.shape[1]] = known = (slots, at)
-        for into, new in zip(self._flat[layer], (key, value)):
-            into.index_copy_(0, known[1], new[0].transpose(0, 1).reshape(-1, new.shape[-1]))
+        for into, buffer, new in zip(self._flat[layer], self.layers[layer], (key, value)):
+            new = bits(rounded(new[0].transpose(0, 1), buffer.dtype))
+            into.index_copy_(0, known[1], new.reshape(-1, new.shape[-1]))
         return self.layers[layer]

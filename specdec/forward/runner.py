@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from specdec.forward.contract import Runner
+from specdec.forward.families import SUPPORTED
 from specdec.forward.packed import Packed
 from specdec.forward.padded import Padded
 
@@ -18,6 +21,7 @@ def runner_for(
     bf16_weights: bool | None = False,
     modules: bool = False,
     page: int | None = None,
+    kv_dtype: torch.dtype | None = None,
 ) -> Runner:
     """Arguments as for ``HFModel``; ``model`` is its private copy.
 
@@ -48,6 +52,11 @@ def runner_for(
         raise ValueError(
             f"attention is {attention!r} but {family} computes its own, on padded rows: leave it 'auto'"
         )
+    if kv_dtype is not None and (how != "packed" or family not in SUPPORTED):
+        why = "computes its own attention, in its own dtype"
+        if how == "packed":
+            why = "is not listed, and is compared with its own forward, which does not round"
+        raise ValueError(f"kv_dtype is {kv_dtype} but {family} {why}: leave it None")
     if how != "packed" and page is not None:
         raise ValueError(
             f"page is {page} but {family} computes its own attention, on padded rows of slots: leave it None"

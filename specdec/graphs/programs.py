@@ -27,6 +27,7 @@ from specdec.forward.pack import PackedBatch
 from specdec.graphs.capture import CAPTURES, capture_for, synchronize
 from specdec.graphs.staging import Program
 from specdec.graphs.static import StaticStep, bucket_of, fits, nodes_of
+from specdec.kernels.attention import triton_backend
 
 MOST = 16  # captured steps over one memory
 SMALL = 64  # new tokens of a row up to which a call is decoding or verification
@@ -300,7 +301,13 @@ class Steps(Programs):
 
 
 def steps_for(
-    graphs: bool | str, path: Runner, model: Any, device: torch.device, attention: str, page: int | None
+    graphs: bool | str,
+    path: Runner,
+    model: Any,
+    device: torch.device,
+    attention: str,
+    page: int | None,
+    kv_dtype: torch.dtype | None = None,
 ) -> Steps | None:
     """The steps for ``HFModel(graphs=...)``; ``None``: no steps.
 
@@ -312,6 +319,8 @@ def steps_for(
     name = capture_named(graphs, device)
     forward = path.capturable()
     why = forward if isinstance(forward, str) else _why_not(model, device, attention, page)
+    if kv_dtype is not None:  # a step on a GPU has no other kernel
+        why = why or triton_backend.reads(device, model.dtype, kv_dtype)
     if name is None or (graphs == "auto" and why):
         return None
     if why:

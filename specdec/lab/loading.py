@@ -57,8 +57,10 @@ def draft_folder(name: str) -> Path:
 def draft_part(spec: str, target: HFModel, window: int, sinks: int) -> tuple[str, Any]:
     """The name and the draft of ``NAME=DRAFT``, where ``DRAFT`` is as for ``load_draft``, or ``ngram``, ``magicdec``, ``none`` or ``windowed:DRAFT``.
 
+    A causal LM keeps its keys and values in eight bits as ``fp8:DRAFT``, windowed as ``windowed:fp8:DRAFT``.
+
     Raises:
-        SystemExit: there is no such draft.
+        SystemExit: there is no such draft, or only a causal LM could be so.
     """
     name, equals, said = spec.partition("=")
     said = said if equals else name
@@ -69,10 +71,14 @@ def draft_part(spec: str, target: HFModel, window: int, sinks: int) -> tuple[str
     if said == "magicdec":
         return name, drafts.MagicDec(window=window, sinks=sinks)
     narrow = said.startswith("windowed:")
-    found = load_draft(said.removeprefix("windowed:"), target.model)
+    said = said.removeprefix("windowed:")
+    found = load_draft(said.removeprefix("fp8:"), target.model)
+    kv_dtype = torch.float8_e4m3fn if said.startswith("fp8:") else None
+    if kv_dtype is not None and isinstance(found, SpireModel | HeadModel):
+        raise SystemExit(f"no draft {said!r}: keys and values of eight bits are for causal LMs")
     if isinstance(found, SpireModel):
         return name, drafts.Spire(found)
     if isinstance(found, HeadModel):
         return name, drafts.Head(found.masked(streaming(window, sinks)) if narrow else found)
-    model = HFModel(found, target.tokenizer)
+    model = HFModel(found, target.tokenizer, kv_dtype=kv_dtype)
     return name, drafts.Model(Windowed(model, window, sinks) if narrow else model)

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from specdec.arguments import whole
 from specdec.forward.families import refuse
 from specdec.kernels.attention.api import check as check_backend
+from specdec.kernels.float8 import DTYPES
 from specdec.models.clone import structural_clone
 from specdec.types import Context, Proposal
 
@@ -28,6 +29,7 @@ class Options(TypedDict, total=False):
     compile: bool | Mapping[str, Any]
     invariant: bool
     bf16_weights: bool | None
+    kv_dtype: torch.dtype | None
 
 
 class Loading(Options, total=False):
@@ -60,6 +62,7 @@ def check_arguments(
     compile: bool | Mapping[str, Any],
     invariant: bool,
     bf16_weights: bool | None,
+    kv_dtype: torch.dtype | None,
 ) -> None:
     """Raise TypeError or ValueError for arguments of ``HFModel`` that are wrong for any model."""
     if not isinstance(model, PreTrainedModel):
@@ -79,6 +82,10 @@ def check_arguments(
     if not (bf16_weights is None or isinstance(bf16_weights, bool)):
         raise TypeError(
             f"bf16_weights is {bf16_weights!r}: give True, False, or None for where they are exact"
+        )
+    if kv_dtype not in (None, *DTYPES):
+        raise ValueError(
+            f"kv_dtype is {kv_dtype!r}: give {' or '.join(map(str, DTYPES))}, or None for the model's own dtype"
         )
     if prefill_chunk < 1:
         raise ValueError(f"prefill_chunk is {prefill_chunk}: it must be at least 1")

@@ -1,7 +1,6 @@
 """Hugging Face causal LMs as ``LanguageModel``: ragged rows, KV in slots, rollback by length, trees in one pass.
 
-The user's model object is never modified: a *structural clone* that shares its storage runs this library's attention (see
-docs/design.md), so that the user's ``generate`` keeps working.
+The user's model is never modified: a *structural clone* that shares its storage runs this library's attention (docs/design.md).
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from specdec.arguments import at_least
 from specdec.cache.contiguous import KVShape, SlotCache, check_memory
 from specdec.cache.paged import PagedCache, PagePool
 from specdec.configs import runs_on, setting
@@ -64,11 +64,14 @@ class HFModel:
             arithmetic on matrix units (AMX) where the processor has them. ``None`` makes copies where they are exact, that is for
             llama-like models on a CPU with C kernels whose weights bfloat16 can express, as those of a bfloat16 checkpoint; ``True`` refuses
             other models. Memory grows by half. Copies follow changes of the weights when the next cache is made (docs/kernels.md).
+        kv_dtype: ``torch.float8_e4m3fn`` or ``float8_e5m2``: keys and values are rounded to it when they are stored, and read back in the
+            dtype of the queries. It is then the model with a rounded cache: as a draft it changes what is accepted and never the output; a
+            target's output differs from the full cache's, and drafts do not change it further (docs/models.md).
     Raises:
         UnsupportedModel: the family cannot be run exactly; the message says why, and which families can.
         TypeError: an argument has the wrong type, such as the name of a tokenizer, or a page that is no whole number.
-        ValueError: there is no such ``attention``, or it does not support this model's layers or pages of this size; pages for a
-            family that runs padded; graphs for a model that does not support them.
+        ValueError: there is no such ``attention``, or it does not support this model's layers or pages of this size; pages or a
+            ``kv_dtype`` for a family that runs padded, or another dtype; graphs for a model that does not support them.
         ImportError: ``attention`` needs a package that is not installed; the message says which.
 
     One thread at a time where steps are captured: they keep the state of a call in the object.
@@ -89,11 +92,13 @@ class HFModel:
         compile: bool | Mapping[str, Any] = False,
         invariant: bool = False,
         bf16_weights: bool | None = None,
+        kv_dtype: torch.dtype | None = None,
     ):
         model = setting(model, "_orig_mod") or model  # torch.compile's wrapper
         check_arguments(
-            *(model, tokenizer, prefill_chunk, attention, page, graphs, compile, invariant, bf16_weights)
-        )
+            model, tokenizer, prefill_chunk, attention, page, graphs, compile, invariant, bf16_weights,
+            kv_dtype,
+        )  # fmt: skip
         path = path_of(model.config, unlisted)
         if model.get_output_embeddings() is None:
             raise refuse(
@@ -102,21 +107,19 @@ class HFModel:
             )
         self.model, self.tokenizer, self.clone, self.page = model, tokenizer, structural_clone(model), page
         self.attention, self.graphs, self.invariant, self.compile = attention, graphs, invariant, compile
-        self.prefill_chunk, self.bf16_weights, self.unlisted = prefill_chunk, bf16_weights, unlisted
+        self.prefill_chunk, self.bf16_weights, self.kv_dtype = prefill_chunk, bf16_weights, kv_dtype
+        self.unlisted = unlisted
         self._path = runner_for(
-            *(self.clone, path, attention),
-            invariant=invariant,
-            bf16_weights=bf16_weights,
-            modules=compile is not False,
-            page=page,
-        )
+            self.clone, path, attention, invariant=invariant, bf16_weights=bf16_weights,
+            modules=compile is not False, page=page, kv_dtype=kv_dtype,
+        )  # fmt: skip
         if compile is not False:
             compile_parts(self.clone, {} if compile is True else compile)
         self._scores_trees = self._path.trees
         self.supports_trees = self._scores_trees and not invariant  # a tree's sums have another order
         where = self.clone.get_input_embeddings().weight
         self._wrapped_as = (where.dtype, where.device)
-        self.steps = steps_for(graphs, self._path, self.clone, self.device, attention, page)
+        self.steps = steps_for(graphs, self._path, self.clone, self.device, attention, page, kv_dtype)
         if self.steps is not None:
             self._path.concurrent = False
         self.max_positions = positions_of(model.config)
@@ -147,6 +150,7 @@ class HFModel:
         compile: bool | Mapping[str, Any] = False,
         invariant: bool = False,
         bf16_weights: bool | None = None,
+        kv_dtype: torch.dtype | None = None,
         **kwargs: Any,
     ) -> HFModel:
         """Load a hub id or a local folder, with its tokenizer if it has one; ``kwargs`` go to ``from_pretrained``.
@@ -161,7 +165,7 @@ class HFModel:
             tokenizer = load_tokenizer(name)
         return cls(
             model, tokenizer, prefill_chunk=prefill_chunk, unlisted=unlisted, attention=attention, page=page,
-            graphs=graphs, compile=compile, invariant=invariant, bf16_weights=bf16_weights,
+            graphs=graphs, compile=compile, invariant=invariant, bf16_weights=bf16_weights, kv_dtype=kv_dtype,
         )  # fmt: skip
 
     @cached_property  # used in every step
@@ -208,15 +212,15 @@ class HFModel:
         return sampling(self.model)
 
     def __repr__(self) -> str:
-        size = sum(p.numel() for p in self.clone.parameters())
-        family, dtype = self.clone.config.model_type, str(self.dtype).removeprefix("torch.")
-        return f"HFModel({family}, {size / 1e6:.3g}M parameters, {dtype}, {self.device})"
+        size, family = sum(p.numel() for p in self.clone.parameters()) / 1e6, self.clone.config.model_type
+        dtypes = f"{self.dtype}" if self.kv_dtype is None else f"{self.dtype} with KV in {self.kv_dtype}"
+        return f"HFModel({family}, {size:.3g}M parameters, {dtypes.replace('torch.', '')}, {self.device})"
 
     @cached_property
     def _shapes(self) -> list[KVShape]:
         """The shapes of each layer's keys and values, found by feeding one token."""
         try:
-            return kv_shapes(self._path, self.page, self.device)
+            return kv_shapes(self._path, self.page, self.device, self.kv_dtype)
         except LookupError as error:
             raise refuse(self.clone.config.model_type, str(error)) from None
 
@@ -246,14 +250,10 @@ class HFModel:
         Raises:
             ValueError: the number of rows or tokens is negative.
             MemoryError: the cache would not fit, by an estimate before anything is allocated. (Pages are allocated when rows are fed.)
-            RuntimeError: the user's model was moved, cast or given other parameters since it was wrapped; with ``bf16_weights=True``, its
-                weights are no longer bfloat16 numbers.
+            RuntimeError: since it was wrapped, the user's model was moved, cast or given other parameters (with ``bf16_weights=True``, wider ones).
         """
-        for name, n in (("batch", batch), ("capacity", capacity)):
-            if n < 0:
-                raise ValueError(
-                    f"{name} is {n}: give a number of {'rows' if name == 'batch' else 'tokens'}, 0 or more"
-                )
+        at_least(0, "batch", batch, "give a number of rows, 0 or more")
+        at_least(0, "capacity", capacity, "give a number of tokens, 0 or more")
         self._check_storage()
         if self.page is not None:
             return PagedCache(PagePool(self._shapes, self.page), batch, capacity)

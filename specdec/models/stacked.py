@@ -59,6 +59,7 @@ class StackedModel(HFModel):
             prefill_chunk=first.prefill_chunk,
             page=first.page,
             bf16_weights=False,
+            kv_dtype=first.kv_dtype,
         )
         self._path: Any = _Path([model.clone for model in members], [model.bf16_weights for model in members])
         self.members = len(members)
@@ -102,6 +103,7 @@ def shape_of(model: HFModel) -> tuple[Any, ...]:
         setting(config, "sliding_window"),
         model.max_positions,
         model.device,
+        model.kv_dtype,
     )
 
 

@@ -168,7 +168,7 @@ class View(Masked):
         extra: slots for each head, for entries that a pruner chooses.
     Raises:
         UnsupportedModel: ``in_cache`` for a family whose keys cannot be rotated; see ``Rotation``.
-        ValueError: the model keeps its KV in pages.
+        ValueError: the model keeps its KV in pages, or rounded.
     """
 
     def __init__(
@@ -184,6 +184,11 @@ class View(Masked):
         if model.page is not None:
             raise ValueError(
                 f"the target's KV is in pages of {model.page} tokens, and a view of it reads slots: make the target without page"
+            )
+        if model.kv_dtype is not None:
+            raise ValueError(
+                f"the target's KV is kept in {model.kv_dtype}, and a view of it turns and chooses keys as they were made: make the target "
+                "without kv_dtype"
             )
         self.extra = extra
         self.rotation = Rotation(self) if in_cache else None
