@@ -45,6 +45,23 @@ def test_taus_are_of_all_seeds_and_leads_by_number_of_tokens():
     assert leads[100, "magicdec"]["by_seed"] == []
 
 
+def test_ratios_are_of_the_seeds_that_both_have():
+    rows = [row("spire", 0, 3.0), row("spire", 1, 3.6), row("vanilla", 0, 2.0), row("vanilla", 2, 1.0)]
+    found = together([*rows, row("other", 1, 1.8), row("magicdec", None, 3.9)])
+    assert [r["tau"] for r in found if r["part"] == "tau" and r["method"] == "spire"] == pytest.approx([3.3])
+    assert {r["method"]: r.get("ratio_to_vanilla") for r in found if r["part"] == "tau"} == pytest.approx(
+        {
+            "spire": 1.5,
+            "vanilla": 1.0,
+            "other": 1.2,
+            "magicdec": 2.6,
+        }  # the last two over all seeds of vanilla
+    )
+    assert {r["over"]: r["ratio"] for r in found if r["part"] == "lead"} == pytest.approx(
+        {"vanilla": 1.5, "other": 2.0, "magicdec": 3.3 / 3.9}
+    )
+
+
 def test_scores_that_cannot_be_put_together_are_refused():
     with pytest.raises(ValueError, match="2 sets of texts: score all drafts on the same"):
         together([row("spire", 0, 3.0), row("spire", 1, 3.0, texts="b")])

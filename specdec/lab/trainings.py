@@ -32,8 +32,8 @@ def training(made: Efficiency, sources: np.ndarray, **about: Any) -> dict[str, A
 def together(rows: Iterable[Row], first: str = "spire", reference: str = "vanilla") -> list[dict[str, Any]]:
     """Rows ``tau`` of every method and number of tokens, and rows ``lead``: ``first`` over each other method, by number of tokens.
 
-    A method's τ is tokens over rounds of all its seeds. Intervals are bootstraps over source files, paired for ratios: they do not contain
-    the spread between seeds, which ``by_seed`` shows.
+    A method's τ is tokens over rounds of all its seeds, a ratio is over the seeds that both methods have. Intervals are bootstraps over source
+    files, paired for ratios: they do not contain the spread between seeds, which ``by_seed`` shows.
 
     Args:
         rows: of ``training``. The same training may occur twice.
@@ -60,26 +60,27 @@ def together(rows: Iterable[Row], first: str = "spire", reference: str = "vanill
         if row["seed"] not in known:
             accepted.setdefault(at, []).append(row["accepted"])
         known[row["seed"]] = sums
-    means = {at: np.mean(list(each.values()), 0) for at, each in seeds.items()}
-    out, leads = [], []
-    for (tokens, method), mine in sorted(means.items(), key=lambda item: item[0][0]):
-        each = [
-            float(s[0].sum() / s[1].sum()) for seed, s in seeds[tokens, method].items() if seed is not None
-        ]
-        row = {"part": "tau", "method": method, "tokens": tokens}
-        row |= _ratio(mine, None, "tau", ("low", "high"))
-        names = "ratio_to_vanilla", ("ratio_low", "ratio_high")
-        row |= _ratio(mine, means[tokens, reference], *names) if (tokens, reference) in means else {}
+    out, leads, ends = [], [], ("ratio_low", "ratio_high")
+    for (tokens, method), known in sorted(seeds.items(), key=lambda item: item[0][0]):
+        mine = np.mean(list(known.values()), 0)
+        each = [float(s[0].sum() / s[1].sum()) for seed, s in known.items() if seed is not None]
+        row = {"part": "tau", "method": method, "tokens": tokens} | _ratio(mine, None, "tau", ("low", "high"))
+        if (tokens, reference) in seeds:
+            row |= _ratio(*_paired(known, seeds[tokens, reference]), "ratio_to_vanilla", ends)
         row |= {"acceptance": np.mean(accepted[tokens, method], 0).tolist(), "sources": mine.shape[1]}
         row |= {"seeds": len(each), "by_seed": each, "seed_sd": stdev(each) if len(each) > 1 else None}
         out.append(row)
-        if method != first and (tokens, first) in means:
-            top = seeds[tokens, first]
-            both = [seed for seed in top if seed in seeds[tokens, method]]
-            ratios = [_ratio(top[seed], seeds[tokens, method][seed], "ratio")["ratio"] for seed in both]
+        if method != first and (top := seeds.get((tokens, first))):
+            ratios = [_ratio(top[seed], known[seed], "ratio")["ratio"] for seed in top if seed in known]
             lead = {"part": "lead", "method": first, "over": method, "tokens": tokens, "by_seed": ratios}
-            leads.append(lead | _ratio(means[tokens, first], mine, "ratio", ("ratio_low", "ratio_high")))
+            leads.append(lead | _ratio(*_paired(top, known), "ratio", ends))
     return out + leads
+
+
+def _paired(*methods: Mapping[Any, np.ndarray]) -> Iterable[np.ndarray]:
+    """The sums of two methods, over the seeds that both have; where there are none, over all of each."""
+    both = [seed for seed in methods[0] if seed in methods[1]]
+    return (np.mean([known[seed] for seed in both or known], 0) for known in methods)
 
 
 def _ratio(
