@@ -76,7 +76,7 @@ def reader() -> Case:
     source = SlotCache(SHAPES, 2, 8)
     for layer in range(LAYERS):
         source.append(layer, torch.tensor([0, 1, 8]), *entries(3, layer))
-    return Case(_Reader(source, []), [0, 1, 8], None)
+    return Case(_Reader(source), [0, 1, 8], None)
 
 
 CASES = {
