@@ -19,7 +19,6 @@ NAMED = [
 ]
 
 OLDER = {
-    "gpu_suite_toy.json",
     "spire_ablations_seeds.json", "spire_measured.json", "spire_measured_float32.json",
     "spire_no_sparse_kv.json", "spire_vanilla_seeds.json",
 }  # fmt: skip

@@ -42,7 +42,8 @@ class Problem:
     """A call of ``kernels.attention`` and its sizes.
 
     Attributes:
-        seen: slots that any query of their row sees, summed over rows. pairs: visible (query, slot) pairs.
+        seen: slots that any query of their row sees, summed over rows. pairs: visible (query, slot) pairs. kv: attention is given keys and
+            values in this dtype, in which they are exact; ``None``: as they are.
     """
 
     query: Tensor
@@ -55,6 +56,7 @@ class Problem:
     initial: int = 0
     seen: int = 0
     pairs: int = 0
+    kv: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         for s in self.plan.runs(alone=True):
@@ -66,6 +68,13 @@ class Problem:
     def reach(self) -> Reach:
         """The window and the first positions beside it."""
         return reach(self.window, self.initial)
+
+    @property
+    def held(self) -> tuple[Tensor, Tensor]:
+        """Keys and values as attention is given them."""
+        return (
+            (self.keys, self.values) if self.kv is None else (self.keys.to(self.kv), self.values.to(self.kv))
+        )
 
     @property
     def bytes(self) -> int:
@@ -83,8 +92,7 @@ class Problem:
     def run(self, backend: str) -> Tensor:
         return attention(
             self.query,
-            self.keys,
-            self.values,
+            *self.held,
             self.plan,
             window=self.window,
             softcap=self.softcap,
@@ -95,7 +103,7 @@ class Problem:
 
     def settings(self) -> tuple[Any, ...]:
         """Arguments of ``choice.why_not`` after the backend's name."""
-        return self.query, self.keys, self.values, self.plan, self.reach, self.softcap, self.sinks
+        return self.query, *self.held, self.plan, self.reach, self.softcap, self.sinks
 
     def exact(self, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
         """The packed queries of some rows, and the reference's outputs in float64."""
@@ -170,6 +178,7 @@ def slots(
     initial: int = 0,
     softcap: float | None = None,
     sinks: bool = False,
+    kv: torch.dtype | None = None,
 ) -> Problem:
     """Queries after ``first [R]`` slots in use, over slots or pages.
 
@@ -192,9 +201,11 @@ def slots(
         range(R), list(first), list(counts), S, shape, table=table, page=page, fragment=fragment
     )
     keys, values = (stage.normal(B, heads.kv, S, heads.size, dtype=dtype).transpose(1, 2) for _ in range(2))
+    if kv is not None:
+        keys, values = (t.to(kv).to(dtype) for t in (keys, values))
     query = _query(stage, (1, heads.query, sum(counts), heads.size), dtype)
     logits = stage.normal(heads.query, dtype=dtype) if sinks else None
-    return Problem(query, keys, values, plan, window, softcap, logits, initial)
+    return Problem(query, keys, values, plan, window, softcap, logits, initial, kv=kv)
 
 
 def intervals(
