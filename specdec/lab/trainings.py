@@ -77,10 +77,10 @@ def together(rows: Iterable[Row], first: str = "spire", reference: str = "vanill
     return out + leads
 
 
-def _paired(*methods: Mapping[Any, np.ndarray]) -> Iterable[np.ndarray]:
+def _paired(a: dict[Any, np.ndarray], b: dict[Any, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """The sums of two methods, over the seeds that both have; where there are none, over all of each."""
-    both = [seed for seed in methods[0] if seed in methods[1]]
-    return (np.mean([known[seed] for seed in both or known], 0) for known in methods)
+    mine, other = (np.mean([each[s] for s in a.keys() & b.keys() or each], 0) for each in (a, b))
+    return mine, other
 
 
 def _ratio(
