@@ -125,7 +125,9 @@ def ends(accept):
     return efficiency(accept, cut=True).rounds.numpy()
 
 
-@pytest.mark.parametrize("kind", list(LIVE))
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=pytest.mark.slow) if k == "tree" else k for k in LIVE]
+)
 def test_live_decoding_agrees(kind, target, tmp_path, monkeypatch):
     trace = lab.record(
         target, [row for row in prompts(120) for _ in range(4)], tmp_path / "t", **HOW, batch=64

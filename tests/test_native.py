@@ -50,12 +50,11 @@ def test_a_machine_with_a_compiler_has_them():
     ("settings", "code", "said"),
     [
         ({"CC": "false"}, 4, "there is a C compiler, but no C kernels"),
-        pytest.param(
-            {"CC": "false", "SPECDEC_NATIVE": "0"}, 0, "SPECDEC_NATIVE=0 is set", marks=pytest.mark.slow
-        ),
+        ({"CC": "false", "SPECDEC_NATIVE": "0"}, 0, "SPECDEC_NATIVE=0 is set"),
     ],
     ids=["broken", "switched off"],
 )
+@pytest.mark.slow
 def test_without_them_their_tests_are_skipped_by_wish_alone(tmp_path, settings, code, said):
     line = [
         sys.executable,

@@ -364,7 +364,7 @@ def serial(target, small):
     [
         *((how, sd.Rejection()) for how in PIPES),
         *(
-            pytest.param(how, sd.Coupled(), marks=() if how == "processes" else pytest.mark.slow)
+            pytest.param(how, sd.Coupled(), marks=() if how == "barrier" else pytest.mark.slow)
             for how in PIPES
         ),
     ],

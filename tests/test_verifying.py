@@ -17,7 +17,7 @@ def decoder(draft=DRAFT, length=2):
 
 
 def test_means_are_the_exact_ones():
-    """Two drafted tokens of a known pair: .96 are accepted by rejection, 1 by block verification; of trees (2, 2) of distinct siblings 1.338 and 1.362."""
+    """Two drafted tokens of a known pair: .96 are accepted by rejection, 1 by block verification."""
     prompts = [[0]] * 150
     chains = {"rejection": sd.Rejection(), "block": sd.BlockVerification()}
     found = accepted_by(decoder(), prompts, chains, new_tokens=30, batch=64)
@@ -26,6 +26,12 @@ def test_means_are_the_exact_ones():
         assert tokens / rounds == pytest.approx(mean, abs=0.02)
     assert np.array_equal(found["rejection"][1], found["block"][1])
     assert found["block"].shape == (2, 150)
+
+
+@pytest.mark.slow
+def test_means_of_trees_are_the_exact_ones():
+    """Of trees (2, 2) of distinct siblings 1.338 are accepted by rejection and 1.362 by traversal."""
+    prompts = [[0]] * 150
     tree = decoder(sd.drafts.Tree(DRAFT, (2, 2), siblings=Distinct()))
     rules = {"rejection": sd.Rejection(), "traversal": sd.verifiers.Traversal()}
     found = accepted_by(tree, prompts, rules, new_tokens=30, batch=64)
