@@ -99,7 +99,8 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 # Registers of a thread, recorded as the most of Triton 3.6.0 and 3.9.0 and sm_80 and sm_90, with a few to spare, and how many
-# programs are to share a multiprocessor; with eight bits of sm_90 alone. 255 is all that there are: such a kernel is bounded, or at that limit, and its stack tells.
+# programs are to share a multiprocessor. Kernels of eight bits are compiled for sm_90 alone. 255 is all that there are: such a kernel is
+# bounded, or at that limit, and its stack tells.
 LIMITS: dict[str, tuple[int, int]] = {
     "decode": (160, 2),
     "verify": (200, 2),

@@ -60,7 +60,7 @@ def draft_part(spec: str, target: HFModel, window: int, sinks: int) -> tuple[str
     A causal LM keeps its keys and values in eight bits as ``fp8:DRAFT``, windowed as ``windowed:fp8:DRAFT``.
 
     Raises:
-        SystemExit: there is no such draft, or only a causal LM could be so.
+        SystemExit: there is no such draft, or ``fp8:`` is given for a draft that is not a causal LM.
     """
     name, equals, said = spec.partition("=")
     said = said if equals else name

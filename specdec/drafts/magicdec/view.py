@@ -187,7 +187,7 @@ class View(Masked):
             )
         if model.kv_dtype is not None:
             raise ValueError(
-                f"the target's KV is kept in {model.kv_dtype}, and a view of it turns and chooses keys as they were made: make the target "
+                f"the target's KV is kept in {model.kv_dtype}, and a view of it rotates and chooses keys that were not rounded: make the target "
                 "without kv_dtype"
             )
         self.extra = extra
