@@ -5,8 +5,8 @@
 
 Each row changes one thing of SPIRe (`specdec.lab.variants`). Rows are trained with several seeds (initialisation and order of the data); a
 row's τ is tokens over rounds of all its seeds, its interval the bootstrap over source files. Rows `lead` have SPIRe's τ over every other
-draft's with as many training tokens: does it last? Scores of finished trainings are kept in the work folder: the same command continues
-after an interruption, and a larger --seeds adds trainings. They are also in the report (rows `training`), so that parts with other
+draft's with as many training tokens: does it last? The work folder keeps the scores of finished trainings and a checkpoint of an unfinished one: the same command continues
+after an interruption, and a larger --seeds adds trainings. The scores are also in the report (rows `training`), so that parts with other
 --methods, --tokens or --first-seed, made at other times, are merged.
 """
 
@@ -130,12 +130,16 @@ def trained(s: Settings, name: str, seed: int, target: Any, data: Any, texts: An
         return Efficiency(*torch.load(path))
     draft = started(variant, target, seed)
     how = Training(s.steps, s.batch, s.muon_lr, s.adam_lr, warmup=0.05, decay=0.8, compile=True, seed=seed)
-    train(draft, target, data, loss=variant.loss, forward=variant.forward, settings=how)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(".unfinished")
+    train(
+        draft, target, data, loss=variant.loss, forward=variant.forward, settings=how, checkpoint=unfinished
+    )
     if kept is not None:
         draft.save_pretrained(kept)
     made = score(draft, texts, variant.forward if not isinstance(draft, SpireModel) else None)
-    path.parent.mkdir(parents=True, exist_ok=True)
     torch.save(tuple(made), path)
+    unfinished.unlink(missing_ok=True)
     return made
 
 

@@ -359,6 +359,7 @@ def test_ablations(tmp_path):
     assert rows["spire"]["seeds"] == len(rows["spire"]["by_seed"]) == 2
     assert rows["spire"]["paper_tau"] == 3.401
     before = {path: path.stat().st_mtime for path in (tmp_path / "ablations").iterdir()}
+    assert {path.suffix for path in before} == {".pt"}  # no checkpoint of an unfinished training
     run("recipes/spire_ablations.py", *words)
     assert before == {path: path.stat().st_mtime for path in (tmp_path / "ablations").iterdir()}
     again = {r["method"]: r for r in report(file) if r["part"] == "tau"}
