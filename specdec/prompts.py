@@ -130,7 +130,7 @@ def _ids(tokenizer: Any, b: int, prompt: Any) -> list[int]:
         return list(tokenizer(said, add_special_tokens=False)["input_ids"])
     ids = listed(prompt)
     several = isinstance(ids, Sequence) and not isinstance(ids, (bytes, bytearray))
-    if not several or not all(isinstance(i, Integral) for i in ids):
+    if not several or not all(type(i) is int or isinstance(i, Integral) for i in ids):
         what = type(ids[0]).__name__ if several else type(ids).__name__
         raise TypeError(f"prompt {b} holds {what}: give text, chat messages, or ids as integers")
     return [int(i) for i in ids]

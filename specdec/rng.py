@@ -88,9 +88,10 @@ def seeds(seed: int | Sequence[int] | None, rows: int) -> Tensor:
     given: Any = listed(seed)
     if isinstance(given, str) or not isinstance(given, Collection):
         given = _seed("seed", given, ", or one for every row")
-        k = (given & WORD, (given >> 32) & WORD)
-        words = [philox4x32((row, 0, 0, 0x5EED), k) for row in range(rows)]
-        return torch.tensor([w[0] | ((w[1] >> 2) << 32) for w in words], dtype=torch.long)
+        word, low = np.zeros((2, rows), np.uint64), np.zeros((2, rows), np.uint32)
+        word[0], low[1] = np.arange(rows), 0x5EED
+        w0, w1 = _two_words(word, low, _round_keys(np.array([given])))
+        return torch.from_numpy((w0 | ((w1 >> 2).astype(np.uint64) << 32)).astype(np.int64))
     if len(given) != rows:
         raise ValueError(
             f"seed has {len(given)} entries for {rows} rows: give one int, or one seed for every row"

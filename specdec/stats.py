@@ -7,6 +7,7 @@ a stop discarded some of its tokens, or when the end of the row's budget shorten
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -219,11 +220,14 @@ class Stats:
             self.full_rounds += 1
             self.full_tokens += accepted + 1
         if record.parents is None:
-            self.reached.update(range(min(accepted + 1, size)))
+            reached: Iterable[int] = range(min(accepted + 1, size))
         else:
             asked = set(record.parents[b][:size])
-            self.reached.update(d for d, node in enumerate([-1, *record.path[b][:accepted]]) if node in asked)
-        self.accepted_at.update(range(accepted))
+            reached = (d for d, node in enumerate([-1, *record.path[b][:accepted]]) if node in asked)
+        for d in reached:  # Counter.update takes longer for a few
+            self.reached[d] += 1
+        for d in range(accepted):
+            self.accepted_at[d] += 1
 
     def row(self) -> dict[str, Any]:
         """A flat dictionary of figures, with units in the names."""

@@ -22,12 +22,16 @@ torch.set_num_threads(1)
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
-    """What imports and collection make stays: the collector does not look at it, then or during the tests (a tenth of their time)."""
+    """What imports and collection make stays: the collector does not look at it, then or during the tests (a tenth of their time).
+
+    It looks seldom at what tests make (a twentieth).
+    """
     gc.disable()
     try:
         return (yield)
     finally:
         gc.freeze()
+        gc.set_threshold(50_000, 20, 20)
         gc.enable()
 
 

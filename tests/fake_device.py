@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from functools import cache
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 META = torch.device("meta")
 _WAITING = {
@@ -55,17 +55,19 @@ class FakeDevice(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
-        if func._can_decompose():
+        if _composite(func):
             with self:
                 out = func.decompose(*args, **kwargs)
             if out is not NotImplemented:
                 return out
         name = func.overloadpacket.__name__
-        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        tensors = _tensors([*args, *kwargs.values()])
         ours = [t for t in tensors if isinstance(t, OnDevice)]
         plain = [t for t in tensors if not isinstance(t, OnDevice) and t.dim()]
         to = torch.device(kwargs["device"]) if kwargs.get("device") is not None else None
         there = bool(ours) if to is None else to == META
+        if not ours and not there:
+            return func(*args, **kwargs)
         quick = kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2])
         if name in ("_to_copy", "copy_") and ours:
             there = to == META or (to is None and isinstance(args[0], OnDevice))
@@ -90,13 +92,12 @@ class FakeDevice(TorchDispatchMode):
         if there and to is not None:
             kwargs["device"] = torch.device("cpu")
         known = {id(t.held): t for t in ours}
-        out = func(*tree_map(_held, args), **tree_map(_held, kwargs))
+        out = func(*map(_held, args), **{key: _held(x) for key, x in kwargs.items()})
         if not there:
             return out.clone() if name == "_to_copy" and ours and out is ours[0].held else out
-        return tree_map(
-            lambda t: (known[id(t)] if id(t) in known else OnDevice(t)) if isinstance(t, torch.Tensor) else t,
-            out,
-        )
+        if isinstance(out, (list, tuple)):
+            return type(out)(_placed(x, known) for x in out)
+        return _placed(out, known)
 
     def _wait(self, what, quick):
         place, frame = "", sys._getframe(1)
@@ -110,8 +111,32 @@ class FakeDevice(TorchDispatchMode):
             self.waits[what, place] += 1
 
 
+@cache
+def _composite(func):
+    return func._can_decompose()
+
+
+def _tensors(x):
+    """The tensors in a list, and in lists and tuples in it."""
+    found = []
+    for part in x:
+        if isinstance(part, torch.Tensor):
+            found.append(part)
+        elif isinstance(part, (list, tuple)):
+            found += _tensors(part)
+    return found
+
+
 def _held(x):
-    return x.held if isinstance(x, OnDevice) else x
+    if isinstance(x, OnDevice):
+        return x.held
+    return type(x)(map(_held, x)) if isinstance(x, (list, tuple)) else x
+
+
+def _placed(x, known):
+    if not isinstance(x, torch.Tensor):
+        return x
+    return known[id(x)] if id(x) in known else OnDevice(x)
 
 
 def onto(model):

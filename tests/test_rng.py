@@ -57,6 +57,12 @@ def test_philox_agrees_between_ints_arrays_and_tensors(words):
     assert [int(a[0]) for a in arrays] == exact == [int(t[0]) for t in tensors]
 
 
+@given(st.integers(0, 2**63 - 1), st.integers(0, 5))
+def test_one_seed_is_spread_over_rows_by_philox(seed, rows):
+    words = [philox4x32((row, 0, 0, 0x5EED), (seed & ONES, seed >> 32)) for row in range(rows)]
+    assert seeds(seed, rows).tolist() == [w[0] | (w[1] >> 2 << 32) for w in words]
+
+
 def plain(seed: torch.Tensor, key: Key) -> torch.Tensor:
     """What ``uniform`` says in words, number by number, with Python's integers."""
     fields = torch.broadcast_tensors(*(torch.as_tensor(f) for f in key[:3]))

@@ -60,17 +60,16 @@ class Branches:
 
     def widen(self, width: int) -> Branches:
         """The same scripts with room for ``width`` keys."""
-        more = ((0, 0), (0, width - self.key.shape[1]))
-        return Branches(
-            np.pad(self.key, more, constant_values=-1),
-            np.pad(self.low, more),
-            np.pad(self.high, more, constant_values=1.0),
-        )
+        rows, held = self.key.shape
+        wide = Branches(np.full((rows, width), -1), np.zeros((rows, width)), np.ones((rows, width)))
+        wide.key[:, :held], wide.low[:, :held], wide.high[:, :held] = self.key, self.low, self.high
+        return wide
 
     @staticmethod
     def join(parts: Sequence[Branches]) -> Branches:
         """The scripts of all parts, in order."""
-        wide = [part.widen(max(p.key.shape[1] for p in parts)) for part in parts]
+        width = max(part.key.shape[1] for part in parts)
+        wide = [part if part.key.shape[1] == width else part.widen(width) for part in parts]
         return Branches(
             np.concatenate([w.key for w in wide]),
             np.concatenate([w.low for w in wide]),

@@ -8,6 +8,7 @@ is recorded and replays to equal results can therefore be captured on a GPU. Rep
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -98,7 +99,7 @@ class Watching(TorchDispatchMode):
         if func.overloadpacket.__name__ == "lift_fresh" and not args[0].dim():  # a number in the code
             return args[0]
         self.refuse(func, args, kwargs)
-        if func._can_decompose():  # a composite operator, whose parts are watched
+        if _composite(func):  # a composite operator, whose parts are watched
             with self:
                 out = func.decompose(*args, **kwargs)
             if out is not NotImplemented:
@@ -149,7 +150,7 @@ class Recording(Watching):
             self.calls.append((func, args, {"value": args[0].item()}, None))
             return args[0]
         self.refuse(func, args, kwargs)
-        if func._can_decompose():  # a composite operator, whose parts are recorded
+        if _composite(func):  # a composite operator, whose parts are recorded
             with self:
                 out = func.decompose(*args, **kwargs)
             if out is not NotImplemented:
@@ -196,6 +197,12 @@ class Recording(Watching):
                     place.copy_(new)
 
 
+@cache
+def _composite(func: Any) -> bool:
+    """Whether an operator is defined by others."""
+    return bool(func._can_decompose())
+
+
 def _storage(t: Tensor) -> int:
     return t.untyped_storage()._cdata
 
@@ -203,8 +210,16 @@ def _storage(t: Tensor) -> int:
 def _leaves(x: Any) -> list[Any]:
     """What lists, tuples and dictionaries hold, in order."""
     if isinstance(x, dict):
-        x = list(x.values())
-    return [leaf for part in x for leaf in _leaves(part)] if isinstance(x, list | tuple) else [x]
+        x = x.values()
+    elif not isinstance(x, (list, tuple)):
+        return [x]
+    found: list[Any] = []
+    for part in x:
+        if isinstance(part, (list, tuple, dict)):
+            found += _leaves(part)
+        else:
+            found.append(part)
+    return found
 
 
 def _tensors(x: Any) -> list[Tensor]:
