@@ -616,6 +616,28 @@ def test_the_gpu_suite_at_toy_size(tmp_path):
     assert "| stage | case | seconds | floor_seconds | share_of_floor | max_error | note |" in table
 
 
+def test_bytes_of_problems_count_keys_and_values_as_they_are_held():
+    from recipes.gpu.cases import TINY, slots
+    from recipes.gpu.stage import Stage
+
+    stage = Stage("b", "cpu", True, float("inf"), 0, lambda row: None)
+    plain, narrow = (
+        slots(stage, TINY, torch.bfloat16, [59, 30], [1, 1], kv=kv) for kv in (None, torch.float8_e4m3fn)
+    )
+    heads, size, slot = (
+        TINY.query,
+        TINY.size,
+        TINY.kv * 2 * TINY.size,
+    )  # numbers of a query and output, and of a slot
+    assert plain.bytes == 2 * (60 + 31) * slot + 2 * 2 * 2 * heads * size
+    assert narrow.bytes == (60 + 31) * slot + 2 * 2 * 2 * heads * size
+    assert narrow.held[0] is narrow.held[0]  # converted before it is timed
+    assert narrow.held[0].dtype is torch.float8_e4m3fn
+    other = narrow.again(stage)
+    assert torch.equal(other.held[0].float(), other.keys.to(torch.float8_e4m3fn).float())
+    assert not torch.equal(other.held[0].float(), narrow.held[0].float())
+
+
 def test_the_hosts_time_of_a_round(tmp_path):
     file = tmp_path / "host.json"
     run("-m", "recipes.gpu.host", "--batches", "2", "--rounds", "20", "--turns", "1", "--json", str(file))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -69,21 +70,26 @@ class Problem:
         """The window and the first positions beside it."""
         return reach(self.window, self.initial)
 
-    @property
+    @cached_property
     def held(self) -> tuple[Tensor, Tensor]:
-        """Keys and values as attention is given them."""
+        """Keys and values as attention is given them, converted once: runs that are timed only read them."""
         return (
             (self.keys, self.values) if self.kv is None else (self.keys.to(self.kv), self.values.to(self.kv))
         )
 
+    def copy(self) -> Problem:
+        """The same call, whose tensors may be replaced; the plan is shared."""
+        made = object.__new__(Problem)
+        vars(made).update({name: value for name, value in vars(self).items() if name != "held"})
+        return made
+
     @property
     def bytes(self) -> int:
-        """Bytes of the visible slots' keys and values, queries and outputs, each counted once."""
+        """Bytes of the visible slots' keys and values, queries and outputs, each counted once, in its own dtype."""
         _, heads, tokens, size = self.query.shape
-        slot = self.keys.shape[2] * (size + self.values.shape[-1])
-        return self.query.element_size() * (
-            self.seen * slot + tokens * heads * (size + self.values.shape[-1])
-        )
+        both = size + self.values.shape[-1]
+        slots = self.seen * self.keys.shape[2] * both * (self.kv or self.keys.dtype).itemsize
+        return slots + tokens * heads * both * self.query.element_size()
 
     @property
     def flops(self) -> int:
@@ -133,8 +139,7 @@ class Problem:
 
     def again(self, stage: Stage) -> Problem:
         """The same call with other random tensors; the plan is shared."""
-        made = object.__new__(Problem)
-        vars(made).update(vars(self))
+        made = self.copy()
         made.query = _query(stage, self.query.shape, self.query.dtype)
         made.keys, made.values = (
             stage.normal(t.shape[0], t.shape[2], t.shape[1], t.shape[3], dtype=t.dtype).transpose(1, 2)
@@ -271,8 +276,7 @@ def poisoned(problem: Problem, backend: str) -> Problem:
             pages = np.array(plan.table[r])
             unseen[pages[at // plan.page], at % plan.page] = False
     value = float("nan") if backend in NEVER_READ else 50.0
-    made = object.__new__(Problem)
-    vars(made).update(vars(problem))
+    made = problem.copy()
     marked = unseen.to(problem.keys.device)
     made.keys, made.values = problem.keys.clone(), problem.values.clone()
     made.keys[marked], made.values[marked] = value, value

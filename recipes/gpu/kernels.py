@@ -1,8 +1,8 @@
 """Stage b of the GPU suite: kernels at the Llama-3-8B shape beside the time of copying their bytes.
 
-One layer of attention at batch 64 and a context of 8192, by every backend that serves it; the Triton kernel in a list of
-configurations; the operators between products; the merge of chunks; verification; the keyed race. Errors are those of the worst
-head of a query, of two rows, against float64.
+One layer of attention at batch 64 and a context of 8192, by every backend that serves it; the Triton kernel on keys and values of eight
+bits, and in a list of configurations; the operators between products; the merge of chunks; verification; the keyed race. Errors are
+those of the worst head of a query, of two rows, against float64.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ def run(stage: Stage) -> None:
             "bars": Part(0.25, lambda stage: attend(stage, True)),
             "rejection": Part(0.15, rejections),
             "attention": Part(0.2, lambda stage: attend(stage, False)),
+            "eight bits": Part(0.1, eight_bits),
             "Triton configurations": Part(0.2, variants),
             "between products": Part(0.1, pointwise.timed),
             "merge": Part(0.05, merges),
@@ -145,6 +146,26 @@ def timed(
     return stage.timed(
         case, runs, first.bytes, first.flops, error, limit=LIMITS[torch.bfloat16], **more
     ).seconds
+
+
+def eight_bits(stage: Stage) -> None:
+    """The Triton kernel on long contexts, with keys and values of eight bits and with the queries' sixteen beside them."""
+    if "triton" not in available(stage.device, torch.bfloat16):
+        stage.skip("eight bits", "not run: Triton cannot be used here")
+        return
+    heads, batch, n = (TINY, 2, 60) if stage.toy else (LLAMA_8B, 16, 32_768)
+    for what, count in (("decode", 1), ("verify 6", 6)):
+        for kv in (None, torch.float8_e4m3fn):
+            dtype = str(kv or torch.bfloat16).removeprefix("torch.")
+            case = f"{what}, {batch} x {n}, keys and values in {dtype}: triton"
+            if stage.late(case) or not stage.room(case, 3 * 2**33):
+                continue
+            with stage.case(case):
+                problem = slots(stage, heads, torch.bfloat16, [n - count] * batch, [count] * batch, kv=kv)
+                exact = problem.exact(checked(problem))
+                timed(stage, case, "triton", several(stage, problem), exact, None, kv=dtype)
+                del problem, exact
+                stage.empty()
 
 
 # -- configurations -------------------------------------------------------------------------------------------------------------

@@ -17,11 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specdec.cache.contract import KVStore
-from specdec.configs import setting
 from specdec.forward.block import Angles, Block, Eager
 from specdec.forward.contract import Caught, Keep
 from specdec.forward.families import positions_of
 from specdec.forward.llama_eager import LlamaEager
+from specdec.forward.rotary_table import RotaryTable
 from specdec.kernels.attention import AttentionPlan
 from specdec.kernels.attention.native import always, lowered, prompt
 from specdec.kernels.native import library
@@ -41,9 +41,7 @@ from specdec.kernels.pointwise import Place
 
 STEP = 256  # tokens of a forward up to which it is a step, and not a prompt
 FEW = 6  # the same in bfloat16 without matrix units, where PyTorch is faster from there on
-TABLE = 8192  # positions whose cosines are computed beforehand, at least, where the model has as many
 WIDE = 2048  # inputs of a product up to which C's is as fast
-FIXED = {"default", "linear", "llama3", "yarn"}  # rotary embeddings that depend on the position alone
 
 
 def small(x: Tensor) -> bool:
@@ -105,10 +103,7 @@ class LlamaC(LlamaEager):
         self, model: Any, backend: str = "auto", invariant: bool = False, bf16_weights: bool | None = False
     ):
         super().__init__(model, backend)
-        rotary = self.body.rotary_emb
-        self._fixed = setting(rotary, "rope_type") in FIXED
-        self._table: tuple[Tensor, Tensor] | None = None
-        self._positions = positions_of(model.config) or sys.maxsize
+        self.table = RotaryTable(self.body, positions_of(model.config))
         self._always, self._automatic = invariant, bf16_weights is None
         products = [*(p for b in self.blocks for p in b.products), self.head]
         self._products = [(p.weight, p.bias) for p in products]
@@ -132,6 +127,8 @@ class LlamaC(LlamaEager):
 
     def check(self) -> None:
         """As ``Runner.check``: copies follow their weights, and automatic ones are given up where bfloat16 would round."""
+        if self.table.stale(self.head.weight):
+            self.table.rows = None
         if self.narrow is not None and not self.narrow.refresh():
             if not self._automatic:
                 raise RuntimeError(CHANGED)
@@ -150,23 +147,6 @@ class LlamaC(LlamaEager):
     def dtype(self) -> torch.dtype:
         """Of the weights."""
         return self.head.weight.dtype
-
-    def rotary(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines ``[T, D]`` of ``positions [T]``."""
-        if not self._fixed:
-            cos, sin = self.body.rotary_emb(x, positions[None])
-            return cos[0].float(), sin[0].float()
-        table = self._table
-        if table is None or (len(table[0]) < self._positions and len(table[0]) <= int(positions.max())):
-            every = torch.arange(min(self._positions, max(2 * int(positions.max()) + 2, TABLE)))
-            with torch.inference_mode(False), torch.no_grad():
-                cos, sin = self.body.rotary_emb(torch.empty(1, dtype=x.dtype), every[None])
-                self._table = table = cos[0].float(), sin[0].float()
-        try:
-            return table[0].index_select(0, positions), table[1].index_select(0, positions)
-        except IndexError:  # beyond the positions in the model's config
-            cos, sin = self.body.rotary_emb(x, positions[None])
-            return cos[0].float(), sin[0].float()
 
     def forward(
         self,
@@ -196,7 +176,7 @@ class LlamaC(LlamaEager):
         if keep is not False and self.head.weight.shape != self._shape:
             raise RuntimeError(CAST)
         ops = Native(few, self.narrow)
-        return self.run(ops, x, self.rotary(x, positions), store, plan, keep, caught)
+        return self.run(ops, x, self.table.at(positions, x), store, plan, keep, caught)
 
     @property
     def _laid(self) -> bool:
@@ -229,7 +209,7 @@ class LlamaC(LlamaEager):
         assert plan.slots is not None
         plans = {w: lowered(plan, w) for w in {b.window for b in self.blocks}}
         head, norm, table = self.head, self.body.norm, self.body.embed_tokens.weight
-        cos, sin = self.rotary(head.weight, positions)
+        cos, sin = self.table.at(positions, head.weight)
         shape = len(positions), table.shape[1]
         last = norm.weight, norm.variance_epsilon, head.weight, head.bias
         return Reader(

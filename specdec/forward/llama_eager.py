@@ -70,10 +70,10 @@ class LlamaEager:
     ) -> Tensor | None:
         """As ``Forward.forward``."""
         x = F.embedding(ids, self.body.embed_tokens.weight)
-        return self.run(self.ops, x, self.angles(x, positions), store, plan, keep, caught)
+        return self.run(self.ops, x, self.angles(x, positions, plan), store, plan, keep, caught)
 
-    def angles(self, x: Tensor, positions: Tensor) -> Angles:
-        """Of ``positions [T]``, in the dtype of ``x``."""
+    def angles(self, x: Tensor, positions: Tensor, plan: AttentionPlan) -> Angles:
+        """Of ``positions [T]``, in the dtype of ``x``; ``plan``: of the same tokens."""
         return eager_angles(*(t[0] for t in self.body.rotary_emb(x, positions[None])))
 
     def run(

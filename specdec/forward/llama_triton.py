@@ -15,9 +15,12 @@ import torch
 from torch import Tensor
 
 from specdec.forward.block import Angles, Block, Eager
+from specdec.forward.families import positions_of
 from specdec.forward.llama_eager import LlamaEager
 from specdec.forward.merged import Merged, room_for
+from specdec.forward.rotary_table import RotaryTable
 from specdec.kernels import pointwise
+from specdec.kernels.attention import AttentionPlan
 from specdec.kernels.pointwise import Place
 
 
@@ -66,9 +69,11 @@ class LlamaTriton(LlamaEager):
         copies = Merged(groups)
         wanted = room_for(copies, model.lm_head.weight.device) if merged is None else merged
         self.ops = Launches(copies) if wanted else LAUNCHES
+        self.table = RotaryTable(self.body, positions_of(model.config))
 
     def check(self) -> None:
-        """As ``Runner.check``: copies follow their weights."""
+        """As ``Runner.check``: copies follow their weights, and the table of cosines the model's frequencies."""
+        self.table.follow(self.head.weight)
         if self.ops.merged is not None:
             try:
                 self.ops.merged.refresh()
@@ -92,7 +97,11 @@ class LlamaTriton(LlamaEager):
     def usable(self) -> bool:
         return super().usable and not torch.is_grad_enabled()
 
-    def angles(self, x: Tensor, positions: Tensor) -> Angles:
-        """As ``LlamaEager.angles``."""
-        cos, sin = self.body.rotary_emb(x, positions[None])
-        return cos[0].contiguous(), sin[0].contiguous()
+    def angles(self, x: Tensor, positions: Tensor, plan: AttentionPlan) -> Angles:
+        """As ``LlamaEager.angles``. Where slots are positions, a plan's longest row tells the host whether the table has them all."""
+        rows = self.table.rows
+        if rows is not None and plan.ordered and max(plan.length) <= rows.shape[1]:
+            cos, sin = rows.index_select(1, positions).unbind(0)
+        else:
+            cos, sin = (t[0].contiguous() for t in self.body.rotary_emb(x, positions[None]))
+        return cos, sin

@@ -69,9 +69,15 @@ class StaticPlan:
 
     watch = None
     tree = None
+    ordered = True  # slot numbers are positions
 
     def __init__(self, lowered: Lowered, slots: Tensor):
         self.lowered, self.slots = lowered, slots
+
+    @property
+    def length(self) -> list[int]:
+        """The most slots of any row: positions are below it in every replay, padding's too."""
+        return [self.lowered.max_length]
 
     def slots_on(self, device: torch.device) -> Tensor:
         if device != self.slots.device:

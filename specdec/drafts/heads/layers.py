@@ -19,7 +19,8 @@ from specdec.configs import setting
 from specdec.drafts.heads.contract import Pass
 from specdec.forward.block import Angles, eager_angles, rotated
 from specdec.forward.families import positions_of
-from specdec.forward.llama_c import FIXED, most
+from specdec.forward.llama_c import most
+from specdec.forward.rotary_table import FIXED
 from specdec.kernels.native import library
 from specdec.kernels.native.ops import add_norm
 
