@@ -49,6 +49,8 @@ def forwards(
         if model.memory is not None and n + 1 < steps:
             for i, memory in enumerate(model.memory(activations)):
                 write(store, i, plan.slots, *model.keys_values(i, memory, rotary))
+        if type(model).logits is not SpireModel.logits:
+            return model.logits(x)
         head = model.body.lm_head
         return F.linear(rms_norm(x, model.body.model.norm), head.weight, head.bias)
 
