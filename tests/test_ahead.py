@@ -11,8 +11,14 @@ from tiny import byte_tokenizer, tiny
 
 import specdec as sd
 from specdec.audit.certify import certify
+from specdec.cache.ring import Ring
+from specdec.cache.slots import KVShape
+from specdec.cache.static import StaticStore
+from specdec.drafts.spire import SpireModel
 from specdec.executors import Ahead, Serial
+from specdec.graphs.ring_plan import RingPlans
 from specdec.graphs.whole_round import RoundShape
+from specdec.masks import Causal, Strided, Window
 
 PROMPTS = [[5, 6, 7, 8, 9], [3], [9, 9, 4, 2, 7, 7, 1], [11, 12]]
 BUDGETS = [23, 17, 40, 31]
@@ -21,6 +27,33 @@ BUDGETS = [23, 17, 40, 31]
 def models(graphs="recorded", **others):
     target = sd.HFModel(tiny("llama", **others), graphs=graphs)
     return target, sd.HFModel(tiny("llama", seed=1, **others), graphs=graphs)
+
+
+def spire(target, graphs="recorded", block=3, layers=1, **settings):
+    """A draft whose memory weights are not all equal."""
+    model = SpireModel.from_target(
+        target, layers, **({"window": 4} if "mask" not in settings else {}) | settings
+    )
+    if model.memory is not None:
+        torch.manual_seed(1)
+        torch.nn.init.normal_(model.memory.weights)
+    return sd.drafts.Spire(model, block, graphs=graphs)
+
+
+def parts(kind, graphs="recorded", **others):
+    """A target, and a draft of the kind; ``None`` for no draft."""
+    target, small = models(graphs, **others)
+    return target, {"model": lambda: small, "spire": lambda: spire(target, graphs), None: lambda: None}[
+        kind
+    ]()
+
+
+def builder_of(kind, graphs="recorded", **others):
+    target, draft = parts(kind, graphs, **others)
+    return sd.decoder(target) if draft is None else sd.decoder(target).draft(draft, 3)
+
+
+BOTH = pytest.mark.parametrize("kind", ["model", "spire"])
 
 
 def pair(builder):
@@ -43,6 +76,10 @@ def same_rounds(builder, prompts=PROMPTS, budgets=BUDGETS, **options):
         serial.stats.drafted,
         serial.stats.accepted,
     )
+    # A row that leaves stops the launches for a round, so the order of rows differs in between, and nothing else.
+    for row in range(len(prompts)):
+        for a, b in zip(*(of_request(rounds, row) for rounds in seen), strict=True):
+            assert a == b
     return seen, made
 
 
@@ -55,28 +92,94 @@ def same_rounds(builder, prompts=PROMPTS, budgets=BUDGETS, **options):
         pytest.param({"temperature": 0.7, "top_k": 9}, marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("drafted", [True, False])
-def test_texts_and_rounds_are_those_of_serial(drafted, how, verifier):
-    target, small = models()
-    builder = sd.decoder(target).sampling(**how).verifier(verifier)
-    same_rounds(builder.draft(small, 3) if drafted else builder, eos_token_id=())
+@pytest.mark.parametrize("kind", ["model", "spire", None])
+def test_texts_and_rounds_are_those_of_serial(kind, how, verifier):
+    same_rounds(builder_of(kind).sampling(**how).verifier(verifier), eos_token_id=())
+
+
+def behind(b, h, q, kv):
+    return (kv <= q) & ((q - kv) % 2 == 0)
+
+
+RINGS = {
+    "tight": {"window": 4},
+    "no sinks": {"window": 3, "sinks": 0},
+    "sinks": {"window": 2, "sinks": 3},
+    "one position": {"window": 1},
+    "narrower": {"mask": Causal() & Window(9) & (Strided(3) | Window(2))},
+    "wide": {"window": 30, "sinks": 2},
+    "plain": {"window": 4, "feedback": False},
+    "loose": {"window": 5, "block": 7},
+    "all layers": {"window": 6, "layers": 3},
+    "no window": {"window": None},
+}
+
+
+@pytest.mark.parametrize("graphs", ["recorded", pytest.param("eager", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("ring", "temperature"),
+    [
+        pytest.param(ring, temperature, marks=() if i % 2 == temperature else pytest.mark.slow)
+        for i, ring in enumerate(RINGS)
+        for temperature in (0, 1)
+    ],
+)
+def test_rings(ring, temperature, graphs):
+    """Chains as long as the block, memory that wraps, and steps that run twice on one text, as captures do."""
+    target = sd.HFModel(tiny("llama", num_hidden_layers=3), graphs=graphs)
+    draft = spire(target, graphs, **RINGS[ring])
+    prompts, budgets = [[5, 6, 7, 8, 9], [3, 2, 1], [9, 9, 4, 2, 7, 7, 1]], [33, 9, 26]
+    builder = sd.decoder(target).draft(draft, 3).sampling(temperature=temperature)
+    (_, rounds), _ = same_rounds(builder, prompts, budgets, eos_token_id=())
+    assert sum(int(round.verdict.accepted.sum()) for round in rounds) > (30 if temperature else 0)
+
+
+def test_slots_of_a_ring_are_those_of_its_row():
+    """Wherever a row's text ends, and however far beyond it a chain goes."""
+    shapes = [KVShape(1, 2, 2, torch.float32, torch.device("cpu"))]
+    for sinks, window, block in ((0, 1, 2), (1, 4, 4), (3, 2, 6)):
+        ring = Ring(shapes, 3, sinks, window, block)
+        position = torch.randint(0, 60, (7, 3), generator=torch.Generator().manual_seed(0))
+        slots = RingPlans(ring, StaticStore(ring)).slots(position)
+        assert (slots // ring.slots).equal(torch.arange(3).expand(7, 3))
+        rows = torch.arange(3).repeat(7)
+        assert slots.flatten().equal(ring.at(rows, position.flatten()))
+
+
+def test_one_memory_and_its_captures_serve_every_call():
+    decoder = builder_of("spire", "eager").executor(Ahead()).build()
+    said, captured, held = [], [], []
+    for _ in range(4):
+        said.append(decoder.generate(PROMPTS, BUDGETS, seed=3, eos_token_id=()).ids)
+        captured.append(set(decoder.target.steps.captured))
+        held.append([storage.whole[0].data_ptr() for storage in decoder.draft.programs._storages])
+    assert captured[1] == captured[2] == captured[3]
+    assert captured[0] <= captured[1]
+    assert held[0] == held[3]
+    assert len(held[0]) == 1
+    assert said[0] == said[1] == said[2] == said[3]
+    # Fewer rows in the same memory, and then more rows, which need a larger one.
+    for rows in (3, 1, 4):
+        fewer = decoder.generate(PROMPTS[:rows], BUDGETS[:rows], seed=3, eos_token_id=()).ids
+        assert fewer == said[0][:rows]
+    more = decoder.generate(PROMPTS + PROMPTS[:1], [*BUDGETS, 9], seed=3, eos_token_id=()).ids
+    assert more[:4] == said[0]
 
 
 @pytest.mark.parametrize("graphs", ["eager", pytest.param("recorded", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("family", ["mistral", "gemma2", "qwen3"])
-def test_windows_soft_caps_and_norms(family, graphs):
+@pytest.mark.parametrize(
+    ("kind", "family"),
+    [
+        *(("model", "mistral"), ("model", "gemma2"), ("model", "qwen3")),
+        *(("spire", "mistral"), ("spire", "qwen3")),
+    ],
+)
+def test_windows_soft_caps_and_norms(kind, family, graphs):
     target = sd.HFModel(tiny(family), graphs=graphs)
     draft = sd.HFModel(tiny(family, seed=1), graphs=graphs)
+    if kind == "spire":
+        draft = spire(target, graphs)
     same_rounds(sd.decoder(target).draft(draft, 3), eos_token_id=())
-
-
-def test_every_field_of_the_rounds():
-    target, small = models()
-    (serial, ahead), _ = same_rounds(sd.decoder(target).draft(small, 3), eos_token_id=())
-    # A row that leaves stops the launches for a round, so the order of rows differs in between, and nothing else.
-    for row in range(len(PROMPTS)):
-        for a, b in zip(of_request(serial, row), of_request(ahead, row), strict=True):
-            assert a == b
 
 
 def of_request(rounds, request):
@@ -104,10 +207,10 @@ def of_request(rounds, request):
     return out
 
 
+@BOTH
 @pytest.mark.parametrize("verifier", [sd.Rejection(), sd.Coupled()])
-def test_stops_that_are_found_a_round_late(verifier):
-    target, small = models()
-    builder = sd.decoder(target).draft(small, 3).verifier(verifier)
+def test_stops_that_are_found_a_round_late(verifier, kind):
+    builder = builder_of(kind).verifier(verifier)
     _, (plain, _) = same_rounds(builder, eos_token_id=())
     ends = [plain.ids[0][6], plain.ids[2][20]]  # the middle of texts
     _, (made, _) = same_rounds(builder, eos_token_id=ends)
@@ -132,9 +235,9 @@ def test_texts_grow_out_of_their_bucket():
     }
 
 
-def test_streams_and_runs_between_each_other():
-    target, small = models("eager")
-    serial, ahead = pair(sd.decoder(target).draft(small, 3))
+@BOTH
+def test_streams_and_runs_between_each_other(kind):
+    serial, ahead = pair(builder_of(kind, "eager"))
     wanted = [serial.generate([p], 30, seed=i, eos_token_id=()).ids[0] for i, p in enumerate(PROMPTS)]
     streams = [ahead.stream([p], 30, seed=i, eos_token_id=()) for i, p in enumerate(PROMPTS)]
     made = [[] for _ in PROMPTS]
@@ -153,19 +256,19 @@ def test_streams_and_runs_between_each_other():
     assert ahead.generate([PROMPTS[1]], 30, seed=1, eos_token_id=()).ids[0] == wanted[1]
 
 
-def test_a_row_does_not_depend_on_its_batch():
-    target, small = models("eager")
-    ahead = sd.decoder(target).draft(small, 3).executor(Ahead()).build()
+@BOTH
+def test_a_row_does_not_depend_on_its_batch(kind):
+    ahead = builder_of(kind, "eager").executor(Ahead()).build()
     together = ahead.generate(PROMPTS, BUDGETS, seed=[1, 2, 3, 4], eos_token_id=()).ids
     for i, (prompt, budget) in enumerate(zip(PROMPTS, BUDGETS)):
         assert ahead.generate([prompt], budget, seed=[i + 1], eos_token_id=()).ids[0] == together[i]
 
 
-def test_one_replay_a_round_and_the_next_before_the_last_is_read(monkeypatch):
+@BOTH
+def test_one_replay_a_round_and_the_next_before_the_last_is_read(monkeypatch, kind):
     from specdec.executors import ahead as module
 
-    target, small = models("eager")
-    decoder = sd.decoder(target).draft(small, 3).greedy().executor(Ahead()).build()
+    decoder = builder_of(kind, "eager").greedy().executor(Ahead()).build()
     said = []
     launch, read = module._Rounds._launch, module._Flight.read
     monkeypatch.setattr(
@@ -178,22 +281,25 @@ def test_one_replay_a_round_and_the_next_before_the_last_is_read(monkeypatch):
         sd.HFModel, "score", lambda self, *a, **k: (calls.append(self), score(self, *a, **k))[1]
     )
     made = decoder.generate([PROMPTS[0]], 30, seed=0, eos_token_id=())
-    assert calls == [target]  # the prefill
+    assert calls == [decoder.target]  # the prefill
     rounds = made.stats.rounds
     assert said.count("read") == rounds
     assert said[:4] == ["launch", "launch", "read", "launch"]
     assert said.count("launch") in (rounds, rounds + 1)
 
 
-@pytest.mark.parametrize("drafted", [True, False])
+@pytest.mark.parametrize("kind", ["model", "spire", None])
 @pytest.mark.parametrize(
     ("verifier", "temperature"), [(sd.Rejection(), 0), (sd.Rejection(), 1.0), (sd.Coupled(), 1.0)]
 )
-def test_on_a_device_a_round_waits_once(drafted, verifier, temperature):
+def test_on_a_device_a_round_waits_once(kind, verifier, temperature):
     def made(on, executor):
         target, small = (sd.HFModel(on(tiny("llama", seed)), graphs="eager") for seed in (0, 1))
         builder = sd.decoder(target).verifier(verifier).sampling(temperature=temperature).executor(executor)
-        return (builder.draft(small, 3) if drafted else builder).build()
+        if kind == "spire":
+            model = SpireModel.from_target(tiny("llama"), 1, window=4)
+            small = sd.drafts.Spire(SpireModel(on(model.body), model.layers, window=4), 3, graphs="eager")
+        return (builder.draft(small, 3) if kind else builder).build()
 
     expected = made(lambda model: model, Serial()).generate(PROMPTS[:2], 14, seed=3, eos_token_id=()).ids
     seen = []
@@ -208,17 +314,19 @@ def test_on_a_device_a_round_waits_once(drafted, verifier, temperature):
     assert seen[middle] - seen[middle - 1] <= 1, device.waits
 
 
-def test_logits_that_are_not_finite_are_refused():
+@BOTH
+def test_logits_that_are_not_finite_are_refused(kind):
     for broken, said in ((0, "^logits of row"), (1, "the draft's logits of row")):
-        both = models("eager")
-        decoder = sd.decoder(both[0]).draft(both[1], 3).executor(Ahead()).build()
+        target, draft = parts(kind, "eager")
+        decoder = sd.decoder(target).draft(draft, 3).executor(Ahead()).build()
+        both = target.model, draft.model if kind == "model" else draft.model.body
         rounds = []
 
         def spoil(round, both=both, broken=broken, rounds=rounds):
             rounds.append(round)
             if round.number == 2:
                 with torch.no_grad():
-                    both[broken].model.lm_head.weight.fill_(float("nan"))
+                    both[broken].lm_head.weight.fill_(float("nan"))
 
         with pytest.raises(ValueError, match=said):
             decoder.generate(PROMPTS, 30, seed=0, eos_token_id=(), on_round=spoil)
@@ -255,6 +363,15 @@ class OwnModel(sd.HFModel):
     pass
 
 
+class OwnSpire(sd.drafts.Spire):
+    pass
+
+
+class OwnSpireModel(SpireModel):
+    def logits(self, x):
+        return super().logits(x) * 2
+
+
 def refused(which):
     target, small = models("eager")
     base = sd.decoder(target).draft(small, 3).executor(Ahead())
@@ -272,15 +389,58 @@ def refused(which):
         base = sd.decoder(OwnModel(tiny("llama"), graphs="eager")).executor(Ahead())
     elif which == "graphs":
         base = sd.decoder(sd.HFModel(tiny("llama"))).executor(Ahead())
+    elif which.startswith("spire"):
+        model = spire(target, mask=behind).model if which == "spire mask" else spire(target).model
+        if which == "spire model":
+            model = OwnSpireModel(model.body, model.layers, window=4)
+        how = False if which == "spire graphs" else "eager"
+        cls = OwnSpire if which == "spire subclass" else sd.drafts.Spire
+        base = sd.decoder(target).draft(cls(model, graphs=how), 3).executor(Ahead())
     return base
 
 
 @pytest.mark.parametrize(
-    "which", ["verifier", "candidates", "processor", "temperatures", "draft", "subclass", "graphs"]
+    "which",
+    [
+        *("verifier", "candidates", "processor", "temperatures", "draft", "subclass", "graphs"),
+        *("spire subclass", "spire model", "spire graphs", "spire mask"),
+    ],
 )
 def test_parts_that_the_step_would_bypass_are_refused(which):
     with pytest.raises(ValueError, match=r"Ahead\(\) .*use executors.Serial\(\)"):
         refused(which).build()
+
+
+def test_a_block_shorter_than_the_chain_is_refused_by_build():
+    target, _ = models("eager")
+    builder = sd.decoder(target).draft(spire(target, "eager", block=2), 3)
+    with pytest.raises(ValueError, match=r"a chain of 3 tokens .*use Spire\(model, block=3\)"):
+        builder.executor(Ahead()).build()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_batches_of_spire(seed):
+    pick = random.Random(seed)
+    rows = pick.randint(1, 6)
+    prompts = [[pick.randint(0, 96) for _ in range(pick.randint(3, 9))] for _ in range(rows)]
+    budgets = [pick.choice([1, 2, 3, 7, 20, 33]) for _ in range(rows)]
+    target = sd.HFModel(tiny("llama"), graphs="eager")
+    length = pick.randint(1, 5)
+    draft = spire(
+        target,
+        "eager",
+        block=length + pick.choice([0, 0, 1, 4]),
+        layers=pick.randint(1, 2),
+        window=pick.choice([1, 2, 3, 9, None]),
+        sinks=pick.choice([0, 1, 3]),
+        feedback=pick.random() < 0.7,
+    )
+    drawing = pick.choice([None, None, sd.Sampling(temperature=0), sd.Sampling(temperature=1.3)])
+    draft = sd.drafts.Spire(draft.model, draft.block, drawing, graphs=pick.choice(["eager", "recorded"]))
+    verifier = pick.choice([sd.Rejection(), sd.Coupled(), sd.verifiers.FusedRejection()])
+    builder = sd.decoder(target).sampling(temperature=pick.choice([0, 0.8, 1.0])).verifier(verifier)
+    ends = [pick.randint(0, 96) for _ in range(pick.choice([0, 3, 12]))]
+    same_rounds(builder.draft(draft, length), prompts, budgets, eos_token_id=ends)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -305,22 +465,21 @@ def test_random_batches(seed):
     same_rounds(builder, prompts, budgets, eos_token_id=ends)
 
 
-def test_fused_rejection_decides_as_rejection():
-    target, small = models("eager")
-    builder = sd.decoder(target).draft(small, 3).verifier(sd.verifiers.FusedRejection())
+@BOTH
+def test_fused_rejection_decides_as_rejection(kind):
+    builder = builder_of(kind, "eager").verifier(sd.verifiers.FusedRejection())
     same_rounds(builder, eos_token_id=())  # float64 models: rounding decides nothing
 
 
-def test_a_capture_that_fails_leaves_the_texts():
-    target, small = models("eager")
-    builder = sd.decoder(target).draft(small, 3)
-    serial, ahead = pair(builder)
+@BOTH
+def test_a_capture_that_fails_leaves_the_texts(kind):
+    serial, ahead = pair(builder_of(kind, "eager"))
     expected = serial.generate(PROMPTS, BUDGETS, seed=3, eos_token_id=()).ids
 
     def broken(body):
         raise RuntimeError("no capture today")
 
-    target.steps.capture = broken
+    ahead.target.steps.capture = broken
     with pytest.warns(RuntimeWarning, match="no capture today"):
         assert ahead.generate(PROMPTS, BUDGETS, seed=3, eos_token_id=()).ids == expected
 
@@ -333,8 +492,8 @@ def test_texts_that_use_every_learned_position(family):
     same_rounds(sd.decoder(target).draft(small, 5), prompts, [256 - 220, 30], eos_token_id=())
 
 
-def test_statistics_can_be_shown():
-    target, small = models("eager")
-    stats = sd.decoder(target).draft(small, 3).executor(Ahead()).build().generate(PROMPTS, 9, seed=0).stats
+@BOTH
+def test_statistics_can_be_shown(kind):
+    stats = builder_of(kind, "eager").executor(Ahead()).build().generate(PROMPTS, 9, seed=0).stats
     assert stats.shown_tau.startswith("tau ")
     assert min(stats.seconds["prefill"], stats.seconds["target"], stats.seconds["other"]) > 0

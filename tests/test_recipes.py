@@ -644,7 +644,10 @@ def test_the_hosts_time_of_a_round(tmp_path):
     rows = json.loads(file.read_text())["rows"]
     assert {(r["case"], r["executor"]) for r in rows} == {
         (case, executor)
-        for case in ("plain, greedy", "a draft, greedy", "a draft, sampled")
+        for case in (
+            *("plain, greedy", "a draft, greedy", "a draft, sampled"),
+            *("SPIRe, greedy", "SPIRe, sampled"),
+        )
         for executor in ("Serial", "Ahead")
     }
     assert all(r["ms"] > 0 and r["rounds"] > 5 for r in rows)

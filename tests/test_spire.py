@@ -134,3 +134,23 @@ def test_what_was_drafted_live_is_what_the_passes_give():
             torch.testing.assert_close(r.proposal.probs[i, :size], distribution, rtol=1e-5, atol=1e-8)
             compared += size
     assert compared > 40
+
+
+@pytest.mark.parametrize("graphs", [False, "eager"])
+@pytest.mark.parametrize("part", ["embed", "rotary", "run", "keys_values", "logits"])
+def test_parts_of_a_subclass_are_called(part, graphs):
+    """Neither the C kernels nor a captured chain pass them by."""
+    target, calls = tiny("llama", 0, torch.float32, hidden_size=64), []
+
+    def own(self, *args):
+        calls.append(part)
+        return getattr(SpireModel, part)(self, *args)
+
+    made = SpireModel.from_target(target, 1)
+    model = type("Own", (SpireModel,), {part: own})(made.body, made.layers)
+    spire = sd.drafts.Spire(model, 3, graphs=graphs)
+    decoder = sd.decoder(sd.HFModel(target, graphs=graphs)).draft(spire, 3).greedy().build()
+    for _ in range(3):  # the last one replays
+        calls.clear()
+        rounds = decoder.generate([[1, 2, 3]], 12, eos_token_id=()).stats.rounds
+    assert len(calls) >= rounds

@@ -24,16 +24,22 @@ from transformers.utils import logging
 
 import specdec as sd
 from recipes.gpu.steps import config
+from specdec.drafts.spire import SpireModel
 from specdec.executors import Ahead, Serial
 from specdec.graphs.chain import Chain
+from specdec.graphs.ring_chain import RingChain
 from specdec.graphs.whole_round import ACCEPTED, DRAWN, FINITE, WholeRound
 from specdec.lab import report
+from specdec.lab.captured import keepers
 
 K, TOKEN, OTHER, SHARE = 4, 7, 8, 0.7
-GIVEN = {  # milliseconds of the first review, before anything was done about them
+GIVEN: dict[
+    str, dict[int, float]
+] = {  # milliseconds of the first review, before anything was done about them
     "plain, greedy": {1: 0.50, 16: 0.63, 64: 0.95},
     "a draft, greedy": {1: 0.72, 16: 1.01, 64: 1.68},
     "a draft, sampled": {1: 1.11, 16: 1.53, 64: 1.96},
+    **{"SPIRe, greedy": {}, "SPIRe, sampled": {}},  # which the review did not measure
 }
 
 
@@ -48,7 +54,7 @@ class Still:
         program = body.__self__
         if isinstance(program, WholeRound):
             self._round(out[0])
-        elif isinstance(program, Chain):
+        elif isinstance(program, Chain | RingChain):
             tokens, distributions = out
             tokens.fill_(TOKEN)
             if distributions is not None:
@@ -79,15 +85,16 @@ def decoders() -> dict[tuple[str, str], sd.Decoder]:
     made: dict[tuple[str, str], sd.Decoder] = {}
     executors: tuple[Serial | Ahead, ...] = (Serial(), Ahead())
     for name, executor in product(GIVEN, executors):
-        drafted = name.startswith("a draft")
-        target, draft = (sd.HFModel(LlamaForCausalLM(config(True, 1)), graphs="eager") for _ in range(2))
-        for model in (target, draft):
-            assert model.steps is not None
-            model.steps.capture = Still(K + 1 if drafted else 1)
+        target, small = (sd.HFModel(LlamaForCausalLM(config(True, 1)), graphs="eager") for _ in range(2))
+        draft: Any = None if name.startswith("plain") else small
+        if name.startswith("SPIRe"):
+            draft = sd.drafts.Spire(SpireModel.from_target(target, 1), graphs="eager")
         builder = sd.decoder(target)
-        builder = builder.draft(draft, K) if drafted else builder
+        builder = builder if draft is None else builder.draft(draft, K)
         builder = builder.greedy() if name.endswith("greedy") else builder
-        made[name, type(executor).__name__] = builder.executor(executor).build()
+        decoder = made[name, type(executor).__name__] = builder.executor(executor).build()
+        for programs in keepers(decoder.target, decoder.draft, small):
+            programs.capture = Still(1 if draft is None else K + 1)
     return made
 
 

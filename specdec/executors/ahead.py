@@ -17,15 +17,19 @@ import torch
 from torch import Tensor
 
 from specdec.cache.contiguous import SlotCache
+from specdec.cache.slots import Slots
 from specdec.cache.static import StaticStore
 from specdec.composition import Composition
 from specdec.drafts.model import Model
 from specdec.drafts.none import NoDraft
+from specdec.drafts.spire.draft import Spire
+from specdec.drafts.spire.whole_round import SpireDrafting
+from specdec.drafts.whole_round import ModelDrafting, without_steps
 from specdec.executors.round import DraftRunner, MicroBatch, staying
 from specdec.executors.serial import Serial
+from specdec.graphs.drafting import Drafting, Side
 from specdec.graphs.static import SHORTEST, bucket_of, power
-from specdec.graphs.whole_round import ACCEPTED, DRAWN, FINITE, NEXT, TOKENS, RoundShape, Side, WholeRound
-from specdec.models.hf import HFModel
+from specdec.graphs.whole_round import ACCEPTED, DRAWN, FINITE, NEXT, TOKENS, RoundShape, WholeRound
 from specdec.rng import Philox, Rng
 from specdec.stop_rules import StopRules
 from specdec.types import Context, Proposal, Round, Scores, Verdict
@@ -33,13 +37,15 @@ from specdec.verifiers.coupled import Coupled
 from specdec.verifiers.fused import FusedRejection
 from specdec.verifiers.rejection import Rejection
 
+DRAFTS: dict[type, Any] = {Model: ModelDrafting, Spire: SpireDrafting}  # what drafts in the step
+
 
 @dataclass(frozen=True)
 class Ahead:
-    """Chains of a model, or plain decoding, with CUDA graphs: one graph a round, launched a round ahead.
+    """Chains of a model or of SPIRe, or plain decoding, with CUDA graphs: one graph a round, launched a round ahead.
 
-    It runs the parts that the captured step computes, and refuses all others: an ``HFModel`` with ``graphs``, a ``drafts.Model`` of one or no draft,
-    ``Rejection``, ``FusedRejection`` (which decides as ``Rejection``, from probabilities) or ``Coupled()``, and sampling without processors. Subclasses are
+    It runs the parts that the captured step computes, and refuses all others: an ``HFModel`` with ``graphs``; a ``drafts.Model`` of one, a ``drafts.Spire``
+    with ``graphs``, or no draft; ``Rejection``, ``FusedRejection`` (which decides as ``Rejection``, from probabilities) or ``Coupled()``; and sampling without processors. Subclasses are
     refused, too, since the step would bypass what they override. ``Round.scores`` has no logits, and ``Round.probs`` is ``None``: the next round has
     overwritten them. With random numbers other than ``Philox``, as in the certifier, it runs ``Serial``.
 
@@ -47,7 +53,7 @@ class Ahead:
     """
 
     def check(self, composition: Composition) -> None:
-        """Raise ValueError for a composition with a part that the step does not compute."""
+        """Raise ValueError for a composition with a part that the step does not compute, or with chains longer than the draft's ``block``."""
         why = _why_not(composition)
         if why is not None:
             raise ValueError(f"Ahead() {why}: use executors.Serial()")
@@ -57,13 +63,14 @@ class Ahead:
             yield from Serial().run(composition, context, rng, limits)
             return
         target, draft = cast(Any, composition.target), composition.draft
-        if type(draft) is Model:  # the target's programs run the draft's model, too
-            small = cast(Any, draft.model)
-            target.steps.check(small.clone.modules(), small)
+        kind = DRAFTS.get(type(draft))
+        if kind is not None:  # the target's programs run the draft's model, too
+            target.steps.check(*kind.modules(draft))
         began = perf_counter()
         micro_batch, drafting = MicroBatch(composition, context, rng), DraftRunner(composition)
         round = micro_batch.prefill(limits)
         drafting.start(micro_batch.context, micro_batch.cache)
+        drafting.observe(round)
         stay = micro_batch.settle(round)
         if micro_batch and stay is not None:
             drafting.select(stay, micro_batch.cache)
@@ -71,10 +78,8 @@ class Ahead:
         yield round
         if micro_batch:
             rows = _Rows(micro_batch.context, rng if stay is None else rng.select(stay))
-            caches = (
-                [micro_batch.cache] if drafting.state is None else [micro_batch.cache, drafting.state.cache]
-            )
-            yield from _Rounds(composition, limits, rows, caches).run()
+            memory = None if kind is None else kind.memory(drafting.state)
+            yield from _Rounds(composition, limits, rows, cast(Any, micro_batch.cache), memory).run()
 
 
 def _why_not(composition: Composition) -> str | None:
@@ -82,20 +87,20 @@ def _why_not(composition: Composition) -> str | None:
     target, draft, verifier = composition.target, composition.draft, composition.verifier
     if composition.selecting is not None:
         return "runs one draft, and this is a pool"
-    models: list[tuple[str, Any]] = [("target", target)]
-    if type(draft) is Model:
-        models.append(("draft's model", draft.model))
-    elif type(draft) is not NoDraft:
-        return f"runs drafts.Model, and the draft is a {type(draft).__name__}"
-    for name, model in models:
-        if type(model) is not HFModel or model.steps is None:
-            what = "has no graphs" if type(model) is HFModel else f"is a {type(model).__name__}"
-            return f"runs an HFModel with graphs=True, and the {name} {what}"
-    if len({model.device for _, model in models}) > 1:
+    why = without_steps(target)
+    if why is not None:
+        return f"runs an HFModel with graphs=True, and the target {why}"
+    kind = DRAFTS.get(type(draft))
+    if kind is None and type(draft) is not NoDraft:
+        return f"runs {' and '.join(f'drafts.{k.__name__}' for k in DRAFTS)}, and the draft is a {type(draft).__name__}"
+    why = None if kind is None else kind.why_not(draft, target, composition.length)
+    if why is not None:
+        return why
+    if kind is not None and cast(Any, draft).model.device != cast(Any, target).device:
         return "needs both models on one device"
     if type(verifier) not in (Rejection, FusedRejection, Coupled) or getattr(verifier, "candidates", 1) != 1:
         return f"decides as Rejection or Coupled() do, and the verifier is {verifier!r}"
-    drawing = draft.sampling if type(draft) is Model else None
+    drawing = None if kind is None else cast(Any, draft).sampling
     if composition.sampling.reads_context or (drawing is not None and drawing.reads_context):
         return "runs sampling without processors, and with one temperature for all requests"
     return None
@@ -132,24 +137,37 @@ class _Rounds:
     """The rounds of a batch after its prefill.
 
     Attributes:
-        rows: those that go on. at: ``[B]`` their rows in the caches. caches: the target's, and the draft's if there is one.
+        rows: those that go on. at: ``[B]`` their rows in the caches. cache: the target's. memory: the draft's, ``None`` without one.
+        part: the draft's in the step.
     """
 
-    def __init__(self, composition: Composition, limits: StopRules, rows: _Rows, caches: list[SlotCache]):
-        self.composition, self.limits, self.rows, self.caches = composition, limits, rows, caches
-        target: Any = composition.target
-        draft: Any = composition.draft
-        self.models = [target] if len(caches) == 1 else [target, draft.model]
-        self.steps = 0 if len(caches) == 1 else composition.length
+    def __init__(
+        self,
+        composition: Composition,
+        limits: StopRules,
+        rows: _Rows,
+        cache: SlotCache,
+        memory: Slots | None,
+    ):
+        self.composition, self.limits, self.rows = composition, limits, rows
+        self.cache, self.memory = cache, memory
+        self.target: Any = composition.target
+        self.part = self._part()
+        self.steps = 0 if memory is None else composition.length
         verdict: Any = "coupled" if type(composition.verifier) is Coupled else "rejection"
-        drawing = composition.sampling
-        if len(caches) == 2 and draft.sampling is not None:
-            drawing = draft.sampling
-        self._kind = (verdict, composition.sampling, drawing)
+        own = None if memory is None else cast(Any, composition.draft).sampling
+        self._kind = (verdict, composition.sampling, own or composition.sampling)
         self.at = torch.arange(rows.context.batch)
         self.number, self.program = 1, None
         self._loose: dict[Any, WholeRound] = {}  # programs that are not captured yet
         self._host: list[Tensor] = []
+
+    def _part(self) -> Drafting | None:
+        if self.memory is None:
+            return None
+        draft = self.composition.draft
+        made: Drafting = DRAFTS[type(draft)](draft, self.memory)
+        return made
 
     def run(self) -> Iterator[Round]:
         while self.rows.context.batch:
@@ -189,18 +207,20 @@ class _Rounds:
 
     def _program(self, longest: int, fresh: bool) -> WholeRound:
         """The program of a round whose rows take at most ``longest`` slots, with its inputs up to date."""
-        cache, before = self.caches[0], self.program
-        length = min(power(longest, SHORTEST), *(c.slots for c in self.caches))
+        cache, part, before = self.cache, self.part, self.program
+        length = min(power(longest, SHORTEST), cache.slots)
         if not fresh and before is not None and before.captured and before.shape.length == length:
             return before
         rows = bucket_of([1] * self.rows.context.batch, [1], longest, cache.slots).rows
+        if part is not None and part.rows is not None:
+            rows = min(rows, part.rows)
         shape = RoundShape(rows, length, self.steps, *self._kind)
-        key: Any = (shape, *(c.layers[0][0].untyped_storage().data_ptr() for c in self.caches[1:]))
+        of = None if self.memory is None else self.memory.layers[0][0].untyped_storage().data_ptr()
+        key = (shape, of)
 
         def make(store: StaticStore) -> WholeRound:
-            stores = [store, *map(StaticStore, self.caches[1:])]
-            sides = [Side(m.steps.forward, s, m.vocab_size) for m, s in zip(self.models, stores)]
-            return WholeRound(sides[0], sides[1] if self.steps else None, shape, self.models[0].device)
+            side = Side(self.target.steps.forward, store, self.target.vocab_size)
+            return WholeRound(side, part, shape, self.target.device)
 
         def update(program: Any) -> None:
             most, seed = torch.from_numpy(self._most()), self.rows.rng.seed
@@ -211,7 +231,7 @@ class _Rounds:
                 program.send(most, seed)
                 program.state.copy_(before.state)
 
-        made: Any = self.models[0].steps.program(cache, key, make, update)
+        made: Any = self.target.steps.program(cache, key, make, update)
         if made is None:  # this shape occurs for the first time, or cannot be captured
             made = self._loose.get(key) or make(StaticStore(cache))
             self._loose[key] = made
@@ -280,10 +300,12 @@ class _Rounds:
         stay = staying(gone)
         self.rows = self.rows.select(torch.searchsorted(self.at, stay))
         context, words = self.rows.context, self.rows.context.tokens.numpy()
-        for number, cache in enumerate(self.caches):
-            for i, (b, n) in enumerate(zip(stay.tolist(), context.length.tolist())):
-                cache.remember(b, words[i], 0, n - 1 - number, 0)  # the draft is fed the last two once more
-        self.caches = [cache.select(stay) for cache in self.caches]
+        for i, (b, n) in enumerate(zip(stay.tolist(), context.length.tolist())):
+            self.cache.remember(b, words[i], 0, n - 1, 0)
+        self.cache = self.cache.select(stay)
+        if self.memory is not None and self.part is not None:
+            self.memory = self.part.select(self.memory, stay, context)
+            self.part = self._part()
         self.at = torch.arange(context.batch)
 
 

@@ -12,7 +12,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ from specdec.graphs.staging import Program
 from specdec.graphs.static import StaticStep, bucket_of, fits, nodes_of
 from specdec.kernels.attention import triton_backend
 
+Kept = TypeVar("Kept", bound=Slots)
 MOST = 16  # captured steps over one memory
 SMALL = 64  # new tokens of a row up to which a call is decoding or verification
 DRAFTED = 64  # proposed tokens a row that may stay on the device
@@ -116,6 +117,11 @@ class Programs:
                 return storage.lend(batch)
         self._drop(lambda storage: storage.free)
         return None
+
+    def kept(self, cache: Kept) -> Kept:
+        """``cache``, whose memory is to be lent when it is free, also before a program is captured on it."""
+        self._of(cache)
+        return cache
 
     def moved(self, old: Slots, new: Slots) -> None:
         """Note that ``new`` has replaced ``old``, which had become too small: from now on ``new``'s memory is lent.

@@ -3,8 +3,7 @@
 The texts' ends (length and last two tokens of every row) stay on the device, so a round may be launched before the last one's verdict is on
 the host. Random numbers are computed in the step, from the keys that the host would use.
 
-Every row has the same shape: the draft is fed the last two committed tokens, since it may lack one of them, and the target the last one and all
-drafted tokens. Tokens beyond a row's budget are computed and never accepted. The cache has slots for them.
+Every row has the same shape: the target is fed the last committed token and all drafted tokens, and the draft what its ``Drafting`` says. Tokens beyond a row's budget are computed and never accepted. The cache has slots for them.
 """
 
 from __future__ import annotations
@@ -14,12 +13,10 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from specdec.cache.static import StaticStore
 from specdec.graphs.chain import scored
+from specdec.graphs.drafting import Drafting, Given, Side
 from specdec.graphs.staging import Program, Staged, pad
-from specdec.graphs.static import Forward, StaticPlan
 from specdec.kernels import philox
-from specdec.kernels.attention.lowered import Lowered
 from specdec.kernels.philox.reference import ACCEPT, BONUS, DRAFT, Key, pick, race_uniforms, uniforms
 from specdec.rng import triton_kernels
 from specdec.sampling import Sampling, fit
@@ -27,14 +24,6 @@ from specdec.verifiers.rejection import residual
 
 # Columns of a result; the drafted tokens are in those from ``TOKENS`` on.
 ACCEPTED, NEXT, FINITE, DRAWN, TOKENS = range(5)
-
-
-class Side(NamedTuple):
-    """A model in the step: ``forward`` as ``Packed.forward``, where its keys and values go, and its number of tokens."""
-
-    forward: Forward
-    store: StaticStore
-    vocab_size: int
 
 
 class RoundShape(NamedTuple):
@@ -67,7 +56,7 @@ class WholeRound(Program):
         state: ``[R, 3]`` int64 on the device: each row's committed length, and its last two tokens. The step reads it and returns the next.
     """
 
-    def __init__(self, target: Side, draft: Side | None, shape: RoundShape, device: torch.device):
+    def __init__(self, target: Side, draft: Drafting | None, shape: RoundShape, device: torch.device):
         self.target, self.draft, self.shape, self.device = target, draft, shape, device
         R = shape.rows
         self.staged = Staged(
@@ -108,13 +97,17 @@ class WholeRound(Program):
     def body(self) -> tuple[Tensor, Tensor]:
         """The result and the next state."""
         shape, most, V = self.shape, self.staged.on["most"], self.target.vocab_size
-        length, before, last = self.state.unbind(1)
+        length, last = self.state[:, 0], self.state[:, 2]
         live, budget = most > length, (most - length - 1).clamp(0, shape.steps)
         nodes = torch.arange(shape.steps, device=self.device) < budget[:, None]
-        tokens, q, drawn = self._chain(length, torch.stack([before, last], 1))
+        given = Given(self.staged.on, shape.steps, shape.length)
+        tokens, q, drawn = self._chain(given)
         drawn = (drawn | ~nodes).all(1)
         ids = torch.cat([last[:, None], tokens], 1)
-        logits = self._feed(self.target, ids, length - 1, None).view(shape.rows, shape.steps + 1, V)
+        caught: dict[int, list[Tensor]] = {tap: [] for tap in self.draft.taps} if self.draft else {}
+        logits = self.target.feed(given, ids, length - 1, None, caught).view(shape.rows, shape.steps + 1, V)
+        if self.draft is not None:
+            self.draft.observe(given, length, {tap: x for tap, (x,) in caught.items()})
         accepted, bonus, finite = self._decide(logits, tokens, q, nodes, length)
         finite = (finite[:, 1:] | ~nodes).all(1) & finite[:, 0]
         # NaN may give another token; the next round is launched before this is noticed.
@@ -124,11 +117,11 @@ class WholeRound(Program):
         result = torch.stack([accepted, bonus, finite.long(), drawn.long()], 1)
         return torch.cat([result, tokens], 1), torch.where(live[:, None], state, self.state)
 
-    def _chain(self, length: Tensor, ends: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+    def _chain(self, given: Given) -> tuple[Tensor, Tensor | None, Tensor]:
         """Drafted tokens ``[R, steps]``, their distributions, and whether these exist, ``[R, steps]``."""
-        shape, R = self.shape, self.shape.rows
+        shape, length = self.shape, self.state[:, 0]
         if self.draft is None:
-            none = length.new_zeros(R, 0)
+            none = length.new_zeros(shape.rows, 0)
             return none, None, none.bool()
         tokens: list[Tensor] = []
         tops: list[Tensor] = []
@@ -137,37 +130,18 @@ class WholeRound(Program):
         numbers = None
         if shape.verdict == "rejection" and not shape.drawing.greedy:
             numbers = self._uniforms(length, depths, DRAFT)
+        forward, token = self.draft.chain(given, self.state), self.state[:, 2]
         for n in range(shape.steps):
-            if n == 0:
-                keep = torch.arange(R, device=self.device) * 2 + 1
-                logits = self._feed(self.draft, ends, length - 2, keep)
-            else:
-                logits = self._feed(self.draft, tokens[-1][:, None], length + (n - 1), None)
-            top, token, q = scored(fit(logits, self.target.vocab_size), shape.drawing)
+            logits = fit(forward(n, token), self.target.vocab_size)
+            top, token, q = scored(logits, shape.drawing)
             if q is not None:
                 distributions.append(q)
                 token = self._race(q, length + n) if numbers is None else pick(q, numbers[:, n])
+            token = token.clamp(0, self.target.vocab_size - 1)
             tops.append(top)
-            tokens.append(token.clamp(0, self.target.vocab_size - 1))
+            tokens.append(token)
         drawn = torch.isfinite(torch.stack(tops, 1))
         return torch.stack(tokens, 1), torch.stack(distributions, 1) if distributions else None, drawn
-
-    def _feed(self, side: Side, ids: Tensor, first: Tensor, keep: Tensor | None) -> Tensor:
-        """Logits of ``ids [R, n]`` at the positions from ``first [R]`` on, or of the tokens ``keep``."""
-        on, n = self.staged.on, ids.shape[1]
-        position = first[:, None] + torch.arange(n, device=self.device)
-        slots = on["rows"].long()[:, None] * side.store.slots + position
-        slots = torch.where(on["real"][:, None] > 0, slots, side.store.spare).flatten()
-        starts = torch.arange(self.shape.rows + 1, device=self.device, dtype=torch.int32) * n
-        length = (first + n).to(torch.int32)
-        lowered = Lowered(starts, length, on["rows"], length, None, None, None, None, n, self.shape.length)
-        side.store.begin()
-        known = ids.clamp(max=side.vocab_size - 1).flatten()  # a smaller vocabulary reads its last token
-        # Tokens beyond the budget may be beyond the last position that the model has.
-        position = torch.minimum(position, (on["most"] - 1).clamp(min=0)[:, None])
-        logits = side.forward(side.store, StaticPlan(lowered, slots), known, position.flatten(), keep)
-        assert logits is not None
-        return logits
 
     def _decide(
         self, logits: Tensor, tokens: Tensor, q: Tensor | None, nodes: Tensor, length: Tensor

@@ -10,7 +10,8 @@ from torch import Tensor
 from specdec.cache.ring import Ring
 from specdec.cache.static import StaticStore
 from specdec.graphs.chain import Drawn
-from specdec.graphs.ring_chain import Forward, RingChain, RingPlan, Shape, drawn
+from specdec.graphs.ring_chain import Forward, RingChain, Shape, drawn
+from specdec.graphs.ring_plan import RingPlan
 from specdec.graphs.static import Forward as Packed
 from specdec.rng import Rng
 from specdec.sampling import Sampling

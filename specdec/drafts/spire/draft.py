@@ -46,7 +46,7 @@ class Spire:
 
     Args:
         model: made from the decoder's target and trained for it, or the folder that it was saved to.
-        block: the longest chain that can be proposed; the KV cache has ``sinks + window + block - 1`` slots a row.
+        block: the longest chain that can be proposed; the KV cache has ``sinks + window + block - 1`` slots a row, and one more with graphs.
         sampling: how the draft's tokens are drawn; ``None`` takes the decoder's.
         graphs: whether a chain is captured as one CUDA graph, as for ``HFModel``.
         bf16_weights: whether steps on the CPU read bfloat16 copies of the draft's weights, as for ``HFModel``; ``None``: where they are exact.
@@ -119,9 +119,13 @@ class Spire:
         ]
         # Without a window all positions are kept, and no slot is reused.
         window = capacity if model.window is None else model.window
-        slots = model.sinks + window + self.block - 1
-        lent = None if self.programs is None else self.programs.lent(batch, lambda ring: ring.slots == slots)
-        return lent or Ring(shapes, batch, model.sinks, window, self.block, mask=model.mask)
+        if self.programs is None:
+            return Ring(shapes, batch, model.sinks, window, self.block, mask=model.mask)
+        # A whole round in one step may run twice on a text, and its last position is one more in flight (``SpireDrafting.observe``).
+        block = self.block + 1
+        slots = model.sinks + window + block - 1
+        lent = self.programs.lent(batch, lambda ring: ring.slots == slots)
+        return lent or self.programs.kept(Ring(shapes, batch, model.sinks, window, block, mask=model.mask))
 
     def propose(
         self, state: SpireState, context: Context, budget: Tensor, rng: Rng
@@ -130,10 +134,7 @@ class Spire:
         B, N = context.batch, int(budget.max())
         if N == 0:
             return Proposal.none(B, model.device), state
-        if self.block < N:
-            raise ValueError(
-                f"a chain of {N} tokens was requested and block is {self.block}: use Spire(model, block={N})"
-            )
+        self.check_length(N)
         if self.programs is not None:
             chain = self._drawn(state.ring, context, budget, rng, sampling)
             if chain is not None:
@@ -144,6 +145,13 @@ class Spire:
         for n in range(N):
             last = draw.draw(step(n, last), rng)
         return draw.proposal(), state
+
+    def check_length(self, length: int) -> None:
+        """Raise ValueError if a chain of ``length`` tokens is longer than ``block``."""
+        if self.block < length:
+            raise ValueError(
+                f"a chain of {length} tokens was requested and block is {self.block}: use Spire(model, block={length})"
+            )
 
     def _drawn(
         self, ring: Ring, context: Context, budget: Tensor, rng: Rng, sampling: Sampling

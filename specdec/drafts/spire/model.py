@@ -194,7 +194,8 @@ class SpireModel(nn.Module):
 
     @cached_property
     def _fast(self) -> Blocks | None:
-        return Blocks(self.blocks, self.narrow) if Blocks.takes(self.blocks) else None
+        own = type(self).run is SpireModel.run and type(self).keys_values is SpireModel.keys_values
+        return Blocks(self.blocks, self.narrow) if own and Blocks.takes(self.blocks) else None
 
     def narrowed(self, automatic: bool = False) -> SpireModel:
         """The same draft, whose steps on the CPU read bfloat16 copies of the weights (``HFModel``'s ``bf16_weights``).

@@ -1,0 +1,93 @@
+"""SPIRe's chain in a whole round that is one captured step (``executors.Ahead``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from specdec.cache.ring import Ring
+from specdec.cache.static import StaticStore
+from specdec.drafts.spire.chain import forwards, write
+from specdec.drafts.spire.draft import Spire, SpireState
+from specdec.drafts.spire.model import SpireModel
+from specdec.graphs.drafting import Drafting, Given
+from specdec.graphs.ring_plan import RingPlans
+from specdec.masks.text import known
+from specdec.types import Context
+
+
+class SpireDrafting(Drafting):
+    """As ``graphs.drafting.Drafting``. Rows of the memory that no row of the batch uses are padding: they write to their own slots."""
+
+    def __init__(self, draft: Spire, memory: Ring):
+        self.model, self.taps, self.store = draft.model, draft.model.layers, StaticStore(memory)
+        self.plans = RingPlans(memory, self.store)
+        self.rows = memory._whole[0].shape[1]
+
+    @staticmethod
+    def why_not(draft: Spire, target: Any, length: int) -> str | None:
+        """As ``Drafting.why_not``."""
+        model = draft.model
+        if type(model) is not SpireModel:
+            return f"runs a SpireModel, and the draft's model is a {type(model).__name__}"
+        if draft.programs is None:
+            return "runs Spire(model, graphs=True), and the draft has no graphs"
+        if not known(model.mask):
+            return f"runs masks of the library's, and the draft's is {model.mask!r}"
+        if model.vocab_size != target.vocab_size:
+            return f"needs one vocabulary, and the target has {target.vocab_size} tokens and the draft {model.vocab_size}"
+        draft.check_length(length)
+        return None
+
+    @staticmethod
+    def modules(draft: Spire) -> tuple[Iterable[nn.Module], object]:
+        """As ``Drafting.modules``."""
+        return draft.model.modules(), draft.model
+
+    @staticmethod
+    def memory(state: SpireState) -> Ring:
+        """As ``Drafting.memory``."""
+        return state.ring
+
+    @staticmethod
+    def select(memory: Ring, rows: Tensor, context: Context) -> Ring:
+        """As ``Drafting.select``."""
+        return memory.select(rows)
+
+    def chain(self, given: Given, state: Tensor) -> Callable[[int, Tensor], Tensor]:
+        """As ``Drafting.chain``."""
+        position = self._positions(state[:, 0], given.steps).t()
+        plans = self.plans.of(position)
+        forward = forwards(self.model, self.store, position, given.steps)
+
+        def run(n: int, tokens: Tensor) -> Tensor:
+            self.store.begin()
+            return forward(n, tokens, plans[n])
+
+        return run
+
+    def observe(self, given: Given, length: Tensor, layers: Mapping[int, Tensor]) -> None:
+        """As ``Drafting.observe``: write the entries of all fed positions from the target's activations, before the verdict is known.
+
+        With ``h = length - 1 + steps`` fed last, this is right in a ring of ``W = window + steps`` slots or more:
+
+        - Positions of rejected tokens are not below the next chain's first, ``base >= length``. That chain writes each of them
+          before a query at or after it reads, and no query sees a later position.
+        - Nothing is lost that is still seen. Position h overwrites ``h - W <= length - 1 - window``, and the next query, at ``length`` or later,
+          sees positions above ``length - window``. A round that runs again on the same text (as captures do) queries at ``length - 1``, which
+          sees those from ``length - window`` on. For this, ``Spire.ring`` has a slot more with graphs.
+        - All steps + 1 slots of a row differ, since ``W > steps``. They are its own: a position's slot is a remainder.
+        """
+        model, position = self.model, self._positions(length, given.steps + 1)
+        slots, rotary = self.plans.slots(position.t()).t().flatten(), model.rotary(position.flatten())
+        self.store.begin()
+        for i, layer in enumerate(model.layers):
+            write(self.store, i, slots, *model.keys_values(i, layers[layer].to(model.dtype), rotary))
+
+    @staticmethod
+    def _positions(length: Tensor, count: int) -> Tensor:
+        """``[R, count]`` positions from each row's last committed token on."""
+        return length[:, None] - 1 + torch.arange(count, device=length.device)

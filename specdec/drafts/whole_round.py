@@ -1,0 +1,71 @@
+"""The chain of ``drafts.Model`` in a whole round that is one captured step (``executors.Ahead``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from specdec.cache.contiguous import SlotCache
+from specdec.cache.static import StaticStore
+from specdec.drafts.model import Model, ModelState
+from specdec.graphs.drafting import Drafting, Given, Side
+from specdec.models.hf import HFModel
+from specdec.types import Context
+
+
+class ModelDrafting(Drafting):
+    """As ``graphs.drafting.Drafting``, of an ``HFModel`` with graphs.
+
+    The draft is fed the last two committed tokens of every row, since it may lack one of them.
+    """
+
+    def __init__(self, draft: Model, memory: SlotCache):
+        model: Any = draft.model
+        self.side = Side(model.steps.forward, StaticStore(memory), model.vocab_size)
+
+    @staticmethod
+    def why_not(draft: Model, target: Any, length: int) -> str | None:
+        """As ``Drafting.why_not``."""
+        why = without_steps(draft.model)
+        return None if why is None else f"runs an HFModel with graphs=True, and the draft's model {why}"
+
+    @staticmethod
+    def modules(draft: Model) -> tuple[Iterable[nn.Module], object]:
+        """As ``Drafting.modules``."""
+        model: Any = draft.model
+        return model.clone.modules(), model
+
+    @staticmethod
+    def memory(state: ModelState) -> SlotCache:
+        """As ``Drafting.memory``."""
+        return cast(SlotCache, state.cache)
+
+    @staticmethod
+    def select(memory: SlotCache, rows: Tensor, context: Context) -> SlotCache:
+        """As ``Drafting.select``."""
+        words = context.tokens.numpy()
+        for i, (b, n) in enumerate(zip(rows.tolist(), context.length.tolist())):
+            memory.remember(b, words[i], 0, n - 2, 0)  # the last two are fed once more
+        return memory.select(rows)
+
+    def chain(self, given: Given, state: Tensor) -> Callable[[int, Tensor], Tensor]:
+        """As ``Drafting.chain``."""
+        length, ends = state[:, 0], state[:, 1:]
+
+        def forward(n: int, tokens: Tensor) -> Tensor:
+            if n == 0:
+                keep = torch.arange(len(ends), device=ends.device) * 2 + 1
+                return self.side.feed(given, ends, length - 2, keep)
+            return self.side.feed(given, tokens[:, None], length + (n - 1))
+
+        return forward
+
+
+def without_steps(model: Any) -> str | None:
+    """What a model is that has no captured steps of exactly ``HFModel``; ``None`` for one that has."""
+    if type(model) is HFModel:
+        return None if model.steps is not None else "has no graphs"
+    return f"is a {type(model).__name__}"

@@ -1,0 +1,123 @@
+"""The drafting part of a whole round (``graphs.whole_round``): what a draft does in the captured step, over its own memory."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from specdec.cache.slots import Slots
+from specdec.cache.static import StaticStore
+from specdec.graphs.static import Forward, StaticPlan
+from specdec.kernels.attention.lowered import Lowered
+from specdec.types import Context
+
+
+class Given(NamedTuple):
+    """What the forwards of a round read besides tokens and lengths.
+
+    Attributes:
+        on: the round's inputs (``WholeRound``). steps: drafted tokens of each row. longest: the most slots of a row that they read.
+    """
+
+    on: Mapping[str, Tensor]
+    steps: int
+    longest: int
+
+
+class Side(NamedTuple):
+    """A model in the step: ``forward`` as ``Packed.forward``, where its keys and values go, and its number of tokens."""
+
+    forward: Forward
+    store: StaticStore
+    vocab_size: int
+
+    def feed(
+        self,
+        given: Given,
+        ids: Tensor,
+        first: Tensor,
+        keep: Tensor | None = None,
+        caught: Mapping[int, list[Tensor]] | None = None,
+    ) -> Tensor:
+        """Logits of ``ids [R, n]`` at the positions from ``first [R]`` on, or of the tokens ``keep``.
+
+        Args:
+            caught: as for ``Packed.forward``: a list for each layer whose activations ``[R * n, E]`` are wanted.
+        """
+        on, store, (R, n) = given.on, self.store, ids.shape
+        position = first[:, None] + torch.arange(n, device=ids.device)
+        slots = on["rows"].long()[:, None] * store.slots + position
+        slots = torch.where(on["real"][:, None] > 0, slots, store.spare).flatten()
+        starts = torch.arange(R + 1, device=ids.device, dtype=torch.int32) * n
+        length, most = (first + n).to(torch.int32), min(given.longest, store.slots)
+        lowered = Lowered(starts, length, on["rows"], length, None, None, None, None, n, most)
+        store.begin()
+        known = ids.clamp(max=self.vocab_size - 1).flatten()  # a smaller vocabulary reads its last token
+        # Tokens beyond the budget may be beyond the last position that the model has.
+        position = torch.minimum(position, (on["most"] - 1).clamp(min=0)[:, None])
+        plan = StaticPlan(lowered, slots)
+        logits = self.forward(store, plan, known, position.flatten(), keep, caught)
+        assert logits is not None
+        return logits
+
+
+class Drafting(ABC):
+    """A draft in the step.
+
+    It is made from a bound draft and its ``memory``, of which it keeps the tensors only: captured steps must not keep memory from being lent.
+
+    Attributes:
+        rows: the most rows of a step, padding included; ``None``: any number, since padding goes to a spare slot.
+        taps: layers of the target whose activations ``observe`` reads, as in ``DraftInfo``.
+    """
+
+    rows: int | None = None
+    taps: Sequence[int] = ()
+
+    @abstractmethod
+    def __init__(self, draft: Any, memory: Any): ...
+
+    @staticmethod
+    @abstractmethod
+    def why_not(draft: Any, target: Any, length: int) -> str | None:
+        """Why a bound ``draft`` cannot draft in a step with ``target``, or ``None``.
+
+        Raises:
+            ValueError: no executor can draw chains of ``length`` tokens with it.
+        """
+
+    @staticmethod
+    @abstractmethod
+    def modules(draft: Any) -> tuple[Iterable[nn.Module], object]:
+        """The modules that the step runs, and the model that they are of (for ``Programs.check``)."""
+
+    @staticmethod
+    @abstractmethod
+    def memory(state: Any) -> Slots:
+        """The keys and values in a draft's state."""
+
+    @staticmethod
+    @abstractmethod
+    def select(memory: Any, rows: Tensor, context: Context) -> Slots:
+        """The memory of the rows ``rows [B']``, whose texts are ``context``; the old object must not be used again."""
+
+    @abstractmethod
+    def chain(self, given: Given, state: Tensor) -> Callable[[int, Tensor], Tensor]:
+        """The forwards of a chain after the texts' ends ``state [R, 3]`` (as ``WholeRound.state``).
+
+        Returns:
+            ``(n, tokens [R]) -> logits [R, V]``, called with n = 0, 1, ... and the last committed tokens, then those that were drawn.
+        """
+
+    def observe(  # noqa: B027
+        self, given: Given, length: Tensor, layers: Mapping[int, Tensor]
+    ) -> None:
+        """Read the target's pass over each row's last committed token and its chain.
+
+        Args:
+            length: ``[R]`` committed tokens before the round. layers: tap -> activations ``[R * (steps + 1), E]``, row after row.
+        """

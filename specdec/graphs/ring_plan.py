@@ -1,0 +1,94 @@
+"""Where the tokens of a captured chain are in a ring, and what they see. Both follow from a token's position, so the step computes them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec.cache.ring import Ring
+from specdec.cache.static import StaticStore
+from specdec.graphs.static import StaticPlan, attend
+from specdec.kernels.attention.lowered import Lowered, RingSight
+from specdec.masks import Mask, sees
+
+FAR = 2**31 - 1  # no limit
+
+
+class RingPlan(StaticPlan):
+    """What the queries of one step at ``position [R]`` see of their rings: all within the ring's reach, or ``seen [R, S]`` of slots whose
+    positions are ``behind [R, S]`` the query's, where a mask shows less."""
+
+    ordered = False
+
+    def __init__(
+        self,
+        ring: RingSight,
+        slots: Tensor,
+        seen: Tensor | None = None,
+        behind: Tensor | None = None,
+    ):
+        rows, size = len(ring.position), ring.sinks + ring.size
+        device = ring.position.device
+        number = torch.arange(rows + 1, dtype=torch.int32, device=device)
+        length = torch.full((rows,), size, dtype=torch.int32, device=device)
+        parts = (number, length, number[:-1], length, None, None, None, None)
+        super().__init__(Lowered(*parts, max_count=1, max_length=size), slots)
+        self.ring, self.seen, self.behind = ring, seen, behind
+        self.known: dict[int | None, Lowered] = {}
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float, *more: Any) -> Tensor:
+        """As ``StaticPlan.attend``; a layer's own ``window`` counts positions."""
+        window, *others = more
+        if window not in self.known:
+            self.known[window] = self._lowered(window)
+        return attend(query, keys, values, self.known[window], scale, None, *others)
+
+    def _lowered(self, window: int | None) -> Lowered:
+        ring = self.ring
+        if self.seen is None:
+            if window is not None:
+                ring = ring._replace(window=min(ring.window, window), far=min(ring.far, window))
+            return replace(self.lowered, ring=ring)
+        assert self.behind is not None
+        seen = self.seen if window is None else self.seen & (self.behind < window)
+        return replace(self.lowered, seen=seen[None].to(torch.uint8))
+
+
+class RingPlans:
+    """The plans of chains over a ring.
+
+    Args:
+        ring: in the memory of ``store``, whose first rows are those of the chains.
+    """
+
+    def __init__(self, ring: Ring, store: StaticStore):
+        self.row = store.slots
+        self.sinks, self.size, self.window = ring.sinks, ring.size, ring.window
+        self.mask = ring.mask if ring.narrower else None
+
+    def of(self, position: Tensor) -> list[RingPlan]:
+        """A plan for each of N forwards whose tokens are at ``position [N, R]``."""
+        slots = self.slots(position)
+        sight = None if self.mask is None else self._sight(position, self.mask)
+        plans = []
+        for n in range(len(position)):
+            ring = RingSight(position[n], self.sinks, self.size, self.window, FAR)
+            plans.append(RingPlan(ring, slots[n], *(() if sight is None else (part[n] for part in sight))))
+        return plans
+
+    def slots(self, position: Tensor) -> Tensor:
+        """``[N, R]`` flat slots of ``position [N, R]``, as ``Ring.at``."""
+        ring = self.sinks + (position - self.sinks) % self.size
+        first = torch.arange(position.shape[1], device=position.device) * self.row
+        return first + torch.where(position < self.sinks, position, ring)
+
+    def _sight(self, position: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
+        """As ``Ring.visible``, and how far each slot's position is behind the query's."""
+        s = torch.arange(self.sinks + self.size, device=position.device)
+        q = position[..., None]
+        held = torch.where(s < self.sinks, s, q - (q - s) % self.size)
+        exists = torch.where(s < self.sinks, held <= q, (held >= self.sinks) & (held > q - self.window))
+        return exists & sees(mask, q, held.clamp(min=0)), q - held
