@@ -18,11 +18,14 @@ import contextlib, io, json, os, runpy, sys, traceback
 tell, told = os.fdopen(int(sys.argv[1]), "w"), sys.stdin
 for words in told:
     modules = dict(sys.modules)
-    sys.argv, sys.path[0] = json.loads(words), "recipes"
+    sys.argv = json.loads(words)
+    module = sys.argv[0] == "-m"
+    sys.argv, sys.path[0] = sys.argv[module:], "" if module else "recipes"
     out, err, code = io.StringIO(), io.StringIO(), 0
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
-            runpy.run_path(sys.argv[0], run_name="__main__")
+            run = runpy.run_module if module else runpy.run_path
+            run(sys.argv[0], run_name="__main__")
         except SystemExit as end:
             code = end.code or 0
             if isinstance(code, str):
@@ -83,5 +86,5 @@ child = cache(Child)
 
 
 def each(*lines: list[str], timeout: float = 300) -> list[Ran]:
-    """What each command line (a script below the root, and its words) returned and wrote."""
+    """What each command line (a script below the root or ``-m`` and a module, and its words) returned and wrote."""
     return [child().run(line, timeout) for line in lines]

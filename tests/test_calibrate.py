@@ -322,6 +322,7 @@ def test_the_recipe_takes_taus_that_were_kept(tmp_path):
     assert "of other models, contexts, lengths or texts" in other.stderr
 
 
+@pytest.mark.slow
 def test_the_recipe_begins_no_point_when_its_time_is_over(tmp_path):
     """Corners come first, and what is measured stands: here the first one, without a model."""
     file = tmp_path / "m.json"

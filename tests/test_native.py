@@ -351,34 +351,6 @@ def test_entries_into_slots(dtype):
     assert torch.equal(buffer.reshape(14, 3, 4), expected)
 
 
-def test_without_them_everything_runs_on_pytorch(tmp_path):
-    """In one process, which is asked again for each setting."""
-    code = """
-import os, sys, torch, specdec as sd
-from tiny import tiny
-from specdec.kernels.native import build, library, reason
-model = tiny("llama", 0, torch.float32)
-for name, value, why in zip(*[iter(sys.argv[1:])] * 3):
-    os.environ[name] = value
-    build._made.cache_clear()
-    assert library() is None
-    assert why in reason(), reason()
-    made = sd.decoder(sd.HFModel(model)).build().generate([[1, 2, 3]], max_new_tokens=4)
-    assert len(made) == 1
-    del os.environ[name]
-"""
-    words = ["SPECDEC_NATIVE", "0", "SPECDEC_NATIVE=0"]
-    for compiler, why in (
-        ("no-such-compiler", "no-such-compiler"),
-        ("false", "false"),
-        ('gcc "', "quotation"),
-    ):
-        words += ["CC", compiler, why]
-    env = {**os.environ, "SPECDEC_CACHE": str(tmp_path), "PYTHONPATH": os.path.dirname(__file__)}
-    done = subprocess.run([sys.executable, "-c", code, *words], env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
 def test_the_choice_can_be_explained():
     plan = PLANS["one"]
     args = case(plan, D=16, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""The notebooks in docs/notebooks are Python files; each runs from top to bottom in a fresh kernel, warnings and all."""
+"""The notebooks in docs/notebooks are Python files; each runs from top to bottom in a fresh kernel, warnings and all (slow)."""
 
 from __future__ import annotations
 
@@ -41,13 +41,14 @@ def test_the_figures_are_small_and_used():
     assert [figure.name for figure in figures if f"]({figure.name})" not in said] == []
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        pytest.param(path, marks=() if path.name == "first_steps.py" else pytest.mark.slow, id=path.name)
-        for path in NOTEBOOKS
-    ],
-)
+def test_the_code_of_the_first_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found = run_path(str(FOLDER / "first_steps.py"))
+    assert found["out"].stats.tau > 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
 def test_runs_from_top_to_bottom(path, tmp_path):
     notebook = jupytext.read(path)
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]

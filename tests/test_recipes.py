@@ -640,7 +640,7 @@ def test_bytes_of_problems_count_keys_and_values_as_they_are_held():
 
 def test_the_hosts_time_of_a_round(tmp_path):
     file = tmp_path / "host.json"
-    run("-m", "recipes.gpu.host", "--batches", "2", "--rounds", "20", "--turns", "1", "--json", str(file))
+    quick("-m", "recipes.gpu.host", "--batches", "2", "--rounds", "20", "--turns", "1", "--json", str(file))
     rows = json.loads(file.read_text())["rows"]
     assert {(r["case"], r["executor"]) for r in rows} == {
         (case, executor)
