@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.arguments import listed, whole
+from specdec.arguments import whole
 from specdec.kernels.device import to_device, to_host
 
 Provenance = Literal["point", "sampled", "declared"]
@@ -63,8 +63,8 @@ class Context(_Shown):
             )
         length = torch.tensor([len(row) for row in rows])
         tokens = torch.zeros(len(rows), max(int(length.max()), capacity or 0), dtype=torch.long)
-        held = torch.arange(tokens.shape[1]) < length[:, None]
-        tokens[held] = torch.tensor([token for row in rows for token in listed(row)], dtype=torch.long)
+        for b, row in enumerate(rows):
+            tokens[b, : len(row)] = torch.as_tensor(row, dtype=torch.long)
         return Context(
             tokens, length, length.clone(), torch.arange(len(rows)) if request is None else request
         )

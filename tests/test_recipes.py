@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 from time import monotonic, sleep
 
@@ -25,6 +26,7 @@ from specdec.data.corpus import DOMAINS
 from specdec.data.prompts import prompts
 from specdec.data.tokens import write_stream
 from specdec.drafts.spire import SpireModel
+from specdec.training.states import States
 
 ROOT = Path(__file__).parents[1]
 COLUMNS = {
@@ -322,6 +324,36 @@ def test_verifiers_are_compared(tmp_path):
         assert r["tokens_per_second"] > 0 < r["verify_ms"]
         assert f"{drafting}  " in said
     assert by["4 candidates", "k-SEQ"]["nodes"] == 4
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of PyTorch's compiler
+def test_an_interrupted_ablation_continues(tmp_path, monkeypatch):
+    """It ends after the last step, before the score; the same call trains no step again."""
+    target, _ = zoo.load("pocket-target")
+    monkeypatch.syspath_prepend(str(ROOT / "recipes"))
+    monkeypatch.delitem(sys.modules, "spire_ablations", raising=False)
+    import spire_ablations as recipe
+
+    steps, train = [], recipe.train
+    monkeypatch.setattr(recipe, "train", lambda *parts, **how: train(*parts, on_step=steps.append, **how))
+    settings = recipe.Settings(work=str(tmp_path), tokens=0.005, batch=1)
+    layers = recipe.SpireModel.from_target(target).layers
+    ids = torch.randint(0, 100, (4, 33), generator=torch.Generator().manual_seed(0))
+    data = States.write(tmp_path / "states", target, [ids], layers, progress=False)
+    texts = recipe.sample(target, zoo.load("pocket-target")[1], 64, 8, 4, layers, 0, 1, 2)
+
+    def stopped(*_):
+        raise KeyboardInterrupt
+
+    score = recipe.score
+    for how in (stopped, score):
+        monkeypatch.setattr(recipe, "score", how)
+        with nullcontext() if how is score else pytest.raises(KeyboardInterrupt):
+            recipe.trained(settings, "vanilla", 0, target, data, texts, "data")
+        assert [row["step"] for row in steps] == [1, 2, 3, 4]
+        kept = [path.suffix for path in (tmp_path / "ablations").iterdir()]
+        assert kept == [".pt" if how is score else ".unfinished"]
 
 
 @pytest.mark.slow
@@ -624,11 +656,7 @@ def test_bytes_of_problems_count_keys_and_values_as_they_are_held():
     plain, narrow = (
         slots(stage, TINY, torch.bfloat16, [59, 30], [1, 1], kv=kv) for kv in (None, torch.float8_e4m3fn)
     )
-    heads, size, slot = (
-        TINY.query,
-        TINY.size,
-        TINY.kv * 2 * TINY.size,
-    )  # numbers of a query and output, and of a slot
+    heads, size, slot = TINY.query, TINY.size, TINY.kv * 2 * TINY.size
     assert plain.bytes == 2 * (60 + 31) * slot + 2 * 2 * 2 * heads * size
     assert narrow.bytes == (60 + 31) * slot + 2 * 2 * 2 * heads * size
     assert narrow.held[0] is narrow.held[0]  # converted before it is timed

@@ -621,7 +621,7 @@ def test_a_captured_spire_chain_is_the_loop(sampling, settings):
         if round.finished.any():
             stay = staying(round.finished)  # the decoder's order
             turned = torch.arange(len(stay)).flip(0)
-            orders = [stay] if len(rounds) % 2 else [stay[turned], turned]  # or by copies
+            orders = [stay] if round.number % 2 else [stay[turned], turned]  # or by copies
             for order in orders if len(stay) else ():
                 states = [way.select(state, order) for way, state in zip(ways, states)]
             states = states if len(stay) else []

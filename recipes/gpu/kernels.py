@@ -150,18 +150,19 @@ def timed(
 
 def eight_bits(stage: Stage) -> None:
     """The Triton kernel on long contexts, with keys and values of eight bits and with the queries' sixteen beside them."""
-    if "triton" not in available(stage.device, torch.bfloat16):
-        stage.skip("eight bits", "not run: Triton cannot be used here")
-        return
     heads, batch, n = (TINY, 2, 60) if stage.toy else (LLAMA_8B, 16, 32_768)
     for what, count in (("decode", 1), ("verify 6", 6)):
         for kv in (None, torch.float8_e4m3fn):
             dtype = str(kv or torch.bfloat16).removeprefix("torch.")
             case = f"{what}, {batch} x {n}, keys and values in {dtype}: triton"
-            if stage.late(case) or not stage.room(case, 3 * 2**33):
+            if stage.late(case) or not stage.room(case, 2**33):
                 continue
             with stage.case(case):
                 problem = slots(stage, heads, torch.bfloat16, [n - count] * batch, [count] * batch, kv=kv)
+                reason = why_not("triton", *problem.settings())
+                if reason is not None:
+                    stage.skip(case, f"cannot: {reason}")
+                    continue
                 exact = problem.exact(checked(problem))
                 timed(stage, case, "triton", several(stage, problem), exact, None, kv=dtype)
                 del problem, exact

@@ -44,10 +44,11 @@ DRAFTS: dict[type, Any] = {Model: ModelDrafting, Spire: SpireDrafting}  # what d
 class Ahead:
     """Chains of a model or of SPIRe, or plain decoding, with CUDA graphs: one graph a round, launched a round ahead.
 
-    It runs the parts that the captured step computes, and refuses all others: an ``HFModel`` with ``graphs``; a ``drafts.Model`` of one, a ``drafts.Spire``
-    with ``graphs``, or no draft; ``Rejection``, ``FusedRejection`` (which decides as ``Rejection``, from probabilities) or ``Coupled()``; and sampling without processors. Subclasses are
-    refused, too, since the step would bypass what they override. ``Round.scores`` has no logits, and ``Round.probs`` is ``None``: the next round has
-    overwritten them. With random numbers other than ``Philox``, as in the certifier, it runs ``Serial``.
+    It runs the parts that the captured step computes, and refuses all others: an ``HFModel`` with ``graphs``; a ``drafts.Model`` of such a model, a
+    ``drafts.Spire`` with ``graphs``, or no draft; ``Rejection``, ``FusedRejection`` (which decides as ``Rejection``, from probabilities) or
+    ``Coupled()``; and sampling without processors. Subclasses are refused, too, since the step would bypass what they override. ``Round.scores`` has
+    no logits, and ``Round.probs`` is ``None``: the next round has overwritten them. With random numbers other than ``Philox``, as in the certifier,
+    it runs ``Serial``.
 
     Texts, rounds and statistics are those of ``Serial``, if the models' logits are (a float32 model; the same kernels run with other shapes).
     """
@@ -92,7 +93,7 @@ def _why_not(composition: Composition) -> str | None:
         return f"runs an HFModel with graphs=True, and the target {why}"
     kind = DRAFTS.get(type(draft))
     if kind is None and type(draft) is not NoDraft:
-        return f"runs {' and '.join(f'drafts.{k.__name__}' for k in DRAFTS)}, and the draft is a {type(draft).__name__}"
+        return f"runs {' or '.join(f'drafts.{k.__name__}' for k in DRAFTS)}, and the draft is a {type(draft).__name__}"
     why = None if kind is None else kind.why_not(draft, target, composition.length)
     if why is not None:
         return why

@@ -127,8 +127,6 @@ class LlamaC(LlamaEager):
 
     def check(self) -> None:
         """As ``Runner.check``: copies follow their weights, and automatic ones are given up where bfloat16 would round."""
-        if self.table.stale(self.head.weight):
-            self.table.rows = None
         if self.narrow is not None and not self.narrow.refresh():
             if not self._automatic:
                 raise RuntimeError(CHANGED)

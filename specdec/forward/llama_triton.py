@@ -72,8 +72,8 @@ class LlamaTriton(LlamaEager):
         self.table = RotaryTable(self.body, positions_of(model.config))
 
     def check(self) -> None:
-        """As ``Runner.check``: copies follow their weights, and the table of cosines the model's frequencies."""
-        self.table.follow(self.head.weight)
+        """As ``Runner.check``: copies follow their weights. The table of cosines is made before a step is captured."""
+        self.table.hold(self.head.weight)
         if self.ops.merged is not None:
             try:
                 self.ops.merged.refresh()

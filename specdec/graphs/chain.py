@@ -92,7 +92,7 @@ class Chain(Program):
         rows = self.staged.on["rows"]
         lowered = Lowered(starts, length, rows, length, None, None, None, None, count, shape.length)
         self.store.begin()
-        plan: Any = StaticPlan(lowered, slots)
+        plan: Any = StaticPlan(lowered, slots, ordered=True)
         logits = self.forward(self.store, plan, ids, positions, keep)
         assert logits is not None
         return logits

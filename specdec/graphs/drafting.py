@@ -59,7 +59,7 @@ class Side(NamedTuple):
         known = ids.clamp(max=self.vocab_size - 1).flatten()  # a smaller vocabulary reads its last token
         # Tokens beyond the budget may be beyond the last position that the model has.
         position = torch.minimum(position, (on["most"] - 1).clamp(min=0)[:, None])
-        plan = StaticPlan(lowered, slots)
+        plan = StaticPlan(lowered, slots, ordered=True)
         logits = self.forward(store, plan, known, position.flatten(), keep, caught)
         assert logits is not None
         return logits

@@ -119,7 +119,7 @@ class Programs:
         return None
 
     def kept(self, cache: Kept) -> Kept:
-        """``cache``, whose memory is to be lent when it is free, also before a program is captured on it."""
+        """``cache``. Its memory is lent when it is free, even if no program is captured on it."""
         self._of(cache)
         return cache
 

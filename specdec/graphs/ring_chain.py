@@ -1,7 +1,6 @@
 """A draft's whole chain as one captured step, as ``graphs.chain``, over keys and values in a ring.
 
-Rows of the memory that no row of the batch uses are
-padding: they write to their own slots.
+Rows of the memory that no row of the batch uses are padding: they write to their own slots.
 """
 
 from __future__ import annotations

@@ -21,8 +21,6 @@ class RingPlan(StaticPlan):
     """What the queries of one step at ``position [R]`` see of their rings: all within the ring's reach, or ``seen [R, S]`` of slots whose
     positions are ``behind [R, S]`` the query's, where a mask shows less."""
 
-    ordered = False
-
     def __init__(
         self,
         ring: RingSight,
@@ -71,6 +69,7 @@ class RingPlans:
 
     def of(self, position: Tensor) -> list[RingPlan]:
         """A plan for each of N forwards whose tokens are at ``position [N, R]``."""
+        position = position.contiguous()  # the kernel reads each forward's as they lie in memory
         slots = self.slots(position)
         sight = None if self.mask is None else self._sight(position, self.mask)
         plans = []

@@ -69,14 +69,14 @@ class StaticPlan:
 
     watch = None
     tree = None
-    ordered = True  # slot numbers are positions
 
-    def __init__(self, lowered: Lowered, slots: Tensor):
-        self.lowered, self.slots = lowered, slots
+    def __init__(self, lowered: Lowered, slots: Tensor, ordered: bool = False):
+        """``ordered``: slot numbers are positions, and all positions are below ``lowered.max_length`` in every replay."""
+        self.lowered, self.slots, self.ordered = lowered, slots, ordered
 
     @property
     def length(self) -> list[int]:
-        """The most slots of any row: positions are below it in every replay, padding's too."""
+        """The most slots of any row."""
         return [self.lowered.max_length]
 
     def slots_on(self, device: torch.device) -> Tensor:
@@ -156,6 +156,7 @@ class StaticStep(Program):
                 max_length=bucket.length,
             ),
             on["slots"],
+            ordered=True,
         )
 
     def body(self) -> tuple[Tensor | None, tuple[Tensor, ...]]:

@@ -3,7 +3,8 @@
 The texts' ends (length and last two tokens of every row) stay on the device, so a round may be launched before the last one's verdict is on
 the host. Random numbers are computed in the step, from the keys that the host would use.
 
-Every row has the same shape: the target is fed the last committed token and all drafted tokens, and the draft what its ``Drafting`` says. Tokens beyond a row's budget are computed and never accepted. The cache has slots for them.
+Every row has the same shape: the target is fed the last committed token and all drafted tokens, and the draft what its ``Drafting`` says.
+Tokens beyond a row's budget are computed and never accepted. The cache has slots for them.
 """
 
 from __future__ import annotations

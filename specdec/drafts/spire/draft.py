@@ -124,7 +124,10 @@ class Spire:
         # A whole round in one step may run twice on a text, and its last position is one more in flight (``SpireDrafting.observe``).
         block = self.block + 1
         slots = model.sinks + window + block - 1
-        lent = self.programs.lent(batch, lambda ring: ring.slots == slots)
+        if model.window is None:  # a longer one does as well
+            lent = self.programs.lent(batch, lambda ring: ring.slots >= slots)
+        else:
+            lent = self.programs.lent(batch, lambda ring: ring.slots == slots)
         return lent or self.programs.kept(Ring(shapes, batch, model.sinks, window, block, mask=model.mask))
 
     def propose(

@@ -34,7 +34,7 @@ class SpireDrafting(Drafting):
         if type(model) is not SpireModel:
             return f"runs a SpireModel, and the draft's model is a {type(model).__name__}"
         if draft.programs is None:
-            return "runs Spire(model, graphs=True), and the draft has no graphs"
+            return "runs SPIRe with graphs (Spire(model, graphs=True)), and the draft has none"
         if not known(model.mask):
             return f"runs masks of the library's, and the draft's is {model.mask!r}"
         if model.vocab_size != target.vocab_size:
