@@ -83,13 +83,20 @@ def same_rounds(builder, prompts=PROMPTS, budgets=BUDGETS, **options):
     return seen, made
 
 
-@pytest.mark.parametrize("verifier", [sd.Rejection(), sd.Coupled()])
 @pytest.mark.parametrize(
-    "how",
+    ("verifier", "how"),
     [
-        {"temperature": 0},
-        {"temperature": 1.0},
-        pytest.param({"temperature": 0.7, "top_k": 9}, marks=pytest.mark.slow),
+        (sd.Rejection(), {"temperature": 0}),
+        (sd.Rejection(), {"temperature": 1.0}),
+        (sd.Coupled(), {"temperature": 1.0}),
+        *(
+            pytest.param(verifier, how, marks=pytest.mark.slow)
+            for verifier, how in (
+                (sd.Coupled(), {"temperature": 0}),
+                (sd.Rejection(), {"temperature": 0.7, "top_k": 9}),
+                (sd.Coupled(), {"temperature": 0.7, "top_k": 9}),
+            )
+        ),
     ],
 )
 @pytest.mark.parametrize("kind", ["model", "spire", None])
@@ -210,8 +217,15 @@ def of_request(rounds, request):
     return out
 
 
-@BOTH
-@pytest.mark.parametrize("verifier", [sd.Rejection(), sd.Coupled()])
+@pytest.mark.parametrize(
+    ("kind", "verifier"),
+    [
+        ("model", sd.Coupled()),
+        ("spire", sd.Rejection()),
+        pytest.param("model", sd.Rejection(), marks=pytest.mark.slow),
+        pytest.param("spire", sd.Coupled(), marks=pytest.mark.slow),
+    ],
+)
 def test_stops_that_are_found_a_round_late(verifier, kind):
     builder = builder_of(kind).verifier(verifier)
     _, (plain, _) = same_rounds(builder, eos_token_id=())

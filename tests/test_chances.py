@@ -91,8 +91,15 @@ def chains(target, draft, verifier, n=4, k=3):
     return counted(sd.decoder(target).draft(draft, length=k).verifier(verifier).build(), n, k)
 
 
-@pytest.mark.parametrize("pair", [(TARGET, SMALL), SPARSE], ids=["order 2", "zeros"])
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(
+    ("rule", "pair"),
+    [
+        pytest.param("rejection", (TARGET, SMALL), id="rejection, order 2", marks=pytest.mark.slow),
+        pytest.param("rejection", SPARSE, id="rejection, zeros"),
+        pytest.param("block", (TARGET, SMALL), id="block, order 2"),
+        pytest.param("block", SPARSE, id="block, zeros"),
+    ],
+)
 def test_chains(rule, pair):
     verifier, formula = RULES[rule]
     n, k = 4, 3

@@ -103,13 +103,14 @@ DRAFTS = {
     "two trees": Both(one=Bush(OTHER, (2,)), two=Bush(MODEL, (2,))),
     "urn and tree": Both(one=Urn(2), two=Bush(MODEL, (1,))),
 }
+SLOW = {"tree (2, 1)", "tree (3,)", "urn of 3", "two trees"}
 every_draft = pytest.mark.parametrize("draft", DRAFTS.values(), ids=DRAFTS.keys())
 
 
 @pytest.mark.parametrize(
     "draft",
     [
-        pytest.param(draft, id=name, marks=pytest.mark.slow if name in ("tree (2, 1)", "two trees") else ())
+        pytest.param(draft, id=name, marks=pytest.mark.slow if name in SLOW else ())
         for name, draft in DRAFTS.items()
     ],
 )
