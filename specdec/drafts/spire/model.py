@@ -212,7 +212,7 @@ class SpireModel(nn.Module):
         elif not automatic:
             raise ValueError(
                 "bf16_weights is True, and this draft has no steps in C: the setting is for float32 drafts on a CPU where specdec.kernels.native.reason() "
-                "is None, with sizes that are multiples of 16; leave it None"
+                "is None, with sizes that are multiples of 16 and SpireModel's own run and keys_values; leave it None"
             )
         if narrow is None:
             return self
