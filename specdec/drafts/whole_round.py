@@ -17,7 +17,7 @@ from specdec.types import Context
 
 
 class ModelDrafting(Drafting):
-    """As ``graphs.drafting.Drafting``, of an ``HFModel`` with graphs.
+    """``Drafting`` of an ``HFModel`` with graphs.
 
     The draft is fed the last two committed tokens of every row, since it may lack one of them.
     """
@@ -30,7 +30,7 @@ class ModelDrafting(Drafting):
     def why_not(draft: Model, target: Any, length: int) -> str | None:
         """As ``Drafting.why_not``."""
         why = without_steps(draft.model)
-        return None if why is None else f"runs an HFModel with graphs=True, and the draft's model {why}"
+        return None if why is None else f"runs an HFModel with graphs=True, but the draft's model {why}"
 
     @staticmethod
     def modules(draft: Model) -> tuple[Iterable[nn.Module], object]:
@@ -65,7 +65,7 @@ class ModelDrafting(Drafting):
 
 
 def without_steps(model: Any) -> str | None:
-    """What a model is that has no captured steps of exactly ``HFModel``; ``None`` for one that has."""
+    """Why a model is not exactly an ``HFModel`` with graphs, as a predicate ("has no graphs"); ``None`` if it is one."""
     if type(model) is HFModel:
         return None if model.steps is not None else "has no graphs"
     return f"is a {type(model).__name__}"

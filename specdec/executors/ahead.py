@@ -90,10 +90,10 @@ def _why_not(composition: Composition) -> str | None:
         return "runs one draft, and this is a pool"
     why = without_steps(target)
     if why is not None:
-        return f"runs an HFModel with graphs=True, and the target {why}"
+        return f"runs an HFModel with graphs=True, but the target {why}"
     kind = DRAFTS.get(type(draft))
     if kind is None and type(draft) is not NoDraft:
-        return f"runs {' or '.join(f'drafts.{k.__name__}' for k in DRAFTS)}, and the draft is a {type(draft).__name__}"
+        return f"runs {' or '.join(f'drafts.{k.__name__}' for k in DRAFTS)}, but the draft is a {type(draft).__name__}"
     why = None if kind is None else kind.why_not(draft, target, composition.length)
     if why is not None:
         return why

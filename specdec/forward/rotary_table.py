@@ -1,7 +1,7 @@
 """A table of the cosines and sines of positions: a step gathers rows of it, where the rotary module launches nine operators.
 
 The rows are the values of the model's own module, bit for bit. A captured step contains the table's address and cannot read positions
-on the host: its table is made before, by ``hold``. A step in C looks up its positions with ``at``.
+on the host: its table is made before, by ``hold``. For a step in C, ``at`` looks up the rows. A table serves one of the two.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from torch import Tensor
 from specdec.configs import setting
 
 FIXED = {"default", "linear", "llama3", "yarn"}  # rotary embeddings that depend on the position alone
-TABLE = 8192  # positions of the first table of ``at``, and those that are computed at a time
-SHORTEST = 256  # positions of the shortest table of ``hold``
-BYTES = 2**26  # of the largest table of ``hold``
+TABLE = 8192  # the fewest positions of a table that ``at`` makes, and the most that are computed at a time
+SHORTEST = 256  # the fewest positions of a table that ``hold`` makes
+BYTES = 2**26  # the most bytes of a table that ``hold`` makes
 
 
 class RotaryTable:
     """Cosines and sines of the positions 0 to n - 1 of one model, whose module does not change (``HFModel`` has a copy of its own).
 
     Args:
-        body: of the model, with its module ``rotary_emb``. limit: positions that the model supports; ``None`` where that is not known.
+        body: the model's, with the module ``rotary_emb``. limit: positions that the model supports; ``None`` where that is not known.
     Attributes:
         rows: ``[2, n, D]``, cosines and sines; ``None`` before they are made, and where the values depend on more than the position.
     """
@@ -32,16 +32,15 @@ class RotaryTable:
     def __init__(self, body: Any, limit: int | None):
         self.body, self.limit = body, sys.maxsize if limit is None else limit
         kind = setting(body.rotary_emb, "rope_type")
-        self.fixed = (
-            isinstance(kind, str) and kind in FIXED
-        )  # others have frequencies of each kind of layer, or of each length
+        # The frequencies of other kinds vary with the kind of layer, or with the length.
+        self.fixed = isinstance(kind, str) and kind in FIXED
         self.rows: Tensor | None = None
 
     def hold(self, like: Tensor) -> None:
         """Make the rows in the dtype and on the device of ``like``, unless they are made: they stay where they are from then on.
 
-        They are as many as the model has positions, rounded up to a power of two, and at most as many as ``BYTES`` hold. Where the device's
-        memory does not suffice, there are none.
+        There is one for each of the model's positions, at least ``SHORTEST``, rounded up to a power of two, as far as ``BYTES`` allow. Where the
+        device's memory does not suffice, there are none.
         """
         if self.rows is None and self.fixed:
             most = BYTES // self._values(like, 0, 1).nbytes
@@ -52,7 +51,7 @@ class RotaryTable:
                 return
 
     def at(self, positions: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines ``[T, D]`` of ``positions [T]`` on the CPU, in float32. The table grows where it is too short."""
+        """Cosines and sines ``[T, D]`` in float32 of ``positions [T]`` on the CPU, as for ``like``; the table grows up to ``limit`` where it is too short."""
         rows = self.rows
         if rows is not None:
             try:
@@ -71,7 +70,7 @@ class RotaryTable:
     @torch.inference_mode(False)
     @torch.no_grad()
     def make(self, count: int, like: Tensor, dtype: torch.dtype) -> Tensor:
-        """New rows in ``dtype`` of the positions below ``count``, as the module gives them for ``like``."""
+        """New rows ``[2, count, D]`` in ``dtype``, as the module gives them for the dtype and device of ``like``."""
         parts = [self._values(like, i, min(i + TABLE, count)).to(dtype) for i in range(0, count, TABLE)]
         self.rows = rows = torch.cat(parts, 1)  # another thread may replace the attribute
         return rows

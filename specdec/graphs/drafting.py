@@ -20,7 +20,8 @@ class Given(NamedTuple):
     """What the forwards of a round read besides tokens and lengths.
 
     Attributes:
-        on: the round's inputs (``WholeRound``). steps: drafted tokens of each row. longest: the most slots of a row that they read.
+        on: the round's inputs, ``rows``, ``real`` and ``most`` ``[R]`` among them (``WholeRound``). steps: drafted tokens of each row.
+        longest: the most slots that are read in any row.
     """
 
     on: Mapping[str, Tensor]
@@ -29,7 +30,7 @@ class Given(NamedTuple):
 
 
 class Side(NamedTuple):
-    """A model in the step: ``forward`` as ``Packed.forward``, where its keys and values go, and its number of tokens."""
+    """A model in the step: ``forward`` as ``Packed.forward``, the store of its keys and values, and the size of its vocabulary."""
 
     forward: Forward
     store: StaticStore
@@ -43,7 +44,7 @@ class Side(NamedTuple):
         keep: Tensor | None = None,
         caught: Mapping[int, list[Tensor]] | None = None,
     ) -> Tensor:
-        """Logits of ``ids [R, n]`` at the positions from ``first [R]`` on, or of the tokens ``keep``.
+        """Logits ``[R * n, V]`` of ``ids [R, n]`` at the positions from ``first [R]`` on, or ``[K, V]`` of the tokens ``keep [K]``, numbered row after row.
 
         Args:
             caught: as for ``Packed.forward``: a list for each layer whose activations ``[R * n, E]`` are wanted.
@@ -56,7 +57,9 @@ class Side(NamedTuple):
         length, most = (first + n).to(torch.int32), min(given.longest, store.slots)
         lowered = Lowered(starts, length, on["rows"], length, None, None, None, None, n, most)
         store.begin()
-        known = ids.clamp(max=self.vocab_size - 1).flatten()  # a smaller vocabulary reads its last token
+        known = ids.clamp(
+            max=self.vocab_size - 1
+        ).flatten()  # ids beyond a smaller vocabulary are fed as its last one
         # Tokens beyond the budget may be beyond the last position that the model has.
         position = torch.minimum(position, (on["most"] - 1).clamp(min=0)[:, None])
         plan = StaticPlan(lowered, slots, ordered=True)
@@ -68,7 +71,7 @@ class Side(NamedTuple):
 class Drafting(ABC):
     """A draft in the step.
 
-    It is made from a bound draft and its ``memory``, of which it keeps the tensors only: captured steps must not keep memory from being lent.
+    It is made from a bound draft and its ``memory``. It keeps the memory's tensors only, so that captured steps do not hold back its reuse.
 
     Attributes:
         rows: the most rows of a step, padding included; ``None``: any number, since padding goes to a spare slot.
@@ -107,7 +110,7 @@ class Drafting(ABC):
 
     @abstractmethod
     def chain(self, given: Given, state: Tensor) -> Callable[[int, Tensor], Tensor]:
-        """The forwards of a chain after the texts' ends ``state [R, 3]`` (as ``WholeRound.state``).
+        """The forwards of a chain after the texts' ends ``state [R, 3]``: each row's committed length, and its last two tokens.
 
         Returns:
             ``(n, tokens [R]) -> logits [R, V]``, called with n = 0, 1, ... and the last committed tokens, then those that were drawn.
@@ -116,7 +119,7 @@ class Drafting(ABC):
     def observe(  # noqa: B027
         self, given: Given, length: Tensor, layers: Mapping[int, Tensor]
     ) -> None:
-        """Read the target's pass over each row's last committed token and its chain.
+        """Read the target's pass over each row's last committed token and its chain. By default, nothing is read.
 
         Args:
             length: ``[R]`` committed tokens before the round. layers: tap -> activations ``[R * (steps + 1), E]``, row after row.

@@ -20,7 +20,7 @@ from specdec.types import Context
 
 
 class SpireDrafting(Drafting):
-    """As ``graphs.drafting.Drafting``. Rows of the memory that no row of the batch uses are padding: they write to their own slots."""
+    """``Drafting`` of a SPIRe model. Rows of the memory that the batch does not use are padding, which writes to their own slots."""
 
     def __init__(self, draft: Spire, memory: Ring):
         self.model, self.taps, self.store = draft.model, draft.model.layers, StaticStore(memory)
@@ -32,13 +32,13 @@ class SpireDrafting(Drafting):
         """As ``Drafting.why_not``."""
         model = draft.model
         if type(model) is not SpireModel:
-            return f"runs a SpireModel, and the draft's model is a {type(model).__name__}"
+            return f"runs a SpireModel, but the draft's model is a {type(model).__name__}"
         if draft.programs is None:
-            return "runs SPIRe with graphs (Spire(model, graphs=True)), and the draft has none"
+            return "runs SPIRe with graphs (Spire(model, graphs=True)), but the draft has no graphs"
         if not known(model.mask):
-            return f"runs masks of the library's, and the draft's is {model.mask!r}"
+            return f"runs the library's masks, but the draft's is {model.mask!r}"
         if model.vocab_size != target.vocab_size:
-            return f"needs one vocabulary, and the target has {target.vocab_size} tokens and the draft {model.vocab_size}"
+            return f"needs equal vocabularies, but the target has {target.vocab_size} tokens and the draft {model.vocab_size}"
         draft.check_length(length)
         return None
 
@@ -74,12 +74,12 @@ class SpireDrafting(Drafting):
 
         With ``h = length - 1 + steps`` fed last, this is right in a ring of ``W = window + steps`` slots or more:
 
-        - Positions of rejected tokens are not below the next chain's first, ``base >= length``. That chain writes each of them
-          before a query at or after it reads, and no query sees a later position.
-        - Nothing is lost that is still seen. Position h overwrites ``h - W <= length - 1 - window``, and the next query, at ``length`` or later,
-          sees positions above ``length - window``. A round that runs again on the same text (as captures do) queries at ``length - 1``, which
-          sees those from ``length - window`` on. For this, ``Spire.ring`` has a slot more with graphs.
-        - All steps + 1 slots of a row differ, since ``W > steps``. They are its own: a position's slot is a remainder.
+        - Rejected tokens lie at or after the next chain's first position, which is at least ``length``. That chain overwrites each position before
+          a query can see it.
+        - No overwritten slot is still seen. Position h overwrites ``h - W <= length - 1 - window``, and the next query, at ``length`` or later,
+          sees positions above ``length - window``. A round that runs again on the same text (captures do that, and rows that have ended) queries
+          at ``length - 1``, which sees positions from ``length - window`` on: with graphs, ``Spire.ring`` has one slot more for this.
+        - All steps + 1 slots of a row differ, since ``W > steps``, and they are in the row's own ring.
         """
         model, position = self.model, self._positions(length, given.steps + 1)
         slots, rotary = self.plans.slots(position.t()).t().flatten(), model.rotary(position.flatten())
@@ -89,5 +89,5 @@ class SpireDrafting(Drafting):
 
     @staticmethod
     def _positions(length: Tensor, count: int) -> Tensor:
-        """``[R, count]`` positions from each row's last committed token on."""
+        """``[R, count]`` positions from each row's last committed token on; ``length [R]``: committed tokens."""
         return length[:, None] - 1 + torch.arange(count, device=length.device)
