@@ -75,7 +75,7 @@ def main(s: Settings) -> None:
     wanted = variants(k=s.k)
     if s.merge:
         parts = [json.loads(Path(file).read_text()) for file in s.merge]
-        kept = [{"part": "merged", **{name: p["meta"][name] for name in ORIGIN}} for p in parts]
+        kept = [row for p in parts for row in origins(p)]
         return shown(s, wanted, [row for p in parts for row in p["rows"] if row["part"] == "training"], kept)
     target, tokenizer = zoo.load(s.target)
     names = list(s.methods or wanted)
@@ -100,6 +100,12 @@ def main(s: Settings) -> None:
     untrained = score(whole, deep)  # original positions, refreshed every round
     rows.append(training(untrained, texts.prompt, method="magicdec", seed=None, **about))
     return shown(s, wanted, rows)
+
+
+def origins(report: Row) -> list[Row]:
+    """Rows ``merged`` of a report: which run measured it, or those that it was merged from."""
+    own = {"part": "merged", **{name: report["meta"][name] for name in ORIGIN}}
+    return [row for row in report["rows"] if row["part"] == "merged"] or [own]
 
 
 def shown(s: Settings, wanted: dict[str, Variant], rows: list[Row], merged: Sequence[Row] = ()) -> None:

@@ -406,7 +406,17 @@ def test_ablations(tmp_path):
     run("recipes/spire_ablations.py", "--merge", *parts, "--json", str(tmp_path / "merged.json"))
     merged = report(tmp_path / "merged.json")
     assert {r["method"]: r for r in merged if r["part"] == "tau"} == whole
-    assert len([r for r in merged if r["part"] == "merged" and r["commit"]]) <= 3
+    sources = [r["command"] for r in merged if r["part"] == "merged"]
+    assert len(sources) == 3
+    # What was merged is merged again: the runs are named, not the merging.
+    run(
+        "recipes/spire_ablations.py",
+        "--merge",
+        str(tmp_path / "merged.json"),
+        "--json",
+        str(tmp_path / "again.json"),
+    )
+    assert [r["command"] for r in report(tmp_path / "again.json") if r["part"] == "merged"] == sources
 
 
 @pytest.mark.slow
