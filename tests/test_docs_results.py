@@ -18,10 +18,7 @@ NAMED = [
     table for table in TABLES if table.comment is not None and not table.comment.startswith("no report: ")
 ]
 
-OLDER = {
-    "spire_ablations_seeds.json", "spire_measured.json", "spire_measured_float32.json",
-    "spire_no_sparse_kv.json", "spire_vanilla_seeds.json",
-}  # fmt: skip
+OLDER = {"spire_measured.json", "spire_measured_float32.json"}
 """Reports from before reports named their commit. Whoever repeats a measurement takes its file off this list; none is added."""
 
 
