@@ -12,9 +12,7 @@ def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
     """``x`` in one of ``DTYPES``, to the nearest number; beyond the largest, to that. For any other ``dtype`` ``x`` itself."""
     if dtype not in DTYPES or x.dtype == dtype:
         return x
-    most = torch.finfo(
-        dtype
-    ).max  # a plain cast makes NaN or infinities of larger numbers, by PyTorch's version
+    most = torch.finfo(dtype).max  # a plain cast may make NaN or infinities of larger numbers
     return x.clamp(-most, most).to(dtype)
 
 

@@ -5,9 +5,9 @@
 
 Each row changes one thing of SPIRe (`specdec.lab.variants`). Rows are trained with several seeds (initialisation and order of the data); a
 row's τ is tokens over rounds of all its seeds, its interval the bootstrap over source files. Rows `lead` have SPIRe's τ over every other
-draft's with as many training tokens: does it last? The work folder keeps the scores of finished trainings and a checkpoint of an unfinished one: the same command continues
-after an interruption, and a larger --seeds adds trainings. The scores are also in the report (rows `training`), so that parts with other
---methods, --tokens or --first-seed, made at other times, are merged.
+draft's with as many training tokens: does it last? The work folder keeps the scores of finished trainings and a checkpoint of an unfinished
+one: the same command continues after an interruption, and a larger --seeds adds trainings. The scores are also in the report (rows
+`training`), so that parts with other --methods, --tokens or --first-seed, made at other times, can be merged.
 """
 
 from __future__ import annotations

@@ -22,10 +22,7 @@ torch.set_num_threads(1)
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
-    """What imports and collection make stays: the garbage collector does not look at it, then or during the tests.
-
-    That saves a tenth of the tests' time. It looks seldom at what tests make, which saves a twentieth.
-    """
+    """What imports and collection make stays: the garbage collector does not look at it, then or during the tests, and seldom at what tests make."""
     gc.disable()
     try:
         return (yield)

@@ -435,12 +435,17 @@ def test_a_block_shorter_than_the_chain_is_refused_by_build():
         builder.executor(Ahead()).build()
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_random_batches_of_spire(seed):
+def batch_of(seed, shortest):
+    """A source of choices, and up to six prompts with their budgets."""
     pick = random.Random(seed)
     rows = pick.randint(1, 6)
-    prompts = [[pick.randint(0, 96) for _ in range(pick.randint(3, 9))] for _ in range(rows)]
-    budgets = [pick.choice([1, 2, 3, 7, 20, 33]) for _ in range(rows)]
+    prompts = [[pick.randint(0, 96) for _ in range(pick.randint(shortest, 9))] for _ in range(rows)]
+    return pick, prompts, [pick.choice([1, 2, 3, 7, 20, 33]) for _ in range(rows)]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_batches_of_spire(seed):
+    pick, prompts, budgets = batch_of(seed, shortest=3)  # as long as the most sinks
     target = sd.HFModel(tiny("llama"), graphs="eager")
     length = pick.randint(1, 5)
     draft = spire(
@@ -463,10 +468,7 @@ def test_random_batches_of_spire(seed):
 @pytest.mark.parametrize("seed", range(12))
 def test_random_batches(seed):
     """Prompts, budgets, ends, lengths and sampling at random; one executor's texts are the other's."""
-    pick = random.Random(seed)
-    rows = pick.randint(1, 6)
-    prompts = [[pick.randint(0, 96) for _ in range(pick.randint(1, 9))] for _ in range(rows)]
-    budgets = [pick.choice([1, 2, 3, 7, 20, 33]) for _ in range(rows)]
+    pick, prompts, budgets = batch_of(seed, shortest=1)
     target, small = models("eager", vocab_size=97)
     if pick.random() < 0.3:  # another padding of one vocabulary
         other = tiny("llama", seed=1, vocab_size=pick.choice([90, 104]))

@@ -73,9 +73,8 @@ class Problem:
     @cached_property
     def held(self) -> tuple[Tensor, Tensor]:
         """Keys and values as attention is given them, converted once: runs that are timed only read them."""
-        return (
-            (self.keys, self.values) if self.kv is None else (self.keys.to(self.kv), self.values.to(self.kv))
-        )
+        dtype = self.kv or self.keys.dtype
+        return self.keys.to(dtype), self.values.to(dtype)
 
     def copy(self) -> Problem:
         """The same call, whose tensors may be replaced; the plan is shared."""

@@ -57,9 +57,8 @@ class Side(NamedTuple):
         length, most = (first + n).to(torch.int32), min(given.longest, store.slots)
         lowered = Lowered(starts, length, on["rows"], length, None, None, None, None, n, most)
         store.begin()
-        known = ids.clamp(
-            max=self.vocab_size - 1
-        ).flatten()  # ids beyond a smaller vocabulary are fed as its last one
+        # Ids beyond a smaller vocabulary are fed as its last one.
+        known = ids.clamp(max=self.vocab_size - 1).flatten()
         # Tokens beyond the budget may be beyond the last position that the model has.
         position = torch.minimum(position, (on["most"] - 1).clamp(min=0)[:, None])
         plan = StaticPlan(lowered, slots, ordered=True)
