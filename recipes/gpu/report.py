@@ -85,8 +85,13 @@ class Report:
         rows = self.every + self.bars
         write(self.file, rows, about=about)
         tables = self.file.with_name(self.file.stem + ".md.part")
-        tables.write_text(markdown(rows, about), encoding="utf-8")
-        tables.replace(self.file.with_suffix(".md"))  # atomic, as the JSON is: the process may be killed here
+        try:
+            tables.write_text(markdown(rows, about), encoding="utf-8")
+            tables.replace(
+                self.file.with_suffix(".md")
+            )  # atomic, as the JSON is: the process may be killed here
+        finally:  # it may also be asked to end here
+            tables.unlink(missing_ok=True)
 
 
 def full(row: Row) -> Row:

@@ -85,8 +85,11 @@ def write(
     }
     new = Path(f"{path}.part")
     new.parent.mkdir(parents=True, exist_ok=True)
-    new.write_text(json.dumps(report, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    new.replace(path)
+    try:
+        new.write_text(json.dumps(report, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        new.replace(path)
+    finally:  # a process that is asked to end meanwhile leaves no part
+        new.unlink(missing_ok=True)
 
 
 def plain(value: Any) -> Any:
