@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 from doc_tables import tables, wrong
+from recipe_runs import report, run
 from test_heads import shake
-from test_recipes import report, run
 from tiny import tiny
 
 import specdec as sd

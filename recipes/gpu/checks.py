@@ -19,7 +19,9 @@ FILES = (
     "tests/test_rejection_kernel.py",
     "tests/test_philox_kernel.py",
     "tests/test_pointwise.py",
-    "tests/test_static.py",
+    "tests/test_static_attention.py",
+    "tests/test_capture.py",
+    "tests/test_waits.py",
     "tests/test_pipelined.py",
 )
 TOY_FILES = ("tests/test_splitting.py",)

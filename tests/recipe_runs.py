@@ -1,0 +1,37 @@
+"""Recipes as a user runs them, and their reports."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from one_process import each
+
+ROOT = Path(__file__).parents[1]
+
+
+def run(*words, timeout=300):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, *words], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def quick(*words):
+    """As ``run``, in the process that many tests share."""
+    (done,) = each([*words])
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def report(path):
+    said = json.loads(path.read_text())
+    assert set(said) == {"meta", "rows"}
+    assert {"command", "date", "versions", "machine", "seed"} <= set(said["meta"])
+    assert str(ROOT) not in path.read_text()
+    return said["rows"]

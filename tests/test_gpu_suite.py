@@ -1,0 +1,429 @@
+"""The GPU suite: at toy size on a CPU, its limits of time, its bars and its reports."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from time import monotonic, sleep
+
+import pytest
+import torch
+from one_process import each
+from recipe_runs import ROOT, quick, report, run
+from tiny import tiny
+
+import specdec as sd
+
+
+@pytest.mark.slow
+def test_the_gpu_suite_at_toy_size(tmp_path):
+    """All stages on the CPU, by the code that a GPU would run; Triton's kernels are interpreted."""
+    pytest.importorskip("triton")
+    file = tmp_path / "g.json"
+    said = run("recipes/gpu/suite.py", "--toy", "--minutes", "5", "--json", str(file), timeout=900)
+    rows = report(file)
+    columns = {"stage", "case", "seconds", "floor_seconds", "share_of_floor", "max_error"}
+    assert {r["stage"] for r in rows} == {*"atgpbcsfhde", "bars"}
+    measured = [r for r in rows if r["stage"] != "bars"]
+    assert all(set(r) >= columns for r in rows)  # bars, too
+    assert not [r for r in rows if r.get("failed")]
+    assert not [r for r in measured if "not run" in r.get("note", "")]
+    correct = {r["case"]: r for r in measured if r["stage"] == "a" and r["max_error"] is not None}
+    for case in ("ragged verify", "tree in a window", "pages", "soft cap", "sink logits", "ring: verify", "intervals",
+                 "first positions beside a window", "tree of 70 nodes in a window", "ragged verify, heads 8, 1 of 80"):  # fmt: skip
+        assert correct[f"{case}, bfloat16: triton"]["max_error"] < 2e-2
+    assert correct["rotary embedding and KV store, 3 tokens, bfloat16"]["max_error"] < 2e-2
+    assert correct["rejection, logits, temperature 0.7, float32"]["max_error"] < 1e-5
+    timed = [r for r in measured if r["stage"] in "bc" and r["floor_seconds"] is not None]
+    assert all(r["share_of_floor"] == pytest.approx(r["floor_seconds"] / r["seconds"]) for r in timed)
+    assert {r["kind"] for r in timed if "kind" in r} >= {"eager"}
+    texts = [r for r in measured if r["case"].startswith("sampled text")]
+    assert {r["differ"] for r in texts if r.get("bar") == "invariant"} == {0.0}
+    grid = {"plain", "vanilla", "windowed", "distilled_vanilla", "magicdec", "spire"}
+    assert {r["case"].partition(",")[0] for r in measured if "multiplier" in r} == grid
+    bare = [r for r in measured if r["case"].startswith("bare step")]
+    assert {r["case"].split()[2] for r in bare if r["replayed"]} == grid - {"plain"}
+    assert all(r["replayed"] or "step, target" in r["case"] for r in bare)
+    assert all(r["modelled"] for r in measured if "multiplier" in r)
+    assert {"tau", "multiplier", "gain"} <= {name for r in measured for name in r}
+    bars = [r for r in rows if r["stage"] == "bars"]
+    assert len(bars) == 6
+    assert {r["verdict"] for r in bars} == {"not measured"}  # times at toy size are worth nothing
+    assert said.count("not measured") == len(bars)
+    table = file.with_suffix(".md").read_text()
+    assert "| stage | case | seconds | floor_seconds | share_of_floor | max_error | note |" in table
+
+
+def test_bytes_of_problems_count_keys_and_values_as_they_are_held():
+    from recipes.gpu.cases import TINY, slots
+    from recipes.gpu.stage import Stage
+
+    stage = Stage("b", "cpu", True, float("inf"), 0, lambda row: None)
+    plain, narrow = (
+        slots(stage, TINY, torch.bfloat16, [59, 30], [1, 1], kv=kv) for kv in (None, torch.float8_e4m3fn)
+    )
+    heads, size, slot = TINY.query, TINY.size, TINY.kv * 2 * TINY.size
+    assert plain.bytes == 2 * (60 + 31) * slot + 2 * 2 * 2 * heads * size
+    assert narrow.bytes == (60 + 31) * slot + 2 * 2 * 2 * heads * size
+    assert narrow.held[0] is narrow.held[0]  # converted before it is timed
+    assert narrow.held[0].dtype is torch.float8_e4m3fn
+    other = narrow.again(stage)
+    assert torch.equal(other.held[0].float(), other.keys.to(torch.float8_e4m3fn).float())
+    assert not torch.equal(other.held[0].float(), narrow.held[0].float())
+
+
+def test_the_hosts_time_of_a_round(tmp_path):
+    file = tmp_path / "host.json"
+    quick("-m", "recipes.gpu.host", "--batches", "2", "--rounds", "20", "--turns", "1", "--json", str(file))
+    rows = json.loads(file.read_text())["rows"]
+    assert {(r["case"], r["executor"]) for r in rows} == {
+        (case, executor)
+        for case in (
+            *("plain, greedy", "a draft, greedy", "a draft, sampled"),
+            *("SPIRe, greedy", "SPIRe, sampled"),
+        )
+        for executor in ("Serial", "Ahead")
+    }
+    assert all(r["ms"] > 0 and r["rounds"] > 5 for r in rows)
+
+
+@pytest.mark.slow
+def test_the_gpu_suite_stops_in_time_and_goes_on_after_a_failure(tmp_path):
+    """A stage that cannot be had is a row and an exit code; the next one, a process of its own, has no time."""
+    pytest.importorskip("triton")
+    files = tmp_path / "a.json", tmp_path / "b.json"
+    code = f"""
+import sys
+sys.path.insert(0, ".")
+import recipes.gpu.suite as g
+g.STAGES["a"] = "no_such_module"
+common = dict(toy=True, device="cpu", minutes="0.0001")
+assert g.main(g.Settings("a", isolated=False, json={str(files[0])!r}, **common)) == 1
+assert g.main(g.Settings("b", isolated=True, json={str(files[1])!r}, **common)) == 0
+"""
+    said = run("-c", code)
+    failed, rows = (report(file) for file in files)
+    columns = {"stage", "case", "seconds", "floor_seconds", "share_of_floor", "max_error"}
+    assert all(set(r) >= columns for r in failed + rows)
+    assert [r["case"] for r in failed if r.get("failed")] == ["stage"]
+    assert "no_such_module" in failed[0]["note"]
+    assert "FAILED a stage" in said
+    rows = [r for r in rows if r["stage"] == "b"]
+    assert {r["case"] for r in rows} >= {"copy", "matmul bf16"}
+    assert all("not run: its share" in r["note"] for r in rows if r["seconds"] is None)
+
+
+def of_a_bar(case, seconds=1.0, **more):
+    return {
+        "stage": "b",
+        "case": case,
+        "seconds": seconds,
+        "floor_seconds": 1.0,
+        "bar": "verify",
+        "clock": "graph",
+        **more,
+    }
+
+
+@pytest.mark.parametrize(
+    ("rows", "verdict", "note"),
+    [
+        ([], "not measured", None),
+        ([of_a_bar("even", 1.1), of_a_bar("ragged", 1.3)], "met", "2 of 2 points"),
+        ([of_a_bar("even", 1.1), of_a_bar("ragged", 1.4)], "not met", "2 of 2 points"),
+        ([of_a_bar("even", 1.1)], "partly measured (1 of 2 points)", "1 of 2 points"),
+        ([of_a_bar("even", 1.1), of_a_bar("ragged", None)], "partly measured (1 of 2 points)", "1 of 2 points"),
+        ([of_a_bar("even", 1.1), of_a_bar("even", 1.1)], "partly measured (1 of 2 points)", "1 of 2 points"),
+        ([of_a_bar("even", 1.4)], "not met", "1 of 2 points"),
+        ([of_a_bar("even", 1.1), of_a_bar("ragged", failed=True)], "not met", "2 of 2 points; failed: ragged"),
+        ([of_a_bar("even", 1.1), of_a_bar("ragged", None, failed=True)], "not met", "1 of 2 points; failed: ragged"),
+        ([of_a_bar("even", None, failed=True)], "not met", "0 of 2 points; failed: even"),
+        (
+            [of_a_bar("even", 1.1), of_a_bar("ragged", clock="events")],
+            "met",
+            "2 of 2 points; with the host's launches, not replayed: ragged",
+        ),
+    ],
+)  # fmt: skip
+def test_a_bar_is_met_by_every_point_and_none_that_failed(rows, verdict, note):
+    from recipes.gpu.bars import verdicts
+
+    bar = verdicts(rows, measured=True)[0]
+    assert (bar["verdict"], bar["note"]) == (verdict, note)
+    assert {b["verdict"] for b in verdicts(rows, measured=True)[1:]} == {"not measured"}
+    assert {b["verdict"] for b in verdicts(rows, measured=False)} == {"not measured"}
+
+
+def test_bars_know_how_many_points_the_suite_has():
+    from recipes.gpu import bars, others, steps
+
+    points = {bar.key: bar.points for bar in bars.BARS}
+    assert points["decode_step"] == len(steps.POINTS)
+    assert points["generate"] == len(others.THEIRS)
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
+def test_a_gpu_suite_that_is_ended_leaves_what_it_has_measured(how, tmp_path):
+    """And rows of other stages that the file had stay; those of its own are replaced."""
+    pytest.importorskip("triton")
+    file = tmp_path / "g.json"
+    old = {
+        "command": "before",
+        "date": "",
+        "versions": {},
+        "machine": "",
+        "seed": 0,
+        "stages": "a,b",
+        "toy": True,
+    }
+    rows = [dict.fromkeys(("seconds", "max_error")) | {"stage": stage, "case": "old"} for stage in "ab"]
+    file.write_text(json.dumps({"meta": old, "rows": rows}))
+    words = [
+        sys.executable,
+        "recipes/gpu/suite.py",
+        "--toy",
+        "--isolated",
+        "--stages",
+        "a",
+        "--json",
+        str(file),
+    ]
+    child = subprocess.Popen(
+        words, cwd=ROOT, stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    try:
+        end = monotonic() + 120
+        while len(report(file)) < 15 and monotonic() < end:
+            assert child.poll() is None
+            sleep(0.05)
+        child.send_signal(how)
+        code = child.wait(30)
+    finally:
+        child.kill()
+    assert code == (143 if how == signal.SIGTERM else -signal.SIGKILL)
+    rows = report(file)
+    assert [r["case"] for r in rows if r["stage"] == "b"] == ["old"]
+    assert sum(r["max_error"] is not None for r in rows if r["stage"] == "a") > 1
+    assert "old" not in {r["case"] for r in rows if r["stage"] == "a"}
+    meta = json.loads(file.read_text())["meta"]
+    assert (meta["stages"], meta["earlier"]) == ("a", [{**old, "stages": "b"}])
+    assert "| a | " in file.with_suffix(".md").read_text()
+    if how == signal.SIGTERM:  # nothing is left over
+        assert {f.name for f in tmp_path.iterdir()} == {"g.json", "g.md"}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux, where a process can be tied to its parent")
+def test_the_gpu_suites_tests_end_with_it(tmp_path):
+    """Also if its process is killed, which cannot end them."""
+    began, slow = tmp_path / "began", tmp_path / "test_slow.py"
+    slow.write_text(
+        "import os, time\n"
+        "def test_slow():\n"
+        f"    open({str(began)!r}, 'w').write(str(os.getpid()))\n"
+        "    time.sleep(60)\n"
+    )
+    code = f"import time\nfrom recipes.gpu.checks import Tests\nTests({str(slow)!r}, {str(tmp_path)!r})\ntime.sleep(60)"
+    suite = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
+    try:
+        end = monotonic() + 60
+        while not (began.exists() and began.read_text()) and monotonic() < end:
+            assert suite.poll() is None
+            sleep(0.05)
+        child = Path("/proc", began.read_text(), "stat")
+    finally:
+        suite.kill()
+    suite.wait()
+    end = monotonic() + 10
+    while _runs(child) and monotonic() < end:
+        sleep(0.05)
+    assert not _runs(child)
+
+
+def _runs(stat):
+    """Whether a process runs, by its file in /proc: it is gone, or not waited for."""
+    try:
+        return stat.read_text().rpartition(")")[2].split()[0] not in "XZ"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_rows_of_captured_steps_fail_where_nothing_was_captured():
+    from recipes.gpu.steps import stopped
+
+    model = tiny("llama", 0, torch.float32)
+    made = sd.HFModel(model, graphs="eager")
+    assert stopped(sd.HFModel(model)) == {}
+    assert stopped(made) == {"failed": True, "note": "its steps are not captured: none was"}
+    decoder = sd.decoder(made).greedy().build()
+    decoder.generate([[1, 2, 3]], 8)
+    assert stopped(made) == {}
+    made.steps._storages[0].too_large.add("a shape")
+    assert stopped(made)["note"].endswith("too little memory")
+    made.steps._storages[0].too_large.clear()
+    made.steps._storages[0].failed.add("a shape")
+    assert "as the warnings say" in stopped(made)["note"]
+    made.steps.why = "it waits"
+    assert stopped(made)["note"].endswith("it waits")
+
+
+@pytest.fixture
+def suite(monkeypatch):
+    from recipes.gpu import suite
+
+    monkeypatch.setattr(suite, "ready", lambda device: None)
+    monkeypatch.setattr(suite.signal, "signal", lambda *_: None)
+    return suite
+
+
+def test_what_a_stage_takes_too_long_the_next_one_lacks(suite, monkeypatch):
+    """And nothing that one leaves over makes another longer; imports count."""
+    now, told = [1000.0], {}
+    monkeypatch.setattr(suite, "monotonic", lambda: now[0])
+    monkeypatch.setattr(suite, "BEGAN", 970.0)
+    spends = {"a": 10.0, "b": 270.0, "c": 30.0}
+
+    def stage(s, name, until, put):
+        told[name] = until - now[0]
+        now[0] += spends[name]
+
+    monkeypatch.setattr(suite, "stage", stage)
+    assert suite.main(suite.Settings("a,b,c", "2,4,3", toy=True, device="cpu")) == 0
+    assert told == {"a": 90.0, "b": 240.0, "c": 180.0}
+    now[0], told["c"], spends["b"] = 1000.0, 0, 370.0
+    assert suite.main(suite.Settings("a,b,c", "2,4,3", toy=True, device="cpu")) == 0
+    assert told["c"] == 970 + 540 - 1380
+
+
+def test_a_stage_that_does_not_stop_is_ended(suite, monkeypatch, tmp_path):
+    """What it has said stays, and that it was ended is a failure."""
+    start = subprocess.Popen
+    row = {"stage": "a", "case": "said before", "seconds": 1.0}
+    code = f"import sys, time; open(sys.argv[1], 'a').write({json.dumps(row)!r} + chr(10) + '{{half a r'); time.sleep(60)"
+
+    def popen(words, **how):
+        if "--rows" not in words:  # git's, which says the commit
+            return start(words, **how)
+        return start(
+            [
+                sys.executable,
+                "-S",
+                "-c",
+                code if "a" in words else "raise SystemExit(3)",
+                words[words.index("--rows") + 1],
+            ]
+        )
+
+    monkeypatch.setattr(suite.subprocess, "Popen", popen)
+    monkeypatch.setattr(suite, "BEGAN", monotonic())
+    monkeypatch.setattr(suite, "GRACE", 1.0)
+    file = tmp_path / "new" / "g.json"
+    assert (
+        suite.main(suite.Settings("a,b", "0.02", toy=True, device="cpu", isolated=True, json=str(file))) == 1
+    )
+    notes = [(r["case"], r.get("note", "")) for r in report(file) if r["stage"] in "ab"]
+    assert notes[0] == ("said before", "")
+    assert [case for case, _ in notes[1:]] == ["stage", "stage"]
+    assert "it did not stop in time" in notes[1][1]
+    assert "code 3" in notes[2][1]
+
+
+def test_the_gpu_suites_commands_end_in_nine_minutes_and_leave_no_stage_out(suite):
+    names = []
+    for stages, minutes in suite.COMMANDS.values():
+        each = suite.minutes_of(minutes, stages.split(","))
+        assert len(each) == len(minutes.split(","))
+        assert sum(each.values()) + suite.GRACE / 60 <= 9
+        names += stages.replace("+", ",").split(",")
+    assert sorted(names) == sorted(suite.STAGES)
+    assert sorted(suite.Settings().stages.replace("+", ",").split(",")) == sorted(names)
+
+
+def test_stages_run_at_the_same_time_and_share_their_cases(suite, monkeypatch, tmp_path):
+    """Each process says which share is its; all rows are in the report."""
+    start, asked = subprocess.Popen, []
+    code = "import json, sys; open(sys.argv[1], 'a').write(json.dumps({'stage': sys.argv[2], 'case': sys.argv[3]}) + chr(10))"
+
+    def popen(words):
+        said = [words[words.index(option) + 1] for option in ("--rows", "--stages", "--share")]
+        asked.append(said[1:])
+        return start([sys.executable, "-S", "-c", code, *said])
+
+    monkeypatch.setattr(suite.subprocess, "Popen", popen)
+    monkeypatch.setattr(suite, "BEGAN", monotonic())
+    monkeypatch.setattr(suite, "SHARES", {"a": 2})
+    put = []
+    suite.processes(suite.Settings(device="cuda"), ["a", "t"], monotonic() + 60, put.append)
+    assert asked == [["a", "0/2"], ["a", "1/2"], ["t", "0/1"]]
+    assert sorted((r["stage"], r["case"]) for r in put) == [("a", "0/2"), ("a", "1/2"), ("t", "0/1")]
+
+
+def test_shares_of_a_stage_are_all_of_its_cases():
+    from recipes.gpu.stage import Stage
+
+    shares = [Stage("a", "cpu", True, 0.0, 0, print, (number, 3)) for number in range(3)]
+    for _ in range(7):
+        assert sum(stage.mine() for stage in shares) == 1
+    alone = Stage("a", "cpu", True, 0.0, 0, print)
+    assert all(alone.mine() for _ in range(3))
+
+
+def test_what_pytest_said_becomes_rows():
+    from recipes.gpu.checks import failures, summary
+
+    said = "..F\nFAILED tests/test_x.py::test_a[1-b] - AssertionError: no\nFAILED tests/test_x.py::test_c\n2 failed, 5 passed in 1.25s\n"
+    assert summary(said) == "2 failed, 5 passed in 1.25s"
+    assert failures(said) == [
+        ("tests/test_x.py::test_a[1-b]", "AssertionError: no"),
+        ("tests/test_x.py::test_c", ""),
+    ]
+    assert summary("Segmentation fault") == "no summary"
+
+
+def test_the_gpu_suites_reports_are_merged(tmp_path):
+    def write(name, stages, toy):
+        about = {
+            "command": name,
+            "date": "",
+            "versions": {},
+            "machine": "",
+            "seed": 0,
+            "stages": stages,
+            "toy": toy,
+        }
+        empty = dict.fromkeys(("seconds", "floor_seconds", "share_of_floor", "max_error"))
+        rows = [{**empty, "stage": stage, "case": name} for stage in stages.split(",")]
+        (tmp_path / name).write_text(json.dumps({"meta": about, "rows": rows}))
+        return str(tmp_path / name)
+
+    files, out = [write("x.json", "a,b", True), write("y.json", "b,c", True)], tmp_path / "all.json"
+    merge = ["recipes/gpu/suite.py", "--toy", "--stages", "", "--json", str(out), "--merge"]
+    full, none = [*merge, write("full.json", "a", False)], [*merge, str(ROOT / "pyproject.toml")]
+    wrong = ["recipes/gpu/suite.py", "--toy", "--stages", "a,b", "--minutes"]
+    ran = each(
+        [*merge, *files],
+        full,
+        none,
+        [*wrong, "1,2,3"],
+        [*wrong, "1,0"],
+        [*wrong, "x"],
+        ["recipes/gpu/suite.py"],
+    )
+    assert ran[0].returncode == 0, ran[0].stderr
+    assert [(r["stage"], r["case"]) for r in report(out) if r["stage"] != "bars"] == [
+        ("a", "x.json"),
+        ("b", "y.json"),
+        ("c", "y.json"),
+    ]
+    meta = json.loads(out.read_text())["meta"]
+    assert [(m["command"], m["stages"]) for m in meta["earlier"]] == [("x.json", "a"), ("y.json", "b,c")]
+    assert "has rows of full size, and these are of toy size" in ran[1].stderr
+    assert "is no report of this suite" in ran[2].stderr
+    for some in ran[3:6]:
+        assert "give minutes for all stages, or for each of --stages a,b" in some.stderr
+    if not torch.cuda.is_available():
+        assert "no CUDA device: run this on a machine with a GPU, or with --toy on the CPU" in ran[6].stderr
+    assert all(some.returncode == 1 for some in ran[1:6])

@@ -1,0 +1,132 @@
+"""How often a round waits for the device, and what it says of wrong results; a fake device stands for a real one."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from fake_device import FakeDevice, onto
+from stepped import DRAFTS, builder_of
+from tiny import tiny
+
+import specdec as sd
+
+
+@pytest.mark.parametrize(
+    ("draft", "verifier", "temperature"),
+    [
+        *(("none", sd.Coupled, 1.0), ("model", sd.Rejection, 0), ("model", sd.Coupled, 1.0)),
+        *(("model", sd.verifiers.FusedRejection, 1.0), ("tree", sd.Rejection, 1.0)),
+        *(("model", sd.BlockVerification, 1.0), ("ngram", sd.BlockVerification, 1.0)),
+        *(("ngram", sd.Rejection, 1.0), ("magicdec", sd.Rejection, 1.0), ("spire", sd.Rejection, 1.0)),
+        *(
+            pytest.param(draft, sd.Rejection, temperature, marks=pytest.mark.slow)
+            for draft, temperature in (("none", 0), ("none", 1.0), ("model", 1.0), ("tree", 0), ("spire", 0))
+        ),
+    ],
+)
+def test_a_round_waits_once(draft, verifier, temperature):
+    def decoder(*where):
+        return builder_of(draft, *where).verifier(verifier()).sampling(temperature=temperature).build()
+
+    prompts = [[1, 2, 3, 4], [7, 8]]
+    expected = decoder().generate(prompts, 10, seed=3).ids
+    for graphs in (False, "eager"):
+        seen: list[int] = []
+        with FakeDevice() as device:
+
+            def note(_, device=device, seen=seen):
+                seen.append(device.waits.total())
+
+            said = decoder(graphs, onto).generate(prompts, 10, seed=3, on_round=note).ids
+        middle = len(seen) // 2
+        assert seen[middle] - seen[middle - 1] == 1, device.waits
+        assert said == expected
+
+
+def test_a_served_round_waits_once():
+    seen = []
+    with FakeDevice() as device:
+        decoder = builder_of("model", "eager", onto).sampling(temperature=1.0).build()
+        requests = [sd.Request([1, 2, 3, 4], 10), sd.Request([7, 8], 10)]
+        note = lambda _: seen.append(device.waits.total())  # noqa: E731
+        served = list(decoder.serve(requests, seed=3, on_round=note))
+    middle = len(seen) // 2
+    assert len(served) == 2
+    assert seen[middle] - seen[middle - 1] == 1
+
+
+@pytest.mark.parametrize("temperature", [0, 1.0])
+@pytest.mark.parametrize("graphs", [False, "eager"])
+@pytest.mark.parametrize("who", ["target", "model"])
+def test_a_device_that_says_nan(who, graphs, temperature):
+    with FakeDevice():
+        decoder = builder_of("model", graphs, onto).sampling(temperature=temperature).build()
+        model = decoder.target if who == "target" else decoder.draft.model
+        committed = []
+
+        def spoil(round):
+            committed.append(int(round.committed.sum()))
+            if round.number == 4:
+                with torch.no_grad():
+                    model.model.lm_head.weight.fill_(float("nan"))
+
+        with pytest.raises(ValueError, match=r"logits of row 0, entry 0 contain nan|draft proposes -1 where"):
+            decoder.generate([[1, 2, 3, 4], [7, 8]], 40, seed=3, on_round=spoil)
+    assert len(committed) == 5  # nothing after that
+
+
+@pytest.mark.parametrize(
+    ("tokens", "probs", "why"),
+    [(200, None, "outside the target's vocabulary"), (3, 2.0, "row 0, node 0 sum to"), (3, -1.0, "sum to")],
+)
+def test_what_is_wrong_with_a_draft_on_a_device(tokens, probs, why):
+    class Wrong:
+        name = "wrong"
+
+        def init(self, context, target_cache):
+            return None
+
+        def propose(self, state, context, budget, rng):
+            B, N = context.batch, int(budget.max())
+            distribution = None if probs is None else torch.full((B, N, 97), probs, device="meta")
+            drafted = torch.full((B, N), tokens, device="meta")
+            return sd.Proposal.chain(
+                drafted, budget, distribution, None if distribution is None else "sampled"
+            ), None
+
+        def observe(self, state, round):
+            return state
+
+        def select(self, state, rows):
+            return state
+
+    with FakeDevice():
+        decoder = sd.decoder(sd.HFModel(onto(tiny("llama", 0, torch.float32)))).draft(Wrong(), 2).build()
+        with pytest.raises(ValueError, match=why):
+            decoder.generate([[1, 2, 3]], 8, seed=0)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_a_round_waits_once_on_a_gpu(draft):
+    """As on the fake device, by PyTorch's own watch; and texts are the same with captured steps."""
+    said = []
+    for graphs in (False, True):
+        decoder = builder_of(draft, graphs, lambda model: model.cuda()).sampling(temperature=1.0).build()
+        seen: list[int] = []
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+
+            def note(_, caught=caught, seen=seen):
+                seen.append(sum("synchronizing" in str(w.message) for w in caught))
+
+            try:
+                torch.cuda.set_sync_debug_mode("warn")  # which warns that it is a prototype
+                said.append(decoder.generate([[1, 2, 3, 4], [7, 8]], 32, seed=3, on_round=note).ids)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        middle = len(seen) // 2
+        assert seen[middle] - seen[middle - 1] == 1
+    assert said[0] == said[1]
