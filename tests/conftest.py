@@ -88,3 +88,13 @@ def target():
 def small():
     """The target without its last layers."""
     return _llama(num_hidden_layers=1)
+
+
+@pytest.fixture(scope="module")
+def llama():
+    """A model without a tokenizer."""
+    from tiny import tiny
+
+    import specdec as sd
+
+    return sd.HFModel(tiny("llama"))
