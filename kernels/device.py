@@ -22,7 +22,9 @@ _thread = _Thread()
 def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
     """A host tensor on a device; the host does not wait for what the device has still to do."""
     if tensor.is_cpu and torch.device(device).type == "cuda":
-        return tensor.pin_memory().to(device, non_blocking=True)
+        return (
+            tensor.contiguous().pin_memory().to(device, non_blocking=True)
+        )  # an expanded tensor cannot be pinned
     return tensor.to(device)
 
 

@@ -93,7 +93,7 @@ class FakeCuda(SimpleNamespace):
         fake = self
 
         class Graph:
-            def capture_begin(self, pool, capture_error_mode):
+            def capture_begin(self, pool=None, capture_error_mode=None):
                 assert fake.now != current
                 log.append(("capture", pool, capture_error_mode))
 
@@ -182,7 +182,7 @@ def test_a_pool_is_not_used_again_after_its_last_graph(monkeypatch):
 
 @pytest.mark.parametrize("where", ["body", "end"])
 def test_a_failed_capture_leaves_the_stream_as_it_was(where, monkeypatch):
-    """A pool that was being recorded is not used again, and the allocator is told that the capture is over."""
+    """A pool that was being recorded is not used again, and the allocator and the generator are told that the capture is over."""
     cuda = FakeCuda(monkeypatch, where)
     graphs = capture.CudaGraphs(torch.device("cuda"), warm_up=0)
     calls = []
@@ -195,10 +195,10 @@ def test_a_failed_capture_leaves_the_stream_as_it_was(where, monkeypatch):
     with pytest.raises(RuntimeError, match="cannot be"):
         graphs(body)
     assert cuda.now == "current"
-    assert cuda.ends == 1
+    assert cuda.ends == 2  # an empty capture tells the generator of random numbers that the first is over
     assert ("ended", "pool 1") in cuda.log
     kept = [graphs(body), graphs(body)]
-    assert [entry[1] for entry in cuda.log if entry[0] == "capture"] == ["pool 1", "pool 2", "pool 2"]
+    assert [entry[1] for entry in cuda.log if entry[0] == "capture"] == ["pool 1", None, "pool 2", "pool 2"]
     assert len(kept) == 2
 
 
@@ -240,7 +240,7 @@ def test_a_stream_has_one_user(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_cuda_graphs_on_a_gpu(dtype):
     models = [tiny("llama", i, dtype).cuda() for i in (0, 1)]
-    out = rounds(sd.HFModel(models[0]))
+    out = rounds(sd.HFModel(models[0], graphs=False))
     replayed = sd.HFModel(models[0], graphs=True)
     same(rounds(replayed), out, 1e-3 if dtype == torch.float32 else 0.1)
     assert replayed.steps.why is None

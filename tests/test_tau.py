@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+from fake_device import FakeDevice, onto
 from tiny import tiny
 
 import specdec as sd
@@ -164,6 +165,17 @@ def test_magicdec_is_the_targets_own_blocks_over_its_activations(window, sinks, 
     got = magicdec_chances(draft, sd.HFModel(target), out.logits[:, 14:], tokens, 15, k)
     torch.testing.assert_close(got[:, :-k], expected[:, :-k], rtol=0, atol=1e-6)  # norms are in float32
     assert float(got[:, :-k].std()) > 0.03
+
+
+def test_magicdec_on_a_device():
+    """The texts and the target's logits stay on the CPU."""
+    target, tokens, out = magicdecs_case()
+    draft = sd.drafts.MagicDec(window=4, sinks=1)
+    case = (out.logits[:, 14:].clone(), tokens, 15, 2)
+    wanted = magicdec_chances(draft, sd.HFModel(target), *case)
+    with FakeDevice(), torch.no_grad():
+        made = magicdec_chances(draft, sd.HFModel(onto(magicdecs_case()[0])), *case)
+    torch.testing.assert_close(made, wanted)
 
 
 def test_magicdec_with_all_that_it_does_not_see_chosen_is_the_target():

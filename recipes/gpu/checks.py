@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
@@ -25,8 +26,9 @@ FILES = (
     "tests/test_pipelined.py",
 )
 TOY_FILES = ("tests/test_splitting.py",)
+LONG = {"tests/test_triton_attention.py": 4}  # processes: most of its time, one thread compiles
 # The project's settings turn the plugins' warnings into errors, and say -q.
-OPTIONS = ("-rf", "--tb=short", "-p", "no:benchmark", "-p", "no:xdist", "-p", "no:cacheprovider")
+OPTIONS = ("-rf", "--tb=short", "-p", "no:benchmark", "-p", "no:cacheprovider")
 TAIL = 3000  # characters of the output of tests that failed
 
 
@@ -51,7 +53,9 @@ class Tests:
     def __init__(self, name: str, folder: str):
         self.name, self.file = name, Path(folder, Path(name).name + ".txt")
         self.began = monotonic()
-        words = [sys.executable, "-m", "recipes.gpu.tied", "pytest", *OPTIONS, name]
+        count = LONG.get(name, 0) if find_spec("xdist") else 0
+        several = ("-n", str(count)) if count else ("-p", "no:xdist")
+        words = [sys.executable, "-m", "recipes.gpu.tied", "pytest", *OPTIONS, *several, name]
         with open(self.file, "wb") as file:
             self.process = subprocess.Popen(
                 words,

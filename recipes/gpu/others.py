@@ -40,7 +40,7 @@ def run(stage: Stage) -> None:
     mine: dict[tuple[int, int], tuple[float, list[list[int]]]] = {}
 
     def all_of_ours(stage: Stage) -> None:
-        for kind in kinds:  # with graphs first
+        for kind in kinds:
             for point in points:
                 ours_at(stage, kinds[kind], kind, point, mine if kind == GRAPHS else {})
 

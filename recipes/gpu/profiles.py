@@ -1,11 +1,15 @@
 """Stage p of the GPU suite: where the time of a round goes, by PyTorch's profiler: the device's kernels, and what the host calls.
 
 Rounds of plain decoding and of a draft with an eighth of the layers, at the 8B shape with random weights, after their steps are captured.
-``busy`` is the share of a round in which a kernel runs. The chrome traces lie beside the report.
+``busy`` is the share of a round in which a kernel runs. The chrome traces are in an archive beside the report.
 """
 
 from __future__ import annotations
 
+import os
+import tarfile
+import tempfile
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -23,12 +27,18 @@ PROFILED = (PLAIN, "a draft, greedy", "a draft, sampled", "a draft, greedy, ahea
 ROUNDS = 5
 WARM = 12  # rounds before: shapes are captured when they occur again
 TOP = 12  # kernels of a row
+TRACES = "traces.tar"
 CALLS = ("cudaGraphLaunch", "cudaLaunchKernel", "cuLaunchKernelEx", "cudaMemcpyAsync", "cudaStreamSynchronize",
          "cudaEventSynchronize", "cudaDeviceSynchronize", "cudaMalloc", "cudaFree", "cudaHostAlloc")  # fmt: skip
 
 
 def run(stage: Stage) -> None:
     logging.set_verbosity_error()
+    # With CUDA graphs alive, CUPTI may crash when it is set up for a second profile: PyTorch sets both for its own graphs.
+    os.environ.setdefault("DISABLE_CUPTI_LAZY_REINIT", "1")
+    os.environ.setdefault("TEARDOWN_CUPTI", "0")
+    if stage.folder is not None:
+        (stage.folder / TRACES).unlink(missing_ok=True)  # an earlier run's
     made = {name: decoder for name, decoder in decoders(stage).items() if name in PROFILED}
     for batch, context in TOY_POINTS if stage.toy else POINTS:
         ids = prompts(stage, batch, context)
@@ -64,9 +74,10 @@ def one(stage: Stage, case: str, decoder: sd.Decoder, ids: torch.Tensor) -> None
     for key, (microseconds, count) in top[:6]:
         stage.row(f"{case}: {key[:70]}", microseconds * 1e-6, per_round=count, note=f"{count:g} a round")
     if stage.folder is not None and stage.device.type == "cuda":
-        made.export_chrome_trace(
-            str(stage.folder / f"trace_{case.replace(', ', '_').replace(' ', '')}.json.gz")
-        )
+        with tempfile.TemporaryDirectory() as folder, tarfile.open(stage.folder / TRACES, "a") as traces:
+            file = Path(folder, f"{case.replace(', ', '_').replace(' ', '')}.json.gz")
+            made.export_chrome_trace(str(file))
+            traces.add(file, file.name)
 
 
 class Tracer:

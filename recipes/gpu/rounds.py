@@ -22,7 +22,7 @@ from specdec.executors import Ahead
 from specdec.verifiers import Synthetic
 
 K, ACCEPTANCE = 4, 0.7
-POINTS = ((1, 1024), (16, 1024), (64, 1024), (16, 8192))
+POINTS = ((1, 1024), (16, 1024), (16, 8192), (64, 1024))
 TOY_POINTS = ((2, 16),)
 LIMIT = 16 * 1024  # tokens of a point for decoders with "ahead": beyond, the host's time is a small share
 PLAIN = "plain, greedy"

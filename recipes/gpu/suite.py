@@ -177,13 +177,11 @@ def processes(s: Settings, names: list[str], until: float, put: Callable[[Row], 
 
 
 class Child:
-    """A stage, or a share of its cases, in a process of its own; its rows come through a file beside the report."""
+    """A stage, or a share of its cases, in a process of its own; its rows come through a temporary file."""
 
     def __init__(self, s: Settings, name: str, share: str, until: float):
         self.name, self.rest = name, ""
-        beside = None if s.json is None else Path(s.json).parent
-        suffix = f".{name}.jsonl"
-        self.file = tempfile.NamedTemporaryFile("r", dir=beside, suffix=suffix, encoding="utf-8")  # noqa: SIM115
+        self.file = tempfile.NamedTemporaryFile("r", suffix=f".{name}.jsonl", encoding="utf-8")  # noqa: SIM115
         words = [sys.executable, __file__, "--stages", name, "--seed", str(s.seed), "--device", s.device]
         words += ["--rows", self.file.name, "--share", share, "--until", str(until)]
         self.process = subprocess.Popen([*words, *(["--toy"] if s.toy else [])])

@@ -99,7 +99,10 @@ def magicdec_chances(
         room = min(k, n - s)
         block = tokens[:, start + s : start + s + room]
         chain = Proposal.chain(block[:, :-1], torch.full((C,), room - 1)) if room > 1 else None
-        q = _of_next(model.score(view, context, chain).logits, tokens[:, start + s - 1 : start + s + room])
+        q = _of_next(
+            model.score(view, context, chain).logits.to(tokens.device),
+            tokens[:, start + s - 1 : start + s + room],
+        )
         out[:, s, :room] = chances(p[:, s : s + room], q)
     return out
 

@@ -12,6 +12,7 @@ import multiprocessing
 import pickle
 import threading
 import traceback
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import wait
@@ -245,7 +246,11 @@ class ProcessWorker:
             )
 
         self.process = fork.Process(target=body, name="specdec-drafting", daemon=True)
-        self.process.start()
+        with warnings.catch_warnings():
+            warnings.simplefilter(
+                "ignore", DeprecationWarning
+            )  # from Python 3.12 on, of other threads: see above
+            self.process.start()
         theirs.close()
 
     def submit(self, request: DraftRequest) -> None:

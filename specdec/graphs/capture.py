@@ -8,6 +8,7 @@ tensors every time, so results hold until the next call.
 from __future__ import annotations
 
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -115,8 +116,21 @@ class CudaGraphs:
             self._pool, self._alive = None, weakref.WeakSet()  # it may be marked as recording
             with suppress(Exception):
                 torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
+            end_capturing()
             raise
         return _Graph(graph, out)
+
+
+def end_capturing() -> None:
+    """After a capture that failed: PyTorch's generator of random numbers believes that it goes on, until another has ended.
+
+    To be called on a stream on which captures are possible.
+    """
+    with suppress(Exception), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the graph is empty
+        empty = torch.cuda.CUDAGraph()
+        empty.capture_begin(capture_error_mode="thread_local")
+        empty.capture_end()
 
 
 def _stream_of(device: int) -> Any:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from specdec.graphs.capture import end_capturing
 from specdec.lab.clock import seconds as wall_clock
 
 
@@ -94,5 +95,7 @@ def capture(runs: Sequence[Callable[[], Any]]) -> Callable[[], None] | None:
         torch.cuda.set_stream(current)
         with suppress(Exception):
             torch.cuda.synchronize()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            end_capturing()
         return None
     return graph.replay
