@@ -21,6 +21,7 @@ FILES = (
     "tests/test_pointwise.py",
     "tests/test_static.py",
     "tests/test_pipelined.py",
+    "tests/test_ahead_fused.py",
 )
 TOY_FILES = ("tests/test_splitting.py",)
 # The project's settings turn the plugins' warnings into errors, and say -q.
