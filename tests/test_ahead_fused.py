@@ -388,7 +388,9 @@ def test_what_decides_on_logits(verifier, how, quick, monkeypatch):
 
 def test_which_backend_is_chosen():
     pytest.importorskip("triton")
-    half, wide = torch.zeros(1, dtype=torch.bfloat16), torch.zeros(1, dtype=torch.float64)
+    half, wide, narrow = (
+        torch.zeros(1, dtype=d) for d in (torch.bfloat16, torch.float64, torch.float8_e4m3fn)
+    )
 
     def there(tensor):
         return SimpleNamespace(is_cuda=True, dtype=tensor.dtype)
@@ -396,6 +398,7 @@ def test_which_backend_is_chosen():
     assert chosen(half) == chosen(half, half) == "reference"
     assert chosen(there(half)) == chosen(there(half), there(wide)) == "triton"
     assert chosen(there(wide)) == chosen(there(wide), there(half)) == "reference"
+    assert chosen(there(half), there(narrow)) == "reference"
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
