@@ -9,9 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fake_device import META, FakeDevice
-from interpreted import interpreted  # noqa: F401 (a fixture)
+from interpreted import interpreted, launches  # noqa: F401 (fixtures)
 from tiny import tiny
-from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 
 import specdec as sd
 import specdec.kernels.rejection.fused as fused
@@ -20,7 +19,6 @@ from specdec.executors import Ahead, Serial
 from specdec.graphs.capture import CudaGraphs
 from specdec.graphs.recorded import Recording, record
 from specdec.graphs.whole_round import ACCEPTED, DRAWN, FINITE, NEXT, RoundShape, WholeRound
-from specdec.kernels import interpreted as modules
 from specdec.kernels.rejection import chosen, decisions, verify
 from specdec.lab.errors import decision_error
 from specdec.rng import Philox, seeds
@@ -177,54 +175,6 @@ def test_decisions_next_to_a_threshold_are_within_rounding(point, interpreted): 
 # -- nothing is read by the host -----------------------------------------------------------------------------------------
 
 
-class Launched:
-    """A kernel of Triton's interpreter whose launches are operators of a recording."""
-
-    def __init__(self, name, kernel):
-        self.name, self.kernel = name, kernel
-
-    def __getitem__(self, grid):
-        def run(*args, **options):
-            with torch._C.DisableTorchFunction(), _disable_current_modes():
-                self.kernel[grid](*args, **options)
-
-        def launch(*args, **options):
-            mode = _get_current_dispatch_mode()
-            if isinstance(mode, Recording):
-                for t in (a for a in args if isinstance(a, torch.Tensor)):
-                    storage = t.untyped_storage()._cdata
-                    if storage not in mode.made:
-                        mode.outside.setdefault(storage, t)
-                shown = SimpleNamespace(run=run, name=self.name)
-                mode.calls.append((Operator(shown), args, options, []))
-            run(*args, **options)
-
-        return launch
-
-
-class Operator:
-    def __init__(self, launch):
-        self.launch = launch
-
-    def __call__(self, *args, **options):
-        self.launch.run(*args, **options)
-
-    def __str__(self):
-        return self.launch.name
-
-
-@pytest.fixture
-def launches(monkeypatch):
-    """Launches are recorded."""
-    own = modules.kernels
-
-    def wrapped(*args):
-        found = vars(own(*args)).items()
-        return SimpleNamespace(**{name: Launched(name, k) for name, k in found if name.endswith("_kernel")})
-
-    monkeypatch.setattr(modules, "kernels", wrapped)
-
-
 def replays(capture, device="cpu"):
     """A captured round reads lengths, budgets, seeds and logits anew in every replay."""
     held, fresh = ([x.to(device) for x in drawn(seed)] for seed in (0, 1))
@@ -239,7 +189,7 @@ def replays(capture, device="cpu"):
         assert torch.equal(mine, theirs)
 
 
-def test_a_recorded_round_decides_on_what_its_tensors_hold(backend, launches):
+def test_a_recorded_round_decides_on_what_its_tensors_hold(backend, launches):  # noqa: F811
     replays(record)
 
 
@@ -253,7 +203,7 @@ def test_on_a_gpu_a_captured_round_decides_on_what_its_tensors_hold():
         assert all(torch.equal(a, b.cpu()) for a, b in zip(here, there.body()))
 
 
-def test_the_kernels_are_few_operators_and_write_no_tensor_of_the_vocabulary(small_blocks, launches):
+def test_the_kernels_are_few_operators_and_write_no_tensor_of_the_vocabulary(small_blocks, launches):  # noqa: F811
     args = drawn(0, V=256)
     numbers = torch.full((R, K + 1), 0.5).double()
     names, largest = [], []
@@ -358,7 +308,7 @@ def test_texts_are_those_of_serial(kind, how):
         *(pytest.param(kind, "recorded", marks=slow) for kind in ("model", "spire", None)),
     ],
 )
-def test_texts_are_those_of_serial_where_the_kernels_run(kind, graphs, small_blocks, launches):
+def test_texts_are_those_of_serial_where_the_kernels_run(kind, graphs, small_blocks, launches):  # noqa: F811
     """Both executors run the kernels."""
     same(builder_of(kind, graphs, temperature=0.8), PROMPTS[:1], [7 if graphs == "eager" else 17])
 
