@@ -9,13 +9,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 
+from specdec.graphs.recorded import Recording
+from specdec.kernels import interpreted as modules
 from specdec.kernels.attention import triton_backend
 
 _copies: dict[str, ModuleType] = {}
@@ -85,3 +90,41 @@ def interpreted() -> Iterator[None]:
     pytest.importorskip("triton")
     with interpreter():
         yield
+
+
+@dataclass(frozen=True)
+class Launch:
+    """``kernel[grid]`` of the interpreter, which a recording takes for an operator."""
+
+    name: str
+    kernel: Any
+    grid: Any = None
+
+    def __getitem__(self, grid: Any) -> Launch:
+        return replace(self, grid=grid)
+
+    def __call__(self, *args: Any, **options: Any) -> None:
+        mode = _get_current_dispatch_mode()
+        if isinstance(mode, Recording):
+            for t in (a for a in args if isinstance(a, torch.Tensor)):
+                storage = t.untyped_storage()._cdata
+                if storage not in mode.made:
+                    mode.outside.setdefault(storage, t)
+            mode.calls.append((self, args, options, []))
+        with torch._C.DisableTorchFunction(), _disable_current_modes():
+            self.kernel[self.grid](*args, **options)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches of kernels by ``kernels.interpreted`` are recorded."""
+    own = modules.kernels
+
+    def wrapped(*args: Any) -> Any:
+        found = vars(own(*args)).items()
+        return SimpleNamespace(**{name: Launch(name, k) for name, k in found if name.endswith("_kernel")})
+
+    monkeypatch.setattr(modules, "kernels", wrapped)

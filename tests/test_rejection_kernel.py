@@ -414,6 +414,10 @@ COMPILE = """
             one(k.residual_kernel, arch, "bf16", 8, KIND=kind, HOT=True, BLOCK=2048)
             for hot in (False, True):
                 one(k.pick_kernel, arch, "bf16", 16, KIND=kind, HOT=hot, BLOCK=2048, BLOCKS=128)
+        for hot in (False, True):  # a captured round of a float32 target: probabilities, and a quantile a depth
+            one(k.accept_kernel, arch, "fp32", 4, NODES=8, SPLITS=32, KIND=1, HOT=hot)
+            one(k.residual_kernel, arch, "fp32", 8, KIND=1, HOT=hot, BLOCK=2048)
+            one(k.pick_kernel, arch, "fp32", 16, KIND=1, HOT=hot, BLOCK=2048, BLOCKS=128, un=1)
         single = dict(R=1, splits=1)
         one(k.accept_kernel, arch, "fp32", 4, NODES=1, SPLITS=1, KIND=0, HOT=False, **single)
         one(k.pick_kernel, arch, "fp32", 16, KIND=0, HOT=False, BLOCK=2048, BLOCKS=1, R=1, blocks=1, ub=1)
@@ -425,4 +429,4 @@ COMPILE = """
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton's compiler is for Linux")
 def test_the_kernels_compile_for_gpus_without_spilling(tmp_path):
     said = compiled(COMPILE, KERNELS, tmp_path)
-    assert said.count("pick_kernel") == 14
+    assert said.count("pick_kernel") == 18

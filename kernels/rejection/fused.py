@@ -7,7 +7,8 @@ costs another pass over a row. ``verifiers.Rejection`` does that on probabilitie
 
 from __future__ import annotations
 
-import importlib.util
+from functools import cache
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -47,7 +48,7 @@ def verify(
         draft: ``[B, N, V]`` the distributions that the tokens were drawn from; ``None``: point masses. draft_logits: whether
             ``draft`` holds logits, to be divided by the same temperature, instead of probabilities.
         temperature: 0 takes the largest logit (ties: the first) and ignores the random numbers.
-        backend: ``"reference"``, ``"triton"``, or ``None``: Triton for CUDA tensors if it is installed.
+        backend: ``"reference"``, ``"triton"``, or ``None``: the one that is ``chosen``.
     Raises:
         ValueError: shapes or types do not fit; logits with NaN, +inf or only -inf; on the CPU also sizes, tokens or uniforms out of
             range and drafts that are not distributions, for existing nodes.
@@ -59,9 +60,44 @@ def verify(
         check_numbers(
             *there, draft=draft, draft_logits=draft_logits, vocabulary=logits.shape[2], greedy=not temperature
         )
-    if backend is None:
-        fits = logits.is_cuda and supports(logits, draft) is None
-        backend = "triton" if fits and importlib.util.find_spec("triton") else "reference"
+    tokens, size, accept_u, bonus_u = (to_device(t, logits.device) for t in (tokens, size, accept_u, bonus_u))
+    made = decisions(
+        logits,
+        tokens,
+        size,
+        accept_u,
+        bonus_u,
+        draft,
+        draft_logits=draft_logits,
+        temperature=temperature,
+        backend=backend,
+    )
+    check(made.accepted >= 0)
+    return made
+
+
+def decisions(
+    logits: Tensor,
+    tokens: Tensor,
+    size: Tensor,
+    accept_u: Tensor,
+    bonus_u: Tensor,
+    draft: Tensor | None = None,
+    *,
+    draft_logits: bool = False,
+    temperature: float = 1.0,
+    backend: str | None = None,
+) -> Decision:
+    """``verify`` without its checks, on tensors of one device: the host reads no value, so a captured step may contain it.
+
+    Args:
+        others: as for ``verify``. Tokens of nodes that do not exist are ids below V, too. backend: ``None`` is ``chosen``.
+    Returns:
+        Rows whose logits have NaN, +inf or only -inf have ``accepted`` -1, and any number as their token.
+    Raises:
+        ValueError: the backend does not serve these types. ImportError: it is "triton" and Triton is not installed.
+    """
+    backend = backend or chosen(logits, draft)
     if backend not in BACKENDS:
         raise ValueError(f"backend is {backend!r}: choose one of {', '.join(BACKENDS)}")
     if backend == "triton":
@@ -71,19 +107,31 @@ def verify(
         return _triton(logits, tokens, size, accept_u, bonus_u, draft, draft_logits, temperature)
 
     def quantile(accepted: Tensor) -> Tensor:
-        there = to_device(bonus_u, accepted.device)
-        return there if there.dim() == 1 else there.gather(1, accepted[:, None])[:, 0]
+        return bonus_u if bonus_u.dim() == 1 else bonus_u.gather(1, accepted[:, None])[:, 0]
 
-    return decide(
+    good: list[Tensor] = []
+    made = decide(
         logits,
         tokens,
         size,
-        lambda ratio: to_device(accept_u, ratio.device) < ratio,
+        lambda ratio: accept_u < ratio,
         lambda weights, accepted: pick(weights, quantile(accepted)),
         draft,
         draft_logits,
         temperature,
+        inspect=good.append,
     )
+    return made._replace(accepted=torch.where(good[0], made.accepted, -1))
+
+
+def chosen(logits: Tensor, draft: Tensor | None = None) -> str:
+    """The backend of a call that names none: Triton for CUDA tensors of types that it ``supports``, if it is installed."""
+    return "triton" if logits.is_cuda and _installed() and supports(logits, draft) is None else "reference"
+
+
+@cache
+def _installed() -> bool:
+    return find_spec("triton") is not None
 
 
 def supports(logits: Tensor, draft: Tensor | None = None) -> str | None:
@@ -113,8 +161,8 @@ def _triton(
     token = torch.empty(B, dtype=torch.long, device=device)
     if not B:
         return Decision(accepted, token)
-    logits, given = _rows(logits), (tokens, size, accept_u, bonus_u)
-    tokens, size, accept_u, bonus_u = (to_device(t, device).contiguous() for t in given)
+    logits = _rows(logits)
+    tokens, size, accept_u, bonus_u = (t.contiguous() for t in (tokens, size, accept_u, bonus_u))
     hot, divisor = temperature not in (0, 1), float(temperature or 1)
     splits = -(-V // (BLOCK * STEPS))
     split_pad = 1 << (splits - 1).bit_length()
@@ -137,7 +185,6 @@ def _triton(
         kernels.greedy_kernel[(B,)](
             tokens, size, top, total, place, accepted, token, R, splits, NODES=node_pad, SPLITS=split_pad
         )
-        check(accepted >= 0)
         return Decision(accepted, token)
     kind, q, qtop, qtotal = 0, logits, top, total  # placeholders for arguments that the kernel does not read
     if draft is not None:
@@ -171,7 +218,6 @@ def _triton(
         logits, q, rest, whole, bonus_u, token, V, blocks, by_row, by_depth, *where,
         KIND=kind, HOT=hot, BLOCK=BLOCK, BLOCKS=1 << (blocks - 1).bit_length(), num_warps=16,
     )  # fmt: skip
-    check(accepted >= 0)
     return Decision(accepted, token)
 
 

@@ -45,12 +45,14 @@ def decide(
     draft: Tensor | None = None,
     draft_logits: bool = False,
     temperature: float = 1.0,
+    inspect: Callable[[Tensor], None] | None = None,
 ) -> Decision:
     """Verify chains with random decisions by ``accept`` and ``draw``; other arguments as for ``fused.verify``.
 
     Args:
         accept: ratios ``[B, N]`` -> ``[B, N]`` bool, True with probability ``min(1, ratio)``; the ratio is 0 for nodes that do not exist.
         draw: unnormalised weights ``[B, V]`` and ``accepted [B]`` -> tokens ``[B]``.
+        inspect: is given ``[B]`` bool, whether a row's logits are distributions, before any decision. Default: ``check``.
     """
     B, N = tokens.shape
     size = to_device(size, logits.device)
@@ -58,7 +60,8 @@ def decide(
     rows = torch.arange(B, device=logits.device)
     x = tempered(logits, temperature or 1.0)
     m, z = masses(x)
-    check(((z > 0) & z.isfinite())[:, :1].all(1) & (~live | ((z > 0) & z.isfinite())[:, 1:]).all(1))
+    finite = (z > 0) & z.isfinite()
+    (inspect or check)(finite[:, 0] & (~live | finite[:, 1:]).all(1))
     if temperature == 0:
         best = x.argmax(-1)
         accepted = ((tokens == best[:, :N]) & live).long().cumprod(1).sum(1)

@@ -24,6 +24,7 @@ FILES = (
     "tests/test_capture.py",
     "tests/test_waits.py",
     "tests/test_pipelined.py",
+    "tests/test_ahead_fused.py",
 )
 TOY_FILES = ("tests/test_splitting.py",)
 LONG = {"tests/test_triton_attention.py": 4}  # processes: most of its time, one thread compiles

@@ -45,12 +45,13 @@ class Ahead:
     """Chains of a model or of SPIRe, or plain decoding, with CUDA graphs: one graph a round, launched a round ahead.
 
     It runs the parts that the captured step computes, and refuses all others: an ``HFModel`` with ``graphs``; a ``drafts.Model`` of such a model, a
-    ``drafts.Spire`` with ``graphs``, or no draft; ``Rejection``, ``FusedRejection`` (which decides as ``Rejection``, from probabilities) or
+    ``drafts.Spire`` with ``graphs``, or no draft; ``Rejection``, ``FusedRejection`` (from logits, on a GPU by its kernels) or
     ``Coupled()``; and sampling without processors. Subclasses are refused, too, since the step would bypass what they override. ``Round.scores`` has
     no logits, and ``Round.probs`` is ``None``: the next round has overwritten them. With random numbers other than ``Philox``, as in the certifier,
     it runs ``Serial``.
 
-    Texts, rounds and statistics are those of ``Serial``, if the models' logits are (a float32 model; the same kernels run with other shapes).
+    Texts, rounds and statistics are those of ``Serial`` with the same verifier, if the models' logits are (a float32 model; the same kernels run with
+    other shapes). ``FusedRejection`` and ``Rejection`` round differently, as ``kernels/rejection/reference.py`` says.
     """
 
     def check(self, composition: Composition) -> None:
@@ -156,6 +157,9 @@ class _Rounds:
         self.part = self._part()
         self.steps = 0 if memory is None else composition.length
         verdict: Any = "coupled" if type(composition.verifier) is Coupled else "rejection"
+        # As MicroBatch.verify chooses.
+        if composition.verifying.takes_logits and composition.sampling.only_temperature:
+            verdict = "fused"
         own = None if memory is None else cast(Any, composition.draft).sampling
         self._kind = (verdict, composition.sampling, own or composition.sampling)
         self.at = torch.arange(rows.context.batch)

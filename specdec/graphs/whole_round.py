@@ -9,7 +9,7 @@ Tokens beyond a row's budget are computed and never accepted. The cache has slot
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch import Tensor
 from specdec.graphs.chain import scored
 from specdec.graphs.drafting import Drafting, Given, Side
 from specdec.graphs.staging import Program, Staged, pad
-from specdec.kernels import philox
+from specdec.kernels import philox, rejection
 from specdec.kernels.philox.reference import ACCEPT, BONUS, DRAFT, Key, pick, race_uniforms, uniforms
 from specdec.rng import triton_kernels
 from specdec.sampling import Sampling, fit
@@ -30,20 +30,20 @@ ACCEPTED, NEXT, FINITE, DRAWN, TOKENS = range(5)
 class RoundShape(NamedTuple):
     """What a round is captured for: ``rows`` of at most ``length`` slots, ``steps`` drafted tokens (0: no draft).
 
-    ``verdict``: ``"rejection"`` as ``verifiers.Rejection`` decides, ``"coupled"`` as ``Coupled``; at temperature 0 both compare tokens. ``drawing``: the
-    draft's sampling.
+    ``verdict``: ``"rejection"`` as ``verifiers.Rejection`` decides, ``"fused"`` as ``FusedRejection`` does on logits (for a ``sampling`` that has nothing but
+    a temperature), ``"coupled"`` as ``Coupled``; at temperature 0 all compare tokens. ``drawing``: the draft's sampling.
     """
 
     rows: int
     length: int
     steps: int
-    verdict: Literal["rejection", "coupled"]
+    verdict: Literal["rejection", "fused", "coupled"]
     sampling: Sampling
     drawing: Sampling
 
 
 class Decided(NamedTuple):
-    """``accepted [R]``, the token after them ``bonus [R]``, and whether the target's logits were finite, ``[R, steps + 1]``."""
+    """``accepted [R]``, the token after them ``bonus [R]``, and whether the target's logits that count have distributions, ``finite [R]``."""
 
     accepted: Tensor
     bonus: Tensor
@@ -110,7 +110,6 @@ class WholeRound(Program):
         if self.draft is not None:
             self.draft.observe(given, length, {tap: x for tap, (x,) in caught.items()})
         accepted, bonus, finite = self._decide(logits, tokens, q, nodes, length)
-        finite = (finite[:, 1:] | ~nodes).all(1) & finite[:, 0]
         # NaN may give another token; the next round is launched before this is noticed.
         bonus = bonus.clamp(0, V - 1)
         held = ids.gather(1, accepted[:, None])[:, 0]
@@ -129,7 +128,7 @@ class WholeRound(Program):
         distributions: list[Tensor] = []
         depths = torch.arange(shape.steps, device=self.device)
         numbers = None
-        if shape.verdict == "rejection" and not shape.drawing.greedy:
+        if shape.verdict != "coupled" and not shape.drawing.greedy:
             numbers = self._uniforms(length, depths, DRAFT)
         forward, token = self.draft.chain(given, self.state), self.state[:, 2]
         for n in range(shape.steps):
@@ -149,8 +148,16 @@ class WholeRound(Program):
     ) -> Decided:
         """The verdict on ``tokens [R, steps]``, of which ``nodes`` exist, from ``logits [R, steps + 1, V]``."""
         shape, depths = self.shape, torch.arange(self.shape.steps + 1, device=self.device)
+        if shape.verdict == "fused" and not shape.sampling.greedy:
+            accept, bonus = self._uniforms(length, depths[:-1], ACCEPT), self._uniforms(length, depths, BONUS)
+            temperature = cast(float, shape.sampling.temperature)
+            made = rejection.decisions(
+                logits, tokens, nodes.sum(1), accept, bonus, q, temperature=temperature
+            )
+            return Decided(made.accepted.clamp(min=0), made.token, made.accepted >= 0)
         top, wanted, p = scored(logits, shape.sampling)
         finite = torch.isfinite(top)
+        finite = (finite[:, 1:] | ~nodes).all(1) & finite[:, 0]
         if p is not None and shape.verdict == "coupled":
             wanted = self._race(p, length[:, None] + depths)
         if p is None or shape.verdict == "coupled":

@@ -11,9 +11,8 @@ from torch import Tensor
 from specdec import tree
 from specdec.capabilities import VerifierInfo
 from specdec.kernels.device import to_device
-from specdec.kernels.rejection import decide, verify
-from specdec.kernels.rejection.fused import supports
-from specdec.rng import ACCEPT, BONUS, Key, Philox, Rng, triton_kernels
+from specdec.kernels.rejection import chosen, decide, verify
+from specdec.rng import ACCEPT, BONUS, Key, Philox, Rng
 from specdec.sampling import Sampling
 from specdec.types import Context, Proposal, Verdict
 from specdec.verifiers.apart import apart
@@ -69,7 +68,7 @@ class FusedRejection(Rejection):
         live = to_device(torch.arange(N) < size[:, None], logits.device)
         tokens = torch.where(live, proposal.tokens, 0)
         draft = None if proposal.probs is None else proposal.distributions()
-        if isinstance(rng, Philox) and _fused(logits, draft):
+        if type(rng) is Philox and chosen(logits, draft) == "triton":
             uniforms = rng.uniform(accepts), rng.uniform(Key(at[:, None], torch.arange(N + 1), 0, BONUS))
             decision = verify(
                 logits, tokens, size, *uniforms, draft=draft, temperature=temperature, backend="triton"
@@ -88,7 +87,3 @@ class FusedRejection(Rejection):
         nodes = torch.arange(N, device=accepted.device)
         path = torch.where(nodes < accepted[:, None], nodes, -1)
         return Verdict.of(proposal, path, accepted, decision.token)
-
-
-def _fused(logits: Tensor, draft: Tensor | None) -> bool:
-    return logits.is_cuda and triton_kernels() and supports(logits, draft) is None
