@@ -7,7 +7,8 @@ import torch
 from tiny import tiny
 
 import specdec as sd
-from specdec.models import shared_prompts
+from specdec.models import HFModel, shared_prompts
+from specdec.models.stacked import StackedModel
 
 LONG = [(7 * i + 3) % 90 for i in range(60)]
 PROMPTS = [LONG, LONG, [5, 6, 7], LONG, [9] * 70, [9] * 70]
@@ -88,3 +89,17 @@ def test_a_model_that_decides_what_queries_see_reads_every_row(monkeypatch):
     counts = fed(monkeypatch)
     model.score(model.cache(3, 80), sd.Context.of([LONG] * 3, 80))
     assert counts == [180]
+
+
+@pytest.mark.parametrize("family", [{}, {"dtype": torch.float32, "hidden_size": 64}])
+def test_members_of_a_stack_read_a_prompt_for_themselves(family):
+    members = [HFModel(tiny("llama", n, **family)) for n in (1, 2)]
+    stack = StackedModel(members)
+    who = [0, 1, 0, 1, 1]
+    stack.read_as(torch.tensor(who))
+    context = sd.Context.of([LONG * 3] * 5, capacity=200)
+    cache = stack.cache(5, 200)
+    logits = stack.score(cache, context).logits
+    for b, member in enumerate(who):
+        alone = members[member].score(members[member].cache(1, 200), context.select(torch.tensor([b]))).logits
+        torch.testing.assert_close(logits[b : b + 1], alone, rtol=1e-4, atol=1e-4)

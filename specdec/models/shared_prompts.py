@@ -20,7 +20,8 @@ def share_prompts(model: Any, cache: Any, context: Context, rows: Tensor | None)
     saves less than ``LEAST`` tokens.
 
     Args:
-        model: whose ``prefill`` feeds the rows. cache: other caches than a ``SlotCache`` are left alone.
+        model: whose ``prefill`` feeds the rows; ``model.readers`` are its members that read them, if it has any.
+        cache: other caches than a ``SlotCache`` are left alone.
     """
     if type(cache) is not SlotCache:
         return
@@ -29,10 +30,11 @@ def share_prompts(model: Any, cache: Any, context: Context, rows: Tensor | None)
         return
     asked = None if rows is None else set(rows.tolist())
     words, length = context.tokens.numpy(), context.length.tolist()
-    alike: dict[bytes, list[int]] = {}
+    alike: dict[tuple[bytes, int], list[int]] = {}
     for b in empty:
         if asked is None or b in asked:
-            alike.setdefault(words[b, : length[b] - 1].tobytes(), []).append(b)
+            reader = 0 if model.readers is None else model.readers[b]
+            alike.setdefault((words[b, : length[b] - 1].tobytes(), reader), []).append(b)
     groups = [group for group in alike.values() if len(group) > 1]
     if sum((len(group) - 1) * (length[group[0]] - 1) for group in groups) < LEAST:
         return
