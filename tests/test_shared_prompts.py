@@ -91,9 +91,10 @@ def test_a_model_that_decides_what_queries_see_reads_every_row(monkeypatch):
     assert counts == [180]
 
 
+@pytest.mark.parametrize("page", [None, 16])
 @pytest.mark.parametrize("family", [{}, {"dtype": torch.float32, "hidden_size": 64}])
-def test_members_of_a_stack_read_a_prompt_for_themselves(family):
-    members = [HFModel(tiny("llama", n, **family)) for n in (1, 2)]
+def test_members_of_a_stack_read_a_prompt_for_themselves(page, family):
+    members = [HFModel(tiny("llama", n, **family), page=page) for n in (1, 2)]
     stack = StackedModel(members)
     who = [0, 1, 0, 1, 1]
     stack.read_as(torch.tensor(who))
@@ -103,3 +104,5 @@ def test_members_of_a_stack_read_a_prompt_for_themselves(family):
     for b, member in enumerate(who):
         alone = members[member].score(members[member].cache(1, 200), context.select(torch.tensor([b]))).logits
         torch.testing.assert_close(logits[b : b + 1], alone, rtol=1e-4, atol=1e-4)
+    if page:
+        assert cache.pool.pages - len(cache.pool.free) == 2 * 11 + 5

@@ -1,4 +1,4 @@
-"""Many samples of one prompt: it is fed once, and its keys and values are copied to the other rows."""
+"""Many samples of one prompt: it is fed once, and the other rows share its pages, or copy its keys and values where a cache is in slots."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from specdec.cache.contiguous import SlotCache
+from specdec.cache.paged import PagedCache
 from specdec.types import Context
 
 LEAST = 128  # tokens to save; below that, a second forward costs as much
@@ -21,23 +22,25 @@ def share_prompts(model: Any, cache: Any, context: Context, rows: Tensor | None)
 
     Args:
         model: whose ``prefill`` feeds the rows; ``model.readers`` are its members that read them, if it has any.
-        cache: other caches than a ``SlotCache`` are left alone.
+        cache: other caches than a ``SlotCache`` or a ``PagedCache`` are left alone.
     """
-    if type(cache) is not SlotCache:
+    if type(cache) not in (SlotCache, PagedCache):
         return
     empty = cache.empty_rows()
     if len(empty) < 2:
         return
     asked = None if rows is None else set(rows.tolist())
     words, length = context.tokens.numpy(), context.length.tolist()
+    empty = [b for b in empty if asked is None or b in asked]
     alike: dict[tuple[bytes, int], list[int]] = {}
     for b in empty:
-        if asked is None or b in asked:
-            reader = 0 if model.readers is None else model.readers[b]
-            alike.setdefault((words[b, : length[b] - 1].tobytes(), reader), []).append(b)
+        key = words[b, : length[b] - 1].tobytes(), 0 if model.readers is None else model.readers[b]
+        alike.setdefault(key, []).append(b)
     groups = [group for group in alike.values() if len(group) > 1]
     if sum((len(group) - 1) * (length[group[0]] - 1) for group in groups) < LEAST:
         return
+    if isinstance(cache, PagedCache):
+        cache.expect([length[b] for b in empty], [(len(group), length[group[0]] - 1) for group in groups])
     model.prefill(cache, context, torch.tensor([group[0] for group in groups]))
     for first, *others in groups:
         for b in others:
