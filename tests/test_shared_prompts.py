@@ -55,6 +55,58 @@ def test_only_rows_that_are_asked_for_and_empty(monkeypatch):
     assert [len(cache.row(b)) for b in range(6)] == [59, 59, 0, 59, 59, 59]
 
 
+@pytest.mark.parametrize("page", [None, 8])
+def test_prompts_that_begin_alike(monkeypatch, page):
+    """One beginning of 150 tokens with four endings, one of them twice; two prompts that differ in their last token; one that differs at once."""
+    model = sd.HFModel(tiny("llama"), page=page)
+    system, other = LONG * 2 + LONG[:30], [4] * 100
+    prompts = [
+        [*system, 1, 2, 3],
+        [*other, 1],
+        [*system, 1, 9],
+        [*system, 8, 8, 8, 8],
+        [*other, 2],
+        [*system, 8, 8, 8, 8],
+        system,
+        [3, *system],
+    ]
+    context = sd.Context.of(prompts, 160)
+    counts = fed(monkeypatch)
+    logits = model.score(cache := model.cache(8, 160), context).logits
+    # rows 0 and 1; row 3 after the beginning; what is left of all rows, the whole of the last
+    assert counts == [152 + 100, 3, 7 + 151]
+    assert [cache.row(b) for b in range(8)] == prompts
+    monkeypatch.setattr(shared_prompts, "LEAST", 10**9)
+    other = model.cache(8, 160)
+    assert torch.allclose(model.score(other, context).logits, logits, atol=1e-9)
+    assert counts[3:] == [sum(map(len, prompts))]
+    if page:
+        held = [{p for b in range(8) for p in c.table(b)} for c in (cache, other)]
+        assert len(held[1]) == 20 + 13 + 19 + 20 + 13 + 20 + 19 + 19
+        assert (
+            len(held[0]) == 18 + 2 + 13 + 1 + 2 + 1 + 1 + 1 + 19
+        )  # row 1's last page is its own, as those of others
+    again = model.score(cache, sd.Context.of([[*p, 7] for p in prompts], 160)).logits
+    expected = model.score(other, sd.Context.of([[*p, 7] for p in prompts], 160)).logits
+    assert torch.allclose(again, expected, atol=1e-9)
+
+
+@pytest.mark.parametrize("members", [[0, 0, 0, 0], [0, 1, 1, 0]])
+def test_different_prompts_of_one_beginning(monkeypatch, members):
+    """No two are equal; the members of a stack read the beginning for themselves."""
+    models = [sd.HFModel(tiny("llama", n), page=8) for n in (1, 2)]
+    stack = StackedModel(models)
+    stack.read_as(torch.tensor(members))
+    context = sd.Context.of([[*LONG, *LONG, *LONG[:8], n, n, n] for n in range(4)], 140)
+    counts = fed(monkeypatch)
+    logits = stack.score(cache := stack.cache(4, 140), context).logits
+    assert counts == ([130, 3 * 3 + 1] if len(set(members)) == 1 else [260, 2 * 3 + 2])
+    assert cache.pool.pages == 4 * 18 - (4 - len(set(members))) * 16  # room for 9 tokens more
+    for b, member in enumerate(members):
+        alone = models[member].score(models[member].cache(1, 140), context.select(torch.tensor([b]))).logits
+        torch.testing.assert_close(logits[b : b + 1], alone, rtol=1e-4, atol=1e-4)
+
+
 def test_short_prompts_take_one_forward(monkeypatch):
     model = sd.HFModel(tiny("llama"))
     counts = fed(monkeypatch)

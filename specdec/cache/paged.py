@@ -325,7 +325,8 @@ class PagedCache(TokenIndex, KVStore):
         """As ``hold`` does the first time, make the pool large enough for rows of ``lengths`` tokens and for what may follow them.
 
         Args:
-            alike: ``(rows, tokens)`` of each group of these rows that will share the pages that their first ``tokens`` fill.
+            alike: ``(rows, tokens)`` of each group of rows that will all hold the pages that their first ``tokens`` fill. (Two groups have at
+                most one row in common.)
         """
         if any(self._pages):
             return
