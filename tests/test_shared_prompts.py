@@ -81,6 +81,8 @@ def test_prompts_that_begin_alike(monkeypatch, page):
     assert torch.allclose(model.score(other, context).logits, logits, atol=1e-9)
     assert counts[3:] == [sum(map(len, prompts))]
     if page:
+        # with room for 6 tokens more: those of each row alone, less what equal rows share, less what others share with row 0
+        assert cache.pool.pages == (20 + 14 + 20 + 20 + 14 + 20 + 20 + 20) - (12 + 19) - 3 * 18
         held = [{p for b in range(8) for p in c.table(b)} for c in (cache, other)]
         assert len(held[1]) == 20 + 13 + 19 + 20 + 13 + 20 + 19 + 19
         assert (
@@ -112,6 +114,8 @@ def test_short_prompts_take_one_forward(monkeypatch):
     counts = fed(monkeypatch)
     model.score(model.cache(4, 40), sd.Context.of([[1, 2, 3, 4]] * 4, 40))
     assert counts == [16]
+    model.score(model.cache(3, 160), sd.Context.of([[5] + [0] * n for n in (80, 90, 100)], 160))
+    assert counts[1:] == [81 + 91 + 101]  # even where the slots after a prompt look like the prompt
 
 
 def test_samples_are_those_of_single_rows(monkeypatch):
