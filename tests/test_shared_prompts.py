@@ -7,7 +7,8 @@ import torch
 from tiny import tiny
 
 import specdec as sd
-from specdec.models import shared_prompts
+from specdec.models import HFModel, shared_prompts
+from specdec.models.stacked import StackedModel
 
 LONG = [(7 * i + 3) % 90 for i in range(60)]
 PROMPTS = [LONG, LONG, [5, 6, 7], LONG, [9] * 70, [9] * 70]
@@ -54,11 +55,67 @@ def test_only_rows_that_are_asked_for_and_empty(monkeypatch):
     assert [len(cache.row(b)) for b in range(6)] == [59, 59, 0, 59, 59, 59]
 
 
+@pytest.mark.parametrize("page", [None, 8])
+def test_prompts_that_begin_alike(monkeypatch, page):
+    """One beginning of 150 tokens with four endings, one of them twice; two prompts that differ in their last token; one that differs at once."""
+    model = sd.HFModel(tiny("llama"), page=page)
+    system, other = LONG * 2 + LONG[:30], [4] * 100
+    prompts = [
+        [*system, 1, 2, 3],
+        [*other, 1],
+        [*system, 1, 9],
+        [*system, 8, 8, 8, 8],
+        [*other, 2],
+        [*system, 8, 8, 8, 8],
+        system,
+        [3, *system],
+    ]
+    context = sd.Context.of(prompts, 160)
+    counts = fed(monkeypatch)
+    logits = model.score(cache := model.cache(8, 160), context).logits
+    # rows 0 and 1; row 3 after the beginning; what is left of all rows, the whole of the last
+    assert counts == [152 + 100, 3, 7 + 151]
+    assert [cache.row(b) for b in range(8)] == prompts
+    monkeypatch.setattr(shared_prompts, "LEAST", 10**9)
+    other = model.cache(8, 160)
+    assert torch.allclose(model.score(other, context).logits, logits, atol=1e-9)
+    assert counts[3:] == [sum(map(len, prompts))]
+    if page:
+        # with room for 6 tokens more: those of each row alone, less what equal rows share, less what others share with row 0
+        assert cache.pool.pages == (20 + 14 + 20 + 20 + 14 + 20 + 20 + 20) - (12 + 19) - 3 * 18
+        held = [{p for b in range(8) for p in c.table(b)} for c in (cache, other)]
+        assert len(held[1]) == 20 + 13 + 19 + 20 + 13 + 20 + 19 + 19
+        assert (
+            len(held[0]) == 18 + 2 + 13 + 1 + 2 + 1 + 1 + 1 + 19
+        )  # row 1's last page is its own, as those of others
+    again = model.score(cache, sd.Context.of([[*p, 7] for p in prompts], 160)).logits
+    expected = model.score(other, sd.Context.of([[*p, 7] for p in prompts], 160)).logits
+    assert torch.allclose(again, expected, atol=1e-9)
+
+
+@pytest.mark.parametrize("members", [[0, 0, 0, 0], [0, 1, 1, 0]])
+def test_different_prompts_of_one_beginning(monkeypatch, members):
+    """No two are equal; the members of a stack read the beginning for themselves."""
+    models = [sd.HFModel(tiny("llama", n), page=8) for n in (1, 2)]
+    stack = StackedModel(models)
+    stack.read_as(torch.tensor(members))
+    context = sd.Context.of([[*LONG, *LONG, *LONG[:8], n, n, n] for n in range(4)], 140)
+    counts = fed(monkeypatch)
+    logits = stack.score(cache := stack.cache(4, 140), context).logits
+    assert counts == ([130, 3 * 3 + 1] if len(set(members)) == 1 else [260, 2 * 3 + 2])
+    assert cache.pool.pages == 4 * 18 - (4 - len(set(members))) * 16  # room for 9 tokens more
+    for b, member in enumerate(members):
+        alone = models[member].score(models[member].cache(1, 140), context.select(torch.tensor([b]))).logits
+        torch.testing.assert_close(logits[b : b + 1], alone, rtol=1e-4, atol=1e-4)
+
+
 def test_short_prompts_take_one_forward(monkeypatch):
     model = sd.HFModel(tiny("llama"))
     counts = fed(monkeypatch)
     model.score(model.cache(4, 40), sd.Context.of([[1, 2, 3, 4]] * 4, 40))
     assert counts == [16]
+    model.score(model.cache(3, 160), sd.Context.of([[5] + [0] * n for n in (80, 90, 100)], 160))
+    assert counts[1:] == [81 + 91 + 101]  # even where the slots after a prompt look like the prompt
 
 
 def test_samples_are_those_of_single_rows(monkeypatch):
@@ -88,3 +145,20 @@ def test_a_model_that_decides_what_queries_see_reads_every_row(monkeypatch):
     counts = fed(monkeypatch)
     model.score(model.cache(3, 80), sd.Context.of([LONG] * 3, 80))
     assert counts == [180]
+
+
+@pytest.mark.parametrize("page", [None, 16])
+@pytest.mark.parametrize("family", [{}, {"dtype": torch.float32, "hidden_size": 64}])
+def test_members_of_a_stack_read_a_prompt_for_themselves(page, family):
+    members = [HFModel(tiny("llama", n, **family), page=page) for n in (1, 2)]
+    stack = StackedModel(members)
+    who = [0, 1, 0, 1, 1]
+    stack.read_as(torch.tensor(who))
+    context = sd.Context.of([LONG * 3] * 5, capacity=200)
+    cache = stack.cache(5, 200)
+    logits = stack.score(cache, context).logits
+    for b, member in enumerate(who):
+        alone = members[member].score(members[member].cache(1, 200), context.select(torch.tensor([b]))).logits
+        torch.testing.assert_close(logits[b : b + 1], alone, rtol=1e-4, atol=1e-4)
+    if page:
+        assert cache.pool.pages - len(cache.pool.free) == 2 * 11 + 5

@@ -2,11 +2,14 @@
 
 Slot ``s`` of a row is slot ``s % page`` of page ``table[s // page]`` of the row's own table. A row holds the pages that its slots need:
 they are taken before a forward that needs them, and returned when the row is rolled back (at the next forward) or leaves.
+
+Rows that have the same text may hold the same pages. Who writes to a slot calls ``PagedCache._own`` before, which replaces pages from that slot
+on by the row's own where other rows hold them too; so pages below it stay shared.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -31,11 +34,12 @@ class PagePool(Slots):
     Attributes:
         layers: for each layer its keys ``[pages, page, H, D]`` and values ``[pages, page, H, Dv]``; other tensors after it has grown.
         free: numbers of the pages that no row holds. They keep what was last written to them, zeros at first.
+        holders: for each page, how many rows hold it.
     """
 
     def __init__(self, shapes: Sequence[KVShape], page: int):
         super().__init__(shapes, 0, page)
-        self.page, self.free = page, list[int]()
+        self.page, self.free, self.holders = page, list[int](), list[int]()
 
     @property
     def pages(self) -> int:
@@ -62,11 +66,30 @@ class PagePool(Slots):
         kept = len(self.free) - count
         taken = self.free[kept:]
         del self.free[kept:]
+        for p in taken:
+            self.holders[p] = 1
         return taken[::-1]
 
+    def share(self, pages: Iterable[int]) -> None:
+        """Note that one more row holds each of these pages, which are held."""
+        for p in pages:
+            assert self.holders[p], f"page {p} is shared, and no row holds it"
+            self.holders[p] += 1
+
     def give(self, pages: Sequence[int]) -> None:
-        """Return pages to the pool."""
-        self.free += reversed(pages)
+        """Return the pages of a row to the pool; those that no other row holds become free."""
+        for p in reversed(pages):
+            assert self.holders[p], f"page {p} is returned, and no row holds it"
+            self.holders[p] -= 1
+            if not self.holders[p]:
+                self.free.append(p)
+
+    def reserve(self, count: int) -> None:
+        """Have ``count`` free pages, if there is memory for them."""
+        have = self.pages
+        pages = max(have + count - len(self.free), have + have // 2)
+        if count > len(self.free) and self._short(pages) is None:
+            self._become(pages)
 
     def _grow(self, lack: int, reserve: int, rows: str) -> None:
         have = self.pages
@@ -96,7 +119,7 @@ class PagePool(Slots):
         if not self.pages:
             return (
                 f"a paged KV cache{rows} needs {need} pages of {self.page} tokens, {room}: {fit} pages would fit, {fit * self.page} "
-                f"tokens over all rows; {remedy}"
+                f"tokens over all rows, shared ones counted once; {remedy}"
             )
         return (
             f"all {self.pages} pages of {self.page} tokens are taken and the KV cache{rows} needs {need}: the larger pool takes {room} "
@@ -115,6 +138,7 @@ class PagePool(Slots):
         self._whole = self._blocks = blocks
         self._view()
         self.free += range(pages - 1, have - 1, -1)
+        self.holders += [0] * (pages - have)
 
 
 class PagedCache(TokenIndex, KVStore):
@@ -167,7 +191,7 @@ class PagedCache(TokenIndex, KVStore):
         return PagedCache(self.pool, batch, capacity)
 
     def hold(self, rows: Sequence[Row]) -> dict[int, list[int]]:
-        """Take pages for all tokens that rows are about to be fed, and return those that no row needs.
+        """Take pages for all tokens that rows are about to be fed, where no other row holds them, and return those that no row needs.
 
         The first time, the pool is made large enough for what these rows may grow to: ``capacity`` is the longest text and all that may
         follow it, and as many tokens may follow the other texts.
@@ -177,34 +201,66 @@ class PagedCache(TokenIndex, KVStore):
         Raises:
             MemoryError: there are too few; every row keeps its pages.
         """
-        page, ends = self.page, [n + fed for n, fed in zip(self._lengths, self._fed)]
-        first = not any(self._pages)
+        page, ends, reserve = self.page, self._used(), 0
         for r in rows:
             ends[r.b] = max(ends[r.b], r.end)
-        wanted = [-(-end // page) for end in ends]
-        for pages, want in zip(self._pages, wanted):
-            if len(pages) > want:
-                self.pool.give(pages[want:])
-                del pages[want:]
-        lack = sum(wanted) - sum(map(len, self._pages))
-        if lack:
-            reserve = 0
-            if first:
-                room = self.capacity - max(ends)
-                reserve = sum(-(-(r.end + room) // page) - wanted[r.b] for r in rows)
-            some = iter(
-                self.pool.take(lack, reserve, f" of {self.batch} rows with {sum(ends)} tokens in all")
-            )
-            for pages, want in zip(self._pages, wanted):
-                pages += [next(some) for _ in range(want - len(pages))]
+        if not any(self._pages):
+            room = self.capacity - max(ends)
+            reserve = sum(-(-(r.end + room) // page) + (-r.end // page) for r in rows)
+        self._own({r.b: r.first for r in rows}, ends, reserve)
         return {r.b: self.table(r.b) for r in rows}
+
+    def _own(self, starts: Mapping[int, int], ends: Sequence[int], reserve: int = 0) -> None:
+        """Let every row hold the pages of the slots below ``ends [B]``, and no others; those from slot ``starts[b]`` on are row b's own.
+
+        What a row holds in a page that it shared is copied. Of rows that are about to write to the same page, the last one keeps it.
+
+        Raises:
+            MemoryError: there are too few pages; every row keeps those of its slots.
+        """
+        page, wanted = self.page, [-(-end // self.page) for end in ends]
+        for pages, want in zip(self._pages, wanted):
+            self.pool.give(pages[want:])
+            del pages[want:]
+        lack, copies = sum(wanted) - sum(map(len, self._pages)), list[tuple[int, int]]()
+        left: dict[int, int] = {}  # how many rows hold a page, less those that get another
+        for b, start in starts.items():
+            for i, p in enumerate(self._pages[b][start // page :], start // page):
+                left[p] = left.get(p, self.pool.holders[p]) - 1
+                if left[p]:
+                    copies.append((b, i))
+        if not lack and not copies:
+            return
+        tokens = f" of {self.batch} rows with {sum(ends)} tokens in all"
+        taken = self.pool.take(lack + len(copies), reserve, tokens)
+        source, target, used = list[int](), list[int](), self._used()
+        for (b, i), new in zip(copies, taken):
+            held = range(min(page, used[b] - i * page))
+            source += [self._pages[b][i] * page + s for s in held]
+            target += [new * page + s for s in held]
+        self.pool.copy(source, target)
+        for (b, i), new in zip(copies, taken):
+            self.pool.give([self._pages[b][i]])
+            self._pages[b][i] = new
+        some = iter(taken[len(copies) :])
+        for pages, want in zip(self._pages, wanted):
+            pages += [next(some) for _ in range(want - len(pages))]
+
+    def _used(self) -> list[int]:
+        """``[B]``: the slots of each row that hold a token or a node."""
+        return [n + fed for n, fed in zip(self._lengths, self._fed)]
 
     def append(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Put ``key [1, H, T, D]`` and ``value [1, H, T, Dv]`` into the pool's flat ``slots [T]``; returns its buffers."""
         return self.pool.append(layer, slots, key, value)
 
     def commit(self, context: Context, verdict: Verdict) -> None:
-        """As ``SlotCache.commit``."""
+        """As ``SlotCache.commit``.
+
+        Raises:
+            MemoryError: nodes have to move in pages that other rows hold, and there are no pages for copies; nothing changes.
+        """
+        self._own({b: n for b, (n, fed) in enumerate(zip(self._lengths, self._fed)) if fed}, self._used())
         source: list[int] = []
         target: list[int] = []
         for b, start, path in self.accept(context, verdict):
@@ -216,43 +272,36 @@ class PagedCache(TokenIndex, KVStore):
     def select(self, rows: Tensor) -> PagedCache:
         """The cache of some rows, in the given order; the old object must not be used again.
 
-        Pages of rows that leave are returned. Nothing is copied, except for a row that is selected more than once.
+        Pages of rows that leave are returned. Nothing is copied: a row that is selected more than once shares its pages with itself.
         """
         order = rows.tolist()
         if order == list(range(self.batch)):
             return self
-        again = [i for i, b in enumerate(order) if b in order[:i]]
-        copies = iter(self.pool.take(sum(len(self._pages[order[i]]) for i in again)))
-        pages = [self._pages[b] for b in order]
-        for i in again:
-            pages[i] = [next(copies) for _ in self._pages[order[i]]]
-            self._copy(self, order[i], pages[i])
         new = self.beside(0, self.capacity)
-        new._pages = pages
+        new._pages = [list(self._pages[b]) for b in order]
         new._hold(*self._rows(order))
-        self._leave([held for b, held in enumerate(self._pages) if b not in order])
+        for i, b in enumerate(order):
+            if b in order[:i]:
+                self.pool.share(self._pages[b])
+        self._leave([pages for b, pages in enumerate(self._pages) if b not in order])
         self._pages = []
         return new
 
     def join(self, other: PagedCache) -> PagedCache:
         """A cache of both caches' rows, these first; neither may be used again.
 
-        Where both share a pool (``beside``) nothing is copied; otherwise the entries of ``other`` are copied to pages of this cache's pool.
+        Where both have the same pool (``beside``) nothing is copied; otherwise the entries of ``other`` are copied to pages of this cache's
+        pool, once for all rows that share them.
 
         Raises:
             MemoryError: there are no pages for them; neither cache changes.
         """
         mine, theirs, capacity = self.batch, other.batch, max(self.capacity, other.capacity)
-        new = self.beside(0, capacity)
         if other.pool is self.pool:
             more, other._pages = other._pages, []
         else:
-            used = [n + fed for n, fed in zip(other._lengths, other._fed)]
-            counts = [-(-n // self.page) for n in used]
-            some = iter(self.pool.take(sum(counts), 0, f" of {mine + theirs} rows"))
-            more = [[next(some) for _ in range(count)] for count in counts]
-            for b, pages in enumerate(more):
-                self._copy(other, b, pages)
+            more = self._copies(other)
+        new = self.beside(0, capacity)
         new._pages, self._pages = [*self._pages, *more], []
         tokens = np.zeros((mine + theirs, capacity), dtype=np.int64)
         tokens[:mine, : self.capacity], tokens[mine:, : other.capacity] = self._tokens, other._tokens
@@ -260,14 +309,47 @@ class PagedCache(TokenIndex, KVStore):
         return new
 
     def take(self, b: int, other: PagedCache, i: int) -> None:
-        """Row ``b`` becomes row ``i`` of ``other``, a cache of the same pool (``beside``); nothing is copied."""
-        self._pages[b], other._pages[i] = other._pages[i], self._pages[b]
+        """Row ``b`` becomes row ``i`` of ``other``, a cache of the same pool (``beside``); nothing is copied.
+
+        Within one cache both rows then share their pages; row ``i`` of another cache must not be used again.
+        """
+        if other is self:
+            self.pool.share(self._pages[i])
+            self.pool.give(self._pages[b])
+            self._pages[b] = list(self._pages[i])
+        else:
+            self._pages[b], other._pages[i] = other._pages[i], self._pages[b]
         self._become(b, other, i)
 
-    def _copy(self, other: PagedCache, b: int, pages: list[int]) -> None:
-        """Copy what row ``b`` of ``other`` holds into ``pages`` of this cache's pool."""
-        used = range(other._lengths[b] + other._fed[b])
-        self.pool.copy(other._flat(other._pages[b], used), self._flat(pages, used), other.pool)
+    def expect(self, lengths: Sequence[int], alike: Sequence[tuple[int, int]]) -> None:
+        """As ``hold`` does the first time, make the pool large enough for rows of ``lengths`` tokens and for what may follow them.
+
+        Args:
+            alike: ``(rows, tokens)`` of each group of rows that will all hold the pages that their first ``tokens`` fill. (Two groups have at
+                most one row in common.)
+        """
+        if any(self._pages):
+            return
+        room = self.capacity - max(lengths)
+        each = sum(-(-(n + room) // self.page) for n in lengths)
+        self.pool.reserve(each - sum((rows - 1) * (tokens // self.page) for rows, tokens in alike))
+
+    def _copies(self, other: PagedCache) -> list[list[int]]:
+        """Pages of this cache's pool with what the rows of ``other`` hold; where the slots of two pages would be the same, they are one."""
+        rows = []
+        for pages, used in zip(other._pages, other._used()):
+            slots = other._flat(pages, range(used))
+            rows.append([tuple(slots[n : n + self.page]) for n in range(0, used, self.page)])
+        made = dict.fromkeys(slots for row in rows for slots in row)
+        some = self.pool.take(len(made), 0, f" of {self.batch + other.batch} rows")
+        at = dict(zip(made, some))
+        target = [p * self.page + n for slots, p in at.items() for n in range(len(slots))]
+        self.pool.copy([slot for slots in made for slot in slots], target, other.pool)
+        more = [[at[slots] for slots in row] for row in rows]
+        for pages in more:
+            self.pool.share(pages)
+        self.pool.give(some)
+        return more
 
     def _flat(self, pages: list[int], slots: Sequence[int]) -> list[int]:
         """Flat numbers, in the pool, of a row's slots."""

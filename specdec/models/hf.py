@@ -50,8 +50,7 @@ class HFModel:
         unlisted: ``"packed"`` tries a family that is not listed, after comparing it with its own plain forward.
         attention: how attention is computed, a name of ``kernels.attention.BACKENDS``: ``"packed"``, ``"padded"`` to the longest row,
             ``"decomposed"`` into fragments (docs/decomposition.md), ``"native"`` (C, on the CPU), ``"cpu"`` (C where it can), or, on a GPU, ``"triton"``,
-            ``"torch_flash"`` and ``"flash_attn"``; all compute the same. ``"auto"`` chooses for each layer
-            (``kernels.attention.explain`` says which, and why not the others).
+            ``"torch_flash"`` and ``"flash_attn"``; all compute the same. ``"auto"`` chooses for each layer (``kernels.attention.explain`` says which and why).
         page: slots of a page, for KV in pages that rows take as they grow (docs/models.md); ``None``: the same slots for every row.
         graphs: whether small steps (decoding, verification, a draft's tokens) are captured once for each shape and replayed as CUDA graphs.
             ``"auto"`` does so where possible, on a GPU, ``True`` refuses other models. For tests on any device, ``"eager"`` runs the same steps without
@@ -78,6 +77,7 @@ class HFModel:
     """
 
     steps: Steps | None = None  # captured steps, if any
+    readers: Sequence[int] | None = None  # which of its members reads each row, of a model that has members
 
     def __init__(
         self,

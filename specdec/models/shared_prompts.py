@@ -1,4 +1,4 @@
-"""Many samples of one prompt: it is fed once, and its keys and values are copied to the other rows."""
+"""Prompts that are equal or begin alike: what they share is fed once, and other rows share its pages, or copy its keys and values in slots."""
 
 from __future__ import annotations
 
@@ -8,35 +8,56 @@ import torch
 from torch import Tensor
 
 from specdec.cache.contiguous import SlotCache
+from specdec.cache.paged import PagedCache
 from specdec.types import Context
 
 LEAST = 128  # tokens to save; below that, a second forward costs as much
 
 
 def share_prompts(model: Any, cache: Any, context: Context, rows: Tensor | None) -> None:
-    """Feed each prompt that several empty rows of the cache have (of ``rows``; ``None``: all) once, except its last token.
+    """Feed what several empty rows of the cache (of ``rows``; ``None``: all) have in common once; the last token of a prompt is not fed.
 
-    A prompt's keys and values do not depend on the row, so the rows continue as if they had read it themselves. Nothing is done where that
-    saves less than ``LEAST`` tokens.
+    A token's keys and values do not depend on the row, so the rows continue as if they had read it themselves. Nothing is done for equal
+    prompts that save less than ``LEAST`` tokens in all, and for prompts that begin alike for less than ``LEAST`` tokens.
 
     Args:
-        model: whose ``prefill`` feeds the rows. cache: other caches than a ``SlotCache`` are left alone.
+        model: whose ``prefill`` feeds the rows; ``model.readers`` are its members that read them, if it has any.
+        cache: other caches than a ``SlotCache`` or a ``PagedCache`` are left alone.
     """
-    if type(cache) is not SlotCache:
+    if type(cache) not in (SlotCache, PagedCache):
         return
     empty = cache.empty_rows()
     if len(empty) < 2:
         return
     asked = None if rows is None else set(rows.tolist())
     words, length = context.tokens.numpy(), context.length.tolist()
-    alike: dict[bytes, list[int]] = {}
+    empty = [b for b in empty if asked is None or b in asked]
+    alike: dict[tuple[bytes, int], list[int]] = {}
+    starts: dict[tuple[bytes, int], int] = {}
+    shared: list[tuple[int, int]] = []  # how many rows share how many tokens
+    roots: dict[int, int] = {}  # row -> another row that begins alike
     for b in empty:
-        if asked is None or b in asked:
-            alike.setdefault(words[b, : length[b] - 1].tobytes(), []).append(b)
+        reader = 0 if model.readers is None else model.readers[b]
+        group = alike.setdefault((words[b, : length[b] - 1].tobytes(), reader), [])
+        group.append(b)
+        root = b if length[b] <= LEAST else starts.setdefault((words[b, :LEAST].tobytes(), reader), b)
+        if root != b == group[0]:
+            end = min(length[b], length[root]) - 1
+            differ = words[b, :end] != words[root, :end]
+            roots[b] = root
+            shared.append((2, int(differ.argmax()) if differ.any() else end))
     groups = [group for group in alike.values() if len(group) > 1]
-    if sum((len(group) - 1) * (length[group[0]] - 1) for group in groups) < LEAST:
+    shared += [(len(group), length[group[0]] - 1) for group in groups]
+    if sum((count - 1) * tokens for count, tokens in shared) < LEAST:
         return
-    model.prefill(cache, context, torch.tensor([group[0] for group in groups]))
-    for first, *others in groups:
+    if isinstance(cache, PagedCache):
+        cache.expect([length[b] for b in empty], shared)
+    first = {roots.get(group[0], group[0]) for group in groups} | set(roots.values())
+    model.prefill(cache, context, torch.tensor(sorted(first)))
+    for b, root in roots.items():
+        cache.take(b, cache, root)  # what differs is rolled back
+    if roots and groups:
+        model.prefill(cache, context, torch.tensor([group[0] for group in groups]))
+    for one, *others in groups:
         for b in others:
-            cache.take(b, cache, first)
+            cache.take(b, cache, one)

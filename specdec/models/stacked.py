@@ -68,6 +68,11 @@ class StackedModel(HFModel):
         """Set ``member [B]`` (on the host): which model reads each row in the next calls."""
         self._path.member = member.tolist()
 
+    @property
+    def readers(self) -> list[int]:  # type: ignore[override]
+        """``[B]``: the member that reads each row."""
+        return self._path.member
+
     def __repr__(self) -> str:
         return f"StackedModel({self.members} x {super().__repr__()})"
 
