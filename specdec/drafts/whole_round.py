@@ -65,7 +65,11 @@ class ModelDrafting(Drafting):
 
 
 def without_steps(model: Any) -> str | None:
-    """Why a model is not exactly an ``HFModel`` with graphs, as a predicate ("has no graphs"); ``None`` if it is one."""
-    if type(model) is HFModel:
+    """Why a model is not exactly an ``HFModel`` with graphs, as a predicate ("has no graphs"); ``None`` if it is one.
+
+    A subclass that only makes other caches (``HFModel.plain``) counts as the model that it was made from.
+    """
+    kind = type(model.plain if isinstance(model, HFModel) else model)
+    if kind is HFModel:
         return None if model.steps is not None else "has no graphs"
-    return f"is a {type(model).__name__}"
+    return f"is a {kind.__name__}"

@@ -241,7 +241,10 @@ class HFModel:
 
     @property
     def plain(self) -> HFModel:
-        """The model to which a mask is applied: itself. A subclass that only makes other caches returns the model it was made from."""
+        """The model to which a mask is applied, and whose forward whole rounds capture: itself.
+
+        A subclass that only makes other caches returns the model it was made from. What it overrides is bypassed after the prompt.
+        """
         return self
 
     def cache(self, batch: int, capacity: int) -> Cache:
