@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_lab_grid import GRID, MODEL, synthetic
+from test_lab_grid import GRID, MODEL, runs, synthetic, texts
 from tiny import byte_tokenizer, tiny
 
 import specdec as sd
@@ -327,6 +327,7 @@ def test_methods_appear_as_soon_as_they_are_not_refused(folder, short, choosy):
     whole = Methods(replace(s, executor="serial"))
     assert (whole.left_out, len(whole.names)) == ({}, 7)
     assert all(type(whole.decoder(name, 4).executor) is Serial for name in whole.names[1:])
+    assert whole.groups(2, 24)[0].context.tokens.shape[1] == capacity(24, s.new_tokens, 4)
 
 
 def test_an_executor_that_cannot_run_plain_decoding_is_refused(folder):
@@ -344,9 +345,11 @@ def test_programs_of_all_methods_and_lengths_are_kept(folder, short):
     lab, groups = Grid(s, parts), parts.groups(2, 24)
     cases = [(name, k) for name in parts.names for k in ([0] if name == "plain" else parts.lengths)]
     for turn in range(3):
-        runs = [lab.run(steady.Measured(name, k, []), groups, turn) for name, k in cases]
+        made = [lab.run(steady.Measured(name, k, []), groups, turn) for name, k in cases]
     assert len(captured(parts.target)) == len(cases) >= 4
-    assert not any(run.captured for run in runs)
+    assert not any(run.captured for run in made)
+    # A row has room for the round that is not counted, too.
+    assert groups[0].context.tokens.shape[1] == capacity(24, 1 + 1, 4)
 
 
 # -- rows and fits -------------------------------------------------------------------------------------------------------------------
@@ -372,6 +375,9 @@ def test_rounds_of_two_executors_are_never_compared_or_fitted_together():
         grid_rows(one, set(), None, 20)
     with pytest.raises(ValueError, match="ran under no executor"):
         steady.executor_of([])
+    some = {(2, 8): [runs("plain", 0, [1.0] * 6), runs("vanilla", 4, [1.0] * 6), runs("spire", 4, [1.2] * 6)]}
+    rows = grid_rows(under("ahead", some), set(), None, 4, texts())
+    assert {(r["part"], r["executor"]) for r in rows} == {("grid", "ahead"), ("ratio", "ahead")}
 
 
 def test_the_hosts_share_of_rounds_launched_ahead_is_one_term():
