@@ -211,7 +211,7 @@ def short(monkeypatch):
     monkeypatch.setattr(grid, "BARE_REPEATS", 1)
     monkeypatch.setattr(methods, "LEAST_ROWS", 1)
     monkeypatch.setattr(
-        methods, "prompts", lambda: [f"text {i} and what follows it, and so on" for i in range(4)]
+        methods, "prompts", lambda: [f"text {i} and what follows it, and so on and on" for i in range(4)]
     )
 
 
