@@ -290,7 +290,6 @@ def test_every_method_of_a_grid_runs_under_its_executor(more, folder, short, cap
             speed = r["tau"] / r["round_seconds"] * here["plain"]["round_seconds"] / here["plain"]["tau"]
             assert r["multiplier"] == pytest.approx(speed)
             assert (r["draft_seconds"], r["verify_seconds"]) == (0, 0)  # a round is one step
-            assert bool(r["modelled"]) == bool(more)  # one point is too few for a model
     # Bare steps are those of captured chains, as under Serial; the draft's share of the host's work is not known.
     bare = {
         (r["method"], r["batch"], r["context"]): r
@@ -300,8 +299,10 @@ def test_every_method_of_a_grid_runs_under_its_executor(more, folder, short, cap
     assert bare.keys() == {(name, *point) for name in parts.names[1:] for point in s.points}
     assert all(r["replayed"] for r in bare.values())
     drawing = [r["value"] for r in rows if str(r.get("quantity")).startswith("host_draft_")]
-    assert bool(drawing) == bool(more)
     assert not any(drawing)
+    if more:  # one point may be too few for a model
+        assert drawing
+        assert all(r["modelled"] for r in measured)
     report(rows)
     said = capsys.readouterr().out
     assert "k = 4: multiplier [modelled], whole rounds launched ahead" in said
