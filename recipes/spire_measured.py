@@ -11,6 +11,9 @@ every method, context and k, before anything is timed. Rounds are timed from the
 prompts and fresh random numbers in every repeat; figures are medians over --repeats, or up to four times as many if rounds are short.
 Intervals are 95 % bootstraps over packages (for tau) and repeats (for times). ratio: SPIRe over every other draft, paired.
 
+--executor ahead (with --graphs) runs all methods as whole captured rounds, launched a round ahead, and leaves out those that have none. A round
+is always in flight there, so the clock runs from the first round's verdict on, and that round is not counted.
+
 Best k: a short run at k = 4 and one at the k farthest from it give the time of a round; the two k with the best estimate are measured,
 besides k = 4.
 

@@ -3,7 +3,8 @@
 The text is the Python source on this machine, without the packages of the held-out prompts. The 67 M target is trained, then its
 drafts: vanilla (an eighth of the target), the same distilled, and SPIRe. τ is exact on texts sampled from the target after held-out
 contexts; each small draft is also evaluated under SPIRe's window, a control that the paper lacks. The grid is that of ``lab.grid``,
-beside the throughput model with this machine's constants.
+beside the throughput model with this machine's constants. It is measured twice: first under ``executors.Ahead``, where Python's launches
+do not count, then under ``Serial``. Each has a plain round, a fit and rows of its own.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ import random
 import sysconfig
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from time import monotonic
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -40,7 +43,7 @@ from specdec.training.train import train
 TARGET = "paper-target"
 DRAFTS = ("vanilla", "distilled_vanilla", "spire")
 WINDOW, SINKS, K = 64, 1, 4
-POINT = 15.0  # the most seconds of a point of the grid
+LOADING, POINT = 5.0, 15.0  # the most seconds until the models of a grid are loaded, and of one of its points
 
 
 def run(stage: Stage) -> None:
@@ -54,7 +57,8 @@ def run(stage: Stage) -> None:
                 "target": Part(0.3, study.train_target),
                 "drafts": Part(0.2, study.train_drafts),
                 "tau": Part(0.1, study.tau),
-                "grid": Part(0.3, study.grid),
+                "grid, ahead": Part(0.2, partial(study.grid, executor="ahead")),
+                "grid, serial": Part(0.15, partial(study.grid, executor="serial")),
             }
         )
 
@@ -201,11 +205,11 @@ class Study:
 
     # -- grid -------------------------------------------------------------------------------------------------------------------
 
-    def grid(self, stage: Stage) -> None:
-        """Multipliers of all methods over plain decoding, measured and modelled."""
+    def grid(self, stage: Stage, executor: Literal["serial", "ahead"]) -> None:
+        """Multipliers of all methods that an executor runs over plain decoding under it, measured and modelled."""
         if not {"vanilla", "spire"} <= self.drafts.keys():
             raise RuntimeError("there is no vanilla or no SPIRe draft")
-        if stage.late("grid", 0.0 if stage.toy else 30.0):
+        if stage.late(f"grid, {executor}", 0.0 if stage.toy else LOADING + POINT):
             return
         for name in self.drafts:
             self.drafts[name].cpu().save_pretrained(self.folder / name)
@@ -223,36 +227,39 @@ class Study:
             distilled=str(self.folder / other) if other in self.drafts else "", batches=batches, contexts=contexts,
             lengths=(K,), new_tokens=5 if toy else 20, repeats=1 if toy else 3, device=str(stage.device),
             dtype="float32" if toy else "bfloat16", seed=stage.seed, joined=True,
-            graphs="eager" if stage.device.type == "cpu" else "auto",
-            seconds=stage.deadline - monotonic() - (0 if toy else POINT),
+            graphs="eager" if stage.device.type == "cpu" else "auto", executor=executor,
         )  # fmt: skip
         rows: list[dict[str, Any]] = []
         try:
-            Grid(settings, Methods(settings), first, replayed=True).measure(
+            methods = Methods(settings)
+            left = stage.deadline - monotonic() - (0 if toy else POINT)
+            Grid(replace(settings, seconds=left), methods, first, replayed=True).measure(
                 lambda found: rows.__setitem__(slice(None), found)
             )
         finally:  # report the rows measured before an error, too
-            self._grid_rows(stage, rows)
+            self._grid_rows(stage, executor, rows)
             done = {(r["batch"], r["context"]) for r in rows if r["part"] == "grid"}
             for batch, context in sorted(set(settings.points) - done):
                 stage.skip(
-                    f"grid, {batch} x {context}",
+                    f"grid, {batch} x {context}, {executor}",
                     "not run: its share of the time was used up, or an error came first",
                 )
 
     @staticmethod
-    def _grid_rows(stage: Stage, rows: list[dict[str, Any]]) -> None:
+    def _grid_rows(stage: Stage, executor: str, rows: list[dict[str, Any]]) -> None:
+        for r in (r for r in rows if r["part"] == "left_out"):
+            stage.row(f"{r['method']}, {executor}", executor=executor, note=f"left out: {r['why']}")
         for r in (r for r in rows if r["part"] == "bare"):
             what = f"{r['method']}{' draft' if r['method'] != 'target' else ''}, {r['tokens']} tokens a row"
             note = {"note": "of its captured chain"} if r.get("replayed") else {}
-            stage.row(f"bare step, {what}, {r['batch']} x {r['context']}", r["seconds"],
+            stage.row(f"bare step, {what}, {r['batch']} x {r['context']}, grid {executor}", r["seconds"],
                     modelled_seconds=r["modelled_seconds"], replayed=bool(note), **note)  # fmt: skip
         found = {(r["batch"], r["context"], r["method"]): r for r in rows if r["part"] == "grid"}
         for (batch, context, method), r in found.items():
             modelled = r["modelled"]
             stage.row(
-                f"{method}, {batch} x {context}", r["round_seconds"], multiplier=r["multiplier"], modelled=modelled,
-                tau=r["tau"], fitted=r["fitted"],
+                f"{method}, {batch} x {context}, {executor}", r["round_seconds"], multiplier=r["multiplier"], modelled=modelled,
+                tau=r["tau"], fitted=r["fitted"], executor=r["executor"],
                 note=f"multiplier {r['multiplier']:.2f}, modelled {'-' if modelled is None else f'{modelled:.2f}'}, "
                 f"tau {r['tau']:.2f}",
             )  # fmt: skip
@@ -264,8 +271,8 @@ class Study:
                 for m in ("vanilla", "windowed", "distilled_vanilla", "magicdec")
                 if (batch, context, m) in found
             }
-            stage.row(f"spire over others, {batch} x {context}", **{f"over_{m}": v for m, v in over.items()},
-                    note=", ".join(f"{m} {v:.2f}" for m, v in over.items()))  # fmt: skip
+            stage.row(f"spire over others, {batch} x {context}, {executor}", executor=r["executor"],
+                    **{f"over_{m}": v for m, v in over.items()}, note=", ".join(f"{m} {v:.2f}" for m, v in over.items()))  # fmt: skip
 
 
 def sources(megabytes: float, seed: int, everything: bool) -> Iterator[str]:

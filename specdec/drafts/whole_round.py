@@ -64,8 +64,13 @@ class ModelDrafting(Drafting):
         return forward
 
 
+def class_of(model: Any) -> type:
+    """The class of a model, or, where it only makes other caches, of the one that it was made from (``HFModel.plain``)."""
+    return type(model.plain if isinstance(model, HFModel) else model)
+
+
 def without_steps(model: Any) -> str | None:
-    """Why a model is not exactly an ``HFModel`` with graphs, as a predicate ("has no graphs"); ``None`` if it is one."""
-    if type(model) is HFModel:
+    """Why a model is not exactly an ``HFModel`` with graphs (by ``class_of``), as a predicate ("has no graphs"); ``None`` if it is one."""
+    if class_of(model) is HFModel:
         return None if model.steps is not None else "has no graphs"
-    return f"is a {type(model).__name__}"
+    return f"is a {class_of(model).__name__}"

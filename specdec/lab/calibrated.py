@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from specdec.cost import AUTOREGRESSIVE, Fitted, Host, Load, Method, Round, Shape, Step, calibrate
 from specdec.cost.calibrate import CACHED
-from specdec.lab.steady import Measured
+from specdec.lab.steady import Measured, executor_of
 
 Pair = tuple[str, str]
 
@@ -74,7 +74,11 @@ class Bare(NamedTuple):
 
 
 class Around(NamedTuple):
-    """A method's host work: while drafting k tokens, and in the rest of a round."""
+    """A method's host work: while drafting k tokens, and in the rest of a round.
+
+    Under ``executors.Ahead`` the host works while the device does. There it is what a round takes beyond its forwards: the kernels of drawing
+    and of the verdict, and what of the host's work is not hidden.
+    """
 
     draft: Host
     rest: Host
@@ -85,6 +89,7 @@ class Calibrated:
     """A model with fitted constants.
 
     Attributes:
+        executor: of the rounds to which host work was fitted, and which it describes.
         error: the model's error of the logarithm of a ratio of two methods' round times, at points left out of the fit (root mean square
             over all pairs of methods); ``None``: not known. errors: the same by pair, names in order, with ``error`` counted as one more
             point; methods of one shape err alike, so their ratio is known better.
@@ -95,6 +100,7 @@ class Calibrated:
     hosts: Mapping[str, Around]
     error: float | None = None
     errors: Mapping[Pair, float] = field(default_factory=dict)
+    executor: str = "serial"
 
     def seconds(self, method: str, batch: int, context: float, k: int) -> float:
         """Seconds of a round."""
@@ -130,12 +136,14 @@ def fit(
 
     Args:
         apart: fit host work while drafting separately from the rest; not possible on an asynchronous device, where only the seconds of
-            the whole round include the device's work.
+            the whole round include the device's work, nor under ``executors.Ahead``, where a round is one step.
         leave_out: batches and contexts of ``rounds``, without bare steps, each of which is left out in turn to find the model's own
             error. Points inside the others' range show the error of what the model is for; at its corners it would have to extrapolate.
     Raises:
-        ValueError: too few steps, or no pair of methods at the points left out.
+        ValueError: too few steps, no pair of methods at the points left out, or rounds of several executors.
     """
+    executor = executor_of(m for some in rounds.values() for m in some)
+    apart = apart and executor != "ahead"
 
     def squares(machine: Fitted) -> dict[Pair, list[float]]:
         """Of every pair of methods: the mean square of its error at each point left out."""
@@ -155,7 +163,7 @@ def fit(
     samples = [(b.step, b.seconds) for b in bare]
     rank = (lambda made: _pooled(squares(made))) if leave_out else None
     machine = calibrate(samples, "this machine", cached_apart=True, cache=True, rank=rank)
-    made = Calibrated(model, machine, _hosts(model, machine, rounds, apart))
+    made = Calibrated(model, machine, _hosts(model, machine, rounds, apart), executor=executor)
     if not leave_out:
         return made
     found = squares(machine)

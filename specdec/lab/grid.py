@@ -96,7 +96,13 @@ class Grid:
         replayed = s.device != "cpu" if self.replayed is None else self.replayed
         found: dict[Point, list[Measured]] = {}
         bare: list[Bare] = []
-        rows: list[Row] = []
+        left_out: list[Row] = [
+            {"part": "left_out", "executor": s.executor, "method": method, "why": why}
+            for method, why in self.methods.left_out.items()
+        ]
+        rows = left_out
+        for method, why in self.methods.left_out.items():
+            progress(f"{method} is left out: {why}", stays=True)
         calibrated: Calibrated | None = None
         for done, (batch, context) in enumerate(points, 1):
             if found and perf_counter() - started > s.seconds:
@@ -108,11 +114,7 @@ class Grid:
             groups = self.methods.groups(batch, context)
             found[batch, context] = self.point(groups, context)
             if (batch, context) in fitted - set(inner):
-                decoders = {m: self.methods.decoder(m, K if m != "plain" else 0) for m in self.methods.names}
-                lengths, chain = (K, max(self.methods.lengths)), K if replayed else 0
-                bare += timed_steps(
-                    decoders, groups[0], context, lengths, BARE_REPEATS, self.methods.model, chain
-                )
+                bare += self.bare(groups[0], context, replayed)
             del groups
             if calibrated is None and fitted <= set(found):
                 mids = {(b, c, c + s.new_tokens / 2): found[b, c] for b, c in fitted}
@@ -121,12 +123,24 @@ class Grid:
                 except ValueError as why:  # the measurements are kept without a model
                     progress(f"no model: {why}", stays=True)
             rows = [
+                *left_out,
                 *grid_rows(found, fitted, calibrated, s.new_tokens, self.taus),
                 *constants(calibrated, bare),
             ]
             told(rows)
         progress(stays=True)
         return rows
+
+    def bare(self, group: Group, context: int, replayed: bool) -> list[Bare]:
+        """Bare steps at a grid point; they do not depend on the executor."""
+        s, methods = self.s, self.methods
+        decoders = {m: methods.decoder(m, K if m != "plain" else 0, "serial") for m in methods.names}
+        if replayed and s.executor != "serial":  # which captures no chain by itself
+            for decoder in decoders.values():
+                for _ in range(3):  # the last two are alike, and shapes are captured when they occur again
+                    steady(decoder, [group], s.new_tokens)
+        lengths, chain = (K, max(methods.lengths)), K if replayed else 0
+        return timed_steps(decoders, group, context, lengths, BARE_REPEATS, methods.model, chain)
 
     def point(self, groups: list[Group], context: int) -> list[Measured]:
         """All methods alternately at k = 4 and the two most promising k, which short warm-up runs determine."""

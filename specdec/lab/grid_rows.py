@@ -6,7 +6,7 @@ from typing import Any
 
 from specdec.lab.calibrated import Bare, Calibrated
 from specdec.lab.multipliers import Taus, interval, ratio, speed
-from specdec.lab.steady import Measured
+from specdec.lab.steady import Measured, executor_of
 
 K = 4
 """The paper's k, at which every method is measured besides its best k."""
@@ -22,16 +22,22 @@ def grid_rows(
     new_tokens: int,
     taus: Taus | None = None,
 ) -> list[Row]:
-    """A row for every measured method and k, grid points in order; with ``taus``, then SPIRe's speed over every other draft's."""
+    """A row for every measured method and k, grid points in order; with ``taus``, then SPIRe's speed over every other draft's.
+
+    Raises:
+        ValueError: methods ran under several executors.
+    """
     rows, pairs = [], []
+    executor = executor_of(m for cases in found.values() for m in cases)
     for (batch, context), cases in sorted(found.items()):
         plain = next(m for m in cases if m.method == "plain")
         best = {m.method: m for m in sorted(cases, key=lambda m: speed(m, context, taus))}
-        pairs += [] if taus is None else pair_rows(batch, context, cases, best, taus)
+        if taus is not None:
+            pairs += [{**row, "executor": executor} for row in pair_rows(batch, context, cases, best, taus)]
         for m in cases:
             tau, own = m.tau, speed(m, context, taus)
             row: Row = {
-                "part": "grid", "method": m.method, "batch": batch, "context": context, "k": m.k,
+                "part": "grid", "executor": executor, "method": m.method, "batch": batch, "context": context, "k": m.k,
                 "multiplier": own / speed(plain, context, taus), "modelled": None, "fitted": (batch, context) in fitted,
                 "best_k": m is best[m.method], "tau": tau, "tokens_per_second": batch * own,
                 "round_seconds": m.round_seconds, "modelled_round_seconds": None,
@@ -71,7 +77,7 @@ def pair_rows(
 
 
 def constants(calibrated: Calibrated | None, bare: list[Bare]) -> list[Row]:
-    """Rows of the fitted constants, and of the bare steps that they were fitted to."""
+    """Rows of the fitted constants, and of the bare steps that they were fitted to, which ran under no executor."""
     rows: list[Row] = [
         {"part": "bare", "method": b.what, "batch": b.batch, "context": b.context, "tokens": b.tokens}
         | {"seconds": b.seconds, "modelled_seconds": calibrated.machine.time(b.step) if calibrated else None}
@@ -83,10 +89,11 @@ def constants(calibrated: Calibrated | None, bare: list[Bare]) -> list[Row]:
     what = "flops bytes_per_second cached_bytes_per_second cache_bytes overhead overhead_per_layer overlapped"
     values = {name: getattr(calibrated.machine, name) for name in what.split()}
     values["median_error_on_bare_steps"] = calibrated.machine.error
-    rows += [{"part": "constant", "quantity": name, "value": value} for name, value in values.items()]
+    about = {"part": "constant", "executor": calibrated.executor}
+    rows += [{**about, "quantity": name, "value": value} for name, value in values.items()]
     errors = {("", ""): calibrated.error, **calibrated.errors}  # of all pairs, and of each
     rows += [
-        {"part": "constant", "quantity": "error_of_a_difference", "value": value}
+        {**about, "quantity": "error_of_a_difference", "value": value}
         | ({"method": one, "over": other} if one else {})
         for (one, other), value in errors.items()
     ]
@@ -94,5 +101,5 @@ def constants(calibrated: Calibrated | None, bare: list[Bare]) -> list[Row]:
         for where, host in around._asdict().items():
             for name, value in vars(host).items():
                 quantity = f"host_{where}_{name}_seconds"
-                rows.append({"part": "constant", "method": method, "quantity": quantity, "value": value})
+                rows.append({**about, "method": method, "quantity": quantity, "value": value})
     return rows

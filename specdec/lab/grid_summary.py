@@ -163,6 +163,9 @@ def _share(which: Any) -> float:
 
 def report(rows: list[Row]) -> None:
     """Print measured multipliers, modelled ones in brackets; * marks points that the model was fitted to. The last lines are the statement."""
+    for r in (r for r in rows if r["part"] == "left_out"):
+        print(f"\n{r['method']} is left out: {r['why']}")
+    ahead = any(r["part"] == "grid" and r.get("executor") == "ahead" for r in rows)
     for title, best in (("k = 4", False), ("each method's best k", True)):
         lines: list[Row] = []
         for (batch, context), methods in at_k(rows, best).items():
@@ -178,7 +181,8 @@ def report(rows: list[Row]) -> None:
             if line["modelled"] is not None and verdict(methods, errors_of(rows)).too_close:
                 line["modelled"] += ", too close"
             lines.append(line)
-        print(f"\n{title}: multiplier [modelled]{', k' if best else ''}\n")
+        how = ", whole rounds launched ahead" if ahead else ""
+        print(f"\n{title}: multiplier [modelled]{', k' if best else ''}{how}\n")
         print(table(lines, tuple(lines[0])))
     for part, title in (
         ("constant", "constants"),

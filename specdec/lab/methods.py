@@ -15,17 +15,20 @@ from specdec.cost import Method, Shape, Window, magicdec, spire, vanilla
 from specdec.data.prompts import prompts
 from specdec.decoder import Decoder
 from specdec.drafts.spire import SpireModel
+from specdec.executors import Ahead, Serial
+from specdec.executors.contract import Checks
 from specdec.lab.calibrated import Model
 from specdec.lab.grid_rows import K
 from specdec.lab.loading import load
 from specdec.lab.options import option
 from specdec.lab.prefill import Group, group, prefilled
-from specdec.lab.steady import capacity
+from specdec.lab.steady import capacity, uncounted
 from specdec.models import HFModel, Windowed
 from specdec.models.fingerprint import fingerprint
 from specdec.training.checkpoints import hash_of
 from specdec.training.forward import Parallel
 
+EXECUTORS: dict[str, Serial | Ahead] = {"serial": Serial(), "ahead": Ahead()}
 LEAST_ROWS = 4
 """Smaller batches decode several groups of prompts, to reduce the noise of single prompts."""
 
@@ -63,6 +66,11 @@ class MethodSettings:
         "",
         "CUDA graphs of small steps (auto), or the same steps without capturing them (default: neither)",
     )
+    executor: Literal["serial", "ahead"] = option(
+        "serial",
+        "of all methods, plain decoding too: step after step (serial), or whole rounds as captured steps, launched a round ahead, without the "
+        "methods that have none (ahead; needs --graphs)",
+    )
     joined: bool = option(False, "join prompts for contexts that are longer than a prompt")
     seed: int = option(0, "seed of the first row")
 
@@ -97,15 +105,16 @@ class Methods:
     """Decoders of each method and k, over models whose prompts are fed once for all of them.
 
     Attributes:
-        names: ``plain`` first. lengths: block lengths, 4 included. model: the shapes, for the throughput model.
+        names: ``plain`` first. left_out: other methods, which the executor refuses, with the reason that it gives. lengths: block
+            lengths, 4 included. model: the shapes, for the throughput model.
     Raises:
-        SystemExit: a row would exceed a model's positions, or no prompt is long enough.
+        SystemExit: a row would exceed a model's positions, no prompt is long enough, or the executor refuses plain decoding or SPIRe.
     """
 
     def __init__(self, s: MethodSettings):
         self.s = s
         self.lengths = sorted({K, *s.lengths})
-        longest = capacity(max(s.contexts), s.new_tokens, max(self.lengths))
+        longest = self._room(max(s.contexts))
         loaded = {"target": s.model(s.target), "draft": s.model(s.draft)}
         if s.distilled:
             loaded["distilled draft"] = s.model(s.distilled)
@@ -139,13 +148,39 @@ class Methods:
             )
             costs["magicdec_in_cache"] = magicdec(big, slots)
         costs["spire"] = spire(Shape.of(small.body), slots, feedback=small.memory is not None)
-        self.names = ["plain", *self.drafts]
         engine: Any = target.engine
         self.model = Model(
             big, costs, target.dtype.itemsize, 2 if engine.bf16_weights else target.dtype.itemsize
         )
         self._small, self._loaded, self._mask = small, loaded, (window, sinks)
-        self._decoders: dict[tuple[str, int], Decoder] = {}
+        self._decoders: dict[tuple[str, int, str], Decoder] = {}
+        every = ["plain", *self.drafts]
+        self.left_out = {method: why for method in every if (why := self._refused(method)) is not None}
+        self.names = [method for method in every if method not in self.left_out]
+        for method in ("plain", "spire"):
+            if method in self.left_out:
+                raise SystemExit(
+                    f"--executor {s.executor} cannot run {method}: {self.left_out[method]}. Whole rounds need --graphs auto on a GPU, and "
+                    "--graphs eager elsewhere"
+                )
+        if s.executor == "ahead":  # the rounds of all methods and k are programs of the target
+            self.target.steps.most += 2 * len(self.names) * len(self.lengths)  # in two buckets of lengths
+
+    def _refused(self, method: str) -> str | None:
+        """Why the executor cannot run a method, in its own words; ``None`` if it can."""
+        executor = EXECUTORS[self.s.executor]
+        if isinstance(executor, Checks):
+            composition = self.decoder(method, 0 if method == "plain" else K, "serial")
+            try:
+                executor.check(composition)
+            except ValueError as why:
+                return str(why)
+        return None
+
+    def _room(self, context: int) -> int:
+        """The most tokens of a row at the longest chain."""
+        rounds = self.s.new_tokens + uncounted(EXECUTORS[self.s.executor])
+        return capacity(context, rounds, max(self.lengths))
 
     @cached_property
     def evaluated(self) -> dict[str, tuple[Any, Any]]:
@@ -188,22 +223,24 @@ class Methods:
             )
         return found
 
-    def decoder(self, method: str, k: int) -> Decoder:
-        """A method's decoder with k drafted tokens a round, cached."""
-        if (method, k) not in self._decoders:
-            base = decoder(self.target).sampling(temperature=self.s.temperature)
+    def decoder(self, method: str, k: int, executor: str = "") -> Decoder:
+        """A method's decoder with k drafted tokens a round, cached; ``executor``: by default that of the settings."""
+        key = method, k, executor or self.s.executor
+        if key not in self._decoders:
+            base = decoder(self.target).sampling(temperature=self.s.temperature).executor(EXECUTORS[key[2]])
             if method != "plain":
                 base = base.draft(self.drafts[method], length=k)
-            self._decoders[method, k] = base.build()
-        return self._decoders[method, k]
+            self._decoders[key] = base.build()
+        return self._decoders[key]
 
     def groups(self, batch: int, context: int) -> list[Group]:
         """Prompts of a grid point, fed once for all methods; small batches have several groups of them."""
-        room = capacity(context, self.s.new_tokens, max(self.lengths))
+        room = self._room(context)
+        reading = [model for method, model in self.caching.items() if method in self.names]
         groups = []
         for g in range(max(1, LEAST_ROWS // batch)):
             numbers = range(g * batch, (g + 1) * batch)
             texts = [self.prompts[n % len(self.prompts)][:context] for n in numbers]
             seeds = [self.s.seed + n for n in numbers]  # repeated prompts get different seeds
-            groups.append(group(texts, seeds, room, self.target, list(self.caching.values())))
+            groups.append(group(texts, seeds, room, self.target, reading))
         return groups

@@ -26,11 +26,18 @@ class PrefilledDraft:
     """Mixed into a model: ``cache`` returns the one that holds the current prompts (``at``).
 
     Tokens after the prompt are rolled back by changing lengths. A ring loses overwritten entries, so a copy of it is returned.
-    Valid while no row leaves the batch.
+    Valid while no row leaves the batch. ``executors.Ahead`` runs it: its rounds write behind the prompts only, and the token index, which does
+    not hear of them, ends with the prompts.
     """
 
     at: Prefill | None = None
-    plain: Any = None  # the original model
+    original: Any = None
+    made: type | None = None  # the class that ``prefilled`` made
+
+    @property
+    def plain(self) -> Any:
+        """As ``HFModel.plain``: the original model; but a class that derives from the prefilled one may override more than caches."""
+        return self.original if type(self) is self.made else self
 
     def feed(self: Any, context: Context, capacity: int) -> Prefill:
         """Feed the prompts as a draft does: all but their last token."""
@@ -93,10 +100,9 @@ def prefilled(model: Any, taps: Sequence[int] | None = None) -> Any:
         taps: for a target, the (possibly empty) layers whose activations drafts may request. ``None`` for a draft.
     """
     kind = PrefilledDraft if taps is None else PrefilledTarget
-    made: Any = object.__new__(
-        type(kind.__name__ + type(model).__name__, (kind, type(model)), {"fast_chain": model.fast_chain})
-    )
-    vars(made).update(vars(model) | {"plain": model})
+    own = type(kind.__name__ + type(model).__name__, (kind, type(model)), {"fast_chain": model.fast_chain})
+    made: Any = object.__new__(own)
+    vars(made).update(vars(model) | {"original": model, "made": own})
     if taps is not None:
         made.taps = tuple(taps)
     return made

@@ -6,7 +6,7 @@ continues until the batch as a whole has produced its tokens, as in the throughp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 from time import perf_counter
@@ -14,6 +14,8 @@ from time import perf_counter
 import torch
 
 from specdec.decoder import Decoder
+from specdec.executors import Ahead
+from specdec.executors.contract import Executor
 from specdec.lab.clock import sync
 from specdec.lab.prefill import Group
 from specdec.rng import Philox, seeds
@@ -29,7 +31,7 @@ class Run:
     """One timed run of a method over all groups of prompts.
 
     Attributes:
-        captured: whether a shape was captured while the clock ran.
+        captured: whether a shape was captured while the clock ran. executor: under which the rounds ran, ``"serial"`` or ``"ahead"``.
     """
 
     tokens: int
@@ -37,6 +39,7 @@ class Run:
     rounds: int
     stats: Stats
     captured: bool = False
+    executor: str = "serial"
 
     @property
     def speed(self) -> float:
@@ -79,6 +82,25 @@ class Measured:
         return median(run.stage(name) for run in self.runs)
 
 
+def executor_of(measured: Iterable[Measured]) -> str:
+    """The executor under which all of them ran.
+
+    Raises:
+        ValueError: there were several, whose rounds cannot be compared.
+    """
+    found = sorted({run.executor for one in measured for run in one.runs})
+    if len(found) != 1:
+        raise ValueError(
+            f"the rounds ran under {' and '.join(found) or 'no executor'}: give rounds of one executor"
+        )
+    return found[0]
+
+
+def uncounted(executor: Executor) -> int:
+    """Rounds between the prefill and the start of the clock: under ``Ahead`` the first, before which nothing was launched."""
+    return int(isinstance(executor, Ahead))
+
+
 def steady(
     decoder: Decoder,
     groups: Sequence[Group],
@@ -88,12 +110,16 @@ def steady(
 ) -> Run:
     """Decode each group until it has ``new_tokens`` more tokens per row on average; the clock starts after the prefill round.
 
+    Under ``executors.Ahead`` it starts when the verdict of the first round has arrived, and stops when that of the last one has. A round
+    is in flight both times, so the seconds are those from verdict to verdict. The first round is not counted.
+
     Args:
         clock: called with True when the clock starts and False when it stops. turn: chooses the random numbers, together with the
             rows' seeds.
     """
     tokens = rounds = 0
     seconds, records = 0.0, []
+    first = uncounted(decoder.executor)
     for some in groups:
         some.use()
         context, B = some.context, some.context.batch
@@ -103,10 +129,12 @@ def steady(
         fresh = [seed + TURN * turn for seed in some.seed]
         with torch.inference_mode():
             for round in decoder.executor.run(decoder, context, Philox(seeds(fresh, B)), stops):
-                if round.number == 0:
-                    sync()
-                    clock(True)
-                    start = perf_counter()
+                if round.number <= first:
+                    if not round.number:
+                        sync()
+                    if round.number == first:
+                        clock(True)
+                        start = perf_counter()
                     continue
                 records.append(Record.of(round))
                 rounds += 1
@@ -114,10 +142,12 @@ def steady(
                 tokens, left = tokens + made, left - made
                 if left <= 0:
                     break
-        sync()
+        if not first:  # otherwise this would wait for the round in flight
+            sync()
         seconds += perf_counter() - start
         clock(False)
-    return Run(tokens, seconds, rounds, Stats.of(records))
+    executor = type(decoder.executor).__name__.lower()
+    return Run(tokens, seconds, rounds, Stats.of(records), executor=executor)
 
 
 def capacity(context: int, new_tokens: int, k: int) -> int:

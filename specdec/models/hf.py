@@ -241,7 +241,7 @@ class HFModel:
 
     @property
     def plain(self) -> HFModel:
-        """The model to which a mask is applied: itself. A subclass that only makes other caches returns the model it was made from."""
+        """The model that masks and whole rounds (``executors.Ahead``) run: itself. A subclass that only makes other caches returns its original."""
         return self
 
     def cache(self, batch: int, capacity: int) -> Cache:
