@@ -49,10 +49,11 @@ CONSTANT = (Masked, Windowed)  # models whose keys and values are in a ring
 
 @dataclass(frozen=True)
 class Ahead:
-    """Chains of a model or of SPIRe, or plain decoding, with CUDA graphs: one graph a round, launched a round ahead.
+    """Chains of a model, of SPIRe or of MagicDec, or plain decoding, with CUDA graphs: one graph a round, launched a round ahead.
 
-    It runs the parts that the captured step computes, and refuses all others: an ``HFModel`` with ``graphs``; a ``drafts.Model`` of such a model, a
-    ``drafts.Spire`` with ``graphs``, or no draft; ``Rejection``, ``FusedRejection`` (which decides as ``Rejection``, from probabilities) or
+    It runs the parts that the captured step computes, and refuses all others: an ``HFModel`` with ``graphs``; a ``drafts.Model`` of such a model
+    (also ``Windowed`` or ``Masked``, in constant memory, with masks of the library), a ``drafts.Spire`` with ``graphs``, a ``drafts.MagicDec`` with
+    original positions and without a pruner, or no draft; ``Rejection``, ``FusedRejection`` (which decides as ``Rejection``, from probabilities) or
     ``Coupled()``; and sampling without processors. Subclasses are refused, too, since the step would bypass what they override. ``Round.scores`` has
     no logits, and ``Round.probs`` is ``None``: the next round has overwritten them. With random numbers other than ``Philox``, as in the certifier,
     it runs ``Serial``.
