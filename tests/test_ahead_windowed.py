@@ -75,12 +75,16 @@ RINGS = {
 }
 
 
-@KINDS
 @pytest.mark.parametrize(
-    ("ring", "rows"),
+    ("kind", "ring", "rows"),
     [
-        *((ring, 1) for ring in ("no sinks", "one position", "narrower", "long chains")),
-        *(pytest.param(ring, 3, marks=pytest.mark.slow) for ring in RINGS),
+        *(("windowed", ring, 1) for ring in ("no sinks", "narrower")),
+        *(("magicdec", ring, 1) for ring in ("one position", "long chains")),
+        *(
+            pytest.param(kind, ring, 3, marks=pytest.mark.slow)
+            for kind in ("windowed", "magicdec")
+            for ring in RINGS
+        ),
     ],
 )
 def test_rings(kind, ring, rows):
