@@ -135,7 +135,9 @@ def texts(stage: Stage) -> None:
             ("SPIRe, whole rounds", sd.drafts.Spire(spire, graphs=how)),
             ("a tree", sd.drafts.Tree(small, (2, 2))),
             ("a windowed model's chain", sd.drafts.Model(sd.models.Windowed(small, 16, 2))),
+            ("a windowed model's chain, whole rounds", sd.drafts.Model(sd.models.Windowed(small, 16, 2))),
             ("MagicDec", sd.drafts.MagicDec(window=16, sinks=2)),
+            ("MagicDec, whole rounds", sd.drafts.MagicDec(window=16, sinks=2)),
         ):
             ahead = name.endswith("whole rounds")
             case = f"greedy text, {name}, {'with' if how else 'without'} graphs"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -79,6 +80,12 @@ class Slots(KVStore):
         self._numbered: dict[tuple[torch.device, int], tuple[Tensor, Tensor]] = {}
         self._buffers: tuple[Buffers | None] | None = None
 
+    def unleased(self) -> Any:
+        """A copy that keeps no cache's memory in use."""
+        new = copy.copy(self)
+        new.lease = None
+        return new
+
     @property
     def direct(self) -> list[tuple[Tensor, Tensor]] | None:
         """``layers``, unless a derived class overrides ``append`` or entries are rounded."""
@@ -140,7 +147,7 @@ class Slots(KVStore):
             there, here = to_device(at, mine.device).unbind(0)
             heads = mine.shape[3]
             src, dst = (other or self)._numbers(there, heads), self._numbers(here, heads)
-            _flatten(mine).index_copy_(1, dst, _flatten(theirs).index_select(1, src))
+            flatten(mine).index_copy_(1, dst, flatten(theirs).index_select(1, src))
 
     def _gathered(self, rows: Tensor, used: Sequence[int]) -> list[Tensor]:
         """The blocks of some rows, in the given order; ``used [B]``: how many slots of each row matter.
@@ -163,6 +170,6 @@ class Slots(KVStore):
             return self._whole
 
 
-def _flatten(block: Tensor) -> Tensor:
+def flatten(block: Tensor) -> Tensor:
     """``[layers, B, S, H, D]`` -> ``[layers, B * H * S, D]`` as it lies in memory, a view."""
     return block.transpose(2, 3).view(block.shape[0], -1, block.shape[-1])

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from specdec.cache.contract import KVStore
-from specdec.cache.slots import Slots
+from specdec.cache.slots import Slots, flatten
 from specdec.kernels.float8 import DTYPES, bits, rounded
 
 
@@ -24,6 +24,7 @@ class StaticStore(KVStore):
         whole._blocks = cache._whole
         Slots._view(whole)
         self.layers, self._flat, self.slots = whole.layers, whole._flat, whole.slots
+        self._blocks = [(block.shape[3], flatten(block)) for block in cache._whole]
         self._plain = all(shape.dtype not in DTYPES for shape in cache.shapes)
         self.spare = self.slots - 1
         self._at: dict[int, tuple[Tensor, Tensor]] = {}
@@ -40,11 +41,20 @@ class StaticStore(KVStore):
         """As ``KVStore.append``."""
         known = self._at.get(key.shape[1])
         if known is None or known[0] is not slots:
-            row, slot = slots // self.slots, slots % self.slots
-            head = torch.arange(key.shape[1], device=slots.device)
-            at = ((row[:, None] * key.shape[1] + head) * self.slots + slot[:, None]).flatten()
-            self._at[key.shape[1]] = known = (slots, at)
+            self._at[key.shape[1]] = known = (slots, self._numbers(slots, key.shape[1]))
         for into, buffer, new in zip(self._flat[layer], self.layers[layer], (key, value)):
             new = bits(rounded(new[0].transpose(0, 1), buffer.dtype))
             into.index_copy_(0, known[1], new.reshape(-1, new.shape[-1]))
         return self.layers[layer]
+
+    def copy(self, source: Tensor, other: StaticStore, target: Tensor) -> None:
+        """As ``Slots.copy``: the entries of flat slots ``source [T]`` of ``other`` to flat ``target [T]``, which differ."""
+        for (heads, mine), (_, theirs) in zip(self._blocks, other._blocks, strict=True):
+            found = theirs.index_select(1, other._numbers(source, heads))
+            mine.index_copy_(1, self._numbers(target, heads), found)
+
+    def _numbers(self, slots: Tensor, heads: int) -> Tensor:
+        """As ``Slots._numbers``."""
+        row, slot = slots // self.slots, slots % self.slots
+        head = torch.arange(heads, device=slots.device)
+        return ((row[:, None] * heads + head) * self.slots + slot[:, None]).flatten()

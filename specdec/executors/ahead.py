@@ -20,16 +20,21 @@ from specdec.cache.contiguous import SlotCache
 from specdec.cache.slots import Slots
 from specdec.cache.static import StaticStore
 from specdec.composition import Composition
+from specdec.drafts.magicdec.draft import MagicDec
+from specdec.drafts.magicdec.whole_round import ViewDrafting
 from specdec.drafts.model import Model
 from specdec.drafts.none import NoDraft
 from specdec.drafts.spire.draft import Spire
 from specdec.drafts.spire.whole_round import SpireDrafting
-from specdec.drafts.whole_round import ModelDrafting, without_steps
+from specdec.drafts.whole_round import ModelDrafting, class_of, without_steps
+from specdec.drafts.windowed_round import WindowedDrafting
 from specdec.executors.round import DraftRunner, MicroBatch, staying
 from specdec.executors.serial import Serial
 from specdec.graphs.drafting import Drafting, Side
 from specdec.graphs.static import SHORTEST, bucket_of, power
 from specdec.graphs.whole_round import ACCEPTED, DRAWN, FINITE, NEXT, TOKENS, RoundShape, WholeRound
+from specdec.models.masked import Masked
+from specdec.models.windowed import Windowed
 from specdec.rng import Philox, Rng
 from specdec.stop_rules import StopRules
 from specdec.types import Context, Proposal, Round, Scores, Verdict
@@ -37,15 +42,18 @@ from specdec.verifiers.coupled import Coupled
 from specdec.verifiers.fused import FusedRejection
 from specdec.verifiers.rejection import Rejection
 
-DRAFTS: dict[type, Any] = {Model: ModelDrafting, Spire: SpireDrafting}  # what drafts in the step
+# What drafts in the step.
+DRAFTS: dict[type, Any] = {Model: ModelDrafting, Spire: SpireDrafting, MagicDec: ViewDrafting}
+CONSTANT = (Masked, Windowed)  # models whose keys and values are in a ring
 
 
 @dataclass(frozen=True)
 class Ahead:
-    """Chains of a model or of SPIRe, or plain decoding, with CUDA graphs: one graph a round, launched a round ahead.
+    """Chains of a model, of SPIRe or of MagicDec, or plain decoding, with CUDA graphs: one graph a round, launched a round ahead.
 
-    It runs the parts that the captured step computes, and refuses all others: an ``HFModel`` with ``graphs``; a ``drafts.Model`` of such a model, a
-    ``drafts.Spire`` with ``graphs``, or no draft; ``Rejection``, ``FusedRejection`` (from logits, on a GPU by its kernels) or
+    It runs the parts that the captured step computes, and refuses all others: an ``HFModel`` with ``graphs``; a ``drafts.Model`` of such a model
+    (also ``Windowed`` or ``Masked``, in constant memory, with masks of the library), a ``drafts.Spire`` with ``graphs``, a ``drafts.MagicDec`` with
+    original positions and without a pruner, or no draft; ``Rejection``, ``FusedRejection`` (from logits, on a GPU by its kernels) or
     ``Coupled()``; and sampling without processors. Subclasses are refused, too, since the step would bypass what they override. ``Round.scores`` has
     no logits, and ``Round.probs`` is ``None``: the next round has overwritten them. With random numbers other than ``Philox``, as in the certifier,
     it runs ``Serial``.
@@ -65,7 +73,7 @@ class Ahead:
             yield from Serial().run(composition, context, rng, limits)
             return
         target, draft = cast(Any, composition.target), composition.draft
-        kind = DRAFTS.get(type(draft))
+        kind = _drafting(draft)
         if kind is not None:  # the target's programs run the draft's model, too
             target.steps.check(*kind.modules(draft))
         began = perf_counter()
@@ -84,6 +92,13 @@ class Ahead:
             yield from _Rounds(composition, limits, rows, cast(Any, micro_batch.cache), memory).run()
 
 
+def _drafting(draft: Any) -> Any:
+    """The ``Drafting`` of a draft, or ``None``."""
+    if type(draft) is Model and class_of(draft.model) in CONSTANT:
+        return WindowedDrafting
+    return DRAFTS.get(type(draft))
+
+
 def _why_not(composition: Composition) -> str | None:
     """Why a composition cannot run, or ``None``."""
     target, draft, verifier = composition.target, composition.draft, composition.verifier
@@ -92,13 +107,13 @@ def _why_not(composition: Composition) -> str | None:
     why = without_steps(target)
     if why is not None:
         return f"runs an HFModel with graphs=True, but the target {why}"
-    kind = DRAFTS.get(type(draft))
+    kind = _drafting(draft)
     if kind is None and type(draft) is not NoDraft:
         return f"runs {' or '.join(f'drafts.{k.__name__}' for k in DRAFTS)}, but the draft is a {type(draft).__name__}"
     why = None if kind is None else kind.why_not(draft, target, composition.length)
     if why is not None:
         return why
-    if kind is not None and cast(Any, draft).model.device != cast(Any, target).device:
+    if kind is not None and kind.modules(draft)[1].device != cast(Any, target).device:
         return "needs both models on one device"
     if type(verifier) not in (Rejection, FusedRejection, Coupled) or getattr(verifier, "candidates", 1) != 1:
         return f"decides as Rejection or Coupled() do, and the verifier is {verifier!r}"
@@ -171,7 +186,7 @@ class _Rounds:
         if self.memory is None:
             return None
         draft = self.composition.draft
-        made: Drafting = DRAFTS[type(draft)](draft, self.memory)
+        made: Drafting = _drafting(draft)(draft, self.memory)
         return made
 
     def run(self) -> Iterator[Round]:

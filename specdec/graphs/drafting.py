@@ -21,12 +21,17 @@ class Given(NamedTuple):
 
     Attributes:
         on: the round's inputs, ``rows``, ``real`` and ``most`` ``[R]`` among them (``WholeRound``). steps: drafted tokens of each row.
-        longest: the most slots that are read in any row.
+        longest: the most slots that are read in any row. target: the target's keys and values.
     """
 
     on: Mapping[str, Tensor]
     steps: int
     longest: int
+    target: StaticStore
+
+    def within(self, position: Tensor) -> Tensor:
+        """``position [R, n]`` of tokens to be fed. Tokens beyond the budget may be beyond the last position that the model has."""
+        return torch.minimum(position, (self.on["most"] - 1).clamp(min=0)[:, None])
 
 
 class Side(NamedTuple):
@@ -59,10 +64,8 @@ class Side(NamedTuple):
         store.begin()
         # Ids beyond a smaller vocabulary are fed as its last one.
         known = ids.clamp(max=self.vocab_size - 1).flatten()
-        # Tokens beyond the budget may be beyond the last position that the model has.
-        position = torch.minimum(position, (on["most"] - 1).clamp(min=0)[:, None])
         plan = StaticPlan(lowered, slots, ordered=True)
-        logits = self.forward(store, plan, known, position.flatten(), keep, caught)
+        logits = self.forward(store, plan, known, given.within(position).flatten(), keep, caught)
         assert logits is not None
         return logits
 

@@ -47,8 +47,7 @@ class Storage:
         lease = cache.lease = cache.lease or Lease()
         self.lease = weakref.ref(lease)
         self.whole, self.store = cache._whole, StaticStore(cache)
-        self._model = copy.copy(cache)
-        self._model.lease = None
+        self._model = cache.unleased()
         self.programs: OrderedDict[Hashable, Program] = OrderedDict()
         self.seen: OrderedDict[Hashable, None] = OrderedDict()
         self.too_large: set[Hashable] = set()

@@ -19,7 +19,7 @@ FAR = 2**31 - 1  # no limit
 
 class RingPlan(StaticPlan):
     """What the queries of one step at ``position [R]`` see of their rings: all within the ring's reach, or ``seen [R, S]`` of slots whose
-    positions are ``behind [R, S]`` the query's, where a mask shows less."""
+    positions are ``behind [R, S]`` the query's, where a mask shows less. ``each``: neighbouring queries of one row."""
 
     def __init__(
         self,
@@ -27,12 +27,13 @@ class RingPlan(StaticPlan):
         slots: Tensor,
         seen: Tensor | None = None,
         behind: Tensor | None = None,
+        each: int = 1,
     ):
         rows, size = len(ring.position), ring.sinks + ring.size
         device = ring.position.device
         number = torch.arange(rows + 1, dtype=torch.int32, device=device)
         length = torch.full((rows,), size, dtype=torch.int32, device=device)
-        parts = (number, length, number[:-1], length, None, None, None, None)
+        parts = (number, length, number[:-1] // each, length, None, None, None, None)
         super().__init__(Lowered(*parts, max_count=1, max_length=size), slots)
         self.ring, self.seen, self.behind = ring, seen, behind
         self.known: dict[int | None, Lowered] = {}
@@ -67,21 +68,22 @@ class RingPlans:
         self.sinks, self.size, self.window = ring.sinks, ring.size, ring.window
         self.mask = ring.mask if ring.narrower else None
 
-    def of(self, position: Tensor) -> list[RingPlan]:
-        """A plan for each of N forwards whose tokens are at ``position [N, R]``."""
+    def of(self, position: Tensor, each: int = 1) -> list[RingPlan]:
+        """A plan for each of N forwards whose tokens are at ``position [N, R * each]``, ``each`` tokens of every row."""
         position = position.contiguous()  # the kernel reads each forward's as they lie in memory
-        slots = self.slots(position)
+        slots = self.slots(position, each)
         sight = None if self.mask is None else self._sight(position, self.mask)
         plans = []
         for n in range(len(position)):
             ring = RingSight(position[n], self.sinks, self.size, self.window, FAR)
-            plans.append(RingPlan(ring, slots[n], *(() if sight is None else (part[n] for part in sight))))
+            seen, behind = (None, None) if sight is None else (part[n] for part in sight)
+            plans.append(RingPlan(ring, slots[n], seen, behind, each))
         return plans
 
-    def slots(self, position: Tensor) -> Tensor:
-        """``[N, R]`` flat slots of ``position [N, R]``, as ``Ring.at``."""
+    def slots(self, position: Tensor, each: int = 1) -> Tensor:
+        """``[N, R * each]`` flat slots of ``position [N, R * each]``, as ``Ring.at``."""
         ring = self.sinks + (position - self.sinks) % self.size
-        first = torch.arange(position.shape[1], device=position.device) * self.row
+        first = torch.arange(position.shape[1], device=position.device) // each * self.row
         return first + torch.where(position < self.sinks, position, ring)
 
     def _sight(self, position: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:

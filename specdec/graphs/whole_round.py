@@ -101,7 +101,7 @@ class WholeRound(Program):
         length, last = self.state[:, 0], self.state[:, 2]
         live, budget = most > length, (most - length - 1).clamp(0, shape.steps)
         nodes = torch.arange(shape.steps, device=self.device) < budget[:, None]
-        given = Given(self.staged.on, shape.steps, shape.length)
+        given = Given(self.staged.on, shape.steps, shape.length, self.target.store)
         tokens, q, drawn = self._chain(given)
         drawn = (drawn | ~nodes).all(1)
         ids = torch.cat([last[:, None], tokens], 1)

@@ -111,7 +111,12 @@ class Masked(HFModel):
     def constant(self) -> tuple[int, int, int]:
         """The sinks, the window and the block of constant memory, in tokens."""
         assert self.reach is not None
-        return self.reach.sinks, max(self.reach.window, 1), self.block
+        return self.reach.sinks, max(self.reach.window, 1), self.in_flight
+
+    @property
+    def in_flight(self) -> int:
+        """The block of a ring: with captured steps one more, since a capture runs a step twice on a text whose last token but one may be fed again."""
+        return self.block + (self.steps is not None)
 
     @property
     def fast_chain(self) -> Literal["slots", "ring"] | None:
@@ -134,7 +139,8 @@ class Masked(HFModel):
             return lent
         sinks, window, block = self.constant
         check_memory(self._shapes, batch, sinks + window + block - 1)
-        return RingCache(self._shapes, batch, capacity, sinks, window, block, mask=self.mask)
+        cache = RingCache(self._shapes, batch, capacity, sinks, window, block, mask=self.mask)
+        return cache if self.steps is None else self.steps.kept(cache)
 
     def _lent(self, kind: Any, batch: int, extra: int = 0) -> Any:
         """A cache of class ``kind`` in free memory over which steps were captured; ``None`` if there is none."""

@@ -137,15 +137,18 @@ class MagicDec:
     def propose(
         self, state: MagicDecState, context: Context, budget: Tensor, rng: Rng
     ) -> tuple[Proposal, MagicDecState]:
-        if int(budget.max()) > self.block:
-            raise ValueError(
-                f"a chain of {int(budget.max())} tokens was requested and block is {self.block}: use "
-                f"MagicDec(block={int(budget.max())})"
-            )
+        self.check_length(int(budget.max()))
         self._bound()
         assert self.draft is not None
         proposal, _ = self.draft.propose(ModelState(state.cache, None), context, budget, rng)
         return proposal, state
+
+    def check_length(self, length: int) -> None:
+        """Raise ValueError if a chain of ``length`` tokens is longer than ``block``."""
+        if self.block < length:
+            raise ValueError(
+                f"a chain of {length} tokens was requested and block is {self.block}: use MagicDec(block={length})"
+            )
 
     def observe(self, state: MagicDecState, round: Round) -> MagicDecState:
         state.cache.catch_up()

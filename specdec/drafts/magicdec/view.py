@@ -51,6 +51,12 @@ class ViewCache(RingCache):
             for s in self.shapes
         ]
 
+    def unleased(self) -> ViewCache:
+        """As ``Slots.unleased``: without the target's cache."""
+        new: ViewCache = super().unleased()
+        del new.source
+        return new
+
     def catch_up(self) -> None:
         """Copy the entries that the target's cache has and the view lacks: one gather of the new positions for all layers.
 
@@ -212,6 +218,8 @@ class View(Masked):
         if cache is None:
             check_memory(self._shapes, source.batch, sum(self.ring(source)) - 1 + self.extra)
             cache = ViewCache(self, source)
+            if self.steps is not None:
+                self.steps.kept(cache)
         else:
             cache.look(self, source)
         cache.catch_up()
