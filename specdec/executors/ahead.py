@@ -49,13 +49,13 @@ DRAFTS: dict[type, Any] = {
 
 @dataclass(frozen=True)
 class Ahead:
-    """Chains of a model or of SPIRe, or plain decoding, with CUDA graphs: one graph a round, launched a round ahead.
+    """Chains of a model, of SPIRe or of a head, or plain decoding, with CUDA graphs: one graph a round, launched a round ahead.
 
     It runs the parts that the captured step computes, and refuses all others: an ``HFModel`` with ``graphs``; a ``drafts.Model`` of such a model, a
-    ``drafts.Spire`` with ``graphs``, or no draft; ``Rejection``, ``FusedRejection`` (which decides as ``Rejection``, from probabilities) or
-    ``Coupled()``; and sampling without processors. Subclasses are refused, too, since the step would bypass what they override. ``Round.scores`` has
-    no logits, and ``Round.probs`` is ``None``: the next round has overwritten them. With random numbers other than ``Philox``, as in the certifier,
-    it runs ``Serial``.
+    ``drafts.Spire`` with ``graphs``, a ``drafts.Head`` with ``graphs`` that draws chains from ``heads.Eagle3`` or ``heads.MTP``, or no draft;
+    ``Rejection``, ``FusedRejection`` (which decides as ``Rejection``, from probabilities) or ``Coupled()``; and sampling without processors.
+    Subclasses are refused, too, since the step would bypass what they override. ``Round.scores`` has no logits, and ``Round.probs`` is ``None``: the
+    next round has overwritten them. With random numbers other than ``Philox``, as in the certifier, it runs ``Serial``.
 
     Texts, rounds and statistics are those of ``Serial``, if the models' logits are (a float32 model; the same kernels run with other shapes).
     """
