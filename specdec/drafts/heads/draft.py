@@ -114,7 +114,7 @@ class Head:
             trees=self.tree.trees,
             nodes=self.tree.nodes,
             longest=min(limits, default=None),
-            taps=tuple(sorted({self.model.layer(tap) for tap in self.model.taps})),
+            taps=tuple(sorted({self.model.layer_of(tap) for tap in self.model.taps})),
             revocable=True,
             model=self.model,
             sampling=self.sampling,

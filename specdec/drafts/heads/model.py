@@ -213,10 +213,11 @@ class HeadModel(StoredHead):
     def tapped(self, of: Callable[[int], Tensor]) -> dict[Tap, Tensor]:
         """The activations of its ``taps``; ``of(layer)`` gives the target's, of which the last block's are before the final norm."""
         return {
-            tap: self.of_target.final(of(self.layer(tap))) if tap == "final" else of(tap) for tap in self.taps
+            tap: self.of_target.final(of(self.layer_of(tap))) if tap == "final" else of(tap)
+            for tap in self.taps
         }
 
-    def layer(self, tap: Tap) -> int:
+    def layer_of(self, tap: Tap) -> int:
         """The target's layer of a tap."""
         last: int = self.config.num_target_layers
         return last if tap == "final" else tap
