@@ -93,7 +93,8 @@ class HeadDrafting(Drafting):
     def observe(self, given: Given, passed: Passed) -> Tensor:
         """As ``Drafting.observe``: read all fed positions; the output at the last that is committed, beside the token after it, is carried.
 
-        Rejected tokens lie at or after the next chain's first position, and each position is written before a query sees it. A ring that wraps has
+        Rejected tokens lie at or after the next chain's first position, and each position is written before a query sees it. Without a window
+        the ring has a slot for every position, those of a chain beyond the budget included. With one it wraps, and has
         ``window + PIECE - 1`` slots: with steps < PIECE, no slot is overwritten that is seen, also by a round that runs again on the same text.
         """
         (R, count), model, ids = passed.ids.shape, self.model, passed.ids
