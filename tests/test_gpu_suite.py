@@ -84,7 +84,7 @@ def test_the_hosts_time_of_a_round(tmp_path):
         (case, executor)
         for case in (
             *("plain, greedy", "a draft, greedy", "a draft, sampled"),
-            *("SPIRe, greedy", "SPIRe, sampled"),
+            *("SPIRe, greedy", "SPIRe, sampled", "a head, greedy", "a head, sampled"),
         )
         for executor in ("Serial", "Ahead")
     }

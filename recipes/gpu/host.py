@@ -1,9 +1,9 @@
 """The host's time of a round, with the models' work removed: what a device waits for when its kernels take no time.
 
 Steps are captured as on a GPU, and a replay returns prepared results without computing anything: the draft's tokens, and logits by which
-rows accept 0 to 4 of 4 tokens. (With `Serial`, SPIRe reads the target's activations outside its steps, and that is computed.) What remains
-is the work of Python and of small tensors on the host, by the CPU clock of the thread. On a GPU the same work also launches kernels and
-copies, which is not included. Cases take turns, and medians are over rounds.
+rows accept 0 to 4 of 4 tokens. (With `Serial`, SPIRe and heads read the target's activations outside their steps, and that is computed.)
+What remains is the work of Python and of small tensors on the host, by the CPU clock of the thread. On a GPU the same work also launches kernels
+and copies, which is not included. Cases take turns, and medians are over rounds.
 
     python -m recipes.gpu.host --batches 1 16 64 --json docs/results/host.json
 """
@@ -25,6 +25,8 @@ from transformers.utils import logging
 
 import specdec as sd
 from recipes.gpu.steps import config
+from specdec.drafts.heads import Eagle3
+from specdec.drafts.heads.captured import HeadChain
 from specdec.drafts.spire import SpireModel
 from specdec.executors import Ahead, Serial
 from specdec.graphs.chain import Chain
@@ -34,12 +36,12 @@ from specdec.lab import report
 from specdec.lab.captured import keepers
 
 K, TOKEN, OTHER, SHARE = 4, 7, 8, 0.7
-# Milliseconds of the first review, before anything was done about them. It did not measure SPIRe.
+# Milliseconds of the first review, before anything was done about them. It did not measure SPIRe and heads.
 GIVEN: dict[str, dict[int, float]] = {
     "plain, greedy": {1: 0.50, 16: 0.63, 64: 0.95},
     "a draft, greedy": {1: 0.72, 16: 1.01, 64: 1.68},
     "a draft, sampled": {1: 1.11, 16: 1.53, 64: 1.96},
-    **{"SPIRe, greedy": {}, "SPIRe, sampled": {}},
+    **{"SPIRe, greedy": {}, "SPIRe, sampled": {}, "a head, greedy": {}, "a head, sampled": {}},
 }
 
 
@@ -54,7 +56,7 @@ class Still:
         program = body.__self__
         if isinstance(program, WholeRound):
             self._round(out[0])
-        elif isinstance(program, Chain | RingChain):
+        elif isinstance(program, Chain | HeadChain | RingChain):
             tokens, distributions = out
             tokens.fill_(TOKEN)
             if distributions is not None:
@@ -89,6 +91,8 @@ def decoders() -> dict[tuple[str, str], sd.Decoder]:
         draft: Any = None if name.startswith("plain") else small
         if name.startswith("SPIRe"):
             draft = sd.drafts.Spire(SpireModel.from_target(target, 1), graphs="eager")
+        if name.startswith("a head"):
+            draft = sd.drafts.Head(Eagle3.from_target(target), graphs="eager")
         builder = sd.decoder(target)
         builder = builder if draft is None else builder.draft(draft, K)
         builder = builder.greedy() if name.endswith("greedy") else builder

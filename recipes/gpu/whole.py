@@ -20,6 +20,7 @@ import specdec as sd
 from recipes.gpu.cases import PARENTS
 from recipes.gpu.stage import Part, Stage
 from recipes.gpu.steps import COMPILED, EAGER, config, llama, stopped, wrapped
+from specdec.drafts.heads import Eagle3
 from specdec.drafts.spire import SpireModel
 from specdec.executors import Ahead, Serial
 from specdec.lab.errors import worst
@@ -125,6 +126,7 @@ def texts(stage: Stage) -> None:
     for how in (False, graphs):
         target, small = (sd.HFModel(model, graphs=how) for model in raw)
         spire = SpireModel.from_target(target, made.num_hidden_layers, window=16, feedback=False)
+        head = Eagle3.from_target(target)
         accepted: dict[str, int] = {}
         for name, draft in (
             ("plain", None),
@@ -133,6 +135,8 @@ def texts(stage: Stage) -> None:
             ("a model's chain, whole rounds", sd.drafts.Model(small)),
             ("SPIRe", sd.drafts.Spire(spire, graphs=how)),
             ("SPIRe, whole rounds", sd.drafts.Spire(spire, graphs=how)),
+            ("a head", sd.drafts.Head(head, graphs=how)),
+            ("a head, whole rounds", sd.drafts.Head(head, graphs=how)),
             ("a tree", sd.drafts.Tree(small, (2, 2))),
             ("a windowed model's chain", sd.drafts.Model(sd.models.Windowed(small, 16, 2))),
             ("a windowed model's chain, whole rounds", sd.drafts.Model(sd.models.Windowed(small, 16, 2))),

@@ -20,6 +20,8 @@ from specdec.cache.contiguous import SlotCache
 from specdec.cache.slots import Slots
 from specdec.cache.static import StaticStore
 from specdec.composition import Composition
+from specdec.drafts.heads.draft import Head
+from specdec.drafts.heads.whole_round import HeadDrafting
 from specdec.drafts.magicdec.draft import MagicDec
 from specdec.drafts.magicdec.whole_round import ViewDrafting
 from specdec.drafts.model import Model
@@ -33,6 +35,7 @@ from specdec.executors.serial import Serial
 from specdec.graphs.drafting import Drafting, Side
 from specdec.graphs.static import SHORTEST, bucket_of, power
 from specdec.graphs.whole_round import ACCEPTED, DRAWN, FINITE, NEXT, TOKENS, RoundShape, WholeRound
+from specdec.kernels.device import to_device
 from specdec.models.masked import Masked
 from specdec.models.windowed import Windowed
 from specdec.rng import Philox, Rng
@@ -43,20 +46,25 @@ from specdec.verifiers.fused import FusedRejection
 from specdec.verifiers.rejection import Rejection
 
 # What drafts in the step.
-DRAFTS: dict[type, Any] = {Model: ModelDrafting, Spire: SpireDrafting, MagicDec: ViewDrafting}
+DRAFTS: dict[type, Any] = {
+    Model: ModelDrafting,
+    Spire: SpireDrafting,
+    MagicDec: ViewDrafting,
+    Head: HeadDrafting,
+}
 CONSTANT = (Masked, Windowed)  # models whose keys and values are in a ring
 
 
 @dataclass(frozen=True)
 class Ahead:
-    """Chains of a model, of SPIRe or of MagicDec, or plain decoding, with CUDA graphs: one graph a round, launched a round ahead.
+    """Chains of a draft, or plain decoding, with CUDA graphs: one graph a round, launched a round ahead.
 
     It runs the parts that the captured step computes, and refuses all others: an ``HFModel`` with ``graphs``; a ``drafts.Model`` of such a model
     (also ``Windowed`` or ``Masked``, in constant memory, with masks of the library), a ``drafts.Spire`` with ``graphs``, a ``drafts.MagicDec`` with
-    original positions and without a pruner, or no draft; ``Rejection``, ``FusedRejection`` (from logits, on a GPU by its kernels) or
-    ``Coupled()``; and sampling without processors. Subclasses are refused, too, since the step would bypass what they override. ``Round.scores`` has
-    no logits, and ``Round.probs`` is ``None``: the next round has overwritten them. With random numbers other than ``Philox``, as in the certifier,
-    it runs ``Serial``.
+    original positions and without a pruner, a ``drafts.Head`` with ``graphs`` that draws chains from ``heads.Eagle3`` or ``heads.MTP``, or no draft;
+    ``Rejection``, ``FusedRejection`` (from logits, on a GPU by its kernels) or ``Coupled()``; and sampling without processors. Subclasses are
+    refused, too, since the step would bypass what they override. ``Round.scores`` has no logits, and ``Round.probs`` is ``None``: the next round has
+    overwritten them. With random numbers other than ``Philox``, as in the certifier, it runs ``Serial``.
 
     Texts, rounds and statistics are those of ``Serial`` with the same verifier, if the models' logits are (a float32 model; the same kernels run with
     other shapes). ``FusedRejection`` and ``Rejection`` round differently, as ``kernels/rejection/reference.py`` says.
@@ -89,7 +97,8 @@ class Ahead:
         if micro_batch:
             rows = _Rows(micro_batch.context, rng if stay is None else rng.select(stay))
             memory = None if kind is None else kind.memory(drafting.state)
-            yield from _Rounds(composition, limits, rows, cast(Any, micro_batch.cache), memory).run()
+            carry = None if kind is None else kind.carry(drafting.state)
+            yield from _Rounds(composition, limits, rows, cast(Any, micro_batch.cache), memory, carry).run()
 
 
 def _drafting(draft: Any) -> Any:
@@ -155,7 +164,7 @@ class _Rounds:
 
     Attributes:
         rows: those that go on. at: ``[B]`` their rows in the caches. cache: the target's. memory: the draft's, ``None`` without one.
-        part: the draft's in the step.
+        carry: ``[B, ...]`` what the draft's rows carry to the round that begins on the host, ``None`` for nothing. part: the draft's in the step.
     """
 
     def __init__(
@@ -165,9 +174,10 @@ class _Rounds:
         rows: _Rows,
         cache: SlotCache,
         memory: Slots | None,
+        carry: Tensor | None,
     ):
         self.composition, self.limits, self.rows = composition, limits, rows
-        self.cache, self.memory = cache, memory
+        self.cache, self.memory, self.carry = cache, memory, carry
         self.target: Any = composition.target
         self.part = self._part()
         self.steps = 0 if memory is None else composition.length
@@ -178,7 +188,8 @@ class _Rounds:
         own = None if memory is None else cast(Any, composition.draft).sampling
         self._kind = (verdict, composition.sampling, own or composition.sampling)
         self.at = torch.arange(rows.context.batch)
-        self.number, self.program = 1, None
+        self.number = 1
+        self.program: WholeRound | None = None
         self._loose: dict[Any, WholeRound] = {}  # programs that are not captured yet
         self._host: list[Tensor] = []
 
@@ -240,16 +251,16 @@ class _Rounds:
 
         def make(store: StaticStore) -> WholeRound:
             side = Side(self.target.steps.forward, store, self.target.vocab_size)
-            return WholeRound(side, part, shape, self.target.device)
+            return WholeRound(side, part, shape, self.target.device, self.carry)
 
         def update(program: Any) -> None:
             most, seed = torch.from_numpy(self._most()), self.rows.rng.seed
             if fresh:
-                program.send(most, seed, self._state())
+                program.send(most, seed, self._state(), self.carry)
             elif program is not before:
                 assert before is not None
                 program.send(most, seed)
-                program.state.copy_(before.state)
+                program.follow(before)
 
         made: Any = self.target.steps.program(cache, key, make, update)
         if made is None:  # this shape occurs for the first time, or cannot be captured
@@ -326,6 +337,8 @@ class _Rounds:
         if self.memory is not None and self.part is not None:
             self.memory = self.part.select(self.memory, stay, context)
             self.part = self._part()
+        if self.program is not None and self.program.carry is not None:
+            self.carry = self.program.carry[to_device(stay, self.program.carry.device)]
         self.at = torch.arange(context.batch)
 
 

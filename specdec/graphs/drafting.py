@@ -22,16 +22,34 @@ class Given(NamedTuple):
     Attributes:
         on: the round's inputs, ``rows``, ``real`` and ``most`` ``[R]`` among them (``WholeRound``). steps: drafted tokens of each row.
         longest: the most slots that are read in any row. target: the target's keys and values.
+        carry: ``[R, ...]`` what ``observe`` returned in each row's last round.
     """
 
     on: Mapping[str, Tensor]
     steps: int
     longest: int
     target: StaticStore
+    carry: Tensor | None = None
 
     def within(self, position: Tensor) -> Tensor:
         """``position [R, n]`` of tokens to be fed. Tokens beyond the budget may be beyond the last position that the model has."""
         return torch.minimum(position, (self.on["most"] - 1).clamp(min=0)[:, None])
+
+
+class Passed(NamedTuple):
+    """The target's pass over each row's last committed token and its chain, and the verdict on it.
+
+    Attributes:
+        length: ``[R]`` committed tokens before the round. ids: ``[R, steps + 1]`` the tokens that were fed.
+        layers: tap -> activations ``[R * (steps + 1), E]``, row after row.
+        accepted: ``[R]`` tokens of the chain. bonus: ``[R]`` the token after them.
+    """
+
+    length: Tensor
+    ids: Tensor
+    layers: Mapping[int, Tensor]
+    accepted: Tensor
+    bonus: Tensor
 
 
 class Side(NamedTuple):
@@ -106,6 +124,11 @@ class Drafting(ABC):
         """The keys and values in a draft's state."""
 
     @staticmethod
+    def carry(state: Any) -> Tensor | None:
+        """What each row of a draft's state takes to its next round besides its text and its memory, ``[B, ...]``; by default nothing."""
+        return None
+
+    @staticmethod
     @abstractmethod
     def select(memory: Any, rows: Tensor, context: Context) -> Slots:
         """The memory of the rows ``rows [B']``, whose texts are ``context``; the old object must not be used again."""
@@ -118,11 +141,10 @@ class Drafting(ABC):
             ``(n, tokens [R]) -> logits [R, V]``, called with n = 0, 1, ... and the last committed tokens, then those that were drawn.
         """
 
-    def observe(  # noqa: B027
-        self, given: Given, length: Tensor, layers: Mapping[int, Tensor]
-    ) -> None:
-        """Read the target's pass over each row's last committed token and its chain. By default, nothing is read.
+    def observe(self, given: Given, passed: Passed) -> Tensor | None:
+        """Read the target's pass, and return what rows carry to the next round, ``[R, ...]``. By default, nothing is read or carried.
 
-        Args:
-            length: ``[R]`` committed tokens before the round. layers: tap -> activations ``[R * (steps + 1), E]``, row after row.
+        A round may run again on the same text (captures do that, and rows that have ended): nothing that ``chain`` reads below the text's end
+        may be overwritten. What is carried is taken over between rounds.
         """
+        return None

@@ -72,7 +72,9 @@ class RingPlans:
         """A plan for each of N forwards whose tokens are at ``position [N, R * each]``, ``each`` tokens of every row."""
         position = position.contiguous()  # the kernel reads each forward's as they lie in memory
         slots = self.slots(position, each)
-        sight = None if self.mask is None else self._sight(position, self.mask)
+        sight = None
+        if self.mask is not None:
+            sight = self.seen(position, self.mask), position[..., None] - self._held(position)
         plans = []
         for n in range(len(position)):
             ring = RingSight(position[n], self.sinks, self.size, self.window, FAR)
@@ -86,10 +88,16 @@ class RingPlans:
         first = torch.arange(position.shape[1], device=position.device) // each * self.row
         return first + torch.where(position < self.sinks, position, ring)
 
-    def _sight(self, position: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
-        """As ``Ring.visible``, and how far each slot's position is behind the query's."""
-        s = torch.arange(self.sinks + self.size, device=position.device)
-        q = position[..., None]
-        held = torch.where(s < self.sinks, s, q - (q - s) % self.size)
+    def seen(self, position: Tensor, mask: Mask | None) -> Tensor:
+        """``[..., S]`` which slots queries at ``position [...]`` see, as ``Ring.visible``; ``mask``: what they see within the ring's reach (``None``: all)."""
+        s, q, held = self._numbers(position), position[..., None], self._held(position)
         exists = torch.where(s < self.sinks, held <= q, (held >= self.sinks) & (held > q - self.window))
-        return exists & sees(mask, q, held.clamp(min=0)), q - held
+        return exists if mask is None else exists & sees(mask, q, held.clamp(min=0))
+
+    def _held(self, position: Tensor) -> Tensor:
+        """``[..., S]`` as ``Ring.held``."""
+        s, q = self._numbers(position), position[..., None]
+        return torch.where(s < self.sinks, s, q - (q - s) % self.size)
+
+    def _numbers(self, position: Tensor) -> Tensor:
+        return torch.arange(self.sinks + self.size, device=position.device)

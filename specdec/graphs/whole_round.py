@@ -9,13 +9,13 @@ Tokens beyond a row's budget are computed and never accepted. The cache has slot
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from specdec.graphs.chain import scored
-from specdec.graphs.drafting import Drafting, Given, Side
+from specdec.graphs.drafting import Drafting, Given, Passed, Side
 from specdec.graphs.staging import Program, Staged, pad
 from specdec.kernels import philox, rejection
 from specdec.kernels.philox.reference import ACCEPT, BONUS, DRAFT, Key, pick, race_uniforms, uniforms
@@ -53,11 +53,21 @@ class Decided(NamedTuple):
 class WholeRound(Program):
     """One round of a batch.
 
+    Args:
+        carry: ``[B, ...]`` what rows of the draft carry from round to round; only its shape and dtype are read.
     Attributes:
         state: ``[R, 3]`` int64 on the device: each row's committed length, and its last two tokens. The step reads it and returns the next.
+        carry: ``[R, ...]`` likewise; ``None`` if nothing is carried.
     """
 
-    def __init__(self, target: Side, draft: Drafting | None, shape: RoundShape, device: torch.device):
+    def __init__(
+        self,
+        target: Side,
+        draft: Drafting | None,
+        shape: RoundShape,
+        device: torch.device,
+        carry: Tensor | None = None,
+    ):
         self.target, self.draft, self.shape, self.device = target, draft, shape, device
         R = shape.rows
         self.staged = Staged(
@@ -69,13 +79,18 @@ class WholeRound(Program):
             device,
         )
         with torch.inference_mode(False):
-            self.state = torch.zeros(R, 3, dtype=torch.long, device=device)
+            self.state, self.carry = torch.zeros(R, 3, dtype=torch.long, device=device), None
+            if carry is not None:
+                self.carry = torch.zeros(R, *carry.shape[1:], dtype=carry.dtype, device=device)
 
-    def send(self, most: Tensor, seed: Tensor, start: Tensor | None = None) -> None:
+    def send(
+        self, most: Tensor, seed: Tensor, start: Tensor | None = None, carry: Tensor | None = None
+    ) -> None:
         """Send a batch, whose rows are the first of the cache.
 
         Args:
             most: ``[B]`` where each row's text ends. seed: ``[B]``. start: ``[B, 3]`` the state; ``None`` leaves it.
+            carry: ``[B, ...]``; ``None`` leaves it.
         """
         array, B = self.staged.begin(), len(most)
         pad(array["rows"], range(B))
@@ -88,34 +103,48 @@ class WholeRound(Program):
         self.staged.send()
         if start is not None:
             self.state.copy_(self.staged.on["start"])
+        if carry is not None:
+            assert self.carry is not None
+            self.carry[:B].copy_(carry)
+
+    def follow(self, before: WholeRound) -> None:
+        """Go on where the rounds of another program for as many rows have ended."""
+        self.state.copy_(before.state)
+        if self.carry is not None:
+            assert before.carry is not None
+            self.carry.copy_(before.carry)
 
     def run(self) -> Tensor:
         """``[R, TOKENS + steps]`` the round's result, which holds until the next; the state goes on to the next round."""
-        result, state = self.replay() if self.captured else self.body()
+        made: Any = self.replay() if self.captured else self.body()
+        result, state, carry = made
         self.state.copy_(state)
+        if self.carry is not None:
+            self.carry.copy_(carry)
         return result
 
-    def body(self) -> tuple[Tensor, Tensor]:
-        """The result and the next state."""
+    def body(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The result, the next state, and what is carried."""
         shape, most, V = self.shape, self.staged.on["most"], self.target.vocab_size
         length, last = self.state[:, 0], self.state[:, 2]
         live, budget = most > length, (most - length - 1).clamp(0, shape.steps)
         nodes = torch.arange(shape.steps, device=self.device) < budget[:, None]
-        given = Given(self.staged.on, shape.steps, shape.length, self.target.store)
+        given = Given(self.staged.on, shape.steps, shape.length, self.target.store, self.carry)
         tokens, q, drawn = self._chain(given)
         drawn = (drawn | ~nodes).all(1)
         ids = torch.cat([last[:, None], tokens], 1)
         caught: dict[int, list[Tensor]] = {tap: [] for tap in self.draft.taps} if self.draft else {}
         logits = self.target.feed(given, ids, length - 1, None, caught).view(shape.rows, shape.steps + 1, V)
-        if self.draft is not None:
-            self.draft.observe(given, length, {tap: x for tap, (x,) in caught.items()})
         accepted, bonus, finite = self._decide(logits, tokens, q, nodes, length)
         # NaN may give another token; the next round is launched before this is noticed.
-        bonus = bonus.clamp(0, V - 1)
+        bonus, carry = bonus.clamp(0, V - 1), None
+        if self.draft is not None:
+            layers = {tap: x for tap, (x,) in caught.items()}
+            carry = self.draft.observe(given, Passed(length, ids, layers, accepted, bonus))
         held = ids.gather(1, accepted[:, None])[:, 0]
         state = torch.stack([length + accepted + 1, held, bonus], 1)
         result = torch.stack([accepted, bonus, finite.long(), drawn.long()], 1)
-        return torch.cat([result, tokens], 1), torch.where(live[:, None], state, self.state)
+        return torch.cat([result, tokens], 1), torch.where(live[:, None], state, self.state), carry
 
     def _chain(self, given: Given) -> tuple[Tensor, Tensor | None, Tensor]:
         """Drafted tokens ``[R, steps]``, their distributions, and whether these exist, ``[R, steps]``."""

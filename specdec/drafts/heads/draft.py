@@ -14,7 +14,7 @@ from specdec.capabilities import DraftInfo
 from specdec.drafts.heads.captured import drawn
 from specdec.drafts.heads.chain import Chain
 from specdec.drafts.heads.eagle3 import Eagle3
-from specdec.drafts.heads.features import Tap, fresh
+from specdec.drafts.heads.features import fresh
 from specdec.drafts.heads.kernels import Kernels
 from specdec.drafts.heads.layers import by_kernels
 from specdec.drafts.heads.load import as_head
@@ -114,14 +114,11 @@ class Head:
             trees=self.tree.trees,
             nodes=self.tree.nodes,
             longest=min(limits, default=None),
-            taps=tuple(sorted({self._layer(tap) for tap in self.model.taps})),
+            taps=tuple(sorted({self.model.layer_of(tap) for tap in self.model.taps})),
             revocable=True,
             model=self.model,
             sampling=self.sampling,
         )
-
-    def _layer(self, tap: Tap) -> int:
-        return self.model.config.num_target_layers if tap == "final" else tap
 
     @staticmethod
     def example(model: Any) -> Head:
@@ -148,10 +145,11 @@ class Head:
         if model.kernels is not None:
             model.kernels.check()
         if self.programs is not None:
-            ends = model.of_target
-            self.programs.check((*model.modules(), ends.table, ends.norm, ends.output))
+            self.programs.check(model.with_ends())
         lend = None if self.programs is None else self.programs.lent
         ring = empty(model.shapes, context.batch, context.tokens.shape[1], model.mask, lend)
+        if self.programs is not None and ring is not None:
+            ring = self.programs.kept(ring)
         return HeadState(ring, torch.zeros(context.batch, dtype=torch.long), None)
 
     @torch.no_grad()
@@ -163,10 +161,7 @@ class Head:
             return state
         fed, at = round.scores.fed, to_device(torch.from_numpy(new.fed), self._device(round))
         assert fed is not None
-        layers: dict[Tap, Tensor] = {}
-        for tap in model.taps:
-            x = fed.layers[self._layer(tap)][at]
-            layers[tap] = model.of_target.final(x) if tap == "final" else x
+        layers = model.tapped(lambda layer: fed.layers[layer][at])
         features = new.features(layers, model.device, model.dtype)
         for piece in pieces(new.row, new.position, ring):
             row, position = new.row[piece], new.position[piece]

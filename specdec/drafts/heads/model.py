@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from inspect import signature
 from typing import Any, Self
 
@@ -209,6 +209,23 @@ class HeadModel(StoredHead):
     def __repr__(self) -> str:
         size = sum(p.numel() for p in self.parameters())
         return f"{type(self).__name__}(taps {list(self.taps)} of target {self.target}, {size / 1e6:.3g}M parameters)"
+
+    def tapped(self, of: Callable[[int], Tensor]) -> dict[Tap, Tensor]:
+        """The activations of its ``taps``; ``of(layer)`` gives the target's, of which the last block's are before the final norm."""
+        return {
+            tap: self.of_target.final(of(self.layer_of(tap))) if tap == "final" else of(tap)
+            for tap in self.taps
+        }
+
+    def layer_of(self, tap: Tap) -> int:
+        """The target's layer of a tap."""
+        last: int = self.config.num_target_layers
+        return last if tap == "final" else tap
+
+    def with_ends(self) -> tuple[nn.Module, ...]:
+        """Its modules, and those of the target that it uses."""
+        ends = self.of_target
+        return *self.modules(), ends.table, ends.norm, ends.output
 
     def bound(self, target: Any) -> Self:
         """A head with the same weights that uses the embedding, norm and output matrix of ``target``, an ``HFModel`` or a transformers model.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from specdec.drafts.magicdec.draft import MagicDec
 from specdec.drafts.magicdec.view import View, ViewCache
 from specdec.drafts.windowed_round import WindowedDrafting, remember, unknown
-from specdec.graphs.drafting import Given
+from specdec.graphs.drafting import Given, Passed
 from specdec.types import Context
 
 
@@ -51,12 +51,12 @@ class ViewDrafting(WindowedDrafting):
         chosen: ViewCache = memory.select(rows)
         return chosen
 
-    def observe(self, given: Given, length: Tensor, layers: Mapping[int, Tensor]) -> None:
-        """As ``Drafting.observe``: copy the target's entries of all fed positions to the view, before the verdict is known.
+    def observe(self, given: Given, passed: Passed) -> None:
+        """As ``Drafting.observe``: copy the target's entries of all fed positions to the view.
 
         The last position is ``length - 1 + steps``, and the next round queries at ``length`` or later, or at ``length - 1`` on the same text. So this
         is right for the reasons of ``WindowedDrafting``, one position further.
         """
-        position = length - 1 + torch.arange(given.steps + 1, device=length.device)[:, None]
+        position = passed.length - 1 + torch.arange(given.steps + 1, device=passed.length.device)[:, None]
         there = given.on["rows"].long() * given.target.slots + position
         self.store.copy(there.flatten(), given.target, self.plans.slots(position).flatten())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from specdec.cache.static import StaticStore
 from specdec.drafts.spire.chain import forwards, write
 from specdec.drafts.spire.draft import Spire, SpireState
 from specdec.drafts.spire.model import SpireModel
-from specdec.graphs.drafting import Drafting, Given
+from specdec.graphs.drafting import Drafting, Given, Passed
 from specdec.graphs.ring_plan import RingPlans
 from specdec.masks.text import known
 from specdec.types import Context
@@ -69,8 +69,8 @@ class SpireDrafting(Drafting):
 
         return run
 
-    def observe(self, given: Given, length: Tensor, layers: Mapping[int, Tensor]) -> None:
-        """As ``Drafting.observe``: write the entries of all fed positions from the target's activations, before the verdict is known.
+    def observe(self, given: Given, passed: Passed) -> None:
+        """As ``Drafting.observe``: write the entries of all fed positions from the target's activations, those of rejected tokens, too.
 
         With ``h = length - 1 + steps`` fed last, this is right in a ring of ``W = window + steps`` slots or more:
 
@@ -81,11 +81,11 @@ class SpireDrafting(Drafting):
           at ``length - 1``, which sees positions from ``length - window`` on: with graphs, ``Spire.ring`` has one slot more for this.
         - All steps + 1 slots of a row differ, since ``W > steps``, and they are in the row's own ring.
         """
-        model, position = self.model, self._positions(length, given.steps + 1)
+        model, position = self.model, self._positions(passed.length, given.steps + 1)
         slots, rotary = self.plans.slots(position.t()).t().flatten(), model.rotary(position.flatten())
         self.store.begin()
         for i, layer in enumerate(model.layers):
-            write(self.store, i, slots, *model.keys_values(i, layers[layer].to(model.dtype), rotary))
+            write(self.store, i, slots, *model.keys_values(i, passed.layers[layer].to(model.dtype), rotary))
 
     @staticmethod
     def _positions(length: Tensor, count: int) -> Tensor:

@@ -1,0 +1,125 @@
+"""A head's chain in a whole round that is one captured step (``executors.Ahead``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from specdec.cache.ring import Ring
+from specdec.cache.static import StaticStore
+from specdec.drafts.heads.captured import BlockPlan, StaticPass
+from specdec.drafts.heads.chain import Chain
+from specdec.drafts.heads.draft import Head
+from specdec.drafts.heads.eagle3 import Eagle3
+from specdec.drafts.heads.features import Features
+from specdec.drafts.heads.mtp import MTP
+from specdec.drafts.heads.slots import PIECE, HeadState
+from specdec.graphs.drafting import Drafting, Given, Passed
+from specdec.graphs.ring_plan import RingPlans
+from specdec.masks.text import known
+from specdec.types import Context
+
+HEADS = (
+    Eagle3,
+    MTP,
+)  # each step is one slot after the last, and the output of the last committed pair is carried
+
+
+class HeadDrafting(Drafting):
+    """``Drafting`` of a head whose output at the last committed pair is carried from round to round.
+
+    Slots are those of positions in the text, also for drafted tokens. Rows of the memory that the batch does not use are padding, which writes to
+    their own slots.
+    """
+
+    def __init__(self, draft: Head, memory: Ring):
+        self.model, self.taps, self.store = draft.model, draft.info.taps, StaticStore(memory)
+        self.plans = RingPlans(memory, self.store)
+        self.rows = memory._whole[0].shape[1]
+
+    @staticmethod
+    def why_not(draft: Head, target: object, length: int) -> str | None:
+        """As ``Drafting.why_not``."""
+        model, kinds = draft.model, " or ".join(kind.__name__ for kind in HEADS)
+        if type(model) not in HEADS:
+            return f"runs the heads {kinds}, but the draft's head is a {type(model).__name__}"
+        if model.settings.get("shipped") is not None:
+            return "runs MTP layers of MTP.from_target, but the draft's was shipped with its target"
+        if type(draft.tree) is not Chain:
+            return f"runs chains, but the draft's tree is {draft.tree!r}"
+        if draft.programs is None:
+            return "runs heads with graphs (drafts.Head(model, graphs=True)), but the draft has no graphs"
+        mask = model.mask
+        if mask is not None and not known(mask):
+            return f"runs the library's masks, but the head's is {mask!r}"
+        if mask is not None and mask.reach is not None and length >= PIECE:
+            return f"runs chains of at most {PIECE - 1} tokens of a head with a window, and the length is {length}"
+        return None
+
+    @staticmethod
+    def modules(draft: Head) -> tuple[Iterable[nn.Module], object]:
+        """As ``Drafting.modules``."""
+        return draft.model.with_ends(), draft.model
+
+    @staticmethod
+    def memory(state: HeadState) -> Ring:
+        """As ``Drafting.memory``."""
+        return cast(Ring, state.ring)
+
+    @staticmethod
+    def carry(state: HeadState) -> Tensor | None:
+        """As ``Drafting.carry``: the output of each row's last committed pair."""
+        return state.carry
+
+    @staticmethod
+    def select(memory: Ring, rows: Tensor, context: Context) -> Ring:
+        """As ``Drafting.select``."""
+        return memory.select(rows)
+
+    def chain(self, given: Given, state: Tensor) -> Callable[[int, Tensor], Tensor]:
+        """As ``Drafting.chain``."""
+        at, memo = _Anchors(self, state[:, 0] - 1), given.carry
+
+        def forward(n: int, tokens: Tensor) -> Tensor:
+            nonlocal memo
+            logits, memo = self.model.step(n, memo, tokens, at)
+            return self.model.widened(logits)
+
+        return forward
+
+    def observe(self, given: Given, passed: Passed) -> Tensor:
+        """As ``Drafting.observe``: read all fed positions; the output at the last that is committed, beside the token after it, is carried.
+
+        Rejected tokens lie at or after the next chain's first position, and each position is written before a query sees it. Without a window
+        the ring has a slot for every position, those of a chain beyond the budget included. With one it wraps, and has
+        ``window + PIECE - 1`` slots: with steps < PIECE, no slot is overwritten that is seen, also by a round that runs again on the same text.
+        """
+        (R, count), model, ids = passed.ids.shape, self.model, passed.ids
+        last, bonus = passed.accepted[:, None], passed.bonus[:, None]
+        position = passed.length[:, None] - 1 + torch.arange(count, device=ids.device)
+        following = torch.cat([ids[:, 1:], bonus], 1).scatter(1, last, bonus)
+        layers = model.tapped(passed.layers.__getitem__)
+        layers = {tap: x.to(model.dtype).view(R, count, -1) for tap, x in layers.items()}
+        outputs = cast(Tensor, model.read(Features(layers, ids, following), self.slots(position)))
+        return outputs[torch.arange(R, device=ids.device), passed.accepted]
+
+    def slots(self, position: Tensor) -> StaticPass:
+        """A pass over slots at ``position [R]`` or ``[R, n]``, which see all of the text and the chain up to their own positions."""
+        wide = position.view(len(position), -1)
+        plan = BlockPlan(self.plans.seen(wide, self.model.mask), self.plans.slots(wide.t()).t().flatten())
+        self.store.begin()
+        return StaticPass(self.store, plan, position)
+
+
+class _Anchors:
+    """``contract.Anchors`` for heads that ask for one slot at a time."""
+
+    def __init__(self, drafting: HeadDrafting, anchor: Tensor):
+        self.drafting, self.anchor = drafting, anchor
+
+    def slots(self, first: int, count: int | None = None, full: bool = False) -> StaticPass:
+        """As ``contract.Anchors.slots``."""
+        return self.drafting.slots(self.anchor + first)

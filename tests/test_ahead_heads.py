@@ -1,0 +1,261 @@
+"""Whole rounds that draft with heads: equal to the serial ones, recorded on the CPU."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from fake_device import FakeDevice, onto
+from test_ahead import PROMPTS, batch_of, pair, same_rounds
+from test_fast_heads import shake
+from tiny import tiny
+
+import specdec as sd
+from specdec.drafts.heads import MTP, DFlash, DynamicTree, Eagle3, Head, Medusa, PEagle
+from specdec.drafts.heads.layers import config_like
+from specdec.drafts.heads.slots import PIECE
+from specdec.executors import Ahead, Serial
+from specdec.graphs.whole_round import RoundShape
+from specdec.masks import Causal, Sinks, Strided, Window, streaming
+
+BUDGETS = [12, 7, 19, 15]
+EVERY = {"blocks": 2, "head_norms": True, "fc_norm": True, "norm_output": True, "norm_before_residual": True}
+HEADS = {
+    "eagle3": (Eagle3, {}),
+    "all flags": (Eagle3, EVERY),
+    "own ends": (Eagle3, {"own_embedding": True, "norm_before_fc": True}),
+    "window": (Eagle3, {"mask": streaming(6, 2)}),
+    "one position": (Eagle3, {"mask": Causal() & Window(1)}),
+    "strided": (Eagle3, {"mask": Causal() & Window(9) & (Strided(3) | Sinks(1)), "blocks": 2}),
+    "mtp": (MTP, {}),
+    "state before the norm": (MTP, {"taps": (2,), "norm_output": False, "hidden_first": True}),
+}
+
+
+def head_of(target, name, graphs="eager", sampling=None, **more):
+    kind, settings = HEADS[name]
+    model = shake(kind.from_target(target, **settings | more))
+    return Head(model, sampling=sampling, graphs=graphs)
+
+
+def builder_of(name="eagle3", graphs="eager", length=3, vocab_size=97, **settings):
+    target = sd.HFModel(tiny("llama", vocab_size=vocab_size), graphs=graphs)
+    return sd.decoder(target).draft(head_of(target, name, graphs, **settings), length)
+
+
+def accepted(made):
+    return made[1].stats.accepted
+
+
+@pytest.mark.parametrize(
+    ("name", "graphs", "length", "verifier", "temperature"),
+    [
+        ("eagle3", "recorded", 3, sd.Rejection(), 1.0),
+        ("all flags", "eager", 4, sd.Coupled(), 1.0),
+        ("own ends", "eager", 1, sd.verifiers.FusedRejection(), 1.0),
+        ("mtp", "eager", 6, sd.Coupled(), 0.7),
+        ("state before the norm", "eager", 5, sd.Rejection(), 1.0),
+        *(
+            pytest.param(name, graphs, length, verifier, 1.0, marks=pytest.mark.slow)
+            for name in HEADS
+            for graphs, length in (("eager", 6), ("recorded", 4))
+            for verifier in (sd.Rejection(), sd.verifiers.FusedRejection(), sd.Coupled())
+        ),
+    ],
+)
+def test_texts_and_rounds_are_those_of_serial(name, graphs, length, verifier, temperature):
+    builder = builder_of(name, graphs, length).verifier(verifier).sampling(temperature=temperature)
+    prompts, budgets = PROMPTS[:3], BUDGETS[:3]  # a step has four rows, and the memory three
+    _, made = same_rounds(builder, prompts, budgets, eos_token_id=())
+    assert accepted(made) > 7
+
+
+@pytest.mark.parametrize(
+    ("name", "ids"),
+    [("eagle3", 3), pytest.param("state before the norm", 6, marks=pytest.mark.slow)],
+)
+def test_greedy_texts(name, ids):
+    """Of a few ids, so that some of an untrained head's are accepted, and others not."""
+    prompts = [[token % ids for token in prompt] for prompt in PROMPTS]
+    _, made = same_rounds(builder_of(name, vocab_size=ids).greedy(), prompts, BUDGETS, eos_token_id=())
+    assert 5 < accepted(made) < made[1].stats.drafted - 10
+
+
+def test_a_reduced_vocabulary():
+    prompts = [[token % 6 for token in prompt] for prompt in PROMPTS]
+    builder = builder_of(vocab_size=6, vocabulary=[0, 2, 3, 5])
+    (_, rounds), made = same_rounds(builder, prompts, BUDGETS, eos_token_id=())
+    assert accepted(made) > 4
+    assert {int(t) for round in rounds for t in round.proposal.tokens.flatten()} == {0, 2, 3, 5}
+
+
+@pytest.mark.parametrize("graphs", ["eager", pytest.param("recorded", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["window", "strided", pytest.param("one position", marks=pytest.mark.slow)])
+def test_rings_that_wrap(monkeypatch, name, graphs):
+    """As long as chains may be: one position more, and a slot would be overwritten that is still seen."""
+    from specdec.drafts.heads import slots, whole_round
+
+    for module in (slots, whole_round):
+        monkeypatch.setattr(module, "PIECE", 4)
+    prompts, budgets = [[5, 6, 7, 8, 9], [3]], [20, 30]
+    _, made = same_rounds(builder_of(name, graphs), prompts, budgets, eos_token_id=())
+    assert accepted(made) > 8
+
+
+@pytest.mark.parametrize("name", ["eagle3", pytest.param("mtp", marks=pytest.mark.slow)])
+def test_stops_that_are_found_a_round_late(name):
+    builder = builder_of(name)
+    plain = builder.build().generate(PROMPTS, BUDGETS, seed=3, eos_token_id=())
+    ends = [plain.ids[0][6], plain.ids[2][12]]
+    _, (made, _) = same_rounds(builder, PROMPTS, BUDGETS, eos_token_id=ends)
+    assert "eos" in made.finish
+
+
+def test_texts_grow_out_of_their_bucket():
+    """What is carried goes from one captured step to the next."""
+    target = sd.HFModel(tiny("llama", max_position_embeddings=512), graphs="eager")
+    builder = sd.decoder(target).draft(head_of(target, "mtp"), 3)
+    same_rounds(builder, prompts=[[5, 6, 7] * 80, [8, 9]], budgets=[30, 30], eos_token_id=())
+    shapes = [key[0] for storage in target.steps._storages for key in storage.programs]
+    assert len({shape.length for shape in shapes if isinstance(shape, RoundShape)}) == 2
+
+
+def test_one_memory_and_its_captures_serve_every_call():
+    decoder = builder_of().executor(Ahead()).build()
+    said, captured, held = [], [], []
+    for _ in range(3):
+        said.append(decoder.generate(PROMPTS, BUDGETS, seed=3, eos_token_id=()).ids)
+        captured.append(set(decoder.target.steps.captured))
+        held.append([storage.whole[0].data_ptr() for storage in decoder.draft.programs._storages])
+    assert said[0] == said[1] == said[2]
+    assert captured[0] <= captured[1] == captured[2]
+    assert held[0] == held[2]
+    assert len(held[0]) == 1
+    fewer = decoder.generate(PROMPTS[:2], BUDGETS[:2], seed=3, eos_token_id=()).ids  # in the same memory
+    assert fewer == said[0][:2]
+    before = set(decoder.target.steps.captured)
+    decoder.draft.model.fc = copy.deepcopy(decoder.draft.model.fc)  # a step would run the old one
+    assert decoder.generate(PROMPTS, BUDGETS, seed=3, eos_token_id=()).ids == said[0]
+    after = set(decoder.target.steps.captured)
+    assert after
+    assert not after & before
+
+
+def test_streams_run_between_each_other():
+    serial, ahead = pair(builder_of())
+    wanted = [serial.generate([p], 12, seed=i, eos_token_id=()).ids[0] for i, p in enumerate(PROMPTS[:2])]
+    streams = [ahead.stream([p], 12, seed=i, eos_token_id=()) for i, p in enumerate(PROMPTS[:2])]
+    made = [[], []]
+    while not all(len(ids) == 12 for ids in made):
+        for stream, ids in zip(streams, made):
+            chunk = next(stream, None)
+            ids += [] if chunk is None else chunk.ids
+    assert made == wanted
+
+
+@pytest.mark.parametrize("temperature", [1.0, pytest.param(0, marks=pytest.mark.slow)])
+def test_on_a_device_a_round_waits_once(temperature):
+    raw = tiny("llama")
+    like = shake(Eagle3(config_like(raw), (0, 1, 2))).to(torch.float64)
+
+    def made(on, executor):
+        target = sd.HFModel(on(tiny("llama")), graphs="eager")
+        head = Eagle3(like.config, like.taps).to(torch.float64)
+        head.load_state_dict(like.state_dict())
+        builder = sd.decoder(target).draft(Head(on(head).eval(), graphs="eager"), 3)
+        return builder.sampling(temperature=temperature).executor(executor).build()
+
+    expected = made(lambda model: model, Serial()).generate(PROMPTS[:2], 10, seed=3, eos_token_id=()).ids
+    seen = []
+    with FakeDevice() as device:
+        said = made(onto, Ahead()).generate(
+            PROMPTS[:2], 10, seed=3, eos_token_id=(), on_round=lambda _: seen.append(device.waits.total())
+        )
+    middle = len(seen) // 2
+    assert said.ids == expected
+    assert seen[middle] - seen[middle - 1] <= 1, device.waits  # the copy of the result
+
+
+def test_logits_that_are_not_finite_are_refused():
+    decoder = builder_of().executor(Ahead()).build()
+
+    def spoil(round):
+        if round.number == 2:
+            with torch.no_grad():
+                decoder.draft.model.lm_head.weight.fill_(float("nan"))
+
+    with pytest.raises(ValueError, match="the draft's logits of row"):
+        decoder.generate(PROMPTS, 30, seed=0, eos_token_id=(), on_round=spoil)
+
+
+class OwnHead(Head):
+    pass
+
+
+class OwnEagle3(Eagle3):
+    def step(self, n, memo, token, at):
+        logits, memo = super().step(n, memo, token, at)
+        return logits * 2, memo
+
+
+def own(b, h, q, kv):
+    return kv % 3 == 0
+
+
+def eagle3(target, **settings):
+    return Eagle3.from_target(target, **settings)
+
+
+REFUSED = {
+    "subclass of the draft": (lambda t: OwnHead(eagle3(t), graphs="eager"), "draft is a OwnHead"),
+    "subclass of a head": (lambda t: Head(OwnEagle3.from_target(t), graphs="eager"), "head is a OwnEagle3"),
+    "tree": (lambda t: Head(eagle3(t), DynamicTree(2, 2, 4), graphs="eager"), "tree is DynamicTree"),
+    "no graphs": (lambda t: Head(eagle3(t)), "the draft has no graphs"),
+    "own mask": (
+        lambda t: Head(eagle3(t, mask=Causal() & (Window(4) | own)), graphs="eager"),
+        "runs the library's masks",
+    ),
+    "shipped layer": (
+        lambda t: Head(MTP.from_target(t, shipped=t.model.config.to_diff_dict()), graphs="eager"),
+        "was shipped with its target",
+    ),
+    "peagle": (lambda t: Head(PEagle.from_target(t), graphs="eager"), "head is a PEagle"),
+    "medusa": (lambda t: Head(Medusa.from_target(t), graphs="eager"), "head is a Medusa"),
+    "dflash": (lambda t: Head(DFlash.from_target(t), graphs="eager"), "head is a DFlash"),
+}
+
+
+@pytest.mark.parametrize("which", REFUSED)
+def test_parts_that_the_step_would_bypass_are_refused(which):
+    make, why = REFUSED[which]
+    target = sd.HFModel(tiny("llama"), graphs="eager")
+    with pytest.raises(ValueError, match=rf"Ahead\(\) .*{why}.*: use executors.Serial\(\)"):
+        sd.decoder(target).draft(make(target), 2).executor(Ahead()).build()
+
+
+def test_chains_that_are_too_long_for_a_window_are_refused():
+    with pytest.raises(ValueError, match=f"at most {PIECE - 1} tokens .* the length is {PIECE}"):
+        builder_of("window", length=PIECE).executor(Ahead()).build()
+    builder_of("window", length=PIECE - 1).executor(Ahead()).build()
+    builder_of(length=PIECE).executor(Ahead()).build()  # nothing is overwritten
+
+
+@pytest.mark.parametrize(
+    "seed", [*range(3), *(pytest.param(n, marks=pytest.mark.slow) for n in range(3, 40))]
+)
+def test_random_batches(seed):
+    pick, prompts, budgets = batch_of(seed, shortest=1)
+    vocab_size = pick.choice([97, 97, 7])
+    prompts = [[token % vocab_size for token in prompt] for prompt in prompts]
+    target = sd.HFModel(tiny("llama", vocab_size=vocab_size), graphs="eager")
+    more = {}
+    if pick.random() < 0.4:
+        more["vocabulary"] = sorted(pick.sample(range(vocab_size), vocab_size // 2))
+    drawing = pick.choice([None, None, sd.Sampling(temperature=0), sd.Sampling(temperature=1.3)])
+    graphs = pick.choice(["eager", "eager", "recorded"])
+    draft = head_of(target, pick.choice(list(HEADS)), graphs, drawing, **more)
+    verifier = pick.choice([sd.Rejection(), sd.Coupled(), sd.verifiers.FusedRejection()])
+    builder = sd.decoder(target).sampling(temperature=pick.choice([0, 0.8, 1.0])).verifier(verifier)
+    ends = [pick.randrange(vocab_size) for _ in range(pick.choice([0, 3, 12 if vocab_size > 7 else 1]))]
+    same_rounds(builder.draft(draft, pick.randint(1, 6)), prompts, budgets, eos_token_id=ends)
