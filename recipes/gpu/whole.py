@@ -134,8 +134,8 @@ def texts(stage: Stage) -> None:
             ("SPIRe", sd.drafts.Spire(spire, graphs=how)),
             ("SPIRe, whole rounds", sd.drafts.Spire(spire, graphs=how)),
             ("a tree", sd.drafts.Tree(small, (2, 2))),
-            ("a windowed model's chain", sd.drafts.Model(sd.models.Windowed(small, 16, 2))),
-            ("a windowed model's chain, whole rounds", sd.drafts.Model(sd.models.Windowed(small, 16, 2))),
+            ("a windowed model's chain", sd.drafts.Model(sd.models.Windowed(target, 16, 2))),
+            ("a windowed model's chain, whole rounds", sd.drafts.Model(sd.models.Windowed(target, 16, 2))),
             ("MagicDec", sd.drafts.MagicDec(window=16, sinks=2)),
             ("MagicDec, whole rounds", sd.drafts.MagicDec(window=16, sinks=2)),
         ):
