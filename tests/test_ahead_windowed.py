@@ -5,15 +5,21 @@ from __future__ import annotations
 import pytest
 import torch
 from fake_device import FakeDevice, onto
+from interpreted import interpreter
 from test_ahead import batch_of, pair, same_rounds
 from tiny import byte_tokenizer, tiny
 
 import specdec as sd
+from specdec.cache.ring import Ring
+from specdec.cache.slots import KVShape
+from specdec.cache.static import StaticStore
 from specdec.drafts import MagicDec, Model
 from specdec.executors import Ahead, Serial
 from specdec.executors import ahead as module
 from specdec.graphs.ring_chain import RingChain
+from specdec.graphs.ring_plan import RingPlans
 from specdec.graphs.whole_round import WholeRound
+from specdec.kernels.attention import ExplicitPlan, reference, triton_backend
 from specdec.masks import Causal, Strided, Window
 from specdec.models import Masked, Windowed
 from specdec.pruning import SnapKV
@@ -116,6 +122,28 @@ def test_a_captured_chain_as_long_as_the_block_draws_what_the_loop_draws(length,
     assert drawn[0] == drawn[1]
     chains = [step for step in decoder.target.steps.captured if isinstance(step, RingChain)]
     assert any(chain.shape.earlier for chain in chains) == (length == block)
+
+
+@pytest.mark.parametrize("mask", [None, NARROWER])
+def test_two_tokens_of_a_row_are_two_queries_of_its_slots(mask):
+    """In the reference that captures use on a CPU, and in Triton's kernel: before the ring, while it fills, and after it was written several times."""
+    pytest.importorskip("triton")
+    ring = Ring([KVShape(2, 16, 16, torch.float32, torch.device("cpu"))], 4, 0, 9, 3, mask=mask)
+    position = torch.tensor([0, 1, 100, 101, 6, 7, 11, 12])
+    g = torch.Generator().manual_seed(0)
+    query = torch.randn(1, 4, 8, 16, generator=g)
+    keys, values = (torch.randn(4, ring.slots, 2, 16, generator=g) for _ in range(2))
+    (plan,) = RingPlans(ring, StaticStore(ring)).of(position[None], 2)
+    at = ring.at(torch.arange(8) // 2, position)
+    assert plan.slots.equal(at)
+    behind = position.numpy()[:, None] - ring.held(position.numpy())
+    dense = ExplicitPlan(range(4), [2] * 4, ring.visible(position.numpy()), behind, at)
+    expected = reference.attend(query, keys, values, dense, 0.25, None)
+    close = {"rtol": 1e-4, "atol": 1e-5}
+    torch.testing.assert_close(plan.attend(query, keys, values, 0.25, None, None, None), expected, **close)
+    with interpreter():
+        made = triton_backend.launch(query, keys, values, plan._lowered(None), 0.25)
+    torch.testing.assert_close(made, expected, **close)
 
 
 def watched(monkeypatch):
@@ -234,7 +262,7 @@ def test_windows_soft_caps_and_sinks_of_layers(kind, family, graphs):
 
 
 @KINDS
-@pytest.mark.parametrize("mask", [None, pytest.param(NARROWER, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mask", [None, NARROWER])
 def test_texts_that_use_every_learned_position(kind, mask):
     """Tokens beyond a row's budget are computed and dropped; they have no position of their own."""
     builder = builder_of(kind, length=5, family="gpt2", block=5, mask=mask)
@@ -361,8 +389,6 @@ def random_batch(kind, seed):
 
 
 @KINDS
-@pytest.mark.parametrize(
-    "seed", [*range(2), *(pytest.param(i, marks=pytest.mark.slow) for i in range(2, 16))]
-)
+@pytest.mark.parametrize("seed", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(1, 16))])
 def test_random_batches(kind, seed):
     random_batch(kind, seed)

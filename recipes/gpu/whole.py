@@ -138,8 +138,8 @@ def texts(stage: Stage) -> None:
             ("a head", sd.drafts.Head(head, graphs=how)),
             ("a head, whole rounds", sd.drafts.Head(head, graphs=how)),
             ("a tree", sd.drafts.Tree(small, (2, 2))),
-            ("a windowed model's chain", sd.drafts.Model(sd.models.Windowed(small, 16, 2))),
-            ("a windowed model's chain, whole rounds", sd.drafts.Model(sd.models.Windowed(small, 16, 2))),
+            ("a windowed model's chain", sd.drafts.Model(sd.models.Windowed(target, 16, 2))),
+            ("a windowed model's chain, whole rounds", sd.drafts.Model(sd.models.Windowed(target, 16, 2))),
             ("MagicDec", sd.drafts.MagicDec(window=16, sinks=2)),
             ("MagicDec, whole rounds", sd.drafts.MagicDec(window=16, sinks=2)),
         ):

@@ -50,7 +50,8 @@ def propose(
     if N < 1 or cache.block <= N:  # see ``Masked.in_flight``
         return None
     words, length = text.tokens.numpy(), text.length.tolist()
-    if max(length) + N > cache.capacity:
+    # Tokens beyond a row's budget are fed, too, and learned positions end.
+    if max(length) + N > min(cache.capacity, (model.max_positions or cache.capacity) + 1):
         return None
     steps = model.steps
     first = cache.matched(text)
