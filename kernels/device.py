@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +28,11 @@ def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
             tensor.contiguous().pin_memory().to(device, non_blocking=True)
         )  # an expanded tensor cannot be pinned
     return tensor.to(device)
+
+
+def current(device: torch.device) -> AbstractContextManager[Any]:
+    """A context with ``device`` as the current device, on which Triton launches."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 class DeferredChecks:

@@ -9,7 +9,6 @@ the other rows nor on how many queries its row has, so attention in a verificati
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -24,6 +23,7 @@ from specdec.kernels.attention.plan import AttentionPlan
 from specdec.kernels.attention.reach import Reach, binding, split
 from specdec.kernels.attention.splitting import Work, chunking
 from specdec.kernels.attention.tiles import bound, config, power
+from specdec.kernels.device import current
 from specdec.kernels.interpreted import REMEDY
 
 LOG2E = 1.4426950408889634
@@ -211,7 +211,7 @@ def launch(
     depth, table, seen, ring = lowered.depth, lowered.table, lowered.seen, lowered.ring
     at, *turn = (None, 0, 0, 0) if ring is None else (ring.position, ring.sinks, ring.size, ring.far)
     back = back if ring is None else ring.window
-    with _on(query.device):
+    with current(query.device):
         kernels.attend_kernel[(rows * tiles, kv_heads, chunks)](
             query, keys, values, parts, part_lse,
             lowered.starts, lowered.length, lowered.rows, lowered.root, lowered.words, depth, table, seen,
@@ -270,7 +270,7 @@ def merge(outputs: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     parts = parts if parts.stride(-1) == 1 else parts.contiguous()
     out = outputs.new_empty(parts.shape[0], q, size)
     total = lse.new_empty(parts.shape[0], q, dtype=torch.float32)
-    with _on(outputs.device):
+    with current(outputs.device):
         _merge(parts, lse.reshape(-1, *lse.shape[-2:]), out, total, None, natural=True)
     return out.view(*before, q, size), total.view(*before, q)
 
@@ -299,11 +299,6 @@ def _merge(
 def processors(device: torch.device) -> int:
     """Multiprocessors of a device; 1 if kernels are interpreted."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
-def _on(device: torch.device) -> Any:
-    """A context with ``device`` as current device, on which Triton launches."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _upcast(query: Tensor) -> bool:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from specdec.kernels import interpreted
-from specdec.kernels.device import to_device
+from specdec.kernels.device import current, to_device
 from specdec.kernels.philox.reference import TARGET, Key
 
 BLOCK = 1024
@@ -30,7 +30,8 @@ def uniforms(seed: Tensor, key: Key, device: torch.device | str) -> Tensor:
     words = [word.expand(shape).contiguous() for word in (at, node, who, rows)]
     out = torch.empty(shape, dtype=torch.float64, device=device)
     if out.numel():
-        kernels.uniform_kernel[(-(-out.numel() // BLOCK),)](*words, out, out.numel(), BLOCK=BLOCK)
+        with current(out.device):
+            kernels.uniform_kernel[(-(-out.numel() // BLOCK),)](*words, out, out.numel(), BLOCK=BLOCK)
     return out
 
 
@@ -61,7 +62,8 @@ def race(probs: Tensor, seed: Tensor, position: Tensor) -> Tensor:
     token = torch.empty(R, splits, dtype=torch.long, device=probs.device)
     if R:
         seed, position = (to_device(t, probs.device).contiguous() for t in (seed, position))
-        kernels.race_kernel[(R, splits)](
-            probs, seed, position, time, token, V, probs.stride(0), splits, TARGET=TARGET, STEPS=STEPS, BLOCK=BLOCK
-        )  # fmt: skip
+        with current(probs.device):
+            kernels.race_kernel[(R, splits)](
+                probs, seed, position, time, token, V, probs.stride(0), splits, TARGET=TARGET, STEPS=STEPS, BLOCK=BLOCK
+            )  # fmt: skip
     return token.gather(1, time.argmin(1, keepdim=True))[:, 0]

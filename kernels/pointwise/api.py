@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from specdec.kernels.device import current
 from specdec.kernels.interpreted import kernels
 
 MOST = 16384  # the longest row that is normed
@@ -53,12 +54,13 @@ def add_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> Tensor:
     out = torch.empty_like(x)
     if x.numel():
         block = 1 << (n - 1).bit_length()
-        _kernels(x, "x").add_norm_kernel[(x.numel() // n,)](
-            *(x, x if y is None else y, weight, out, n, eps),
-            ADD=y is not None,
-            BLOCK=block,
-            num_warps=min(max(block // 512, 1), 16),
-        )
+        with current(x.device):
+            _kernels(x, "x").add_norm_kernel[(x.numel() // n,)](
+                *(x, x if y is None else y, weight, out, n, eps),
+                ADD=y is not None,
+                BLOCK=block,
+                num_warps=min(max(block // 512, 1), 16),
+            )
     return out
 
 
@@ -101,28 +103,29 @@ def apply_rotary(
         strides, S = (*keys.stride()[:3], *values.stride()[:3]), keys.shape[1]
     parts = -(-H // HEADS) * (1 if place is None else 2)
     if T:
-        _kernels(query, "query").turn_kernel[(T, -(-Hq // HEADS) + parts)](
-            *(query, key, kept, cos, sin),
-            *((query, key) if norms is None else norms[:2]),
-            *(
-                keys,
-                values,
-                slots,
-                Hq,
-                H,
-                D // 2,
-                S,
-                query.stride(0),
-                key.stride(0),
-                kept.stride(0),
-                *strides,
-            ),
-            0.0 if norms is None else norms[2],
-            HALF=1 << (D // 2 - 1).bit_length(),
-            HEADS=HEADS,
-            NORM=norms is not None,
-            KEEP=place is not None,
-        )
+        with current(query.device):
+            _kernels(query, "query").turn_kernel[(T, -(-Hq // HEADS) + parts)](
+                *(query, key, kept, cos, sin),
+                *((query, key) if norms is None else norms[:2]),
+                *(
+                    keys,
+                    values,
+                    slots,
+                    Hq,
+                    H,
+                    D // 2,
+                    S,
+                    query.stride(0),
+                    key.stride(0),
+                    kept.stride(0),
+                    *strides,
+                ),
+                0.0 if norms is None else norms[2],
+                HALF=1 << (D // 2 - 1).bit_length(),
+                HEADS=HEADS,
+                NORM=norms is not None,
+                KEEP=place is not None,
+            )
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
@@ -134,9 +137,10 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     _check("silu_mul", gate.dim() == 2 and gate.shape == up.shape, gate[:1], up[:1])
     T, n = gate.shape
     if gate.numel():
-        _kernels(gate, "gate").silu_mul_kernel[(T, -(-n // BLOCK))](
-            gate, up, n, gate.stride(0), up.stride(0), BLOCK=BLOCK
-        )
+        with current(gate.device):
+            _kernels(gate, "gate").silu_mul_kernel[(T, -(-n // BLOCK))](
+                gate, up, n, gate.stride(0), up.stride(0), BLOCK=BLOCK
+            )
     return gate
 
 

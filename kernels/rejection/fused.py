@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from specdec.kernels import interpreted
-from specdec.kernels.device import to_device
+from specdec.kernels.device import current, to_device
 from specdec.kernels.philox.reference import pick
 from specdec.kernels.rejection.arguments import check_numbers, check_shapes
 from specdec.kernels.rejection.reference import Decision, check, decide
@@ -104,7 +104,8 @@ def decisions(
         why = supports(logits, draft)
         if why is not None:
             raise ValueError(f"{why}: use backend='reference'")
-        return _triton(logits, tokens, size, accept_u, bonus_u, draft, draft_logits, temperature)
+        with current(logits.device):
+            return _triton(logits, tokens, size, accept_u, bonus_u, draft, draft_logits, temperature)
 
     def quantile(accepted: Tensor) -> Tensor:
         return bonus_u if bonus_u.dim() == 1 else bonus_u.gather(1, accepted[:, None])[:, 0]

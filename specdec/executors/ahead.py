@@ -150,7 +150,7 @@ class _Flight:
         self.result, self.event = into, None
         if result.is_cuda:
             self.event = torch.cuda.Event()
-            self.event.record()
+            self.event.record(torch.cuda.current_stream(result.device))
 
     def read(self) -> np.ndarray:
         """``[R, TOKENS + steps]``; waits for the round."""

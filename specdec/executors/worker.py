@@ -133,26 +133,31 @@ class DraftWorker:
         self.spans.append(Span("drafts", stage, micro_batch, began, perf_counter()))
 
 
-def work(composition: Composition, receive: Callable[[], Any], send: Callable[[Any], None]) -> None:
-    """Serve requests until ``None`` comes. An exception is sent and ends the loop."""
+def work(
+    composition: Composition,
+    receive: Callable[[], Any],
+    send: Callable[[Any], None],
+    wait: Callable[[], None] = lambda: None,
+) -> None:
+    """Serve requests until ``None`` comes. An exception is sent and ends the loop.
+
+    Args:
+        wait: returns when the device has done the worker's work. It is called before a response is sent and before the loop ends, since what the
+            worker reads may be used again then.
+    """
     try:
         drafts = DraftWorker(composition)
         with torch.inference_mode():
             while (request := receive()) is not None:
                 response = drafts.draft(request)
                 if response is not None:
-                    _finish(response.drafted.proposal)
+                    wait()
                     send(response)
                     drafts.prepare(request)
+            wait()
     except BaseException as error:  # raised where the response is awaited
         with suppress(OSError):  # the other end may be closed
             send(error)
-
-
-def _finish(proposal: Proposal) -> None:
-    """On a GPU, wait for this worker's stream before a proposal is sent."""
-    if proposal.tokens.is_cuda:
-        torch.cuda.current_stream(proposal.tokens.device).synchronize()
 
 
 class InlineWorker:
@@ -196,7 +201,9 @@ class ThreadWorker:
 
         def body() -> None:
             with torch.cuda.stream(stream):  # None: nothing changes
-                work(composition, receive, self.outbox.put)
+                work(
+                    composition, receive, self.outbox.put, *(() if stream is None else (stream.synchronize,))
+                )
 
         self.thread = threading.Thread(target=body, name="specdec-drafting", daemon=True)
         self.thread.start()

@@ -61,7 +61,7 @@ class Staged:
         self._block.copy_(self._host[self._turn], non_blocking=True)
         if self._cuda:
             self._sent[self._turn] = torch.cuda.Event()
-            self._sent[self._turn].record()
+            self._sent[self._turn].record(torch.cuda.current_stream(self._block.device))
 
 
 class Program(ABC):
