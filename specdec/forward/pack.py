@@ -166,6 +166,32 @@ class PackedBatch:
             t += r.end - r.first
         return rows
 
+    def parts(self, limit: int, short: int | None = None) -> Iterator[tuple[list[Row], slice | np.ndarray]]:
+        """All tokens in forwards of at most ``limit``: the part of each row, and which packed tokens these are.
+
+        Args:
+            short: the most tokens of a row in one forward, so that it takes rows side by side; ``None``: as they are packed.
+        """
+        if short is None:
+            for low in range(0, self.tokens, limit):
+                yield self.cut(low, low + limit), slice(low, low + limit)
+            return
+        starts = np.cumsum([0, *(r.end - r.first for r in self.rows)])
+        step, longest = min(short, limit), max((r.end - r.first for r in self.rows), default=0)
+        for done in range(0, longest, step):
+            rows, numbers, count = list[Row](), list[np.ndarray](), 0
+            for r, t in zip(self.rows, starts.tolist()):
+                first, end = r.first + done, min(r.first + done + step, r.end)
+                if first >= end:
+                    continue
+                if rows and count + end - first > limit:
+                    yield rows, np.concatenate(numbers)
+                    rows, numbers, count = [], [], 0
+                rows.append(Row(r.b, first, r.length, end))
+                numbers.append(np.arange(t + done, t + done + end - first))
+                count += end - first
+            yield rows, np.concatenate(numbers)
+
     def keep(self, rows: list[Row], wanted: bool, device: torch.device) -> Tensor | bool | None:
         """Whose logits are wanted, as in ``PrefillChunk.keep``: those of the last committed token and of nodes."""
         if not wanted:

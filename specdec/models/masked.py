@@ -19,10 +19,13 @@ from specdec.forward.families import UnsupportedModel
 from specdec.forward.pack import PackedBatch, PrefillChunk
 from specdec.forward.packed import Packed
 from specdec.kernels.attention import AttentionPlan, ExplicitPlan
+from specdec.kernels.device import to_device
 from specdec.masks import Mask, Reach, for_model, sees
 from specdec.masks.sight import check_length, check_sight, longest
 from specdec.models.hf import HFModel
 from specdec.types import Context, Proposal
+
+PIECE = 256  # tokens of a prompt that a row is fed at a time, at least
 
 
 class MaskedCache(SlotCache):
@@ -179,13 +182,13 @@ class Masked(HFModel):
                 yield store, chunk._replace(plan=masked(chunk.plan, self.mask))
             return
         ids, positions = packed.tensors(self.device)
-        for low in range(0, packed.tokens, limit):
-            part, rows = slice(low, low + limit), packed.cut(low, low + limit)
+        # Long pieces of a row would have masks that are mostly hidden. The order of logits, where they are wanted, is that of the packed tokens.
+        short = None if wanted else max(PIECE, sum(self.constant))
+        for rows, part in packed.parts(limit, short):
             store, plan = cache.place(rows, self.device)
-            yield (
-                store,
-                PrefillChunk(plan, ids[part], positions[part], packed.keep(rows, wanted, self.device)),
-            )
+            some = part if isinstance(part, slice) else to_device(torch.from_numpy(part), self.device)
+            keep = packed.keep(rows, wanted, self.device)
+            yield store, PrefillChunk(plan, ids[some], positions[some], keep)
 
 
 def masked(plan: AttentionPlan, mask: Mask) -> ExplicitPlan:
