@@ -62,6 +62,14 @@ def test_a_tokenizer_that_drops_the_first_space(tokenizer):
     assert (len(text.ids) < 200) == (type(tokenizer) is Words)
 
 
+def test_the_last_piece_has_an_incomplete_character():
+    tokenizer = zoo.load("pocket-tiny")[1]
+    ids = tokenizer("word 🙂").input_ids[:-1]
+    pieces, _ = said(tokenizer, ids, 1)
+    assert "".join(pieces) == tokenizer.decode(ids, skip_special_tokens=True)
+    assert pieces[-1].endswith("\ufffd")
+
+
 def test_a_long_run_of_incomplete_characters_is_not_lost():
     tokenizer = zoo.load("pocket-tiny")[1]
     emoji = tokenizer("🙂").input_ids
