@@ -113,6 +113,7 @@ class Decoder(Composition):
             raise TypeError(f"progress is {progress!r}: give True or False")
         context, limits = prepared(self, rows, max_new_tokens, eos_token_id, stop_strings, stopping_criteria)
         records: list[Record] = []
+        so_far = Stats()  # for the bar
         ids: list[list[int]] = [[] for _ in rows]
         with _bar(progress, int((limits.max_length - context.length).sum())) as bar:
             decoder = self if selection is None else self._with(selection, context.batch)
@@ -125,8 +126,9 @@ class Decoder(Composition):
                     on_round(round)
                 if bar is not None:
                     bar.update(sum(records[-1].committed))
+                    so_far.count(records[-1])
                     if round.number % 16 == 0:
-                        bar.set_postfix_str(Stats.of(records).shown_tau)
+                        bar.set_postfix_str(so_far.shown_tau)
         tokenizer = ModelInfo.of(self.target).tokenizer
         return Generation(
             ids=ids,
@@ -262,21 +264,14 @@ class Decoder(Composition):
         on_round: Callable[[Round], None] | None,
     ) -> Iterator[StreamChunk]:
         tokenizer = ModelInfo.of(self.target).tokenizer
-        ids: dict[int, list[int]] = {b: [] for b in range(context.batch)}
-        shown = dict.fromkeys(ids, 0)
+        texts = None if tokenizer is None else [_Text(tokenizer) for _ in range(context.batch)]
         for round in self._run(context, limits, seed, None):
             if on_round is not None:
                 on_round(round)
             for b, row in enumerate(round.context.request.tolist()):
                 new = round.verdict.tokens[b, : int(round.committed[b])].tolist()
-                ids[row] += new
                 finish = limits.reasons.get(row) if bool(round.finished[b]) else None
-                text = None
-                if tokenizer is not None:
-                    whole = tokenizer.decode(ids[row], skip_special_tokens=True)
-                    if finish is None:
-                        whole = whole.rstrip("\ufffd")  # an incomplete character
-                    text, shown[row] = whole[shown[row] :], max(shown[row], len(whole))
+                text = None if texts is None else texts[row].more(new, last=finish is not None)
                 yield StreamChunk(row, new, text, finish)
 
     def _run(
@@ -290,6 +285,38 @@ class Decoder(Composition):
             if round is None:
                 return
             yield round
+
+
+class _Text:
+    """A row's text as it grows. Only its end is decoded again, or a long text would take time by the square of its length."""
+
+    def __init__(self, tokenizer: Any, keep: int = 64):
+        self.tokenizer, self.keep = tokenizer, keep
+        self.ids: list[int] = []  # of the end
+        self.shown, self.longest = 0, 2 * keep  # characters of the end; tokens before it is cut
+
+    def more(self, new: list[int], last: bool) -> str:
+        """The text that ``new`` tokens add, of whole characters unless they are the ``last``."""
+        self.ids += new
+        text = self._decoded(self.ids)
+        end = text if last else text.rstrip("\ufffd")  # an incomplete character
+        added, self.shown = end[self.shown :], max(self.shown, len(end))
+        if len(self.ids) > self.longest:
+            self._cut(text)
+        return added
+
+    def _cut(self, text: str) -> None:
+        """Forget the tokens before a place where the texts of both parts make up ``text``, if one is found."""
+        for at in range(len(self.ids) - self.keep, len(self.ids) - self.keep // 2):
+            before = self._decoded(self.ids[:at])
+            if len(before) <= self.shown and before + self._decoded(self.ids[at:]) == text:
+                self.ids, self.shown, self.longest = self.ids[at:], self.shown - len(before), 2 * self.keep
+                return
+        self.longest = 2 * len(self.ids)
+
+    def _decoded(self, ids: list[int]) -> str:
+        text: str = self.tokenizer.decode(ids, skip_special_tokens=True)
+        return text
 
 
 class _bar:

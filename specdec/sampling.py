@@ -1,7 +1,8 @@
 """Logits to probabilities: temperature, top-k, top-p, min-p and any stateless Hugging Face ``LogitsProcessor``.
 
 The same object is applied to target and draft, at every node of a tree, with that node's true prefix. The truncations
-are transformers' own warpers, in the order in which ``generate`` applies them, so that settings have the same meaning.
+are transformers' own warpers, in the order in which ``generate`` applies them, so that settings have the same meaning; top-p over a large
+vocabulary is computed in another way.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from transformers import LogitsProcessor
 from transformers.generation.logits_process import (
     MinPLogitsWarper,
@@ -26,6 +28,7 @@ from transformers.generation.logits_process import (
 
 from specdec.arguments import number
 from specdec.kernels.device import Check, defer
+from specdec.kernels.nucleus import WIDE, nucleus
 from specdec.types import Context, Proposal
 
 # Processors with state, whose result at one node would depend on other nodes.
@@ -147,7 +150,7 @@ class Sampling:
             if self.top_k is not None:
                 made.append(TopKLogitsWarper(self.top_k))
             if self.top_p is not None and self.top_p < 1:
-                made.append(TopPLogitsWarper(float(self.top_p)))
+                made.append(_TopP(float(self.top_p)))
             if self.min_p is not None and self.min_p > 0:
                 made.append(MinPLogitsWarper(self.min_p))
         return made
@@ -257,6 +260,16 @@ class Sampling:
                     scores = _check_scores(processor, processor(prefix[None], scores), scores)
                 out[b, r] = scores[0]
         return out
+
+
+class _TopP(TopPLogitsWarper):
+    """Transformers' warper; on a CPU, where it takes most of its time to sort, without sorting large vocabularies."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        # A step that is recorded cannot look at values.
+        if scores.is_cpu and scores.shape[-1] > 4 * WIDE and not is_in_torch_dispatch_mode():
+            return nucleus(scores, self.top_p)
+        return super().__call__(input_ids, scores)
 
 
 def _check_scores(processor: object, made: Any, scores: Tensor) -> Tensor:

@@ -205,6 +205,11 @@ class Stats:
                 stats[request]._add(record, b)
         return stats
 
+    def count(self, record: Record) -> None:
+        """Add a round's counts, in place, without its seconds and texts."""
+        for b in range(len(record.request)):
+            self._add(record, b)
+
     def _add(self, record: Record, b: int) -> None:
         self.tokens += record.committed[b]
         self.lossless &= record.lossless

@@ -182,7 +182,8 @@ class Run:
         recorder = Recorder(trace, texts, ids, prompt, k, stand_in, strays, watch)
         target: Any = self.target if stand_in is None else stand_in
         draft = self.part.bound(self.target or target, self.sampling)
-        composition = Composition(target, draft, k, self.sampling, recorder)
+        how = self.sampling if stand_in is None else Sampling()  # of logits that are not read
+        composition = Composition(target, draft, k, how, recorder)
         last = prompt + 1 + recorder.rounds + k
         context = Context.of([t.ids[: t.prompt] for t in some], int(last.max()) + composition.nodes)
         rng = Forced(ids, torch.arange(len(some)), Philox(seeds(0, len(some))), strays)

@@ -252,11 +252,19 @@ def plain_sampling(sampling: Sampling) -> dict[str, Any]:
 
 def described_function(part: Any) -> str:
     """A name for a processor; functions that differ only in what they close over have one name."""
-    return (
-        part.__qualname__
-        if isinstance(part, FunctionType)
-        else f"{type(part).__qualname__} {sorted(vars(part).items())}"
-    )
+    if isinstance(part, FunctionType):
+        return part.__qualname__
+    settings = ", ".join(f"({name!r}, {_described(value)})" for name, value in sorted(vars(part).items()))
+    return f"{type(part).__qualname__} [{settings}]"
+
+
+def _described(value: Any) -> str:
+    """``repr(value)``; a long one is cut, and has the digest of the whole. That of a large tensor leaves out most numbers."""
+    if isinstance(value, Tensor) and value.numel() > 1000:
+        numbers = value.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+        return f"{value.dtype} {list(value.shape)} {hashlib.sha256(numbers).hexdigest()[:16]}"
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:100]}... {digest(text)}"
 
 
 def vocabulary(tokenizer: Any) -> str | None:
