@@ -437,7 +437,7 @@ def test_stage_d_counts_the_time_that_loading_takes(monkeypatch, tmp_path):
         return s
 
     class Measuring:
-        def __init__(self, s, methods, first, replayed):
+        def __init__(self, s, methods, first, replayed, least):
             given.append((s.executor, s.seconds, methods.executor, replayed))
 
         def measure(self, told):

@@ -25,7 +25,7 @@ from specdec.lab.prefill import Group
 from specdec.lab.steady import Measured, Run, steady
 
 SHORT = 8.0
-"""The least seconds of a point's measurements: more repeats are run until then, at most ``turns``."""
+"""The least seconds of a point's measurements, by default: more repeats are run until then, at most ``turns``."""
 BARE_REPEATS = 7
 
 
@@ -69,7 +69,7 @@ class Grid:
     Args:
         first: points that are measured first, and to which the model is fitted; default: corners and ``inner``. replayed: a draft's bare step is
             its share of the captured chain, and all host work is one term; default: on devices other than a CPU. taus: τ of every method,
-            context and k; default: as measured in the runs, which is noisy.
+            context and k; default: as measured in the runs, which is noisy. least: seconds of a point's measurements.
     """
 
     s: GridSettings
@@ -77,6 +77,7 @@ class Grid:
     first: tuple[Point, ...] = ()
     replayed: bool | None = None
     taus: Taus | None = None
+    least: float = SHORT
 
     def __post_init__(self) -> None:
         s = self.s
@@ -157,7 +158,7 @@ class Grid:
             chosen = {K, *promising(near, off, methods.lengths, taus)}
             cases += [Measured(method, k, []) for k in sorted(chosen)]
         began, turn = perf_counter(), 0
-        while turn < s.repeats or (turn < turns(s.repeats) and perf_counter() - began < SHORT):
+        while turn < s.repeats or (turn < turns(s.repeats) and perf_counter() - began < self.least):
             turn += 1
             for case in cases:
                 progress(f"{case.method}, k = {case.k} ({turn})")
