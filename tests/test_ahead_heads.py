@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from specdec.drafts.heads import MTP, DFlash, DynamicTree, Eagle3, Head, Medusa,
 from specdec.drafts.heads.layers import config_like
 from specdec.drafts.heads.slots import PIECE
 from specdec.executors import Ahead, Serial
-from specdec.graphs.whole_round import RoundShape
+from specdec.graphs.whole_round import RoundShape, WholeRound
 from specdec.masks import Causal, Sinks, Strided, Window, streaming
 
 BUDGETS = [12, 7, 19, 15]
@@ -140,6 +141,23 @@ def test_one_memory_and_its_captures_serve_every_call():
     after = set(decoder.target.steps.captured)
     assert after
     assert not after & before
+
+
+def test_longer_requests_leave_no_memory_behind():
+    """A captured round holds the head's memory and the target's, so a longer text may not make one of them anew and keep the other."""
+    decoder = builder_of().executor(Ahead()).build()
+    for most in range(8, 56, 8):
+        for _ in range(2):
+            decoder.generate(PROMPTS, most, seed=3, eos_token_id=())
+        gc.collect()
+        read = [p.draft.store.layers[0][0].data_ptr() for p in rounds_of(decoder)]
+        assert len(set(read)) <= 1
+        assert len(decoder.draft.programs._storages) == 1
+
+
+def rounds_of(decoder):
+    storages = decoder.target.steps._storages
+    return [p for storage in storages for p in storage.programs.values() if isinstance(p, WholeRound)]
 
 
 def test_streams_run_between_each_other():

@@ -341,6 +341,10 @@ REFUSED = {
         "runs the library's masks",
     ),
     "block": (lambda m: Windowed(m, 4, block=2), "block=3 or more, but the draft's model has block=2"),
+    "whole text": (
+        lambda m: Masked(sd.HFModel(m.model), Causal() & Window(4), storage="dense"),
+        r"in constant memory, but the draft's has storage for the whole text",
+    ),
     "no graphs": (lambda m: Windowed(sd.HFModel(m.model), 4), "has no graphs"),
     "pruner": (lambda m: MagicDec(window=4, pruner=SnapKV()), r"without a pruner, .*SnapKV"),
     "in cache": (lambda m: MagicDec(window=4, positions="in_cache"), "positions='original'"),

@@ -320,6 +320,26 @@ def test_without_memory_for_copies_nothing_changes(operation, monkeypatch):
     count(there.cache.pool, there.cache)
 
 
+@pytest.mark.parametrize("operation", ["score", "join"])
+def test_pages_are_returned_if_they_cannot_be_filled(operation, monkeypatch):
+    """A copy needs memory itself."""
+    pool, both = shared()
+    there = shared(page=2)[1]
+    tables = [both.cache.table(b) for b in range(3)]
+
+    def none(*_):
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(pool, "copy", none)
+    with pytest.raises(torch.OutOfMemoryError):
+        if operation == "score":
+            both.score(Context.of([[1, 2, 3, 4, 5, 6, n] for n in range(3)]), None)
+        else:
+            both.cache.join(there.cache)
+    assert [both.cache.table(b) for b in range(3)] == tables
+    count(pool, both.cache)
+
+
 def test_a_pool_is_made_larger_for_rows_to_come_only_once_and_if_there_is_memory(monkeypatch):
     cache = PagedCache(PagePool(SHAPES, 4), 4, 40)
     monkeypatch.setattr(paged, "free_bytes", lambda device: 19 * 4 * sum(shape.bytes for shape in SHAPES))

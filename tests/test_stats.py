@@ -86,6 +86,9 @@ def test_a_plot_has_the_figures(out, monkeypatch):
         out.stats.plot()
 
 
+@pytest.mark.filterwarnings(
+    "ignore:Pickle, copy, and deepcopy:DeprecationWarning"
+)  # matplotlib's, from Python 3.12 on
 def test_a_notebook_shows_a_plot_without_pyplot(out):
     formats = InteractiveShell.instance().display_formatter.format
     one = Live([{"method": "a", "batch": 1, "ratio": 1, "ratio_low": 1, "ratio_high": 2, "best": True}], "a")

@@ -63,12 +63,10 @@ class PagePool(Slots):
         lack = count - len(self.free)
         if lack > 0:
             self._grow(lack, reserve, rows)
-        kept = len(self.free) - count
-        taken = self.free[kept:]
-        del self.free[kept:]
+        taken = [self.free.pop() for _ in range(count)]
         for p in taken:
             self.holders[p] = 1
-        return taken[::-1]
+        return taken
 
     def share(self, pages: Iterable[int]) -> None:
         """Note that one more row holds each of these pages, which are held."""
@@ -238,7 +236,7 @@ class PagedCache(TokenIndex, KVStore):
             held = range(min(page, used[b] - i * page))
             source += [self._pages[b][i] * page + s for s in held]
             target += [new * page + s for s in held]
-        self.pool.copy(source, target)
+        self._fill(taken, source, target)
         for (b, i), new in zip(copies, taken):
             self.pool.give([self._pages[b][i]])
             self._pages[b][i] = new
@@ -344,12 +342,22 @@ class PagedCache(TokenIndex, KVStore):
         some = self.pool.take(len(made), 0, f" of {self.batch + other.batch} rows")
         at = dict(zip(made, some))
         target = [p * self.page + n for slots, p in at.items() for n in range(len(slots))]
-        self.pool.copy([slot for slots in made for slot in slots], target, other.pool)
+        self._fill(some, [slot for slots in made for slot in slots], target, other.pool)
         more = [[at[slots] for slots in row] for row in rows]
         for pages in more:
             self.pool.share(pages)
         self.pool.give(some)
         return more
+
+    def _fill(
+        self, taken: list[int], source: list[int], target: list[int], pool: PagePool | None = None
+    ) -> None:
+        """Copy flat slots of ``pool`` to pages that were taken, which are returned if that fails: a copy needs memory itself."""
+        try:
+            self.pool.copy(source, target, pool)
+        except BaseException:
+            self.pool.give(taken)
+            raise
 
     def _flat(self, pages: list[int], slots: Sequence[int]) -> list[int]:
         """Flat numbers, in the pool, of a row's slots."""

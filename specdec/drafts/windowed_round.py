@@ -45,6 +45,8 @@ class WindowedDrafting(Drafting):
     def why_not(draft: Model, target: Any, length: int) -> str | None:
         """As ``Drafting.why_not``."""
         model: Any = draft.model
+        if model.reach is None:
+            return f"runs masked models in constant memory, but the draft's has storage for the whole text ({model.mask!r})"
         if model.steps is None:
             return "runs models with graphs=True, but the draft's model has no graphs"
         if model.block < length:

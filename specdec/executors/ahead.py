@@ -125,7 +125,7 @@ def _why_not(composition: Composition) -> str | None:
     if kind is not None and kind.modules(draft)[1].device != cast(Any, target).device:
         return "needs both models on one device"
     if type(verifier) not in (Rejection, FusedRejection, Coupled) or getattr(verifier, "candidates", 1) != 1:
-        return f"decides as Rejection or Coupled() do, and the verifier is {verifier!r}"
+        return f"decides as Rejection(), FusedRejection() or Coupled() do, and the verifier is {verifier!r}"
     drawing = None if kind is None else cast(Any, draft).sampling
     if composition.sampling.reads_context or (drawing is not None and drawing.reads_context):
         return "runs sampling without processors, and with one temperature for all requests"

@@ -118,7 +118,8 @@ class Masked(HFModel):
 
     @property
     def in_flight(self) -> int:
-        """The block of a ring: with captured steps one more, since a capture runs a step twice on a text whose last token but one may be fed again."""
+        """The block of a ring. With captured steps it is one more than ``block``: a capture runs a step twice on the same text, and the second run may
+        query one position earlier than the next round would."""
         return self.block + (self.steps is not None)
 
     @property

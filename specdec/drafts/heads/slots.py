@@ -97,7 +97,12 @@ def empty(
         return None
     reach = None if mask is None else mask.reach
     if reach is None:
-        sinks, window, block = 0, max(capacity, 1), 1
+        window = max(capacity, 1)
+        if (
+            lend is not None
+        ):  # as the target's cache with graphs, so that both change at once: captured rounds hold both
+            window += 64 - window % 64
+        sinks, block = 0, 1
     else:
         sinks, window, block = reach.sinks, max(reach.window, 1), PIECE
     lent = None
