@@ -126,7 +126,7 @@ RINGS = {
 @pytest.mark.parametrize(
     ("ring", "temperature"),
     [
-        pytest.param(ring, temperature, marks=() if i % 2 == temperature else pytest.mark.slow)
+        pytest.param(ring, temperature, marks=() if i % 4 == 2 * temperature else pytest.mark.slow)
         for i, ring in enumerate(RINGS)
         for temperature in (0, 1)
     ],
@@ -221,7 +221,7 @@ def of_request(rounds, request):
     ("kind", "verifier"),
     [
         ("model", sd.Coupled()),
-        ("spire", sd.Rejection()),
+        pytest.param("spire", sd.Rejection(), marks=pytest.mark.slow),
         pytest.param("model", sd.Rejection(), marks=pytest.mark.slow),
         pytest.param("spire", sd.Coupled(), marks=pytest.mark.slow),
     ],

@@ -69,7 +69,7 @@ class Grid:
     Args:
         first: points that are measured first, and to which the model is fitted; default: corners and ``inner``. replayed: a draft's bare step is
             its share of the captured chain, and all host work is one term; default: on devices other than a CPU. taus: τ of every method,
-            context and k; default: as measured in the runs, which is noisy. least: seconds of a point's measurements.
+            context and k; default: as measured in the runs, which is noisy. least: seconds of a point's measurements; default: ``SHORT``.
     """
 
     s: GridSettings
@@ -77,7 +77,7 @@ class Grid:
     first: tuple[Point, ...] = ()
     replayed: bool | None = None
     taus: Taus | None = None
-    least: float = SHORT
+    least: float | None = None
 
     def __post_init__(self) -> None:
         s = self.s
@@ -157,8 +157,8 @@ class Grid:
             taus = None if self.taus is None else [self.taus.tau(method, context, k) for k in methods.lengths]
             chosen = {K, *promising(near, off, methods.lengths, taus)}
             cases += [Measured(method, k, []) for k in sorted(chosen)]
-        began, turn = perf_counter(), 0
-        while turn < s.repeats or (turn < turns(s.repeats) and perf_counter() - began < self.least):
+        least, began, turn = SHORT if self.least is None else self.least, perf_counter(), 0
+        while turn < s.repeats or (turn < turns(s.repeats) and perf_counter() - began < least):
             turn += 1
             for case in cases:
                 progress(f"{case.method}, k = {case.k} ({turn})")
