@@ -20,7 +20,8 @@ from specdec.lab import grid, methods, steady
 from specdec.lab.calibrated import fit
 from specdec.lab.captured import captured
 from specdec.lab.grid import Grid, GridSettings
-from specdec.lab.grid_rows import constants, grid_rows
+from specdec.lab.grid_constants import constants
+from specdec.lab.grid_rows import grid_rows
 from specdec.lab.grid_summary import report
 from specdec.lab.methods import Methods
 from specdec.lab.prefill import group, prefilled

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from recipes.gpu.bars import COLUMNS, Row
+from recipes.gpu.rates import Rates
 from specdec.cache.contiguous import free_bytes
-from specdec.lab.device import Rates, Time, clock
+from specdec.lab.device import Time, clock
 
 TOO_LARGE = ("OutOfMemoryError", "OutOfResources")
 """Errors of the device, which give a row without a figure instead of a failure."""

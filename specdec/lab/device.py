@@ -1,4 +1,4 @@
-"""A clock for calls on a device (CUDA events, replayed from a CUDA graph if possible), and the device's peak rates."""
+"""A clock for calls on a device: CUDA events, around a replay of a CUDA graph if possible."""
 
 from __future__ import annotations
 
@@ -11,17 +11,6 @@ import torch
 
 from specdec.graphs.capture import end_capturing
 from specdec.lab.clock import seconds as wall_clock
-
-
-class Rates(NamedTuple):
-    """Bytes (read plus written) a second of a large copy, and FLOP a second of a large bf16 matrix product."""
-
-    copy: float
-    matmul: float
-
-    def floor(self, bytes: float, flops: float = 0.0) -> float:
-        """A lower bound in seconds: all bytes at the rate of a copy, or all FLOPs at that of a matrix product."""
-        return max(bytes / self.copy, flops / self.matmul)
 
 
 class Time(NamedTuple):

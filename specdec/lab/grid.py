@@ -17,7 +17,8 @@ from specdec.lab.bare import timed_steps
 from specdec.lab.calibrated import Bare, Calibrated, fit
 from specdec.lab.captured import captured
 from specdec.lab.console import progress
-from specdec.lab.grid_rows import K, Point, Row, constants, grid_rows
+from specdec.lab.grid_constants import constants
+from specdec.lab.grid_rows import K, Point, Row, grid_rows
 from specdec.lab.methods import Methods, MethodSettings
 from specdec.lab.multipliers import Taus
 from specdec.lab.options import option

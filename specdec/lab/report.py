@@ -79,10 +79,8 @@ def write(
 
     The file is replaced atomically: a process that is killed meanwhile leaves the old one.
     """
-    report = {
-        "meta": meta(seed, packages) if about is None else about,
-        "rows": [{k: plain(v) for k, v in row.items()} for row in rows],
-    }
+    made = [{k: plain(v) for k, v in row.items()} for row in rows]
+    report = {"meta": meta(seed, packages) if about is None else about, "rows": made}
     new = Path(f"{path}.part")
     new.parent.mkdir(parents=True, exist_ok=True)
     try:
