@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 from specdec import zoo
 from specdec.drafts import heads
 from specdec.drafts.heads import HeadModel
+from specdec.lab.loading import in_dtype
 from specdec.lab.options import option, parse
 from specdec.lab.recipe import Recipe
 from specdec.lab.report import meta
@@ -156,8 +157,7 @@ def export(s: Settings, name: str, draft: Any, tokenizer: Any, report: Trained) 
     """Write the draft in bf16, its tokenizer and its model card."""
     folder = Path(s.zoo) / named(s, name)
     folder.mkdir(parents=True, exist_ok=True)
-    for p in draft.parameters():
-        p.data = p.data.to(torch.bfloat16)
+    in_dtype(draft, torch.bfloat16)
     draft.tokenizer = None  # written below
     if isinstance(draft, PreTrainedModel):
         draft.config.dtype = torch.bfloat16

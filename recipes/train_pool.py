@@ -20,6 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from specdec import zoo
 from specdec.data.corpus import DOMAINS
+from specdec.lab.loading import in_dtype
 from specdec.lab.options import option, parse
 from specdec.lab.recipe import Recipe
 from specdec.lab.report import meta
@@ -135,8 +136,7 @@ def export(s: Settings, name: str, draft: Any, tokenizer: Any, report: Trained) 
     """Write the draft in bf16, its tokenizer and its model card."""
     folder = Path(s.zoo) / name
     folder.mkdir(parents=True, exist_ok=True)
-    for p in draft.parameters():
-        p.data = p.data.to(torch.bfloat16)
+    in_dtype(draft, torch.bfloat16)
     draft.config.dtype = torch.bfloat16
     draft.save_pretrained(folder)
     if zoo.tokenizer_folder(folder) is None:  # the package's models share one

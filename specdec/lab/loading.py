@@ -28,9 +28,17 @@ def load(name: str, dtype: torch.dtype | None = None) -> tuple[Any, Any]:
     """
     if name in zoo.names():
         model, tokenizer = zoo.load(name)
-        return (model if dtype is None else model.to(dtype)), tokenizer
+        return (model if dtype is None else in_dtype(model, dtype)), tokenizer
     made = HFModel.from_pretrained(name, dtype="auto" if dtype is None else dtype)
     return made.model, made.tokenizer
+
+
+def in_dtype(model: Any, dtype: torch.dtype) -> Any:
+    """The same ``model``, its parameters in ``dtype``. Buffers stay as they are, as where transformers loads a checkpoint: in half precision,
+    the frequencies of a rotary embedding would be rounded."""
+    for p in model.parameters():
+        p.data = p.data.to(dtype)
+    return model
 
 
 def load_draft(name: str, target: Any) -> Any:

@@ -76,9 +76,9 @@ class MethodSettings:
 
     def model(self, name: str) -> HFModel:
         """A model by name, with these settings."""
-        raw, tokenizer = load(name)
+        raw, tokenizer = load(name, getattr(torch, self.dtype))
         return HFModel(
-            raw.to(self.device, getattr(torch, self.dtype)), tokenizer, graphs=self.graphs or False,
+            raw.to(self.device), tokenizer, graphs=self.graphs or False,
             prefill_chunk=512 if self.device == "cpu" else 8192, bf16_weights=self.bf16_weights,
         )  # fmt: skip
 

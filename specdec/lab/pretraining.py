@@ -18,6 +18,7 @@ from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 
 from specdec.data.corpus import DOMAINS
 from specdec.data.tokens import Batches, write
+from specdec.lab.loading import in_dtype
 from specdec.lab.options import option
 from specdec.lab.streams import Streams
 
@@ -114,7 +115,7 @@ class _Training:
         rest = [p for n, p in self.master.items() if p.ndim != 2 or "embed" in n]
         self.muon = torch.optim.Muon(body, lr=s.muon_lr, momentum=0.95, weight_decay=s.weight_decay)
         self.adam = torch.optim.AdamW(rest, lr=s.adam_lr, betas=(0.9, 0.95), weight_decay=0.0, foreach=True)
-        self.model.to(torch.bfloat16)
+        in_dtype(self.model, torch.bfloat16)
         self.batches: Batches = s.batches("train")
         self.step, self.elapsed, self.losses = 0, 0.0, list[Tensor]()
         self.curve: list[dict[str, float]] = []

@@ -14,6 +14,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 import specdec.lab.pretraining  # noqa: F401  # registers the attention "block"
+from specdec.lab.loading import in_dtype
 from specdec.lab.streams import Streams
 from specdec.models.fingerprint import fingerprint
 from specdec.training.checkpoints import hash_of
@@ -61,9 +62,7 @@ def stream_states(
     folder = _folder(streams.work, f"{label}{split}", target, layers)
     with _processes(target).main_process_first():
         if held(folder, target) < count:
-            low = copy.deepcopy(target).eval()
-            for p in low.parameters():
-                p.data = p.data.to(torch.bfloat16)
+            low = in_dtype(copy.deepcopy(target).eval(), torch.bfloat16)
             low.set_attn_implementation("block")
             tqdm.write(f"target states of {count} sequences")
             States.write(folder, low, sequences(tokenizer, streams, split, count, shares), layers, count)
