@@ -87,11 +87,11 @@ def same_rounds(builder, prompts=PROMPTS, budgets=BUDGETS, **options):
     ("verifier", "how"),
     [
         (sd.Rejection(), {"temperature": 0}),
-        (sd.Rejection(), {"temperature": 1.0}),
         (sd.Coupled(), {"temperature": 1.0}),
         *(
             pytest.param(verifier, how, marks=pytest.mark.slow)
             for verifier, how in (
+                (sd.Rejection(), {"temperature": 1.0}),
                 (sd.Coupled(), {"temperature": 0}),
                 (sd.Rejection(), {"temperature": 0.7, "top_k": 9}),
                 (sd.Coupled(), {"temperature": 0.7, "top_k": 9}),
@@ -305,9 +305,17 @@ def test_one_replay_a_round_and_the_next_before_the_last_is_read(monkeypatch, ki
     assert said.count("launch") in (rounds, rounds + 1)
 
 
-@pytest.mark.parametrize("kind", ["model", "spire", None])
 @pytest.mark.parametrize(
-    ("verifier", "temperature"), [(sd.Rejection(), 0), (sd.Rejection(), 1.0), (sd.Coupled(), 1.0)]
+    ("kind", "verifier", "temperature"),
+    [
+        pytest.param(kind, verifier, temperature, marks=() if kind in fast else pytest.mark.slow)
+        for verifier, temperature, fast in (
+            (sd.Rejection(), 0, ["spire"]),
+            (sd.Rejection(), 1.0, ["model", "spire"]),
+            (sd.Coupled(), 1.0, ["model", None]),
+        )
+        for kind in ("model", "spire", None)
+    ],
 )
 def test_on_a_device_a_round_waits_once(kind, verifier, temperature):
     def made(on, executor):

@@ -118,8 +118,14 @@ def decoded(model: Any, llama: Any, seen: torch.Tensor, rounds: int = 8, block: 
             cache, context, texts = cache.select(rows), context.select(rows), [texts[b] for b in rows]
 
 
-@every_mask
-@pytest.mark.parametrize("storage", ["auto", "dense"])
+@pytest.mark.parametrize(
+    ("mask", "storage"),
+    [
+        pytest.param(mask, storage, id=f"{name}-{storage}", marks=() if (i + j) % 2 else pytest.mark.slow)
+        for i, (name, mask) in enumerate(MASKS.items())
+        for j, storage in enumerate(("auto", "dense"))
+    ],
+)
 def test_a_masked_model_is_the_plain_one_under_a_dense_mask(llama, mask, storage):
     model = Masked(HFModel(llama, prefill_chunk=16), mask, block=5, storage=storage)
     assert isinstance(model.cache(1, 8), RingCache) == (storage == "auto" and model.mask.reach is not None)

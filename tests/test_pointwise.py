@@ -194,8 +194,11 @@ def logits(model, path, context, proposal, **options):
         pytest.param("llama", torch.float32, {"graphs": "eager"}, marks=pytest.mark.slow),
         ("llama", torch.float32, {"page": 16}),
         ("qwen3", torch.float32, {"graphs": "eager"}),
-        *((family, torch.float16, {}) for family in ("llama", "qwen3")),
-        *(pytest.param(family, torch.float16, {}, marks=pytest.mark.slow) for family in ("mistral", "qwen2")),
+        ("qwen3", torch.float16, {}),
+        *(
+            pytest.param(family, torch.float16, {}, marks=pytest.mark.slow)
+            for family in ("llama", "mistral", "qwen2")
+        ),
     ],
     ids=str,
 )

@@ -362,7 +362,10 @@ def serial(target, small):
 @pytest.mark.parametrize(
     ("how", "verifier"),
     [
-        *((how, sd.Rejection()) for how in PIPES),
+        *(
+            pytest.param(how, sd.Rejection(), marks=pytest.mark.slow if how == "three" else ())
+            for how in PIPES
+        ),
         *(
             pytest.param(how, sd.Coupled(), marks=() if how == "barrier" else pytest.mark.slow)
             for how in PIPES

@@ -16,13 +16,20 @@ import specdec as sd
 @pytest.mark.parametrize(
     ("draft", "verifier", "temperature"),
     [
-        *(("none", sd.Coupled, 1.0), ("model", sd.Rejection, 0), ("model", sd.Coupled, 1.0)),
-        *(("model", sd.verifiers.FusedRejection, 1.0), ("tree", sd.Rejection, 1.0)),
-        *(("model", sd.BlockVerification, 1.0), ("ngram", sd.BlockVerification, 1.0)),
-        *(("ngram", sd.Rejection, 1.0), ("magicdec", sd.Rejection, 1.0), ("spire", sd.Rejection, 1.0)),
+        *(("none", sd.Coupled, 1.0), ("model", sd.Rejection, 0), ("tree", sd.Rejection, 1.0)),
+        *(("model", sd.verifiers.FusedRejection, 1.0), ("ngram", sd.BlockVerification, 1.0)),
+        *(("magicdec", sd.Rejection, 1.0), ("spire", sd.Rejection, 1.0)),
         *(
             pytest.param(draft, sd.Rejection, temperature, marks=pytest.mark.slow)
             for draft, temperature in (("none", 0), ("none", 1.0), ("model", 1.0), ("tree", 0), ("spire", 0))
+        ),
+        *(
+            pytest.param(draft, verifier, 1.0, marks=pytest.mark.slow)
+            for draft, verifier in (
+                ("model", sd.Coupled),
+                ("model", sd.BlockVerification),
+                ("ngram", sd.Rejection),
+            )
         ),
     ],
 )

@@ -52,7 +52,7 @@ CASES = [
     pytest.param(
         *(cls, kind, test, SAMPLINGS[some]),
         id=f"{name}-{kind}-{test}-{some}",
-        marks=pytest.mark.slow if some == "third" else (),
+        marks=pytest.mark.slow if some == "third" or (name, kind) == ("FunctionDraft", "llama") else (),
     )
     for test in SUITE.names
     if test != "distribution"
