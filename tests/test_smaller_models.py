@@ -282,7 +282,7 @@ def test_frequent_tokens():
     assert counts.tolist() == [0, 2, 2, 0, 1, 0]
     for wrong, message in (
         ({"keep": 1, "always": [1, 2]}, "the 2 of always"),
-        ({"keep": 2, "always": [6]}, r"always is \[6\]"),
+        ({"keep": 2, "always": [6]}, "always has 6"),
     ):
         with pytest.raises(ValueError, match=message):
             pruning.frequent_tokens(counts, **wrong)

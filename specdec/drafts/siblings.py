@@ -94,8 +94,7 @@ class TopAndOne:
         top = q.topk(width - 1, -1).indices
         law = _without(q, torch.zeros_like(q, dtype=torch.bool).scatter(2, top, True))
         first = rng.categorical(law, _of_child(key, 0)).to(q.device)
-        points = torch.nn.functional.one_hot(top, q.shape[-1]).to(q)
-        laws = torch.cat([law[:, :, None], points], 2).flatten(1, 2)
+        laws = torch.cat([law[:, :, None], _points(top, q)], 2).flatten(1, 2)
         return Drawn(torch.cat([first[..., None], top], 2), laws, _apiece(q.shape[1], width))
 
 
@@ -103,8 +102,12 @@ def _without(q: Tensor, taken: Tensor) -> Tensor:
     """norm(q without the tokens ``taken``); the first token that was not taken, if q has no others."""
     left = torch.where(taken, 0, q)
     total = left.sum(-1, keepdim=True)
-    other = torch.nn.functional.one_hot((~taken).int().argmax(-1), q.shape[-1]).to(q)
-    return torch.where(total > 0, left / total, other)
+    return torch.where(total > 0, left / total, _points((~taken).byte().argmax(-1), q))
+
+
+def _points(tokens: Tensor, q: Tensor) -> Tensor:
+    """Point masses at ``tokens [...]``: ``[..., V]``, in the dtype of ``q``."""
+    return q.new_zeros(*tokens.shape, q.shape[-1]).scatter_(-1, tokens[..., None], 1)
 
 
 def _of_child(key: Key, w: int) -> Key:

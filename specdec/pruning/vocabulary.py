@@ -41,11 +41,12 @@ def frequent_tokens(counts: Tensor, keep: int, always: Sequence[int] = ()) -> li
     Args:
         always: ids that are kept in any case, such as those that end a text.
     Raises:
-        ValueError: ``keep`` is below 1, above V, or below the number of ``always``.
+        ValueError: ``always`` has an id that does not exist; ``keep`` is below 1, above V, or below the number of ``always``.
     """
     V, forced = len(counts), sorted(set(always))
-    if forced and not 0 <= forced[0] <= forced[-1] < V:
-        raise ValueError(f"always is {forced}: the counts are of ids from 0 to {V - 1}")
+    unknown = [token for token in forced if not 0 <= token < V]
+    if unknown:
+        raise ValueError(f"always has {unknown[0]}: the counts are of ids from 0 to {V - 1}")
     if not max(1, len(forced)) <= keep <= V:
         raise ValueError(
             f"keep is {keep}: at least 1, at least the {len(forced)} of always, at most the {V} there are"
