@@ -133,8 +133,10 @@ class Sampling:
 
     @property
     def reads_context(self) -> bool:
-        """Whether a row's distribution depends on more than its logits: on its text (processors) or its request (temperatures)."""
-        return bool(self.processors) or self.by_request
+        """Whether a row's distribution depends on more than its logits: on its text (processors), on its request (temperatures), or on what
+        a subclass does, which may be anything."""
+        own = type(self).__call__ is Sampling.__call__ and type(self).scores is Sampling.scores
+        return bool(self.processors) or self.by_request or not own
 
     @property
     def only_temperature(self) -> bool:
@@ -201,7 +203,9 @@ class Sampling:
     def argmax(
         self, logits: Tensor, context: Context, proposal: Proposal | None = None, first: int = -1
     ) -> Tensor:
-        """``[B, R]`` the most probable tokens, without computing distributions."""
+        """``[B, R]`` the most probable tokens, without computing distributions (but those of a subclass)."""
+        if type(self).__call__ is not Sampling.__call__:
+            return _largest(self(logits, context, proposal, first))[1]
         if self.processors and logits.dtype not in (torch.float32, torch.float64):
             logits = logits.float()  # as ``__call__`` passes them to processors
         top, token = _largest(self.scores(logits, context, proposal, first))
@@ -263,7 +267,10 @@ class Sampling:
 
 
 class _TopP(TopPLogitsWarper):
-    """Transformers' warper; on a CPU, where it takes most of its time to sort, without sorting large vocabularies."""
+    """Transformers' warper; on a CPU, where it takes most of its time to sort, without sorting large vocabularies.
+
+    Of equal scores at the threshold, as logits in half precision often have, the two may keep different ones.
+    """
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         # A step that is recorded cannot look at values.
