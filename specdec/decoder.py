@@ -293,7 +293,7 @@ class _Text:
     def __init__(self, tokenizer: Any, keep: int = 64):
         self.tokenizer, self.keep = tokenizer, keep
         self.ids: list[int] = []  # of the end
-        self.shown, self.longest = 0, 2 * keep  # characters of the end; tokens before it is cut
+        self.shown, self.longest = 0, 2 * keep  # characters of the end; tokens before a cut
 
     def more(self, new: list[int], last: bool) -> str:
         """The text that ``new`` tokens add, of whole characters unless they are the ``last``."""
@@ -306,11 +306,15 @@ class _Text:
         return added
 
     def _cut(self, text: str) -> None:
-        """Forget the tokens before a place where the texts of both parts make up ``text``, if one is found."""
+        """Forget the tokens before a place from which the rest alone is the end of ``text``, some of which has been shown, if one is found.
+
+        What has been shown stays before what follows: many tokenizers drop the space before a first word.
+        """
+        hidden = len(text) - self.shown
         for at in range(len(self.ids) - self.keep, len(self.ids) - self.keep // 2):
-            before = self._decoded(self.ids[:at])
-            if len(before) <= self.shown and before + self._decoded(self.ids[at:]) == text:
-                self.ids, self.shown, self.longest = self.ids[at:], self.shown - len(before), 2 * self.keep
+            rest = self._decoded(self.ids[at:])
+            if len(rest) > hidden >= 0 and text.endswith(rest):
+                self.ids, self.shown, self.longest = self.ids[at:], len(rest) - hidden, 2 * self.keep
                 return
         self.longest = 2 * len(self.ids)
 
