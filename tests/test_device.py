@@ -95,6 +95,8 @@ def test_a_worker_waits_for_the_device_before_it_answers_and_before_it_ends(monk
 
         def draft(self, request):
             log.append(f"draft {request}")
+            if request == "broken":
+                raise RuntimeError(request)
             return request
 
         def prepare(self, request):
@@ -104,3 +106,6 @@ def test_a_worker_waits_for_the_device_before_it_answers_and_before_it_ends(monk
     work(None, lambda: next(requests), lambda said: log.append(f"send {said}"), lambda: log.append("wait"))
     of = [[f"draft {n}", "wait", f"send {n}", f"prepare {n}"] for n in ("one", "two")]
     assert log == [*of[0], *of[1], "wait"]
+    log.clear()
+    work(None, lambda: "broken", lambda said: log.append(f"send {said}"), lambda: log.append("wait"))
+    assert log == ["draft broken", "wait", "send broken"]

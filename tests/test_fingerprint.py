@@ -40,3 +40,15 @@ def test_precision_and_device_do_not_matter_and_names_and_values_do():
         assert fingerprint(onto(tiny("llama", 0, torch.bfloat16))) == found
     assert fingerprint(tiny("llama", 1, torch.bfloat16)) != found
     assert fingerprint(nn.ModuleList([model])) != found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_defaults_do_not_matter(dtype):
+    model = tiny("llama", 0, torch.bfloat16)
+    found = fingerprint(model)
+    try:
+        torch.set_default_dtype(dtype)
+        with torch.device("meta"):
+            assert fingerprint(model) == found
+    finally:
+        torch.set_default_dtype(torch.float32)

@@ -142,8 +142,8 @@ def work(
     """Serve requests until ``None`` comes. An exception is sent and ends the loop.
 
     Args:
-        wait: returns when the device has done the worker's work. It is called before a response is sent and before the loop ends, since what the
-            worker reads may be used again then.
+        wait: returns when the device has done the worker's work. It is called before a response or an exception is sent and before the loop
+            ends, since the memory that the worker uses may be used again then.
     """
     try:
         drafts = DraftWorker(composition)
@@ -156,6 +156,8 @@ def work(
                     drafts.prepare(request)
             wait()
     except BaseException as error:  # raised where the response is awaited
+        with suppress(Exception):
+            wait()
         with suppress(OSError):  # the other end may be closed
             send(error)
 

@@ -18,8 +18,9 @@ def fingerprint(model: nn.Module, samples: int = 256) -> str:
     for name, value in sorted(model.named_parameters()):
         flat = value.detach().flatten()
         last = len(flat) - 1
-        # On the CPU, so that every device takes the same values; float32 rounds the last number of a large weight up.
-        at = torch.linspace(0, max(last, 0), min(samples, len(flat))).long().clamp(max=last)
+        # The same values on every device and with every default dtype; float32 rounds the last number of a large weight up.
+        at = torch.linspace(0, max(last, 0), min(samples, len(flat)), dtype=torch.float32, device="cpu")
+        at = at.long().clamp(max=last)
         digest.update(f"{name}{list(value.shape)}".encode())
         digest.update(flat[at.to(flat.device)].to(torch.bfloat16).cpu().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]
