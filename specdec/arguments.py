@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from numbers import Integral, Real
 from typing import Any
 
@@ -22,6 +23,21 @@ def at_least(least: int, name: str, value: Any, remedy: str, hint: str = "") -> 
 def name_of(function: Any, otherwise: str | None = None) -> str:
     """A function's name, for messages; of an object without one ``otherwise``, by default its class's."""
     return str(getattr(function, "__name__", type(function).__name__ if otherwise is None else otherwise))
+
+
+def counts(name: str, value: Any) -> list[int]:
+    """One number, or several, as a list; raises TypeError and ValueError as ``at_least`` of 1 does."""
+    given = listed(value)
+    several = isinstance(given, Iterable) and not isinstance(given, str)
+    for one in given if several else [given]:
+        at_least(1, f"{name}, of one," if several else name, one, "give at least 1", ", or several")
+    return [int(one) for one in given] if several else [int(given)]
+
+
+def function(name: str, value: Any) -> None:
+    """Raise TypeError for a value that is neither ``None`` nor a function."""
+    if value is not None and not callable(value):
+        raise TypeError(f"{name} is {value!r}: give a function, or None")
 
 
 def number(name: str, value: Any, hint: str = "") -> None:

@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple, Never
 
 import torch
 
+from specdec.arguments import function
 from specdec.arm_policy import ArmAssignment
 from specdec.capabilities import DraftPart, ModelInfo
 from specdec.composition import Composition
@@ -111,6 +112,7 @@ class Decoder(Composition):
             )
         if not isinstance(progress, bool):
             raise TypeError(f"progress is {progress!r}: give True or False")
+        function("on_round", on_round)
         context, limits = prepared(self, rows, max_new_tokens, eos_token_id, stop_strings, stopping_criteria)
         records: list[Record] = []
         so_far = Stats()  # for the bar
@@ -129,6 +131,8 @@ class Decoder(Composition):
                     so_far.count(records[-1])
                     if round.number % 16 == 0:
                         bar.set_postfix_str(so_far.shown_tau)
+            if bar is not None:
+                bar.set_postfix_str(so_far.shown_tau)
         tokenizer = ModelInfo.of(self.target).tokenizer
         return Generation(
             ids=ids,
@@ -156,6 +160,7 @@ class Decoder(Composition):
     ) -> Iterator[StreamChunk]:
         """As ``generate``, but yields a ``StreamChunk`` for each row as soon as a round has committed its tokens."""
         rows = rows_of(self.target, asked(Decoder.stream, prompts, input_ids, attention_mask, others))
+        function("on_round", on_round)
         context, limits = prepared(self, rows, max_new_tokens, eos_token_id, stop_strings, stopping_criteria)
         return self._chunks(context, limits, seed, on_round)
 

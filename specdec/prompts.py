@@ -132,6 +132,10 @@ def _ids(tokenizer: Any, b: int, prompt: Any) -> list[int]:
     several = isinstance(ids, Sequence) and not isinstance(ids, (bytes, bytearray))
     if not several or not all(type(i) is int or isinstance(i, Integral) for i in ids):
         what = type(ids[0]).__name__ if several else type(ids).__name__
+        if what == "str":
+            raise TypeError(
+                f"prompt {b} is a list of texts: give one text, chat messages, or ids as integers"
+            )
         raise TypeError(f"prompt {b} holds {what}: give text, chat messages, or ids as integers")
     return [int(i) for i in ids]
 

@@ -53,7 +53,13 @@ class FunctionDraft(Stateless):
         return draw.proposal(), None
 
     def _ask(self, prefix: list[int]) -> Tensor:
-        logits = torch.as_tensor(self.logits(list(prefix)))
+        returned = self.logits(list(prefix))
+        try:
+            logits = torch.as_tensor(returned)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise TypeError(
+                f"chain_draft: the function returned a {type(returned).__name__} that is no tensor ({error}): return [V] logits"
+            ) from error
         if logits.dim() != 1:
             raise ValueError(
                 f"chain_draft: the function returned shape {list(logits.shape)} for one prefix: return [V] logits"

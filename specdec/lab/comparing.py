@@ -83,6 +83,34 @@ class Comparison:
         return figure
 
 
+def by_name(replays: Mapping[str, Result] | Sequence[Result]) -> dict[str, Result]:
+    """Replays and simulations of one trace, by name.
+
+    Raises:
+        TypeError: one is neither. ValueError: there are none, two have one name, or they are of different traces.
+    """
+    named = dict(replays) if isinstance(replays, Mapping) else {}
+    for replay in () if isinstance(replays, Mapping) else replays:
+        if replay.name in named:
+            raise ValueError(
+                f"replays has two of one name, {replay.name!r}: give replays by name, {{name: replay}}, or replay(..., name=)"
+            )
+        named[replay.name] = replay
+    if not named:
+        raise ValueError("replays is empty: give replays by name, {name: replay}")
+    first = next(iter(named.values()))
+    for name, replay in named.items():
+        if not isinstance(replay, Result):
+            raise TypeError(
+                f"replay {name!r} is a {type(replay).__name__}: give lab.replay(trace, draft), or lab.simulate(...)"
+            )
+        if replay.trace.id != first.trace.id:
+            raise ValueError(
+                f"the replays are of different traces, {name!r} of another trace than the first: replay all drafts on one"
+            )
+    return named
+
+
 def compare(
     replays: Mapping[str, Result] | Sequence[Result],
     k: int | Sequence[int] | None = None,
@@ -103,13 +131,8 @@ def compare(
     Raises:
         ValueError: the replays are of different traces, there is no such reference, or the texts have fewer than 5 sources.
     """
-    named = dict(replays) if isinstance(replays, Mapping) else {replay.name: replay for replay in replays}
-    if not named or (not isinstance(replays, Mapping) and len(named) < len(replays)):
-        raise ValueError("replays is empty or has two of one name: give replays by name, {name: replay}")
+    named = by_name(replays)
     first = next(iter(named.values()))
-    for name, replay in named.items():
-        if replay.trace.id != first.trace.id:
-            raise ValueError(f"replay {name!r} is of another trace than the first: replay all drafts on one")
     reference = next(iter(named)) if reference is None else reference
     if reference not in named:
         raise ValueError(f"reference is {reference!r}: there are {', '.join(named)}")

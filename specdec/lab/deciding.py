@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from specdec.lab import plots
 from specdec.lab.bootstrap import LEAST, Clusters, interval
-from specdec.lab.comparing import Result
+from specdec.lab.comparing import Result, by_name
 from specdec.lab.console import table
 from specdec.lab.timing import Times
 
 PLAIN = "plain"
 
 
+@runtime_checkable
 class Clock(Protocol):
     """Seconds of rounds: ``lab.Times``, or a calibrated throughput model (``lab.calibrated.Calibrated``)."""
 
@@ -100,16 +101,17 @@ def decide(
     Args:
         replays: by name, all of one trace. clock: seconds of rounds; plain decoding is ``"plain"`` with k = 0. k: block lengths; default:
             each replay's own. places: batches and contexts; default: those that the clock measured.
+        draws, seed: of the bootstrap.
     Raises:
-        ValueError: replays of different traces, a time that was not measured, too few sources for an interval, or no places for a clock
+        TypeError: the clock is none. ValueError: replays of different traces or of one name, a time that was not measured, too few sources for an interval, or no places for a clock
             that is a model.
     """
-    named = dict(replays) if isinstance(replays, Mapping) else {replay.name: replay for replay in replays}
-    if not named:
-        raise ValueError("replays is empty: give replays by name, {name: replay}")
+    named = by_name(replays)
     first = next(iter(named.values()))
-    if any(replay.trace.id != first.trace.id for replay in named.values()):
-        raise ValueError("the replays are of different traces: replay all drafts on one")
+    if not isinstance(clock, Clock):
+        raise TypeError(
+            f"clock is a {type(clock).__name__} without seconds(): give lab.time(decoders, prompts), or a calibrated throughput model"
+        )
     if places is None:
         if not isinstance(clock, Times):
             raise ValueError(

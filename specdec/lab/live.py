@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from specdec.arguments import at_least
+from specdec.arguments import at_least, counts
 from specdec.builder import Builder
 from specdec.capabilities import DraftInfo
 from specdec.decoder import Decoder
@@ -95,7 +95,7 @@ class Live:
 def compare(
     decoders: Mapping[str, Decoder | Builder],
     prompts: Prompts,
-    batches: Sequence[int] = (1, 8),
+    batches: int | Sequence[int] = (1, 8),
     repeats: int = 6,
     new_tokens: int = 64,
     reference: str | None = None,
@@ -134,14 +134,13 @@ def compare(
             )
     at_least(1, "repeats", repeats, "give at least 1")
     at_least(2, "new_tokens", new_tokens, "give at least 2: the prefill gives the first")
-    for batch in batches:
-        at_least(1, "batches, of one,", batch, "give at least 1")
+    sizes = counts("batches", batches)
     plain = [name for name, one in built.items() if DraftInfo.of(one.draft).longest == 0]
     reference = reference if reference is not None else [*plain, *built][0]
     if reference not in built:
         raise ValueError(f"reference is {reference!r}: there are {', '.join(built)}")
     rows: list[dict[str, Any]] = []
-    for batch in batches:
+    for batch in sizes:
         rows += _at(batch, built, prompts, repeats, new_tokens, reference, seed)
     progress()
     return Live(rows, reference)

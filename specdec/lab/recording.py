@@ -220,6 +220,8 @@ def _begin(folder: Path, how: _How, tokenizer: Any) -> None:
         "vocab_size": how.target.vocab_size, "hidden": hidden, "trees": how.target.supports_trees,
     }  # fmt: skip
     path = folder / "trace.json"
+    if folder.exists() and not folder.is_dir():
+        raise FileExistsError(f"folder {folder} is a file: give a new folder, or one that record wrote")
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
         meta = {**settings, "id": digest(settings)}

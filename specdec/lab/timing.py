@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 
-from specdec.arguments import at_least
+from specdec.arguments import at_least, counts
+from specdec.builder import Builder
 from specdec.decoder import Decoder
 from specdec.lab.clock import sync
 from specdec.lab.console import progress, table
+from specdec.prompts import Prompts, rows_of
 from specdec.types import Round
 
 
@@ -72,10 +74,10 @@ class Times:
 
 
 def time(
-    decoders: Mapping[str, Decoder] | Sequence[tuple[str, Decoder]],
-    prompts: Sequence[Sequence[int]],
-    batches: Sequence[int] = (1, 8),
-    contexts: Sequence[int] = (256,),
+    decoders: Mapping[str, Decoder | Builder] | Sequence[tuple[str, Decoder | Builder]],
+    prompts: Prompts,
+    batches: int | Sequence[int] = (1, 8),
+    contexts: int | Sequence[int] = (256,),
     rounds: int = 12,
     repeats: int = 5,
     seed: int = 0,
@@ -86,21 +88,29 @@ def time(
     each, which compiles and warms up, is not counted. The number of threads is the caller's (``torch.set_num_threads``).
 
     Args:
-        decoders: by name, or pairs of a name and a decoder where one method has several lengths; include plain decoding as ``"plain"``.
-        prompts: rows of ids; each batch takes the first ``context`` tokens of long enough ones, in turn.
+        decoders: by name, or pairs of a name and a decoder where one method has several lengths, built or not; include plain decoding as
+            ``"plain"``.
+        prompts: as for ``generate``; each batch takes the first ``context`` tokens of long enough ones, in turn.
         batches, contexts: rows decoded together, and tokens of their prompts. rounds: timed in each repeat, after the prefill.
     Raises:
-        ValueError: no prompt has a context's tokens, or a number is below 1.
+        ValueError: there are no decoders, no prompt has a context's tokens, or a number is below 1. TypeError: a decoder is none.
     """
-    named = list(decoders.items()) if isinstance(decoders, Mapping) else list(decoders)
+    named: list[tuple[str, Decoder]] = []
+    for name, one in decoders.items() if isinstance(decoders, Mapping) else decoders:
+        if not isinstance(one, (Builder, Decoder)):
+            raise TypeError(f"decoder {name!r} is a {type(one).__name__}: give sd.decoder(target).draft(...)")
+        named.append((name, one.build() if isinstance(one, Builder) else one))
+    if not named:
+        raise ValueError("decoders is empty: give at least one, {'name': decoder}")
     for name, value in {"rounds": rounds, "repeats": repeats}.items():
         at_least(1, name, value, "give at least 1")
+    sizes, ids = counts("batches", batches), rows_of(named[0][1].target, prompts)
     made: dict[tuple[str, int, int, int], list[float]] = {}
-    for context in contexts:
-        long = [list(row[:context]) for row in prompts if len(row) >= context]
+    for context in counts("contexts", contexts):
+        long = [row[:context] for row in ids if len(row) >= context]
         if not long:
             raise ValueError(f"no prompt has {context} tokens: give longer prompts, or smaller contexts")
-        for batch in batches:
+        for batch in sizes:
             rows = [long[i % len(long)] for i in range(batch)]
             for repeat in range(-1, repeats):
                 for name, decoder in named:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from specdec.arguments import at_least
+from specdec.arguments import at_least, function
 from specdec.arm_policy import Choice
 from specdec.capabilities import ModelInfo
 from specdec.composition import Composition
@@ -60,6 +60,7 @@ def check(composition: Composition, executor: Executor, settings: Settings) -> N
     at_least(1, "limit", settings.limit, "give the number of rows in flight, at least 1")
     if settings.capacity is not None:
         at_least(1, "capacity", settings.capacity, "give the tokens of a row, or None to grow as needed")
+    function("on_round", settings.on_round)
     if settings.clock not in CLOCKS:
         raise ValueError(f"clock is {settings.clock!r}: give 'wall' (seconds) or 'rounds'")
     if not isinstance(executor, (Serial, Pipelined)):

@@ -37,6 +37,10 @@ def read(
         raise ValueError(f"there is no pocket model {name!r}; there are: {', '.join(names())}")
     beside = tokenizer_folder(path) or TOKENIZER  # copies of pocket models have none of their own
     config = "head.json" if (path / "head.json").exists() else "config.json"
+    if load is None and config == "head.json":
+        raise ValueError(
+            f"pocket model {name!r} is a draft head and no language model: give it to .draft(...)"
+        )
     needed = [path / config, path / "model.safetensors"]
     needed += [beside / file for file in ("tokenizer.json", "tokenizer_config.json")]
     missing = [file.name for file in needed if not file.exists()]
