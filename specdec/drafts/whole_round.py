@@ -72,5 +72,7 @@ def class_of(model: Any) -> type:
 def without_steps(model: Any) -> str | None:
     """Why a model is not exactly an ``HFModel`` with graphs (by ``class_of``), as a predicate ("has no graphs"); ``None`` if it is one."""
     if class_of(model) is HFModel:
+        if model.steps is not None and model.page is not None:
+            return f"keeps its keys and values in pages of {model.page} tokens"
         return None if model.steps is not None else "has no graphs"
     return f"is a {class_of(model).__name__}"
