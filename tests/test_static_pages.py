@@ -20,9 +20,10 @@ from specdec.cache import paged
 from specdec.cache.paged import PagedCache, PagePool
 from specdec.cache.static_pool import StaticPool
 from specdec.drafts.spire import SpireModel
-from specdec.executors import Pipelined, Serial
+from specdec.executors import Ahead, Pipelined, Serial, ahead
 from specdec.graphs import chain as chains
 from specdec.graphs.static import tabulate
+from specdec.graphs.whole_round import WholeRound
 from specdec.models import shared_prompts
 from specdec.models.stacked import StackedModel
 from specdec.rng import Philox
@@ -538,6 +539,54 @@ def test_threads_and_streams_of_requests(draft):
             served = {f.index: f.ids for f in decoder.serve([sd.Request(p, 10) for p in prompts], limit=2)}
             assert [served[i] for i in range(4)] == expected
         assert decoder.target.steps.captured
+
+
+def ahead_of(draft, how, page, verifier=sd.Coupled):
+    """Whole rounds of a target in pages; a draft has slots."""
+    raw = [tiny("llama", seed, torch.float32, num_hidden_layers=1) for seed in (0, 1)]
+    target, small = sd.HFModel(raw[0], graphs=how, page=page), sd.HFModel(raw[1], graphs=how)
+    made = {
+        "none": lambda: None,
+        "model": lambda: sd.drafts.Model(small),
+        "windowed": lambda: sd.drafts.Model(sd.models.Windowed(target, 16, 2)),
+        "spire": lambda: sd.drafts.Spire(
+            SpireModel.from_target(target, layers=1, window=8), block=3, graphs=how
+        ),
+    }[draft]()
+    builder = sd.decoder(target).verifier(verifier()).sampling(temperature=1.0)
+    return builder if made is None else builder.draft(made, 3)
+
+
+@pytest.mark.parametrize("draft", ["none", "model", "windowed", "spire"])
+def test_whole_rounds_over_pages(draft, monkeypatch):
+    """Rows that share a prompt and leave at different times; a bucket ends within a text."""
+    monkeypatch.setattr(shared_prompts, "LEAST", 8)
+    monkeypatch.setattr(ahead, "SHORTEST", 16)
+    verifier = sd.Rejection if draft == "model" else sd.Coupled
+    prompts = [LONG[:21], LONG[:21], [7, 8], LONG[:18]]
+    new = [12, 25, 9, 18]
+    expected = ahead_of(draft, False, None, verifier).build().generate(prompts, new, seed=4).ids
+    decoder = ahead_of(draft, "recorded", 4, verifier).executor(Ahead()).build()
+    for turn in range(3):
+        said = decoder.generate(prompts, new, seed=4).ids
+        assert said == expected
+        assert decoder.target.steps.why is None
+        if turn == 1:
+            made = count_captures(decoder.target)
+    assert not made
+    rounds = [p for p in decoder.target.steps.captured if isinstance(p, WholeRound)]
+    assert len({p.shape.length for p in rounds}) > 1
+    assert all("table" in p.staged.on and p.target.store.page == 4 for p in rounds)
+
+
+def test_whole_rounds_refuse_a_draft_in_pages():
+    raw = [tiny("llama", seed, torch.float32, num_hidden_layers=1) for seed in (0, 1)]
+    target, small = (sd.HFModel(model, graphs="eager", page=4) for model in raw)
+    builder = sd.decoder(target).draft(small, 3).executor(Ahead())
+    with pytest.raises(
+        ValueError, match=r"Ahead\(\) needs a draft's keys and values in slots.* pages of 4 tokens"
+    ):
+        builder.build()
 
 
 @pytest.mark.parametrize("draft", ["none", "model", "tree", "ngram"])

@@ -29,7 +29,10 @@ class ModelDrafting(Drafting):
     @staticmethod
     def why_not(draft: Model, target: Any, length: int) -> str | None:
         """As ``Drafting.why_not``."""
-        why = without_steps(draft.model)
+        model: Any = draft.model
+        why = without_steps(model)
+        if why is None and model.page is not None:
+            return f"needs a draft's keys and values in slots, and its model has pages of {model.page} tokens"
         return None if why is None else f"runs an HFModel with graphs=True, but the draft's model {why}"
 
     @staticmethod
@@ -72,7 +75,5 @@ def class_of(model: Any) -> type:
 def without_steps(model: Any) -> str | None:
     """Why a model is not exactly an ``HFModel`` with graphs (by ``class_of``), as a predicate ("has no graphs"); ``None`` if it is one."""
     if class_of(model) is HFModel:
-        if model.steps is not None and model.page is not None:
-            return f"keeps its keys and values in pages of {model.page} tokens"
         return None if model.steps is not None else "has no graphs"
     return f"is a {class_of(model).__name__}"
