@@ -30,6 +30,7 @@ from specdec.rng import Philox
 from specdec.types import Verdict
 
 LONG = [n % 90 for n in range(3, 73)]
+slow = pytest.mark.slow
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +58,7 @@ def poison(monkeypatch):
 
 def pair(page, how="recorded", seed=0, **changes):
     """A model over slots, and the same with captured steps over pages."""
-    model = tiny("llama", seed, torch.float32, **changes)
+    model = tiny("llama", seed, torch.float32, **{"num_hidden_layers": 1, **changes})
     return sd.HFModel(model), sd.HFModel(model, graphs=how, page=page)
 
 
@@ -76,15 +77,16 @@ def check(*cached):
 @pytest.mark.parametrize(
     ("family", "page"),
     [
-        *(("llama", 4), ("gemma2", 16), ("llama", 64)),
+        ("llama", 4),
         *(
-            pytest.param(f, 3, marks=pytest.mark.slow)
-            for f in ("llama", "gemma2", "gpt2", "gpt_oss", "mistral")
+            pytest.param(*both, marks=slow)
+            for both in (("gemma2", 16), ("llama", 64), ("llama", 3), ("gemma2", 3))
         ),
+        *(pytest.param(family, 3, marks=slow) for family in ("gpt2", "gpt_oss", "mistral")),
     ],
 )
 def test_steps_over_pages_say_what_slots_say(family, page):
-    model = tiny(family, 0, torch.float32)
+    model = tiny(family, 0, torch.float32, num_hidden_layers=1 if family == "llama" else 2)
     eager, recorded = (sd.HFModel(model, graphs=how, page=page) for how in ("eager", "recorded"))
     a, b = rounds(eager), rounds(recorded)
     assert recorded.steps.why is None
@@ -99,7 +101,7 @@ def test_keys_and_values_of_eight_bits():
     model = tiny("llama", 0, torch.float32)
     plain, static = (
         sd.HFModel(model, kv_dtype=torch.float8_e4m3fn, **more)
-        for more in ({}, {"graphs": "recorded", "page": 4})
+        for more in ({}, {"graphs": "eager", "page": 4})
     )
     same(rounds(static), rounds(plain), 5e-5)
     assert len(static.steps.captured) == 8
@@ -197,9 +199,7 @@ def verdict(draw, parents, size, tokens):
 
 
 @pytest.mark.parametrize("grows", [False, True])
-@pytest.mark.parametrize(
-    "seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=slow), pytest.param(2, marks=slow)])
 def test_rows_that_move_leave_join_and_share(seed, grows, monkeypatch):
     """Trees whose nodes move, rows that leave, join, share a prompt, become copies of others or are rolled back; pools that grow."""
     draw, (plain, static) = random.Random(seed), pair(4, "eager")
@@ -298,7 +298,7 @@ def count_captures(model):
 
 
 def test_the_next_text_captures_nothing_again():
-    _, static = pair(4)
+    _, static = pair(4, "eager")
     made, decoder = count_captures(static), sd.decoder(static).greedy().build()
     prompts = [LONG[:40], LONG[:5], LONG[30:33]]
     first = decoder.generate(prompts, 12).ids
@@ -461,13 +461,16 @@ def test_pools_without_a_spare_page_are_read_without_steps():
 # -- drafts and executors ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sampling", LAWS[::2])
-def test_a_captured_chain_over_pages_is_the_loop(sampling, monkeypatch):
-    model = tiny("llama", 1, torch.float32)
+@pytest.mark.parametrize(
+    ("sampling", "how"),
+    [(LAWS[2], "eager"), *(pytest.param(LAWS[i], "recorded", marks=slow) for i in (0, 2))],
+)
+def test_a_captured_chain_over_pages_is_the_loop(sampling, how, monkeypatch):
+    model = tiny("llama", 1, torch.float32, num_hidden_layers=1)
     monkeypatch.setattr(shared_prompts, "LEAST", 4)
     loop, chain = (
         sd.drafts.Model(wrapped).bind(wrapped, sampling)
-        for wrapped in (sd.HFModel(model), sd.HFModel(model, graphs="recorded", page=3))
+        for wrapped in (sd.HFModel(model), sd.HFModel(model, graphs=how, page=3))
     )
     text = [LONG[:11], [7, 8], [9, 10, 11], LONG[:11]]
     context, rng = sd.Context.of(text, 64), Philox(torch.tensor([5, 6, 7, 8]))
@@ -517,7 +520,9 @@ def decoder_of(draft, how, page, on=lambda model: model):
     return builder if made is None else builder.draft(made, 3)
 
 
-@pytest.mark.parametrize("draft", [*DRAFTS, "spire"])
+@pytest.mark.parametrize(
+    "draft", ["tree", "spire", *(pytest.param(draft, marks=slow) for draft in DRAFTS if draft != "tree")]
+)
 def test_decoders_say_the_same(draft):
     prompts = [LONG[:40], LONG[:40], [7, 8], LONG[:30]]
     texts = []
@@ -528,17 +533,25 @@ def test_decoders_say_the_same(draft):
     assert decoder.target.steps.captured
 
 
-@pytest.mark.parametrize("draft", ["model", "tree"])
-def test_threads_and_streams_of_requests(draft):
+@pytest.mark.parametrize(
+    ("draft", "executor"),
+    [
+        ("model", Pipelined(2)),
+        *(
+            pytest.param(*both, marks=slow)
+            for both in (("tree", Pipelined(2)), ("tree", Serial()), ("model", Serial()))
+        ),
+    ],
+)
+def test_threads_and_streams_of_requests(draft, executor):
     prompts = [LONG[:9], [7, 8], LONG[:30], [4]]
     expected = decoder_of(draft, False, None).greedy().build().generate(prompts, 10).ids
-    for executor in (Serial(), Pipelined(2)):
-        decoder = decoder_of(draft, "eager", 4).greedy().executor(executor).build()
-        for _ in range(2):
-            assert decoder.generate(prompts, 10).ids == expected
-            served = {f.index: f.ids for f in decoder.serve([sd.Request(p, 10) for p in prompts], limit=2)}
-            assert [served[i] for i in range(4)] == expected
-        assert decoder.target.steps.captured
+    decoder = decoder_of(draft, "eager", 4).greedy().executor(executor).build()
+    for _ in range(2):
+        assert decoder.generate(prompts, 10).ids == expected
+        served = {f.index: f.ids for f in decoder.serve([sd.Request(p, 10) for p in prompts], limit=2)}
+        assert [served[i] for i in range(4)] == expected
+    assert decoder.target.steps.captured
 
 
 def ahead_of(draft, how, page, verifier=sd.Coupled):
@@ -557,8 +570,14 @@ def ahead_of(draft, how, page, verifier=sd.Coupled):
     return builder if made is None else builder.draft(made, 3)
 
 
-@pytest.mark.parametrize("draft", ["none", "model", "windowed", "spire"])
-def test_whole_rounds_over_pages(draft, monkeypatch):
+@pytest.mark.parametrize(
+    ("draft", "how"),
+    [
+        ("model", "eager"),
+        *(pytest.param(draft, "recorded", marks=slow) for draft in ("none", "model", "windowed", "spire")),
+    ],
+)
+def test_whole_rounds_over_pages(draft, how, monkeypatch):
     """Rows that share a prompt and leave at different times; a bucket ends within a text."""
     monkeypatch.setattr(shared_prompts, "LEAST", 8)
     monkeypatch.setattr(ahead, "SHORTEST", 16)
@@ -566,7 +585,7 @@ def test_whole_rounds_over_pages(draft, monkeypatch):
     prompts = [LONG[:21], LONG[:21], [7, 8], LONG[:18]]
     new = [12, 25, 9, 18]
     expected = ahead_of(draft, False, None, verifier).build().generate(prompts, new, seed=4).ids
-    decoder = ahead_of(draft, "recorded", 4, verifier).executor(Ahead()).build()
+    decoder = ahead_of(draft, how, 4, verifier).executor(Ahead()).build()
     for turn in range(3):
         said = decoder.generate(prompts, new, seed=4).ids
         assert said == expected
@@ -589,8 +608,14 @@ def test_whole_rounds_refuse_a_draft_in_pages():
         builder.build()
 
 
-@pytest.mark.parametrize("draft", ["none", "model", "tree", "ngram"])
-@pytest.mark.parametrize("how", [False, "eager"])
+@pytest.mark.parametrize(
+    ("draft", "how"),
+    [
+        ("tree", "eager"),
+        *(pytest.param(draft, "eager", marks=slow) for draft in ("none", "model", "ngram")),
+        *(pytest.param(draft, False, marks=slow) for draft in DRAFTS),
+    ],
+)
 def test_a_round_over_pages_waits_once(draft, how, monkeypatch):
     monkeypatch.undo()  # to write NaN waits
     prompts = [[1, 2, 3, 4], [7, 8]]

@@ -25,6 +25,7 @@ pytest.importorskip("triton")
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PARENTS = [-1, 0, 0, 1]
+slow = () if DEVICE.type == "cuda" else pytest.mark.slow  # which stage t of the GPU suite leaves out
 
 
 @pytest.fixture
@@ -48,11 +49,11 @@ def tables():
 @pytest.mark.parametrize(
     ("page", "window", "branching", "kv"),
     [
-        (16, None, False, None),
         (48, 33, True, None),
-        (64, None, True, None),
-        (128, None, False, torch.float8_e4m3fn),
-        (1, 7, False, None),
+        pytest.param(16, None, False, None, marks=slow),
+        pytest.param(64, None, True, None, marks=slow),
+        pytest.param(128, None, False, torch.float8_e4m3fn, marks=slow),
+        pytest.param(1, 7, False, None, marks=slow),
     ],
 )
 def test_one_recording_reads_the_pages_of_each_call(page, window, branching, kv, tables):
