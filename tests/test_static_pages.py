@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import random
+import weakref
 from collections import Counter
 
 import pytest
@@ -18,11 +19,12 @@ from tiny import tiny
 import specdec as sd
 from specdec.cache import paged
 from specdec.cache.paged import PagedCache, PagePool
+from specdec.cache.static import StaticStore
 from specdec.cache.static_pool import StaticPool
 from specdec.drafts.spire import SpireModel
 from specdec.executors import Ahead, Pipelined, Serial, ahead
 from specdec.graphs import chain as chains
-from specdec.graphs.static import tabulate
+from specdec.graphs.static import table_of, tabulate
 from specdec.graphs.whole_round import WholeRound
 from specdec.models import shared_prompts
 from specdec.models.stacked import StackedModel
@@ -171,6 +173,9 @@ def test_pages_beyond_a_bucket_are_left_out():
     array = torch.ones(2, 3, dtype=torch.int32).numpy()
     tabulate(array, [[5, 6, 7, 8], [9]])
     assert array.tolist() == [[5, 6, 7], [9, 0, 0]]
+    for page, pages in ((1, 256), (48, 6), (64, 4)):  # a bucket may end within a page
+        pool = StaticPool(static._shapes, page)
+        assert table_of(StaticStore(pool), 2, 256) == {"table": ("i4", (2, pages))}
 
 
 # -- rows and pages that move ------------------------------------------------------------------------------------------------
@@ -430,9 +435,25 @@ def test_a_pool_grows_into_kept_memory():
     check(small, more)
 
 
-def test_models_are_freed_without_the_collector():
-    import weakref
+def test_memory_is_free_once_its_pool_has_grown_out_of_it():
+    """Also where the forward that needed more was no step."""
+    _, static = pair(4, "eager", max_position_embeddings=512)
+    cache = static.cache(1, 40)
+    for n in (20, 21, 22):
+        static.score(cache, sd.Context.of([LONG[:n]], 40))
+    (storage,) = static.steps._storages
+    assert not storage.free
+    other = cache.beside(1, 200)
+    static.prefill(other, sd.Context.of([LONG[:70] * 2], 200))
+    assert static.steps._storages == [storage]
+    assert storage.free
+    more = cache.beside(1, 400)
+    static.prefill(more, sd.Context.of([LONG[:70] * 5], 400))
+    assert static.steps._storages == []
+    check(cache, other, more)
 
+
+def test_models_are_freed_without_the_collector():
     _, static = pair(4, "eager")
     cache = static.cache(1, 40)
     for n in (20, 21, 22):
@@ -499,6 +520,28 @@ def test_a_captured_chain_over_pages_is_the_loop(sampling, how, monkeypatch):
     assert chain.model.steps.why is None
 
 
+def test_a_finished_row_at_the_end_of_its_table():
+    """The chain goes on for other rows: what it would read of this one is beyond its pages."""
+    model = tiny("llama", 1, torch.float32, num_hidden_layers=1, max_position_embeddings=512)
+    both = [sd.HFModel(model), sd.HFModel(model, graphs="eager", page=4)]
+    parts = [sd.drafts.Model(one).bind(one, LAWS[0]) for one in both]
+    text = [[*LONG * 4][:254], [7, 8]]
+    states = [part.init(sd.Context.of(text, 300), None) for part in parts]
+    for turn in range(3):
+        context, tokens = sd.Context.of(text, 300), []
+        for i, part in enumerate(parts):
+            proposal, states[i] = part.propose(
+                states[i], context, torch.tensor([1, 3]), Philox(torch.tensor([5, 6]))
+            )
+            tokens.append([proposal.tokens[0, 0].item(), *proposal.tokens[1].tolist()])
+        assert tokens[0] == tokens[1]
+        if turn < 2:
+            text = [[*row, 3] for row in text]
+    assert len(text[0]) == 256
+    (program,) = [p for p in both[1].steps.captured if isinstance(p, chains.Chain)]
+    assert program.shape.length == 256
+
+
 DRAFTS = {
     "none": None,
     "model": sd.drafts.Model,
@@ -554,9 +597,9 @@ def test_threads_and_streams_of_requests(draft, executor):
     assert decoder.target.steps.captured
 
 
-def ahead_of(draft, how, page, verifier=sd.Coupled):
+def ahead_of(draft, how, page, verifier=sd.Coupled, on=lambda model: model):
     """Whole rounds of a target in pages; a draft has slots."""
-    raw = [tiny("llama", seed, torch.float32, num_hidden_layers=1) for seed in (0, 1)]
+    raw = [on(tiny("llama", seed, torch.float32, num_hidden_layers=1)) for seed in (0, 1)]
     target, small = sd.HFModel(raw[0], graphs=how, page=page), sd.HFModel(raw[1], graphs=how)
     made = {
         "none": lambda: None,
@@ -596,6 +639,20 @@ def test_whole_rounds_over_pages(draft, how, monkeypatch):
     rounds = [p for p in decoder.target.steps.captured if isinstance(p, WholeRound)]
     assert len({p.shape.length for p in rounds}) > 1
     assert all("table" in p.staged.on and p.target.store.page == 4 for p in rounds)
+
+
+@slow
+def test_whole_rounds_over_pages_wait_once(monkeypatch):
+    monkeypatch.undo()  # to write NaN waits
+    prompts = [LONG[:9], [7, 8]]
+    expected = ahead_of("model", False, None).build().generate(prompts, 14, seed=3).ids
+    seen: list[int] = []
+    with FakeDevice() as device:
+        decoder = ahead_of("model", "eager", 2, on=onto).executor(Ahead()).build()
+        said = decoder.generate(prompts, 14, seed=3, on_round=lambda _: seen.append(device.waits.total())).ids
+    middle = len(seen) // 2
+    assert said == expected
+    assert seen[middle] - seen[middle - 1] == 1, device.waits
 
 
 def test_whole_rounds_refuse_a_draft_in_pages():
