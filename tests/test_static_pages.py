@@ -590,9 +590,10 @@ def test_threads_and_streams_of_requests(draft, executor):
     prompts = [LONG[:9], [7, 8], LONG[:30], [4]]
     expected = decoder_of(draft, False, None).greedy().build().generate(prompts, 10).ids
     decoder = decoder_of(draft, "eager", 4).greedy().executor(executor).build()
-    for _ in range(2):
+    for capacity in (None, 60):  # with it, micro-batches share a pool
         assert decoder.generate(prompts, 10).ids == expected
-        served = {f.index: f.ids for f in decoder.serve([sd.Request(p, 10) for p in prompts], limit=2)}
+        stream = decoder.serve([sd.Request(p, 10) for p in prompts], limit=2, capacity=capacity)
+        served = {f.index: f.ids for f in stream}
         assert [served[i] for i in range(4)] == expected
     assert decoder.target.steps.captured
 
