@@ -61,7 +61,7 @@ def backend_of(request):
 class Scripted:
     """A model in the step whose logits are given, ``[R, n, V]``."""
 
-    taps, store = (), None
+    taps, store = (), SimpleNamespace(page=0)
 
     def __init__(self, logits):
         self.logits, self.vocab_size = logits, logits.shape[-1]

@@ -85,7 +85,7 @@ def test_triton_refuses_what_it_was_not_compiled_for(monkeypatch):
     model = tiny("llama", 0, half)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     monkeypatch.setattr("specdec.graphs.programs._why_not", lambda *_: None)
-    call = HFModel(model)._path, model, gpu, "auto", None, E4M3
+    call = HFModel(model)._path, model, gpu, "auto", E4M3
     assert steps_for("auto", *call) is None
     with pytest.raises(ValueError, match=r"graphs is True but keys or values are .* sm_89.*graphs=False"):
         steps_for(True, *call)

@@ -249,7 +249,6 @@ def test_graphs_where_there_can_be_none():
         ({"graphs": True}, "model is on cpu"),
         ({"graphs": "cuda"}, "model is on cpu"),
         ({"graphs": "some"}, "graphs is 'some': give False, True"),
-        ({"graphs": "eager", "page": 8}, "pages move"),
         ({"graphs": "eager", "attention": "packed"}, "only the Triton kernel"),
     ):
         with pytest.raises(ValueError, match=message):

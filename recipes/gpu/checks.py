@@ -21,6 +21,7 @@ FILES = (
     "tests/test_philox_kernel.py",
     "tests/test_pointwise.py",
     "tests/test_static_attention.py",
+    "tests/test_triton_static_pages.py",
     "tests/test_capture.py",
     "tests/test_waits.py",
     "tests/test_pipelined.py",

@@ -1,8 +1,8 @@
 """Stage g of the GPU suite: whole models are right. Logits of two layers of the 8B shape, and texts with graphs against texts without.
 
 The reference is transformers' forward of the same weights in float32. A plain step, a chain and a tree are scored in ragged rows, by
-each way in which ``HFModel`` runs: from Python, by CUDA graphs, and by graphs of a compiled model. ``max_error`` is the largest error of
-a node's logits, and its limit is twice that of transformers' own forward in bfloat16.
+each way in which ``HFModel`` runs: from Python, by CUDA graphs over slots and over pages, and by graphs of a compiled model.
+``max_error`` is the largest error of a node's logits, and its limit is twice that of transformers' own forward in bfloat16.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ from transformers.utils import logging
 import specdec as sd
 from recipes.gpu.cases import PARENTS
 from recipes.gpu.stage import Part, Stage
-from recipes.gpu.steps import COMPILED, EAGER, config, llama, stopped, wrapped
+from recipes.gpu.steps import COMPILED, EAGER, GRAPHS, config, llama, stopped, wrapped
 from specdec.drafts.heads import Eagle3
 from specdec.drafts.spire import SpireModel
 from specdec.executors import Ahead, Serial
 from specdec.lab.errors import worst
 
 LENGTHS, TOY_LENGTHS = (700, 33, 256), (20, 3, 9)
+PAGES = "graphs, pages"
+PAGE = 16  # slots, so that a row has many pages
 TIMES = 3  # a shape is captured at its second use, and replayed at its third
 
 
@@ -58,6 +60,8 @@ def logits(stage: Stage) -> None:
     text = [torch.randint(0, model.config.vocab_size, (n,), generator=host).tolist() for n in lengths]
     context = sd.Context.of(text, max(lengths) + 16)
     models = wrapped(model)
+    pages = sd.HFModel(model, prefill_chunk=8192, graphs=models[GRAPHS].graphs, page=PAGE)
+    models |= {PAGES: pages, COMPILED: models.pop(COMPILED)}  # the one that must be compiled last
     for what, nodes in proposals(stage, len(text), model.config.vocab_size):
         if stage.late(what):
             continue
@@ -125,6 +129,7 @@ def texts(stage: Stage) -> None:
     first: list[list[int]] | None = None
     for how in (False, graphs):
         target, small = (sd.HFModel(model, graphs=how) for model in raw)
+        pages, small_pages = (sd.HFModel(model, graphs=how, page=PAGE) for model in raw)
         spire = SpireModel.from_target(target, made.num_hidden_layers, window=16, feedback=False)
         head = Eagle3.from_target(target)
         accepted: dict[str, int] = {}
@@ -142,13 +147,17 @@ def texts(stage: Stage) -> None:
             ("a windowed model's chain, whole rounds", sd.drafts.Model(sd.models.Windowed(target, 16, 2))),
             ("MagicDec", sd.drafts.MagicDec(window=16, sinks=2)),
             ("MagicDec, whole rounds", sd.drafts.MagicDec(window=16, sinks=2)),
+            ("a tree, pages", sd.drafts.Tree(small_pages, (2, 2))),
+            ("a model's chain, pages", sd.drafts.Model(small_pages)),
+            ("a model's chain, pages, whole rounds", sd.drafts.Model(small)),
         ):
             ahead = name.endswith("whole rounds")
             case = f"greedy text, {name}, {'with' if how else 'without'} graphs"
             if stage.late(case) or (ahead and not how):
                 continue
             with stage.case(case):
-                base = sd.decoder(target).greedy().executor(Ahead() if ahead else Serial())
+                one = pages if ", pages" in name else target
+                base = sd.decoder(one).greedy().executor(Ahead() if ahead else Serial())
                 decoder = (base if draft is None else base.draft(draft)).build()
                 for _ in range(2):
                     out = decoder.generate(prompts, new, seed=0, eos_token_id=())
@@ -166,7 +175,13 @@ def texts(stage: Stage) -> None:
                     note=f"{differ} tokens differ from plain decoding without graphs{said}",
                     **more,
                 )
-        for one in (target, small):
+        named = {
+            "the target": target,
+            "the draft": small,
+            "the target, pages": pages,
+            "the draft, pages": small_pages,
+        }
+        for name, one in named.items():
             if one.steps is not None:
-                stage.row(f"captured steps of the {'target' if one is target else 'draft'}", **stopped(one))
+                stage.row(f"captured steps of {name}", **stopped(one))
                 one.steps.release()

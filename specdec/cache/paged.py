@@ -30,26 +30,27 @@ class PagePool(Slots):
     that all copies together move a page about twice. During the copy the old and the new pages both take memory.
 
     Args:
-        shapes: one for each layer. page: slots of a page, at least 1.
+        shapes: one for each layer. page: slots of a page, at least 1. spare: pages after all others that no row gets.
     Attributes:
         layers: for each layer its keys ``[pages, page, H, D]`` and values ``[pages, page, H, Dv]``; other tensors after it has grown.
         free: numbers of the pages that no row holds. They keep what was last written to them, zeros at first.
         holders: for each page, how many rows hold it.
     """
 
-    def __init__(self, shapes: Sequence[KVShape], page: int):
-        super().__init__(shapes, 0, page)
-        self.page, self.free, self.holders = page, list[int](), list[int]()
+    def __init__(self, shapes: Sequence[KVShape], page: int, spare: int = 0):
+        super().__init__(shapes, spare, page)
+        self.page, self.spare = page, spare
+        self.free, self.holders = list[int](), list[int]()
 
     @property
     def pages(self) -> int:
-        """All pages, held or free."""
-        return self._blocks[0].shape[1]
+        """All pages, held or free; without spare ones."""
+        return self._blocks[0].shape[1] - self.spare
 
     @property
     def bytes(self) -> int:
-        """Memory of all pages, held or free."""
-        return sum(shape.bytes for shape in self.shapes) * self.page * self.pages
+        """Memory of all pages, spare ones included."""
+        return sum(shape.bytes for shape in self.shapes) * self.page * (self.pages + self.spare)
 
     def take(self, count: int, reserve: int = 0, rows: str = "") -> list[int]:
         """Take ``count`` free pages and return their numbers.
@@ -86,33 +87,39 @@ class PagePool(Slots):
         """Have ``count`` free pages, if there is memory for them."""
         have = self.pages
         pages = max(have + count - len(self.free), have + have // 2)
-        if count > len(self.free) and self._short(pages) is None:
-            self._become(pages)
+        if count > len(self.free):
+            self._extend(pages)
 
     def _grow(self, lack: int, reserve: int, rows: str) -> None:
         have = self.pages
         need = have + lack
         short = None
         for pages in (max(need + reserve, have + have // 2), need):
-            short = self._short(pages)
+            short = self._extend(pages)
             if short is None:
-                self._become(pages)
                 return
         assert short is not None
         raise MemoryError(self._refusal(need, *short, rows))
+
+    def _extend(self, pages: int) -> tuple[torch.device, int, int] | None:
+        """Have ``pages`` pages, or return what is ``_short`` of them."""
+        short = self._short(pages)
+        if short is None:
+            self._become(pages)
+        return short
 
     def _short(self, pages: int) -> tuple[torch.device, int, int] | None:
         """A device without room for ``pages`` more, the bytes of a page on it, and its free bytes; ``None`` if all have room."""
         for device in {shape.device for shape in self.shapes}:
             each = self.page * sum(shape.bytes for shape in self.shapes if shape.device == device)
             free = free_bytes(device)
-            if free is not None and each * pages > free:
+            if free is not None and each * (pages + self.spare) > free:
                 return device, each, free
         return None
 
     def _refusal(self, need: int, device: torch.device, each: int, free: int, rows: str) -> str:
-        fit = free // each
-        room = f"{need * each / 2**30:.2f} GiB on {device} and {free / 2**30:.2f} GiB are free"
+        fit = max(free // each - self.spare, 0)
+        room = f"{(need + self.spare) * each / 2**30:.2f} GiB on {device} and {free / 2**30:.2f} GiB are free"
         remedy = "decode fewer rows at a time, or shorter ones"
         if not self.pages:
             return (
@@ -125,18 +132,23 @@ class PagePool(Slots):
         )
 
     def _become(self, pages: int) -> None:
-        have = self.pages
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False):
             blocks = []
             for old in self._blocks:
                 layers, _, page, heads, size = old.shape
-                new = old.new_zeros(layers, pages, heads, page, size).transpose(2, 3)
-                new[:, :have] = old
-                blocks.append(new)
+                blocks.append(old.new_zeros(layers, pages + self.spare, heads, page, size).transpose(2, 3))
+        self._move(blocks)
+
+    def _move(self, blocks: list[Tensor]) -> None:
+        """Keep the pages in other memory, of at least as many pages and zeros from now on."""
+        have = self.pages
+        with torch.inference_mode(False), torch.no_grad():
+            for old, new in zip(self._blocks, blocks):
+                new[:, :have] = old[:, :have]
         self._whole = self._blocks = blocks
         self._view()
-        self.free += range(pages - 1, have - 1, -1)
-        self.holders += [0] * (pages - have)
+        self.free += range(self.pages - 1, have - 1, -1)
+        self.holders += [0] * (self.pages - have)
 
 
 class PagedCache(TokenIndex, KVStore):

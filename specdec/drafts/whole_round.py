@@ -29,7 +29,10 @@ class ModelDrafting(Drafting):
     @staticmethod
     def why_not(draft: Model, target: Any, length: int) -> str | None:
         """As ``Drafting.why_not``."""
-        why = without_steps(draft.model)
+        model: Any = draft.model
+        why = without_steps(model)
+        if why is None and model.page is not None:
+            return f"needs a draft's keys and values in slots, and its model has pages of {model.page} tokens"
         return None if why is None else f"runs an HFModel with graphs=True, but the draft's model {why}"
 
     @staticmethod

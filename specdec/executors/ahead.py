@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.cache.contiguous import SlotCache
 from specdec.cache.slots import Slots
-from specdec.cache.static import StaticStore
+from specdec.cache.static import StaticStore, held, memory_of
+from specdec.cache.token_index import Row
 from specdec.composition import Composition
 from specdec.drafts.heads.draft import Head
 from specdec.drafts.heads.whole_round import HeadDrafting
@@ -98,7 +98,7 @@ class Ahead:
             rows = _Rows(micro_batch.context, rng if stay is None else rng.select(stay))
             memory = None if kind is None else kind.memory(drafting.state)
             carry = None if kind is None else kind.carry(drafting.state)
-            yield from _Rounds(composition, limits, rows, cast(Any, micro_batch.cache), memory, carry).run()
+            yield from _Rounds(composition, limits, rows, micro_batch.cache, memory, carry).run()
 
 
 def _drafting(draft: Any) -> Any:
@@ -163,7 +163,8 @@ class _Rounds:
     """The rounds of a batch after its prefill.
 
     Attributes:
-        rows: those that go on. at: ``[B]`` their rows in the caches. cache: the target's. memory: the draft's, ``None`` without one.
+        rows: those that go on. at: ``[B]`` their rows in the caches. cache: the target's. slots: the most of a row there. table: pages of its rows,
+            if it has pages. memory: the draft's, ``None`` without one.
         carry: ``[B, ...]`` what the draft's rows carry to the round that begins on the host, ``None`` for nothing. part: the draft's in the step.
     """
 
@@ -172,7 +173,7 @@ class _Rounds:
         composition: Composition,
         limits: StopRules,
         rows: _Rows,
-        cache: SlotCache,
+        cache: Any,
         memory: Slots | None,
         carry: Tensor | None,
     ):
@@ -227,7 +228,13 @@ class _Rounds:
     def _launch(self, fresh: bool) -> _Flight:
         """Launch the next round. ``fresh``: for the rows and lengths of the host; otherwise after the round in flight."""
         reach = self.rows.context.length.numpy()
-        if not fresh:
+        if fresh:  # a row's pages are taken up to where its text ends at the latest, and stay where they are
+            ends = zip(reach.tolist(), (self._most() + self.steps).tolist())
+            self.slots, table, _ = held(
+                self.cache, [Row(b, n - 1, n, end) for b, (n, end) in enumerate(ends)]
+            )
+            self.table = [] if table is None else [table[b] for b in range(len(reach))]
+        else:
             reach = np.minimum(reach + (self.steps + 1), self._most())
         result = self._program(int(reach.max()) + self.steps, fresh).run()
         if fresh:
@@ -238,11 +245,12 @@ class _Rounds:
 
     def _program(self, longest: int, fresh: bool) -> WholeRound:
         """The program of a round whose rows take at most ``longest`` slots, with its inputs up to date."""
-        cache, part, before = self.cache, self.part, self.program
-        length = min(power(longest, SHORTEST), cache.slots)
+        memory: Any = memory_of(self.cache)
+        part, before = self.part, self.program
+        length = min(power(longest, SHORTEST), self.slots)
         if not fresh and before is not None and before.captured and before.shape.length == length:
             return before
-        rows = bucket_of([1] * self.rows.context.batch, [1], longest, cache.slots).rows
+        rows = bucket_of([1] * self.rows.context.batch, [1], longest, self.slots).rows
         if part is not None and part.rows is not None:
             rows = min(rows, part.rows)
         shape = RoundShape(rows, length, self.steps, *self._kind)
@@ -256,15 +264,15 @@ class _Rounds:
         def update(program: Any) -> None:
             most, seed = torch.from_numpy(self._most()), self.rows.rng.seed
             if fresh:
-                program.send(most, seed, self._state(), self.carry)
+                program.send(most, seed, self._state(), self.carry, self.table)
             elif program is not before:
                 assert before is not None
-                program.send(most, seed)
+                program.send(most, seed, table=self.table)
                 program.follow(before)
 
-        made: Any = self.target.steps.program(cache, key, make, update)
+        made: Any = self.target.steps.program(memory, key, make, update)
         if made is None:  # this shape occurs for the first time, or cannot be captured
-            made = self._loose.get(key) or make(StaticStore(cache))
+            made = self._loose.get(key) or make(StaticStore(memory))
             self._loose[key] = made
             update(made)
         self.program = made

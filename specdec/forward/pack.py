@@ -76,11 +76,7 @@ class PackedBatch:
             wanted: whether logits are wanted, of the last committed token and of nodes.
             table: row -> its pages of ``page`` slots, over a cache in pages; ``slots`` is then the most that a row can have.
         """
-        if table is None:
-            flat = [r.b * slots + s for r in self.rows for s in range(r.first, r.end)]
-        else:
-            flat = [table[r.b][s // page] * page + s % page for r in self.rows for s in range(r.first, r.end)]
-        ids, positions, at = self.tensors(device, flat)
+        ids, positions, at = self.tensors(device, self.flat(slots, table, page))
         if self.tokens <= limit:
             yield PrefillChunk(
                 self._plan(self.rows, slots, at, table, page),
@@ -93,6 +89,16 @@ class PackedBatch:
             part, rows = slice(low, low + limit), self.cut(low, low + limit)
             plan = self._plan(rows, slots, at[part], table, page)
             yield PrefillChunk(plan, ids[part], positions[part], self.keep(rows, wanted, device))
+
+    def flat(self, slots: int, table: Mapping[int, list[int]] | None = None, page: int = 0) -> list[int]:
+        """The flat number of every token's slot; arguments as for ``pieces``."""
+        if table is None:
+            return [r.b * slots + s for r, s in self._slots()]
+        return [table[r.b][s // page] * page + s % page for r, s in self._slots()]
+
+    def plan(self, slots: int, table: Mapping[int, list[int]] | None = None, page: int = 0) -> AttentionPlan:
+        """The plan of all tokens in one forward, on the host; arguments as for ``pieces``."""
+        return self._plan(self.rows, slots, torch.tensor(self.flat(slots, table, page)), table, page)
 
     def tensors(self, device: torch.device, *more: Sequence[int]) -> tuple[Tensor, ...]:
         """Ids ``[T]``, positions ``[T]``, and ``more`` lists of T numbers, all in one copy to ``device``."""

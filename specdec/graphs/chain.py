@@ -11,11 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from specdec.cache.contiguous import SlotCache
-from specdec.cache.static import StaticStore
+from specdec.cache.static import StaticStore, held, memory_of
 from specdec.graphs.programs import SMALL
 from specdec.graphs.staging import Program, Staged, pad
-from specdec.graphs.static import Forward, StaticPlan, bucket_of
+from specdec.graphs.static import Forward, StaticPlan, bucket_of, table_of, tabulate
 from specdec.kernels.attention.lowered import Lowered
 from specdec.kernels.device import to_device
 from specdec.rng import Attempt, Key, Philox, Rng, pick
@@ -58,10 +57,11 @@ class Chain(Program):
         self.staged = Staged(
             {
                 **dict.fromkeys(("ids", "positions", "slots"), ("i8", (T,))),
-                **dict.fromkeys(("keep", "base", "limit", "home"), ("i8", (R,))),
+                **dict.fromkeys(("keep", "base", "limit"), ("i8", (R,))),
                 "uniforms": ("f8", (shape.steps, R)),
                 **dict.fromkeys(("first", "later"), ("i4", (R + 1,))),
                 **dict.fromkeys(("length", "rows"), ("i4", (R,))),
+                **table_of(store, R, shape.length),
             },
             device,
         )
@@ -78,7 +78,8 @@ class Chain(Program):
             else:
                 at = on["base"] + n - 1  # finished rows read their first slot and write to the spare one
                 positions = torch.where(live, at, 0)
-                slots = torch.where(live, on["home"] + at, self.store.spare)
+                own = self.store.numbers(on["rows"], on.get("table"), positions[:, None])[:, 0]
+                slots = torch.where(live, own, self.store.spare)
                 length = torch.where(live, at + 1, 1).to(torch.int32)
                 logits = self._run(token, positions, slots, on["later"], length, None)
             token = draws.draw(logits)
@@ -89,8 +90,8 @@ class Chain(Program):
     ) -> Tensor:
         shape = self.shape
         count = shape.queries if starts is self.staged.on["first"] else 1
-        rows = self.staged.on["rows"]
-        lowered = Lowered(starts, length, rows, length, None, None, None, None, count, shape.length)
+        rows, table = self.staged.on["rows"], self.staged.on.get("table")
+        lowered = Lowered(starts, length, rows, length, None, None, table, None, count, shape.length)
         self.store.begin()
         plan: Any = StaticPlan(lowered, slots, ordered=True)
         logits = self.forward(self.store, plan, ids, positions, keep)
@@ -159,10 +160,11 @@ def propose(
     Args:
         model: an ``HFModel`` with captured steps.
     Returns:
-        ``None``, without side effects, where a chain cannot be captured or is not captured yet; the caller then draws token by token.
+        ``None``, without side effects but for the pages that rows hold, where a chain cannot be captured or is not captured yet; the caller then
+        draws token by token.
     """
-    B, N = text.batch, int(budget.max())
-    if N < 1 or sampling.reads_context or type(cache) is not SlotCache:
+    B, N, memory = text.batch, int(budget.max()), memory_of(cache)
+    if N < 1 or sampling.reads_context or memory is None:
         return None
     uniforms = None
     if not sampling.greedy:
@@ -177,7 +179,7 @@ def propose(
     ends = [r.length + n - 1 for r, n in zip(packed.rows, limits)]
     if max(counts) > SMALL or max(ends) > cache.capacity:
         return None
-    slots = cache.slots
+    slots, table, page = held(cache, [r._replace(end=end) for r, end in zip(packed.rows, ends)])
     bucket = bucket_of(counts, [1] * len(counts), max(ends), slots)
     R = bucket.rows
     shape = Shape(R, bucket.queries, N, bucket.length, sampling, vocab_size)
@@ -190,8 +192,7 @@ def propose(
         live, total = len(limits), sum(counts)
         pad(array["ids"], packed.ids)
         pad(array["positions"], packed.positions)
-        flat = [r.b * slots + s for r in packed.rows for s in range(r.first, r.end)]
-        pad(array["slots"], flat, chain.store.spare)
+        pad(array["slots"], packed.flat(slots, table, page), chain.store.spare)
         array["first"][0] = array["later"][0] = 0
         array["first"][1 : live + 1] = array["keep"][:live] = torch.tensor(counts).cumsum(0).numpy()
         array["keep"][:live] -= 1
@@ -201,7 +202,8 @@ def propose(
         pad(array["base"], [r.length for r in packed.rows])
         pad(array["length"], [r.length for r in packed.rows])
         pad(array["rows"], [r.b for r in packed.rows])
-        pad(array["home"], [r.b * slots for r in packed.rows])
+        if table is not None:
+            tabulate(array["table"], [table[r.b] for r in packed.rows])
         pad(array["limit"], limits)
         if uniforms is not None:
             array["uniforms"][:, :live] = uniforms[:, [r.b for r in packed.rows]]
@@ -209,7 +211,7 @@ def propose(
         chain.staged.send()
 
     with torch.inference_mode():
-        chain = steps.program(cache, shape, make, update)
+        chain = steps.program(memory, shape, make, update)
         if chain is None:
             return None
         tokens, probs = chain.replay()

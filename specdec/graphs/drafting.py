@@ -20,7 +20,8 @@ class Given(NamedTuple):
     """What the forwards of a round read besides tokens and lengths.
 
     Attributes:
-        on: the round's inputs, ``rows``, ``real`` and ``most`` ``[R]`` among them (``WholeRound``). steps: drafted tokens of each row.
+        on: the round's inputs, ``rows``, ``real`` and ``most`` ``[R]`` among them, and where the target has pages, each row's, ``table [R, P]``
+            (``WholeRound``). steps: drafted tokens of each row.
         longest: the most slots that are read in any row. target: the target's keys and values.
         carry: ``[R, ...]`` what ``observe`` returned in each row's last round.
     """
@@ -74,11 +75,13 @@ class Side(NamedTuple):
         """
         on, store, (R, n) = given.on, self.store, ids.shape
         position = first[:, None] + torch.arange(n, device=ids.device)
-        slots = on["rows"].long()[:, None] * store.slots + position
+        table = on["table"] if store.page else None
+        slots = store.numbers(on["rows"], table, position)
         slots = torch.where(on["real"][:, None] > 0, slots, store.spare).flatten()
         starts = torch.arange(R + 1, device=ids.device, dtype=torch.int32) * n
-        length, most = (first + n).to(torch.int32), min(given.longest, store.slots)
-        lowered = Lowered(starts, length, on["rows"], length, None, None, None, None, n, most)
+        length = (first + n).to(torch.int32)
+        most = given.longest if store.page else min(given.longest, store.slots)
+        lowered = Lowered(starts, length, on["rows"], length, None, None, table, None, n, most)
         store.begin()
         # Ids beyond a smaller vocabulary are fed as its last one.
         known = ids.clamp(max=self.vocab_size - 1).flatten()

@@ -18,8 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from specdec.cache.contiguous import SlotCache, check_memory
+from specdec.cache.paged import PagedCache
 from specdec.cache.slots import KVShape, Slots
-from specdec.cache.static import StaticStore
+from specdec.cache.static import StaticStore, held, memory_of
+from specdec.cache.static_pool import StaticPool
 from specdec.cache.token_index import TokenIndex
 from specdec.configs import setting
 from specdec.forward.contract import Forward, Runner
@@ -57,8 +59,8 @@ class Storage:
     def free(self) -> bool:
         return self.lease() is None
 
-    def lend(self, batch: int) -> Any:
-        """The memory's first ``batch`` rows as an empty cache of its kind; the caller makes its token index."""
+    def lend(self, batch: int | None) -> Any:
+        """The memory's first ``batch`` rows (``None``: all) as an empty cache of its kind; the caller makes its token index."""
         new = copy.copy(self._model)
         new.lease = lease = Lease()
         self.lease = weakref.ref(lease)
@@ -109,10 +111,10 @@ class Programs:
         """Names of the programs that could not be captured for another reason."""
         return {name for storage in self._storages for name in storage.failed}
 
-    def lent(self, batch: int, fits: Callable[[Any], bool]) -> Any:
+    def lent(self, batch: int | None, fits: Callable[[Any], bool]) -> Any:
         """As ``Storage.lend``, of free memory with enough rows whose cache ``fits``. If there is none, free the unused memory and return ``None``."""
         for storage in self._storages:
-            if storage.free and storage.whole[0].shape[1] >= batch and fits(storage._model):
+            if storage.free and storage.whole[0].shape[1] >= (batch or 0) and fits(storage._model):
                 return storage.lend(batch)
         self._drop(lambda storage: storage.free)
         return None
@@ -232,12 +234,16 @@ class Steps(Programs):
         super().__init__(device, capture, most)
         self.forward = path.forward
 
-    def cache(self, shapes: Sequence[KVShape], batch: int, capacity: int) -> SlotCache:
-        """An empty cache, in memory used before where that is free and large enough.
+    def cache(
+        self, shapes: Sequence[KVShape], batch: int, capacity: int, page: int | None = None
+    ) -> SlotCache | PagedCache:
+        """An empty cache, in slots or pages, in memory used before where that is free and large enough (pages: when rows first need them).
 
         Raises:
             MemoryError: the cache does not fit.
         """
+        if page is not None:
+            return PagedCache(StaticPool(shapes, page, self._pages), batch, capacity)
         lent = self.lent(batch, lambda cache: type(cache) is SlotCache and cache.slots > capacity)
         if lent is not None:
             TokenIndex.__init__(lent, batch, capacity)
@@ -248,6 +254,12 @@ class Steps(Programs):
         self._of(cache)
         return cache
 
+    def _pages(self, page: int, pages: int) -> Any:
+        """For ``StaticPool``."""
+        return self.lent(
+            None, lambda pool: type(pool) is StaticPool and pool.page == page and pool.pages >= pages
+        )
+
     def step(
         self, cache: Any, packed: PackedBatch, wanted: bool, taps: Sequence[int] = ()
     ) -> Callable[[], tuple[Tensor | None, dict[int, Tensor]]] | None:
@@ -257,7 +269,8 @@ class Steps(Programs):
         Returns:
             ``None`` where the call is not one for steps, or its step is not captured yet: a shape is captured when it occurs again.
         """
-        if type(cache) is not SlotCache or not packed.rows:
+        memory = memory_of(cache)
+        if memory is None or not packed.rows:
             return None
         if self.why is not None and not self.captured:
             return None
@@ -265,9 +278,8 @@ class Steps(Programs):
         if max(counts) > SMALL or len(counts) * max(counts) > 2 * sum(counts) + 64:
             return None
         kept = [r.end - max(r.first, r.length - 1) if wanted else 0 for r in packed.rows]
-        slots = cache.slots
-        flat = [r.b * slots + s for r in packed.rows for s in range(r.first, r.end)]
-        plan = packed._plan(packed.rows, slots, torch.tensor(flat), None, 0)
+        slots, table, page = held(cache, packed.rows)
+        plan = packed.plan(slots, table, page)
         if not fits(plan):
             return None
         bucket = bucket_of(counts, kept, max(plan.length), slots, nodes_of(plan))
@@ -293,7 +305,7 @@ class Steps(Programs):
         def update(step: Any) -> None:
             step.update(plan, packed.ids, packed.positions, keep, drafted, source)
 
-        step = self.program(cache, (bucket, room, tuple(taps)), make, update)
+        step = self.program(memory, (bucket, room, tuple(taps)), make, update)
         if step is None:
             return None
 
@@ -311,7 +323,6 @@ def steps_for(
     model: Any,
     device: torch.device,
     attention: str,
-    page: int | None,
     kv_dtype: torch.dtype | None = None,
 ) -> Steps | None:
     """The steps for ``HFModel(graphs=...)``; ``None``: no steps.
@@ -323,7 +334,7 @@ def steps_for(
         return None
     name = capture_named(graphs, device)
     forward = path.capturable()
-    why = forward if isinstance(forward, str) else _why_not(model, device, attention, page)
+    why = forward if isinstance(forward, str) else _why_not(model, device, attention)
     if kv_dtype is not None:  # a step on a GPU has no other kernel
         why = why or triton_backend.reads(device, model.dtype, kv_dtype)
     if name is None or (graphs == "auto" and why):
@@ -364,9 +375,7 @@ def _out_of_memory(error: BaseException | None) -> bool:
     return False
 
 
-def _why_not(model: Any, device: torch.device, attention: str, page: int | None) -> str | None:
-    if page is not None:
-        return "graphs contain the addresses of slots, and pages move"
+def _why_not(model: Any, device: torch.device, attention: str) -> str | None:
     if attention not in ("auto", "triton"):
         return f"attention is {attention!r}, and only the Triton kernel (or 'auto') can be captured"
     if any(p.device != device for p in model.parameters()) or setting(model, "_hf_hook") is not None:

@@ -136,6 +136,7 @@ class StaticStep(Program):
             "starts": ("i4", (R + 1,)),
             **dict.fromkeys(("length", "rows", "root"), ("i4", (R,))),
         }
+        fields |= table_of(store, R, bucket.length)
         if bucket.nodes:
             fields |= {"words": ("i8", (T,)), "depth": ("i4", (R, bucket.nodes))}
         self.staged = Staged(fields, device)
@@ -150,7 +151,7 @@ class StaticStep(Program):
                 root=on["root"],
                 words=on.get("words"),
                 depth=on.get("depth"),
-                table=None,
+                table=on.get("table"),
                 seen=None,
                 max_count=bucket.queries,
                 max_length=bucket.length,
@@ -202,6 +203,8 @@ class StaticStep(Program):
         pad(array["length"], plan.length)
         pad(array["rows"], plan.rows)
         pad(array["root"], plan.length if plan.tree is None else np.asarray(plan.tree.root))
+        if plan.table is not None:
+            tabulate(array["table"], plan.table)
         if self.bucket.nodes:
             low = lower(plan, "cpu")
             assert low.words is not None
@@ -214,9 +217,21 @@ class StaticStep(Program):
         self.staged.send()
 
 
+def table_of(store: StaticStore, rows: int, length: int) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """The input of a step that has the pages of ``rows`` rows of at most ``length`` slots; none where the store has no pages."""
+    return {"table": ("i4", (rows, -(-length // store.page)))} if store.page else {}
+
+
+def tabulate(array: np.ndarray, table: Sequence[Sequence[int]]) -> None:
+    """Put the pages of each row of ``table`` into a row of ``array [R, P]``, followed by 0. Pages beyond a step's slots are left out."""
+    array[:] = 0
+    for row, pages in zip(array, table):
+        row[: len(pages)] = pages[: len(row)]
+
+
 def fits(plan: AttentionPlan) -> bool:
     """Whether what a plan's queries see follows from a few integers a row, as a step needs."""
-    return plan.table is None and not written_out(plan)
+    return not written_out(plan)
 
 
 def nodes_of(plan: AttentionPlan) -> int:

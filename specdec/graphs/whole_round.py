@@ -9,6 +9,7 @@ Tokens beyond a row's budget are computed and never accepted. The cache has slot
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from specdec.graphs.chain import scored
 from specdec.graphs.drafting import Drafting, Given, Passed, Side
 from specdec.graphs.staging import Program, Staged, pad
+from specdec.graphs.static import table_of, tabulate
 from specdec.kernels import philox, rejection
 from specdec.kernels.philox.reference import ACCEPT, BONUS, DRAFT, Key, pick, race_uniforms, uniforms
 from specdec.rng import triton_kernels
@@ -75,6 +77,7 @@ class WholeRound(Program):
                 "rows": ("i4", (R,)),
                 "start": ("i8", (R, 3)),
                 **dict.fromkeys(("real", "most", "seed"), ("i8", (R,))),
+                **table_of(target.store, R, shape.length),
             },
             device,
         )
@@ -84,19 +87,26 @@ class WholeRound(Program):
                 self.carry = torch.zeros(R, *carry.shape[1:], dtype=carry.dtype, device=device)
 
     def send(
-        self, most: Tensor, seed: Tensor, start: Tensor | None = None, carry: Tensor | None = None
+        self,
+        most: Tensor,
+        seed: Tensor,
+        start: Tensor | None = None,
+        carry: Tensor | None = None,
+        table: Sequence[Sequence[int]] = (),
     ) -> None:
         """Send a batch, whose rows are the first of the cache.
 
         Args:
             most: ``[B]`` where each row's text ends. seed: ``[B]``. start: ``[B, 3]`` the state; ``None`` leaves it.
-            carry: ``[B, ...]``; ``None`` leaves it.
+            carry: ``[B, ...]``; ``None`` leaves it. table: the pages of each row of a target that has pages.
         """
         array, B = self.staged.begin(), len(most)
         pad(array["rows"], range(B))
         pad(array["real"], [1] * B)
         pad(array["most"], most.numpy())
         pad(array["seed"], seed.numpy())
+        if "table" in array:
+            tabulate(array["table"], table)
         array["start"][:] = (2, 0, 0)
         if start is not None:
             array["start"][:B] = start.numpy()

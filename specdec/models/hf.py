@@ -119,7 +119,7 @@ class HFModel:
         self.supports_trees = self._scores_trees and not invariant  # a tree's sums have another order
         where = self.clone.get_input_embeddings().weight
         self._wrapped_as = (where.dtype, where.device)
-        self.steps = steps_for(graphs, self._path, self.clone, self.device, attention, page, kv_dtype)
+        self.steps = steps_for(graphs, self._path, self.clone, self.device, attention, kv_dtype)
         if self.steps is not None:
             self._path.concurrent = False
         self.max_positions = positions_of(model.config)
@@ -255,10 +255,10 @@ class HFModel:
         at_least(0, "batch", batch, "give a number of rows, 0 or more")
         at_least(0, "capacity", capacity, "give a number of tokens, 0 or more")
         self._check_storage()
+        if self.steps is not None:
+            return self.steps.cache(self._shapes, batch, capacity, self.page)
         if self.page is not None:
             return PagedCache(PagePool(self._shapes, self.page), batch, capacity)
-        if self.steps is not None:
-            return self.steps.cache(self._shapes, batch, capacity)
         check_memory(self._shapes, batch, capacity, self._path.spare)
         return SlotCache(self._shapes, batch, capacity, self._path.spare)
 

@@ -58,6 +58,7 @@ class StackedModel(HFModel):
             first.tokenizer,
             prefill_chunk=first.prefill_chunk,
             page=first.page,
+            graphs=False,
             bf16_weights=False,
             kv_dtype=first.kv_dtype,
         )

@@ -19,6 +19,7 @@ from specdec.cache.ring import Ring
 from specdec.cache.ring_cache import RingCache, Stage
 from specdec.cache.slots import KVShape, Slots
 from specdec.cache.static import StaticStore
+from specdec.cache.static_pool import StaticPool
 from specdec.cache.token_index import Row
 from specdec.drafts.magicdec.observation import _Reader
 from specdec.drafts.magicdec.rotation import _Alone
@@ -83,7 +84,8 @@ CASES = {
     Slots: lambda: Case(Slots(SHAPES, 3, 8), [0, 1, 2, 17], [3, 8, 16]),
     SlotCache: lambda: Case(SlotCache(SHAPES, 3, 8, 1), [0, 1, 2, 18], [3, 9, 10]),
     PagedCache: paged,
-    PagePool: lambda: Case(grown(), [4, 5, 0], [6, 1]),
+    PagePool: lambda: Case(grown(PagePool), [4, 5, 0], [6, 1]),
+    StaticPool: lambda: Case(grown(StaticPool), [4, 5, 0], [6, 1]),
     Ring: lambda: Case(Ring(SHAPES, 2, 1, 3, 2), [0, 1, 5], [2, 7, 9]),
     RingCache: lambda: Case(RingCache(SHAPES, 2, 32, 1, 3, 2), [0, 1, 5], [2, 7, 9]),
     Stage: staged,
@@ -91,6 +93,7 @@ CASES = {
     "PrunedView": lambda: of_a_view(2),
     MaskedCache: lambda: Case(MaskedCache(SHAPES, 3, 8), [0, 1, 2, 17], [3, 8, 16]),
     StaticStore: lambda: Case(StaticStore(SlotCache(SHAPES, 3, 7, 1)), [0, 1, 2, 17], [3, 8, 16]),
+    "StaticStore of pages": lambda: Case(StaticStore(grown(StaticPool)), [4, 5, 0], [6, 1, 11]),
     Probe: lambda: Case(Probe(4), [0], None),
     _Alone: lambda: Case(_Alone(), [0, 1, 2, 3], None),
     _Reader: reader,
@@ -106,8 +109,8 @@ def over(kinds: Any) -> Any:
 every_store = over(CASES)
 
 
-def grown() -> PagePool:
-    pool = PagePool(SHAPES, 4)
+def grown(kind: Any) -> PagePool:
+    pool: PagePool = kind(SHAPES, 4)
     pool.take(2)
     return pool
 
@@ -185,7 +188,7 @@ def test_nothing_writes_past_an_append_that_does_more(kind):
         def append(self, *args):
             return super().append(*args)
 
-    store = Other(SHAPES, 2, 8) if kind is SlotCache else Other(grown(), 2, 8)
+    store = Other(SHAPES, 2, 8) if kind is SlotCache else Other(grown(PagePool), 2, 8)
     assert store.direct is None
     assert store.buffers is None
 

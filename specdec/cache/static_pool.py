@@ -1,0 +1,43 @@
+"""A pool of pages for captured steps: its memory is lent again when its caches are gone, and one page takes what padding writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from specdec.cache.paged import PagePool
+from specdec.cache.slots import KVShape
+
+
+class StaticPool(PagePool):
+    """As ``PagePool``, with a spare page.
+
+    A captured step contains the address of the pool's memory. When the pool grows, its pages are elsewhere, and steps are captured anew.
+
+    Args:
+        lender: ``lender(page, pages)`` returns a pool of at least ``pages`` such pages that nobody uses, filled with zeros, or ``None``, after it has
+            freed all memory that it could lend. ``None``: nobody lends.
+    """
+
+    def __init__(self, shapes: Sequence[KVShape], page: int, lender: Callable[[int, int], Any] | None = None):
+        super().__init__(shapes, page, spare=1)
+        self._lender = lender
+
+    def unleased(self) -> StaticPool:
+        """As ``Slots.unleased``, with nobody who lends."""
+        new: StaticPool = super().unleased()
+        new._lender = None
+        return new
+
+    def _extend(self, pages: int) -> tuple[torch.device, int, int] | None:
+        lent = None if self._lender is None else self._lender(self.page, pages)
+        if lent is None:
+            short = super()._extend(pages)
+            if short is None:
+                self.lease = None  # what was used before is free
+            return short
+        self._move(lent._whole)
+        self.lease = lent.lease
+        return None
