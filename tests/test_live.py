@@ -69,6 +69,8 @@ def test_texts_that_need_not_agree_have_no_figure(decoders):
     assert [row["same_text"] for row in sd.compare(both, PROMPTS, (2,), 1, 6).rows] == [1, 1]
     other = {"plain": decoders["plain"], "other": sd.decoder(tiny("llama", seed=3)).greedy()}
     assert sd.compare(other, PROMPTS, (2,), 1, 6).rows[1]["same_text"] == 0
+    with pytest.warns(UserWarning, match="'warm' samples otherwise than 'plain'.*give all the same sampling"):
+        sd.compare({"plain": decoders["plain"], "warm": sampled}, PROMPTS, (2,), 1, 6)
 
 
 def test_wrong_arguments_are_named(decoders):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
@@ -139,6 +140,12 @@ def compare(
     reference = reference if reference is not None else [*plain, *built][0]
     if reference not in built:
         raise ValueError(f"reference is {reference!r}: there are {', '.join(built)}")
+    for name, made in built.items():
+        if made.sampling != built[reference].sampling:
+            warnings.warn(
+                f"decoder {name!r} samples otherwise than {reference!r}, so their speeds answer different questions: give all the same sampling",
+                stacklevel=2,
+            )
     rows: list[dict[str, Any]] = []
     for batch in sizes:
         rows += _at(batch, built, prompts, repeats, new_tokens, reference, seed)
