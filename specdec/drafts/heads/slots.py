@@ -113,6 +113,11 @@ def empty(
     return lent or Ring(shapes, batch, sinks, window, block)
 
 
+def whole(ring: Ring) -> bool:
+    """Whether a ring of ``empty`` holds all of a text, so that slots are positions; else the latest of it, with ``PIECE`` in flight."""
+    return ring.block == 1
+
+
 def ends(row: np.ndarray) -> np.ndarray:
     """The index of each row's last position, for positions ``[F]`` in order, row after row."""
     return np.flatnonzero(np.append(row[1:] != row[:-1], True))
@@ -122,7 +127,7 @@ def pieces(row: np.ndarray, position: np.ndarray, ring: Ring | None) -> list[np.
     """Groups of indices of new positions ``[F]``, to be read one after another, so that the ring still holds what a group's queries see."""
     if not len(row) or ring is None:
         return [np.arange(len(row))] if len(row) else []
-    if ring.block == 1:  # all of the text is held
+    if whole(ring):
         size = max(ENTRIES // (int(position.max()) + 1), 1)
         return [np.arange(at, min(at + size, len(row))) for at in range(0, len(row), size)]
     start = np.full(int(row.max()) + 1, np.iinfo(np.int64).max)
@@ -142,12 +147,12 @@ def reading(
 ) -> SlotPass:
     """The pass over newly committed positions ``[F]``: each sees the committed positions up to its own.
 
-    In a ring that holds all of the text, slots are positions, and rows are causal: no mask says so slot by slot.
+    Where all of the text is held, rows are causal, which no mask has to say slot by slot.
     """
     last = ends(row)
     rows, counts = row[last].tolist(), np.diff(last, prepend=-1)
     at = ring.at(torch.from_numpy(row), torch.from_numpy(position), device)
-    if ring.block == 1:
+    if whole(ring):
         plan = AttentionPlan(
             rows, (position[last] + 1 - counts).tolist(), counts.tolist(), ring.slots, slots=at
         )

@@ -81,7 +81,7 @@ class HeadDrafting(Drafting):
 
     def chain(self, given: Given, state: Tensor) -> Callable[[int, Tensor], Tensor]:
         """As ``Drafting.chain``."""
-        at, memo = _Anchors(self, state[:, 0] - 1), given.carry
+        at, memo = _Anchors(self, state[:, 0] - 1, given.longest), given.carry
 
         def forward(n: int, tokens: Tensor) -> Tensor:
             nonlocal memo
@@ -103,13 +103,16 @@ class HeadDrafting(Drafting):
         following = torch.cat([ids[:, 1:], bonus], 1).scatter(1, last, bonus)
         layers = model.tapped(passed.layers.__getitem__)
         layers = {tap: x.to(model.dtype).view(R, count, -1) for tap, x in layers.items()}
-        outputs = cast(Tensor, model.read(Features(layers, ids, following), self.slots(position)))
+        go = self.slots(position, given.longest)
+        outputs = cast(Tensor, model.read(Features(layers, ids, following), go))
         return outputs[torch.arange(R, device=ids.device), passed.accepted]
 
-    def slots(self, position: Tensor) -> StaticPass:
-        """A pass over slots at ``position [R]`` or ``[R, n]``, which see all of the text and the chain up to their own positions."""
+    def slots(self, position: Tensor, longest: int) -> StaticPass:
+        """A pass over slots at ``position [R]`` or ``[R, n]``, which see all of the text and the chain up to their own positions, below ``longest``."""
         wide = position.view(len(position), -1)
-        plan = BlockPlan(self.plans.seen(wide, self.model.mask), self.plans.slots(wide.t()).t().flatten())
+        # No slot has a higher number than its position.
+        seen = self.plans.seen(wide, self.model.mask)[..., :longest]
+        plan = BlockPlan(seen, self.plans.slots(wide.t()).t().flatten())
         self.store.begin()
         return StaticPass(self.store, plan, position)
 
@@ -117,9 +120,9 @@ class HeadDrafting(Drafting):
 class _Anchors:
     """``contract.Anchors`` for heads that ask for one slot at a time."""
 
-    def __init__(self, drafting: HeadDrafting, anchor: Tensor):
-        self.drafting, self.anchor = drafting, anchor
+    def __init__(self, drafting: HeadDrafting, anchor: Tensor, longest: int):
+        self.drafting, self.anchor, self.longest = drafting, anchor, longest
 
     def slots(self, first: int, count: int | None = None, full: bool = False) -> StaticPass:
         """As ``contract.Anchors.slots``."""
-        return self.drafting.slots(self.anchor + first)
+        return self.drafting.slots(self.anchor + first, self.longest)
