@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from specdec.drafts.heads.chain import Chain
 from specdec.drafts.heads.draft import Head
 from specdec.drafts.heads.eagle3 import Eagle3
 from specdec.drafts.heads.features import Features
+from specdec.drafts.heads.medusa import Medusa
 from specdec.drafts.heads.mtp import MTP
 from specdec.drafts.heads.slots import PIECE, HeadState
 from specdec.graphs.drafting import Drafting, Given, Passed
@@ -22,28 +23,28 @@ from specdec.graphs.ring_plan import RingPlans
 from specdec.masks.text import known
 from specdec.types import Context
 
-HEADS = (
-    Eagle3,
-    MTP,
-)  # each step is one slot after the last, and the output of the last committed pair is carried
+# Each step asks for one slot after the last, or for none, and what was read last is carried.
+HEADS = (Eagle3, MTP, Medusa)
 
 
 class HeadDrafting(Drafting):
-    """``Drafting`` of a head whose output at the last committed pair is carried from round to round.
+    """``Drafting`` of a head that carries what it made of the last committed position from round to round: its output there, or Medusa's state.
 
-    Slots are those of positions in the text, also for drafted tokens. Rows of the memory that the batch does not use are padding, which writes to
+    Medusa has no slots. Others' slots are those of positions in the text, also for drafted tokens. Rows of the memory that the batch does not use are padding, which writes to
     their own slots.
     """
 
-    def __init__(self, draft: Head, memory: Ring):
-        self.model, self.taps, self.store = draft.model, draft.info.taps, StaticStore(memory)
-        self.plans = RingPlans(memory, self.store)
-        self.rows = memory._whole[0].shape[1]
+    def __init__(self, draft: Head, memory: Ring | None):
+        self.model, self.taps = draft.model, draft.info.taps
+        if memory is not None:
+            self.store = StaticStore(memory)
+            self.plans = RingPlans(memory, self.store)
+            self.rows = memory._whole[0].shape[1]
 
     @staticmethod
     def why_not(draft: Head, target: object, length: int) -> str | None:
         """As ``Drafting.why_not``."""
-        model, kinds = draft.model, " or ".join(kind.__name__ for kind in HEADS)
+        model, kinds = draft.model, ", ".join(kind.__name__ for kind in HEADS)
         if type(model) not in HEADS:
             return f"runs the heads {kinds}, but the draft's head is a {type(model).__name__}"
         if model.settings.get("shipped") is not None:
@@ -52,6 +53,7 @@ class HeadDrafting(Drafting):
             return f"runs chains, but the draft's tree is {draft.tree!r}"
         if draft.programs is None:
             return "runs heads with graphs (drafts.Head(model, graphs=True)), but the draft has no graphs"
+        draft.check_length(length)
         mask = model.mask
         if mask is not None and not known(mask):
             return f"runs the library's masks, but the head's is {mask!r}"
@@ -65,13 +67,13 @@ class HeadDrafting(Drafting):
         return draft.model.with_ends(), draft.model
 
     @staticmethod
-    def memory(state: HeadState) -> Ring:
+    def memory(state: HeadState) -> Ring | None:
         """As ``Drafting.memory``."""
-        return cast(Ring, state.ring)
+        return state.ring
 
     @staticmethod
     def carry(state: HeadState) -> Tensor | None:
-        """As ``Drafting.carry``: the output of each row's last committed pair."""
+        """As ``Drafting.carry``: what was read last in each row."""
         return state.carry
 
     @staticmethod
@@ -91,7 +93,7 @@ class HeadDrafting(Drafting):
         return forward
 
     def observe(self, given: Given, passed: Passed) -> Tensor:
-        """As ``Drafting.observe``: read all fed positions; the output at the last that is committed, beside the token after it, is carried.
+        """As ``Drafting.observe``: read all fed positions; what was read at the last that is committed, beside the token after it, is carried.
 
         Rejected tokens lie at or after the next chain's first position, and each position is written before a query sees it. Without a window
         the ring has a slot for every position, those of a chain beyond the budget included. With one it wraps, and has
@@ -103,7 +105,7 @@ class HeadDrafting(Drafting):
         following = torch.cat([ids[:, 1:], bonus], 1).scatter(1, last, bonus)
         layers = model.tapped(passed.layers.__getitem__)
         layers = {tap: x.to(model.dtype).view(R, count, -1) for tap, x in layers.items()}
-        go = self.slots(position, given.longest)
+        go: Any = self.slots(position, given.longest) if model.kv_layers else None
         outputs = cast(Tensor, model.read(Features(layers, ids, following), go))
         return outputs[torch.arange(R, device=ids.device), passed.accepted]
 
