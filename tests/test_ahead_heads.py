@@ -238,10 +238,6 @@ REFUSED = {
         lambda t: Head(eagle3(t, mask=Causal() & (Window(4) | own)), graphs="eager"),
         "runs the library's masks",
     ),
-    "shipped layer": (
-        lambda t: Head(MTP.from_target(t, shipped=t.model.config.to_diff_dict()), graphs="eager"),
-        "was shipped with its target",
-    ),
     "peagle": (lambda t: Head(PEagle.from_target(t), graphs="eager"), "head is a PEagle"),
     "subclass of medusa": (lambda t: Head(OwnMedusa.from_target(t), graphs="eager"), "head is a OwnMedusa"),
     "dflash": (lambda t: Head(DFlash.from_target(t), graphs="eager"), "head is a DFlash"),

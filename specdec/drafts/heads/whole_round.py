@@ -47,8 +47,6 @@ class HeadDrafting(Drafting):
         model, kinds = draft.model, ", ".join(kind.__name__ for kind in HEADS)
         if type(model) not in HEADS:
             return f"runs the heads {kinds}, but the draft's head is a {type(model).__name__}"
-        if model.settings.get("shipped") is not None:
-            return "runs MTP layers of MTP.from_target, but the draft's was shipped with its target"
         if type(draft.tree) is not Chain:
             return f"runs chains, but the draft's tree is {draft.tree!r}"
         if draft.programs is None:
