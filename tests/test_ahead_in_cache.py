@@ -47,7 +47,8 @@ def test_texts_and_rounds_are_those_of_serial(graphs, length, settings, verifier
     assert not builder.build().target.steps.failed
 
 
-@pytest.mark.parametrize("family", ["qwen3", pytest.param("mistral", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3", "mistral"])
 def test_families(family):
     same_rounds(builder_of(family=family, window=6), PROMPTS, [20, 9, 26], eos_token_id=())
 
@@ -71,7 +72,7 @@ def test_positions_of_a_text_are_another_draft_in_memory_of_its_own():
     }
     for positions in ("in_cache", "original") * 3:
         rounds = []
-        out = decoders[positions].generate(PROMPTS[:1], 30, eos_token_id=(), on_round=rounds.append)
+        out = decoders[positions].generate(PROMPTS[:1], 16, eos_token_id=(), on_round=rounds.append)
         ids.append(out.ids)
         drawn.setdefault(positions, []).append([r.proposal.tokens.tolist() for r in rounds])
     assert ids == [ids[0]] * 6

@@ -28,6 +28,8 @@ HEADS = {
     "window block": (DFlash, {"mask": streaming(6, 2), "blocks": 1, "block_size": 5}),
 }
 
+FEW = ("eagle3", "peagle", "dflash", "window block")
+
 
 @pytest.fixture
 def short(monkeypatch):
@@ -63,7 +65,12 @@ def decoded(name, graphs, temperature=1.0):
 
 @pytest.mark.parametrize(
     ("name", "graphs"),
-    [*((name, "eager") for name in HEADS), ("strided block", "recorded")],
+    [
+        *((name, "eager") for name in FEW),
+        ("strided block", "recorded"),
+        *(pytest.param(name, "recorded", marks=pytest.mark.slow) for name in HEADS),
+        *(pytest.param(name, "eager", marks=pytest.mark.slow) for name in HEADS if name not in FEW),
+    ],
 )
 def test_drafts_of_a_growing_text(name, graphs, short, read):
     """Rows of unequal length, the shortest of which leaves; the text grows out of its bucket."""
@@ -107,7 +114,9 @@ def test_a_short_text_in_a_long_memory(read):
     assert decoder.draft.programs._storages[0]._model.slots > 1500
 
 
-@pytest.mark.parametrize("name", ["eagle3", "strided", "window"])
+@pytest.mark.parametrize(
+    "name", ["eagle3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("strided", "window"))]
+)
 def test_whole_rounds_read_the_slots_of_their_bucket(name, short, read):
     kind, settings = HEADS[name]
     target = sd.HFModel(tiny("llama"), graphs="eager")

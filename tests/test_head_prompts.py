@@ -65,8 +65,10 @@ def drafted(name, dtype, tree=None):
     return out.ids, proposals
 
 
-@pytest.mark.parametrize("entries", [1, 90, 2**23])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "entries", [90, pytest.param(1, marks=pytest.mark.slow), pytest.param(2**23, marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.float32, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", HEADS)
 def test_drafts_are_those_under_a_mask(name, dtype, entries, monkeypatch):
     """Rows of unequal length, of which a piece holds a part, one or several. A ring of limited reach wraps."""
@@ -86,6 +88,7 @@ def test_drafts_are_those_under_a_mask(name, dtype, entries, monkeypatch):
             torch.testing.assert_close(mine.probs, other.probs, rtol=0, atol=bound)
 
 
+@pytest.mark.slow
 def test_trees_are_those_under_a_mask(monkeypatch):
     with monkeypatch.context() as plain:
         plain.setattr(draft, "reading", under_a_mask)
