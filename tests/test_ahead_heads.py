@@ -217,6 +217,10 @@ class OwnEagle3(Eagle3):
         return logits * 2, memo
 
 
+class OwnMedusa(Medusa):
+    pass
+
+
 def own(b, h, q, kv):
     return kv % 3 == 0
 
@@ -234,12 +238,8 @@ REFUSED = {
         lambda t: Head(eagle3(t, mask=Causal() & (Window(4) | own)), graphs="eager"),
         "runs the library's masks",
     ),
-    "shipped layer": (
-        lambda t: Head(MTP.from_target(t, shipped=t.model.config.to_diff_dict()), graphs="eager"),
-        "was shipped with its target",
-    ),
     "peagle": (lambda t: Head(PEagle.from_target(t), graphs="eager"), "head is a PEagle"),
-    "medusa": (lambda t: Head(Medusa.from_target(t), graphs="eager"), "head is a Medusa"),
+    "subclass of medusa": (lambda t: Head(OwnMedusa.from_target(t), graphs="eager"), "head is a OwnMedusa"),
     "dflash": (lambda t: Head(DFlash.from_target(t), graphs="eager"), "head is a DFlash"),
 }
 

@@ -347,7 +347,6 @@ REFUSED = {
     ),
     "no graphs": (lambda m: Windowed(sd.HFModel(m.model), 4), "has no graphs"),
     "pruner": (lambda m: MagicDec(window=4, pruner=SnapKV()), r"without a pruner, .*SnapKV"),
-    "in cache": (lambda m: MagicDec(window=4, positions="in_cache"), "positions='original'"),
     "no reach": (
         lambda m: vars(m).update(graphs="auto") or MagicDec(mask=Causal()),
         "masks that have a reach",

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from specdec.cache.contiguous import SlotCache
+from specdec.cache.slots import Slots
 from specdec.cache.static import StaticStore
 from specdec.drafts.model import Model, ModelState
 from specdec.graphs.drafting import Drafting, Given, Side
@@ -42,9 +43,9 @@ class ModelDrafting(Drafting):
         return model.clone.modules(), model
 
     @staticmethod
-    def memory(state: ModelState) -> SlotCache:
+    def memory(state: ModelState) -> Slots:
         """As ``Drafting.memory``."""
-        return cast(SlotCache, state.cache)
+        return cast(Slots, state.cache)
 
     @staticmethod
     def select(memory: SlotCache, rows: Tensor, context: Context) -> SlotCache:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from specdec.cache.ring_cache import RingCache
 from specdec.cache.static import StaticStore
-from specdec.drafts.model import Model, ModelState
+from specdec.drafts.model import Model
+from specdec.drafts.whole_round import ModelDrafting
 from specdec.graphs.drafting import Drafting, Given
 from specdec.graphs.ring_plan import RingPlans
 from specdec.masks.text import known
@@ -53,17 +54,7 @@ class WindowedDrafting(Drafting):
             return f"draws chains of {length} tokens with block={length} or more, but the draft's model has block={model.block}"
         return unknown(model)
 
-    @staticmethod
-    def modules(draft: Model) -> tuple[Iterable[nn.Module], object]:
-        """As ``Drafting.modules``."""
-        model: Any = draft.model
-        return model.clone.modules(), model
-
-    @staticmethod
-    def memory(state: ModelState) -> RingCache:
-        """As ``Drafting.memory``."""
-        cache: RingCache = state.cache
-        return cache
+    modules, memory = staticmethod(ModelDrafting.modules), staticmethod(ModelDrafting.memory)
 
     @staticmethod
     def select(memory: RingCache, rows: Tensor, context: Context) -> RingCache:

@@ -60,8 +60,8 @@ class Ahead:
     """Chains of a draft, or plain decoding, with CUDA graphs: one graph a round, launched a round ahead.
 
     It runs the parts that the captured step computes, and refuses all others: an ``HFModel`` with ``graphs``; a ``drafts.Model`` of such a model
-    (also ``Windowed`` or ``Masked``, in constant memory, with masks of the library), a ``drafts.Spire`` with ``graphs``, a ``drafts.MagicDec`` with
-    original positions and without a pruner, a ``drafts.Head`` with ``graphs`` that draws chains from ``heads.Eagle3`` or ``heads.MTP``, or no draft;
+    (also ``Windowed`` or ``Masked``, in constant memory, with masks of the library), a ``drafts.Spire`` with ``graphs``, a ``drafts.MagicDec``
+    without a pruner, a ``drafts.Head`` with ``graphs`` that draws chains from ``heads.Eagle3``, ``heads.MTP`` or ``heads.Medusa``, or no draft;
     ``Rejection``, ``FusedRejection`` (from logits, on a GPU by its kernels) or ``Coupled()``; and ``Sampling`` without processors. Subclasses are
     refused, too, since the step would bypass what they override. ``Round.scores`` has no logits, and ``Round.probs`` is ``None``: the next round has
     overwritten them. With random numbers other than ``Philox``, as in the certifier, it runs ``Serial``.
@@ -164,8 +164,9 @@ class _Rounds:
 
     Attributes:
         rows: those that go on. at: ``[B]`` their rows in the caches. cache: the target's. slots: the most of a row there. table: pages of its rows,
-            if it has pages. memory: the draft's, ``None`` without one.
-        carry: ``[B, ...]`` what the draft's rows carry to the round that begins on the host, ``None`` for nothing. part: the draft's in the step.
+            if it has pages. memory: the draft's, ``None`` where there is none.
+        carry: ``[B, ...]`` what the draft's rows carry to the round that begins on the host, ``None`` for nothing. part: the draft's in the step,
+            ``None`` without a draft.
     """
 
     def __init__(
@@ -181,12 +182,12 @@ class _Rounds:
         self.cache, self.memory, self.carry = cache, memory, carry
         self.target: Any = composition.target
         self.part = self._part()
-        self.steps = 0 if memory is None else composition.length
+        self.steps = 0 if self.part is None else composition.length
         verdict: Any = "coupled" if type(composition.verifier) is Coupled else "rejection"
         # As MicroBatch.verify chooses.
         if composition.verifying.takes_logits and composition.sampling.only_temperature:
             verdict = "fused"
-        own = None if memory is None else cast(Any, composition.draft).sampling
+        own = None if self.part is None else cast(Any, composition.draft).sampling
         self._kind = (verdict, composition.sampling, own or composition.sampling)
         self.at = torch.arange(rows.context.batch)
         self.number = 1
@@ -195,11 +196,9 @@ class _Rounds:
         self._host: list[Tensor] = []
 
     def _part(self) -> Drafting | None:
-        if self.memory is None:
-            return None
         draft = self.composition.draft
-        made: Drafting = _drafting(draft)(draft, self.memory)
-        return made
+        kind = _drafting(draft)
+        return None if kind is None else kind(draft, self.memory)
 
     def run(self) -> Iterator[Round]:
         while self.rows.context.batch:
@@ -254,8 +253,7 @@ class _Rounds:
         if part is not None and part.rows is not None:
             rows = min(rows, part.rows)
         shape = RoundShape(rows, length, self.steps, *self._kind)
-        of = None if self.memory is None else self.memory.layers[0][0].untyped_storage().data_ptr()
-        key = (shape, of)
+        key = (shape, self._of())
 
         def make(store: StaticStore) -> WholeRound:
             side = Side(self.target.steps.forward, store, self.target.vocab_size)
@@ -277,6 +275,13 @@ class _Rounds:
             update(made)
         self.program = made
         return made
+
+    def _of(self) -> object:
+        """What names the draft: the memory that a program holds, or, without any, the model that it holds."""
+        if self.memory is not None:
+            return self.memory.layers[0][0].untyped_storage().data_ptr()
+        draft = self.composition.draft
+        return None if self.part is None else ("model", id(_drafting(draft).modules(draft)[1]))
 
     def _state(self) -> Tensor:
         """``[B, 3]`` lengths and last two tokens."""

@@ -123,8 +123,8 @@ class Drafting(ABC):
 
     @staticmethod
     @abstractmethod
-    def memory(state: Any) -> Slots:
-        """The keys and values in a draft's state."""
+    def memory(state: Any) -> Slots | None:
+        """The keys and values in a draft's state; ``None`` for a draft without any, which is made with ``None``."""
 
     @staticmethod
     def carry(state: Any) -> Tensor | None:

@@ -6,7 +6,7 @@ A mask that looks back no further than some first positions and a window of the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -146,13 +146,15 @@ class Masked(HFModel):
         cache = RingCache(self._shapes, batch, capacity, sinks, window, block, mask=self.mask)
         return cache if self.steps is None else self.steps.kept(cache)
 
-    def _lent(self, kind: Any, batch: int, extra: int = 0) -> Any:
-        """A cache of class ``kind`` in free memory over which steps were captured; ``None`` if there is none."""
+    def _lent(
+        self, kind: Any, batch: int, extra: int = 0, alike: Callable[[Any], bool] = lambda _: True
+    ) -> Any:
+        """A cache of class ``kind`` in free memory over which steps were captured, of caches that are ``alike``; ``None`` if there is none."""
         size = (*self.constant, extra, self.mask)
 
         def fits(cache: Any) -> bool:
             mine = type(cache) is kind and (cache.sinks, cache.window, cache.block, cache.extra, cache.mask)
-            return mine == size
+            return mine == size and alike(cache)
 
         return None if self.steps is None else self.steps.lent(batch, fits)
 

@@ -15,11 +15,11 @@ from torch import Tensor
 from specdec.cache.ring import Ring
 from specdec.cache.static import StaticStore
 from specdec.drafts.heads.model import HeadModel
-from specdec.drafts.heads.slots import HeadState
+from specdec.drafts.heads.slots import HeadState, whole
 from specdec.graphs.chain import Drawn, Draws, uniforms_of
 from specdec.graphs.programs import Programs
 from specdec.graphs.staging import Program, Staged, pad
-from specdec.graphs.static import StaticPlan, power
+from specdec.graphs.static import SHORTEST, StaticPlan, power
 from specdec.kernels.attention import AttentionPlan, attention
 from specdec.kernels.attention.lowered import Lowered
 from specdec.kernels.device import to_device
@@ -31,12 +31,13 @@ from specdec.types import Context
 
 
 class Shape(NamedTuple):
-    """What a chain is captured for: the first ``rows`` of the memory, and ``steps`` draws.
+    """What a chain is captured for: the first ``rows`` of the memory and the first ``length`` slots of each, and ``steps`` draws.
 
     ``carried`` and ``kept`` are the shape and the dtype of what ``read`` carried for a row; ``None`` if nothing was.
     """
 
     rows: int
+    length: int
     steps: int
     sampling: Sampling
     carried: tuple[int, ...] | None
@@ -53,7 +54,10 @@ class HeadChain(Program):
     def __init__(self, head: HeadModel, ring: Ring, store: StaticStore, shape: Shape):
         self.head, self.store, self.shape = head, store, shape
         # Not the ring itself, which would hold its lease: its memory would never be lent again.
-        self.slots, self.sinks, self.size, self.extra = ring.slots, ring.sinks, ring.size, ring.extra
+        self.sinks, self.size, self.extra = ring.sinks, ring.size, ring.extra
+        self.wraps = (
+            ring.slots - ring.extra if not whole(ring) else None
+        )  # slots that the text takes by turns
         R = shape.rows
         fields = {
             **dict.fromkeys(("ids", "anchor", "limit"), ("i8", (R,))),
@@ -76,7 +80,10 @@ class HeadChain(Program):
 
 
 class StaticAnchors:
-    """``contract.Anchors`` of a captured chain: as ``slots.SlotAnchors``, in operators that can be captured."""
+    """``contract.Anchors`` of a captured chain: as ``slots.SlotAnchors``, in operators that can be captured.
+
+    Where all of the text is held, the block follows it, in the slots of its own positions, so that the slots in use are the first ones.
+    """
 
     def __init__(self, chain: HeadChain):
         self.chain, self.positions = chain, list[Tensor]()
@@ -84,29 +91,30 @@ class StaticAnchors:
     def slots(self, first: int, count: int | None = None, full: bool = False) -> StaticPass:
         """As ``contract.Anchors.slots``."""
         chain = self.chain
-        store, mask, sinks, size, extra = chain.store, chain.head.mask, chain.sinks, chain.size, chain.extra
-        anchor, wide = chain.staged.on["anchor"], 1 if count is None else count
-        device, R, begin = anchor.device, len(anchor), chain.slots - extra
-        query = anchor[:, None] + (first + torch.arange(wide, device=device))  # [R, wide]
+        store, mask, sinks, extra = chain.store, chain.head.mask, chain.sinks, chain.extra
+        anchor, wide = chain.staged.on["anchor"][:, None], 1 if count is None else count
+        device, R = anchor.device, len(anchor)
+        query = anchor + (first + torch.arange(wide, device=device))  # [R, wide]
         used = sum(p.shape[1] for p in self.positions)
         if extra < used + wide:
             raise RuntimeError(f"a block of {used + wide} slots and room for {extra}")
         self.positions.append(query)
+        begin = anchor if chain.wraps is None else torch.full_like(anchor, chain.wraps)  # [R, 1]
+        s, last = torch.arange(chain.shape.length, device=device), anchor - 1
+        node = s - begin  # [R, S] the number in the block, negative in the text
         # The text, as in ``Ring.held``: the position that each slot holds below the anchor.
-        s, last = torch.arange(begin, device=device), anchor[:, None] - 1
-        held = torch.where(s < sinks, s, last - (last - s) % size)
-        text = torch.where(s < sinks, held <= last, held >= sinks)[:, None].expand(R, wide, begin)
-        end = torch.arange(used, used + wide, device=device)[:, None]
-        here = torch.arange(extra, device=device)
-        own = (here < used + wide if full else here <= end).expand(R, wide, -1)
+        held = torch.where(s < sinks, s, last - (last - s) % chain.size)
+        text = torch.where(s < sinks, held <= last, held >= sinks)
+        end = used + (wide if full else torch.arange(1, wide + 1, device=device)[:, None])
+        seen = torch.where(node[:, None] < 0, text[:, None], node[:, None] < end).expand(R, wide, -1)
         if mask is not None:
-            q = query[..., None]
-            text = text & sees(mask, q, torch.minimum(held.clamp(min=0)[:, None], q))
-            block = torch.cat([*self.positions, query[:, :1].expand(R, extra - used - wide)], 1)
-            own = own & sees(mask, q, torch.minimum(block[:, None], q))
+            q, block = query[..., None], torch.cat(self.positions, 1)
+            position = torch.where(
+                node < 0, held.clamp(min=0), block.gather(1, node.clamp(0, used + wide - 1))
+            )
+            seen = seen & sees(mask, q, torch.minimum(position[:, None], q))
         rows = torch.arange(R, device=device)[:, None] * store.slots
-        at = (rows + begin + used + torch.arange(wide, device=device)).flatten()
-        plan = BlockPlan(torch.cat([text, own], -1), at)
+        plan = BlockPlan(seen, (rows + begin + used + torch.arange(wide, device=device)).flatten())
         store.begin()
         return StaticPass(store, plan, query[:, 0] if count is None else query)
 
@@ -174,7 +182,10 @@ def drawn(
     memo = state.carry
     carried = None if memo is None else tuple(memo.shape[1:])
     kept = None if memo is None else memo.dtype
-    shape = Shape(min(power(B), ring._whole[0].shape[1]), steps, sampling, carried, kept)
+    length = ring.slots
+    if whole(ring):
+        length = min(power(int(state.known.max()) + ring.extra, SHORTEST), length)
+    shape = Shape(min(power(B), ring._whole[0].shape[1]), length, steps, sampling, carried, kept)
 
     def make(store: StaticStore) -> HeadChain:
         return HeadChain(head, ring, store, shape)

@@ -223,12 +223,18 @@ class Head:
         limit = self.model.longest
         if limit is None:
             return longest
-        if longest > limit and not gap:
+        if not gap:
+            self.check_length(longest)
+        return max(min(longest, limit - gap), 0)
+
+    def check_length(self, length: int) -> None:
+        """Raise ValueError if a path of ``length`` tokens is longer than the head proposes."""
+        limit = self.model.longest
+        if limit is not None and length > limit:
             raise ValueError(
-                f"a path of {longest} tokens was requested and this {type(self.model).__name__} proposes at most {limit}: use draft(..., "
+                f"a path of {length} tokens was requested and this {type(self.model).__name__} proposes at most {limit}: use draft(..., "
                 f"length={limit})"
             )
-        return max(min(longest, limit - gap), 0)
 
     def _grow(
         self, state: HeadState, context: Context, budget: Tensor, rng: Rng, rows: Tensor, gap: int

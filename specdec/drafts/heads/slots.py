@@ -13,12 +13,13 @@ from torch import Tensor
 from specdec.cache.ring import Ring
 from specdec.cache.slots import KVShape
 from specdec.forward.block import Angles
-from specdec.kernels.attention import ExplicitPlan, attention
+from specdec.kernels.attention import AttentionPlan, ExplicitPlan, attention
 from specdec.kernels.device import to_device
 from specdec.masks import Mask, sees
+from specdec.models.masked import masked
 
 PIECE = 64  # positions of a row that are read at once under a mask of limited reach
-ENTRIES = 2**23  # and, in all rows, at most this many pairs of a query and a slot
+ENTRIES = 2**23  # the most pairs of a query and a slot in any pass over committed positions
 NO_KERNELS: Mapping[Any, Any] = {}
 
 
@@ -54,7 +55,7 @@ class SlotPass:
     def __init__(
         self,
         ring: Ring,
-        plan: ExplicitPlan,
+        plan: AttentionPlan,
         slots: Tensor,
         positions: Tensor,
         kernels: Mapping[Any, Any] = NO_KERNELS,
@@ -112,6 +113,11 @@ def empty(
     return lent or Ring(shapes, batch, sinks, window, block)
 
 
+def whole(ring: Ring) -> bool:
+    """Whether a ring of ``empty`` holds all of a text, so that slots are positions; else the latest of it, with ``PIECE`` in flight."""
+    return ring.block == 1
+
+
 def ends(row: np.ndarray) -> np.ndarray:
     """The index of each row's last position, for positions ``[F]`` in order, row after row."""
     return np.flatnonzero(np.append(row[1:] != row[:-1], True))
@@ -121,12 +127,13 @@ def pieces(row: np.ndarray, position: np.ndarray, ring: Ring | None) -> list[np.
     """Groups of indices of new positions ``[F]``, to be read one after another, so that the ring still holds what a group's queries see."""
     if not len(row) or ring is None:
         return [np.arange(len(row))] if len(row) else []
-    if ring.block == 1 and len(row) * ring.slots <= ENTRIES:
-        return [np.arange(len(row))]
+    if whole(ring):
+        size = max(ENTRIES // (int(position.max()) + 1), 1)
+        return [np.arange(at, min(at + size, len(row))) for at in range(0, len(row), size)]
     start = np.full(int(row.max()) + 1, np.iinfo(np.int64).max)
     np.minimum.at(start, row, position)
     size = max(ENTRIES // (ring.slots * len(np.unique(row))), 1)
-    number = (position - start[row]) // (size if ring.block == 1 else min(size, ring.block))
+    number = (position - start[row]) // min(size, ring.block)
     return [np.flatnonzero(number == n) for n in range(int(number.max()) + 1)]
 
 
@@ -138,13 +145,22 @@ def reading(
     device: torch.device,
     kernels: Mapping[Any, Any] = NO_KERNELS,
 ) -> SlotPass:
-    """The pass over newly committed positions ``[F]``: each sees the committed positions up to its own."""
+    """The pass over newly committed positions ``[F]``: each sees the committed positions up to its own.
+
+    Where all of the text is held, rows are causal, which no mask has to say slot by slot.
+    """
     last = ends(row)
-    rows, counts = row[last], np.diff(last, prepend=-1)
-    seen = _visible(ring, position[:, None], position, mask)
-    seen = np.pad(seen, ((0, 0), (0, ring.extra)))
+    rows, counts = row[last].tolist(), np.diff(last, prepend=-1)
     at = ring.at(torch.from_numpy(row), torch.from_numpy(position), device)
-    plan = ExplicitPlan(rows.tolist(), counts.tolist(), seen, None, at)
+    if whole(ring):
+        plan = AttentionPlan(
+            rows, (position[last] + 1 - counts).tolist(), counts.tolist(), ring.slots, slots=at
+        )
+        plan = plan if mask is None else masked(plan, mask)
+    else:
+        used = int(position.max()) + 1  # no slot has a higher number than its position
+        seen = _visible(ring, position[:, None], position, mask)[:, :used]
+        plan = ExplicitPlan(rows, counts.tolist(), seen, None, at)
     return SlotPass(ring, plan, at, to_device(torch.from_numpy(position), device), kernels)
 
 

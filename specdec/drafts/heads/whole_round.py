@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from specdec.drafts.heads.chain import Chain
 from specdec.drafts.heads.draft import Head
 from specdec.drafts.heads.eagle3 import Eagle3
 from specdec.drafts.heads.features import Features
+from specdec.drafts.heads.medusa import Medusa
 from specdec.drafts.heads.mtp import MTP
 from specdec.drafts.heads.slots import PIECE, HeadState
 from specdec.graphs.drafting import Drafting, Given, Passed
@@ -22,36 +23,35 @@ from specdec.graphs.ring_plan import RingPlans
 from specdec.masks.text import known
 from specdec.types import Context
 
-HEADS = (
-    Eagle3,
-    MTP,
-)  # each step is one slot after the last, and the output of the last committed pair is carried
+# Each step asks for one slot after the last, or for none, and what was read last is carried.
+HEADS = (Eagle3, MTP, Medusa)
 
 
 class HeadDrafting(Drafting):
-    """``Drafting`` of a head whose output at the last committed pair is carried from round to round.
+    """``Drafting`` of a head that carries what it made of the last committed position from round to round: its output there, or Medusa's state.
 
-    Slots are those of positions in the text, also for drafted tokens. Rows of the memory that the batch does not use are padding, which writes to
+    Medusa has no slots. Others' slots are those of positions in the text, also for drafted tokens. Rows of the memory that the batch does not use are padding, which writes to
     their own slots.
     """
 
-    def __init__(self, draft: Head, memory: Ring):
-        self.model, self.taps, self.store = draft.model, draft.info.taps, StaticStore(memory)
-        self.plans = RingPlans(memory, self.store)
-        self.rows = memory._whole[0].shape[1]
+    def __init__(self, draft: Head, memory: Ring | None):
+        self.model, self.taps = draft.model, draft.info.taps
+        if memory is not None:
+            self.store = StaticStore(memory)
+            self.plans = RingPlans(memory, self.store)
+            self.rows = memory._whole[0].shape[1]
 
     @staticmethod
     def why_not(draft: Head, target: object, length: int) -> str | None:
         """As ``Drafting.why_not``."""
-        model, kinds = draft.model, " or ".join(kind.__name__ for kind in HEADS)
+        model, kinds = draft.model, ", ".join(kind.__name__ for kind in HEADS)
         if type(model) not in HEADS:
             return f"runs the heads {kinds}, but the draft's head is a {type(model).__name__}"
-        if model.settings.get("shipped") is not None:
-            return "runs MTP layers of MTP.from_target, but the draft's was shipped with its target"
         if type(draft.tree) is not Chain:
             return f"runs chains, but the draft's tree is {draft.tree!r}"
         if draft.programs is None:
             return "runs heads with graphs (drafts.Head(model, graphs=True)), but the draft has no graphs"
+        draft.check_length(length)
         mask = model.mask
         if mask is not None and not known(mask):
             return f"runs the library's masks, but the head's is {mask!r}"
@@ -65,13 +65,13 @@ class HeadDrafting(Drafting):
         return draft.model.with_ends(), draft.model
 
     @staticmethod
-    def memory(state: HeadState) -> Ring:
+    def memory(state: HeadState) -> Ring | None:
         """As ``Drafting.memory``."""
-        return cast(Ring, state.ring)
+        return state.ring
 
     @staticmethod
     def carry(state: HeadState) -> Tensor | None:
-        """As ``Drafting.carry``: the output of each row's last committed pair."""
+        """As ``Drafting.carry``: what was read last in each row."""
         return state.carry
 
     @staticmethod
@@ -81,7 +81,7 @@ class HeadDrafting(Drafting):
 
     def chain(self, given: Given, state: Tensor) -> Callable[[int, Tensor], Tensor]:
         """As ``Drafting.chain``."""
-        at, memo = _Anchors(self, state[:, 0] - 1), given.carry
+        at, memo = _Anchors(self, state[:, 0] - 1, given.longest), given.carry
 
         def forward(n: int, tokens: Tensor) -> Tensor:
             nonlocal memo
@@ -91,7 +91,7 @@ class HeadDrafting(Drafting):
         return forward
 
     def observe(self, given: Given, passed: Passed) -> Tensor:
-        """As ``Drafting.observe``: read all fed positions; the output at the last that is committed, beside the token after it, is carried.
+        """As ``Drafting.observe``: read all fed positions; what was read at the last that is committed, beside the token after it, is carried.
 
         Rejected tokens lie at or after the next chain's first position, and each position is written before a query sees it. Without a window
         the ring has a slot for every position, those of a chain beyond the budget included. With one it wraps, and has
@@ -103,13 +103,16 @@ class HeadDrafting(Drafting):
         following = torch.cat([ids[:, 1:], bonus], 1).scatter(1, last, bonus)
         layers = model.tapped(passed.layers.__getitem__)
         layers = {tap: x.to(model.dtype).view(R, count, -1) for tap, x in layers.items()}
-        outputs = cast(Tensor, model.read(Features(layers, ids, following), self.slots(position)))
+        go: Any = self.slots(position, given.longest) if model.kv_layers else None
+        outputs = cast(Tensor, model.read(Features(layers, ids, following), go))
         return outputs[torch.arange(R, device=ids.device), passed.accepted]
 
-    def slots(self, position: Tensor) -> StaticPass:
-        """A pass over slots at ``position [R]`` or ``[R, n]``, which see all of the text and the chain up to their own positions."""
+    def slots(self, position: Tensor, longest: int) -> StaticPass:
+        """A pass over slots at ``position [R]`` or ``[R, n]``, which see all of the text and the chain up to their own positions, below ``longest``."""
         wide = position.view(len(position), -1)
-        plan = BlockPlan(self.plans.seen(wide, self.model.mask), self.plans.slots(wide.t()).t().flatten())
+        # No slot has a higher number than its position.
+        seen = self.plans.seen(wide, self.model.mask)[..., :longest]
+        plan = BlockPlan(seen, self.plans.slots(wide.t()).t().flatten())
         self.store.begin()
         return StaticPass(self.store, plan, position)
 
@@ -117,9 +120,9 @@ class HeadDrafting(Drafting):
 class _Anchors:
     """``contract.Anchors`` for heads that ask for one slot at a time."""
 
-    def __init__(self, drafting: HeadDrafting, anchor: Tensor):
-        self.drafting, self.anchor = drafting, anchor
+    def __init__(self, drafting: HeadDrafting, anchor: Tensor, longest: int):
+        self.drafting, self.anchor, self.longest = drafting, anchor, longest
 
     def slots(self, first: int, count: int | None = None, full: bool = False) -> StaticPass:
         """As ``contract.Anchors.slots``."""
-        return self.drafting.slots(self.anchor + first)
+        return self.drafting.slots(self.anchor + first, self.longest)

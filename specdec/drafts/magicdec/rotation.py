@@ -15,6 +15,8 @@ from specdec.kernels.attention import AttentionPlan
 from specdec.kernels.device import to_device
 from specdec.models.hf import HFModel
 
+Table = tuple[Tensor, Tensor]
+
 
 class Rotation:
     """Rotates keys of a model by some positions, after checking on the model itself that this equals moving them.
@@ -30,7 +32,7 @@ class Rotation:
         body: Any = model.clone.base_model
         self.module = getattr(body, "rotary_emb", None)
         self.limit = model.max_positions
-        self._table: tuple[Tensor, Tensor] | None = None
+        self._table: Table | None = None
         family = model.clone.config.model_type
         rope = getattr(model.clone.config.get_text_config(), "rope_parameters", None) or {}
         why = None
@@ -52,17 +54,11 @@ class Rotation:
 
     def __call__(self, keys: Tensor, by: Sequence[int]) -> Tensor:
         """``keys [..., B, S, H, D]`` rotated by ``by[b]`` positions towards the end of the text."""
-        cos, sin = self._turns(max(by) + 1, keys)
         at = to_device(torch.tensor(list(by)), keys.device)
-        cos, sin = cos[at][:, None, None], sin[at][:, None, None]  # [B, 1, 1, r]
-        r = cos.shape[-1]
-        part = keys[..., :r]
-        half = torch.cat([-part[..., r // 2 :], part[..., : r // 2]], -1)
-        turned = part * cos + half * sin
-        return turned if r == keys.shape[-1] else torch.cat([turned, keys[..., r:]], -1)
+        return turned(keys, self.table(max(by) + 1, keys), at)
 
-    def _turns(self, count: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """A table of cosines and sines ``[at least count, r]``, of which a step uses a few rows."""
+    def table(self, count: int, like: Tensor) -> Table:
+        """Cosines and sines ``[at least count, r]`` of 0, 1, ... positions, as far as the model has them; a step uses a few rows."""
         table = self._table
         if table is None or len(table[0]) < count or table[0].device != like.device:
             # At most the model's positions: scalings that depend on the length would change the model's own frequencies.
@@ -76,6 +72,16 @@ class Rotation:
                 scaling = setting(module, "attention_scaling") or 1.0
                 table = self._table = (cos[0] / scaling, sin[0] / scaling)
         return table
+
+
+def turned(keys: Tensor, table: Table, by: Tensor) -> Tensor:
+    """``keys [..., B, S, H, D]`` rotated by ``by [B]`` positions of a ``Rotation.table``, in operators that can be captured."""
+    cos, sin = (part[by][:, None, None] for part in table)  # [B, 1, 1, r]
+    r = cos.shape[-1]
+    part = keys[..., :r]
+    half = torch.cat([-part[..., r // 2 :], part[..., : r // 2]], -1)
+    made = part * cos + half * sin
+    return made if r == keys.shape[-1] else torch.cat([made, keys[..., r:]], -1)
 
 
 def _keys(model: HFModel, position: int) -> list[Tensor]:

@@ -214,7 +214,10 @@ class View(Masked):
         Raises:
             MemoryError: the view does not fit.
         """
-        cache = None if self.reach is None else self._lent(ViewCache, source.batch, self.extra)
+        cache = None
+        if self.reach is not None:  # captured rounds over it rotate sinks, or do not
+            alike = lambda other: (other.view.rotation is None) == (self.rotation is None)  # noqa: E731
+            cache = self._lent(ViewCache, source.batch, self.extra, alike)
         if cache is None:
             check_memory(self._shapes, source.batch, sum(self.ring(source)) - 1 + self.extra)
             cache = ViewCache(self, source)
