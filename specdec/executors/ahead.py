@@ -7,6 +7,7 @@ did for this row is dropped. Rows are independent, and a dropped round has used 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from time import perf_counter
@@ -257,7 +258,9 @@ class _Rounds:
 
         def make(store: StaticStore) -> WholeRound:
             side = Side(self.target.steps.forward, store, self.target.vocab_size)
-            return WholeRound(side, part, shape, self.target.device, self.carry)
+            made = WholeRound(side, part, shape, self.target.device, self.carry)
+            made.owner = None if part is None else weakref.ref(self.composition.draft)
+            return made
 
         def update(program: Any) -> None:
             most, seed = torch.from_numpy(self._most()), self.rows.rng.seed

@@ -139,11 +139,13 @@ class Programs:
         self.why, self._failures = None, 0
 
     def check(self, modules: Iterable[nn.Module], of: object = None) -> None:
-        """Drop all programs if a part or a weight was replaced, or a hook added or removed, since the last call; called when texts begin.
+        """Drop all programs if a part or a weight was replaced, or a hook added or removed, since the last call, and those whose owner is gone;
+        called when texts begin.
 
         Args:
             of: the model whose modules these are, if it is another one that programs run as well.
         """
+        self._forget()
         parts = [_identity(module) for module in modules]
         if self._parts.setdefault(id(of), parts) != parts:
             self.release()
@@ -211,6 +213,14 @@ class Programs:
         storage = Storage(cache)
         self._storages.append(storage)
         return storage
+
+    def _forget(self) -> None:
+        """Drop the programs whose owner is gone."""
+        for storage in self._storages:
+            for key, program in list(storage.programs.items()):
+                if program.owner is not None and program.owner() is None:
+                    self._wait()
+                    del storage.programs[key]
 
     def _drop(self, which: Callable[[Storage], bool]) -> None:
         if any(which(storage) and storage.programs for storage in self._storages):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
@@ -68,10 +69,12 @@ class Program(ABC):
     """A body over staged inputs, which can be captured and replayed.
 
     Attributes:
-        staged: its inputs.
+        staged: its inputs. owner: of whose weights and memory the program holds, besides those of the model that runs it; when it is gone, the
+            program is dropped. ``None``: nobody.
     """
 
     staged: Staged
+    owner: weakref.ref[Any] | None = None
     _replay: Any = None
 
     @abstractmethod
