@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
-from fake_device import FakeDevice, onto
+from both_executors import BUDGETS, PROMPTS, OwnNumbers, a_round_waits_once, batch_of, pair, same_rounds
 from tiny import byte_tokenizer, tiny
 
 import specdec as sd
@@ -15,13 +13,10 @@ from specdec.cache.ring import Ring
 from specdec.cache.slots import KVShape
 from specdec.cache.static import StaticStore
 from specdec.drafts.spire import SpireModel
-from specdec.executors import Ahead, Serial
+from specdec.executors import Ahead
 from specdec.graphs.ring_plan import RingPlans
 from specdec.graphs.whole_round import RoundShape
 from specdec.masks import Causal, Strided, Window
-
-PROMPTS = [[5, 6, 7, 8, 9], [3], [9, 9, 4, 2, 7, 7, 1], [11, 12]]
-BUDGETS = [23, 17, 40, 31]
 
 
 def models(graphs="recorded", **others):
@@ -54,33 +49,6 @@ def builder_of(kind, graphs="recorded", **others):
 
 
 BOTH = pytest.mark.parametrize("kind", ["model", "spire"])
-
-
-def pair(builder):
-    return builder.executor(Serial()).build(), builder.executor(Ahead()).build()
-
-
-def same_rounds(builder, prompts=PROMPTS, budgets=BUDGETS, **options):
-    """Both executors' results, after a comparison of their rounds."""
-    seen, made = [], []
-    for decoder in pair(builder):
-        rounds = []
-        made.append(decoder.generate(prompts, budgets, seed=3, on_round=rounds.append, **options))
-        seen.append(rounds)
-    serial, ahead = made
-    assert ahead.ids == serial.ids
-    assert ahead.finish == serial.finish
-    assert ahead.stats.tau == serial.stats.tau or not serial.stats.full_rounds
-    assert (ahead.stats.rounds, ahead.stats.drafted, ahead.stats.accepted) == (
-        serial.stats.rounds,
-        serial.stats.drafted,
-        serial.stats.accepted,
-    )
-    # A row that leaves stops the launches for a round, so the order of rows differs in between, and nothing else.
-    for row in range(len(prompts)):
-        for a, b in zip(*(of_request(rounds, row) for rounds in seen), strict=True):
-            assert a == b
-    return seen, made
 
 
 @pytest.mark.parametrize(
@@ -192,31 +160,6 @@ def test_windows_soft_caps_and_norms(kind, family, graphs):
     same_rounds(sd.decoder(target).draft(draft, 3), eos_token_id=())
 
 
-def of_request(rounds, request):
-    """What each round says about a request, as plain values."""
-    out = []
-    for round in rounds:
-        for b in (round.context.request == request).nonzero()[:, 0].tolist():
-            n, size = int(round.context.length[b]), int(round.proposal.size[b])
-            accepted = int(round.verdict.accepted[b])
-            out.append(
-                (
-                    round.context.tokens[b, :n].tolist(),
-                    round.proposal.tokens[b, :size].tolist(),
-                    round.proposal.parents[b, :size].tolist(),
-                    round.verdict.path[b, :accepted].tolist(),
-                    round.verdict.tokens[b, : accepted + 1].tolist(),
-                    int(round.verdict.bonus[b]),
-                    int(round.committed[b]),
-                    bool(round.finished[b]),
-                    bool(round.truncated[b]),
-                    int(round.budget[b]),
-                    round.lossless,
-                )
-            )
-    return out
-
-
 @pytest.mark.parametrize(
     ("kind", "verifier"),
     [
@@ -326,17 +269,7 @@ def test_on_a_device_a_round_waits_once(kind, verifier, temperature):
             small = sd.drafts.Spire(SpireModel(on(model.body), model.layers, window=4), 3, graphs="eager")
         return (builder.draft(small, 3) if kind else builder).build()
 
-    expected = made(lambda model: model, Serial()).generate(PROMPTS[:2], 14, seed=3, eos_token_id=()).ids
-    seen = []
-    with FakeDevice() as device:
-        decoder = made(onto, Ahead())
-        said = decoder.generate(
-            PROMPTS[:2], 14, seed=3, eos_token_id=(), on_round=lambda _: seen.append(device.waits.total())
-        )
-    middle = len(seen) // 2
-    assert said.ids == expected
-    # The copy of the result; on a GPU it is not waited for, but its event.
-    assert seen[middle] - seen[middle - 1] <= 1, device.waits
+    a_round_waits_once(made, PROMPTS[:2], 14)
 
 
 @BOTH
@@ -364,20 +297,9 @@ def test_other_random_numbers_run_serially():
     real, small = models("eager")
     decoder = sd.decoder(real).draft(small, 2).executor(Ahead()).build()
 
-    class Mine(sd.rng.Philox):
-        """Somebody's own numbers, which the step would not use."""
-
-        asked = 0
-
-        def accept(self, prob, key):
-            Mine.asked += 1
-            return super().accept(prob, key)
-
-        def select(self, rows):
-            return Mine(self.seed[rows])
-
-    decoder.generate([PROMPTS[0]], 12, rng=Mine(sd.rng.seeds(0, 1)), eos_token_id=())
-    assert Mine.asked
+    rng = OwnNumbers(sd.rng.seeds(0, 1))
+    decoder.generate([PROMPTS[0]], 12, rng=rng, eos_token_id=())
+    assert rng.asked
 
 
 class OwnRejection(sd.Rejection):
@@ -441,14 +363,6 @@ def test_a_block_shorter_than_the_chain_is_refused_by_build():
     builder = sd.decoder(target).draft(spire(target, "eager", block=2), 3)
     with pytest.raises(ValueError, match=r"a chain of 3 tokens .*use Spire\(model, block=3\)"):
         builder.executor(Ahead()).build()
-
-
-def batch_of(seed, shortest):
-    """A source of choices, and up to six prompts with their budgets."""
-    pick = random.Random(seed)
-    rows = pick.randint(1, 6)
-    prompts = [[pick.randint(0, 96) for _ in range(pick.randint(shortest, 9))] for _ in range(rows)]
-    return pick, prompts, [pick.choice([1, 2, 3, 7, 20, 33]) for _ in range(rows)]
 
 
 @pytest.mark.parametrize("seed", range(12))

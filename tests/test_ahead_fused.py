@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from both_executors import OwnNumbers
 from fake_device import META, FakeDevice
 from interpreted import interpreted, launches  # noqa: F401 (fixtures)
 from tiny import tiny
@@ -371,17 +372,8 @@ def test_a_row_that_is_no_distribution_is_named(slow_backend, monkeypatch):
 
 
 def test_random_numbers_of_ones_own_decide_where_the_kernels_run(small_blocks):
-    class Mine(Philox):
-        asked = 0
-
-        def accept(self, prob, key):
-            Mine.asked += 1
-            return super().accept(prob, key)
-
-        def select(self, rows):
-            return Mine(self.seed[rows])
-
     decoder = builder_of("model").build()
-    plain = decoder.generate(PROMPTS[:1], 5, rng=Mine(seeds(0, 1)), eos_token_id=())
-    assert Mine.asked
+    rng = OwnNumbers(seeds(0, 1))
+    plain = decoder.generate(PROMPTS[:1], 5, rng=rng, eos_token_id=())
+    assert rng.asked
     assert plain.ids == decoder.generate(PROMPTS[:1], 5, rng=Philox(seeds(0, 1)), eos_token_id=()).ids

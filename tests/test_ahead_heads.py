@@ -7,8 +7,7 @@ import gc
 
 import pytest
 import torch
-from fake_device import FakeDevice, onto
-from test_ahead import PROMPTS, batch_of, pair, same_rounds
+from both_executors import PROMPTS, a_round_waits_once, batch_of, pair, same_rounds
 from test_fast_heads import shake
 from tiny import tiny
 
@@ -16,7 +15,7 @@ import specdec as sd
 from specdec.drafts.heads import MTP, DFlash, DynamicTree, Eagle3, Head, Medusa, PEagle
 from specdec.drafts.heads.layers import config_like
 from specdec.drafts.heads.slots import PIECE
-from specdec.executors import Ahead, Serial
+from specdec.executors import Ahead
 from specdec.graphs.whole_round import RoundShape, WholeRound
 from specdec.masks import Causal, Sinks, Strided, Window, streaming
 
@@ -184,15 +183,7 @@ def test_on_a_device_a_round_waits_once(temperature):
         builder = sd.decoder(target).draft(Head(on(head).eval(), graphs="eager"), 3)
         return builder.sampling(temperature=temperature).executor(executor).build()
 
-    expected = made(lambda model: model, Serial()).generate(PROMPTS[:2], 10, seed=3, eos_token_id=()).ids
-    seen = []
-    with FakeDevice() as device:
-        said = made(onto, Ahead()).generate(
-            PROMPTS[:2], 10, seed=3, eos_token_id=(), on_round=lambda _: seen.append(device.waits.total())
-        )
-    middle = len(seen) // 2
-    assert said.ids == expected
-    assert seen[middle] - seen[middle - 1] <= 1, device.waits  # the copy of the result
+    a_round_waits_once(made, PROMPTS[:2], 10)
 
 
 def test_logits_that_are_not_finite_are_refused():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from test_ahead import batch_of, same_rounds
+from both_executors import batch_of, same_rounds
 from tiny import tiny
 
 import specdec as sd

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fake_device import FakeDevice, onto
-from test_ahead import PROMPTS, batch_of, same_rounds
+from both_executors import PROMPTS, a_round_waits_once, batch_of, same_rounds
 from test_fast_heads import shake
 from tiny import tiny
 
 import specdec as sd
 from specdec.drafts.heads import Head, Medusa, StaticTree
 from specdec.drafts.heads.layers import config_like
-from specdec.executors import Ahead, Serial
+from specdec.executors import Ahead
 from specdec.graphs.whole_round import WholeRound
 from specdec.verifiers import FusedRejection
 
@@ -93,15 +92,7 @@ def test_on_a_device_a_round_waits_once():
         head.load_state_dict(like.state_dict())
         return sd.decoder(target).draft(Head(on(head).eval(), graphs="eager"), 3).executor(executor).build()
 
-    expected = made(lambda model: model, Serial()).generate(PROMPTS[:2], 10, seed=3, eos_token_id=()).ids
-    seen = []
-    with FakeDevice() as device:
-        said = made(onto, Ahead()).generate(
-            PROMPTS[:2], 10, seed=3, eos_token_id=(), on_round=lambda _: seen.append(device.waits.total())
-        )
-    middle = len(seen) // 2
-    assert said.ids == expected
-    assert seen[middle] - seen[middle - 1] <= 1, device.waits
+    a_round_waits_once(made, PROMPTS[:2], 10)
 
 
 def test_chains_longer_than_the_head_and_trees_are_refused():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_ahead import batch_of, same_rounds
+from both_executors import batch_of, same_rounds
 from test_mtp import SHIPPING, needs_fc, two_layers, with_mtp
 from tiny import tiny
 

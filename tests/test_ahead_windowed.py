@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fake_device import FakeDevice, onto
+from both_executors import a_round_waits_once, batch_of, pair, same_rounds
 from interpreted import interpreter
-from test_ahead import batch_of, pair, same_rounds
 from tiny import byte_tokenizer, tiny
 
 import specdec as sd
@@ -286,16 +285,7 @@ def test_on_a_device_a_round_waits_once(kind, temperature):
         builder = sd.decoder(target).sampling(temperature=temperature).executor(executor)
         return builder.draft(draft_of(kind, target, small), 3).build()
 
-    expected = made(lambda model: model, Serial()).generate(PROMPTS[:2], 12, seed=3, eos_token_id=()).ids
-    seen = []
-    with FakeDevice() as device:
-        decoder = made(onto, Ahead())
-        said = decoder.generate(
-            PROMPTS[:2], 12, seed=3, eos_token_id=(), on_round=lambda _: seen.append(device.waits.total())
-        )
-    middle = len(seen) // 2
-    assert said.ids == expected
-    assert seen[middle] - seen[middle - 1] <= 1, device.waits
+    a_round_waits_once(made, PROMPTS[:2], 12)
 
 
 @KINDS

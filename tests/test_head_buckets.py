@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_ahead import pair
+from both_executors import pair
 from test_fast_heads import shake
 from tiny import tiny
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
