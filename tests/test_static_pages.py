@@ -443,14 +443,26 @@ def test_memory_is_free_once_its_pool_has_grown_out_of_it():
         static.score(cache, sd.Context.of([LONG[:n]], 40))
     (storage,) = static.steps._storages
     assert not storage.free
+    blocks = weakref.ref(storage.whole[0])
+    del storage
     other = cache.beside(1, 200)
     static.prefill(other, sd.Context.of([LONG[:70] * 2], 200))
-    assert static.steps._storages == [storage]
-    assert storage.free
+    assert static.steps._storages == []
+    assert blocks() is None
     more = cache.beside(1, 400)
     static.prefill(more, sd.Context.of([LONG[:70] * 5], 400))
-    assert static.steps._storages == []
     check(cache, other, more)
+
+
+def test_texts_that_grow_from_call_to_call_are_seldom_captured_again():
+    _, static = pair(4, "eager", max_position_embeddings=512)
+    decoder, captured, places = sd.decoder(static).build(), set(), set()
+    for turn in range(24):
+        decoder.generate([LONG[: 20 + 2 * turn], LONG[: 10 + 2 * turn]], 4, seed=0, eos_token_id=())
+        captured |= set(static.steps.captured)
+        places |= {storage.whole[0].data_ptr() for storage in static.steps._storages}
+    assert captured
+    assert len(places) < 12
 
 
 def test_models_are_freed_without_the_collector():

@@ -70,7 +70,7 @@ def test_one_recording_reads_the_pages_of_each_call(page, window, branching, kv,
     new = [torch.zeros(1, 16, 2, size, device=DEVICE, dtype=dtype).transpose(1, 2) for size in (32, 16)]
 
     def forward(store, plan, *_):
-        keys, values = store.append(0, plan.slots_on(DEVICE), *new)
+        keys, values = store.append(0, plan.slots_on(queries.device), *new)
         return attention(queries, keys, values, plan, window=window)[0]
 
     store = StaticStore(pool)

@@ -145,6 +145,8 @@ class PagePool(Slots):
         with torch.inference_mode(False), torch.no_grad():
             for old, new in zip(self._blocks, blocks):
                 new[:, :have] = old[:, :have]
+                if old.is_cuda:  # a drafting thread's stream need not be the one that the memory is from
+                    old.record_stream(torch.cuda.current_stream(old.device))
         self._whole = self._blocks = blocks
         self._view()
         self.free += range(self.pages - 1, have - 1, -1)

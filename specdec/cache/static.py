@@ -90,5 +90,6 @@ def held(cache: Any, rows: Sequence[Row]) -> tuple[int, Mapping[int, list[int]] 
     """
     if isinstance(cache, PagedCache):
         table = cache.hold(rows)
-        return cache.pool.pages * cache.page, table, cache.page
+        most = (cache.capacity // 256 + 1) * 256  # the same for capacities that differ little
+        return min(cache.pool.pages * cache.page, most), table, cache.page
     return cache.slots, None, 0

@@ -264,8 +264,11 @@ class Steps(Programs):
         self._of(cache)
         return cache
 
-    def _pages(self, page: int, pages: int) -> Any:
+    def _pages(self, page: int, pages: int | None) -> Any:
         """For ``StaticPool``."""
+        if pages is None:
+            self._drop(lambda storage: storage.free)
+            return None
         return self.lent(
             None, lambda pool: type(pool) is StaticPool and pool.page == page and pool.pages >= pages
         )
