@@ -177,7 +177,11 @@ def test_on_a_device_a_round_waits_once(temperature):
     like = shake(Eagle3(config_like(raw), (0, 1, 2))).to(torch.float64)
 
     def made(on, executor):
-        target = sd.HFModel(on(tiny("llama")), graphs="eager")
+        model = tiny("llama")
+        model.set_attn_implementation(
+            "sdpa"
+        )  # the other makes numbers on the device, which the fake one cannot hold
+        target = sd.HFModel(on(model), graphs="eager")
         head = Eagle3(like.config, like.taps).to(torch.float64)
         head.load_state_dict(like.state_dict())
         builder = sd.decoder(target).draft(Head(on(head).eval(), graphs="eager"), 3)

@@ -87,7 +87,11 @@ def test_on_a_device_a_round_waits_once():
     like = shake(Medusa(config_like(raw), ("final",))).to(torch.float64)
 
     def made(on, executor):
-        target = sd.HFModel(on(tiny("llama")), graphs="eager")
+        model = tiny("llama")
+        model.set_attn_implementation(
+            "sdpa"
+        )  # the other makes numbers on the device, which the fake one cannot hold
+        target = sd.HFModel(on(model), graphs="eager")
         head = Medusa(like.config, like.taps).to(torch.float64)
         head.load_state_dict(like.state_dict())
         return sd.decoder(target).draft(Head(on(head).eval(), graphs="eager"), 3).executor(executor).build()
