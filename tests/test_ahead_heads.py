@@ -39,6 +39,17 @@ def head_of(target, name, graphs="eager", sampling=None, **more):
     return Head(model, sampling=sampling, graphs=graphs)
 
 
+def head_on(on, like):
+    """A builder whose target, and a head like ``like``, are put where ``on`` puts them."""
+    model, head = tiny("llama"), type(like)(like.config, like.taps).to(torch.float64)
+    model.set_attn_implementation(
+        "sdpa"
+    )  # the other makes numbers on the device, which the fake one cannot hold
+    head.load_state_dict(like.state_dict())
+    target = sd.HFModel(on(model), graphs="eager")
+    return sd.decoder(target).draft(Head(on(head).eval(), graphs="eager"), 3)
+
+
 def builder_of(name="eagle3", graphs="eager", length=3, vocab_size=97, **settings):
     target = sd.HFModel(tiny("llama", vocab_size=vocab_size), graphs=graphs)
     return sd.decoder(target).draft(head_of(target, name, graphs, **settings), length)
@@ -177,15 +188,7 @@ def test_on_a_device_a_round_waits_once(temperature):
     like = shake(Eagle3(config_like(raw), (0, 1, 2))).to(torch.float64)
 
     def made(on, executor):
-        model = tiny("llama")
-        model.set_attn_implementation(
-            "sdpa"
-        )  # the other makes numbers on the device, which the fake one cannot hold
-        target = sd.HFModel(on(model), graphs="eager")
-        head = Eagle3(like.config, like.taps).to(torch.float64)
-        head.load_state_dict(like.state_dict())
-        builder = sd.decoder(target).draft(Head(on(head).eval(), graphs="eager"), 3)
-        return builder.sampling(temperature=temperature).executor(executor).build()
+        return head_on(on, like).sampling(temperature=temperature).executor(executor).build()
 
     a_round_waits_once(made, PROMPTS[:2], 10)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from both_executors import PROMPTS, a_round_waits_once, batch_of, same_rounds
+from test_ahead_heads import head_on
 from test_fast_heads import shake
 from tiny import tiny
 
@@ -87,14 +88,7 @@ def test_on_a_device_a_round_waits_once():
     like = shake(Medusa(config_like(raw), ("final",))).to(torch.float64)
 
     def made(on, executor):
-        model = tiny("llama")
-        model.set_attn_implementation(
-            "sdpa"
-        )  # the other makes numbers on the device, which the fake one cannot hold
-        target = sd.HFModel(on(model), graphs="eager")
-        head = Medusa(like.config, like.taps).to(torch.float64)
-        head.load_state_dict(like.state_dict())
-        return sd.decoder(target).draft(Head(on(head).eval(), graphs="eager"), 3).executor(executor).build()
+        return head_on(on, like).executor(executor).build()
 
     a_round_waits_once(made, PROMPTS[:2], 10)
 

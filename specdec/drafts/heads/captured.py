@@ -55,9 +55,8 @@ class HeadChain(Program):
         self.head, self.store, self.shape = head, store, shape
         # Not the ring itself, which would hold its lease: its memory would never be lent again.
         self.sinks, self.size, self.extra = ring.sinks, ring.size, ring.extra
-        self.wraps = (
-            ring.slots - ring.extra if not whole(ring) else None
-        )  # slots that the text takes by turns
+        # Slots that the text takes by turns; ``None`` where it has one for each position.
+        self.wraps = None if whole(ring) else ring.slots - ring.extra
         R = shape.rows
         fields = {
             **dict.fromkeys(("ids", "anchor", "limit"), ("i8", (R,))),

@@ -30,8 +30,8 @@ HEADS = (Eagle3, MTP, Medusa)
 class HeadDrafting(Drafting):
     """``Drafting`` of a head that carries what it made of the last committed position from round to round: its output there, or Medusa's state.
 
-    Medusa has no slots. Others' slots are those of positions in the text, also for drafted tokens. Rows of the memory that the batch does not use are padding, which writes to
-    their own slots.
+    Medusa has no slots. Others' slots are those of positions in the text, also for drafted tokens. Rows of the memory that the batch does not use
+    are padding, which writes to their own slots.
     """
 
     def __init__(self, draft: Head, memory: Ring | None):
