@@ -18,6 +18,7 @@ from specdec.executors.contract import Checks, Executor
 from specdec.executors.serial import Serial
 from specdec.generation import Generation
 from specdec.models.hf import HFModel
+from specdec.models.own_cache import OwnCache
 from specdec.prompts import Prompts, asked, prepared, rows_of
 from specdec.protocols import Draft
 from specdec.rng import Philox, Rng, seeds
@@ -223,7 +224,7 @@ class Decoder(Composition):
         Raises:
             TypeError: the target is no transformers model.
         """
-        if not isinstance(self.target, HFModel):
+        if not isinstance(self.target, (HFModel, OwnCache)):
             raise TypeError(
                 f"the target is a {type(self.target).__name__}: custom_generate needs a transformers model"
             )

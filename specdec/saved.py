@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from specdec import arm_policy, drafts, executors, pruning, sampling, selectors, verifiers
 from specdec.cost import arms
 from specdec.drafts import heads, siblings
-from specdec.drafts.coerce import as_model
+from specdec.drafts.coerce import as_model, place
 from specdec.drafts.heads.load import HEADS, as_head, is_head
 from specdec.drafts.spire import SpireModel
 from specdec.drafts.spire.load import as_spire, is_spire
@@ -28,6 +28,7 @@ from specdec.masks.text import known, parse
 from specdec.models.check import Options
 from specdec.models.hf import HFModel
 from specdec.models.masked import Masked
+from specdec.models.own_cache import OwnCache
 from specdec.models.windowed import Windowed
 from specdec.selectors import rewards
 
@@ -82,7 +83,7 @@ class _Writer:
             if part.mask is not None and not known(part.mask):
                 raise _refused(f"{path}.mask", part.mask)
             return {"model": self.folder(part, path)}
-        if type(part) is HFModel:
+        if type(part) in (HFModel, OwnCache):
             return self.language_model(part, path)
         if type(part) not in NAMES:
             raise _refused(path, part)
@@ -100,10 +101,13 @@ class _Writer:
         }
         return own | {name: self.text(value, f"{path}.{name}") for name, value in settings.items()}
 
-    def language_model(self, part: HFModel, path: str) -> dict[str, Any]:
-        own, default = vars(part), HFModel.__init__.__kwdefaults__ or {}
-        options = {name: own[name] for name in Options.__annotations__ if own[name] != default[name]}
-        if part.kv_dtype is not None:
+    def language_model(self, part: HFModel | OwnCache, path: str) -> dict[str, Any]:
+        own, default = vars(part), type(part).__init__.__kwdefaults__ or {}
+        names = [name for name in default if isinstance(part, OwnCache) or name in Options.__annotations__]
+        options = {name: own[name] for name in names if own[name] != default[name]}
+        if isinstance(part, OwnCache):
+            options["own_cache"] = True
+        elif part.kv_dtype is not None:
             options["kv_dtype"] = str(part.kv_dtype)
         for name, value in [*options.items(), ("tokenizer", part.tokenizer)]:
             if not (value is None or isinstance(value, (bool, int, str, PreTrainedTokenizerBase))):
@@ -186,14 +190,17 @@ class _Reader:
         if "kv_dtype" in options:
             options["kv_dtype"] = {str(dtype): dtype for dtype in DTYPES}[options["kv_dtype"]]
         path, found = self.folder / name, self.models.get(name)
-        if isinstance(found, HFModel):  # another wrapper of the same weights
-            return HFModel(found.model, found.tokenizer, **options)
+        kind = OwnCache if options.pop("own_cache", False) else HFModel
+        if isinstance(found, (HFModel, OwnCache)):  # another wrapper of the same weights
+            return kind(found.model, found.tokenizer, **options)
         if found is None:
             device = self.models["target"].device if self.models else None
             if is_spire(path):
                 found = as_spire(path).to(device)
             elif is_head(path):
                 found = as_head(path).to(device)
+            elif kind is OwnCache:
+                found = OwnCache.from_pretrained(path, device_map=place(self.device_map, device), **options)
             else:
                 found = as_model(path, name, device, device_map=self.device_map, **options)
             self.models[name] = found

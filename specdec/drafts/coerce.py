@@ -10,10 +10,12 @@ from typing import Any, Unpack
 import torch
 from transformers import PreTrainedModel
 
+from specdec.configs import setting
 from specdec.drafts.spire.load import is_spire
-from specdec.models.check import Loading
+from specdec.models.check import Loading, Options
 from specdec.models.hf import HFModel
-from specdec.models.load import resolve
+from specdec.models.load import load, load_tokenizer, resolve
+from specdec.models.own_cache import OWN_CACHE, OwnCache
 from specdec.models.reduced_vocab import TrimmedModel
 from specdec.protocols import LanguageModel
 from specdec.pruning.vocabulary import Trimmed
@@ -21,6 +23,27 @@ from specdec.zoo import files as zoo
 
 _Loadable = PreTrainedModel | Trimmed | str | os.PathLike[str]
 ModelLike = LanguageModel | _Loadable | tuple[_Loadable, Any]  # what ``as_model`` takes
+
+
+def place(device_map: Any, device: Any) -> Any:
+    """The ``device_map`` of a model that is loaded: as given, else ``device``, else the GPU if there is one."""
+    if device_map is not None:
+        return device_map
+    where = str(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    return None if where in ("cpu", "meta") else where
+
+
+def _wrapped(model: Any, tokenizer: Any, name: str, options: Mapping[str, Any]) -> HFModel | OwnCache:
+    family = setting(setting(model, "config"), "model_type")
+    if family not in OWN_CACHE:
+        return HFModel(model, tokenizer, **options)
+    other = [key for key in options if key != "prefill_chunk"]
+    if other:
+        raise TypeError(
+            f"{name} is a {family} model, which runs with transformers' own cache (models.OwnCache), and {', '.join(other)} is of HFModel: "
+            "leave it out"
+        )
+    return OwnCache(model, tokenizer, **options)
 
 
 def in_memory(name: str, options: Mapping[str, Any]) -> None:
@@ -54,14 +77,15 @@ def as_model(model: Any, name: str, device: Any = None, **options: Unpack[Loadin
             f"{name} is a SPIRe draft, which reads a target's activations: give drafts.Spire(...) of it"
         )
     if isinstance(model, (str, Path)):
-        if options.get("device_map") is None:
-            where = str(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-            options["device_map"] = None if where in ("cpu", "meta") else where
-        return HFModel.from_pretrained(model, **{"tokenizer": tokenizer, **options})
+        options["device_map"] = place(options.get("device_map"), device)
+        ours: dict[str, Any] = {key: options.pop(key) for key in Options.__annotations__ if key in options}  # type: ignore[misc]
+        tokenizer = options.pop("tokenizer", tokenizer)
+        found = load(model, **{"dtype": "auto", **options})
+        return _wrapped(found, load_tokenizer(model) if tokenizer is None else tokenizer, name, ours)
     if isinstance(model, Trimmed):
         return TrimmedModel(model, tokenizer)
     if isinstance(model, PreTrainedModel) or (hasattr(model, "config") and hasattr(model, "forward")):
-        return HFModel(model, tokenizer)
+        return _wrapped(model, tokenizer, name, {})
     what = f"{name} is None" if model is None else f"{name} is a {type(model).__name__}"
     raise TypeError(
         f"{what}: give an HFModel, a transformers causal LM (or it and its tokenizer), a hub id, a folder, the name of a pocket model, or an "

@@ -33,6 +33,21 @@ _WHY: dict[str, str] = {
 }
 
 
+ONE_BY_ONE = ("falcon_mamba", "jamba", "mamba", "minimax", "zamba")
+"""Of ``OWN_CACHE``, those whose forward goes on from a state with one token at a time only."""
+_STATES = (
+    "bamba falcon_h1 granitemoehybrid kimi_linear lfm2 lfm2_moe mamba2 nemotron_h olmo_hybrid qwen3_5_moe_text qwen3_5_text qwen3_next "
+    "zamba2"
+)
+_OTHERS = "bloom diffllama gemma3n_text gpt_neox_japanese llama4_text phimoe xglm"
+OWN_CACHE: tuple[str, ...] = tuple(sorted([*ONE_BY_ONE, *_STATES.split(), *_OTHERS.split()]))
+"""The families that run with their own forward and cache (``models.OwnCache``)."""
+_NOT_EVEN = {
+    "recurrent_gemma": "it keeps its state in its modules, where all rows would share it",
+    "rwkv": "its first forward rescales its weights in place, and they are yours",
+}
+
+
 class UnsupportedModel(ValueError):
     """A model that cannot be run exactly; the message names the family, the reason where known, and what is supported."""
 
@@ -41,10 +56,14 @@ def refuse(model_type: str, why: str | None = None, unlisted: bool = False) -> U
     """The error for a family."""
     text = f"{model_type!r} models are not supported"
     text += f": {why}." if why else "."
+    if model_type in OWN_CACHE:
+        return UnsupportedModel(
+            f"{text} Give models.OwnCache(model, tokenizer), which runs it with transformers' own forward and cache."
+        )
     if unlisted:
         text += (
-            " If its attention goes through transformers' AttentionInterface, HFModel(model, unlisted='packed') tries it and "
-            "compares it with the model's own forward first."
+            " If its attention goes through transformers' AttentionInterface, HFModel(model, unlisted='packed') tries it; "
+            "otherwise models.OwnCache(model, tokenizer) does, row by row. Both compare it with the model's own forward first."
         )
     return UnsupportedModel(f"{text} Supported: {', '.join(sorted(SUPPORTED))}.")
 
@@ -58,23 +77,40 @@ def path_of(config: Any, unlisted: str | None = None) -> str:
     if unlisted not in (None, "packed"):
         raise ValueError(f"unlisted is {unlisted!r}: give None or 'packed'")
     family = config.model_type
-    if setting(config, "is_encoder_decoder"):
-        raise refuse(family, "it is an encoder-decoder; only decoder-only language models are run")
-    if setting(config, "vision_config", "audio_config") is not None:
-        raise refuse(family, "it is multimodal; its language model alone may be supported")
+    _check_kind(config)
     if family in _WHY:
         raise refuse(family, _WHY[family])
     if family == "falcon" and config.alibi:
         raise refuse(
             family, "this one uses ALiBi, which makes its biases from a padding mask and not from positions"
         )
-    if setting(config, "use_bidirectional_attention"):
-        raise refuse(family, "this one attends in both directions")
     if family in SUPPORTED:
         return SUPPORTED[family]
     if unlisted is None:
         raise refuse(family, unlisted=True)
     return unlisted
+
+
+def own_cache(config: Any) -> bool:
+    """Whether a model is of a family that ``OwnCache`` is tested with; others are compared with their own forward.
+
+    Raises:
+        UnsupportedModel: it is no causal LM of text.
+    """
+    _check_kind(config)
+    if config.model_type in _NOT_EVEN:
+        raise refuse(config.model_type, _NOT_EVEN[config.model_type])
+    return config.model_type in OWN_CACHE
+
+
+def _check_kind(config: Any) -> None:
+    family = config.model_type
+    if setting(config, "is_encoder_decoder"):
+        raise refuse(family, "it is an encoder-decoder; only decoder-only language models are run")
+    if setting(config, "vision_config", "audio_config") is not None:
+        raise refuse(family, "it is multimodal; its language model alone may be supported")
+    if setting(config, "use_bidirectional_attention"):
+        raise refuse(family, "this one attends in both directions")
 
 
 def positions_of(config: Any) -> int | None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from specdec.builder import Builder
 from specdec.decoder import Decoder
 from specdec.models.hf import HFModel
+from specdec.models.own_cache import OwnCache
 from specdec.prompts import unpadded
 from specdec.sampling import Sampling
 from specdec.stats import Stats
@@ -42,7 +43,7 @@ class DecoderLM(HFLM):
     def __init__(self, decoder: Decoder | Builder, seed: int = 0, **options: Any):
         decoder = decoder.build() if isinstance(decoder, Builder) else decoder
         target = decoder.target
-        if not isinstance(target, HFModel) or target.tokenizer is None:
+        if not isinstance(target, (HFModel, OwnCache)) or target.tokenizer is None:
             raise TypeError(
                 f"the target is {target!r}: give a decoder of an HFModel with its tokenizer, sd.decoder((model, tokenizer))"
             )

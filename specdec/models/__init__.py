@@ -2,15 +2,18 @@
 
 from specdec.models.hf import SUPPORTED, HFModel, UnsupportedModel
 from specdec.models.masked import Masked
+from specdec.models.own_cache import OWN_CACHE, OwnCache
 from specdec.models.reduced_vocab import TrimmedModel
 from specdec.models.stacked import StackedModel
 from specdec.models.table import TableModel
 from specdec.models.windowed import Windowed
 
 __all__ = [
+    "OWN_CACHE",
     "SUPPORTED",
     "HFModel",
     "Masked",
+    "OwnCache",
     "StackedModel",
     "TableModel",
     "TrimmedModel",

@@ -128,12 +128,46 @@ def self_check(wrapped: Any, tokens: int = 24, seed: int = 0) -> float:
             with torch.no_grad():
                 expected = plain(torch.tensor([row + path], device=wrapped.device)).logits[0, -3:]
             error = max(error, float((logits[b, list(nodes)] - expected).abs().max() / expected.abs().max()))
-    coarsest = torch.finfo(wrapped.dtype).eps
-    if plain.config._attn_implementation == "eager":  # its softmax is computed in float32, whatever the dtype
-        coarsest = max(coarsest, torch.finfo(torch.float32).eps)
-    if not error < 64 * coarsest**0.75:
-        raise refuse(
-            wrapped.model.config.model_type,
-            f"its packed forward differs from its own by {error:.1e} (relative)",
-        )
+    eager = (
+        plain.config._attn_implementation == "eager"
+    )  # its softmax is computed in float32, whatever the dtype
+    _refuse_if_off(wrapped, error, eager, "packed forward differs from its own")
     return error
+
+
+def check_own(wrapped: Any, tokens: int = 24, seed: int = 0) -> float:
+    """Compare an ``OwnCache`` with the model's forward without a cache: read in pieces, with nodes that are rejected and nodes that stay.
+
+    Returns:
+        the largest relative error.
+    Raises:
+        UnsupportedModel: they differ by more than rounding.
+    """
+    draw = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, wrapped.vocab_size, (2, tokens), generator=draw)
+    text, other = ids.tolist()
+    plain = structural_clone(wrapped.model)
+    cache, error = wrapped.cache(1, tokens), 0.0
+    n, k = tokens // 2, 3
+    wrapped.prefill(cache, Context.of([text[:n]]))
+    for length, chain in (
+        (n, other[:k]),
+        (n + 1, text[n + 1 : n + 1 + k]),
+        (n + 2 + k, []),
+        (n + 3 + k, other[:k]),
+    ):
+        nodes = Proposal.chain(torch.tensor([chain], dtype=torch.long), torch.tensor([len(chain)]))
+        logits = wrapped.score(cache, Context.of([text[:length]], tokens), nodes.to(wrapped.device)).logits[0]
+        with torch.no_grad():
+            whole = torch.tensor([text[:length] + chain], device=wrapped.device)
+            expected = plain(whole, use_cache=False).logits[0, -len(logits) :]
+        error = max(error, float((logits - expected).abs().max() / expected.abs().max()))
+    _refuse_if_off(wrapped, error, True, "forward in pieces differs from the one without a cache")
+    return error
+
+
+def _refuse_if_off(wrapped: Any, error: float, float32: bool, what: str) -> None:
+    """``float32``: some of it is computed in float32, whatever the dtype."""
+    coarsest = max(torch.finfo(wrapped.dtype).eps, torch.finfo(torch.float32).eps if float32 else 0.0)
+    if not error < 64 * coarsest**0.75:
+        raise refuse(wrapped.model.config.model_type, f"its {what} by {error:.1e} (relative)")

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from specdec.arguments import at_least
 from specdec.cache.contiguous import KVShape, SlotCache, check_memory
 from specdec.cache.paged import PagedCache, PagePool
-from specdec.configs import runs_on, setting
+from specdec.configs import eos_ids, processors, runs_on, sampling, setting
 from specdec.forward.families import SUPPORTED, UnsupportedModel, path_of, positions_of, refuse
 from specdec.forward.pack import PackedBatch, PrefillChunk, feed, spans
 from specdec.forward.probe import kv_shapes
@@ -28,7 +28,6 @@ from specdec.graphs.programs import Steps, steps_for
 from specdec.models.check import Graphs, Options, check_arguments, self_check
 from specdec.models.clone import structural_clone
 from specdec.models.compiled import compile_parts
-from specdec.models.generation_config import eos_ids, processors, sampling
 from specdec.models.load import load, load_tokenizer
 from specdec.models.shared_prompts import share_prompts
 from specdec.types import Context, Fed, Proposal, Scores
