@@ -108,7 +108,12 @@ def small(family, **settings):
 def test_families_that_cannot_run_exactly_are_refused(make, why):
     with pytest.raises(UnsupportedModel, match=why) as caught:
         HFModel(make())
-    assert "Supported: apertus, arcee, codegen" in str(caught.value)
+    remedy = (
+        "Give models.OwnCache"
+        if "bloom" in str(caught.value) or "mamba" in str(caught.value)
+        else "Supported: apertus, arcee, codegen"
+    )
+    assert remedy in str(caught.value)
     assert isinstance(caught.value, ValueError)
 
 
