@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set, Sized
 from inspect import signature
 from numbers import Integral
@@ -14,6 +15,7 @@ from specdec.arguments import listed, whole
 from specdec.cache.contiguous import free_bytes
 from specdec.capabilities import ModelInfo
 from specdec.composition import Composition
+from specdec.configs import setting
 from specdec.elsewhere import GENERATE, refuse
 from specdec.protocols import LanguageModel
 from specdec.stop_rules import StopRules
@@ -26,13 +28,16 @@ Prompts = Prompt | Sequence[Prompt]
 
 def rows_of(target: LanguageModel, prompts: Prompts) -> list[list[int]]:
     """Any form of prompts as rows of ids."""
+    rectangle = isinstance(prompts, Tensor)
     if isinstance(prompts, Mapping):
         if "input_ids" not in prompts:
             raise TypeError(
                 f"prompts is a {type(prompts).__name__} with keys {sorted(prompts)}: give what a tokenizer returned, with input_ids; one "
                 "chat is a list of messages"
             )
-        prompts = unpadded(prompts["input_ids"], prompts.get("attention_mask"))
+        ids, mask = prompts["input_ids"], prompts.get("attention_mask")
+        rectangle = rectangle or (mask is None and isinstance(ids, Tensor))
+        prompts = unpadded(ids, mask)
     if isinstance(prompts, Set):
         raise TypeError(f"prompts is a {type(prompts).__name__}, which has no order: give a list")
     prompts = listed(prompts)
@@ -58,6 +63,12 @@ def rows_of(target: LanguageModel, prompts: Prompts) -> list[list[int]]:
                 f"prompt {b} has an id outside the target's vocabulary of {target.vocab_size}: was it made with "
                 "another tokenizer?"
             )
+    pad = setting(tokenizer, "pad_token_id")
+    if rectangle and pad is not None and len({row.count(pad) for row in rows}) > 1:
+        warnings.warn(
+            f"the prompts are a tensor in which {pad} (the tokenizer's padding) is read as a token: give attention_mask too, or lists of ids",
+            stacklevel=3,
+        )
     return rows
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -165,3 +166,20 @@ def test_a_small_bias_is_caught_in_both_precisions(dtype):
     logits = torch.zeros(6, dtype=dtype)
     with pytest.raises(BrokenRule, match=r"lossless.*total variation"):
         check_draft(Off(lambda ids: logits), only=["distribution"])
+
+
+def test_padding_without_its_mask_is_noticed(base):
+    decoder = base.greedy().build()
+    tokenizer = decoder.target.tokenizer
+    pad = tokenizer.pad_token_id
+    ids = torch.tensor([[5, 6, 7], [pad, pad, 8]])
+    mask = (ids != pad).long()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        right = decoder.generate(input_ids=ids, attention_mask=mask, max_new_tokens=3).ids
+        assert decoder.generate([[5, 6, 7], [8]], max_new_tokens=3).ids == right
+        decoder.generate(ids.tolist(), max_new_tokens=3)  # lists of ids are what they say
+        decoder.generate(ids[:1], max_new_tokens=3)
+    for given in ({"prompts": ids}, {"input_ids": ids}):
+        with pytest.warns(UserWarning, match=f"tensor in which {pad} .*give attention_mask too"):
+            decoder.generate(**given, max_new_tokens=3)
