@@ -168,10 +168,9 @@ def test_a_small_bias_is_caught_in_both_precisions(dtype):
         check_draft(Off(lambda ids: logits), only=["distribution"])
 
 
-def test_padding_without_its_mask_is_noticed(base):
-    decoder = base.greedy().build()
-    tokenizer = decoder.target.tokenizer
-    pad = tokenizer.pad_token_id
+def test_padding_without_its_mask_is_noticed():
+    decoder = sd.decoder("pocket-tiny").greedy().build()
+    pad = decoder.target.tokenizer.pad_token_id
     ids = torch.tensor([[5, 6, 7], [pad, pad, 8]])
     mask = (ids != pad).long()
     with warnings.catch_warnings():
