@@ -81,7 +81,7 @@ UNEVEN = {
 
 @pytest.mark.parametrize("family", sorted(UNEVEN))
 def test_layers_that_would_not_be_the_same_are_refused(family):
-    with pytest.raises(ValueError, match="does not follow from its config|depends on its number"):
+    with pytest.raises(ValueError, match=r"does not follow from its config|depends on its number"):
         pruning.keep_layers(deep(family), [1, 2])
 
 
