@@ -11,7 +11,7 @@ from tiny import byte_tokenizer, tiny
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaModel
 
 from specdec.cache.contiguous import free_bytes
-from specdec.models import HFModel, UnsupportedModel
+from specdec.models import OWN_CACHE, SUPPORTED, HFModel, UnsupportedModel
 from specdec.models.hf import self_check
 from specdec.types import Context, Proposal
 
@@ -85,6 +85,16 @@ def small(family, **settings):
     return AutoModelForCausalLM.from_config(config)
 
 
+KINDS = ["sliding_attention", "full_attention"]
+
+
+def named(family):
+    """A Llama with the name of another family."""
+    model = tiny("llama")
+    model.config.model_type = family
+    return model
+
+
 @pytest.mark.parametrize(
     ("make", "why"),
     [
@@ -92,10 +102,17 @@ def small(family, **settings):
         (lambda: tiny("falcon", alibi=True), "ALiBi"),
         (lambda: small("mamba", state_size=4), "recurrent state"),
         (lambda: tiny("gemma3_text", use_bidirectional_attention=True), "both directions"),
+        (lambda: named("unheard_of"), r"unlisted='packed'"),
+        (lambda: named("lama"), r"unlisted='packed'.* similar names: llama"),
         (
-            lambda: small("cohere", intermediate_size=48, num_key_value_heads=2, pad_token_id=0),
-            r"unlisted='packed'",
+            lambda: named("deepseek_v32"),
+            "an indexer or a compressor.* similar names: deepseek_v3, deepseek_v2",
         ),
+        (
+            lambda: tiny("qwen2_moe", use_sliding_window=True, sliding_window=8, layer_types=KINDS),
+            "a sliding window of 8, which its layers do not pass",
+        ),
+        (lambda: tiny("phimoe", sliding_window=255), "a sliding window of 255, which its layers do not pass"),
         (
             lambda: AutoModelForSeq2SeqLM.from_config(
                 AutoConfig.for_model("t5", vocab_size=97, d_model=32, d_kv=8, d_ff=32, num_layers=1)
@@ -108,13 +125,16 @@ def small(family, **settings):
 def test_families_that_cannot_run_exactly_are_refused(make, why):
     with pytest.raises(UnsupportedModel, match=why) as caught:
         HFModel(make())
-    remedy = (
-        "Give models.OwnCache"
-        if "bloom" in str(caught.value) or "mamba" in str(caught.value)
-        else "Supported: apertus, arcee, codegen"
-    )
-    assert remedy in str(caught.value)
+    listed = f"specdec.models.SUPPORTED lists all {len(SUPPORTED)} supported families"
+    own = any(family in str(caught.value) for family in OWN_CACHE)
+    assert ("Give models.OwnCache" if own else listed) in str(caught.value)
     assert isinstance(caught.value, ValueError)
+
+
+def test_windows_that_no_text_reaches_are_no_reason_to_refuse():
+    slides = {"use_sliding_window": True, "sliding_window": 8, "layer_types": ["full_attention"] * 2}
+    for model in (tiny("phimoe", sliding_window=256), tiny("qwen2_moe", **slides)):
+        HFModel(model)
 
 
 def test_an_unlisted_family_is_tried_and_compared():
@@ -125,6 +145,7 @@ def test_an_unlisted_family_is_tried_and_compared():
         "pad_token_id": 0,
     }
     model = small("olmo", **settings).eval().double()
+    model.config.model_type = "unheard_of"
     target = HFModel(model, unlisted="packed")
     assert self_check(target) < TOLERANCE
     assert error(model, ROWS[:3], target.score(target.cache(3, 64), Context.of(ROWS[:3])).logits) < TOLERANCE

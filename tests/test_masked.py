@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from test_spire import draft_of, inputs_of, rolled_out
-from tiny import LIKE_OTHERS, tiny
+from tiny import FAMILIES, LIKE_OTHERS, tiny
 
 import specdec as sd
 from specdec import masks
@@ -67,7 +67,9 @@ def plain(model: Any, text: list[int], seen: torch.Tensor) -> torch.Tensor:
     window = getattr(model.config, "sliding_window", None)
     kinds = set(getattr(model.config, "layer_types", None) or ())
     given: Any = additive(
-        window if model.config.model_type in ("mistral", "starcoder2", "phi3", "mixtral") else None
+        window
+        if model.config.model_type in ("ministral3", "mistral", "starcoder2", "phi3", "mixtral")
+        else None
     )
     if kinds:
         given = {kind: additive(window if kind == "sliding_attention" else None) for kind in kinds}
@@ -132,7 +134,7 @@ def test_a_masked_model_is_the_plain_one_under_a_dense_mask(llama, mask, storage
     decoded(model, llama, seen_by(mask, 120))
 
 
-PACKED = [name for name, path in SUPPORTED.items() if path == "packed"]
+PACKED = [name for name in FAMILIES if SUPPORTED[name] == "packed"]
 EACH = [name for name in PACKED if name not in LIKE_OTHERS]  # with one storage each; both are slow
 
 

@@ -10,6 +10,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from more_families import MORE
 from scipy.stats import chi2
 from tiny import FAMILIES, FLOAT32, tiny
 
@@ -17,7 +18,7 @@ import specdec as sd
 from specdec.audit.planted import BonusFromTarget
 from specdec.executors import Optimistic, Pipelined, Serial
 
-PACKED = [name for name in FAMILIES if name not in {"falcon", "mpt", "codegen", "gptj", "gpt_neo", *FLOAT32}]
+PACKED = [f for f in FAMILIES if f not in {"falcon", "mpt", "codegen", "gptj", "gpt_neo", *FLOAT32, *MORE}]
 FEW, MANY = 16, 200
 
 

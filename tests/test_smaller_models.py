@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from pruned import TOKENS, logits
-from tiny import FAMILIES, tiny
+from tiny import FAMILIES, FLOAT32, slow, tiny
 from transformers import AutoModelForCausalLM
 
 import specdec as sd
@@ -63,7 +63,29 @@ def test_which_layers():
     assert pruning.influential_layers(torch.tensor([0.1, 0.1, 0.1]), 2) == [0, 1]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+# What a layer computes depends on its number, or other settings than those of layers would have to change with them.
+UNEVEN = {
+    *(
+        "afmoe",
+        "deepseek_v2",
+        "deepseek_v3",
+        "dots1",
+        "ernie4_5_moe",
+        "glm4_moe",
+        "gpt_neox_japanese",
+        "laguna",
+    ),
+    *("minicpm3", "modernbert-decoder"),
+}
+
+
+@pytest.mark.parametrize("family", sorted(UNEVEN))
+def test_layers_that_would_not_be_the_same_are_refused(family):
+    with pytest.raises(ValueError, match=r"does not follow from its config|depends on its number"):
+        pruning.keep_layers(deep(family), [1, 2])
+
+
+@pytest.mark.parametrize("family", slow(f for f in FAMILIES if f not in UNEVEN))
 def test_keep_layers_is_skipping_the_others(family):
     model = deep(family)
     for layers in ([2, 3], [1], [0, 3], [0, 2, 3]):
@@ -130,7 +152,7 @@ def test_a_block_whose_settings_hang_on_its_number_is_refused():
     pruning.keep_layers(model, [0, 1])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slow(FAMILIES))
 def test_block_influence(family):
     """Section 2.2: one minus the mean cosine of a block's input and output, the last one's before the final norm."""
     model = deep(family)
@@ -156,7 +178,7 @@ def test_block_influence(family):
         ]
         expected.append(1 - sum(cosines) / 48)
     got = pruning.layer_influence(model, TOKENS)
-    assert got.tolist() == pytest.approx(expected)
+    assert got.tolist() == pytest.approx(expected, rel=1e-4 if family in FLOAT32 else 1e-6)
     x = torch.randn(5, 7)
     assert float(pruning.block_influence(x, 3 * x)) == pytest.approx(0, abs=1e-6)
     assert float(pruning.block_influence(x, -x)) == pytest.approx(2)
@@ -248,7 +270,7 @@ def test_importance(family):
             assert float(channels[i, c]) == pytest.approx(sum(sizes) / 48)
 
 
-@pytest.mark.parametrize("family", sorted(set(FAMILIES) - set(LLAMAS)))
+@pytest.mark.parametrize("family", slow(sorted(set(FAMILIES) - set(LLAMAS))))
 @pytest.mark.parametrize("name", ["keep_heads", "keep_channels", "head_importance", "channel_importance"])
 def test_other_families_are_refused(family, name):
     with pytest.raises(ValueError, match=f"{name}: '{family}' models are not supported.*keep_layers"):
@@ -290,7 +312,7 @@ def test_frequent_tokens():
         pruning.token_counts(tokens, 4)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slow(FAMILIES))
 def test_keep_tokens(family):
     model = deep(family)
     ids = [5, 3, 90, 0]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Iterable
 from typing import Any
 
+import pytest
 import torch
+from more_families import EXPERTS, MORE
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 _BASE: dict[str, Any] = {
     "vocab_size": 97,
@@ -20,7 +23,7 @@ _BASE: dict[str, Any] = {
 _MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8}
 _GPT = {"vocab_size": 97, "n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 256}
 
-FAMILIES: dict[str, dict[str, Any]] = {
+CONFIGS: dict[str, dict[str, Any]] = {
     "llama": _BASE,
     "qwen2": _BASE,
     "qwen3": {**_BASE, "head_dim": 8},
@@ -82,19 +85,36 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "window_size": 8,
         "max_position_embeddings": 256,
     },
+    **MORE,
 }
+FAMILIES = {name: c for name, c in CONFIGS.items() if name in CONFIG_MAPPING}  # older transformers lack some
 LIKE_OTHERS = {  # their forwards are tested with the others'; what is slower runs in the slow tier
     *("apertus", "arcee", "cohere2", "ernie4_5", "exaone4", "glm4", "granite"),
     *("helium", "hunyuan_v1_dense", "olmo3", "phi", "seed_oss", "smollm3"),
+    *MORE,
 }
-FLOAT32 = {"mixtral", "qwen3_moe", "gpt_oss"}  # their expert kernels have no float64
+FLOAT32 = {  # their expert kernels have no float64; Cohere's norms, Granite's sinks and XGLM's positions are in float32
+    *("mixtral", "qwen3_moe", "gpt_oss", "cohere", "granite_swa", "xglm"),
+    *(EXPERTS.keys() - {"dbrx", "jetmoe"}),
+    *("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite"),
+}
+
+
+def slow(families: Iterable[str], which: Container[str] = tuple(MORE)) -> list[Any]:
+    """Parameters of a test: the families, of which those in ``which`` run in the slow tier."""
+    return [pytest.param(f, marks=pytest.mark.slow) if f in which else f for f in families]
 
 
 def tiny(family: str = "llama", seed: int = 0, dtype: torch.dtype | None = None, **changes: Any) -> Any:
     """A random model of a family, with logits spread enough for greedy text not to hang on rounding."""
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(family, **{**FAMILIES[family], **changes})
-    config.bos_token_id = config.eos_token_id = None
+    settings = {**FAMILIES[family], **changes}
+    for name in ("layer_types", "num_attention_heads_per_layer"):
+        if name in settings and name not in changes:
+            settings[name] = (settings[name] * settings["num_hidden_layers"])[: settings["num_hidden_layers"]]
+    config = AutoConfig.for_model(family, **settings)
+    if family not in ("cwm", "modernbert-decoder"):  # which must have such ids
+        config.bos_token_id = config.eos_token_id = None
     if getattr(config, "pad_token_id", None) is None:
         config.pad_token_id = 0
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()

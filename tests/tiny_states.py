@@ -63,7 +63,6 @@ STATES: dict[str, dict[str, Any]] = {
         "laurel_rank": 4,
         "altup_num_inputs": 2,
     },
-    "gpt_neox_japanese": _BASE,
     "granitemoehybrid": {
         **_MAMBA,
         "layer_types": ["mamba", "attention", "mamba"],
@@ -134,18 +133,9 @@ STATES: dict[str, dict[str, Any]] = {
         "use_mamba_kernels": False,
     },
     "olmo_hybrid": _DELTA,
-    "phimoe": {**_BASE, "num_local_experts": 4},
     "qwen3_5_moe_text": {**_DELTA, **_EXPERTS},
     "qwen3_5_text": _DELTA,
     "qwen3_next": {**_DELTA, **_EXPERTS},
-    "xglm": {
-        "vocab_size": 97,
-        "d_model": 32,
-        "ffn_dim": 48,
-        "num_layers": 2,
-        "attention_heads": 4,
-        "max_position_embeddings": 256,
-    },
     "zamba": {
         **_BASE,
         "num_hidden_layers": 6,

@@ -27,7 +27,7 @@ from recipes.gpu.stage import Part, Stage
 from recipes.gpu.steps import filled, floor, llama
 from specdec.cost import Shape
 from specdec.drafts.stateless import Stateless
-from specdec.forward.packed import slot_attention
+from specdec.forward.packed import CALL, slot_attention
 from specdec.rng import Rng
 from specdec.types import Context, Proposal
 
@@ -37,12 +37,14 @@ ATTENTION = "specdec_one_shape"
 
 
 def one_shape_attention(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, plan: Any = None, **more: Any
-) -> tuple[Tensor, None]:  # fmt: skip
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **more: Any
+) -> tuple[Tensor, None]:
     """``slot_attention`` of the plan's tokens; the tokens after them are padding, and get zeros."""
-    T = sum(plan.counts)
+    call = CALL.get()
+    assert call is not None
+    T = sum(call.plan.counts)
     parts = (t[:, :, :T] for t in (query, key, value))
-    out, _ = slot_attention(module, *parts, attention_mask, plan=plan, **more)
+    out, _ = slot_attention(module, *parts, attention_mask, **more)
     return F.pad(out, (0, 0, 0, 0, 0, query.shape[2] - T)), None
 
 

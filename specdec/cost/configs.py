@@ -17,7 +17,7 @@ _TWO_MATRICES = (
 _ONE_KV_A_HEAD = "biogpt bloom codegen gpt2 gpt_neo gpt_neox gpt_neox_japanese gptj mpt opt xglm"
 _STATE = "its layers keep a state and no keys and values"
 _REFUSED_FIELDS = {
-    "kv_lora_rank": "latent attention keeps no keys and values of whole heads",
+    "kv_lora_rank": "latent attention projects keys and values down and up again",
     "linear_num_key_heads": _STATE,
     "ssm_state_size": _STATE,
     "mamba_d_state": _STATE,
@@ -66,6 +66,8 @@ def read(config: Any) -> dict[str, Any]:
     layers = _need(config, family, "num_hidden_layers")
     d_model = _need(config, family, "hidden_size")
     heads = _need(config, family, "num_attention_heads")
+    if len(set(_first(config, "num_attention_heads_per_layer") or ())) > 1:
+        raise ValueError(f"{family!r} has layers with different numbers of heads: write terms of your own")
     d_head = int(_first(config, "head_dim") or d_model // heads)
     if _first(config, "v_head_dim") not in (None, d_head):
         raise ValueError(f"{family!r} has keys and values of different sizes: write terms of your own")
@@ -142,7 +144,9 @@ def _experts(config: Any, family: str, layers: int) -> dict[str, Any] | None:
     if not count or count < 2:
         return None
     width = _need(config, family, "moe_intermediate_size", "intermediate_size")
-    shared = _first(config, "shared_expert_intermediate_size")
+    shared = _first(config, "shared_expert_intermediate_size", "shared_intermediate_size")
+    if family == "hunyuan_v1_moe":  # one is always shared, and its config does not say so
+        shared = width
     if shared is None:
         shared = width * (
             _first(config, "n_shared_experts", "num_shared_experts", "moe_num_shared_experts") or 0

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from typing import Any
 
 from specdec.configs import setting
 
-_PACKED = (
-    "apertus arcee cohere2 ernie4_5 exaone4 gemma gemma2 gemma3_text glm4 gpt2 gpt_neox gpt_oss granite helium hunyuan_v1_dense llama "
-    "mistral mixtral olmo2 olmo3 opt phi phi3 qwen2 qwen3 qwen3_moe seed_oss smollm3 starcoder2"
+_DENSE = (
+    "apertus arcee biogpt bitnet cohere cohere2 cwm ernie4_5 exaone4 gemma gemma2 gemma3_text glm glm4 gpt2 gpt_bigcode gpt_neox granite "
+    "granite_swa helium hunyuan_v1_dense hyperclovax internlm3 iquestcoder jais2 llama ministral ministral3 mistral modernbert-decoder "
+    "nanochat nemotron olmo olmo2 olmo3 opt persimmon phi phi3 qwen2 qwen3 seed_oss smollm3 stablelm starcoder2 vaultgemma"
 )
+_EXPERTS = (
+    "afmoe aria_text cohere2_moe dbrx dots1 ernie4_5_moe exaone_moe flex_olmo flint glm4_moe gpt_oss granitemoe granitemoe_swa "
+    "granitemoeshared hunyuan_v1_moe hy_v3 jetmoe kolibri1 laguna mellum mimo_v2_flash minimax_m2 mixtral olmoe phimoe qwen2_moe qwen3_moe "
+    "solar_open"
+)
+_LATENT = "axk1 deepseek_v2 deepseek_v3 glm4_moe_lite minicpm3 youtu"
 SUPPORTED: dict[str, str] = {
-    **dict.fromkeys(_PACKED.split(), "packed"),
-    **dict.fromkeys(("codegen", "falcon", "gpt_neo", "gptj"), "padded"),
+    **dict.fromkeys(f"{_DENSE} {_EXPERTS} {_LATENT}".split(), "packed"),
+    **dict.fromkeys(("codegen", "falcon", "gpt_neo", "gpt_neox_japanese", "gptj", "xglm"), "padded"),
     "mpt": "padded, chains only",
 }
 """``model_type`` -> how its forward is run: packed tokens without padding, or padded rows with a mask."""
@@ -21,12 +29,16 @@ _RECURRENT = (
     "bamba falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear lfm2 lfm2_moe mamba mamba2 minimax nemotron_h olmo_hybrid "
     "qwen3_5_moe_text qwen3_5_text qwen3_next recurrent_gemma rwkv xlstm zamba zamba2"
 )
-_LATENT = "deepseek_v2 deepseek_v3 deepseek_v32 glm4_moe_lite kimi_k2 longcat_flash minicpm3 youtu"
+_INDEXED = "axk2 deepseek_v32 deepseek_v4 dots3_note_text glm_moe_dsa hy_v4 minimax_m3_vl_text"
+_UNTOLD = ("phimoe", "qwen2_moe")  # their windows are in transformers' masks alone, and no mask is made here
 _WHY: dict[str, str] = {
     **dict.fromkeys(
         _RECURRENT.split(), "it keeps a recurrent state, which cannot be rolled back by changing a length"
     ),
-    **dict.fromkeys(_LATENT.split(), "its latent attention does not keep keys and values of whole heads"),
+    **dict.fromkeys(
+        _INDEXED.split(),
+        "an indexer or a compressor, with a cache of its own, chooses the keys that a query sees",
+    ),
     "bloom": "ALiBi makes its biases from a padding mask and not from positions",
     "gemma3n_text": "its last layers share keys and values with earlier ones",
     "llama4_text": "its chunked attention layers cut the text at multiples of the chunk",
@@ -39,7 +51,7 @@ _STATES = (
     "bamba falcon_h1 granitemoehybrid kimi_linear lfm2 lfm2_moe mamba2 nemotron_h olmo_hybrid qwen3_5_moe_text qwen3_5_text qwen3_next "
     "zamba2"
 )
-_OTHERS = "bloom diffllama gemma3n_text gpt_neox_japanese llama4_text phimoe xglm"
+_OTHERS = "bloom diffllama gemma3n_text llama4_text"
 OWN_CACHE: tuple[str, ...] = tuple(sorted([*ONE_BY_ONE, *_STATES.split(), *_OTHERS.split()]))
 """The families that run with their own forward and cache (``models.OwnCache``)."""
 _NOT_EVEN = {
@@ -65,7 +77,9 @@ def refuse(model_type: str, why: str | None = None, unlisted: bool = False) -> U
             " If its attention goes through transformers' AttentionInterface, HFModel(model, unlisted='packed') tries it; "
             "otherwise models.OwnCache(model, tokenizer) does, row by row. Both compare it with the model's own forward first."
         )
-    return UnsupportedModel(f"{text} Supported: {', '.join(sorted(SUPPORTED))}.")
+    near = [name for name in get_close_matches(model_type, SUPPORTED) if name != model_type]
+    text += f" Supported families with similar names: {', '.join(near)}." if near else ""
+    return UnsupportedModel(f"{text} specdec.models.SUPPORTED lists all {len(SUPPORTED)} supported families.")
 
 
 def path_of(config: Any, unlisted: str | None = None) -> str:
@@ -83,6 +97,11 @@ def path_of(config: Any, unlisted: str | None = None) -> str:
     if family == "falcon" and config.alibi:
         raise refuse(
             family, "this one uses ALiBi, which makes its biases from a padding mask and not from positions"
+        )
+    if family in _UNTOLD and _slides(config):
+        raise refuse(
+            family,
+            f"this one has a sliding window of {config.sliding_window}, which its layers do not pass to the attention function",
         )
     if family in SUPPORTED:
         return SUPPORTED[family]
@@ -111,6 +130,15 @@ def _check_kind(config: Any) -> None:
         raise refuse(family, "it is multimodal; its language model alone may be supported")
     if setting(config, "use_bidirectional_attention"):
         raise refuse(family, "this one attends in both directions")
+
+
+def _slides(config: Any) -> bool:
+    """Whether some layers have a window that is shorter than the texts that the model supports."""
+    kinds, window = setting(config, "layer_types"), setting(config, "sliding_window")
+    longest = positions_of(config)
+    return bool(
+        window and (kinds is None or "sliding_attention" in kinds) and (longest is None or window < longest)
+    )
 
 
 def positions_of(config: Any) -> int | None:

@@ -1,13 +1,15 @@
 """Run a model's forward on packed ``(1, T)`` tokens: no padding and no mask; the plan is passed to every attention layer.
 
-Transformers passes extra keyword arguments of a forward to the attention function that is registered by name, and makes no mask for
-a name without a mask function. With ``use_cache=False`` its cache classes are not used.
+Transformers looks up the attention function by name, and makes no mask for a name without a mask function. The function finds the plan of
+the forward in ``CALL``, because some families do not pass a forward's keyword arguments on to their attention layers. With
+``use_cache=False`` transformers' cache classes are not used.
 """
 
 from __future__ import annotations
 
 import copy
-from typing import Any
+from contextvars import ContextVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +28,17 @@ from specdec.kernels.attention import AttentionPlan, attention
 ATTENTION = "specdec_slots"  # the name under which ``slot_attention`` is registered; it must not look like sdpa or flash
 
 
+class Call(NamedTuple):
+    """What the attention layers of one forward share."""
+
+    plan: AttentionPlan
+    store: KVStore
+    backend: str
+
+
+CALL: ContextVar[Call | None] = ContextVar("specdec.packed", default=None)  # each thread has its own
+
+
 def slot_attention(
     module: torch.nn.Module,
     query: Tensor,
@@ -36,30 +49,28 @@ def slot_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    plan: AttentionPlan | None = None,
-    store: KVStore | None = None,
-    backend: str = "auto",
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Transformers' attention function: ``query [1, Hq, T, D]`` against the slots of ``store`` -> ``[1, T, Hq, Dv]``."""
-    if plan is None or store is None or attention_mask is not None:
+    """Transformers' attention function: ``query [1, Hq, T, D]`` against the slots of the store in ``CALL`` -> ``[1, T, Hq, Dv]``."""
+    call = CALL.get()
+    if call is None or attention_mask is not None:
         raise RuntimeError(
             "this copy of the model belongs to an HFModel: call HFModel.score, or your own model"
         )
     layer: Any = module.layer_idx
-    keys, values = store.append(layer, plan.slots_on(key.device), key, value)
+    keys, values = call.store.append(layer, call.plan.slots_on(key.device), key, value)
     out = attention(
         query,
         keys,
         values,
-        plan,
+        call.plan,
         scale=scaling,
         window=sliding_window,
         softcap=softcap,
         sink_logits=s_aux,
-        backend=backend,
+        backend=call.backend,
     )
-    return out, None
+    return out.contiguous(), None  # some families view it in another shape
 
 
 AttentionInterface.register(ATTENTION, slot_attention)
@@ -148,14 +159,10 @@ class Packed:
             return self.lean.forward(store, plan, ids, positions, keep, caught)
         wanted: dict[str, Any] = {} if keep is None or keep is False else {"logits_to_keep": keep}
         model = self.body if keep is False else self.model
-        with tapped(self.model, caught, lambda hidden: hidden[0]):
-            out = model(
-                input_ids=ids[None],
-                position_ids=positions[None],
-                use_cache=False,
-                plan=plan,
-                store=store,
-                backend=self.backend,
-                **wanted,
-            )
+        before = CALL.set(Call(plan, store, self.backend))
+        try:
+            with tapped(self.model, caught, lambda hidden: hidden[0]):
+                out = model(input_ids=ids[None], position_ids=positions[None], use_cache=False, **wanted)
+        finally:
+            CALL.reset(before)
         return None if keep is False else out.logits[0]
