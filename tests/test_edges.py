@@ -14,6 +14,7 @@ from tiny import byte_tokenizer, tiny
 
 import specdec as sd
 from specdec import elsewhere, zoo
+from specdec.drafts import coerce
 from specdec.models import load
 
 table = sd.TableModel.random(vocab_size=5)
@@ -171,13 +172,18 @@ def test_an_unbuilt_decoder_decodes():
 
 
 def test_where_a_model_of_a_name_goes(monkeypatch):
-    asked = []
+    asked, ours = [], []
 
-    def from_pretrained(name, **options):
+    def load(name, **options):
         asked.append(options)
         return table
 
-    monkeypatch.setattr(sd.HFModel, "from_pretrained", from_pretrained)
+    def wrapped(model, tokenizer, name, options):
+        ours.append(options)
+        return model
+
+    monkeypatch.setattr(coerce, "load", load)
+    monkeypatch.setattr(coerce, "_wrapped", wrapped)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     folder = zoo.FOLDER / "pocket-tiny"
     sd.decoder(folder)
@@ -188,8 +194,8 @@ def test_where_a_model_of_a_name_goes(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     sd.decoder(folder)
     assert [options["device_map"] for options in asked] == ["cuda", "cpu", None, "cuda:1", None]
-    assert [options.get("dtype") for options in asked] == [None, "bfloat16", None, "float32", None]
-    assert asked[1]["graphs"] == "auto"
+    assert [options["dtype"] for options in asked] == ["auto", "bfloat16", "auto", "float32", "auto"]
+    assert ours == [{}, {"graphs": "auto"}, {}, {}, {}]
 
 
 def test_options_of_a_pocket_model():
