@@ -39,7 +39,7 @@ class OwnCache:
     Rows are read one after another, each without padding, so a batch saves no time. Proposals are chains.
 
     Args:
-        model: a ``...ForCausalLM`` of a family in ``models.OWN_CACHE``, or another one, which is compared with its forward without a cache first.
+        model: a ``...ForCausalLM`` of a family in ``models.OWN_CACHE``, or another one. It is compared with its forward without a cache first.
             It is not modified; later changes of its weights in place take effect.
         tokenizer: needed for text and chat prompts only.
         prefill_chunk: the most tokens of a prompt in one forward.
@@ -63,7 +63,7 @@ class OwnCache:
         for name, value, least in (("prefill_chunk", prefill_chunk, 1), ("refeed", refeed, 0)):
             whole(name, value)
             at_least(least, name, value, f"give a number of tokens, at least {least}")
-        listed = own_cache(model.config)
+        own_cache(model.config)
         self.model, self.tokenizer, self.clone = model, tokenizer, structural_clone(model)
         self.prefill_chunk, self.refeed = prefill_chunk, refeed
         takes = inspect.signature(type(self.clone).forward).parameters
@@ -72,8 +72,7 @@ class OwnCache:
         self.one_by_one = model.config.model_type in ONE_BY_ONE
         self.vocab_size: int = model.config.get_text_config().vocab_size
         self.max_positions = positions_of(model.config)
-        if not listed:
-            check_own(self)
+        check_own(self)
 
     @classmethod
     def from_pretrained(
