@@ -66,6 +66,7 @@ def test_checkouts_are_compared(tmp_path):
     assert "give the folder of a checkout" in ran.stderr or "is it a checkout" in ran.stderr
 
 
+@pytest.mark.slow
 def test_a_checkout_that_is_not_installed(tmp_path):
     """Tests need no installation: ``specdec`` is found, and through a link ``specdec.kernels``."""
     for folder, but in (("specdec", ("*.safetensors", "__pycache__")), ("kernels", ("__pycache__",))):

@@ -24,6 +24,10 @@ PAGES = [
     *(page for page in sorted((ROOT / "docs").rglob("*.md")) if page.parent.name != "notebooks"),
 ]
 """The notebooks' pages are written from files that tests/test_notebooks.py runs."""
+SLOW = {"docs/howto/compare.md"}  # a second and more each
+SLOW |= {
+    f"docs/{page}.md" for page in ("executors", "heads", "lab", "lossy", "testing", "training", "verifiers")
+}
 FENCE = re.compile(r"^```(?P<kind>\S*)[^\n]*\n(?P<text>.*?)^```\s*$", re.MULTILINE | re.DOTALL)
 NOT_RUN = "# not run:"
 
@@ -50,7 +54,14 @@ def name(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=name)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, id=name(page), marks=pytest.mark.slow if name(page) in SLOW else ())
+        for page in PAGES
+        if blocks(page, "python")
+    ],
+)
 def test_the_python_of_a_page_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # what a block writes is not left in the repository
     monkeypatch.setattr(choice._backends, "registered", {})  # nor a backend that it registers in this process

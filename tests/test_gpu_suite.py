@@ -76,6 +76,7 @@ def test_bytes_of_problems_count_keys_and_values_as_they_are_held():
     assert not torch.equal(other.held[0].float(), narrow.held[0].float())
 
 
+@pytest.mark.slow
 def test_the_hosts_time_of_a_round(tmp_path):
     file = tmp_path / "host.json"
     quick("-m", "recipes.gpu.host", "--batches", "2", "--rounds", "20", "--turns", "1", "--json", str(file))
@@ -166,7 +167,8 @@ def test_bars_know_how_many_points_the_suite_has():
     assert points["generate"] == len(others.THEIRS)
 
 
-@pytest.mark.parametrize("how", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
 def test_a_gpu_suite_that_is_ended_leaves_what_it_has_measured(how, tmp_path):
     """And rows of other stages that the file had stay; those of its own are replaced."""
     pytest.importorskip("triton")

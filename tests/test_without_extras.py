@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = """
 import os
 import sys
@@ -48,6 +50,7 @@ for name, value in (("SPECDEC_NATIVE", "0"), ("CC", "no-such-compiler"), ("CC", 
 """
 
 
+@pytest.mark.slow
 def test_without_triton_and_flash_attn_and_then_without_a_compiler(tmp_path):
     here, words = Path(__file__).parent, [sys.executable, "-c", SCRIPT, str(tmp_path)]
     done = subprocess.run(words, capture_output=True, text=True, cwd=here)
