@@ -164,6 +164,19 @@ def test_an_unlisted_family_is_tried_and_compared():
         HFModel(model, unlisted="padded")
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_unlisted_familys_windows_are_seen_however_long(dtype):
+    model = tiny("mistral", sliding_window=100, dtype=dtype)
+    model.config.model_type = "unheard_of"
+    HFModel(model, unlisted="packed")
+    assert model.config.sliding_window == 100
+    slides = {"use_sliding_window": True, "sliding_window": 100, "layer_types": ["sliding_attention"] * 2}
+    model = tiny("qwen2_moe", dtype=dtype, **slides)  # they are in transformers' masks alone
+    model.config.model_type = "unheard_of"
+    with pytest.raises(UnsupportedModel, match="differs from its own"):
+        HFModel(model, unlisted="packed")
+
+
 def test_things_that_are_no_model():
     with pytest.raises(TypeError, match=r"HFModel\.from_pretrained"):
         HFModel("gpt2")

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import specdec as sd
 from specdec.cache.states import State
 from specdec.models import OWN_CACHE, SUPPORTED, HFModel, OwnCache, UnsupportedModel
+from specdec.models.check import check_own
 from specdec.types import Context, Proposal
 
 EXACT = 3e-5  # float32, relative
@@ -113,7 +114,9 @@ def test_the_output_has_the_targets_distribution():
 
 
 @pytest.mark.parametrize("refeed", [0, 3, 100])
-@pytest.mark.parametrize("family", ["mamba2", "zamba2", "jamba"])
+@pytest.mark.parametrize(
+    "family", ["mamba2", *(pytest.param(f, marks=pytest.mark.slow) for f in ("zamba2", "jamba"))]
+)
 def test_when_tokens_are_read_again_changes_nothing(family, refeed):
     model = stateful(family)
     ours = texts(sd.decoder(OwnCache(model)).greedy())
@@ -154,7 +157,7 @@ def test_a_round_is_one_forward_and_reads_few_tokens_again():
 
 
 def test_one_token_at_a_time_where_the_forward_forgets():
-    target = OwnCache(stateful("mamba"))
+    target = OwnCache(stateful("mamba"), prefill_chunk=4)
     text, nodes = list(range(10, 20)), Proposal.chain(torch.tensor([[1, 2]]), torch.tensor([2]))
     cache = target.cache(1, 64)
     assert fed(target, lambda: target.prefill(cache, Context.of([text]))) == [9]
@@ -173,15 +176,22 @@ def test_start_goes_on_where_an_earlier_call_ended():
     assert torch.allclose(target.score(cache, context, two).logits, whole[:, :3], atol=1e-5)
     counts = fed(target, lambda: target.score(cache, context, proposal, start=2))
     assert counts == [4, 3, 1]
+    other = Context.of(
+        [[*row, 44] for row in ROWS]
+    )  # from the state behind the nodes, if it has read the text
+    assert fed(target, lambda: target.score(cache, other)) == [
+        len(row) + 1 if len(row) < 9 else 1 for row in ROWS
+    ]
     cache = target.cache(4, 64)
     target.score(cache, context, two)
     assert torch.allclose(target.score(cache, context, proposal, start=2).logits, whole[:, 3:], atol=1e-5)
     assert not target.score(cache, context, proposal, rows=torch.tensor([1])).logits[[0, 2, 3]].any()
 
 
-def test_rows_do_not_see_each_other_and_may_leave_join_and_double():
+@pytest.mark.parametrize("refeed", [0, 8])
+def test_rows_do_not_see_each_other_and_may_leave_join_and_double(refeed):
     model = stateful("lfm2")
-    target = OwnCache(model)
+    target = OwnCache(model, refeed=refeed)
     context, cache = Context.of(ROWS), target.cache(4, 64)
     together = target.score(cache, context).logits
     for b, row in enumerate(ROWS):
@@ -189,24 +199,39 @@ def test_rows_do_not_see_each_other_and_may_leave_join_and_double():
         assert torch.equal(alone[0], together[b])
     rows = torch.tensor([3, 1, 1])
     cache, context = cache.select(rows), context.select(rows)
-    other = target.cache(1, 64)
+    other = target.cache(1, 80)
     target.prefill(other, Context.of([ROWS[2]]))
     cache = cache.join(other)
-    joined = [*lists(context), ROWS[2]]
+    assert cache.capacity == 80
+    joined = [[*row, 60 + b] for b, row in enumerate([*lists(context), ROWS[2]])]
     proposal = propose(target, [2, 6, 4, 1])
     context = Context.of(joined)
     assert error(model, joined, target.score(cache, context, proposal).logits, proposal) < EXACT
-    assert cache.sync(Context.of([[*row[:-1], 1] for row in joined])).tolist() == [0, 0, 0, 14]
 
 
-def test_prompts_that_are_alike_are_read_once():
-    target = OwnCache(stateful("mamba2"))
+@pytest.mark.parametrize("refeed", [0, 8])
+def test_prompts_that_are_alike_are_read_once(refeed):
+    target = OwnCache(stateful("mamba2"), refeed=refeed)
     context, cache = Context.of([[5, 6, 7], [8, 9], [5, 6, 7]]), target.cache(3, 64)
     assert fed(target, lambda: target.prefill(cache, context)) == [2, 1]
     proposal = propose(target, [3, 3, 3], rows=3)
     assert (
         error(target.model, lists(context), target.score(cache, context, proposal).logits, proposal) < EXACT
     )
+
+
+def test_the_lengths_of_a_cache_are_those_of_its_states():
+    target, text = OwnCache(stateful("mamba2")), [5, 6, 7, 8, 9]
+    cache, context = target.cache(1, 64), Context.of([text])
+    target.score(cache, context)
+    assert cache.length.tolist() == [5]
+    assert len(cache.rows[0]) == 1  # nothing was proposed, so nothing can be rejected
+    assert cache.sync(context).tolist() == [4]  # the last token is always read
+    target.score(cache, context, Proposal.chain(torch.tensor([[1, 2, 3]]), torch.tensor([3])))
+    assert cache.length.tolist() == [5]
+    assert cache.sync(Context.of([[*text, 1, 2, 3, 4]])).tolist() == [8]
+    assert cache.sync(Context.of([[*text, 1, 4]])).tolist() == [5]
+    assert cache.sync(Context.of([[5, 4]])).tolist() == [0]
 
 
 def test_a_stream_of_requests():
@@ -263,15 +288,52 @@ def test_a_family_that_is_not_listed_is_compared_first():
     model = tiny("llama")
     target = OwnCache(model)
     assert texts(sd.decoder(target).greedy()) == texts(sd.decoder(HFModel(model)).greedy())
-    wrong = tiny("llama")
-    forward = wrong.model.forward
 
-    def forgets(*args, past_key_values=None, **given):
-        return forward(*args, past_key_values=None, **given)
 
-    wrong.model.forward = forgets
-    with pytest.raises(UnsupportedModel, match="forward in pieces differs"):
-        OwnCache(wrong)
+def forgetful(model):
+    """The model, which goes on from no cache."""
+    forward = model.model.forward
+    model.model.forward = lambda *args, past_key_values=None, **given: forward(*args, **given)
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_the_comparison_sees_mistakes_in_every_dtype(dtype):
+    OwnCache(tiny("llama", dtype=dtype))
+    with pytest.raises(UnsupportedModel, match="forward in pieces differs") as caught:
+        OwnCache(forgetful(tiny("llama", dtype=dtype)))
+    assert "Give models.OwnCache" not in str(caught.value)
+
+
+@pytest.mark.parametrize("family", ["diffllama", "minimax"])
+def test_a_window_that_is_passed_by_is_refused_however_long(family, monkeypatch):
+    OwnCache(stateful(family))
+    for window in (8, 100):
+        monkeypatch.setitem(STATES, family, {**STATES[family], "sliding_window": window})
+        with pytest.raises(UnsupportedModel, match="forward in pieces differs"):
+            OwnCache(stateful(family))
+    windowed = stateful("gemma3n_text")
+    windowed.config.sliding_window = 100
+    OwnCache(windowed)
+    assert windowed.config.sliding_window == 100
+
+
+def test_another_text_decides_where_one_differs():
+    """As a router does that chooses another expert after another rounding."""
+    target, texts_read = OwnCache(tiny("llama")), []
+    score = target.score
+
+    def other_once(cache, context, proposal):
+        texts_read.append(context.row(0))
+        scores = score(cache, context, proposal)
+        if len(texts_read) == 2:
+            scores.logits.add_(torch.arange(97) / 97)
+        return scores
+
+    target.score = other_once
+    assert check_own(target) < 1e-5
+    assert len(texts_read) == 8
+    assert texts_read[0] != texts_read[4]
 
 
 def test_builders_choose_it_by_family(tmp_path):

@@ -30,7 +30,7 @@ class State:
 
     Attributes:
         memory: transformers' cache, which a forward changes; ``None`` before the first token.
-        logits: ``[V]`` after the last token; ``None``: not computed.
+        logits: ``[V]`` after the last token; ``None`` before the first one.
     """
 
     tokens: tuple[int, ...] = ()
@@ -46,7 +46,7 @@ class State:
     def begins(self, tokens: Sequence[int], known: int) -> bool:
         """Whether the logits after ``known`` and more of ``tokens`` can be computed from here."""
         n = len(self.tokens)
-        return (n < known or (n == known and self.logits is not None)) and self.tokens == tuple(tokens[:n])
+        return n <= known and self.tokens == tuple(tokens[:n])
 
 
 class StateCache:

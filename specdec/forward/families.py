@@ -64,11 +64,13 @@ class UnsupportedModel(ValueError):
     """A model that cannot be run exactly; the message names the family, the reason where known, and what is supported."""
 
 
-def refuse(model_type: str, why: str | None = None, unlisted: bool = False) -> UnsupportedModel:
-    """The error for a family."""
+def refuse(
+    model_type: str, why: str | None = None, unlisted: bool = False, other: bool = True
+) -> UnsupportedModel:
+    """The error for a family; ``other``: name the class that runs it."""
     text = f"{model_type!r} models are not supported"
     text += f": {why}." if why else "."
-    if model_type in OWN_CACHE:
+    if other and model_type in OWN_CACHE:
         return UnsupportedModel(
             f"{text} Give models.OwnCache(model, tokenizer), which runs it with transformers' own forward and cache."
         )

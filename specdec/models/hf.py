@@ -25,7 +25,7 @@ from specdec.forward.probe import kv_shapes
 from specdec.forward.runner import runner_for
 from specdec.forward.taps import listening
 from specdec.graphs.programs import Steps, steps_for
-from specdec.models.check import Graphs, Options, check_arguments, self_check
+from specdec.models.check import Graphs, Options, check_arguments, narrowed, self_check
 from specdec.models.clone import structural_clone
 from specdec.models.compiled import compile_parts
 from specdec.models.load import load, load_tokenizer
@@ -107,14 +107,13 @@ class HFModel:
         self.model, self.tokenizer, self.clone, self.page = model, tokenizer, structural_clone(model), page
         self.attention, self.graphs, self.invariant, self.compile = attention, graphs, invariant, compile
         self.prefill_chunk, self.bf16_weights, self.kv_dtype = prefill_chunk, bf16_weights, kv_dtype
-        self.unlisted = unlisted
         self._path = runner_for(
             self.clone, path, attention, invariant=invariant, bf16_weights=bf16_weights,
             modules=compile is not False, page=page, kv_dtype=kv_dtype,
         )  # fmt: skip
         if compile is not False:
             compile_parts(self.clone, {} if compile is True else compile)
-        self._scores_trees = self._path.trees
+        self.unlisted, self._scores_trees = unlisted, self._path.trees
         self.supports_trees = self._scores_trees and not invariant  # a tree's sums have another order
         where = self.clone.get_input_embeddings().weight
         self._wrapped_as = (where.dtype, where.device)
@@ -132,6 +131,8 @@ class HFModel:
                 raise ValueError(f"attention is {attention!r} but {error}") from error
         if model.config.model_type not in SUPPORTED:
             self_check(self)
+            if (narrow := narrowed(model)) is not None:
+                HFModel(narrow, unlisted=unlisted, attention=attention, page=page, graphs=False)
 
     @classmethod
     def from_pretrained(

@@ -19,7 +19,7 @@ from specdec.arguments import at_least, whole
 from specdec.cache.states import State, StateCache
 from specdec.configs import eos_ids, processors, runs_on, sampling, setting
 from specdec.forward.families import ONE_BY_ONE, OWN_CACHE, own_cache, positions_of, refuse
-from specdec.models.check import check_own
+from specdec.models.check import check_own, narrowed
 from specdec.models.clone import structural_clone
 from specdec.models.load import load, load_tokenizer
 from specdec.types import Context, Proposal, Scores
@@ -73,6 +73,8 @@ class OwnCache:
         self.vocab_size: int = model.config.get_text_config().vocab_size
         self.max_positions = positions_of(model.config)
         check_own(self)
+        if (narrow := narrowed(model)) is not None:
+            OwnCache(narrow, prefill_chunk=prefill_chunk, refeed=refeed)
 
     @classmethod
     def from_pretrained(
