@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 
 import torch
@@ -14,6 +15,13 @@ def setting(config: Any, *names: str) -> Any:
         RuntimeError: transformers refuses to read a setting that differs from layer to layer.
     """
     return next((value for name in names if (value := getattr(config, name, None)) is not None), None)
+
+
+def cache_name(model: Any) -> str:
+    """What the forward of a model calls its cache, as argument and in its result: ``"cache"`` since transformers 5.24."""
+    takes = signature(type(model).forward).parameters
+    names = ("cache", "past_key_values", "cache_params", "state")
+    return next((name for name in names if name in takes), "past_key_values")
 
 
 def blocks_of(model: Any) -> torch.nn.ModuleList:

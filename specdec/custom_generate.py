@@ -47,10 +47,11 @@ _COUNT = (  # processors that count the tokens of the prompt, padding included
     MinNewTokensLengthLogitsProcessor,
     SuppressTokensAtBeginLogitsProcessor,
 )
+_CACHES = ("cache", "past_key_values")  # the name since transformers 5.24, and before
 _OWN = {
     "attention_mask",
     "position_ids",
-    "past_key_values",
+    *_CACHES,
     "use_cache",
     "logits_to_keep",
     "cache_position",
@@ -148,9 +149,10 @@ class CustomGenerate:
             raise ValueError(
                 f"{unknown[0]} is an input of the model and a decoder feeds ids only: leave it out"
             )
-        cache = model_kwargs.get("past_key_values")
-        if cache is not None and (not hasattr(cache, "get_seq_length") or int(cache.get_seq_length())):
-            raise ValueError("past_key_values holds tokens and a decoder makes its own caches: leave it out")
+        for name in _CACHES:
+            cache = model_kwargs.get(name)
+            if cache is not None and (not hasattr(cache, "get_seq_length") or int(cache.get_seq_length())):
+                raise ValueError(f"{name} holds tokens and a decoder makes its own caches: leave it out")
         positions, mask = model_kwargs.get("position_ids"), model_kwargs.get("attention_mask")
         if positions is not None:
             seen = torch.ones_like(input_ids) if mask is None else mask

@@ -50,6 +50,7 @@ GENERATE: dict[str, str] = {
     "use_cache": _NO_CACHE,
     "cache_implementation": _NO_CACHE,
     "past_key_values": _NO_CACHE,
+    "cache": _NO_CACHE,
     "return_dict_in_generate": _RESULT,
     "output_scores": _RESULT + "; on_round sees the scores of every round",
     "output_logits": _RESULT + "; on_round sees the logits of every round",

@@ -25,6 +25,7 @@ from transformers import (
 )
 
 import specdec as sd
+from specdec.configs import cache_name
 from specdec.custom_generate import _sampling
 
 RAGGED = [[5, 6, 7, 8, 9, 10, 11], [40], [7, 8, 7, 8, 7]]
@@ -270,11 +271,12 @@ def test_a_model_that_is_not_the_target(llama):
         TypeError, match="the target is a TableModel: custom_generate needs a transformers model"
     ):
         sd.decoder(sd.TableModel.random(4)).as_generate()
-    past = llama(torch.tensor([[1, 2]]), use_cache=True).past_key_values
-    with pytest.raises(ValueError, match="past_key_values holds tokens"):
+    name = cache_name(llama)
+    past = getattr(llama(torch.tensor([[1, 2]]), use_cache=True), name)
+    with pytest.raises(ValueError, match=f"{name} holds tokens"):
         llama.generate(
             torch.tensor([[1, 2, 3]]),
-            past_key_values=past,
+            **{name: past},
             max_new_tokens=2,
             custom_generate=composed(llama).as_generate(),
         )

@@ -15,6 +15,7 @@ from specdec.cache.contiguous import SlotCache
 from specdec.cache.paged import PagePool
 from specdec.cache.slots import KVShape, Slots
 from specdec.cache.static import StaticStore
+from specdec.configs import cache_name
 from specdec.drafts import MagicDec, Tree
 from specdec.forward.llama_eager import LlamaEager
 from specdec.forward.llama_triton import LlamaTriton
@@ -139,7 +140,7 @@ def plain():
     def logits(model, dtype):
         cache = type("", (Rounded,), {"dtype": dtype}) if dtype is not None else DynamicCache
         with torch.no_grad():
-            made = [model(torch.tensor([row]), past_key_values=cache()).logits[0] for row in ROWS]
+            made = [model(torch.tensor([row]), **{cache_name(model): cache()}).logits[0] for row in ROWS]
         return torch.stack([out[-STEPS:] for out in made])
 
     return logits

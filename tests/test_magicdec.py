@@ -12,7 +12,7 @@ from tiny import tiny
 from transformers import DynamicCache
 
 import specdec as sd
-from specdec.configs import blocks_of
+from specdec.configs import blocks_of, cache_name
 from specdec.drafts import MagicDec
 from specdec.masks import Causal, Sinks, Strided, Window
 from specdec.models import Windowed
@@ -260,11 +260,10 @@ def test_positions_in_the_cache_put_the_sinks_right_before_the_window(family):
                     keys[:, :, : mk.shape[2]] = mk
                     past.update(keys, values, layer)
                 with torch.inference_mode():
-                    out = model(
-                        torch.tensor([[token]]), past_key_values=past, position_ids=torch.tensor([[q]])
-                    )
+                    given = {cache_name(model): past, "position_ids": torch.tensor([[q]])}
+                    out = model(torch.tensor([[token]]), **given)
                 torch.testing.assert_close(got[b, n], out.logits[0, -1], rtol=1e-4, atol=1e-4)
-                new = [(one.keys[:, :, -1:], one.values[:, :, -1:]) for one in out.past_key_values.layers]
+                new = [(one.keys[:, :, -1:], one.values[:, :, -1:]) for one in past.layers]
                 recent = [(torch.cat([k, a], 2), torch.cat([v, c], 2)) for (k, v), (a, c) in zip(recent, new)]
         run.verify(sd.Proposal.chain(tokens, torch.full((3,), 4)), accepted)
     assert turned > 20
@@ -274,8 +273,8 @@ def cached(model: Any, ids: list[int], shift: int) -> list[tuple[torch.Tensor, t
     """Each layer's keys and values ``[1, H, L, D]`` of a text that begins at position ``shift``."""
     with torch.inference_mode():
         positions = torch.arange(len(ids))[None] + shift
-        out = model(torch.tensor([ids]), position_ids=positions, use_cache=True).past_key_values
-    return [(one.keys, one.values) for one in out.layers]
+        out = model(torch.tensor([ids]), position_ids=positions, use_cache=True)
+    return [(one.keys, one.values) for one in getattr(out, cache_name(model)).layers]
 
 
 class Own:

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import specdec as sd
 from specdec.cache.states import State
+from specdec.configs import cache_name
 from specdec.models import OWN_CACHE, SUPPORTED, HFModel, OwnCache, UnsupportedModel
 from specdec.models.check import check_own
 from specdec.types import Context, Proposal
@@ -292,8 +293,8 @@ def test_a_family_that_is_not_listed_is_compared_first():
 
 def forgetful(model):
     """The model, which goes on from no cache."""
-    forward = model.model.forward
-    model.model.forward = lambda *args, past_key_values=None, **given: forward(*args, **given)
+    forward, name = model.model.forward, cache_name(model)
+    model.model.forward = lambda *args, **given: forward(*args, **{**given, name: None})
     return model
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from specdec.cache.contract import KVStore
-from specdec.configs import setting
+from specdec.configs import cache_name, setting
 from specdec.forward.contract import Caught, Keep
 from specdec.forward.families import refuse
 from specdec.forward.taps import tapped
@@ -31,6 +31,7 @@ class Padded:
 
     def __init__(self, model: Any, trees: bool):
         self.model, self.body, self.trees = model, model.base_model, trees
+        self.memory = cache_name(model)
         if any("Flash" in type(m).__name__ for m in model.modules()):
             raise refuse(
                 model.config.model_type,
@@ -82,13 +83,14 @@ class Padded:
         call = _Call(plan, Segment(0, R, 0, 0, q, max(plan.length)), self.model.dtype, ids.device)
         there = tuple(torch.from_numpy(i).to(ids.device) for i in live.nonzero())
         at = torch.from_numpy(packed).to(ids.device)
-        model, wanted, pick = self.model, {}, there
+        slots = _Slots(store, plan, torch.from_numpy(slot.reshape(-1)).to(ids.device))
+        model, wanted, pick = self.model, {self.memory: slots}, there
         if keep is False:
             model = self.body
         elif keep is not None:
             r, c = (i[keep] for i in there)
             columns, c = torch.unique(c, return_inverse=True)
-            wanted, pick = {"logits_to_keep": columns}, (r, c)
+            wanted["logits_to_keep"], pick = columns, (r, c)
         before = _CALL.set(call)
         try:
             with tapped(self.model, caught, lambda hidden: hidden[there]):
@@ -96,7 +98,6 @@ class Padded:
                     input_ids=ids[at],
                     position_ids=positions[at],
                     attention_mask=call.mask(None),
-                    past_key_values=_Slots(store, plan, torch.from_numpy(slot.reshape(-1)).to(ids.device)),
                     use_cache=True,
                     **wanted,
                 )

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from specdec.arguments import at_least, whole
 from specdec.cache.states import State, StateCache
-from specdec.configs import eos_ids, processors, runs_on, sampling, setting
+from specdec.configs import cache_name, eos_ids, processors, runs_on, sampling, setting
 from specdec.forward.families import ONE_BY_ONE, OWN_CACHE, own_cache, positions_of, refuse
 from specdec.models.check import check_own, narrowed
 from specdec.models.clone import structural_clone
@@ -25,12 +25,6 @@ from specdec.models.load import load, load_tokenizer
 from specdec.types import Context, Proposal, Scores
 
 __all__ = ["OWN_CACHE", "OwnCache"]
-
-_MEMORY = (
-    "past_key_values",
-    "cache_params",
-    "state",
-)  # what families call their cache, as argument and as result
 
 
 class OwnCache:
@@ -67,7 +61,7 @@ class OwnCache:
         self.model, self.tokenizer, self.clone = model, tokenizer, structural_clone(model)
         self.prefill_chunk, self.refeed = prefill_chunk, refeed
         takes = inspect.signature(type(self.clone).forward).parameters
-        self._memory = next((name for name in _MEMORY if name in takes), "past_key_values")
+        self._memory = cache_name(self.clone)
         self._keeps, self._places = "logits_to_keep" in takes, "position_ids" in takes
         self.one_by_one = model.config.model_type in ONE_BY_ONE
         self.vocab_size: int = model.config.get_text_config().vocab_size

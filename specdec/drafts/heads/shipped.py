@@ -85,9 +85,10 @@ class ShippedBlock(nn.Module):
         angles = self.rotary(embedded, positions)
         out = self.layer(
             *(t.reshape(1, -1, t.shape[-1]) for t in (embedded, state)),
-            position_embeddings=angles, attention_mask=None, position_ids=positions, past_key_values=None,
-            go=go, shape=shape,
-        )  # fmt: skip
+            *(angles, None, positions, None),  # no mask and no cache
+            go=go,
+            shape=shape,
+        )
         return out.view(state.shape)
 
 
