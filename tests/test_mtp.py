@@ -201,7 +201,7 @@ def test_a_target_in_low_precision_has_exact_angles(tmp_path, family, monkeypatc
         head = MTP(config_like(model), ("final",), shipped=kind, target=fingerprint(model)).bfloat16()
     else:
         head = MTP.from_checkpoint(model)
-    assert {p.dtype for p in head.parameters()} == {torch.bfloat16}
+    assert {p.dtype for p in head.parameters()} == {p.dtype for p in model.parameters()}
     x, at = torch.zeros(1, 2, 32, dtype=torch.bfloat16), torch.tensor([[3, 4001]])
     expected = model.get_decoder().rotary_emb(x, at, **kinds(family))
     assert all(map(torch.equal, head.layers[0].rotary(x, at), expected))
@@ -216,7 +216,7 @@ def test_the_routers_bias_of_a_target_in_low_precision_stays_exact(tmp_path, mon
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
     MTP.from_checkpoint(model).save_pretrained(tmp_path / "head")
     head = MTP.from_pretrained(tmp_path / "head")
-    assert {p.dtype for p in head.parameters()} == {torch.bfloat16}
+    assert {p.dtype for p in head.parameters()} == {p.dtype for p in model.parameters()}
     found = [b for n, b in head.named_buffers() if n.endswith(name)]
     assert len(found) == 1
     assert torch.equal(found[0], exact)
