@@ -5,14 +5,17 @@ from __future__ import annotations
 import random
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 from tiny import tiny
 
 import specdec as sd
 from specdec.cache import paged
+from specdec.cache.contiguous import SlotCache
 from specdec.cache.paged import PagedCache, PagePool
 from specdec.cache.slots import KVShape
+from specdec.cache.token_index import Row
 from specdec.forward.pack import feed, spans
 from specdec.models import HFModel, shared_prompts
 from specdec.types import Context, Proposal, Verdict
@@ -338,6 +341,44 @@ def test_pages_are_returned_if_they_cannot_be_filled(operation, monkeypatch):
             both.cache.join(there.cache)
     assert [both.cache.table(b) for b in range(3)] == tables
     count(pool, both.cache)
+
+
+@pytest.mark.parametrize("pages", [True, False])
+def test_a_commit_without_memory_can_be_made_again(pages, monkeypatch):
+    """It fails between two kinds of blocks: neither entries nor the token index have changed."""
+    cache = PagedCache(PagePool(SHAPES, 4), 2, 12) if pages else SlotCache(SHAPES, 2, 12)
+    if pages:
+        cache.hold([Row(b, 0, 3, 7) for b in range(2)])
+    store, text = cache.pool if pages else cache, np.arange(3)
+    for block in store._blocks:
+        block.normal_()
+    for b in range(2):
+        cache.remember(b, text, 0, 3, 4)
+    proposal = Proposal(torch.arange(4).expand(2, 4), torch.tensor([[-1, -1, 1, 2]] * 2), torch.full((2,), 4))
+    path = torch.tensor([[1, 2, 3, -1], [0, -1, -1, -1]])
+    verdict = Verdict.of(proposal, path, torch.tensor([3, 1]), torch.zeros(2, dtype=torch.long))
+    context = Context.of([[0, 1, 2]] * 2, capacity=12)
+    before, selected, select = [block.clone() for block in store._blocks], [], torch.Tensor.index_select
+
+    def fails(*args):
+        selected.append(args)
+        if len(selected) == 2:
+            raise torch.OutOfMemoryError("no memory")
+        return select(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "index_select", fails)
+        with pytest.raises(torch.OutOfMemoryError):
+            cache.commit(context, verdict)
+    assert all(map(torch.equal, store._blocks, before))
+    assert (cache.length.tolist(), cache.fed_nodes.tolist()) == ([3, 3], [4, 4])
+    cache.commit(context, verdict)
+    assert [cache.row(b) for b in range(2)] == [[0, 1, 2, 1, 2, 3], [0, 1, 2, 0]]
+    assert cache.fed_nodes.tolist() == [0, 0]
+    slots = cache._flat(cache.table(0), range(7)) if pages else range(7)
+    for block, old in zip(store._blocks, before):
+        held, was = (b.flatten(1, 2)[:, slots] for b in (block, old))
+        assert torch.equal(held[:, :6], was[:, [0, 1, 2, 4, 5, 6]])
 
 
 def test_a_pool_is_made_larger_for_rows_to_come_only_once_and_if_there_is_memory(monkeypatch):

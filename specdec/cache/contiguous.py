@@ -43,7 +43,8 @@ class SlotCache(Slots, TokenIndex):
         """
         source: list[int] = []
         target: list[int] = []
-        for b, start, path in self.accept(context, verdict):
+        accepted = self.accepted(context, verdict)
+        for b, start, path in accepted:
             slot = b * self.slots + start
             moved = [
                 (node, d) for d, node in enumerate(path) if node != d
@@ -51,6 +52,7 @@ class SlotCache(Slots, TokenIndex):
             source += [slot + node for node, _ in moved]
             target += [slot + d for _, d in moved]
         self.copy(source, target)
+        self.accept(verdict, accepted)
 
     def select(self, rows: Tensor) -> SlotCache:
         """The cache of some rows, in the given order; the old object must not be used again.

@@ -275,11 +275,13 @@ class PagedCache(TokenIndex, KVStore):
         self._own({b: n for b, (n, fed) in enumerate(zip(self._lengths, self._fed)) if fed}, self._used())
         source: list[int] = []
         target: list[int] = []
-        for b, start, path in self.accept(context, verdict):
+        accepted = self.accepted(context, verdict)
+        for b, start, path in accepted:
             moved = [(node, d) for d, node in enumerate(path) if node != d]
             source += self._flat(self._pages[b], [start + node for node, _ in moved])
             target += self._flat(self._pages[b], [start + d for _, d in moved])
         self.pool.copy(source, target)
+        self.accept(verdict, accepted)
 
     def select(self, rows: Tensor) -> PagedCache:
         """The cache of some rows, in the given order; the old object must not be used again.

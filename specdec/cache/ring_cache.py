@@ -73,7 +73,7 @@ class RingCache(Ring, TokenIndex):
 
     def commit(self, context: Context, verdict: Verdict) -> None:
         """Take the accepted nodes of the chain that was scored last, in this ``context``, into the token index; their entries are in place."""
-        self.accept(context, verdict)
+        self.accept(verdict, self.accepted(context, verdict))
 
     def select(self, rows: Tensor) -> RingCache:
         """The cache of some rows, in the given order; the old object must not be used again."""

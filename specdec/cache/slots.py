@@ -139,15 +139,20 @@ class Slots(KVStore):
         return known[1]
 
     def copy(self, source: Sequence[int], target: Sequence[int], other: Slots | None = None) -> None:
-        """Copy the entries of flat slots ``source`` (of ``other``, with the same shapes, or of these) into flat ``target``."""
+        """Copy the entries of flat slots ``source`` (of ``other``, with the same shapes, or of these) into flat ``target``.
+
+        All memory that this takes is taken before anything changes.
+        """
         if not len(source):
             return
-        at = torch.tensor([list(source), list(target)])
+        at, copies = torch.tensor([list(source), list(target)]), []
         for mine, theirs in zip(self._blocks, (other or self)._blocks):
             there, here = to_device(at, mine.device).unbind(0)
             heads = mine.shape[3]
             src, dst = (other or self)._numbers(there, heads), self._numbers(here, heads)
-            flatten(mine).index_copy_(1, dst, flatten(theirs).index_select(1, src))
+            copies.append((flatten(mine), dst, flatten(theirs).index_select(1, src)))
+        for into, dst, entries in copies:
+            into.index_copy_(1, dst, entries)
 
     def _gathered(self, rows: Tensor, used: Sequence[int]) -> list[Tensor]:
         """The blocks of some rows, in the given order; ``used [B]``: how many slots of each row matter.

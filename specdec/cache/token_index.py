@@ -103,27 +103,32 @@ class TokenIndex:
         """Whether row ``b`` holds ``length`` committed tokens and, after them, at least ``nodes`` nodes."""
         return self._lengths[b] == length and self._fed[b] >= nodes
 
-    def accept(self, context: Context, verdict: Verdict) -> list[tuple[int, int, list[int]]]:
-        """Note the accepted nodes of the proposal that was scored last, in this ``context``.
+    def accepted(self, context: Context, verdict: Verdict) -> list[tuple[int, int, list[int]]]:
+        """The accepted nodes, which are held, of the proposal that was scored last, in this ``context``; nothing changes.
 
         Nodes that were never fed here (a draft's last one) are left out, and so are their descendants; rows in which the
-        proposal was not scored do not change. Node ids must be those of the proposal that was scored.
+        proposal was not scored do not occur. Node ids must be those of the proposal that was scored.
 
         Returns:
-            for each other row its number, its length before, and the accepted nodes.
+            for each other row its number, its length, and the accepted nodes.
         """
         out: list[tuple[int, int, list[int]]] = []
-        paths, accepted, tokens = verdict.path.tolist(), verdict.accepted.tolist(), verdict.tokens.numpy()
+        paths, accepted = verdict.path.tolist(), verdict.accepted.tolist()
         for b, start in enumerate(context.length.tolist()):
-            path, fed = paths[b][: accepted[b]], self._fed[b]
-            self._fed[b] = 0
-            if self._lengths[b] != start:
-                continue
-            taken = next((d for d, node in enumerate(path) if node >= fed), len(path))
-            self._tokens[b, start : start + taken] = tokens[b, :taken]
-            self._lengths[b] = start + taken
-            out.append((b, start, path[:taken]))
+            if self._lengths[b] == start:
+                path, fed = paths[b][: accepted[b]], self._fed[b]
+                out.append(
+                    (b, start, path[: next((d for d, node in enumerate(path) if node >= fed), len(path))])
+                )
         return out
+
+    def accept(self, verdict: Verdict, accepted: list[tuple[int, int, list[int]]]) -> None:
+        """Note the nodes that are ``accepted``, whose entries are in the slots after the committed tokens, and drop all others."""
+        tokens = verdict.tokens.numpy()
+        for b, start, path in accepted:
+            self._tokens[b, start : start + len(path)] = tokens[b, : len(path)]
+            self._lengths[b] = start + len(path)
+        self._fed = [0] * self.batch
 
     def _become(self, b: int, other: TokenIndex, i: int) -> None:
         """Copy row ``i`` of ``other`` to row ``b``."""
