@@ -5,6 +5,8 @@ Pages that nobody holds are NaN in all of these tests: whoever reads one is foun
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections import Counter
 from itertools import pairwise
 
@@ -445,6 +447,28 @@ def test_pages_are_given_back_when_a_row_shrinks_and_when_a_cache_is_dropped(lla
     check(other)
     del other
     assert len(pool.free) == pool.pages
+
+
+@pytest.mark.parametrize("graphs", [False, "eager"])
+@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])
+def test_a_cache_and_its_copy_are_used_beside_each_other(llama, how, graphs):
+    target, plain = HFModel(llama, page=4, graphs=graphs), HFModel(llama)
+    one, texts = target.cache(2, 160), ([[5, 6], LONG[:9]], [[5, 7, 8], LONG[:10]])
+    target.score(one, Context.of([[5], LONG[:7]]))
+    two = how(one)
+    for _ in range(2):
+        for cache, text in zip((one, two), texts):
+            context = Context.of(text, capacity=160)
+            expected = plain.score(plain.cache(2, 160), context).logits
+            torch.testing.assert_close(target.score(cache, context).logits, expected, rtol=0, atol=1e-9)
+    check(*[one, two] if one.pool is two.pool else [one])
+    pools = one.pool, two.pool
+    del one, cache
+    if pools[0] is not pools[1]:
+        check(two)
+    del two
+    assert all(len(pool.free) == pool.pages for pool in pools)
+    assert all(not holders for pool in pools for holders in pool.holders)
 
 
 def test_a_forward_that_fails_leaves_rows_their_pages(llama):

@@ -170,6 +170,15 @@ class PagedCache(TokenIndex, KVStore):
         if "_pages" in vars(self):
             self._leave(self._pages)
 
+    def __copy__(self) -> PagedCache:
+        """A cache of the same rows, which share their pages until one of them writes; both may be used."""
+        new = object.__new__(type(self))
+        vars(new).update(vars(self), _pages=[list(pages) for pages in self._pages])
+        for pages in new._pages:
+            self.pool.share(pages)
+        new._hold(*self._rows(list(range(self.batch))))
+        return new
+
     @property
     def page(self) -> int:
         """Slots of a page."""

@@ -28,11 +28,9 @@ class StaticPool(PagePool):
         super().__init__(shapes, page, spare=1)
         self._lender = lender
 
-    def unleased(self) -> StaticPool:
-        """As ``Slots.unleased``, with nobody who lends."""
-        new: StaticPool = super().unleased()
-        new._lender = None
-        return new
+    def __getstate__(self) -> dict[str, Any]:
+        """As ``Slots.__getstate__``; nobody lends to a copy."""
+        return {**super().__getstate__(), "_lender": None}
 
     def _extend(self, pages: int) -> tuple[torch.device, int, int] | None:
         lent = None if self._lender is None else self._lender(self.page, pages)
