@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from inspect import signature
 from typing import Any
 
@@ -25,16 +26,41 @@ def cache_name(model: Any) -> str:
 
 
 def blocks_of(model: Any) -> torch.nn.ModuleList:
-    """The decoder blocks of a model.
+    """The decoder blocks of a model: the list of as many modules as the config has layers, each of which is made of others, as norms are not.
+
+    Of several such lists, which are not inside one another as experts are, it is the one whose blocks know their numbers, as those do that
+    keep keys or states in a cache.
 
     Raises:
-        ValueError: there is no list with as many modules as the config has layers.
+        ValueError: there is no such list, or there are several.
     """
     layers = model.config.get_text_config().num_hidden_layers
-    for module in model.base_model.modules():
-        if isinstance(module, torch.nn.ModuleList) and len(module) == layers:
-            return module
-    raise ValueError(f"taps: no list of {layers} blocks found in a {type(model).__name__}")
+    found = dict(_lists(model.base_model, layers, ""))
+    if not found:
+        raise ValueError(f"no list of {layers} decoder blocks found in a {type(model).__name__}")
+    if len(found) > 1:
+        known = [name for name, blocks in found.items() if all(map(_knows, blocks, range(layers)))]
+        if len(known) != 1:
+            raise ValueError(
+                f"which are the {layers} decoder blocks of a {type(model).__name__}, {' or '.join(known or found)}? Give those and no others a "
+                "layer_idx, counted from 0"
+            )
+        return found[known[0]]
+    return next(iter(found.values()))
+
+
+def _lists(module: torch.nn.Module, layers: int, path: str) -> Iterator[tuple[str, torch.nn.ModuleList]]:
+    """The outermost lists of ``layers`` modules that have parts, by name."""
+    for name, child in module.named_children():
+        blocks = child if isinstance(child, torch.nn.ModuleList) and len(child) == layers else None
+        if blocks is not None and all(next(block.children(), None) is not None for block in blocks):
+            yield path + name, blocks
+        else:
+            yield from _lists(child, layers, f"{path}{name}.")
+
+
+def _knows(block: torch.nn.Module, number: int) -> bool:
+    return any(setting(module, "layer_idx") == number for module in block.modules())
 
 
 def runs_on(model: Any) -> torch.device:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from pruned import TOKENS, logits
 from tiny import FAMILIES, FLOAT32, slow, tiny
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 import specdec as sd
@@ -50,6 +51,27 @@ def skipping(model: Any, layers: list[int]) -> torch.Tensor:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def test_blocks_are_told_from_other_lists_of_their_number():
+    """Norms and gates have no parts; experts are inside blocks, also of blocks that are found late; a tower has no cache."""
+    model = tiny("qwen3_moe", num_hidden_layers=4)  # as many as experts
+    body, blocks = model.model, model.model.layers
+    for block in blocks:
+        block.experts = nn.ModuleList(nn.Sequential(nn.Linear(2, 2)) for _ in range(4))
+    norms = nn.ModuleList(nn.LayerNorm(2) for _ in range(4))
+    gates = nn.ModuleList(nn.Linear(2, 2) for _ in range(4))
+    vars(body)["_modules"] = {"norms": norms, "gates": gates, **body._modules}
+    assert blocks_of(model) is blocks
+    tower = nn.ModuleDict({"blocks": nn.ModuleList(nn.Sequential(nn.Linear(2, 2)) for _ in range(4))})
+    vars(body)["_modules"] = {"tower": tower, **body._modules}
+    assert blocks_of(model) is blocks
+    body.add_module("others", copy.deepcopy(blocks))
+    with pytest.raises(ValueError, match=r"4 decoder blocks of a Qwen3MoeForCausalLM, layers or others\?"):
+        blocks_of(model)
+    body.layers, body.others, body.tower = None, None, None
+    with pytest.raises(ValueError, match="no list of 4 decoder blocks found in a Qwen3MoeForCausalLM"):
+        blocks_of(model)
 
 
 def test_which_layers():
