@@ -13,7 +13,7 @@ one: the same command continues after an interruption, and a larger --seeds adds
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,8 +75,8 @@ def main(s: Settings) -> None:
     wanted = variants(k=s.k)
     if s.merge:
         parts = [json.loads(Path(file).read_text()) for file in s.merge]
-        kept = [row for p in parts for row in origins(p)]
-        return shown(s, wanted, [row for p in parts for row in p["rows"] if row["part"] == "training"], kept)
+        rows = once(row for p in parts for row in p["rows"] if row["part"] == "training")
+        return shown(s, wanted, rows, once(row for p in parts for row in origins(p)))
     target, tokenizer = zoo.load(s.target)
     names = list(s.methods or wanted)
     unknown = [name for name in names if name not in wanted]
@@ -100,6 +100,11 @@ def main(s: Settings) -> None:
     untrained = score(whole, deep)  # original positions, refreshed every round
     rows.append(training(untrained, texts.prompt, method="magicdec", seed=None, **about))
     return shown(s, wanted, rows)
+
+
+def once(rows: Iterable[Row]) -> list[Row]:
+    """The rows without repetitions; of one training with two scores both stay, for ``together`` to refuse."""
+    return list({json.dumps(row, sort_keys=True): row for row in rows}.values())
 
 
 def origins(report: Row) -> list[Row]:

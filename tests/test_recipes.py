@@ -326,6 +326,38 @@ def test_an_interrupted_ablation_continues(tmp_path, monkeypatch):
         assert kept == [".pt" if how is score else ".unfinished"]
 
 
+def test_reports_are_merged_without_repetitions(tmp_path, monkeypatch):
+    """MagicDec is scored in every part; a part that is given twice, alone and merged, is one."""
+    monkeypatch.syspath_prepend(str(ROOT / "recipes"))
+    monkeypatch.delitem(sys.modules, "spire_ablations", raising=False)
+    import spire_ablations as recipe
+
+    def part(name, method, seed, tau=3.0):
+        sums = {"expected_tokens": [tau, 2 * tau], "expected_rounds": [1.0, 2.0], "accepted": [0.5]}
+        row = {"part": "training", **sums, "tokens": 100, "texts": "a", "data": "d"}
+        rows = [{**row, "method": method, "seed": seed}, {**row, "method": "magicdec", "seed": None}]
+        meta = dict.fromkeys(recipe.ORIGIN, name)
+        (tmp_path / name).write_text(json.dumps({"meta": meta, "rows": rows}))
+
+    def merge(into, *names):
+        files = tuple(str(tmp_path / name) for name in names)
+        recipe.main(recipe.Settings(merge=files, json=str(tmp_path / into)))
+        rows = report(tmp_path / into)
+        trainings = [(r["method"], r["seed"]) for r in rows if r["part"] == "training"]
+        return trainings, [r["command"] for r in rows if r["part"] == "merged"]
+
+    part("a", "spire", 0)
+    part("b", "spire", 1)
+    part("c", "vanilla", 0)
+    assert merge("ab", "a", "b") == ([("spire", 0), ("magicdec", None), ("spire", 1)], ["a", "b"])
+    trainings, merged = merge("all", "ab", "b", "c")
+    assert trainings == [("spire", 0), ("magicdec", None), ("spire", 1), ("vanilla", 0)]
+    assert merged == ["a", "b", "c"]
+    part("d", "spire", 1, tau=2.0)
+    with pytest.raises(ValueError, match=r"(magicdec, seed None|spire, seed 1), 100 tokens has two scores"):
+        merge("wrong", "all", "d")
+
+
 @pytest.mark.slow
 def test_ablations(tmp_path):
     """Two rows, two seeds, on shards made here; the second run trains nothing again."""
