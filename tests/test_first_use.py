@@ -62,8 +62,20 @@ def test_the_bar_ends_with_the_tau_of_the_result(base, capsys):
     ],
 )
 def test_what_a_function_draft_returns_is_no_tensor(base, returned, says):
-    with pytest.raises(TypeError, match=f"chain_draft: the function {says}.*return \\[V\\] logits"):
+    with pytest.raises(TypeError, match=f"chain_draft: the function <lambda> {says}.*return \\[V\\] logits"):
         base.draft(sd.chain_draft(lambda ids: returned), length=2).generate([1], 4)
+
+
+@pytest.mark.parametrize("V", [96, 98])
+def test_logits_of_another_vocabulary_are_refused(base, V):
+    """They were cut or padded in silence, and a function for another tokenizer decoded slowly."""
+
+    def mine(prefix):
+        return torch.zeros(V)
+
+    says = f"function mine returned {V} logits and the target's vocabulary has 97 entries: return one for each id"
+    with pytest.raises(ValueError, match=says):
+        base.draft(sd.chain_draft(mine), length=2).generate([1], 4)
 
 
 def test_a_pocket_head_is_no_target():

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from specdec.arguments import name_of
 from specdec.capabilities import DraftInfo
 from specdec.drafts.draw import ChainDraw
 from specdec.drafts.stateless import Stateless
@@ -40,7 +41,7 @@ class FunctionDraft(Stateless):
         return replace(self, sampling=self.sampling or sampling, vocab_size=target.vocab_size)
 
     def propose(self, state: None, context: Context, budget: Tensor, rng: Rng) -> tuple[Proposal, None]:
-        draw = ChainDraw(context, budget, self.sampling or Sampling(), self.vocab_size)
+        draw = ChainDraw(context, budget, self.sampling or Sampling())
         prefixes = [context.row(b) for b in range(context.batch)]
         for n in range(draw.length):
             rows = (budget > n).nonzero()[:, 0].tolist()
@@ -54,15 +55,19 @@ class FunctionDraft(Stateless):
 
     def _ask(self, prefix: list[int]) -> Tensor:
         returned = self.logits(list(prefix))
+        said = f"chain_draft: the function {name_of(self.logits)} returned"
         try:
             logits = torch.as_tensor(returned)
         except (TypeError, ValueError, RuntimeError) as error:
             raise TypeError(
-                f"chain_draft: the function returned a {type(returned).__name__} that is no tensor ({error}): return [V] logits"
+                f"{said} a {type(returned).__name__} that is no tensor ({error}): return [V] logits"
             ) from error
         if logits.dim() != 1:
+            raise ValueError(f"{said} shape {list(logits.shape)} for one prefix: return [V] logits")
+        if len(logits) != (self.vocab_size or len(logits)):
             raise ValueError(
-                f"chain_draft: the function returned shape {list(logits.shape)} for one prefix: return [V] logits"
+                f"{said} {len(logits)} logits and the target's vocabulary has {self.vocab_size} entries: return one for each id, -inf for ids that "
+                "are never to be drafted; of a model with a padded vocabulary, cut those that the target lacks"
             )
         return logits if logits.dtype == torch.float64 else logits.float()
 
@@ -74,7 +79,7 @@ def chain_draft(function: Callable[[list[int]], Tensor | Sequence[float]]) -> Fu
     lossless whatever the function returns.
 
     Raises:
-        TypeError: ``function`` is not callable.
+        TypeError: ``function`` is not callable. ValueError: in a run, its logits are fewer or more than the target's vocabulary has entries.
     """
     if not callable(function):
         raise TypeError(
