@@ -31,6 +31,7 @@ from specdec.masks import Mask
 from specdec.models.check import Loading
 from specdec.protocols import Draft, LanguageModel, Selector, Verifier
 from specdec.sampling import Sampling, SamplingSettings
+from specdec.serving.requests import Finished
 from specdec.verifiers.fused import FusedRejection
 from specdec.verifiers.rejection import Rejection
 
@@ -169,9 +170,7 @@ class Builder:
         for name, value in settings.items():
             if name not in known:
                 refuse("sampling", {name: value}, SAMPLING, known, "setting")
-        if sampling is None:
-            sampling = Sampling(**settings) if settings else None
-        return replace(self, _sampling=sampling)
+        return replace(self, _sampling=Sampling(**settings) if settings else sampling)
 
     def greedy(self) -> Builder:
         """The same as ``sampling(temperature=0)``."""
@@ -196,9 +195,17 @@ class Builder:
         """``build().stream(...)``, as ``generate``."""
         return self.build().stream(*arguments, **named)
 
+    def serve(self, *arguments: Any, **named: Any) -> Iterator[Finished]:
+        """``build().serve(...)``, as ``generate``."""
+        return self.build().serve(*arguments, **named)
+
     def as_generate(self) -> CustomGenerate:
         """``build().as_generate()``."""
         return self.build().as_generate()
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """``build().save(folder)``."""
+        self.build().save(folder)
 
     def build(self) -> Decoder:
         """Check that the parts fit together and return the decoder.

@@ -43,6 +43,16 @@ def test_on_round_is_a_function_before_anything_is_decoded(base, call):
         call(base.build())
 
 
+def test_what_a_decoder_does_needs_no_build(base, tmp_path):
+    made = base.draft(sd.drafts.NGram(), length=3)
+    expected = made.build().generate(IDS, 9, seed=0).ids
+    requests = [sd.Request(ids, 9) for ids in IDS]
+    served = made.serve(requests, 2, seed=0, clock="rounds")
+    assert [one.ids for one in sorted(served, key=lambda one: one.index)] == expected
+    made.save(tmp_path / "saved")
+    assert sd.load(tmp_path / "saved").generate(IDS, 9, seed=0).ids == expected
+
+
 def test_a_list_of_texts_is_no_prompt(base):
     with pytest.raises(TypeError, match="prompt 0 is a list of texts: give one text"):
         base.generate([["a", "b"]], 4)
