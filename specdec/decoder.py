@@ -195,7 +195,7 @@ class Decoder(Composition):
                 the request's number and ``round.verdict.tokens[b, :round.committed[b]]`` its new tokens, with which partial results can be shown.
         Raises:
             ValueError: at once, for a part that cannot take in rows during a run, an executor other than ``Serial`` and
-                ``Pipelined``, an invalid limit, clock or capacity, or a list of requests out of order; on its arrival, for
+                ``Pipelined``, an invalid limit, clock, capacity, seed or stop, or a list of requests out of order; on its arrival, for
                 a request out of order, one that ``generate`` would refuse, or one that needs more than ``capacity``.
         """
         settings = Settings(limit, seed, eos_token_id, stop_strings, clock, capacity, on_round)

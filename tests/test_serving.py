@@ -25,6 +25,7 @@ from specdec.drafts.stateless import Stateless
 from specdec.executors import Optimistic, Pipelined, Serial, Timeline
 from specdec.masks import streaming
 from specdec.models import Masked
+from specdec.serving import server
 from specdec.serving.server import Server, Settings, joined
 
 PROMPTS = [[5], [7, 8, 9], [1, 2, 3, 4] * 6, [50] * 9, [3, 1], [90, 4, 5, 6], list(range(17)), [11, 12] * 5]
@@ -209,6 +210,20 @@ def test_requests_that_come_while_nobody_is_there(small):
     assert all(one.arrived <= one.started <= one.first_token <= one.finished for one in done)
 
 
+def test_a_request_may_be_further_off_than_a_machine_sleeps(small, monkeypatch):
+    slept = []
+
+    def sleep(seconds):
+        slept.append(seconds)
+        if len(slept) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(server, "sleep", sleep)
+    with pytest.raises(KeyboardInterrupt):
+        list(sd.decoder(small).build().serve([sd.Request([5], 2, arrival=1e300)]))
+    assert slept == [3600] * 3
+
+
 @pytest.mark.parametrize("salt", [0, 1])
 def test_selectors_see_requests_come_and_go(target, small, salt):
     arms = {"model": small, "ngram": sd.drafts.NGram(), "none": None}
@@ -243,9 +258,14 @@ def test_what_cannot_be_served_is_refused_at_once(target, small):
         ({"limit": 0}, "limit is 0"),
         ({"clock": "sun"}, "'wall' .* or 'rounds'"),
         ({"capacity": 0}, "capacity is 0"),
+        ({"seed": -1}, "seed is -1"),
+        ({"eos_token_id": 97}, "^eos_token_id is 97"),
+        ({"stop_strings": ""}, "^stop_strings contains an empty string"),
     ):
         with pytest.raises(ValueError, match=message):
             decoder.serve([], **wrong)
+    with pytest.raises(TypeError, match=r"seed is \[1\]: give a whole number, from which every request gets"):
+        decoder.serve([], seed=[1])
     with pytest.raises(ValueError, match=r"Optimistic.*build with Serial\(\) or Pipelined\(micro_batches\)"):
         sd.decoder(target).draft(small).executor(Optimistic()).build().serve([])
     with pytest.raises(ValueError, match="'adversary' cannot take in rows"):
@@ -261,8 +281,9 @@ def test_what_cannot_be_served_is_refused_at_once(target, small):
             made.build().serve([])
     with pytest.raises(ValueError, match="arrival is -1"):
         sd.Request([1], arrival=-1)
-    with pytest.raises(ValueError, match="arrival is nan"):
-        sd.Request([1], arrival=float("nan"))
+    for never in ("nan", "inf"):
+        with pytest.raises(ValueError, match=f"arrival is {never}"):
+            sd.Request([1], arrival=float(never))
     with pytest.raises(ValueError, match="at least one finished"):
         sd.Summary.of([])
     assert list(decoder.serve([])) == []
@@ -278,6 +299,7 @@ def test_what_cannot_be_served_is_refused_at_once(target, small):
         (sd.Request([97], 3), ValueError, "request 1: its prompt has an id outside"),
         (sd.Request([1.5], 3), TypeError, "request 1"),
         (sd.Request([1] * 20, 20), ValueError, "request 1: 20 tokens, .* need 44 slots and capacity is 40"),
+        (sd.Request([1], 3, seed=-1), ValueError, "request 1: seed is -1"),
         ([1, 2], TypeError, "request 1 is a list: give Request"),
     ],
 )

@@ -22,7 +22,7 @@ class Request:
         seed: makes the same draws as ``generate(prompt, seed=seed)``; ``None`` derives them from the stream's seed.
         key: any object that the caller wants back with the result.
     Raises:
-        TypeError: the arrival is no number. ValueError: it is negative.
+        TypeError: the arrival is no number. ValueError: it is negative or infinite.
     """
 
     prompt: Any
@@ -33,7 +33,7 @@ class Request:
 
     def __post_init__(self) -> None:
         number("arrival", self.arrival)
-        if self.arrival < 0:
+        if not 0 <= self.arrival < float("inf"):
             raise ValueError(
                 f"arrival is {self.arrival}: give a time since the start of the stream, 0 or later"
             )

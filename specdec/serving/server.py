@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from specdec.arguments import at_least, function
+from specdec.arguments import at_least, function, listed, whole
 from specdec.arm_policy import Choice
 from specdec.capabilities import ModelInfo
 from specdec.composition import Composition
@@ -54,13 +54,18 @@ def check(composition: Composition, executor: Executor, settings: Settings) -> N
     """Refuse what cannot be served, before any work is done.
 
     Raises:
-        ValueError: a limit or a capacity below 1, an unknown clock, an executor that is neither ``Serial`` nor ``Pipelined``, more
+        TypeError: an argument is of another kind.
+        ValueError: a limit or a capacity below 1, an unknown clock, a seed out of range, a stop that never comes, an executor that is neither ``Serial`` nor ``Pipelined``, more
             micro-batches than rows, or a part whose state cannot take in new rows.
     """
     at_least(1, "limit", settings.limit, "give the number of rows in flight, at least 1")
     if settings.capacity is not None:
         at_least(1, "capacity", settings.capacity, "give the tokens of a row, or None to grow as needed")
     function("on_round", settings.on_round)
+    if settings.seed is not None:
+        whole("seed", listed(settings.seed), ", from which every request gets its own")
+        seeds(settings.seed, 1)
+    prepared(composition, [[0]], 1, settings.eos_token_id, settings.stop_strings, ())
     if settings.clock not in CLOCKS:
         raise ValueError(f"clock is {settings.clock!r}: give 'wall' (seconds) or 'rounds'")
     if not isinstance(executor, (Serial, Pipelined)):
@@ -241,7 +246,7 @@ class Server:
         if self.settings.clock == "rounds":
             self.rounds = max(self.rounds, Fraction(arrival))
         else:
-            sleep(max(arrival - self.time, 0))
+            sleep(min(max(arrival - self.time, 0), 3600))  # no machine sleeps for any time at once
         self.scheduler.clock = perf_counter()
 
     def _admit(self, place: Place) -> Generator[Finished, None, DraftRequest | None]:
@@ -292,6 +297,7 @@ class Server:
                 settings.stop_strings,
                 (),
             )
+            seed = self._seed(index, request)
         except (TypeError, ValueError) as error:
             what = str(error).replace("prompt 0", "its prompt").replace(" for row 0", "")
             raise type(error)(f"request {index}: {what}") from error
@@ -306,7 +312,7 @@ class Server:
             known = torch.cat([known, torch.zeros_like(known)])
         known[index] = limits.max_length[0]
         self.limits = replace(limits, max_length=known, reasons=self.limits.reasons)
-        return replace(context, request=torch.tensor([index])), self._seed(index, request)
+        return replace(context, request=torch.tensor([index])), seed
 
     def _seed(self, index: int, request: Request) -> Tensor:
         """``[1]``: the seed of ``generate(prompt, seed=request.seed)``, or of row ``index`` of a batch with the stream's seed."""
