@@ -70,6 +70,7 @@ _NAMES = {
     "Traversal": "specdec.verifiers",
     "Verdict": "specdec.types",
     "VerifierInfo": "specdec.capabilities",
+    "auto": "specdec.lab.auto",
     "certify": "specdec.audit.certify",
     "chain_draft": "specdec.drafts",
     "compare": "specdec.lab.live",
@@ -110,6 +111,7 @@ if TYPE_CHECKING:  # for type checkers and editors, to which a missing name is a
     from specdec.decoder import StreamChunk as StreamChunk
     from specdec.drafts import chain_draft as chain_draft
     from specdec.generation import Generation as Generation
+    from specdec.lab.auto import auto as auto
     from specdec.lab.live import compare as compare
     from specdec.models import HFModel as HFModel
     from specdec.models import TableModel as TableModel
@@ -186,6 +188,7 @@ __all__ = [
     "Traversal",
     "Verdict",
     "VerifierInfo",
+    "auto",
     "certify",
     "chain_draft",
     "decoder",

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from specdec.arguments import at_least
 from specdec.cost.arms import ArmCosts
-from specdec.protocols import Leaves, Selector
+from specdec.protocols import Enters, Holds, Leaves, Selector
 from specdec.rng import Rng
 from specdec.selectors.rewards import charge
 from specdec.types import Context, Feedback, Round
@@ -89,6 +89,25 @@ class Choice(NamedTuple):
         return Choice(self.arm[rows], self.prob[rows], self.length[rows])
 
 
+@dataclass
+class _Held:
+    """A choice that stands for some more ``rounds`` of the same rows, those of ``request``."""
+
+    request: Tensor | None = None
+    choice: Any = None
+    rounds: int = 0
+
+    def silent(self, round: Round) -> bool:
+        """Whether a round of the held choice says nothing: no row drafted, or left."""
+        return (
+            self.choice is not None
+            and round.arm is self.choice.arm
+            and not round.proposal.nodes
+            and not self.choice.length.numpy().any()
+            and not round.finished.numpy().any()
+        )
+
+
 class ArmAssignment:
     """A run's use of a selector: keeps each row's arm and turns rounds into feedback.
 
@@ -99,6 +118,10 @@ class ArmAssignment:
     def __init__(self, how: ArmPolicy):
         self.how, self.state = how, how.selector.init(len(how.names))
         self.leaves = how.selector if isinstance(how.selector, Leaves) else None
+        self.enters = how.selector if isinstance(how.selector, Enters) else None
+        self.holds = how.selector if isinstance(how.selector, Holds) else None
+        self.held = _Held()
+        self.waiting: list[tuple[Tensor, ...]] = []  # feedback of held rounds
         self.lengths, self.longest = torch.tensor(how.lengths), 1 + max(how.lengths)
         self.on: dict[int, int] = {}
         self.seconds = 0.0
@@ -109,15 +132,26 @@ class ArmAssignment:
         if self.on and self.leaves is not None:
             self.state = self.leaves.leave(self.state, torch.tensor(list(self.on)))
         self.on.clear()
+        self.held = _Held()
+        self.waiting.clear()
         return self
 
+    def enter(self, request: Tensor, longest: Tensor) -> None:
+        """Tell a selector that wants to know how long the texts of new requests may become, prompts included."""
+        if self.enters is not None:
+            self.state = self.enters.enter(self.state, request, longest)
+
     def choose(self, context: Context, rng: Rng) -> Choice:
-        """Arms for the rows of ``context``; other rows in flight keep theirs.
+        """Arms for the rows of ``context``; other rows in flight keep theirs. A choice that the selector holds is not made again.
 
         Raises:
             ValueError: the selector chose an arm that does not exist, or more rows than an arm may take.
         """
+        if self.held.request is context.request and self.held.rounds > 0:  # the same rows: none has left
+            self.held.rounds -= 1
+            return self.held.choice
         began, how = perf_counter(), self.how
+        self._tell()
         requests = context.request.tolist()
         capacities = self._left(requests)
         arm, prob, self.state = how.selector.select(self.state, context, capacities, rng)
@@ -129,8 +163,11 @@ class ArmAssignment:
                     f"selector {how.selector!r} gave arm {how.names[a]!r} {n} rows of the {room[a]} that it may take"
                 )
         self.on.update(zip(requests, chosen))
+        choice = Choice(arm, prob, self.lengths[arm])
+        if self.holds is not None:
+            self.held = _Held(context.request, choice, self.holds.hold(self.state))
         self.seconds += perf_counter() - began
-        return Choice(arm, prob, self.lengths[arm])
+        return choice
 
     def _check(self, batch: int, arm: Any, prob: Any) -> list[int]:
         """The arms as a list; raises ValueError unless there is an arm and a probability for every row."""
@@ -163,25 +200,40 @@ class ArmAssignment:
         Args:
             spent: measured seconds of drafting by arm.
         """
+        if self.held.silent(round):
+            return
         began, how = perf_counter(), self.how
-        truncated = round.truncated.tolist()
-        if not all(truncated):
+        if not round.truncated.numpy().all():
+            drafted, tokens = round.proposal.size, round.verdict.accepted + 1
+            parts = [round.context.request, round.arm, tokens, drafted]
             if how.costs == "wall":
                 rest = round.seconds.get("target", 0.0) + round.seconds.get("verify", 0.0)
-                seconds = charge(round.arm, torch.tensor(spent or [0.0] * len(how.names)), rest)
-            else:
-                seconds = how.costs.seconds(round.arm, round.proposal.size)
-            drafted, tokens = round.proposal.size, round.verdict.accepted + 1
-            reward = how.reward(round) if how.reward else tokens / self.longest
-            parts = [round.context.request, round.arm, tokens, drafted, seconds, reward]
-            if any(truncated):
+                parts.append(charge(round.arm, torch.tensor(spent or [0.0] * len(how.names)), rest))
+            if how.reward:
+                parts.append(how.reward(round))
+            if round.truncated.numpy().any():
                 rows = (~round.truncated).nonzero()[:, 0]
                 parts = [part[rows] for part in parts]
-            self.state = how.selector.update(self.state, Feedback(*parts))
-        gone = round.context.request[round.finished]
-        if len(gone):
+            self.waiting.append(tuple(parts))
+            if self.holds is None or self.held.rounds == 0:
+                self._tell()
+        if round.finished.numpy().any():
+            self._tell()
+            gone = round.context.request[round.finished]
             for request in gone.tolist():
                 self.on.pop(request, None)
             if self.leaves is not None:
                 self.state = self.leaves.leave(self.state, gone)
         self.seconds += perf_counter() - began
+
+    def _tell(self) -> None:
+        """Let the selector learn from the rounds since it was told last."""
+        if not self.waiting:
+            return
+        request, arm, tokens, drafted, *rest = (torch.cat(parts) for parts in zip(*self.waiting))
+        self.waiting.clear()
+        seconds = rest.pop(0) if self.how.costs == "wall" else self.how.costs.seconds(arm, drafted)
+        reward = rest.pop(0) if self.how.reward else tokens / self.longest
+        self.state = self.how.selector.update(
+            self.state, Feedback(request, arm, tokens, drafted, seconds, reward)
+        )

@@ -104,10 +104,12 @@ class SelectorInfo(_Info):
     Args:
         full_information: feedback's reward is ``[B, arms]``, of every arm, chosen or not.
         arms: how many arms it is made for (``None``: any number).
+        joint: a row's arm depends on the other rows, of its batch or before, also where capacities leave room.
     """
 
     full_information: bool = False
     arms: int | None = None
+    joint: bool = False
 
 
 @dataclass(frozen=True)

@@ -262,3 +262,25 @@ class Leaves(Protocol):
     def leave(self, state: Any, requests: Tensor) -> Any:
         """The state after these requests are finished."""
         ...
+
+
+@runtime_checkable
+class Holds(Protocol):
+    """A selector whose choices may stand for several rounds.
+
+    While they do it is not asked; it gets the feedback of all these rounds at the end, and none where no row drafts. A choice ends early when a row
+    leaves or joins.
+    """
+
+    def hold(self, state: Any) -> int:
+        """How many more rounds the last choice stands; 0: choose again in the next."""
+        ...
+
+
+@runtime_checkable
+class Enters(Protocol):
+    """A selector that asks how long a request's text may become."""
+
+    def enter(self, state: Any, request: Tensor, length: Tensor) -> Any:
+        """The state, with the longest length of each new request's text, prompt included."""
+        ...

@@ -22,6 +22,7 @@ from specdec.audit.around import PROMPTS, TOKENS, Refused, decoders, verifier_of
 from specdec.audit.plain import Distribution, Ids, Logits, Numbered, Plain, enumerate_plain, total_variation
 from specdec.audit.scope import Scope
 from specdec.audit.walk import Branches, Walk, pack, race_key
+from specdec.capabilities import SelectorInfo
 from specdec.decoder import Decoder
 from specdec.protocols import Verifier
 from specdec.rng import Rng
@@ -89,7 +90,8 @@ def certify(
     Args:
         decoder: built as usual; or a verifier, or a function ``(proposal, probs, context, rng) -> Verdict``, around which a decoder is
             built: a table of 3 tokens, and a draft whose trees, or chains where the verifier refuses trees, depend on the whole past.
-        prompts: rows of ids; the branches of all rows share every batch. By default one of one token, and for a verifier three.
+        prompts: rows of ids; the branches of all rows share every batch, except under a selector that chooses for rows together
+            (``SelectorInfo.joint``), where each branch runs alone. By default one of one token, and for a verifier three.
         max_new_tokens: as for ``generate``; by default 3, and 4 for a verifier. eos_token_id, stopping_criteria: as for ``generate``.
         sampling: defines the target's distribution; by default the decoder's.
         logits: ``prefixes -> [R, V]``, the target's logits on plain prefixes; by default its own ``score`` with a fresh cache.
@@ -160,6 +162,12 @@ class _Run:
         return Scope.of(self.decoder, self.prompts, self.budgets, self.eos, self.criteria)
 
     @property
+    def alone(self) -> bool:
+        """Whether what a row does depends on the other rows, so that branches must not share a batch."""
+        how = self.decoder.selecting
+        return how is not None and SelectorInfo.of(how.selector).joint
+
+    @property
     def budgets(self) -> list[int]:
         if isinstance(self.max_new_tokens, int):
             return [self.max_new_tokens] * len(self.prompts)
@@ -195,8 +203,10 @@ def _walk(run: _Run, plain: list[Plain], numbered: Numbered | None, batch: int, 
     while any(stacks):
         # A finished prompt stays in the batch, so that every branch runs beside every prompt.
         mate = [not stack for stack in stacks]
-        parts = [_take(stack, max(1, batch // len(rows))) if stack else Branches.root() for stack in stacks]
-        owner = np.repeat(np.arange(len(rows)), [len(part) for part in parts])
+        here = [mate.index(False)] if run.alone else list(rows)
+        size = 1 if run.alone else max(1, batch // len(rows))
+        parts = [_take(stacks[row], size) if stacks[row] else Branches.root() for row in here]
+        owner = np.repeat(here, [len(part) for part in parts])
         walk = Walk(Branches.join(parts), numbered)
         ids = run(walk, owner)
         measure = walk.branches.measure()
@@ -218,7 +228,7 @@ def _walk(run: _Run, plain: list[Plain], numbered: Numbered | None, batch: int, 
         real = (measure > 1e-9).nonzero()[0]
         some = real[np.linspace(0, len(real) - 1, min(len(real), 64)).astype(int)] if len(real) else real
         sample.append((walk.branches.select(some), owner[some], [ids[b] for b in some]))
-        count += sum(len(part) for part, through in zip(parts, mate) if not through)
+        count += sum(len(part) for part, row in zip(parts, here) if not mate[row])
         if count > limit:
             raise RuntimeError(
                 f"more than {limit} branches: use fewer nodes or tokens, a smaller vocabulary, or distributions with zeros"
@@ -257,7 +267,17 @@ def _take(stack: list[Branches], count: int) -> Branches:
 def _again(
     run: _Run, numbered: Numbered | None, sample: list[tuple[Branches, np.ndarray, list[Ids]]]
 ) -> None:
-    """Run some finished branches again in another batch: a row's output must be a function of its own random numbers."""
+    """Run some finished branches again in another batch: a row's output must be a function of its own random numbers.
+
+    Where rows are chosen for together, each runs alone again.
+    """
+    if run.alone and len(sample) > 1:
+        for one in sample:
+            _again(run, numbered, [one])
+        return
+    sample = [part for part in sample if len(part[0])]
+    if not sample:
+        return
     branches = Branches.join([part for part, _, _ in sample])
     owner = np.concatenate([part for _, part, _ in sample])
     before = [ids for _, _, part in sample for ids in part]

@@ -92,6 +92,8 @@ class Pool:
 
     def assign(self, state: PoolState, arm: Tensor) -> PoolState:
         """Row b is drafted by ``arm[b]`` from now on."""
+        if arm is state.arm:
+            return state
         return self._assigned(state, arm, torch.ones_like(arm, dtype=torch.bool))._replace(arm=arm)
 
     def _assigned(self, state: PoolState, arm: Tensor, here: Tensor) -> PoolState:
@@ -136,6 +138,9 @@ class Pool:
     def propose(
         self, state: PoolState, context: Context, budget: Tensor, rng: Rng
     ) -> tuple[Proposal, PoolState]:
+        if not budget.numpy().any():
+            nobody = (None,) * len(state.states), (0.0,) * len(self.arms)
+            return Proposal.none(context.batch), PoolState(state.states, state.arm, *nobody)
         states = list(state.states)
         made: list[Proposal | None] = [None] * len(states)
         groups = self._groups(state.arm)
@@ -170,9 +175,11 @@ class Pool:
 
         What a draft observes of a row must not depend on the arms of other rows.
         """
-        nothing = Proposal.none(round.context.batch)
+        none = (
+            round if not round.proposal.nodes else replace(round, proposal=Proposal.none(round.context.batch))
+        )
         states = tuple(
-            d.observe(s, replace(round, proposal=nothing if p is None else p))
+            d.observe(s, none if p is None else replace(round, proposal=p))
             for d, s, p in zip(self.drafts, state.states, state.proposals)
         )
         return state._replace(states=states, proposals=(None,) * len(states))

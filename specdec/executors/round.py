@@ -139,6 +139,8 @@ class MicroBatch:
     def prefill(self, limits: StopRules) -> Round:
         """Round 0: one token from the target, without a draft."""
         nothing = Proposal.none(self.context.batch)
+        if self.selection is not None:
+            self.selection.enter(self.context.request, self.context.length + limits.room(self.context))
         return self.verify(limits, Drafted(nothing, 0.0, None), torch.zeros_like(self.context.length))
 
     def verify(self, limits: StopRules, drafted: Drafted, budget: Tensor) -> Round:

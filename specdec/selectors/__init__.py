@@ -5,6 +5,7 @@ from specdec.selectors.epsilon import EpsilonGreedy
 from specdec.selectors.exp3 import EXP3
 from specdec.selectors.fixed import Fixed
 from specdec.selectors.hedge import Hedge
+from specdec.selectors.planner import Planner
 from specdec.selectors.random import Random
 from specdec.selectors.spin import Spin
 from specdec.selectors.thompson import Thompson
@@ -17,6 +18,7 @@ __all__ = [
     "EpsilonGreedy",
     "Fixed",
     "Hedge",
+    "Planner",
     "Random",
     "Spin",
     "Thompson",

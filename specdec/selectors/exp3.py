@@ -28,6 +28,11 @@ class Weighting:
 
     pool: Pool
 
+    @property
+    def joint(self) -> bool:
+        """Whether rows share statistics (``SelectorInfo.joint``)."""
+        return self.pool is not None
+
     def init(self, arms: int) -> Weighted:
         return Weighted(Table.empty(arms), Pending({}))
 

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.capabilities import SelectorInfo
 from specdec.rng import Rng
 from specdec.selectors.exp3 import softmax
 from specdec.selectors.matching import checked, draw
@@ -33,7 +32,7 @@ class Hedge(Tabled):
     rate: float | None = None
     scale: float = 1.0
     pool: Pool = None
-    info: ClassVar[SelectorInfo] = SelectorInfo(full_information=True)
+    full_information: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         poolable(self.pool)

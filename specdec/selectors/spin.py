@@ -105,6 +105,11 @@ class Spin:
         if self.learn not in ("exploration", "always"):
             raise ValueError(f'learn is {self.learn!r}: give "exploration" or "always"')
 
+    @property
+    def joint(self) -> bool:
+        """Whether rows share statistics (``SelectorInfo.joint``)."""
+        return self.pool is not None or self.prior > 0
+
     def init(self, arms: int) -> State:
         table = Table.empty(arms)
         return State(table, table, Phases.empty(arms), Pending({}))

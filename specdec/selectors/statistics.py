@@ -169,6 +169,11 @@ class Tabled:
 
     pool: Pool
 
+    @property
+    def joint(self) -> bool:
+        """Whether rows share statistics (``SelectorInfo.joint``)."""
+        return self.pool is not None
+
     def init(self, arms: int) -> Table:
         return Table.empty(arms)
 

@@ -245,6 +245,8 @@ def arm_prob_is_the_frequency(case: Case) -> None:
 
 @SUITE.test(MATES)
 def mates(case: Case) -> None:
+    if SelectorInfo.of(case.selector).joint:
+        raise NotTried("it chooses for rows together")
     A, rng = case.arms, Philox(seeds(9, 6))
     _, state = case.play(list(range(6)), 8)
     now = context(list(range(6)), [30, 31, 32, 33, 34, 35])
@@ -260,6 +262,8 @@ def mates(case: Case) -> None:
 @SUITE.test(LATE)
 def micro_batches(case: Case) -> None:
     """Four micro-batches a slot, feedback after all of them, against one batch."""
+    if SelectorInfo.of(case.selector).joint:
+        raise NotTried("it chooses for rows together")
     A, rng = case.arms, Philox(seeds(1, 8))
     noise = torch.rand(30, 8, A, generator=torch.Generator().manual_seed(0))
     chosen = []

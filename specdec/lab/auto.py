@@ -1,0 +1,321 @@
+"""``sd.auto``: which draft, how many tokens of it, or none, at which batch, measured on this machine, and a decoder that decides it in every round."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.stats import trim_mean
+
+from specdec.arguments import at_least, counts
+from specdec.arm_policy import Arm
+from specdec.builder import Builder, as_draft
+from specdec.capabilities import DraftInfo, DraftPart
+from specdec.cost.rounds import RoundTable
+from specdec.decoder import Decoder
+from specdec.lab.clock import sync
+from specdec.lab.console import progress, table
+from specdec.prompts import Prompts, rows_of
+from specdec.selectors.planner import Planner
+from specdec.types import Context, Round
+
+BURSTS = 4.0
+"""A row's failures come in bursts, so as many say less about the rest of its text than their number does; chosen on validation prompts."""
+COLUMNS = ("method", "batch", "tau", "milliseconds", "tokens_per_second", "ratio", "best")
+
+
+@dataclass(frozen=True, eq=False)
+class Auto:
+    """What was measured, and a decoder that acts on it.
+
+    Attributes:
+        decoder: chooses for every row and round. rows: of every method that keeps one draft and length, and of plain decoding, at each batch.
+        selector: the decoder's.
+    """
+
+    decoder: Decoder
+    rows: list[dict[str, Any]]
+    selector: Planner
+
+    @property
+    def best(self) -> dict[int, str]:
+        """Batch -> the fastest method, plain decoding included."""
+        return {row["batch"]: row["method"] for row in self.rows if row["best"]}
+
+    def frame(self) -> Any:
+        """The rows as a pandas ``DataFrame``."""
+        import pandas
+
+        return pandas.DataFrame(self.rows)
+
+    def why(self, selection: Any, row: int) -> str:
+        """Why a row is decoded as it is now.
+
+        Args:
+            selection: from ``decoder.begin(batch)``, which was given to ``decoder.generate(..., selection=selection)``; in ``on_round`` of the same call it
+                tells the choice for the next round. row: number of the prompt.
+        """
+        return self.selector.explain(selection.state, row, selection.how.names)
+
+    def __repr__(self) -> str:
+        return "\n".join(
+            [table(self.rows, COLUMNS), *(self._answer(row) for row in self.rows if row["best"])]
+        )
+
+    def _answer(self, row: Mapping[str, Any]) -> str:
+        if not row["k"]:
+            said = "do not speculate"
+        elif row["ratio"] <= 1 + self.selector.margin:
+            said = f"{row['method']} is {row['ratio']:.2f} x plain, too close to call: do not speculate unless a row accepts more"
+        else:
+            said = f"{row['method']}, {row['ratio']:.2f} x plain"
+        return f"batch {row['batch']}: {said}"
+
+
+def auto(
+    base: Builder,
+    drafts: Mapping[str, Any],
+    prompts: Prompts,
+    lengths: int | Sequence[int] | Mapping[str, int | Sequence[int]] = (1, 2, 4),
+    batches: int | Sequence[int] = (1, 4, 16),
+    new_tokens: int = 64,
+    repeats: int = 3,
+    margin: float = 0.02,
+    seed: int = 0,
+) -> Auto:
+    """Measure drafts on prompts, and return a decoder that chooses a draft and a length, or none, for every row in every round.
+
+    Each draft decodes the prompts with each length, at each batch, in turn with plain decoding. That gives the seconds of rounds and the chance that a
+    draft's tokens are accepted. ``selectors.Planner`` decides by them, and by what the rows accept as they go on. The output has the target's
+    distribution whatever is decided. Decisions follow from the measured table and the tokens, and from no clock, so a seed gives the same output again.
+
+    Args:
+        base: the target and sampling, ``sd.decoder(target).sampling(...)``. drafts: by name: whatever ``Builder.draft`` takes.
+        prompts: like those to come, of any lengths; batches take them in turn. lengths: of chains to choose from, for all drafts or by name.
+        batches: rows decoded together; between them seconds are linear, and larger batches are decoded plainly. new_tokens: of each prompt, here; and expected of a request later.
+        repeats: runs of each, after one that is not counted. margin: relative gain below which rows are decoded plainly. seed: of the first repeat.
+    Raises:
+        TypeError: base is no builder, drafts no mapping. ValueError: there are no drafts, a draft of trees, a temperature for each request, or a
+            number below 1.
+    """
+    if not isinstance(base, Builder):
+        raise TypeError(
+            f"base is a {type(base).__name__}: give sd.decoder(target), with sampling() where wanted"
+        )
+    if not isinstance(drafts, Mapping) or not drafts:
+        raise TypeError(f"drafts is {drafts!r}: give a mapping with at least one, {{'name': draft}}")
+    plain = base.draft(_nothing()).build()
+    if plain.sampling.by_request:
+        raise ValueError(
+            "the sampling has a temperature for each request: give one temperature, and call auto for each"
+        )
+    at_least(1, "repeats", repeats, "give at least 1")
+    at_least(2, "new_tokens", new_tokens, "give at least 2: the prefill gives the first")
+    sizes, ids = tuple(sorted(set(counts("batches", batches)))), rows_of(plain.target, prompts)
+    arms = _arms(base, drafts, lengths)
+    runs = {"plain": _Run(plain)} | {
+        name: _Run(base.draft(a.draft, a.length).build()) for name, a in arms.items()
+    }
+    for batch in sizes:
+        for repeat in range(-1, repeats):
+            for name, run in runs.items():
+                progress(f"{name}, batch {batch}, repeat {repeat + 1} of {repeats}")
+                some = [ids[(max(repeat, 0) * batch + i) % len(ids)] for i in range(batch)]
+                run.measure(
+                    some,
+                    new_tokens if repeat >= 0 else min(new_tokens, 8),
+                    seed + 1000 * (repeat + 1),
+                    repeat >= 0,
+                )
+    progress()
+    return _decided(base, arms, runs, sizes, ids, new_tokens, margin)
+
+
+def _nothing() -> Any:
+    from specdec.drafts import NoDraft
+
+    return NoDraft()
+
+
+def _arms(base: Builder, drafts: Mapping[str, Any], lengths: Any) -> dict[str, Arm]:
+    """An arm for every draft and length."""
+    made: dict[str, Arm] = {}
+    for name, one in drafts.items():
+        draft = as_draft(one, f"draft {name!r}", base.draft(_nothing()).build().device)
+        info = DraftInfo.of(draft)
+        if info.trees or info.drafts:
+            raise ValueError(f"draft {name!r} proposes trees or is a pool: give drafts of chains")
+        wanted = lengths.get(name) if isinstance(lengths, Mapping) else lengths
+        if wanted is None:
+            raise ValueError(f"lengths has none for draft {name!r}: give a number, or several")
+        for k in sorted(set(counts("lengths", wanted))):
+            if info.longest is None or k <= info.longest:
+                made[f"{name}/{k}"] = Arm(draft, k)
+    return made
+
+
+@dataclass
+class _Run:
+    """A decoder and what was measured of it.
+
+    Attributes:
+        seconds: by batch, of drafting and of everything else, of every round. proposals: by batch, share of rows with a proposal, of every round.
+        rows: of each row of each run: ``[1 + K, 2]``, rounds (all, with a proposal) and (tested, accepted) by position.
+    """
+
+    decoder: Decoder
+    seconds: dict[int, list[tuple[float, float]]] = field(default_factory=dict)
+    proposals: dict[int, list[float]] = field(default_factory=dict)
+    rows: list[np.ndarray] = field(default_factory=list)
+    tokens: int = 0
+    rounds: int = 0
+
+    def measure(self, prompts: list[list[int]], new_tokens: int, seed: int, counted: bool) -> None:
+        """Decode once; rounds in which all rows are active are timed."""
+        B, k = len(prompts), self.decoder.length
+        tested = np.zeros((B, 1 + k, 2))
+        began = [0.0]
+
+        def mark(round: Round) -> None:
+            sync()
+            now = perf_counter()
+            if counted and round.number and len(round.committed) == B:
+                draft = round.seconds["draft"]
+                self.seconds.setdefault(B, []).append((draft, now - began[0] - draft))
+                self.proposals.setdefault(B, []).append(float((round.proposal.size > 0).float().mean()))
+            if counted and round.number:
+                for row, size, m, cut in zip(
+                    round.context.request.tolist(),
+                    round.proposal.size.tolist(),
+                    round.verdict.accepted.tolist(),
+                    round.truncated.tolist(),
+                ):
+                    if not cut:
+                        tested[row, 0] += (1, size > 0)
+                        tested[row, 1 : 1 + min(m + 1, size), 0] += 1
+                        tested[row, 1 : 1 + m, 1] += 1
+                        self.tokens, self.rounds = self.tokens + m + 1, self.rounds + 1
+            began[0] = perf_counter()
+
+        seeds = [seed + i for i in range(B)]
+        self.decoder.generate(prompts, new_tokens, seed=seeds, eos_token_id=(), on_round=mark)
+        if counted:
+            self.rows += list(tested)
+
+
+def _decided(
+    base: Builder,
+    arms: dict[str, Arm],
+    runs: dict[str, _Run],
+    sizes: tuple[int, ...],
+    ids: list[list[int]],
+    new_tokens: int,
+    margin: float,
+) -> Auto:
+    """The decoder, and a row for each method and batch."""
+    unique: list[Any] = []
+    for arm in arms.values():
+        if not any(arm.draft is u for u in unique):
+            unique.append(arm.draft)
+    number = {name: next(i for i, u in enumerate(unique) if u is arm.draft) for name, arm in arms.items()}
+    draft = {name: tuple(_mean(d for d, _ in runs[name].seconds[B]) for B in sizes) for name in arms}
+    rest = {name: tuple(_mean(r for _, r in run.seconds[B]) for B in sizes) for name, run in runs.items()}
+    verify = {
+        name: tuple(_each(runs[name], B, rest[name][i], rest["plain"][i]) for i, B in enumerate(sizes))
+        for name in arms
+    }
+    read = {d: _reading(u, max(ids, key=len)) for d, u in enumerate(unique)}
+    most = max(arm.length or 0 for arm in arms.values())
+    prior, spread = [], []
+    for d in range(len(unique)):
+        rows = [
+            np.pad(row, ((0, 1 + most - len(row)), (0, 0)))
+            for name in arms
+            if number[name] == d
+            for row in runs[name].rows
+        ]
+        total = np.sum(rows, 0)
+        prior.append(tuple(map(tuple, total.tolist())))
+        spread.append(BURSTS * _spread(np.array(rows)[:, 1:], total[1:]))
+    nothing = (0.0,) * len(sizes)
+    times = RoundTable(
+        sizes,
+        rest["plain"],
+        (nothing, *draft.values()),
+        (nothing, *verify.values()),
+        (0.0, *(read[number[name]] for name in arms)),
+    )
+    selector = Planner(
+        ((-1, 0), *((number[name], arm.length or 0) for name, arm in arms.items())),
+        times,
+        tuple(prior),
+        tuple(spread),
+        margin=margin,
+        horizon=new_tokens,
+    )
+    decoder = base.pool({"none": None, **arms}, selector).build()
+    return Auto(decoder, _rows(arms, runs, sizes, draft, rest), selector)
+
+
+def _rows(
+    arms: Mapping[str, Arm], runs: Mapping[str, _Run], sizes: Sequence[int], draft: Any, rest: Any
+) -> list[dict[str, Any]]:
+    """Tokens a second of each method in whole rounds, at each batch."""
+    rows = []
+    for i, B in enumerate(sizes):
+        speed = {}
+        for name, run in runs.items():
+            seconds = rest[name][i] + (draft[name][i] if name in arms else 0.0)
+            speed[name] = (B * (run.tokens / max(run.rounds, 1) if name in arms else 1.0) / seconds, seconds)
+        best = max(speed, key=lambda name: speed[name][0])
+        for name, (rate, seconds) in speed.items():
+            arm, run = arms.get(name), runs[name]
+            rows.append({
+                "method": name, "k": 0 if arm is None else arm.length, "batch": B, "tau": run.tokens / max(run.rounds, 1), "milliseconds": 1e3 * seconds,
+                "tokens_per_second": rate, "ratio": rate / speed["plain"][0], "best": name == best,
+            })  # fmt: skip
+    return rows
+
+
+def _mean(seconds: Iterable[float]) -> float:
+    """The mean without the 5 % at each end: rounds with and without proposals differ, so a median would be that of one kind."""
+    return float(trim_mean(list(seconds), 0.05))
+
+
+def _each(run: _Run, batch: int, seconds: float, plain: float) -> float:
+    """What a row that has a proposal adds to a plain round beside drafting; not less than nothing."""
+    rows = batch * float(np.mean(run.proposals[batch]))
+    return max(0.0, (seconds - plain) / rows) if rows else 0.0
+
+
+def _spread(rows: np.ndarray, total: np.ndarray) -> float:
+    """How many expected failures of a row weigh as much as all rows together: the method of moments for a gamma factor on a row's failures.
+
+    Args:
+        rows: ``[R, K, 2]`` tested and accepted tokens of each row by position. total: their sum.
+    """
+    failing = 1 - total[:, 1] / total[:, 0].clip(1)
+    expected, found = (rows[..., 0] * failing).sum(1), (rows[..., 0] - rows[..., 1]).sum(1)
+    excess = ((found - expected) ** 2 - (rows[..., 0] * failing * (1 - failing)).sum(1)).sum()
+    return float((expected**2).sum() / excess) if excess > 0 else float("inf")
+
+
+def _reading(draft: Any, ids: list[int]) -> float:
+    """Seconds for a draft to read one token of a prompt."""
+    waits = DraftPart.of(draft).waits
+    if waits is None or not ids:
+        return 0.0
+    spent = []
+    for _ in range(2):  # the first warms up
+        context = Context.of([ids])
+        with torch.inference_mode():
+            state = waits.empty(context)
+            began = perf_counter()
+            waits.prepare(state, context, None)
+            sync()
+        spent.append(perf_counter() - began)
+    return spent[-1] / len(ids)

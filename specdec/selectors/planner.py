@@ -1,0 +1,303 @@
+"""The arms of all rows that give most tokens a second, by measured seconds and by what drafts have accepted so far.
+
+After "Optimizing Speculative Decoding for Serving Large Language Models Using Goodput" (SmartSpec, arXiv 2406.14066), with arms for every row
+instead of one length for the batch. Nothing is random and no clock is read: equal rounds give equal choices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specdec.arguments import at_least, numbers
+from specdec.capabilities import SelectorInfo
+from specdec.cost.rounds import RoundTable
+from specdec.rng import Rng
+from specdec.selectors.matching import checked, within
+from specdec.selectors.statistics import TOKENS, seen
+from specdec.types import Context, Feedback
+
+FAILED, EXPECTED, ASKED, FOUND, READ, LENGTH = range(6)  # columns of a request's own numbers
+KEEP = 1 - 1 / 1024  # of the shared counts, for every row of feedback
+ROUNDS = 8.0  # of a row's own that say as much about whether a draft proposes anything as all rows do
+
+
+class Plan(NamedTuple):
+    """A choice for all rows and its reasons.
+
+    Attributes:
+        request: ``[B]``. arm: ``[B]``. tokens: ``[B, arms]`` expected tokens of a round. seconds: of the round. plain: of a plain one.
+        rate: expected tokens a second. why: one word for the batch: ``"faster"``, ``"slower"`` or ``"unmeasured"``. failing: ``[drafts, K]`` the
+            chance that a token is rejected if those before it in its block were not, in all rows. stands: rounds for which the choice is held.
+    """
+
+    request: tuple[int, ...]
+    arm: np.ndarray
+    tokens: np.ndarray
+    seconds: float
+    plain: float
+    rate: float
+    why: str
+    failing: np.ndarray
+    stands: int = 1
+
+
+class State(NamedTuple):
+    """``shared``: ``[drafts, 1 + K, 2]``, rounds (asked, with a proposal) and by position (tested, accepted), of all rows; ``own``: request -> ``[drafts, 6]``;
+    ``ends``: request -> longest length of its text."""
+
+    shared: np.ndarray
+    own: dict[int, np.ndarray]
+    ends: dict[int, int]
+    plan: Plan | None
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Chooses for all rows together the arms with the most expected tokens a second; plain decoding unless these are faster by ``margin``.
+
+    Two things are estimated of a draft, from ``prior`` and all rounds since: how often it proposes anything, and by position the chance that a
+    proposed token is accepted if those before it were. A row that accepts less or more than that has a factor of its own on the chance of failure, drawn
+    to 1 by the draft's ``spread``. Estimates of a row return to those of all rows, with half-life ``memory``.
+
+    Attributes:
+        arms: (draft, length) of each arm of the pool, in its order; (-1, 0): do not speculate, which must be among them.
+        table: measured seconds. prior: by draft, of a calibration: rounds (asked, with a proposal), then by position (tested, accepted) tokens.
+        spread: by draft, how many failures of a row weigh as much as all rows together;
+            infinite: rows do not differ.
+        margin: relative gain below which all rows decode plainly. trust: rounds that the prior counts for, at most. memory: tokens.
+        hold_rounds: for which a choice stands; one that is made again stands for twice as many as before, up to four times ``hold_rounds``.
+        horizon: new tokens expected of a request, where its budget is larger: what reading its text must pay off in.
+    Raises:
+        ValueError: numbers out of range, tables that do not fit the arms, or no arm that does not speculate.
+    """
+
+    arms: tuple[tuple[int, int], ...]
+    table: RoundTable
+    prior: tuple[tuple[tuple[float, float], ...], ...]
+    spread: tuple[float, ...]
+    margin: float = 0.02
+    trust: float = 64.0
+    memory: float = 64.0
+    hold_rounds: int = 8
+    horizon: int = 256
+
+    def __post_init__(self) -> None:
+        numbers(self, "margin", "trust", "memory")
+        at_least(1, "hold_rounds", self.hold_rounds, "give a number of rounds, 1 to choose in each")
+        at_least(1, "horizon", self.horizon, "give the new tokens that are expected of a request")
+        if self.margin < 0 or self.trust <= 0 or self.memory <= 0:
+            raise ValueError(
+                f"margin is {self.margin}, trust {self.trust}, memory {self.memory}: give margin >= 0, the others > 0"
+            )
+        drafts = len(self.prior)
+        fits = len(self.table.draft) == len(self.arms) and len(self.spread) == drafts
+        longest = max((k for _, k in self.arms), default=0)
+        if not fits or any(d >= drafts or (k < 1) != (d < 0) for d, k in self.arms):
+            raise ValueError(
+                f"there are {len(self.arms)} arms {self.arms}, {len(self.table.draft)} in table, {drafts} drafts in "
+                f"prior and {len(self.spread)} in spread: give (draft, length) with length >= 1, or (-1, 0), and all of them for each"
+            )
+        if (-1, 0) not in self.arms:
+            raise ValueError("no arm is (-1, 0): add one that does not speculate, None in the pool")
+        if any(len(counts) <= longest for counts in self.prior):
+            raise ValueError(
+                f"prior has too few positions for a length of {longest}: give (asked, with a proposal), and (tested, accepted) for each position"
+            )
+
+    @property
+    def info(self) -> SelectorInfo:
+        return SelectorInfo(arms=len(self.arms), joint=True)
+
+    @staticmethod
+    def example(model: object = None) -> Planner:
+        """Arms that do not speculate, and draft one token and four (for the contract tests)."""
+        draft, verify = ((0.0, 0.0), (0.1, 0.2), (0.2, 0.4)), ((0.0, 0.0), (0.2, 0.05), (0.3, 0.1))
+        table = RoundTable((1, 64), (1.0, 4.0), draft, verify, (0.0,) * 3)
+        return Planner(((-1, 0), (0, 1), (0, 4)), table, (((8.0, 8.0), *((8.0, 6.0),) * 4),), (8.0,))
+
+    def init(self, arms: int) -> State:
+        if arms != len(self.arms):
+            raise ValueError(f"arms is {arms}: the selector is made for {len(self.arms)}")
+        return State(np.zeros((len(self.prior), 1 + self._longest, 2)), {}, {}, None)
+
+    def enter(self, state: State, request: Tensor, length: Tensor) -> State:
+        """Learn how long the texts of requests may become, prompts included."""
+        return state._replace(ends=state.ends | dict(zip(request.tolist(), length.tolist())))
+
+    def hold(self, state: State) -> int:
+        """Rounds for which the last choice stands: more if it was the choice before, too."""
+        return 0 if state.plan is None else state.plan.stands - 1
+
+    def select(
+        self, state: State, context: Context, capacities: Tensor, rng: Rng
+    ) -> tuple[Tensor, Tensor, State]:
+        B = context.batch
+        room = checked(capacities, len(self.arms), B)
+        requests, length = context.request.tolist(), context.length.numpy()
+        own = np.array([state.own.get(r, self._unknown) for r in requests]).reshape(B, len(self.prior), 6)
+        own[..., :READ] *= 0.5 ** ((length[:, None, None] - own[..., LENGTH:]).clip(0) / self.memory)
+        own[..., LENGTH] = length[:, None]
+        plan = self._plan(state, requests, own, length)
+        arm, last = within(plan.arm, plan.tokens, room), state.plan
+        same = last is not None and last.request == plan.request and np.array_equal(last.arm, arm)
+        stands = min(2 * last.stands, 4 * self.hold_rounds) if last and same else self.hold_rounds
+        used = self._draft[arm]
+        for b in np.flatnonzero(used >= 0):
+            own[b, used[b], READ] = length[b]
+        state = state._replace(
+            own=state.own | dict(zip(requests, own)), plan=plan._replace(arm=arm, stands=stands)
+        )
+        return torch.from_numpy(arm), torch.ones(B), state
+
+    def update(self, state: State, feedback: Feedback) -> State:
+        arm, columns = seen(feedback, len(self.arms))
+        accepted = columns[:, TOKENS] - 1
+        draft, length = self._draft[arm], self._length[arm]
+        if state.plan is None or not (draft >= 0).any():
+            return state
+        shared, failing = state.shared * KEEP ** int((draft >= 0).sum()), state.plan.failing
+        size = np.where(draft >= 0, np.minimum(feedback.drafted.numpy(), length), 0)
+        taken = np.minimum(accepted, size).astype(np.int64)
+        tested = np.minimum(taken + 1, size)
+        place = np.arange(self._longest)
+        was = np.stack([place < tested[:, None], place < taken[:, None]], -1)  # [R, K, 2]
+        rounds = np.stack([draft >= 0, size > 0], -1)[:, None]
+        np.add.at(shared, draft, np.concatenate([rounds, was], 1) * (draft >= 0)[:, None, None])
+        expected = np.concatenate([np.zeros((len(failing), 1)), failing.cumsum(1)], 1)[draft, tested]
+        mine = np.stack([taken < size, expected, draft >= 0, size > 0], -1)
+        own = dict(state.own)
+        for request, d, counts in zip(feedback.request.tolist(), draft.tolist(), mine):
+            if d >= 0 and request in own:
+                own[request] = own[request].copy()
+                own[request][d, :READ] += counts
+        return state._replace(shared=shared, own=own)
+
+    def leave(self, state: State, requests: Tensor) -> State:
+        gone = set(requests.tolist())
+        return state._replace(
+            own={r: numbers for r, numbers in state.own.items() if r not in gone},
+            ends={r: end for r, end in state.ends.items() if r not in gone},
+        )
+
+    def explain(self, state: State, request: int, names: Sequence[str] = ()) -> str:
+        """Why the request has its arm: what the last choice expected of each arm.
+
+        Args:
+            names: of the arms; by default their numbers.
+        Raises:
+            ValueError: the request was not among the rows of the last choice.
+        """
+        plan = state.plan
+        if plan is None or request not in plan.request:
+            raise ValueError(f"request {request} is not among the rows of the last choice")
+        b, labels = plan.request.index(request), list(names) or [f"arm {a}" for a in range(len(self.arms))]
+        said = ", ".join(f"{name} {tokens:.2f}" for name, tokens in zip(labels, plan.tokens[b]))
+        reason = {
+            "faster": f"the batch is expected to be {plan.rate * plan.plain / len(plan.request):.2f} times as fast as plain decoding",
+            "slower": f"no choice is expected to be faster than plain decoding by {self.margin:.0%}",
+            "unmeasured": f"rounds of {len(plan.request)} rows were not measured: at most {self.table.sizes[-1]} were",
+        }[plan.why]
+        return f"{labels[plan.arm[b]]}: {reason}; tokens a round expected of this row: {said}"
+
+    # -- the plan -----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _draft(self) -> np.ndarray:
+        return np.array([d for d, _ in self.arms])
+
+    @cached_property
+    def _length(self) -> np.ndarray:
+        return np.array([k for _, k in self.arms])
+
+    @cached_property
+    def _longest(self) -> int:
+        return max(1, int(self._length.max()))
+
+    @cached_property
+    def _unknown(self) -> np.ndarray:
+        return np.zeros((len(self.prior), 6))
+
+    @cached_property
+    def _counts(self) -> np.ndarray:
+        """The prior ``[drafts, 1 + K, 2]``, worth at most ``trust`` rounds."""
+        counts = np.array([each[: 1 + self._longest] for each in self.prior], dtype=np.float64)
+        return counts * np.minimum(1, self.trust / counts[:, :1, :1].clip(1e-9))
+
+    @cached_property
+    def _caps(self) -> tuple[np.ndarray, np.ndarray]:
+        """All ways to open drafts up to a length: the longest arm of each draft ``[M, drafts]`` (-1: closed), and the arms that are open ``[M, arms]``."""
+        of = [[-1, *np.flatnonzero(self._draft == d)] for d in range(len(self.prior))]
+        caps = np.array(list(product(*of)), dtype=np.int64).reshape(-1, len(self.prior))
+        upto = np.where(caps >= 0, self._length[caps], 0)
+        opened = (self._draft < 0) | (self._length <= upto[:, self._draft])
+        return caps, opened
+
+    @cached_property
+    def _costs(self) -> dict[int, tuple[np.ndarray, np.ndarray]]:
+        """By batch: what does not change from plan to plan (``_cost``)."""
+        return {}
+
+    def _cost(self, batch: int) -> tuple[np.ndarray, np.ndarray]:
+        """``[M, arms]`` seconds of drafting that one more row adds, and ``[M, drafts, batch + 1]`` seconds of drafting for so many rows."""
+        if batch not in self._costs:
+            caps, _ = self._caps
+            each = (self.table.drafting(caps, batch) - self.table.drafting(caps, 1)) / max(batch - 1, 1)
+            whole = self.table.drafting(caps[..., None], np.arange(batch + 1))
+            self._costs[batch] = (
+                np.where(self._draft >= 0, each[:, self._draft], 0.0),
+                np.where(caps[..., None] >= 0, whole, 0.0),
+            )
+        return self._costs[batch]
+
+    def _plan(self, state: State, requests: list[int], own: np.ndarray, length: np.ndarray) -> Plan:
+        B, table, (caps, opened) = len(requests), self.table, self._caps
+        asked, found = np.moveaxis(self._counts + state.shared, -1, 0)
+        share = (found[:, 0] + 0.5) / (asked[:, 0] + 0.5)  # 1 for a draft that always proposes
+        failing, spread = 1 - (found[:, 1:] + 0.5) / (asked[:, 1:] + 1), np.array(self.spread)
+        with np.errstate(invalid="ignore"):
+            factor = (spread + own[..., FAILED]) / (spread + own[..., EXPECTED])
+        factor[~np.isfinite(factor)] = 1.0
+        proposes = (ROUNDS * share + own[..., FOUND]) / (ROUNDS + own[..., ASKED])  # [B, drafts]
+        standing = np.cumprod(1 - (failing * factor[..., None]).clip(0, 1), -1)  # [B, drafts, K]
+        speculates, none = self._draft >= 0, self.arms.index((-1, 0))
+        often = np.where(speculates, proposes[:, self._draft], 0.0)
+        tokens = 1 + often * standing.cumsum(-1)[:, self._draft, self._length - 1]
+        plain, idle, keys = table.plainly(B), np.full(B, none), tuple(requests)
+        if not B or table.sizes[-1] < B:
+            return Plan(keys, idle, tokens, plain, plain, B / plain, "unmeasured", failing)
+        # What a row's draft has not read is charged to the rounds that are left.
+        left = [min(state.ends.get(r, 2**40) - n, self.horizon) for r, n in zip(requests, length.tolist())]
+        before = dict(zip(state.plan.request, self._draft[state.plan.arm].tolist())) if state.plan else {}
+        unread = length[:, None] - own[..., READ]
+        for b, r in enumerate(requests):
+            if (d := before.get(r, -1)) >= 0:
+                unread[b, d] = 0  # a draft in use reads on
+        reading = np.array(table.read) * unread[:, self._draft] * tokens / np.maximum(left, 1)[:, None]
+        reading[:, none] = 0.0
+        verify = often * table.verifying(B)  # [B, arms]
+        each, whole = self._cost(B)
+        cost = each[:, None] + (verify + reading)  # [M, B, arms]
+        rows, drafts = np.arange(B), np.arange(len(self.prior))
+        ways = np.arange(len(caps))[:, None]
+        rate, best, spent = B / plain, idle, plain
+        for _ in range(8):  # Dinkelbach's iterations: at the best rate, no row gains by another arm
+            arm = np.where(opened[:, None], tokens - rate * cost, -np.inf).argmax(-1)  # [M, B]
+            count = (self._draft[arm][..., None] == drafts).sum(1)  # [M, drafts]
+            seconds = plain + (verify + reading)[rows, arm].sum(1)
+            seconds += whole[ways, drafts, count].sum(1)
+            rates = tokens[rows, arm].sum(1) / seconds
+            m = int(rates.argmax())
+            if rates[m] <= rate * (1 + 1e-9):
+                break
+            rate, best, spent = float(rates[m]), arm[m], float(seconds[m])
+        if rate <= B / plain * (1 + self.margin):
+            return Plan(keys, idle, tokens, plain, plain, B / plain, "slower", failing)
+        return Plan(keys, best, tokens, spent, plain, rate, "faster", failing)

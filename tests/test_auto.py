@@ -1,0 +1,132 @@
+"""``sd.auto``: what it measures, what its decoder does, and what it refuses."""
+
+from __future__ import annotations
+
+import math
+from time import perf_counter
+
+import numpy as np
+import pytest
+
+import specdec as sd
+from specdec.lab.auto import _each, _Run, _spread
+
+BAD, GOOD = (sd.TableModel.random(vocab_size=6, order=1, seed=seed) for seed in (1, 0))
+PROMPTS = [[0], [1, 2], [3], [4, 5, 1]]
+
+
+class Slow(sd.TableModel):
+    """A table whose passes take some milliseconds, so that what is faster does not depend on the machine."""
+
+    def __init__(self, seed, milliseconds):
+        super().__init__(sd.TableModel.random(vocab_size=6, order=1, seed=seed).probs)
+        self.seconds = 1e-3 * milliseconds
+
+    def score(self, *arguments, **named):
+        end = perf_counter() + self.seconds
+        while perf_counter() < end:
+            pass
+        return super().score(*arguments, **named)
+
+
+@pytest.fixture(scope="module")
+def found():
+    base = sd.decoder(Slow(0, 4)).sampling(temperature=1.0)
+    drafts = {"same": GOOD, "other": BAD}
+    return sd.auto(
+        base, drafts, PROMPTS, {"same": (1, 3), "other": 2}, batches=(1, 3), new_tokens=24, repeats=2
+    )
+
+
+def test_a_draft_that_is_always_right_is_chosen_and_another_is_not(found):
+    assert found.best == {1: "same/3", 3: "same/3"}
+    out = found.decoder.generate(PROMPTS[:3], 40, seed=0)
+    rounds = dict(zip(out.arms, [out.stats.arms[a] for a in range(len(out.arms))]))
+    assert rounds["same/3"] > 0.8 * sum(rounds.values())
+    assert not rounds["other/2"]
+    assert out.stats.tau > 3
+
+
+def test_tables_have_the_rounds_that_were_measured(found):
+    rows = {(row["method"], row["batch"]): row for row in found.rows}
+    assert rows["same/3", 3]["tau"] == 4
+    assert rows["plain", 1]["ratio"] == 1
+    assert 1 < rows["other/2", 1]["tau"] < 2.5
+    assert rows["plain", 3]["milliseconds"] > 4
+    (asked, proposed), *positions = found.selector.prior[0]
+    assert asked == proposed == positions[0][0]
+    tested, accepted = zip(*positions)
+    assert tested == accepted  # the draft is the target
+    assert tested[0] > tested[2] > 0
+    assert found.selector.horizon == 24
+    assert found.selector.table.sizes == (1, 3)
+    assert len(found.frame()) == 8
+    assert "batch 3: same/3" in repr(found)
+
+
+def test_it_says_why_a_row_is_decoded_as_it_is(found):
+    selection = found.decoder.begin(2)
+    said = []
+    found.decoder.generate(
+        PROMPTS[:2],
+        12,
+        seed=0,
+        selection=selection,
+        on_round=lambda r: said.append(found.why(selection, 1)) if r.number == 1 else None,
+    )
+    assert said[0].startswith("same/3: the batch is expected to be ")
+    assert "other/2" in said[0]
+
+
+def test_where_no_draft_pays_rows_are_decoded_plainly():
+    auto = sd.auto(
+        sd.decoder(Slow(0, 1)), {"costly": Slow(1, 3)}, PROMPTS, 2, batches=2, new_tokens=12, repeats=1
+    )
+    assert auto.best == {2: "plain"}
+    assert "batch 2: do not speculate" in repr(auto)
+    out = auto.decoder.generate(PROMPTS[:2], 20, seed=3)
+    assert not out.stats.drafted
+    assert auto.decoder.generate(PROMPTS, 20, seed=3).stats.drafted == 0  # more rows than were measured
+
+
+def test_the_spread_of_rows_is_found():
+    draw = np.random.default_rng(0)
+    rows, tested = 4000, 40
+    for true in (2.0, 10.0, math.inf):
+        factor = draw.gamma(true, 1 / true, rows) if true < math.inf else np.ones(rows)
+        failed = draw.binomial(tested, (0.1 * factor).clip(0, 1))
+        counts = np.stack([np.full(rows, tested), tested - failed], -1)[:, None].astype(float)
+        found = _spread(counts, counts.sum(0))
+        assert found > 50 if true == math.inf else found == pytest.approx(true, rel=0.25)
+
+
+def test_seconds_of_proposals_are_of_the_rows_that_have_one():
+    run = _Run(None, proposals={4: [0.5, 0.0, 1.0]})
+    assert _each(run, 4, 3.0, 1.0) == pytest.approx(1.0)  # two of four rows have one
+    assert _each(run, 4, 0.9, 1.0) == 0
+    assert _each(_Run(None, proposals={4: [0.0]}), 4, 3.0, 1.0) == 0
+
+
+def test_what_cannot_be_measured_is_refused_by_name():
+    base = sd.decoder(GOOD)
+    for call, kind, match in (
+        (lambda: sd.auto(GOOD, {"a": BAD}, PROMPTS), TypeError, "base is a TableModel"),
+        (lambda: sd.auto(base, {}, PROMPTS), TypeError, "drafts is"),
+        (
+            lambda: sd.auto(base, {"a": sd.drafts.Tree(BAD, (2, 1))}, PROMPTS),
+            ValueError,
+            "draft 'a' proposes trees",
+        ),
+        (lambda: sd.auto(base, {"a": BAD}, PROMPTS, {"b": 2}), ValueError, "lengths has none for draft 'a'"),
+        (lambda: sd.auto(base, {"a": BAD}, PROMPTS, 0), ValueError, "lengths"),
+        (lambda: sd.auto(base, {"a": BAD}, PROMPTS, new_tokens=1), ValueError, "new_tokens"),
+        (lambda: sd.auto(base, {"a": BAD}, PROMPTS, repeats=0), ValueError, "repeats"),
+        (lambda: sd.auto(base, {"a": BAD}, []), ValueError, "empty"),
+        (
+            lambda: sd.auto(base.sampling(temperature=(1.0, 0.0)), {"a": BAD}, PROMPTS),
+            ValueError,
+            "a temperature for each request",
+        ),
+    ):
+        with pytest.raises(kind, match=match):
+            call()
