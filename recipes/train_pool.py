@@ -2,20 +2,24 @@
 
     python recipes/train_pool.py --site SITE_PACKAGES --work runs/pocket
 
-Each is distilled from the target (MixedLoss) on the same tokens of all three domains. The two smallest begin with new weights, the others with
-blocks of pocket-vanilla. The same command continues an interrupted run; finished drafts are exported into specdec/zoo with a model card. --drafts also takes the members of the former
-pool (pocket-tiny and a specialist per domain), whose cards have their commands.
+The two larger begin with blocks of pocket-vanilla. The two smallest begin with new weights, and have a first stage for the same number of
+tokens: the hard loss on as many sequences as pocket-vanilla saw, drawn as train_pocket.py draws them. Each is then distilled from the target
+(MixedLoss) on the same tokens of all three domains. The same command continues an interrupted run; finished drafts are exported into specdec/zoo
+with a model card. --drafts also takes the members of the former pool (pocket-tiny and a specialist per domain), whose cards have their commands.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import checkout  # noqa: F401
+import numpy as np
 import torch
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from specdec import zoo
@@ -24,14 +28,17 @@ from specdec.lab.loading import in_dtype
 from specdec.lab.options import option, parse
 from specdec.lab.recipe import Recipe
 from specdec.lab.report import meta
-from specdec.lab.states import First, stream_states
+from specdec.lab.states import First, sequences, stream_states
 from specdec.lab.streams import Streams
 from specdec.pruning.layers import keep_layers
-from specdec.training.losses import MixedLoss
+from specdec.training.losses import HardLoss, MixedLoss
+from specdec.training.sources import order
 from specdec.training.train import Settings as Training
 from specdec.training.train import Trained, train
 
 MIXTURE = (0.4, 0.3, 0.3)
+# Of pocket-vanilla's training.
+VANILLA_STEPS, VANILLA_BATCH = 2115, 4
 
 
 @dataclass(frozen=True)
@@ -52,9 +59,16 @@ POOL = {
     "pocket-700k": Member(layers=1),
     "pocket-900k": Member(layers=2),
 }
-HISTORY = """**History.** A first pool of five sizes (0.14 to 2.06 M parameters, all with new weights) had one pass over these tokens. Decoding with any of
-its drafts was slower than plain decoding in replays on prompts of the validation packages. On those prompts the sizes, starts and tokens
-of this pool were chosen, and it was frozen before the test prompts were decoded with it."""
+EQUAL = f"""{", ".join(POOL)} have equal tokens. The second stage has the same sequences in the same order for all, with the same
+settings. In the first, the two smallest have as many sequences as pocket-vanilla, of the same corpus, mixture and length, in the same batches and with
+the same peak learning rates. They need not be the same sequences, since the limit of tokens with which the shards of pocket-vanilla were made is
+not known; and its schedule followed the clock, where theirs follows the steps."""
+HISTORY = """**History.** A first pool of five sizes (0.14 to 2.06 M parameters, all with new weights) had one pass over the distilled tokens. Decoding with any
+of its drafts was slower than plain decoding in replays on prompts of the validation packages. On those prompts the sizes, starts and tokens
+of this pool were chosen, and it was frozen before the test prompts were decoded with it. Until then pocket-140k and pocket-360k had only the
+distilled tokens. Afterwards they were trained again, from new weights, with the hard-loss tokens of the others first. Their three passes of
+distillation became one run, as the others' are; before they had been one pass, and two more after it. Nothing else in the pool was changed, and
+nothing was chosen on test prompts."""
 FORMER = {
     "pocket-code": Member(shares=(1, 0, 0)),
     # Tables are part of code, and the corpus has few.
@@ -74,6 +88,8 @@ class Settings(Recipe):
     batch: int = option(2, "sequences per step")
     muon_lr: float = option(0.02)
     adam_lr: float = option(0.006)
+    first_steps: int = option(VANILLA_STEPS, "steps of the first stage, of pool members with new weights")
+    vanilla_work: str = option("", "work folder with the shards of the first stage, if not --work")
     attention: str = option("block", '"block": matmuls by query block, faster on CPU; "sdpa": PyTorch\'s')
     compile: bool = option(True, "torch.compile of the loss")
     validation: int = option(16, "number of validation sequences")
@@ -109,30 +125,55 @@ def states(s: Settings, target: Any, tokenizer: Any, member: Member, split: str,
     return stream_states(target, tokenizer, streams, (), 1024 * count, split, member.shares, label)
 
 
-def fit(s: Settings, name: str, target: Any, tokenizer: Any) -> tuple[Any, Trained]:
-    """Train one draft; its checkpoint is in the work folder."""
+def has_first_stage(name: str) -> bool:
+    """Whether a draft is trained with the hard loss before it is distilled: those of the pool that do not begin with blocks of pocket-vanilla."""
+    return name in POOL and POOL[name].hidden > 0
+
+
+def first_stage(s: Settings, tokenizer: Any) -> tuple[Tensor, Training]:
+    """The first sequences ``[N, L + 1]`` that train_pocket.py draws, as many as pocket-vanilla saw, and the settings of its training."""
+    count = VANILLA_BATCH * s.first_steps
+    streams = Streams(work=s.vanilla_work or s.work, site=s.site)
+    seen = torch.cat(list(sequences(tokenizer, streams, "train", count)))
+    training = Training(
+        s.first_steps, VANILLA_BATCH, s.muon_lr, s.adam_lr, warmup=0.02, decay=0.7, compile=s.compile, seed=s.seed,
+        validate_every=max(1, s.first_steps // 5),
+    )  # fmt: skip
+    # train() permutes its data; permuted the other way before, they are in the order of train_pocket.py.
+    return seen[np.argsort(order(count, count, s.seed, 0))], training
+
+
+def fit(s: Settings, name: str, target: Any, tokenizer: Any) -> tuple[Any, list[Trained]]:
+    """Train one draft; each stage has a checkpoint in the work folder and a report."""
     member, count = MEMBERS[name], max(1, round(s.tokens * 1e6) // 1024)
     draft = started(member, s)
     draft.set_attn_implementation(s.attention)
-    data = states(s, target, tokenizer, member, "train", count)
     validation = states(s, target, tokenizer, member, "validation", s.validation)
+
+    def tell(row: dict[str, float]) -> None:
+        print(name, json.dumps({key: round(value, 4) for key, value in row.items()}), flush=True)
+
+    def stage(file: str, data: Any, loss: Any, training: Training) -> Trained:
+        return train(
+            draft, target, data, loss=loss, settings=training, validation=validation,
+            checkpoint=Path(s.work) / f"{file}.pt", on_validation=tell,
+        )  # fmt: skip
+
+    reports = []
+    if has_first_stage(name):
+        seen, training = first_stage(s, tokenizer)
+        reports.append(stage(f"{name}-first", seen, HardLoss(), training))
+    data = states(s, target, tokenizer, member, "train", count)
     steps = max(1, round(count * s.epochs / s.batch))
     training = Training(
         steps, s.batch, s.muon_lr, s.adam_lr, warmup=0.02, decay=0.8, compile=s.compile, seed=s.seed,
         validate_every=max(1, steps // 10),
     )  # fmt: skip
-
-    def tell(row: dict[str, float]) -> None:
-        print(name, json.dumps({key: round(value, 4) for key, value in row.items()}), flush=True)
-
-    report = train(
-        draft, target, data, loss=MixedLoss(), settings=training, validation=validation,
-        checkpoint=Path(s.work) / f"{name}.pt", on_validation=tell,
-    )  # fmt: skip
-    return draft, report
+    reports.append(stage(f"{name}-second" if reports else name, data, MixedLoss(), training))
+    return draft, reports
 
 
-def export(s: Settings, name: str, draft: Any, tokenizer: Any, report: Trained) -> None:
+def export(s: Settings, name: str, draft: Any, tokenizer: Any, reports: list[Trained]) -> None:
     """Write the draft in bf16, its tokenizer and its model card."""
     folder = Path(s.zoo) / name
     folder.mkdir(parents=True, exist_ok=True)
@@ -142,17 +183,15 @@ def export(s: Settings, name: str, draft: Any, tokenizer: Any, report: Trained) 
     if zoo.tokenizer_folder(folder) is None:  # the package's models share one
         tokenizer.save_pretrained(folder)
     (folder / "model.safetensors").chmod(0o644)
-    (folder / "README.md").write_text(card(s, name, draft, report))
+    (folder / "README.md").write_text(card(s, name, draft, reports))
 
 
-def card(s: Settings, name: str, draft: Any, report: Trained) -> str:
+def card(s: Settings, name: str, draft: Any, reports: list[Trained]) -> str:
     """The model card, in Markdown."""
-    member, c = MEMBERS[name], draft.config
+    c, made = draft.config, meta(s.seed)
     total = sum(p.numel() for p in draft.parameters())
-    blocks = ", ".join(map(str, kept(member, zoo.load(member.start)[0])))
-    start = "new weights" if member.hidden else f"{member.start}'s embedding and blocks (from 0): {blocks}"
-    shares = ", ".join(f"{share:.0%} {domain}" for share, domain in zip(member.shares, DOMAINS) if share)
-    made = meta(s.seed)
+    more = f" --first-steps {s.first_steps}" if s.first_steps != VANILLA_STEPS else ""
+    more += " --vanilla-work FOLDER" if s.vanilla_work and has_first_stage(name) else ""
     lines = [
         f"# {name}",
         "",
@@ -160,36 +199,60 @@ def card(s: Settings, name: str, draft: Any, report: Trained) -> str:
         f"{c.num_attention_heads}, intermediate size: {c.intermediate_size},",
         f"tied embeddings, vocabulary {c.vocab_size}, {total:,} parameters. Stored in bf16; `specdec.zoo.load` loads it in float32.",
         "",
-        f"**Training.** Begun from {start}; distilled from pocket-target with MixedLoss(0.5) on {report.tokens / 1e6:.2f} M tokens "
-        f"({shares})",
-        f"of the pocket corpus, length 1024, in {report.seconds / 60:.0f} minutes on a shared CPU core. Muon (lr {s.muon_lr}) for the blocks' "
-        f"matrices, AdamW (lr {s.adam_lr}) for",
-        f"the rest, bf16 with float32 master weights, batch {s.batch}, seed {s.seed}. torch {made['versions']['torch']}.",
+        *stages(s, name, reports),
+        "",
+        f"Pocket corpus, length 1024, on a shared CPU core (minutes are wall time). Muon (lr {s.muon_lr}) for the blocks' matrices, AdamW (lr {s.adam_lr}) for the rest, bf16 with",
+        f"float32 master weights, seed {s.seed}. torch {made['versions']['torch']}.",
     ]
     if name in POOL:
-        lines += [
-            f"The recipe trains {', '.join(POOL)} with the same settings on the same tokens in the same order. Those that begin with blocks of "
-            "pocket-vanilla have",
-            "the tokens that it was trained on (its card says how many) in addition.",
-            "",
-            HISTORY,
-        ]
+        lines += ["", EQUAL, "", HISTORY]
     lines += [
         "",
         "```",
-        f"python recipes/train_pool.py --site SITE_PACKAGES --drafts {name} --tokens {s.tokens:g} --epochs {s.epochs:g}",
+        f"python recipes/train_pool.py --site SITE_PACKAGES --drafts {name} --tokens {s.tokens:g} --epochs {s.epochs:g}{more}",
         "```",
         "",
-        f"**Validation** ({s.validation} sequences of its own domains from held-out packages; acceptance at temperature 1, τ at k = 4 along the text):",
+        f"**Validation** ({s.validation} sequences of its own domains from held-out packages; acceptance at temperature 1, τ at k = 4 along the text; "
+        "losses are those of the stage):",
         "",
-        "| M tokens | loss | validation loss | acceptance | τ |",
-        "|---|---|---|---|---|",
+        "| stage | M tokens | loss | validation loss | acceptance | τ |",
+        "|---|---|---|---|---|---|",
     ]
-    for row in report.curve:
-        lines.append(
-            f"| {row['tokens'] / 1e6:.2f} | {row['loss']:.3f} | {row['validation_loss']:.3f} | {row['acceptance']:.3f} | {row['tau']:.2f} |"
-        )
+    for label, report in zip(("hard loss", "distilled")[-len(reports) :], reports):
+        for row in report.curve:
+            lines.append(
+                f"| {label} | {row['tokens'] / 1e6:.2f} | {row['loss']:.3f} | {row['validation_loss']:.3f} | {row['acceptance']:.3f} | {row['tau']:.2f} |"
+            )
     return "\n".join(lines) + "\n"
+
+
+def stages(s: Settings, name: str, reports: list[Trained]) -> list[str]:
+    """The card's lines on what the draft was trained on."""
+    member, last = MEMBERS[name], reports[-1]
+    blocks = ", ".join(map(str, kept(member, zoo.load(member.start)[0])))
+    start = "new weights" if member.hidden else f"{member.start}'s embedding and blocks (from 0): {blocks}"
+    distilled = (
+        f"distilled from pocket-target with MixedLoss(0.5) on {last.tokens / 1e6:.2f} M tokens ({said(member.shares)}), "
+        f"{s.epochs:g} passes, batch {s.batch}, in {last.seconds / 60:.0f} minutes"
+    )
+    if name not in POOL:
+        return [f"**Training.** Begun from {start}; {distilled}."]
+    hard = VANILLA_BATCH * (s.first_steps if has_first_stage(name) else VANILLA_STEPS) * 1024
+    which = f"{hard / 1e6:.2f} M tokens ({said(Streams().mixture)}), batch {VANILLA_BATCH}"
+    if has_first_stage(name):
+        first = f"on {which}, as many as pocket-vanilla saw, in {reports[0].seconds / 60:.0f} minutes"
+    else:
+        first = f"as a part of pocket-vanilla, on {which}"
+    return [
+        f"**Training.** Begun from {start}. {(hard + last.tokens) / 1e6:.2f} M tokens in two stages:",
+        "",
+        f"1. trained with the hard loss (the text's next token) {first};",
+        f"2. {distilled}.",
+    ]
+
+
+def said(shares: Sequence[float]) -> str:
+    return ", ".join(f"{share:.0%} {domain}" for share, domain in zip(shares, DOMAINS) if share)
 
 
 def main(s: Settings) -> None:
@@ -200,10 +263,15 @@ def main(s: Settings) -> None:
     target, tokenizer = zoo.load("pocket-target")
     rows = []
     for name in s.drafts:
-        draft, report = fit(s, name, target, tokenizer)
-        export(s, name, draft, tokenizer, report)
-        rows += [{"draft": name, **row, "seconds": report.seconds} for row in report.curve]
-        print(f"{name}: {report.tokens / 1e6:.1f} M tokens in {report.seconds / 60:.0f} minutes", flush=True)
+        draft, reports = fit(s, name, target, tokenizer)
+        export(s, name, draft, tokenizer, reports)
+        for stage, report in enumerate(reports, 1):
+            rows += [
+                {"draft": name, "stage": stage, **row, "seconds": report.seconds} for row in report.curve
+            ]
+            print(
+                f"{name}: {report.tokens / 1e6:.1f} M tokens in {report.seconds / 60:.0f} minutes", flush=True
+            )
     s.save(rows)
 
 
