@@ -268,8 +268,8 @@ class Leaves(Protocol):
 class Holds(Protocol):
     """A selector whose choices may stand for several rounds.
 
-    While they do it is not asked; it gets the feedback of all these rounds at the end, and none where no row drafts. A choice ends early when a row
-    leaves or joins.
+    While they do, the selector is not asked. It gets the feedback of these rounds when it is asked next; rounds in which no row drafts have none. A choice
+    ends early when a row leaves or joins.
     """
 
     def hold(self, state: Any) -> int:

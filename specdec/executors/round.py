@@ -139,9 +139,11 @@ class MicroBatch:
     def prefill(self, limits: StopRules) -> Round:
         """Round 0: one token from the target, without a draft."""
         nothing = Proposal.none(self.context.batch)
+        round = self.verify(limits, Drafted(nothing, 0.0, None), torch.zeros_like(self.context.length))
         if self.selection is not None:
-            self.selection.enter(self.context.request, self.context.length + limits.room(self.context))
-        return self.verify(limits, Drafted(nothing, 0.0, None), torch.zeros_like(self.context.length))
+            longest = self.context.length + limits.room(self.context)
+            self.selection.enter(self.context.request[~round.finished], longest[~round.finished])
+        return round
 
     def verify(self, limits: StopRules, drafted: Drafted, budget: Tensor) -> Round:
         """Score and verify a proposal, and commit it to the target's cache."""

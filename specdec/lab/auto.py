@@ -17,6 +17,7 @@ from specdec.builder import Builder, as_draft
 from specdec.capabilities import DraftInfo, DraftPart
 from specdec.cost.rounds import RoundTable
 from specdec.decoder import Decoder
+from specdec.executors.serial import Serial
 from specdec.lab.clock import sync
 from specdec.lab.console import progress, table
 from specdec.prompts import Prompts, rows_of
@@ -95,11 +96,11 @@ def auto(
 
     Args:
         base: the target and sampling, ``sd.decoder(target).sampling(...)``. drafts: by name: whatever ``Builder.draft`` takes.
-        prompts: like those to come, of any lengths; batches take them in turn. lengths: of chains to choose from, for all drafts or by name.
+        prompts: like those to come, of any lengths; batches take them in turn. lengths: of chains to choose from, for all drafts or by name; those that a draft cannot have are left out.
         batches: rows decoded together; between them seconds are linear, and larger batches are decoded plainly. new_tokens: of each prompt, here; and expected of a request later.
-        repeats: runs of each, after one that is not counted. margin: relative gain below which rows are decoded plainly. seed: of the first repeat.
+        repeats: runs of each, after one that is not counted. margin: relative gain below which rows are decoded plainly. seed: of the random numbers.
     Raises:
-        TypeError: base is no builder, drafts no mapping. ValueError: there are no drafts, a draft of trees, a temperature for each request, or a
+        TypeError: base is no builder, or drafts no mapping of at least one. ValueError: a draft of trees, no length that it can have, a temperature for each request, another executor, or a
             number below 1.
     """
     if not isinstance(base, Builder):
@@ -113,10 +114,16 @@ def auto(
         raise ValueError(
             "the sampling has a temperature for each request: give one temperature, and call auto for each"
         )
+    if not isinstance(plain.executor, Serial):
+        raise ValueError(
+            f"the executor is {plain.executor!r}: rounds are measured under Serial(), and a pool is decoded so"
+        )
     at_least(1, "repeats", repeats, "give at least 1")
     at_least(2, "new_tokens", new_tokens, "give at least 2: the prefill gives the first")
     sizes, ids = tuple(sorted(set(counts("batches", batches)))), rows_of(plain.target, prompts)
     arms = _arms(base, drafts, lengths)
+    longest = max(arm.length or 0 for arm in arms.values())
+    at_least(longest + 2, "new_tokens", new_tokens, f"chains of {longest} need that many")
     runs = {"plain": _Run(plain)} | {
         name: _Run(base.draft(a.draft, a.length).build()) for name, a in arms.items()
     }
@@ -152,6 +159,10 @@ def _arms(base: Builder, drafts: Mapping[str, Any], lengths: Any) -> dict[str, A
         wanted = lengths.get(name) if isinstance(lengths, Mapping) else lengths
         if wanted is None:
             raise ValueError(f"lengths has none for draft {name!r}: give a number, or several")
+        if info.longest is not None and min(counts("lengths", wanted)) > info.longest:
+            raise ValueError(
+                f"lengths for draft {name!r} are {wanted}: it drafts at most {info.longest} tokens"
+            )
         for k in sorted(set(counts("lengths", wanted))):
             if info.longest is None or k <= info.longest:
                 made[f"{name}/{k}"] = Arm(draft, k)
@@ -183,7 +194,7 @@ class _Run:
         def mark(round: Round) -> None:
             sync()
             now = perf_counter()
-            if counted and round.number and len(round.committed) == B:
+            if counted and round.number and len(round.committed) == B and not bool(round.truncated.any()):
                 draft = round.seconds["draft"]
                 self.seconds.setdefault(B, []).append((draft, now - began[0] - draft))
                 self.proposals.setdefault(B, []).append(float((round.proposal.size > 0).float().mean()))

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
@@ -26,6 +27,7 @@ from specdec.types import Context, Feedback
 
 FAILED, EXPECTED, ASKED, FOUND, READ, LENGTH = range(6)  # columns of a request's own numbers
 KEEP = 1 - 1 / 1024  # of the shared counts, for every row of feedback
+WAYS = 1024
 ROUNDS = 8.0  # of a row's own that say as much about whether a draft proposes anything as all rows do
 
 
@@ -74,7 +76,7 @@ class Planner:
             infinite: rows do not differ.
         margin: relative gain below which all rows decode plainly. trust: rounds that the prior counts for, at most. memory: tokens.
         hold_rounds: for which a choice stands; one that is made again stands for twice as many as before, up to four times ``hold_rounds``.
-        horizon: new tokens expected of a request, where its budget is larger: what reading its text must pay off in.
+        horizon: new tokens in which a draft's reading of a text must pay off, at most; fewer if the request's budget is smaller.
     Raises:
         ValueError: numbers out of range, tables that do not fit the arms, or no arm that does not speculate.
     """
@@ -100,10 +102,15 @@ class Planner:
         drafts = len(self.prior)
         fits = len(self.table.draft) == len(self.arms) and len(self.spread) == drafts
         longest = max((k for _, k in self.arms), default=0)
-        if not fits or any(d >= drafts or (k < 1) != (d < 0) for d, k in self.arms):
+        if not (drafts and fits) or any(not -1 <= d < drafts or (k < 1) != (d < 0) for d, k in self.arms):
             raise ValueError(
                 f"there are {len(self.arms)} arms {self.arms}, {len(self.table.draft)} in table, {drafts} drafts in "
                 f"prior and {len(self.spread)} in spread: give (draft, length) with length >= 1, or (-1, 0), and all of them for each"
+            )
+        ways = prod(1 + sum(d == draft for d, _ in self.arms) for draft in range(drafts))
+        if ways > WAYS:
+            raise ValueError(
+                f"there are {ways} ways to open the drafts up to a length, and each choice tries all: give fewer drafts or lengths, for at most {WAYS}"
             )
         if (-1, 0) not in self.arms:
             raise ValueError("no arm is (-1, 0): add one that does not speculate, None in the pool")
@@ -133,7 +140,7 @@ class Planner:
         return state._replace(ends=state.ends | dict(zip(request.tolist(), length.tolist())))
 
     def hold(self, state: State) -> int:
-        """Rounds for which the last choice stands: more if it was the choice before, too."""
+        """How many more rounds the last choice stands."""
         return 0 if state.plan is None else state.plan.stands - 1
 
     def select(
@@ -145,13 +152,20 @@ class Planner:
         own = np.array([state.own.get(r, self._unknown) for r in requests]).reshape(B, len(self.prior), 6)
         own[..., :READ] *= 0.5 ** ((length[:, None, None] - own[..., LENGTH:]).clip(0) / self.memory)
         own[..., LENGTH] = length[:, None]
+        last = state.plan
+        if (
+            last is not None and not (self._draft[last.arm] >= 0).any()
+        ):  # nothing was learned: return to the prior
+            state = state._replace(shared=state.shared * KEEP ** (len(last.request) * last.stands))
+        used = dict(zip(last.request, self._draft[last.arm].tolist())) if last else {}
+        for b, r in enumerate(requests):
+            if r in state.own and (d := used.get(r, -1)) >= 0:
+                own[b, d, READ] = length[b]  # it has read on
         plan = self._plan(state, requests, own, length)
-        arm, last = within(plan.arm, plan.tokens, room), state.plan
+        arm = within(plan.arm, plan.tokens, room)
         same = last is not None and last.request == plan.request and np.array_equal(last.arm, arm)
+        same = same and all(r in state.own for r in requests)
         stands = min(2 * last.stands, 4 * self.hold_rounds) if last and same else self.hold_rounds
-        used = self._draft[arm]
-        for b in np.flatnonzero(used >= 0):
-            own[b, used[b], READ] = length[b]
         state = state._replace(
             own=state.own | dict(zip(requests, own)), plan=plan._replace(arm=arm, stands=stands)
         )
@@ -274,12 +288,9 @@ class Planner:
         if not B or table.sizes[-1] < B:
             return Plan(keys, idle, tokens, plain, plain, B / plain, "unmeasured", failing)
         # What a row's draft has not read is charged to the rounds that are left.
-        left = [min(state.ends.get(r, 2**40) - n, self.horizon) for r, n in zip(requests, length.tolist())]
-        before = dict(zip(state.plan.request, self._draft[state.plan.arm].tolist())) if state.plan else {}
+        ends = np.array([state.ends.get(r, n + self.horizon) for r, n in zip(requests, length.tolist())])
+        left = np.minimum(ends - length, self.horizon)
         unread = length[:, None] - own[..., READ]
-        for b, r in enumerate(requests):
-            if (d := before.get(r, -1)) >= 0:
-                unread[b, d] = 0  # a draft in use reads on
         reading = np.array(table.read) * unread[:, self._draft] * tokens / np.maximum(left, 1)[:, None]
         reading[:, none] = 0.0
         verify = often * table.verifying(B)  # [B, arms]
