@@ -447,7 +447,7 @@ def test_results_are_stored_by_draft(target, trace, tmp_path):
     lab.replay(copy, sd.drafts.Model(small(), sd.Sampling(temperature=0.5)), 2)
     lab.replay(copy, small(), 3)
     assert len(list((folder / "replays").iterdir())) == 4
-    lab.replay(copy, sd.drafts.chain_draft(lambda ids: ids[-1:]), 2)  # a function has no name
+    lab.replay(copy, sd.drafts.chain_draft(lambda ids: torch.ones(V)), 2)  # a function has no name
     narrow, wide = (
         SpireModel.from_target(target.model, 2, window=w, sinks=1, feedback=False) for w in (3, 9)
     )

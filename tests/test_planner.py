@@ -240,7 +240,7 @@ def small(hold_rounds=1, **changes):
     return dataclasses.replace(made, **changes)
 
 
-@pytest.mark.parametrize("hold_rounds", [1, 4])
+@pytest.mark.parametrize("hold_rounds", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_output_has_the_targets_distribution(hold_rounds):
     target, draft = tables()
     arms = {"none": None, "one": sd.Arm(draft, 1), "two": sd.Arm(draft, 2)}
@@ -254,6 +254,7 @@ def test_the_output_has_the_targets_distribution(hold_rounds):
     assert used >= {0, 1}  # it does change its mind
 
 
+@pytest.mark.slow
 def test_rows_that_are_chosen_for_together_have_the_targets_distribution():
     """A row's arm depends on the other rows here, so a row is not certified by itself: whole batches are decoded with fresh seeds."""
     target, draft = tables()

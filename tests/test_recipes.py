@@ -39,6 +39,7 @@ COLUMNS = {
 
 RECIPES = [
     "quickstart",
+    "auto",
     "bench",
     "compare_checkouts",
     "cpu_floor",
@@ -80,6 +81,24 @@ def test_help_says_what_and_how():
         assert ran.returncode == 0, (name, ran.stderr)
         assert "--json" in ran.stdout, name
         assert len(ran.stdout) > 400, name
+
+
+@pytest.mark.slow
+def test_auto(tmp_path):
+    file = tmp_path / "a.json"
+    options = "--temperatures 0 --batches 1 2 --context 40 --tokens 12 --lengths 1 2 --lookups 2 --repeats 4 --calibration 1"
+    said = quick("recipes/auto.py", *options.split(), "--json", str(file))
+    rows = json.loads(file.read_text())["rows"]
+    parts = [(row["part"], row["batch"]) for row in rows]
+    assert [
+        parts.count((part, batch)) for part in ("measured", "speed", "hindsight") for batch in (1, 2)
+    ] == [4, 4, 6, 6, 1, 1]
+    assert all(
+        row["ratio_low"] <= row["ratio"] <= row["ratio_high"] for row in rows if row["part"] != "measured"
+    )
+    best = next(row for row in rows if row["part"] == "hindsight")
+    assert {best["best"], *best["chosen"]} <= {"plain", "small/1", "small/2", "lookup/2"}
+    assert "auto over the best" in str(said)
 
 
 def test_quickstart(tmp_path):
