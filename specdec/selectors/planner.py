@@ -27,7 +27,7 @@ from specdec.types import Context, Feedback
 
 FAILED, EXPECTED, ASKED, FOUND, READ, LENGTH = range(6)  # columns of a request's own numbers
 KEEP = 1 - 1 / 1024  # of the shared counts, for every row of feedback
-WAYS = 1024
+WAYS = 1024  # to open drafts up to a length, at most
 ROUNDS = 8.0  # of a row's own that say as much about whether a draft proposes anything as all rows do
 
 
@@ -35,7 +35,7 @@ class Plan(NamedTuple):
     """A choice for all rows and its reasons.
 
     Attributes:
-        request: ``[B]``. arm: ``[B]``. tokens: ``[B, arms]`` expected tokens of a round. seconds: of the round. plain: of a plain one.
+        request: ``[B]``. arm: ``[B]``. tokens: ``[B, arms]`` expected tokens of a round. plain: seconds of a plain round.
         rate: expected tokens a second. why: one word for the batch: ``"faster"``, ``"slower"`` or ``"unmeasured"``. failing: ``[drafts, K]`` the
             chance that a token is rejected if those before it in its block were not, in all rows. stands: rounds for which the choice is held.
     """
@@ -43,7 +43,6 @@ class Plan(NamedTuple):
     request: tuple[int, ...]
     arm: np.ndarray
     tokens: np.ndarray
-    seconds: float
     plain: float
     rate: float
     why: str
@@ -153,9 +152,8 @@ class Planner:
         own[..., :READ] *= 0.5 ** ((length[:, None, None] - own[..., LENGTH:]).clip(0) / self.memory)
         own[..., LENGTH] = length[:, None]
         last = state.plan
-        if (
-            last is not None and not (self._draft[last.arm] >= 0).any()
-        ):  # nothing was learned: return to the prior
+        if last is not None and not (self._draft[last.arm] >= 0).any():
+            # Nothing was learned: the shared counts fade, and the estimates return to the prior.
             state = state._replace(shared=state.shared * KEEP ** (len(last.request) * last.stands))
         used = dict(zip(last.request, self._draft[last.arm].tolist())) if last else {}
         for b, r in enumerate(requests):
@@ -197,7 +195,7 @@ class Planner:
     def leave(self, state: State, requests: Tensor) -> State:
         gone = set(requests.tolist())
         return state._replace(
-            own={r: numbers for r, numbers in state.own.items() if r not in gone},
+            own={r: mine for r, mine in state.own.items() if r not in gone},
             ends={r: end for r, end in state.ends.items() if r not in gone},
         )
 
@@ -286,7 +284,7 @@ class Planner:
         tokens = 1 + often * standing.cumsum(-1)[:, self._draft, self._length - 1]
         plain, idle, keys = table.plainly(B), np.full(B, none), tuple(requests)
         if not B or table.sizes[-1] < B:
-            return Plan(keys, idle, tokens, plain, plain, B / plain, "unmeasured", failing)
+            return Plan(keys, idle, tokens, plain, B / plain, "unmeasured", failing)
         # What a row's draft has not read is charged to the rounds that are left.
         ends = np.array([state.ends.get(r, n + self.horizon) for r, n in zip(requests, length.tolist())])
         left = np.minimum(ends - length, self.horizon)
@@ -298,7 +296,7 @@ class Planner:
         cost = each[:, None] + (verify + reading)  # [M, B, arms]
         rows, drafts = np.arange(B), np.arange(len(self.prior))
         ways = np.arange(len(caps))[:, None]
-        rate, best, spent = B / plain, idle, plain
+        rate, best = B / plain, idle
         for _ in range(8):  # Dinkelbach's iterations: at the best rate, no row gains by another arm
             arm = np.where(opened[:, None], tokens - rate * cost, -np.inf).argmax(-1)  # [M, B]
             count = (self._draft[arm][..., None] == drafts).sum(1)  # [M, drafts]
@@ -308,7 +306,7 @@ class Planner:
             m = int(rates.argmax())
             if rates[m] <= rate * (1 + 1e-9):
                 break
-            rate, best, spent = float(rates[m]), arm[m], float(seconds[m])
+            rate, best = float(rates[m]), arm[m]
         if rate <= B / plain * (1 + self.margin):
-            return Plan(keys, idle, tokens, plain, plain, B / plain, "slower", failing)
-        return Plan(keys, best, tokens, spent, plain, rate, "faster", failing)
+            return Plan(keys, idle, tokens, plain, B / plain, "slower", failing)
+        return Plan(keys, best, tokens, plain, rate, "faster", failing)
