@@ -161,8 +161,54 @@ def test_arms_may_share_a_draft():
 
 def test_seconds_of_arms_that_share_a_draft_go_by_their_rows():
     pool = Pool((sd.drafts.Model(SMALL), sd.drafts.NGram()), (0, 0, 1, -1))
-    assert pool._by_arm(torch.tensor([0, 1, 1, 1, 2, 3]), [8.0, 3.0]) == (2.0, 6.0, 3.0, 0.0)
-    assert pool._by_arm(torch.tensor([3, 3]), [0.0, 0.0]) == (0.0, 0.0, 0.0, 0.0)
+    teams = pool._teams(torch.tensor([0, 1, 1, 1, 2, 3]))
+    assert {d: rows.tolist() for d, rows in teams.rows.items()} == {0: [0, 1, 2, 3], 1: [4]}
+    assert teams.share == (0.25, 0.75, 1.0, 0.0)
+    assert pool._teams(torch.tensor([3, 3])) == ({}, (0.0,) * 4)
+
+
+@dataclass(frozen=True)
+class Assigned(Random):
+    """Arm ``of[request]``."""
+
+    of: tuple[int, ...] = ()
+
+    def select(self, state, context, capacities, rng):
+        arm = torch.tensor([self.of[r] for r in context.request.tolist()])
+        return arm, torch.ones(context.batch), state
+
+
+class Watched(sd.drafts.NGram):
+    """Keeps the proposals that it makes and those of the rounds that it observes."""
+
+    def __init__(self, seen):
+        super().__init__(3, 1)
+        object.__setattr__(self, "seen", seen)
+
+    def propose(self, state, context, budget, rng):
+        proposal, state = super().propose(state, context, budget, rng)
+        self.seen.append(("proposed", proposal))
+        return proposal, state
+
+    def observe(self, state, round):
+        self.seen.append(("observed", round.proposal))
+
+
+@pytest.mark.parametrize("arms", [[0, 0], [1, 1], [0, 1], [2, 2]])
+def test_every_draft_observes_its_own_proposal(arms):
+    seen = [], []
+    drafts = {"a": Watched(seen[0]), "b": Watched(seen[1]), "none": None}
+    decoder = sd.decoder(TABLE).pool(drafts, Assigned(tuple(arms)), 3).build()
+    decoder.generate([[1, 2, 1, 2, 1], [2, 1, 2, 1, 2]], 12, seed=0)
+    for d, mine in enumerate(seen):
+        later = mine[[what for what, _ in mine].index("observed") + 1 :]  # without the prefill
+        assert later
+        for (what, proposal), (_, last) in zip(later, [("", None), *later]):
+            if what == "observed" and d in arms and proposal.nodes:
+                assert proposal is last
+            elif what == "observed":
+                assert not proposal.nodes
+        assert any(what == "proposed" for what, _ in later) == (d in arms)
 
 
 def test_merging_keeps_what_each_node_was_drawn_from():

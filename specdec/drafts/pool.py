@@ -23,11 +23,19 @@ from specdec.sampling import Sampling
 from specdec.types import Context, Proposal, Round
 
 
+class Teams(NamedTuple):
+    """The rows ``[R]`` of each draft in use, and for each arm its share of the rows of its draft."""
+
+    rows: dict[int, Tensor]
+    share: tuple[float, ...]
+
+
 class PoolState(NamedTuple):
-    """``states`` of all drafts, ``arm [B]``, the ``proposals`` of this round by draft, and the ``seconds`` that each arm spent drafting."""
+    """``states`` of all drafts, ``arm [B]`` and its ``teams``, the ``proposals`` of this round by draft, and the ``seconds`` that each arm spent drafting."""
 
     states: tuple[Any, ...]
     arm: Tensor
+    teams: Teams
     proposals: tuple[Proposal | None, ...]
     seconds: tuple[float, ...]
 
@@ -88,13 +96,14 @@ class Pool:
             for part in self.parts
         )
         arm = torch.zeros(context.batch, dtype=torch.long)
-        return PoolState(states, arm, (None,) * len(states), (0.0,) * len(self.arms))
+        return PoolState(states, arm, self._teams(arm), (None,) * len(states), (0.0,) * len(self.arms))
 
     def assign(self, state: PoolState, arm: Tensor) -> PoolState:
         """Row b is drafted by ``arm[b]`` from now on."""
         if arm is state.arm:
             return state
-        return self._assigned(state, arm, torch.ones_like(arm, dtype=torch.bool))._replace(arm=arm)
+        state = self._assigned(state, arm, torch.ones_like(arm, dtype=torch.bool))
+        return state._replace(arm=arm, teams=self._teams(arm))
 
     def _assigned(self, state: PoolState, arm: Tensor, here: Tensor) -> PoolState:
         """Tell stacked drafts which member drafts each row of ``here [B]``."""
@@ -118,7 +127,7 @@ class Pool:
         stays = busy & (arms[arm] == arms[state.arm]) & (arm != state.arm)
         state = self._assigned(state, arm, ~stays)
         states = list(state.states)
-        for d, rows in self._groups(arm):
+        for d, rows in self._teams(arm).rows.items():
             waits, stacks = self.parts[d].waits, self.parts[d].stacks
             ahead = rows[:0] if stacks is None else rows[stays[rows]]
             if len(ahead):
@@ -130,63 +139,60 @@ class Pool:
                 states[d] = stacks.read_ahead(states[d], context, ahead, member)
         return state._replace(states=tuple(states))
 
-    def _groups(self, arm: Tensor) -> list[tuple[int, Tensor]]:
-        """The drafts in use and their rows."""
-        draft = torch.tensor(self.arms)[arm]
-        return [(d, (draft == d).nonzero()[:, 0]) for d in draft.unique().tolist() if d >= 0]
+    def _teams(self, arm: Tensor) -> Teams:
+        arms = arm.tolist()
+        rows: dict[int, list[int]] = {}
+        for b, a in enumerate(arms):
+            if (d := self.arms[a]) >= 0:
+                rows.setdefault(d, []).append(b)
+        share = (arms.count(a) / len(rows[d]) if d in rows else 0.0 for a, d in enumerate(self.arms))
+        return Teams({d: torch.tensor(mine) for d, mine in sorted(rows.items())}, tuple(share))
 
     def propose(
         self, state: PoolState, context: Context, budget: Tensor, rng: Rng
     ) -> tuple[Proposal, PoolState]:
-        if not budget.numpy().any():
-            nobody = (None,) * len(state.states), (0.0,) * len(self.arms)
-            return Proposal.none(context.batch), PoolState(state.states, state.arm, *nobody)
-        states = list(state.states)
+        states, teams = list(state.states), state.teams
         made: list[Proposal | None] = [None] * len(states)
-        groups = self._groups(state.arm)
+        if not budget.numpy().any():
+            seconds = (0.0,) * len(self.arms)
+            return Proposal.none(context.batch), state._replace(proposals=tuple(made), seconds=seconds)
         spent = [0.0] * len(self.drafts)
-        for d, rows in groups:
+        for d, rows in teams.rows.items():
             began = perf_counter()
-            mine = torch.zeros_like(budget).index_copy_(0, rows, budget[rows])
-            if bool(mine.any()):
+            mine = budget
+            if len(rows) < context.batch:
+                mine = torch.zeros_like(budget).index_copy_(0, rows, budget[rows])
+            if mine.numpy().any():
                 with DeferredChecks() as later:
                     made[d], states[d] = self.parts[d].propose(states[d], context, mine, rng)
                 later.settle()  # an arm's seconds include those on its device
             spent[d] = perf_counter() - began
-        seconds = self._by_arm(state.arm, spent)
-        parts = [(p, rows) for d, rows in groups if (p := made[d]) is not None]
+        seconds = tuple(spent[d] * share if share else 0.0 for d, share in zip(self.arms, teams.share))
+        parts = [(p, rows) for d, rows in teams.rows.items() if (p := made[d]) is not None]
         proposal = merged(parts, context.batch)
-        return proposal, PoolState(tuple(states), state.arm, tuple(made), seconds)
+        return proposal, PoolState(tuple(states), state.arm, teams, tuple(made), seconds)
 
     def spent(self, state: PoolState) -> tuple[float, ...]:
         return state.seconds
-
-    def _by_arm(self, arm: Tensor, spent: Sequence[float]) -> tuple[float, ...]:
-        """Seconds of each arm: arms of one draft share its seconds by their rows."""
-        rows = torch.bincount(arm, minlength=len(self.arms)).tolist()
-        of = [0] * len(self.drafts)
-        for d, n in zip(self.arms, rows):
-            if d >= 0:
-                of[d] += n
-        return tuple(spent[d] * n / of[d] if d >= 0 and of[d] else 0.0 for d, n in zip(self.arms, rows))
 
     def observe(self, state: PoolState, round: Round) -> PoolState:
         """Every draft observes the round with its own proposal, which is empty in rows of other drafts.
 
         What a draft observes of a row must not depend on the arms of other rows.
         """
-        none = (
-            round if not round.proposal.nodes else replace(round, proposal=Proposal.none(round.context.batch))
-        )
+        none = round
+        if round.proposal.nodes:
+            none = replace(round, proposal=Proposal.none(round.context.batch))
         states = tuple(
-            d.observe(s, none if p is None else replace(round, proposal=p))
+            d.observe(s, none if p is None else round if p is round.proposal else replace(round, proposal=p))
             for d, s, p in zip(self.drafts, state.states, state.proposals)
         )
         return state._replace(states=states, proposals=(None,) * len(states))
 
     def select(self, state: PoolState, rows: Tensor) -> PoolState:
         states = tuple(d.select(s, rows) for d, s in zip(self.drafts, state.states))
-        return state._replace(states=states, arm=state.arm[rows], proposals=(None,) * len(states))
+        arm = state.arm[rows]
+        return state._replace(states=states, arm=arm, teams=self._teams(arm), proposals=(None,) * len(states))
 
     def follow(self, state: PoolState, target_cache: Any) -> PoolState:
         states = tuple(part.follow(s, target_cache) for part, s in zip(self.parts, state.states))
@@ -195,9 +201,8 @@ class Pool:
     def join(self, state: PoolState, other: PoolState) -> PoolState:
         joins: Any = (part.joins for part in self.parts)  # ``serving.check``
         states = tuple(j.join(a, b) for j, a, b in zip(joins, state.states, other.states))
-        return state._replace(
-            states=states, arm=torch.cat([state.arm, other.arm]), proposals=(None,) * len(states)
-        )
+        arm = torch.cat([state.arm, other.arm])
+        return state._replace(states=states, arm=arm, teams=self._teams(arm), proposals=(None,) * len(states))
 
 
 def merged(parts: Sequence[tuple[Proposal, Tensor]], batch: int) -> Proposal:
