@@ -15,6 +15,8 @@ fewer than 5 workloads there are none.
 - `spin`: the paper's selector, and a pipeline of `--micro-batches` (drafting in another process, on the other core).
 - `pooled`: the same algorithm with statistics pooled by the kind of prompt and the temperature, learned on `--learn` other requests and kept from then on;
   it has all arms (n-gram, SPIRe and no speculation where they are given), and a request stays with its draft.
+- `planned`: `sd.auto`: the arms of `pooled`, chosen for all rows together by seconds of whole rounds of several batches, which are measured at the same
+  place on validation prompts beforehand, and by chances of acceptance for each temperature.
 
 Attention is padded, packed, decomposed, or `auto`, the library's choice (C kernels on a CPU), which does not pad. A place `auto/2` has
 two cores: two threads, or a pipeline of two processes with one each. All products read bfloat16 copies of the weights
@@ -47,7 +49,14 @@ from specdec.lab.workload import Kind, Workload, temperatures, workload
 
 COLUMNS = ("configuration", "is", "attention", "cores", "goodput", "goodput_low", "goodput_high", "ratio_to_plain",
            "ratio_to_best_fixed", "ratio_to_best_fixed_low", "ratio_to_best_fixed_high", "tau")  # fmt: skip
-COLORS = {"plain": "0.75", "smallest": "0.75", "best_fixed": "0.55", "spin": "C1", "pooled": "C0"}
+COLORS = {
+    "plain": "0.75",
+    "smallest": "0.75",
+    "best_fixed": "0.55",
+    "spin": "C1",
+    "pooled": "C0",
+    "planned": "C3",
+}
 Runs = dict[tuple[str, str], list[PoolRun]]
 
 
@@ -74,6 +83,7 @@ class Settings(Plotted):
     repeats: int = option(6, "workloads, each run by all configurations")
     learn: int = option(192, "requests that the pooled selector learns from beforehand")
     capacity: float = option(1.5, "rows that a draft of `spin` takes, times an equal share of the batch")
+    calibrate: int = option(2, "runs of each draft that the planned selector measures beforehand")
     micro_batches: int = option(2, "micro-batches of the pipeline")
     median: int = option(300, "tokens of the median prompt")
     longest: int = option(1000, "tokens of the longest prompt")
@@ -154,6 +164,23 @@ class Parts:
         selector = selectors.Spin(exploration, growth, kind, warm=warm, learn="always")
         return self.chosen(self.arms, selector, batch, attention).build()
 
+    def planned(self, place: Place, batch: int) -> Any:
+        """``sd.auto`` on validation prompts at a place."""
+        s, arms = self.s, {name: arm for name, arm in self.arms.items() if arm.draft is not None}
+        torch.set_num_threads(place.cores)
+        made = sd.auto(
+            self.plain(batch, place.attention),
+            {name: arm.draft for name, arm in arms.items()},
+            self.workload(3 * batch, 1000, "validation").rows,
+            {name: arm.length or 0 for name, arm in arms.items()},
+            sorted({1, max(1, batch // 4), batch}),
+            s.tokens,
+            s.calibrate,
+            seed=s.seed,
+        )
+        torch.set_num_threads(1)
+        return made.decoder
+
     def taught(self, batch: int) -> Any:
         """What the pooled selector has learned from validation prompts, in batches; on the fastest attention."""
         s, decoder = self.s, self.pooled(batch, "auto", 8, 1, 300)
@@ -163,7 +190,7 @@ class Parts:
             pool_run(decoder, work.rows, s.tokens, s.seed + turn, selection)
         return selection
 
-    def plans(self, place: Place, best: str, batch: int) -> dict[str, Callable[[], Any]]:
+    def plans(self, place: Place, best: str, batch: int, planned: Any) -> dict[str, Callable[[], Any]]:
         """Configuration -> its decoder."""
         at = place.attention
         plans = {
@@ -172,6 +199,7 @@ class Parts:
             "best_fixed": lambda: self.fixed(best, batch, at),
             "selection" if at == "padded" else f"selection+{at}": lambda: self.paper(batch, at).build(),
             "pooled": lambda: self.pooled(batch, at),
+            "planned": lambda: planned,
         }
         if place.cores == 2:
             pipeline = Pipelined(min(self.s.micro_batches, batch), workers="processes")
@@ -182,7 +210,13 @@ class Parts:
 def main(s: Settings) -> list[dict[str, Any]]:
     if s.quick:
         s = replace(
-            s, batches=(3,), repeats=1, learn=3, tokens=8, pool=(POOL[0], f"{POOL[1]}/2", "ngram", "none")
+            s,
+            batches=(3,),
+            repeats=1,
+            learn=3,
+            tokens=16,
+            calibrate=1,
+            pool=(POOL[0], f"{POOL[1]}/2", "ngram", "none"),
         )
         s = replace(s, places=("padded/1", "packed/1", "auto/2"))
     s.begin()
@@ -207,20 +241,21 @@ def main(s: Settings) -> list[dict[str, Any]]:
 
 def compare(parts: Parts, works: list[Workload], best: str, taught: Any, runs: Runs) -> None:
     """Add the runs of all configurations at all places, in an order that rotates from workload to workload."""
-    s, kept = parts.s, dict[Place, Any]()
+    s, batch = parts.s, len(works[0].rows)
+    planned, kept = dict[Place, Any](), dict[tuple[str, Place], Any]()
+    for place in parts.places:
+        planned[place] = parts.planned(place, batch)
+        kept["planned", place] = planned[place].begin(batch)
+        kept["pooled", place] = parts.pooled(batch, place.attention).begin(batch)
+        kept["pooled", place].state = taught.state  # states are values, so this can be shared
     for turn, work in enumerate(works):
-        plans = [(p, *plan) for p in parts.places for plan in parts.plans(p, best, len(work.rows)).items()]
+        plans = [(p, *plan) for p in parts.places for plan in parts.plans(p, best, batch, planned[p]).items()]
         start = turn * 5 % len(plans)
         for place, name, make in plans[start:] + plans[:start]:
             console.progress(f"workload {turn} of {s.repeats}: {name}, {place.attention}/{place.cores}")
             decoder = make()
-            if name == "pooled" and place not in kept:
-                kept[place] = decoder.begin(len(work.rows))
-                kept[place].state = taught.state  # states are values, so this can be shared
             torch.set_num_threads(1 if name == "spin" else place.cores)
-            run = pool_run(
-                decoder, work.rows, s.tokens, s.seed + turn, kept[place] if name == "pooled" else None
-            )
+            run = pool_run(decoder, work.rows, s.tokens, s.seed + turn, kept.get((name, place)))
             torch.set_num_threads(1)
             runs[name, f"{place.attention}/{place.cores}"] += [run] if turn else []
 

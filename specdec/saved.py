@@ -30,11 +30,11 @@ from specdec.models.hf import HFModel
 from specdec.models.masked import Masked
 from specdec.models.own_cache import OwnCache
 from specdec.models.windowed import Windowed
-from specdec.selectors import rewards
+from specdec.selectors import kinds, rewards
 
 FILE, VERSION = "decoder.json", 1
 MODULES = (
-    drafts, heads, siblings, verifiers, executors, selectors, rewards, pruning, sampling, arm_policy, arms, rounds
+    drafts, heads, siblings, verifiers, executors, selectors, kinds, rewards, pruning, sampling, arm_policy, arms, rounds
 )  # fmt: skip
 PARTS: dict[str, Any] = {
     f"{module.__name__.removeprefix('specdec.')}.{name}": kind

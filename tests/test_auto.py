@@ -7,9 +7,10 @@ from time import perf_counter
 
 import numpy as np
 import pytest
+import torch
 
 import specdec as sd
-from specdec.lab.auto import _each, _Run, _spread
+from specdec.lab.auto_runs import Measured, each, spread_of
 
 BAD, GOOD = (sd.TableModel.random(vocab_size=6, order=1, seed=seed) for seed in (1, 0))
 PROMPTS = [[0], [1, 2], [3], [4, 5, 1]]
@@ -53,7 +54,7 @@ def test_tables_have_the_rounds_that_were_measured(found):
     assert rows["plain", 1]["ratio"] == 1
     assert 1 < rows["other/2", 1]["tau"] < 2.5
     assert rows["plain", 3]["milliseconds"] > 4
-    (asked, proposed), *positions = found.selector.prior[0]
+    (asked, proposed), *positions = found.selector.prior[0][0]
     assert asked == proposed == positions[0][0]
     tested, accepted = zip(*positions)
     assert tested == accepted  # the draft is the target
@@ -89,6 +90,38 @@ def test_where_no_draft_pays_rows_are_decoded_plainly():
     assert auto.decoder.generate(PROMPTS, 20, seed=3).stats.drafted == 0  # more rows than were measured
 
 
+class Sharp(sd.TableModel):
+    """The most probable token of a table, with probability 0.95: always right about greedy rows, and often wrong about sampled ones."""
+
+    def __init__(self, table):
+        one = torch.nn.functional.one_hot(table.probs.argmax(-1), table.vocab_size)
+        super().__init__(0.05 / table.vocab_size + 0.95 * one.to(table.probs))
+
+
+def test_requests_of_each_temperature_have_chances_of_their_own():
+    base = sd.decoder(GOOD).sampling(temperature=(1.0, 0.0, 0.0, 1.0))
+    auto = sd.auto(base, {"sharp": Sharp(GOOD)}, PROMPTS, 1, batches=(1, 4), new_tokens=24, repeats=3)
+    assert auto.selector.kinds == ("all", 0.0, 1.0)
+    (everything, greedy, sampled) = (accepted / tested for ((_, (tested, accepted)),) in auto.selector.prior)
+    assert greedy > 0.99
+    assert sampled < 0.7
+    assert sampled < everything < greedy
+    selection = auto.decoder.begin(4)
+    auto.decoder.generate(PROMPTS, 6, seed=0, selection=selection)
+    tokens = selection.state.plan.tokens[:, 1]
+    assert (tokens > 1.9).tolist() == [temperature == 0 for temperature in base.build().sampling.temperature]
+
+
+def test_requests_of_kinds_that_the_user_tells_apart():
+    auto = sd.auto(
+        sd.decoder(GOOD), {"other": BAD}, PROMPTS, 1, batches=4, new_tokens=12, repeats=1,
+        kind=lambda now: ["long" if n > 1 else "short" for n in now.prompt_length.tolist()],
+    )  # fmt: skip
+    assert auto.selector.kinds == ("all", "long", "short")
+    rounds = [drafts[0][0][0] for drafts in auto.selector.prior]
+    assert rounds[0] == rounds[1] + rounds[2]
+
+
 def test_the_spread_of_rows_is_found():
     draw = np.random.default_rng(0)
     rows, tested = 4000, 40
@@ -96,15 +129,15 @@ def test_the_spread_of_rows_is_found():
         factor = draw.gamma(true, 1 / true, rows) if true < math.inf else np.ones(rows)
         failed = draw.binomial(tested, (0.1 * factor).clip(0, 1))
         counts = np.stack([np.full(rows, tested), tested - failed], -1)[:, None].astype(float)
-        found = _spread(counts, counts.sum(0))
+        found = spread_of(counts)
         assert found > 50 if true == math.inf else found == pytest.approx(true, rel=0.25)
 
 
 def test_seconds_of_proposals_are_of_the_rows_that_have_one():
-    run = _Run(None, proposals={4: [0.5, 0.0, 1.0]})
-    assert _each(run, 4, 3.0, 1.0) == pytest.approx(1.0)  # two of four rows have one
-    assert _each(run, 4, 0.9, 1.0) == 0
-    assert _each(_Run(None, proposals={4: [0.0]}), 4, 3.0, 1.0) == 0
+    run = Measured(None, None, proposals={4: [0.5, 0.0, 1.0]})
+    assert each(run, 4, 3.0, 1.0) == pytest.approx(1.0)  # two of four rows have one
+    assert each(run, 4, 0.9, 1.0) == 0
+    assert each(Measured(None, None, proposals={4: [0.0]}), 4, 3.0, 1.0) == 0
 
 
 def test_what_cannot_be_measured_is_refused_by_name():
@@ -122,11 +155,6 @@ def test_what_cannot_be_measured_is_refused_by_name():
         (lambda: sd.auto(base, {"a": BAD}, PROMPTS, new_tokens=1), ValueError, "new_tokens"),
         (lambda: sd.auto(base, {"a": BAD}, PROMPTS, repeats=0), ValueError, "repeats"),
         (lambda: sd.auto(base, {"a": BAD}, []), ValueError, "empty"),
-        (
-            lambda: sd.auto(base.sampling(temperature=(1.0, 0.0)), {"a": BAD}, PROMPTS),
-            ValueError,
-            "a temperature for each request",
-        ),
     ):
         with pytest.raises(kind, match=match):
             call()

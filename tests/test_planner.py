@@ -15,6 +15,7 @@ from specdec.audit.adversaries import Remembers
 from specdec.audit.certify import certify
 from specdec.cost.rounds import RoundTable
 from specdec.selectors import Planner
+from specdec.selectors.kinds import ByTemperature
 from specdec.selectors.planner import READ
 from specdec.types import Feedback
 
@@ -35,7 +36,7 @@ def selector(seed=0, **changes):
         tuple(0.01 * (LENGTH > 0)),
     )
     chances = tuple(((64.0, 64.0), *((64.0, 64 * p) for p in draw.uniform(0.3, 0.95, 4))) for _ in range(2))
-    made = Planner(ARMS, table, chances, (4.0, 16.0), margin=0.0)
+    made = Planner(ARMS, table, (chances,), ((4.0, 16.0),), margin=0.0)
     return dataclasses.replace(made, **changes)
 
 
@@ -119,7 +120,7 @@ def test_expected_tokens_are_sums_of_products_of_the_chances():
     part = selector(trust=1e9)
     state, now = played(part, [])
     tokens = choose(part, state, now)[2].plan.tokens[0]
-    chance = [(np.array([a for _, a in positions[1:]]) + 0.5) / 65 for positions in part.prior]
+    chance = [(np.array([a for _, a in positions[1:]]) + 0.5) / 65 for positions in part.prior[0]]
     wanted = [
         1.0,
         1 + chance[0][0],
@@ -141,7 +142,7 @@ def test_a_row_that_accepts_less_is_expected_to_accept_less_and_other_rows_hardl
 
 
 def test_rows_that_do_not_differ_share_everything():
-    part = selector(spread=(float("inf"),) * 2)
+    part = selector(spread=((float("inf"),) * 2,))
     tokens = choose(part, *played(part, [(0, 2, 0)] * 8))[2].plan.tokens
     np.testing.assert_array_equal(tokens[0], tokens[1])
 
@@ -156,7 +157,7 @@ def test_a_row_returns_to_the_estimate_of_all_rows():
 
 def test_reading_must_pay_off_in_the_tokens_that_are_left():
     table = dataclasses.replace(selector().table, read=(0.0, 0.1, 0.1, 0.1, 0.1))
-    part = selector(3, table=table, prior=(((64.0, 64.0), *((64.0, 60.0),) * 4),) * 2)
+    part = selector(3, table=table, prior=((((64.0, 64.0), *((64.0, 60.0),) * 4),) * 2,))
     state = part.init(5)
     now = context([50])
     for ends, speculates in ((51, False), (5000, True)):
@@ -165,7 +166,7 @@ def test_reading_must_pay_off_in_the_tokens_that_are_left():
 
 
 def test_batches_larger_than_measured_are_decoded_plainly():
-    part = selector(3, prior=(((64.0, 64.0), *((64.0, 63.0),) * 4),) * 2)
+    part = selector(3, prior=((((64.0, 64.0), *((64.0, 63.0),) * 4),) * 2,))
     state = part.init(5)
     assert LENGTH[choose(part, state, context([10] * 8))[0]].any()
     arm, _, state = choose(part, state, context([10] * 9))
@@ -174,7 +175,7 @@ def test_batches_larger_than_measured_are_decoded_plainly():
 
 
 def test_a_gain_within_the_margin_is_not_taken():
-    free = selector(3, prior=(((64.0, 64.0), *((64.0, 60.0),) * 4),) * 2)
+    free = selector(3, prior=((((64.0, 64.0), *((64.0, 60.0),) * 4),) * 2,))
     gain = choose(free, free.init(5), context([10] * 4))[2].plan
     ratio = gain.rate * gain.plain / 4
     assert ratio > 1.05
@@ -182,6 +183,51 @@ def test_a_gain_within_the_margin_is_not_taken():
         arm, _, state = choose(dataclasses.replace(free, margin=margin), free.init(5), context([10] * 4))
         assert bool(LENGTH[arm].any()) == taken
         assert ("times as fast" in free.explain(state, 0)) == taken
+
+
+class Parity:
+    """A kind by the number of the request: ``even`` or ``odd``, and ``new`` from 10 on."""
+
+    def __init__(self):
+        self.asked = []
+
+    def __call__(self, now):
+        self.asked += now.request.tolist()
+        return ["new" if r >= 10 else ("even", "odd")[r % 2] for r in now.request.tolist()]
+
+
+def test_kinds_of_requests_have_chances_of_their_own():
+    chances = [((64.0, 64.0), *((64.0, 64.0 * p),) * 4) for p in (0.9, 0.3)]
+    parity = Parity()
+    part = selector(
+        kinds=("even", "odd"),
+        kind=parity,
+        prior=tuple((one, one) for one in chances),
+        spread=((4.0, 16.0),) * 2,
+    )
+    now = context([10] * 3, [0, 1, 10])
+    before = choose(part, part.init(5), now)[2]
+    tokens = before.plan.tokens
+    assert tokens[0, 2] > 2 * tokens[1, 2] - 1
+    np.testing.assert_array_equal(tokens[0], tokens[2])  # an unknown kind is the first
+    one = torch.tensor([1.0])
+    told = [torch.tensor([x]) for x in (0, 2, 1, 3)]  # the even request had 3 tokens rejected at once
+    state = before
+    for _ in range(8):
+        state = part.update(state, Feedback(*told, one, one))
+    after = choose(part, state, now)[2].plan.tokens
+    assert after[0, 2] < after[2, 2] < tokens[2, 2]  # request 10 has learned from it as its kind has
+    np.testing.assert_array_equal(after[1], tokens[1])
+    assert parity.asked == [0, 1, 10]  # each was asked once
+    left = part.leave(state, torch.tensor([0, 1, 10]))
+    assert not left.kind
+    assert not left.own
+
+
+def test_a_kind_for_every_row():
+    part = selector(kind=lambda now: ["all"])
+    with pytest.raises(ValueError, match="kind gave 1 kinds for 3 rows"):
+        choose(part, part.init(5), context([10] * 3))
 
 
 def test_explanations_name_the_arm_and_what_was_expected():
@@ -197,10 +243,11 @@ def test_explanations_name_the_arm_and_what_was_expected():
 def test_what_does_not_fit_is_refused():
     part = selector()
     for changes, match in (
-        ({"spread": (1.0,)}, "1 in spread"),
+        ({"spread": ((1.0,),)}, r"\[1, 2\] drafts in prior and spread"),
         ({"arms": ((0, 1), *ARMS[1:])}, r"no arm is \(-1, 0\)"),
         ({"arms": ((-1, 2), *ARMS[1:])}, r"\(-1, 0\)"),
-        ({"prior": (((1.0, 1.0),),) * 2}, "too few positions"),
+        ({"prior": ((((1.0, 1.0),),) * 2,)}, "too few positions"),
+        ({"kinds": ("code", "prose")}, "2 kinds, 1 in prior and 1 in spread"),
         ({"margin": -1.0}, "margin >= 0"),
         ({"horizon": 0}, "horizon"),
     ):
@@ -231,8 +278,8 @@ def small(hold_rounds=1, **changes):
     made = Planner(
         ((-1, 0), (0, 1), (0, 2)),
         table,
-        (((2.0, 2.0), *((2.0, 1.2),) * 2),),
-        (1.0,),
+        ((((2.0, 2.0), *((2.0, 1.2),) * 2),),),
+        ((1.0,),),
         trust=2.0,
         memory=4.0,
         hold_rounds=hold_rounds,
@@ -259,7 +306,7 @@ def test_rows_that_are_chosen_for_together_have_the_targets_distribution():
     """A row's arm depends on the other rows here, so a row is not certified by itself: whole batches are decoded with fresh seeds."""
     target, draft = tables()
     arms = {"none": None, "one": sd.Arm(draft, 1), "two": sd.Arm(draft, 2)}
-    decoder = sd.decoder(target).pool(arms, small(spread=(0.5,))).build()
+    decoder = sd.decoder(target).pool(arms, small(spread=((0.5,),))).build()
     counts: dict[tuple[int, ...], int] = {}
     used = [set(), set(), set()]
     for seed in range(700):
@@ -373,10 +420,12 @@ def test_a_decoder_with_it_is_saved_and_loaded(tmp_path):
 
     target, draft = (sd.HFModel(*zoo.load(name)) for name in ("pocket-tiny", "pocket-140k"))
     arms = {"none": None, "one": sd.Arm(draft, 1), "two": sd.Arm(draft, 2)}
-    decoder = sd.decoder(target).greedy().pool(arms, small()).build()
+    part = small()
+    part = small(kinds=("all", 0.0), kind=ByTemperature((0.0,)), prior=part.prior * 2, spread=part.spread * 2)
+    decoder = sd.decoder(target).greedy().pool(arms, part).build()
     decoder.save(tmp_path / "saved")
     again = sd.load(tmp_path / "saved").build()
-    assert again.selecting.selector == small()
+    assert again.selecting.selector == part
     assert again.generate([[5, 6, 7]], 12, seed=0).ids == decoder.generate([[5, 6, 7]], 12, seed=0).ids
 
 

@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from time import perf_counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
-from scipy.stats import trim_mean
 
 from specdec.arguments import at_least, counts
 from specdec.arm_policy import Arm
 from specdec.builder import Builder, as_draft
-from specdec.capabilities import DraftInfo, DraftPart
+from specdec.capabilities import DraftInfo
 from specdec.cost.rounds import RoundTable
 from specdec.decoder import Decoder
 from specdec.executors.serial import Serial
-from specdec.lab.clock import sync
+from specdec.lab.auto_runs import Kind, Measured, each, estimates, mean, reading
 from specdec.lab.console import progress, table
 from specdec.prompts import Prompts, rows_of
+from specdec.selectors.kinds import ByTemperature
 from specdec.selectors.planner import Planner
-from specdec.types import Context, Round
 
-BURSTS = 4.0
-"""A row's failures come in bursts, so as many say less about the rest of its text than their number does; chosen on validation prompts."""
 COLUMNS = ("method", "batch", "tau", "milliseconds", "tokens_per_second", "ratio", "best")
 
 
@@ -87,6 +82,7 @@ def auto(
     repeats: int = 3,
     margin: float = 0.02,
     seed: int = 0,
+    kind: Kind | None = None,
 ) -> Auto:
     """Measure drafts on prompts, and return a decoder that chooses a draft and a length, or none, for every row in every round.
 
@@ -99,8 +95,9 @@ def auto(
         prompts: like those to come, of any lengths; batches take them in turn. lengths: of chains to choose from, for all drafts or by name; those that a draft cannot have are left out.
         batches: rows decoded together; between them seconds are linear, and larger batches are decoded plainly. new_tokens: of each prompt, here; and expected of a request later.
         repeats: runs of each, after one that is not counted. margin: relative gain below which rows are decoded plainly. seed: of the random numbers.
+        kind: of the rows of a context; chances are estimated for each kind apart. By default a request's kind is its temperature, if each has its own.
     Raises:
-        TypeError: base is no builder, or drafts no mapping of at least one. ValueError: a draft of trees, no length that it can have, a temperature for each request, another executor, or a
+        TypeError: base is no builder, or drafts no mapping of at least one. ValueError: a draft of trees, no length that it can have, another executor, or a
             number below 1.
     """
     if not isinstance(base, Builder):
@@ -110,10 +107,6 @@ def auto(
     if not isinstance(drafts, Mapping) or not drafts:
         raise TypeError(f"drafts is {drafts!r}: give a mapping with at least one, {{'name': draft}}")
     plain = base.draft(_nothing()).build()
-    if plain.sampling.by_request:
-        raise ValueError(
-            "the sampling has a temperature for each request: give one temperature, and call auto for each"
-        )
     if not isinstance(plain.executor, Serial):
         raise ValueError(
             f"the executor is {plain.executor!r}: rounds are measured under Serial(), and a pool is decoded so"
@@ -124,22 +117,29 @@ def auto(
     arms = _arms(base, drafts, lengths)
     longest = max(arm.length or 0 for arm in arms.values())
     at_least(longest + 2, "new_tokens", new_tokens, f"chains of {longest} need that many")
-    runs = {"plain": _Run(plain)} | {
-        name: _Run(base.draft(a.draft, a.length).build()) for name, a in arms.items()
+    runs = {"plain": Measured(plain, kind)} | {
+        name: Measured(base.draft(a.draft, a.length).build(), kind) for name, a in arms.items()
     }
+    temperatures = plain.sampling.temperature
+    order = np.random.default_rng(seed).permutation(
+        len(temperatures) if isinstance(temperatures, tuple) else 1
+    )
     for batch in sizes:
         for repeat in range(-1, repeats):
             for name, run in runs.items():
                 progress(f"{name}, batch {batch}, repeat {repeat + 1} of {repeats}")
-                some = [ids[(max(repeat, 0) * batch + i) % len(ids)] for i in range(batch)]
+                turn = [max(repeat, 0) * batch + i for i in range(batch)]
                 run.measure(
-                    some,
+                    [ids[i % len(ids)] for i in turn],
+                    [order[i % len(order)] for i in turn],
                     new_tokens if repeat >= 0 else min(new_tokens, 8),
                     seed + 1000 * (repeat + 1),
                     repeat >= 0,
                 )
     progress()
-    return _decided(base, arms, runs, sizes, ids, new_tokens, margin)
+    if kind is None and isinstance(temperatures, tuple):
+        kind = ByTemperature(temperatures)
+    return _decided(base, arms, runs, sizes, ids, new_tokens, margin, kind)
 
 
 def _nothing() -> Any:
@@ -169,63 +169,15 @@ def _arms(base: Builder, drafts: Mapping[str, Any], lengths: Any) -> dict[str, A
     return made
 
 
-@dataclass
-class _Run:
-    """A decoder and what was measured of it.
-
-    Attributes:
-        seconds: by batch, of drafting and of everything else, of every round. proposals: by batch, share of rows with a proposal, of every round.
-        rows: of each row of each run: ``[1 + K, 2]``, rounds (all, with a proposal) and (tested, accepted) by position.
-    """
-
-    decoder: Decoder
-    seconds: dict[int, list[tuple[float, float]]] = field(default_factory=dict)
-    proposals: dict[int, list[float]] = field(default_factory=dict)
-    rows: list[np.ndarray] = field(default_factory=list)
-    tokens: int = 0
-    rounds: int = 0
-
-    def measure(self, prompts: list[list[int]], new_tokens: int, seed: int, counted: bool) -> None:
-        """Decode once; rounds in which all rows are active are timed."""
-        B, k = len(prompts), self.decoder.length
-        tested = np.zeros((B, 1 + k, 2))
-        began = [0.0]
-
-        def mark(round: Round) -> None:
-            sync()
-            now = perf_counter()
-            if counted and round.number and len(round.committed) == B and not bool(round.truncated.any()):
-                draft = round.seconds["draft"]
-                self.seconds.setdefault(B, []).append((draft, now - began[0] - draft))
-                self.proposals.setdefault(B, []).append(float((round.proposal.size > 0).float().mean()))
-            if counted and round.number:
-                for row, size, m, cut in zip(
-                    round.context.request.tolist(),
-                    round.proposal.size.tolist(),
-                    round.verdict.accepted.tolist(),
-                    round.truncated.tolist(),
-                ):
-                    if not cut:
-                        tested[row, 0] += (1, size > 0)
-                        tested[row, 1 : 1 + min(m + 1, size), 0] += 1
-                        tested[row, 1 : 1 + m, 1] += 1
-                        self.tokens, self.rounds = self.tokens + m + 1, self.rounds + 1
-            began[0] = perf_counter()
-
-        seeds = [seed + i for i in range(B)]
-        self.decoder.generate(prompts, new_tokens, seed=seeds, eos_token_id=(), on_round=mark)
-        if counted:
-            self.rows += list(tested)
-
-
 def _decided(
     base: Builder,
     arms: dict[str, Arm],
-    runs: dict[str, _Run],
+    runs: dict[str, Measured],
     sizes: tuple[int, ...],
     ids: list[list[int]],
     new_tokens: int,
     margin: float,
+    kind: Kind | None,
 ) -> Auto:
     """The decoder, and a row for each method and batch."""
     unique: list[Any] = []
@@ -233,25 +185,15 @@ def _decided(
         if not any(arm.draft is u for u in unique):
             unique.append(arm.draft)
     number = {name: next(i for i, u in enumerate(unique) if u is arm.draft) for name, arm in arms.items()}
-    draft = {name: tuple(_mean(d for d, _ in runs[name].seconds[B]) for B in sizes) for name in arms}
-    rest = {name: tuple(_mean(r for _, r in run.seconds[B]) for B in sizes) for name, run in runs.items()}
+    draft = {name: tuple(mean(d for d, _ in runs[name].seconds[B]) for B in sizes) for name in arms}
+    rest = {name: tuple(mean(r for _, r in run.seconds[B]) for B in sizes) for name, run in runs.items()}
     verify = {
-        name: tuple(_each(runs[name], B, rest[name][i], rest["plain"][i]) for i, B in enumerate(sizes))
+        name: tuple(each(runs[name], B, rest[name][i], rest["plain"][i]) for i, B in enumerate(sizes))
         for name in arms
     }
-    read = {d: _reading(u, max(ids, key=len)) for d, u in enumerate(unique)}
+    read = {d: reading(u, max(ids, key=len)) for d, u in enumerate(unique)}
     most = max(arm.length or 0 for arm in arms.values())
-    prior, spread = [], []
-    for d in range(len(unique)):
-        rows = [
-            np.pad(row, ((0, 1 + most - len(row)), (0, 0)))
-            for name in arms
-            if number[name] == d
-            for row in runs[name].rows
-        ]
-        total = np.sum(rows, 0)
-        prior.append(tuple(map(tuple, total.tolist())))
-        spread.append(BURSTS * _spread(np.array(rows)[:, 1:], total[1:]))
+    kinds, prior, spread = estimates([(number[name], runs[name].rows) for name in arms], len(unique), most)
     nothing = (0.0,) * len(sizes)
     times = RoundTable(
         sizes,
@@ -263,8 +205,10 @@ def _decided(
     selector = Planner(
         ((-1, 0), *((number[name], arm.length or 0) for name, arm in arms.items())),
         times,
-        tuple(prior),
-        tuple(spread),
+        prior,
+        spread,
+        kinds,
+        kind,
         margin=margin,
         horizon=new_tokens,
     )
@@ -273,7 +217,7 @@ def _decided(
 
 
 def _rows(
-    arms: Mapping[str, Arm], runs: Mapping[str, _Run], sizes: Sequence[int], draft: Any, rest: Any
+    arms: Mapping[str, Arm], runs: Mapping[str, Measured], sizes: Sequence[int], draft: Any, rest: Any
 ) -> list[dict[str, Any]]:
     """Tokens a second of each method in whole rounds, at each batch."""
     rows = []
@@ -290,43 +234,3 @@ def _rows(
                 "tokens_per_second": rate, "ratio": rate / speed["plain"][0], "best": name == best,
             })  # fmt: skip
     return rows
-
-
-def _mean(seconds: Iterable[float]) -> float:
-    """The mean without the 5 % at each end: rounds with and without proposals differ, so a median would be that of one kind."""
-    return float(trim_mean(list(seconds), 0.05))
-
-
-def _each(run: _Run, batch: int, seconds: float, plain: float) -> float:
-    """What a row that has a proposal adds to a plain round beside drafting; not less than nothing."""
-    rows = batch * float(np.mean(run.proposals[batch]))
-    return max(0.0, (seconds - plain) / rows) if rows else 0.0
-
-
-def _spread(rows: np.ndarray, total: np.ndarray) -> float:
-    """How many expected failures of a row weigh as much as all rows together: the method of moments for a gamma factor on a row's failures.
-
-    Args:
-        rows: ``[R, K, 2]`` tested and accepted tokens of each row by position. total: their sum.
-    """
-    failing = 1 - total[:, 1] / total[:, 0].clip(1)
-    expected, found = (rows[..., 0] * failing).sum(1), (rows[..., 0] - rows[..., 1]).sum(1)
-    excess = ((found - expected) ** 2 - (rows[..., 0] * failing * (1 - failing)).sum(1)).sum()
-    return float((expected**2).sum() / excess) if excess > 0 else float("inf")
-
-
-def _reading(draft: Any, ids: list[int]) -> float:
-    """Seconds for a draft to read one token of a prompt."""
-    waits = DraftPart.of(draft).waits
-    if waits is None or not ids:
-        return 0.0
-    spent = []
-    for _ in range(2):  # the first warms up
-        context = Context.of([ids])
-        with torch.inference_mode():
-            state = waits.empty(context)
-            began = perf_counter()
-            waits.prepare(state, context, None)
-            sync()
-        spent.append(perf_counter() - began)
-    return spent[-1] / len(ids)

@@ -6,7 +6,7 @@ instead of one length for the batch. Nothing is random and no clock is read: equ
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -36,8 +36,8 @@ class Plan(NamedTuple):
 
     Attributes:
         request: ``[B]``. arm: ``[B]``. tokens: ``[B, arms]`` expected tokens of a round. plain: seconds of a plain round.
-        rate: expected tokens a second. why: one word for the batch: ``"faster"``, ``"slower"`` or ``"unmeasured"``. failing: ``[drafts, K]`` the
-            chance that a token is rejected if those before it in its block were not, in all rows. stands: rounds for which the choice is held.
+        rate: expected tokens a second. why: one word for the batch: ``"faster"``, ``"slower"`` or ``"unmeasured"``. failing: ``[kinds, drafts, K]`` the
+            chance that a token is rejected if those before it in its block were not, in all rows of a kind. stands: rounds for which the choice is held.
     """
 
     request: tuple[int, ...]
@@ -51,11 +51,12 @@ class Plan(NamedTuple):
 
 
 class State(NamedTuple):
-    """``shared``: ``[drafts, 1 + K, 2]``, rounds (asked, with a proposal) and by position (tested, accepted), of all rows; ``own``: request -> ``[drafts, 6]``;
-    ``ends``: request -> longest length of its text."""
+    """``shared``: ``[kinds, drafts, 1 + K, 2]``, rounds (asked, with a proposal) and by position (tested, accepted), of all rows of a kind; ``own``: request ->
+    ``[drafts, 6]``; ``kind``: request -> number of its kind; ``ends``: request -> longest length of its text."""
 
     shared: np.ndarray
     own: dict[int, np.ndarray]
+    kind: dict[int, int]
     ends: dict[int, int]
     plan: Plan | None
 
@@ -64,15 +65,16 @@ class State(NamedTuple):
 class Planner:
     """Chooses for all rows together the arms with the most expected tokens a second; plain decoding unless these are faster by ``margin``.
 
-    Two things are estimated of a draft, from ``prior`` and all rounds since: how often it proposes anything, and by position the chance that a
-    proposed token is accepted if those before it were. A row that accepts less or more than that has a factor of its own on the chance of failure, drawn
-    to 1 by the draft's ``spread``. Estimates of a row return to those of all rows, with half-life ``memory``.
+    Two things are estimated of a draft, for each kind of request, from ``prior`` and all rounds since: how often it proposes anything, and by position the
+    chance that a proposed token is accepted if those before it were. A row that accepts less or more than that has a factor of its own on the chance of
+    failure, drawn to 1 by the draft's ``spread``. Estimates of a row return to those of its kind, with half-life ``memory``.
 
     Attributes:
         arms: (draft, length) of each arm of the pool, in its order; (-1, 0): do not speculate, which must be among them.
-        table: measured seconds. prior: by draft, of a calibration: rounds (asked, with a proposal), then by position (tested, accepted) tokens.
-        spread: by draft, how many failures of a row weigh as much as all rows together;
-            infinite: rows do not differ.
+        table: measured seconds. prior: by kind and draft, of a calibration: rounds (asked, with a proposal), then by position (tested, accepted) tokens.
+        spread: by kind and draft, how many failures of a row weigh as much as all rows together; infinite: rows do not differ.
+        kinds: what ``kind`` may say, in the order of ``prior``; anything else counts as the first. kind: of the rows of a context, asked once for each request
+            (``None``: there is one kind).
         margin: relative gain below which all rows decode plainly. trust: rounds that the prior counts for, at most. memory: tokens.
         hold_rounds: for which a choice stands; one that is made again stands for twice as many as before, up to four times ``hold_rounds``.
         horizon: new tokens in which a draft's reading of a text must pay off, at most; fewer if the request's budget is smaller.
@@ -82,8 +84,10 @@ class Planner:
 
     arms: tuple[tuple[int, int], ...]
     table: RoundTable
-    prior: tuple[tuple[tuple[float, float], ...], ...]
-    spread: tuple[float, ...]
+    prior: tuple[tuple[tuple[tuple[float, float], ...], ...], ...]
+    spread: tuple[tuple[float, ...], ...]
+    kinds: tuple[Hashable, ...] = ("all",)
+    kind: Callable[[Context], Sequence[Hashable]] | None = None
     margin: float = 0.02
     trust: float = 64.0
     memory: float = 64.0
@@ -98,13 +102,18 @@ class Planner:
             raise ValueError(
                 f"margin is {self.margin}, trust {self.trust}, memory {self.memory}: give margin >= 0, the others > 0"
             )
-        drafts = len(self.prior)
-        fits = len(self.table.draft) == len(self.arms) and len(self.spread) == drafts
+        if not len(self.kinds) == len(self.prior) == len(self.spread) >= 1:
+            raise ValueError(
+                f"there are {len(self.kinds)} kinds, {len(self.prior)} in prior and {len(self.spread)} in spread: give one of both for every kind"
+            )
+        drafts = len(self.prior[0])
+        held = {len(each) for each in (*self.prior, *self.spread)}
+        fits = len(self.table.draft) == len(self.arms) and held == {drafts}
         longest = max((k for _, k in self.arms), default=0)
         if not (drafts and fits) or any(not -1 <= d < drafts or (k < 1) != (d < 0) for d, k in self.arms):
             raise ValueError(
-                f"there are {len(self.arms)} arms {self.arms}, {len(self.table.draft)} in table, {drafts} drafts in "
-                f"prior and {len(self.spread)} in spread: give (draft, length) with length >= 1, or (-1, 0), and all of them for each"
+                f"there are {len(self.arms)} arms {self.arms}, {len(self.table.draft)} in table, and {sorted(held)} drafts in "
+                "prior and spread: give (draft, length) with length >= 1, or (-1, 0), and all of them for each"
             )
         ways = prod(1 + sum(d == draft for d, _ in self.arms) for draft in range(drafts))
         if ways > WAYS:
@@ -113,7 +122,7 @@ class Planner:
             )
         if (-1, 0) not in self.arms:
             raise ValueError("no arm is (-1, 0): add one that does not speculate, None in the pool")
-        if any(len(counts) <= longest for counts in self.prior):
+        if any(len(counts) <= longest for each in self.prior for counts in each):
             raise ValueError(
                 f"prior has too few positions for a length of {longest}: give (asked, with a proposal), and (tested, accepted) for each position"
             )
@@ -127,12 +136,12 @@ class Planner:
         """Arms that do not speculate, and draft one token and four (for the contract tests)."""
         draft, verify = ((0.0, 0.0), (0.1, 0.2), (0.2, 0.4)), ((0.0, 0.0), (0.2, 0.05), (0.3, 0.1))
         table = RoundTable((1, 64), (1.0, 4.0), draft, verify, (0.0,) * 3)
-        return Planner(((-1, 0), (0, 1), (0, 4)), table, (((8.0, 8.0), *((8.0, 6.0),) * 4),), (8.0,))
+        return Planner(((-1, 0), (0, 1), (0, 4)), table, ((((8.0, 8.0), *((8.0, 6.0),) * 4),),), ((8.0,),))
 
     def init(self, arms: int) -> State:
         if arms != len(self.arms):
             raise ValueError(f"arms is {arms}: the selector is made for {len(self.arms)}")
-        return State(np.zeros((len(self.prior), 1 + self._longest, 2)), {}, {}, None)
+        return State(np.zeros((len(self.kinds), self._drafts, 1 + self._longest, 2)), {}, {}, {}, None)
 
     def enter(self, state: State, request: Tensor, length: Tensor) -> State:
         """Learn how long the texts of requests may become, prompts included."""
@@ -148,17 +157,19 @@ class Planner:
         B = context.batch
         room = checked(capacities, len(self.arms), B)
         requests, length = context.request.tolist(), context.length.numpy()
-        own = np.array([state.own.get(r, self._unknown) for r in requests]).reshape(B, len(self.prior), 6)
+        own = np.array([state.own.get(r, self._unknown) for r in requests]).reshape(B, self._drafts, 6)
         own[..., :READ] *= 0.5 ** ((length[:, None, None] - own[..., LENGTH:]).clip(0) / self.memory)
         own[..., LENGTH] = length[:, None]
         last = state.plan
         if last is not None and not (self._draft[last.arm] >= 0).any():
             # Nothing was learned: the shared counts fade, and the estimates return to the prior.
-            state = state._replace(shared=state.shared * KEEP ** (len(last.request) * last.stands))
+            rows = self._rows(state, last.request) * last.stands
+            state = state._replace(shared=state.shared * (KEEP**rows)[:, None, None, None])
         used = dict(zip(last.request, self._draft[last.arm].tolist())) if last else {}
         for b, r in enumerate(requests):
             if r in state.own and (d := used.get(r, -1)) >= 0:
                 own[b, d, READ] = length[b]  # it has read on
+        state = state._replace(kind=state.kind | self._named(state, context, requests))
         plan = self._plan(state, requests, own, length)
         arm = within(plan.arm, plan.tokens, room)
         same = last is not None and last.request == plan.request and np.array_equal(last.arm, arm)
@@ -175,18 +186,21 @@ class Planner:
         draft, length = self._draft[arm], self._length[arm]
         if state.plan is None or not (draft >= 0).any():
             return state
-        shared, failing = state.shared * KEEP ** int((draft >= 0).sum()), state.plan.failing
+        requests = feedback.request.tolist()
+        kind = np.array([state.kind.get(r, 0) for r in requests])
+        rows = np.bincount(kind[draft >= 0], minlength=len(self.kinds))
+        shared, failing = state.shared * (KEEP**rows)[:, None, None, None], state.plan.failing
         size = np.where(draft >= 0, np.minimum(feedback.drafted.numpy(), length), 0)
         taken = np.minimum(accepted, size).astype(np.int64)
         tested = np.minimum(taken + 1, size)
         place = np.arange(self._longest)
         was = np.stack([place < tested[:, None], place < taken[:, None]], -1)  # [R, K, 2]
         rounds = np.stack([draft >= 0, size > 0], -1)[:, None]
-        np.add.at(shared, draft, np.concatenate([rounds, was], 1) * (draft >= 0)[:, None, None])
-        expected = np.concatenate([np.zeros((len(failing), 1)), failing.cumsum(1)], 1)[draft, tested]
+        np.add.at(shared, (kind, draft), np.concatenate([rounds, was], 1) * (draft >= 0)[:, None, None])
+        expected = np.pad(failing.cumsum(-1), ((0, 0), (0, 0), (1, 0)))[kind, draft, tested]
         mine = np.stack([taken < size, expected, draft >= 0, size > 0], -1)
         own = dict(state.own)
-        for request, d, counts in zip(feedback.request.tolist(), draft.tolist(), mine):
+        for request, d, counts in zip(requests, draft.tolist(), mine):
             if d >= 0 and request in own:
                 own[request] = own[request].copy()
                 own[request][d, :READ] += counts
@@ -196,6 +210,7 @@ class Planner:
         gone = set(requests.tolist())
         return state._replace(
             own={r: mine for r, mine in state.own.items() if r not in gone},
+            kind={r: kind for r, kind in state.kind.items() if r not in gone},
             ends={r: end for r, end in state.ends.items() if r not in gone},
         )
 
@@ -221,6 +236,28 @@ class Planner:
 
     # -- the plan -----------------------------------------------------------------------------------------------------
 
+    @property
+    def _drafts(self) -> int:
+        return len(self.prior[0])
+
+    def _named(self, state: State, context: Context, requests: list[int]) -> dict[int, int]:
+        """The kinds of requests that are new."""
+        new = [b for b, r in enumerate(requests) if r not in state.kind]
+        if self.kind is None or not new:
+            return {}
+        said = self.kind(context.select(torch.tensor(new)))
+        if len(said) != len(new):
+            raise ValueError(f"kind gave {len(said)} kinds for {len(new)} rows: give one for each row")
+        return {requests[b]: self._number.get(one, 0) for b, one in zip(new, said)}
+
+    def _rows(self, state: State, requests: Sequence[int]) -> np.ndarray:
+        """How many of the requests are of each kind."""
+        return np.bincount([state.kind.get(r, 0) for r in requests], minlength=len(self.kinds))
+
+    @cached_property
+    def _number(self) -> dict[Hashable, int]:
+        return {kind: i for i, kind in enumerate(self.kinds)}
+
     @cached_property
     def _draft(self) -> np.ndarray:
         return np.array([d for d, _ in self.arms])
@@ -235,19 +272,21 @@ class Planner:
 
     @cached_property
     def _unknown(self) -> np.ndarray:
-        return np.zeros((len(self.prior), 6))
+        return np.zeros((self._drafts, 6))
 
     @cached_property
     def _counts(self) -> np.ndarray:
-        """The prior ``[drafts, 1 + K, 2]``, worth at most ``trust`` rounds."""
-        counts = np.array([each[: 1 + self._longest] for each in self.prior], dtype=np.float64)
-        return counts * np.minimum(1, self.trust / counts[:, :1, :1].clip(1e-9))
+        """The prior ``[kinds, drafts, 1 + K, 2]``, worth at most ``trust`` rounds."""
+        counts = np.array(
+            [[each[: 1 + self._longest] for each in drafts] for drafts in self.prior], dtype=np.float64
+        )
+        return counts * np.minimum(1, self.trust / counts[:, :, :1, :1].clip(1e-9))
 
     @cached_property
     def _caps(self) -> tuple[np.ndarray, np.ndarray]:
         """All ways to open drafts up to a length: the longest arm of each draft ``[M, drafts]`` (-1: closed), and the arms that are open ``[M, arms]``."""
-        of = [[-1, *np.flatnonzero(self._draft == d)] for d in range(len(self.prior))]
-        caps = np.array(list(product(*of)), dtype=np.int64).reshape(-1, len(self.prior))
+        of = [[-1, *np.flatnonzero(self._draft == d)] for d in range(self._drafts)]
+        caps = np.array(list(product(*of)), dtype=np.int64).reshape(-1, self._drafts)
         upto = np.where(caps >= 0, self._length[caps], 0)
         opened = (self._draft < 0) | (self._length <= upto[:, self._draft])
         return caps, opened
@@ -272,13 +311,15 @@ class Planner:
     def _plan(self, state: State, requests: list[int], own: np.ndarray, length: np.ndarray) -> Plan:
         B, table, (caps, opened) = len(requests), self.table, self._caps
         asked, found = np.moveaxis(self._counts + state.shared, -1, 0)
-        share = (found[:, 0] + 0.5) / (asked[:, 0] + 0.5)  # 1 for a draft that always proposes
-        failing, spread = 1 - (found[:, 1:] + 0.5) / (asked[:, 1:] + 1), np.array(self.spread)
+        share = (found[..., 0] + 0.5) / (asked[..., 0] + 0.5)  # 1 for a draft that always proposes
+        failing = 1 - (found[..., 1:] + 0.5) / (asked[..., 1:] + 1)  # [kinds, drafts, K]
+        kind = [state.kind.get(r, 0) for r in requests]
+        spread = np.array(self.spread)[kind]  # [B, drafts]
         with np.errstate(invalid="ignore"):
             factor = (spread + own[..., FAILED]) / (spread + own[..., EXPECTED])
         factor[~np.isfinite(factor)] = 1.0
-        proposes = (ROUNDS * share + own[..., FOUND]) / (ROUNDS + own[..., ASKED])  # [B, drafts]
-        standing = np.cumprod(1 - (failing * factor[..., None]).clip(0, 1), -1)  # [B, drafts, K]
+        proposes = (ROUNDS * share[kind] + own[..., FOUND]) / (ROUNDS + own[..., ASKED])  # [B, drafts]
+        standing = np.cumprod(1 - (failing[kind] * factor[..., None]).clip(0, 1), -1)  # [B, drafts, K]
         speculates, none = self._draft >= 0, self.arms.index((-1, 0))
         often = np.where(speculates, proposes[:, self._draft], 0.0)
         tokens = 1 + often * standing.cumsum(-1)[:, self._draft, self._length - 1]
@@ -294,7 +335,7 @@ class Planner:
         verify = often * table.verifying(B)  # [B, arms]
         each, whole = self._cost(B)
         cost = each[:, None] + (verify + reading)  # [M, B, arms]
-        rows, drafts = np.arange(B), np.arange(len(self.prior))
+        rows, drafts = np.arange(B), np.arange(self._drafts)
         ways = np.arange(len(caps))[:, None]
         rate, best = B / plain, idle
         for _ in range(8):  # Dinkelbach's iterations: at the best rate, no row gains by another arm
