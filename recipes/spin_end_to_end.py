@@ -15,8 +15,8 @@ fewer than 5 workloads there are none.
 - `spin`: the paper's selector, and a pipeline of `--micro-batches` (drafting in another process, on the other core).
 - `pooled`: the same algorithm with statistics pooled by the kind of prompt and the temperature, learned on `--learn` other requests and kept from then on;
   it has all arms (n-gram, SPIRe and no speculation where they are given), and a request stays with its draft.
-- `planned`: `sd.auto`: the arms of `pooled`, chosen for all rows together by seconds of whole rounds of several batches, which are measured at the same
-  place on validation prompts beforehand, and by chances of acceptance for each temperature.
+- `planned`: `sd.auto`: the drafts of `pooled`, or none, chosen for all rows together by seconds of whole rounds of several batches, and by chances of
+  acceptance for each temperature. Both are measured at the same place on validation prompts beforehand. (`pooled` is charged seconds and learns at `auto/1`.)
 
 Attention is padded, packed, decomposed, or `auto`, the library's choice (C kernels on a CPU), which does not pad. A place `auto/2` has
 two cores: two threads, or a pipeline of two processes with one each. All products read bfloat16 copies of the weights
@@ -115,6 +115,9 @@ class Parts:
             raise SystemExit(
                 "give --pool with at least one model, and --places such as auto/1 or decomposed/2"
             )
+        longest = max(arm.length or 0 for arm in self.arms.values())
+        if s.tokens < longest + 2:
+            raise SystemExit(f"--tokens is {s.tokens}: arms of {longest} tokens need at least {longest + 2}")
         self.smallest = min(self.models, key=lambda name: weights(self.models[name].draft.model))
         self.costs: Any = None
 
@@ -255,8 +258,10 @@ def compare(parts: Parts, works: list[Workload], best: str, taught: Any, runs: R
             console.progress(f"workload {turn} of {s.repeats}: {name}, {place.attention}/{place.cores}")
             decoder = make()
             torch.set_num_threads(1 if name == "spin" else place.cores)
+            names = decoder.selecting.names if decoder.selecting is not None else (name,)
             run = pool_run(decoder, work.rows, s.tokens, s.seed + turn, kept.get((name, place)))
             torch.set_num_threads(1)
+            run = replace(run, arms=Counter({names[a]: n for a, n in run.arms.items()}))
             runs[name, f"{place.attention}/{place.cores}"] += [run] if turn else []
 
 
@@ -283,8 +288,8 @@ def table(runs: Runs, batch: int, best: str) -> list[dict[str, Any]]:
         }
         row |= {"tau": median(run.stats.tau for run in mine), "workloads": len(mine)}
         row["selector_share"] = median(run.selector_seconds / run.seconds for run in mine)
-        arms: Counter[int] = sum((run.arms for run in mine), Counter())
-        row["arms"] = [arms[a] / arms.total() for a in range(max(arms) + 1)]
+        arms: Counter[Any] = sum((run.arms for run in mine), Counter())
+        row["arms"] = {str(arm): n / arms.total() for arm, n in arms.items()}
         out.append(row)
     return out
 

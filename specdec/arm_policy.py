@@ -156,6 +156,7 @@ class ArmAssignment:
         capacities = self._left(requests)
         arm, prob, self.state = how.selector.select(self.state, context, capacities, rng)
         chosen = self._check(context.batch, arm, prob)
+        arm = arm.clone()  # a selector may write its next choice into the same tensor
         room = capacities.tolist()
         for a, n in Counter(chosen).items():
             if n > room[a]:

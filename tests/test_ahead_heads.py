@@ -153,6 +153,7 @@ def test_one_memory_and_its_captures_serve_every_call():
     assert not after & before
 
 
+@pytest.mark.slow
 def test_longer_requests_leave_no_memory_behind():
     """A captured round holds the head's memory and the target's, so a longer text may not make one of them anew and keep the other."""
     decoder = builder_of().executor(Ahead()).build()

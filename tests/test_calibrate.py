@@ -191,6 +191,7 @@ def test_nothing_but_overheads():
     assert (found.overhead, found.overhead_per_layer) == pytest.approx((1e-3, 2e-4))
 
 
+@pytest.mark.slow
 def test_the_machine_can_be_chosen_by_what_it_is_to_predict():
     samples = timed(CORE, steps())
     seen = []
@@ -351,6 +352,7 @@ def test_the_recipe_explains_a_round():
     assert re.search(r"^  target \S+: \S+ +[\d.]+ ms", done.stdout, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_the_recipe_refuses_what_it_cannot_do():
     wrong = [
         (["--contexts", "1024", "--new-tokens", "400"], "positions"),

@@ -366,6 +366,7 @@ PLANTED: list[tuple[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 def test_what_is_right_keeps_every_rule():
     found = check_verifier(sd.Rejection())
     assert set(found.rules) == SUITE.rules.keys()

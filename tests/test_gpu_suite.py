@@ -218,6 +218,7 @@ def test_a_gpu_suite_that_is_ended_leaves_what_it_has_measured(how, tmp_path):
         assert {f.name for f in tmp_path.iterdir()} == {"g.json", "g.md"}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux, where a process can be tied to its parent")
 def test_the_gpu_suites_tests_end_with_it(tmp_path):
     """Also if its process is killed, which cannot end them."""

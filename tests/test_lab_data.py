@@ -108,6 +108,7 @@ def test_texts_are_packed_and_some_left_out(tmp_path):
     assert len(data) == 3
 
 
+@pytest.mark.slow
 def test_a_training_continues_where_it_was(work, tmp_path):
     """With no time left nothing is trained again; the checkpoint and the curve stand."""
     s = Pretraining(

@@ -187,6 +187,7 @@ def test_drafts_that_depend_on_dropped_tokens_are_refused(draft, coin):
         lab.replay(coin, draft(half, [1] if draft is Remembers else 1), 2, cache=False)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_replayed_is_simulated(target, tmp_path):
     trace = lab.record(target, prompts(40), tmp_path / "t", **HOW, batch=40)
     exact = lab.replay(trace, small(), K)
@@ -433,6 +434,7 @@ def test_two_processes_share_the_prompts(trace, tmp_path):
     assert [text.ids for text in both.texts] == [text.ids for text in trace.texts]
 
 
+@pytest.mark.slow
 def test_results_are_stored_by_draft(target, trace, tmp_path):
     folder = tmp_path / "t"
     shutil.copytree(trace.folder, folder)

@@ -298,6 +298,7 @@ def test_the_distance_of_real_rounds_is_that_of_the_law(verifier, drafted):
     assert f"{total / 160:.4f} a token" in repr(away)
 
 
+@pytest.mark.slow
 def test_the_sum_over_a_text_bounds_the_distance_of_texts():
     """Markov pairs, exact total variation against the exact mean of the sums, by running every branch."""
     for seed in range(4):

@@ -530,6 +530,7 @@ def test_what_a_pruner_returns_is_checked(target, wrong, message):
         decoder.generate([PROMPTS[0], PROMPTS[2]], 9)
 
 
+@pytest.mark.slow
 def test_chosen_slots_may_be_fewer_and_in_any_order(target):
     plain = texts(target, None, {"temperature": 0.0}, sd.Rejection(), [0, 2], seed=0)
     for change in (
@@ -563,6 +564,7 @@ def test_a_pruner_adds_to_any_mask(target):
         assert made.ids == plain
 
 
+@pytest.mark.slow
 def test_other_pruners_and_budgets_a_layer_fit_in(target):
     plain = texts(target, None, {"temperature": 0.0}, sd.Rejection(), [0, 1, 2, 3], seed=0).ids
     for settings in (

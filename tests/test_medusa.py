@@ -128,6 +128,7 @@ def test_trees_have_the_targets_distribution_exactly(tree):
     assert found.lossless, found
 
 
+@pytest.mark.slow
 def test_the_static_tree_keeps_the_contract_of_drafts():
     head = shake(Medusa.from_target(model_of("own target"), heads=5))
     draft = Head(head, StaticTree.of_widths((3, 2, 1, 1)))

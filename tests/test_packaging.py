@@ -160,6 +160,7 @@ def in_wheel(wheel: Path) -> list[str]:
         return sorted(name for name in archive.namelist() if ".dist-info/" not in name)
 
 
+@pytest.mark.slow
 def test_wheel_and_sdist_hold_every_file_once(tree, tmp_path):
     files = wanted(tree)
     assert {"specdec/py.typed", "specdec/kernels/native/step.c", "specdec/zoo/pocket-tiny/config.json"} <= {

@@ -219,6 +219,10 @@ def test_kinds_of_requests_have_chances_of_their_own():
     assert after[0, 2] < after[2, 2] < tokens[2, 2]  # request 10 has learned from it as its kind has
     np.testing.assert_array_equal(after[1], tokens[1])
     assert parity.asked == [0, 1, 10]  # each was asked once
+    # Request 0 is decoded plainly now, beside request 1 with its draft: what was learned of even requests fades.
+    told = [torch.tensor(x) for x in ([0, 1], [0, 1], [1, 2], [0, 1])]
+    after = part.update(state, Feedback(*told, one.repeat(2), one.repeat(2))).shared
+    assert 0 < after[0, 0, 0, 0] < state.shared[0, 0, 0, 0]
     left = part.leave(state, torch.tensor([0, 1, 10]))
     assert not left.kind
     assert not left.own

@@ -203,8 +203,8 @@ def test_every_draft_observes_its_own_proposal(arms):
     for d, mine in enumerate(seen):
         later = mine[[what for what, _ in mine].index("observed") + 1 :]  # without the prefill
         assert later
-        for (what, proposal), (_, last) in zip(later, [("", None), *later]):
-            if what == "observed" and d in arms and proposal.nodes:
+        for (what, proposal), (before, last) in zip(later, [("", None), *later]):
+            if what == "observed" and before == "proposed":
                 assert proposal is last
             elif what == "observed":
                 assert not proposal.nodes

@@ -140,5 +140,6 @@ def test_a_random_composition_has_the_targets_distribution(seed):
     assert transitions(sd.Rejection(), seed) > 1e-4
 
 
+@pytest.mark.slow
 def test_the_comparison_sees_a_wrong_bonus_token():
     assert min(transitions(BonusFromTarget(), seed) for seed in range(12)) < 1e-12

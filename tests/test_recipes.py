@@ -520,7 +520,7 @@ def test_spins_recipes_at_toy_size(recipe, tmp_path):
             ("packed", 1, "selection+packed"),
             ("auto", 2, "spin"),
         ):
-            wanted = ("plain", "smallest", "best_fixed", "pooled", mine)
+            wanted = ("plain", "smallest", "best_fixed", "pooled", "planned", mine)
             assert {(name, attention, cores) for name in wanted} <= places
         for r in rows:  # every ratio is to a row of the same cores and attention
             for other in ("plain", "smallest", "best_fixed"):
@@ -533,7 +533,7 @@ def test_spins_recipes_at_toy_size(recipe, tmp_path):
                 assert r[f"ratio_to_{other}"] == (
                     pytest.approx(r["goodput"] / same[0]["goodput"]) if same else None
                 )
-        assert all(sum(r["arms"]) == pytest.approx(1) for r in rows)
+        assert all(sum(r["arms"].values()) == pytest.approx(1) for r in rows)
 
 
 def test_the_pools_table(tmp_path):

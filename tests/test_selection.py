@@ -120,6 +120,7 @@ def test_a_fixed_arms_replay_agrees_with_its_expectation(ragged):
     assert play(selectors.Fixed(3)).seconds.sum(1) == pytest.approx(expected[3])  # no draws at all
 
 
+@pytest.mark.slow
 def test_no_selector_beats_the_oracle_and_its_plan_comes_near():
     r = requests()
     play = SelectorReplay(r, TIMES, batch=5, repeats=30)
@@ -329,6 +330,7 @@ def by_parity(context: Any) -> list[int]:
     return (context.request % 2).tolist()
 
 
+@pytest.mark.slow
 def test_the_steps_of_a_head_rooms_loss():
     """Kinds that say which arm is good lose nothing; kinds that say nothing lose all; every cost is paid where it is planted."""
     learned, tested = requests(24, seed=3), requests(24, seed=4)

@@ -6,19 +6,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from specdec.arguments import at_least, counts
 from specdec.arm_policy import Arm
 from specdec.builder import Builder, as_draft
-from specdec.capabilities import DraftInfo
+from specdec.capabilities import DraftInfo, DraftPart
 from specdec.cost.rounds import RoundTable
 from specdec.decoder import Decoder
 from specdec.executors.serial import Serial
-from specdec.lab.auto_runs import Kind, Measured, each, estimates, mean, reading
+from specdec.lab.auto_runs import Measured, each, estimates, mean, reading
 from specdec.lab.console import progress, table
 from specdec.prompts import Prompts, rows_of
-from specdec.selectors.kinds import ByTemperature
+from specdec.selectors.kinds import ByTemperature, Kind
 from specdec.selectors.planner import Planner
 
 COLUMNS = ("method", "batch", "tau", "milliseconds", "tokens_per_second", "ratio", "best")
@@ -95,10 +93,11 @@ def auto(
         prompts: like those to come, of any lengths; batches take them in turn. lengths: of chains to choose from, for all drafts or by name; those that a draft cannot have are left out.
         batches: rows decoded together; between them seconds are linear, and larger batches are decoded plainly. new_tokens: of each prompt, here; and expected of a request later.
         repeats: runs of each, after one that is not counted. margin: relative gain below which rows are decoded plainly. seed: of the random numbers.
-        kind: of the rows of a context; chances are estimated for each kind apart. By default a request's kind is its temperature, if each has its own.
+        kind: given a ``Context`` of some rows, the kind of each, anything hashable. Chances are estimated for each kind apart. It is asked once for each request,
+            after the prompt and the first new token. By default a request's kind is its temperature, if each has its own.
     Raises:
-        TypeError: base is no builder, or drafts no mapping of at least one. ValueError: a draft of trees, no length that it can have, another executor, or a
-            number below 1.
+        TypeError: base is no builder, or drafts no mapping of at least one. ValueError: a draft of trees or with temperatures of its own for each request, no
+            length that it can have, another executor, a number below 1, or more temperatures than rows to measure.
     """
     if not isinstance(base, Builder):
         raise TypeError(
@@ -117,28 +116,32 @@ def auto(
     arms = _arms(base, drafts, lengths)
     longest = max(arm.length or 0 for arm in arms.values())
     at_least(longest + 2, "new_tokens", new_tokens, f"chains of {longest} need that many")
+    one_of_each = [0]  # a request of each temperature
+    if isinstance(temperatures := plain.sampling.temperature, tuple):
+        kind = kind or ByTemperature(temperatures)
+        one_of_each = [temperatures.index(each) for each in dict.fromkeys(temperatures)]
+        if len(one_of_each) > repeats * sum(sizes):
+            raise ValueError(
+                f"there are {len(one_of_each)} temperatures and {repeats * sum(sizes)} rows are measured of each draft: raise repeats"
+            )
     runs = {"plain": Measured(plain, kind)} | {
         name: Measured(base.draft(a.draft, a.length).build(), kind) for name, a in arms.items()
     }
-    temperatures = plain.sampling.temperature
-    order = np.random.default_rng(seed).permutation(
-        len(temperatures) if isinstance(temperatures, tuple) else 1
-    )
+    done = 0
     for batch in sizes:
         for repeat in range(-1, repeats):
+            turn = range(done, done + batch)
             for name, run in runs.items():
                 progress(f"{name}, batch {batch}, repeat {repeat + 1} of {repeats}")
-                turn = [max(repeat, 0) * batch + i for i in range(batch)]
                 run.measure(
                     [ids[i % len(ids)] for i in turn],
-                    [order[i % len(order)] for i in turn],
+                    [one_of_each[(i + i // len(ids)) % len(one_of_each)] for i in turn],
                     new_tokens if repeat >= 0 else min(new_tokens, 8),
                     seed + 1000 * (repeat + 1),
                     repeat >= 0,
                 )
+            done += batch if repeat >= 0 else 0
     progress()
-    if kind is None and isinstance(temperatures, tuple):
-        kind = ByTemperature(temperatures)
     return _decided(base, arms, runs, sizes, ids, new_tokens, margin, kind)
 
 
@@ -156,6 +159,8 @@ def _arms(base: Builder, drafts: Mapping[str, Any], lengths: Any) -> dict[str, A
         info = DraftInfo.of(draft)
         if info.trees or info.drafts:
             raise ValueError(f"draft {name!r} proposes trees or is a pool: give drafts of chains")
+        if DraftPart.of(draft).by_request:
+            raise ValueError(f"draft {name!r} has a temperature for each request: give it one, or none")
         wanted = lengths.get(name) if isinstance(lengths, Mapping) else lengths
         if wanted is None:
             raise ValueError(f"lengths has none for draft {name!r}: give a number, or several")

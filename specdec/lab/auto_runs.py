@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any
@@ -14,10 +14,10 @@ from scipy.stats import trim_mean
 from specdec.capabilities import DraftPart
 from specdec.decoder import Decoder
 from specdec.lab.clock import sync
-from specdec.selectors.kinds import ByTemperature
+from specdec.selectors.kinds import Kind, kinds_of
 from specdec.types import Context, Round
 
-Kind = Callable[[Context], Sequence[Hashable]]
+FEW = 8  # rounds of all rows that count for each kind, and rows of a kind of which no spread is estimated
 BURSTS = 4.0
 """A row's failures come in bursts, so as many say less about the rest of its text than their number does; chosen on validation prompts."""
 
@@ -38,31 +38,34 @@ class Measured:
     rows: list[tuple[Hashable, np.ndarray]] = field(default_factory=list)
     tokens: int = 0
     rounds: int = 0
+    as_request: dict[tuple[int, ...], Decoder] = field(default_factory=dict)
 
     def measure(
-        self, prompts: list[list[int]], temperatures: list[int], new_tokens: int, seed: int, counted: bool
+        self, prompts: list[list[int]], requests: list[int], new_tokens: int, seed: int, counted: bool
     ) -> None:
-        """Decode once; rounds in which all rows are active are timed. ``temperatures``: which ones, where each request has its own."""
-        B, k, decoder, kind = len(prompts), self.decoder.length, self.decoder, self.kind
+        """Decode once; rounds in which all rows are active are timed.
+
+        Args:
+            requests: whose temperatures the rows have, where each request has its own.
+        """
+        B, k = len(prompts), self.decoder.length
         tested = np.zeros((B, 1 + k, 2))
         began, kinds = [0.0], dict[int, Hashable]()
-        if isinstance(every := decoder.sampling.temperature, tuple):
-            mine = tuple(every[i] for i in temperatures)
-            decoder = decoder.with_sampling(replace(decoder.sampling, temperature=mine))
-            kind = kind or ByTemperature(mine)
 
         def mark(round: Round) -> None:
             sync()
-            now = perf_counter()
-            if not round.number and kind is not None:
-                kinds.update(zip(round.context.request.tolist(), kind(round.context)))
+            now, rows = perf_counter(), round.context.request.tolist()
+            if not round.number and self.kind is not None:  # as a selector sees them first
+                first = round.context.append(round.verdict.tokens, round.committed)
+                seen = replace(first, request=torch.tensor([requests[row] for row in rows]))
+                kinds.update(zip(rows, kinds_of(self.kind, seen)))
             if counted and round.number and len(round.committed) == B and not bool(round.truncated.any()):
                 draft = round.seconds["draft"]
                 self.seconds.setdefault(B, []).append((draft, now - began[0] - draft))
                 self.proposals.setdefault(B, []).append(float((round.proposal.size > 0).float().mean()))
             if counted and round.number:
                 for row, size, m, cut in zip(
-                    round.context.request.tolist(),
+                    rows,
                     round.proposal.size.tolist(),
                     round.verdict.accepted.tolist(),
                     round.truncated.tolist(),
@@ -75,9 +78,20 @@ class Measured:
             began[0] = perf_counter()
 
         seeds = [seed + i for i in range(B)]
+        decoder = self._as(tuple(requests))
         decoder.generate(prompts, new_tokens, seed=seeds, eos_token_id=(), on_round=mark)
         if counted:
             self.rows += [(kinds.get(row), tested[row]) for row in range(B)]
+
+    def _as(self, requests: tuple[int, ...]) -> Decoder:
+        """The decoder with the temperatures of these requests, made once."""
+        every = self.decoder.sampling.temperature
+        if not isinstance(every, tuple):
+            return self.decoder
+        if requests not in self.as_request:
+            mine = replace(self.decoder.sampling, temperature=tuple(every[r] for r in requests))
+            self.as_request[requests] = self.decoder.with_sampling(mine)
+        return self.as_request[requests]
 
 
 def estimates(
@@ -96,12 +110,16 @@ def estimates(
     found = sorted({kind for _, kind, _ in counted if kind is not None}, key=repr)
     prior, spread = [], []
     for kind in (None, *found):
-        mine = [
-            np.array([row for d, k, row in counted if d == draft and kind in (None, k)])
-            for draft in range(drafts)
-        ]
-        prior.append(tuple(tuple(map(tuple, rows.sum(0).tolist())) for rows in mine))
-        spread.append(tuple(BURSTS * spread_of(rows[:, 1:]) for rows in mine))
+        counts, spreads = [], []
+        for draft in range(drafts):
+            every = np.array([row for d, _, row in counted if d == draft])
+            mine = every[[kind in (None, k) for d, k, _ in counted if d == draft]]
+            whole = every.sum(0)
+            few = 0 if kind is None else min(1, FEW / max(whole[0, 0], 1))
+            counts.append(tuple(map(tuple, (mine.sum(0) + few * whole).tolist())))
+            spreads.append(BURSTS * spread_of((every if len(mine) < FEW else mine)[:, 1:]))
+        prior.append(tuple(counts))
+        spread.append(tuple(spreads))
     return ("all", *found), tuple(prior), tuple(spread)
 
 

@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
+from specdec.arguments import listed
 from specdec.types import Context
+
+Kind = Callable[[Context], Sequence[Hashable]]
+"""Given some rows, the kind of each."""
 
 
 @dataclass(frozen=True)
 class ByTemperature:
-    """A request's kind is its temperature. ``temperatures``: of the requests, by number, as ``Sampling`` has them."""
+    """A request's kind is its temperature. ``temperatures``: of the requests, by number, as ``Sampling`` has them; other requests have the kind ``None``."""
 
     temperatures: tuple[float, ...]
 
-    def __call__(self, context: Context) -> Sequence[float]:
-        return [self.temperatures[request] for request in context.request.tolist()]
+    def __call__(self, context: Context) -> Sequence[float | None]:
+        known = len(self.temperatures)
+        return [self.temperatures[r] if 0 <= r < known else None for r in context.request.tolist()]
+
+
+def kinds_of(kind: Kind, context: Context) -> list[Hashable]:
+    """What ``kind`` says of the rows of ``context``.
+
+    Raises:
+        ValueError: it did not give one kind for each row.
+    """
+    said = list(listed(kind(context)))
+    if len(said) != context.batch:
+        raise ValueError(f"kind gave {len(said)} kinds for {context.batch} rows: give one for each row")
+    return said

@@ -6,7 +6,7 @@ instead of one length for the batch. Nothing is random and no clock is read: equ
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -21,6 +21,7 @@ from specdec.arguments import at_least, numbers
 from specdec.capabilities import SelectorInfo
 from specdec.cost.rounds import RoundTable
 from specdec.rng import Rng
+from specdec.selectors.kinds import Kind, kinds_of
 from specdec.selectors.matching import checked, within
 from specdec.selectors.statistics import TOKENS, seen
 from specdec.types import Context, Feedback
@@ -37,7 +38,7 @@ class Plan(NamedTuple):
     Attributes:
         request: ``[B]``. arm: ``[B]``. tokens: ``[B, arms]`` expected tokens of a round. plain: seconds of a plain round.
         rate: expected tokens a second. why: one word for the batch: ``"faster"``, ``"slower"`` or ``"unmeasured"``. failing: ``[kinds, drafts, K]`` the
-            chance that a token is rejected if those before it in its block were not, in all rows of a kind. stands: rounds for which the choice is held.
+            chance that a token is rejected if those before it in its block were not, in all rows of a kind. rows: of each kind. stands: rounds for which the choice is held.
     """
 
     request: tuple[int, ...]
@@ -47,6 +48,7 @@ class Plan(NamedTuple):
     rate: float
     why: str
     failing: np.ndarray
+    rows: np.ndarray
     stands: int = 1
 
 
@@ -87,7 +89,7 @@ class Planner:
     prior: tuple[tuple[tuple[tuple[float, float], ...], ...], ...]
     spread: tuple[tuple[float, ...], ...]
     kinds: tuple[Hashable, ...] = ("all",)
-    kind: Callable[[Context], Sequence[Hashable]] | None = None
+    kind: Kind | None = None
     margin: float = 0.02
     trust: float = 64.0
     memory: float = 64.0
@@ -163,8 +165,7 @@ class Planner:
         last = state.plan
         if last is not None and not (self._draft[last.arm] >= 0).any():
             # Nothing was learned: the shared counts fade, and the estimates return to the prior.
-            rows = self._rows(state, last.request) * last.stands
-            state = state._replace(shared=state.shared * (KEEP**rows)[:, None, None, None])
+            state = state._replace(shared=faded(state.shared, last.rows * last.stands))
         used = dict(zip(last.request, self._draft[last.arm].tolist())) if last else {}
         for b, r in enumerate(requests):
             if r in state.own and (d := used.get(r, -1)) >= 0:
@@ -188,8 +189,12 @@ class Planner:
             return state
         requests = feedback.request.tolist()
         kind = np.array([state.kind.get(r, 0) for r in requests])
-        rows = np.bincount(kind[draft >= 0], minlength=len(self.kinds))
-        shared, failing = state.shared * (KEEP**rows)[:, None, None, None], state.plan.failing
+        drafted, all_rows = (
+            np.bincount(some, minlength=len(self.kinds)) for some in (kind[draft >= 0], kind)
+        )
+        # Nothing is learned of a kind that is decoded plainly, so its estimates return to the prior.
+        shared = faded(state.shared, np.where(drafted > 0, drafted, all_rows))
+        failing = state.plan.failing
         size = np.where(draft >= 0, np.minimum(feedback.drafted.numpy(), length), 0)
         taken = np.minimum(accepted, size).astype(np.int64)
         tested = np.minimum(taken + 1, size)
@@ -245,14 +250,8 @@ class Planner:
         new = [b for b, r in enumerate(requests) if r not in state.kind]
         if self.kind is None or not new:
             return {}
-        said = self.kind(context.select(torch.tensor(new)))
-        if len(said) != len(new):
-            raise ValueError(f"kind gave {len(said)} kinds for {len(new)} rows: give one for each row")
+        said = kinds_of(self.kind, context.select(torch.tensor(new)))
         return {requests[b]: self._number.get(one, 0) for b, one in zip(new, said)}
-
-    def _rows(self, state: State, requests: Sequence[int]) -> np.ndarray:
-        """How many of the requests are of each kind."""
-        return np.bincount([state.kind.get(r, 0) for r in requests], minlength=len(self.kinds))
 
     @cached_property
     def _number(self) -> dict[Hashable, int]:
@@ -313,7 +312,8 @@ class Planner:
         asked, found = np.moveaxis(self._counts + state.shared, -1, 0)
         share = (found[..., 0] + 0.5) / (asked[..., 0] + 0.5)  # 1 for a draft that always proposes
         failing = 1 - (found[..., 1:] + 0.5) / (asked[..., 1:] + 1)  # [kinds, drafts, K]
-        kind = [state.kind.get(r, 0) for r in requests]
+        kind = np.array([state.kind.get(r, 0) for r in requests], dtype=np.int64)
+        of_kind = np.bincount(kind, minlength=len(self.kinds))
         spread = np.array(self.spread)[kind]  # [B, drafts]
         with np.errstate(invalid="ignore"):
             factor = (spread + own[..., FAILED]) / (spread + own[..., EXPECTED])
@@ -325,7 +325,7 @@ class Planner:
         tokens = 1 + often * standing.cumsum(-1)[:, self._draft, self._length - 1]
         plain, idle, keys = table.plainly(B), np.full(B, none), tuple(requests)
         if not B or table.sizes[-1] < B:
-            return Plan(keys, idle, tokens, plain, B / plain, "unmeasured", failing)
+            return Plan(keys, idle, tokens, plain, B / plain, "unmeasured", failing, of_kind)
         # What a row's draft has not read is charged to the rounds that are left.
         ends = np.array([state.ends.get(r, n + self.horizon) for r, n in zip(requests, length.tolist())])
         left = np.minimum(ends - length, self.horizon)
@@ -349,5 +349,10 @@ class Planner:
                 break
             rate, best = float(rates[m]), arm[m]
         if rate <= B / plain * (1 + self.margin):
-            return Plan(keys, idle, tokens, plain, B / plain, "slower", failing)
-        return Plan(keys, best, tokens, plain, rate, "faster", failing)
+            return Plan(keys, idle, tokens, plain, B / plain, "slower", failing, of_kind)
+        return Plan(keys, best, tokens, plain, rate, "faster", failing, of_kind)
+
+
+def faded(shared: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """The counts ``[kinds, ...]`` after ``rows [kinds]`` more rows."""
+    return shared * (KEEP**rows)[:, None, None, None]
