@@ -4,8 +4,9 @@
 
 It measures its drafts on prompts of validation packages, and is then compared on test prompts: all decoders in turn, fresh prompts and seeds in every
 repeat. The seconds of a run are all of it without the target's reading of the prompts (as plain decoding has it in the same repeat), so what drafts
-read counts. Rows `method, temperature, batch, tokens_per_second, ratio, ratio_low, ratio_high`: speed over plain decoding's, the mean over repeats with
-a 95 % bootstrap interval over them. `plain again` is plain decoding a second time: how far its ratio is from 1 is noise. Rows of part `hindsight` have
+read counts. Rows `method, temperature, batch, tokens_per_second, ratio, ratio_low, ratio_high`: speed over plain decoding's, the geometric mean over
+repeats with a 95 % bootstrap interval over them (an arithmetic mean of ratios is above 1 for two equal noisy things); `speeds`: tokens a second of
+each repeat; `plain_share`: of rounds, counted by rows. `plain again` is plain decoding a second time: how far its ratio is from 1 is noise. Rows of part `hindsight` have
 `auto` over the best fixed choice, plain decoding included: `ratio` where this is chosen on one half of the repeats and compared on the other, in both ways;
 `naive` where it is chosen on the repeats on which it is compared, which luck favours. Rows of part `measured` are what `auto` itself measured.
 """
@@ -113,6 +114,7 @@ def compared(
     """Rows of one temperature and batch."""
     seconds: dict[str, list[float]] = {name: [] for name in decoders}
     taus: dict[str, list[float]] = {name: [] for name in decoders}
+    plainly: list[float] = []  # of ``auto``
     order = list(decoders)
     for repeat in range(-1, s.repeats):
         some = [prompts[(max(repeat, 0) * batch + i) % len(prompts)] for i in range(batch)]
@@ -128,6 +130,8 @@ def compared(
             out = decoders[name].generate(some, s.tokens, seed=seeds, eos_token_id=())
             spent[name] = perf_counter() - began
             taus[name] += [out.stats.tau] if repeat >= 0 else []
+            if name == "auto" and repeat >= 0:
+                plainly.append(out.stats.arms[out.arms.index("none")] / out.stats.arms.total())
             if name == "plain":
                 reading = out.stats.seconds["prefill"]
         for name, all_of_it in spent.items():
@@ -137,8 +141,6 @@ def compared(
     place = {"temperature": temperature, "batch": batch}
     rows = []
     for name, mine in speed.items():
-        ratio = mine / speed["plain"]
-        low, high = mean_interval(ratio)
         row = {
             "part": "speed",
             "method": name,
@@ -146,9 +148,8 @@ def compared(
             "tau": float(np.mean(taus[name])),
             "tokens_per_second": float(np.median(mine)),
         }
-        rows.append(
-            row | {"ratio": float(ratio.mean()), "ratio_low": low, "ratio_high": high, "repeats": s.repeats}
-        )
+        row |= {"repeats": s.repeats, "speeds": mine.tolist()} | geometric(mine / speed["plain"])
+        rows.append(row | ({"plain_share": float(np.mean(plainly))} if name == "auto" else {}))
     return [*rows, {"part": "hindsight", "method": "auto over the best", **place, **hindsight(speed)}]
 
 
@@ -161,17 +162,15 @@ def hindsight(speed: dict[str, np.ndarray]) -> dict[str, Any]:
     for half in (0, 1):
         chosen.append(max(fixed, key=lambda name: speed[name][halves != half].mean()))
         ratios[halves == half] = (speed["auto"] / speed[chosen[-1]])[halves == half]
-    low, high = mean_interval(ratios)
     best = max(fixed, key=lambda name: speed[name].mean())
-    naive = float((speed["auto"] / speed[best]).mean())
-    return {
-        "ratio": float(ratios.mean()),
-        "ratio_low": low,
-        "ratio_high": high,
-        "naive": naive,
-        "best": best,
-        "chosen": chosen,
-    }
+    naive = geometric(speed["auto"] / speed[best])["ratio"]
+    return geometric(ratios) | {"naive": naive, "best": best, "chosen": chosen}
+
+
+def geometric(ratios: np.ndarray) -> dict[str, float]:
+    """The geometric mean, with a 95 % interval."""
+    ends = np.exp([np.log(ratios).mean(), *mean_interval(np.log(ratios))])
+    return dict(zip(("ratio", "ratio_low", "ratio_high"), ends.tolist()))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -63,12 +64,19 @@ class StopRules:
             self.reasons[int(context.request[b])] = reason
         return torch.from_numpy(committed), finished
 
+    @cached_property
+    def _special(self) -> frozenset[int]:
+        """Tokens that a text does not show."""
+        return frozenset(self.tokenizer.all_special_ids)
+
     def _scan(self, ids: list[int], prompt: int, block: Tensor, count: int) -> tuple[int, str] | None:
+        shown = [i for i in ids[prompt:] if i not in self._special] if self.stop_strings else []
         for n, token in enumerate(block[:count].tolist(), 1):
             ids.append(token)
-            if self.stop_strings:
+            if self.stop_strings and token not in self._special:
+                shown.append(token)
                 reach = max(len(s.encode()) for s in self.stop_strings) + 4  # a token has at least one byte
-                text = self.tokenizer.decode(ids[max(prompt, len(ids) - reach) :], skip_special_tokens=True)
+                text = self.tokenizer.decode(shown[-reach:], skip_special_tokens=True)
                 if any(s in text for s in self.stop_strings):
                     return n, "stop_string"
             for criterion in self.criteria:

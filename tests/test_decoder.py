@@ -23,6 +23,7 @@ from transformers import (
 
 import specdec as sd
 from specdec.models import SUPPORTED
+from specdec.stop_rules import StopRules
 
 PROMPTS = [
     [5],
@@ -247,6 +248,19 @@ def test_stop_strings_and_criteria_inside_blocks(target, small, name):
     for prompt, p, got, why in zip(PROMPTS, plain.ids, out.ids, out.finish):
         assert got == p[: max(1, limit - len(prompt))]
         assert why == "criteria"
+
+
+def test_a_stop_string_may_have_special_tokens_inside():
+    """They are not shown, however many there are."""
+    tokenizer = byte_tokenizer()
+    a, b, hidden = (tokenizer.convert_tokens_to_ids(one) for one in ("a", "b", "<s>"))
+    for before, block, stop in (
+        ([a, *[hidden] * 9], [hidden, b, b], (2, "stop_string")),
+        ([a], [*[hidden] * 9, b], (10, "stop_string")),
+        ([hidden], [hidden, b, a], None),
+    ):
+        rules = StopRules(torch.tensor([99]), stop_strings=("ab",), tokenizer=tokenizer)
+        assert rules._scan([b, *before], 1, torch.tensor(block), len(block)) == stop
 
 
 @pytest.mark.parametrize("name", DRAFTS)

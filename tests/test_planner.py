@@ -442,4 +442,8 @@ def test_selectors_whose_rows_share_statistics_are_certified_a_branch_at_a_time(
     """In one batch, branches would learn from each other: Spin's distribution was then off by 0.003."""
     target, draft = tables(2)
     arms = {"none": None, "one": sd.Arm(draft, 1)}
-    assert certify(sd.decoder(target).pool(arms, part).build(), prompts=[[0]], max_new_tokens=4).lossless
+    found = certify(sd.decoder(target).pool(arms, part).build(), prompts=[[0], [1]], max_new_tokens=3)
+    assert found.lossless
+    assert "rows beside other prompts" in found.scope.missing
+    assert "2 prompts, each alone" in str(found.scope)
+    assert found.scope.parts["selector"] == type(part).__name__

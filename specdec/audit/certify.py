@@ -22,7 +22,6 @@ from specdec.audit.around import PROMPTS, TOKENS, Refused, decoders, verifier_of
 from specdec.audit.plain import Distribution, Ids, Logits, Numbered, Plain, enumerate_plain, total_variation
 from specdec.audit.scope import Scope
 from specdec.audit.walk import Branches, Walk, pack, race_key
-from specdec.capabilities import SelectorInfo
 from specdec.decoder import Decoder
 from specdec.protocols import Verifier
 from specdec.rng import Rng
@@ -162,12 +161,6 @@ class _Run:
         return Scope.of(self.decoder, self.prompts, self.budgets, self.eos, self.criteria)
 
     @property
-    def alone(self) -> bool:
-        """Whether what a row does depends on the other rows, so that branches must not share a batch."""
-        how = self.decoder.selecting
-        return how is not None and SelectorInfo.of(how.selector).joint
-
-    @property
     def budgets(self) -> list[int]:
         if isinstance(self.max_new_tokens, int):
             return [self.max_new_tokens] * len(self.prompts)
@@ -203,8 +196,8 @@ def _walk(run: _Run, plain: list[Plain], numbered: Numbered | None, batch: int, 
     while any(stacks):
         # A finished prompt stays in the batch, so that every branch runs beside every prompt.
         mate = [not stack for stack in stacks]
-        here = [mate.index(False)] if run.alone else list(rows)
-        size = 1 if run.alone else max(1, batch // len(rows))
+        here = [mate.index(False)] if run.scope.alone else list(rows)
+        size = 1 if run.scope.alone else max(1, batch // len(rows))
         parts = [_take(stacks[row], size) if stacks[row] else Branches.root() for row in here]
         owner = np.repeat(here, [len(part) for part in parts])
         walk = Walk(Branches.join(parts), numbered)
@@ -271,7 +264,7 @@ def _again(
 
     Where rows are chosen for together, each runs alone again.
     """
-    if run.alone and len(sample) > 1:
+    if run.scope.alone and len(sample) > 1:
         for one in sample:
             _again(run, numbered, [one])
         return

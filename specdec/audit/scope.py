@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specdec import tree
-from specdec.capabilities import DraftInfo
+from specdec.capabilities import DraftInfo, SelectorInfo
 from specdec.decoder import Decoder
 from specdec.types import Round
 
@@ -18,7 +18,8 @@ class Scope:
 
     Attributes:
         vocabulary: tokens of the target. prompts: tokens of each. tokens: new tokens of each row. eos: ids that end a row.
-        criteria: how many stopping criteria. parts: the target, the draft, the verifier, the sampling and the executor.
+        criteria: how many stopping criteria. parts: the target, the draft, the selector if any, the verifier, the sampling and the executor.
+        alone: whether each branch was a batch of its own, because a row's selector looks at the other rows.
         nodes: the most nodes of a row in a round. accepted: the most nodes that one was seen to accept.
         siblings, rejected, empty, mixed, truncated: whether a node had several children; a node was rejected; a row after the prefill had
             no nodes; rows of one round had different trees; a stop cut a block before its end.
@@ -30,6 +31,7 @@ class Scope:
     eos: tuple[int, ...] = ()
     criteria: int = 0
     parts: dict[str, str] = field(default_factory=dict)
+    alone: bool = False
     nodes: int = 0
     accepted: int = 0
     siblings: bool = False
@@ -48,14 +50,17 @@ class Scope:
     ) -> Scope:
         """What is asked for; ``watch`` adds what happens."""
         sizes = tuple(map(len, prompts))
+        selector = None if decoder.selecting is None else decoder.selecting.selector
         parts = {
             "target": repr(decoder.target),
             "draft": f"{DraftInfo.of(decoder.draft).name}, length {decoder.length}",
+            **({} if selector is None else {"selector": type(selector).__name__}),
             "verifier": decoder.verifying.name,
             "sampling": repr(decoder.sampling),
             "executor": type(decoder.executor).__name__,
         }
-        return Scope(decoder.target.vocab_size, sizes, tuple(tokens), tuple(eos), len(criteria), parts)
+        alone = selector is not None and SelectorInfo.of(selector).joint
+        return Scope(decoder.target.vocab_size, sizes, tuple(tokens), tuple(eos), len(criteria), parts, alone)
 
     def watch(self, round: Round) -> None:
         """Note what a round has."""
@@ -75,7 +80,8 @@ class Scope:
     @property
     def covered(self) -> list[str]:
         """What was enumerated, in words."""
-        many = "1 prompt" if len(self.prompts) == 1 else f"{len(self.prompts)} prompts in one batch"
+        many = "1 prompt" if len(self.prompts) == 1 else f"{len(self.prompts)} prompts"
+        many += "" if len(self.prompts) == 1 else ", each alone" if self.alone else " in one batch"
         return [
             f"vocabulary of {self.vocabulary}",
             f"{many}, texts of {_range(self.tokens)} new tokens",
@@ -87,7 +93,7 @@ class Scope:
     def missing(self) -> list[str]:
         """What could have happened in a run like this one, and did not."""
         missing = [words for words, here in self._events() if not here]
-        return missing + (["rows beside other prompts"] if len(self.prompts) == 1 else [])
+        return missing + (["rows beside other prompts"] if self.alone or len(self.prompts) == 1 else [])
 
     def _events(self) -> list[tuple[str, bool]]:
         stops = len(self.eos) + self.criteria
