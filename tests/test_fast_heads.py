@@ -281,7 +281,13 @@ def test_a_part_of_ones_own_is_not_passed_by(target, change, when):
 
 
 @pytest.mark.parametrize(
-    "change", [replaced, overridden, hooked, pruned, rescaled, loaded], ids=lambda c: c.__name__
+    "change",
+    [
+        overridden,
+        hooked,
+        *(pytest.param(c, marks=pytest.mark.slow) for c in (replaced, pruned, rescaled, loaded)),
+    ],
+    ids=lambda c: c.__name__,
 )
 @torch.no_grad()
 def test_captured_chains_are_those_of_the_present_parts(target, change):

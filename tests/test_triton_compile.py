@@ -262,7 +262,7 @@ else:
     import pytest
 
     # Of each kind one; the others are slow.
-    FAST = {("decode", 90), ("tree", 80), ("all", 90), ("tree, eight bits", 90), ("merge", 80)}
+    FAST = {("all", 90), ("merge", 80)}
 
     def compiled(job: dict[str, Any], arch: int, cache: Path) -> dict[str, Any]:
         pytest.importorskip("triton")
