@@ -125,6 +125,7 @@ class Lazy(Chains):
         return lazy(proposal, probs, context, rng)
 
 
+@pytest.mark.slow
 def test_a_verifier_and_a_function_are_certified_at_once():
     """Without a decoder, in less than a second on a free machine: some 2,600 branches."""
     found = sd.certify(sd.Rejection())

@@ -429,7 +429,11 @@ def test_a_right_draft_keeps_every_rule_but_that_of_caches():
 
 
 @pytest.mark.parametrize(
-    ("rule", "draft"), PLANTED, ids=[f"{n}-{rule}" for n, (rule, _) in enumerate(PLANTED)]
+    ("rule", "draft"),
+    [
+        pytest.param(rule, draft, id=f"{n}-{rule}", marks=pytest.mark.slow if n % 2 else ())
+        for n, (rule, draft) in enumerate(PLANTED)
+    ],
 )
 def test_a_planted_mistake_is_caught_by_its_rule(rule, draft):
     with pytest.raises(BrokenRule) as caught:

@@ -483,7 +483,11 @@ SELECTORS = [
 
 
 @pytest.mark.parametrize(
-    ("rule", "selector"), SELECTORS, ids=[f"{n}-{rule}" for n, (rule, _) in enumerate(SELECTORS)]
+    ("rule", "selector"),
+    [
+        pytest.param(rule, selector, id=f"{n}-{rule}", marks=pytest.mark.slow if n % 2 else ())
+        for n, (rule, selector) in enumerate(SELECTORS)
+    ],
 )
 def test_a_wrong_selector_is_caught_by_its_rule(rule, selector):
     with pytest.raises(BrokenRule) as caught:

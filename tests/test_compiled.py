@@ -14,6 +14,7 @@ ROWS = [[5, 6, 7, 8] * 3, [9, 2]]
 TRACED = {"backend": "aot_eager"}  # all of the compiler but its code generation
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral", "falcon"])
 def test_compiled_parts_change_no_text(family):
     model = tiny(family)

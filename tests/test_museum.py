@@ -29,6 +29,7 @@ SLOW = (  # a second or more each; a smaller case of each stays
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "exhibit",
     [pytest.param(e, marks=pytest.mark.slow if e.name.startswith(SLOW) else (), id=e.name) for e in ALL],

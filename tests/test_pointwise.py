@@ -193,7 +193,7 @@ def logits(model, path, context, proposal, **options):
         ("llama", torch.float32, {}),
         pytest.param("llama", torch.float32, {"graphs": "eager"}, marks=pytest.mark.slow),
         ("llama", torch.float32, {"page": 16}),
-        ("qwen3", torch.float32, {"graphs": "eager"}),
+        pytest.param("qwen3", torch.float32, {"graphs": "eager"}, marks=pytest.mark.slow),
         ("qwen3", torch.float16, {}),
         *(
             pytest.param(family, torch.float16, {}, marks=pytest.mark.slow)

@@ -71,6 +71,7 @@ RECIPES = [
 ]
 
 
+@pytest.mark.slow
 def test_help_says_what_and_how():
     scripts = {str(p.relative_to(ROOT / "recipes").with_suffix("")) for p in (ROOT / "recipes").glob("*.py")}
     assert not [

@@ -99,6 +99,7 @@ def off(values: np.ndarray, expected: float) -> float:
     return float((sums.mean() - expected) / (sums.std(ddof=1) / np.sqrt(len(sums))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ragged", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_fixed_arms_replay_agrees_with_its_expectation(ragged):
     r = requests()

@@ -44,6 +44,7 @@ def target():
     return tiny("llama", num_hidden_layers=3).float()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HEADS)
 def test_every_head_learns_and_the_target_stays(name, target, tmp_path):
     before, ends = hashed(target), made(name, target).ends

@@ -118,6 +118,7 @@ def test_siblings_without_children_are_accepted_as_by_rejection(name):
         assert counts[0] == pytest.approx(counts[1], abs=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DRAWINGS)
 @pytest.mark.parametrize("widths", [(2, 1), (1, 2)])
 def test_at_least_as_many_are_accepted_as_by_rejection(widths, name):

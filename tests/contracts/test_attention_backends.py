@@ -89,6 +89,7 @@ def one_row(query, keys, values, plan, *more):
     return reference.attend(query, keys.flip(0), values.flip(0), plan, *more)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mistake", "why"),
     [

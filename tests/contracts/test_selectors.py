@@ -90,6 +90,7 @@ def test_every_selector_keeps_the_rules(cls, test):
     assert found.rules or found.not_tried or not hasattr(cls, "leave")
 
 
+@pytest.mark.slow
 @every_learning
 @pytest.mark.parametrize("late", [0, 3], ids=["prompt", "late"])
 def test_the_best_arm_is_found(cls, late):

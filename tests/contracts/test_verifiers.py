@@ -22,7 +22,16 @@ every_verifier = pytest.mark.parametrize("cls", VERIFIERS.values(), ids=VERIFIER
 every_lossless = pytest.mark.parametrize("cls", LOSSLESS.values(), ids=LOSSLESS.keys())
 
 
-@every_verifier
+LONG = {"DistinctTransport", "KSeq", "OptimalTransport", "Traversal", "Mixture"}  # seconds each
+
+
+@pytest.mark.parametrize(
+    "cls",
+    [
+        pytest.param(cls, id=name, marks=pytest.mark.slow if name in LONG else ())
+        for name, cls in VERIFIERS.items()
+    ],
+)
 def test_every_verifier_keeps_the_rules(cls):
     found = check_verifier(build(cls, TABLE))
     if cls in LOSSLESS.values():
