@@ -118,6 +118,19 @@ def test_states_are_the_targets_and_continue(tmp_path):
         States(tmp_path / "nothing")
 
 
+def test_states_that_two_processes_write_are_refused(tmp_path):
+    target = tiny("llama")
+
+    def another():
+        yield torch.arange(18).view(2, 9)
+        with open(tmp_path / "activations.bin", "ab") as file:
+            file.write(b"theirs")
+        yield torch.arange(18).view(2, 9)
+
+    with pytest.raises(RuntimeError, match="written to by another process"):
+        States.write(tmp_path, target, another(), [0], progress=False)
+
+
 @pytest.mark.parametrize("kind", ["spire", "model"])
 def test_training_raises_acceptance_and_leaves_the_target(kind, tmp_path):
     target, tokens = tiny("llama", num_hidden_layers=3).float(), text(24)

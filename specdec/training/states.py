@@ -124,6 +124,8 @@ class States:
             sequences: the same ones in the same order at every call, in batches of any size; stored ones are skipped.
             layers: the layers whose inputs to store, counted from 0.
             total: number of sequences, for the progress bar.
+        Raises:
+            ValueError: the folder keeps other layers. RuntimeError: another process writes to the folder.
         """
         folder, done, meta = Path(folder), 0, None
         folder.mkdir(parents=True, exist_ok=True)
@@ -141,7 +143,7 @@ class States:
             open(folder / "activations.bin", "ab") as file,
             tqdm(total=total, initial=done, desc="target states", unit="seq", disable=not progress) as bar,
         ):
-            seen = 0
+            seen, size = 0, file.tell()
             for tokens in sequences:
                 skip = min(max(done - seen, 0), len(tokens))
                 seen += len(tokens)
@@ -158,7 +160,14 @@ class States:
                     }
                     (folder / "states.json").write_text(json.dumps(meta))
                 kept = torch.stack([*batch.inputs.values(), batch.final], 1).to(torch.bfloat16).cpu()
+                if os.fstat(file.fileno()).st_size != size:
+                    raise RuntimeError(
+                        f"folder {folder} was written to by another process meanwhile: remove it, and let one process at a time record states"
+                    )
                 token_file.write(tokens[skip:].numpy().astype(np.int32).tobytes())
                 file.write(kept.view(torch.int16).numpy().tobytes())
+                token_file.flush()
+                file.flush()
+                size = file.tell()
                 bar.update(len(tokens) - skip)
         return cls(folder, target)
