@@ -67,7 +67,7 @@ class StopRules:
     @cached_property
     def _special(self) -> frozenset[int]:
         """Tokens that a text does not show."""
-        return frozenset(self.tokenizer.all_special_ids)
+        return frozenset(getattr(self.tokenizer, "all_special_ids", ()))
 
     def _scan(self, ids: list[int], prompt: int, block: Tensor, count: int) -> tuple[int, str] | None:
         shown = [i for i in ids[prompt:] if i not in self._special] if self.stop_strings else []
