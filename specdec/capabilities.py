@@ -58,6 +58,7 @@ class DraftInfo(_Info):
         revocable: the draft may be called for a text that is never committed. The next call then has the right context, and the state
             repairs itself (``executors.Optimistic``).
         model: the model that drafts, usually a ``LanguageModel``, whose vocabulary, tokenizer, device and positions ``build`` compares with the target's.
+        reads_cache: the target itself drafts, reading part of its own cache; ``model`` is ``None``.
         drafts: the drafts behind the arms of a pool.
         siblings: how the children of a node are drawn, if the draft proposes trees. ``"in turn"``: each after its elder siblings, on which it
             and their number may depend. ``"independent"``: from one distribution, which is settled, as is their number, before any node of
@@ -72,6 +73,7 @@ class DraftInfo(_Info):
     taps: tuple[int, ...] = ()
     revocable: bool = False
     model: Any = None
+    reads_cache: bool = False
     drafts: tuple[Draft[Any], ...] = ()
     siblings: Siblings = "in turn"
     sampling: Sampling | None = None

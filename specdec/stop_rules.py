@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -70,12 +71,15 @@ class StopRules:
         return frozenset(getattr(self.tokenizer, "all_special_ids", ()))
 
     def _scan(self, ids: list[int], prompt: int, block: Tensor, count: int) -> tuple[int, str] | None:
-        shown = [i for i in ids[prompt:] if i not in self._special] if self.stop_strings else []
+        reach = (
+            max((len(s.encode()) for s in self.stop_strings), default=0) + 4
+        )  # a token has at least one byte
+        recent = (i for i in islice(reversed(ids), len(ids) - prompt) if i not in self._special)
+        shown = list(islice(recent, reach))[::-1] if self.stop_strings else []
         for n, token in enumerate(block[:count].tolist(), 1):
             ids.append(token)
             if self.stop_strings and token not in self._special:
                 shown.append(token)
-                reach = max(len(s.encode()) for s in self.stop_strings) + 4  # a token has at least one byte
                 text = self.tokenizer.decode(shown[-reach:], skip_special_tokens=True)
                 if any(s in text for s in self.stop_strings):
                     return n, "stop_string"

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specdec.capabilities import DraftInfo
+
 
 @dataclass(frozen=True)
 class ArmCosts:
@@ -45,7 +47,8 @@ class ArmCosts:
         weights, too.
         """
         whole = weights(target)
-        used = [getattr(d, "model", target if hasattr(d, "view") else None) for d in drafts]
+        infos = map(DraftInfo.of, drafts)
+        used = [target if info.reads_cache else info.model for info in infos]
         return ArmCosts(tuple(0.0 if whole == 0 else weights(model) / whole for model in used))
 
 

@@ -99,7 +99,7 @@ class MagicDec:
 
     @property
     def info(self) -> DraftInfo:
-        return DraftInfo("magicdec", sampling=self.sampling)
+        return DraftInfo("magicdec", reads_cache=True, sampling=self.sampling)
 
     @staticmethod
     def example(model: Any) -> MagicDec:
