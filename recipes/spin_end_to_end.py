@@ -45,7 +45,8 @@ from specdec.lab.arm_times import ARMS, POOL, load_pool, measured
 from specdec.lab.arms import PoolRun, goodput, pool_run
 from specdec.lab.options import option, parse
 from specdec.lab.recipe import Plotted
-from specdec.lab.workload import Kind, Workload, temperatures, workload
+from specdec.lab.workload import ByDomain, Workload, temperatures, workload
+from specdec.selectors.kinds import ByTemperature, Product
 
 COLUMNS = ("configuration", "is", "attention", "cores", "goodput", "goodput_low", "goodput_high", "ratio_to_plain",
            "ratio_to_best_fixed", "ratio_to_best_fixed_low", "ratio_to_best_fixed_high", "tau")  # fmt: skip
@@ -163,7 +164,8 @@ class Parts:
     def pooled(
         self, batch: int, attention: str, exploration: int = 4, growth: float = 64, warm: int = 30
     ) -> Any:
-        kind = Kind(self.tokenizer, temperatures(self.s.temperatures, batch))
+        at = ByTemperature(temperatures(self.s.temperatures, batch))
+        kind = Product((ByDomain(self.tokenizer), at))
         selector = selectors.Spin(exploration, growth, kind, warm=warm, learn="always")
         return self.chosen(self.arms, selector, batch, attention).build()
 

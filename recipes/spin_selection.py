@@ -52,7 +52,8 @@ from specdec.lab.selection_costs import costs
 from specdec.lab.selection_runs import Follow, SelectorReplay
 from specdec.lab.selection_tables import documented
 from specdec.lab.simulated import overhead
-from specdec.lab.workload import Kind, halves, temperatures
+from specdec.lab.workload import ByDomain, halves, temperatures
+from specdec.selectors.kinds import ByTemperature, Kind, Product
 
 Row = dict[str, Any]
 
@@ -117,7 +118,8 @@ def main(s: Settings) -> list[Row]:
     half = halves(requests.source.tolist(), domains)
     sides = [np.flatnonzero(half == side) for side in (0, 1)]
     learned, tested = (requests.select(side) for side in sides)
-    kinds = [Kind(target.tokenizer, [at[i] for i in side]) for side in sides]
+    domain = ByDomain(target.tokenizer)
+    kinds = [Product((domain, ByTemperature(tuple(at[i] for i in side)))) for side in sides]
     for what, labels in (("domain", domains), ("temperature", [f"{t:g}" for t in at])):
         groups = [labels[i] for i in sides[1]]
         for batch in s.batches:

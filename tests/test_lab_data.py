@@ -20,7 +20,7 @@ from specdec.lab.pretraining import Pretraining, Sizes, block_attention
 from specdec.lab.states import documents, packed, sequences, stream_states, text_states
 from specdec.lab.streams import Streams
 from specdec.lab.variants import started, variants
-from specdec.lab.workload import Kind, halves, workload
+from specdec.lab.workload import ByDomain, halves, workload
 from specdec.types import Context
 
 
@@ -199,7 +199,7 @@ def test_a_mixed_workload_has_all_domains_and_its_kinds_are_told_from_the_text()
         rows = workload(tokenizer, 96, 300, seed=1, split=split).rows
         packages.append({of[tuple(row[:32])] for row in rows})
     assert not packages[0] & packages[1]
-    kind = Kind(tokenizer)
+    kind = ByDomain(tokenizer)
     assert kind.of(tokenizer("import os\n\n\ndef f(x):\n    return os.path.join(x)\n")["input_ids"]) == "code"
     assert (
         kind.of(tokenizer("This is a sentence about nothing in particular, and so is this one.")["input_ids"])

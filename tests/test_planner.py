@@ -15,7 +15,7 @@ from specdec.audit.adversaries import Remembers
 from specdec.audit.certify import certify
 from specdec.cost.rounds import RoundTable
 from specdec.selectors import Planner
-from specdec.selectors.kinds import ByTemperature
+from specdec.selectors.kinds import ByTemperature, Product
 from specdec.selectors.planner import READ
 from specdec.types import Feedback
 
@@ -425,7 +425,9 @@ def test_a_decoder_with_it_is_saved_and_loaded(tmp_path):
     target, draft = (sd.HFModel(*zoo.load(name)) for name in ("pocket-tiny", "pocket-140k"))
     arms = {"none": None, "one": sd.Arm(draft, 1), "two": sd.Arm(draft, 2)}
     part = small()
-    part = small(kinds=("all", 0.0), kind=ByTemperature((0.0,)), prior=part.prior * 2, spread=part.spread * 2)
+    kind = Product((ByTemperature((0.0,)), ByTemperature((0.0, 1.0))))
+    part = small(kinds=("all", (0.0, 0.0)), kind=kind, prior=part.prior * 2, spread=part.spread * 2)
+    assert kind(sd.types.Context.of([[5], [6]])) == [(0.0, 0.0), (None, 1.0)]
     decoder = sd.decoder(target).greedy().pool(arms, part).build()
     decoder.save(tmp_path / "saved")
     again = sd.load(tmp_path / "saved").build()

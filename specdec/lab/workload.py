@@ -97,23 +97,17 @@ def temperatures(given: Sequence[float], batch: int) -> tuple[float, ...]:
     return tuple(given[i // len(DOMAINS) % len(given)] for i in range(batch))
 
 
-class Kind:
-    """The kind of a request, a key for pooled statistics that needs no labels: of its prompt's characters, and its temperature where given.
+class ByDomain:
+    """The kind of a request is the domain that its prompt looks like, by its characters: no labels are needed.
 
     Tables end in lines of digits and quotes; code has lines that are statements; prose has neither.
-
-    Args:
-        temperatures: of the requests, by number.
     """
 
-    def __init__(self, tokenizer: Any, temperatures: Sequence[float] = ()):
-        self.tokenizer, self.temperatures = tokenizer, temperatures
+    def __init__(self, tokenizer: Any):
+        self.tokenizer = tokenizer
 
-    def __call__(self, context: Context) -> Sequence[Hashable]:
-        kinds = [self.of(context.tokens[b, : int(n)].tolist()) for b, n in enumerate(context.prompt_length)]
-        if not self.temperatures:
-            return kinds
-        return [(kind, self.temperatures[request]) for kind, request in zip(kinds, context.request.tolist())]
+    def __call__(self, context: Context) -> Sequence[str]:
+        return [self.of(context.tokens[b, : int(n)].tolist()) for b, n in enumerate(context.prompt_length)]
 
     def of(self, ids: list[int]) -> str:
         text = self.tokenizer.decode(ids)

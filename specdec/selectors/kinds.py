@@ -23,6 +23,16 @@ class ByTemperature:
         return [self.temperatures[r] if 0 <= r < known else None for r in context.request.tolist()]
 
 
+@dataclass(frozen=True)
+class Product:
+    """A request's kind is the tuple of what ``parts`` say of it: the temperature and the task, for example."""
+
+    parts: tuple[Kind, ...]
+
+    def __call__(self, context: Context) -> Sequence[tuple[Hashable, ...]]:
+        return list(zip(*(kinds_of(part, context) for part in self.parts)))
+
+
 def kinds_of(kind: Kind, context: Context) -> list[Hashable]:
     """What ``kind`` says of the rows of ``context``.
 
