@@ -75,16 +75,17 @@ def write(
     packages: Iterable[str] = (),
     about: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write flat ``rows`` with ``about`` (``meta(seed, packages)``) to ``path``; NaN and infinities become null.
+    """Write flat ``rows``, one a line, with ``about`` (``meta(seed, packages)``) to ``path``; NaN and infinities become null.
 
     The file is replaced atomically: a process that is killed meanwhile leaves the old one.
     """
-    made = [{k: plain(v) for k, v in row.items()} for row in rows]
-    report = {"meta": meta(seed, packages) if about is None else about, "rows": made}
+    lines = [json.dumps({k: plain(v) for k, v in row.items()}, allow_nan=False) for row in rows]
+    head = json.dumps(meta(seed, packages) if about is None else about, indent=1, allow_nan=False)
+    text = ",\n".join(lines)
     new = Path(f"{path}.part")
     new.parent.mkdir(parents=True, exist_ok=True)
     try:
-        new.write_text(json.dumps(report, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        new.write_text(f'{{"meta": {head},\n"rows": [\n{text}\n]}}\n', encoding="utf-8")
         new.replace(path)
     finally:  # a process that is asked to end meanwhile leaves no part
         new.unlink(missing_ok=True)
