@@ -33,12 +33,20 @@ from specdec.lab.pretraining import Pretraining, Sizes
 from specdec.lab.report import write
 
 # The draft's body has exactly an eighth of the target's parameters.
-SHAPES = {"pocket-vanilla": Sizes(128, 4, 4, 320), "pocket-target": Sizes(256, 8, 4, 640)}
+SHAPES = {
+    "pocket-vanilla": Sizes(128, 4, 4, 320),
+    "pocket-target": Sizes(256, 8, 4, 640),
+    "pocket-words": Sizes(
+        128, 4, 4, 320
+    ),  # for a tokenizer of its own: --vocabulary 2048 --tokenizer-kind words
+}
 
 
 @dataclass(frozen=True)
 class Settings(Pretraining):
-    models: tuple[str, ...] = option(tuple(SHAPES), 'models to train, in order; "" for none')
+    models: tuple[str, ...] = option(
+        ("pocket-vanilla", "pocket-target"), 'models to train, in order; "" for none'
+    )
     minutes: tuple[float, ...] = option(
         (27.0, 80.0), "wall time of each model's training; the schedule follows the clock (default: 27,80)"
     )

@@ -384,8 +384,8 @@ def _fits(target: LanguageModel, draft: LanguageModel) -> None:
         if a != b:
             differ = sum(1 for token in a.keys() | b.keys() if a.get(token) != b.get(token))
             raise ValueError(
-                f"target and draft have different tokenizers: {differ} of {len(a)} and {len(b)} tokens differ: a draft must "
-                "share the target's tokenizer (padded vocabularies are fine)"
+                f"target and draft have different tokenizers: {differ} of {len(a)} and {len(b)} tokens differ: give a draft with the target's "
+                "tokenizer (padded vocabularies are fine), or drafts.Translated(draft, target.tokenizer)"
             )
     elif target.vocab_size != draft.vocab_size:
         raise ValueError(

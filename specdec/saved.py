@@ -27,6 +27,7 @@ from specdec.masks import Mask
 from specdec.masks.text import known, parse
 from specdec.models.check import Options
 from specdec.models.hf import HFModel
+from specdec.models.load import load_tokenizer
 from specdec.models.masked import Masked
 from specdec.models.own_cache import OwnCache
 from specdec.models.windowed import Windowed
@@ -41,7 +42,7 @@ PARTS: dict[str, Any] = {
     for module in MODULES
     for name, kind in vars(module).items()
     if isinstance(kind, type) and is_dataclass(kind)
-} | {"models.Masked": Masked, "models.Windowed": Windowed}
+} | {"models.Masked": Masked, "models.Windowed": Windowed, "drafts.Translated": drafts.Translated}
 """What a recipe may name."""
 NAMES = {kind: name for name, kind in reversed(PARTS.items())}
 
@@ -88,6 +89,9 @@ class _Writer:
         if type(part) not in NAMES:
             raise _refused(path, part)
         own: dict[str, Any] = {"part": NAMES[type(part)]}
+        if isinstance(part, drafts.Translated):
+            model = self.text(part.model, path)
+            return own | {"model": model, "tokenizer": {"tokenizer": self.folder(part.tokenizer, path)}}
         if isinstance(part, Masked):
             own["model"], own["block"] = self.language_model(part, path), part.block
             if isinstance(part, Windowed):
@@ -175,6 +179,8 @@ class _Reader:
         if not isinstance(saved, dict):
             return saved
         settings = dict(saved)
+        if "tokenizer" in settings and len(settings) == 1:
+            return load_tokenizer(self.inside(settings["tokenizer"]))
         if "part" not in settings:
             return parse(saved["mask"]) if "mask" in saved else self.model(settings.pop("model"), settings)
         kind = PARTS.get(settings.pop("part"))
@@ -184,12 +190,16 @@ class _Reader:
             )
         return kind(**{name: self.part(value) for name, value in settings.items()})
 
-    def model(self, name: str, options: dict[str, Any]) -> Any:
+    def inside(self, name: str) -> Path:
+        """The folder of a model or a tokenizer."""
         if Path(name).name != name:
             raise ValueError(f"{FILE} names the model {name!r}, which is outside its folder, and is not read")
+        return self.folder / name
+
+    def model(self, name: str, options: dict[str, Any]) -> Any:
         if "kv_dtype" in options:
             options["kv_dtype"] = {str(dtype): dtype for dtype in DTYPES}[options["kv_dtype"]]
-        path, found = self.folder / name, self.models.get(name)
+        path, found = self.inside(name), self.models.get(name)
         kind = OwnCache if options.pop("own_cache", False) else HFModel
         if isinstance(found, (HFModel, OwnCache)):  # another wrapper of the same weights
             return kind(found.model, found.tokenizer, **options)

@@ -28,6 +28,27 @@ def train_tokenizer(texts: Sequence[str], vocabulary: int, positions: int = 2048
     )
 
 
+def train_words(texts: Sequence[str], vocabulary: int, positions: int = 2048) -> PreTrainedTokenizerFast:
+    """As ``train_tokenizer``, but of another kind, SentencePiece's: a word has its space inside, digits are single, rare characters are bytes."""
+    tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token=END))
+    lines, digits = pre_tokenizers.Split("\n", "isolated"), pre_tokenizers.Digits(individual_digits=True)
+    words = pre_tokenizers.Metaspace(prepend_scheme="first")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([lines, digits, words])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=[END, *(f"<0x{byte:02X}>" for byte in range(256))],
+        limit_alphabet=200,
+        max_token_length=16,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=END, eos_token=END, pad_token=END, model_max_length=positions
+    )
+
+
 def encode(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> list[list[int]]:
     """Token ids of each text, END appended."""
     encoded = tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=False)

@@ -10,6 +10,7 @@ from specdec.drafts.pool import Pool
 from specdec.drafts.spire.draft import Spire
 from specdec.drafts.stacked import Stacked
 from specdec.drafts.suffix import Suffix
+from specdec.drafts.translated.model import Translated
 from specdec.drafts.tree import Tree
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "Spire",
     "Stacked",
     "Suffix",
+    "Translated",
     "Tree",
     "chain_draft",
 ]

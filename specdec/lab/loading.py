@@ -14,6 +14,7 @@ from specdec.drafts.heads.load import as_head, is_head
 from specdec.drafts.spire.model import FILE, SpireModel
 from specdec.masks import streaming
 from specdec.models.hf import HFModel
+from specdec.models.load import load_tokenizer
 from specdec.models.windowed import Windowed
 
 
@@ -65,7 +66,8 @@ def draft_folder(name: str) -> Path:
 def draft_part(spec: str, target: HFModel, window: int, sinks: int) -> tuple[str, Any]:
     """The name and the draft of ``NAME=DRAFT``, where ``DRAFT`` is as for ``load_draft``, or ``ngram``, ``magicdec``, ``none`` or ``windowed:DRAFT``.
 
-    A causal LM keeps its keys and values in eight bits as ``fp8:DRAFT``, windowed as ``windowed:fp8:DRAFT``.
+    A causal LM keeps its keys and values in eight bits as ``fp8:DRAFT``, windowed as ``windowed:fp8:DRAFT``. One with another tokenizer than the
+    target's is ``Translated``.
 
     Raises:
         SystemExit: there is no such draft, or ``fp8:`` is given for a draft that is not a causal LM.
@@ -88,5 +90,8 @@ def draft_part(spec: str, target: HFModel, window: int, sinks: int) -> tuple[str
         return name, drafts.Spire(found)
     if isinstance(found, HeadModel):
         return name, drafts.Head(found.masked(streaming(window, sinks)) if narrow else found)
-    model = HFModel(found, target.tokenizer, kv_dtype=kv_dtype)
-    return name, drafts.Model(Windowed(model, window, sinks) if narrow else model)
+    own = load_tokenizer(draft_folder(said.removeprefix("fp8:"))) or target.tokenizer
+    model: Any = HFModel(found, own, kv_dtype=kv_dtype)
+    model = Windowed(model, window, sinks) if narrow else model
+    other = target.tokenizer is not None and own.get_vocab() != target.tokenizer.get_vocab()
+    return name, drafts.Model(drafts.Translated(model, target.tokenizer) if other else model)

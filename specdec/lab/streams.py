@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from specdec.data.corpus import DOMAINS, corpus
-from specdec.data.tokens import Batches, train_tokenizer, write_stream
+from specdec.data.tokens import Batches, train_tokenizer, train_words, write_stream
 from specdec.lab.options import option
 
 
@@ -21,6 +22,9 @@ class Streams:
     work: str = option("runs/pocket", "folder for corpus, shards and checkpoints")
     site: str = option("", "more site-packages folders, separated by commas")
     vocabulary: int = option(4096, "tokens of the BPE tokenizer")
+    tokenizer_kind: Literal["bytes", "words"] = option(
+        "bytes", "of the BPE tokenizer: byte-level, or words with byte fallback"
+    )
     tokenizer_megabytes: float = option(24.0, "megabytes of text to train the tokenizer on")
     token_limit: int = option(
         32_000_000, "training tokens to prepare, shared among the domains like the mixture"
@@ -62,7 +66,8 @@ class Streams:
                     room -= len(text)
                     if room < 0:
                         break
-            train_tokenizer(sample, self.vocabulary).save_pretrained(folder)
+            kind = train_words if self.tokenizer_kind == "words" else train_tokenizer
+            kind(sample, self.vocabulary).save_pretrained(folder)
         return PreTrainedTokenizerFast.from_pretrained(folder)
 
     def make(self) -> PreTrainedTokenizerFast:

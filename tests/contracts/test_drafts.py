@@ -21,6 +21,7 @@ from specdec.testing.draft import SETTINGS, SUITE
 TARGET = sd.TableModel.random(6, order=2, seed=0, zeros=0.2)
 DRAFTS = parts(sd.drafts, "propose", "observe", "init", "select")
 SHARED = {"coerce", "draw", "hub", "siblings", "stateless"}  # what several drafts use
+SHARED |= {"translated"}  # a model for drafts
 SHARED |= {"whole_round", "windowed_round"}  # what an executor uses
 KEEPERS = {"MagicDec", "Model", "Tree"}  # have a cache in their state
 READERS = {"Head", "MagicDec", "Pool", "Spire"}  # a pool may hold such drafts

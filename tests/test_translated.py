@@ -1,0 +1,265 @@
+"""Drafts with another tokenizer: which tokens are the same text, how a text is written in the other's, and that nothing is lost."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny import byte_tokenizer, tiny
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+
+import specdec as sd
+from specdec.audit.certify import certify
+from specdec.data.tokens import train_tokenizer, train_words
+from specdec.drafts import Translated
+from specdec.drafts.translated.codec import Codec
+from specdec.drafts.translated.retokenizer import MOST, NOTHING, Retokenizer
+from specdec.testing import check_draft
+from specdec.types import Context
+
+SAMPLE = [
+    "import os\n\n\ndef main(argv):\n    return os.path.join(*argv)  # 12345\n\n\nclass Tree:\n    pass\n",
+    "The quick brown fox jumps over the lazy dog, and the dog does not care at all about the fox. " * 3,
+    "def f(x):\n    if x > 10:\n        return [y for y in range(x) if y % 2]\n    raise ValueError(x)\n" * 2,
+    "naïve café — “quotes” 你好 ☃ 🎉 ends\n\ttabs and   spaces  ",
+]
+LONG = "".join(SAMPLE) * 3
+
+
+def toy(tokens: str, merges: list[tuple[str, str]] = [], prefix: str = "") -> PreTrainedTokenizerFast:  # noqa: B006
+    """Single characters, some pairs of them, and one special token that ends a text; ``prefix`` begins every text."""
+    names = [*tokens, *(a + b for a, b in merges), "<e>"]
+    backend = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, merges))
+    backend.decoder = decoders.Fuse()
+    if prefix:
+        from tokenizers.processors import TemplateProcessing
+
+        backend.post_processor = TemplateProcessing(single="<e> $A", special_tokens=[("<e>", len(names) - 1)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<e>", bos_token="<e>" if prefix else None
+    )
+
+
+@pytest.fixture(scope="module")
+def tokenizers():
+    """Byte-level, of words, and characters."""
+    return {
+        "bytes": train_tokenizer(SAMPLE, 400),
+        "more bytes": train_tokenizer(SAMPLE * 2, 600),
+        "words": train_words(SAMPLE, 420),
+        "characters": byte_tokenizer(),
+    }
+
+
+PAIRS = [("bytes", "words"), ("words", "bytes"), ("bytes", "more bytes"), ("more bytes", "characters"), ("words", "characters")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("ours", "theirs"), PAIRS)
+def test_pairs_are_the_same_text(tokenizers, ours, theirs):
+    one, other = Codec(tokenizers[ours]), Codec(tokenizers[theirs])
+    pairs = Retokenizer(tokenizers[ours], tokenizers[theirs]).pairs
+    special = set(tokenizers[ours].all_special_ids)
+    ends = {tokenizers[ours].eos_token_id: tokenizers[theirs].eos_token_id}
+    assert ends.items() <= pairs.items()
+    assert len(set(pairs.values())) == len(pairs) > 30
+    for mine, its in pairs.items():
+        if mine not in special:
+            assert one.text([mine], inside=True) == other.text([its], inside=True) != ""
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [pair for pair in PAIRS if "characters" not in pair])
+def test_the_text_stays_the_same(tokenizers, ours, theirs):
+    """Blocks, spaces before the first word, and characters of several tokens."""
+    write = Retokenizer(tokenizers[ours], tokenizers[theirs])
+    for text in [*SAMPLE, LONG, " a", "  b", "x", "\n\n"]:
+        row = tokenizers[ours].encode(text, add_special_tokens=False)
+        ids, read = write(np.array(row))
+        natural = tokenizers[theirs].encode(tokenizers[ours].decode(row), add_special_tokens=False)
+        assert tokenizers[theirs].decode(ids) == tokenizers[theirs].decode(natural)
+        assert len(read.ends) > 3 or text != LONG
+        assert len(natural) <= len(ids) <= 1.15 * len(natural)
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+@pytest.mark.parametrize(("ours", "theirs"), PAIRS)
+def test_what_is_written_depends_on_the_ids_alone(tokenizers, ours, theirs, data):
+    """Not on the steps in which a text grew, nor on other texts that were read before."""
+    write = Retokenizer(tokenizers[ours], tokenizers[theirs])
+    size = len(tokenizers[ours])
+    text = np.array(tokenizers[ours].encode(LONG, add_special_tokens=False))
+    noise = np.array(data.draw(st.lists(st.integers(0, size + 1), min_size=1, max_size=80)))
+    read = NOTHING
+    for _ in range(data.draw(st.integers(1, 6))):
+        n = data.draw(st.integers(1, len(text)))
+        row = np.concatenate([text[:n], noise]) if data.draw(st.booleans()) else text[:n]
+        ids, read = write(row, read)
+        assert ids == write(row)[0]
+        assert ids
+
+
+def test_unfinished_characters_are_left_out(tokenizers):
+    write = Retokenizer(tokenizers["bytes"], tokenizers["words"])
+    whole = tokenizers["bytes"].encode("a 你", add_special_tokens=False)
+    assert [tokenizers["words"].decode(write(np.array(whole[:n]))[0]) for n in range(2, len(whole) + 1)] == [
+        *["a "] * (len(whole) - 2),
+        "a 你",
+    ]
+    write = Retokenizer(tokenizers["words"], tokenizers["bytes"])
+    lost = tokenizers["words"].convert_tokens_to_ids("<0xE4>")
+    ids, read = write(np.full(3 * MOST, lost))
+    assert [end for end, _ in read.ends] == [0, MOST, 2 * MOST]  # not only where a word begins
+    assert ids == [tokenizers["bytes"].eos_token_id]  # never empty
+
+
+def test_special_tokens():
+    """The same name, or a line break, and one beginning."""
+    ours, theirs = toy("ab\n", [("a", "b")]), toy("ab\n", prefix="<e>")
+    ours.add_special_tokens({"additional_special_tokens": ["<turn>", "<other>"]})
+    theirs.add_special_tokens({"additional_special_tokens": ["<turn>"]})
+    write, turn = Retokenizer(ours, theirs), theirs.convert_tokens_to_ids("<turn>")
+    end, other, line = (
+        theirs.eos_token_id,
+        ours.convert_tokens_to_ids("<other>"),
+        theirs.encode("\n", add_special_tokens=False),
+    )
+    ab = ours.encode("ab", add_special_tokens=False)
+    assert len(ab) == 1
+    two = theirs.encode("ab", add_special_tokens=False)
+    mine = ours.convert_tokens_to_ids("<turn>")
+    for ids, said in (
+        ([ours.eos_token_id, *ab], [end, *two]),  # one beginning, not two
+        ([mine, *ab, mine], [end, turn, *two, turn]),
+        ([other, *ab, other, other, *ab], [end, *two, *line, *two]),
+        ([other], [end]),
+        ([*ab, ours.eos_token_id, len(ours) + 5], [end, *two, end]),  # what pads a vocabulary is no text
+    ):
+        assert write(np.array(ids))[0] == said
+
+
+def test_a_draft_with_the_same_tokenizer_decodes_as_without():
+    """Every token is in the intersection, and each text is written as it was."""
+    tokenizer = byte_tokenizer()
+    target, small = (sd.HFModel(tiny("llama", num_hidden_layers=n), tokenizer) for n in (2, 2))
+    small.model.lm_head.weight.data *= 0.9
+    wrapped = Translated(small, tokenizer)
+    assert len(wrapped.ours) == wrapped.vocab_size == 97
+    prompts = ["def f(x):", "a", "the fox and the dog"]
+    for verifier in (sd.Rejection(), sd.Coupled()):
+        for sampling in (sd.Sampling(temperature=0.0), sd.Sampling(temperature=0.7, top_k=20)):
+            base = sd.decoder(target).sampling(sampling).verifier(verifier)
+            one, other = (base.draft(model, length=3).build() for model in (small, wrapped))
+            a, b = (decoder.generate(prompts, [40, 3, 25], seed=3) for decoder in (one, other))
+            assert a.ids == b.ids
+            assert a.stats.tau == b.stats.tau > 1
+
+
+@pytest.fixture
+def strangers():
+    """A target and a draft with four tokens each in common."""
+    ours, theirs = toy("abc", [("a", "b")]), toy("cab", [("b", "a"), ("c", "c")])
+    target = sd.HFModel(tiny("llama", vocab_size=5, num_hidden_layers=1), ours)
+    small = sd.HFModel(tiny("llama", seed=1, vocab_size=6, num_hidden_layers=1), theirs)
+    return target, small
+
+
+@pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
+def test_nothing_is_lost(strangers, tree):
+    """By enumeration of all randomness. The intersection is a, b, c and the end of a text."""
+    target, small = strangers
+    wrapped = Translated(small, target.tokenizer)
+    assert sorted(wrapped.ours.tolist()) == [0, 1, 2, 4]
+    draft = sd.drafts.Tree(wrapped, (2, 1)) if tree else sd.drafts.Model(wrapped)
+    decoder = sd.decoder(target).sampling(temperature=0.9).draft(draft, length=2).build()
+    found = certify(decoder, prompts=[[0, 3], [2]], max_new_tokens=3)
+    assert found.lossless, found
+    chances = wrapped.score(wrapped.cache(1, 8), Context.of([[0, 3, 1]])).logits.softmax(-1)
+    assert chances[..., 3].item() == 0 < chances[..., :3].min().item()
+
+
+@pytest.mark.slow
+def test_it_keeps_the_contract_of_a_draft(strangers):
+    target, small = strangers
+    for draft in (sd.drafts.Model, lambda model: sd.drafts.Tree(model, (2, 1))):
+        found = check_draft(draft(Translated(small, target.tokenizer)), target=target)
+        assert not found.not_tried
+
+
+@pytest.mark.parametrize(
+    "executor",
+    [
+        sd.executors.Serial(),
+        *(
+            pytest.param(one, marks=pytest.mark.slow)
+            for one in (sd.executors.Pipelined(2), sd.executors.Optimistic())
+        ),
+    ],
+    ids=["serial", "pipelined", "optimistic"],
+)
+def test_greedy_and_coupled_texts_are_those_of_plain_decoding(tokenizers, executor):
+    """In one batch of long and short rows, with rows that leave, a text that outgrows the draft's positions, and more tokens than the target's."""
+    ours, theirs = tokenizers["more bytes"], tokenizers["characters"]
+    target = sd.HFModel(tiny("llama", vocab_size=len(ours), max_position_embeddings=512), ours)
+    small = sd.HFModel(tiny("llama", seed=1, max_position_embeddings=160), theirs)
+    prompts, budgets = [LONG[:500], "x", SAMPLE[1][:40], LONG[:170]], [60, 9, 30, 41]
+    draft = Translated(small, ours)
+    assert f"96 of {len(ours)} tokens" in repr(draft)
+    for base in (sd.decoder(target).greedy(), sd.decoder(target).verifier(sd.Coupled())):
+        plain = base.build().generate(prompts, budgets, seed=5)
+        decoder = base.draft(draft, length=3).executor(executor).build()
+        assert decoder.generate(prompts, budgets, seed=5).ids == plain.ids
+        if not isinstance(executor, sd.executors.Serial):
+            continue
+        served = base.draft(draft, length=3).build()
+        requests = [sd.Request(p, n, seed=s) for p, n, s in zip(prompts, budgets, (5, 6, 7, 8))]
+        done = {one.index: one.ids for one in served.serve(requests, 2, clock="rounds")}
+        alone = base.build()
+        assert [done[i] for i in range(4)] == [
+            alone.generate([p], n, seed=s).ids[0] for p, n, s in zip(prompts, budgets, (5, 6, 7, 8))
+        ]
+
+
+def test_a_row_does_not_depend_on_its_batch(tokenizers):
+    ours, theirs = tokenizers["bytes"], tokenizers["words"]
+    target = sd.HFModel(tiny("llama", vocab_size=len(ours)), ours)
+    small = sd.HFModel(tiny("llama", seed=1, vocab_size=len(theirs)), theirs)
+    decoder = sd.decoder(target).draft(Translated(small, ours), length=4).build()
+    prompts, seeds = [LONG[:300], "def g(", SAMPLE[3]], [1, 2, 3]
+    together = decoder.generate(prompts, [30, 12, 25], seed=seeds)
+    for b, (prompt, budget, seed) in enumerate(zip(prompts, [30, 12, 25], seeds)):
+        assert decoder.generate([prompt], budget, seed=[seed]).ids[0] == together.ids[b]
+
+
+def test_it_is_saved_and_loaded(tmp_path, strangers):
+    target, small = strangers
+    decoder = sd.decoder(target).draft(Translated(small, target.tokenizer), length=2).build()
+    decoder.save(tmp_path / "saved")
+    again = sd.load(tmp_path / "saved").build()
+    assert isinstance(again.draft.model, Translated)
+    assert again.generate([[0, 3, 1]], 12, seed=1).ids == decoder.generate([[0, 3, 1]], 12, seed=1).ids
+
+
+def test_bad_input(strangers, tokenizers):
+    target, small = strangers
+    assert isinstance(Translated((small.model, small.tokenizer), target.tokenizer).model, sd.HFModel)
+    with pytest.raises(
+        ValueError, match=r"different tokenizers.*or drafts.Translated\(draft, target.tokenizer\)"
+    ):
+        sd.decoder(target).draft(small).build()
+    with pytest.raises(TypeError, match="the target's tokenizer is None: give both tokenizers"):
+        Translated(small, None)
+    with pytest.raises(TypeError, match="model: its tokenizer is None: give both tokenizers"):
+        Translated(sd.TableModel.random(4), target.tokenizer)
+    alone = toy("xyz")
+    alone.eos_token = None
+    with pytest.raises(ValueError, match="no token is the same text in the vocabularies of 5 and 4 tokens"):
+        Translated(sd.HFModel(tiny("llama", vocab_size=4), alone), target.tokenizer)
+    wrapped = Translated(small, target.tokenizer)
+    with pytest.raises(ValueError, match="taps: activations at another tokenizer's tokens"):
+        wrapped.score(wrapped.cache(1, 4), Context.of([[0]]), taps=(0,))
+    with pytest.raises(ValueError, match="the context has 1 rows and the cache 2"):
+        wrapped.score(wrapped.cache(2, 4), Context.of([[0]]))
+    with pytest.raises(ValueError, match="different tokenizers"):  # not the target's
+        sd.decoder(target).draft(Translated(small, tokenizers["bytes"])).build()
