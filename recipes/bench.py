@@ -1,5 +1,7 @@
 """specdec against transformers on the same pair of models: speed, block efficiency, share of the ideal, memory.
 
+A draft with another tokenizer than the target's is ``drafts.Translated`` here, and is given to transformers with both tokenizers.
+
 transformers runs plain ``generate``, assisted generation with its default schedule and with a constant number of drafted tokens, and
 prompt lookup. It assists one row at a time, so its batches are run row by row. Only decode time counts: from the end of the
 first token's round to the end of the last. All methods run alternately; figures are medians within this run.
@@ -28,7 +30,7 @@ import torch
 import specdec as sd
 from specdec.lab.clock import Forwards, bare_round
 from specdec.lab.console import progress, short_errors, table
-from specdec.lab.loading import load
+from specdec.lab.loading import load, share_ids
 from specdec.lab.options import option, parse
 from specdec.lab.prompt_file import entries_from, pieces
 from specdec.lab.recipe import Recipe
@@ -52,11 +54,13 @@ class Settings(Recipe):
 
 def main(s: Settings) -> None:
     s.begin()
-    (model, tokenizer), (small, _) = load(s.target), load(s.draft)
+    (model, tokenizer), (small, own) = load(s.target), load(s.draft)
     for m in (model, small):  # both engines decode the full budget
         m.generation_config.eos_token_id = None
         m.generation_config.pad_token_id = 0
-    target, draft = sd.HFModel(model, tokenizer), sd.HFModel(small, tokenizer)
+    target = sd.HFModel(model, tokenizer)
+    other = not share_ids(own, tokenizer)
+    draft = sd.HFModel(small, own if other else tokenizer)
     with short_errors():
         some = pieces(entries_from(s.prompts), tokenizer, s.context, 1)[: max(*s.batches, 4)]
     ids = [list(entry.given) for entry in some]
@@ -71,10 +75,12 @@ def main(s: Settings) -> None:
     for temperature in s.temperatures:
         for batch in s.batches:
             some = ids[: max(batch, 4)]
-            mine = ours(s, target, draft, model, small, some, batch, temperature)
+            drafting = sd.drafts.Translated(draft, tokenizer) if other else draft
+            mine = ours(s, target, drafting, some, batch, temperature)
             found = bare[batch, temperature] = []
             mine[-1] = replace(mine[-1], run=partial(beside, mine[-1].run, rounds[batch], found))
-            cases += mine + theirs(s, target, draft, model, small, some, batch, temperature)
+            both = {"tokenizer": tokenizer, "assistant_tokenizer": own} if other else {}
+            cases += mine + theirs(s, model, small, both, some, batch, temperature)
     interleave(cases, s.repeats, progress)
     progress()
 
@@ -148,9 +154,7 @@ def profile(case: Case, forwards: list[Forwards]) -> dict[str, float | None]:
     return out
 
 
-def ours(
-    s: Settings, target: Any, draft: Any, model: Any, small: Any, some: list, batch: int, temperature: float
-) -> list[Case]:
+def ours(s: Settings, target: Any, draft: Any, some: list, batch: int, temperature: float) -> list[Case]:
     base = sd.decoder(target).sampling(temperature=temperature)
     decoders = {
         "plain": base.build(),
@@ -163,8 +167,9 @@ def ours(
 
 
 def theirs(
-    s: Settings, target: Any, draft: Any, model: Any, small: Any, some: list, batch: int, temperature: float
+    s: Settings, model: Any, small: Any, both: dict[str, Any], some: list, batch: int, temperature: float
 ) -> list[Case]:
+    """``both``: the tokenizers, where the draft has another one."""
     sampling = (
         {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
     )
@@ -174,8 +179,8 @@ def theirs(
 
     variants: list[tuple[str, int | str | None, dict[str, Any], Callable[[], Any]]] = [
         ("plain", None, {}, contextlib.nullcontext),
-        ("assisted", "default", {"assistant_model": small}, contextlib.nullcontext),
-        ("assisted", s.length, {"assistant_model": small}, constant),
+        ("assisted", "default", {"assistant_model": small, **both}, contextlib.nullcontext),
+        ("assisted", s.length, {"assistant_model": small, **both}, constant),
         ("prompt_lookup", s.length, {"prompt_lookup_num_tokens": s.length}, contextlib.nullcontext),
     ]
     cases = []

@@ -96,6 +96,11 @@ def card(s: Settings, name: str, model, info: dict, test: dict) -> str:
     machine = (
         torch.cuda.get_device_name() if torch.cuda.is_available() else "2 CPU cores, one of them training"
     )
+    own = [
+        "Its tokenizer is its own, and not that of the other pocket models: BPE of words with byte fallback, as SentencePiece",
+        "has it (specdec.data.tokens.train_words).",
+    ]
+    own = own if s.tokenizer_kind == "words" else []
     lines = [
         f"# {name}",
         "",
@@ -103,6 +108,7 @@ def card(s: Settings, name: str, model, info: dict, test: dict) -> str:
         f"intermediate size {intermediate}, tied embeddings, vocabulary {s.vocabulary}, {total:,} parameters ({body:,} outside",
         f"the embedding), trained at length {s.length}, 2048 positions. Stored in bf16; `specdec.zoo.load` loads it in",
         "float32. It exists to try speculative decoding on: do not expect it to write programs.",
+        *own,
         "",
         "**Data.** Python source of the standard library and of the packages in specdec/data/packages.txt (BSD, MIT,",
         "Apache, PSF and the like; none under the GPL or MPL), as code, prose (docstrings and comments) and tabular",

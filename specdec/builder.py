@@ -317,6 +317,8 @@ def decoder(target: ModelLike, **options: Unpack[Loading]) -> Builder:
         TypeError: no model, an option that does not exist, or options for a model that is in memory already.
     """
     _known("decoder", options, {}, "target")
+    if isinstance(target, drafts.Translated):
+        raise TypeError("target is a Translated model, which is for drafts: give the model itself")
     return Builder(as_model(target, "target", **options))
 
 

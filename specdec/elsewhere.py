@@ -24,6 +24,8 @@ GENERATE: dict[str, str] = {
     ),
     "assistant_model": "it is given when the decoder is composed: sd.decoder(target).draft(assistant).build()",
     "prompt_lookup_num_tokens": "it is given when the decoder is composed: .draft(sd.drafts.NGram(), length={value})",
+    "assistant_tokenizer": "it is given with the assistant when the decoder is composed: .draft(sd.drafts.Translated((assistant, tokenizer), "
+    "target.tokenizer))",
     "assistant_early_exit": "it is given when the decoder is composed: a draft of the target's first blocks",
     "num_assistant_tokens": "it is given when the decoder is composed: .draft(model, length={value})",
     "repetition_penalty": _PENALTY.replace("{class_}", "RepetitionPenaltyLogitsProcessor"),

@@ -90,6 +90,8 @@ class _Writer:
             raise _refused(path, part)
         own: dict[str, Any] = {"part": NAMES[type(part)]}
         if isinstance(part, drafts.Translated):
+            if not isinstance(part.tokenizer, PreTrainedTokenizerBase):
+                raise _refused(f"{path}.tokenizer", part.tokenizer)
             model = self.text(part.model, path)
             return own | {"model": model, "tokenizer": {"tokenizer": self.folder(part.tokenizer, path)}}
         if isinstance(part, Masked):
@@ -121,7 +123,7 @@ class _Writer:
     def folder(self, model: Any, path: str, tokenizer: Any = None) -> str:
         """The folder of a model, one for all parts that share it: ``target``, ``draft``, ``draft_2``, ..."""
         for name, saved in self.folders.items():
-            if saved[0] is model:
+            if any(one is model for one in saved):
                 return name
         name = path.partition(".")[0]
         same = sum(other.partition("_")[0] == name for other in self.folders)
@@ -192,8 +194,10 @@ class _Reader:
 
     def inside(self, name: str) -> Path:
         """The folder of a model or a tokenizer."""
-        if Path(name).name != name:
+        if name in ("", "..") or Path(name).name != name:
             raise ValueError(f"{FILE} names the model {name!r}, which is outside its folder, and is not read")
+        if not (self.folder / name).is_dir():
+            raise ValueError(f"{FILE} names the folder {name!r}, which is not there: save the decoder again")
         return self.folder / name
 
     def model(self, name: str, options: dict[str, Any]) -> Any:

@@ -108,6 +108,10 @@ def test_a_temperature_is_a_number_by_which_logits_can_be_divided(temperature):
         ({"streamer": print}, r"iterate over decoder.stream"),
         ({"num_return_sequences": 3}, r"generate\(\[prompt\] \* 3\)"),
         ({"assistant_model": None}, r"\.draft\(assistant\)"),
+        (
+            {"assistant_tokenizer": None},
+            r"\.draft\(sd\.drafts\.Translated\(\(assistant, tokenizer\), target\.tokenizer\)\)",
+        ),
         ({"logits_processor": []}, r"\.sampling\(processors="),
         ({"max_length": 9}, "give max_new_tokens"),
         ({"max_tokens": 9}, "here it is max_new_tokens"),

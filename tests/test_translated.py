@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import byte_tokenizer, tiny
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 import specdec as sd
 from specdec.audit.certify import certify
+from specdec.cost.arms import weights
 from specdec.data.tokens import train_tokenizer, train_words
 from specdec.drafts import Translated
+from specdec.drafts.model import readable
 from specdec.drafts.translated.codec import Codec
 from specdec.drafts.translated.retokenizer import MOST, NOTHING, Retokenizer
 from specdec.testing import check_draft
-from specdec.types import Context
+from specdec.types import Context, Verdict
 
 SAMPLE = [
     "import os\n\n\ndef main(argv):\n    return os.path.join(*argv)  # 12345\n\n\nclass Tree:\n    pass\n",
@@ -82,6 +85,23 @@ def test_the_text_stays_the_same(tokenizers, ours, theirs):
         assert len(natural) <= len(ids) <= 1.15 * len(natural)
 
 
+def test_ends_of_a_text_are_paired_once():
+    """Ours ends with a token that theirs lacks, and has theirs as another one, as in chats."""
+    ours, theirs = toy("ab"), toy("ba")
+    ours.add_special_tokens({"eos_token": "<turn>", "additional_special_tokens": ["<e>"]})
+    write = Retokenizer(ours, theirs)
+    assert write.pairs == {0: 1, 1: 0, ours.eos_token_id: theirs.eos_token_id}
+    # A token of chats is in the vocabulary only.
+    for tokenizer in (ours, theirs):
+        tokenizer.add_tokens([AddedToken("<head>", special=True)])
+    write, mine, its = (
+        Retokenizer(ours, theirs),
+        *(one.convert_tokens_to_ids("<head>") for one in (ours, theirs)),
+    )
+    assert write.pairs[mine] == its
+    assert write(np.array([0, mine, 1]))[0].tolist() == [1, its, 0]
+
+
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
 @pytest.mark.parametrize(("ours", "theirs"), PAIRS)
@@ -96,22 +116,30 @@ def test_what_is_written_depends_on_the_ids_alone(tokenizers, ours, theirs, data
         n = data.draw(st.integers(1, len(text)))
         row = np.concatenate([text[:n], noise]) if data.draw(st.booleans()) else text[:n]
         ids, read = write(row, read)
-        assert ids == write(row)[0]
-        assert ids
+        assert ids.tolist() == write(row)[0].tolist()
+        assert len(ids)
 
 
-def test_unfinished_characters_are_left_out(tokenizers):
-    write = Retokenizer(tokenizers["bytes"], tokenizers["words"])
-    whole = tokenizers["bytes"].encode("a 你", add_special_tokens=False)
-    assert [tokenizers["words"].decode(write(np.array(whole[:n]))[0]) for n in range(2, len(whole) + 1)] == [
-        *["a "] * (len(whole) - 2),
-        "a 你",
+def test_bytes_of_unfinished_characters(tokenizers):
+    """They are paired one by one, and written so; where they have no pair, they are left out until the character is whole."""
+    ours, theirs = tokenizers["bytes"], tokenizers["words"]
+    write = Retokenizer(ours, theirs)
+    whole = ours.encode("a 界", add_special_tokens=False)
+    said = [theirs.convert_ids_to_tokens(write(np.array(whole[:n]))[0]) for n in range(2, len(whole) + 1)]
+    assert said == [
+        ["▁a", "▁"],
+        ["▁a", "▁", "<0xE7>"],
+        ["▁a", "▁", "<0xE7>", "<0x95>"],
+        ["▁a", "▁", "<0xE7>", "<0x95>", "<0x8C>"],
     ]
-    write = Retokenizer(tokenizers["words"], tokenizers["bytes"])
-    lost = tokenizers["words"].convert_tokens_to_ids("<0xE4>")
+    write = Retokenizer(theirs, tokenizers["characters"])
+    whole = theirs.encode("a 界", add_special_tokens=False)
+    text = [tokenizers["characters"].decode(write(np.array(whole[:n]))[0]) for n in range(2, 5)]
+    assert text == ["a "] * 3
+    lost = theirs.convert_tokens_to_ids("<0xE4>")
     ids, read = write(np.full(3 * MOST, lost))
     assert [end for end, _ in read.ends] == [0, MOST, 2 * MOST]  # not only where a word begins
-    assert ids == [tokenizers["bytes"].eos_token_id]  # never empty
+    assert ids.tolist() == [tokenizers["characters"].bos_token_id]  # never empty
 
 
 def test_special_tokens():
@@ -136,7 +164,7 @@ def test_special_tokens():
         ([other], [end]),
         ([*ab, ours.eos_token_id, len(ours) + 5], [end, *two, end]),  # what pads a vocabulary is no text
     ):
-        assert write(np.array(ids))[0] == said
+        assert write(np.array(ids))[0].tolist() == said
 
 
 def test_a_draft_with_the_same_tokenizer_decodes_as_without():
@@ -145,7 +173,7 @@ def test_a_draft_with_the_same_tokenizer_decodes_as_without():
     target, small = (sd.HFModel(tiny("llama", num_hidden_layers=n), tokenizer) for n in (2, 2))
     small.model.lm_head.weight.data *= 0.9
     wrapped = Translated(small, tokenizer)
-    assert len(wrapped.ours) == wrapped.vocab_size == 97
+    assert len(wrapped.ours) == wrapped.vocab_size - 1 == 97
     prompts = ["def f(x):", "a", "the fox and the dog"]
     for verifier in (sd.Rejection(), sd.Coupled()):
         for sampling in (sd.Sampling(temperature=0.0), sd.Sampling(temperature=0.7, top_k=20)):
@@ -176,7 +204,119 @@ def test_nothing_is_lost(strangers, tree):
     found = certify(decoder, prompts=[[0, 3], [2]], max_new_tokens=3)
     assert found.lossless, found
     chances = wrapped.score(wrapped.cache(1, 8), Context.of([[0, 3, 1]])).logits.softmax(-1)
-    assert chances[..., 3].item() == 0 < chances[..., :3].min().item()
+    assert chances[..., 3].item() == chances[..., 5].item() == 0 < chances[..., :3].min().item()
+
+
+def test_a_cache_that_grew_equals_a_fresh_one(tokenizers):
+    """Through steps, accepted nodes, rows that leave and join, and caches that are exchanged; and both equal the model's own logits."""
+    ours, theirs = tokenizers["more bytes"], tokenizers["characters"]
+    small = sd.HFModel(tiny("llama", seed=1), theirs)
+    wrapped = Translated(small, ours)
+    rows = [ours.encode(text, add_special_tokens=False) for text in (LONG[:90], SAMPLE[1][:60], LONG[40:130])]
+    assert all(len(theirs.encode(text)) > 40 for text in (LONG[:90], SAMPLE[1][:60]))
+    size = [4, 3, 5]
+
+    def now() -> Context:
+        return Context.of([row[:n] for row, n in zip(rows, size)], capacity=60)
+
+    cache = wrapped.cache(2, 60)
+    join = wrapped.cache(1, 60)
+    exchanged = 0
+    for step in range(8):
+        text = now()
+        if step == 3:
+            wrapped.prefill(join, Context.of([rows[2][: size[2]]], capacity=60))
+            cache = cache.join(join)
+        if step < 3:
+            text = text.select(torch.tensor([0, 1]))
+        before = cache.inner
+        found = wrapped.score(cache, text).logits
+        exchanged += before is not None and cache.inner is not before
+        fresh = wrapped.score(wrapped.cache(text.batch, 60), text).logits
+        torch.testing.assert_close(found, fresh, rtol=0, atol=1e-12)
+        for b in range(text.batch):
+            ids = theirs.encode(ours.decode(rows[b][: size[b]]), add_special_tokens=False)
+            own = small.score(small.cache(1, len(ids)), Context.of([ids])).logits[0, 0]
+            torch.testing.assert_close(found[b, 0, wrapped.ours], own[wrapped.theirs], rtol=0, atol=1e-12)
+            assert bool((found[b, 0].exp() == 0).sum() == wrapped.vocab_size - len(wrapped.ours))
+        if step == 5:
+            cache = cache.select(torch.tensor([1, 0, 2]))
+            rows[0], rows[1], size[0], size[1] = rows[1], rows[0], size[1], size[0]
+        size = [n + 2 + step % 2 for n in size]
+    assert exchanged
+
+
+def test_what_was_accepted_is_not_read_again(tokenizers):
+    ours, theirs = tokenizers["more bytes"], tokenizers["characters"]
+    wrapped = Translated(sd.HFModel(tiny("llama", seed=1), theirs), ours)
+    one = [ours.encode(letter, add_special_tokens=False)[-1] for letter in "xyz"]
+    assert all(i in wrapped.retokenizer.pairs for i in one)
+    text, cache = Context.of([one * 3], capacity=20), wrapped.cache(1, 20)
+    nodes = sd.Proposal.chain(torch.tensor([one]), torch.tensor([3]))
+    wrapped.score(cache, text, nodes)
+    cache.commit(
+        text, Verdict.of(nodes, torch.tensor([[0, 1, 2]]), torch.tensor([3]), torch.tensor([one[0]]))
+    )
+    after = text.append(torch.tensor([[*one, one[0]]]), torch.tensor([4]))
+    assert cache.sync(after).tolist() == [12]
+    other = Context.of([[*one, one[0], one[0], *one]], capacity=20)
+    assert cache.sync(other).tolist() == [4]
+
+
+def test_processors_may_forbid_all_that_the_draft_can_propose(strangers):
+    """Then it proposes what is allowed, which it cannot read, and plain decoding's text is kept."""
+    target, small = strangers
+
+    def only(ids, scores):
+        return scores.masked_fill(torch.arange(scores.shape[-1]) != 3, -torch.inf)
+
+    for temperature in (0.0, 1.0):
+        base = sd.decoder(target).sampling(temperature=temperature, processors=(only,))
+        drafted = base.draft(Translated(small, target.tokenizer), length=3).build()
+        assert (
+            drafted.generate([[0, 1]], 6, seed=0).ids
+            == [[3] * 6]
+            == base.build().generate([[0, 1]], 6, seed=0).ids
+        )
+
+
+def test_an_arm_of_a_pool_costs_what_its_model_costs(strangers):
+    target, small = strangers
+    wrapped = Translated(small, target.tokenizer)
+    assert weights(wrapped) == weights(small) > 0
+    arms = {"none": None, "other": sd.Arm(wrapped, 2), "lookup": sd.Arm(sd.drafts.NGram(), 2)}
+    base = sd.decoder(target).verifier(sd.Coupled())
+    plain = base.build().generate([[0, 1], [2], [3, 0]], 15, seed=0)
+    assert (
+        base.pool(arms, sd.selectors.Random(), 2).build().generate([[0, 1], [2], [3, 0]], 15, seed=0).ids
+        == plain.ids
+    )
+
+
+def test_positions_of_the_draft(tokenizers):
+    """Learned positions end: the oldest tokens are given up in time, and a block that needs more is refused."""
+    ours, theirs = tokenizers["bytes"], tokenizers["characters"]
+    target = sd.HFModel(tiny("llama", vocab_size=len(ours), max_position_embeddings=512), ours)
+    wrapped = Translated(sd.HFModel(tiny("gpt2", n_positions=64), theirs), ours)
+    base = sd.decoder(target).greedy()
+    plain = base.build().generate([LONG[:300]], 30)
+    assert base.draft(wrapped, length=30).build().generate([LONG[:300]], 30).ids == plain.ids
+    with pytest.raises(
+        ValueError, match="the proposal has 33 nodes, and of the draft's 64 positions 32 are kept"
+    ):
+        base.draft(wrapped, length=40).build().generate([LONG[:300]], 60)
+
+
+def test_ids_that_pad_a_vocabulary_are_no_text(tokenizers):
+    ours, theirs = tokenizers["bytes"], tokenizers["words"]
+    target = sd.HFModel(tiny("llama", vocab_size=len(ours) + 8), ours)
+    wrapped = Translated(sd.HFModel(tiny("llama", seed=1, vocab_size=len(theirs)), theirs), ours)
+    text, padded = (
+        Context.of([[*row]]) for row in ([40, 41, 42], [40, len(ours) + 7, 41, len(ours) + 3, 42])
+    )
+    assert wrapped.cache(1, 9).text(readable(padded, wrapped)).row(0) == wrapped.cache(1, 9).text(text).row(0)
+    decoder = sd.decoder(target).draft(wrapped, length=3).build()
+    assert decoder.generate([padded.row(0)], 20, seed=0).stats.tau >= 1
 
 
 @pytest.mark.slow
@@ -205,7 +345,7 @@ def test_greedy_and_coupled_texts_are_those_of_plain_decoding(tokenizers, execut
     small = sd.HFModel(tiny("llama", seed=1, max_position_embeddings=160), theirs)
     prompts, budgets = [LONG[:500], "x", SAMPLE[1][:40], LONG[:170]], [60, 9, 30, 41]
     draft = Translated(small, ours)
-    assert f"96 of {len(ours)} tokens" in repr(draft)
+    assert f"96 of {len(ours) + 1} tokens" in repr(draft)
     for base in (sd.decoder(target).greedy(), sd.decoder(target).verifier(sd.Coupled())):
         plain = base.build().generate(prompts, budgets, seed=5)
         decoder = base.draft(draft, length=3).executor(executor).build()
@@ -238,7 +378,20 @@ def test_it_is_saved_and_loaded(tmp_path, strangers):
     decoder.save(tmp_path / "saved")
     again = sd.load(tmp_path / "saved").build()
     assert isinstance(again.draft.model, Translated)
+    assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == ["decoder.json", "draft", "target"]
     assert again.generate([[0, 3, 1]], 12, seed=1).ids == decoder.generate([[0, 3, 1]], 12, seed=1).ids
+
+
+def test_damaged_recipes_read_nothing_else(tmp_path, strangers):
+    target, small = strangers
+    sd.decoder(target).draft(Translated(small, target.tokenizer), length=2).build().save(tmp_path / "saved")
+    file = tmp_path / "saved" / "decoder.json"
+    recipe = file.read_text()
+    assert '"tokenizer": "target"' in recipe
+    for name, why in (("..", "outside its folder"), ("", "outside its folder"), ("nothere", "is not there")):
+        file.write_text(recipe.replace('"tokenizer": "target"', f'"tokenizer": "{name}"'))
+        with pytest.raises(ValueError, match=why):
+            sd.load(tmp_path / "saved")
 
 
 def test_bad_input(strangers, tokenizers):
@@ -252,11 +405,12 @@ def test_bad_input(strangers, tokenizers):
         Translated(small, None)
     with pytest.raises(TypeError, match="model: its tokenizer is None: give both tokenizers"):
         Translated(sd.TableModel.random(4), target.tokenizer)
-    alone = toy("xyz")
-    alone.eos_token = None
-    with pytest.raises(ValueError, match="no token is the same text in the vocabularies of 5 and 4 tokens"):
-        Translated(sd.HFModel(tiny("llama", vocab_size=4), alone), target.tokenizer)
+    alone = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE({"x": 0, "y": 1}, [])))
+    with pytest.raises(ValueError, match="no token is the same text in the vocabularies of 5 and 2 tokens"):
+        Translated(sd.HFModel(tiny("llama", vocab_size=2), alone), target.tokenizer)
     wrapped = Translated(small, target.tokenizer)
+    with pytest.raises(TypeError, match="a Translated model, which is for drafts"):
+        sd.decoder(wrapped)
     with pytest.raises(ValueError, match="taps: activations at another tokenizer's tokens"):
         wrapped.score(wrapped.cache(1, 4), Context.of([[0]]), taps=(0,))
     with pytest.raises(ValueError, match="the context has 1 rows and the cache 2"):

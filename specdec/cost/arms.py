@@ -53,6 +53,8 @@ class ArmCosts:
 
 
 def weights(model: Any) -> int:
-    """The number of a model's parameters; 0 for a draft without a model."""
-    inner = model if isinstance(model, torch.nn.Module) else getattr(model, "model", None)
-    return sum(p.numel() for p in inner.parameters()) if isinstance(inner, torch.nn.Module) else 0
+    """The number of a model's parameters, or of the model's that it wraps; 0 for a draft without a model."""
+    if isinstance(model, torch.nn.Module):
+        return sum(p.numel() for p in model.parameters())
+    inner = getattr(model, "model", None)
+    return 0 if inner is None else weights(inner)

@@ -1,5 +1,6 @@
 """From documents to training batches: a BPE tokenizer, one stream of tokens a domain, sequences drawn from them."""
 
+import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -44,8 +45,14 @@ def train_words(texts: Sequence[str], vocabulary: int, positions: int = 2048) ->
         max_token_length=16,
     )
     tokenizer.train_from_iterator(texts, trainer)
+    made = json.loads(tokenizer.to_str())
+    made["added_tokens"] = [token for token in made["added_tokens"] if token["content"] == END]  # bytes are text
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token=END, eos_token=END, pad_token=END, model_max_length=positions
+        tokenizer_object=Tokenizer.from_str(json.dumps(made)),
+        bos_token=END,
+        eos_token=END,
+        pad_token=END,
+        model_max_length=positions,
     )
 
 

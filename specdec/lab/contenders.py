@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from specdec import drafts
 from specdec.capabilities import DraftInfo
+from specdec.cost.arms import weights
 from specdec.drafts.heads import DDTree, DynamicTree, HeadModel, StaticTree
 from specdec.lab import recording, replaying
 from specdec.lab.loading import draft_folder, draft_part
@@ -137,8 +138,7 @@ def contenders(
             missing[name] = str(error)
             continue
         info = DraftInfo.of(part)
-        model = info.model.model if isinstance(info.model, HFModel) else info.model
-        size = sum(p.numel() for p in model.parameters())
+        size = weights(info.model)
         most = longest if info.longest is None else min(longest, info.longest)
         found.append(Contender(name, part, size, tokens_trained(folder), most))
     return found, missing

@@ -90,8 +90,17 @@ def draft_part(spec: str, target: HFModel, window: int, sinks: int) -> tuple[str
         return name, drafts.Spire(found)
     if isinstance(found, HeadModel):
         return name, drafts.Head(found.masked(streaming(window, sinks)) if narrow else found)
-    own = load_tokenizer(draft_folder(said.removeprefix("fp8:"))) or target.tokenizer
-    model: Any = HFModel(found, own, kv_dtype=kv_dtype)
+    own = load_tokenizer(draft_folder(said.removeprefix("fp8:")))
+    shared = share_ids(own, target.tokenizer)
+    model: Any = HFModel(found, target.tokenizer if shared else own, kv_dtype=kv_dtype)
     model = Windowed(model, window, sinks) if narrow else model
-    other = target.tokenizer is not None and own.get_vocab() != target.tokenizer.get_vocab()
-    return name, drafts.Model(drafts.Translated(model, target.tokenizer) if other else model)
+    return name, drafts.Model(model if shared else drafts.Translated(model, target.tokenizer))
+
+
+def share_ids(one: Any, other: Any) -> bool:
+    """Whether the tokens that two tokenizers have in common have the same ids; ``None`` goes with any."""
+    if one is None or other is None:
+        return True
+    a, b = one.get_vocab(), other.get_vocab()
+    common = a.keys() & b.keys()
+    return len(common) > 0 and all(a[token] == b[token] for token in common)

@@ -7,24 +7,30 @@ from collections.abc import Callable
 from functools import cached_property, partial
 from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders, pre_tokenizers
 
 LOST = "\ufffd"  # stands for bytes that are no whole character
-BYTE = re.compile("<0x[0-9A-F]{2}>")
+BYTE = re.compile("<0x([0-9A-F]{2})>")
 
 
 class Codec:
-    """A tokenizer's encoding and decoding without special tokens; texts that look like one are text. The tokenizer itself is not changed."""
+    """A tokenizer's encoding and decoding without special tokens; texts that look like one are text. The tokenizer itself is not changed.
+
+    Attributes:
+        special: id -> name of special tokens.
+    """
 
     def __init__(self, tokenizer: Any):
         self.tokenizer = tokenizer
         self.encode: Callable[[str], list[int]]
         self.decode: Callable[[list[int]], str]
+        self.byte_level = False
         if tokenizer.is_fast:  # the wrapper takes ten times as long
             own = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
             own.no_truncation()
             own.no_padding()
             own.encode_special_tokens = True
+            self.byte_level = isinstance(own.decoder, decoders.ByteLevel)
             self.encode = lambda text: own.encode(text, add_special_tokens=False).ids
             self.decode = partial(own.decode, skip_special_tokens=False)
         else:
@@ -32,6 +38,8 @@ class Codec:
             self.decode = partial(
                 tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False
             )
+        added = {i: token.content for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self.special = added | dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens))
         self.letter = self.encode("a")
         self.before = self.decode(self.letter)
 
@@ -43,21 +51,44 @@ class Codec:
         return text[len(self.before) :] if text.startswith(self.before) else ""
 
     @cached_property
-    def surfaces(self) -> list[str | None]:
-        """What each id adds to a text; ``None`` for special ids, and for those that are no whole characters."""
-        special = set(self.tokenizer.all_special_ids)
-        texts = [self.text([i], True) for i in range(1 + max(self.tokenizer.get_vocab().values()))]
-        return [
-            text if text and LOST not in text and i not in special else None for i, text in enumerate(texts)
-        ]
+    def surfaces(self) -> list[str | bytes | None]:
+        """What each id adds to a text, in bytes where these are no whole characters; ``None`` for special ids, and for those that add nothing."""
+        vocabulary = self.tokenizer.get_vocab()
+        found: list[str | bytes | None] = [None] * (1 + max(vocabulary.values()))
+        for name, i in vocabulary.items():
+            if i not in self.special:
+                text = self.text([i], inside=True)
+                found[i] = self._bytes(name) if LOST in text else text or None
+        return found
+
+    def _bytes(self, name: str) -> bytes | None:
+        """The bytes of a token that is no whole characters, if they are known."""
+        if match := BYTE.fullmatch(name):
+            return bytes([int(match[1], 16)])
+        return (
+            bytes(_VALUE[letter] for letter in name)
+            if self.byte_level and set(name) <= _VALUE.keys()
+            else None
+        )
 
     @property
-    def ids(self) -> dict[str, int]:
+    def ids(self) -> dict[str | bytes, int]:
         """Text -> id. Of several ids the first, and no single byte where there is another."""
-        found: dict[str, int] = {}
+        found: dict[str | bytes, int] = {}
         for i, text in enumerate(self.surfaces):
             if text is not None:
                 held = found.setdefault(text, i)
                 if held != i and BYTE.fullmatch(str(self.tokenizer.convert_ids_to_tokens(held))):
                     found[text] = i
         return found
+
+
+def _values() -> dict[str, int]:
+    """The byte that each letter of byte-level tokens stands for: printable ones for themselves, the others for the letters from 256 on, in order."""
+    letters = set(pre_tokenizers.ByteLevel.alphabet())
+    own = {letter: ord(letter) for letter in letters if ord(letter) < 256}
+    others = sorted(set(range(256)) - set(own.values()))
+    return own | dict(zip(sorted(letters - own.keys()), others, strict=True))
+
+
+_VALUE = _values()

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,15 +21,18 @@ from specdec.drafts.translated.retokenizer import NOTHING, Read, Retokenizer
 from specdec.protocols import JoinableCache, LanguageModel
 from specdec.types import Context, Proposal, Scores, Verdict
 
-ROOM = 64  # positions for a draft's block
+BLOCK = 256  # of the model's positions, kept for a draft's block
+LOWEST = (
+    -1e4
+)  # logit of what is not in the intersection: a probability of 0, unless a processor forbids everything else
 
 
 class Translated:
     """A language model over the ids of ``tokenizer``, computed by a ``model`` with a tokenizer of its own; for drafts, not for targets.
 
-    A text is decoded, and encoded by the model's tokenizer (``retokenizer.Retokenizer``). Logits ``[..., V]`` are those of the tokens that are the
-    same text in both vocabularies, and -inf for all others, which the verifier still emits from the residual. Of a text that is longer than the model's
-    positions, the model reads the end.
+    A text is decoded, and encoded by the model's tokenizer (``retokenizer.Retokenizer``). Logits ``[..., V + 1]`` are those of the tokens that are the
+    same text in both vocabularies, and very low for all others, which the verifier still emits from the residual. (The last one is of no token.) Of a
+    text that is longer than the model's positions, the model reads the end.
 
     Args:
         model: with a tokenizer, or what ``specdec.decoder`` takes as a model. It is shared, neither copied nor changed.
@@ -54,12 +58,13 @@ class Translated:
             raise ValueError(
                 f"no token is the same text in the vocabularies of {len(tokenizer)} and {len(own.tokenizer)} tokens: give another draft"
             )
-        self.ours, self.theirs = (
-            torch.tensor(side, device=own.device) for side in zip(*sorted(pairs.items()))
-        )
+        ours, theirs = zip(*sorted(pairs.items()))
+        self.ours, self.theirs = (torch.tensor(side, device=own.device) for side in (ours, theirs))
         self.other = torch.from_numpy(self.retokenizer.other).clamp(max=model.vocab_size - 1)
         self.on_device = self.other.to(own.device or "cpu")
         self.limit = own.max_positions
+        self.block = BLOCK if self.limit is None else min(BLOCK, self.limit // 2)
+        self.joinable = isinstance(model.cache(1, 1), JoinableCache)
 
     @property
     def info(self) -> ModelInfo:
@@ -67,15 +72,9 @@ class Translated:
         return replace(own, tokenizer=self.tokenizer, max_positions=None, eos_token_ids=())
 
     def cache(self, batch: int, capacity: int) -> TranslatedCache:
-        """As ``LanguageModel.cache``; the model's own cache grows where a text has more of its tokens."""
-        room = self.room(capacity)
-        inner = self.model.cache(batch, room)
-        kind = JoinableTranslatedCache if isinstance(inner, JoinableCache) else TranslatedCache
-        return kind(self, inner, room, capacity, [NOTHING] * batch)
-
-    def room(self, tokens: int) -> int:
-        """Slots for a text of so many tokens and a draft's block: no more than the model has positions, and as many nodes."""
-        return tokens if self.limit is None else min(tokens, 2 * self.limit)
+        """As ``LanguageModel.cache``; the model's own cache is made when a text is read, and made anew where texts have become too long for it."""
+        kind = JoinableTranslatedCache if self.joinable else TranslatedCache
+        return kind(self, None, 0, capacity, [NOTHING] * batch)
 
     def prefill(self, cache: TranslatedCache, context: Context, rows: Tensor | None = None) -> None:
         """As ``LanguageModel.prefill``."""
@@ -103,24 +102,32 @@ class Translated:
         text = cache.text(context)
         scores = self.model.score(cache.inner, text, self._nodes(proposal), start, rows)
         logits = scores.logits
-        out = logits.new_full((*logits.shape[:-1], self.vocab_size), -torch.inf)
+        out = logits.new_full((*logits.shape[:-1], self.vocab_size), LOWEST)
         return Scores(out.index_copy_(-1, self.ours, logits.index_select(-1, self.theirs)))
 
     def _nodes(self, proposal: Proposal | None) -> Proposal | None:
         """The nodes in the model's ids."""
         if proposal is None:
             return None
+        if self.limit is not None and proposal.nodes > self.block:
+            raise ValueError(
+                f"the proposal has {proposal.nodes} nodes, and of the draft's {self.limit} positions {self.block} are kept for them: draft at most {self.block}"
+            )
         other = self.other if proposal.tokens.is_cpu else self.on_device
         tokens = other[proposal.tokens.clamp(0, self.vocab_size - 1)]
         return Proposal(tokens, proposal.parents, proposal.size)
 
-    def end_of(self, ids: list[int]) -> list[int]:
-        """As many of the last ids as the model has positions for, after what begins every text. How many are left out grows in steps, as each is read anew."""
+    def end_of(self, ids: np.ndarray) -> np.ndarray:
+        """As many of the last ids as the model has positions for, after what begins every text.
+
+        A quarter of the positions is given up at a time, because the model reads the rest again each time.
+        """
         if self.limit is None:
             return ids
-        step, kept = max(1, self.limit // 2), len(self.retokenizer.start)
-        over = len(ids) + min(ROOM, step // 2) - self.limit
-        return ids[:kept] + ids[kept - (-over // step) * step :] if over > 0 else ids
+        step, kept = max(1, self.limit // 4), len(self.retokenizer.start)
+        over = len(ids) + self.block - self.limit
+        dropped = max(0, -(-over // step) * step)
+        return np.concatenate([ids[:kept], ids[kept + dropped :]]) if dropped else ids
 
     def __repr__(self) -> str:
         return f"Translated({self.model!r}, {len(self.ours)} of {self.vocab_size} tokens)"
@@ -139,7 +146,7 @@ class TranslatedCache:
 
     @property
     def length(self) -> Tensor:
-        """``[B]`` on the host: tokens that were read."""
+        """``[B]`` on the host: our tokens that were translated."""
         return torch.tensor([len(read.ids) for read in self.read], dtype=torch.long)
 
     def text(self, context: Context) -> Context:
@@ -157,23 +164,33 @@ class TranslatedCache:
         ]
         self.read = [read for _, read in made]
         texts = [owner.end_of(ids) for ids, _ in made]
-        left = (self.capacity - context.length).tolist()
-        need = owner.room(max((len(ids) + more for ids, more in zip(texts, left)), default=0))
-        if need > self.room:
-            self.room = owner.room(need + need // 4)
+        length = np.array([len(ids) for ids in texts], dtype=np.int64)
+        # What may follow takes as many slots here as there, nodes included.
+        need = int((length + (self.capacity - context.length.numpy())).max(initial=1))
+        if self.inner is None or need > self.room:
+            self.inner = None  # two caches would need twice the memory
+            self.room = need + need // 4
             self.inner = owner.model.cache(context.batch, self.room)
-        text = Context.of(texts, self.room, context.request) if texts else context
+        tokens = np.zeros((len(texts), self.room), dtype=np.int64)
+        for row, ids in zip(tokens, texts):
+            row[: len(ids)] = ids
+        lengths = torch.from_numpy(length)
+        text = Context(torch.from_numpy(tokens), lengths, lengths.clone(), context.request)
         self.last = context, text
         return text
 
     def sync(self, context: Context) -> Tensor:
-        """``[B]`` our tokens that need not be read again, if those that the model lacks are one of ours each."""
+        """``[B]`` our tokens that need not be read again, counting each token that the model lacks as one of ours."""
         text = self.text(context)
         return (context.length - text.length + self.inner.sync(text)).clamp(min=0)
 
     def commit(self, context: Context, verdict: Verdict) -> None:
         """Keep the accepted nodes; where the model's tokenizer writes the new text otherwise, the next call drops them again."""
-        if self.last is not None and torch.equal(self.last[0].length, context.length):
+        if (
+            self.last is not None
+            and self.inner is not None
+            and torch.equal(self.last[0].length, context.length)
+        ):
             tokens = self.owner.other[verdict.tokens.clamp(0, self.owner.vocab_size - 1)]
             self.inner.commit(self.last[1], replace(verdict, tokens=tokens))
         self.last = None
@@ -181,7 +198,8 @@ class TranslatedCache:
     def select(self, rows: Tensor) -> TranslatedCache:
         """The cache of some rows, in the given order; the old object must not be used again."""
         read = [self.read[b] for b in rows.tolist()]
-        return type(self)(self.owner, self.inner.select(rows), self.room, self.capacity, read)
+        inner = None if self.inner is None else self.inner.select(rows)
+        return type(self)(self.owner, inner, self.room, self.capacity, read)
 
 
 class JoinableTranslatedCache(TranslatedCache):
@@ -189,6 +207,7 @@ class JoinableTranslatedCache(TranslatedCache):
 
     def join(self, other: TranslatedCache) -> TranslatedCache:
         """The cache of both caches' rows, in order; neither may be used again."""
+        both = None not in (self.inner, other.inner)
+        inner = self.inner.join(other.inner) if both else None
         room, capacity = max(self.room, other.room), max(self.capacity, other.capacity)
-        inner = self.inner.join(other.inner)
         return type(self)(self.owner, inner, room, capacity, [*self.read, *other.read])

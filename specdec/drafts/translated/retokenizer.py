@@ -6,18 +6,15 @@ Timor et al., "Accelerating LLM Inference with Lossless Speculative Decoding Alg
 from __future__ import annotations
 
 import re
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from specdec.drafts.translated.codec import LOST, Codec
 
-LEAST, LONG, MOST = (
-    32,
-    256,
-    1024,
-)  # tokens of a block: at least; until it may end inside a word; inside a character
+LEAST = 32  # tokens of a block
+LONG = 256  # tokens after which a block may end inside a word
+MOST = 1024  # tokens after which a block ends anywhere
 WORD = re.compile(r" \S")
 
 
@@ -26,10 +23,10 @@ class Read(NamedTuple):
 
     ids: np.ndarray
     ends: list[tuple[int, int]]
-    other: list[int]
+    other: np.ndarray
 
 
-NOTHING = Read(np.zeros(0, dtype=np.int64), [(0, 0)], [])
+NOTHING = Read(np.zeros(0, dtype=np.int64), [(0, 0)], np.zeros(0, dtype=np.int64))
 
 
 class Retokenizer:
@@ -40,79 +37,92 @@ class Retokenizer:
     the same name, or line breaks. At the beginning comes what ``theirs`` puts before every text.
 
     Attributes:
-        pairs: our id -> their id, for tokens that are the same text, special tokens of the same name, and the ends of a text. Where several ids
-            of a tokenizer are one text, one of them is in a pair. other: ``[V]`` for each of our ids the paired one, or the first of its text.
+        pairs: our id -> their id, one to one, for tokens that are the same text, special tokens of the same name, and the ends of a text. Where
+            several ids of a tokenizer are one text, one of them is in a pair.
+        other: ``[V + 1]`` for each of our ids the paired one, or the first of its text. The last entry stands for all ids that are no tokens of ours.
     """
 
     def __init__(self, ours: Any, theirs: Any):
         self.codec, other = Codec(ours), Codec(theirs)
-        self.encode = other.encode
-        texts = self.codec.surfaces
-        mine, there = self.codec.ids, other.ids
-        names = dict(zip(theirs.all_special_tokens, theirs.all_special_ids))
-        special = dict(zip(ours.all_special_ids, ours.all_special_tokens))
-        self.special = {i: names.get(name) for i, name in special.items()}
-        self.pairs = {i: there[text] for text, i in mine.items() if text in there}
+        self.encode, there = other.encode, other.ids
+        self.pairs = {i: there[text] for text, i in self.codec.ids.items() if text in there}
+        names = {name: i for i, name in other.special.items()}
+        self.special = {i: names.get(name) for i, name in self.codec.special.items()}
         self.pairs |= {i: other for i, other in self.special.items() if other is not None}
-        if ours.eos_token_id is not None and theirs.eos_token_id is not None:
-            self.pairs[ours.eos_token_id] = theirs.eos_token_id
+        end, its = ours.eos_token_id, theirs.eos_token_id
+        if end is not None and its is not None and end not in self.pairs:
+            self.pairs = {i: other for i, other in self.pairs.items() if other != its} | {end: its}
         self.start, self.fallback = _start(theirs)
-        self.other = np.array(
-            [
-                self.pairs[i] if i in self.pairs else next(iter(self.encode(text or "")), self.fallback)
-                for i, text in enumerate(texts)
-            ]
-        )
-        self.begins = np.array([text is not None and bool(WORD.match(text)) for text in texts])
-        self.solid = np.array([text is not None and not text[-1].isspace() for text in texts])
-        self.whole = np.array([text is not None for text in texts])
+        texts = [*self.codec.surfaces, None]
+        first = [self.encode(text)[:1] if isinstance(text, str) else [] for text in texts]
+        self.other = np.array([self.pairs.get(i, *(ids or [self.fallback])) for i, ids in enumerate(first)])
+        whole = [text if isinstance(text, str) else "" for text in texts]
+        self.whole = np.array([bool(text) for text in whole])
+        self.begins = np.array([bool(WORD.match(text)) for text in whole])
+        self.solid = np.array([bool(text) and not text[-1].isspace() for text in whole])
         self.adds, self.doubles = (other.text(self.encode(x), True) == " " + x for x in ("x", " x"))
         self.line = self.encode("\n")
 
-    def __call__(self, ids: np.ndarray, before: Read = NOTHING) -> tuple[list[int], Read]:
+    def __call__(self, ids: np.ndarray, before: Read = NOTHING) -> tuple[np.ndarray, Read]:
         """``ids [n]`` of our tokenizer as those of the other, at least one. ``before``: what an earlier call returned for a text that begins alike."""
         known = min(len(ids), len(before.ids))
         differ = (ids[:known] != before.ids[:known]).nonzero()[0]
         same = int(differ[0]) if len(differ) else known
-        # A block has ended where the next one's first token is known.
+        # A block's end is final once the token after it is known.
         ends = [end for end in before.ends if end[0] < max(same, 1)]
-        other = before.other[: ends[-1][1]]
-        plain = np.minimum(ids, len(self.whole) - 1)  # what pads a vocabulary is no text
-        begins, whole = self.begins[plain], self.whole[plain]
-        begins[1:] &= self.solid[plain[:-1]]
-        while (cut := _cut(begins, whole, ends[-1][0])) is not None:
-            other = other + self._written(ids[ends[-1][0] : cut].tolist(), first=len(ends) == 1)
-            ends.append((cut, len(other)))
-        tail = self._written(ids[ends[-1][0] :].tolist(), first=len(ends) == 1)
-        return [*self.start, *other, *tail] or [self.fallback], Read(ids, ends, other)
+        parts = [before.other[: ends[-1][1]]]
+        while (cut := self._cut(ids, ends[-1][0])) is not None:
+            parts.append(self._written(ids[ends[-1][0] : cut], first=len(ends) == 1))
+            ends.append((cut, ends[-1][1] + len(parts[-1])))
+        other = np.concatenate(parts) if len(parts) > 1 else parts[0]
+        tail = self._written(ids[ends[-1][0] :], first=len(ends) == 1)
+        whole = np.concatenate([np.array(self.start, dtype=np.int64), other, tail])
+        return whole if len(whole) else np.array([self.fallback]), Read(ids, ends, other)
 
-    def _written(self, ids: list[int], first: bool) -> list[int]:
+    def _cut(self, ids: np.ndarray, start: int) -> int | None:
+        """Where the block that begins at ``start`` ends: before a word, or after ``LONG`` tokens between two whole tokens, or after ``MOST``, whichever
+        comes first; ``None`` if no such place is known yet."""
+        plain = np.minimum(ids[start : start + MOST + 1], len(self.other) - 1)
+        inner = plain[LEAST - 1 :]  # a block may end after each of these but the last
+        if len(inner) < 2:
+            return None
+        fits = self.begins[inner[1:]] & self.solid[inner[:-1]]
+        far = LONG - LEAST
+        fits[far:] |= self.whole[inner[far + 1 :]] & self.whole[inner[far:-1]]
+        if len(plain) > MOST:
+            fits[MOST - LEAST :] = True
+        return start + LEAST + int(fits.argmax()) if fits.any() else None
+
+    def _written(self, ids: np.ndarray, first: bool) -> np.ndarray:
         """A block in the other's ids. ``first``: it begins the text."""
         out: list[int] = []
         piece: list[int] = []
-        for i in [*ids, None]:
+        for i in [*ids.tolist(), None]:
             if i is not None and i not in self.special:
-                piece += [i] if i < len(self.whole) else []
+                piece += [i] if i < len(self.other) - 1 else []
                 continue
             if piece:
                 out += self._encoded(piece, first)
                 piece, first = [], False
             if i is None:
                 break
-            other = self.special.get(i)
+            other = self.special[i]
             if other is not None and not (first and other in self.start):
                 out.append(other)
             elif other is None and not first and out[-len(self.line) :] != self.line:
                 out += self.line
-        return out
+        return np.array(out, dtype=np.int64)
 
     def _encoded(self, ids: list[int], first: bool) -> list[int]:
-        decode = partial(self.codec.text, inside=not first)
-        for end in range(len(ids), max(len(ids) - 4, 0), -1):  # without the bytes of an unfinished character
-            if not (text := decode(ids[:end])).endswith(LOST):
-                break
-        else:
-            text = decode(ids).rstrip(LOST)
+        for end in range(len(ids), max(len(ids) - 4, -1), -1):
+            text = self.codec.text(ids[:end], inside=not first)
+            if not text.endswith(LOST):
+                # The bytes of an unfinished character are paired one by one, or left out.
+                rest = [self.pairs.get(i) for i in ids[end:]]
+                return self._of_text(text, first) + [i for i in rest if i is not None and None not in rest]
+        return self._of_text(self.codec.text(ids, inside=not first).rstrip(LOST), first)
+
+    def _of_text(self, text: str, first: bool) -> list[int]:
         if not text or first or not self.adds:
             return self.encode(text) if text else []
         if text[0] == " ":
@@ -127,16 +137,3 @@ def _start(tokenizer: Any) -> tuple[list[int], int]:
     at = next((n for n in range(len(whole)) if whole[n : n + len(text)] == text), 0) if text else len(whole)
     others = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, 0)
     return whole[:at], next(i for i in others if i is not None)
-
-
-def _cut(begins: np.ndarray, whole: np.ndarray, start: int) -> int | None:
-    """Where the block that begins at ``start`` ends, if its end is known."""
-    n, middle = len(begins), start + LONG
-    ends = [start + MOST]
-    for candidates, offset in (
-        (begins[start + LEAST :], start + LEAST),
-        (whole[middle:] & whole[middle - 1 : -1] if n > middle else whole[:0], middle),
-    ):
-        if candidates.any():
-            ends.append(offset + int(candidates.argmax()))
-    return min(ends) if min(ends) < n else None
