@@ -236,12 +236,12 @@ def test_choose_takes_packages_in_turn():
     assert 1 <= each["tabular"] < 40
 
 
-@pytest.mark.parametrize("name", ["pocket-target", "pocket-vanilla"])
+@pytest.mark.parametrize("name", ["pocket-target", "pocket-vanilla", "pocket-words"])
 def test_pocket_models_load_in_float32_and_have_learnt_something(name: str):
     model, tokenizer = zoo.load(name)
     assert model.dtype == torch.float32
     assert not model.training
-    assert len(tokenizer) == model.config.vocab_size == 4096
+    assert len(tokenizer) == model.config.vocab_size == (2048 if name == "pocket-words" else 4096)
     assert model.config.max_position_embeddings == 2048
     assert tokenizer.eos_token_id == model.config.eos_token_id == model.generation_config.eos_token_id
     text = prompts("code", n=1)[0]

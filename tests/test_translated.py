@@ -12,10 +12,11 @@ from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 import specdec as sd
+from specdec import zoo
 from specdec.audit.certify import certify
 from specdec.cost.arms import weights
 from specdec.data.tokens import train_tokenizer, train_words
-from specdec.drafts import Translated
+from specdec.drafts import TextMatch, Translated
 from specdec.drafts.model import readable
 from specdec.drafts.translated.codec import Codec
 from specdec.drafts.translated.retokenizer import MOST, NOTHING, Retokenizer
@@ -193,13 +194,17 @@ def strangers():
     return target, small
 
 
-@pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
-def test_nothing_is_lost(strangers, tree):
+@pytest.mark.parametrize("kind", ["chain", "tree", "text"])
+def test_nothing_is_lost(strangers, kind):
     """By enumeration of all randomness. The intersection is a, b, c and the end of a text."""
     target, small = strangers
     wrapped = Translated(small, target.tokenizer)
     assert sorted(wrapped.ours.tolist()) == [0, 1, 2, 4]
-    draft = sd.drafts.Tree(wrapped, (2, 1)) if tree else sd.drafts.Model(wrapped)
+    draft = {
+        "chain": sd.drafts.Model(wrapped),
+        "tree": sd.drafts.Tree(wrapped, (2, 1)),
+        "text": TextMatch(small, target.tokenizer),
+    }[kind]
     decoder = sd.decoder(target).sampling(temperature=0.9).draft(draft, length=2).build()
     found = certify(decoder, prompts=[[0, 3], [2]], max_new_tokens=3)
     assert found.lossless, found
@@ -320,11 +325,16 @@ def test_ids_that_pad_a_vocabulary_are_no_text(tokenizers):
 
 
 @pytest.mark.slow
-def test_it_keeps_the_contract_of_a_draft(strangers):
+@pytest.mark.parametrize("kind", ["chain", "tree", "text"])
+def test_it_keeps_the_contract_of_a_draft(strangers, kind):
     target, small = strangers
-    for draft in (sd.drafts.Model, lambda model: sd.drafts.Tree(model, (2, 1))):
-        found = check_draft(draft(Translated(small, target.tokenizer)), target=target)
-        assert not found.not_tried
+    if kind == "text":
+        draft = TextMatch(small, target.tokenizer)
+    else:
+        wrapped = Translated(small, target.tokenizer)
+        draft = sd.drafts.Model(wrapped) if kind == "chain" else sd.drafts.Tree(wrapped, (2, 1))
+    found = check_draft(draft, target=target)
+    assert not found.not_tried
 
 
 @pytest.mark.parametrize(
@@ -338,14 +348,15 @@ def test_it_keeps_the_contract_of_a_draft(strangers):
     ],
     ids=["serial", "pipelined", "optimistic"],
 )
-def test_greedy_and_coupled_texts_are_those_of_plain_decoding(tokenizers, executor):
+@pytest.mark.parametrize("kind", [Translated, TextMatch])
+def test_greedy_and_coupled_texts_are_those_of_plain_decoding(tokenizers, executor, kind):
     """In one batch of long and short rows, with rows that leave, a text that outgrows the draft's positions, and more tokens than the target's."""
     ours, theirs = tokenizers["more bytes"], tokenizers["characters"]
     target = sd.HFModel(tiny("llama", vocab_size=len(ours), max_position_embeddings=512), ours)
     small = sd.HFModel(tiny("llama", seed=1, max_position_embeddings=160), theirs)
     prompts, budgets = [LONG[:500], "x", SAMPLE[1][:40], LONG[:170]], [60, 9, 30, 41]
-    draft = Translated(small, ours)
-    assert f"96 of {len(ours) + 1} tokens" in repr(draft)
+    draft = kind(small, ours)
+    assert kind is TextMatch or f"96 of {len(ours) + 1} tokens" in repr(draft)
     for base in (sd.decoder(target).greedy(), sd.decoder(target).verifier(sd.Coupled())):
         plain = base.build().generate(prompts, budgets, seed=5)
         decoder = base.draft(draft, length=3).executor(executor).build()
@@ -361,15 +372,66 @@ def test_greedy_and_coupled_texts_are_those_of_plain_decoding(tokenizers, execut
         ]
 
 
-def test_a_row_does_not_depend_on_its_batch(tokenizers):
+@pytest.mark.parametrize("kind", [Translated, TextMatch])
+def test_a_row_does_not_depend_on_its_batch(tokenizers, kind):
     ours, theirs = tokenizers["bytes"], tokenizers["words"]
     target = sd.HFModel(tiny("llama", vocab_size=len(ours)), ours)
     small = sd.HFModel(tiny("llama", seed=1, vocab_size=len(theirs)), theirs)
-    decoder = sd.decoder(target).draft(Translated(small, ours), length=4).build()
+    decoder = sd.decoder(target).draft(kind(small, ours), length=4).build()
     prompts, seeds = [LONG[:300], "def g(", SAMPLE[3]], [1, 2, 3]
     together = decoder.generate(prompts, [30, 12, 25], seed=seeds)
     for b, (prompt, budget, seed) in enumerate(zip(prompts, [30, 12, 25], seeds)):
         assert decoder.generate([prompt], budget, seed=[seed]).ids[0] == together.ids[b]
+
+
+class Known(sd.TableModel):
+    """Knows a text by heart: the next of its tokens has all probability."""
+
+    def __init__(self, tokenizer, text):
+        self.tokenizer, self.ids = tokenizer, tokenizer.encode(text, add_special_tokens=False)
+        super().__init__(torch.full([len(tokenizer)], 1 / len(tokenizer)))
+
+    def score(self, cache, context, proposal=None, start=None, rows=None, taps=()):
+        scores = super().score(cache, context, proposal, start, rows)
+        for b, n in enumerate(context.length.tolist()):
+            for i in range(scores.logits.shape[1]):
+                scores.logits[b, i, self.ids[n + i + (0 if start is None else start + 1)]] = 100
+        return scores
+
+
+def test_a_text_is_matched_in_the_targets_tokens(tokenizers):
+    """A draft that knows what follows proposes it, although its own tokens are characters."""
+    ours, text = tokenizers["more bytes"], SAMPLE[1] * 2
+    ids = ours.encode(text, add_special_tokens=False)
+    draft = TextMatch(Known(tokenizers["characters"], text), ours)
+    rng = sd.Philox(torch.tensor([0, 1]))
+    state = None
+    for n in range(3, 90, 4):
+        context = Context.of([ids[:n], ids[: n + 1]], capacity=120)
+        state = draft.init(context, None) if state is None else state
+        proposal, state = draft.propose(state, context, torch.tensor([8, 2]), rng)
+        first, second = (row[:size] for row, size in zip(proposal.tokens.tolist(), proposal.size.tolist()))
+        assert first[:4] == ids[n : n + 4]
+        assert len(second) <= 2
+        assert (
+            ours.decode(ids[n + 1 :]).strip().startswith(ours.decode(second).strip())
+        )  # its end may be half a token
+        assert proposal.probs is None
+
+
+def test_a_trained_draft_with_another_tokenizer_is_accepted():
+    """Sampled by its distribution, greedily by its text."""
+    target = sd.HFModel(*zoo.load("pocket-target"))
+    prompts = [prompt[:900] for prompt in sd.data.prompts("code", n=6, split="validation")]
+    taus = {}
+    for temperature in (0.0, 1.0):
+        base = sd.decoder(target).sampling(temperature=temperature)
+        for kind in (Translated, TextMatch):
+            decoder = base.draft(kind("pocket-words", target.tokenizer), length=4).build()
+            taus[temperature, kind] = decoder.generate(prompts, 48, seed=0).stats.tau
+    assert taus[0.0, TextMatch] > 2.2
+    assert taus[1.0, Translated] > 1.3
+    assert all(tau > 1.2 for tau in taus.values())
 
 
 def test_it_is_saved_and_loaded(tmp_path, strangers):

@@ -11,6 +11,7 @@ from specdec.drafts.spire.draft import Spire
 from specdec.drafts.stacked import Stacked
 from specdec.drafts.suffix import Suffix
 from specdec.drafts.translated.model import Translated
+from specdec.drafts.translated.text import TextMatch
 from specdec.drafts.tree import Tree
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "Spire",
     "Stacked",
     "Suffix",
+    "TextMatch",
     "Translated",
     "Tree",
     "chain_draft",

@@ -40,8 +40,9 @@ class Codec:
             )
         added = {i: token.content for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         self.special = added | dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens))
-        self.letter = self.encode("a")
+        self.letter, self.line = self.encode("a"), self.encode("\n")
         self.before = self.decode(self.letter)
+        self.adds, self.doubles = (self.text(self.encode(x), True) == " " + x for x in ("x", " x"))
 
     def text(self, ids: list[int], inside: bool) -> str:
         """The text of ``ids``. ``inside``: of a longer text, since some decoders drop a space before the first word."""
@@ -49,6 +50,15 @@ class Codec:
             return self.decode(ids)
         text = self.decode([*self.letter, *ids])
         return text[len(self.before) :] if text.startswith(self.before) else ""
+
+    def ids_of(self, text: str, inside: bool) -> list[int]:
+        """The ids of ``text``. ``inside``: of a longer text, since some tokenizers put a space before the first word."""
+        if not text or not inside or not self.adds:
+            return self.encode(text) if text else []
+        if text[0] == " ":
+            return self.encode(text[1:] if self.doubles else text)
+        guarded, n = self.encode("\n" + text), len(self.line)  # no space before what begins no word
+        return guarded[n:] if guarded[:n] == self.line else self.encode(text)
 
     @cached_property
     def surfaces(self) -> list[str | bytes | None]:

@@ -43,10 +43,10 @@ class Retokenizer:
     """
 
     def __init__(self, ours: Any, theirs: Any):
-        self.codec, other = Codec(ours), Codec(theirs)
-        self.encode, there = other.encode, other.ids
+        self.codec, self.there = Codec(ours), Codec(theirs)
+        there = self.there.ids
         self.pairs = {i: there[text] for text, i in self.codec.ids.items() if text in there}
-        names = {name: i for i, name in other.special.items()}
+        names = {name: i for i, name in self.there.special.items()}
         self.special = {i: names.get(name) for i, name in self.codec.special.items()}
         self.pairs |= {i: other for i, other in self.special.items() if other is not None}
         end, its = ours.eos_token_id, theirs.eos_token_id
@@ -54,14 +54,12 @@ class Retokenizer:
             self.pairs = {i: other for i, other in self.pairs.items() if other != its} | {end: its}
         self.start, self.fallback = _start(theirs)
         texts = [*self.codec.surfaces, None]
-        first = [self.encode(text)[:1] if isinstance(text, str) else [] for text in texts]
+        first = [self.there.encode(text)[:1] if isinstance(text, str) else [] for text in texts]
         self.other = np.array([self.pairs.get(i, *(ids or [self.fallback])) for i, ids in enumerate(first)])
         whole = [text if isinstance(text, str) else "" for text in texts]
         self.whole = np.array([bool(text) for text in whole])
         self.begins = np.array([bool(WORD.match(text)) for text in whole])
         self.solid = np.array([bool(text) and not text[-1].isspace() for text in whole])
-        self.adds, self.doubles = (other.text(self.encode(x), True) == " " + x for x in ("x", " x"))
-        self.line = self.encode("\n")
 
     def __call__(self, ids: np.ndarray, before: Read = NOTHING) -> tuple[np.ndarray, Read]:
         """``ids [n]`` of our tokenizer as those of the other, at least one. ``before``: what an earlier call returned for a text that begins alike."""
@@ -109,8 +107,8 @@ class Retokenizer:
             other = self.special[i]
             if other is not None and not (first and other in self.start):
                 out.append(other)
-            elif other is None and not first and out[-len(self.line) :] != self.line:
-                out += self.line
+            elif other is None and not first and out[-len(self.there.line) :] != self.there.line:
+                out += self.there.line
         return np.array(out, dtype=np.int64)
 
     def _encoded(self, ids: list[int], first: bool) -> list[int]:
@@ -119,16 +117,10 @@ class Retokenizer:
             if not text.endswith(LOST):
                 # The bytes of an unfinished character are paired one by one, or left out.
                 rest = [self.pairs.get(i) for i in ids[end:]]
-                return self._of_text(text, first) + [i for i in rest if i is not None and None not in rest]
-        return self._of_text(self.codec.text(ids, inside=not first).rstrip(LOST), first)
-
-    def _of_text(self, text: str, first: bool) -> list[int]:
-        if not text or first or not self.adds:
-            return self.encode(text) if text else []
-        if text[0] == " ":
-            return self.encode(text[1:] if self.doubles else text)
-        guarded, n = self.encode("\n" + text), len(self.line)  # no space before what begins no word
-        return guarded[n:] if guarded[:n] == self.line else self.encode(text)
+                return self.there.ids_of(text, inside=not first) + [
+                    i for i in rest if i is not None and None not in rest
+                ]
+        return self.there.ids_of(self.codec.text(ids, inside=not first).rstrip(LOST), inside=not first)
 
 
 def _start(tokenizer: Any) -> tuple[list[int], int]:
