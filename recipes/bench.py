@@ -1,6 +1,7 @@
 """specdec against transformers on the same pair of models: speed, block efficiency, share of the ideal, memory.
 
-A draft with another tokenizer than the target's is ``drafts.Translated`` here, and is given to transformers with both tokenizers.
+A draft with another tokenizer than the target's is ``drafts.Translated`` here, and a second time, as method text, ``drafts.TextMatch``; it is given to
+transformers with both tokenizers.
 
 transformers runs plain ``generate``, assisted generation with its default schedule and with a constant number of drafted tokens, and
 prompt lookup. It assists one row at a time, so its batches are run row by row. Only decode time counts: from the end of the
@@ -75,7 +76,10 @@ def main(s: Settings) -> None:
     for temperature in s.temperatures:
         for batch in s.batches:
             some = ids[: max(batch, 4)]
-            drafting = sd.drafts.Translated(draft, tokenizer) if other else draft
+            drafting = {"vanilla": draft}
+            if other:
+                by_text = sd.drafts.TextMatch(draft, tokenizer)
+                drafting = {"text": by_text, "vanilla": sd.drafts.Translated(draft, tokenizer)}
             mine = ours(s, target, drafting, some, batch, temperature)
             found = bare[batch, temperature] = []
             mine[-1] = replace(mine[-1], run=partial(beside, mine[-1].run, rounds[batch], found))
@@ -154,12 +158,15 @@ def profile(case: Case, forwards: list[Forwards]) -> dict[str, float | None]:
     return out
 
 
-def ours(s: Settings, target: Any, draft: Any, some: list, batch: int, temperature: float) -> list[Case]:
+def ours(
+    s: Settings, target: Any, drafting: dict[str, Any], some: list, batch: int, temperature: float
+) -> list[Case]:
+    """``drafting``: drafts by method; bare forwards follow the last."""
     base = sd.decoder(target).sampling(temperature=temperature)
     decoders = {
         "plain": base.build(),
         "ngram": base.draft(sd.drafts.NGram(), length=s.length).build(),
-        "vanilla": base.draft(draft, length=s.length).build(),  # last: bare forwards follow it
+        **{method: base.draft(draft, length=s.length).build() for method, draft in drafting.items()},
     }
     runs = {method: partial(decode, d, some, batch, s.new_tokens, s.seed) for method, d in decoders.items()}
     k = {method: None if method == "plain" else s.length for method in runs}

@@ -67,7 +67,7 @@ def draft_part(spec: str, target: HFModel, window: int, sinks: int) -> tuple[str
     """The name and the draft of ``NAME=DRAFT``, where ``DRAFT`` is as for ``load_draft``, or ``ngram``, ``magicdec``, ``none`` or ``windowed:DRAFT``.
 
     A causal LM keeps its keys and values in eight bits as ``fp8:DRAFT``, windowed as ``windowed:fp8:DRAFT``. One with another tokenizer than the
-    target's is ``Translated``.
+    target's is ``Translated``, and ``TextMatch`` as ``text:DRAFT``.
 
     Raises:
         SystemExit: there is no such draft, or ``fp8:`` is given for a draft that is not a causal LM.
@@ -80,6 +80,8 @@ def draft_part(spec: str, target: HFModel, window: int, sinks: int) -> tuple[str
         return name, drafts.NoDraft()
     if said == "magicdec":
         return name, drafts.MagicDec(window=window, sinks=sinks)
+    by_text = said.startswith("text:")
+    said = said.removeprefix("text:")
     narrow = said.startswith("windowed:")
     said = said.removeprefix("windowed:")
     found = load_draft(said.removeprefix("fp8:"), target.model)
@@ -94,6 +96,8 @@ def draft_part(spec: str, target: HFModel, window: int, sinks: int) -> tuple[str
     shared = share_ids(own, target.tokenizer)
     model: Any = HFModel(found, target.tokenizer if shared else own, kv_dtype=kv_dtype)
     model = Windowed(model, window, sinks) if narrow else model
+    if by_text:
+        return name, drafts.TextMatch(model, target.tokenizer)
     return name, drafts.Model(model if shared else drafts.Translated(model, target.tokenizer))
 
 
