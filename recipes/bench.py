@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
@@ -84,7 +85,8 @@ def main(s: Settings) -> None:
             found = bare[batch, temperature] = []
             mine[-1] = replace(mine[-1], run=partial(beside, mine[-1].run, rounds[batch], found))
             both = {"tokenizer": tokenizer, "assistant_tokenizer": own} if other else {}
-            cases += mine + theirs(s, model, small, both, some, batch, temperature)
+            # With two tokenizers, transformers changes the assistant when it samples.
+            cases += mine + theirs(s, model, deepcopy(small), both, some, batch, temperature)
     interleave(cases, s.repeats, progress)
     progress()
 

@@ -19,10 +19,10 @@ from specdec.verifiers import Rejection
 
 
 def everything() -> list[Exhibit]:
-    """Bugs B1 to B12, false alarms, and transformers' code."""
+    """Bugs B1 to B13, false alarms, and transformers' code."""
     return [
         exhibit
-        for hall in (numbers_reused, wrong_laws, wrong_rules, stops, false_alarms, installed)
+        for hall in (numbers_reused, wrong_laws, wrong_rules, stops, orders, false_alarms, installed)
         for exhibit in hall()
     ]
 
@@ -206,6 +206,18 @@ def stops() -> Iterator[Exhibit]:
             partial(real.generate, 2, 3, stop=stop, crop=True),
             real_code=True,
         )
+
+
+def orders() -> Iterator[Exhibit]:
+    """The logits of a pruned head are read in another order than it has."""
+    yield Exhibit(
+        "B13: a draft with another tokenizer, logits in another order, 2 tokens, in its own float32",
+        "huggingface/transformers, generate(assistant_tokenizer=...)",
+        None,
+        partial(real.two_tokenizers, 2, "bcax"),
+        partial(real.two_tokenizers, 2, "abcx"),
+        real_code=True,
+    )
 
 
 def false_alarms() -> Iterator[Exhibit]:

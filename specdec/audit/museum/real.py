@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from inspect import signature
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import WordLevel
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    GenerationConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 from transformers.generation.candidate_generator import SinglePositionMultiTokenCandidateGenerator
 from transformers.generation.utils import _speculative_sampling
 
@@ -162,4 +171,63 @@ def generate(
     stops = tuple(token for token in (eos, stop) if token is not None)
     return certify_function(
         run, enumerate_plain(HFModel(target), Sampling(), prompt, tokens, stops, logits=logits)
+    )
+
+
+# -- two tokenizers ---------------------------------------------------------------------------------------------------------------
+
+
+class _InOrder(PreTrainedTokenizerFast):
+    """A tokenizer of single letters whose vocabulary is listed in an ``order``; others list theirs in any order, another in every process."""
+
+    order: tuple[str, ...] = ()
+
+    def get_vocab(self) -> dict[str, int]:
+        known = super().get_vocab()
+        return {name: known[name] for name in self.order}
+
+
+def _letters(names: str, order: str) -> _InOrder:
+    backend = Tokenizer(WordLevel({name: i for i, name in enumerate(names)}, unk_token=names[0]))
+    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    backend.decoder = decoders.Fuse()
+    made = _InOrder(tokenizer_object=backend)
+    made.order = tuple(order)
+    return made
+
+
+def two_tokenizers(tokens: int, order: str) -> Certificate:
+    """``generate(assistant_model=..., tokenizer=..., assistant_tokenizer=...)`` of two random llamas, one drafted token a round, in float32.
+
+    The target knows the letters abc, and the assistant abcx. ``order``: in which the assistant's vocabulary lists its letters.
+    """
+    with torch.random.fork_rng(devices=[]):
+        target, prompt = llama(0), [0, 1]
+        config = deepcopy(target.config)
+        config.vocab_size = 4
+        torch.manual_seed(1)
+        draft: Any = LlamaForCausalLM(config).float().eval()
+        draft.generation_config = deepcopy(target.generation_config)
+        draft.generation_config.num_assistant_tokens = 1
+        draft.generation_config.num_assistant_tokens_schedule = "constant"
+        both = {"tokenizer": _letters("abc", "abc"), "assistant_tokenizer": _letters("abcx", order)}
+
+        def run(prompt: list[int], budget: int) -> list[int]:
+            ids = torch.tensor([prompt])
+            out: Any = target.generate(  # type: ignore[misc]
+                ids, attention_mask=torch.ones_like(ids), assistant_model=draft, do_sample=True, max_new_tokens=budget, pad_token_id=0,
+                top_k=0, **both,
+            )  # fmt: skip
+            return list(out[0, len(prompt) :].tolist())
+
+        run(
+            prompt, 1
+        )  # transformers exchanges the assistant's embedding and head in the first call, with random numbers
+
+    def logits(prefixes: list[list[int]]) -> Tensor:
+        with torch.no_grad():
+            return target(torch.tensor(prefixes)).logits[:, -1]
+
+    return certify_function(
+        run, enumerate_plain(HFModel(target), Sampling(), prompt, tokens, (), logits=logits)
     )
