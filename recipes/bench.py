@@ -72,6 +72,8 @@ def main(s: Settings) -> None:
         )
 
     cases = []
+    # With two tokenizers, transformers changes an assistant when it first samples, and then takes no other one with this tokenizer.
+    assistants = [deepcopy(small) for _ in ("greedy", "sampled")]
     bare: dict[tuple[int, float], list[Forwards]] = {}
     rounds = {b: bare_round(target, draft, b, s.context + s.new_tokens // 2, s.length) for b in s.batches}
     for temperature in s.temperatures:
@@ -85,8 +87,7 @@ def main(s: Settings) -> None:
             found = bare[batch, temperature] = []
             mine[-1] = replace(mine[-1], run=partial(beside, mine[-1].run, rounds[batch], found))
             both = {"tokenizer": tokenizer, "assistant_tokenizer": own} if other else {}
-            # With two tokenizers, transformers changes the assistant when it samples.
-            cases += mine + theirs(s, model, deepcopy(small), both, some, batch, temperature)
+            cases += mine + theirs(s, model, assistants[temperature > 0], both, some, batch, temperature)
     interleave(cases, s.repeats, progress)
     progress()
 
