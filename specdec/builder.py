@@ -309,8 +309,7 @@ def decoder(target: ModelLike, **options: Unpack[Loading]) -> Builder:
     """Start composing a decoder.
 
     Args:
-        target: an ``HFModel``, a transformers model (or it and its tokenizer), a hub id, a folder, the name of a pocket model, or any
-            ``LanguageModel``.
+        target: an ``HFModel``, a transformers model (or it and its tokenizer), a hub id, a folder, a pocket model's name, or a ``LanguageModel``.
         options: of ``HFModel.from_pretrained``, for a hub id or a folder (``dtype=``, ``device_map=``, ``graphs=`` ...). Without a ``device_map``
             the model goes to the GPU if there is one.
     Raises:

@@ -197,7 +197,9 @@ class _Reader:
         if name in ("", "..") or Path(name).name != name:
             raise ValueError(f"{FILE} names the model {name!r}, which is outside its folder, and is not read")
         if not (self.folder / name).is_dir():
-            raise ValueError(f"{FILE} names the folder {name!r}, which is not there: save the decoder again")
+            raise FileNotFoundError(
+                f"{FILE} names the folder {name!r}, which is not there: save the decoder again"
+            )
         return self.folder / name
 
     def model(self, name: str, options: dict[str, Any]) -> Any:

@@ -278,6 +278,7 @@ def test_load_says_what_is_wrong(tmp_path: Path):
         "pocket-target",
         "pocket-tiny",
         "pocket-vanilla",
+        "pocket-words",
     ]
     assert zoo.names() == pool
     with pytest.raises(ValueError, match="there are: " + ", ".join(pool)):

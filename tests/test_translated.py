@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import byte_tokenizer, tiny
 from tokenizers import AddedToken, Tokenizer, decoders, models
-from transformers import PreTrainedTokenizerFast
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 import specdec as sd
 from specdec import zoo
@@ -356,7 +356,7 @@ def test_greedy_and_coupled_texts_are_those_of_plain_decoding(tokenizers, execut
     small = sd.HFModel(tiny("llama", seed=1, max_position_embeddings=160), theirs)
     prompts, budgets = [LONG[:500], "x", SAMPLE[1][:40], LONG[:170]], [60, 9, 30, 41]
     draft = kind(small, ours)
-    assert kind is TextMatch or f"96 of {len(ours) + 1} tokens" in repr(draft)
+    assert kind is TextMatch or f"96 of {len(ours)} tokens" in repr(draft)
     for base in (sd.decoder(target).greedy(), sd.decoder(target).verifier(sd.Coupled())):
         plain = base.build().generate(prompts, budgets, seed=5)
         decoder = base.draft(draft, length=3).executor(executor).build()
@@ -419,6 +419,28 @@ def test_a_text_is_matched_in_the_targets_tokens(tokenizers):
         assert proposal.probs is None
 
 
+def test_a_text_that_ends_is_proposed_with_its_end(tokenizers):
+    ours, theirs = tokenizers["more bytes"], tokenizers["characters"]
+    known = Known(theirs, SAMPLE[1][:60])
+    known.ids += [theirs.eos_token_id, *[0] * 40]
+    ids = ours.encode(SAMPLE[1][:60], add_special_tokens=False)
+    context = Context.of([ids[:-1]], capacity=80)
+    draft = TextMatch(known, ours)
+    proposal, _ = draft.propose(
+        draft.init(context, None), context, torch.tensor([6]), sd.Philox(torch.tensor([0]))
+    )
+    assert proposal.tokens[0].tolist() == [ids[-1], ours.eos_token_id]
+
+
+@pytest.mark.parametrize("turn", [1, -1])
+def test_a_tokenizer_in_python(tokenizers, turn):
+    one, other = (ByT5Tokenizer(), tokenizers["bytes"])[::turn]
+    write = Retokenizer(one, other)
+    assert len(write.pairs) > 30
+    text = SAMPLE[0] + SAMPLE[3].strip()
+    assert other.decode(write(np.array(one.encode(text, add_special_tokens=False)))[0]) == text
+
+
 def test_a_trained_draft_with_another_tokenizer_is_accepted():
     """Sampled by its distribution, greedily by its text."""
     target = sd.HFModel(*zoo.load("pocket-target"))
@@ -450,9 +472,13 @@ def test_damaged_recipes_read_nothing_else(tmp_path, strangers):
     file = tmp_path / "saved" / "decoder.json"
     recipe = file.read_text()
     assert '"tokenizer": "target"' in recipe
-    for name, why in (("..", "outside its folder"), ("", "outside its folder"), ("nothere", "is not there")):
+    for name, error, why in (
+        ("..", ValueError, "outside its folder"),
+        ("", ValueError, "outside its folder"),
+        ("nothere", FileNotFoundError, "is not there"),
+    ):
         file.write_text(recipe.replace('"tokenizer": "target"', f'"tokenizer": "{name}"'))
-        with pytest.raises(ValueError, match=why):
+        with pytest.raises(error, match=why):
             sd.load(tmp_path / "saved")
 
 

@@ -62,7 +62,7 @@ class Codec:
 
     @cached_property
     def surfaces(self) -> list[str | bytes | None]:
-        """What each id adds to a text, in bytes where these are no whole characters; ``None`` for special ids, and for those that add nothing."""
+        """What each id adds to a text, in bytes where it is not made of whole characters; ``None`` for special ids, and for those that add nothing."""
         vocabulary = self.tokenizer.get_vocab()
         found: list[str | bytes | None] = [None] * (1 + max(vocabulary.values()))
         for name, i in vocabulary.items():
@@ -72,7 +72,7 @@ class Codec:
         return found
 
     def _bytes(self, name: str) -> bytes | None:
-        """The bytes of a token that is no whole characters, if they are known."""
+        """The bytes of a token that is not made of whole characters, if they are known."""
         if match := BYTE.fullmatch(name):
             return bytes([int(match[1], 16)])
         return (
@@ -83,7 +83,7 @@ class Codec:
 
     @property
     def ids(self) -> dict[str | bytes, int]:
-        """Text -> id. Of several ids the first, and no single byte where there is another."""
+        """Text -> id. If several ids have the same text, the first; a byte only if there is no other."""
         found: dict[str | bytes, int] = {}
         for i, text in enumerate(self.surfaces):
             if text is not None:

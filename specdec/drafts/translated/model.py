@@ -1,8 +1,8 @@
 """A model with another tokenizer as a draft: token-level intersection (TLI).
 
 Timor et al., "Accelerating LLM Inference with Lossless Speculative Decoding Algorithms for Heterogeneous Vocabularies", arXiv 2502.05202,
-section 4. The draft proposes only tokens that are the same text in both vocabularies, and says with which probability, so any verifier
-keeps the target's distribution.
+section 4. The draft proposes only tokens that are the same text in both vocabularies, and reports their probabilities, so every lossless
+verifier keeps the target's distribution.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Translated:
     """A language model over the ids of ``tokenizer``, computed by a ``model`` with a tokenizer of its own; for drafts, not for targets.
 
     A text is decoded, and encoded by the model's tokenizer (``retokenizer.Retokenizer``). Logits ``[..., V + 1]`` are those of the tokens that are the
-    same text in both vocabularies, and very low for all others, which the verifier still emits from the residual. (The last one is of no token.) Of a
+    same text in both vocabularies, and very low for all others, which the verifier still emits from the residual. (The last entry stands for ids outside the tokenizer.) Of a
     text that is longer than the model's positions, the model reads the end.
 
     Args:
@@ -118,7 +118,7 @@ class Translated:
         return Proposal(tokens, proposal.parents, proposal.size)
 
     def end_of(self, ids: np.ndarray) -> np.ndarray:
-        """As many of the last ids as the model has positions for, after what begins every text.
+        """What begins every text, and then the last ids, as many as the model has positions for.
 
         A quarter of the positions is given up at a time, because the model reads the rest again each time.
         """
@@ -130,7 +130,7 @@ class Translated:
         return np.concatenate([ids[:kept], ids[kept + dropped :]]) if dropped else ids
 
     def __repr__(self) -> str:
-        return f"Translated({self.model!r}, {len(self.ours)} of {self.vocab_size} tokens)"
+        return f"Translated({self.model!r}, {len(self.ours)} of {self.vocab_size - 1} tokens)"
 
 
 class TranslatedCache:

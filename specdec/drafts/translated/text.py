@@ -1,7 +1,7 @@
 """A model with another tokenizer drafts a text, which is proposed in the target's tokens: string-level exact match (SLEM).
 
 Timor et al., "Accelerating LLM Inference with Lossless Speculative Decoding Algorithms for Heterogeneous Vocabularies", arXiv 2502.05202,
-section 3. transformers' universal assisted generation does the same in greedy decoding.
+section 3. transformers' universal assisted generation has the same idea in greedy decoding, and translates new tokens only.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from specdec.rng import Rng
 from specdec.sampling import Sampling
 from specdec.types import Context, Proposal, Round, Verdict
 
-MOST = 8  # tokens of the model's for one of the target's
+MOST = 8  # tokens of the model for one of the target, at most
 
 
 class TextState(NamedTuple):
@@ -39,8 +39,8 @@ class TextState(NamedTuple):
 class TextMatch:
     """The model's most probable tokens, decoded, and encoded by the target's tokenizer: a chain of point masses.
 
-    Unlike ``Translated``, it can propose any text, and it does not know with which probability: a proposed token is accepted with the probability that
-    the target gives to it.
+    Unlike ``Translated``, it can propose any text, and reports no probabilities: a proposed token is accepted with the probability that the target
+    gives to it. A special token ends what is proposed; it is proposed itself where the target has it, too.
 
     Args:
         model, tokenizer: as for ``Translated``.
@@ -56,6 +56,11 @@ class TextMatch:
     @property
     def info(self) -> DraftInfo:
         return DraftInfo("text match", revocable=True, model=self.translated)
+
+    @cached_property
+    def back(self) -> dict[int, int]:
+        """The model's ids -> the target's, where they are in a pair."""
+        return {other: i for i, other in self.translated.retokenizer.pairs.items()}
 
     @cached_property
     def chain(self) -> Model:
@@ -95,13 +100,16 @@ class TextMatch:
     def _ids(self, read: Read, drafted: list[int]) -> list[int]:
         """What the model drafted after a text, in the target's ids."""
         translate = self.translated.retokenizer
-        new = translate.there.text(drafted, inside=True).rstrip(LOST)
+        special = next((n for n, i in enumerate(drafted) if i in translate.there.special), len(drafted))
+        end = [self.back[i] for i in drafted[special : special + 1] if i in self.back]
+        new = translate.there.text(drafted[:special], inside=True).rstrip(LOST)
         start = read.ends[-1][0]
         # The text's last block is written anew with what follows, which gives natural ids, unless its own ids change by that.
         block, inside = read.ids[start:].tolist(), start > 0
         own = translate.codec
         whole = own.ids_of(own.text(block, inside) + new, inside)
-        return whole[len(block) :] if whole[: len(block)] == block else own.ids_of(new, inside=True)
+        natural = whole[: len(block)] == block
+        return (whole[len(block) :] if natural else own.ids_of(new, inside=True)) + end
 
     def observe(self, state: TextState, round: Round) -> TextState:
         return state
