@@ -379,6 +379,7 @@ def test_what_is_right_keeps_every_rule():
     )
 
 
+@pytest.mark.slow
 def test_a_function_is_a_verifier():
     def mine(proposal, probs, context, rng):
         return sd.Rejection()(proposal, probs, context, rng)

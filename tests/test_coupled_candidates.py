@@ -125,6 +125,7 @@ TARGET, SMALL = sd.TableModel.random(6, 2, seed=0), sd.TableModel.random(6, 1, s
 PROMPTS = [[0], [1, 2], [3, 4, 5, 0]]
 
 
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None)
 @given(
     k=st.integers(1, 4),

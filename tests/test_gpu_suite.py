@@ -301,6 +301,7 @@ def test_what_a_stage_takes_too_long_the_next_one_lacks(suite, monkeypatch):
     assert told["c"] == 970 + 540 - 1380
 
 
+@pytest.mark.slow
 def test_a_stage_that_does_not_stop_is_ended(suite, monkeypatch, tmp_path):
     """What it has said stays, and that it was ended is a failure."""
     start = subprocess.Popen

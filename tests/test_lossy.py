@@ -63,6 +63,7 @@ def test_known_distances(verifier, law, distance):
 weights = st.lists(st.integers(0, 6), min_size=3, max_size=3).filter(any)
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(p=weights, q=weights, share=st.sampled_from([0.0, 0.3, 0.9, 1.0]))
 def test_one_drafted_token_has_the_law_that_is_said(p, q, share):

@@ -69,6 +69,7 @@ def test_two_threads_change_nothing():
     assert torch.equal(*results)
 
 
+@pytest.mark.slow
 def test_without_matrix_units_products_are_the_same_to_the_bit(tmp_path):
     compiler = next((c for c in ("cc", "gcc", "clang") if shutil.which(c)), None)
     assert compiler, "the C kernels are there, so a compiler was"

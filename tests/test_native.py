@@ -74,6 +74,7 @@ def test_without_them_their_tests_are_skipped_by_wish_alone(tmp_path, settings, 
     assert said in done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_a_compiler_that_takes_too_long_is_named(tmp_path):
     slow = tmp_path / "slow"
     slow.write_text('#!/bin/sh\n[ "$1" = --version ] || exec sleep 60\n')
@@ -485,6 +486,7 @@ def test_threads_may_share_a_plan():
         assert all(torch.equal(job.result(), expected[i]) for i, job in jobs)
 
 
+@pytest.mark.slow
 @needed
 def test_a_damaged_library_is_made_again(tmp_path):
     """By a compiler that copies what the real one has made."""

@@ -348,7 +348,7 @@ def test_it_keeps_the_contract_of_a_draft(strangers, kind):
     ],
     ids=["serial", "pipelined", "optimistic"],
 )
-@pytest.mark.parametrize("kind", [Translated, TextMatch])
+@pytest.mark.parametrize("kind", [Translated, pytest.param(TextMatch, marks=pytest.mark.slow)])
 def test_greedy_and_coupled_texts_are_those_of_plain_decoding(tokenizers, executor, kind):
     """In one batch of long and short rows, with rows that leave, a text that outgrows the draft's positions, and more tokens than the target's."""
     ours, theirs = tokenizers["more bytes"], tokenizers["characters"]
@@ -441,6 +441,7 @@ def test_a_tokenizer_in_python(tokenizers, turn):
     assert other.decode(write(np.array(one.encode(text, add_special_tokens=False)))[0]) == text
 
 
+@pytest.mark.slow
 def test_a_trained_draft_with_another_tokenizer_is_accepted():
     """Sampled by its distribution, greedily by its text."""
     target = sd.HFModel(*zoo.load("pocket-target"))

@@ -22,7 +22,15 @@ every_verifier = pytest.mark.parametrize("cls", VERIFIERS.values(), ids=VERIFIER
 every_lossless = pytest.mark.parametrize("cls", LOSSLESS.values(), ids=LOSSLESS.keys())
 
 
-LONG = {"DistinctTransport", "KSeq", "OptimalTransport", "Traversal", "Mixture"}  # seconds each
+LONG = {
+    "Coupled",
+    "DistinctTransport",
+    "FusedRejection",
+    "KSeq",
+    "OptimalTransport",
+    "Traversal",
+    "Mixture",
+}  # seconds each
 
 
 @pytest.mark.parametrize(
