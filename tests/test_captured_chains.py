@@ -348,6 +348,7 @@ def test_whole_runs(temperature):
         *(pytest.param(name, "draft", marks=pytest.mark.slow) for name in ("model", "windowed", "ahead")),
     ],
 )
+@pytest.mark.slow
 def test_weights_whose_storage_was_replaced(draft, of, monkeypatch):
     """``weight.data = ...`` leaves the parameter, and moves the numbers whose address a graph has: no old step is replayed."""
     target, small = (tiny("llama", seed, torch.float32, num_hidden_layers=2) for seed in (0, 1))

@@ -435,6 +435,7 @@ def test_a_right_draft_keeps_every_rule_but_that_of_caches():
         for n, (rule, draft) in enumerate(PLANTED)
     ],
 )
+@pytest.mark.slow
 def test_a_planted_mistake_is_caught_by_its_rule(rule, draft):
     with pytest.raises(BrokenRule) as caught:
         check_draft(draft)

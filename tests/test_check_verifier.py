@@ -398,6 +398,7 @@ def test_a_function_is_a_verifier():
         for n, (rule, verifier) in enumerate(PLANTED)
     ],
 )
+@pytest.mark.slow
 def test_a_planted_mistake_is_caught_by_its_rule(rule, verifier):
     with pytest.raises(BrokenRule) as caught:
         # Those of the audit are made for chains without gaps.

@@ -211,6 +211,7 @@ def test_spire_is_a_head(target):
         for greedy in (True, False)
     ],
 )
+@pytest.mark.slow
 def test_output_is_the_targets(target, make, greedy):
     base = sd.decoder(target).verifier(sd.Coupled())
     base = base.greedy() if greedy else base.sampling(temperature=0.7)
@@ -228,6 +229,7 @@ def test_output_is_the_targets(target, make, greedy):
 
 
 @every_head
+@pytest.mark.slow
 def test_the_output_has_the_targets_distribution_exactly(make):
     target = sd.HFModel(tiny("llama", seed=4, vocab_size=3))
     decoder = sd.decoder(target).draft(Head(make(target, vocabulary=[0, 2])), length=2).build()

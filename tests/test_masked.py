@@ -150,6 +150,7 @@ EACH = [name for name in PACKED if name not in LIKE_OTHERS]  # with one storage 
         for i, kind in enumerate(("dense", "ring"))
     ],
 )
+@pytest.mark.slow
 def test_every_packed_family_is_the_plain_one_under_a_dense_mask(family, storage):
     """Soft caps, sink logits, learned positions, experts, windows of their own."""
     own = tiny(family)

@@ -42,6 +42,7 @@ def test_every_family_is_tested_and_no_other_class_takes_it():
 
 
 @pytest.mark.parametrize("family", HERE)
+@pytest.mark.slow
 def test_every_family_in_every_phase(family):
     model = stateful(family)
     target = OwnCache(model, prefill_chunk=20)

@@ -122,6 +122,7 @@ def test_interpreted_norms_and_products(n, dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("normed", [False, True], ids=["plain", "normed"])
 @pytest.mark.parametrize(("heads", "D", "layout"), [((4, 4), 16, "heads first"), ((9, 3), 80, "slots first"), ((8, 1), 2, "slots first")])  # fmt: skip
+@pytest.mark.slow
 def test_interpreted_turns(heads, D, layout, normed, dtype):
     turns_are_right(7, heads, D, dtype, layout=layout, normed=normed)
 

@@ -125,6 +125,7 @@ def test_a_request_that_left_starts_anew(cls):
 
 @every_pooled
 @pytest.mark.parametrize("pool", ["global", "parity"])
+@pytest.mark.slow
 def test_a_pool_shares_what_is_learnt(cls, pool):
     """A new request of the pool chooses as one that has seen everything; of another key, as one that has seen nothing."""
     keys = "global" if pool == "global" else lambda now: [r % 2 for r in now.request.tolist()]
