@@ -32,13 +32,12 @@ from specdec.lab.options import option, parse
 from specdec.lab.pretraining import Pretraining, Sizes
 from specdec.lab.report import write
 
-# The draft's body has exactly an eighth of the target's parameters.
+# The drafts' bodies have exactly an eighth of the target's parameters. pocket-words is for a tokenizer of its own:
+# --vocabulary 2048 --tokenizer-kind words
 SHAPES = {
     "pocket-vanilla": Sizes(128, 4, 4, 320),
     "pocket-target": Sizes(256, 8, 4, 640),
-    "pocket-words": Sizes(
-        128, 4, 4, 320
-    ),  # for a tokenizer of its own: --vocabulary 2048 --tokenizer-kind words
+    "pocket-words": Sizes(128, 4, 4, 320),
 }
 
 

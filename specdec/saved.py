@@ -86,14 +86,14 @@ class _Writer:
             return {"model": self.folder(part, path)}
         if type(part) in (HFModel, OwnCache):
             return self.language_model(part, path)
+        if isinstance(part, PreTrainedTokenizerBase):
+            return {"tokenizer": self.folder(part, path)}
         if type(part) not in NAMES:
             raise _refused(path, part)
         own: dict[str, Any] = {"part": NAMES[type(part)]}
         if isinstance(part, drafts.Translated):
-            if not isinstance(part.tokenizer, PreTrainedTokenizerBase):
-                raise _refused(f"{path}.tokenizer", part.tokenizer)
-            model = self.text(part.model, path)
-            return own | {"model": model, "tokenizer": {"tokenizer": self.folder(part.tokenizer, path)}}
+            both = {"model": part.model, "tokenizer": part.tokenizer}
+            return own | {name: self.text(one, f"{path}.{name}") for name, one in both.items()}
         if isinstance(part, Masked):
             own["model"], own["block"] = self.language_model(part, path), part.block
             if isinstance(part, Windowed):

@@ -457,12 +457,13 @@ def test_a_trained_draft_with_another_tokenizer_is_accepted():
     assert all(tau > 1.2 for tau in taus.values())
 
 
-def test_it_is_saved_and_loaded(tmp_path, strangers):
+@pytest.mark.parametrize("kind", [Translated, TextMatch])
+def test_it_is_saved_and_loaded(tmp_path, strangers, kind):
     target, small = strangers
-    decoder = sd.decoder(target).draft(Translated(small, target.tokenizer), length=2).build()
+    decoder = sd.decoder(target).draft(kind(small, target.tokenizer), length=2).build()
     decoder.save(tmp_path / "saved")
     again = sd.load(tmp_path / "saved").build()
-    assert isinstance(again.draft.model, Translated)
+    assert isinstance(again.draft if kind is TextMatch else again.draft.model, kind)
     assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == ["decoder.json", "draft", "target"]
     assert again.generate([[0, 3, 1]], 12, seed=1).ids == decoder.generate([[0, 3, 1]], 12, seed=1).ids
 

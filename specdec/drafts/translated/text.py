@@ -52,6 +52,7 @@ class TextMatch:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "translated", Translated(self.model, self.tokenizer))
+        object.__setattr__(self, "model", self.translated.model)
 
     @property
     def info(self) -> DraftInfo:
