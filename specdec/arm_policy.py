@@ -129,11 +129,11 @@ class ArmAssignment:
     def again(self, batch: int) -> ArmAssignment:
         """The assignment for another run, of at most ``batch`` rows: it keeps what was learned, except about requests of an aborted run."""
         self.how.begin(batch)  # checks the capacities
+        self._tell()
         if self.on and self.leaves is not None:
             self.state = self.leaves.leave(self.state, torch.tensor(list(self.on)))
         self.on.clear()
         self.held = _Held()
-        self.waiting.clear()
         return self
 
     def enter(self, request: Tensor, longest: Tensor) -> None:

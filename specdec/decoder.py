@@ -155,6 +155,7 @@ class Decoder(Composition):
         stop_strings: str | Sequence[str] = (),
         stopping_criteria: Sequence[Callable[..., Any]] = (),
         on_round: Callable[[Round], None] | None = None,
+        selection: ArmAssignment | None = None,
         input_ids: Any = None,
         attention_mask: Any = None,
         **others: Never,
@@ -163,7 +164,8 @@ class Decoder(Composition):
         rows = rows_of(self.target, asked(Decoder.stream, prompts, input_ids, attention_mask, others))
         function("on_round", on_round)
         context, limits = prepared(self, rows, max_new_tokens, eos_token_id, stop_strings, stopping_criteria)
-        return self._chunks(context, limits, seed, on_round)
+        decoder = self if selection is None else self._with(selection, context.batch)
+        return decoder._chunks(context, limits, seed, on_round)
 
     def serve(
         self,
@@ -176,6 +178,7 @@ class Decoder(Composition):
         clock: Literal["wall", "rounds"] = "wall",
         capacity: int | None = None,
         on_round: Callable[[Round], None] | None = None,
+        selection: ArmAssignment | None = None,
     ) -> Iterator[Finished]:
         """Decode a stream of requests; yields each as soon as it is finished.
 
@@ -193,6 +196,7 @@ class Decoder(Composition):
                 refuse longer requests; ``None``: caches grow as needed.
             on_round: called after every round; a request's prefill is round 0 of a batch of its own. ``round.context.request[b]`` is
                 the request's number and ``round.verdict.tokens[b, :round.committed[b]]`` its new tokens, with which partial results can be shown.
+            selection: as for ``generate``.
         Raises:
             ValueError: at once, for a part that cannot take in rows during a run, an executor other than ``Serial`` and
                 ``Pipelined``, an invalid limit, clock, capacity, seed or stop, or a list of requests out of order; on its arrival, for
@@ -200,7 +204,8 @@ class Decoder(Composition):
         """
         settings = Settings(limit, seed, eos_token_id, stop_strings, clock, capacity, on_round)
         check(self, self.executor, settings)
-        return Server(self, self.executor, requests, settings).run()
+        decoder = self if selection is None else self._with(selection, limit)
+        return Server(decoder, self.executor, requests, settings).run()
 
     def with_sampling(self, sampling: Sampling) -> Decoder:
         """The same parts with another sampling.

@@ -539,5 +539,7 @@ def test_tune(models):
     assert tuned.executor == expected
     assert tuned.observed[getattr(tuned.executor, "micro_batches", 1)] <= tuned.observed[best]
     assert np.isfinite([*tuned.model.draft, *tuned.model.verify]).all()
-    with pytest.raises(ValueError, match="there are 1 prompts: profile needs at least 2"):
+    with pytest.raises(ValueError, match="prompts has one row: give at least 2"):
         profile(decoder, PROMPTS[:1])
+    with pytest.raises(ValueError, match="prompts has one row: give at least 2"):
+        tune(sd.decoder(target).draft(small, 3), PROMPTS[0])  # a builder, and one row of ids

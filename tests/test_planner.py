@@ -419,6 +419,22 @@ def test_a_choice_is_not_held_for_other_rows():
     assert run.choose(now.select(torch.tensor([1])), sd.Philox(torch.zeros(1, dtype=torch.long))) is not first
 
 
+def test_the_held_rounds_of_an_aborted_call_are_learned_before_the_next():
+    target, draft = tables()
+    part = Counted(**vars(small(8, margin=0.0)))
+    decoder = sd.decoder(target).pool({"none": None, "one": sd.Arm(draft, 1), "two": sd.Arm(draft, 2)}, part)
+    built = decoder.build()
+    run = built.begin(1)
+    told.clear()
+    rounds = built.stream([[0]], 40, seed=0, selection=run)
+    for _ in range(4):  # the prefill, and three rounds
+        next(rounds)
+    assert not told
+    rounds.close()
+    built.generate([[0]], 1, seed=0, selection=run)
+    assert [len(arms) for arms in told] == [3]
+
+
 def test_a_decoder_with_it_is_saved_and_loaded(tmp_path):
     from specdec import zoo
 

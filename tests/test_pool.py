@@ -526,7 +526,14 @@ def test_what_was_learned_goes_from_call_to_call():
     decoder.generate([[1], [2]], 12, seed=0, selection=learned)
     once = float(learned.state.own.sums.sum())
     decoder.generate([[1], [2]], 12, seed=1, selection=learned)
-    assert float(learned.state.own.sums.sum()) > once > 0
+    twice = float(learned.state.own.sums.sum())
+    assert twice > once > 0
+    for _ in decoder.stream([[1], [2]], 12, seed=2, selection=learned):
+        pass
+    thrice = float(learned.state.own.sums.sum())
+    assert thrice > twice
+    list(decoder.serve([sd.Request([1], 12)], limit=2, seed=3, selection=learned))
+    assert float(learned.state.own.sums.sum()) > thrice
 
 
 def test_an_aborted_run_leaves_no_requests_behind():

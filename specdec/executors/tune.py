@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from specdec.cost.pipeline import TimeModel
 from specdec.executors.pipelined import Pipelined
 from specdec.executors.serial import Serial
+from specdec.prompts import Prompts, rows_of
+from specdec.protocols import LanguageModel
 from specdec.types import Round
 
 
@@ -19,9 +20,19 @@ class Decodes(Protocol):
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
     @property
+    def target(self) -> LanguageModel: ...
+
+    @property
     def length(self) -> int: ...
 
     def generate(self, prompts: Any, max_new_tokens: int = ..., **settings: Any) -> Any: ...
+
+
+@runtime_checkable
+class Builds(Protocol):
+    """A ``Builder``."""
+
+    def build(self) -> Decodes: ...
 
 
 @dataclass(frozen=True)
@@ -33,13 +44,27 @@ class Tuned:
     observed: dict[int, float]
 
 
-def profile(decoder: Decodes, prompts: Sequence[Any], rounds: int = 12, seed: int = 0) -> TimeModel:
-    """Time serial rounds of all prompts, of half, and of a quarter of them, and fit d(b) and v(b)."""
+def profile(decoder: Decodes | Builds, prompts: Prompts, rounds: int = 12, seed: int = 0) -> TimeModel:
+    """Time serial rounds of all prompts, of half, and of a quarter of them, and fit d(b) and v(b).
+
+    Raises:
+        ValueError: fewer than 2 prompts.
+    """
+    return _profile(*_given(decoder, prompts), rounds, seed)
+
+
+def _given(decoder: Decodes | Builds, prompts: Prompts) -> tuple[Decodes, list[list[int]]]:
+    """A built decoder, and rows of ids."""
+    built = decoder.build() if isinstance(decoder, Builds) else decoder
+    return built, rows_of(built.target, prompts)
+
+
+def _profile(decoder: Decodes, prompts: list[list[int]], rounds: int, seed: int) -> TimeModel:
     samples: list[tuple[int, float, float]] = []
     serial = replace(decoder, executor=Serial())
     sizes = sorted({max(1, len(prompts) // part) for part in (1, 2, 4)})
     if len(sizes) < 2:
-        raise ValueError(f"there are {len(prompts)} prompts: profile needs at least 2")
+        raise ValueError("prompts has one row: give at least 2, like the batches to come")
 
     def take(round: Round) -> None:
         if round.number > 1 and not bool(round.finished.any()):  # the first round includes warm-up
@@ -52,8 +77,8 @@ def profile(decoder: Decodes, prompts: Sequence[Any], rounds: int = 12, seed: in
 
 
 def tune(
-    decoder: Decodes,
-    prompts: Sequence[Any],
+    decoder: Decodes | Builds,
+    prompts: Prompts,
     max_new_tokens: int = 64,
     *,
     executor: Pipelined | None = None,
@@ -64,29 +89,32 @@ def tune(
 
     Args:
         executor: a ``Pipelined`` whose other settings are used. repeats: runs of each candidate, of which the fastest counts.
+    Raises:
+        ValueError: fewer than 2 prompts, or repeats below 1.
     """
     if repeats < 1:
         raise ValueError(f"repeats is {repeats}: each candidate runs at least once")
     how = executor or Pipelined()
-    model = profile(decoder, prompts, seed=seed)
+    built, rows = _given(decoder, prompts)
+    model = _profile(built, rows, 12, seed)
     observed: dict[int, float] = {}
 
     def observe(m: int) -> float:
         if m not in observed:
-            run = replace(decoder, executor=Serial() if m == 1 else replace(how, micro_batches=m))
-            observed[m] = max(_speed(run, prompts, max_new_tokens, seed) for _ in range(repeats))
+            run = replace(built, executor=Serial() if m == 1 else replace(how, micro_batches=m))
+            observed[m] = max(_speed(run, rows, max_new_tokens, seed) for _ in range(repeats))
         return observed[m]
 
-    best = model.best(len(prompts))
+    best = model.best(len(rows))
     observe(1)
-    while best < len(prompts) and observe(best + 1) > observe(best):
+    while best < len(rows) and observe(best + 1) > observe(best):
         best += 1
     while best > 1 and observe(best - 1) > observe(best):
         best -= 1
     return Tuned(Serial() if best == 1 else replace(how, micro_batches=best), model, observed)
 
 
-def _speed(decoder: Decodes, prompts: Sequence[Any], tokens: int, seed: int) -> float:
+def _speed(decoder: Decodes, prompts: list[list[int]], tokens: int, seed: int) -> float:
     """Tokens a second after the prefill."""
     marks: list[tuple[float, int, int]] = []
 
