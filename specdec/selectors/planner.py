@@ -291,12 +291,13 @@ class Planner:
         return caps, opened
 
     @cached_property
-    def _costs(self) -> dict[int, tuple[np.ndarray, np.ndarray]]:
+    def _costs(self) -> dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """By batch: what does not change from plan to plan (``_cost``)."""
         return {}
 
-    def _cost(self, batch: int) -> tuple[np.ndarray, np.ndarray]:
-        """``[M, arms]`` seconds of drafting that one more row adds, and ``[M, drafts, batch + 1]`` seconds of drafting for so many rows."""
+    def _cost(self, batch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """``[M, arms]`` seconds of drafting that one more row adds, ``[M, drafts, batch + 1]`` seconds of drafting for so many rows, and ``[arms]`` seconds
+        that a row with a proposal adds to verification."""
         if batch not in self._costs:
             caps, _ = self._caps
             each = (self.table.drafting(caps, batch) - self.table.drafting(caps, 1)) / max(batch - 1, 1)
@@ -304,12 +305,14 @@ class Planner:
             self._costs[batch] = (
                 np.where(self._draft >= 0, each[:, self._draft], 0.0),
                 np.where(caps[..., None] >= 0, whole, 0.0),
+                self.table.verifying(batch),
             )
         return self._costs[batch]
 
     def _plan(self, state: State, requests: list[int], own: np.ndarray, length: np.ndarray) -> Plan:
         B, table, (caps, opened) = len(requests), self.table, self._caps
-        asked, found = np.moveaxis(self._counts + state.shared, -1, 0)
+        counts = self._counts + state.shared
+        asked, found = counts[..., 0], counts[..., 1]
         share = (found[..., 0] + 0.5) / (asked[..., 0] + 0.5)  # 1 for a draft that always proposes
         failing = 1 - (found[..., 1:] + 0.5) / (asked[..., 1:] + 1)  # [kinds, drafts, K]
         kind = np.array([state.kind.get(r, 0) for r in requests], dtype=np.int64)
@@ -332,8 +335,8 @@ class Planner:
         unread = length[:, None] - own[..., READ]
         reading = np.array(table.read) * unread[:, self._draft] * tokens / np.maximum(left, 1)[:, None]
         reading[:, none] = 0.0
-        verify = often * table.verifying(B)  # [B, arms]
-        each, whole = self._cost(B)
+        each, whole, verifying = self._cost(B)
+        verify = often * verifying  # [B, arms]
         cost = each[:, None] + (verify + reading)  # [M, B, arms]
         rows, drafts = np.arange(B), np.arange(self._drafts)
         ways = np.arange(len(caps))[:, None]
