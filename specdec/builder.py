@@ -159,7 +159,7 @@ class Builder:
         return replace(self, _draft=pool, _length=max(1, *lengths), _selecting=how)
 
     def sampling(self, sampling: Sampling | None = None, **settings: Unpack[SamplingSettings]) -> Builder:
-        """How tokens are drawn: a ``Sampling``, or its settings (``temperature=0.7, top_p=0.9``)."""
+        """How tokens are drawn: a ``Sampling``, or settings (``temperature=0.7, top_p=0.9``), beside which those given before stay."""
         if sampling is not None and settings:
             raise ValueError("sampling: give a Sampling object or settings, not both")
         if sampling is not None and not isinstance(sampling, Sampling):
@@ -170,11 +170,13 @@ class Builder:
         for name, value in settings.items():
             if name not in known:
                 refuse("sampling", {name: value}, SAMPLING, known, "setting")
-        return replace(self, _sampling=Sampling(**settings) if settings else sampling)
+        return replace(
+            self, _sampling=replace(self._sampling or Sampling(), **settings) if settings else sampling
+        )
 
     def greedy(self) -> Builder:
         """The same as ``sampling(temperature=0)``."""
-        return replace(self, _sampling=replace(self._sampling or Sampling(), temperature=0.0))
+        return self.sampling(temperature=0.0)
 
     def verifier(self, verifier: Verifier) -> Builder:
         """How proposed tokens are verified: ``Rejection()`` (default; ``FusedRejection()``, which decides alike, on a GPU), ``Traversal()``,

@@ -7,9 +7,7 @@ vocabulary is computed in another way.
 
 from __future__ import annotations
 
-import copy
 import math
-import pickle
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,6 +27,7 @@ from transformers.generation.logits_process import (
 from specdec.arguments import number
 from specdec.kernels.device import Check, defer
 from specdec.kernels.nucleus import WIDE, nucleus
+from specdec.purity import check_scores, probe
 from specdec.types import Context, Proposal
 
 # Processors with state, whose result at one node would depend on other nodes.
@@ -158,26 +157,10 @@ class Sampling:
         return made
 
     def probe(self, vocab_size: int, device: torch.device | str = "cpu") -> None:
-        """Refuse processors that return other scores when called again, or whose state changes in a call."""
+        """Refuse processors that return other scores after other calls, or whose state depends on them."""
         scores = torch.linspace(-2, 2, vocab_size, device=device)[None]
-        a = torch.zeros(1, 16, dtype=torch.long, device=device)
-        b = torch.ones(1, 24, dtype=torch.long, device=device)
         for processor in self.processors:
-            trial = copy.deepcopy(processor)
-            try:
-                first = trial(a, scores.clone())
-                before = _state(trial)
-                trial(b, scores.clone())
-                again = trial(a, scores.clone())
-            except Exception:  # it rejects made-up prefixes; a real error shows in the run
-                continue
-            _check_scores(processor, first, scores)
-            _check_scores(processor, again, scores)
-            if not torch.equal(first, again) or before != _state(trial):
-                raise ValueError(
-                    f"processors: {type(processor).__name__} keeps state between calls, so its scores at one node would "
-                    "depend on nodes that were dropped: make it a pure function of (ids, scores)"
-                )
+            probe(processor, scores)
 
     def scores(self, logits: Tensor, context: Context, proposal: Proposal | None, first: int = -1) -> Tensor:
         """``logits [B, R, V]`` after processors and truncations; row r belongs to node ``first + r`` (-1: no node).
@@ -247,13 +230,24 @@ class Sampling:
         return torch.tensor(self.temperature, dtype=torch.float64)[context.request]
 
     def _process(self, logits: Tensor, context: Context, proposal: Proposal | None, first: int) -> Tensor:
+        """Scores of the processors. What follows a token that they forbid keeps its logits: no verifier gets there, and many processors fail there."""
         out = logits.clone()
         for b in range(logits.shape[0]):
             ids = context.tokens[b, : int(context.length[b])].to(logits.device)
+            dead: set[int] = set()
             for r in range(logits.shape[1]):
                 node = first + r
-                if node >= 0 and (proposal is None or node >= int(proposal.size[b])):
-                    continue
+                if node >= 0:
+                    if proposal is None or node >= int(proposal.size[b]):
+                        continue
+                    parent = int(proposal.parents[b, node])
+                    above = (
+                        parent - first
+                    )  # the row of logits that the node's token is drawn from, if it is among these
+                    token = int(proposal.tokens[b, node])
+                    if parent in dead or (above >= 0 and float(out[b, above, token]) == -math.inf):
+                        dead.add(node)
+                        continue
                 path: list[int] = []
                 while node >= 0:
                     path.append(node)
@@ -261,7 +255,7 @@ class Sampling:
                 prefix = torch.cat([ids, proposal.tokens[b, path[::-1]]]) if path else ids  # type: ignore[union-attr]
                 scores = out[b, r][None]  # a copy, which a processor may change in place
                 for processor in self.processors:
-                    scores = _check_scores(processor, processor(prefix[None], scores), scores)
+                    scores = check_scores(processor, processor(prefix[None], scores), scores)
                 out[b, r] = scores[0]
         return out
 
@@ -277,17 +271,6 @@ class _TopP(TopPLogitsWarper):
         if scores.is_cpu and scores.shape[-1] > 4 * WIDE and not is_in_torch_dispatch_mode():
             return nucleus(scores, self.top_p)
         return super().__call__(input_ids, scores)
-
-
-def _check_scores(processor: object, made: Any, scores: Tensor) -> Tensor:
-    """What a processor returned; raises TypeError unless these are scores ``[1, V]`` of floats."""
-    if isinstance(made, Tensor) and made.shape == scores.shape and made.is_floating_point():
-        return made
-    name = getattr(processor, "__name__", type(processor).__name__)
-    what = f"{list(made.shape)} in {made.dtype}" if isinstance(made, Tensor) else f"a {type(made).__name__}"
-    raise TypeError(
-        f"processors: {name} returned {what}: return the scores of every token, {list(scores.shape)} in {scores.dtype}"
-    )
 
 
 def fit(logits: Tensor, vocab_size: int | None) -> Tensor:
@@ -331,10 +314,3 @@ def _refuse(top: Tensor) -> None:
         f"logits of row {where[0]}, entry {where[1]} contain {float(top[tuple(where)])} as their maximum: NaN or inf logits have "
         "no distribution (a model in float16 may need bfloat16 or float32; a processor may have masked every token)"
     )
-
-
-def _state(processor: object) -> bytes:
-    try:
-        return pickle.dumps(vars(processor))
-    except Exception:  # closures and slots: only the equality of the scores is checked
-        return b""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from threading import Lock
 
 import numpy as np
 import pytest
@@ -230,6 +231,96 @@ def test_stateful_processors_are_refused(target):
         sd.decoder(target).sampling(processors=(Counts(),)).build()
     with pytest.raises(ValueError, match="one prompt length for all rows"):
         sd.Sampling(processors=(MinNewTokensLengthLogitsProcessor(3, 5, 2),))
+
+
+class FromTheFirstCall:
+    """Takes the first text that it sees as the prompt, as processors for one call of ``generate`` do."""
+
+    def __init__(self):
+        self.start = None
+
+    def __call__(self, ids, scores):
+        if self.start is None:
+            self.start = ids.shape[1]
+        out = scores.clone()
+        out[:, (ids.shape[1] - self.start) % 2 :: 2] = -float("inf")
+        return out
+
+
+def from_the_first_call():
+    start = None
+
+    def alternating(ids, scores):
+        nonlocal start
+        start = ids.shape[1] if start is None else start
+        out = scores.clone()
+        out[:, (ids.shape[1] - start) % 2 :: 2] = -float("inf")
+        return out
+
+    return alternating
+
+
+@pytest.mark.parametrize("make", [FromTheFirstCall, from_the_first_call, lambda: FromTheFirstCall().__call__])
+def test_processors_that_remember_their_first_call_are_refused_and_not_touched(target, make):
+    one, fresh = make(), make()
+    with pytest.raises(ValueError, match="keeps state between calls"):
+        sd.decoder(target).sampling(processors=(one,)).build()
+    ids, scores = torch.tensor([[1, 2, 3]]), torch.zeros(1, 8)
+    assert torch.equal(one(ids, scores), fresh(ids, scores))
+
+
+class Lazy:
+    """Makes a constant when it is first needed."""
+
+    def __init__(self):
+        self.bias = None
+
+    def __call__(self, ids, scores):
+        if self.bias is None:
+            self.bias = torch.arange(scores.shape[-1]) / 100
+        return scores + self.bias
+
+
+def test_a_processor_that_makes_its_constants_late_is_pure(target):
+    sd.decoder(target).sampling(processors=(Lazy(),)).build()
+
+
+def test_a_processor_that_cannot_be_copied_is_refused_by_name(target):
+    one = Lazy()
+    one.lock = Lock()
+    with pytest.raises(TypeError, match="processors: Lazy cannot be copied .*give it a __deepcopy__"):
+        sd.decoder(target).sampling(processors=(one,)).build()
+
+
+@pytest.mark.parametrize("raises", [False, True])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_grammar_never_sees_what_follows_a_token_that_it_forbids(target, small, raises, temperature):
+    start = 7
+
+    def grammar(ids, scores):
+        if any(token % 2 == 0 for token in ids[0, start:].tolist()):
+            if raises:
+                raise RuntimeError("not in the grammar")
+            return torch.full_like(scores, -float("inf"))
+        out = scores.clone()
+        out[:, ::2] = -float("inf")
+        return out
+
+    prompt = [1, 2, 3, 4, 6, 8, 4]
+    base = sd.decoder(target).sampling(temperature=temperature, processors=(grammar,)).verifier(sd.Coupled())
+    plain = base.build().generate([prompt], 12, seed=1, eos_token_id=())
+    own = sd.Sampling(temperature=temperature)  # without the grammar
+    wrong = 0
+
+    def count(round):
+        nonlocal wrong
+        wrong += int((round.proposal.tokens[0, : int(round.proposal.size[0])] % 2 == 0).sum())
+
+    tree = sd.drafts.Tree(small, (2, 2), sampling=own)
+    for draft, k in ((sd.drafts.NGram(min_match=1), 4), (sd.drafts.Model(small, sampling=own), 4), (tree, 2)):
+        made = base.draft(draft, length=k).build()
+        assert made.generate([prompt], 12, seed=1, eos_token_id=(), on_round=count).ids == plain.ids
+    assert wrong
 
 
 @pytest.mark.parametrize("name", DRAFTS)

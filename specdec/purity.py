@@ -1,0 +1,131 @@
+"""Whether a logits processor is a pure function of ids and scores: copies of it are called on made-up texts."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from types import CellType, FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+
+def probe(processor: Callable[..., Any], scores: Tensor) -> None:
+    """Refuse a processor that answers otherwise after other calls, or whose state depends on them. The processor itself is not called.
+
+    Args:
+        scores: ``[1, V]``.
+    Raises:
+        TypeError: it cannot be copied, or returns no scores. ValueError: it keeps state.
+    """
+    name = named(processor)
+    try:
+        one, two = _copied(processor), _copied(processor)
+    except Exception as error:
+        raise TypeError(
+            f"processors: {name} cannot be copied ({error}), and copies show whether it keeps state between calls: give it a "
+            "__deepcopy__ that returns an equal one"
+        ) from error
+    # Lengths of other parity, since state is often where the new text begins.
+    a = torch.zeros(1, 16, dtype=torch.long, device=scores.device)
+    b = torch.ones(1, 25, dtype=torch.long, device=scores.device)
+    try:
+        first = one(a, scores.clone())
+        before = _state(one)
+        then = one(b, scores.clone())
+        again = one(a, scores.clone())
+        alone = two(b, scores.clone())
+    except Exception:  # it rejects made-up texts; a real error shows in the run
+        return
+    for made in (first, then, again, alone):
+        check_scores(processor, made, scores)
+    same = torch.equal(first, again) and torch.equal(then, alone)
+    if not same or before != _state(one) or _state(one) != _state(two):
+        raise ValueError(
+            f"processors: {name} keeps state between calls, so its scores at one node would depend on nodes that were dropped: make it a "
+            "pure function of (ids, scores)"
+        )
+
+
+def check_scores(processor: object, made: Any, scores: Tensor) -> Tensor:
+    """What a processor returned; raises TypeError unless these are scores ``[1, V]`` of floats."""
+    if isinstance(made, Tensor) and made.shape == scores.shape and made.is_floating_point():
+        return made
+    what = f"{list(made.shape)} in {made.dtype}" if isinstance(made, Tensor) else f"a {type(made).__name__}"
+    raise TypeError(
+        f"processors: {named(processor)} returned {what}: return the scores of every token, {list(scores.shape)} in {scores.dtype}"
+    )
+
+
+def named(processor: object) -> str:
+    """The name of a function or of a class."""
+    return processor.__name__ if isinstance(processor, FunctionType) else type(processor).__name__
+
+
+def _copied(processor: Any) -> Any:
+    """A deep copy; of a function, one with its own closure and defaults, which ``copy.deepcopy`` shares."""
+    if not isinstance(processor, FunctionType):
+        return copy.deepcopy(processor)
+    cells = tuple(CellType(*map(_own, _contents(cell))) for cell in processor.__closure__ or ())
+    defaults = copy.deepcopy(processor.__defaults__)
+    made = FunctionType(processor.__code__, processor.__globals__, processor.__name__, defaults, cells)
+    made.__kwdefaults__ = copy.deepcopy(processor.__kwdefaults__)
+    made.__dict__.update(copy.deepcopy(vars(processor)))
+    return made
+
+
+def _own(value: Any) -> Any:
+    """A copy of what a function uses; functions, models and tokenizers, which take long to copy, and what cannot be copied are shared."""
+    if isinstance(value, (torch.nn.Module, PreTrainedTokenizerBase, FunctionType)):
+        return value
+    try:
+        return copy.deepcopy(value)
+    except Exception:
+        return value
+
+
+def _contents(cell: CellType) -> list[Any]:
+    """What a cell has: one thing, or nothing yet."""
+    try:
+        return [cell.cell_contents]
+    except ValueError:
+        return []
+
+
+def _state(processor: Any) -> dict[str, bytes]:
+    """What a processor keeps, as far as it can be pickled."""
+    if isinstance(processor, MethodType):
+        return _state(processor.__self__)
+    kept: dict[str, Any] = {}
+    if isinstance(processor, FunctionType):
+        names = processor.__code__.co_freevars
+        kept |= {name: _contents(cell) for name, cell in zip(names, processor.__closure__ or ())}
+        kept |= {"its defaults": processor.__defaults__, "its named defaults": processor.__kwdefaults__}
+    try:
+        kept |= vars(processor)
+    except TypeError:  # slots: only the equality of the scores is checked
+        return {}
+    return {name: _pickled(value) for name, value in kept.items()}
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles tensors by value; their own pickles have addresses."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return NotImplemented
+        flat = value.detach().cpu().reshape(-1).view(torch.uint8)
+        return bytes, (f"{value.dtype} {list(value.shape)} ".encode() + flat.numpy().tobytes(),)
+
+
+def _pickled(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    try:
+        _Pickler(buffer).dump(value)
+    except Exception:
+        return b""
+    return buffer.getvalue()
