@@ -6,7 +6,6 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import Any, Literal, Unpack
 
 import torch
@@ -18,24 +17,18 @@ from specdec.capabilities import DraftInfo, DraftPart, ModelInfo, SelectorInfo, 
 from specdec.cost.arms import ArmCosts
 from specdec.custom_generate import CustomGenerate
 from specdec.decoder import Decoder, StreamChunk
-from specdec.drafts.coerce import ModelLike, as_model, in_memory
-from specdec.drafts.heads.load import is_head
-from specdec.drafts.heads.model import HeadModel
-from specdec.drafts.spire import SpireModel
-from specdec.drafts.spire.load import is_spire
-from specdec.elsewhere import DRAFT, METHODS, SAMPLING, refuse
+from specdec.drafts.coerce import ModelLike, as_model
+from specdec.elsewhere import DRAFT, SAMPLING, refuse
 from specdec.executors.contract import Executor
 from specdec.executors.serial import Serial
 from specdec.generation import Generation
-from specdec.masks import Mask
 from specdec.models.check import Loading
+from specdec.parts import DraftLike, as_draft, made
 from specdec.protocols import Draft, LanguageModel, Selector, Verifier
 from specdec.sampling import Sampling, SamplingSettings
 from specdec.serving.requests import Finished
 from specdec.verifiers.fused import FusedRejection
 from specdec.verifiers.rejection import Rejection
-
-DraftLike = Draft[Any] | ModelLike | SpireModel | HeadModel | tuple[SpireModel, Any]
 
 LONGEST = 2**16 - 1
 """The longest path of a draft: keys of random decisions have 16 bits for the depth of a token."""
@@ -100,7 +93,7 @@ class Builder:
             TypeError: arms or capacities are no mapping, or the selector lacks methods.
             ValueError: there are no arms, a capacity is below 0 or of an unknown arm, or the selector needs a ``reward``.
         """
-        _made("selector", selector, "init", "select", "update")
+        made("selector", selector, "init", "select", "update")
         if not isinstance(arms, Mapping):
             raise TypeError(f"arms is a {type(arms).__name__}: give a mapping, {{'name': draft, ...}}")
         if capacities is not None and not isinstance(capacities, Mapping):
@@ -109,10 +102,9 @@ class Builder:
             )
         remedy = "an arm drafts at least 1 token (None is the arm that does not speculate)"
         at_least(1, "length", length, remedy)
+        listed = ", ".join(arms)
         if isinstance(costs, ArmCosts) and len(costs.draft) != len(arms):
-            raise ValueError(
-                f"costs has {len(costs.draft)} arms and there are {len(arms)}: {', '.join(arms)}"
-            )
+            raise ValueError(f"costs has {len(costs.draft)} arms and there are {len(arms)}: {listed}")
         if not arms:
             raise ValueError("arms is empty: give at least one draft, or None for 'do not speculate'")
         wanted = SelectorInfo.of(selector)
@@ -170,23 +162,23 @@ class Builder:
         for name, value in settings.items():
             if name not in known:
                 refuse("sampling", {name: value}, SAMPLING, known, "setting")
-        return replace(
-            self, _sampling=replace(self._sampling or Sampling(), **settings) if settings else sampling
-        )
+        if settings:
+            sampling = replace(self._sampling or Sampling(), **settings)
+        return replace(self, _sampling=sampling)
 
     def greedy(self) -> Builder:
         """The same as ``sampling(temperature=0)``."""
-        return self.sampling(temperature=0.0)
+        return self.sampling(temperature=0)
 
     def verifier(self, verifier: Verifier) -> Builder:
         """How proposed tokens are verified: ``Rejection()`` (default; ``FusedRejection()``, which decides alike, on a GPU), ``Traversal()``,
         ``Coupled()``, or another of ``specdec.verifiers``."""
-        _made("verifier", verifier, "__call__", "check", "for_draft")
+        made("verifier", verifier, "__call__", "check", "for_draft")
         return replace(self, _verifier=verifier)
 
     def executor(self, executor: Executor) -> Builder:
         """The order in which the parts run (default ``Serial()``)."""
-        _made("executor", executor, "run")
+        made("executor", executor, "run")
         return replace(self, _executor=executor)
 
     def generate(self, *arguments: Any, **named: Any) -> Generation:
@@ -219,7 +211,7 @@ class Builder:
         """
         target, part = self._target, DraftPart.of(self._draft)
         for each in (part, *part.members):
-            _made("draft", each.draft, "init", "propose", "observe", "select")
+            made("draft", each.draft, "init", "propose", "observe", "select")
         remedy = "a draft proposes at least 1 token (use drafts.NoDraft() for plain decoding)"
         at_least(1, "length", self._length, remedy)
         if self._length > LONGEST:
@@ -262,7 +254,7 @@ class Builder:
                 f"sampling({settings}), or set another sampling",
                 stacklevel=2,
             )
-        made = Decoder(
+        composed = Decoder(
             target,
             self._draft,
             self._length,
@@ -272,7 +264,7 @@ class Builder:
             executor=self._executor,
             unbound=self._draft,
         ).with_sampling(sampling)
-        return replace(made, sampling_is_set=self._sampling is not None)
+        return replace(composed, sampling_is_set=self._sampling is not None)
 
 
 def default_verifier(device: torch.device | None) -> Verifier:
@@ -342,41 +334,6 @@ def _known(function: str, options: Mapping[str, Any], elsewhere: Mapping[str, st
     unknown = {name: value for name, value in options.items() if name not in known}
     if unknown:
         refuse(function, unknown, elsewhere, [*own, *known])
-
-
-def _made(name: str, part: Any, *parts: str) -> None:
-    """Raise TypeError for a class in place of an object, and for an object that lacks one of the methods ``parts``."""
-    if isinstance(part, type):
-        raise TypeError(f"{name} is the class {part.__name__}: give an object, {part.__name__}(...)")
-    lacking = [method for method in parts if not hasattr(part, method)]
-    if lacking:
-        what = repr(part) if isinstance(part, str) else f"a {type(part).__name__}"
-        raise TypeError(
-            f"{name} is {what} without {', '.join(lacking)}: give one of specdec.{name}s, or an object with {', '.join(parts)}"
-        )
-
-
-def as_draft(draft: Any, name: str, device: Any = None, **options: Unpack[Loading]) -> Draft[Any]:
-    """A draft from a draft, a SPIRe model or its folder, or what ``as_model`` takes."""
-    _made(name, draft)
-    if isinstance(draft, str) and draft in METHODS and not Path(draft).exists():
-        raise TypeError(f"{name} is {draft!r}, a name of vLLM's: {METHODS[draft]}")
-    if hasattr(draft, "propose"):  # ``build`` checks the other methods
-        in_memory(name, options)
-        return draft
-    if draft is None:
-        raise TypeError(f"{name} is None: give drafts.NoDraft() for plain decoding, or a draft")
-    if is_spire(draft):
-        in_memory(name, options)
-        return drafts.Spire(draft)
-    if is_head(draft):
-        in_memory(name, options)
-        return drafts.Head(draft)
-    if isinstance(draft, Mask):
-        raise TypeError(f"{name} is a mask: give the model that uses it, models.Masked(model, {draft!r})")
-    if callable(draft) and not hasattr(draft, "config") and not hasattr(draft, "score"):
-        raise TypeError(f"{name} is a function: give chain_draft(function), which makes it a draft")
-    return drafts.Model(as_model(draft, name, device, **options))
 
 
 def _fits(target: LanguageModel, draft: LanguageModel) -> None:

@@ -288,7 +288,7 @@ def test_a_processor_that_makes_its_constants_late_is_pure(target):
 def test_a_processor_that_cannot_be_copied_is_refused_by_name(target):
     one = Lazy()
     one.lock = Lock()
-    with pytest.raises(TypeError, match="processors: Lazy cannot be copied .*give it a __deepcopy__"):
+    with pytest.raises(TypeError, match=r"processors: Lazy cannot be copied .*give it a __deepcopy__"):
         sd.decoder(target).sampling(processors=(one,)).build()
 
 

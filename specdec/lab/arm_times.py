@@ -13,7 +13,6 @@ from scipy.optimize import nnls
 
 from specdec import zoo
 from specdec.arm_policy import Arm
-from specdec.builder import as_draft
 from specdec.builder import decoder as builder
 from specdec.capabilities import DraftPart
 from specdec.cost.arms import weights
@@ -22,6 +21,7 @@ from specdec.drafts.spire.load import is_spire
 from specdec.lab.pipeline import for_some, spread, timed
 from specdec.lab.selection import RoundTimes
 from specdec.models.hf import HFModel
+from specdec.parts import as_draft
 from specdec.sampling import Sampling
 from specdec.types import Context
 

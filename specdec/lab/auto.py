@@ -8,13 +8,14 @@ from typing import Any
 
 from specdec.arguments import at_least, counts
 from specdec.arm_policy import Arm
-from specdec.builder import Builder, as_draft
+from specdec.builder import Builder
 from specdec.capabilities import DraftInfo, DraftPart
 from specdec.cost.rounds import RoundTable
 from specdec.decoder import Decoder
 from specdec.executors.serial import Serial
 from specdec.lab.auto_runs import Measured, each, estimates, mean, reading
 from specdec.lab.console import progress, table
+from specdec.parts import as_draft
 from specdec.prompts import Prompts, rows_of
 from specdec.selectors.kinds import ByTemperature, Kind
 from specdec.selectors.planner import Planner

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from specdec.arguments import at_least
-from specdec.builder import DraftLike, as_draft, decoder
+from specdec.builder import decoder
 from specdec.capabilities import DraftPart, ModelInfo
 from specdec.composition import Composition
 from specdec.data.tokens import write
@@ -29,6 +29,7 @@ from specdec.lab.recorded import Recorded
 from specdec.lab.recorder import Recorder
 from specdec.lab.replays import Replay, described
 from specdec.lab.traces import Trace
+from specdec.parts import DraftLike, as_draft
 from specdec.protocols import LanguageModel
 from specdec.rng import Philox, seeds
 from specdec.sampling import Sampling

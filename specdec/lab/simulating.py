@@ -10,10 +10,11 @@ from torch import Tensor
 
 from specdec.arguments import at_least
 from specdec.audit.rounds import Efficiency
-from specdec.builder import DraftLike, as_draft, decoder
+from specdec.builder import decoder
 from specdec.capabilities import DraftInfo
 from specdec.drafts.coerce import ModelLike, as_model
 from specdec.lab.traces import Trace
+from specdec.parts import DraftLike, as_draft
 from specdec.protocols import Verifier
 from specdec.sampling import Sampling
 from specdec.types import Round
