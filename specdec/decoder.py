@@ -25,7 +25,8 @@ from specdec.rng import Philox, Rng, seeds
 from specdec.sampling import Sampling
 from specdec.saved import save
 from specdec.serving.requests import Finished, Request
-from specdec.serving.server import Server, Settings, check
+from specdec.serving.server import Server
+from specdec.serving.settings import Settings, check
 from specdec.stats import Record, Stats
 from specdec.stop_rules import StopRules
 from specdec.types import Context, Round
@@ -179,6 +180,7 @@ class Decoder(Composition):
         capacity: int | None = None,
         on_round: Callable[[Round], None] | None = None,
         selection: ArmAssignment | None = None,
+        errors: Literal["raise", "yield"] = "raise",
     ) -> Iterator[Finished]:
         """Decode a stream of requests; yields each as soon as it is finished.
 
@@ -186,7 +188,8 @@ class Decoder(Composition):
         same seed (under ``Rejection`` with a selector that learns, only its distribution does not depend on them; the tokens may).
 
         Args:
-            requests: in the order of their arrival, taken one at a time, so that a generator may be endless.
+            requests: in the order of their arrival, taken one at a time, so that a generator may be endless. A generator yields ``None`` for "nothing
+                now" and is asked again after the next round, or in a millisecond.
             limit: rows in flight at most; further requests wait.
             seed: for requests without one of their own: request i gets the seed of row i of a batch.
             eos_token_id, stop_strings: as for ``generate``.
@@ -196,13 +199,14 @@ class Decoder(Composition):
                 refuse longer requests; ``None``: caches grow as needed.
             on_round: called after every round; a request's prefill is round 0 of a batch of its own. ``round.context.request[b]`` is
                 the request's number and ``round.verdict.tokens[b, :round.committed[b]]`` its new tokens, with which partial results can be shown.
-            selection: as for ``generate``.
+            selection: as for ``generate``. errors: ``"raise"``, or ``"yield"``: a request that ``generate`` would refuse is yielded with
+                ``finish="error"`` and its ``error``, and the others go on.
         Raises:
             ValueError: at once, for a part that cannot take in rows during a run, an executor other than ``Serial`` and
                 ``Pipelined``, an invalid limit, clock, capacity, seed or stop, or a list of requests out of order; on its arrival, for
                 a request out of order, one that ``generate`` would refuse, or one that needs more than ``capacity``.
         """
-        settings = Settings(limit, seed, eos_token_id, stop_strings, clock, capacity, on_round)
+        settings = Settings(limit, seed, eos_token_id, stop_strings, clock, capacity, on_round, errors)
         check(self, self.executor, settings)
         decoder = self if selection is None else self._with(selection, limit)
         return Server(decoder, self.executor, requests, settings).run()

@@ -34,6 +34,7 @@ class StopRules:
     criteria: tuple[Callable[..., Any], ...] = ()
     tokenizer: Any = None
     reasons: dict[int, str] = field(default_factory=dict)  # request -> why it ended
+    cancelled: dict[int, Callable[[], bool]] = field(default_factory=dict)  # request -> whether it ends now
 
     def room(self, context: Context) -> Tensor:
         """``[B]`` tokens that each row may still commit."""
@@ -59,6 +60,10 @@ class StopRules:
                 )
                 if stop is not None and (stop[0] < int(committed[b]) or why.get(b) != "eos"):
                     committed[b], why[b] = stop
+        if self.cancelled:
+            for b, request in enumerate(context.request.tolist()):
+                if b not in why and request in self.cancelled and self.cancelled[request]():
+                    why[b] = "cancelled"
         finished = torch.zeros(context.batch, dtype=torch.bool)
         for b, reason in why.items():
             finished[b] = True

@@ -27,7 +27,8 @@ from specdec.executors import Optimistic
 from specdec.kernels.attention import AttentionPlan, Tree, attention
 from specdec.kernels.native import library, reason
 from specdec.models import HFModel
-from specdec.serving.server import Server, Settings
+from specdec.serving.server import Server
+from specdec.serving.settings import Settings
 from specdec.types import Context, Proposal, Verdict
 
 LONG = [n % 90 for n in range(3, 153)]

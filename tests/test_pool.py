@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import time
 from collections import Counter
 from dataclasses import dataclass, field, replace
@@ -534,6 +535,12 @@ def test_what_was_learned_goes_from_call_to_call():
     assert thrice > twice
     list(decoder.serve([sd.Request([1], 12)], limit=2, seed=3, selection=learned))
     assert float(learned.state.own.sums.sum()) > thrice
+
+
+def test_a_decoder_with_a_pool_is_pickled():
+    decoder = sd.decoder(TABLE).pool({"a": SMALL, "none": None}, Random(), 2).build()
+    expected = decoder.generate([[1], [2]], 12, seed=0)  # which keeps what it has found out
+    assert pickle.loads(pickle.dumps(decoder)).generate([[1], [2]], 12, seed=0).ids == expected.ids
 
 
 def test_an_aborted_run_leaves_no_requests_behind():

@@ -26,7 +26,8 @@ from specdec.executors import Optimistic, Pipelined, Serial, Timeline
 from specdec.masks import streaming
 from specdec.models import Masked
 from specdec.serving import server
-from specdec.serving.server import Server, Settings, joined
+from specdec.serving.server import Server, joined
+from specdec.serving.settings import Settings
 
 PROMPTS = [[5], [7, 8, 9], [1, 2, 3, 4] * 6, [50] * 9, [3, 1], [90, 4, 5, 6], list(range(17)), [11, 12] * 5]
 BUDGETS = [12, 3, 16, 1, 9, 14, 2, 13]
@@ -294,7 +295,7 @@ def test_what_cannot_be_served_is_refused_at_once(target, small):
     [
         (sd.Request([1], 0), ValueError, "request 1: max_new_tokens is 0: give at least 1"),
         (sd.Request([1], 300), ValueError, "request 1: its prompt has 1 tokens .* 301 positions"),
-        (sd.Request([], 3), ValueError, "request 1: prompts is empty"),
+        (sd.Request([], 3), ValueError, "request 1: its prompt is empty"),
         (sd.Request([[1], [2]], 3), ValueError, "request 1: prompt holds 2 prompts"),
         (sd.Request([97], 3), ValueError, "request 1: its prompt has an id outside"),
         (sd.Request([1.5], 3), TypeError, "request 1"),

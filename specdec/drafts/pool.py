@@ -81,11 +81,14 @@ class Pool:
         return DraftInfo(
             "pool",
             trees=any(i.trees for i in infos),
-            nodes=lambda length: max((i.nodes(length) for i in infos), default=0),
+            nodes=self._nodes,
             taps=tuple(sorted({tap for i in infos for tap in i.taps})),
             revocable=all(i.revocable for i in infos),
             drafts=self.drafts,
         )
+
+    def _nodes(self, length: int) -> int:
+        return max((part.info.nodes(length) for part in self.parts), default=0)
 
     def bind(self, target: LanguageModel, sampling: Sampling) -> Pool:
         return replace(self, drafts=tuple(part.bound(target, sampling) for part in self.parts))

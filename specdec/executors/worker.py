@@ -13,6 +13,7 @@ import pickle
 import threading
 import traceback
 import warnings
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import wait
@@ -261,6 +262,8 @@ class ProcessWorker:
             )  # from Python 3.12 on, of other threads: see above
             self.process.start()
         theirs.close()
+        # Also before the interpreter's end, when nothing is left to stop it with.
+        self.stop = weakref.finalize(self, _ended, ours, self.process)
 
     def submit(self, request: DraftRequest) -> None:
         if not isinstance(request.rng, Philox):
@@ -338,15 +341,17 @@ class ProcessWorker:
         proposal = Proposal(laid.tokens, laid.parents, laid.size, probs, laid.provenance, laid.source)
         return response._replace(drafted=response.drafted._replace(proposal=proposal))
 
-    def stop(self) -> None:
-        with suppress(OSError):
-            self.pipe.send_bytes(pickle.dumps(None))
-        self.pipe.close()
-        self.process.join(5)
-        if self.process.is_alive():
-            self.process.terminate()
-            self.process.join()
-        self.process.close()
+
+def _ended(pipe: Any, process: Any) -> None:
+    """End a drafting process."""
+    with suppress(OSError):
+        pipe.send_bytes(pickle.dumps(None))
+    pipe.close()
+    process.join(5)
+    if process.is_alive():
+        process.terminate()
+        process.join()
+    process.close()
 
 
 def _slim(request: DraftRequest) -> DraftRequest:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from specdec.arguments import number
+from specdec.arguments import function, listed, number, whole
 from specdec.stats import Stats
 
 
@@ -18,21 +18,28 @@ class Request:
 
     Args:
         prompt: a text, a chat, or ids, as for ``generate``. max_new_tokens: the budget.
-        arrival: time of arrival since the start, in seconds, or in rounds where the clock counts rounds.
+        arrival: time of arrival since the start, in seconds, or in rounds where the clock counts rounds; ``None``: when it is taken from the source.
         seed: makes the same draws as ``generate(prompt, seed=seed)``; ``None`` derives them from the stream's seed.
         key: any object that the caller wants back with the result.
+        cancelled: asked after every round, ``threading.Event().is_set`` for example; when it says yes, the request ends with what it has.
     Raises:
-        TypeError: the arrival is no number. ValueError: it is negative or infinite.
+        TypeError: the arrival or the seed is no number, or ``cancelled`` no function. ValueError: the arrival is negative or infinite.
     """
 
     prompt: Any
     max_new_tokens: int = 128
-    arrival: float = 0.0
+    arrival: float | None = 0.0
     seed: int | None = None
     key: Any = None
+    cancelled: Callable[[], bool] | None = None
 
     def __post_init__(self) -> None:
-        number("arrival", self.arrival)
+        function("cancelled", self.cancelled)
+        if self.seed is not None:
+            whole("seed", listed(self.seed), ", or None")
+        if self.arrival is None:
+            return
+        number("arrival", self.arrival, ", or None")
         if not 0 <= self.arrival < float("inf"):
             raise ValueError(
                 f"arrival is {self.arrival}: give a time since the start of the stream, 0 or later"
@@ -45,7 +52,7 @@ class Finished:
 
     Attributes:
         index: number of the request in the stream. ids: generated ids, with the token that ended it. text: ``None`` without a tokenizer.
-        finish: ``"length"``, ``"eos"`` or ``"stop_string"``. stats: counts (no seconds: the rows of a batch share them).
+        finish: ``"length"``, ``"eos"``, ``"stop_string"``, ``"cancelled"``, or ``"error"``. error: what was wrong with it (``serve(errors="yield")``). stats: counts (no seconds: the rows of a batch share them).
         arrived: when it was due. started: when its prefill began. first_token: when its prefill ended. finished: when its
             last token was committed.
     """
@@ -60,6 +67,7 @@ class Finished:
     started: float
     first_token: float
     finished: float
+    error: Exception | None = None
 
     @property
     def queueing(self) -> float:
@@ -99,12 +107,12 @@ class Summary:
 
     @staticmethod
     def of(finished: Iterable[Finished]) -> Summary:
-        """The figures of some finished requests.
+        """The figures of some finished requests; those that were refused are left out.
 
         Raises:
             ValueError: there are none.
         """
-        done = list(finished)
+        done = [one for one in finished if one.error is None]
         if not done:
             raise ValueError("finished is empty: a summary needs at least one finished request")
         tokens = sum(len(one.ids) for one in done)

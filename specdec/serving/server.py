@@ -7,16 +7,15 @@ on the other rows in flight.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from time import perf_counter, sleep
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from specdec.arguments import at_least, function, listed, whole
 from specdec.arm_policy import Choice
 from specdec.capabilities import ModelInfo
 from specdec.composition import Composition
@@ -24,82 +23,15 @@ from specdec.executors.contract import Executor
 from specdec.executors.pipelined import Pipelined
 from specdec.executors.round import MicroBatch
 from specdec.executors.scheduler import Scheduler
-from specdec.executors.serial import Serial
 from specdec.executors.worker import DraftRequest, InlineWorker
 from specdec.prompts import prepared, rows_of
-from specdec.protocols import JoinableCache, PooledCache
+from specdec.protocols import PooledCache
 from specdec.rng import Philox, seeds
 from specdec.serving.requests import Finished, Request
+from specdec.serving.settings import Settings, micro_batches_of
 from specdec.stats import Record, Stats
 from specdec.stop_rules import StopRules
 from specdec.types import Context, Round
-
-CLOCKS = ("wall", "rounds")
-
-
-@dataclass(frozen=True, eq=False)
-class Settings:
-    """Arguments of ``Decoder.serve``."""
-
-    limit: int = 16
-    seed: int | None = None
-    eos_token_id: int | Sequence[int] | None = None
-    stop_strings: str | Sequence[str] = ()
-    clock: Literal["wall", "rounds"] = "wall"
-    capacity: int | None = None
-    on_round: Callable[[Round], None] | None = None
-
-
-def check(composition: Composition, executor: Executor, settings: Settings) -> None:
-    """Refuse what cannot be served, before any work is done.
-
-    Raises:
-        TypeError: an argument is of another kind.
-        ValueError: a limit or a capacity below 1, an unknown clock, a seed out of range, a stop that never comes, an executor that is neither ``Serial`` nor ``Pipelined``, more
-            micro-batches than rows, or a part whose state cannot take in new rows.
-    """
-    at_least(1, "limit", settings.limit, "give the number of rows in flight, at least 1")
-    if settings.capacity is not None:
-        at_least(1, "capacity", settings.capacity, "give the tokens of a row, or None to grow as needed")
-    function("on_round", settings.on_round)
-    if settings.seed is not None:
-        whole("seed", listed(settings.seed), ", from which every request gets its own")
-        seeds(settings.seed, 1)
-    prepared(composition, [[0]], 1, settings.eos_token_id, settings.stop_strings, ())
-    if settings.clock not in CLOCKS:
-        raise ValueError(f"clock is {settings.clock!r}: give 'wall' (seconds) or 'rounds'")
-    if not isinstance(executor, (Serial, Pipelined)):
-        raise ValueError(
-            f"rows cannot join those in flight under the executor {executor}: build with Serial() or Pipelined(micro_batches)"
-        )
-    if micro_batches_of(executor, settings) > settings.limit:
-        raise ValueError(
-            f"micro_batches is {micro_batches_of(executor, settings)} and limit is {settings.limit}: each micro-batch needs a row; use at most "
-            f"{settings.limit}, or raise limit"
-        )
-    for part in composition.drafting.members:
-        if part.joins is None:
-            raise ValueError(
-                f"draft {part.info.name!r} cannot take in rows during a run (it has no join): use drafts.Model, NGram or a function, or "
-                "generate() a fixed batch"
-            )
-        if part.info.model is not None and not part.info.taps:
-            _joinable(f"the model of draft {part.info.name!r},", part.info.model)
-    _joinable("the target", composition.target)
-
-
-def _joinable(name: str, model: Any) -> None:
-    """Raise ValueError for a model whose cache other rows cannot join."""
-    if not isinstance(model.cache(1, 1), JoinableCache):
-        raise ValueError(
-            f"{name} {model!r} cannot take in rows during a run (its cache has no join): use a plain HFModel, or Masked(..., "
-            "storage='dense') for a mask, or generate() a fixed batch"
-        )
-
-
-def micro_batches_of(executor: Executor, settings: Settings) -> int:
-    """How many micro-batches share the rows in flight."""
-    return executor.count(settings.limit) if isinstance(executor, Pipelined) else 1
 
 
 @dataclass(eq=False)
@@ -107,10 +39,27 @@ class _Open:
     """A request in flight."""
 
     request: Request
+    arrived: float
     started: float
     ids: list[int]
     stats: Stats
     first_token: float = 0.0
+
+
+class _Due(NamedTuple):
+    """A request of the stream, its number, and when it arrived."""
+
+    number: int
+    request: Request
+    arrived: float
+
+
+class _Ready(NamedTuple):
+    """A request that will join: its ``context`` of one row, and its ``seed [1]``."""
+
+    due: _Due
+    context: Context
+    seed: Tensor
 
 
 @dataclass(eq=False)
@@ -125,7 +74,7 @@ class Place:
     number: int
     micro_batch: MicroBatch | None = None
     spare: Any = None
-    waiting: list[tuple[int, Request]] = field(default_factory=list)
+    waiting: list[_Ready] = field(default_factory=list)
 
     @property
     def load(self) -> int:
@@ -133,15 +82,18 @@ class Place:
         return len(self.waiting) + (self.micro_batch.context.batch if self.micro_batch else 0)
 
 
-def _in_order(one: tuple[int, Any], before: Request | None) -> None:
-    """Raise TypeError for what is no request, ValueError for one that arrives earlier than the one ``before`` it."""
-    index, request = one
+POLL = 1e-3
+"""Seconds between two questions to a source that had nothing, while no row is in flight."""
+
+
+def _in_order(index: int, request: Any, latest: float) -> None:
+    """Raise TypeError for what is no request, ValueError for one that arrives before ``latest``, when the one before it did."""
     if not isinstance(request, Request):
         raise TypeError(f"request {index} is a {type(request).__name__}: give Request(prompt, ...)")
-    if before is not None and request.arrival < before.arrival:
+    if request.arrival is not None and request.arrival < latest:
         raise ValueError(
-            f"request {index}: its arrival is {request.arrival} and that of the one before it {before.arrival}: give requests in the order "
-            "of arrival"
+            f"request {index}: its arrival is {request.arrival} and that of the one before it {latest}: give requests in the order of "
+            "arrival"
         )
 
 
@@ -164,11 +116,13 @@ class Server:
                 f"requests is a {type(requests).__name__}: give a list of Request, or a generator"
             )
         if isinstance(requests, Sequence):  # check all of them before any work is done
-            for before, one in zip((None, *requests), enumerate(requests)):
-                _in_order(one, before)
-        self.source = enumerate(requests)
-        self.latest: Request | None = None
-        self.next: tuple[int, Request] | None = None
+            latest = 0.0
+            for index, request in enumerate(requests):
+                _in_order(index, request, latest)
+                latest = latest if request.arrival is None else request.arrival
+        self.source: Iterator[Request | None] = iter(requests)
+        self.ended, self.taken, self.latest = False, 0, 0.0
+        self.next: _Due | None = None
         self.places = [Place(number) for number in range(micro_batches_of(executor, settings))]
         self.rows = -(-settings.limit // len(self.places))  # of a micro-batch at most
         self.limits = StopRules(torch.zeros(64, dtype=torch.long))
@@ -191,16 +145,27 @@ class Server:
     def time(self) -> float:
         return float(self.rounds) if self.settings.clock == "rounds" else perf_counter() - self.began
 
-    @torch.inference_mode()  # as a decorator it is off between the steps, in the consumer's code
     def run(self) -> Iterator[Finished]:
         """Serve all requests; yields them in the order in which they finish."""
+        steps = self._steps()
+        try:
+            while True:
+                with torch.inference_mode():  # off in the consumer's code
+                    one = next(steps, None)
+                if one is None:
+                    return
+                yield one
+        finally:
+            steps.close()
+
+    def _steps(self) -> Generator[Finished, None, None]:
         if isinstance(self.executor, Pipelined):
             self.scheduler = self.executor.scheduler(self.composition, len(self.places), self.rows)
         else:
             self.scheduler = Scheduler(InlineWorker(self.composition))
         try:
             while True:
-                self._deal()
+                yield from self._deal()
                 for place in self.places:
                     if place.waiting and not place.micro_batch:
                         draft_request = yield from self._admit(place)
@@ -208,7 +173,7 @@ class Server:
                             self.scheduler.go_on(place.micro_batch, draft_request, self.limits)
                 if self.scheduler.running:
                     yield from self._round()
-                elif self._peek() is None:
+                elif self._peek() is None and self.ended:
                     return
                 else:
                     self._wait()
@@ -217,45 +182,68 @@ class Server:
 
     # -- arrivals ------------------------------------------------------------------------------------------------------
 
-    def _peek(self) -> tuple[int, Request] | None:
-        """The next request; at most one is taken from the source ahead of time."""
-        if self.next is None:
-            self.next = next(self.source, None)
-            if self.next is not None:
-                _in_order(self.next, self.latest)
-                self.latest = self.next[1]
+    def _peek(self) -> _Due | None:
+        """The next request, ``None`` if there is none yet or no more; at most one is taken from the source ahead of time."""
+        if self.next is None and not self.ended:
+            with torch.inference_mode(False):  # the source is the user's code
+                request = next(self.source, self)
+            if request is self:
+                self.ended = True
+            elif request is not None:
+                _in_order(self.taken, request, self.latest)
+                assert isinstance(request, Request)
+                self.latest = max(self.latest, self.time) if request.arrival is None else request.arrival
+                self.next, self.taken = _Due(self.taken, request, self.latest), self.taken + 1
         return self.next
 
-    def _deal(self) -> None:
+    def _deal(self) -> Iterator[Finished]:
         """Assign requests that are due, as many as there is room for, each to the micro-batch with the fewest rows.
 
-        No micro-batch gets more than its share of the limit.
+        No micro-batch gets more than its share of the limit. Requests that were cancelled, or are refused, are yielded at once.
         """
         while sum(place.load for place in self.places) < self.settings.limit:
-            one = self._peek()
-            if one is None or one[1].arrival > self.time:
-                break
-            place = min(self.places, key=lambda place: (place.load, place.number in self.scheduler.running))
-            place.waiting.append(one)
+            due = self._peek()
+            if due is None or due.arrived > self.time:
+                return
             self.next = None
+            if due.request.cancelled is not None and due.request.cancelled():
+                yield self._unserved(due, "cancelled")
+                continue
+            try:
+                ready = _Ready(due, *self._prepared(due.number, due.request))
+            except (TypeError, ValueError) as error:
+                if self.settings.errors == "raise":
+                    raise
+                yield self._unserved(due, "error", error)
+                continue
+            place = min(self.places, key=lambda place: (place.load, place.number in self.scheduler.running))
+            place.waiting.append(ready)
+
+    def _unserved(self, due: _Due, finish: str, error: Exception | None = None) -> Finished:
+        """The result of a request that never joined."""
+        now = self.time
+        times = {"arrived": due.arrived, "started": now, "first_token": now, "finished": now}
+        return Finished(due.request, due.number, [], None, finish, Stats(), **times, error=error)
 
     def _wait(self) -> None:
-        """Wait, with no row in flight, until the next request is due."""
-        assert self.next is not None
-        arrival = self.next[1].arrival
-        if self.settings.clock == "rounds":
-            self.rounds = max(self.rounds, Fraction(arrival))
+        """Wait, with no row in flight, until the next request is due, or until the source is asked again."""
+        if self.next is None:
+            sleep(POLL)
+        elif self.settings.clock == "rounds":
+            self.rounds = max(self.rounds, Fraction(self.next.arrived))
         else:
-            sleep(min(max(arrival - self.time, 0), 3600))  # no machine sleeps for any time at once
+            sleep(min(max(self.next.arrived - self.time, 0), 3600))  # no machine sleeps for any time at once
         self.scheduler.clock = perf_counter()
 
     def _admit(self, place: Place) -> Generator[Finished, None, DraftRequest | None]:
         """Prefill waiting requests as a micro-batch, and let it join the running one; returns the request to the drafts."""
         arrived, place.waiting = place.waiting, []
         started = self.time
-        contexts, own = zip(*(self._prepared(index, request) for index, request in arrived))
-        for index, request in arrived:
-            self.open[index] = _Open(request, started, [], Stats())
+        due, contexts, own = zip(*arrived)
+        for index, request, at in due:
+            self.open[index] = _Open(request, at, started, [], Stats())
+            if request.cancelled is not None:
+                self.limits.cancelled[index] = request.cancelled
         micro_batch = MicroBatch(
             self.composition, joined(contexts, self.settings.capacity), Philox(torch.cat(own)), self.selection
         )
@@ -266,7 +254,7 @@ class Server:
             )
         draft_request = self.scheduler.prefill(place.number, micro_batch, self.limits)
         self._count(draft_request.round)
-        for index, _ in arrived:
+        for index, _, _ in due:
             self.open[index].first_token = self.time
         if micro_batch:
             self._join(place, micro_batch)
@@ -286,6 +274,8 @@ class Server:
         """
         settings = self.settings
         try:
+            if isinstance(request.prompt, Sized) and not len(request.prompt):
+                raise ValueError("its prompt is empty: give at least one token")
             rows = rows_of(self.composition.target, request.prompt)
             if len(rows) > 1:
                 raise ValueError(f"prompt holds {len(rows)} prompts: make a Request of each")
@@ -299,7 +289,12 @@ class Server:
             )
             seed = self._seed(index, request)
         except (TypeError, ValueError) as error:
-            what = str(error).replace("prompt 0", "its prompt").replace(" for row 0", "")
+            what = (
+                str(error)
+                .replace("prompt 0", "its prompt")
+                .replace(" for row 0", "")
+                .replace(", in a list,", "")
+            )
             raise type(error)(f"request {index}: {what}") from error
         need = context.tokens.shape[1]
         if settings.capacity is not None and need > settings.capacity:
@@ -311,7 +306,8 @@ class Server:
         while index >= len(known):
             known = torch.cat([known, torch.zeros_like(known)])
         known[index] = limits.max_length[0]
-        self.limits = replace(limits, max_length=known, reasons=self.limits.reasons)
+        held = self.limits
+        self.limits = replace(limits, max_length=known, reasons=held.reasons, cancelled=held.cancelled)
         return replace(context, request=torch.tensor([index])), seed
 
     def _seed(self, index: int, request: Request) -> Tensor:
@@ -352,7 +348,7 @@ class Server:
             if self.settings.capacity is not None:
                 place.spare = micro_batch.cache.select(torch.arange(0))
         yield from self._finished(draft_request.round)
-        self._deal()
+        yield from self._deal()
         joins = None
         if micro_batch and place.waiting:
             joins = yield from self._admit(place)
@@ -365,12 +361,14 @@ class Server:
             one.ids += new[b][: record.committed[b]]
             one.stats._add(record, b)
         if self.settings.on_round is not None:
-            self.settings.on_round(round)
+            with torch.inference_mode(False):
+                self.settings.on_round(round)
 
     def _finished(self, round: Round) -> Iterator[Finished]:
         time, tokenizer = self.time, ModelInfo.of(self.composition.target).tokenizer
         for index in sorted(round.context.request[round.finished].tolist()):
             one = self.open.pop(index)
+            self.limits.cancelled.pop(index, None)
             yield Finished(
                 request=one.request,
                 index=index,
@@ -378,7 +376,7 @@ class Server:
                 text=tokenizer.decode(one.ids, skip_special_tokens=True) if tokenizer else None,
                 finish=self.limits.reasons.pop(index),
                 stats=one.stats,
-                arrived=one.request.arrival,
+                arrived=one.arrived,
                 started=one.started,
                 first_token=one.first_token,
                 finished=time,

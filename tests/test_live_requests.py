@@ -1,0 +1,151 @@
+"""Sources of requests that have nothing now, and requests that are refused or cancelled."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from threading import Event
+
+import pytest
+import torch
+from tiny import tiny
+
+import specdec as sd
+from specdec.executors import Pipelined, Serial
+
+
+@pytest.fixture(scope="module")
+def target():
+    return sd.HFModel(tiny("llama", 0))
+
+
+@pytest.fixture(scope="module")
+def small():
+    return sd.HFModel(tiny("llama", 1))
+
+
+def test_rows_go_on_while_the_source_has_nothing(target, small):
+    rounds: list[int] = []
+
+    def live():
+        yield sd.Request([5, 6], 8, key="first")
+        while len(rounds) < 4:
+            yield None
+        yield sd.Request([7], 4, key="second", arrival=None)
+
+    decoder = sd.decoder(target).draft(small, length=2).build()
+    done = list(
+        decoder.serve(live(), 4, seed=0, clock="rounds", on_round=lambda round: rounds.append(round.number))
+    )
+    assert {one.request.key for one in done} == {"first", "second"}
+    alone = decoder.generate([[5, 6], [7]], [8, 4], seed=0)
+    assert all(one.ids == alone.ids[one.index] for one in done)
+    second = next(one for one in done if one.request.key == "second")
+    assert second.arrived > 0  # when it was taken
+    assert second.queueing == 0
+
+
+def test_an_idle_server_asks_its_source_again(target):
+    asked = 0
+
+    def live():
+        nonlocal asked
+        for _ in range(5):
+            asked += 1
+            yield None
+        yield sd.Request([5], 2, arrival=None)
+
+    (one,) = sd.decoder(target).build().serve(live(), 2, seed=0)
+    assert asked == 5
+    assert len(one.ids) == 2
+    assert 0.001 < one.arrived <= one.started
+
+
+@pytest.mark.parametrize("executor", [Serial(), Pipelined(2)])
+def test_a_refused_request_is_yielded_and_the_others_go_on(target, small, executor):
+    decoder = sd.decoder(target).draft(small, length=2).executor(executor).build()
+    good = [sd.Request([5, 6], 8), sd.Request([7], 6, arrival=2)]
+    bad = [
+        sd.Request([], 3, arrival=1),
+        sd.Request([10**6], 3, arrival=1),
+        sd.Request([5], 10**6, arrival=1),
+        sd.Request([5], 0, arrival=2),
+    ]
+    mixed = [good[0], *bad, good[1]]
+    done = {one.index: one for one in decoder.serve(iter(mixed), 4, seed=0, clock="rounds", errors="yield")}
+    assert [done[i].finish for i in range(6)] == ["length", "error", "error", "error", "error", "length"]
+    for i in range(1, 5):
+        assert not done[i].ids
+        assert str(done[i].error).startswith(f"request {i}: ")
+    alone = decoder.generate([good[0].prompt, *[[1]] * 4, good[1].prompt], [8, 1, 1, 1, 1, 6], seed=0)
+    assert done[0].ids == alone.ids[0]
+    assert done[5].ids == alone.ids[5]
+    assert sd.Summary.of(done.values()).requests == 2
+    with pytest.raises(ValueError, match="request 1: its prompt is empty"):
+        list(decoder.serve(iter(mixed), 4, seed=0, clock="rounds"))
+    with pytest.raises(ValueError, match="errors is 'ignore': give 'raise', or 'yield'"):
+        decoder.serve(mixed, errors="ignore")
+
+
+def test_a_cancelled_request_ends_with_what_it_has(target, small):
+    stop = Event()
+    decoder = sd.decoder(target).draft(small, length=2).build()
+    late = Event()
+    late.set()
+    requests = [
+        sd.Request([5, 6], 40, cancelled=stop.is_set),
+        sd.Request([7], 12),
+        sd.Request([8], 5, cancelled=late.is_set, arrival=1),
+    ]
+
+    def watch(round):
+        if round.number == 3:
+            stop.set()
+
+    done = {one.index: one for one in decoder.serve(requests, 3, seed=0, clock="rounds", on_round=watch)}
+    alone = decoder.generate([[5, 6], [7]], [40, 12], seed=0)
+    assert done[0].finish == "cancelled"
+    assert 3 <= len(done[0].ids) < 40
+    assert done[0].ids == alone.ids[0][: len(done[0].ids)]
+    assert done[1].ids == alone.ids[1]
+    assert (done[2].finish, done[2].ids) == ("cancelled", [])
+
+
+def test_the_users_code_is_not_in_inference_mode(target):
+    seen = []
+
+    def source():
+        seen.append(torch.is_inference_mode_enabled())
+        yield sd.Request([5], 3)
+
+    decoder = sd.decoder(target).build()
+    for _ in decoder.serve(source(), on_round=lambda _: seen.append(torch.is_inference_mode_enabled())):
+        seen.append(torch.is_inference_mode_enabled())
+    assert len(seen) > 3
+    assert not any(seen)
+
+
+def test_what_a_request_may_not_have():
+    with pytest.raises(TypeError, match="seed is"):
+        sd.Request([1], 3, seed="x")
+    with pytest.raises(TypeError, match="cancelled is True: give a function"):
+        sd.Request([1], 3, cancelled=True)
+
+
+@pytest.mark.parametrize("workers", ["threads", "processes"])
+def test_a_stream_left_open_at_the_end_of_a_program_is_quiet(tmp_path, workers):
+    script = tmp_path / "left_open.py"
+    script.write_text(
+        "import specdec as sd\n"
+        "from specdec.executors import Pipelined\n"
+        "target, small = (sd.TableModel.random(6, 1, seed=s) for s in (0, 1))\n"
+        f"decoder = sd.decoder(target).draft(small, 2).executor(Pipelined(2, workers={workers!r})).build()\n"
+        "served = decoder.serve([sd.Request([i], 50) for i in range(4)], 4, seed=0)\n"
+        "stream = decoder.stream([[1], [2]], 50, seed=0)\n"
+        "for _ in range(3):\n    next(stream)\n"
+        "next(served)\n"
+        "print('done')\n"
+    )
+    ran = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
+    assert ran.stdout == "done\n"
+    assert ran.stderr == ""
