@@ -131,11 +131,19 @@ def _ids(tokenizer: Any, b: int, prompt: Any) -> list[int]:
         if isinstance(prompt, str):
             _text(f"prompt {b}", prompt)
             return list(tokenizer(prompt)["input_ids"]) if prompt else []
+        if not all(isinstance(message, Mapping) and "role" in message for message in prompt):
+            raise TypeError(
+                f"prompt {b} is a list of {type(prompt[0]).__name__}s without 'role': give messages {{'role': ..., 'content': ...}} for a chat, or "
+                "tokenizer(texts, padding=True) for what a tokenizer returned"
+            )
         if getattr(tokenizer, "chat_template", None) is None:
             raise ValueError(
                 f"prompt {b} is a chat but the tokenizer has no chat template: pass a text, or set tokenizer.chat_template"
             )
-        said = tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, tokenize=False)
+        goes_on = prompt[-1]["role"] == "assistant"  # as in transformers' pipelines
+        said = tokenizer.apply_chat_template(
+            list(prompt), add_generation_prompt=not goes_on, continue_final_message=goes_on, tokenize=False
+        )
         _text(f"prompt {b}", said)
         # The template adds special tokens itself.
         return list(tokenizer(said, add_special_tokens=False)["input_ids"])

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from inspect import isroutine
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -52,18 +53,24 @@ def save(folder: str | os.PathLike[str], parts: Mapping[str, Any]) -> None:
 
     Raises:
         FileExistsError: there are files in the folder.
-        TypeError: a part is not the library's; the message names it. Nothing is written then.
+        TypeError: a part is not the library's; the message names it. Whatever is raised, nothing is written.
     """
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FileExistsError(f"{str(folder)!r} is not an empty folder: give a new one")
     writer = _Writer()
     recipe = {"version": VERSION, **{name: writer.text(part, name) for name, part in parts.items()}}
-    for name, saved in writer.folders.items():
-        for part in saved:
-            part.save_pretrained(folder / name)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / FILE).write_text(json.dumps(recipe, indent=1) + "\n", encoding="utf-8")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as unfinished:
+        made = Path(unfinished) / folder.name
+        made.mkdir()
+        for name, saved in writer.folders.items():
+            for part in saved:
+                part.save_pretrained(made / name)
+        (made / FILE).write_text(json.dumps(recipe, indent=1) + "\n", encoding="utf-8")
+        if folder.exists():
+            folder.rmdir()
+        made.rename(folder)
 
 
 class _Writer:

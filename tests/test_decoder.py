@@ -226,6 +226,17 @@ def test_processors_of_transformers_mean_what_they_mean_there(target, small):
         assert decoder.generate([PROMPTS[6]], 30, eos_token_id=3).ids[0] == expected[0, 17:].tolist(), name
 
 
+def test_settings_of_sampling_add_up(target):
+    half = sd.decoder(target).sampling(top_p=0.9).sampling(temperature=0.5).build().sampling
+    assert (half.top_p, half.temperature) == (0.9, 0.5)
+    processor = RepetitionPenaltyLogitsProcessor(1.2)
+    greedy = sd.decoder(target).greedy().sampling(processors=(processor,)).build().sampling
+    assert greedy.greedy
+    assert greedy.processors == (processor,)
+    whole = sd.decoder(target).greedy().sampling(sd.Sampling(top_k=3)).build().sampling
+    assert (whole.temperature, whole.top_k) == (1.0, 3)
+
+
 def test_stateful_processors_are_refused(target):
     with pytest.raises(ValueError, match="keeps state between calls"):
         sd.decoder(target).sampling(processors=(Counts(),)).build()
@@ -455,9 +466,15 @@ def test_prompts_in_every_form(target):
     try:
         chat = decoder.generate([[{"role": "user", "content": "hi"}]], 5)
         one = decoder.generate([{"role": "user", "content": "hi"}], 5)
+        begun = decoder.generate(
+            [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}], 5
+        )
+        with pytest.raises(TypeError, match="prompt 0 is a list of dicts without 'role'"):
+            decoder.generate([{"prompt": "hi"}], 5)
     finally:
         target.tokenizer.chat_template = None
     assert chat.prompt_ids == one.prompt_ids == [target.tokenizer("[user]hi[assistant]")["input_ids"]]
+    assert begun.prompt_ids == [target.tokenizer("[user]hi[assistant]yes")["input_ids"]]
 
 
 def test_the_builder_forks(target, small):

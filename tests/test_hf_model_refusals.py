@@ -10,6 +10,7 @@ from forwards import ROWS, TOLERANCE, error, propose
 from tiny import byte_tokenizer, tiny
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaModel
 
+import specdec as sd
 from specdec.cache.contiguous import free_bytes
 from specdec.models import OWN_CACHE, SUPPORTED, HFModel, UnsupportedModel
 from specdec.models.hf import self_check
@@ -280,3 +281,12 @@ def test_the_cpus_fast_path_by_name():
         each.logits = each.score(each.cache(len(ROWS), 48), context).logits
     assert torch.equal(auto.logits, named.logits)
     assert error(model, ROWS, named.logits) < 1e-4
+
+
+def test_an_output_matrix_that_is_replaced_is_noticed():
+    model = tiny("llama", 0, tie_word_embeddings=True)
+    decoder = sd.decoder(model).greedy().build()
+    decoder.generate([[1, 2]], 3)
+    model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight))
+    with pytest.raises(RuntimeError, match="given other parameters after it was wrapped"):
+        decoder.generate([[1, 2]], 3)

@@ -216,3 +216,20 @@ def test_folders_that_are_no_saved_decoder(folder, target):
     (folder / "decoder.json").write_text("{")
     with pytest.raises(ValueError, match="damaged"):
         sd.load(folder)
+
+
+def test_a_save_that_fails_leaves_nothing(tmp_path):
+    target = sd.HFModel(tiny("llama", 0))
+    target.model.generation_config.temperature = 0.3  # without do_sample, which transformers refuses to save
+    decoder = sd.decoder(target).greedy().build()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="GenerationConfig"):
+            decoder.save(tmp_path / "folder" / "saved")
+        assert not list((tmp_path / "folder").iterdir())
+    target.model.generation_config.temperature = None
+    (tmp_path / "folder" / "saved").mkdir()
+    decoder.save(tmp_path / "folder" / "saved")
+    assert [path.name for path in (tmp_path / "folder").iterdir()] == ["saved"]
+    assert (
+        sd.load(tmp_path / "folder" / "saved").generate([[1, 2]], 4).ids == decoder.generate([[1, 2]], 4).ids
+    )

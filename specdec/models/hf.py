@@ -227,7 +227,7 @@ class HFModel:
     def _check_storage(self) -> None:
         mine, users = self.clone.parameters(), self.model.parameters()
         where = self.clone.get_input_embeddings().weight
-        if any(a is not b for a, b in zip(mine, users)) or (where.dtype, where.device) != self._wrapped_as:
+        if [*map(id, mine)] != [*map(id, users)] or (where.dtype, where.device) != self._wrapped_as:
             raise RuntimeError(
                 "the model was moved, cast or given other parameters after it was wrapped: make a new HFModel from it"
             )

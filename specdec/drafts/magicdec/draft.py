@@ -45,7 +45,7 @@ class MagicDec:
             see already, at the start and every ``refresh`` rounds (``None``: never again). A pruner that needs attention weights gets
             those of the last ``observation`` committed tokens, which the target reads once more for this; nothing is chosen for rows
             with fewer tokens. The window always follows the text.
-        budget: entries that the pruner may choose, for every layer or for each (``pruning.budgets``).
+        budget: entries that the pruner may choose, for every layer or for each (``pruning.budgets``); without a pruner nothing is chosen.
         block: the longest chain that can be proposed.
         sampling: how the draft's tokens are drawn; ``None`` takes the decoder's.
     Raises:
