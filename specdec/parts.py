@@ -42,6 +42,8 @@ def as_draft(draft: Any, name: str, device: Any = None, **options: Unpack[Loadin
         return draft
     if draft is None:
         raise TypeError(f"{name} is None: give drafts.NoDraft() for plain decoding, or a draft")
+    if isinstance(draft, list):
+        raise TypeError(f"{name} is a list: give one draft; pool() and specdec.auto take several, by name")
     if is_spire(draft):
         in_memory(name, options)
         return drafts.Spire(draft)

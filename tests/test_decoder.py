@@ -23,6 +23,7 @@ from transformers import (
 )
 
 import specdec as sd
+from specdec import zoo
 from specdec.models import SUPPORTED
 from specdec.stop_rules import StopRules
 
@@ -224,6 +225,21 @@ def test_processors_of_transformers_mean_what_they_mean_there(target, small):
     for name, draft in all_drafts(target, small).items():
         decoder = sd.decoder(target).sampling(temperature=0, processors=made).draft(draft, length=3).build()
         assert decoder.generate([PROMPTS[6]], 30, eos_token_id=3).ids[0] == expected[0, 17:].tolist(), name
+
+
+def test_what_is_given_for_a_draft():
+    target = sd.HFModel(*zoo.load("pocket-target"))
+    base = sd.decoder(target)
+    head, tokenizer = zoo.load("pocket-medusa")
+    assert isinstance(base.draft((head, tokenizer)).build().draft, sd.drafts.Head)
+    with pytest.raises(
+        TypeError, match="draft is a list: give one draft; pool.. and specdec.auto take several"
+    ):
+        base.draft(["pocket-vanilla", "pocket-900k"])
+    with pytest.raises(TypeError, match=r"target is a list: give an HFModel"):
+        sd.decoder(["pocket-target", "pocket-vanilla"])
+    with pytest.raises(TypeError, match="give it with its tokenizer, as .model, tokenizer."):
+        sd.decoder(target.model, tokenizer=target.tokenizer)
 
 
 def test_settings_of_sampling_add_up(target):

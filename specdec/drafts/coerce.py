@@ -48,6 +48,8 @@ def _wrapped(model: Any, tokenizer: Any, name: str, options: Mapping[str, Any]) 
 
 def in_memory(name: str, options: Mapping[str, Any]) -> None:
     """Raise TypeError for options of loading: there is nothing to load."""
+    if "tokenizer" in options:
+        raise TypeError(f"{name} is in memory already: give it with its tokenizer, as (model, tokenizer)")
     if options:
         given = ", ".join(options)
         raise TypeError(

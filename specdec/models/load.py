@@ -186,4 +186,4 @@ def resolve(model: Any) -> tuple[Any, Any]:
 
 def is_pair(model: Any) -> bool:
     """Whether ``model`` is a pair of a model and its tokenizer."""
-    return isinstance(model, (tuple, list)) and len(model) == 2
+    return isinstance(model, tuple) and len(model) == 2
