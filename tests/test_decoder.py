@@ -24,6 +24,7 @@ from transformers import (
 
 import specdec as sd
 from specdec import zoo
+from specdec.capabilities import DraftInfo
 from specdec.models import SUPPORTED
 from specdec.stop_rules import StopRules
 
@@ -233,13 +234,35 @@ def test_what_is_given_for_a_draft():
     head, tokenizer = zoo.load("pocket-medusa")
     assert isinstance(base.draft((head, tokenizer)).build().draft, sd.drafts.Head)
     with pytest.raises(
-        TypeError, match="draft is a list: give one draft; pool.. and specdec.auto take several"
+        TypeError, match=r"draft is a list: give one draft; pool.. and specdec.auto take several"
     ):
         base.draft(["pocket-vanilla", "pocket-900k"])
     with pytest.raises(TypeError, match=r"target is a list: give an HFModel"):
         sd.decoder(["pocket-target", "pocket-vanilla"])
-    with pytest.raises(TypeError, match="give it with its tokenizer, as .model, tokenizer."):
+    with pytest.raises(TypeError, match=r"give it with its tokenizer, as .model, tokenizer."):
         sd.decoder(target.model, tokenizer=target.tokenizer)
+
+
+class Short(sd.drafts.NGram):
+    """Proposes two tokens at most, and says so."""
+
+    @property
+    def info(self):
+        return DraftInfo("short", longest=2)
+
+    def propose(self, state, context, budget, rng):
+        asked.append(int(budget.max()))
+        return super().propose(state, context, budget, rng)
+
+
+asked: list[int] = []
+
+
+def test_a_draft_is_never_asked_for_more_than_it_proposes(target):
+    asked.clear()
+    out = sd.decoder(target).greedy().draft(Short(), length=9).generate([[1, 2, 1, 2]], 12)
+    assert out.ids == sd.decoder(target).greedy().generate([[1, 2, 1, 2]], 12).ids
+    assert max(asked) == 2
 
 
 def test_settings_of_sampling_add_up(target):

@@ -171,7 +171,7 @@ def test_an_interrupted_run_ends_as_a_whole_one(tmp_path):
         return SpireModel.from_target(target, 1, window=8)
 
     whole = draft()
-    train(whole, target, tokens, settings=settings, progress=False)
+    uncut = train(whole, target, tokens, settings=settings, progress=False)
 
     class Stop(Exception):
         pass
@@ -189,6 +189,7 @@ def test_an_interrupted_run_ends_as_a_whole_one(tmp_path):
     part = draft()
     report = train(part, target, tokens, settings=each, checkpoint=path, progress=False)
     assert report.tokens == 8 * 4 * 16
+    assert report.curve[-1]["loss"] == pytest.approx(uncut.curve[-1]["loss"], rel=1e-5)
     for mine, theirs in zip(part.parameters(), whole.parameters()):
         assert torch.equal(mine, theirs)
     longer = dataclasses.replace(each, steps=10)

@@ -201,16 +201,17 @@ def train(
     try:
         run.share(accelerator)
         judge = Judge(draft, loss, ends.logits, settings.compile)
+        recent: list[Tensor] = []
         if path is not None and path.exists():
             state = checkpoints.load(path, asdict(settings), identity)
             run.restore(state)
             report.tokens, report.seconds, report.curve = (state[n] for n in ("tokens", "seconds", "curve"))
+            recent = [loss.to(device) for loss in state.get("recent", ())]  # absent in older checkpoints
         if accelerator.log_with and not accelerator.trackers:
             accelerator.init_trackers(
                 "specdec", config={n: str(value) for n, value in asdict(settings).items()}
             )
         started, saved, before = time.monotonic(), time.monotonic(), report.seconds
-        recent: list[Tensor] = []
         bar = tqdm(
             total=settings.steps,
             initial=run.step,
@@ -262,6 +263,7 @@ def train(
                 and (last or time.monotonic() - saved > 60 * settings.checkpoint_minutes)
             ):
                 done = {"tokens": report.tokens, "seconds": report.seconds, "curve": report.curve}
+                done["recent"] = [loss.cpu() for loss in recent]
                 checkpoints.save(path, {**run.state(), **done}, asdict(settings), identity)
                 saved = time.monotonic()
         bar.close()
