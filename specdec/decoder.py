@@ -29,6 +29,7 @@ from specdec.serving.server import Server
 from specdec.serving.settings import Settings, check
 from specdec.stats import Record, Stats
 from specdec.stop_rules import StopRules
+from specdec.texts import GrowingText, added
 from specdec.types import Context, Round
 from specdec.verifiers import FusedRejection, Rejection
 
@@ -138,7 +139,7 @@ class Decoder(Composition):
         tokenizer = ModelInfo.of(self.target).tokenizer
         return Generation(
             ids=ids,
-            texts=[tokenizer.decode(i, skip_special_tokens=True) for i in ids] if tokenizer else None,
+            texts=[added(tokenizer, *row) for row in zip(rows, ids)] if tokenizer else None,
             prompt_ids=rows,
             finish=[limits.reasons[b] for b in range(len(rows))],
             stats=Stats.of(records),
@@ -166,7 +167,7 @@ class Decoder(Composition):
         function("on_round", on_round)
         context, limits = prepared(self, rows, max_new_tokens, eos_token_id, stop_strings, stopping_criteria)
         decoder = self if selection is None else self._with(selection, context.batch)
-        return decoder._chunks(context, limits, seed, on_round)
+        return decoder._chunks(rows, context, limits, seed, on_round)
 
     def serve(
         self,
@@ -273,13 +274,14 @@ class Decoder(Composition):
 
     def _chunks(
         self,
+        rows: list[list[int]],
         context: Context,
         limits: StopRules,
         seed: int | Sequence[int] | None,
         on_round: Callable[[Round], None] | None,
     ) -> Iterator[StreamChunk]:
         tokenizer = ModelInfo.of(self.target).tokenizer
-        texts = None if tokenizer is None else [_Text(tokenizer) for _ in range(context.batch)]
+        texts = None if tokenizer is None else [GrowingText(tokenizer, row) for row in rows]
         for round in self._run(context, limits, seed, None):
             if on_round is not None:
                 on_round(round)
@@ -300,42 +302,6 @@ class Decoder(Composition):
             if round is None:
                 return
             yield round
-
-
-class _Text:
-    """A row's text as it grows. Only its end is decoded again, or a long text would take time by the square of its length."""
-
-    def __init__(self, tokenizer: Any, keep: int = 64):
-        self.tokenizer, self.keep = tokenizer, keep
-        self.ids: list[int] = []  # of the end
-        self.shown, self.longest = 0, 2 * keep  # characters of the end; tokens before a cut
-
-    def more(self, new: list[int], last: bool) -> str:
-        """The text that ``new`` tokens add, of whole characters unless they are the ``last``."""
-        self.ids += new
-        text = self._decoded(self.ids)
-        end = text if last else text.rstrip("\ufffd")  # an incomplete character
-        added, self.shown = end[self.shown :], max(self.shown, len(end))
-        if len(self.ids) > self.longest:
-            self._cut(text)
-        return added
-
-    def _cut(self, text: str) -> None:
-        """Forget the tokens before a place from which the rest alone is the end of ``text``, some of which has been shown, if one is found.
-
-        What has been shown stays before what follows: many tokenizers drop the space before a first word.
-        """
-        hidden = len(text) - self.shown
-        for at in range(len(self.ids) - self.keep, len(self.ids) - self.keep // 2):
-            rest = self._decoded(self.ids[at:])
-            if len(rest) > hidden >= 0 and text.endswith(rest):
-                self.ids, self.shown, self.longest = self.ids[at:], len(rest) - hidden, 2 * self.keep
-                return
-        self.longest = 2 * len(self.ids)
-
-    def _decoded(self, ids: list[int]) -> str:
-        text: str = self.tokenizer.decode(ids, skip_special_tokens=True)
-        return text
 
 
 class _bar:

