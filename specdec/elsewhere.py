@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
 from typing import Any, NoReturn
 
 _SAMPLING = "it is set when the decoder is composed: .sampling({name}={value}).build()"
@@ -117,5 +118,7 @@ def refuse(
     shown = repr(value) if isinstance(value, (int, float, str, bool, type(None))) else "..."
     remedy = known.get(name)
     if remedy is None:
-        raise TypeError(f"{function} has no {kind} {name!r}: there are {', '.join(own)}")
+        own = list(own)
+        near = "".join(f"; did you mean {one!r}?" for one in get_close_matches(name, own, 1))
+        raise TypeError(f"{function} has no {kind} {name!r}: there are {', '.join(own)}{near}")
     raise TypeError(f"{function} has no {kind} {name!r}: {remedy.format(name=name, value=shown)}")
