@@ -116,7 +116,7 @@ def test_a_temperature_is_a_number_by_which_logits_can_be_divided(temperature):
         ({"max_length": 9}, "give max_new_tokens"),
         ({"max_tokens": 9}, "here it is max_new_tokens"),
         ({"stop": "a"}, "here it is stop_strings"),
-        ({"max_new_token": 9}, "there are prompts, max_new_tokens, seed, .*attention_mask; did you mean 'max_new_tokens'\?$"),
+        ({"max_new_token": 9}, r"there are prompts, max_new_tokens, seed, .*attention_mask; did you mean 'max_new_tokens'\?$"),
         ({"attention_mask": [1]}, "attention_mask is given without input_ids"),
         ({"input_ids": [1]}, "prompts and input_ids are both given"),
         ({"prompts": None, "input_ids": 5}, "input_ids is 5: give rows of numbers"),
