@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, Unpack
 
@@ -15,7 +15,7 @@ from specdec.arguments import at_least, whole
 from specdec.arm_policy import Arm, ArmPolicy, Reward
 from specdec.capabilities import DraftInfo, DraftPart, ModelInfo, SelectorInfo, VerifierInfo
 from specdec.cost.arms import ArmCosts
-from specdec.custom_generate import CustomGenerate
+from specdec.custom_generate import CustomGenerate, Streamer
 from specdec.decoder import Decoder, StreamChunk
 from specdec.drafts.coerce import ModelLike, as_model
 from specdec.elsewhere import DRAFT, SAMPLING, refuse
@@ -193,9 +193,15 @@ class Builder:
         """``build().serve(...)``, as ``generate``."""
         return self.build().serve(*arguments, **named)
 
-    def as_generate(self) -> CustomGenerate:
-        """``build().as_generate()``."""
-        return self.build().as_generate()
+    def as_generate(self, streamer: Streamer | None = None) -> CustomGenerate:
+        """``build().as_generate(streamer)``."""
+        return self.build().as_generate(streamer)
+
+    def __call__(
+        self, model: Any, input_ids: Any, seed: int | Sequence[int] | None = None, **model_kwargs: Any
+    ) -> Any:
+        """As ``as_generate()``, so that transformers takes the builder itself: ``model.generate(**batch, custom_generate=builder)``."""
+        return self.build()(model, input_ids, seed=seed, **model_kwargs)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """``build().save(folder)``."""

@@ -6,12 +6,12 @@ honoured, or refused by name: padding is dropped, the usual truncations become `
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList, StoppingCriteriaList
+from transformers import Cache, LogitsProcessorList, StoppingCriteriaList, TextStreamer
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
 from transformers.generation.logits_process import (
     ExponentialDecayLengthPenalty,
@@ -32,6 +32,7 @@ from specdec.configs import setting
 from specdec.generation import Generation
 from specdec.prompts import unpadded
 from specdec.sampling import Sampling
+from specdec.types import Round
 
 _SETTINGS: dict[type, str] = {  # in the order in which both libraries apply them
     TemperatureLogitsWarper: "temperature",
@@ -47,7 +48,7 @@ _COUNT = (  # processors that count the tokens of the prompt, padding included
     MinNewTokensLengthLogitsProcessor,
     SuppressTokensAtBeginLogitsProcessor,
 )
-_CACHES = ("cache", "past_key_values")  # the name since transformers 5.24, and before
+_CACHES = ("cache", "past_key_values", "cache_params")  # before transformers 5.24 one of the latter two
 _OWN = {
     "attention_mask",
     "position_ids",
@@ -60,15 +61,33 @@ _OWN = {
 _OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 
 
+@runtime_checkable
+class Streamer(Protocol):
+    """What transformers' streamers are: ``put`` takes the prompt ``[1, L]`` and then every new id ``[1]``, and ``end`` closes the text."""
+
+    def put(self, value: Tensor) -> Any: ...
+
+    def end(self) -> Any: ...
+
+
 class CustomGenerate:
     """What ``Decoder.as_generate`` returns; transformers calls it.
 
     Attributes:
+        streamer: takes the tokens of the single row as rounds commit them, or ``None``.
         last: the ``Generation`` of the latest call, with its statistics; ``None`` before the first.
     """
 
-    def __init__(self, decoder: Any):
-        self.decoder = decoder
+    def __init__(self, decoder: Any, streamer: Streamer | None = None):
+        if isinstance(streamer, type):
+            raise TypeError(
+                f"streamer is the class {streamer.__name__}: give an object, {streamer.__name__}(...)"
+            )
+        if streamer is not None and not isinstance(streamer, Streamer):
+            raise TypeError(
+                f"streamer is {streamer!r}: give a transformers streamer, such as TextIteratorStreamer(tokenizer), or an object with put and end"
+            )
+        self.decoder, self.streamer = decoder, streamer
         self.last: Generation | None = None
         self._bound: tuple[Sampling, Any] = (decoder.sampling, decoder)
 
@@ -93,9 +112,32 @@ class CustomGenerate:
             ``[B, L + new]`` the ids with their padding, the new ids, and padding after rows that ended; a ``GenerateDecoderOnlyOutput``
             of it under ``return_dict_in_generate``.
         Raises:
-            ValueError: the call asks for something that the decoder does not do; the message names it.
+            ValueError: the call asks for something that the decoder does not do; the message names it. The streamer is ended in any case.
         """
-        config = generation_config
+        try:
+            return self._decoded(
+                model,
+                input_ids,
+                logits_processor or LogitsProcessorList(),
+                stopping_criteria or StoppingCriteriaList(),
+                generation_config,
+                seed,
+                model_kwargs,
+            )
+        finally:
+            if self.streamer is not None:
+                self.streamer.end()
+
+    def _decoded(
+        self,
+        model: Any,
+        input_ids: Tensor,
+        processors: Sequence[Any],
+        stopping: Sequence[Any],
+        config: Any,
+        seed: int | Sequence[int] | None,
+        model_kwargs: dict[str, Any],
+    ) -> Any:
         if config is None:
             raise TypeError(
                 "generation_config is missing: call model.generate(..., custom_generate=decoder.as_generate())"
@@ -109,14 +151,40 @@ class CustomGenerate:
         rows = unpadded(input_ids, mask)
         width = input_ids.shape[1]
         padded = any(len(row) < width for row in rows)
-        sampling = _sampling(list(logits_processor or LogitsProcessorList()), bool(config.do_sample), padded)
-        most, eos, criteria = _stops(stopping_criteria or StoppingCriteriaList(), config)
+        sampling = _sampling(list(processors), bool(config.do_sample), padded)
+        most, eos, criteria = _stops(stopping, config)
         out = self._decoder(sampling).generate(
-            rows, most - width, seed=seed, eos_token_id=eos, stopping_criteria=criteria
+            rows,
+            most - width,
+            seed=seed,
+            eos_token_id=eos,
+            stopping_criteria=criteria,
+            on_round=self._streamed(input_ids),
         )
         self.last = out
         ids: Any = torch.cat([input_ids, _block(out.ids, config.pad_token_id, eos).to(input_ids)], dim=1)
         return GenerateDecoderOnlyOutput(sequences=ids) if config.return_dict_in_generate else ids
+
+    def _streamed(self, input_ids: Tensor) -> Callable[[Round], None] | None:
+        """Put the prompt into the streamer, and return what puts in the tokens of a round, one at a time as transformers does."""
+        streamer = self.streamer
+        if streamer is None:
+            return None
+        if len(input_ids) > 1:
+            raise ValueError(
+                f"streamer takes one row and there are {len(input_ids)}: give one prompt and one sequence, or use decoder.stream"
+            )
+        # a streamer that has skipped the prompt of generate(streamer=...) would show this one
+        skipped = isinstance(streamer, TextStreamer) and not streamer.next_tokens_are_prompt
+        if not skipped:
+            streamer.put(input_ids.cpu())
+
+        def put(round: Round) -> None:
+            for tokens, count in zip(round.verdict.tokens.tolist(), round.committed.tolist()):
+                for token in tokens[:count]:
+                    streamer.put(torch.tensor([token]))
+
+        return put
 
     def _decoder(self, sampling: Sampling) -> Any:
         """The decoder with this sampling; the latest one is kept."""
@@ -151,13 +219,22 @@ class CustomGenerate:
             )
         for name in _CACHES:
             cache = model_kwargs.get(name)
-            if cache is not None and (not hasattr(cache, "get_seq_length") or int(cache.get_seq_length())):
+            if cache is not None and _holds_tokens(cache):
                 raise ValueError(f"{name} holds tokens and a decoder makes its own caches: leave it out")
         positions, mask = model_kwargs.get("position_ids"), model_kwargs.get("attention_mask")
         if positions is not None:
             seen = torch.ones_like(input_ids) if mask is None else mask
             if bool(((positions != seen.cumsum(-1) - 1) & (seen != 0)).any()):
                 raise ValueError("position_ids do not count the tokens of each row from 0: leave it out")
+
+
+def _holds_tokens(cache: Any) -> bool:
+    if not isinstance(cache, Cache):
+        return True
+    try:
+        return int(cache.get_seq_length()) > 0
+    except ValueError:  # all layers are recurrent, and such layers do not count tokens
+        return bool(cache.has_previous_state())
 
 
 def _sampling(processors: list[Any], do_sample: bool, padded: bool) -> Sampling:

@@ -13,7 +13,7 @@ from specdec.arguments import function
 from specdec.arm_policy import ArmAssignment
 from specdec.capabilities import DraftPart, ModelInfo
 from specdec.composition import Composition
-from specdec.custom_generate import CustomGenerate
+from specdec.custom_generate import CustomGenerate, Streamer
 from specdec.executors.contract import Checks, Executor
 from specdec.executors.serial import Serial
 from specdec.generation import Generation
@@ -225,20 +225,29 @@ class Decoder(Composition):
             self.executor.check(made)
         return made
 
-    def as_generate(self) -> CustomGenerate:
+    def as_generate(self, streamer: Streamer | None = None) -> CustomGenerate:
         """For transformers: ``model.generate(**batch, custom_generate=decoder.as_generate())`` decodes with this decoder.
 
         A decoder that was built without ``sampling()`` follows the call's settings (greedy, unless it says ``do_sample=True``); settings that
         contradict the decoder's are refused. docs/howto/transformers.md says what is honoured.
 
+        Args:
+            streamer: a transformers streamer (an object with ``put`` and ``end``) for one row. It takes the prompt, then the tokens of each
+                round as they are committed, and is ended, also by an error. Give it here only: ``generate(streamer=...)`` alone is never ended.
         Raises:
-            TypeError: the target is no transformers model.
+            TypeError: the target is no transformers model, or the streamer is none.
         """
         if not isinstance(self.target, (HFModel, OwnCache)):
             raise TypeError(
                 f"the target is a {type(self.target).__name__}: custom_generate needs a transformers model"
             )
-        return CustomGenerate(self)
+        return CustomGenerate(self, streamer)
+
+    def __call__(
+        self, model: Any, input_ids: Any, seed: int | Sequence[int] | None = None, **model_kwargs: Any
+    ) -> Any:
+        """As ``as_generate()``, so that transformers takes the decoder itself: ``model.generate(**batch, custom_generate=decoder)``."""
+        return self.as_generate()(model, input_ids, seed=seed, **model_kwargs)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write this decoder to a new folder: ``decoder.json`` with its parts and their settings, and its models. ``sd.load(folder)`` reads it.

@@ -52,6 +52,6 @@ def as_draft(draft: Any, name: str, device: Any = None, **options: Unpack[Loadin
         return drafts.Head(head)
     if isinstance(draft, Mask):
         raise TypeError(f"{name} is a mask: give the model that uses it, models.Masked(model, {draft!r})")
-    if callable(draft) and not hasattr(draft, "config") and not hasattr(draft, "score"):
+    if callable(draft) and not any(hasattr(draft, name) for name in ("config", "score", "as_generate")):
         raise TypeError(f"{name} is a function: give chain_draft(function), which makes it a draft")
     return drafts.Model(as_model(draft, name, device, **options))

@@ -19,6 +19,7 @@ from transformers import (
     StoppingCriteriaList,
     StopStringCriteria,
     TemperatureLogitsWarper,
+    TextIteratorStreamer,
     TypicalLogitsWarper,
     dynamic_module_utils,
     pipeline,
@@ -323,8 +324,11 @@ def test_the_folder_for_the_hub(llama, tmp_path, monkeypatch):
         **given, **here, assistant_model=draft, draft_length=3, do_sample=True, top_k=0, seed=5
     )
     assert unpadded(sampled, RAGGED) == composed(llama).generate(RAGGED, 8, seed=5).ids
-    with pytest.raises(ValueError, match="streamer is not supported"):
-        llama.generate(**given, **here, streamer=object())
+    row, shown = torch.tensor([RAGGED[0]]), TextIteratorStreamer(byte_tokenizer(), timeout=60)
+    out = llama.generate(row, **here, assistant_model=draft, streamer=shown)
+    assert "".join(shown) == byte_tokenizer().decode(out[0])
+    with pytest.raises(ValueError, match="streamer takes one row and there are 3"):
+        llama.generate(**given, **here, streamer=shown)
 
 
 @pytest.mark.parametrize("how", ["tree", "pool", "coupled in a pipeline"])

@@ -116,7 +116,10 @@ def test_a_temperature_is_a_number_by_which_logits_can_be_divided(temperature):
         ({"max_length": 9}, "give max_new_tokens"),
         ({"max_tokens": 9}, "here it is max_new_tokens"),
         ({"stop": "a"}, "here it is stop_strings"),
-        ({"max_new_token": 9}, r"there are prompts, max_new_tokens, seed, .*attention_mask; did you mean 'max_new_tokens'\?$"),
+        (
+            {"max_new_token": 9},
+            r"there are prompts, max_new_tokens, seed, .*attention_mask; did you mean 'max_new_tokens'\?$",
+        ),
         ({"attention_mask": [1]}, "attention_mask is given without input_ids"),
         ({"input_ids": [1]}, "prompts and input_ids are both given"),
         ({"prompts": None, "input_ids": 5}, "input_ids is 5: give rows of numbers"),
@@ -151,7 +154,10 @@ def test_drafts_by_the_names_of_other_libraries():
         ({"num_speculative_tokens": 5}, r"here it is length: \.draft\(\.\.\., length=5\)"),
         ({"prompt_lookup_max": 3}, r"NGram\(max_match=3\)"),
         ({"method": "ngram"}, "give the draft itself"),
-        ({"lenght": 5}, r"draft has no argument 'lenght': there are draft, length, .*; did you mean 'length'\?"),
+        (
+            {"lenght": 5},
+            r"draft has no argument 'lenght': there are draft, length, .*; did you mean 'length'\?",
+        ),
         ({"dtype": "float32"}, "draft is in memory already and dtype is for loading"),
     ):
         with pytest.raises(TypeError, match=says):

@@ -22,12 +22,11 @@ def generate(
     Args:
         model: the target. assistant_model: the draft; ``None``: what followed the last tokens where they occurred before.
         draft_length: the most drafted tokens of a row and round. seed: as for ``Decoder.generate``.
+        streamer: takes the prompt and the tokens of the single row.
         named: what ``model.generate`` takes.
     """
     import specdec as sd
 
-    if streamer is not None:
-        raise ValueError("streamer is not supported by this custom_generate: use specdec's decoder.stream")
     if assistant_tokenizer is not None:
         raise ValueError(
             "assistant_tokenizer is not supported by this custom_generate: the draft must share the target's tokenizer"
@@ -37,4 +36,5 @@ def generate(
         draft = sd.drafts.NGram() if assistant_model is None else assistant_model
         ours = sd.decoder(model).draft(draft, length=draft_length).as_generate()
         _latest = (model, assistant_model, draft_length, ours)
-    return model.generate(*inputs, custom_generate=_latest[3], seed=seed, tokenizer=tokenizer, **named)
+    function = _latest[3] if streamer is None else _latest[3].decoder.as_generate(streamer)
+    return model.generate(*inputs, custom_generate=function, seed=seed, tokenizer=tokenizer, **named)

@@ -11,7 +11,7 @@ from torch import Tensor
 from specdec.arguments import name_of
 from specdec.audit.adversaries import MENU, Adversary
 from specdec.audit.level_adversary import LevelAdversary
-from specdec.builder import decoder
+from specdec.builder import Builder, decoder
 from specdec.capabilities import VerifierInfo
 from specdec.decoder import Decoder
 from specdec.drafts import Tree
@@ -75,7 +75,7 @@ def verifier_of(part: Any) -> Verifier:
     Raises:
         TypeError: it is neither.
     """
-    if isinstance(part, type) or not callable(part):
+    if isinstance(part, (type, Builder, Decoder)) or not callable(part):
         what = f"the class {part.__name__}" if isinstance(part, type) else f"a {type(part).__name__}"
         raise TypeError(
             f"decoder is {what}: give a built decoder, sd.decoder(...).build(), a verifier, or a function (proposal, probs, context, rng) -> Verdict"
