@@ -24,7 +24,6 @@ from transformers import (
 
 import specdec as sd
 from specdec import zoo
-from specdec.capabilities import DraftInfo
 from specdec.models import SUPPORTED
 from specdec.stop_rules import StopRules
 
@@ -241,28 +240,6 @@ def test_what_is_given_for_a_draft():
         sd.decoder(["pocket-target", "pocket-vanilla"])
     with pytest.raises(TypeError, match=r"give it with its tokenizer, as .model, tokenizer."):
         sd.decoder(target.model, tokenizer=target.tokenizer)
-
-
-class Short(sd.drafts.NGram):
-    """Proposes two tokens at most, and says so."""
-
-    @property
-    def info(self):
-        return DraftInfo("short", longest=2)
-
-    def propose(self, state, context, budget, rng):
-        asked.append(int(budget.max()))
-        return super().propose(state, context, budget, rng)
-
-
-asked: list[int] = []
-
-
-def test_a_draft_is_never_asked_for_more_than_it_proposes(target):
-    asked.clear()
-    out = sd.decoder(target).greedy().draft(Short(), length=9).generate([[1, 2, 1, 2]], 12)
-    assert out.ids == sd.decoder(target).greedy().generate([[1, 2, 1, 2]], 12).ids
-    assert max(asked) == 2
 
 
 def test_settings_of_sampling_add_up(target):

@@ -203,6 +203,28 @@ def test_what_cannot_be_replayed_is_simulated(target, tmp_path):
         lab.compare([counted], k=2)
 
 
+def test_a_lossy_simulation_is_named_and_never_the_best(target, tmp_path):
+    trace = lab.record(target, prompts(8), tmp_path / "t", **HOW, batch=8)
+    exact = lab.replay(trace, small(), K)
+    typical = sd.verifiers.TypicalAcceptance(epsilon=1e-9, delta=1e-9)  # accepts nearly everything
+    lossy = lab.simulate(trace, small(), target, K, verifier=typical)
+    assert lossy.tau > exact.tau
+    found = lab.compare({"exact": exact, "typical": lossy})
+    assert [row["lossless"] for row in found.rows] == [True, False]
+    assert found.answer == ""
+    assert "lossy, so these texts are not the target's: typical" in repr(found)
+
+    class Clock:
+        def seconds(self, name, batch, context, k):
+            return 1.0
+
+    decided = lab.decide({"exact": exact, "typical": lossy}, Clock(), places=[(1, 8)])
+    assert [row["lossless"] for row in decided.rows] == [True, True, False]
+    assert decided.best[0]["method"] == "exact"
+    assert "typical" not in " ".join(decided.best[0]["close"])
+    assert "lossy, so these texts are not the target's: typical" in repr(decided)
+
+
 @dataclass(frozen=True)
 class Odd:
     """A chain of independent draws from a table, with something about it that a replay cannot follow."""

@@ -91,3 +91,16 @@ def test_wrong_arguments_are_named(decoders):
         with pytest.raises(error, match=says):
             sd.compare(**{"decoders": decoders, "prompts": PROMPTS, **arguments})
     assert lab.live.compare is sd.compare
+
+
+def test_a_lossy_decoder_is_named_and_never_the_best():
+    target = sd.TableModel.random(6, 1, seed=0)
+    base = sd.decoder(target).draft(target, 3)
+    lossy = base.verifier(sd.verifiers.TypicalAcceptance())
+    found = sd.compare(
+        {"plain": sd.decoder(target), "lossy": lossy}, PROMPTS[2:3], batches=1, repeats=2, new_tokens=40
+    )
+    assert [row["lossless"] for row in found.rows] == [True, False]
+    assert found.best == {1: "plain"}
+    assert "lossy, so these texts are not the target's: lossy" in repr(found)
+    assert all("lossy" not in row["close"] for row in found.rows)

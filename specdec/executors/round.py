@@ -100,8 +100,6 @@ class MicroBatch:
         selection: ArmAssignment | None = None,
     ):
         self.composition, self.context, self.rng, self.selection = composition, context, rng, selection
-        longest = composition.drafting.info.longest
-        self.longest = composition.length if longest is None else min(composition.length, longest)
         self.cache = composition.target.cache(context.batch, context.tokens.shape[1])
         self.number = 0
         self.choice: Choice | None = None
@@ -130,11 +128,12 @@ class MicroBatch:
         """``[B]`` the longest path that each row's draft proposes when nothing limits it."""
         if self.choice is not None:
             return self.choice.length
-        return torch.full((self.context.batch,), self.longest)
+        length, longest = self.composition.length, self.composition.drafting.info.longest
+        return torch.full((self.context.batch,), length if longest is None else min(length, longest))
 
     def budget(self, limits: StopRules) -> Tensor:
         """``[B]`` the longest path that may be drafted for each row now."""
-        longest = self.longest if self.choice is None else self.choice.length
+        longest = self.composition.length if self.choice is None else self.choice.length
         return (limits.room(self.context) - 1).clamp(max=longest)
 
     def prefill(self, limits: StopRules) -> Round:

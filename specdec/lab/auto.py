@@ -57,9 +57,14 @@ class Auto:
         return self.selector.explain(selection.state, row, selection.how.names)
 
     def __repr__(self) -> str:
-        return "\n".join(
-            [table(self.rows, COLUMNS), *(self._answer(row) for row in self.rows if row["best"])]
+        answers = [self._answer(row) for row in self.rows if row["best"]]
+        able = self.decoder.verifying
+        note = (
+            []
+            if able.lossless
+            else [f"verifier {able.name!r} is lossy, so texts with a draft are not the target's"]
         )
+        return "\n".join([table(self.rows, COLUMNS), *answers, *note])
 
     def _answer(self, row: Mapping[str, Any]) -> str:
         if not row["k"]:

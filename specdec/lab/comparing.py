@@ -34,8 +34,8 @@ class Comparison:
 
     @property
     def answer(self) -> str:
-        """Which draft has the most tokens a round over all texts, and whether the texts show it."""
-        every = [row for row in self.rows if row["category"] == "all"]
+        """Which draft has the most tokens a round over all texts, and whether the texts show it; lossy methods are left out."""
+        every = [row for row in self.rows if row["category"] == "all" and row["lossless"]]
         if len(every) < 2:
             return ""
         best = max(every, key=lambda row: row["tau"])
@@ -58,7 +58,7 @@ class Comparison:
         )
         simulated = sorted({row["method"] for row in self.rows if not row["exact"]})
         note = f"simulated, not exact: {', '.join(simulated)}" if simulated else ""
-        lines = [table(self.rows, (*columns, "texts", "sources")), self.answer, note]
+        lines = [table(self.rows, (*columns, "texts", "sources")), self.answer, note, lossy(self.rows)]
         return "\n".join(line for line in lines if line)
 
     def plot(self) -> Any:
@@ -159,10 +159,16 @@ def compare(
             row |= efficiency([b.numpy()[:, at] for b in bounds], [b.numpy()[:, at] for b in other], clusters)
             if name == reference and bounds is other:  # also where it is bounded
                 row |= dict.fromkeys(("ratio", "ratio_low", "ratio_high"), 1.0)
-            row["exact"] = named[name].exact
+            row |= {"exact": named[name].exact, "lossless": named[name].lossless}
             row["acceptance"] = _acceptance(named[name].efficiency(n), at)
             rows.append(row)
     return Comparison(rows, reference, _close(rows, sums, np.array(used), first.trace.sources, draws, seed))
+
+
+def lossy(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A line that names the methods whose texts do not have the target's distribution, if there are any."""
+    names = list(dict.fromkeys(row["method"] for row in rows if not row["lossless"]))
+    return f"lossy, so these texts are not the target's: {', '.join(names)}" if names else ""
 
 
 def _label(row: Mapping[str, Any]) -> str:
@@ -179,7 +185,9 @@ def _close(
 ) -> list[str]:
     """The methods that are too close to the best one, by paired draws."""
     clusters = Clusters(np.array(sources)[used], draws, seed)
-    every = [row for row in rows if row["category"] == "all"]
+    every = [row for row in rows if row["category"] == "all" and row["lossless"]]
+    if not every:
+        return []
     best = max(every, key=lambda row: row["tau"])
     least = clusters.ratios(*sums[best["method"], best["k"]][0].numpy()[:, used])
     found = []

@@ -10,7 +10,7 @@ import numpy as np
 
 from specdec.lab import plots
 from specdec.lab.bootstrap import LEAST, Clusters, interval
-from specdec.lab.comparing import Result, by_name
+from specdec.lab.comparing import Result, by_name, lossy
 from specdec.lab.console import table
 from specdec.lab.timing import Times
 
@@ -55,6 +55,7 @@ class Decision:
         )
         simulated = sorted({row["method"] for row in self.rows if not row["exact"]})
         note = [f"tau is simulated, not exact: {', '.join(simulated)}"] if simulated else []
+        note += [line] if (line := lossy(self.rows)) else []
         return "\n".join([table(self.rows, columns), *map(_answer, self.best), *note])
 
     def plot(self) -> Any:
@@ -145,7 +146,8 @@ def decide(
             again = np.median(seconds[picks], 1)
             speed[name, n] = batch * mean / float(np.median(seconds))
             low[name, n], high[name, n] = batch * least / again, batch * most / again
-        order = sorted(speed, key=lambda key: -speed[key])
+        kept = {key: key[0] not in named or named[key[0]].lossless for key in speed}
+        order = sorted(speed, key=lambda key: (not kept[key], -speed[key]))  # lossy ones last
         best, plain = order[0], (PLAIN, 0)
         for rank, key in enumerate(order, 1):
             row: dict[str, Any] = {
@@ -161,7 +163,8 @@ def decide(
                 "ratio_high": interval(high[key] / low[plain])[1],
             }
             row |= {"loss": 1 - speed[key] / speed[best], "exact": key == plain or named[key[0]].exact}
-            others = order[1:] if rank == 1 else []
+            row["lossless"] = kept[key]
+            others = [o for o in order[1:] if kept[o]] if rank == 1 else []
             row["close"] = [
                 f"{o[0]} {o[1]}" if o[1] else o[0] for o in others if interval(high[o] / low[best])[1] >= 1
             ]

@@ -17,6 +17,7 @@ from specdec.decoder import Decoder
 from specdec.generation import Generation
 from specdec.lab import plots
 from specdec.lab.clock import sync
+from specdec.lab.comparing import lossy
 from specdec.lab.console import progress, table
 from specdec.lab.paired import mean_interval
 from specdec.prompts import Prompts, rows_of
@@ -51,13 +52,12 @@ class Live:
 
     @property
     def best(self) -> dict[int, str]:
-        """Batch -> the fastest decoder."""
+        """Batch -> the fastest decoder, lossy ones left out."""
         return {row["batch"]: row["method"] for row in self.rows if row["best"]}
 
     def __repr__(self) -> str:
-        return "\n".join(
-            [table(self.rows, COLUMNS), *(self._answer(row) for row in self.rows if row["best"])]
-        )
+        answers = [self._answer(row) for row in self.rows if row["best"]]
+        return "\n".join(line for line in (table(self.rows, COLUMNS), *answers, lossy(self.rows)) if line)
 
     def _answer(self, row: Mapping[str, Any]) -> str:
         said = f"best at batch {row['batch']}: {row['method']}"
@@ -176,7 +176,8 @@ def _at(
             if repeat >= 0:
                 runs[name].append(out)
     speed = {name: np.array([out.stats.tokens_per_second for out in outs]) for name, outs in runs.items()}
-    best = max(speed, key=lambda name: median(speed[name]))
+    kept = [name for name, one in built.items() if one.verifying.lossless]
+    best = max(kept or built, key=lambda name: median(speed[name]))
     made = []
     for name, outs in runs.items():
         ratio = speed[name] / speed[reference]
@@ -189,8 +190,8 @@ def _at(
         row |= {"tau": sum((out.stats for out in outs), Stats()).tau, "ratio": fmean(ratio)}
         row |= {"ratio_low": low, "ratio_high": high, "repeats": repeats}
         row["same_text"] = _same(built[name], built[reference], outs, runs[reference])
-        row["best"] = name == best
-        others = [other for other in built if other != name] if name == best else []
+        row |= {"lossless": built[name].verifying.lossless, "best": name == best}
+        others = [other for other in kept if other != name] if name == best else []
         row["close"] = [other for other in others if mean_interval(speed[other] / speed[name])[1] >= 1]
         made.append(row)
     return made

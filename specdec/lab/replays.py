@@ -55,6 +55,7 @@ class Replay:
     proposed: Tensor
     chains: Tensor
     exact = True
+    lossless = True  # Rejection or block verification
 
     def __repr__(self) -> str:
         return f"Replay({self.name}, k = {self.k}: tau {self.tau:.3f} on {len(self.trace)} texts)"

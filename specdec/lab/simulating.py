@@ -27,13 +27,14 @@ class Simulation:
     simulated.
 
     Attributes:
-        name, k: as for ``Replay``. counted: ``tokens, rounds [C]`` and, by depth, ``reached, accepted [C, k]``, sums of all repeats.
+        name, k: as for ``Replay``. lossless: whether the verifier keeps the target's distribution. counted: ``tokens, rounds [C]`` and, by depth, ``reached, accepted [C, k]``, sums of all repeats.
     """
 
     trace: Trace
     name: str
     k: int
     counted: Efficiency
+    lossless: bool = True
     exact = False
 
     def __len__(self) -> int:
@@ -41,6 +42,11 @@ class Simulation:
 
     def __repr__(self) -> str:
         return f"Simulation({self.name}, k = {self.k}: tau {self.counted.tau:.3f} on {len(self)} prompts)"
+
+    @property
+    def tau(self) -> float:
+        """Tokens a round, over all prompts."""
+        return self.counted.tau
 
     def efficiency(self, k: int | None = None) -> Efficiency:
         """The counts.
@@ -111,9 +117,8 @@ def simulate(
             seeds = [seed + 1_000_003 * (repeat + 1) + i for i in some]
             ends: Any = tuple(trace.meta["ends"])
             built.generate(prompts, 1 + new_tokens + k, seed=seeds, eos_token_id=ends, on_round=count)
-    return Simulation(
-        trace, name or DraftInfo.of(part).name, k, Efficiency(tokens, rounds, reached, accepted)
-    )
+    counted = Efficiency(tokens, rounds, reached, accepted)
+    return Simulation(trace, name or DraftInfo.of(part).name, k, counted, built.verifying.lossless)
 
 
 def _count(round: Round, some: range, new_tokens: int, sums: tuple[Tensor, ...]) -> None:
