@@ -280,7 +280,8 @@ def _again(
         if before[b] != ids:
             raise RuntimeError(
                 f"the same random numbers gave {list(before[b])} and then, in another batch, {list(ids)}: some part of the "
-                "decoder depends on the batch or keeps state between calls, so its distribution cannot be certified"
+                "decoder depends on the batch or keeps state between calls, so its distribution cannot be certified (a selector that learns "
+                "from all rows declares info = SelectorInfo(joint=True))"
             )
 
 
