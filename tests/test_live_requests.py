@@ -132,6 +132,7 @@ def test_what_a_request_may_not_have():
         sd.Request([1], 3, cancelled=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", ["threads", "processes"])
 def test_a_stream_left_open_at_the_end_of_a_program_is_quiet(tmp_path, workers):
     script = tmp_path / "left_open.py"

@@ -104,7 +104,13 @@ def test_stop_strings_begin_with_a_space():
     ]  # not the prompt's
 
 
-@pytest.mark.parametrize("stop", [" on", " th", "n t", "e c", "e", [" cat", " on"]])
+@pytest.mark.parametrize(
+    "stop",
+    [
+        " on",
+        *(pytest.param(stop, marks=pytest.mark.slow) for stop in (" th", "n t", "e c", "e", [" cat", " on"])),
+    ],
+)
 def test_stop_strings_stop_where_those_of_transformers_do(stop):
     ends = StopStringCriteria(LLAMA, stop)
     for seed in range(20):
