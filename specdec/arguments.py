@@ -26,12 +26,15 @@ def name_of(function: Any, otherwise: str | None = None) -> str:
 
 
 def counts(name: str, value: Any) -> list[int]:
-    """One number, or several, as a list; raises TypeError and ValueError as ``at_least`` of 1 does."""
+    """One number, or several, as a list; raises TypeError and ValueError as ``at_least`` of 1 does, and ValueError for none at all."""
     given = listed(value)
     several = isinstance(given, Iterable) and not isinstance(given, str)
-    for one in given if several else [given]:
+    every: list[Any] = list(given) if several else [given]
+    for one in every:
         at_least(1, f"{name}, of one," if several else name, one, "give at least 1", ", or several")
-    return [int(one) for one in given] if several else [int(given)]
+    if not every:
+        raise ValueError(f"{name} is empty: give a whole number, or several")
+    return [int(one) for one in every]
 
 
 def function(name: str, value: Any) -> None:

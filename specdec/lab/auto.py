@@ -242,6 +242,7 @@ def _rows(
             arm, run = arms.get(name), runs[name]
             rows.append({
                 "method": name, "k": 0 if arm is None else arm.length, "batch": B, "tau": run.tokens / max(run.rounds, 1), "milliseconds": 1e3 * seconds,
-                "tokens_per_second": rate, "ratio": rate / speed["plain"][0], "best": name == best,
+                "tokens_per_second": rate, "ratio": rate / speed["plain"][0],
+                "lossless": arm is None or run.decoder.verifying.lossless, "best": name == best,
             })  # fmt: skip
     return rows

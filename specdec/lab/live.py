@@ -52,12 +52,16 @@ class Live:
 
     @property
     def best(self) -> dict[int, str]:
-        """Batch -> the fastest decoder, lossy ones left out."""
+        """Batch -> the fastest decoder, lossy ones left out; none where one repeat shows no winner."""
         return {row["batch"]: row["method"] for row in self.rows if row["best"]}
 
     def __repr__(self) -> str:
         answers = [self._answer(row) for row in self.rows if row["best"]]
-        return "\n".join(line for line in (table(self.rows, COLUMNS), *answers, lossy(self.rows)) if line)
+        once = any(row["repeats"] < 2 for row in self.rows)
+        shows = "" if answers else " and shows no winner"
+        note = f"one repeat gives no interval{shows}: raise repeats" if once else ""
+        lines = (table(self.rows, COLUMNS), *answers, note, lossy(self.rows))
+        return "\n".join(line for line in lines if line)
 
     def _answer(self, row: Mapping[str, Any]) -> str:
         said = f"best at batch {row['batch']}: {row['method']}"
@@ -72,19 +76,20 @@ class Live:
         figure, ((axes,),) = plots.panels(1, 1, (5.5, 3.5), bare=True, layout="constrained")
         for name in dict.fromkeys(row["method"] for row in self.rows):
             rows = [row for row in self.rows if row["method"] == name]
+            known = [row for row in rows if row["ratio_low"] is not None]  # all, or none
             around = [
-                [row["ratio"] - row["ratio_low"] for row in rows],
-                [row["ratio_high"] - row["ratio"] for row in rows],
+                [row["ratio"] - row["ratio_low"] for row in known],
+                [row["ratio_high"] - row["ratio"] for row in known],
             ]
             axes.errorbar(
                 [row["batch"] for row in rows],
                 [row["ratio"] for row in rows],
-                around,
+                around if known else None,
                 marker="o",
                 capsize=3,
                 label=name,
             )
-        batches = sorted(self.best)
+        batches = sorted({row["batch"] for row in self.rows})
         axes.set_xscale("log", base=2)
         axes.set_xticks(batches, [str(b) for b in batches])
         axes.set_xlabel("batch")
@@ -106,8 +111,9 @@ def compare(
 
     The decoders run in turn, so that a slow moment of the machine affects all alike. Each repeat takes the next prompts and fresh seeds, the same for
     all; a first run of each, which compiles and warms up, is not counted. Speed is decoded tokens over the seconds of all rounds but the prefill.
-    Ratios are paired by repeat. Their interval is a 95 % bootstrap over the repeats; of fewer than 6 it is their range. It covers the noise of
-    the machine and of the prompts drawn, and prompts that are reused count again. ``lab.decide`` computes τ without this noise.
+    Ratios are paired by repeat. Their interval is a 95 % bootstrap over the repeats; of fewer than 6 it is their range, and one repeat has none, and
+    shows no winner. It covers the noise of the machine and of the prompts drawn, and prompts that are reused count again. ``lab.decide`` computes τ
+    without this noise. A decoder with a lossy verifier is marked in the column ``lossless``, and it is not named the best beside lossless ones.
 
     Args:
         decoders: by name, built or not. prompts: as for ``generate``; batches take them in turn.
@@ -178,10 +184,11 @@ def _at(
     speed = {name: np.array([out.stats.tokens_per_second for out in outs]) for name, outs in runs.items()}
     kept = [name for name, one in built.items() if one.verifying.lossless]
     best = max(kept or built, key=lambda name: median(speed[name]))
+    named = repeats > 1 or len(built) == 1  # one run of each shows no winner
     made = []
     for name, outs in runs.items():
         ratio = speed[name] / speed[reference]
-        low, high = mean_interval(ratio)
+        low, high = mean_interval(ratio) if repeats > 1 else (None, None)
         row: dict[str, Any] = {
             "method": name,
             "batch": batch,
@@ -190,8 +197,8 @@ def _at(
         row |= {"tau": sum((out.stats for out in outs), Stats()).tau, "ratio": fmean(ratio)}
         row |= {"ratio_low": low, "ratio_high": high, "repeats": repeats}
         row["same_text"] = _same(built[name], built[reference], outs, runs[reference])
-        row |= {"lossless": built[name].verifying.lossless, "best": name == best}
-        others = [other for other in kept if other != name] if name == best else []
+        row |= {"lossless": built[name].verifying.lossless, "best": named and name == best}
+        others = [other for other in kept if other != name] if row["best"] else []
         row["close"] = [other for other in others if mean_interval(speed[other] / speed[name])[1] >= 1]
         made.append(row)
     return made

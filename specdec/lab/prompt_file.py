@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +63,8 @@ def read(path: str | Path) -> list[Entry]:
     """The prompts of a file, one JSON object a line; empty lines are skipped.
 
     Raises:
-        FileNotFoundError: no such file. ValueError: a line is not such an object, its prompt or a turn is empty or no text, or the
-            file has no prompt; the message names the line.
+        FileNotFoundError: no such file. ValueError: a line is not such an object, it has another field, its prompt or a turn is empty or no text,
+            or the file has no prompt; the message names the line.
     """
     file, made = Path(path), []
     if not file.is_file():
@@ -83,6 +84,7 @@ def read(path: str | Path) -> list[Entry]:
 
 
 _FORM = '{"prompt": "Once upon a time", "category": "tales"}'
+_FIELDS = ("prompt", "turns", "category", "source")
 
 
 def _entry(name: str, line: str) -> Entry:
@@ -93,6 +95,12 @@ def _entry(name: str, line: str) -> Entry:
     if not isinstance(found, dict) or ("prompt" in found) == ("turns" in found):
         raise ValueError(
             f"{name} is not an object with either prompt or turns: give an object such as {_FORM}"
+        )
+    other = [field for field in found if field not in _FIELDS]
+    if other:
+        near = "".join(f" (did you mean {one!r}?)" for one in get_close_matches(other[0], _FIELDS, 1))
+        raise ValueError(
+            f"{name} has an unknown field {other[0]!r}{near}: give prompt or turns, category and source only"
         )
     chat = "turns" in found
     turns = found["turns"] if chat else [found["prompt"]]

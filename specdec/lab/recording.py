@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,21 @@ from specdec.data.tokens import write
 from specdec.drafts import NoDraft
 from specdec.drafts.coerce import ModelLike, as_model
 from specdec.lab.prompt_file import Entry
-from specdec.lab.traces import FORMAT, Text, Trace, differing, digest, identity, plain_sampling, vocabulary
+from specdec.lab.traces import (
+    FORMAT,
+    Text,
+    Trace,
+    differing,
+    digest,
+    identity,
+    plain_sampling,
+    seal,
+    settings_of,
+    unseal,
+    vocabulary,
+)
 from specdec.models.hf import HFModel
+from specdec.prompts import Prompts, rows_of
 from specdec.protocols import LanguageModel
 from specdec.sampling import Sampling
 from specdec.texts import added
@@ -36,7 +49,7 @@ Number = tuple[int, int]  # of a prompt, and of a turn
 
 def record(
     target: ModelLike,
-    prompts: Sequence[str | Sequence[int] | Entry],
+    prompts: Prompts | Sequence[Entry],
     folder: str | Path,
     new_tokens: int = 64,
     k: int = 8,
@@ -54,8 +67,8 @@ def record(
     ``accelerate launch`` the prompts are shared among the processes.
 
     Args:
-        target: as for ``specdec.decoder``. prompts: texts, rows of ids, or entries with categories and sources (``prompt_file``); each turn of
-            an entry becomes one text, after the target's own answers to the turns before.
+        target: as for ``specdec.decoder``. prompts: as for ``generate`` (one text in a list), or entries with categories and sources
+            (``prompt_file``); each turn of an entry becomes one text, after the target's own answers to the turns before.
         new_tokens: positions of each text at which a round may start. k: the longest block that can be replayed; as many more tokens
             are recorded. A text ends early at an end token.
         sampling: how tokens are drawn; default: at temperature 1.
@@ -77,9 +90,7 @@ def record(
         raise TypeError(f"sampling is {sampling!r}: give a Sampling object")
     if sampling is not None and sampling.by_request:
         raise ValueError("sampling has a temperature for each request: record a trace for each temperature")
-    entries = [_entry(i, p) for i, p in enumerate(prompts)]
-    if not entries:
-        raise ValueError("prompts is empty: give at least one prompt")
+    entries = _entries(model, prompts)
     info = ModelInfo.of(model)
     ends = info.eos_token_ids if eos_token_id is None else np.atleast_1d(eos_token_id).tolist()
     kept = (model.vocab_size if model.vocab_size <= 8192 else 1024) if keep is None else keep
@@ -105,6 +116,9 @@ def record(
         for texts, arrays in work:
             _append(part, texts, arrays)
             bar.update(len(texts))
+    state.wait_for_everyone()
+    if state.process_index == 0:
+        seal(path)
     state.wait_for_everyone()
     wanted: dict[Number, tuple[str, str]] = {}
     for i, entry in enumerate(entries):
@@ -200,12 +214,29 @@ class _Taps(NoDraft):
         object.__setattr__(self, "info", DraftInfo("recorder", taps=taps))
 
 
-def _entry(number: int, prompt: Any) -> Entry:
-    if isinstance(prompt, Entry):
-        return prompt if prompt.name else replace(prompt, name=f"prompt {number}")
-    if isinstance(prompt, str):
-        return Entry((prompt,), name=f"prompt {number}")
-    return Entry((), name=f"prompt {number}", given=tuple(int(i) for i in prompt))
+def _entries(model: LanguageModel, prompts: Any) -> list[Entry]:
+    """An entry for each prompt.
+
+    Raises:
+        TypeError, ValueError: prompts is none of those that ``generate`` takes, and no list with entries; the message names the prompt.
+    """
+    one = not isinstance(prompts, Sequence)  # a tensor, or what a tokenizer returned
+    given: list[Any] = [] if one else list(prompts)
+    for number, prompt in enumerate(given):
+        if isinstance(prompt, Mapping) and not {"role", "content"} <= set(prompt):
+            raise TypeError(
+                f"prompt {number} is a {type(prompt).__name__} with keys {sorted(map(str, prompt))}: give its text, its ids, or "
+                "lab.prompt_file.Entry((text,), category=..., source=...)"
+            )
+    plain = prompts if one else [[0] if isinstance(prompt, Entry) else prompt for prompt in given]
+    made = []
+    for number, row in enumerate(rows_of(model, plain)):
+        name, entry = f"prompt {number}", given[number] if number < len(given) else None
+        if isinstance(entry, Entry):
+            made.append(entry if entry.name else replace(entry, name=name))
+        else:
+            made.append(Entry((), name=name, given=tuple(row)))
+    return made
 
 
 def _begin(folder: Path, how: _How, tokenizer: Any) -> None:
@@ -228,13 +259,14 @@ def _begin(folder: Path, how: _How, tokenizer: Any) -> None:
         meta = {**settings, "id": digest(settings)}
         write(path, lambda file: file.write(json.dumps(meta, indent=1).encode()))
         return
-    theirs = json.loads(path.read_text())
+    theirs = settings_of(path)
     other = differing(settings, theirs)
     if other:
         name = other[0]
         raise ValueError(
             f"folder {folder} holds a trace with {name} {theirs.get(name)!r}, not {settings[name]!r}: use another folder"
         )
+    unseal(folder)  # what is missing is recorded again
 
 
 def _work(

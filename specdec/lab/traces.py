@@ -1,7 +1,8 @@
 """Traces: texts sampled from a target with the target's distribution at every position, in a folder.
 
 A trace names its target, tokenizer and settings by fingerprint. The arrays are memory-mapped. A folder has one or more parts, each
-written by one process; a part holds whole texts, and what an interruption cut short does not count.
+written by one process; a part holds whole texts, and what an interruption cut short does not count. Where a recording came to its end, every
+part has a file with the number of its texts, so a part that has lost some is refused.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from specdec.models.table import TableModel
 from specdec.sampling import Sampling
 
 FORMAT = 1
+WHOLE = "texts.count"  # in a part: how many texts it has
+NEEDED = {"id", "vocab_size", "taps", "k", "kept", "hidden", "new_tokens", "target"}  # of the settings
 SETTINGS = ("temperature", "top_k", "top_p", "min_p")
 
 
@@ -57,7 +60,11 @@ class Text(NamedTuple):
 
 
 class Part:
-    """The texts that one process wrote into a folder, as memory-mapped arrays."""
+    """The texts that one process wrote into a folder, as memory-mapped arrays.
+
+    Raises:
+        ValueError: a file is damaged: it is cut, or it is gone.
+    """
 
     def __init__(self, folder: Path, kept: int, hidden: int, taps: Sequence[int], whole: bool):
         self.folder, self.index = folder, folder / "texts.jsonl"
@@ -70,17 +77,26 @@ class Part:
         if taps:
             shapes["activations"] = (np.float32, (len(taps), hidden))
         self.shapes = shapes
-        self.texts: list[Text] = []
-        lines = self.index.read_text().splitlines(keepends=True) if self.index.exists() else []
-        for line in lines:
-            if line.endswith("\n"):
-                row = json.loads(line)
-                self.texts.append(Text(tuple(row.pop("number")), **row))
+        self.texts = [_text(self.index, number, line) for number, line in enumerate(_whole_lines(folder), 1)]
+        mark = folder / WHOLE
+        if mark.exists() and mark.read_text() != str(len(self.texts)):
+            raise ValueError(
+                f"{self.index} is damaged: it has {len(self.texts)} of {mark.read_text()} texts: record again into this folder, and the others "
+                "are added"
+            )
         self.new = [len(t.ids) - t.prompt for t in self.texts]
         sizes = {"activations": [len(t.ids) for t in self.texts]}
         self.starts = {
             name: np.concatenate([[0], np.cumsum(sizes.get(name, self.new))]).astype(int) for name in shapes
         }
+        for name, (kind, shape) in shapes.items():
+            path, need = folder / f"{name}.bin", int(self.starts[name][-1]) * int(np.prod(shape))
+            need *= np.dtype(kind).itemsize
+            size = path.stat().st_size if path.exists() else 0
+            if size < need:
+                raise ValueError(
+                    f"{path} is damaged: it has {size} bytes, and its texts need {need}: record again, into a new folder"
+                )
 
     @cached_property
     def arrays(self) -> dict[str, np.ndarray]:
@@ -104,7 +120,7 @@ class Trace:
         folder: of the trace. target: if given, it must be the model that was recorded. only: the numbers of the texts to use, with their categories
             and sources; default: all, with those that were recorded.
     Raises:
-        FileNotFoundError: there is no trace. ValueError: it is of another target.
+        FileNotFoundError: there is no trace. ValueError: it is of another target, or one of its files is damaged.
     """
 
     def __init__(
@@ -117,7 +133,7 @@ class Trace:
         path = self.folder / "trace.json"
         if not path.exists():
             raise FileNotFoundError(f"folder {folder} holds no trace: make one with lab.record")
-        self.meta: dict[str, Any] = json.loads(path.read_text())
+        self.meta = settings_of(path)
         self.vocab_size: int = self.meta["vocab_size"]
         self.taps: tuple[int, ...] = tuple(self.meta["taps"])
         self.k: int = self.meta["k"]
@@ -225,6 +241,48 @@ class Trace:
             raise ValueError(
                 f"the {what} has another tokenizer than the trace in {self.folder}: the tokenizer must be the target's"
             )
+
+
+def settings_of(path: Path) -> dict[str, Any]:
+    """The settings in a ``trace.json``; raises ValueError where it is damaged."""
+    try:
+        found = json.loads(path.read_text())
+    except ValueError as error:  # also of what is not UTF-8
+        raise ValueError(f"{path} is damaged ({error}): record again, into a new folder") from None
+    if not isinstance(found, dict) or not set(found) >= NEEDED:
+        raise ValueError(f"{path} is damaged (settings are missing): record again, into a new folder")
+    return found
+
+
+def _whole_lines(part: Path) -> list[str]:
+    index = part / "texts.jsonl"
+    lines = index.read_text().splitlines(keepends=True) if index.exists() else []
+    return [line for line in lines if line.endswith("\n")]
+
+
+def _text(index: Path, number: int, line: str) -> Text:
+    try:
+        row = json.loads(line)
+        return Text(tuple(row.pop("number")), **row)
+    except (ValueError, TypeError, KeyError, AttributeError):
+        raise ValueError(
+            f"line {number} of {index} is damaged: it is no text of a trace; record again, into a new folder"
+        ) from None
+
+
+def seal(folder: Path) -> None:
+    """Write into every part how many texts it has, where that is not written yet."""
+    for part in folder.glob("part-*"):
+        if not (part / WHOLE).exists():
+            (part / WHOLE).write_text(str(len(_whole_lines(part))))
+
+
+def unseal(folder: Path) -> None:
+    """Take the number of texts from the parts that have lost some, for a recording that adds them."""
+    for part in folder.glob("part-*"):
+        mark = part / WHOLE
+        if mark.exists() and mark.read_text() != str(len(_whole_lines(part))):
+            mark.unlink(missing_ok=True)  # another process may be first
 
 
 def identity(model: Any) -> str:
