@@ -110,6 +110,8 @@ class _Pickler(pickle.Pickler):
     """Pickles tensors by value; their own pickles have addresses."""
 
     def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, torch.Generator):  # one that is not seeded in every call shows in the scores
+            return bytes, ()
         if not isinstance(value, Tensor):
             return NotImplemented
         flat = value.detach().cpu().reshape(-1).view(torch.uint8)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from inspect import isroutine
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from shutil import rmtree
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -60,17 +60,19 @@ def save(folder: str | os.PathLike[str], parts: Mapping[str, Any]) -> None:
         raise FileExistsError(f"{str(folder)!r} is not an empty folder: give a new one")
     writer = _Writer()
     recipe = {"version": VERSION, **{name: writer.text(part, name) for name, part in parts.items()}}
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as unfinished:
-        made = Path(unfinished) / folder.name
-        made.mkdir()
+    new = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
         for name, saved in writer.folders.items():
             for part in saved:
-                part.save_pretrained(made / name)
-        (made / FILE).write_text(json.dumps(recipe, indent=1) + "\n", encoding="utf-8")
-        if folder.exists():
+                part.save_pretrained(folder / name)
+        (folder / FILE).write_text(json.dumps(recipe, indent=1) + "\n", encoding="utf-8")
+    except BaseException:
+        for made in folder.iterdir():  # it was empty
+            rmtree(made) if made.is_dir() else made.unlink()
+        if new:
             folder.rmdir()
-        made.rename(folder)
+        raise
 
 
 class _Writer:

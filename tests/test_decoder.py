@@ -20,6 +20,7 @@ from transformers import (
     RepetitionPenaltyLogitsProcessor,
     SequenceBiasLogitsProcessor,
     SuppressTokensLogitsProcessor,
+    WatermarkLogitsProcessor,
 )
 
 import specdec as sd
@@ -348,6 +349,11 @@ def test_a_grammar_never_sees_what_follows_a_token_that_it_forbids(target, small
         made = base.draft(draft, length=k).build()
         assert made.generate([prompt], 12, seed=1, eos_token_id=(), on_round=count).ids == plain.ids
     assert wrong
+
+
+def test_a_watermark_that_is_seeded_by_the_text_is_pure(target):
+    mark = WatermarkLogitsProcessor(target.vocab_size, "cpu", seeding_scheme="lefthash")
+    sd.decoder(target).sampling(processors=(mark,)).build()
 
 
 @pytest.mark.parametrize("name", DRAFTS)

@@ -87,6 +87,19 @@ def test_a_refused_request_is_yielded_and_the_others_go_on(target, small, execut
         decoder.serve(mixed, errors="ignore")
 
 
+def test_any_error_of_a_request_is_yielded(target, small):
+    decoder = sd.decoder(target).draft(small, length=2).build()
+
+    class Prompt(list):
+        def __iter__(self):
+            raise RuntimeError("a template's own error")
+
+    some = [sd.Request(Prompt([1]), 3), sd.Request([5], 3, arrival=None), sd.Request([6], 3)]
+    done = {one.index: one for one in decoder.serve(some, 2, seed=0, errors="yield")}
+    assert [done[i].finish for i in range(3)] == ["error", "length", "length"]
+    assert "template's own" in str(done[0].error)
+
+
 def test_a_cancelled_request_ends_with_what_it_has(target, small):
     stop = Event()
     decoder = sd.decoder(target).draft(small, length=2).build()

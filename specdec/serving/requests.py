@@ -107,12 +107,12 @@ class Summary:
 
     @staticmethod
     def of(finished: Iterable[Finished]) -> Summary:
-        """The figures of some finished requests; those that were refused are left out.
+        """The figures of some finished requests; those that never started, refused or cancelled, are left out.
 
         Raises:
             ValueError: there are none.
         """
-        done = [one for one in finished if one.error is None]
+        done = [one for one in finished if one.ids]
         if not done:
             raise ValueError("finished is empty: a summary needs at least one finished request")
         tokens = sum(len(one.ids) for one in done)

@@ -194,8 +194,9 @@ class Server:
             elif request is not None:
                 _in_order(self.taken, request, self.latest)
                 assert isinstance(request, Request)
-                self.latest = max(self.latest, self.time) if request.arrival is None else request.arrival
-                self.next, self.taken = _Due(self.taken, request, self.latest), self.taken + 1
+                arrived = max(self.latest, self.time) if request.arrival is None else request.arrival
+                self.latest = self.latest if request.arrival is None else arrived
+                self.next, self.taken = _Due(self.taken, request, arrived), self.taken + 1
         return self.next
 
     def _deal(self) -> Iterator[Finished]:
@@ -213,7 +214,7 @@ class Server:
                 continue
             try:
                 ready = _Ready(due, *self._prepared(due.number, due.request))
-            except (TypeError, ValueError) as error:
+            except Exception as error:
                 if self.settings.errors == "raise":
                     raise
                 yield self._unserved(due, "error", error)
@@ -225,7 +226,8 @@ class Server:
         """The result of a request that never joined."""
         now = self.time
         times = {"arrived": due.arrived, "started": now, "first_token": now, "finished": now}
-        return Finished(due.request, due.number, [], None, finish, Stats(), **times, error=error)
+        text = "" if ModelInfo.of(self.composition.target).tokenizer else None
+        return Finished(due.request, due.number, [], text, finish, Stats(), **times, error=error)
 
     def _wait(self) -> None:
         """Wait, with no row in flight, until the next request is due, or until the source is asked again."""
