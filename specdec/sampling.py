@@ -8,7 +8,9 @@ vocabulary is computed in another way.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypedDict
@@ -42,6 +44,18 @@ _STATEFUL = {
     "EncoderNoRepeatNGramLogitsProcessor": "it keeps the prompts of a fixed batch",
     "MinNewTokensLengthLogitsProcessor": "it has one prompt length for all rows; use MinLengthLogitsProcessor",
 }
+
+_WHOSE = ContextVar("whose", default="")  # whose logits are being looked at, for messages
+
+
+@contextmanager
+def logits_of(whose: str) -> Iterator[None]:
+    """A context in which an error about logits begins with ``whose``, also where it is raised later."""
+    before = _WHOSE.set(whose)
+    try:
+        yield
+    finally:
+        _WHOSE.reset(before)
 
 
 class SamplingSettings(TypedDict, total=False):
@@ -205,11 +219,11 @@ class Sampling:
             top, token = _largest(scores)
             _finite(top)
             return torch.zeros_like(scores).scatter_(-1, token[..., None], 1)
-        probs = scores.softmax(-1)
+        probs, whose = scores.softmax(-1), _WHOSE.get()
 
         def refuse(finite: Tensor) -> None:
             if not bool(finite.all()):
-                _refuse(self.scores(logits, context, proposal, first).amax(-1))
+                _refuse(self.scores(logits, context, proposal, first).amax(-1), whose)
 
         _defer_finite(probs.select(-1, 0), refuse)  # NaN everywhere in a row that has no distribution
         if self.by_request:
@@ -293,10 +307,11 @@ def _largest(scores: Tensor) -> tuple[Tensor, Tensor]:
 
 def _finite(top: Tensor) -> None:
     """Raise ValueError for rows with NaN, +inf or nothing but -inf, which ``top``, each row's largest logit, shows."""
+    whose = _WHOSE.get()
 
     def refuse(finite: Tensor) -> None:
         if not bool(finite.all()):
-            _refuse(top)
+            _refuse(top, whose)
 
     _defer_finite(top, refuse)
 
@@ -307,10 +322,10 @@ def _defer_finite(values: Tensor, check: Check) -> None:
         defer(torch.isfinite(values), check)
 
 
-def _refuse(top: Tensor) -> None:
+def _refuse(top: Tensor, whose: str) -> None:
     top = top.cpu()
     where = (~torch.isfinite(top)).nonzero()[0].tolist()
     raise ValueError(
-        f"logits of row {where[0]}, entry {where[1]} contain {float(top[tuple(where)])} as their maximum: NaN or inf logits have "
+        f"{whose}logits of row {where[0]}, entry {where[1]} contain {float(top[tuple(where)])} as their maximum: NaN or inf logits have "
         "no distribution (a model in float16 may need bfloat16 or float32; a processor may have masked every token)"
     )

@@ -10,10 +10,11 @@ import specdec as sd
 from specdec import tree
 from specdec.audit import catalogue, planted
 from specdec.audit.adversaries import Adversary
+from specdec.audit.around import verifier_of
 from specdec.audit.certify import Certificate, certify, certify_coupled
 from specdec.audit.plain import enumerate_plain, total_variation
 from specdec.audit.walk import Branches, Walk, pack
-from specdec.rng import ACCEPT, Key
+from specdec.rng import ACCEPT, BONUS, Key
 from specdec.types import Proposal
 from specdec.verifiers import DistinctTransport, FusedRejection, KSeq, OptimalTransport
 
@@ -97,6 +98,48 @@ def test_a_certificate_says_what_was_found_in_one_line():
     assert found.branches == 27
     assert found.distribution[0].keys() == found.target[0].keys()
     assert not Certificate(0.0, 0.0, 1, 0.0, astray=0.5).lossless
+
+
+def test_a_biased_certificate_says_so_and_where():
+    found = certify(
+        catalogue.BASE.draft(catalogue.CHAIN, length=1).verifier(planted.BonusFromTarget()).build()
+    )
+    assert repr(found).startswith("NOT LOSSLESS: Certificate(total variation ")
+    assert found.biased_from == 1  # the first id of every text is drawn without a draft
+    assert "biased from ids[1] on" in str(found)
+    worst = found.worst(3)
+    apart = [abs(one.decoded - one.target) for one in worst]
+    assert len(worst) == 3
+    assert apart == sorted(apart, reverse=True)
+    assert apart[0] > 1e-3
+    for one in worst:
+        assert one.decoded == found.distribution[one.row][one.text]
+        assert one.target == found.target[one.row][one.text]
+    right = certify(catalogue.BASE.draft(catalogue.CHAIN, length=1).build())
+    assert right.biased_from is None
+    assert right.worst() == []
+    declared = Certificate(0.1, 0.0, 1, 0.0, claimed=False)
+    assert repr(declared).startswith("Certificate(declared lossy, total variation 1.0e-01")
+
+
+def test_the_row_that_is_biased_is_named():
+    wrong = catalogue.BASE.draft(catalogue.CHAIN, length=1).verifier(planted.BonusFromTarget()).build()
+    found = certify(wrong, [[0], [1, 2], [2]], [2, 4, 3])  # the first row has no room for a drafted token
+    assert found.biased_from == 1
+    assert {one.row for one in found.worst(1000)} == {1, 2}
+    assert certify(wrong, [[0]], 1).biased_from is None
+
+
+def test_progress_is_shown(capsys):
+    decoder = catalogue.BASE.draft(catalogue.CHAIN, length=1).build()
+    certify(decoder, max_new_tokens=2, progress=True)
+    shown = capsys.readouterr().err
+    assert "certifying: 100.0 % of the probability" in shown
+    assert "branches" in shown
+    certify(decoder, max_new_tokens=2)
+    assert capsys.readouterr().err == ""
+    with pytest.raises(TypeError, match="progress is 1: give True or False"):
+        certify(decoder, progress=1)
 
 
 def by_rejection(proposal, probs, context, rng):
@@ -284,8 +327,39 @@ def test_races_are_not_walked_by_accident():
 
 
 def test_too_many_branches_are_refused_with_the_remedy():
-    with pytest.raises(RuntimeError, match="more than 100 branches: use fewer nodes"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"more than 100 branches, .* % of the probability: give fewer tokens than max_new_tokens=6, a",
+    ):
         certify(catalogue.BASE.build(), max_new_tokens=6, limit=100)
+    with pytest.raises(RuntimeError, match="fewer nodes=, "):
+        certify_coupled(catalogue.BASE.verifier(sd.Coupled()).build(), limit=100)
+
+
+def asks_too_much(proposal, probs, context, rng):
+    """Correct, but draws a token at every depth, of rows that are already rejected, too."""
+    B, N = proposal.tokens.shape
+    live, accepted = torch.ones(B, dtype=torch.bool), torch.zeros(B, dtype=torch.long)
+    bonus = torch.zeros(B, dtype=torch.long)
+    for d in range(N + 1):
+        p = torch.where(probs[:, d].sum(-1, keepdim=True) > 0, probs[:, d], 1 / probs.shape[-1])
+        y = rng.categorical(p, Key(context.length, d, 0, BONUS))
+        bonus = torch.where(live, y, bonus)
+        if d < N:
+            live = live & (d < proposal.size) & (y == proposal.tokens[:, d])
+            accepted += live
+    return sd.Verdict.of(
+        proposal, torch.where(torch.arange(N) < accepted[:, None], torch.arange(N), -1), accepted, bonus
+    )
+
+
+def test_a_verifier_that_asks_too_much_is_told_so():
+    decoder = catalogue.BASE.draft(Adversary(catalogue.MENU, 3, trees=False), length=3)
+    decoder = decoder.verifier(verifier_of(asks_too_much)).build()
+    wanted = r"those so far have [\d.e-]+ % .*max_new_tokens=5, fewer prompts=, a decoder .*does not need"
+    with pytest.raises(RuntimeError, match=wanted):
+        certify(decoder, [[0], [1], [2, 0]], 5, limit=5000)
+    assert certify(decoder, [[0]], 2).lossless
 
 
 def test_each_prompt_of_a_ragged_batch_has_its_own_distribution():
@@ -311,8 +385,37 @@ class Forwards(Adversary):
 
 def test_a_row_that_depends_on_its_mates_is_not_certified():
     builder = catalogue.BASE.draft(Forwards(catalogue.MENU), length=1)
-    with pytest.raises(RuntimeError, match="in another batch"):
+    with pytest.raises(RuntimeError, match=r"in another batch.*some part of the decoder"):
         certify(builder.build(), [[0], [1], [2]], 4, batch=64)
+
+
+class PooledArms:
+    """All rows take the arm of the most tokens so far, and it is not declared."""
+
+    def init(self, arms):
+        return torch.zeros(arms)
+
+    def select(self, state, context, capacities, rng):
+        arm = state.argmax().repeat(context.batch)
+        return arm, torch.ones(context.batch), state
+
+    def update(self, state, feedback):
+        return state.index_add(0, feedback.arm, feedback.tokens.float() - 1.5)
+
+
+def test_a_selector_that_pools_is_named_with_the_remedy():
+    def pool(selector):
+        return catalogue.BASE.pool({"chain": catalogue.CHAIN, "plain": None}, selector, length=1).build()
+
+    with pytest.raises(
+        RuntimeError, match=r"the selector PooledArms chooses .*info = sd.SelectorInfo\(joint=True\)"
+    ):
+        certify(pool(PooledArms()), [[0], [1]], 4, batch=16)
+
+    class Declared(PooledArms):
+        info = sd.SelectorInfo(joint=True)
+
+    assert certify(pool(Declared()), [[0]], 3).lossless
 
 
 def test_adversaries_use_their_freedom():

@@ -40,6 +40,21 @@ class OtherOrder(Own):
         return kv_position <= q_position
 
 
+class FlexOrder(Own):
+    def __call__(self, b, h, kv_idx, q_idx):
+        return kv_idx <= q_idx
+
+
+class HeadFirst(Own):
+    def __call__(self, h, b, q_idx, kv_idx):
+        return kv_idx <= q_idx
+
+
+class FiveArguments(Own):
+    def __call__(self, b, h, q_position, kv_position, size):
+        return kv_position <= q_position
+
+
 class Words(Own):
     def __call__(self, b, h, q_position, kv_position):
         return "seen"
@@ -58,6 +73,20 @@ class Branches(Own):
         if kv_position > q_position:
             return torch.tensor(False)
         return torch.tensor(True)
+
+
+class FlexNames(Own):
+    """The parameters have FlexAttention's names."""
+
+    def __call__(self, b, h, q_idx, kv_idx):
+        return kv_idx <= q_idx
+
+
+class FreeNames(Own):
+    """Any names, and a parameter with a default."""
+
+    def __call__(self, batch, head, query, key, size=3):
+        return (key <= query) & (key > query - size)
 
 
 @dataclass(frozen=True, repr=False)
@@ -116,6 +145,11 @@ class ByTheRow(Own):
 
 MASKS = [
     ("call", OtherOrder()),
+    ("call", FlexOrder()),
+    ("call", HeadFirst()),
+    ("call", FiveArguments()),
+    ("call", lambda b, h, kv, q: kv <= q),
+    ("call", lambda b, h, q: q >= 0),
     ("call", Words()),
     ("elementwise", Relative()),
     ("elementwise", Branches()),
@@ -175,6 +209,16 @@ def test_a_wrong_lowering_of_masks_is_caught(monkeypatch, test, rule, name, wron
 
 
 @pytest.mark.usefixtures("untraced")
+@pytest.mark.parametrize(
+    "mask",
+    [FlexNames(), FreeNames(), lambda b, h, q_idx, kv_idx: kv_idx <= q_idx],
+    ids=["FlexAttention's names", "other names", "a function"],
+)
+@pytest.mark.usefixtures("untraced")
+def test_the_names_of_a_masks_parameters_are_free(mask):
+    assert {"call", "future", "reach", "blocks"} <= set(check_mask(mask).rules)
+
+
 def test_every_rule_of_masks_is_broken_by_some_plant():
     assert {rule for rule, _ in MASKS} | {"blocks", "intervals"} == masks.SUITE.rules.keys()
     assert set(check_mask(Own()).rules) == masks.SUITE.rules.keys()
@@ -328,21 +372,36 @@ def test_every_rule_of_pruners_is_broken_by_some_plant():
 
 @dataclass(frozen=True)
 class Counts:
-    """Draws arms in proportion to what was committed on them, within their capacities. The mistakes below are changes of it."""
+    """Draws arms in proportion to what a request committed on them, within their capacities. The mistakes below are changes of it."""
 
     def init(self, arms):
-        return torch.ones(arms, dtype=torch.float64)
+        return torch.ones(512, arms, dtype=torch.float64)  # of each request
 
     def probs(self, state, context):
-        return (state / state.sum()).repeat(context.batch, 1).numpy()
+        mine = state[context.request]
+        return (mine / mine.sum(-1, keepdim=True)).numpy()
 
     def select(self, state, context, capacities, rng):
-        room = checked(capacities, len(state), context.batch)
+        room = checked(capacities, state.shape[1], context.batch)
         arm, prob = draw(self.probs(state, context), room, rng, context.length)
         return torch.from_numpy(arm), torch.from_numpy(prob).float(), state
 
     def update(self, state, feedback):
-        return state.index_add(0, feedback.arm, feedback.tokens.double())
+        return state.index_put((feedback.request, feedback.arm), feedback.tokens.double(), accumulate=True)
+
+
+class Pooled(Counts):
+    """All requests share what is counted, and it is not declared."""
+
+    def update(self, state, feedback):
+        return state.index_add(1, feedback.arm, feedback.tokens.double().expand(len(state), -1))
+
+
+class PooledSlowly(Counts):
+    """The same, with so little weight that other probabilities show it, and other arms do not."""
+
+    def update(self, state, feedback):
+        return state.index_add(1, feedback.arm, 1e-4 * feedback.tokens.double().expand(len(state), -1))
 
 
 class Deaf(Counts):
@@ -380,7 +439,7 @@ class Boasts(Counts):
 
 class InPlace(Counts):
     def update(self, state, feedback):
-        return state.index_add_(0, feedback.arm, feedback.tokens.double())
+        return state.index_put_((feedback.request, feedback.arm), feedback.tokens.double(), accumulate=True)
 
 
 class Forgetful(Counts):
@@ -416,7 +475,7 @@ class ByThePlace(Counts):
     """Keys by the row's place in the batch."""
 
     def select(self, state, context, capacities, rng):
-        room = checked(capacities, len(state), context.batch)
+        room = checked(capacities, state.shape[1], context.batch)
         place = torch.arange(context.batch)
         arm, prob = draw(self.probs(state, context), room, rng, place)
         return torch.from_numpy(arm), torch.from_numpy(prob).float(), state
@@ -427,7 +486,7 @@ class Impatient(Counts):
 
     def select(self, *call):
         arm, prob, state = super().select(*call)
-        return arm, prob, state.index_add(0, arm, torch.ones(len(arm), dtype=torch.float64))
+        return arm, prob, state.index_add(1, arm, torch.ones(len(state), len(arm), dtype=torch.float64))
 
 
 class Hoards(Counts):
@@ -440,7 +499,7 @@ class Hoards(Counts):
         return super().probs(state[0], context)
 
     def select(self, state, context, capacities, rng):
-        room = checked(capacities, len(state[0]), context.batch)
+        room = checked(capacities, state[0].shape[1], context.batch)
         arm, prob = draw(self.probs(state, context), room, rng, context.length)
         return torch.from_numpy(arm), torch.from_numpy(prob).float(), state
 
@@ -477,6 +536,8 @@ SELECTORS = [
     ("mates", ByTheBatch()),
     ("mates", ByThePlace()),
     ("late feedback", Impatient()),
+    ("joint", Pooled()),
+    ("joint", PooledSlowly()),
     ("leave", Hoards()),
     ("one arm", Two()),
 ]
@@ -500,6 +561,16 @@ def test_every_rule_of_selectors_is_broken_by_some_plant():
     found = check_selector(Counts())
     assert set(found.rules) == selectors.SUITE.rules.keys() - {"leave"}
     assert found.not_tried == {"requests_come_and_go": "it has no leave(state, requests)"}
+
+
+def test_a_selector_that_shares_what_it_learns_declares_it():
+    with pytest.raises(BrokenRule, match=r"Remedy: declare info = sd.SelectorInfo\(joint=True\)"):
+        check_selector(Pooled(), only=["learns_from_own_feedback"])
+
+    class Declared(Pooled):
+        info = SelectorInfo(joint=True)
+
+    assert "learns_from_own_feedback" in check_selector(Declared()).not_tried
 
 
 def test_a_selector_of_two_arms_is_asked_for_two():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 import specdec as sd
 from specdec import tree
 from specdec.audit import planted
+from specdec.audit.around import verifier_of
 from specdec.rng import ACCEPT, BONUS, Key
 from specdec.testing import BrokenRule, check_verifier
 from specdec.testing.verifier import SUITE
@@ -384,11 +387,48 @@ def test_a_function_is_a_verifier():
     def mine(proposal, probs, context, rng):
         return sd.Rejection()(proposal, probs, context, rng)
 
-    with pytest.raises(BrokenRule, match="mine breaks the rule 'declared probabilities'"):
-        check_verifier(mine, only=set(SUITE.names) - {"distribution"})  # no check of its refuses them
-    found = check_verifier(mine, only=["verdicts", "distribution"])
+    found = check_verifier(mine)
     assert found.part == "mine"
-    assert found.rules == ("path", "arguments", "support", "lossless")
+    assert set(found.rules) == SUITE.rules.keys() - {"shortcut"}
+
+
+def test_a_function_is_given_no_declared_probabilities():
+    def mine(proposal, probs, context, rng):
+        return sd.Rejection()(proposal, probs, context, rng)
+
+    assert check_verifier(mine, only=["declared"]).rules == ("declared probabilities",)
+    q = torch.full((1, 1, 3), 1 / 3)
+    with pytest.raises(
+        ValueError, match="mine is a function, which is given no declared probabilities: draw"
+    ):
+        verifier_of(mine).check(sd.Proposal.chain(torch.tensor([[1]]), torch.tensor([1]), q))
+
+
+def test_the_remedy_is_of_what_happened():
+    """An exception in the test of the distribution is no bias."""
+
+    def raises(proposal, probs, context, rng):
+        if int(context.length.min()) == int(context.length.max()) == 1 and proposal.nodes:
+            raise IndexError("index 99 is out of bounds")
+        return right(proposal, probs, context, rng)
+
+    with pytest.raises(
+        BrokenRule, match=r"index 99 is out of bounds.*change what the message says.*are not masked"
+    ):
+        check_verifier(Calls(raises), only=["distribution"])
+    with pytest.raises(
+        BrokenRule, match=r"off by a total variation.*norm\(max.*its own q.*declare lossless=False"
+    ):
+        check_verifier(Calls(with_steps(bonus=from_p)), only=["distribution"])
+
+
+def test_the_verifier_of_the_page_keeps_the_rules():
+    page = Path(__file__).parents[1] / "docs/howto/verifier.md"
+    code = re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    namespace: dict[str, Any] = {"__name__": "page"}
+    exec("\n".join(code), namespace)
+    tests = ["declares", "checks", "verdicts", "absent", "shared", "empty", "declared"]
+    assert "absent nodes" in check_verifier(namespace["FirstNode"](), only=tests).rules
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,16 @@ def test_logits_that_are_not_numbers(bad, temperature):
         sd.decoder(model).sampling(temperature=temperature).build().generate([[1, 2]], 4)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_error_says_whose_logits_they_are(temperature):
+    good, bad = sd.TableModel.random(5, 1, seed=0), torch.full((5,), float("nan"))
+    base = sd.decoder(good).sampling(temperature=temperature)
+    with pytest.raises(ValueError, match=r"^a draft's logits of row 0, entry 0 contain nan"):
+        base.draft(sd.chain_draft(lambda prefix: bad), length=2).build().generate([[1, 2]], 4, seed=0)
+    with pytest.raises(ValueError, match=r"^logits of row 0, entry 0 contain nan"):  # also after a draft's
+        sd.Sampling(temperature=temperature)(bad[None, None], sd.Context.of([[0]]))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
     "draw", [sd.Sampling(), sd.Sampling(temperature=0.0), sd.Sampling(temperature=0.0).argmax]

@@ -29,7 +29,7 @@ class Refused(ValueError):
 
 @dataclass(frozen=True)
 class _Function:
-    """A function ``(proposal, probs, context, rng) -> Verdict`` as a verifier that takes everything."""
+    """A function ``(proposal, probs, context, rng) -> Verdict`` as a verifier that takes all but declared probabilities."""
 
     function: Callable[..., Verdict]
 
@@ -38,7 +38,11 @@ class _Function:
         return VerifierInfo(name_of(self.function), lossless=True)  # to be found out
 
     def check(self, proposal: Proposal) -> None:
-        pass
+        if proposal.provenance == "declared":
+            raise ValueError(
+                f"{name_of(self.function)} is a function, which is given no declared probabilities: draw with rng.categorical and "
+                "provenance='sampled', leave probs out, or give an object whose check takes them"
+            )
 
     def for_draft(self, rng: Rng) -> Rng:
         return rng

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import fsum
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,11 +22,24 @@ from specdec.audit.around import PROMPTS, TOKENS, Refused, decoders, verifier_of
 from specdec.audit.plain import Distribution, Ids, Logits, Numbered, Plain, enumerate_plain, total_variation
 from specdec.audit.scope import Scope
 from specdec.audit.walk import Branches, Walk, pack, race_key
+from specdec.capabilities import SelectorInfo
 from specdec.decoder import Decoder
 from specdec.protocols import Verifier
 from specdec.rng import Rng
 from specdec.sampling import Sampling
 from specdec.types import Verdict
+
+EXACT = 1e-9  # total variation
+ROUNDING = 1e-12  # difference of two probabilities
+
+
+class Difference(NamedTuple):
+    """A text whose probability is not the target's: the row of its prompt, its new ids, and both probabilities."""
+
+    row: int
+    text: Ids
+    decoded: float
+    target: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +55,7 @@ class Certificate:
         astray: share of the branches (by measure) whose tokens are not the target's own draws; ``certify_coupled`` only.
         claimed: whether the verifier declares that it is lossless. If not, the total variation is what it loses on this example.
         scope: what was covered, and what was not; ``print(found.scope)``.
+        biased_from, worst(): where the distribution is not the target's.
     """
 
     total_variation: float
@@ -57,16 +71,38 @@ class Certificate:
     @property
     def lossless(self) -> bool:
         """Whether the distribution (for ``certify_coupled`` every path) is the target's up to float64 rounding (1e-9)."""
-        return self.total_variation <= 1e-9 and not self.astray
+        return self.total_variation <= EXACT and not self.astray
+
+    @property
+    def biased_from(self) -> int | None:
+        """The first position of the new ids up to which the beginnings of texts do not have the target's distribution, in any row; ``None``
+        if all do."""
+        pairs = list(zip(self.distribution, self.target))
+        for position in range(max((len(ids) for pair in pairs for one in pair for ids in one), default=0)):
+            if any(total_variation(*(_begun(one, position + 1) for one in pair)) > EXACT for pair in pairs):
+                return position
+        return None
+
+    def worst(self, n: int = 5) -> list[Difference]:
+        """The ``n`` texts whose probabilities differ most from the target's, the largest difference first; those of rounding are left out."""
+        found = [
+            Difference(row, ids, decoded.get(ids, 0.0), target.get(ids, 0.0))
+            for row, (decoded, target) in enumerate(zip(self.distribution, self.target))
+            for ids in sorted(decoded.keys() | target.keys())
+        ]
+        found = [one for one in found if abs(one.decoded - one.target) > ROUNDING]
+        return sorted(found, key=lambda one: -abs(one.decoded - one.target))[:n]
 
     def __repr__(self) -> str:
+        biased = not self.lossless and self.claimed
+        where = f"biased from ids[{self.biased_from}] on, " if biased and self.biased_from is not None else ""
         paths = "" if self.astray is None else f"{self.astray:.1e} astray, "
         kind = "" if self.claimed else "declared lossy, "
         scope = "" if self.scope is None else f"; covered: {', '.join(self.scope.covered)}"
         if self.scope is not None and self.scope.missing:
             scope += f"; not covered: {', '.join(self.scope.missing)}"
         return (
-            f"Certificate({kind}total variation {self.total_variation:.1e}, {paths}{self.mass:.1e} unaccounted, "
+            f"{'NOT LOSSLESS: ' if biased else ''}Certificate({kind}total variation {self.total_variation:.1e}, {where}{paths}{self.mass:.1e} unaccounted, "
             f"{self.branches} branches, {self.seconds:.1f} s{scope})"
         )
 
@@ -83,6 +119,7 @@ def certify(
     wrap: Callable[[Rng], Rng] = lambda rng: rng,
     batch: int = 2048,
     limit: int = 2_000_000,
+    progress: bool = False,
 ) -> Certificate:
     """The exact distance of a decoder's output from its target's distribution.
 
@@ -96,6 +133,7 @@ def certify(
         logits: ``prefixes -> [R, V]``, the target's logits on plain prefixes; by default its own ``score`` with a fresh cache.
         wrap: wraps the scripted random number generator.
         batch: branches per run. limit: the most branches.
+        progress: show a bar of the probability that is enumerated.
     Raises:
         RuntimeError: more than ``limit`` branches, or the output of a row depends on the rest of its batch.
         TypeError: ``decoder`` is neither a built decoder nor a verifier. ValueError: the verifier refuses all proposals that were tried.
@@ -103,7 +141,7 @@ def certify(
 
     def enumerate_all(built: Decoder, prompts: Sequence[Sequence[int]], tokens: Any) -> Certificate:
         run = _Run(built, prompts, tokens, eos_token_id, stopping_criteria, wrap)
-        return _walk(run, run.plain(sampling, logits), None, batch, limit)
+        return _walk(run, run.plain(sampling, logits), None, batch, limit, progress)
 
     def given(usual: Sequence[Sequence[int]], tokens: int) -> tuple[Sequence[Sequence[int]], Any]:
         return usual if prompts is None else prompts, tokens if max_new_tokens is None else max_new_tokens
@@ -131,18 +169,19 @@ def certify_coupled(
     stopping_criteria: Sequence[Callable[..., Any]] = (),
     batch: int = 2048,
     limit: int = 2_000_000,
+    progress: bool = False,
 ) -> Certificate:
     """Certifies ``Coupled`` path by path: for all draws of the target and all proposals, the draws are committed.
 
     A race keyed by position is a function of the position and the distribution; each of the target's distributions gets a free choice at
     each position, and all choices are enumerated. The draft is replaced by one that proposes every tree of up to ``nodes`` nodes,
-    which covers every draft, whatever it has seen; ``nodes=None`` keeps the decoder's own.
+    which covers every draft, whatever it has seen; ``nodes=None`` keeps the decoder's own. The other arguments are those of ``certify``.
     """
     if nodes is not None:
         decoder = replace(decoder, draft=Everything(decoder.target.vocab_size, nodes))
     run = _Run(decoder, prompts, max_new_tokens, eos_token_id, stopping_criteria)
     plain = run.plain()
-    return _walk(run, plain, Numbered(plain), batch, limit)
+    return _walk(run, plain, Numbered(plain), batch, limit, progress)
 
 
 @dataclass(frozen=True)
@@ -186,46 +225,56 @@ class _Run:
         return [tuple(ids) for ids in out.ids]
 
 
-def _walk(run: _Run, plain: list[Plain], numbered: Numbered | None, batch: int, limit: int) -> Certificate:
+def _walk(
+    run: _Run, plain: list[Plain], numbered: Numbered | None, batch: int, limit: int, progress: bool
+) -> Certificate:
+    if not isinstance(progress, bool):
+        raise TypeError(f"progress is {progress!r}: give True or False")
+    from tqdm.auto import tqdm
+
     start, rows = perf_counter(), range(len(plain))
     stacks = [[Branches.root()] for _ in rows]
     masses: list[dict[Ids, list[float]]] = [defaultdict(list) for _ in rows]
     astray: list[list[float]] = [[] for _ in rows]
     sample: list[tuple[Branches, np.ndarray, list[Ids]]] = []
+    done = [0.0 for _ in rows]
     count = 0
-    while any(stacks):
-        # A finished prompt stays in the batch, so that every branch runs beside every prompt.
-        mate = [not stack for stack in stacks]
-        here = [mate.index(False)] if run.scope.alone else list(rows)
-        size = 1 if run.scope.alone else max(1, batch // len(rows))
-        parts = [_take(stacks[row], size) if stacks[row] else Branches.root() for row in here]
-        owner = np.repeat(here, [len(part) for part in parts])
-        walk = Walk(Branches.join(parts), numbered)
-        ids = run(walk, owner)
-        measure = walk.branches.measure()
-        for b, row in enumerate(owner.tolist()):
-            if not mate[row]:
-                masses[row][ids[b]].append(float(measure[b]))
-        for from_row, scripts in walk.left:
-            for row in rows:
+    shown = "{desc}: {percentage:.1f} % of the probability |{bar}| {elapsed}{postfix}"
+    with tqdm(total=1.0, desc="certifying", bar_format=shown, disable=not progress) as bar:
+        while any(stacks):
+            # A finished prompt stays in the batch, so that every branch runs beside every prompt.
+            mate = [not stack for stack in stacks]
+            here = [mate.index(False)] if run.scope.alone else list(rows)
+            size = 1 if run.scope.alone else max(1, batch // len(rows))
+            parts = [_take(stacks[row], size) if stacks[row] else Branches.root() for row in here]
+            owner = np.repeat(here, [len(part) for part in parts])
+            walk = Walk(Branches.join(parts), numbered)
+            ids = run(walk, owner)
+            measure = walk.branches.measure()
+            for b, row in enumerate(owner.tolist()):
                 if not mate[row]:
-                    mine = (owner[from_row] == row).nonzero()[0]
-                    if len(mine):
-                        stacks[row].append(scripts.select(mine))
-        if numbered is not None:
-            wrong = _off_path(walk.branches, owner, ids, plain, numbered)
-            for row in rows:
-                if not mate[row]:
-                    astray[row].append(float(measure[wrong & (owner == row)].sum()))
-        # If two distributions agree up to rounding, their residual is rounding error, and a branch of that measure depends on it.
-        real = (measure > 1e-9).nonzero()[0]
-        some = real[np.linspace(0, len(real) - 1, min(len(real), 64)).astype(int)] if len(real) else real
-        sample.append((walk.branches.select(some), owner[some], [ids[b] for b in some]))
-        count += sum(len(part) for part, row in zip(parts, here) if not mate[row])
-        if count > limit:
-            raise RuntimeError(
-                f"more than {limit} branches: use fewer nodes or tokens, a smaller vocabulary, or distributions with zeros"
-            )
+                    masses[row][ids[b]].append(float(measure[b]))
+                    done[row] += float(measure[b])
+            for from_row, scripts in walk.left:
+                for row in rows:
+                    if not mate[row]:
+                        mine = (owner[from_row] == row).nonzero()[0]
+                        if len(mine):
+                            stacks[row].append(scripts.select(mine))
+            if numbered is not None:
+                wrong = _off_path(walk.branches, owner, ids, plain, numbered)
+                for row in rows:
+                    if not mate[row]:
+                        astray[row].append(float(measure[wrong & (owner == row)].sum()))
+            # If two distributions agree up to rounding, their residual is rounding error, and a branch of that measure depends on it.
+            real = (measure > 1e-9).nonzero()[0]
+            some = real[np.linspace(0, len(real) - 1, min(len(real), 64)).astype(int)] if len(real) else real
+            sample.append((walk.branches.select(some), owner[some], [ids[b] for b in some]))
+            count += sum(len(part) for part, row in zip(parts, here) if not mate[row])
+            share = sum(done) / len(rows)
+            bar.set_postfix_str(f"{count} branches", refresh=False)
+            bar.update(share - bar.n)
+            _within(limit, count, share, run, numbered is not None)
     _again(run, numbered, sample[-32:] + sample[: min(8, len(sample))])
     distributions = tuple({ids: fsum(parts) for ids, parts in mass.items()} for mass in masses)
     return Certificate(
@@ -241,6 +290,28 @@ def _walk(run: _Run, plain: list[Plain], numbered: Numbered | None, batch: int, 
         claimed=run.decoder.verifying.lossless,
         scope=run.scope,
     )
+
+
+def _within(limit: int, count: int, share: float, run: _Run, coupled: bool) -> None:
+    """Raise RuntimeError if ``count`` branches, which have ``share`` of the probability, are more than ``limit``."""
+    if count <= limit:
+        return
+    prompts = "fewer prompts=, " if len(run.prompts) > 1 else ""
+    nodes = "fewer nodes=, " if coupled else ""
+    raise RuntimeError(
+        f"more than {limit} branches, and those so far have {100 * share:.3g} % of the probability: give fewer tokens than "
+        f"max_new_tokens={max(run.budgets)}, {prompts}{nodes}a decoder of a smaller vocabulary, a shorter draft or distributions with zeros, "
+        "or a larger limit=. Every decision that a verifier or draft asks rng for and does not need, as for a row that is already rejected, "
+        "multiplies the branches: ask with a probability of 0 or 1 there"
+    )
+
+
+def _begun(distribution: Distribution, length: int) -> Distribution:
+    """The distribution of the first ``length`` ids of each text."""
+    begun: Distribution = defaultdict(float)
+    for ids, mass in distribution.items():
+        begun[ids[:length]] += mass
+    return begun
 
 
 def _take(stack: list[Branches], count: int) -> Branches:
@@ -279,10 +350,22 @@ def _again(
     for b, ids in zip(order, after):
         if before[b] != ids:
             raise RuntimeError(
-                f"the same random numbers gave {list(before[b])} and then, in another batch, {list(ids)}: some part of the "
-                "decoder depends on the batch or keeps state between calls, so its distribution cannot be certified (a selector that learns "
-                "from all rows declares info = SelectorInfo(joint=True))"
+                f"the same random numbers gave {list(before[b])} and then, in another batch, {list(ids)}: {_mixing(run)}"
             )
+
+
+def _mixing(run: _Run) -> str:
+    """Why a row's output may depend on its batch, and the remedy."""
+    selecting = run.decoder.selecting
+    if selecting is not None and not SelectorInfo.of(selecting.selector).joint:
+        return (
+            f"either the selector {type(selecting.selector).__name__} chooses for a row by other rows, as with pooled statistics (then let it "
+            "declare info = sd.SelectorInfo(joint=True)), or another part depends on the batch or keeps state between calls"
+        )
+    return (
+        "some part of the decoder depends on the batch or keeps state between calls, so its distribution cannot be certified: compute a row "
+        "from its own tokens, state and keys"
+    )
 
 
 def _off_path(

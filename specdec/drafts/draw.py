@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from specdec.rng import Key, Rng
-from specdec.sampling import Sampling, fit
+from specdec.sampling import Sampling, fit, logits_of
 from specdec.types import Context, Proposal
 
 
@@ -62,12 +62,13 @@ class ChainDraw:
         n, sampling = self.count, self.sampling
         logits = fit(logits, self.vocab_size)[:, None]
         before = self.sofar if sampling.processors else None  # only processors read the text
-        if sampling.greedy:
-            token = sampling.argmax(logits, self.context, before, first=n - 1)[:, 0]
-        else:
-            q = sampling(logits, self.context, before, first=n - 1)
-            token = rng.categorical(q[:, 0], Key(self.context.length, n))
-            self.distributions.append(q)
+        with logits_of("a draft's "):
+            if sampling.greedy:
+                token = sampling.argmax(logits, self.context, before, first=n - 1)[:, 0]
+            else:
+                q = sampling(logits, self.context, before, first=n - 1)
+                token = rng.categorical(q[:, 0], Key(self.context.length, n))
+                self.distributions.append(q)
         if not n and logits.device != self.tokens.device:
             # All zeros: made on the device instead of copied.
             self.tokens = torch.zeros_like(self.tokens, device=logits.device)

@@ -21,7 +21,7 @@ from specdec.drafts.model import Model, ModelState, readable
 from specdec.drafts.siblings import Drawing, Independent
 from specdec.protocols import LanguageModel
 from specdec.rng import Key, Rng
-from specdec.sampling import Sampling, fit
+from specdec.sampling import Sampling, fit, logits_of
 from specdec.types import Context, Proposal, Round
 
 
@@ -120,7 +120,8 @@ class Tree:
             if points:
                 children = top.reshape(B, -1)
             else:
-                q = sampling(logits, context, sofar, first=first)
+                with logits_of("a draft's "):
+                    q = sampling(logits, context, sofar, first=first)
                 sibling = torch.arange(len(level) * width).view(len(level), width)
                 key = Key(context.length[:, None, None], d, sibling.expand(B, -1, -1))
                 drawn = self.siblings(q, width, key, rng)

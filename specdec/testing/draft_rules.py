@@ -73,7 +73,8 @@ OTHERS = Rule(
     "other drafts", "let observe take rounds whose proposal another draft made, of any width, or none"
 )
 CACHE = Rule(
-    "cache", "call cache.commit(round.context, round.verdict) in observe, and cache.select in select"
+    "cache",
+    "call commit(round.context, round.verdict) of every cache in observe, for the proposal that it holds, and its select in select",
 )
 GREEDY = Rule("greedy", "keep the rules above: under a lossless verifier a draft cannot change a greedy text")
 COUPLED = Rule("coupled", "keep the rules above: under Coupled a draft cannot change a sampled text")

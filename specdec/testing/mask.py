@@ -23,7 +23,7 @@ FAR = 160  # positions of one that drives a model
 
 CALL = Rule(
     "call",
-    "define __call__(self, b, h, q_position, kv_position) -> bool, in this order, of masks.Mask or as a function",
+    "define __call__(self, b, h, q_position, kv_position) -> bool, in this order, with any names, of masks.Mask or as a function",
 )
 ELEMENTWISE = Rule(
     "elementwise",
@@ -52,7 +52,8 @@ def check_mask(mask: Any, *, part: bool = False, only: Collection[str] | None = 
     """Try the rules of masks on ``mask``.
 
     Args:
-        mask: a ``masks.Mask``, or a function ``(b, h, q_position, kv_position) -> bool``, defined for 2 rows and 12 positions at least.
+        mask: a ``masks.Mask``, or a function ``(b, h, q_position, kv_position) -> bool``, with any names of the arguments, defined for 2 rows
+            and 12 positions at least.
         part: whether it is to be joined with others before it drives a model, as ``Window`` is; then the rules of models are not tried.
         only: some tests (``SUITE.names``); ``None``: all.
     Returns:
@@ -84,8 +85,11 @@ class Case:
 
 @SUITE.test(CALL)
 def called(case: Case) -> None:
-    names = list(inspect.signature(case.mask).parameters)
-    CALL.require(names == ["b", "h", "q_position", "kv_position"], f"its arguments are {', '.join(names)}")
+    asked = case.mask.mask_mod if isinstance(case.mask, Function) else case.mask
+    names = [p.name for p in inspect.signature(asked).parameters.values() if p.default is p.empty]
+    swapped = names[:2] == ["h", "b"] or [name[:1] for name in names[2:4]] == ["k", "q"]
+    # FlexAttention tells a mask by four parameters without a default, of any names.
+    CALL.require(len(names) == 4 and not swapped, f"its arguments are {', '.join(names)}")
     for b in range(B):
         found = case.mask(b, 0, 3, 2)
         CALL.require(isinstance(found, bool | torch.Tensor), f"it returns a {type(found).__name__}")

@@ -17,9 +17,9 @@ class BrokenRule(AssertionError):
         rule: the name of the rule. found: what was seen. remedy: what to change. part: the part's name.
     """
 
-    def __init__(self, rule: Rule, found: str):
-        super().__init__(rule, found)
-        self.rule, self.remedy, self.found, self.part = rule.name, rule.remedy, found, "the part"
+    def __init__(self, rule: Rule, found: str, remedy: str = ""):
+        super().__init__(rule, found, remedy)
+        self.rule, self.remedy, self.found, self.part = rule.name, remedy or rule.remedy, found, "the part"
 
     def __str__(self) -> str:
         return f"{self.part} breaks the rule {self.rule!r}: {self.found}. Remedy: {self.remedy}"
@@ -31,10 +31,15 @@ class NotTried(Exception):
 
 @dataclass(frozen=True)
 class Rule:
-    """One sentence of a contract. ``remedy``: what to change in a part that breaks it."""
+    """One sentence of a contract.
+
+    Attributes:
+        remedy: what to change in a part that breaks it. raised: the same where an exception in the part breaks it; by default ``remedy``.
+    """
 
     name: str
     remedy: str
+    raised: str = ""
 
     def require(self, kept: Any, found: str) -> None:
         """Raise ``BrokenRule`` unless ``kept``."""
@@ -53,7 +58,7 @@ class Rule:
         except (BrokenRule, NotTried):
             raise
         except Exception as error:
-            raise BrokenRule(self, f"{when} raised {type(error).__name__}: {error}") from error
+            raise BrokenRule(self, f"{when} raised {type(error).__name__}: {error}", self.raised) from error
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,10 @@ LATE = Rule("late feedback", "let update take feedback of rows of any micro-batc
 LEAVES = Rule(
     "leave", "forget finished requests in leave(state, requests), and let feedback that comes after it pass"
 )
+JOINT = Rule(
+    "joint",
+    "declare info = sd.SelectorInfo(joint=True) if rows share what update learns, or keep it for each feedback.request",
+)
 ONE_ARM = Rule("one arm", "choose arm 0 with probability 1 where there is only one")
 SUITE = Suite("selector")
 SECONDS, REWARDS = torch.tensor([0.5, 0.8, 0.4]), torch.tensor([0.2, 0.25, 0.8])
@@ -279,6 +283,33 @@ def micro_batches(case: Case) -> None:
             arms.append(torch.cat(got))
         chosen.append(torch.stack(arms))
     LATE.require(torch.equal(*chosen), "four micro-batches get other arms than one batch")
+
+
+@SUITE.test(JOINT)
+def learns_from_own_feedback(case: Case) -> None:
+    """A request's arms, alone and among others whose feedback comes with its own."""
+    if SelectorInfo.of(case.selector).joint:
+        raise NotTried("it chooses for rows together")
+    A, every = case.arms, torch.arange(6)
+    noise = torch.rand(30, 6, A, generator=torch.Generator().manual_seed(1))
+    chosen, probs = [], []
+    for rows in (every, every[2:3]):
+        state, rng, arms, drawn = case.selector.init(A), Philox(seeds(4, 6)[rows]), [], []
+        for t in range(30):
+            arm, prob, state = case.select(state, context(rows.tolist(), 1 + 4 * t), plenty(A, 6), rng)
+            state = case.update(state, rows.tolist(), arm, noise[t, rows])
+            arms.append(int(arm[rows == 2]))
+            drawn.append(prob[rows == 2])
+        chosen.append(arms)
+        probs.append(torch.cat(drawn))
+    JOINT.require(
+        chosen[0] == chosen[1],
+        f"request 2 gets the arms {chosen[0]} if other requests have feedback, and {chosen[1]} alone, with the same keys and feedback of its own",
+    )
+    JOINT.require(
+        torch.allclose(probs[0], probs[1], atol=1e-5),
+        "request 2 gets its arms with other probabilities if other requests have feedback",
+    )
 
 
 @SUITE.test(LEAVES)

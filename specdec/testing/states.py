@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from specdec.cache.contract import KVStore
-from specdec.testing.rules import Rule
+from specdec.testing.rules import Rule, lacks
 
 _PLAIN = (int, float, complex, str, bytes, bool, type(None))
 
@@ -54,25 +54,42 @@ def _leaves(value: Any, path: str, above: set[int]) -> Iterator[tuple[str, str]]
 
 
 def _within(value: Any, path: str, above: set[int]) -> Iterator[tuple[str, str]]:
-    if isinstance(value, Mapping):
-        for key, part in value.items():
-            yield from _leaves(part, f"{path}[{key!r}]", above)
-    elif isinstance(value, tuple) and hasattr(value, "_fields"):
-        for name, part in value._asdict().items():  # type: ignore[attr-defined]
-            yield from _leaves(part, f"{path}.{name}", above)
-    elif isinstance(value, list | tuple):
+    if isinstance(value, list | tuple) and not _named(value):
         yield f"len({path})", str(len(value))
-        for i, part in enumerate(value):
-            yield from _leaves(part, f"{path}[{i}]", above)
-    elif isinstance(value, set | frozenset):
+    if isinstance(value, set | frozenset):
         yield path, repr(sorted(map(repr, value)))
-    elif not (_follows_tokens(value) or callable(value)):
-        for name, part in getattr(value, "__dict__", {}).items():
-            yield from _leaves(part, f"{path}.{name}", above)
+    elif not _follows_tokens(value):
+        for at, part in _parts(value, path):
+            yield from _leaves(part, at, above)
+
+
+def _parts(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Path and value of the entries and fields of a state; nothing of models and functions."""
+    if isinstance(value, Mapping):
+        yield from ((f"{path}[{key!r}]", part) for key, part in value.items())
+    elif _named(value):
+        yield from ((f"{path}.{name}", part) for name, part in value._asdict().items())
+    elif isinstance(value, list | tuple):
+        yield from ((f"{path}[{i}]", part) for i, part in enumerate(value))
+    elif not callable(value):
+        yield from ((f"{path}.{name}", part) for name, part in getattr(value, "__dict__", {}).items())
+
+
+def caches(value: Any, path: str = "state", above: frozenset[int] = frozenset()) -> dict[str, Any]:
+    """Path -> the caches within a state: objects with ``sync`` and ``commit``."""
+    if lacks(value, "sync", "commit"):
+        inside = above | {id(value)}
+        parts = [one for one in _parts(value, path) if id(one[1]) not in inside]
+        return {at: cache for where, part in parts for at, cache in caches(part, where, inside).items()}
+    return {path: value}
+
+
+def _named(value: Any) -> bool:
+    return isinstance(value, tuple) and hasattr(value, "_fields")
 
 
 def _follows_tokens(value: Any) -> bool:
-    return KVStore in type(value).__mro__ or (hasattr(value, "sync") and hasattr(value, "commit"))
+    return KVStore in type(value).__mro__ or not lacks(value, "sync", "commit")
 
 
 @contextmanager

@@ -39,7 +39,11 @@ KEYS = Rule(
 )
 DISTRIBUTION = Rule(
     "lossless",
-    "draw the token after a rejected node from norm(max(p - q, 0)) and not from p; or declare lossless=False",
+    "draw the token after a rejected node from norm(max(p - q, 0)) and not from p; test node n with its own q, proposal.q(n), and with the p "
+    "before it, probs[:, 1 + parent]; or declare lossless=False if it is meant to change the distribution. sd.certify(verifier).worst() shows "
+    "texts that are too likely",
+    raised="change what the message says. Where a row has fewer nodes than others, q(n) and distributions() are safe to read; tokens, probs[:, n] "
+    "and q_of(tokens) are not masked, so mask them by n < size[b] before they index, divide or decide",
 )
 DECLARED = Rule("declared probabilities", "refuse provenance='declared' in check unless q is not used")
 DRAWS = Rule(
