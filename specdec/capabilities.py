@@ -63,7 +63,7 @@ class DraftInfo(_Info):
         siblings: how the children of a node are drawn, if the draft proposes trees. ``"in turn"``: each after its elder siblings, on which it
             and their number may depend. ``"independent"``: from one distribution, which is settled, as is their number, before any node of
             that depth is drawn. ``"distinct"``: likewise settled, each from that distribution without its elder siblings' tokens.
-        sampling: how it draws tokens; ``None``: as the decoder does, or it draws none.
+        sampling: how it draws tokens; ``None``: as the decoder does, or it draws none. reads_logits: it reads every round's ``scores.logits``.
     """
 
     name: str
@@ -77,6 +77,7 @@ class DraftInfo(_Info):
     drafts: tuple[Draft[Any], ...] = ()
     siblings: Siblings = "in turn"
     sampling: Sampling | None = None
+    reads_logits: bool = False
 
 
 @dataclass(frozen=True)
@@ -186,8 +187,8 @@ class DraftPart:
 
     @property
     def reads_target(self) -> bool:
-        """Whether it reads the target's activations or cache."""
-        return bool(self.info.taps) or self.follows is not None
+        """Whether it reads the target's activations, logits or cache."""
+        return bool(self.info.taps) or self.info.reads_logits or self.follows is not None
 
     def bound(self, target: LanguageModel, sampling: Sampling) -> Draft[Any]:
         """The draft bound to this target and sampling."""

@@ -27,7 +27,7 @@ GENERATE: dict[str, str] = {
     "prompt_lookup_num_tokens": "it is given when the decoder is composed: .draft(sd.drafts.NGram(), length={value})",
     "assistant_tokenizer": "it is given with the assistant when the decoder is composed: .draft(sd.drafts.Translated((assistant, tokenizer), "
     "target.tokenizer))",
-    "assistant_early_exit": "it is given when the decoder is composed: a draft of the target's first blocks",
+    "assistant_early_exit": "it is given when the decoder is composed: .draft(specdec.pruning.keep_layers(model, range({value}), share=True))",
     "num_assistant_tokens": "it is given when the decoder is composed: .draft(model, length={value})",
     "repetition_penalty": _PENALTY.replace("{class_}", "RepetitionPenaltyLogitsProcessor"),
     "no_repeat_ngram_size": _PENALTY.replace("{class_}", "NoRepeatNGramLogitsProcessor"),
@@ -83,6 +83,7 @@ DRAFT: dict[str, str] = {
     "prompt_lookup_max": "give .draft(sd.drafts.NGram(max_match={value}))",
     "prompt_lookup_min": "give .draft(sd.drafts.NGram(min_match={value}))",
     "prompt_lookup_num_tokens": "give .draft(sd.drafts.NGram(), length={value})",
+    "assistant_early_exit": "give .draft(specdec.pruning.keep_layers(model, range({value}), share=True))",
     "method": "give the draft itself: a model, or one of specdec.drafts",
     "model": "give it as the first argument: .draft({value})",
     "speculative_config": "give the draft and its length: .draft(model, length=4)",

@@ -40,6 +40,7 @@ COLUMNS = {
 RECIPES = [
     "quickstart",
     "auto",
+    "untrained",
     "bench",
     "compare_checkouts",
     "cpu_floor",
@@ -82,6 +83,28 @@ def test_help_says_what_and_how():
         assert ran.returncode == 0, (name, ran.stderr)
         assert "--json" in ran.stdout, name
         assert len(ran.stdout) > 400, name
+
+
+@pytest.mark.slow
+def test_untrained(tmp_path, monkeypatch):
+    """On a corpus of its own prompts: that of the training packages takes minutes to build."""
+    sys.path.insert(0, str(ROOT / "recipes"))
+    import untrained
+
+    texts = {"text": prompts(n=6)}
+    monkeypatch.setattr(untrained.sd.data, "corpus", lambda: texts)
+    file = tmp_path / "u.json"
+    settings = untrained.Settings(
+        batches=(1, 2), temperatures=(0.0,), context=40, new_tokens=12, repeats=2, json=str(file)
+    )
+    rows = untrained.main(settings)
+    assert len([row for row in rows if row["part"] == "speed"]) == 2 * 14
+    taus = {row["method"]: row["tau"] for row in rows if row["part"] == "speed" and row["batch"] == 2}
+    assert taus["plain"] == taus["plain again"] == 1
+    assert taus["lookup before pocket-vanilla, 6 tokens"] == taus["pocket-vanilla, 6 tokens"]
+    saved = {row["inner"]: row for row in report(file) if row["part"] == "forwards"}
+    assert saved["lookup"]["tau"] == saved["none"]["tau"]
+    assert saved["lookup"]["forwards"] < saved["none"]["forwards"]
 
 
 @pytest.mark.slow

@@ -153,6 +153,26 @@ def test_what_a_config_says_of_its_layers_goes_with_them(family, tmp_path):
         ]
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
+def test_shared_layers_are_the_models_own(family):
+    model = deep(family)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    layers = [0, 1, 3]
+    small = pruning.keep_layers(model, layers, share=True)
+    mine = {tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    assert {p.data_ptr() for p in small.parameters()} <= mine
+    assert not any(p.requires_grad for p in small.parameters())
+    assert all(p.requires_grad for p in model.parameters())
+    assert torch.equal(logits(small), skipping(model, layers))
+    out = sd.decoder(model).draft(small, length=3).greedy().generate([[1, 2, 3], [4]], 12, eos_token_id=())
+    assert out.ids == sd.decoder(model).greedy().generate([[1, 2, 3], [4]], 12, eos_token_id=()).ids
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(0.5)
+    assert torch.equal(logits(small), skipping(model, layers))  # it follows changes
+
+
 def test_layers_that_do_not_fit_are_refused():
     model = deep("llama")
     for layers in ([], [4], [-1], [2, 1], [1, 1], [0, 1, 2, 3, 4]):

@@ -1,5 +1,6 @@
 """Drafts propose tokens. There is one algorithm in each file or folder."""
 
+from specdec.drafts.cascade import Cascade
 from specdec.drafts.function import FunctionDraft, chain_draft
 from specdec.drafts.heads.draft import Head
 from specdec.drafts.magicdec.draft import MagicDec
@@ -7,6 +8,8 @@ from specdec.drafts.model import Model
 from specdec.drafts.ngram import NGram
 from specdec.drafts.none import NoDraft
 from specdec.drafts.pool import Pool
+from specdec.drafts.recycling import Recycling
+from specdec.drafts.retrieval import Corpus, Retrieval
 from specdec.drafts.spire.draft import Spire
 from specdec.drafts.stacked import Stacked
 from specdec.drafts.suffix import Suffix
@@ -15,6 +18,8 @@ from specdec.drafts.translated.text import TextMatch
 from specdec.drafts.tree import Tree
 
 __all__ = [
+    "Cascade",
+    "Corpus",
     "FunctionDraft",
     "Head",
     "MagicDec",
@@ -22,6 +27,8 @@ __all__ = [
     "NGram",
     "NoDraft",
     "Pool",
+    "Recycling",
+    "Retrieval",
     "Spire",
     "Stacked",
     "Suffix",

@@ -5,6 +5,7 @@ Only the row's own text is searched (the paper's tree of each request), and the 
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
@@ -53,24 +54,51 @@ class Suffix(Stateless):
         for n in range(1, self.max_match + 1):
             if not len(ends):
                 break
-            path, chances = self._path(ids, ends + 1, min(count, max(1, int(self.factor * n))))
-            if chances >= most:
-                best, most = path, chances
-            ends = ends[ends >= n]
-            ends = ends[ids[ends - n] == ids[-1 - n]] if n < len(ids) else ends[:0]
+            further = ends[ends >= n]
+            further = further[ids[further - n] == ids[-1 - n]] if n < len(ids) else further[:0]
+            if (
+                len(further) < len(ends) or n == self.max_match
+            ):  # otherwise the longer match has this path, or more of it
+                longest = min(count, max(1, int(self.factor * n)))
+                path, chances = frequent_path(ids, ends + 1, longest, self.min_chance)
+                if chances >= most:
+                    best, most = path, chances
+            ends = further
         return best
 
-    def _path(self, ids: np.ndarray, at: np.ndarray, count: int) -> tuple[np.ndarray, float]:
-        """The path of the continuations that begin at ``at``, ascending, and the sum of its tokens' chances."""
-        path, chance, chances = ids[:0], 1.0, 0.0
-        while len(path) < count and len(at):
-            after = ids[at]
-            _, which, times = np.unique(after, return_inverse=True, return_counts=True)
-            token = after[np.flatnonzero(times[which] == times.max())[-1]]
-            chance *= times.max() / len(at)
-            if chance < self.min_chance:
-                break
-            path, chances = np.append(path, token), chances + chance
-            at = at[after == token] + 1
-            at = at[at < len(ids)]
-        return path, chances
+
+def frequent_path(ids: np.ndarray, at: np.ndarray, count: int, min_chance: float) -> tuple[np.ndarray, float]:
+    """Of the continuations that begin at ``at`` (ascending) in ``ids``, the most frequent token and, of those that have it, the most frequent next one, and
+    so on; of equally frequent ones the latest.
+
+    Returns:
+        up to ``count`` tokens, as long as the product of their shares is at least ``min_chance``, and the sum of these products.
+    """
+    path: list[int] = []
+    chance, chances = 1.0, 0.0
+    while len(path) < count and len(at):
+        if len(at) == 1:  # the rest is certain
+            rest = ids[at[0] : at[0] + count - len(path)].tolist()
+            return np.array(path + rest, dtype=ids.dtype), chances + chance * len(rest)
+        after = ids[at]
+        token, times = _most_frequent(after)
+        chance *= times / len(at)
+        if chance < min_chance:
+            break
+        path.append(token)
+        chances += chance
+        at = at[after == token] + 1
+        at = at[at < len(ids)]
+    return np.array(path, dtype=ids.dtype), chances
+
+
+def _most_frequent(tokens: np.ndarray) -> tuple[int, int]:
+    """The most frequent token, of several the latest, and how often it occurs."""
+    if len(tokens) > 32:
+        _, which, times = np.unique(tokens, return_inverse=True, return_counts=True)
+        most = int(times.max())
+        return int(tokens[np.flatnonzero(times[which] == most)[-1]]), most
+    listed = tokens.tolist()  # a short list is counted faster than an array
+    counts = Counter(listed)
+    most = max(counts.values())
+    return next(token for token in reversed(listed) if counts[token] == most), most

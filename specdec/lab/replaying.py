@@ -127,6 +127,10 @@ def _check_fit(trace: Trace, part: DraftPart, k: int, model: Any) -> None:
     info, name = part.info, f"draft {part.info.name!r}"
     if info.drafts:
         raise ValueError(f"{name} is a pool: replay its drafts one by one")
+    if info.reads_logits:
+        raise ValueError(
+            f"{name} reads the target's logits, also those after rejected tokens, which a trace does not have: use lab.simulate"
+        )
     if part.by_request:
         raise ValueError(
             f"{name} has a temperature for each request, and texts are numbered from 0 in every batch: give it one temperature"

@@ -56,11 +56,13 @@ def influential_layers(influence: Tensor, keep: int) -> list[int]:
     return sorted(influence.argsort(descending=True, stable=True)[:keep].tolist())
 
 
-def keep_layers(model: Any, layers: Sequence[int]) -> Any:
+def keep_layers(model: Any, layers: Sequence[int], *, share: bool = False) -> Any:
     """A model of the same class with some of the layers, embeddings and unembedding included; it shares no memory with ``model``.
 
     Args:
         model: a transformers causal LM; it is only read. layers: counted from 0, ascending.
+        share: take the weights of ``model`` itself instead of copies, for a draft that skips layers of its target (Draft & Verify, Zhang et al., arXiv
+            2309.08168) or exits early (LayerSkip, Elhoushi et al., arXiv 2404.16710) and is not trained. They need no gradients, and follow changes in place.
     Raises:
         TypeError: not a transformers model, or ``layers`` is a single number.
         ValueError: layers that do not exist or are out of order, or a family whose layers depend on their index in a way that
@@ -84,7 +86,7 @@ def keep_layers(model: Any, layers: Sequence[int]) -> Any:
                 tensors[f"{prefix}{new_number[number]}.{rest}"] = tensor
         else:
             tensors[name] = tensor
-    new = rebuild(model, _config(model.config, layers, len(old)), tensors, "keep_layers")
+    new = rebuild(model, _config(model.config, layers, len(old)), tensors, "keep_layers", share)
     for n, o in enumerate(layers):
         if vars(model.config).get("scale_attn_by_inverse_layer_idx") or _facts(blocks_of(new)[n]) != _facts(
             old[o]

@@ -58,14 +58,14 @@ def llama_like(model: Any, what: str) -> Any:
     return model
 
 
-def rebuild(model: Any, config: Any, tensors: Mapping[str, Tensor], what: str) -> Any:
+def rebuild(model: Any, config: Any, tensors: Mapping[str, Tensor], what: str, share: bool = False) -> Any:
     """A new model of the class of ``model`` with copies of ``tensors``, in the same mode (training or eval).
 
     The whole model is on the device of the input embedding, even if the original was spread over several devices.
 
     Args:
         config: of the new model. tensors: name in the new model -> tensor, for exactly its parameters and buffers.
-        what: the caller's name, for messages.
+        what: the caller's name, for messages. share: take the tensors themselves.
     Raises:
         ValueError: names or shapes that are not those of the new model.
     """
@@ -84,10 +84,11 @@ def rebuild(model: Any, config: Any, tensors: Mapping[str, Tensor], what: str) -
     where = model.get_input_embeddings().weight.device
     with torch.no_grad():
         for name, parameter in new.named_parameters():
-            parameter.data = tensors[name].detach().to(where, copy=True)
+            parameter.data = tensors[name].detach().to(where, copy=not share)
+            parameter.requires_grad_(not share)
         for name in dict(new.named_buffers()):
             path, _, own = name.rpartition(".")
-            new.get_submodule(path)._buffers[own] = tensors[name].detach().to(where, copy=True)
+            new.get_submodule(path)._buffers[own] = tensors[name].detach().to(where, copy=not share)
     for module in new.modules():
         module._is_hf_initialized = (
             True  # as after from_pretrained, so that these weights are not initialised again

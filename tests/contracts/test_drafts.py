@@ -24,8 +24,8 @@ del DRAFTS["TextMatch"]  # needs two tokenizers: tests/test_translated.py checks
 SHARED = {"coerce", "draw", "hub", "siblings", "stateless"}  # what several drafts use
 SHARED |= {"translated"}  # which needs two tokenizers
 SHARED |= {"whole_round", "windowed_round"}  # what an executor uses
-KEEPERS = {"MagicDec", "Model", "Tree"}  # have a cache in their state
-READERS = {"Head", "MagicDec", "Pool", "Spire"}  # a pool may hold such drafts
+KEEPERS = {"Cascade", "MagicDec", "Model", "Tree"}  # have a cache in their state
+READERS = {"Head", "MagicDec", "Pool", "Recycling", "Spire"}  # a pool may hold such drafts
 
 
 @cache
@@ -38,7 +38,7 @@ def model_of(kind: str) -> Any:
 
 @cache
 def reads_target(cls: type) -> bool:
-    """Whether a draft looks at its target's activations or at its cache, and so needs a target that has them."""
+    """Whether a draft looks at its target's activations, logits or cache, and so is tried on a target that has them all."""
     return DraftPart.of(build(cls, model_of("own target"))).reads_target
 
 
