@@ -57,7 +57,8 @@ def kind(name: str) -> str:
     own_name = name.partition(".")[2]
     if own_name.startswith("check"):
         return "check"
-    if own_name.startswith("keep_") and len(parameters) == 2 and parameters[0] == "model":
+    positional = [p for p in inspect.signature(thing).parameters.values() if p.kind is not p.KEYWORD_ONLY]
+    if own_name.startswith("keep_") and len(positional) == 2 and parameters[0] == "model":
         return "builder"
     if parameters == ["model", "tokens", "length"] and returns == "Tensor":
         return "observation"
