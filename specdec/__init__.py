@@ -64,7 +64,7 @@ _NAMES = {
     "Scores": "specdec.types",
     "SelectorInfo": "specdec.capabilities",
     "Stats": "specdec.stats",
-    "StreamChunk": "specdec.decoder",
+    "StreamChunk": "specdec.texts",
     "Summary": "specdec.serving.requests",
     "TableModel": "specdec.models",
     "Traversal": "specdec.verifiers",
@@ -108,7 +108,6 @@ if TYPE_CHECKING:  # for type checkers and editors, to which a missing name is a
     from specdec.capabilities import SelectorInfo as SelectorInfo
     from specdec.capabilities import VerifierInfo as VerifierInfo
     from specdec.decoder import Decoder as Decoder
-    from specdec.decoder import StreamChunk as StreamChunk
     from specdec.drafts import chain_draft as chain_draft
     from specdec.generation import Generation as Generation
     from specdec.lab.auto import auto as auto
@@ -121,6 +120,7 @@ if TYPE_CHECKING:  # for type checkers and editors, to which a missing name is a
     from specdec.serving.requests import Request as Request
     from specdec.serving.requests import Summary as Summary
     from specdec.stats import Stats as Stats
+    from specdec.texts import StreamChunk as StreamChunk
     from specdec.types import Context as Context
     from specdec.types import Proposal as Proposal
     from specdec.types import Round as Round

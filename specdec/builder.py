@@ -16,7 +16,7 @@ from specdec.arm_policy import Arm, ArmPolicy, Reward
 from specdec.capabilities import DraftInfo, DraftPart, ModelInfo, SelectorInfo, VerifierInfo
 from specdec.cost.arms import ArmCosts
 from specdec.custom_generate import CustomGenerate, Streamer
-from specdec.decoder import Decoder, StreamChunk
+from specdec.decoder import Decoder
 from specdec.drafts.coerce import ModelLike, as_model
 from specdec.elsewhere import DRAFT, SAMPLING, refuse
 from specdec.executors.contract import Executor
@@ -27,6 +27,7 @@ from specdec.parts import DraftLike, as_draft, made
 from specdec.protocols import Draft, LanguageModel, Selector, Verifier
 from specdec.sampling import Sampling, SamplingSettings
 from specdec.serving.requests import Finished
+from specdec.texts import StreamChunk
 from specdec.verifiers.fused import FusedRejection
 from specdec.verifiers.rejection import Rejection
 

@@ -5,21 +5,22 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, Never
+from typing import Any, Literal, Never
 
 import torch
 
-from specdec.arguments import function
+from specdec.arguments import at_least, function
 from specdec.arm_policy import ArmAssignment
 from specdec.capabilities import DraftPart, ModelInfo
 from specdec.composition import Composition
 from specdec.custom_generate import CustomGenerate, Streamer
 from specdec.executors.contract import Checks, Executor
+from specdec.executors.pipelined import Pipelined
 from specdec.executors.serial import Serial
 from specdec.generation import Generation
 from specdec.models.hf import HFModel
 from specdec.models.own_cache import OwnCache
-from specdec.prompts import Prompts, asked, prepared, rows_of
+from specdec.prompts import Prompts, asked, batches, prepared, rows_of, stop_rules
 from specdec.protocols import Draft
 from specdec.rng import Philox, Rng, seeds
 from specdec.sampling import Sampling
@@ -29,18 +30,9 @@ from specdec.serving.server import Server
 from specdec.serving.settings import Settings, check
 from specdec.stats import Record, Stats
 from specdec.stop_rules import StopRules
-from specdec.texts import GrowingText, added
+from specdec.texts import GrowingText, StreamChunk, added
 from specdec.types import Context, Round
 from specdec.verifiers import FusedRejection, Rejection
-
-
-class StreamChunk(NamedTuple):
-    """What one round added to one row: new ids, new text (complete characters only), and why the row ended, if it did."""
-
-    row: int
-    ids: list[int]
-    text: str | None
-    finish: str | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,6 +67,7 @@ class Decoder(Composition):
         eos_token_id: int | Sequence[int] | None = None,
         stop_strings: str | Sequence[str] = (),
         stopping_criteria: Sequence[Callable[..., Any]] = (),
+        batch_size: int | None = None,
         progress: bool = False,
         rng: Rng | None = None,
         on_round: Callable[[Round], None] | None = None,
@@ -83,7 +76,7 @@ class Decoder(Composition):
         attention_mask: Any = None,
         **others: Never,
     ) -> Generation:
-        """Decode a ragged batch.
+        """Decode a ragged batch, or many prompts in several batches.
 
         Args:
             prompts: one text, a list of texts, a chat (list of ``{"role", "content"}``), a list of chats, ids (a list or a
@@ -94,9 +87,11 @@ class Decoder(Composition):
             eos_token_id: ids that end a row; ``None`` takes the target's, ``()`` none.
             stop_strings: end a row when its generated text contains one of them. The text keeps it, as in transformers.
             stopping_criteria: transformers ``StoppingCriteria``, evaluated after every token, also inside blocks.
+            batch_size: decode at most so many rows at a time, in the order of the prompts; ``None``: all of them. The texts are those of one batch
+                (with a selector that learns, their distribution is), and the selector goes on learning from batch to batch.
             progress: show a bar.
             rng: random decisions to use instead of ``seed`` (used by the certifier).
-            on_round: called after every round.
+            on_round: called after every round. Its numbers begin again with each batch; ``round.context.request`` has the rows' numbers.
             selection: the state of a selector from ``begin``, which goes on learning from call to call.
             input_ids, attention_mask: in place of ``prompts``, as in ``generate(**tokenizer(texts, padding=True, return_tensors="pt"))``;
                 ids whose mask is 0 are dropped.
@@ -105,7 +100,8 @@ class Decoder(Composition):
             ``Generation`` with ids, texts and statistics.
         Raises:
             TypeError: an argument has the wrong type; the message names it.
-            ValueError: the batch or a prompt is empty, a budget is below 1 or beyond the model's positions, or ids are outside the vocabulary.
+            ValueError: the batch or a prompt is empty, a budget is below 1 or beyond the model's positions, ids are outside the vocabulary, or
+                ``batch_size`` is below 1 or leaves a batch fewer rows than the executor needs.
             MemoryError: the budgets do not fit the memory.
         """
         rows = rows_of(self.target, asked(Decoder.generate, prompts, input_ids, attention_mask, others))
@@ -116,13 +112,15 @@ class Decoder(Composition):
         if not isinstance(progress, bool):
             raise TypeError(f"progress is {progress!r}: give True or False")
         function("on_round", on_round)
-        context, limits = prepared(self, rows, max_new_tokens, eos_token_id, stop_strings, stopping_criteria)
+        size = self._batch_size(batch_size, len(rows))
+        limits = stop_rules(self, rows, max_new_tokens, eos_token_id, stop_strings, stopping_criteria, size)
+        if selection is None and size < len(rows):
+            selection = self.begin(size)
         records: list[Record] = []
         so_far = Stats()  # for the bar
         ids: list[list[int]] = [[] for _ in rows]
-        with _bar(progress, int((limits.max_length - context.length).sum())) as bar:
-            decoder = self if selection is None else self._with(selection, context.batch)
-            for round in decoder._run(context, limits, seed, rng):
+        with _bar(progress, int(limits.max_length.sum()) - sum(map(len, rows))) as bar:
+            for round in self._rounds(batches(self, rows, limits, size), limits, seed, rng, selection):
                 records.append(Record.of(round))
                 new = round.verdict.tokens.tolist()
                 for b, (row, n) in enumerate(zip(records[-1].request, records[-1].committed)):
@@ -167,7 +165,7 @@ class Decoder(Composition):
         function("on_round", on_round)
         context, limits = prepared(self, rows, max_new_tokens, eos_token_id, stop_strings, stopping_criteria)
         decoder = self if selection is None else self._with(selection, context.batch)
-        return decoder._chunks(rows, context, limits, seed, on_round)
+        return self._chunks(rows, decoder._rounds(iter([context]), limits, seed), limits, on_round)
 
     def serve(
         self,
@@ -284,14 +282,13 @@ class Decoder(Composition):
     def _chunks(
         self,
         rows: list[list[int]],
-        context: Context,
+        rounds: Iterator[Round],
         limits: StopRules,
-        seed: int | Sequence[int] | None,
         on_round: Callable[[Round], None] | None,
     ) -> Iterator[StreamChunk]:
         tokenizer = ModelInfo.of(self.target).tokenizer
         texts = None if tokenizer is None else [GrowingText(tokenizer, row) for row in rows]
-        for round in self._run(context, limits, seed, None):
+        for round in rounds:
             if on_round is not None:
                 on_round(round)
             for b, row in enumerate(round.context.request.tolist()):
@@ -300,17 +297,42 @@ class Decoder(Composition):
                 text = None if texts is None else texts[row].more(new, last=finish is not None)
                 yield StreamChunk(row, new, text, finish)
 
-    def _run(
-        self, context: Context, limits: StopRules, seed: int | Sequence[int] | None, rng: Rng | None
+    def _batch_size(self, batch_size: int | None, rows: int) -> int:
+        """The most rows of a batch; raises for a ``batch_size`` that is none, or that leaves micro-batches without rows."""
+        if batch_size is None:
+            return rows
+        at_least(1, "batch_size", batch_size, "give the most rows of a batch", ", or None for all of them")
+        fewest = rows // -(-rows // batch_size)
+        if isinstance(self.executor, Pipelined) and fewest < rows and self.executor.count(fewest) > fewest:
+            raise ValueError(
+                f"batch_size is {batch_size}, which makes a batch of {fewest} of the {rows} rows, and the executor has "
+                f"{self.executor.micro_batches} micro-batches, each of which needs a row: give a larger batch_size, or fewer micro-batches"
+            )
+        return batch_size
+
+    def _rounds(
+        self,
+        contexts: Iterator[Context],
+        limits: StopRules,
+        seed: int | Sequence[int] | None,
+        rng: Rng | None = None,
+        selection: ArmAssignment | None = None,
     ) -> Iterator[Round]:
-        keyed = Philox(seeds(seed, context.batch)) if rng is None else rng
-        rounds = self.executor.run(self, context, keyed, limits)
-        while True:
-            with torch.inference_mode():  # off in the consumer's code, and when an unfinished run is closed
-                round = next(rounds, None)
-            if round is None:
-                return
-            yield round
+        """The rounds of one batch after another. A row's random numbers and rules are those of its request, whatever its batch."""
+        rows = len(limits.max_length)
+        keyed = Philox(seeds(seed, rows)) if rng is None else rng
+        for context in contexts:
+            decoder = self if selection is None else self._with(selection, context.batch)
+            own = keyed if context.batch == rows else keyed.select(context.request)
+            rounds = self.executor.run(decoder, context, own, limits)
+            while True:
+                with (
+                    torch.inference_mode()
+                ):  # off in the consumer's code, and when an unfinished run is closed
+                    round = next(rounds, None)
+                if round is None:
+                    break
+                yield round
 
 
 class _bar:

@@ -39,6 +39,7 @@ GENERATE: dict[str, str] = {
     ),
     "max_length": "give max_new_tokens, which does not count the prompt",
     "max_tokens": "here it is max_new_tokens",
+    "batch_size": "it is an argument of generate; serve(requests, limit={value}) yields the result of each request as soon as it is finished",
     "max_time": "give stopping_criteria=[MaxTimeCriteria({value})], a class of transformers",
     "stop": "here it is stop_strings",
     "stop_token_ids": "here it is eos_token_id, one id or several",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set, Sized
 from inspect import signature
 from numbers import Integral
 from typing import Any
@@ -181,7 +181,34 @@ def prepared(
     """The context of ``rows`` with room for the budgets, and the rows' stop rules; arguments as for ``Decoder.generate``.
 
     Raises:
-        TypeError, ValueError: as ``Decoder.generate``.
+        TypeError, ValueError, MemoryError: as ``Decoder.generate``.
+    """
+    limits = stop_rules(composition, rows, max_new_tokens, eos_token_id, stop_strings, criteria, len(rows))
+    return next(batches(composition, rows, limits, len(rows))), limits
+
+
+def batches(
+    composition: Composition, rows: list[list[int]], limits: StopRules, batch_size: int
+) -> Iterator[Context]:
+    """Contexts of at most ``batch_size`` rows each, as even as they can be, in order and with room for the budgets."""
+    for some in torch.arange(len(rows)).tensor_split(-(-len(rows) // batch_size)):
+        capacity = int(limits.max_length[some].max()) + composition.nodes
+        yield Context.of([rows[b] for b in some.tolist()], capacity, some)
+
+
+def stop_rules(
+    composition: Composition,
+    rows: list[list[int]],
+    max_new_tokens: int | Sequence[int],
+    eos_token_id: int | Sequence[int] | None,
+    stop_strings: str | Sequence[str],
+    criteria: Sequence[Callable[..., Any]],
+    batch_size: int,
+) -> StopRules:
+    """The stop rules of ``rows``, which are decoded in batches of at most ``batch_size``; arguments as for ``Decoder.generate``.
+
+    Raises:
+        TypeError, ValueError, MemoryError: as ``Decoder.generate``.
     """
     target = ModelInfo.of(composition.target)
     vocab_size = composition.target.vocab_size
@@ -205,7 +232,7 @@ def prepared(
                     + (f", or ask for at most {limit - len(row)} new tokens" if len(row) < limit else "")
                 )
     longest = max(len(row) + budget for row, budget in zip(rows, budgets))
-    _fits(rows, longest + composition.nodes)
+    _fits(min(len(rows), batch_size), longest + composition.nodes)
     eos = target.eos_token_ids if eos_token_id is None else eos_token_id
     ends = _numbers("eos_token_id", eos, 1)
     if eos_token_id is not None and not all(0 <= e < vocab_size for e in ends):
@@ -227,23 +254,21 @@ def prepared(
         raise ValueError("stop_strings needs a tokenizer: use HFModel(model, tokenizer), or eos_token_id")
     if any(not s for s in strings):
         raise ValueError("stop_strings contains an empty string: every text contains it; remove it")
-    context = Context.of(rows, capacity=longest + composition.nodes)
-    limits = StopRules(
-        max_length=context.length + torch.tensor(budgets),
+    return StopRules(
+        max_length=torch.tensor([len(row) + budget for row, budget in zip(rows, budgets)]),
         eos=tuple(ends),
         stop_strings=strings,
         criteria=asked,
         tokenizer=target.tokenizer,
     )
-    return context, limits
 
 
-def _fits(rows: list[list[int]], capacity: int) -> None:
+def _fits(rows: int, capacity: int) -> None:
     """Raise MemoryError where the buffer of committed tokens (8 bytes each) would not fit."""
-    need, free = 8 * len(rows) * capacity, free_bytes(torch.device("cpu"))
+    need, free = 8 * rows * capacity, free_bytes(torch.device("cpu"))
     if free is not None and need > free:
         raise MemoryError(
-            f"max_new_tokens is so large that {len(rows)} rows of up to {capacity} tokens need {need / 2**30:.3g} GiB for their ids, and "
+            f"max_new_tokens is so large that {rows} rows of up to {capacity} tokens need {need / 2**30:.3g} GiB for their ids, and "
             f"{free / 2**30:.3g} GiB are free: give a smaller budget, or fewer rows"
         )
 

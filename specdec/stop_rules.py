@@ -22,12 +22,14 @@ from specdec.types import Context, Verdict
 
 @dataclass(frozen=True, eq=False)
 class StopRules:
-    """Stop rules for all requests of one ``generate`` call.
+    """Stop rules for all requests of one ``generate`` call, or of one stream.
 
     Attributes:
         max_length: ``[requests]`` prompt plus budget. eos: ids that end a row (they are kept, as in transformers).
         stop_strings: texts that end a row as soon as the text that its ids add to the prompt's contains them; needs ``tokenizer``.
         criteria: transformers ``StoppingCriteria`` or functions ``(ids [1, l], scores) -> bool``, evaluated after every token.
+        reasons: request -> why it ended. cancelled: request -> whether it ends now, asked after every round outside inference mode.
+        own: request -> its rules, which stand in place of ``eos``, ``stop_strings`` and ``criteria``.
     """
 
     max_length: Tensor
@@ -35,8 +37,9 @@ class StopRules:
     stop_strings: tuple[str, ...] = ()
     criteria: tuple[Callable[..., Any], ...] = ()
     tokenizer: Any = None
-    reasons: dict[int, str] = field(default_factory=dict)  # request -> why it ended
-    cancelled: dict[int, Callable[[], bool]] = field(default_factory=dict)  # request -> whether it ends now
+    reasons: dict[int, str] = field(default_factory=dict)
+    cancelled: dict[int, Callable[[], bool]] = field(default_factory=dict)
+    own: dict[int, StopRules] = field(default_factory=dict)
 
     def room(self, context: Context) -> Tensor:
         """``[B]`` tokens that each row may still commit."""
@@ -48,29 +51,44 @@ class StopRules:
         room = self.room(context).numpy()
         committed = np.minimum(verdict.accepted.numpy() + 1, room)
         why: dict[int, str] = dict.fromkeys((committed == room).nonzero()[0].tolist(), "length")
+        own: dict[int, StopRules] = {}  # by row
+        if self.own:
+            own = {b: self.own[r] for b, r in enumerate(context.request.tolist()) if r in self.own}
         if self.eos:
             tokens = verdict.tokens.numpy()
             hit = np.isin(tokens, self.eos) if len(self.eos) > 1 else tokens == self.eos[0]
             hit &= np.arange(tokens.shape[1]) < committed[:, None]
             for b in hit.any(1).nonzero()[0].tolist():
-                committed[b] = int(hit[b].argmax()) + 1
-                why[b] = "eos"
-        if self.stop_strings or self.criteria:
-            for b in range(context.batch):
-                stop = self._scan(
-                    context.row(b), int(context.prompt_length[b]), verdict.tokens[b], int(committed[b])
-                )
-                if stop is not None and (stop[0] < int(committed[b]) or why.get(b) != "eos"):
-                    committed[b], why[b] = stop
+                if b not in own:
+                    committed[b] = int(hit[b].argmax()) + 1
+                    why[b] = "eos"
+        for b, rules in own.items():
+            block = verdict.tokens[b, : int(committed[b])].tolist()
+            end = next((n for n, token in enumerate(block, 1) if token in rules.eos), None)
+            if end is not None:
+                committed[b], why[b] = end, "eos"
+        for b in range(context.batch) if self._scans else own:
+            rules = own.get(b, self)
+            if not rules._scans:
+                continue
+            prompt, count = int(context.prompt_length[b]), int(committed[b])
+            stop = rules._scan(context.row(b), prompt, verdict.tokens[b], count)
+            if stop is not None and (stop[0] < count or why.get(b) != "eos"):
+                committed[b], why[b] = stop
         if self.cancelled:
             for b, request in enumerate(context.request.tolist()):
-                if b not in why and request in self.cancelled and self.cancelled[request]():
+                if b not in why and request in self.cancelled and cancels(self.cancelled[request]):
                     why[b] = "cancelled"
         finished = torch.zeros(context.batch, dtype=torch.bool)
         for b, reason in why.items():
             finished[b] = True
             self.reasons[int(context.request[b])] = reason
         return torch.from_numpy(committed), finished
+
+    @property
+    def _scans(self) -> bool:
+        """Whether a row's tokens are looked at one by one."""
+        return bool(self.stop_strings or self.criteria)
 
     @cached_property
     def _special(self) -> frozenset[int]:
@@ -99,6 +117,12 @@ class StopRules:
                 if _yes(criterion, criterion(torch.tensor([ids]), None)):
                     return n, "criteria"
         return None
+
+
+def cancels(cancelled: Callable[[], bool]) -> bool:
+    """What a request's ``cancelled`` says; it is the user's code, which runs outside inference mode."""
+    with torch.inference_mode(False):
+        return bool(cancelled())
 
 
 def _yes(criterion: Callable[..., Any], said: Any) -> bool:

@@ -8,10 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 LOST = "\ufffd"  # stands for bytes that are no whole character
 LAST = 8  # ids of a prompt
+
+
+class StreamChunk(NamedTuple):
+    """What one round added to one row: new ids, new text (complete characters only), and why the row ended, if it did.
+
+    Attributes:
+        row: of ``Decoder.stream`` the number of the prompt, of ``Decoder.serve`` that of the request. text: ``None`` without a tokenizer.
+    """
+
+    row: int
+    ids: list[int]
+    text: str | None
+    finish: str | None
 
 
 def added(tokenizer: Any, prompt: Sequence[int], ids: Sequence[int]) -> str:

@@ -11,6 +11,7 @@ import torch
 from tiny import tiny
 
 import specdec as sd
+from specdec import zoo
 from specdec.executors import Pipelined, Serial
 
 
@@ -105,8 +106,14 @@ def test_a_cancelled_request_ends_with_what_it_has(target, small):
     decoder = sd.decoder(target).draft(small, length=2).build()
     late = Event()
     late.set()
+    modes = set()
+
+    def asked():
+        modes.add(torch.is_inference_mode_enabled())
+        return stop.is_set()
+
     requests = [
-        sd.Request([5, 6], 40, cancelled=stop.is_set),
+        sd.Request([5, 6], 40, cancelled=asked),
         sd.Request([7], 12),
         sd.Request([8], 5, cancelled=late.is_set, arrival=1),
     ]
@@ -122,6 +129,7 @@ def test_a_cancelled_request_ends_with_what_it_has(target, small):
     assert done[0].ids == alone.ids[0][: len(done[0].ids)]
     assert done[1].ids == alone.ids[1]
     assert (done[2].finish, done[2].ids) == ("cancelled", [])
+    assert modes == {False}  # the user's code is not in inference mode
 
 
 def test_the_users_code_is_not_in_inference_mode(target):
@@ -143,6 +151,75 @@ def test_what_a_request_may_not_have():
         sd.Request([1], 3, seed="x")
     with pytest.raises(TypeError, match="cancelled is True: give a function"):
         sd.Request([1], 3, cancelled=True)
+    with pytest.raises(TypeError, match="on_chunk is 'print': give a function"):
+        sd.Request([1], 3, on_chunk="print")
+
+
+@pytest.mark.parametrize("executor", [Serial(), Pipelined(2)])
+def test_a_request_may_have_stops_of_its_own(target, small, executor):
+    decoder = sd.decoder(target).draft(small, length=3).executor(executor).build()
+    serial, prompts = sd.decoder(target).draft(small, length=3).build(), [[5, 6], [7], [8], [9, 2]]
+    alone = [serial.generate([p], 30, seed=3, eos_token_id=()).ids[0] for p in prompts]
+    own = [(), alone[1][4], (alone[2][7], alone[2][2]), None]  # of the last: what the stream says
+    stream = alone[3][5]
+    requests = [sd.Request(p, 30, seed=3, eos_token_id=eos) for p, eos in zip(prompts, own)]
+    done = {one.index: one for one in decoder.serve(requests, 3, eos_token_id=stream, clock="rounds")}
+    for i, ends in enumerate([set(), {own[1]}, set(own[2]), {stream}]):
+        expected = next((alone[i][:n] for n in range(1, 31) if alone[i][n - 1] in ends), alone[i])
+        assert done[i].ids == expected
+        assert done[i].finish == ("eos" if expected[-1] in ends else "length")
+    assert len(done[0].ids) == 30 > len(done[1].ids)
+
+
+def test_a_request_may_have_strings_of_its_own():
+    target, draft = (sd.HFModel(*zoo.load(name)) for name in ("pocket-target", "pocket-140k"))
+    decoder = sd.decoder(target).draft(draft, length=3).sampling(temperature=0).build()
+    text = decoder.generate("import os\n", 24).texts[0]
+    middle = text[len(text) // 2 :][:3]
+    requests = [
+        sd.Request("import os\n", 24, stop_strings=middle),
+        sd.Request("import os\n", 24),
+        sd.Request("import os\n", 24, stop_strings=()),
+    ]
+    done = {one.index: one for one in decoder.serve(requests, 3, stop_strings=[text[2:6]], seed=0)}
+    assert [done[i].finish for i in range(3)] == ["stop_string", "stop_string", "length"]
+    assert middle in done[0].text
+    assert text[2:6] in done[1].text
+    assert len(done[1].ids) < len(done[0].ids) < 24 == len(done[2].ids)
+    bad = sd.Request("import os\n", 4, stop_strings=[""])
+    (refused,) = decoder.serve([bad], errors="yield")
+    assert str(refused.error).startswith("request 0: stop_strings contains an empty string")
+    with pytest.raises(ValueError, match="request 0: eos_token_id"):
+        list(decoder.serve([sd.Request("a", 4, eos_token_id=10**6)]))
+
+
+@pytest.mark.parametrize("executor", [Serial(), Pipelined(2)])
+def test_chunks_of_a_request_are_its_text(executor):
+    target, draft = (sd.HFModel(*zoo.load(name)) for name in ("pocket-target", "pocket-140k"))
+    decoder = sd.decoder(target).draft(draft, length=3).executor(executor).build()
+    chunks, modes = {}, set()
+
+    def see(chunk):
+        modes.add(torch.is_inference_mode_enabled())
+        chunks.setdefault(chunk.row, []).append(chunk)
+
+    texts = ["naïve — ", "import os\n", "x = '日本"]
+    requests = [sd.Request(text, 9 + 3 * n, on_chunk=see if n else None) for n, text in enumerate(texts)]
+    done = {one.index: one for one in decoder.serve(requests, 2, seed=0)}
+    assert sorted(chunks) == [1, 2]
+    assert modes == {False}
+    for index, some in chunks.items():
+        assert "".join(chunk.text for chunk in some) == done[index].text
+        assert [token for chunk in some for token in chunk.ids] == done[index].ids
+        assert [chunk.finish for chunk in some] == [None] * (len(some) - 1) + [done[index].finish]
+        assert len(some) > 2
+
+
+def test_chunks_without_a_tokenizer_have_ids(target):
+    chunks = []
+    (one,) = sd.decoder(target).build().serve([sd.Request([5], 3, on_chunk=chunks.append)])
+    assert [chunk.text for chunk in chunks] == [None] * 3
+    assert [token for chunk in chunks for token in chunk.ids] == one.ids
 
 
 @pytest.mark.slow

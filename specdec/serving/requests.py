@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +10,7 @@ import numpy as np
 
 from specdec.arguments import function, listed, number, whole
 from specdec.stats import Stats
+from specdec.texts import StreamChunk
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,8 +23,11 @@ class Request:
         seed: makes the same draws as ``generate(prompt, seed=seed)``; ``None`` derives them from the stream's seed.
         key: any object that the caller wants back with the result.
         cancelled: asked after every round, ``threading.Event().is_set`` for example; when it says yes, the request ends with what it has.
+        eos_token_id, stop_strings: what ends this request, as for ``generate``; ``None``: what the stream says, ``()``: none.
+        on_chunk: called with a ``StreamChunk`` after every round that commits tokens of this request: ``row`` is its number in the stream, and
+            ``finish`` is set in its last chunk. The texts joined are ``Finished.text``. A request that never started has no chunks.
     Raises:
-        TypeError: the arrival or the seed is no number, or ``cancelled`` no function. ValueError: the arrival is negative or infinite.
+        TypeError: the arrival or the seed is no number, or ``cancelled`` or ``on_chunk`` no function. ValueError: the arrival is negative or infinite.
     """
 
     prompt: Any
@@ -32,9 +36,13 @@ class Request:
     seed: int | None = None
     key: Any = None
     cancelled: Callable[[], bool] | None = None
+    eos_token_id: int | Sequence[int] | None = None
+    stop_strings: str | Sequence[str] | None = None
+    on_chunk: Callable[[StreamChunk], None] | None = None
 
     def __post_init__(self) -> None:
         function("cancelled", self.cancelled)
+        function("on_chunk", self.on_chunk)
         if self.seed is not None:
             whole("seed", listed(self.seed), ", or None")
         if self.arrival is None:

@@ -8,10 +8,10 @@ on the other rows in flight.
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator, Sequence, Sized
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from fractions import Fraction
 from time import perf_counter, sleep
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,61 +28,12 @@ from specdec.prompts import prepared, rows_of
 from specdec.protocols import PooledCache
 from specdec.rng import Philox, seeds
 from specdec.serving.requests import Finished, Request
-from specdec.serving.settings import Settings, micro_batches_of
+from specdec.serving.settings import Settings, micro_batches_of, rules_of
+from specdec.serving.states import Due, Open, Place, Ready
 from specdec.stats import Record, Stats
-from specdec.stop_rules import StopRules
+from specdec.stop_rules import cancels
 from specdec.texts import added
 from specdec.types import Context, Round
-
-
-@dataclass(eq=False)
-class _Open:
-    """A request in flight."""
-
-    request: Request
-    arrived: float
-    started: float
-    prompt: list[int]
-    ids: list[int]
-    stats: Stats
-    first_token: float = 0.0
-
-
-class _Due(NamedTuple):
-    """A request of the stream, its number, and when it arrived."""
-
-    number: int
-    request: Request
-    arrived: float
-
-
-class _Ready(NamedTuple):
-    """A request that will join: its ``context`` of one row, and its ``seed [1]``."""
-
-    due: _Due
-    context: Context
-    seed: Tensor
-
-
-@dataclass(eq=False)
-class Place:
-    """A place for one micro-batch at a time.
-
-    Attributes:
-        micro_batch: the one that runs, if any. spare: the target's cache for all rows of a micro-batch, while no row uses it.
-        waiting: requests that will join when the micro-batch has been verified, or at once where none runs.
-    """
-
-    number: int
-    micro_batch: MicroBatch | None = None
-    spare: Any = None
-    waiting: list[_Ready] = field(default_factory=list)
-
-    @property
-    def load(self) -> int:
-        """Rows that run and requests that wait."""
-        return len(self.waiting) + (self.micro_batch.context.batch if self.micro_batch else 0)
-
 
 POLL = 1e-3
 """Seconds between two questions to a source that had nothing, while no row is in flight."""
@@ -124,11 +75,12 @@ class Server:
                 latest = latest if request.arrival is None else request.arrival
         self.source: Iterator[Request | None] = iter(requests)
         self.ended, self.taken, self.latest = False, 0, 0.0
-        self.next: _Due | None = None
+        self.next: Due | None = None
         self.places = [Place(number) for number in range(micro_batches_of(executor, settings))]
         self.rows = -(-settings.limit // len(self.places))  # of a micro-batch at most
-        self.limits = StopRules(torch.zeros(64, dtype=torch.long))
-        self.open: dict[int, _Open] = {}
+        self.limits = replace(rules_of(composition, settings), max_length=torch.zeros(64, dtype=torch.long))
+        self.open: dict[int, Open] = {}
+        self.tokenizer = ModelInfo.of(composition.target).tokenizer
         self.seeds, self.rounds, self.began = torch.zeros(0, dtype=torch.long), Fraction(0), perf_counter()
         if settings.capacity is not None:
             self._provide(settings.capacity)
@@ -184,7 +136,7 @@ class Server:
 
     # -- arrivals ------------------------------------------------------------------------------------------------------
 
-    def _peek(self) -> _Due | None:
+    def _peek(self) -> Due | None:
         """The next request, ``None`` if there is none yet or no more; at most one is taken from the source ahead of time."""
         if self.next is None and not self.ended:
             with torch.inference_mode(False):  # the source is the user's code
@@ -196,7 +148,7 @@ class Server:
                 assert isinstance(request, Request)
                 arrived = max(self.latest, self.time) if request.arrival is None else request.arrival
                 self.latest = self.latest if request.arrival is None else arrived
-                self.next, self.taken = _Due(self.taken, request, arrived), self.taken + 1
+                self.next, self.taken = Due(self.taken, request, arrived), self.taken + 1
         return self.next
 
     def _deal(self) -> Iterator[Finished]:
@@ -209,11 +161,11 @@ class Server:
             if due is None or due.arrived > self.time:
                 return
             self.next = None
-            if due.request.cancelled is not None and due.request.cancelled():
+            if due.request.cancelled is not None and cancels(due.request.cancelled):
                 yield self._unserved(due, "cancelled")
                 continue
             try:
-                ready = _Ready(due, *self._prepared(due.number, due.request))
+                ready = Ready(due, *self._prepared(due.number, due.request))
             except Exception as error:
                 if self.settings.errors == "raise":
                     raise
@@ -222,11 +174,11 @@ class Server:
             place = min(self.places, key=lambda place: (place.load, place.number in self.scheduler.running))
             place.waiting.append(ready)
 
-    def _unserved(self, due: _Due, finish: str, error: Exception | None = None) -> Finished:
+    def _unserved(self, due: Due, finish: str, error: Exception | None = None) -> Finished:
         """The result of a request that never joined."""
         now = self.time
         times = {"arrived": due.arrived, "started": now, "first_token": now, "finished": now}
-        text = "" if ModelInfo.of(self.composition.target).tokenizer else None
+        text = "" if self.tokenizer else None
         return Finished(due.request, due.number, [], text, finish, Stats(), **times, error=error)
 
     def _wait(self) -> None:
@@ -244,8 +196,9 @@ class Server:
         arrived, place.waiting = place.waiting, []
         started = self.time
         due, contexts, own = zip(*arrived)
-        for (index, request, at), context in zip(due, contexts):
-            self.open[index] = _Open(request, at, started, context.row(0), [], Stats())
+        for ready in arrived:
+            index, request, _ = ready.due
+            self.open[index] = Open.of(ready, started, self.tokenizer)
             if request.cancelled is not None:
                 self.limits.cancelled[index] = request.cancelled
         micro_batch = MicroBatch(
@@ -257,9 +210,9 @@ class Server:
                 len(contexts), max(context.tokens.shape[1] for context in contexts)
             )
         draft_request = self.scheduler.prefill(place.number, micro_batch, self.limits)
-        self._count(draft_request.round)
         for index, _, _ in due:
             self.open[index].first_token = self.time
+        self._count(draft_request.round)
         if micro_batch:
             self._join(place, micro_batch)
         yield from self._finished(draft_request.round)
@@ -276,7 +229,7 @@ class Server:
         Raises:
             ValueError: the request cannot be served; the message has its number.
         """
-        settings = self.settings
+        settings, eos, strings = self.settings, request.eos_token_id, request.stop_strings
         try:
             if isinstance(request.prompt, Sized) and not len(request.prompt):
                 raise ValueError("its prompt is empty: give at least one token")
@@ -287,8 +240,8 @@ class Server:
                 self.composition,
                 rows,
                 [request.max_new_tokens],
-                settings.eos_token_id,
-                settings.stop_strings,
+                settings.eos_token_id if eos is None else eos,
+                settings.stop_strings if strings is None else strings,
                 (),
             )
             seed = self._seed(index, request)
@@ -310,8 +263,10 @@ class Server:
         while index >= len(known):
             known = torch.cat([known, torch.zeros_like(known)])
         known[index] = limits.max_length[0]
-        held = self.limits
-        self.limits = replace(limits, max_length=known, reasons=held.reasons, cancelled=held.cancelled)
+        if known is not self.limits.max_length:
+            self.limits = replace(self.limits, max_length=known)
+        if eos is not None or strings is not None:
+            self.limits.own[index] = limits
         return replace(context, request=torch.tensor([index])), seed
 
     def _seed(self, index: int, request: Request) -> Tensor:
@@ -359,28 +314,32 @@ class Server:
         self.scheduler.go_on(micro_batch, draft_request, self.limits, joins)
 
     def _count(self, round: Round) -> None:
-        record, new = Record.of(round), round.verdict.tokens.tolist()
+        """Add a round to its requests, and show what it brought."""
+        record, tokens, ended = Record.of(round), round.verdict.tokens.tolist(), round.finished.tolist()
+        new = [ids[:count] for ids, count in zip(tokens, record.committed)]
         for b, index in enumerate(record.request):
-            one = self.open[index]
-            one.ids += new[b][: record.committed[b]]
-            one.stats._add(record, b)
+            self.open[index].ids += new[b]
+            self.open[index].stats._add(record, b)
         if self.settings.on_round is not None:
             with torch.inference_mode(False):
                 self.settings.on_round(round)
+        for b, index in enumerate(record.request):
+            self.open[index].show(new[b], self.limits.reasons[index] if ended[b] else None)
 
     def _finished(self, round: Round) -> Iterator[Finished]:
-        time, tokenizer = self.time, ModelInfo.of(self.composition.target).tokenizer
+        time = self.time
         for index in sorted(round.context.request[round.finished].tolist()):
             one = self.open.pop(index)
             self.limits.cancelled.pop(index, None)
+            self.limits.own.pop(index, None)
             yield Finished(
-                request=one.request,
+                request=one.due.request,
                 index=index,
                 ids=one.ids,
-                text=added(tokenizer, one.prompt, one.ids) if tokenizer else None,
+                text=added(self.tokenizer, one.prompt, one.ids) if self.tokenizer else None,
                 finish=self.limits.reasons.pop(index),
                 stats=one.stats,
-                arrived=one.arrived,
+                arrived=one.due.arrived,
                 started=one.started,
                 first_token=one.first_token,
                 finished=time,

@@ -14,6 +14,7 @@ from specdec.executors.serial import Serial
 from specdec.prompts import prepared
 from specdec.protocols import JoinableCache
 from specdec.rng import seeds
+from specdec.stop_rules import StopRules
 from specdec.types import Round
 
 CLOCKS = ("wall", "rounds")
@@ -48,7 +49,7 @@ def check(composition: Composition, executor: Executor, settings: Settings) -> N
     if settings.seed is not None:
         whole("seed", listed(settings.seed), ", from which every request gets its own")
         seeds(settings.seed, 1)
-    prepared(composition, [[0]], 1, settings.eos_token_id, settings.stop_strings, ())
+    rules_of(composition, settings)
     if settings.clock not in CLOCKS:
         raise ValueError(f"clock is {settings.clock!r}: give 'wall' (seconds) or 'rounds'")
     if settings.errors not in ("raise", "yield"):
@@ -73,6 +74,12 @@ def check(composition: Composition, executor: Executor, settings: Settings) -> N
         if part.info.model is not None and not part.info.taps:
             _joinable(f"the model of draft {part.info.name!r},", part.info.model)
     _joinable("the target", composition.target)
+
+
+def rules_of(composition: Composition, settings: Settings) -> StopRules:
+    """The stop rules of requests that have none of their own, without budgets; raises TypeError and ValueError for wrong ones."""
+    _, rules = prepared(composition, [[0]], 1, settings.eos_token_id, settings.stop_strings, ())
+    return rules
 
 
 def _joinable(name: str, model: Any) -> None:

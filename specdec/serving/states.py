@@ -1,0 +1,78 @@
+"""What a request of a stream is at each stage (due, ready to join, open), and the places where micro-batches run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from specdec.executors.round import MicroBatch
+from specdec.serving.requests import Request
+from specdec.stats import Stats
+from specdec.texts import GrowingText, StreamChunk
+from specdec.types import Context
+
+
+class Due(NamedTuple):
+    """A request of the stream, its number, and when it arrived."""
+
+    number: int
+    request: Request
+    arrived: float
+
+
+class Ready(NamedTuple):
+    """A request that will join: its ``context`` of one row, and its ``seed [1]``."""
+
+    due: Due
+    context: Context
+    seed: Tensor
+
+
+@dataclass(eq=False)
+class Open:
+    """A request in flight. ``growing``: the text that its chunks have shown, where there are chunks and a tokenizer."""
+
+    due: Due
+    started: float
+    prompt: list[int]
+    growing: GrowingText | None
+    ids: list[int] = field(default_factory=list)
+    stats: Stats = field(default_factory=Stats)
+    first_token: float = 0.0
+
+    @staticmethod
+    def of(ready: Ready, started: float, tokenizer: Any) -> Open:
+        prompt = ready.context.row(0)
+        shown = tokenizer is not None and ready.due.request.on_chunk is not None
+        return Open(ready.due, started, prompt, GrowingText(tokenizer, prompt) if shown else None)
+
+    def show(self, new: list[int], finish: str | None) -> None:
+        """Call the request's ``on_chunk``, if it has one; it is the user's code, which runs outside inference mode."""
+        if self.due.request.on_chunk is None:
+            return
+        text = None if self.growing is None else self.growing.more(new, last=finish is not None)
+        with torch.inference_mode(False):
+            self.due.request.on_chunk(StreamChunk(self.due.number, new, text, finish))
+
+
+@dataclass(eq=False)
+class Place:
+    """A place for one micro-batch at a time.
+
+    Attributes:
+        micro_batch: the one that runs, if any. spare: the target's cache for all rows of a micro-batch, while no row uses it.
+        waiting: requests that will join when the micro-batch has been verified, or at once where none runs.
+    """
+
+    number: int
+    micro_batch: MicroBatch | None = None
+    spare: Any = None
+    waiting: list[Ready] = field(default_factory=list)
+
+    @property
+    def load(self) -> int:
+        """Rows that run and requests that wait."""
+        return len(self.waiting) + (self.micro_batch.context.batch if self.micro_batch else 0)
