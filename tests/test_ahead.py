@@ -94,7 +94,7 @@ RINGS = {
 @pytest.mark.parametrize(
     ("ring", "temperature"),
     [
-        pytest.param(ring, temperature, marks=() if i % 8 == 2 * temperature else pytest.mark.slow)
+        pytest.param(ring, temperature, marks=() if i % 16 == 2 * temperature else pytest.mark.slow)
         for i, ring in enumerate(RINGS)
         for temperature in (0, 1)
     ],

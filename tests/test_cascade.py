@@ -43,10 +43,20 @@ def same(base, inner, length, ahead, small=SMALL, **settings):
     assert [s.accepted for s in runs[0].row_stats] == [s.accepted for s in runs[1].row_stats]
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
-@pytest.mark.parametrize("inner", INNER.values(), ids=INNER)
-def test_the_chain_is_the_models(inner, sampling):
-    for length, ahead in ((1, 1), (3, 2), (6, 4)):
+@pytest.mark.parametrize(
+    ("inner", "sampling", "lengths"),
+    [
+        pytest.param(INNER[inner], SAMPLINGS[sampling], lengths, id=f"{inner}, {sampling}", marks=marks)
+        for i, inner in enumerate(INNER)
+        for j, sampling in enumerate(SAMPLINGS)
+        for lengths, marks in (
+            (((6, 4),), () if i % 4 == j else pytest.mark.slow),
+            (((1, 1), (3, 2)), pytest.mark.slow),
+        )
+    ],
+)
+def test_the_chain_is_the_models(inner, sampling, lengths):
+    for length, ahead in lengths:
         same(sd.decoder(TARGET).sampling(**sampling), inner, length, ahead)
 
 

@@ -63,7 +63,9 @@ def all_drafts(target, small):
 
 
 SLOWER = {
+    "codegen",
     "gemma3_text",
+    "gpt_oss",
     "gpt_neox",
     "gptj",
     "mistral",

@@ -26,7 +26,11 @@ PAGES = [
 """The notebooks' pages are written from files that tests/test_notebooks.py runs."""
 SLOW = {"docs/howto/compare.md"}  # a second and more each
 SLOW |= {
-    f"docs/{page}.md" for page in ("executors", "heads", "lab", "lossy", "testing", "training", "verifiers")
+    f"docs/{page}.md"
+    for page in (
+        *("drafts", "executors", "heads", "lab", "lossy", "models", "museum", "spin", "testing", "training"),
+        "verifiers",
+    )
 }
 FENCE = re.compile(r"^```(?P<kind>\S*)[^\n]*\n(?P<text>.*?)^```\s*$", re.MULTILINE | re.DOTALL)
 NOT_RUN = "# not run:"

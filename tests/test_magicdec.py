@@ -369,7 +369,7 @@ def texts(
     ("draft", "settings"),
     [
         pytest.param(
-            draft, {"temperature": t}, id=f"{name}-{t}", marks=() if (i + j) % 8 == 1 else pytest.mark.slow
+            draft, {"temperature": t}, id=f"{name}-{t}", marks=() if (i + j) % 16 == 1 else pytest.mark.slow
         )
         for i, (name, draft) in enumerate({**KINDS, "a windowed model": "windowed"}.items())
         for j, t in enumerate((0.0, 0.6))
