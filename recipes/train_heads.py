@@ -135,8 +135,8 @@ def states(s: Settings, target: Any, tokenizer: Any, split: str, tokens: int) ->
 def fit(s: Settings, name: str, target: Any, tokenizer: Any) -> tuple[Any, Trained]:
     """Train one draft; its checkpoint is in the work folder."""
     draft, forward, loss = chosen(s, name, target)
-    data = states(s, target, tokenizer, "train", round(s.tokens * 1e6))
     held = states(s, target, tokenizer, "validation", 1024 * s.validation)
+    data = states(s, target, tokenizer, "train", round(s.tokens * 1e6))
     steps = max(1, round(len(data) * s.epochs / s.batch))
     training = Training(
         steps, s.batch, s.muon_lr, s.adam_lr, warmup=s.warmup, decay=s.decay, compile=s.compile, seed=s.seed,

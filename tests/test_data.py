@@ -120,6 +120,10 @@ def test_streams_and_batches(tmp_path: Path):
     resumed.cursor = batches.cursor.copy()
     assert torch.equal(resumed.take(5), batches.take(5))
     assert batches.take(500).shape == (500, 33), "the streams are read again, from other places"
+    with pytest.raises(
+        ValueError, match=rf"b.npy has {len(whole)} tokens, and {2 * len(whole) + 1} are needed"
+    ):
+        tokens.Batches(paths, (0, 1), length=len(whole))
 
 
 def test_splits_are_disjoint_by_package():

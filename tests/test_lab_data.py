@@ -77,6 +77,13 @@ def test_streams_of_another_tokenizer_are_refused(work):
         next(sequences(byte_tokenizer(), Streams(work=work), "train", 1))
 
 
+def test_too_little_text_is_named_with_the_remedy(work):
+    with pytest.raises(
+        SystemExit, match=r"train-code.npy has \d+ tokens, and 200001 are needed: install the pack"
+    ):
+        Streams(work=work, length=10**5).batches("train")
+
+
 def test_states_are_made_once_and_for_as_many_sequences_as_are_asked(work):
     target, tokenizer = zoo.load("pocket-tiny")
     streams = Streams(work=work, length=64)

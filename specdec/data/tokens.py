@@ -90,6 +90,9 @@ class Batches:
     """Sequences of length + 1 tokens drawn from several streams in proportion to `shares`.
 
     `cursor`, the number of sequences taken from each stream, is the only state: set it to resume.
+
+    Raises:
+        ValueError: a stream with a share is shorter than two sequences (later epochs start at other offsets).
     """
 
     def __init__(self, streams: Sequence[Path], shares: Sequence[float], length: int, seed: int = 0) -> None:
@@ -97,7 +100,10 @@ class Batches:
         self.shares = np.array(shares)
         self.length = length
         self.cursor = np.zeros(len(streams), np.int64)
-        counts = [(len(stream) - length - 1) // length for stream in self.streams]
+        counts = [max(0, (len(stream) - length - 1) // length) for stream in self.streams]
+        for path, stream, share, count in zip(streams, self.streams, shares, counts):
+            if share and not count:
+                raise ValueError(f"{path} has {len(stream)} tokens, and {2 * length + 1} are needed")
         # Neighbours in a stream belong to one document, and a batch from one document teaches little.
         rng = np.random.default_rng(seed)
         self.order = [rng.permutation(count) for count in counts]

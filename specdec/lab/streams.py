@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
-from specdec.data.corpus import DOMAINS, corpus
+from specdec.data.corpus import DOMAINS, PACKAGES, corpus
 from specdec.data.tokens import Batches, train_tokenizer, train_words, write_stream
 from specdec.lab.options import option
 
@@ -84,7 +84,16 @@ class Streams:
         return tokenizer or self.tokenizer({})
 
     def batches(self, split: str, shares: Sequence[float] = ()) -> Batches:
-        """Sequences of a split in the mixture's proportions, or in those of ``shares``."""
-        return Batches(
-            [self.path(split, domain) for domain in DOMAINS], shares or self.mixture, self.length, self.seed
-        )
+        """Sequences of a split in the mixture's proportions, or in those of ``shares``.
+
+        Raises:
+            SystemExit: a stream is too short: the installed packages have too little text of its kind.
+        """
+        paths = [self.path(split, domain) for domain in DOMAINS]
+        try:
+            return Batches(paths, shares or self.mixture, self.length, self.seed)
+        except ValueError as error:
+            raise SystemExit(
+                f"{error}: install the packages of {PACKAGES.name} (pip install --no-deps --target FOLDER -r {PACKAGES}), give --site FOLDER, and "
+                f"remove {paths[0].parent}"
+            ) from None
