@@ -239,12 +239,13 @@ class Builder:
                     f"{each.info.name!r} declares {each.info.siblings!r}: use drafts.Tree(model, widths, siblings=...), which declares how it "
                     "draws them, or Traversal() or Rejection(), which take any siblings"
                 )
+        for each in part.parts:
             model = each.info.model
             if model is not None:
                 _fits(target, model)
                 if each.info.trees and not model.supports_trees:
                     raise ValueError(
-                        "draft: this model family takes chains only, so it cannot draft a tree: use drafts.Model"
+                        f"draft {each.info.name!r}: this model family takes chains only, so it cannot draft a tree: use drafts.Model"
                     )
         said = ModelInfo.of(target)
         sampling = self._sampling or Sampling()

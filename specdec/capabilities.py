@@ -59,7 +59,7 @@ class DraftInfo(_Info):
             repairs itself (``executors.Optimistic``).
         model: the model that drafts, usually a ``LanguageModel``, whose vocabulary, tokenizer, device and positions ``build`` compares with the target's.
         reads_cache: the target itself drafts, reading part of its own cache; ``model`` is ``None``.
-        drafts: the drafts behind the arms of a pool.
+        drafts: the drafts behind the arms of a pool. inner: a draft that guesses for ``model``.
         siblings: how the children of a node are drawn, if the draft proposes trees. ``"in turn"``: each after its elder siblings, on which it
             and their number may depend. ``"independent"``: from one distribution, which is settled, as is their number, before any node of
             that depth is drawn. ``"distinct"``: likewise settled, each from that distribution without its elder siblings' tokens.
@@ -75,6 +75,7 @@ class DraftInfo(_Info):
     model: Any = None
     reads_cache: bool = False
     drafts: tuple[Draft[Any], ...] = ()
+    inner: Draft[Any] | None = None
     siblings: Siblings = "in turn"
     sampling: Sampling | None = None
     reads_logits: bool = False
@@ -178,6 +179,12 @@ class DraftPart:
     def members(self) -> tuple[DraftPart, ...]:
         """The drafts of a pool, or this one."""
         return tuple(map(DraftPart.of, self.info.drafts)) or (self,)
+
+    @cached_property
+    def parts(self) -> tuple[DraftPart, ...]:
+        """The members, each with the drafts inside it."""
+        inner = [() if one.info.inner is None else DraftPart.of(one.info.inner).parts for one in self.members]
+        return tuple(part for one, inside in zip(self.members, inner) for part in (one, *inside))
 
     @property
     def by_request(self) -> bool:

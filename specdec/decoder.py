@@ -105,7 +105,7 @@ class Decoder(Composition):
             MemoryError: the budgets do not fit the memory.
         """
         rows = rows_of(self.target, asked(Decoder.generate, prompts, input_ids, attention_mask, others))
-        if rng is not None and not (hasattr(rng, "categorical") and hasattr(rng, "accept")):
+        if rng is not None and not all(hasattr(rng, name) for name in ("categorical", "accept", "select")):
             raise TypeError(
                 f"rng is {rng!r}: give a number as seed=, or an object with the methods of specdec.rng.Rng"
             )
@@ -198,8 +198,8 @@ class Decoder(Composition):
                 refuse longer requests; ``None``: caches grow as needed.
             on_round: called after every round; a request's prefill is round 0 of a batch of its own. ``round.context.request[b]`` is
                 the request's number and ``round.verdict.tokens[b, :round.committed[b]]`` its new tokens, with which partial results can be shown.
-            selection: as for ``generate``. errors: ``"raise"``, or ``"yield"``: a request that ``generate`` would refuse is yielded with
-                ``finish="error"`` and its ``error``, and the others go on.
+            selection: as for ``generate``. errors: ``"raise"``, or ``"yield"``: a request that ``generate`` would refuse, or whose ``on_chunk`` or
+                ``cancelled`` raises, is yielded with ``finish="error"`` and its ``error``, and the others go on.
         Raises:
             ValueError: at once, for a part that cannot take in rows during a run, an executor other than ``Serial`` and
                 ``Pipelined``, an invalid limit, clock, capacity, seed or stop, or a list of requests out of order; on its arrival, for

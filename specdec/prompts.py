@@ -221,7 +221,7 @@ def stop_rules(
         raise ValueError(
             f"max_new_tokens is {min(budgets)} for row {budgets.index(min(budgets))}: give at least 1"
         )
-    drafts = (("draft", ModelInfo.of(part.info.model)) for part in composition.drafting.members)
+    drafts = (("draft", ModelInfo.of(part.info.model)) for part in composition.drafting.parts)
     for name, model in (("target", target), *drafts):
         limit = model.max_positions
         for b, (row, budget) in enumerate(zip(rows, budgets)):

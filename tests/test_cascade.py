@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny import tiny
+from tiny import byte_tokenizer, tiny
+from tiny_states import stateful
+from transformers import RepetitionPenaltyLogitsProcessor
 
 import specdec as sd
 from specdec.drafts import Cascade, Model, NGram, Suffix, Tree
@@ -142,3 +144,82 @@ def test_bad_input_is_refused():
         Cascade(SMALL, NGram(), 0)
     with pytest.raises(TypeError, match=r"ahead is 1\.5"):
         Cascade(SMALL, NGram(), 1.5)
+
+
+@pytest.mark.parametrize("widths", [(2, 2), (6, 4), (6, 3, 2)])
+@pytest.mark.parametrize("length", [2, 3, 4, 6])
+def test_there_is_room_for_trees_at_the_end_of_a_text(widths, length):
+    base = sd.decoder(TARGET)
+    for budget in (1, 2, 5, 8):
+        ids = [
+            base.draft(draft, length=length).generate([[1, 2, 3], [4]], budget, seed=0).ids
+            for draft in (Model(SMALL), Cascade(SMALL, Tree(LESS, widths)))
+        ]
+        assert ids[0] == ids[1]
+    served = base.draft(Cascade(SMALL, Tree(LESS, widths)), length=length).build()
+    requests = [sd.Request([1, 2, 3], 8), sd.Request([4], 8)]
+    done = {one.index: one.ids for one in served.serve(requests, 2, seed=0, capacity=11 + served.nodes)}
+    assert [done[0], done[1]] == base.draft(Model(SMALL), length).generate([[1, 2, 3], [4]], 8, seed=0).ids
+
+
+@pytest.mark.parametrize("sizes", [(97, 104, 104), (104, 97, 97), (97, 104, 97), (104, 97, 104)])
+@pytest.mark.parametrize("inner", [Model, lambda model: Tree(model, (2, 2))], ids=["model", "tree"])
+def test_padded_vocabularies_and_processors(sizes, inner):
+    target, small, less = (
+        sd.HFModel(tiny("llama", seed=seed, vocab_size=size), byte_tokenizer())
+        for seed, size in enumerate(sizes)
+    )
+    base = sd.decoder(target).sampling(processors=(RepetitionPenaltyLogitsProcessor(1.5),))
+    same(base, inner(less), 4, 3, small)
+
+
+def test_a_sampling_of_the_users_own():
+    class Own(sd.Sampling):
+        def __init__(self, alpha):
+            super().__init__(1.0)
+            object.__setattr__(self, "alpha", alpha)
+
+        def __call__(self, logits, *text, **named):
+            return super().__call__(logits * self.alpha, *text, **named)
+
+    same(sd.decoder(TARGET).sampling(Own(0.3)), NGram(), 4, 3)
+
+
+def test_the_inner_drafts_model_is_checked_as_the_models_are():
+    target, small = (sd.HFModel(tiny("llama", seed=seed)) for seed in (1, 2))
+    base = sd.decoder(target)
+    short = sd.HFModel(tiny("llama", seed=3, max_position_embeddings=16))
+    with pytest.raises(
+        ValueError, match="12 tokens and max_new_tokens is 9: 21 positions, but the draft has 16"
+    ):
+        base.draft(Cascade(small, Model(short)), length=4).generate([[5] * 12], 9)
+    recurrent = sd.models.OwnCache(stateful("mamba2", 1))
+    with pytest.raises(ValueError, match="draft 'tree': this model family takes chains only"):
+        base.draft(Cascade(small, Tree(recurrent, (2, 2))), length=4).build()
+    with pytest.raises(
+        ValueError, match="inner is 'tree', which proposes trees, and the cascade's model takes"
+    ):
+        Cascade(recurrent, Tree(small, (2, 2)))
+    ring = Model(sd.models.Windowed(small, 8, 1))
+    with pytest.raises(ValueError, match="cannot take in rows during a run"):
+        base.draft(Cascade(small, ring), length=4).serve([])
+    captured = sd.HFModel(tiny("llama", seed=1), graphs="eager")
+    shared = sd.decoder(captured).draft(Cascade(small, Model(captured)), length=3)
+    for executor in (Pipelined(2), Optimistic()):
+        with pytest.raises(ValueError, match="one call at a time"):
+            shared.executor(executor).build()
+
+
+def test_what_inner_may_be():
+    same(sd.decoder(TARGET), LESS, 4, 2)
+    for wrong in (NGram, None, len):
+        with pytest.raises(TypeError, match="inner is"):
+            Cascade(SMALL, wrong)
+
+    class Long(NGram):
+        def propose(self, state, context, budget, rng):
+            return super().propose(state, context, budget + 5, rng)
+
+    with pytest.raises(ValueError, match=r"inner 'ngram' proposed \d+ nodes in a row, and there is room for"):
+        base = sd.decoder(TARGET).draft(Cascade(SMALL, Long()), length=4)
+        base.generate([[1, 2, 3, 1, 2, 3, 1, 2]], 20, seed=0)

@@ -215,6 +215,30 @@ def test_chunks_of_a_request_are_its_text(executor):
         assert len(some) > 2
 
 
+@pytest.mark.parametrize("what", ["on_chunk", "cancelled"])
+def test_a_client_that_has_gone_ends_its_own_request_alone(target, small, what):
+    asked = []
+
+    def gone(*chunk):
+        asked.append(chunk)
+        if len(asked) == 3:
+            raise BrokenPipeError("nobody reads")
+
+    decoder = sd.decoder(target).draft(small, length=2).build()
+    requests = [sd.Request([5, 6], 20, **{what: gone}), sd.Request([7], 12)]
+    done = {one.index: one for one in decoder.serve(requests, 2, seed=0, errors="yield")}
+    alone = decoder.generate([[5, 6], [7]], [20, 12], seed=0)
+    assert done[1].ids == alone.ids[1]
+    assert done[0].finish == "error"
+    assert str(done[0].error) == "nobody reads"
+    assert 0 < len(done[0].ids) < 20
+    assert done[0].ids == alone.ids[0][: len(done[0].ids)]
+    assert len(asked) == 3
+    asked.clear()
+    with pytest.raises(BrokenPipeError):
+        list(decoder.serve(requests, 2, seed=0))
+
+
 def test_chunks_without_a_tokenizer_have_ids(target):
     chunks = []
     (one,) = sd.decoder(target).build().serve([sd.Request([5], 3, on_chunk=chunks.append)])

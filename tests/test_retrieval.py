@@ -89,3 +89,16 @@ def test_bad_input_is_refused():
         Retrieval(corpus, min_match=0)
     with pytest.raises(ValueError, match="corpus has the id 9 and the target's vocabulary 6"):
         sd.decoder(sd.TableModel.random(6)).draft(Retrieval(Corpus([[9]]))).build()
+
+
+def test_what_is_no_corpus():
+    assert Corpus(iter([[1, 2], [3]])) == Corpus([[1, 2], [3]])
+    for wrong in ([1, 2, 3], None, 5, [None]):
+        with pytest.raises(TypeError, match="give a list of ids for each text"):
+            Corpus(wrong)
+    with pytest.raises(TypeError, match="no whole number"):
+        Corpus([[1.7]])
+    with pytest.raises(ValueError, match="negative token"):
+        Corpus([[-1, 2]])
+    with pytest.raises(TypeError, match="tokenizer is None: give the target's"):
+        Corpus.of(["a"], None)

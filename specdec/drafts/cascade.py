@@ -16,7 +16,7 @@ from torch import Tensor
 from specdec.arguments import at_least
 from specdec.capabilities import DraftInfo, DraftPart
 from specdec.drafts.coerce import as_model
-from specdec.drafts.model import readable
+from specdec.drafts.model import Model, readable
 from specdec.kernels.device import to_device, to_host
 from specdec.protocols import Draft, LanguageModel
 from specdec.rng import Attempt, Key, Rng
@@ -41,11 +41,11 @@ class Cascade:
     Args:
         model, sampling: as for ``Model``.
         inner: any draft that may be called for a text that is never committed (``DraftInfo.revocable``), such as ``NGram()``, ``Suffix()`` or
-            another ``Model``, also a ``Tree``. It drafts for ``model``.
+            another ``Model``, also a ``Tree``; or a model.
         ahead: the longest path that ``inner`` proposes for a forward.
     Raises:
-        TypeError: ``ahead`` is no whole number. ValueError: it is below 1, or ``inner`` cannot guess: it is a pool, reads activations or a cache, or is not
-            revocable.
+        TypeError: ``ahead`` is no whole number, or ``inner`` neither a draft nor a model. ValueError: ``ahead`` is below 1, or ``inner`` cannot guess: it is a
+            pool, reads activations or a cache, is not revocable, or proposes trees for a model that takes chains only.
     """
 
     model: LanguageModel
@@ -57,11 +57,17 @@ class Cascade:
     def __post_init__(self) -> None:
         object.__setattr__(self, "model", as_model(self.model, "model"))
         at_least(1, "ahead", self.ahead, "give the most tokens that inner guesses for a forward of the model")
+        if isinstance(self.inner, type) or not hasattr(self.inner, "propose"):
+            object.__setattr__(self, "inner", Model(as_model(self.inner, "inner")))
         part = self.part
         if part.arms is not None or part.reads_target or not part.info.revocable:
             raise ValueError(
                 f"inner is {part.info.name!r}, which cannot guess inside a block (it is a pool, reads activations or a cache, or is not revocable): give "
                 "NGram(), Suffix(), Model(...), Tree(...), or a draft that declares DraftInfo(..., revocable=True)"
+            )
+        if part.info.trees and not self.model.supports_trees:
+            raise ValueError(
+                f"inner is {part.info.name!r}, which proposes trees, and the cascade's model takes chains only: give NGram() or Model(...)"
             )
 
     @staticmethod
@@ -78,11 +84,23 @@ class Cascade:
 
     @property
     def info(self) -> DraftInfo:
-        return DraftInfo("cascade", revocable=True, model=self.model, sampling=self.sampling)
+        return DraftInfo(
+            "cascade",
+            nodes=self._nodes,
+            revocable=True,
+            model=self.model,
+            inner=self.inner,
+            sampling=self.sampling,
+        )
+
+    def _nodes(self, length: int) -> int:
+        """The most slots that a row needs: its chain so far, and a tree of guesses."""
+        guessed = (n + self.part.info.nodes(min(self.ahead, length - n - 1)) for n in range(length))
+        return max((length, *guessed))
 
     def bind(self, target: LanguageModel, sampling: Sampling) -> Cascade:
         mine = self.sampling or sampling
-        inner = self.part.bound(self.model, replace(mine, temperature=0.0))
+        inner = self.part.bound(target, Sampling(temperature=0.0, processors=mine.processors))
         return replace(self, inner=inner, sampling=mine, vocab_size=target.vocab_size)
 
     def init(self, context: Context, target_cache: Any) -> CascadeState:
@@ -90,15 +108,14 @@ class Cascade:
 
     def empty(self, context: Context) -> CascadeState:
         """A state of which the model has read nothing."""
-        cache, text = self.model.cache(context.batch, context.tokens.shape[1]), readable(context, self.model)
-        waits = self.part.waits
-        return CascadeState(cache, self.inner.init(text, cache) if waits is None else waits.empty(text))
+        cache, waits = self.model.cache(context.batch, context.tokens.shape[1]), self.part.waits
+        return CascadeState(cache, self.inner.init(context, cache) if waits is None else waits.empty(context))
 
     def prepare(self, state: CascadeState, context: Context, rows: Tensor | None) -> CascadeState:
         """Feed unread tokens of ``rows`` (``None``: all)."""
-        text, waits = readable(context, self.model), self.part.waits
-        self.model.prefill(state.cache, text, rows)
-        return state if waits is None else state._replace(inner=waits.prepare(state.inner, text, rows))
+        self.model.prefill(state.cache, readable(context, self.model), rows)
+        waits = self.part.waits
+        return state if waits is None else state._replace(inner=waits.prepare(state.inner, context, rows))
 
     def propose(
         self, state: CascadeState, context: Context, budget: Tensor, rng: Rng
@@ -108,9 +125,10 @@ class Cascade:
         sampling = self.sampling or Sampling()
         while bool((left := budget - drawn.count).any()):
             text = readable(grown, self.model)
-            guess, inner = self.part.propose(inner, text, (left - 1).clamp(0, self.ahead), guessing)
+            guess, inner = self._guess(inner, grown, (left - 1).clamp(0, self.ahead), guessing)
             rows = None if bool(left.all()) else left.nonzero()[:, 0]
-            scores = self.model.score(cache, text, guess if guess.nodes else None, rows=rows)
+            known = replace(guess, tokens=guess.tokens.clamp(0, self.model.vocab_size - 1))
+            scores = self.model.score(cache, text, known if guess.nodes else None, rows=rows)
             logits = fit(scores.logits, self.vocab_size)
             with logits_of("a draft's "):
                 if sampling.greedy:
@@ -118,9 +136,19 @@ class Cascade:
                 else:
                     verdict = drawn.follow(guess, None, sampling(logits, grown, guess))
             cache.commit(text, verdict)
-            inner = self.inner.observe(inner, _round(text, guess, scores, verdict, left))
+            inner = self.inner.observe(inner, _round(grown, guess, scores, verdict, left))
             grown = grown.append(verdict.tokens, (verdict.accepted + 1).where(left > 0, 0))
         return drawn.proposal(), CascadeState(cache, inner)
+
+    def _guess(self, inner: Any, text: Context, budget: Tensor, rng: Rng) -> tuple[Proposal, Any]:
+        """What the inner draft proposes; raises ValueError for more than there is room for."""
+        guess, inner = self.part.propose(inner, text, budget, rng)
+        most, room = int(guess.size.max()), self.part.info.nodes(int(budget.max()))
+        if most > room:
+            raise ValueError(
+                f"inner {self.part.info.name!r} proposed {most} nodes in a row, and there is room for {room}: propose() must respect budget[b]"
+            )
+        return guess, inner
 
     def observe(self, state: CascadeState, round: Round) -> CascadeState:
         return state  # the caches follow the text

@@ -116,13 +116,14 @@ class Recycling:
         read = self._read(state, round)
         if not read:
             return state._replace(proposal=None)
-        rows, entry, tokens = map(list, zip(*read))
         logits = round.scores.logits
-        at = (to_device(torch.tensor(x), logits.device) for x in (rows, entry))
-        best = logits[tuple(at)].topk(min(self.ranks, logits.shape[-1]), -1).indices.tolist()
+        entries = list(dict.fromkeys((b, entry) for b, entry, _ in read))  # accepted nodes were read before
+        rows, entry = (to_device(torch.tensor(x), logits.device) for x in zip(*entries))
+        best = logits[rows, entry].topk(min(self.ranks, logits.shape[-1]), -1).indices.tolist()
+        after = dict(zip(entries, best))
         new: list[dict[int, list[int]]] = [{} for _ in state.followers]
-        for b, token, after in zip(rows, tokens, best):
-            new[b][token] = after
+        for b, place, token in read:
+            new[b][token] = after[b, place]
         return RecyclingState(tuple({**old, **own} for old, own in zip(state.followers, new)), None)
 
     def _read(self, state: RecyclingState, round: Round) -> list[tuple[int, int, int]]:

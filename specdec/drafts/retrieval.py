@@ -6,6 +6,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from operator import index as whole_number
 from typing import Any
 
 import numpy as np
@@ -26,33 +27,44 @@ SAMPLED = 256  # places of a match that are looked at, at most
 
 @dataclass(frozen=True)
 class Corpus:
-    """Texts to search in. The index is made at the first search: about a second and 100 MB for every million tokens.
+    """Texts to search in. The index is made when a decoder is built: about a second and 100 MB for every million tokens.
 
     Args:
         ids: the tokens of each text.
     Raises:
-        TypeError: texts where ids are expected. ValueError: there are no tokens.
+        TypeError: texts, or anything else, where ids are expected. ValueError: there are no tokens, or an id is negative.
     """
 
     ids: tuple[tuple[int, ...], ...]
 
     def __post_init__(self) -> None:
-        if isinstance(self.ids, str) or any(isinstance(text, str) for text in self.ids):
+        texts = tuple(self.ids) if isinstance(self.ids, Iterable) else ()
+        if isinstance(self.ids, str) or any(isinstance(text, str) for text in texts):
             raise TypeError("ids are texts: give Corpus.of(texts, target.tokenizer)")
-        object.__setattr__(self, "ids", tuple(tuple(map(int, text)) for text in self.ids))
-        if not any(self.ids):
+        if not isinstance(self.ids, Iterable) or not all(isinstance(text, Iterable) for text in texts):
+            raise TypeError("ids are no texts of tokens: give a list of ids for each text, [[5, 6], [7]]")
+        try:
+            ids = tuple(tuple(map(whole_number, text)) for text in texts)
+        except TypeError as error:
+            raise TypeError(f"ids has a token that is no whole number ({error})") from None
+        if not any(ids):
             raise ValueError("ids is empty: give at least one text with a token")
+        if min(min(text) for text in ids if text) < 0:
+            raise ValueError("ids has a negative token: give ids of the target's vocabulary")
+        object.__setattr__(self, "ids", ids)
 
     @staticmethod
     def of(texts: Iterable[str], tokenizer: Any) -> Corpus:
         """The corpus of some texts, without special tokens.
 
         Raises:
-            TypeError: a single text instead of a list of them, or something that is no text.
+            TypeError: a single text instead of a list of them, something that is no text, or no tokenizer.
         """
         several = [texts] if isinstance(texts, str) else list(texts)
         if isinstance(texts, str) or not all(isinstance(text, str) for text in several):
             raise TypeError(f"texts is {type(texts).__name__}: give a list of texts")
+        if not callable(tokenizer):
+            raise TypeError(f"tokenizer is {tokenizer!r}: give the target's, target.tokenizer")
         return Corpus(
             tuple(tuple(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in several)
         )
@@ -81,6 +93,10 @@ class Corpus:
             _, rank = np.unique(rank * (n + 1) + later, return_inverse=True)
             reach *= 2
         return np.argsort(rank, kind="stable")
+
+    def index(self) -> None:
+        """Make the index, if there is none yet."""
+        _ = self._backwards, self._order
 
     def after(self, ids: np.ndarray, max_match: int, min_match: int) -> np.ndarray:
         """Where in ``tokens`` the continuations of the longest match begin, ascending: of the last ``min_match`` to ``max_match`` tokens of ``ids [l]``."""
@@ -156,6 +172,7 @@ class Retrieval(Stateless):
             raise ValueError(
                 f"corpus has the id {largest} and the target's vocabulary {target.vocab_size}: make it with the target's tokenizer"
             )
+        self.corpus.index()  # now, so that neither the first request waits for it nor every new process makes its own
         return self
 
     def propose(self, state: None, context: Context, budget: Tensor, rng: Rng) -> tuple[Proposal, None]:

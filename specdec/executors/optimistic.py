@@ -101,6 +101,7 @@ class Optimistic:
                     f"draft {info.name!r} cannot take back a block that it drafted ahead (it does not declare "
                     "revocable=True): use drafts.Model, NGram or a function, or executor Serial()"
                 )
+        for info in (part.info for part in composition.drafting.parts):
             if self.threads and ModelInfo.of(info.model).shares_with(target):
                 raise ValueError(
                     f"draft {info.name!r} runs on the target's own object, which serves one call at a time: give the draft a "

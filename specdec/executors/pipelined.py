@@ -59,7 +59,7 @@ class Pipelined:
         """Called by ``build``; raises ValueError for drafts that cannot run beside the target."""
         reads = reading(composition)
         name = ", ".join(part.info.name for part in reads)
-        drafts = [part.info.model for part in composition.drafting.members if part.info.model is not None]
+        drafts = [part.info.model for part in composition.drafting.parts if part.info.model is not None]
         models = [ModelInfo.of(model) for model in (composition.target, *drafts)]
         if self.workers == "processes":
             if reads:

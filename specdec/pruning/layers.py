@@ -57,7 +57,7 @@ def influential_layers(influence: Tensor, keep: int) -> list[int]:
 
 
 def keep_layers(model: Any, layers: Sequence[int], *, share: bool = False) -> Any:
-    """A model of the same class with some of the layers, embeddings and unembedding included; it shares no memory with ``model``.
+    """A model of the same class with some of the layers, embeddings and unembedding included; it shares no memory with ``model`` unless it is to.
 
     Args:
         model: a transformers causal LM; it is only read. layers: counted from 0, ascending.

@@ -161,10 +161,10 @@ class Server:
             if due is None or due.arrived > self.time:
                 return
             self.next = None
-            if due.request.cancelled is not None and cancels(due.request.cancelled):
-                yield self._unserved(due, "cancelled")
-                continue
             try:
+                if due.request.cancelled is not None and cancels(due.request.cancelled):
+                    yield self._unserved(due, "cancelled")
+                    continue
                 ready = Ready(due, *self._prepared(due.number, due.request))
             except Exception as error:
                 if self.settings.errors == "raise":
@@ -198,9 +198,9 @@ class Server:
         due, contexts, own = zip(*arrived)
         for ready in arrived:
             index, request, _ = ready.due
-            self.open[index] = Open.of(ready, started, self.tokenizer)
-            if request.cancelled is not None:
-                self.limits.cancelled[index] = request.cancelled
+            one = self.open[index] = Open.of(ready, started, self.tokenizer, self.settings.errors == "yield")
+            if request.cancelled is not None or request.on_chunk is not None:
+                self.limits.cancelled[index] = one.ends
         micro_batch = MicroBatch(
             self.composition, joined(contexts, self.settings.capacity), Philox(torch.cat(own)), self.selection
         )
@@ -329,7 +329,7 @@ class Server:
     def _finished(self, round: Round) -> Iterator[Finished]:
         time = self.time
         for index in sorted(round.context.request[round.finished].tolist()):
-            one = self.open.pop(index)
+            one, finish = self.open.pop(index), self.limits.reasons.pop(index)
             self.limits.cancelled.pop(index, None)
             self.limits.own.pop(index, None)
             yield Finished(
@@ -337,12 +337,13 @@ class Server:
                 index=index,
                 ids=one.ids,
                 text=added(self.tokenizer, one.prompt, one.ids) if self.tokenizer else None,
-                finish=self.limits.reasons.pop(index),
+                finish=finish if one.error is None else "error",
                 stats=one.stats,
                 arrived=one.due.arrived,
                 started=one.started,
                 first_token=one.first_token,
                 finished=time,
+                error=one.error,
             )
         self.scheduler.clock = perf_counter()  # the consumer's time belongs to no round
 

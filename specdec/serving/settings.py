@@ -65,7 +65,7 @@ def check(composition: Composition, executor: Executor, settings: Settings) -> N
             f"micro_batches is {micro_batches_of(executor, settings)} and limit is {settings.limit}: each micro-batch needs a row; use at most "
             f"{settings.limit}, or raise limit"
         )
-    for part in composition.drafting.members:
+    for part in composition.drafting.parts:
         if part.joins is None:
             raise ValueError(
                 f"draft {part.info.name!r} cannot take in rows during a run (it has no join): use drafts.Model, NGram or a function, or "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -33,29 +34,52 @@ class Ready(NamedTuple):
 
 @dataclass(eq=False)
 class Open:
-    """A request in flight. ``growing``: the text that its chunks have shown, where there are chunks and a tokenizer."""
+    """A request in flight.
+
+    Attributes:
+        growing: the text that its chunks have shown, where there are chunks and a tokenizer. lenient: an error of its ``on_chunk`` or ``cancelled``
+            ends this request alone, and is its ``error``.
+    """
 
     due: Due
     started: float
     prompt: list[int]
     growing: GrowingText | None
+    lenient: bool
     ids: list[int] = field(default_factory=list)
     stats: Stats = field(default_factory=Stats)
     first_token: float = 0.0
+    error: Exception | None = None
 
     @staticmethod
-    def of(ready: Ready, started: float, tokenizer: Any) -> Open:
+    def of(ready: Ready, started: float, tokenizer: Any, lenient: bool) -> Open:
         prompt = ready.context.row(0)
         shown = tokenizer is not None and ready.due.request.on_chunk is not None
-        return Open(ready.due, started, prompt, GrowingText(tokenizer, prompt) if shown else None)
+        return Open(ready.due, started, prompt, GrowingText(tokenizer, prompt) if shown else None, lenient)
 
     def show(self, new: list[int], finish: str | None) -> None:
-        """Call the request's ``on_chunk``, if it has one; it is the user's code, which runs outside inference mode."""
-        if self.due.request.on_chunk is None:
-            return
-        text = None if self.growing is None else self.growing.more(new, last=finish is not None)
-        with torch.inference_mode(False):
-            self.due.request.on_chunk(StreamChunk(self.due.number, new, text, finish))
+        """Call the request's ``on_chunk``, if it has one."""
+        see = self.due.request.on_chunk
+        if see is not None and self.error is None:
+            text = None if self.growing is None else self.growing.more(new, last=finish is not None)
+            self._call(lambda: see(StreamChunk(self.due.number, new, text, finish)))
+
+    def ends(self) -> bool:
+        """Whether the request is to end now: it was cancelled, or its own code failed."""
+        asked = self.due.request.cancelled
+        if self.error is None and asked is not None and self._call(asked):
+            return True
+        return self.error is not None
+
+    def _call(self, function: Callable[[], Any]) -> Any:
+        """Call the user's code, outside inference mode."""
+        try:
+            with torch.inference_mode(False):
+                return function()
+        except Exception as error:
+            if not self.lenient:
+                raise
+            self.error = error
 
 
 @dataclass(eq=False)
