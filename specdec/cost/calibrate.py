@@ -30,8 +30,9 @@ class Fitted(Hardware):
     Attributes:
         cached_bytes_per_second: rate at which cached keys and values move; ``None``: as fast as everything else. Weights that fit
             a processor's cache are read faster than the keys and values of a long context, which do not.
-        cache_bytes: size of the processor's cache. If a loop touches more bytes, a share of its accesses misses (``missed``), and
-            missed weights move at the rate of cached keys and values. ``None``: weights always fit.
+        cache_bytes: size of the processor's cache. If a loop touches more bytes, a share of its accesses misses (``missed``), and what is missed, weights
+            or keys and values, moves at ``cached_bytes_per_second``; the rest moves as fast as everything else. ``None``: weights always
+            fit, and keys and values never do.
         residuals: modelled over measured seconds, minus 1, of each sample in the order given.
     """
 
@@ -62,9 +63,7 @@ class Fitted(Hardware):
         """
         compute, moved = step.flops / self.flops, step.bytes / self.bytes_per_second
         if self.cached_bytes_per_second is not None:
-            slow = _cached(step)
-            if self.cache_bytes is not None:
-                slow += missed(step.bytes if loop is None else loop, self.cache_bytes) * (step.bytes - slow)
+            slow = _slow(step, self.cache_bytes, step.bytes if loop is None else loop)
             moved += slow / self.cached_bytes_per_second - slow / self.bytes_per_second
         roof = max(compute, moved) if self.overlapped else compute + moved
         return roof + self.overhead + self.overhead_per_layer * step.layers
@@ -144,7 +143,7 @@ def calibrate(
         samples: steps and their seconds. They must differ in FLOPs, bytes and layers: several batches, contexts and models.
         overlapped: whether memory moves while the machine computes; ``None`` takes the better fit.
         cached_apart: fit a separate rate for cached keys and values.
-        cache: fit the size of a cache that weights may not fit (``Fitted.cache_bytes``); needs ``cached_apart``. Each sample is
+        cache: fit the size of a cache that a step may not fit (``Fitted.cache_bytes``); needs ``cached_apart``. Each sample is
             assumed to repeat the same step. The sizes tried are the samples' own; if none fits better, or memory would be faster
             than the cache, ``cache_bytes`` is ``None``.
         rank: chooses among the best fits with and without overlap, and of each size of the cache: the smallest value wins. Default: the
@@ -155,9 +154,7 @@ def calibrate(
     some = list(samples)
     _check([seconds for _, seconds in some])
     if cache and not cached_apart:
-        raise ValueError(
-            "cache needs cached_apart=True: missed weights move at the rate of cached keys and values"
-        )
+        raise ValueError("cache needs cached_apart=True: what a cache misses moves at a rate of its own")
     needed = 4 + cached_apart + cache
     if len(some) < needed:
         raise ValueError(
@@ -183,9 +180,7 @@ def _machines(
     """
     seconds = np.array([s for _, s in samples])
     flops = np.array([step.flops for step, _ in samples])
-    cached = np.array([_cached(step) if apart else 0.0 for step, _ in samples])
-    if size is not None:
-        cached += [missed(step.bytes, size) * (step.bytes - _cached(step)) for step, _ in samples]
+    cached = np.array([_slow(step, size, step.bytes) if apart else 0.0 for step, _ in samples])
     others = np.array([step.bytes for step, _ in samples]) - cached
     layers = np.array([float(step.layers) for step, _ in samples])
     every = np.ones(len(samples), dtype=bool)
@@ -220,7 +215,10 @@ def _positive(columns: np.ndarray, values: np.ndarray) -> np.ndarray:
     return np.where(x > 1e-9 * x.max(), x, 0) / scale
 
 
-def _cached(step: Step) -> float:
+def _slow(step: Step, size: float | None, loop: float) -> float:
+    """Bytes that move at the slower rate: those that a cache of ``size`` misses, or, without one, cached keys and values."""
+    if size is not None:
+        return missed(loop, size) * step.bytes
     return sum(w.bytes for w in step.work if w.name in CACHED)
 
 
