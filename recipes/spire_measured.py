@@ -23,7 +23,8 @@ point inside (docs/cost.md); on a GPU a draft's bare step is its share of the ca
 its own, and the errors there are the model's error: where the best two methods are closer than that, the model says "too close".
 Rows of fitted points say fitted: true; the summary leaves them out, and its last lines say whether the model holds there: it names the
 fastest of all methods, or says "too close" and is right within 3 %, at 90 % of the points, at most a third of them too close, and following it
-costs at most 10 % at the worst. --report FILE says it of a finished report. --taus FILE keeps tau for later runs, and --only-taus computes nothing
+costs at most 10 % at the worst. --report FILE says it of a finished report, and --again FILE what another run of the grid would do in the model's place,
+which is what the machine's noise costs. --taus FILE keeps tau for later runs, and --only-taus computes nothing
 else, so that a quiet machine is needed for the times alone. The time that all of this takes is printed first; --quick is a toy.
 """
 
@@ -38,11 +39,11 @@ from typing import Any
 import checkout  # noqa: F401
 
 from specdec.lab import plots
-from specdec.lab.console import progress
+from specdec.lab.console import progress, table
 from specdec.lab.grid import Grid, GridSettings
 from specdec.lab.grid_plan import estimate, minutes
 from specdec.lab.grid_rows import K, Row
-from specdec.lab.grid_summary import report, summary
+from specdec.lab.grid_summary import noise, report, summary
 from specdec.lab.methods import Methods
 from specdec.lab.multipliers import Recording, Taus
 from specdec.lab.options import option, parse
@@ -64,6 +65,9 @@ class Settings(Plotted, GridSettings):
     )
     only_taus: bool = option(False, "end when the noise-free tau is recorded; this needs no quiet machine")
     report: str | None = option(None, "show this finished report instead of measuring", metavar="FILE")
+    again: str | None = option(
+        None, "with --report: another run's report, to say how far two runs agree", metavar="FILE"
+    )
     quick: bool = option(False, "a toy of a few minutes: a small grid and few texts")
     profile: tuple[int, int] | None = option(
         None, "only print a profile of each method's rounds at B x L", metavar=("B", "L")
@@ -73,7 +77,11 @@ class Settings(Plotted, GridSettings):
 def main(s: Settings) -> None:
     s.begin()
     if s.report:
-        shown(s, json.loads(Path(s.report).read_text())["rows"])
+        rows = json.loads(Path(s.report).read_text())["rows"]
+        shown(s, rows)
+        if s.again:
+            runs = noise(rows, json.loads(Path(s.again).read_text())["rows"])
+            print(f"\nanother run in the model's place:\n{table(runs, tuple(runs[0]))}")
         return
     if s.profile:
         batch, context = s.profile

@@ -18,9 +18,6 @@ NAMED = [
     table for table in TABLES if table.comment is not None and not table.comment.startswith("no report: ")
 ]
 
-OLDER = {"spire_measured.json", "spire_measured_float32.json"}
-"""Reports from before reports named their commit. Whoever repeats a measurement takes its file off this list; none is added."""
-
 
 def where(table: Table) -> str:
     return f"{table.page.name}:{table.line}"
@@ -51,8 +48,7 @@ def reports() -> dict[str, dict]:
 
 def test_reports_name_the_commit_of_their_code():
     without = {name for name, meta in reports().items() if not meta.get("commit")}
-    assert without - OLDER == set(), "measured outside a checkout: measure again"
-    assert OLDER - without == set(), "take these off the list"
+    assert without == set(), "measured outside a checkout: measure again"
     assert [name for name, meta in reports().items() if meta.get("dirty")] == [], (
         "measured with uncommitted changes"
     )

@@ -20,7 +20,7 @@ from specdec.lab.calibrated import Around, Bare, Calibrated, Model, fit
 from specdec.lab.grid import GridSettings, turns
 from specdec.lab.grid_plan import Probe, estimate, minutes
 from specdec.lab.grid_rows import grid_rows
-from specdec.lab.grid_summary import Statement, Verdict, summary, verdict
+from specdec.lab.grid_summary import Statement, Verdict, noise, summary, verdict
 from specdec.lab.multipliers import DRAWS, Recording, Taus, interval, packages_of, ratio, round_seconds
 from specdec.lab.steady import Measured, Run
 
@@ -206,6 +206,23 @@ def test_the_statement_about_the_model_has_three_limits():
         assert "does not hold" in str(said)
         assert why in str(said)
     assert "holds at 10 points" in str(Statement.of([right] * 9 + [wrong]))
+
+
+def test_another_run_takes_the_models_place():
+    def run(*measured):
+        return [
+            {"part": "grid", "method": method, "batch": batch, "context": 8, "k": 4 * (method != "plain")}
+            | {"best_k": True, "multiplier": one, "modelled": 1.0, "fitted": batch == 4}
+            for batch, spire in zip((1, 2, 4), measured)
+            for method, one in (("plain", 1.0), ("spire", spire))
+        ]
+
+    for found in noise(run(1.5, 0.8, 2.0), run(1.2, 1.1, 0.5)):
+        assert (found["points"], found["same_fastest"]) == (2, 1)
+        assert found["loss"] == pytest.approx(1 / 0.8 - 1)
+        assert found["difference"] == pytest.approx(1.1 / 0.8 - 1)  # of 20 %, 37.5 % and 75 %
+    with pytest.raises(ValueError, match="no point in common"):
+        noise(run(1.5, 0.8, 2.0), [])
 
 
 # -- noise-free multipliers --------------------------------------------------------------------------------------------------------

@@ -85,6 +85,16 @@ def verdicts(rows: list[Row], best: bool) -> dict[Point, tuple[dict[str, Row], V
     return {p: (methods, verdict(methods, errors_of(rows))) for p, methods in unseen.items()}
 
 
+def repeated(rows: list[Row], others: list[Row], best: bool) -> dict[Point, Verdict]:
+    """Another run's answers in the model's place, at the points to which this run's model was not fitted: what noise alone costs."""
+    theirs, out = at_k(others, best), {}
+    for p, (methods, _) in verdicts(rows, best).items():
+        if p in theirs and methods.keys() <= theirs[p].keys():
+            said = {m: r | {"modelled": theirs[p][m]["multiplier"]} for m, r in methods.items()}
+            out[p] = verdict(said, {})
+    return out
+
+
 class Statement(NamedTuple):
     """What the model's answers come to at points that it was not fitted to.
 
@@ -154,6 +164,37 @@ def summary(rows: list[Row], seconds: float) -> list[Row]:
                 for m in large
             )
     return [{"part": "summary", "quantity": name, "value": value} for name, value in values.items()]
+
+
+def noise(rows: list[Row], others: list[Row]) -> list[Row]:
+    """How far two runs of a grid agree: ``at`` (``k4``, ``best_k``), ``points``, at how many the other run names the same fastest method, the largest
+    ``loss`` by following it, and the median relative ``difference`` of a multiplier.
+
+    Raises:
+        ValueError: they have no point in common to which the model of the first was not fitted.
+    """
+    out = []
+    for name, best in (("k4", False), ("best_k", True)):
+        said = list(repeated(rows, others, best).values())
+        if not said:
+            raise ValueError("the two runs have no point in common to which the model was not fitted")
+        mine, theirs = at_k(rows, best), at_k(others, best)
+        pairs = [
+            (r["multiplier"], theirs[p][m]["multiplier"])
+            for p, methods in mine.items()
+            for m, r in methods.items()
+            if m != "plain" and m in theirs.get(p, ())
+        ]
+        out.append(
+            {
+                "at": name,
+                "points": len(said),
+                "same_fastest": sum(v.named == v.fastest for v in said),
+                "loss": max(v.loss for v in said),
+                "difference": median(abs(b / a - 1) for a, b in pairs),
+            }
+        )
+    return out
 
 
 def _share(which: Any) -> float:
