@@ -327,7 +327,7 @@ def test_logits_over_a_ring_that_are_no_distribution(draft, temperature):
         decoder.generate([[1, 2, 3], [4, 5]], 40, seed=0, on_round=spoil)
 
 
-@pytest.mark.parametrize("temperature", [0, 1.0])
+@pytest.mark.parametrize("temperature", [0, pytest.param(1.0, marks=pytest.mark.slow)])
 def test_whole_runs(temperature):
     target, small = tiny("llama", 0, torch.float32), tiny("llama", 1, torch.float32)
     prompts, said = [[1, 2, 3, 4, 5] * 4, [7, 8], [9] * 11], []

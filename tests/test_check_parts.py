@@ -546,7 +546,7 @@ SELECTORS = [
 @pytest.mark.parametrize(
     ("rule", "selector"),
     [
-        pytest.param(rule, selector, id=f"{n}-{rule}", marks=pytest.mark.slow if n % 2 else ())
+        pytest.param(rule, selector, id=f"{n}-{rule}", marks=pytest.mark.slow if n % 4 else ())
         for n, (rule, selector) in enumerate(SELECTORS)
     ],
 )

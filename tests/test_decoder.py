@@ -71,8 +71,10 @@ SLOWER = {
     "mistral",
     "mixtral",
     "olmo2",
+    "phi3",
     "qwen2",
     "qwen3",
+    "qwen3_moe",
 }  # like others here, too
 DRAFTS = ["plain", "model", "itself", "ngram", "tree", "function"]
 

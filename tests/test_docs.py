@@ -28,8 +28,8 @@ SLOW = {"docs/howto/compare.md"}  # a second and more each
 SLOW |= {
     f"docs/{page}.md"
     for page in (
-        *("drafts", "executors", "heads", "lab", "lossy", "models", "museum", "spin", "testing", "training"),
-        "verifiers",
+        *("auto", "certifier", "drafts", "executors", "heads", "lab", "lossy", "models", "museum", "pruning"),
+        *("speculate", "spin", "testing", "training", "verifiers", "howto/processes", "howto/tau"),
     )
 }
 FENCE = re.compile(r"^```(?P<kind>\S*)[^\n]*\n(?P<text>.*?)^```\s*$", re.MULTILINE | re.DOTALL)

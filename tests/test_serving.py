@@ -386,7 +386,7 @@ def serial(target, small):
     ("how", "verifier"),
     [
         *(
-            pytest.param(how, sd.Rejection(), marks=pytest.mark.slow if how == "three" else ())
+            pytest.param(how, sd.Rejection(), marks=pytest.mark.slow if how in ("three", "barrier") else ())
             for how in PIPES
         ),
         *(

@@ -30,6 +30,8 @@ LONG = {
     "OptimalTransport",
     "Traversal",
     "Mixture",
+    "Synthetic",
+    "TypicalAcceptance",
 }  # seconds each
 
 
