@@ -76,11 +76,16 @@ class Settings(Plotted, GridSettings):
 
 def main(s: Settings) -> None:
     s.begin()
+    if s.again and not s.report:
+        raise SystemExit("--again compares two finished reports: give --report FILE with it")
     if s.report:
         rows = json.loads(Path(s.report).read_text())["rows"]
         shown(s, rows)
         if s.again:
-            runs = noise(rows, json.loads(Path(s.again).read_text())["rows"])
+            try:
+                runs = noise(rows, json.loads(Path(s.again).read_text())["rows"])
+            except ValueError as why:
+                raise SystemExit(f"--again {s.again}: {why}") from None
             print(f"\nanother run in the model's place:\n{table(runs, tuple(runs[0]))}")
         return
     if s.profile:

@@ -28,7 +28,7 @@ class StopRules:
         max_length: ``[requests]`` prompt plus budget. eos: ids that end a row (they are kept, as in transformers).
         stop_strings: texts that end a row as soon as the text that its ids add to the prompt's contains them; needs ``tokenizer``.
         criteria: transformers ``StoppingCriteria`` or functions ``(ids [1, l], scores) -> bool``, evaluated after every token.
-        reasons: request -> why it ended. cancelled: request -> whether it ends now, asked after every round outside inference mode.
+        reasons: request -> why it ended. cancelled: request -> whether it ends now, asked after every round.
         own: request -> its rules, which stand in place of ``eos``, ``stop_strings`` and ``criteria``.
     """
 
@@ -77,7 +77,7 @@ class StopRules:
                 committed[b], why[b] = stop
         if self.cancelled:
             for b, request in enumerate(context.request.tolist()):
-                if b not in why and request in self.cancelled and cancels(self.cancelled[request]):
+                if b not in why and request in self.cancelled and self.cancelled[request]():
                     why[b] = "cancelled"
         finished = torch.zeros(context.batch, dtype=torch.bool)
         for b, reason in why.items():
@@ -117,12 +117,6 @@ class StopRules:
                 if _yes(criterion, criterion(torch.tensor([ids]), None)):
                     return n, "criteria"
         return None
-
-
-def cancels(cancelled: Callable[[], bool]) -> bool:
-    """What a request's ``cancelled`` says; it is the user's code, which runs outside inference mode."""
-    with torch.inference_mode(False):
-        return bool(cancelled())
 
 
 def _yes(criterion: Callable[..., Any], said: Any) -> bool:

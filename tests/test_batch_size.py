@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from tiny import tiny
 
 import specdec as sd
 from specdec.executors import Pipelined
@@ -15,16 +14,6 @@ from specdec.selectors.statistics import PULLS
 
 PROMPTS = [[5, 6], [7], [8, 9, 10], [2], [3, 4]]
 BUDGETS = [9, 4, 12, 7, 5]
-
-
-@pytest.fixture(scope="module")
-def target():
-    return sd.HFModel(tiny("llama", 0))
-
-
-@pytest.fixture(scope="module")
-def small():
-    return sd.HFModel(tiny("llama", 1))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 99])

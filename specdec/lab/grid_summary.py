@@ -232,5 +232,7 @@ def report(rows: list[Row]) -> None:
         some = [r | {"value": f"{r['value']:.6g}" if isinstance(r["value"], float) else r["value"]}
                 for r in rows if r["part"] == part]  # fmt: skip
         print(f"\n{title}:\n{table(some, ('quantity', 'method', 'over', 'value'))}")
+    spread = median(r["spread"] for r in rows if r["part"] == "grid")
+    print(f"\nrepeats of a round spread over {spread:.0%} of their median (the median over all rows)")
     for title, best in (("k = 4", False), ("best k", True)):
         print(f"\n{title}: {Statement.of(v for _, v in verdicts(rows, best).values())}")

@@ -29,9 +29,8 @@ from specdec.protocols import PooledCache
 from specdec.rng import Philox, seeds
 from specdec.serving.requests import Finished, Request
 from specdec.serving.settings import Settings, micro_batches_of, rules_of
-from specdec.serving.states import Due, Open, Place, Ready
+from specdec.serving.states import Due, Open, Place, Ready, outside
 from specdec.stats import Record, Stats
-from specdec.stop_rules import cancels
 from specdec.texts import added
 from specdec.types import Context, Round
 
@@ -162,7 +161,7 @@ class Server:
                 return
             self.next = None
             try:
-                if due.request.cancelled is not None and cancels(due.request.cancelled):
+                if due.request.cancelled is not None and outside(due.request.cancelled):
                     yield self._unserved(due, "cancelled")
                     continue
                 ready = Ready(due, *self._prepared(due.number, due.request))

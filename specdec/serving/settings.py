@@ -11,7 +11,7 @@ from specdec.composition import Composition
 from specdec.executors.contract import Executor
 from specdec.executors.pipelined import Pipelined
 from specdec.executors.serial import Serial
-from specdec.prompts import prepared
+from specdec.prompts import stop_rules
 from specdec.protocols import JoinableCache
 from specdec.rng import seeds
 from specdec.stop_rules import StopRules
@@ -78,8 +78,7 @@ def check(composition: Composition, executor: Executor, settings: Settings) -> N
 
 def rules_of(composition: Composition, settings: Settings) -> StopRules:
     """The stop rules of requests that have none of their own, without budgets; raises TypeError and ValueError for wrong ones."""
-    _, rules = prepared(composition, [[0]], 1, settings.eos_token_id, settings.stop_strings, ())
-    return rules
+    return stop_rules(composition, [[0]], 1, settings.eos_token_id, settings.stop_strings, (), 1)
 
 
 def _joinable(name: str, model: Any) -> None:

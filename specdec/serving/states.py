@@ -16,6 +16,12 @@ from specdec.texts import GrowingText, StreamChunk
 from specdec.types import Context
 
 
+def outside(function: Callable[[], Any]) -> Any:
+    """What the user's code returns; it runs outside inference mode."""
+    with torch.inference_mode(False):
+        return function()
+
+
 class Due(NamedTuple):
     """A request of the stream, its number, and when it arrived."""
 
@@ -72,10 +78,9 @@ class Open:
         return self.error is not None
 
     def _call(self, function: Callable[[], Any]) -> Any:
-        """Call the user's code, outside inference mode."""
+        """Call the request's own code."""
         try:
-            with torch.inference_mode(False):
-                return function()
+            return outside(function)
         except Exception as error:
             if not self.lenient:
                 raise
