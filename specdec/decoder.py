@@ -326,9 +326,8 @@ class Decoder(Composition):
             own = keyed if context.batch == rows else keyed.select(context.request)
             rounds = self.executor.run(decoder, context, own, limits)
             while True:
-                with (
-                    torch.inference_mode()
-                ):  # off in the consumer's code, and when an unfinished run is closed
+                # Off in the consumer's code, and when an unfinished run is closed.
+                with torch.inference_mode():
                     round = next(rounds, None)
                 if round is None:
                     break
