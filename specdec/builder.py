@@ -92,7 +92,8 @@ class Builder:
                 a row that changes its model is read again.
         Raises:
             TypeError: arms or capacities are no mapping, or the selector lacks methods.
-            ValueError: there are no arms, a capacity is below 0 or of an unknown arm, or the selector needs a ``reward``.
+            ValueError: there are no arms, a capacity is below 0 or of an unknown arm, an arm is too long for its draft, or the selector needs a
+                ``reward``.
         """
         made("selector", selector, "init", "select", "update")
         if not isinstance(arms, Mapping):
@@ -139,6 +140,7 @@ class Builder:
             unique += [part] if number == len(unique) else []
             numbers.append(number)
             lengths.append(length if own is None else own)
+            _possible(part, lengths[-1])
         held = None if capacities is None else tuple(capacities.get(name, 2**31) for name in arms)
         charged = (
             ArmCosts.of(self._target, [unique[d] if d >= 0 else None for d in numbers])
@@ -213,7 +215,7 @@ class Builder:
 
         Raises:
             TypeError: the draft lacks methods, or the length is no whole number.
-            ValueError: the length is below 1, vocabularies or tokenizers differ, a draft proposes trees and the target takes chains
+            ValueError: the length is below 1 or too long for the draft, vocabularies or tokenizers differ, a draft proposes trees and the target takes chains
                 only, or draws siblings otherwise than the verifier demands, or a logits processor keeps state.
         """
         target, part = self._target, DraftPart.of(self._draft)
@@ -225,6 +227,8 @@ class Builder:
             raise ValueError(
                 f"length is {self._length}: give at most {LONGEST}; drafts of more than a few dozen tokens do not pay"
             )
+        if self._selecting is None:
+            _possible(self._draft, self._length)
         if part.info.trees and not target.supports_trees:
             raise ValueError(
                 f"draft {part.info.name!r} proposes trees but this target takes chains only (its family does, or invariant=True): use "
@@ -278,6 +282,13 @@ class Builder:
 def default_verifier(device: torch.device | None) -> Verifier:
     """The verifier of a decoder without one, whose target's logits are on ``device`` (``None``: the host)."""
     return FusedRejection() if device is not None and device.type == "cuda" else Rejection()
+
+
+def _possible(draft: Draft[Any], length: int) -> None:
+    """Raise ValueError for a length that the draft refuses."""
+    limits = DraftPart.of(draft).limits
+    if limits is not None:
+        limits.check_length(length)
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -16,7 +16,7 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor
 
-from specdec.protocols import Arms, Binds, Draft, Follows, Joins, LanguageModel, Stacks, Waits
+from specdec.protocols import Arms, Binds, Draft, Follows, Joins, LanguageModel, Limits, Stacks, Waits
 from specdec.rng import Rng
 from specdec.sampling import Sampling
 from specdec.types import Context, Proposal
@@ -161,6 +161,7 @@ class DraftPart:
     waits: Waits | None
     arms: Arms | None
     stacks: Stacks | None
+    limits: Limits | None
 
     @staticmethod
     def of(draft: Draft[Any]) -> DraftPart:
@@ -173,6 +174,7 @@ class DraftPart:
             waits=_under(Waits, draft),
             arms=_under(Arms, draft),
             stacks=_under(Stacks, draft),
+            limits=_under(Limits, draft),
         )
 
     @cached_property

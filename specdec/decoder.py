@@ -109,6 +109,10 @@ class Decoder(Composition):
             raise TypeError(
                 f"rng is {rng!r}: give a number as seed=, or an object with the methods of specdec.rng.Rng"
             )
+        if isinstance(rng, Philox) and len(rng.seed) != len(rows):
+            raise ValueError(
+                f"rng has seeds of {len(rng.seed)} rows and there are {len(rows)} prompts: give Philox(specdec.rng.seeds(0, {len(rows)})), or seed="
+            )
         if not isinstance(progress, bool):
             raise TypeError(f"progress is {progress!r}: give True or False")
         function("on_round", on_round)

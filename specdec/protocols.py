@@ -206,6 +206,15 @@ class Waits(Protocol):
 
 
 @runtime_checkable
+class Limits(Protocol):
+    """A draft that refuses lengths, which ``build`` asks."""
+
+    def check_length(self, length: int) -> None:
+        """Raise ValueError, with the remedy, for a path of ``length`` tokens that it cannot propose."""
+        ...
+
+
+@runtime_checkable
 class Stacks(Protocol):
     """A draft with several members, one of which drafts each row."""
 

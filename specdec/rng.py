@@ -116,6 +116,8 @@ class Philox:
     """
 
     def __init__(self, seed: Tensor):
+        if not isinstance(seed, Tensor) or seed.dtype != torch.long or seed.dim() != 1:
+            raise TypeError(f"seed is {seed!r}: give an int64 tensor [B], such as specdec.rng.seeds(0, rows)")
         self.seed = seed
         self._keys: np.ndarray | None = None  # the round keys, [10, 2, B]
         self._blocks: tuple[

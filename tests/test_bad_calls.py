@@ -29,6 +29,10 @@ import specdec as sd
         (lambda d: d.generate([[1] * 256], 20), "but the target has 256: shorten the prompt$"),
         (lambda d: d.generate([[1]], 5, eos_token_id=97), "eos_token_id is 97: .* ids 0 to 96"),
         (lambda d: d.generate([[1]], 5, eos_token_id=[1, -1]), r"eos_token_id is \[1, -1\]"),
+        (
+            lambda d: d.generate([[1], [2]], 5, rng=sd.Philox(torch.tensor([7]))),
+            "seeds of 1 rows and there are 2",
+        ),
     ],
 )
 def test_bad_calls(target, call, says):
@@ -198,3 +202,23 @@ def test_a_model_that_was_changed_under_the_wrapper():
     model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
     with pytest.raises(RuntimeError, match="make a new HFModel"):
         decoder.generate([[1]], 2)
+
+
+@pytest.mark.parametrize("seed", [[1, 2], torch.tensor(1), torch.tensor([1.0])])
+def test_seeds_of_a_generator_are_a_tensor(seed):
+    with pytest.raises(TypeError, match=r"seed is .*: give an int64 tensor \[B\]"):
+        sd.Philox(seed)
+
+
+def test_build_refuses_lengths_that_a_draft_cannot_propose(target):
+    model = sd.HFModel(tiny(vocab=97))
+    heads = sd.drafts.heads.Medusa.from_target(model, heads=3)
+    base = sd.decoder(model)
+    with pytest.raises(ValueError, match=r"of 4 tokens .*: use draft\(\.\.\., length=3\)"):
+        base.draft(sd.drafts.Head(heads), length=4).build()
+    with pytest.raises(ValueError, match=r"of 17 tokens .*: use MagicDec\(block=17\)"):
+        base.draft(sd.drafts.MagicDec(), length=17).build()
+    arms = {"heads": sd.Arm(sd.drafts.Head(heads), 4), "plain": None}
+    with pytest.raises(ValueError, match="of 4 tokens"):
+        base.pool(arms, sd.selectors.Fixed(0))
+    assert base.draft(sd.drafts.Head(heads)).build().length == 3

@@ -447,3 +447,13 @@ def test_measures_partition_the_cube():
     )
     assert branches.measure().tolist() == [0.125, 0.75]
     assert Branches.join([branches, Branches.root()]).measure().tolist() == [0.125, 0.75, 1.0]
+
+
+def test_prompts_are_those_that_generate_takes():
+    decoder = sd.decoder(sd.TableModel.random(3, order=1)).build()
+    flat, rows = sd.certify(decoder, [0, 1], 2), sd.certify(decoder, [[0, 1]], 2)
+    assert flat.distribution == rows.distribution
+    with pytest.raises(ValueError, match="prompt 0 has an id outside"):
+        sd.certify(decoder, [0, 3], 2)
+    with pytest.raises(ValueError, match="prompt 1 is empty"):
+        certify_coupled(decoder, [[0], []], 2)

@@ -35,6 +35,9 @@ def test_a_cache_that_would_not_fit_is_refused_before_it_is_made(llama):
     ) as caught:
         llama.cache(8, tokens)
     assert "capacity" in str(caught.value)
+    assert "batch_size" not in str(caught.value)  # not even one row fits
+    with pytest.raises(MemoryError, match=r"\(generate\(\.\.\., batch_size=\d+\)\)"):
+        llama.cache(4 * free // (16 * per_token), 16)
     llama.cache(8, 16)
 
 

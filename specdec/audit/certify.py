@@ -24,6 +24,7 @@ from specdec.audit.scope import Scope
 from specdec.audit.walk import Branches, Walk, pack, race_key
 from specdec.capabilities import SelectorInfo
 from specdec.decoder import Decoder
+from specdec.prompts import rows_of
 from specdec.protocols import Verifier
 from specdec.rng import Rng
 from specdec.sampling import Sampling
@@ -126,7 +127,7 @@ def certify(
     Args:
         decoder: built as usual; or a verifier, or a function ``(proposal, probs, context, rng) -> Verdict``, around which a decoder is
             built: a table of 3 tokens, and a draft whose trees, or chains where the verifier refuses trees, depend on the whole past.
-        prompts: rows of ids; the branches of all rows share every batch, except under a selector that chooses for rows together
+        prompts: rows of ids, or anything that ``generate`` takes; the branches of all rows share every batch, except under a selector that chooses for rows together
             (``SelectorInfo.joint``), where each branch runs alone. By default one of one token, and for a verifier three.
         max_new_tokens: as for ``generate``; by default 3, and 4 for a verifier. eos_token_id, stopping_criteria: as for ``generate``.
         sampling: defines the target's distribution; by default the decoder's.
@@ -140,7 +141,7 @@ def certify(
     """
 
     def enumerate_all(built: Decoder, prompts: Sequence[Sequence[int]], tokens: Any) -> Certificate:
-        run = _Run(built, prompts, tokens, eos_token_id, stopping_criteria, wrap)
+        run = _Run(built, rows_of(built.target, prompts), tokens, eos_token_id, stopping_criteria, wrap)
         return _walk(run, run.plain(sampling, logits), None, batch, limit, progress)
 
     def given(usual: Sequence[Sequence[int]], tokens: int) -> tuple[Sequence[Sequence[int]], Any]:
@@ -179,7 +180,8 @@ def certify_coupled(
     """
     if nodes is not None:
         decoder = replace(decoder, draft=Everything(decoder.target.vocab_size, nodes))
-    run = _Run(decoder, prompts, max_new_tokens, eos_token_id, stopping_criteria)
+    rows = rows_of(decoder.target, prompts)
+    run = _Run(decoder, rows, max_new_tokens, eos_token_id, stopping_criteria)
     plain = run.plain()
     return _walk(run, plain, Numbered(plain), batch, limit, progress)
 

@@ -123,9 +123,10 @@ def check_memory(shapes: Sequence[KVShape], batch: int, capacity: int, spare: in
         need, free = slot * batch * slots, free_bytes(device)
         if free is not None and need > free:
             rows, tokens = free // (slot * slots), max(free // (slot * batch) - spare, 0)
+            fewer = f" (generate(..., batch_size={rows}))" if rows else ""
             raise MemoryError(
                 f"a KV cache of {batch} rows x {capacity} tokens needs {need / 2**30:.2f} GiB on {device} and {free / 2**30:.2f} "
-                f"GiB are free: batch {rows} would fit at this capacity, capacity {tokens} at this batch"
+                f"GiB are free: batch {rows} would fit at this capacity{fewer}, capacity {tokens} at this batch"
             )
 
 

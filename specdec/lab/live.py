@@ -52,7 +52,7 @@ class Live:
 
     @property
     def best(self) -> dict[int, str]:
-        """Batch -> the fastest decoder, lossy ones left out; none where one repeat shows no winner."""
+        """Batch -> the fastest decoder, lossy ones left out where there are others; none where one repeat shows no winner."""
         return {row["batch"]: row["method"] for row in self.rows if row["best"]}
 
     def __repr__(self) -> str:
