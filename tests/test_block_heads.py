@@ -401,8 +401,7 @@ def test_bad_settings_are_refused(target):
         Chain(stop=1.5)
     with pytest.raises(ValueError, match="total is 0"):
         DDTree(0)
-    decoder = sd.decoder(target).draft(Head(BLOCK["dflash"](target)), 4).build()
     with pytest.raises(ValueError, match=r"path of 4 tokens .* DFlash proposes at most 3"):
-        decoder.generate([[1, 2]], 9)
+        sd.decoder(target).draft(Head(BLOCK["dflash"](target)), 4).build()
     with pytest.raises(RuntimeError, match="no target"):
         shake(DFlash(BLOCK["dflash"](target).config, (0,), blocks=1)).embed(torch.tensor([1]))

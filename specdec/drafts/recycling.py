@@ -13,6 +13,7 @@ from torch import Tensor
 from specdec.capabilities import DraftInfo
 from specdec.drafts.heads.static_tree import StaticTree
 from specdec.kernels.device import to_device
+from specdec.kernels.topk import topk
 from specdec.rng import Rng
 from specdec.types import Context, Proposal, Round
 
@@ -119,7 +120,7 @@ class Recycling:
         logits = round.scores.logits
         entries = list(dict.fromkeys((b, entry) for b, entry, _ in read))  # accepted nodes were read before
         rows, entry = (to_device(torch.tensor(x), logits.device) for x in zip(*entries))
-        best = logits[rows, entry].topk(min(self.ranks, logits.shape[-1]), -1).indices.tolist()
+        best = topk(logits[rows, entry], min(self.ranks, logits.shape[-1])).indices.tolist()
         after = dict(zip(entries, best))
         new: list[dict[int, list[int]]] = [{} for _ in state.followers]
         for b, place, token in read:

@@ -19,6 +19,7 @@ from specdec.drafts.coerce import as_model
 from specdec.drafts.draw import with_distributions
 from specdec.drafts.model import Model, ModelState, readable
 from specdec.drafts.siblings import Drawing, Independent
+from specdec.kernels.topk import topk
 from specdec.protocols import LanguageModel
 from specdec.rng import Key, Rng
 from specdec.sampling import Sampling, fit, logits_of
@@ -116,7 +117,7 @@ class Tree:
             logits = fit(logits, self.vocab_size)
             width, first = self.widths[d], int(level[0])
             if some:
-                top = largest.scores(logits, context, sofar, first=first).topk(width, -1).indices
+                top = topk(largest.scores(logits, context, sofar, first=first), width).indices
             if points:
                 children = top.reshape(B, -1)
             else:

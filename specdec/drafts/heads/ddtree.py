@@ -13,6 +13,7 @@ from specdec.arguments import at_least
 from specdec.drafts.heads.model import HeadModel
 from specdec.drafts.heads.slots import SlotAnchors
 from specdec.kernels.device import to_device
+from specdec.kernels.topk import topk
 from specdec.rng import Rng
 from specdec.sampling import Sampling
 from specdec.types import Context, Proposal
@@ -64,7 +65,7 @@ class DDTree:
         for n in range(first + int(budget.max())):
             logits, memo = head.step(n, memo, given[:, min(n, first)], at)
             if n >= first:
-                found.append(logits.log_softmax(-1).topk(min(self.total, head.outputs)))
+                found.append(topk(logits.log_softmax(-1), min(self.total, head.outputs)))
         scores = torch.stack([one.values for one in found], 1).tolist()  # [R, depth, K]
         ids = head.ids[torch.stack([one.indices for one in found], 1)]
         nodes = [self._best(row[:depth]) for row, depth in zip(scores, budget.tolist())]

@@ -15,6 +15,7 @@ from specdec.arguments import at_least
 from specdec.drafts.heads.model import HeadModel
 from specdec.drafts.heads.slots import SlotAnchors
 from specdec.kernels.device import to_device
+from specdec.kernels.topk import topk
 from specdec.rng import Rng
 from specdec.sampling import Sampling
 from specdec.types import Context, Proposal
@@ -70,7 +71,7 @@ class DynamicTree:
             _, memo = head.step(n, memo, given[:, n], at)
         logits, memo = head.step(known - 1, memo, given[:, -1], at)
         R, k, ids = len(logits), min(self.top_k, head.outputs), head.ids
-        best = logits.log_softmax(-1).topk(k)
+        best = topk(logits.log_softmax(-1), k)
         score, token = best.values.cpu(), ids[best.indices]
         scores, tokens = [score], [token]
         parents = [torch.full((R, k), -1)]
@@ -81,7 +82,7 @@ class DynamicTree:
             begin = at.used
             at.under(above)
             logits, memo = head.step(known - 1 + level, memo, token, at)
-            best = logits.log_softmax(-1).topk(k)
+            best = topk(logits.log_softmax(-1), k)
             children = (score[..., None] + best.values.cpu()).flatten(1)
             known_nodes = sum(t.shape[1] for t in tokens)
             scores.append(children)

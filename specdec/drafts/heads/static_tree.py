@@ -14,6 +14,7 @@ from torch import Tensor
 from specdec.arguments import at_least, whole
 from specdec.drafts.heads.model import HeadModel
 from specdec.drafts.heads.slots import SlotAnchors
+from specdec.kernels.topk import topk
 from specdec.rng import Rng
 from specdec.sampling import Sampling
 from specdec.types import Context, Proposal
@@ -132,7 +133,7 @@ class StaticTree:
         for n in range(first + deepest):
             logits, memo = head.step(n, memo, given[:, min(n, first)], at)
             if n >= first:
-                found.append(logits.topk(self._ranks()).indices)
+                found.append(topk(logits, self._ranks()).indices)
         ids = head.ids[torch.stack(found, 1)]  # [R, depth, rank]
         paths = self.paths[: self.nodes(deepest)]
         place = {path: node for node, path in enumerate(paths)}
