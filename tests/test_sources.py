@@ -103,7 +103,7 @@ DRAFTS = {
     "two trees": Both(one=Bush(OTHER, (2,)), two=Bush(MODEL, (2,))),
     "urn and tree": Both(one=Urn(2), two=Bush(MODEL, (1,))),
 }
-SLOW = {"tree (2, 1)", "tree (3,)", "urn of 3", "two trees"}
+SLOW = {"tree (2, 1)", "tree (3,)", "urn of 3", "two trees", "urn and tree", "urn of 2 with replacement"}
 every_draft = pytest.mark.parametrize("draft", DRAFTS.values(), ids=DRAFTS.keys())
 
 

@@ -115,7 +115,7 @@ def test_chance_of_a_token_by_enumeration():
     torch.testing.assert_close(accepted[:3] / committed[:3], chances(p, q)[:3])
 
 
-@pytest.mark.parametrize("kind", ["model", "spire"])
+@pytest.mark.parametrize("kind", ["model", pytest.param("spire", marks=pytest.mark.slow)])
 def test_same_mean_as_live_decoding(kind):
     """Expected rounds of target-sampled texts against counted rounds of as many others, in standard errors of both."""
     target = tiny("llama", num_hidden_layers=3, vocab_size=11)

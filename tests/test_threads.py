@@ -19,8 +19,7 @@ ROWS = [[[5] * length, [7, 8]] for length in (3, 17, 9)]
     "family",
     [
         "gpt_neo",
-        "mpt",
-        *(pytest.param(family, marks=pytest.mark.slow) for family in ("gptj", "falcon", "llama")),
+        *(pytest.param(family, marks=pytest.mark.slow) for family in ("mpt", "gptj", "falcon", "llama")),
     ],
 )
 def test_threads_share_a_decoder(family):

@@ -131,7 +131,7 @@ def test_states_that_two_processes_write_are_refused(tmp_path):
         States.write(tmp_path, target, another(), [0], progress=False)
 
 
-@pytest.mark.parametrize("kind", ["spire", "model"])
+@pytest.mark.parametrize("kind", ["spire", pytest.param("model", marks=pytest.mark.slow)])
 def test_training_raises_acceptance_and_leaves_the_target(kind, tmp_path):
     target, tokens = tiny("llama", num_hidden_layers=3).float(), text(24)
     before = hashed(target)

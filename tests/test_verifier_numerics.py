@@ -201,6 +201,9 @@ def test_the_last_tokens_of_a_large_vocabulary_are_picked_if_and_only_if_they_ar
     assert float(flat.cumsum(0)[-1]) != 1
 
 
+@pytest.mark.parametrize(
+    "backend", ["reference", pytest.param("triton", marks=pytest.mark.slow)], indirect=True
+)
 def test_kernels_pick_the_first_and_the_last_possible_token(backend):
     """The quantile is of the sums of all blocks, and a running sum within the last one has to exceed it."""
     V, B = 70, 200 if backend == "reference" else 60  # rows take long to interpret
