@@ -11,7 +11,7 @@ from typing import Any, Literal, Unpack
 import torch
 
 from specdec import drafts, saved
-from specdec.arguments import at_least, whole
+from specdec.arguments import at_least, function, whole
 from specdec.arm_policy import Arm, ArmPolicy, Reward
 from specdec.capabilities import DraftInfo, DraftPart, ModelInfo, SelectorInfo, VerifierInfo
 from specdec.cost.arms import ArmCosts
@@ -91,8 +91,8 @@ class Builder:
             stacked: draft together the rows of models that differ only in their weights (``drafts.Stacked``): one call serves all, but
                 a row that changes its model is read again.
         Raises:
-            TypeError: arms or capacities are no mapping, or the selector lacks methods.
-            ValueError: there are no arms, a capacity is below 0 or of an unknown arm, an arm is too long for its draft, or the selector needs a
+            TypeError: arms or capacities are no mapping, the selector lacks methods, or ``reward`` is no function.
+            ValueError: there are no arms, ``costs`` is unknown, a capacity is below 0 or of an unknown arm, an arm is too long for its draft, or the selector needs a
                 ``reward``.
         """
         made("selector", selector, "init", "select", "update")
@@ -105,6 +105,9 @@ class Builder:
         remedy = "an arm drafts at least 1 token (None is the arm that does not speculate)"
         at_least(1, "length", length, remedy)
         listed = ", ".join(arms)
+        if not isinstance(costs, ArmCosts) and costs not in ("modelled", "wall"):
+            raise ValueError(f"costs is {costs!r}: give 'modelled', 'wall', or an ArmCosts")
+        function("reward", reward)
         if isinstance(costs, ArmCosts) and len(costs.draft) != len(arms):
             raise ValueError(f"costs has {len(costs.draft)} arms and there are {len(arms)}: {listed}")
         if not arms:
@@ -139,8 +142,11 @@ class Builder:
             number = next((i for i, u in enumerate(unique) if _same(part, u)), len(unique))
             unique += [part] if number == len(unique) else []
             numbers.append(number)
-            lengths.append(length if own is None else own)
-            _possible(part, lengths[-1])
+            longest = DraftInfo.of(part).longest
+            if own is not None:
+                _possible(part, own)
+            own = length if own is None else own
+            lengths.append(own if longest is None else min(own, longest))
         held = None if capacities is None else tuple(capacities.get(name, 2**31) for name in arms)
         charged = (
             ArmCosts.of(self._target, [unique[d] if d >= 0 else None for d in numbers])

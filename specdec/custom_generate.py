@@ -7,6 +7,7 @@ honoured, or refused by name: padding is dropped, the usual truncations become `
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -189,7 +190,9 @@ class CustomGenerate:
     def _decoder(self, sampling: Sampling) -> Any:
         """The decoder with this sampling; the latest one is kept."""
         own = self.decoder.sampling
-        if self.decoder.sampling_is_set and own != sampling:
+        if self.decoder.sampling_is_set and _plain(own) == _plain(sampling):
+            sampling = own
+        elif self.decoder.sampling_is_set:
             raise ValueError(
                 f"the decoder was built with {own} and this call of generate asks for {sampling} (transformers' default is greedy, and "
                 "with do_sample=True top_k=50): give both the same settings, or build the decoder without sampling(), and it follows the call"
@@ -235,6 +238,17 @@ def _holds_tokens(cache: Any) -> bool:
         return int(cache.get_seq_length()) > 0
     except ValueError:  # all layers are recurrent, and such layers do not count tokens
         return bool(cache.has_previous_state())
+
+
+def _plain(sampling: Sampling) -> Sampling:
+    """The same sampling without settings that do nothing: transformers leaves them out."""
+    if sampling.greedy:
+        return replace(sampling, top_k=None, top_p=None, min_p=None)
+    return replace(
+        sampling,
+        top_p=None if sampling.top_p == 1 else sampling.top_p,
+        min_p=None if sampling.min_p == 0 else sampling.min_p,
+    )
 
 
 def _sampling(processors: list[Any], do_sample: bool, padded: bool) -> Sampling:

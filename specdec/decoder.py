@@ -53,9 +53,11 @@ class Decoder(Composition):
         draft = f"draft {self.drafting.info.name}"
         if self.selecting is not None:
             draft = f"pool of {', '.join(self.selecting.names)} chosen by {self.selecting.selector}"
+        own = type(self.verifier).__repr__ is not object.__repr__  # a user's class may have none
+        verifier = repr(self.verifier) if own else self.verifying.name
         return (
             f"Decoder({self.target!r}, {draft}, length {self.length}, {self.sampling}, "
-            f"{self.verifier}{'' if self.verifying.lossless else ', lossy'}, {self.executor})"
+            f"{verifier}{'' if self.verifying.lossless else ', lossy'}, {self.executor})"
         )
 
     def generate(

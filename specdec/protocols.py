@@ -239,6 +239,10 @@ class Arms(Protocol):
         """Let the arms ``arm [B]`` read unread tokens of their rows."""
         ...
 
+    def forget(self, state: Any) -> Any:
+        """The latest proposal is of a round that is observed later: the next round's is not known here."""
+        ...
+
     def spent(self, state: Any) -> tuple[float, ...]:
         """Seconds that each arm spent drafting in the last ``propose``."""
         ...

@@ -351,20 +351,36 @@ def triton_kernels() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
+NESTED = 8
+"""Numbers of an ``Attempt``; two around one another have a number below its square, which executors leave to drafts."""
+
+
 class Attempt:
     """The same rows' decisions under another attempt number: fresh uniforms for a second draft of the same block.
 
-    Two drafts whose trees are merged must not draw with the same uniform, or the second's candidates would depend on the first's.
+    Two drafts whose trees are merged must not draw with the same uniform, or the second's candidates would depend on the first's. Give one
+    ``Attempt(rng, 0)`` and the other ``Attempt(rng, 1)``; then each may merge two drafts in the same way.
     """
 
     def __init__(self, rng: Rng, attempt: int):
+        whole("attempt", attempt)
+        if not 0 <= attempt < NESTED:
+            raise ValueError(f"attempt is {attempt}: give a number from 0 to {NESTED - 1}")
         self.rng, self.attempt = rng, attempt
 
     def categorical(self, probs: Tensor, key: Key) -> Tensor:
-        return self.rng.categorical(probs, key._replace(attempt=self.attempt))
+        return self.rng.categorical(probs, key._replace(attempt=self.within(key.attempt)))
 
     def accept(self, prob: Tensor, key: Key) -> Tensor:
-        return self.rng.accept(prob, key._replace(attempt=self.attempt))
+        return self.rng.accept(prob, key._replace(attempt=self.within(key.attempt)))
+
+    def within(self, attempt: int) -> int:
+        """The number of a decision whose own is ``attempt``: that of an ``Attempt`` around this one, or of the key."""
+        if attempt >= NESTED:
+            raise ValueError(
+                "three Attempts are around one another: merge at most four drafts, two and two, or number the keys of the draws yourself"
+            )
+        return NESTED * attempt + self.attempt
 
     def race(self, probs: Tensor, position: Tensor, streams: Sequence[int] = (0,)) -> Tensor:
         return self.rng.race(probs, position, streams)

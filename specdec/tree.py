@@ -79,7 +79,7 @@ def merge(a: Proposal, b: Proposal) -> Proposal:
 
     Two trees of point masses share equal prefixes. Nodes that were drawn keep their own distributions and are never merged:
     a second draw of the same token is another candidate, for which recursive rejection accounts. Their draws must be
-    independent: give the second draft ``rng.Attempt(rng, 1)``.
+    independent: give the drafts ``rng.Attempt(rng, 0)`` and ``rng.Attempt(rng, 1)``.
     """
     if a.tokens.shape[0] != b.tokens.shape[0]:
         raise ValueError(f"cannot merge proposals of {a.tokens.shape[0]} and {b.tokens.shape[0]} rows")

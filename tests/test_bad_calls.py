@@ -222,3 +222,20 @@ def test_build_refuses_lengths_that_a_draft_cannot_propose(target):
     with pytest.raises(ValueError, match="of 4 tokens"):
         base.pool(arms, sd.selectors.Fixed(0))
     assert base.draft(sd.drafts.Head(heads)).build().length == 3
+
+
+def test_costs_and_rewards_of_a_pool_are_checked(target):
+    arms = {"a": sd.drafts.NGram(), "none": None}
+    base, selector = sd.decoder(target), sd.selectors.UCB1()
+    with pytest.raises(ValueError, match="costs is 'modeled': give 'modelled', 'wall', or an ArmCosts"):
+        base.pool(arms, selector, costs="modeled")
+    with pytest.raises(TypeError, match=r"reward is 0\.5"):
+        base.pool(arms, selector, reward=0.5)
+
+
+def test_an_arm_is_no_longer_than_its_drafts_paths(target):
+    tree = sd.drafts.Tree(target, (2, 2))
+    pool = sd.decoder(target).pool(
+        {"tree": tree, "gram": sd.drafts.NGram(), "none": None}, sd.selectors.UCB1()
+    )
+    assert pool.build().selecting.lengths == (2, 4, 0)

@@ -131,6 +131,18 @@ def test_minimal_parts_decode():
     assert decoder.generate([[0], [1, 2]], 9, seed=0).stats.tokens == 18
 
 
+def test_a_decoder_names_a_verifier_that_has_no_repr():
+    class Mine:
+        info, own = sd.VerifierInfo("mine", lossless=True), sd.Rejection()
+        __call__ = lambda self, *given: self.own(*given)  # noqa: E731
+        check = lambda self, *given: self.own.check(*given)  # noqa: E731
+        for_draft = lambda self, rng: self.own.for_draft(rng)  # noqa: E731
+
+    decoder = sd.decoder(TARGET).verifier(Mine()).build()
+    assert ", mine, Serial()" in repr(decoder)
+    assert "object at" not in repr(decoder)
+
+
 def test_an_executor_takes_a_composition():
     parts = Composition(TARGET, sd.drafts.Model(TARGET, sd.Sampling(), 5), 3, sd.Sampling(), sd.Coupled())
     context = sd.Context.of([[0], [1, 2]], capacity=24)

@@ -352,3 +352,14 @@ def test_too_many_passes_are_refused():
     with pytest.raises(ValueError, match=r"m is 3 for a vocabulary of 5000.*draw siblings independently"):
         distinct_chances(one, one, torch.tensor(0), 3)
     assert distinct_chances(one, one, torch.tensor(0), 2).tolist() == pytest.approx([1, 0], abs=1e-9)
+
+
+def test_an_efficiency_says_what_it_found():
+    accept = torch.full((2, 6, 3), 0.5, dtype=torch.float64)
+    found = efficiency(accept, 3, n=torch.tensor([6, 6]))
+    assert found.acceptance == pytest.approx([0.5] * 3)
+    assert (
+        repr(found) == f"Efficiency(tau {found.tau:.2f} over 2 texts, acceptance by depth 0.50, 0.50, 0.50)"
+    )
+    none = torch.zeros(0)
+    assert repr(found._replace(reached=none, accepted=none)).endswith("acceptance by depth not known)")

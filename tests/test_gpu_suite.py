@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from time import monotonic, sleep
 
@@ -23,11 +24,13 @@ import specdec as sd
 def test_the_gpu_suite_at_toy_size(tmp_path):
     """All stages on the CPU, by the code that a GPU would run; Triton's kernels are interpreted."""
     pytest.importorskip("triton")
+    from recipes.gpu.bars import BARS
+
     file = tmp_path / "g.json"
     said = run("recipes/gpu/suite.py", "--toy", "--minutes", "5", "--json", str(file), timeout=900)
     rows = report(file)
     columns = {"stage", "case", "seconds", "floor_seconds", "share_of_floor", "max_error"}
-    assert {r["stage"] for r in rows} == {*"atgpbcsfhde", "bars"}
+    assert {r["stage"] for r in rows} == {*"atgpbcsfhide", "bars"}
     measured = [r for r in rows if r["stage"] != "bars"]
     assert all(set(r) >= columns for r in rows)  # bars, too
     assert not [r for r in rows if r.get("failed")]
@@ -51,8 +54,26 @@ def test_the_gpu_suite_at_toy_size(tmp_path):
     assert all(r["modelled"] for r in measured if "multiplier" in r)
     assert {"tau", "multiplier", "gain"} <= {name for r in measured for name in r}
     bars = [r for r in rows if r["stage"] == "bars"]
-    assert len(bars) == 6
+    assert [r["case"] for r in bars] == [bar.name for bar in BARS]
     assert {r["verdict"] for r in bars} == {"not measured"}  # times at toy size are worth nothing
+    points = {bar.key: bar.points for bar in BARS}
+    have = Counter(r["bar"] for r in measured if "bar" in r)
+    assert have["texts"] == points["texts"]
+    assert have["logits"] == points["logits"] * 3 // 4  # the compiled kind is not compiled on a CPU
+    assert have["tests"] == 1  # of a file that stands for the others
+    assert max(r["differ"] for r in measured if r.get("bar") == "texts") == 0
+    gains = [r for r in measured if "promised_share" in r]
+    assert {r["case"].partition(", 2 x 16")[0] for r in gains} >= {
+        "a draft, prescribed",
+        "a draft, sampled, ahead",
+    }
+    floors = {r["case"]: r["floor_seconds"] for r in measured if r["case"].startswith("a round, ")}
+    for r in gains:
+        name, _, plain = r["case"].partition(", 2 x 16, over ")
+        whole, alone = floors[f"a round, {name}, 2 x 16"], floors[f"a round, {plain}, 2 x 16"]
+        assert r["promised"] == pytest.approx(sd.verifiers.Synthetic(0.7).tau(4) * alone / whole)
+        assert whole > alone
+        assert r["promised_share"] == pytest.approx(r["ratio"] / r["promised"])
     assert said.count("not measured") == len(bars)
     table = file.with_suffix(".md").read_text()
     assert "| stage | case | seconds | floor_seconds | share_of_floor | max_error | note |" in table
@@ -160,11 +181,74 @@ def test_a_bar_is_met_by_every_point_and_none_that_failed(rows, verdict, note):
 
 
 def test_bars_know_how_many_points_the_suite_has():
-    from recipes.gpu import bars, others, steps
+    from recipes.gpu import bars, checks, ours, rounds, steps
 
     points = {bar.key: bar.points for bar in bars.BARS}
-    assert points["decode_step"] == len(steps.POINTS)
-    assert points["generate"] == len(others.THEIRS)
+    assert {key: points[key] for key in steps.BARS.values()} == dict(Counter(steps.BARS.values()))
+    assert set(steps.BARS) <= set(steps.POINTS)
+    assert {key: points[key] for key in rounds.BARRED.values()} == dict.fromkeys(
+        rounds.BARRED.values(), len(rounds.BARS)
+    )
+    assert set(rounds.BARS) <= set(rounds.POINTS)
+    assert set(ours.BARS) < set(ours.DECODED)
+    assert points["tests"] == len(checks.FILES)
+
+
+@pytest.mark.parametrize(
+    ("rows", "verdict", "value"),
+    [
+        ([], "not measured", None),
+        ([("ours 1", 300.0)], "not measured", None),
+        ([("theirs 1", 300.0)], "not measured", None),
+        ([("ours 1", 300.0), ("theirs 1", 200.0)], "met", 1.5),
+        ([("ours 1", 300.0), ("theirs 1", 200.0), ("theirs 1", 250.0)], "not met", 1.2),
+        ([("ours 1", 300.0), ("theirs 16", 200.0)], "not measured", None),
+        ([("ours 1", None)], "not met", None),
+        ([("ours 1", 300.0), ("theirs 1", None)], "not met", None),
+    ],
+)
+def test_a_bar_compares_with_the_fastest_of_the_others(rows, verdict, value):
+    from recipes.gpu.bars import verdicts
+
+    made = [
+        {"case": f"{key}, {n}", "bar": key, "tokens_per_second": speed} | ({} if speed else {"failed": True})
+        for n, (key, speed) in enumerate(rows)
+    ]
+    bars = {bar["case"]: bar for bar in verdicts(made, measured=True)}
+    bar = bars["tokens a second at batch 1 over transformers' generate, compiled"]
+    assert (bar["verdict"], bar["value"]) == (verdict, value)
+
+
+def test_our_speed_and_theirs_have_the_keys_of_their_bars(monkeypatch):
+    from recipes.gpu import others, ours
+    from recipes.gpu.bars import BARS
+    from recipes.gpu.stage import Stage
+
+    rows = []
+    stage = Stage("h", "cpu", True, float("inf"), 0, rows.append)
+    target = sd.HFModel(tiny("llama", 0, torch.float32))
+    decoder = sd.decoder(target).greedy().build()
+    monkeypatch.setattr(ours, "decoded", lambda *_: (0.5, [[1]]))
+    monkeypatch.setattr(others, "theirs", lambda *_: 0.25)
+    monkeypatch.setattr(ours, "stopped", lambda _: {})
+    for point in ours.DECODED:
+        for kind in (ours.GRAPHS, ours.AHEAD, ours.EAGER):
+            ours.timed(stage, decoder, kind, point)
+        for name in (others.COMPILED, others.EAGER):
+            others.timed(stage, target.model, name, point)
+    wanted = {key for bar in BARS if bar.over for key in (bar.key, bar.over)}
+    assert Counter(r["bar"] for r in rows if "bar" in r) == Counter(wanted)
+    assert {r["tokens_per_second"] for r in rows if r.get("bar") == "theirs 16"} == {64.0}
+    assert {point for _, point in others.ORDER} == set(ours.DECODED)
+
+
+def test_skipped_tests_are_counted():
+    from recipes.gpu.checks import missed
+
+    assert missed("3 passed in 2.05s") == 0
+    assert missed("1 failed, 3 passed, 2 skipped, 1 warning in 2.05s") == 3
+    assert missed("2 errors in 0.50s") == 2
+    assert missed("no summary") is None
 
 
 @pytest.mark.slow

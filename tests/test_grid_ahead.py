@@ -459,7 +459,7 @@ def test_stage_d_counts_the_time_that_loading_takes(monkeypatch, tmp_path):
     assert rows[0]["note"] == "left out: because"
     assert "multiplier" not in rows[0]
     assert [r["case"] for r in rows[1:]] == [
-        f"grid, {b} x {c}, ahead" for b in (1, 64, 128) for c in (128, 512, 4096)
+        f"grid, {b} x {c}, ahead" for b in (16, 64, 128) for c in (512, 4096)
     ]
     rows.clear()
     stage.deadline = now[0] + paper.POINT + paper.LOADING

@@ -213,6 +213,7 @@ def test_another_run_takes_the_models_place():
         return [
             {"part": "grid", "method": method, "batch": batch, "context": 8, "k": 4 * (method != "plain")}
             | {"best_k": True, "multiplier": one, "modelled": 1.0, "fitted": batch == 4}
+            | {"round_seconds": 1 / one, "modelled_round_seconds": 1.0}
             for batch, spire in zip((1, 2, 4), measured)
             for method, one in (("plain", 1.0), ("spire", spire))
         ]
@@ -221,6 +222,9 @@ def test_another_run_takes_the_models_place():
         assert (found["points"], found["same_fastest"]) == (2, 1)
         assert found["loss"] == pytest.approx(1 / 0.8 - 1)
         assert found["difference"] == pytest.approx(1.1 / 0.8 - 1)  # of 20 %, 37.5 % and 75 %
+        squares = [math.log(a) ** 2 for a in (1.5 / 1.2, 0.8 / 1.1)]
+        assert found["run_error"] == pytest.approx(math.sqrt(sum(squares) / 2))
+        assert found["model_error"] == pytest.approx(math.sqrt((math.log(1.5) ** 2 + math.log(0.8) ** 2) / 2))
     with pytest.raises(ValueError, match="no point in common"):
         noise(run(1.5, 0.8, 2.0), [])
 

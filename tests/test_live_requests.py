@@ -6,6 +6,7 @@ import subprocess
 import sys
 from threading import Event
 
+import numpy as np
 import pytest
 import torch
 from tiny import tiny
@@ -264,3 +265,45 @@ def test_a_stream_left_open_at_the_end_of_a_program_is_quiet(tmp_path, workers):
     ran = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
     assert ran.stdout == "done\n"
     assert ran.stderr == ""
+
+
+def test_a_request_without_a_temperature_is_refused_alone(target):
+    decoder = sd.decoder(target).sampling(temperature=[0, 1.0]).build()
+    requests = [sd.Request([5, n], 4) for n in range(3)]
+    done = {one.index: one for one in decoder.serve(requests, 2, seed=0, errors="yield")}
+    assert [done[n].finish for n in range(3)] == ["length", "length", "error"]
+    assert "request 2: temperature has 2 numbers" in str(done[2].error)
+    with pytest.raises(ValueError, match="request 2: temperature has 2 numbers"):
+        list(decoder.serve(requests, 2, seed=0))
+
+
+@pytest.mark.parametrize("executor", [Serial(), Pipelined(2)], ids=["serial", "pipelined"])
+def test_a_request_whose_cache_does_not_fit_is_yielded(target, small, executor, monkeypatch):
+    own = target.cache
+
+    def cache(batch, capacity):
+        if capacity > 60:
+            raise MemoryError("too large")
+        return own(batch, capacity)
+
+    monkeypatch.setattr(target, "cache", cache)
+    decoder = sd.decoder(target).draft(small, length=2).executor(executor).build()
+    requests = [
+        sd.Request([5], 9),
+        sd.Request([6], 9, arrival=1),
+        sd.Request([7], 100, arrival=2),
+        sd.Request([8], 9, arrival=9),
+    ]
+    done = {one.index: one for one in decoder.serve(requests, 4, seed=0, clock="rounds", errors="yield")}
+    assert [done[n].finish for n in range(4)] == ["length", "length", "error", "length"]
+    assert str(done[2].error) == "too large"
+    alone = decoder.generate([[5], [6], [7], [8]], 9, seed=0)
+    assert all(done[n].ids == alone.ids[n] for n in (0, 1, 3))
+    with pytest.raises(MemoryError, match="too large"):
+        list(decoder.serve(requests, 4, seed=0, clock="rounds"))
+
+
+def test_arrivals_may_be_numbers_of_numpy(target):
+    requests = [sd.Request([5], 2, arrival=np.float32(0.5)), sd.Request([6], 2, arrival=np.float32(7.5))]
+    done = list(sd.decoder(target).build().serve(requests, 2, seed=0, clock="rounds"))
+    assert [one.arrived for one in done] == [0.5, 7.5]

@@ -466,9 +466,8 @@ def test_rows_shorter_than_the_sinks_are_refused(target):
 
 
 def test_chains_longer_than_the_block_and_budgets_for_other_models_are_refused(target):
-    decoder = sd.decoder(target).draft(MagicDec(block=3), length=4).build()
     with pytest.raises(ValueError, match=r"use MagicDec\(block=4\)"):
-        decoder.generate([[1, 2]], 9)
+        sd.decoder(target).draft(MagicDec(block=3), length=4).build()
     with pytest.raises(ValueError, match="budget has 2 numbers and the target 3 layers"):
         sd.decoder(target).draft(MagicDec(pruner=SnapKV(), budget=[4, 5])).build()
     small = sd.decoder(target).draft(MagicDec(window=6, pruner=SnapKV(), budget=4, observation=4)).build()

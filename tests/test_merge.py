@@ -28,8 +28,9 @@ class Both:
         return self.a.init(context, target_cache), self.b.init(context, target_cache)
 
     def propose(self, state, context, budget, rng):
-        one, _ = self.a.propose(state[0], context, budget, rng)
-        two, _ = self.b.propose(state[1], context, budget, rng if self.shared else Attempt(rng, 1))
+        keyed = (rng, rng) if self.shared else (Attempt(rng, 0), Attempt(rng, 1))
+        one, _ = self.a.propose(state[0], context, budget, keyed[0])
+        two, _ = self.b.propose(state[1], context, budget, keyed[1])
         return sd.tree.merge(one, two), state
 
     def observe(self, state, round):

@@ -365,9 +365,13 @@ def test_clear_refusals(models, table):
 def test_a_model_that_runs_one_call_at_a_time():
     target = sd.HFModel(tiny("llama", dtype=torch.float32), graphs="eager")
     base = sd.decoder(target).executor(Pipelined(2))
-    for draft in (target, sd.drafts.Model(target)):
-        with pytest.raises(ValueError, match=r"wrap the model once more, HFModel\(model\)"):
+    for draft in (target, sd.drafts.Model(target), sd.models.Windowed(target, 8, 1)):
+        with pytest.raises(
+            ValueError, match=r"a wrapper of its own, HFModel\(model\.model, model\.tokenizer\)"
+        ):
             base.draft(draft).build()
+    with pytest.raises(ValueError, match=r"'magicdec' runs the target on its own cache.*graphs=False"):
+        base.draft(sd.drafts.MagicDec(window=8)).build()
     other = sd.decoder(target).draft(sd.HFModel(target.model), 2)
     same(*(b.build().generate(PROMPTS, BUDGETS, seed=3) for b in (other, other.executor(Pipelined(2)))))
 

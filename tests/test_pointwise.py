@@ -163,7 +163,6 @@ def test_interpreted_nothing_to_do_and_what_is_refused():
 
 
 @needs_triton
-@pytest.mark.skipif(GPU, reason="there is a GPU")
 def test_tensors_of_the_cpu_are_refused():
     x = torch.ones(2, 8)
     with pytest.raises(ValueError, match="Triton's kernels run on CUDA"):

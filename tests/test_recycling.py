@@ -98,3 +98,15 @@ def test_a_replay_would_be_wrong_and_is_refused(tmp_path):
     trace = lab.record(TARGET, PROMPTS, tmp_path, new_tokens=16, k=2, eos_token_id=(), progress=False)
     with pytest.raises(ValueError, match=r"'recycling' reads the target's logits, .*: use lab\.simulate"):
         lab.replay(trace, Recycling(StaticTree.of_widths((1, 1))), 2, target=TARGET)
+
+
+def test_a_pool_never_shows_a_proposal_beside_the_logits_of_another():
+    """Under ``Optimistic`` the next block is drafted before the round of the last one is observed."""
+    chain = Recycling(StaticTree.of_widths((1, 1, 1)))
+    arms = {"none": None, "recycling": chain, "other": Recycling(StaticTree.of_widths((1, 1)))}
+    base = sd.decoder(TARGET).pool(arms, sd.selectors.Random(), length=3).verifier(sd.Coupled())
+    made = [
+        base.executor(e).generate(PROMPTS, [40, 9, 33], seed=1).ids
+        for e in (sd.executors.Serial(), Optimistic())
+    ]
+    assert made[0] == made[1]

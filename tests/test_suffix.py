@@ -70,3 +70,13 @@ def test_rows_and_their_budgets():
 def test_settings_that_make_no_sense(wrong):
     with pytest.raises(ValueError, match=rf"{next(iter(wrong))} .*need max_match >= 1, factor > 0"):
         Suffix(**wrong)
+
+
+def test_a_path_may_have_no_limit_of_its_own():
+    target = sd.TableModel.random(4, order=1, seed=0)
+    for factor in (float("inf"), 1e300):
+        decoder = sd.decoder(target).greedy().draft(sd.drafts.Suffix(factor=factor), 8).build()
+        assert (
+            decoder.generate([[1, 2, 1, 2, 1]], 20).ids
+            == sd.decoder(target).greedy().generate([[1, 2, 1, 2, 1]], 20).ids
+        )

@@ -80,6 +80,7 @@ class Tests:
         for test, why in failures(said):
             stage.row(test, failed=True, note=why[:300])
         more: dict[str, Any] = {"note": summary(said) if done else f"ended after its time: {said[-100:]!r}"}
+        more |= {"bar": "tests", "missed": missed(more["note"]) if done else None}
         if code:
             more |= {"failed": True, "output": said[-TAIL:]}
         stage.row(self.name, monotonic() - self.began, **more)
@@ -89,6 +90,12 @@ def summary(said: str) -> str:
     """The last line of pytest's output, such as ``3 passed, 1 skipped in 2.05s``."""
     lines = [line.strip(" =") for line in said.splitlines() if re.search(r"\d+ \w+.* in [\d.]+s", line)]
     return lines[-1] if lines else "no summary"
+
+
+def missed(line: str) -> int | None:
+    """How many tests failed or were skipped, by the last line of pytest's output; ``None`` if it counts none."""
+    counts = {kind: int(n) for n, kind in re.findall(r"(\d+) (passed|failed|errors?|skipped)", line)}
+    return sum(n for kind, n in counts.items() if kind != "passed") if counts else None
 
 
 def failures(said: str) -> list[tuple[str, str]]:

@@ -215,11 +215,8 @@ class Study:
         for name in self.drafts:
             self.drafts[name].cpu().save_pretrained(self.folder / name)
             self.tokenizer.save_pretrained(self.folder / name)
-        batches, contexts, first = (
-            (1, 64, 128),
-            (128, 512, 4096),
-            ((64, 512), (64, 4096), (1, 512), (1, 4096)),
-        )
+        batches, contexts = (16, 64, 128), (512, 4096)
+        first = ((64, 512), (64, 4096), (16, 4096), (128, 512))
         if stage.toy:
             batches, contexts, first = (1, 2), (24, 40), ((2, 24), (2, 40), (1, 24), (1, 40))  # type: ignore[assignment]
         other, toy = "distilled_vanilla", stage.toy

@@ -24,8 +24,11 @@ from specdec.verifiers import Synthetic
 K, ACCEPTANCE = 4, 0.7
 POINTS = ((1, 1024), (16, 1024), (16, 8192), (64, 1024))
 TOY_POINTS = ((2, 16),)
+BARS = ((1, 1024), (16, 1024))
+"""Points whose gain has a bar: with prescribed acceptance, and with whole rounds launched ahead."""
 LIMIT = 16 * 1024  # tokens of a point for decoders with "ahead": beyond, the host's time is a small share
 PLAIN = "plain, greedy"
+BARRED = {"a draft, prescribed": "round", "a draft, sampled, ahead": "round, ahead"}
 
 
 def decoders(stage: Stage) -> dict[str, sd.Decoder]:
@@ -62,30 +65,55 @@ def run(stage: Stage) -> None:
     if not made:
         return
     shape = Shape.of(made[PLAIN].target.model.config)
+    small = Shape.of(made["a draft, greedy"].draft.model.model.config)
     for batch, context in TOY_POINTS if stage.toy else POINTS:
-        ids, speed = prompts(stage, batch, context), dict[str, float]()
+        ids, speed, wrong = prompts(stage, batch, context), dict[str, float](), dict[str, dict[str, object]]()
         if not stage.room(f"{batch} x {context}", 2.5 * shape.kv_values(1) * 2 * batch * (context + 256)):
             continue
         for name, decoder in made.items():
             case, beyond = f"a round, {name}, {batch} x {context}", batch * context > LIMIT
             if (beyond and name.endswith("ahead")) or stage.late(case, 0.0 if stage.toy else 4.0):
                 continue
-            with stage.case(case):
+            with stage.case(case, bar_of(name, batch, context)):
                 seconds, rounds = timed(stage, decoder, ids)
                 drafted = name.startswith("a draft")
-                least, *_ = floor(stage, shape, batch, K + 1 if drafted else 1, context)
+                least = lowest(stage, shape, small if drafted else None, batch, context)
                 tokens = Synthetic(ACCEPTANCE).tau(K) if drafted else 1.0
                 speed[name] = tokens * batch / seconds
                 more = stopped(decoder.target) | (stopped(decoder.draft.model) if drafted else {})
+                wrong[name] = more
                 stage.row(
                     case, seconds, least, tokens_per_second=speed[name], rounds=rounds,
                     **{"note": f"{speed[name]:.0f} tokens a second at {tokens:.2f} a round"} | more,
                 )  # fmt: skip
         for name in speed:
-            if name.startswith("a draft") and PLAIN in speed:
-                over = speed[name] / speed[PLAIN]
-                case = f"{name}, {batch} x {context}, over {PLAIN}"
-                stage.row(case, ratio=over, note=f"{over:.2f} at an acceptance of {ACCEPTANCE:g}")
+            plain = PLAIN + ", ahead" if name.endswith("ahead") else PLAIN
+            if not name.startswith("a draft") or plain not in speed:
+                continue
+            over, tokens = speed[name] / speed[plain], Synthetic(ACCEPTANCE).tau(K)
+            promised = (
+                tokens
+                * lowest(stage, shape, None, batch, context)
+                / lowest(stage, shape, small, batch, context)
+            )
+            bar = bar_of(name, batch, context)
+            note = f"{over:.2f} at an acceptance of {ACCEPTANCE:g}, and {promised:.2f} if every forward took its floor"
+            stage.row(
+                f"{name}, {batch} x {context}, over {plain}", ratio=over, promised=promised, promised_share=over / promised,
+                **{"note": note} | wrong[plain] | wrong[name] | ({} if bar is None else {"bar": bar}),
+            )  # fmt: skip
+
+
+def bar_of(name: str, batch: int, context: int) -> str | None:
+    """The key of the bar that a decoder's gain has at a point."""
+    return BARRED.get(name) if (batch, context) in BARS else None
+
+
+def lowest(stage: Stage, shape: Shape, small: Shape | None, batch: int, context: int) -> float:
+    """The least seconds of a round: of a plain step, or of K draft steps and the verification of what they drafted."""
+    if small is None:
+        return floor(stage, shape, batch, 1, context)[0]
+    return floor(stage, shape, batch, K + 1, context)[0] + K * floor(stage, small, batch, 1, context)[0]
 
 
 def timed(stage: Stage, decoder: sd.Decoder, ids: torch.Tensor) -> tuple[float, int]:

@@ -32,6 +32,8 @@ POINTS = (
     (128, 4096),
 )
 TOY_POINTS = ((2, 24), (1, 40))
+BARS = {(1, 1024): "decode_step", (16, 1024): "decode_step", (64, 8192): "long_step"}
+"""The bar of a plain step with graphs at a point."""
 EAGER, GRAPHS, COMPILED, FORWARD = "eager", "graphs", "graphs, compiled", "forward alone"
 
 
@@ -121,7 +123,7 @@ def steps(stage: Stage, one: Any, kind: str) -> None:
         logits = 4 * batch * VERIFY * shape.vocab * 4
         if not stage.room(name, slot * batch * (context + 64) + logits):
             continue
-        with stage.case(name, "decode_step" if kind == GRAPHS else None):
+        with stage.case(name, BARS.get((batch, context)) if kind == GRAPHS else None):
             point(stage, one, kind, shape, batch, context)
         if one.steps is not None:
             one.steps.release()
@@ -142,7 +144,9 @@ def point(stage: Stage, model: Any, kind: str, shape: Shape, batch: int, context
         more |= {"bytes": bytes, "flops": flops}
         for how, run in calls(model, cache, text, nodes, kind):
             case = f"{what}, {batch} x {context}: {how}"
-            bar = {"bar": "decode_step"} if tokens == 1 and kind == GRAPHS else {}
+            bar: dict[str, Any] = {}
+            if tokens == 1 and kind == GRAPHS and (batch, context) in BARS:
+                bar = {"bar": BARS[batch, context]}
             with stage.case(case, **bar):
                 for _ in range(0 if model.steps is None else 2):  # a shape is captured at its second use
                     run()

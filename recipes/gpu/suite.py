@@ -11,7 +11,8 @@ p  profiles of plain and speculative rounds
 b  kernels: time and bytes beside a copy and a matrix product measured in the same run; a table of Triton configurations
 c  steps of a Llama-3-8B-shaped model with random weights: plain and verify, beside their floor
 s  speculative rounds of that model, and their tokens a second at a prescribed acceptance
-h  greedy decoding beside transformers' generate, compiled and not
+h  greedy decoding of that model
+i  transformers' generate, compiled and not, in a process of its own
 f  batch-invariant bf16: sampled speculative output equal to plain decoding's to the bit, and what that costs
 d  the paper's shapes: train a 67 M target and drafts on local Python source, tau, and the measured grid beside the model
 e  SPIN's decomposition, and its pipeline on streams
@@ -48,12 +49,12 @@ if ROOT not in sys.path:  # this checkout's ``recipes.gpu`` and ``specdec``, ins
 BEGAN = monotonic()  # before torch is imported, which is slow on a machine that has just started
 STAGES = {
     "a": "correct", "t": "checks", "g": "whole", "p": "profiles", "b": "kernels", "c": "steps", "s": "rounds",
-    "h": "others", "f": "invariant", "d": "paper", "e": "spin",
+    "h": "ours", "i": "others", "f": "invariant", "d": "paper", "e": "spin",
 }  # fmt: skip
 SHARES = {"a": 6}  # processes of a stage on a GPU
 COMMANDS = {
-    "1": ("a+t,g,p,b,c", "1.75,1,1.5,1.75,2.25"),
-    "2": ("s,f,h", "2,2,4.25"),
+    "1": ("a+t,g,p,b,c", "1.75,1.5,1.25,1.75,2"),
+    "2": ("s,f,h,i", "2,1.75,1.75,2.75"),
     "3": ("d,e", "4.75,3.5"),
 }
 """Stages and minutes of three runs; each ends within 9 minutes, the grace included."""
@@ -63,7 +64,7 @@ POLL = 0.5  # seconds between reads of the rows of a stage's process
 
 @dataclass
 class Settings:
-    stages: str = "a+t,g,p,b,c,s,f,h,d,e"
+    stages: str = "a+t,g,p,b,c,s,f,h,i,d,e"
     minutes: str = "7"
     command: str = ""
     toy: bool = False

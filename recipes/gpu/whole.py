@@ -62,28 +62,31 @@ def logits(stage: Stage) -> None:
     models = wrapped(model)
     pages = sd.HFModel(model, prefill_chunk=8192, graphs=models[GRAPHS].graphs, page=PAGE)
     models |= {PAGES: pages, COMPILED: models.pop(COMPILED)}  # the one that must be compiled last
-    for what, nodes in proposals(stage, len(text), model.config.vocab_size):
-        if stage.late(what):
-            continue
-        with stage.case(what):
-            wanted = by_node(exact, text, nodes)
-            limit = 2 * worst_of(by_node(model, text, nodes), wanted)
-            for kind, one in models.items():
-                case = f"logits, {what}: {kind}"
-                if (stage.toy and kind == COMPILED) or stage.late(case):
-                    continue
-                with stage.case(case):
-                    cache = one.cache(len(text), max(lengths) + 16)
-                    one.prefill(cache, context)
-                    for _ in range(1 if kind == EAGER else TIMES):
-                        made = one.score(cache, context, nodes).logits
-                    found = [made[b, i] for b, i in places(nodes, len(text))]
-                    same = sum(int(a.argmax() == b.argmax()) for a, b in zip(found, wanted))
-                    stage.row(
-                        case, error=worst_of(found, wanted), limit=limit, bound=limit, same_argmax=same / len(wanted),
-                        **({} if kind == EAGER else stopped(one)),
-                    )  # fmt: skip
-                    del cache
+    wanted: dict[str, tuple[list[Tensor], float]] = {}
+    every = list(proposals(stage, len(text), model.config.vocab_size))
+    for what, nodes in every:
+        if not stage.late(what):
+            with stage.case(what, "logits"):
+                exactly = by_node(exact, text, nodes)
+                wanted[what] = exactly, 2 * worst_of(by_node(model, text, nodes), exactly)
+    for kind, one in models.items():
+        for what, nodes in every:
+            case = f"logits, {what}: {kind}"
+            if what not in wanted or (stage.toy and kind == COMPILED) or stage.late(case):
+                continue
+            with stage.case(case, "logits"):
+                exactly, limit = wanted[what]
+                cache = one.cache(len(text), max(lengths) + 16)
+                one.prefill(cache, context)
+                for _ in range(1 if kind == EAGER else TIMES):
+                    made = one.score(cache, context, nodes).logits
+                found = [made[b, i] for b, i in places(nodes, len(text))]
+                same = sum(int(a.argmax() == b.argmax()) for a, b in zip(found, exactly))
+                stage.row(
+                    case, error=worst_of(found, exactly), limit=limit, bound=limit, bar="logits", same_argmax=same / len(exactly),
+                    **({} if kind == EAGER else stopped(one)),
+                )  # fmt: skip
+                del cache
 
 
 def places(nodes: sd.Proposal | None, rows: int) -> list[tuple[int, int]]:
@@ -155,7 +158,7 @@ def texts(stage: Stage) -> None:
             case = f"greedy text, {name}, {'with' if how else 'without'} graphs"
             if stage.late(case) or (ahead and not how):
                 continue
-            with stage.case(case):
+            with stage.case(case, "texts"):
                 one = pages if ", pages" in name else target
                 base = sd.decoder(one).greedy().executor(Ahead() if ahead else Serial())
                 decoder = (base if draft is None else base.draft(draft)).build()
@@ -172,6 +175,7 @@ def texts(stage: Stage) -> None:
                 stage.row(
                     case,
                     differ=differ,
+                    bar="texts",
                     note=f"{differ} tokens differ from plain decoding without graphs{said}",
                     **more,
                 )
@@ -183,5 +187,6 @@ def texts(stage: Stage) -> None:
         }
         for name, one in named.items():
             if one.steps is not None:
-                stage.row(f"captured steps of {name}", **stopped(one))
+                why = stopped(one)
+                stage.row(f"captured steps of {name}", **why, **({"bar": "texts"} if why else {}))
                 one.steps.release()

@@ -31,6 +31,17 @@ class Efficiency(NamedTuple):
         """Tokens a round over all texts, a ratio of sums."""
         return float(self.tokens.sum() / self.rounds.sum())
 
+    @property
+    def acceptance(self) -> list[float]:
+        """By depth, the share of the submitted nodes that are accepted; empty if the counts are not kept."""
+        if self.reached.dim() < 2:
+            return []
+        return (self.accepted.sum(0) / self.reached.sum(0)).tolist()
+
+    def __repr__(self) -> str:
+        shares = ", ".join(f"{share:.2f}" for share in self.acceptance)
+        return f"Efficiency(tau {self.tau:.2f} over {len(self.tokens)} texts, acceptance by depth {shares or 'not known'})"
+
 
 def efficiency(
     accept: Tensor,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from specdec.arguments import at_least
-from specdec.capabilities import DraftInfo, DraftPart
+from specdec.capabilities import DraftInfo, DraftPart, ModelInfo
 from specdec.drafts.coerce import as_model
 from specdec.drafts.model import Model, readable
 from specdec.kernels.device import to_device, to_host
@@ -122,19 +122,21 @@ class Cascade:
     ) -> tuple[Proposal, CascadeState]:
         cache, inner, guessing = state.cache, state.inner, Attempt(rng, 1)
         drawn, grown = _Drawn(context, budget, rng), context
-        sampling = self.sampling or Sampling()
+        sampling, device = self.sampling or Sampling(), ModelInfo.of(self.model).device
         while bool((left := budget - drawn.count).any()):
             text = readable(grown, self.model)
             guess, inner = self._guess(inner, grown, (left - 1).clamp(0, self.ahead), guessing)
             rows = None if bool(left.all()) else left.nonzero()[:, 0]
             known = replace(guess, tokens=guess.tokens.clamp(0, self.model.vocab_size - 1))
+            known = known if device is None else known.to(device)
             scores = self.model.score(cache, text, known if guess.nodes else None, rows=rows)
             logits = fit(scores.logits, self.vocab_size)
+            there = guess.to(logits.device)  # lookups propose on the host
             with logits_of("a draft's "):
                 if sampling.greedy:
-                    verdict = drawn.follow(guess, sampling.argmax(logits, grown, guess), None)
+                    verdict = drawn.follow(guess, sampling.argmax(logits, grown, there), None)
                 else:
-                    verdict = drawn.follow(guess, None, sampling(logits, grown, guess))
+                    verdict = drawn.follow(guess, None, sampling(logits, grown, there))
             cache.commit(text, verdict)
             inner = self.inner.observe(inner, _round(grown, guess, scores, verdict, left))
             grown = grown.append(verdict.tokens, (verdict.accepted + 1).where(left > 0, 0))

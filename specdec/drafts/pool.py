@@ -175,6 +175,9 @@ class Pool:
         proposal = merged(parts, context.batch)
         return proposal, PoolState(tuple(states), state.arm, teams, tuple(made), seconds)
 
+    def forget(self, state: PoolState) -> PoolState:
+        return state._replace(proposals=(None,) * len(state.proposals))
+
     def spent(self, state: PoolState) -> tuple[float, ...]:
         return state.seconds
 

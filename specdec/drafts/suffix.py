@@ -59,7 +59,7 @@ class Suffix(Stateless):
             if (
                 len(further) < len(ends) or n == self.max_match
             ):  # otherwise the longer match has this path, or more of it
-                longest = min(count, max(1, int(self.factor * n)))
+                longest = min(count, max(1, int(min(count, self.factor * n))))
                 path, chances = frequent_path(ids, ends + 1, longest, self.min_chance)
                 if chances >= most:
                     best, most = path, chances

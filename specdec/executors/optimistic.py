@@ -213,7 +213,7 @@ class _Bet(NamedTuple):
                 guess = torch.where(good, first.proposal.tokens[:, 0].cpu(), guess)
             context = self.context.append(guess[:, None], good.long())
             second = drafting.propose(context, self.budget * good, self.block, self.arm)
-            drafting.proposal = None  # the next round to be observed is that of an earlier proposal
+            drafting.forget()  # the next round to be observed is that of an earlier proposal
         seconds = perf_counter() - began
         return _Ready(Drafted(second.proposal, seconds, _sum(first.spent, second.spent)), guess, good)
 

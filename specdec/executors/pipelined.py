@@ -74,11 +74,19 @@ class Pipelined:
             if any(m.device is not None and m.device.type != "cpu" for m in models):
                 raise ValueError("workers='processes' cannot use a GPU in the worker: use workers='threads'")
             return
-        if any(model is composition.target for model in drafts) and not models[0].concurrent:
-            raise ValueError(
-                "the target drafts for itself, and it runs one call at a time: wrap the model once more, HFModel(model), or "
-                "use workers='processes'"
-            )
+        if models[0].concurrent:
+            return
+        for info in (part.info for part in composition.drafting.parts):
+            if info.reads_cache:
+                raise ValueError(
+                    f"draft {info.name!r} runs the target on its own cache, and the target serves one call at a time, as captured steps "
+                    "do: use HFModel(..., graphs=False), or executor Serial()"
+                )
+            if info.model is composition.target or ModelInfo.of(info.model).shares_with(models[0]):
+                raise ValueError(
+                    f"draft {info.name!r} runs on the target's own object, which serves one call at a time: give the draft a wrapper of its own, "
+                    "HFModel(model.model, model.tokenizer), or use workers='processes'"
+                )
 
     def run(self, composition: Composition, context: Context, rng: Rng, limits: StopRules) -> Iterator[Round]:
         count = self.count(context.batch)

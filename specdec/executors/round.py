@@ -53,6 +53,12 @@ class DraftRunner:
             round = replace(round, proposal=self.proposal)
         self.state, self.proposal = self.draft.observe(self.state, round), None
 
+    def forget(self) -> None:
+        """The latest proposal is not that of the next round to be observed."""
+        self.proposal = None
+        if self.part.arms is not None:
+            self.state = self.part.arms.forget(self.state)
+
     def select(self, stay: Tensor, target_cache: Any) -> None:
         """Keep only the rows ``stay``."""
         self.state = self.part.follow(self.draft.select(self.state, stay), target_cache)

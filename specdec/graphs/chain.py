@@ -234,7 +234,7 @@ def uniforms_of(rng: Rng, text: Context, count: int) -> Any:
     attempt = 0
     inner: Any = rng
     while isinstance(inner, Attempt):
-        inner, attempt = inner.rng, inner.attempt
+        inner, attempt = inner.rng, inner.within(attempt)
     if type(inner) is not Philox:
         return None
     key = Key(text.length[:, None], torch.arange(count), attempt=attempt)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from math import log
-from statistics import median
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import combinations
+from math import log, sqrt
+from statistics import fmean, median
 from typing import Any, NamedTuple
 
 from specdec.lab.console import table
@@ -167,15 +168,20 @@ def summary(rows: list[Row], seconds: float) -> list[Row]:
 
 
 def noise(rows: list[Row], others: list[Row]) -> list[Row]:
-    """How far two runs of a grid agree: ``at`` (``k4``, ``best_k``), ``points``, at how many the other run names the same fastest method, the largest
-    ``loss`` by following it, and the median relative ``difference`` of a multiplier.
+    """How far two runs of a grid agree, at the points to which the model of the first was not fitted.
 
+    Returns:
+        for ``at`` = ``k4`` and ``best_k``: ``points``; at how many the other run names the ``same_fastest`` method; the largest ``loss`` by
+        following it; the median relative ``difference`` of a multiplier, at all points; the root mean square of what the other run and
+        the model differ by in the logarithm of a ratio of two methods' round times, ``run_error`` and ``model_error``, over the methods
+        that both runs measured at the same k.
     Raises:
-        ValueError: they have no point in common to which the model of the first was not fitted.
+        ValueError: they have no such point in common.
     """
     out = []
+    theirs_at = {(r["batch"], r["context"], r["method"], r["k"]): r for r in others if r["part"] == "grid"}
     for name, best in (("k4", False), ("best_k", True)):
-        said = list(repeated(rows, others, best).values())
+        said = repeated(rows, others, best)
         if not said:
             raise ValueError("the two runs have no point in common to which the model was not fitted")
         mine, theirs = at_k(rows, best), at_k(others, best)
@@ -185,16 +191,35 @@ def noise(rows: list[Row], others: list[Row]) -> list[Row]:
             for m, r in methods.items()
             if m != "plain" and m in theirs.get(p, ())
         ]
+        run_errors, model_errors = [], []
+        for p in said:
+            both = [
+                (r, other) for r in mine[p].values() if (other := theirs_at.get((*p, r["method"], r["k"])))
+            ]
+            run_errors += _differences((r["round_seconds"], other["round_seconds"]) for r, other in both)
+            model_errors += _differences((r["round_seconds"], r["modelled_round_seconds"]) for r, _ in both)
         out.append(
             {
                 "at": name,
                 "points": len(said),
-                "same_fastest": sum(v.named == v.fastest for v in said),
-                "loss": max(v.loss for v in said),
+                "same_fastest": sum(v.named == v.fastest for v in said.values()),
+                "loss": max(v.loss for v in said.values()),
                 "difference": median(abs(b / a - 1) for a, b in pairs),
+                "run_error": _root_mean_square(run_errors),
+                "model_error": _root_mean_square(model_errors),
             }
         )
     return out
+
+
+def _differences(seconds: Iterable[tuple[float, float]]) -> list[float]:
+    """For every two methods, whose times are given twice: the difference of the logarithms of their ratio."""
+    logs = [log(one / other) for one, other in seconds]
+    return [a - b for a, b in combinations(logs, 2)]
+
+
+def _root_mean_square(values: Sequence[float]) -> float | None:
+    return sqrt(fmean(v * v for v in values)) if values else None
 
 
 def _share(which: Any) -> float:

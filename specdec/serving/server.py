@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable, Iterator, Sequence, Sized
 from dataclasses import replace
 from fractions import Fraction
+from functools import cached_property
 from time import perf_counter, sleep
 from typing import Any
 
@@ -27,6 +28,7 @@ from specdec.executors.worker import DraftRequest, InlineWorker
 from specdec.prompts import prepared, rows_of
 from specdec.protocols import PooledCache
 from specdec.rng import Philox, seeds
+from specdec.sampling import Sampling
 from specdec.serving.requests import Finished, Request
 from specdec.serving.settings import Settings, micro_batches_of, rules_of
 from specdec.serving.states import Due, Open, Place, Ready, outside
@@ -185,7 +187,7 @@ class Server:
         if self.next is None:
             sleep(POLL)
         elif self.settings.clock == "rounds":
-            self.rounds = max(self.rounds, Fraction(self.next.arrived))
+            self.rounds = max(self.rounds, Fraction(float(self.next.arrived)))
         else:
             sleep(min(max(self.next.arrived - self.time, 0), 3600))  # no machine sleeps for any time at once
         self.scheduler.clock = perf_counter()
@@ -200,9 +202,16 @@ class Server:
             one = self.open[index] = Open.of(ready, started, self.tokenizer, self.settings.errors == "yield")
             if request.cancelled is not None or request.on_chunk is not None:
                 self.limits.cancelled[index] = one.ends
-        micro_batch = MicroBatch(
-            self.composition, joined(contexts, self.settings.capacity), Philox(torch.cat(own)), self.selection
-        )
+        context, rng = joined(contexts, self.settings.capacity), Philox(torch.cat(own))
+        try:
+            micro_batch = MicroBatch(self.composition, context, rng, self.selection)
+        except MemoryError as error:
+            if self.settings.errors == "raise":
+                raise
+            for one_due in due:
+                self._close(one_due.number)
+                yield self._unserved(one_due, "error", error)
+            return None
         running: Any = next((cache for cache in self._caches(place) if cache is not None), None)
         if isinstance(running, PooledCache):  # joining pages later copies nothing
             micro_batch.cache = running.beside(
@@ -243,6 +252,9 @@ class Server:
                 settings.stop_strings if strings is None else strings,
                 (),
             )
+            context = replace(context, request=torch.tensor([index]))
+            for sampling in self._by_request:
+                sampling.greedy_rows(context)  # raises for a request without a temperature
             seed = self._seed(index, request)
         except (TypeError, ValueError) as error:
             what = (
@@ -266,7 +278,13 @@ class Server:
             self.limits = replace(self.limits, max_length=known)
         if eos is not None or strings is not None:
             self.limits.own[index] = limits
-        return replace(context, request=torch.tensor([index])), seed
+        return context, seed
+
+    @cached_property
+    def _by_request(self) -> list[Sampling]:
+        """The samplings that have a temperature for each request: the decoder's, and those of drafts."""
+        drafting = [part.info.sampling for part in self.composition.drafting.parts]
+        return [one for one in (self.composition.sampling, *drafting) if one is not None and one.by_request]
 
     def _seed(self, index: int, request: Request) -> Tensor:
         """``[1]``: the seed of ``generate(prompt, seed=request.seed)``, or of row ``index`` of a batch with the stream's seed."""
@@ -284,9 +302,9 @@ class Server:
                 micro_batch.cache, place.spare = place.spare.join(micro_batch.cache), None
             place.micro_batch = micro_batch
             return
+        running.cache = running.cache.join(micro_batch.cache)
         running.context = joined([running.context, micro_batch.context])
         running.rng = Philox(torch.cat([running.rng.seed, micro_batch.rng.seed]))  # type: ignore[attr-defined]
-        running.cache = running.cache.join(micro_batch.cache)
         if running.next_arms is not None:  # arms are chosen a round ahead, for new rows too
             micro_batch.choose(ahead=True)
             assert micro_batch.next_arms is not None
@@ -325,12 +343,16 @@ class Server:
         for b, index in enumerate(record.request):
             self.open[index].show(new[b], self.limits.reasons[index] if ended[b] else None)
 
+    def _close(self, index: int) -> Open:
+        """Forget a request that was admitted, and what was kept for it."""
+        self.limits.cancelled.pop(index, None)
+        self.limits.own.pop(index, None)
+        return self.open.pop(index)
+
     def _finished(self, round: Round) -> Iterator[Finished]:
         time = self.time
         for index in sorted(round.context.request[round.finished].tolist()):
-            one, finish = self.open.pop(index), self.limits.reasons.pop(index)
-            self.limits.cancelled.pop(index, None)
-            self.limits.own.pop(index, None)
+            one, finish = self._close(index), self.limits.reasons.pop(index)
             yield Finished(
                 request=one.due.request,
                 index=index,
