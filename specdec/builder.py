@@ -142,11 +142,9 @@ class Builder:
             number = next((i for i, u in enumerate(unique) if _same(part, u)), len(unique))
             unique += [part] if number == len(unique) else []
             numbers.append(number)
-            longest = DraftInfo.of(part).longest
-            if own is not None:
-                _possible(part, own)
-            own = length if own is None else own
-            lengths.append(own if longest is None else min(own, longest))
+            longest, asked = DraftInfo.of(part).longest, length if own is None else own
+            lengths.append(asked if longest is None else min(asked, longest))
+            _possible(part, lengths[-1] if own is None else own)
         held = None if capacities is None else tuple(capacities.get(name, 2**31) for name in arms)
         charged = (
             ArmCosts.of(self._target, [unique[d] if d >= 0 else None for d in numbers])

@@ -16,7 +16,18 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor
 
-from specdec.protocols import Arms, Binds, Draft, Follows, Joins, LanguageModel, Limits, Stacks, Waits
+from specdec.protocols import (
+    Arms,
+    Binds,
+    Draft,
+    Follows,
+    Forgets,
+    Joins,
+    LanguageModel,
+    Limits,
+    Stacks,
+    Waits,
+)
 from specdec.rng import Rng
 from specdec.sampling import Sampling
 from specdec.types import Context, Proposal
@@ -162,6 +173,7 @@ class DraftPart:
     arms: Arms | None
     stacks: Stacks | None
     limits: Limits | None
+    forgets: Forgets | None
 
     @staticmethod
     def of(draft: Draft[Any]) -> DraftPart:
@@ -175,6 +187,7 @@ class DraftPart:
             arms=_under(Arms, draft),
             stacks=_under(Stacks, draft),
             limits=_under(Limits, draft),
+            forgets=_under(Forgets, draft),
         )
 
     @cached_property

@@ -215,6 +215,15 @@ class Limits(Protocol):
 
 
 @runtime_checkable
+class Forgets(Protocol):
+    """A draft that keeps its proposal until ``observe``, where another round's may come first: a pool."""
+
+    def forget(self, state: Any) -> Any:
+        """The latest proposal is of a round that is observed later: the next round's is not known here."""
+        ...
+
+
+@runtime_checkable
 class Stacks(Protocol):
     """A draft with several members, one of which drafts each row."""
 
@@ -237,10 +246,6 @@ class Arms(Protocol):
 
     def prepare(self, state: Any, context: Context, arm: Tensor) -> Any:
         """Let the arms ``arm [B]`` read unread tokens of their rows."""
-        ...
-
-    def forget(self, state: Any) -> Any:
-        """The latest proposal is of a round that is observed later: the next round's is not known here."""
         ...
 
     def spent(self, state: Any) -> tuple[float, ...]:

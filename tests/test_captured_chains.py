@@ -35,7 +35,7 @@ def test_a_captured_chain_is_the_loop(sampling, how):
     for step in range(12):
         budget = torch.tensor([[3, 3, 3], [3, 1, 2], [0, 2, 3]][step % 3 if step > 5 else 0])[: context.batch]
         if step == 10:
-            rng = Attempt(rng, 2)
+            rng = Attempt(Attempt(rng, 2), 1)
         a, one = loop.propose(one, context, budget, rng)
         b, two = chain.propose(two, context, budget, rng)
         replayed += any(

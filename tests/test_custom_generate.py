@@ -143,6 +143,26 @@ def test_settings_that_contradict_the_decoders_are_refused(llama):
     )
 
 
+def test_settings_that_do_nothing_contradict_nothing(llama):
+    """transformers leaves them out of what it passes on."""
+    prompt = torch.tensor([[1, 2]])
+    sampled = {"do_sample": True, "temperature": 0.7, "top_p": 1.0, "min_p": 0.0, "top_k": 0}
+    for own, asked in (
+        ({"temperature": 0.7, "top_p": 1.0, "min_p": 0.0}, sampled),
+        ({"temperature": 0, "top_k": 5, "top_p": 0.9}, {}),
+    ):
+        decoder = composed(llama, **own)
+        out = llama.generate(prompt, max_new_tokens=6, custom_generate=decoder.as_generate(), seed=2, **asked)
+        assert out[0, 2:].tolist() == decoder.generate([[1, 2]], 6, seed=2, eos_token_id=()).ids[0]
+    with pytest.raises(ValueError, match="give both the same settings"):
+        llama.generate(
+            prompt,
+            max_new_tokens=2,
+            custom_generate=composed(llama, temperature=0.7, top_p=0.9).as_generate(),
+            **sampled,
+        )
+
+
 def test_a_temperature_of_1_is_a_setting(llama):
     """A decoder that was told what the default is does not follow the call."""
     one, prompt = torch.tensor([[1]]), {"max_new_tokens": 2}

@@ -291,8 +291,8 @@ def test_a_request_whose_cache_does_not_fit_is_yielded(target, small, executor, 
     requests = [
         sd.Request([5], 9),
         sd.Request([6], 9, arrival=1),
-        sd.Request([7], 100, arrival=2),
-        sd.Request([8], 9, arrival=9),
+        sd.Request([7], 100, arrival=1),
+        sd.Request([8], 9, arrival=1),
     ]
     done = {one.index: one for one in decoder.serve(requests, 4, seed=0, clock="rounds", errors="yield")}
     assert [done[n].finish for n in range(4)] == ["length", "length", "error", "length"]

@@ -332,6 +332,31 @@ def test_more_nodes_than_promised(table, exist, error, says):
     nothing_is_left()
 
 
+def test_what_a_drafting_process_sends_is_small(monkeypatch):
+    """A pipe full of answers would stop the process, which then reads no request: neither side would go on."""
+    from specdec.executors import worker
+
+    own = worker._dumps
+
+    def small(value):
+        made = own(value)
+        assert not isinstance(value, worker.DraftResponse) or len(made) < 4096
+        return made
+
+    target, draft = (sd.TableModel.random(8, order=1, seed=seed) for seed in (0, 1))
+    prompts = [[n % 8] for n in range(48)]
+    monkeypatch.setattr(worker, "_dumps", small)
+    for kind in (sd.drafts.Tree(draft, (3, 3, 2)), sd.drafts.NGram()):
+        base = sd.decoder(target).draft(kind)
+        same(
+            *(
+                base.executor(how).build().generate(prompts, 12, seed=5)
+                for how in (Serial(), Pipelined(2, "processes"))
+            )
+        )
+    nothing_is_left()
+
+
 def test_clear_refusals(models, table):
     target, small, inner = models
     with pytest.raises(ValueError, match="workers is 'fibres': there are 'threads', 'processes'"):

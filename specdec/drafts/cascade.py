@@ -120,7 +120,10 @@ class Cascade:
     def propose(
         self, state: CascadeState, context: Context, budget: Tensor, rng: Rng
     ) -> tuple[Proposal, CascadeState]:
-        cache, inner, guessing = state.cache, state.inner, Attempt(rng, 1)
+        cache, inner = state.cache, state.inner
+        guessing = (
+            rng if isinstance(rng, Attempt) else Attempt(rng, 1)
+        )  # a guess that shares a draw's number is as good
         drawn, grown = _Drawn(context, budget, rng), context
         sampling, device = self.sampling or Sampling(), ModelInfo.of(self.model).device
         while bool((left := budget - drawn.count).any()):

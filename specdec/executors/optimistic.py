@@ -44,7 +44,7 @@ from specdec.rng import Key, Rng
 from specdec.stop_rules import StopRules
 from specdec.types import Context, Proposal, Round
 
-OWN = 64  # a draft may use the attempt numbers below this for itself
+OWN = 64  # a draft may use the attempt numbers below this for itself (below 8 inside an ``Attempt``)
 
 
 @dataclass(eq=False)

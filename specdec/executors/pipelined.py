@@ -39,8 +39,8 @@ class Pipelined:
             one still drafts for it. barrier: all micro-batches of a round are verified before the next is drafted (for comparison).
         timeline: collects when each worker ran.
     Raises (in ``build`` or at the start of a run):
-        ValueError: more micro-batches than rows, unknown workers, or a draft in another process that reads its target's cache or
-            activations.
+        ValueError: more micro-batches than rows, unknown workers, a draft in another process that reads its target's cache or
+            activations, or one in a thread that runs on a target that serves one call at a time (one with captured steps).
     """
 
     micro_batches: int | None = None

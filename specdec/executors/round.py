@@ -56,8 +56,8 @@ class DraftRunner:
     def forget(self) -> None:
         """The latest proposal is not that of the next round to be observed."""
         self.proposal = None
-        if self.part.arms is not None:
-            self.state = self.part.arms.forget(self.state)
+        if self.part.forgets is not None:
+            self.state = self.part.forgets.forget(self.state)
 
     def select(self, stay: Tensor, target_cache: Any) -> None:
         """Keep only the rows ``stay``."""

@@ -232,7 +232,8 @@ class ThreadWorker:
 
 
 class ProcessWorker:
-    """A forked process. It shares the models' memory, computes on one thread, and returns probabilities in shared memory.
+    """A forked process. It shares the models' memory, computes on one thread, and returns proposals in shared memory, so that what it writes to
+    the pipe is small, and it never waits there for this process, which may be writing a request.
 
     Forking is safe because the child uses no thread pool (as in PyTorch's data loaders). The child cannot use CUDA.
     """
@@ -242,7 +243,7 @@ class ProcessWorker:
     def __init__(self, composition: Composition, micro_batches: int, rows: int):
         fork = multiprocessing.get_context("fork")
         ours, theirs = fork.Pipe()
-        size = max(1, rows * composition.nodes * composition.target.vocab_size * 8)
+        size = max(1, rows * composition.nodes * 8 * (3 + composition.target.vocab_size))
         self.buffers = [torch.empty(size, dtype=torch.uint8).share_memory_() for _ in range(micro_batches)]
         self.pipe = ours
 
@@ -298,9 +299,11 @@ class ProcessWorker:
         )
 
     def _lay(self, response: Any) -> Any:
-        """A response with its probabilities in shared memory."""
+        """A response with its proposal in shared memory."""
         if isinstance(response, BaseException):
-            told = "".join(traceback.format_exception(response))
+            told = "".join(traceback.format_exception(response))[
+                -20_000:
+            ]  # what is written to the pipe stays small
             try:
                 pickle.loads(pickle.dumps(response))
             except Exception:  # an exception that cannot be pickled
@@ -308,37 +311,45 @@ class ProcessWorker:
             response.add_note(f"in the drafting worker:\n{told}")
             return response
         proposal = response.drafted.proposal
-        if proposal.probs is None:
-            return response
-        probs, source = proposal.probs, proposal.source
-        if probs.shape[1] > proposal.nodes:  # the buffer has room for one distribution a node
-            probs, source = proposal.distributions(), None
-        probs = probs.contiguous()
-        bytes_ = probs.view(-1).view(torch.uint8)
-        if len(bytes_) > len(self.buffers[response.micro_batch]):
-            return RuntimeError(
-                f"the draft proposed {proposal.nodes} nodes a row, more than it declares: give a draft of trees "
-                "info = DraftInfo(..., nodes=lambda length: ...), the maximum for each length"
-            )
-        self.buffers[response.micro_batch][: len(bytes_)].copy_(bytes_)
-        laid = Laid(
-            proposal.tokens,
-            proposal.parents,
-            proposal.size,
-            proposal.provenance,
-            probs.dtype,
-            tuple(probs.shape),
-            source,
-        )
+        wide = int(proposal.size.max())  # columns beyond are padding
+        tokens, parents, probs = proposal.tokens[:, :wide], proposal.parents[:, :wide], proposal.probs
+        source = None if proposal.source is None else proposal.source[:, :wide]
+        if probs is not None and source is None:
+            probs = probs[:, :wide]
+        elif probs is not None and probs.shape[1] > wide:  # there is room for one distribution a node
+            probs, source = proposal.distributions()[:, :wide], None
+        buffer, end = self.buffers[response.micro_batch], 0
+        kinds: list[Any] = []
+        for value in (tokens, parents, source, probs):
+            if value is None:
+                kinds.append(None)
+                continue
+            bytes_ = value.contiguous().view(-1).view(torch.uint8)
+            if end + len(bytes_) > len(buffer):
+                return RuntimeError(
+                    f"the draft proposed {wide} nodes a row, more than it declares: give a draft of trees "
+                    "info = DraftInfo(..., nodes=lambda length: ...), the maximum for each length"
+                )
+            buffer[end : end + len(bytes_)].copy_(bytes_)
+            end += len(bytes_)
+            kinds.append((value.dtype, tuple(value.shape)))
+        laid = Laid(proposal.size, proposal.provenance, tuple(kinds))
         return response._replace(drafted=response.drafted._replace(proposal=laid))
 
     def _take(self, response: DraftResponse) -> DraftResponse:
-        laid = response.drafted.proposal
-        if not isinstance(laid, Laid):
-            return response
-        count = torch.Size(laid.shape).numel() * laid.dtype.itemsize
-        probs = self.buffers[response.micro_batch][:count].clone().view(laid.dtype).view(laid.shape)
-        proposal = Proposal(laid.tokens, laid.parents, laid.size, probs, laid.provenance, laid.source)
+        laid, buffer, end = response.drafted.proposal, self.buffers[response.micro_batch], 0
+        assert isinstance(laid, Laid)
+        values: list[Any] = []
+        for kind in laid.kinds:
+            if kind is None:
+                values.append(None)
+                continue
+            dtype, shape = kind
+            count = torch.Size(shape).numel() * dtype.itemsize
+            values.append(buffer[end : end + count].clone().view(dtype).view(shape))
+            end += count
+        tokens, parents, source, probs = values
+        proposal = Proposal(tokens, parents, laid.size, probs, laid.provenance, source)
         return response._replace(drafted=response.drafted._replace(proposal=proposal))
 
 
@@ -371,15 +382,15 @@ def _slim(request: DraftRequest) -> DraftRequest:
 
 
 class Laid(NamedTuple):
-    """A proposal whose probabilities lie in shared memory."""
+    """A proposal whose tensors lie in shared memory.
 
-    tokens: Tensor
-    parents: Tensor
+    Attributes:
+        kinds: of tokens, parents, source and probs, which follow each other there, the type and the shape; ``None`` for one that it lacks.
+    """
+
     size: Tensor
     provenance: Any
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    source: Tensor | None
+    kinds: tuple[tuple[torch.dtype, tuple[int, ...]] | None, ...]
 
 
 class _Pickler(pickle.Pickler):

@@ -202,22 +202,19 @@ class Server:
             one = self.open[index] = Open.of(ready, started, self.tokenizer, self.settings.errors == "yield")
             if request.cancelled is not None or request.on_chunk is not None:
                 self.limits.cancelled[index] = one.ends
-        context, rng = joined(contexts, self.settings.capacity), Philox(torch.cat(own))
         try:
-            micro_batch = MicroBatch(self.composition, context, rng, self.selection)
+            micro_batch, draft_request = self._prefilled(place, contexts, Philox(torch.cat(own)))
         except MemoryError as error:
             if self.settings.errors == "raise":
                 raise
-            for one_due in due:
-                self._close(one_due.number)
-                yield self._unserved(one_due, "error", error)
-            return None
-        running: Any = next((cache for cache in self._caches(place) if cache is not None), None)
-        if isinstance(running, PooledCache):  # joining pages later copies nothing
-            micro_batch.cache = running.beside(
-                len(contexts), max(context.tokens.shape[1] for context in contexts)
-            )
-        draft_request = self.scheduler.prefill(place.number, micro_batch, self.limits)
+            large = max(arrived, key=lambda ready: ready.context.tokens.shape[1])
+            for ready in arrived:
+                if ready is not large:
+                    self.open.pop(ready.due.number)
+            self._close(large.due.number)
+            yield self._unserved(large.due, "error", error)
+            place.waiting = [ready for ready in arrived if ready is not large]
+            return (yield from self._admit(place)) if place.waiting else None
         for index, _, _ in due:
             self.open[index].first_token = self.time
         self._count(draft_request.round)
@@ -225,6 +222,24 @@ class Server:
             self._join(place, micro_batch)
         yield from self._finished(draft_request.round)
         return draft_request if micro_batch else None
+
+    def _prefilled(
+        self, place: Place, contexts: Sequence[Context], rng: Philox
+    ) -> tuple[MicroBatch, DraftRequest]:
+        """A micro-batch of new rows after its prefill.
+
+        Raises:
+            MemoryError: their cache, or their pages, do not fit; nothing else has changed.
+        """
+        micro_batch = MicroBatch(
+            self.composition, joined(contexts, self.settings.capacity), rng, self.selection
+        )
+        running: Any = next((cache for cache in self._caches(place) if cache is not None), None)
+        if isinstance(running, PooledCache):  # joining pages later copies nothing
+            micro_batch.cache = running.beside(
+                len(contexts), max(context.tokens.shape[1] for context in contexts)
+            )
+        return micro_batch, self.scheduler.prefill(place.number, micro_batch, self.limits)
 
     def _caches(self, place: Place) -> Iterator[Any]:
         """The target's caches, that of ``place`` first."""
@@ -284,7 +299,11 @@ class Server:
     def _by_request(self) -> list[Sampling]:
         """The samplings that have a temperature for each request: the decoder's, and those of drafts."""
         drafting = [part.info.sampling for part in self.composition.drafting.parts]
-        return [one for one in (self.composition.sampling, *drafting) if one is not None and one.by_request]
+        return [
+            one
+            for one in (self.composition.sampling, *drafting)
+            if isinstance(one, Sampling) and one.by_request
+        ]
 
     def _seed(self, index: int, request: Request) -> Tensor:
         """``[1]``: the seed of ``generate(prompt, seed=request.seed)``, or of row ``index`` of a batch with the stream's seed."""
