@@ -232,8 +232,8 @@ class ThreadWorker:
 
 
 class ProcessWorker:
-    """A forked process. It shares the models' memory, computes on one thread, and returns proposals in shared memory, so that what it writes to
-    the pipe is small, and it never waits there for this process, which may be writing a request.
+    """A forked process. It shares the models' memory, computes on one thread, and returns proposals in shared memory: what it writes to the pipe
+    is small, so it does not wait for this process, which may be writing a request.
 
     Forking is safe because the child uses no thread pool (as in PyTorch's data loaders). The child cannot use CUDA.
     """
@@ -321,33 +321,24 @@ class ProcessWorker:
         buffer, end = self.buffers[response.micro_batch], 0
         kinds: list[Any] = []
         for value in (tokens, parents, source, probs):
-            if value is None:
-                kinds.append(None)
-                continue
-            bytes_ = value.contiguous().view(-1).view(torch.uint8)
-            if end + len(bytes_) > len(buffer):
-                return RuntimeError(
-                    f"the draft proposed {wide} nodes a row, more than it declares: give a draft of trees "
-                    "info = DraftInfo(..., nodes=lambda length: ...), the maximum for each length"
-                )
-            buffer[end : end + len(bytes_)].copy_(bytes_)
-            end += len(bytes_)
-            kinds.append((value.dtype, tuple(value.shape)))
+            kinds.append(None if value is None else (value.dtype, tuple(value.shape)))
+            if value is not None:
+                bytes_ = value.contiguous().view(-1).view(torch.uint8)
+                buffer[end : end + len(bytes_)].copy_(bytes_)
+                end += len(bytes_)
         laid = Laid(proposal.size, proposal.provenance, tuple(kinds))
         return response._replace(drafted=response.drafted._replace(proposal=laid))
 
     def _take(self, response: DraftResponse) -> DraftResponse:
         laid, buffer, end = response.drafted.proposal, self.buffers[response.micro_batch], 0
         assert isinstance(laid, Laid)
-        values: list[Any] = []
-        for kind in laid.kinds:
-            if kind is None:
-                values.append(None)
-                continue
-            dtype, shape = kind
-            count = torch.Size(shape).numel() * dtype.itemsize
-            values.append(buffer[end : end + count].clone().view(dtype).view(shape))
-            end += count
+        values: list[Any] = [None] * len(laid.kinds)
+        for i, kind in enumerate(laid.kinds):
+            if kind is not None:
+                dtype, shape = kind
+                count = torch.Size(shape).numel() * dtype.itemsize
+                values[i] = buffer[end : end + count].clone().view(dtype).view(shape)
+                end += count
         tokens, parents, source, probs = values
         proposal = Proposal(tokens, parents, laid.size, probs, laid.provenance, source)
         return response._replace(drafted=response.drafted._replace(proposal=proposal))
