@@ -432,10 +432,11 @@ def test_the_gpu_suites_commands_end_in_nine_minutes_and_leave_no_stage_out(suit
 
 def test_stages_run_at_the_same_time_and_share_their_cases(suite, monkeypatch, tmp_path):
     """Each process says which share is its; all rows are in the report."""
-    start, asked = subprocess.Popen, []
+    start, asked, threads = subprocess.Popen, [], []
     code = "import json, sys; open(sys.argv[1], 'a').write(json.dumps({'stage': sys.argv[2], 'case': sys.argv[3]}) + chr(10))"
 
-    def popen(words):
+    def popen(words, **how):
+        threads.append(how["env"].get("OMP_NUM_THREADS"))
         said = [words[words.index(option) + 1] for option in ("--rows", "--stages", "--share")]
         asked.append(said[1:])
         return start([sys.executable, "-S", "-c", code, *said])
@@ -443,9 +444,11 @@ def test_stages_run_at_the_same_time_and_share_their_cases(suite, monkeypatch, t
     monkeypatch.setattr(suite.subprocess, "Popen", popen)
     monkeypatch.setattr(suite, "BEGAN", monotonic())
     monkeypatch.setattr(suite, "SHARES", {"a": 2})
+    monkeypatch.setenv("OMP_NUM_THREADS", "9")
     put = []
     suite.processes(suite.Settings(device="cuda"), ["a", "t"], monotonic() + 60, put.append)
     assert asked == [["a", "0/2"], ["a", "1/2"], ["t", "0/1"]]
+    assert threads == ["2", "2", "9"]  # those that share cases share the cores
     assert sorted((r["stage"], r["case"]) for r in put) == [("a", "0/2"), ("a", "1/2"), ("t", "0/1")]
 
 

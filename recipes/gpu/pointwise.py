@@ -95,5 +95,7 @@ def timed(stage: Stage) -> None:
     for tokens in (1, 4) if stage.toy else (1, 64, 384):
         for case, error, moved, again in made(stage, tokens, torch.bfloat16):
             with stage.case(case):
-                sets = [again() for _ in range(min(16, 1 + SETS // moved))]
+                sets = [
+                    again() for _ in range(min(128, 1 + SETS // moved))
+                ]  # of one token they still fit the cache
                 stage.timed(case, sets, moved, 0.0, error, limit=LIMITS[torch.bfloat16])

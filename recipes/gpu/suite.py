@@ -53,7 +53,7 @@ STAGES = {
 }  # fmt: skip
 SHARES = {"a": 6}  # processes of a stage on a GPU
 COMMANDS = {
-    "1": ("a+t,g,p,b,c", "1.75,1.5,1.25,1.75,2"),
+    "1": ("a+t,g,p,b,c", "1.75,2,1.25,1.75,1.5"),
     "2": ("s,f,h,i", "2,1.75,1.75,2.75"),
     "3": ("d,e", "4.75,3.5"),
 }
@@ -185,7 +185,9 @@ class Child:
         self.file = tempfile.NamedTemporaryFile("r", suffix=f".{name}.jsonl", encoding="utf-8")  # noqa: SIM115
         words = [sys.executable, __file__, "--stages", name, "--seed", str(s.seed), "--device", s.device]
         words += ["--rows", self.file.name, "--share", share, "--until", str(until)]
-        self.process = subprocess.Popen([*words, *(["--toy"] if s.toy else [])])
+        # Several processes share the cores with those of another stage.
+        few = {} if share.endswith("/1") else {"OMP_NUM_THREADS": "2"}
+        self.process = subprocess.Popen([*words, *(["--toy"] if s.toy else [])], env={**os.environ, **few})
 
     def read(self, until: float, put: Callable[[Row], None]) -> bool:
         """Put the new rows, and whether it is still running."""

@@ -107,7 +107,10 @@ class CudaGraphs:
         pool, graph = self._pool, torch.cuda.CUDAGraph()
         try:
             # Not by ``torch.cuda.graph``, which frees all cached memory each time. "thread_local": other threads may go on.
-            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            with torch.inference_mode(
+                False
+            ):  # the generator's tensors, which the first capture makes, serve later ones outside it, too
+                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
                 out = body()
             finally:
@@ -126,7 +129,7 @@ def end_capturing() -> None:
 
     To be called on a stream on which captures are possible.
     """
-    with suppress(Exception), warnings.catch_warnings():
+    with suppress(Exception), warnings.catch_warnings(), torch.inference_mode(False):
         warnings.simplefilter("ignore")  # the graph is empty
         empty = torch.cuda.CUDAGraph()
         empty.capture_begin(capture_error_mode="thread_local")
