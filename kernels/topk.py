@@ -1,7 +1,7 @@
 """The largest of many scores without a selection over all of them.
 
-On a CPU ``torch.topk`` of 150 000 scores takes eight times longer than their maxima by blocks and a selection from the few blocks that can hold
-the largest: the k largest scores lie in the k blocks with the largest maxima.
+The k largest scores lie in the k blocks with the largest maxima. On a CPU these maxima, and a selection from these blocks alone, take less time
+than ``torch.topk`` of a large vocabulary.
 """
 
 from __future__ import annotations

@@ -95,7 +95,6 @@ def timed(stage: Stage) -> None:
     for tokens in (1, 4) if stage.toy else (1, 64, 384):
         for case, error, moved, again in made(stage, tokens, torch.bfloat16):
             with stage.case(case):
-                sets = [
-                    again() for _ in range(min(128, 1 + SETS // moved))
-                ]  # of one token they still fit the cache
+                count = min(128, 1 + SETS // moved)  # sets of one token still fit the cache
+                sets = [again() for _ in range(count)]
                 stage.timed(case, sets, moved, 0.0, error, limit=LIMITS[torch.bfloat16])

@@ -121,9 +121,8 @@ class Cascade:
         self, state: CascadeState, context: Context, budget: Tensor, rng: Rng
     ) -> tuple[Proposal, CascadeState]:
         cache, inner = state.cache, state.inner
-        guessing = (
-            rng if isinstance(rng, Attempt) else Attempt(rng, 1)
-        )  # a guess that shares a draw's number is as good
+        # Guesses change no token, so they may share the numbers of draws.
+        guessing = rng if isinstance(rng, Attempt) else Attempt(rng, 1)
         drawn, grown = _Drawn(context, budget, rng), context
         sampling, device = self.sampling or Sampling(), ModelInfo.of(self.model).device
         while bool((left := budget - drawn.count).any()):

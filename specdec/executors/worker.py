@@ -301,9 +301,7 @@ class ProcessWorker:
     def _lay(self, response: Any) -> Any:
         """A response with its proposal in shared memory."""
         if isinstance(response, BaseException):
-            told = "".join(traceback.format_exception(response))[
-                -20_000:
-            ]  # what is written to the pipe stays small
+            told = "".join(traceback.format_exception(response))[-20_000:]
             try:
                 pickle.loads(pickle.dumps(response))
             except Exception:  # an exception that cannot be pickled

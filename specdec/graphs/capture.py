@@ -107,9 +107,8 @@ class CudaGraphs:
         pool, graph = self._pool, torch.cuda.CUDAGraph()
         try:
             # Not by ``torch.cuda.graph``, which frees all cached memory each time. "thread_local": other threads may go on.
-            with torch.inference_mode(
-                False
-            ):  # the generator's tensors, which the first capture makes, serve later ones outside it, too
+            # The first capture makes tensors for the generator of random numbers, which later captures write outside inference mode, too.
+            with torch.inference_mode(False):
                 graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
                 out = body()
