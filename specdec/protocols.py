@@ -158,7 +158,10 @@ class Binds(Protocol):
 
 @runtime_checkable
 class Follows(Protocol):
-    """A draft that reads the target's cache after ``init``. It never writes to it."""
+    """A draft that reads the target's cache after ``init``, in ``propose``. It never writes to it.
+
+    In ``observe`` the state may still have the cache of the last round, which rows have left, and whose memory belongs to rows that joined.
+    """
 
     def follow(self, state: Any, target_cache: Any) -> Any:
         """The state, after ``select``, with the target's cache of the same rows."""

@@ -71,7 +71,7 @@ class Rounds:
         verdict = sd.Verdict.of(proposal, path, took, bonus)
         self.cache.commit(self.context, verdict)
         round: Any = type("Round", (), {"context": self.context, "proposal": proposal, "verdict": verdict})
-        self.state = self.draft.observe(self.state, round)
+        self.state = self.draft.caught_up(self.draft.observe(self.state, round))
         self.context = self.context.append(verdict.tokens, took + 1)
 
     def keep(self, rows: list[int]) -> None:
@@ -148,7 +148,7 @@ def test_a_view_follows_a_target_that_was_rolled_back(target, length):
 def test_choosing_entries_leaves_the_targets_cache_as_it_is(target):
     run = Rounds(target, MagicDec(window=6, **SNAP), PROMPTS)
     before = [block.clone() for block in run.cache._blocks]
-    run.state.cache.choose(SnapKV(), [12] * 3, 4)
+    run.state.cache.choose(SnapKV(), [12] * 3, 4, range(len(PROMPTS)))
     assert all(torch.equal(a, b) for a, b in zip(before, run.cache._blocks))
 
 

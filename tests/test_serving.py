@@ -23,8 +23,6 @@ from specdec.audit.adversaries import AdversarialSelector, Adversary
 from specdec.audit.catalogue import MENU
 from specdec.drafts.stateless import Stateless
 from specdec.executors import Optimistic, Pipelined, Serial, Timeline
-from specdec.masks import streaming
-from specdec.models import Masked
 from specdec.serving import server
 from specdec.serving.server import Server, joined
 from specdec.serving.settings import Settings
@@ -253,6 +251,13 @@ def test_stop_strings_and_texts(target, small):
     assert "stop_string" in alone.finish
 
 
+class Alone(sd.TableModel):
+    """A model whose cache no row can join."""
+
+    def cache(self, batch, capacity):
+        return object()
+
+
 def test_what_cannot_be_served_is_refused_at_once(target, small):
     decoder = sd.decoder(target).draft(small).build()
     for wrong, message in (
@@ -271,14 +276,13 @@ def test_what_cannot_be_served_is_refused_at_once(target, small):
         sd.decoder(target).draft(small).executor(Optimistic()).build().serve([])
     with pytest.raises(ValueError, match="'adversary' cannot take in rows"):
         sd.decoder(sd.TableModel.random(3)).draft(Adversary(MENU), length=2).build().serve([])
-    with pytest.raises(ValueError, match="'magicdec' cannot take in rows"):
-        sd.decoder(target).draft(sd.drafts.MagicDec()).build().serve([])
-    ring = Masked(target, streaming(8))
     for made, who in (
-        (sd.decoder(ring), "the target"),
-        (sd.decoder(target).draft(ring), "the model of draft 'model',"),
+        (sd.decoder(Alone([0.4, 0.6])), "the target"),
+        (sd.decoder(sd.TableModel([0.5, 0.5])).draft(Alone([0.4, 0.6])), "the model of draft 'model',"),
     ):
-        with pytest.raises(ValueError, match=rf"{who} Masked.* cannot take in rows .*storage='dense'"):
+        with pytest.raises(
+            ValueError, match=rf"{who} TableModel.* cannot take in rows .*its cache has no join"
+        ):
             made.build().serve([])
     with pytest.raises(ValueError, match="arrival is -1"):
         sd.Request([1], arrival=-1)
@@ -653,8 +657,8 @@ def test_what_a_pipeline_cannot_serve(target, small):
         ValueError, match=r"micro_batches is 3 and limit is 2: .* use at most 2, or raise limit"
     ):
         base.draft(small).build().serve([], 2)
-    with pytest.raises(ValueError, match="'magicdec' cannot take in rows"):
-        base.draft(sd.drafts.MagicDec()).build().serve([])
+    with pytest.raises(ValueError, match="'adversary' cannot take in rows"):
+        sd.decoder(sd.TableModel.random(3)).executor(Pipelined()).draft(Adversary(MENU), 2).build().serve([])
     alone = sd.decoder(target).executor(Pipelined()).build()  # two micro-batches where there is room for them
     assert [one.ids for one in alone.serve([sd.Request([5], 3)], 1, seed=0)] == alone.generate(
         [[5]], 3, seed=0

@@ -11,7 +11,6 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -92,10 +91,7 @@ class SlotCache(Slots, TokenIndex):
             _copy_rows(self._blocks, new._blocks, 0, held)
         _copy_rows(other._blocks, new._blocks, mine, used)
         new._view()
-        tokens = np.zeros((mine + theirs, capacity), dtype=np.int64)
-        tokens[:mine, : self.capacity], tokens[mine:, : other.capacity] = self._tokens, other._tokens
-        new.capacity = capacity
-        new._hold(tokens, [*self._lengths, *other._lengths], [*self._fed, *other._fed])
+        new._hold_both(self, other)
         return new
 
     def take(self, b: int, other: SlotCache, i: int) -> None:

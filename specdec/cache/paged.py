@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -319,16 +318,13 @@ class PagedCache(TokenIndex, KVStore):
         Raises:
             MemoryError: there are no pages for them; neither cache changes.
         """
-        mine, theirs, capacity = self.batch, other.batch, max(self.capacity, other.capacity)
         if other.pool is self.pool:
             more, other._pages = other._pages, []
         else:
             more = self._copies(other)
-        new = self.beside(0, capacity)
+        new = self.beside(0, max(self.capacity, other.capacity))
         new._pages, self._pages = [*self._pages, *more], []
-        tokens = np.zeros((mine + theirs, capacity), dtype=np.int64)
-        tokens[:mine, : self.capacity], tokens[mine:, : other.capacity] = self._tokens, other._tokens
-        new._hold(tokens, [*self._lengths, *other._lengths], [*self._fed, *other._fed])
+        new._hold_both(self, other)
         return new
 
     def take(self, b: int, other: PagedCache, i: int) -> None:

@@ -120,13 +120,20 @@ class Ring(Slots):
     def followed_by(self, other: Ring) -> Ring:
         """A ring of both rings' rows, these first, with the larger window of the two; neither may be used again.
 
-        Only a ring that holds the whole text may join one of another window: its slots are positions in both.
+        Only a ring that holds the whole text may join one of another window: its slots are positions in both. Where rows have left
+        this ring, the new rows take their place and nothing else is copied.
         """
-        grown = self.resized(
-            max(self.window, other.window), max(self.extra, other.extra), other._blocks[0].shape[1]
-        )
-        other._copy_to(grown, self._blocks[0].shape[1])
-        return grown
+        mine, theirs = self._blocks[0].shape[1], other._blocks[0].shape[1]
+        window, extra = max(self.window, other.window), max(self.extra, other.extra)
+        both: Ring = object.__new__(type(self))
+        vars(both).update(vars(self))
+        if (window, extra) == (self.window, self.extra) and self._whole[0].shape[1] >= mine + theirs:
+            both._blocks = [block[:, : mine + theirs] for block in self._whole]
+        else:
+            vars(both).update(vars(self.resized(window, extra, theirs)))
+        both._view()
+        other._copy_to(both, mine)
+        return both
 
     def resized(self, window: int, extra: int, more: int = 0) -> Ring:
         """A copy with another window, other ``extra`` slots and ``more`` rows at the end. What was in extra slots is kept if the window is the same."""
@@ -134,17 +141,15 @@ class Ring(Slots):
         batch = self._blocks[0].shape[1] + more
         grown = Ring(self.shapes, batch, self.sinks, window, self.block, extra, mask)
         self._copy_to(grown, 0)
-        if window == self.window:
-            with torch.inference_mode(False), torch.no_grad():
-                kept, rows = min(self.extra, extra), self._blocks[0].shape[1]
-                for there, here in zip(self._blocks, grown._blocks):
-                    old, new = there.shape[2] - self.extra, here.shape[2] - extra
-                    here[:, :rows, new : new + kept] = there[:, :, old : old + kept]
         return grown
 
     def _copy_to(self, ring: Ring, first: int) -> None:
-        """Copy all rows to rows ``first`` on of a ring whose slots for positions are at least as many."""
+        """Copy all rows to rows ``first`` on of a ring whose slots for positions are at least as many; extra slots, where there are as many."""
         held = self.sinks + self.size
         with torch.inference_mode(False), torch.no_grad():
             for there, here in zip(self._blocks, ring._blocks):
-                here[:, first : first + there.shape[1], :held] = there[:, :, :held]
+                rows = slice(first, first + there.shape[1])
+                here[:, rows, :held] = there[:, :, :held]
+                if ring.window == self.window:
+                    extra = min(self.extra, ring.extra)
+                    here[:, rows, ring.slots - ring.extra :][:, :, :extra] = there[:, :, held : held + extra]

@@ -85,6 +85,13 @@ class RingCache(Ring, TokenIndex):
         new._high = [self._high[b] for b in order]
         return new
 
+    def join(self, other: RingCache) -> RingCache:
+        """A cache of both caches' rows, these first; neither may be used again."""
+        new: Any = self.followed_by(other)
+        new._hold_both(self, other)
+        new._high = [*self._high, *other._high]
+        return new
+
     def place(self, rows: list[Row], device: torch.device) -> tuple[Any, ExplicitPlan]:
         """Where the keys and values of new tokens go, and what their queries see. Call it just before the forward.
 

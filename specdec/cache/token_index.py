@@ -136,6 +136,14 @@ class TokenIndex:
         self._tokens[b, :n] = other._tokens[i, :n]
         self._lengths[b], self._fed[b] = n, other._fed[i]
 
+    def _hold_both(self, one: TokenIndex, other: TokenIndex) -> None:
+        """Become the index of both indices' rows, in order, for texts as long as the longer ones."""
+        mine, theirs = one.batch, other.batch
+        self.capacity = max(one.capacity, other.capacity)
+        tokens = np.zeros((mine + theirs, self.capacity), dtype=np.int64)
+        tokens[:mine, : one.capacity], tokens[mine:, : other.capacity] = one._tokens, other._tokens
+        self._hold(tokens, [*one._lengths, *other._lengths], [*one._fed, *other._fed])
+
     def _rows(self, order: list[int]) -> tuple[np.ndarray, list[int], list[int]]:
         """The arguments of ``_hold`` for some rows, in the given order."""
         return self._tokens[order], [self._lengths[b] for b in order], [self._fed[b] for b in order]

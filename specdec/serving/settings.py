@@ -68,8 +68,7 @@ def check(composition: Composition, executor: Executor, settings: Settings) -> N
     for part in composition.drafting.parts:
         if part.joins is None:
             raise ValueError(
-                f"draft {part.info.name!r} cannot take in rows during a run (it has no join): use drafts.Model, NGram or a function, or "
-                "generate() a fixed batch"
+                f"draft {part.info.name!r} cannot take in rows during a run: give it a method join(state, other), or generate() a fixed batch"
             )
         if part.info.model is not None and not part.info.taps:
             _joinable(f"the model of draft {part.info.name!r},", part.info.model)
@@ -85,8 +84,8 @@ def _joinable(name: str, model: Any) -> None:
     """Raise ValueError for a model whose cache other rows cannot join."""
     if not isinstance(model.cache(1, 1), JoinableCache):
         raise ValueError(
-            f"{name} {model!r} cannot take in rows during a run (its cache has no join): use a plain HFModel, or Masked(..., "
-            "storage='dense') for a mask, or generate() a fixed batch"
+            f"{name} {model!r} cannot take in rows during a run (its cache has no join): use an HFModel, give the cache a method "
+            "join(other), or generate() a fixed batch"
         )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
 from specdec.arguments import at_least
@@ -25,7 +26,7 @@ from specdec.types import Context, Proposal, Round
 
 class MagicDecState(NamedTuple):
     cache: ViewCache
-    rounds: int  # since the pruner last chose
+    rounds: Tensor  # [B] on the host: since the pruner last chose
 
 
 @dataclass(frozen=True)
@@ -131,8 +132,8 @@ class MagicDec:
                 "least as many, or use a draft with fewer sinks"
             )
         cache = view.of(target_cache)
-        self._choose(cache)
-        return MagicDecState(cache, -1)  # the prefill is observed too
+        self._choose(cache, range(context.batch))
+        return MagicDecState(cache, torch.full((context.batch,), -1))  # the prefill is observed too
 
     def propose(
         self, state: MagicDecState, context: Context, budget: Tensor, rng: Rng
@@ -140,8 +141,21 @@ class MagicDec:
         self.check_length(int(budget.max()))
         self._bound()
         assert self.draft is not None
+        state = self.caught_up(state)
         proposal, _ = self.draft.propose(ModelState(state.cache, None), context, budget, rng)
         return proposal, state
+
+    def caught_up(self, state: MagicDecState) -> MagicDecState:
+        """The state whose view has all committed positions of the target's cache, and entries chosen anew in rows where ``refresh`` says so.
+
+        ``observe`` does not do this: rows may have left the cache by then, and others joined it.
+        """
+        state.cache.catch_up()
+        if self.pruner is None or self.refresh is None:
+            return state
+        due = state.rounds >= self.refresh
+        self._choose(state.cache, due.nonzero()[:, 0].tolist())
+        return state._replace(rounds=state.rounds.masked_fill(due, 0))
 
     def check_length(self, length: int) -> None:
         """Raise ValueError if a chain of ``length`` tokens is longer than ``block``."""
@@ -151,20 +165,18 @@ class MagicDec:
             )
 
     def observe(self, state: MagicDecState, round: Round) -> MagicDecState:
-        state.cache.catch_up()
-        rounds = state.rounds + 1
-        if self.refresh is not None and rounds == self.refresh:
-            self._choose(state.cache)
-            rounds = 0
-        return MagicDecState(state.cache, rounds)
+        return state._replace(rounds=state.rounds + 1)
 
     def select(self, state: MagicDecState, rows: Tensor) -> MagicDecState:
-        return MagicDecState(state.cache.select(rows), state.rounds)
+        return MagicDecState(state.cache.select(rows), state.rounds[rows])
 
     def follow(self, state: MagicDecState, target_cache: Any) -> MagicDecState:
         """Read from ``target_cache`` from now on, which has the rows of the state."""
         state.cache.source = target_cache
         return state
+
+    def join(self, state: MagicDecState, other: MagicDecState) -> MagicDecState:
+        return MagicDecState(state.cache.join(other.cache), torch.cat([state.rounds, other.rounds]))
 
     def _bound(self) -> View:
         if self.view is None:
@@ -176,6 +188,6 @@ class MagicDec:
     def _budgets(self, layers: int) -> list[int]:
         return [self.budget] * layers if isinstance(self.budget, int) else list(self.budget)
 
-    def _choose(self, cache: ViewCache) -> None:
-        if self.pruner is not None:
-            cache.choose(self.pruner, self._budgets(len(cache.layers)), self.observation)
+    def _choose(self, cache: ViewCache, rows: Sequence[int]) -> None:
+        if self.pruner is not None and rows:
+            cache.choose(self.pruner, self._budgets(len(cache.layers)), self.observation, rows)

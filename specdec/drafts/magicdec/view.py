@@ -94,6 +94,14 @@ class ViewCache(RingCache):
             new.kept = [kept[to_device(rows, kept.device)] for kept in self.kept]
         return new
 
+    def join(self, other: RingCache) -> ViewCache:
+        """The view of both views' rows, these first; its ``source`` is to be set to the cache of all."""
+        assert isinstance(other, ViewCache)
+        new: Any = super().join(other)
+        new.exact = [*self.exact, *other.exact]
+        new.kept = [torch.cat(pair) for pair in zip(self.kept, other.kept)]
+        return new
+
     def place(self, rows: list[Row], device: torch.device) -> tuple[Any, ExplicitPlan]:
         """As ``RingCache.place``, with sinks rotated to the positions at which the row's last query sees them."""
         store, plan = super().place(rows, device)
@@ -144,15 +152,15 @@ class ViewCache(RingCache):
         number = hidden.sum(1)
         return hidden.long().argsort(dim=1, descending=True, stable=True)[:, : int(number.max())], number
 
-    def choose(self, pruner: Pruner, budgets: Sequence[int], count: int) -> None:
-        """Let ``pruner`` choose, for each layer and KV head, up to ``budgets[layer]`` entries of the target's cache.
+    def choose(self, pruner: Pruner, budgets: Sequence[int], count: int, rows: Sequence[int]) -> None:
+        """Let ``pruner`` choose for ``rows``, for each layer and KV head, up to ``budgets[layer]`` entries of the target's cache.
 
         It chooses from those that the view does not show (``candidates``). Nothing is chosen for rows with fewer than ``count`` committed
         tokens.
         """
-        rows = [b for b in range(self.batch) if self.source._lengths[b] >= count]
         for kept in self.kept:
-            kept.fill_(-1)
+            kept[list(rows)] = -1
+        rows = [b for b in rows if self.source._lengths[b] >= count]
         candidates = self.candidates(rows) if rows else None
         if candidates is None or not candidates[0].numel():
             return

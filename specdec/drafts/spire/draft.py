@@ -190,6 +190,9 @@ class Spire:
     def select(self, state: SpireState, rows: Tensor) -> SpireState:
         return SpireState(state.ring.select(rows))
 
+    def join(self, state: SpireState, other: SpireState) -> SpireState:
+        return SpireState(state.ring.followed_by(other.ring))
+
 
 def _committed(fed: Fed, round: Round, ring: Ring) -> np.ndarray:
     """Which fed positions hold committed text for which the ring has room."""
