@@ -156,10 +156,11 @@ class Parts:
         )
         return self.plain(batch, attention).pool(arms, selector, costs=costs, stacked=True, **more)
 
-    def paper(self, batch: int, attention: str) -> Any:
-        """The paper's selector: its drafts only, and no more rows on one than its capacity."""
-        room = dict.fromkeys(self.models, math.ceil(self.s.capacity * batch / len(self.models)))
-        return self.chosen(self.models, selectors.Spin(), batch, attention, capacities=room)
+    def paper(self, requests: int, attention: str, batch: int | None = None) -> Any:
+        """The paper's selector: its drafts only, and no more of ``batch`` rows (default: of all requests) on one than its capacity."""
+        room = math.ceil(self.s.capacity * (batch or requests) / len(self.models))
+        more = {"capacities": dict.fromkeys(self.models, room)}
+        return self.chosen(self.models, selectors.Spin(), requests, attention, **more)
 
     def pooled(
         self, batch: int, attention: str, exploration: int = 4, growth: float = 64, warm: int = 30
@@ -169,12 +170,12 @@ class Parts:
         selector = selectors.Spin(exploration, growth, kind, warm=warm, learn="always")
         return self.chosen(self.arms, selector, batch, attention).build()
 
-    def planned(self, place: Place, batch: int) -> Any:
-        """``sd.auto`` on validation prompts at a place."""
+    def planned(self, place: Place, batch: int, requests: int | None = None) -> Any:
+        """``sd.auto`` on validation prompts at a place, for rounds of up to ``batch`` rows of so many ``requests`` (default: one batch)."""
         s, arms = self.s, {name: arm for name, arm in self.arms.items() if arm.draft is not None}
         torch.set_num_threads(place.cores)
         made = sd.auto(
-            self.plain(batch, place.attention),
+            self.plain(requests or batch, place.attention),
             {name: arm.draft for name, arm in arms.items()},
             self.workload(3 * batch, 1000, "validation").rows,
             {name: arm.length or 0 for name, arm in arms.items()},

@@ -25,6 +25,7 @@ from specdec.protocols import Draft
 from specdec.rng import Philox, Rng, seeds
 from specdec.sampling import Sampling
 from specdec.saved import save
+from specdec.serving.arrivals import Admission, InOrder
 from specdec.serving.requests import Finished, Request
 from specdec.serving.server import Server
 from specdec.serving.settings import Settings, check
@@ -186,6 +187,7 @@ class Decoder(Composition):
         on_round: Callable[[Round], None] | None = None,
         selection: ArmAssignment | None = None,
         errors: Literal["raise", "yield"] = "raise",
+        admission: Admission | None = None,
     ) -> Iterator[Finished]:
         """Decode a stream of requests; yields each as soon as it is finished.
 
@@ -206,12 +208,16 @@ class Decoder(Composition):
                 the request's number and ``round.verdict.tokens[b, :round.committed[b]]`` its new tokens, with which partial results can be shown.
             selection: as for ``generate``. errors: ``"raise"``, or ``"yield"``: a request that ``generate`` would refuse, or whose ``on_chunk`` or
                 ``cancelled`` raises, is yielded with ``finish="error"`` and its ``error``, and the others go on.
+            admission: in which order requests that wait join (``serving.ByKind``); ``None``: first come, first served. Requests have the same
+                texts in any order.
         Raises:
             ValueError: at once, for a part that cannot take in rows during a run, an executor other than ``Serial`` and
                 ``Pipelined``, an invalid limit, clock, capacity, seed or stop, or a list of requests out of order; on its arrival, for
                 a request out of order, one that ``generate`` would refuse, or one that needs more than ``capacity``.
         """
-        settings = Settings(limit, seed, eos_token_id, stop_strings, clock, capacity, on_round, errors)
+        settings = Settings(
+            limit, seed, eos_token_id, stop_strings, clock, capacity, on_round, errors, admission or InOrder()
+        )
         check(self, self.executor, settings)
         decoder = self if selection is None else self._with(selection, limit)
         return Server(decoder, self.executor, requests, settings).run()

@@ -29,6 +29,7 @@ from specdec.prompts import prepared, rows_of
 from specdec.protocols import PooledCache
 from specdec.rng import Philox, seeds
 from specdec.sampling import Sampling
+from specdec.serving.arrivals import Arrivals
 from specdec.serving.requests import Finished, Request
 from specdec.serving.settings import Settings, micro_batches_of, rules_of
 from specdec.serving.states import Due, Open, Place, Ready, outside
@@ -38,17 +39,6 @@ from specdec.types import Context, Round
 
 POLL = 1e-3
 """Seconds between two questions to a source that had nothing, while no row is in flight."""
-
-
-def _in_order(index: int, request: Any, latest: float) -> None:
-    """Raise TypeError for what is no request, ValueError for one that arrives before ``latest``, when the one before it did."""
-    if not isinstance(request, Request):
-        raise TypeError(f"request {index} is a {type(request).__name__}: give Request(prompt, ...)")
-    if request.arrival is not None and request.arrival < latest:
-        raise ValueError(
-            f"request {index}: its arrival is {request.arrival} and that of the one before it {latest}: give requests in the order of "
-            "arrival"
-        )
 
 
 class Server:
@@ -65,18 +55,7 @@ class Server:
     ):
         self.composition, self.executor, self.settings = composition, executor, settings
         self.selection = composition.begin(settings.limit)
-        if not isinstance(requests, Iterable):
-            raise TypeError(
-                f"requests is a {type(requests).__name__}: give a list of Request, or a generator"
-            )
-        if isinstance(requests, Sequence):  # check all of them before any work is done
-            latest = 0.0
-            for index, request in enumerate(requests):
-                _in_order(index, request, latest)
-                latest = latest if request.arrival is None else request.arrival
-        self.source: Iterator[Request | None] = iter(requests)
-        self.ended, self.taken, self.latest = False, 0, 0.0
-        self.next: Due | None = None
+        self.arrivals = Arrivals(requests, settings.admission, lambda: self.time)
         self.places = [Place(number) for number in range(micro_batches_of(executor, settings))]
         self.rows = -(-settings.limit // len(self.places))  # of a micro-batch at most
         self.limits = replace(rules_of(composition, settings), max_length=torch.zeros(64, dtype=torch.long))
@@ -128,7 +107,7 @@ class Server:
                             self.scheduler.go_on(place.micro_batch, draft_request, self.limits)
                 if self.scheduler.running:
                     yield from self._round()
-                elif self._peek() is None and self.ended:
+                elif self.arrivals.over:
                     return
                 else:
                     self._wait()
@@ -137,31 +116,16 @@ class Server:
 
     # -- arrivals ------------------------------------------------------------------------------------------------------
 
-    def _peek(self) -> Due | None:
-        """The next request, ``None`` if there is none yet or no more; at most one is taken from the source ahead of time."""
-        if self.next is None and not self.ended:
-            with torch.inference_mode(False):  # the source is the user's code
-                request = next(self.source, self)
-            if request is self:
-                self.ended = True
-            elif request is not None:
-                _in_order(self.taken, request, self.latest)
-                assert isinstance(request, Request)
-                arrived = max(self.latest, self.time) if request.arrival is None else request.arrival
-                self.latest = self.latest if request.arrival is None else arrived
-                self.next, self.taken = Due(self.taken, request, arrived), self.taken + 1
-        return self.next
-
     def _deal(self) -> Iterator[Finished]:
         """Assign requests that are due, as many as there is room for, each to the micro-batch with the fewest rows.
 
         No micro-batch gets more than its share of the limit. Requests that were cancelled, or are refused, are yielded at once.
         """
         while sum(place.load for place in self.places) < self.settings.limit:
-            due = self._peek()
-            if due is None or due.arrived > self.time:
+            dealt = (ready.due.number for place in self.places for ready in place.waiting)
+            due = self.arrivals.take({*self.open, *dealt})
+            if due is None:
                 return
-            self.next = None
             try:
                 if due.request.cancelled is not None and outside(due.request.cancelled):
                     yield self._unserved(due, "cancelled")
@@ -184,12 +148,13 @@ class Server:
 
     def _wait(self) -> None:
         """Wait, with no row in flight, until the next request is due, or until the source is asked again."""
-        if self.next is None:
+        due = self.arrivals.next
+        if due is None:
             sleep(POLL)
         elif self.settings.clock == "rounds":
-            self.rounds = max(self.rounds, Fraction(float(self.next.arrived)))
+            self.rounds = max(self.rounds, Fraction(float(due.arrived)))
         else:
-            sleep(min(max(self.next.arrived - self.time, 0), 3600))  # no machine sleeps for any time at once
+            sleep(min(max(due.arrived - self.time, 0), 3600))  # no machine sleeps for any time at once
         self.scheduler.clock = perf_counter()
 
     def _admit(self, place: Place) -> Generator[Finished, None, DraftRequest | None]:

@@ -14,6 +14,7 @@ from specdec.executors.serial import Serial
 from specdec.prompts import stop_rules
 from specdec.protocols import JoinableCache
 from specdec.rng import seeds
+from specdec.serving.arrivals import Admission, InOrder
 from specdec.stop_rules import StopRules
 from specdec.types import Round
 
@@ -32,6 +33,7 @@ class Settings:
     capacity: int | None = None
     on_round: Callable[[Round], None] | None = None
     errors: Literal["raise", "yield"] = "raise"
+    admission: Admission = InOrder()
 
 
 def check(composition: Composition, executor: Executor, settings: Settings) -> None:
@@ -55,6 +57,11 @@ def check(composition: Composition, executor: Executor, settings: Settings) -> N
     if settings.errors not in ("raise", "yield"):
         raise ValueError(
             f"errors is {settings.errors!r}: give 'raise', or 'yield' for requests that are refused one by one"
+        )
+    if not isinstance(settings.admission, Admission) or isinstance(settings.admission, type):
+        raise TypeError(
+            f"admission is {settings.admission!r}: give serving.ByKind(kind), or an object with held, kind(request) and "
+            "next(waiting, running)"
         )
     if not isinstance(executor, (Serial, Pipelined)):
         raise ValueError(

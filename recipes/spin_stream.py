@@ -1,0 +1,196 @@
+"""SPIN in a stream of requests: what it is worth to let requests of one kind join one after another.
+
+    python recipes/spin_stream.py --json docs/results/spin_stream.json
+
+The requests of `spin_end_to_end.py` (three domains, greedy and sampled ones in turn, ragged prompts), more of them than rows, are all there
+from the start. A row that has ended makes room for the next request, so the batch stays full until the end. `admission`: `in order`, as they arrive, or
+`by kind`: those of one temperature one after another, where at most `--patience` later ones join before a request (`serving.ByKind`). Texts are the same in both orders, up to what a
+selector chooses; each configuration has rows for both.
+
+Rows: `configuration, admission, attention, cores, goodput` (tokens a second of all streams after the prefills, without the seconds of the prefills),
+`ratio_to_plain` and `ratio_to_best_fixed` of the same admission, `ratio_to_best_of_all`: to the best fixed draft in the better of its two orders; `throughput`
+(tokens a second with everything), tau, the share of rounds of each of the `arms`, `drafts_a_round` (how many different arms a round's rows have), and the `latency` of the requests (mean and 95th percentile, seconds). Intervals (`_low`, `_high`)
+are 95 % bootstraps over streams, with fewer than 5 streams there are none.
+
+- `plain`, `fixed:NAME`, `best_fixed`, `selection` (the paper's selector), `pooled` and `planned` are those of `spin_end_to_end.py`, and learn and are measured
+  beforehand as there. `best_fixed` is the best in hindsight over all streams, in order, and is run again with the others.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass, replace
+from statistics import mean
+from time import perf_counter
+from typing import Any
+
+import checkout  # noqa: F401
+import numpy as np
+import torch
+from spin_end_to_end import POOL, Parts, Place
+from spin_end_to_end import Settings as EndToEnd
+
+import specdec as sd
+from specdec.lab import console
+from specdec.lab.arms import PoolRun, goodput
+from specdec.lab.options import option, parse
+from specdec.lab.workload import Workload, temperatures
+from specdec.serving import ByKind
+from specdec.types import Round
+
+COLUMNS = ("configuration", "admission", "is", "goodput", "ratio_to_plain", "ratio_to_best_fixed", "ratio_to_best_of_all", "ratio_to_best_of_all_low",
+           "ratio_to_best_of_all_high", "drafts_a_round", "throughput", "latency", "tau")  # fmt: skip
+ADMISSIONS = ("in order", "by kind")
+Runs = dict[tuple[str, str], list["StreamRun"]]
+
+
+@dataclass(frozen=True)
+class Settings(EndToEnd):
+    places: tuple[str, ...] = option(("auto/1",), "attention/cores; one")
+    repeats: int = option(5, "streams, each run by all configurations")
+    requests: int = option(144, "requests of a stream")
+    patience: int = option(256, "how many later requests may join before one")
+
+
+@dataclass(frozen=True)
+class StreamRun(PoolRun):
+    """A ``PoolRun`` of a stream. whole: seconds with the prefills. latency: of the requests, in seconds. different: arms of a round, on average."""
+
+    whole: float = 0.0
+    latency: tuple[float, ...] = ()
+    different: float = 0.0
+
+
+def stream_run(
+    decoder: Any,
+    work: Workload,
+    kinds: tuple[float, ...],
+    s: Settings,
+    batch: int,
+    seed: int,
+    admission: ByKind | None,
+    selection: Any,
+) -> StreamRun:
+    """Serve all requests, ``batch`` at a time."""
+    prefills, made, arms, different = 0.0, 0, Counter[int](), list[int]()
+
+    def note(round: Round) -> None:
+        nonlocal prefills, made
+        if round.number:
+            made += int(round.committed.sum())
+            arms.update(round.arm.tolist())
+            different.append(len(round.arm.unique()))
+        else:
+            prefills += round.seconds["total"]
+
+    if selection is None and decoder.selecting is not None:
+        selection = decoder.begin(batch)
+    requests = [sd.Request(row, s.tokens, eos_token_id=(), key=kind) for row, kind in zip(work.rows, kinds)]
+    began, before = perf_counter(), selection.seconds if selection else 0.0
+    done = list(
+        decoder.serve(requests, batch, seed=seed, on_round=note, selection=selection, admission=admission)
+    )
+    whole = perf_counter() - began
+    stats = sum((one.stats for one in done[1:]), done[0].stats)
+    ids = [one.ids for one in sorted(done, key=lambda one: one.index)]
+    spent = selection.seconds - before if selection else 0.0
+    latency = tuple(one.latency for one in done)
+    return StreamRun(made, whole - prefills, stats, arms, ids, spent, whole, latency, mean(different))
+
+
+def main(s: Settings) -> list[dict[str, Any]]:
+    if s.quick:
+        s = replace(s, batches=(3,), repeats=1, learn=3, tokens=16, calibrate=1, requests=12)
+        s = replace(s, pool=(POOL[0], f"{POOL[1]}/2", "ngram", "none"))
+    s.begin()
+    parts = Parts(s)
+    (place,) = parts.places
+    kinds = temperatures(s.temperatures, s.requests)
+    rows: list[dict[str, Any]] = []
+    for batch in s.batches:
+        parts.profile(batch)
+        taught, planned = parts.taught(batch), parts.planned(place, batch, s.requests)
+        works = [parts.workload(s.requests, turn) for turn in range(s.repeats)]
+        runs: Runs = defaultdict(list)
+        how = parts, place, batch, taught, planned
+        drafts = [name for name, arm in parts.arms.items() if arm.draft is not None]
+        for turn, work in enumerate(works):
+            for name in drafts:
+                console.progress(f"stream {turn + 1} of {s.repeats}: {name}")
+                play(s, how, f"fixed:{name}", "in order", work, kinds, turn, runs)
+        best = max(drafts, key=lambda name: goodput(runs[f"fixed:{name}", "in order"])[0])
+        names = ["plain", f"fixed:{best}", "selection", "pooled", "planned"]
+        plans = [(name, order) for name in names for order in ADMISSIONS]
+        again: Runs = defaultdict(list)
+        for turn, work in enumerate(works):
+            start = turn * 3 % len(plans)
+            for name, order in plans[start:] + plans[:start]:
+                console.progress(f"stream {turn + 1} of {s.repeats}: {name}, {order}")
+                play(s, how, name, order, work, kinds, turn, again)
+        runs |= {
+            ("best_fixed" if name.startswith("fixed:") else name, order): some
+            for (name, order), some in again.items()
+        }
+        rows += table(runs, place, batch, best)
+        print(f"\nbatch {batch}\n" + console.table([r for r in rows if r["batch"] == batch], COLUMNS))
+    s.save(rows)
+    return rows
+
+
+def play(
+    s: Settings, how: Any, name: str, order: str, work: Workload, kinds: Any, turn: int, runs: Runs
+) -> None:
+    """Add the run of a configuration."""
+    parts, place, batch, taught, planned = how
+    at, selection, N = place.attention, None, s.requests
+    if name == "plain":
+        decoder = parts.plain(N, at).build()
+    elif name == "planned":
+        decoder = planned
+    elif name == "selection":
+        decoder = parts.paper(N, at, batch).build()
+    elif name == "pooled":
+        decoder = parts.pooled(N, at)
+        selection = decoder.begin(batch)
+        selection.state = taught.state  # states are values, so this can be shared
+    else:
+        decoder = parts.fixed(name.removeprefix("fixed:"), N, at)
+    admission = ByKind(lambda request: request.key, s.patience, s.requests) if order == "by kind" else None
+    torch.set_num_threads(place.cores)
+    run = stream_run(decoder, work, kinds, s, batch, s.seed + turn, admission, selection)
+    torch.set_num_threads(1)
+    names = decoder.selecting.names if decoder.selecting is not None else (name,)
+    run = replace(run, arms=Counter({names[a]: n for a, n in run.arms.items()}))
+    runs[name, order].append(run)
+
+
+def table(runs: Runs, place: Place, batch: int, best: str) -> list[dict[str, Any]]:
+    """A row per configuration and admission."""
+    fastest = max(ADMISSIONS, key=lambda order: goodput(runs["best_fixed", order])[0])
+    out = []
+    for (name, order), mine in runs.items():
+        row: dict[str, Any] = {"configuration": name, "admission": order, "batch": batch}
+        row |= {"cores": place.cores, "attention": place.attention}
+        row["is"] = best if name == "best_fixed" else None
+        row |= zip(("goodput", "goodput_low", "goodput_high"), goodput(mine))
+        for what, base in (
+            ("plain", ("plain", order)),
+            ("best_fixed", ("best_fixed", order)),
+            ("best_of_all", ("best_fixed", fastest)),
+        ):
+            found = goodput(mine, runs[base])
+            row |= zip((f"ratio_to_{what}", f"ratio_to_{what}_low", f"ratio_to_{what}_high"), found)
+        tokens = sum(sum(map(len, run.ids)) for run in mine)
+        row["throughput"] = tokens / sum(run.whole for run in mine)
+        latency = [seconds for run in mine for seconds in run.latency]
+        row |= {"latency": mean(latency), "latency_p95": float(np.quantile(latency, 0.95))}
+        row["drafts_a_round"] = mean(run.different for run in mine)
+        row |= {"tau": mean(run.stats.tau for run in mine), "streams": len(mine)}
+        arms: Counter[Any] = sum((run.arms for run in mine), Counter())
+        row["arms"] = {str(arm): n / arms.total() for arm, n in arms.items()}
+        out.append(row)
+    return out
+
+
+if __name__ == "__main__":
+    main(parse(Settings, __doc__))
