@@ -75,6 +75,7 @@ class DraftInfo(_Info):
             and their number may depend. ``"independent"``: from one distribution, which is settled, as is their number, before any node of
             that depth is drawn. ``"distinct"``: likewise settled, each from that distribution without its elder siblings' tokens.
         sampling: how it draws tokens; ``None``: as the decoder does, or it draws none. reads_logits: it reads every round's ``scores.logits``.
+        shortest: the fewest tokens of a prompt (the sinks of a constant-size view, for example).
     """
 
     name: str
@@ -90,6 +91,7 @@ class DraftInfo(_Info):
     siblings: Siblings = "in turn"
     sampling: Sampling | None = None
     reads_logits: bool = False
+    shortest: int = 1
 
 
 @dataclass(frozen=True)

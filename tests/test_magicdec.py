@@ -71,7 +71,7 @@ class Rounds:
         verdict = sd.Verdict.of(proposal, path, took, bonus)
         self.cache.commit(self.context, verdict)
         round: Any = type("Round", (), {"context": self.context, "proposal": proposal, "verdict": verdict})
-        self.state = self.draft.caught_up(self.draft.observe(self.state, round))
+        self.state = self.draft.caught_up(self.draft.observe(self.state, round), took + 1)
         self.context = self.context.append(verdict.tokens, took + 1)
 
     def keep(self, rows: list[int]) -> None:
@@ -461,7 +461,9 @@ def test_keys_that_turn_otherwise_are_found_out_by_trying(target, monkeypatch):
 
 def test_rows_shorter_than_the_sinks_are_refused(target):
     decoder = sd.decoder(target).draft(MagicDec(sinks=4)).build()
-    with pytest.raises(ValueError, match="row 1 has 2 tokens and the draft 4 sinks"):
+    with pytest.raises(
+        ValueError, match="prompt 1 has 2 tokens, and draft 'magicdec' needs 4 at least: give a longer prompt"
+    ):
         decoder.generate([[1, 2, 3, 4], [1, 2]], 4)
 
 
@@ -554,13 +556,18 @@ def test_what_is_no_pruner_is_refused(pruner, message):
         MagicDec(pruner=pruner)
 
 
-def test_a_pruner_adds_to_any_mask(target):
+def test_a_pruner_adds_to_masks_with_a_reach(target):
     greedy = {"temperature": 0.0}
     plain = texts(target, None, greedy, sd.Rejection(), [0, 2], seed=0).ids
-    for mask in (Causal() & Window(5), Causal() & (Sinks(2) | Window(3) | Strided(8))):
+    for mask in (Causal() & Window(5), Causal() & (Sinks(2) | Window(9) & (Window(3) | Strided(4)))):
         draft = MagicDec(mask=mask, pruner=H2O(), budget=8, observation=4, refresh=3)
         made = texts(target, draft, greedy, sd.Rejection(), [0, 2], seed=0)
         assert made.ids == plain
+    endless = MagicDec(mask=Causal() & (Window(3) | Strided(4)), pruner=H2O(), budget=8)
+    with pytest.raises(
+        ValueError, match=r"^mask is .*, which has no reach, and a pruner .*: join the mask with a window"
+    ):
+        sd.decoder(target).draft(endless, 3).build()
 
 
 @pytest.mark.slow

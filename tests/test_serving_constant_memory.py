@@ -10,6 +10,7 @@ from test_serving import BUDGETS, PROMPTS, requests, same
 from tiny import tiny
 
 import specdec as sd
+from specdec import selectors
 from specdec.drafts import MagicDec, Spire
 from specdec.drafts.spire.model import SpireModel
 from specdec.executors import Pipelined, Serial
@@ -84,6 +85,36 @@ def test_captured_chains_of_rows_that_come_and_go(kind):
             assert programs.why is None
             assert programs.captured
     assert said[0] == said[1]
+
+
+@pytest.mark.parametrize("limit", [1, 3, 5])
+def test_in_a_pool_a_rows_view_does_not_depend_on_the_arms_of_others(target, limit):
+    """A pruner chooses anew after two rounds of the row, when the row is drafted next."""
+    pool = {"view": PRUNED, "none": None, "n-gram": sd.drafts.NGram()}
+    decoder = sd.decoder(target).pool(pool, selectors.Random(), 3).build()
+    alone = decoder.generate(PROMPTS, BUDGETS, seed=3)
+    same(list(decoder.serve(requests(), limit, seed=3, clock="rounds")), alone)
+
+
+@pytest.mark.parametrize("kind", ["view", "spire", "pool"])
+def test_a_request_that_is_shorter_than_the_sinks_is_refused_alone(target, kind):
+    view = MagicDec(window=4, sinks=4)
+    base = sd.decoder(target)
+    if kind == "pool":
+        base = base.pool({"view": view, "none": None}, selectors.Random(), 3)
+    else:
+        base = base.draft(
+            view if kind == "view" else Spire(SpireModel.from_target(target, layers=1, window=5, sinks=4)), 3
+        )
+    some = [sd.Request([5, 6, 7, 8, 9][:n], 5, arrival) for n, arrival in ((5, 0), (2, 2), (4, 3))]
+    decoder = base.build()
+    done = {one.index: one for one in decoder.serve(some, 4, clock="rounds", errors="yield")}
+    assert [done[i].finish for i in range(3)] == ["length", "error", "length"]
+    said = r"^request 1: its prompt has 2 tokens, and draft '\w+' needs 4 at least: give a longer prompt, or a draft with fewer sinks$"
+    with pytest.raises(ValueError, match=said):
+        raise done[1].error
+    with pytest.raises(ValueError, match=r"^prompt 1 has 2 tokens"):
+        decoder.generate([[1, 2, 3, 4], [1, 2]], 4)
 
 
 def test_rows_join_where_others_have_left():

@@ -333,7 +333,9 @@ def test_bad_input():
     with pytest.raises(ValueError, match="data must be"):
         train(draft, target, tokens[0])
     two = SpireModel.from_target(target, 2, sinks=4)
-    with pytest.raises(ValueError, match="row 1 has 2 tokens and the draft 4 sinks"):
+    with pytest.raises(
+        ValueError, match="prompt 1 has 2 tokens, and draft 'spire' needs 4 at least: give a longer prompt"
+    ):
         sd.decoder(sd.HFModel(target)).draft(Spire(two)).build().generate([[1, 2, 3, 4], [1, 2]], 4)
     with pytest.raises(ValueError, match=r"Spire\(model, block=6\)"):
         sd.decoder(sd.HFModel(target)).draft(Spire(two, block=4), 6).build().generate([[1, 2, 3, 4]], 9)

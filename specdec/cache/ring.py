@@ -29,6 +29,7 @@ from torch import Tensor
 
 from specdec import masks
 from specdec.arguments import at_least
+from specdec.cache.contiguous import check_memory
 from specdec.cache.slots import KVShape, Slots
 from specdec.kernels.device import to_device
 
@@ -122,6 +123,9 @@ class Ring(Slots):
 
         Only a ring that holds the whole text may join one of another window: its slots are positions in both. Where rows have left
         this ring, the new rows take their place and nothing else is copied.
+
+        Raises:
+            MemoryError: they do not fit.
         """
         mine, theirs = self._blocks[0].shape[1], other._blocks[0].shape[1]
         window, extra = max(self.window, other.window), max(self.extra, other.extra)
@@ -130,13 +134,14 @@ class Ring(Slots):
         if (window, extra) == (self.window, self.extra) and self._whole[0].shape[1] >= mine + theirs:
             both._blocks = [block[:, : mine + theirs] for block in self._whole]
         else:
+            check_memory(self.shapes, mine + theirs, self.sinks + window + self.block - 1, extra)
             vars(both).update(vars(self.resized(window, extra, theirs)))
         both._view()
         other._copy_to(both, mine)
         return both
 
     def resized(self, window: int, extra: int, more: int = 0) -> Ring:
-        """A copy with another window, other ``extra`` slots and ``more`` rows at the end. What was in extra slots is kept if the window is the same."""
+        """A copy with another window, other ``extra`` slots and ``more`` rows at the end."""
         mask = self.mask if self.narrower else None
         batch = self._blocks[0].shape[1] + more
         grown = Ring(self.shapes, batch, self.sinks, window, self.block, extra, mask)
@@ -144,12 +149,11 @@ class Ring(Slots):
         return grown
 
     def _copy_to(self, ring: Ring, first: int) -> None:
-        """Copy all rows to rows ``first`` on of a ring whose slots for positions are at least as many; extra slots, where there are as many."""
+        """Copy all rows to rows ``first`` on of a ring whose slots for positions are at least as many, with their extra slots, as far as it has them."""
         held = self.sinks + self.size
         with torch.inference_mode(False), torch.no_grad():
             for there, here in zip(self._blocks, ring._blocks):
                 rows = slice(first, first + there.shape[1])
                 here[:, rows, :held] = there[:, :, :held]
-                if ring.window == self.window:
-                    extra = min(self.extra, ring.extra)
-                    here[:, rows, ring.slots - ring.extra :][:, :, :extra] = there[:, :, held : held + extra]
+                extra, end = min(self.extra, ring.extra), ring.slots - ring.extra
+                here[:, rows, end : end + extra] = there[:, :, held : held + extra]

@@ -74,10 +74,12 @@ class DraftWorker:
     def __init__(self, composition: Composition, settle: bool = True):
         self.composition, self.settle = composition, settle
         self.halves: dict[int, DraftRunner] = {}
+        self.before: Any = None  # states that were joined: until the device has copied them, their memory belongs to nobody else
         self.spans: list[Span] = []
 
     def draft(self, request: DraftRequest) -> DraftResponse | None:
         """Observe the last round and draft for the next; ``None`` for a micro-batch that is finished."""
+        self.before = None
         if not request.context.batch:
             self.halves.pop(request.micro_batch, None)
             return None
@@ -118,6 +120,7 @@ class DraftWorker:
                 None if request.arm is None else request.arm[-request.joins.context.batch :],
             )
             assert half.part.joins is not None  # ``serving.check``
+            self.before = half.state, new.state
             half.state = half.part.joins.join(half.state, new.state)
         if begins or request.joins is not None or request.stay is not None:
             half.state = half.part.follow(half.state, request.target_cache)

@@ -51,8 +51,8 @@ class MagicDec:
         sampling: how the draft's tokens are drawn; ``None`` takes the decoder's.
     Raises:
         TypeError: the pruner does not declare what it needs.
-        ValueError: a window or a budget below 1, or a pruner with positions in the cache; in ``bind``, a target without KV to
-            read, or keys that cannot be rotated; in ``init``, a row that is shorter than the sinks.
+        ValueError: a window or a budget below 1, or a pruner with positions in the cache; in ``bind``, a pruner and a mask
+            without a reach, a target without KV to read, or keys that cannot be rotated; a prompt that is shorter than the sinks.
     """
 
     window: int = 64
@@ -100,7 +100,7 @@ class MagicDec:
 
     @property
     def info(self) -> DraftInfo:
-        return DraftInfo("magicdec", reads_cache=True, sampling=self.sampling)
+        return DraftInfo("magicdec", reads_cache=True, sampling=self.sampling, shortest=self._sinks)
 
     @staticmethod
     def example(model: Any) -> MagicDec:
@@ -118,6 +118,10 @@ class MagicDec:
                 f"budget has {len(self.budget)} numbers and the target {layers} layers: give one for each layer"
             )
         mask = streaming(self.window, self.sinks) if self.mask is None else self.mask
+        if self.pruner is not None and mask.reach is None:
+            raise ValueError(
+                f"mask is {mask!r}, which has no reach, and a pruner adds to a view of constant size: join the mask with a window, or leave the pruner out"
+            )
         extra = 0 if self.pruner is None else max(self._budgets(layers))
         view = View(target, mask, self.block, self.positions == "in_cache", extra)
         mine = self.sampling or sampling
@@ -125,11 +129,9 @@ class MagicDec:
 
     def init(self, context: Context, target_cache: Any) -> MagicDecState:
         view, shortest = self._bound(), int(context.length.min())
-        sinks = 0 if view.reach is None else view.reach.sinks
-        if shortest < sinks:
+        if shortest < self._sinks:
             raise ValueError(
-                f"row {int(context.length.argmin())} has {shortest} tokens and the draft {sinks} sinks: give a prompt of at "
-                "least as many, or use a draft with fewer sinks"
+                f"a row has {shortest} tokens and the draft {self._sinks} sinks: give a prompt of at least as many, or use a draft with fewer sinks"
             )
         cache = view.of(target_cache)
         self._choose(cache, range(context.batch))
@@ -141,19 +143,19 @@ class MagicDec:
         self.check_length(int(budget.max()))
         self._bound()
         assert self.draft is not None
-        state = self.caught_up(state)
+        state = self.caught_up(state, budget)
         proposal, _ = self.draft.propose(ModelState(state.cache, None), context, budget, rng)
         return proposal, state
 
-    def caught_up(self, state: MagicDecState) -> MagicDecState:
-        """The state whose view has all committed positions of the target's cache, and entries chosen anew in rows where ``refresh`` says so.
+    def caught_up(self, state: MagicDecState, budget: Tensor) -> MagicDecState:
+        """The state whose view has all committed positions of the target's cache, and entries chosen anew where ``refresh`` says so in rows with a budget.
 
-        ``observe`` does not do this: rows may have left the cache by then, and others joined it.
+        ``observe`` does not do this: rows may have left the cache by then, and others joined it. In a pool, rows of other drafts have no budget.
         """
         state.cache.catch_up()
         if self.pruner is None or self.refresh is None:
             return state
-        due = state.rounds >= self.refresh
+        due = (state.rounds >= self.refresh) & (budget > 0)
         self._choose(state.cache, due.nonzero()[:, 0].tolist())
         return state._replace(rounds=state.rounds.masked_fill(due, 0))
 
@@ -177,6 +179,11 @@ class MagicDec:
 
     def join(self, state: MagicDecState, other: MagicDecState) -> MagicDecState:
         return MagicDecState(state.cache.join(other.cache), torch.cat([state.rounds, other.rounds]))
+
+    @property
+    def _sinks(self) -> int:
+        reach = streaming(self.window, self.sinks).reach if self.mask is None else self.mask.reach
+        return 0 if reach is None else reach.sinks
 
     def _bound(self) -> View:
         if self.view is None:

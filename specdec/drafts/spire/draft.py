@@ -73,7 +73,10 @@ class Spire:
     @property
     def info(self) -> DraftInfo:
         """``taps``: every verification returns the target's activations that are inputs of the blocks that the draft copied."""
-        return DraftInfo("spire", taps=self.model.layers, model=self.model, sampling=self.sampling)
+        model = self.model
+        return DraftInfo(
+            "spire", taps=model.layers, model=model, sampling=self.sampling, shortest=model.sinks
+        )
 
     @staticmethod
     def example(model: Any) -> Spire:
@@ -105,8 +108,7 @@ class Spire:
             self.programs.check(model.modules())
         if shortest < model.sinks:
             raise ValueError(
-                f"row {int(context.length.argmin())} has {shortest} tokens and the draft {model.sinks} sinks: give a prompt of at "
-                "least as many, or use a draft with fewer sinks"
+                f"a row has {shortest} tokens and the draft {model.sinks} sinks: give a prompt of at least as many, or use a draft with fewer sinks"
             )
         return SpireState(self.ring(context.batch, context.tokens.shape[1]))
 
