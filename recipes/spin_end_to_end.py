@@ -41,7 +41,7 @@ from specdec.cost.arms import weights
 from specdec.executors import Pipelined
 from specdec.kernels.attention import fit
 from specdec.lab import console, plots
-from specdec.lab.arm_times import ARMS, POOL, load_pool, measured
+from specdec.lab.arm_times import ARMS, POOL, charges, load_pool
 from specdec.lab.arms import PoolRun, goodput, pool_run
 from specdec.lab.options import option, parse
 from specdec.lab.recipe import Plotted
@@ -129,11 +129,9 @@ class Parts:
     def profile(self, batch: int) -> None:
         """Measure each arm alone: its rounds are charged these seconds, because a round's own depend on the rest of the batch."""
         s = self.s
-        work = self.workload(max(batch, 4), 1000, "validation")
-        few = (3, 1) if s.quick else (8, 2)
-        sampling = self.sampling(len(work.rows))
-        times = measured(self.targets["auto"], self.arms, work.rows, *few, seed=s.seed, sampling=sampling)
-        self.costs = times.alone(batch)
+        work, few = self.workload(batch, 1000, "validation"), (3, 1) if s.quick else (16, 3)
+        sampling = self.sampling(batch)
+        self.costs = charges(self.targets["auto"], self.arms, work.rows, *few, seed=s.seed, sampling=sampling)
 
     def sampling(self, batch: int) -> sd.Sampling:
         return sd.Sampling(temperatures(self.s.temperatures, batch))

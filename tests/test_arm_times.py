@@ -10,7 +10,7 @@ import specdec as sd
 from specdec import drafts, zoo
 from specdec.arm_policy import Arm
 from specdec.lab import arm_times
-from specdec.lab.arm_times import ARMS, POOL, load_pool, measured
+from specdec.lab.arm_times import ARMS, POOL, charges, load_pool, measured
 from specdec.lab.pipeline import Part
 
 
@@ -73,6 +73,23 @@ def test_models_of_one_size_share_their_measurements(monkeypatch):
     assert times.draft[4] == pytest.approx((0, 8e-3), abs=1e-9)
     assert times.read[0] == times.read[3] != times.read[4]
     assert times.verify == pytest.approx((0, 2e-3, 0), abs=1e-9)
+
+
+def test_rows_are_charged_what_a_batch_of_their_arm_takes(monkeypatch):
+    target, arms, prompts = models()
+    rounds = {"NoDraft": (8e-3, 0), "Model": (20e-3, 24), "NGram": (11e-3, 6)}  # the n-gram found little
+
+    def planted(decoder, prompts, count, micro, seed):
+        seconds, drafted = rounds[type(decoder.draft).__name__]
+        return seconds, [Part(len(prompts), 0.0, 0.0, drafted)] * count
+
+    monkeypatch.setattr(arm_times, "timed", planted)
+    costs = charges(target, arms, prompts, rounds=2, repeats=1)
+    assert costs.verify == pytest.approx(1e-3)
+    assert costs.draft == pytest.approx((12e-3 / 24, 3e-3 / 6, 0.0))
+    for arm, drafted in ((0, 3), (1, 6 / 8), (2, 0)):
+        whole = 8 * float(costs.seconds(torch.tensor([arm]), torch.tensor([drafted])))
+        assert whole == pytest.approx([*rounds.values()][(arm + 1) % 3][0])
 
 
 def test_real_rounds_are_timed():

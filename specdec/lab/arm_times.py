@@ -15,7 +15,7 @@ from specdec import zoo
 from specdec.arm_policy import Arm
 from specdec.builder import decoder as builder
 from specdec.capabilities import DraftPart
-from specdec.cost.arms import weights
+from specdec.cost.arms import ArmCosts, weights
 from specdec.drafts import Model, NGram
 from specdec.drafts.spire.load import is_spire
 from specdec.lab.pipeline import for_some, spread, timed
@@ -123,6 +123,46 @@ def measured(
     ]
     fixed, row, token = _fitted([[1, size, size * d] for size, d, _ in points], [v for *_, v in points])
     return RoundTimes(tuple(draft), (fixed, row, token), tuple(median(reads[kind[name]]) for name in arms))
+
+
+def charges(
+    target: Any,
+    arms: Mapping[str, Arm],
+    prompts: Sequence[Sequence[int]],
+    rounds: int = 8,
+    repeats: int = 3,
+    seed: int = 0,
+    sampling: Sampling | None = None,
+) -> ArmCosts:
+    """What a row is charged for a round: the seconds of whole rounds of all prompts, each arm alone, and of plain rounds.
+
+    ``verify`` is a row's share of a plain round, and ``draft`` what a round takes beyond a plain one for each token that the arm drafted. So the rows of a
+    batch that all use an arm are charged what the batch takes, however verification grows with the tokens (``measured`` fits a line to it).
+
+    Args:
+        others: as for ``measured``.
+    Raises:
+        ValueError: as ``measured``.
+    """
+    lengths = {name: _length(name, arm) for name, arm in arms.items()}
+    base = builder(target).sampling(sampling or Sampling())
+    drafted = {name: arm for name, arm in arms.items() if lengths[name]}
+    decoders: dict[str | None, Any] = {None: base.build()}
+    decoders |= {name: base.draft(arm.draft, lengths[name]).build() for name, arm in drafted.items()}
+    runs: dict[str | None, list[tuple[float, float]]] = {}
+    for turn in range(repeats + 1):
+        for name, decoder in decoders.items():
+            whole = for_some(decoder, len(prompts), len(prompts))
+            seconds, found = timed(whole, spread(prompts, len(prompts)), rounds, 1, seed + turn)
+            if turn:
+                tokens = sum(part.drafted for part in found) / len(found)
+                runs.setdefault(name, []).append((seconds, tokens))
+    plain = median(seconds for seconds, _ in runs[None])
+    extra = dict.fromkeys(arms, 0.0)
+    for name in drafted:
+        seconds, tokens = (median(column) for column in zip(*runs[name]))
+        extra[name] = max(seconds - plain, 0.0) / max(tokens, 1.0)
+    return ArmCosts(tuple(extra.values()), plain / len(prompts))
 
 
 def _length(name: str, arm: Arm) -> int:

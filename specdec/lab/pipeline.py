@@ -19,11 +19,12 @@ from specdec.types import Round
 
 
 class Part(NamedTuple):
-    """A round: its number of rows, and the seconds of drafting and of verification."""
+    """A round: its number of rows, the seconds of drafting and of verification, and the tokens that were drafted."""
 
     rows: int
     draft: float
     verify: float
+    drafted: int = 0
 
 
 class Mode(NamedTuple):
@@ -86,7 +87,7 @@ class Comparison:
                 if turn:
                     times[mode].append(seconds)
                     parts[mode] += found
-        model = TimeModel.fit(samples)
+        model = TimeModel.fit(part[:3] for part in samples)
         return [self._row(name, batch, mode, model, times, parts[mode]) for mode in modes]
 
     @staticmethod
@@ -154,7 +155,8 @@ def timed(
         if round.number > 1:
             marks.append(perf_counter())
             s = round.seconds
-            parts.append(Part(len(round.committed), s["draft"], s["target"] + s["verify"]))
+            drafted = int(round.proposal.size.sum())
+            parts.append(Part(len(round.committed), s["draft"], s["target"] + s["verify"], drafted))
         if len(marks) > rounds * micro:
             raise _Enough
 
