@@ -3,7 +3,7 @@
     python recipes/spin_stream.py --json docs/results/spin_stream.json
 
 The requests of `spin_end_to_end.py` (three domains, greedy and sampled ones in turn, ragged prompts), more of them than rows, are all there
-from the start. A row that has ended makes room for the next request, so the batch stays full until the end. `admission`: `in order`, as they arrive, or
+from the start. A row that has ended makes room for the next request, so the batch stays full until the last requests. `admission`: `in order`, as they arrive, or
 `by kind`: those of one temperature (of one draft, where `pooled` has learned which it will take) one after another, where at most `--patience` later ones join
 before a request (`serving.ByKind`). Each configuration has rows for both.
 
@@ -109,6 +109,8 @@ def main(s: Settings) -> list[dict[str, Any]]:
         s = replace(s, batches=(3,), repeats=1, learn=3, tokens=16, calibrate=1, requests=12)
         s = replace(s, configurations=("plain", "best_fixed", "selection", "pooled", "planned"))
         s = replace(s, pool=(POOL[0], f"{POOL[1]}/2", "ngram", "none"))
+    if not {"plain", "best_fixed"} <= set(s.configurations):
+        raise SystemExit("--configurations needs plain and best_fixed, with which the others are compared")
     s.begin()
     parts = Parts(s)
     (place,) = parts.places

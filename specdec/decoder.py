@@ -216,7 +216,15 @@ class Decoder(Composition):
                 a request out of order, one that ``generate`` would refuse, or one that needs more than ``capacity``.
         """
         settings = Settings(
-            limit, seed, eos_token_id, stop_strings, clock, capacity, on_round, errors, admission or InOrder()
+            limit,
+            seed,
+            eos_token_id,
+            stop_strings,
+            clock,
+            capacity,
+            on_round,
+            errors,
+            InOrder() if admission is None else admission,
         )
         check(self, self.executor, settings)
         decoder = self if selection is None else self._with(selection, limit)

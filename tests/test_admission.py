@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 from test_serving import BUDGETS, PROMPTS, requests, same
@@ -42,9 +43,10 @@ def test_kinds_join_one_after_another():
 def test_where_none_of_the_last_kind_waits_that_of_most_rows_is_next():
     rule = ByKind(key)
     waiting = [Waiting("b", 0), Waiting("c", 0), Waiting("a", 0)]
-    assert rule.next(waiting, ["a", "b", "a", "a", "c"]) == 1
-    assert rule.next(waiting, ["a", "b", "a", "a", "d"]) == 2
-    assert rule.next(waiting, ["d"]) == rule.next(waiting, []) == 0
+    assert rule.next(waiting, ["a", "b", "a", "a", "c"], "c") == 1
+    assert rule.next(waiting, ["a", "b", "a", "a", "d"], "d") == 2
+    assert rule.next(waiting, [], "c") == 1  # also when its row has ended
+    assert rule.next(waiting, ["d"], "d") == rule.next(waiting, [], None) == 0
 
 
 def test_one_that_was_passed_often_comes_first_and_its_kind_goes_on():
@@ -94,6 +96,15 @@ def test_texts_do_not_depend_on_the_order(target, small, executor):
     assert executor is not None or joined != sorted(joined)
 
 
+def test_nobody_sleeps_while_requests_wait(small):
+    """All rows end at their prefill, and a request of another day is on its way."""
+    decoder = sd.decoder(small).build()
+    some = [sd.Request([1, 2], 1, key=n % 2) for n in range(6)] + [sd.Request([1, 2], 1, arrival=1000)]
+    done = list(decoder.serve(some, 1, clock="rounds", admission=ByKind(key)))
+    assert [one.index for one in done] == [0, 2, 4, 1, 3, 5, 6]
+    assert [one.started for one in done] == [0] * 6 + [1000]
+
+
 def test_a_rule_of_ones_own(small):
     @dataclass
     class Latest:
@@ -104,8 +115,8 @@ def test_a_rule_of_ones_own(small):
         def kind(self, request):
             return None
 
-        def next(self, waiting, running):
-            return len(waiting) - 1
+        def next(self, waiting, running, last):
+            return np.int64(len(waiting) - 1)
 
     assert isinstance(Latest(), Admission)
     decoder = sd.decoder(small).build()
@@ -128,8 +139,17 @@ def test_what_cannot_choose_is_refused(small):
     with pytest.raises(ValueError, match=r"^held is 0: give a number of requests"):
         ByKind(key, held=0)
 
+    for nothing in (0, False):
+        with pytest.raises(TypeError, match=r"^admission is "):
+            decoder.serve([], admission=nothing)
+    with pytest.raises(ValueError, match=r"^held of the admission is 0"):
+        decoder.serve([], admission=InOrder(held=0))
+    unhashable = ByKind(lambda request: [request.key])
+    with pytest.raises(TypeError, match=r"^the kind of request 0 is \[None\]: give what can be hashed"):
+        list(decoder.serve([sd.Request([1], 2)], admission=unhashable))
+
     class Wrong(ByKind):
-        def next(self, waiting, running):
+        def next(self, waiting, running, last):
             return len(waiting)
 
     with pytest.raises(

@@ -141,12 +141,15 @@ def commands() -> list[tuple[str, str]]:
 
 
 def options_of(script: Path) -> str:
-    """The source of a script, and of the lab's modules that it imports: settings are dataclasses whose fields are options."""
+    """The source of a script, and of the lab's modules and the scripts that it imports: settings are dataclasses whose fields are options."""
     source = script.read_text(encoding="utf-8")
     lab = [
         ROOT / "specdec/lab" / f"{name}.py" for name in re.findall(r"from specdec\.lab\.(\w+) import", source)
     ]
-    return "\n".join([source, *map(options_of, lab)])
+    beside = [
+        script.parent / f"{name}.py" for name in re.findall(r"^from (\w+) import", source, re.MULTILINE)
+    ]
+    return "\n".join([source, *map(options_of, [*lab, *(one for one in beside if one.exists())])])
 
 
 def test_the_commands_exist():

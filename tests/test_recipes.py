@@ -67,6 +67,7 @@ RECIPES = [
     "spin_pipeline",
     "spin_switching",
     "spin_end_to_end",
+    "spin_stream",
     "verifiers",
     "gpu/suite",
 ]
@@ -475,11 +476,12 @@ def test_ablations(tmp_path):
         "spin_pipeline",
         "spin_switching",
         "spin_end_to_end",
+        "spin_stream",
     ],
 )
 def test_spins_recipes_at_toy_size(recipe, tmp_path):
     file = tmp_path / "s.json"
-    words = [] if recipe == "spin_switching" else ["--plots", str(tmp_path)]
+    words = [] if recipe in ("spin_switching", "spin_stream") else ["--plots", str(tmp_path)]
     run(f"recipes/{recipe}.py", "--quick", "--json", str(file), *words)
     rows = report(file)
     columns = {
@@ -508,6 +510,7 @@ def test_spins_recipes_at_toy_size(recipe, tmp_path):
         "spin_pipeline": {"mode", "batch", "micro_batches", "milliseconds", "predicted", "gain"},
         "spin_switching": {"executor", "prepared", "context", "stall_milliseconds", "ordinary_milliseconds"},
         "spin_end_to_end": {"configuration", "batch", "ratio_to_plain", "tau"},
+        "spin_stream": {"configuration", "admission", "goodput", "throughput", "latency_p95", "arms"},
     }[recipe]
     assert rows
     assert columns <= {name for row in rows for name in row}
@@ -535,6 +538,20 @@ def test_spins_recipes_at_toy_size(recipe, tmp_path):
         assert [r["micro_batches"] for r in search] == [1, 2, 3]
         assert sum(r["tuned"] for r in search) <= 1  # the search may end above 3
         assert all(r["tokens_per_second"] > 0 for r in search)
+    if recipe == "spin_stream":
+        found = {(r["configuration"], r["admission"]): r for r in rows}
+        both = ("plain", "best_fixed", "selection", "pooled", "planned")
+        assert set(found) >= {(name, order) for name in both for order in ("in order", "by kind")}
+        for (name, order), row in found.items():
+            assert row["goodput"] > row["throughput"] > 0  # prefills are left out
+            if name in both:
+                for other in ("plain", "best_fixed"):
+                    speed = row["goodput"] / found[other, order]["goodput"]
+                    assert row[f"ratio_to_{other}"] == pytest.approx(speed)
+        # A draft's texts are the same in any order, and so are its rounds.
+        for name in ("plain", "best_fixed"):
+            one, other = (found[name, order] for order in ("in order", "by kind"))
+            assert one["tau"] == other["tau"]
     if recipe == "spin_end_to_end":
         columns = {"configuration", "batch", "cores", "attention", "goodput", "goodput_low", "goodput_high"}
         assert all(columns <= set(r) and r["goodput"] > 0 for r in rows)

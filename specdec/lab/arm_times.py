@@ -140,9 +140,9 @@ def charges(
     batch that all use an arm are charged what the batch takes, however verification grows with the tokens (``measured`` fits a line to it).
 
     Args:
-        others: as for ``measured``.
+        others: as for ``measured``; models of one size are measured apart.
     Raises:
-        ValueError: as ``measured``.
+        ValueError: fewer temperatures than prompts, or an arm without a length.
     """
     lengths = {name: _length(name, arm) for name, arm in arms.items()}
     base = builder(target).sampling(sampling or Sampling())

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from numbers import Integral
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from specdec.arguments import at_least, function
@@ -33,8 +34,9 @@ class Admission(Protocol):
         """The kind of a request, asked once."""
         ...
 
-    def next(self, waiting: Sequence[Waiting], running: Sequence[Hashable]) -> int:
-        """Which of ``waiting``, at least one, in order of arrival, joins next, given the kinds of the rows in flight in the order in which they joined."""
+    def next(self, waiting: Sequence[Waiting], running: Sequence[Hashable], last: Hashable) -> int:
+        """Which of ``waiting``, at least one, in order of arrival, joins next, given the kinds of the rows in flight, and of the request that joined
+        last (``None`` before the first)."""
         ...
 
 
@@ -47,7 +49,7 @@ class InOrder:
     def kind(self, request: Request) -> None:
         return None
 
-    def next(self, waiting: Sequence[Waiting], running: Sequence[Hashable]) -> int:
+    def next(self, waiting: Sequence[Waiting], running: Sequence[Hashable], last: Hashable) -> int:
         return 0
 
 
@@ -55,11 +57,12 @@ class InOrder:
 class ByKind:
     """Requests of one kind join one after another, so that the rows of a batch are alike: a round pays for every draft that a row of it uses.
 
-    The oldest waiting request of the kind that joined last is next, else of the kind that most rows in flight have, else the oldest of all. One that
+    The next one is the oldest that has the kind of the request that joined last, else the kind of most rows in flight, else the oldest of all. One that
     ``patience`` later requests have passed comes before all others, and then its kind goes on; so no request is passed more often.
 
     Args:
-        kind: of a request: its draft, its temperature, or a ``key`` of yours, for example.
+        kind: of a request: its draft, its temperature, or a ``key`` of yours, for example. It is asked for every request; an error that it raises ends the
+            stream.
         patience: how many later requests may join before one; many times the rows in flight, or batches stay mixed.
         held: how many waiting requests are looked at.
     Raises:
@@ -76,13 +79,13 @@ class ByKind:
         for name in ("patience", "held"):
             at_least(1, name, getattr(self, name), "give a number of requests, 1 or more")
 
-    def next(self, waiting: Sequence[Waiting], running: Sequence[Hashable]) -> int:
+    def next(self, waiting: Sequence[Waiting], running: Sequence[Hashable], last: Hashable) -> int:
         if waiting[0].passed >= self.patience:  # an older one has been passed at least as often
             return 0
         oldest: dict[Hashable, int] = {}
         for i, one in enumerate(waiting):
             oldest.setdefault(one.kind, i)
-        there = [*running[-1:], *(kind for kind, _ in Counter(running).most_common())]
+        there = [last, *(kind for kind, _ in Counter(running).most_common())]
         return next((oldest[kind] for kind in there if kind in oldest), 0)
 
 
@@ -114,6 +117,7 @@ class Arrivals:
         self.waiting: list[Due] = []
         self.of: list[Waiting] = []  # those
         self.running: dict[int, Hashable] = {}  # number -> kind
+        self.last: Hashable = None
 
     @property
     def over(self) -> bool:
@@ -134,20 +138,32 @@ class Arrivals:
                 break
             self.next = None
             self.waiting.append(due)
-            self.of.append(Waiting(outside(partial(self.admission.kind, due.request)), 0))
+            self.of.append(Waiting(self._kind(due), 0))
         if not self.waiting:
             return None
         self.running = {number: kind for number, kind in self.running.items() if number in running}
-        at = outside(lambda: self.admission.next(list(self.of), list(self.running.values())))
-        if not isinstance(at, int) or not 0 <= at < len(self.waiting):
+        kinds = list(self.running.values())
+        at = outside(lambda: self.admission.next(list(self.of), kinds, self.last))
+        if not isinstance(at, Integral) or int(at) not in range(len(self.waiting)):
             raise ValueError(
                 f"admission chose request {at!r} of {len(self.waiting)} that wait: next() returns a position in waiting"
             )
+        at = int(at)
         for i in range(at):
             self.of[i] = Waiting(self.of[i].kind, self.of[i].passed + 1)
         due = self.waiting.pop(at)
-        self.running[due.number] = self.of.pop(at).kind
+        self.running[due.number] = self.last = self.of.pop(at).kind
         return due
+
+    def _kind(self, due: Due) -> Hashable:
+        kind = outside(partial(self.admission.kind, due.request))
+        try:
+            hash(kind)
+        except TypeError as error:
+            raise TypeError(
+                f"the kind of request {due.number} is {kind!r}: give what can be hashed, such as a tuple"
+            ) from error
+        return kind
 
     def _peek(self) -> Due | None:
         """The next request, ``None`` if there is none yet or no more; at most one is taken from the source ahead of time."""

@@ -61,8 +61,9 @@ def check(composition: Composition, executor: Executor, settings: Settings) -> N
     if not isinstance(settings.admission, Admission) or isinstance(settings.admission, type):
         raise TypeError(
             f"admission is {settings.admission!r}: give serving.ByKind(kind), or an object with held, kind(request) and "
-            "next(waiting, running)"
+            "next(waiting, running, last)"
         )
+    at_least(1, "held of the admission", settings.admission.held, "give a number of requests, 1 or more")
     if not isinstance(executor, (Serial, Pipelined)):
         raise ValueError(
             f"rows cannot join those in flight under the executor {executor}: build with Serial() or Pipelined(micro_batches)"

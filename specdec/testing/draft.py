@@ -305,6 +305,8 @@ def consumed(case: Case) -> None:
     session = case.session(case.samplings[-1])
     if not caches(session.state):
         raise NotTried("its state has no cache, which is an object with sync and commit")
+    if session.part.info.reads_cache:
+        raise NotTried("it reads the target's cache, which has no tokens to be fed once more")
     for budgets, stay in zip(BUDGETS, ([3, 2, 1, 0], [0, 3, 2], [0, 3, 2], [2, 3], [3])):
         session.round(budgets)
         session.keep(stay)
