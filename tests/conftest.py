@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from pathlib import Path
 
 for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ[name] = "1"  # read once, when torch and numpy are imported
@@ -18,6 +19,7 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 
 torch.set_num_threads(1)
+HERE = Path(__file__).parent
 
 
 @pytest.hookimpl(wrapper=True)
@@ -32,7 +34,24 @@ def pytest_collection():
         gc.enable()
 
 
-def pytest_collection_modifyitems():
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    """Cases in ``slow_tier.txt`` are slow: they take a second or more, and others like them stay in the fast tier."""
+    listed = set((HERE / "slow_tier.txt").read_text().splitlines())
+    root = HERE.parent
+    files = {item.path for item in items}
+    missing = {one for one in listed if root / one.partition("::")[0] in files} - {
+        item.nodeid for item in items
+    }
+    if missing and not any("::" in word for word in config.args):
+        raise pytest.UsageError(f"tests/slow_tier.txt names cases that do not exist: {sorted(missing)}")
+    for item in items:
+        if item.nodeid in listed:
+            item.add_marker(pytest.mark.slow)
+    _kernels()
+
+
+def _kernels():
     """With a compiler but without kernels, the tests of the kernels would be skipped, in this process or in all: that is an error."""
     build = sys.modules.get("specdec.kernels.native.build")
     if build is None or not build._made.cache_info().currsize or os.environ.get("SPECDEC_NATIVE") == "0":
