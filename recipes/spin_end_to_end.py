@@ -157,8 +157,8 @@ class Parts:
     def paper(self, requests: int, attention: str, batch: int | None = None) -> Any:
         """The paper's selector: its drafts only, and no more of ``batch`` rows (default: of all requests) on one than its capacity."""
         room = math.ceil(self.s.capacity * (batch or requests) / len(self.models))
-        more = {"capacities": dict.fromkeys(self.models, room)}
-        return self.chosen(self.models, selectors.Spin(), requests, attention, **more)
+        capacities = dict.fromkeys(self.models, room)
+        return self.chosen(self.models, selectors.Spin(), requests, attention, capacities=capacities)
 
     def pooled(
         self, batch: int, attention: str, exploration: int = 4, growth: float = 64, warm: int = 30

@@ -7,10 +7,15 @@ from the start. A row that has ended makes room for the next request, so the bat
 `by kind`: those of one temperature (of one draft, where `pooled` has learned which it will take) one after another, where at most `--patience` later ones join
 before a request (`serving.ByKind`). Each configuration has rows for both.
 
-Rows: `configuration, admission, attention, cores, goodput` (tokens a second of all streams after the prefills, without the seconds of the prefills),
-`ratio_to_plain` and `ratio_to_best_fixed` of the same admission, `ratio_to_best_of_all`: to the best fixed draft in the better of its two orders; `throughput`
-(tokens a second with everything), tau, the share of rounds of each of the `arms`, `drafts_a_round` (how many different arms a round's rows have), and the `latency` of the requests (mean and 95th percentile, seconds). Intervals (`_low`, `_high`)
-are 95 % bootstraps over streams, with fewer than 5 streams there are none.
+Rows: `configuration, admission, batch, attention, cores`, and
+
+- `goodput`: tokens a second after the target's prefills, whose seconds are left out. A draft that is a model of its own reads a new text in the round after the
+  prefill, which is not left out; SPIRe, which reads the target's activations, begins with the prefill.
+- `ratio_to_plain`, `ratio_to_best_fixed`: of goodputs, with the same admission. `ratio_to_best_of_all`: to the best fixed draft in the faster of its two orders.
+- `throughput`: tokens a second with everything. `latency`, `latency_p95`: mean and 95th percentile of the requests, in seconds.
+- `tau`; `arms`: the share of rounds of each, over rows; `drafts_a_round`: how many different arms the rows of a round have.
+
+Intervals (`_low`, `_high`) are 95 % bootstraps over streams; with fewer than 5 streams there are none.
 
 - `plain`, `fixed:NAME`, `best_fixed`, `selection` (the paper's selector), `pooled` and `planned` are those of `spin_end_to_end.py`, and learn and are measured
   beforehand as there. `best_fixed` is the best in hindsight over all streams, in order, and is run again with the others. All drafts are run on the
@@ -19,7 +24,7 @@ are 95 % bootstraps over streams, with fewer than 5 streams there are none.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import mean
@@ -104,6 +109,51 @@ def stream_run(
     return StreamRun(made, whole - prefills, stats, arms, ids, spent, whole, latency, mean(different))
 
 
+class Streams:
+    """The decoders of the configurations for one batch, and what they learned or measured beforehand."""
+
+    def __init__(self, s: Settings, parts: Parts, batch: int):
+        self.s, self.parts, self.batch = s, parts, batch
+        (self.place,) = parts.places
+        self.temperatures = temperatures(s.temperatures, s.requests)
+        parts.profile(batch)
+        self.taught = parts.taught(batch)
+        self.planned = parts.planned(self.place, batch, s.requests)
+
+    def play(self, name: str, order: str, work: Workload, seed: int) -> StreamRun:
+        """A run of a configuration."""
+        s, parts, N, at = self.s, self.parts, self.s.requests, self.place.attention
+        kinds, selection = list[Any](self.temperatures), None
+        if name == "plain":
+            decoder = parts.plain(N, at).build()
+        elif name == "planned":
+            decoder = self.planned
+        elif name == "selection":
+            decoder = parts.paper(N, at, self.batch).build()
+        elif name == "pooled":
+            decoder = parts.pooled(N, at)
+            selection = decoder.begin(self.batch)
+            selection.state = self.taught.state  # states are values, so this can be shared
+            kinds = self.learned(work)
+        else:
+            decoder = parts.fixed(name.removeprefix("fixed:"), N, at)
+        admission = ByKind(lambda request: request.key, s.patience, N) if order == "by kind" else None
+        torch.set_num_threads(self.place.cores)
+        run = stream_run(decoder, work, kinds, s, self.batch, seed, admission, selection)
+        torch.set_num_threads(1)
+        names = decoder.selecting.names if decoder.selecting is not None else (name,)
+        arms: Counter[Any] = Counter({names[a]: n for a, n in run.arms.items()})
+        return replace(run, arms=arms)
+
+    def learned(self, work: Workload) -> list[Any]:
+        """The draft that the pooled selector has learned to take for each request; of kinds that it has not met, the kind."""
+        table, arms = self.taught.state.own, list(self.parts.arms)
+        speed = arm_goodput(table.sums)
+        drafts = {kind: arms[int(speed[row].argmax())] for kind, row in table.keys.of.items()}
+        domains = map(ByDomain(self.parts.tokenizer).of, work.rows)
+        return [drafts.get(kind, kind) for kind in zip(domains, self.temperatures)]
+
+
 def main(s: Settings) -> list[dict[str, Any]]:
     if s.quick:
         s = replace(s, batches=(3,), repeats=1, learn=3, tokens=16, calibrate=1, requests=12)
@@ -111,74 +161,41 @@ def main(s: Settings) -> list[dict[str, Any]]:
         s = replace(s, pool=(POOL[0], f"{POOL[1]}/2", "ngram", "none"))
     if not {"plain", "best_fixed"} <= set(s.configurations):
         raise SystemExit("--configurations needs plain and best_fixed, with which the others are compared")
+    if len(s.places) != 1:
+        raise SystemExit("--places: give one, such as auto/1")
     s.begin()
     parts = Parts(s)
-    (place,) = parts.places
-    kinds = temperatures(s.temperatures, s.requests)
+    works = [parts.workload(s.requests, turn) for turn in range(s.repeats)]
     rows: list[dict[str, Any]] = []
     for batch in s.batches:
-        parts.profile(batch)
-        taught, planned = parts.taught(batch), parts.planned(place, batch, s.requests)
-        works = [parts.workload(s.requests, turn) for turn in range(s.repeats)]
-        runs: Runs = defaultdict(list)
-        how = parts, place, batch, taught, planned
-        drafts = [name for name, arm in parts.arms.items() if arm.draft is not None]
-        for turn, work in enumerate(works):
-            for name in drafts:
-                console.progress(f"stream {turn + 1} of {s.repeats}: {name}")
-                play(s, how, f"fixed:{name}", "in order", work, kinds, turn, runs)
-            speed = {name: goodput(runs[f"fixed:{name}", "in order"])[0] for name in drafts}
-            drafts = [name for name in drafts if turn or speed[name] >= 0.8 * max(speed.values())]
-        best = max(drafts, key=lambda name: speed[name])
-        names = [f"fixed:{best}" if name == "best_fixed" else name for name in s.configurations]
-        plans = [(name, order) for name in names for order in ADMISSIONS]
-        again: Runs = defaultdict(list)
+        streams, runs = Streams(s, parts, batch), Runs()
+        best = alone(streams, works, runs)
+        names = {"best_fixed": f"fixed:{best}"}
+        plans = [(name, order) for name in s.configurations for order in ADMISSIONS]
         for turn, work in enumerate(works):
             start = turn * 3 % len(plans)
             for name, order in plans[start:] + plans[:start]:
                 console.progress(f"stream {turn + 1} of {s.repeats}: {name}, {order}")
-                play(s, how, name, order, work, kinds, turn, again)
-        runs |= {
-            ("best_fixed" if name.startswith("fixed:") else name, order): some
-            for (name, order), some in again.items()
-        }
-        rows += table(runs, place, batch, best)
+                run = streams.play(names.get(name, name), order, work, s.seed + turn)
+                runs.setdefault((name, order), []).append(run)
+        rows += table(runs, streams.place, batch, best)
         print(f"\nbatch {batch}\n" + console.table([r for r in rows if r["batch"] == batch], COLUMNS))
     s.save(rows)
     return rows
 
 
-def play(
-    s: Settings, how: Any, name: str, order: str, work: Workload, kinds: Any, turn: int, runs: Runs
-) -> None:
-    """Add the run of a configuration."""
-    parts, place, batch, taught, planned = how
-    at, selection, N = place.attention, None, s.requests
-    if name == "plain":
-        decoder = parts.plain(N, at).build()
-    elif name == "planned":
-        decoder = planned
-    elif name == "selection":
-        decoder = parts.paper(N, at, batch).build()
-    elif name == "pooled":
-        decoder = parts.pooled(N, at)
-        selection = decoder.begin(batch)
-        selection.state = taught.state  # states are values, so this can be shared
-    else:
-        decoder = parts.fixed(name.removeprefix("fixed:"), N, at)
-    if name == "pooled":  # by draft
-        table, every = taught.state.own, list(parts.arms)
-        learned = arm_goodput(table.sums)
-        drafts = {kind: every[int(learned[row].argmax())] for kind, row in table.keys.of.items()}
-        domains = [ByDomain(parts.tokenizer).of(row) for row in work.rows]
-        kinds = [drafts.get(kind, kind) for kind in zip(domains, kinds)]
-    admission = ByKind(lambda request: request.key, s.patience, s.requests) if order == "by kind" else None
-    torch.set_num_threads(place.cores)
-    run = stream_run(decoder, work, kinds, s, batch, s.seed + turn, admission, selection)
-    torch.set_num_threads(1)
-    names = decoder.selecting.names if decoder.selecting is not None else (name,)
-    arms: Counter[Any] = Counter({names[a]: n for a, n in run.arms.items()})
-    runs[name, order].append(replace(run, arms=arms))
+def alone(streams: Streams, works: Sequence[Workload], runs: Runs) -> str:
+    """Add the runs of each draft alone, in order; the name of the fastest. Slow ones are given up after the first stream."""
+    drafts = [name for name, arm in streams.parts.arms.items() if arm.draft is not None]
+    speed: dict[str, float] = {}
+    for turn, work in enumerate(works):
+        for name in drafts:
+            console.progress(f"stream {turn + 1} of {len(works)}: {name}")
+            mine = runs.setdefault((f"fixed:{name}", ADMISSIONS[0]), [])
+            mine.append(streams.play(f"fixed:{name}", ADMISSIONS[0], work, streams.s.seed + turn))
+            speed[name] = goodput(mine)[0]
+        drafts = [name for name in drafts if turn or speed[name] >= 0.8 * max(speed.values())]
+    return max(drafts, key=lambda name: speed[name])
 
 
 def table(runs: Runs, place: Place, batch: int, best: str) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ methods are the protocols at the end of ``protocols``; ``DraftPart`` looks for t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any, Literal, Self
@@ -92,6 +92,14 @@ class DraftInfo(_Info):
     sampling: Sampling | None = None
     reads_logits: bool = False
     shortest: int = 1
+
+    def check_prompts(self, lengths: Iterable[int]) -> None:
+        """Raise ValueError for a prompt of fewer than ``shortest`` tokens, with its number."""
+        for b, length in enumerate(lengths):
+            if length < self.shortest:
+                raise ValueError(
+                    f"prompt {b} has {length} tokens, and draft {self.name!r} needs {self.shortest} at least: give a longer prompt, or another draft"
+                )
 
 
 @dataclass(frozen=True)

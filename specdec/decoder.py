@@ -208,8 +208,8 @@ class Decoder(Composition):
                 the request's number and ``round.verdict.tokens[b, :round.committed[b]]`` its new tokens, with which partial results can be shown.
             selection: as for ``generate``. errors: ``"raise"``, or ``"yield"``: a request that ``generate`` would refuse, or whose ``on_chunk`` or
                 ``cancelled`` raises, is yielded with ``finish="error"`` and its ``error``, and the others go on.
-            admission: in which order requests that wait join (``serving.ByKind``); ``None``: first come, first served. Requests have the same
-                texts in any order.
+            admission: in which order requests that wait join (``serving.ByKind``); ``None``: first come, first served. The order changes no
+                text (as above).
         Raises:
             ValueError: at once, for a part that cannot take in rows during a run, an executor other than ``Serial`` and
                 ``Pipelined``, an invalid limit, clock, capacity, seed or stop, or a list of requests out of order; on its arrival, for

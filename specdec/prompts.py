@@ -221,13 +221,8 @@ def stop_rules(
         raise ValueError(
             f"max_new_tokens is {min(budgets)} for row {budgets.index(min(budgets))}: give at least 1"
         )
-    for info in (part.info for part in composition.drafting.parts):
-        for b, row in enumerate(rows):
-            if len(row) < info.shortest:
-                raise ValueError(
-                    f"prompt {b} has {len(row)} tokens, and draft {info.name!r} needs {info.shortest} at least: give a longer prompt, or a draft "
-                    "with fewer sinks"
-                )
+    for part in composition.drafting.parts:
+        part.info.check_prompts(map(len, rows))
     drafts = (("draft", ModelInfo.of(part.info.model)) for part in composition.drafting.parts)
     for name, model in (("target", target), *drafts):
         limit = model.max_positions

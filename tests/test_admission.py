@@ -38,6 +38,7 @@ def test_kinds_join_one_after_another():
     assert order("abcabcab", ByKind(key)) == [0, 3, 6, 1, 4, 7, 2, 5]
     assert order("ababab", ByKind(key, held=2)) == [0, 2, 1, 3, 5, 4]  # each time two are looked at
     assert order("abbbab", ByKind(key, held=2)) == [0, 1, 2, 3, 5, 4]
+    assert order(["a", None, "a"], ByKind(key)) == [0, 2, 1]
 
 
 def test_where_none_of_the_last_kind_waits_that_of_most_rows_is_next():

@@ -142,7 +142,7 @@ def charges(
     Args:
         others: as for ``measured``; models of one size are measured apart.
     Raises:
-        ValueError: fewer temperatures than prompts, or an arm without a length.
+        ValueError: an arm has no length, or there are fewer temperatures than prompts.
     """
     lengths = {name: _length(name, arm) for name, arm in arms.items()}
     base = builder(target).sampling(sampling or Sampling())
@@ -152,8 +152,7 @@ def charges(
     runs: dict[str | None, list[tuple[float, float]]] = {}
     for turn in range(repeats + 1):
         for name, decoder in decoders.items():
-            whole = for_some(decoder, len(prompts), len(prompts))
-            seconds, found = timed(whole, spread(prompts, len(prompts)), rounds, 1, seed + turn)
+            seconds, found = timed(decoder, prompts, rounds, 1, seed + turn)
             if turn:
                 tokens = sum(part.drafted for part in found) / len(found)
                 runs.setdefault(name, []).append((seconds, tokens))

@@ -27,16 +27,20 @@ class Admission(Protocol):
 
     @property
     def held(self) -> int:
-        """Requests that have arrived are taken from the source until so many wait."""
+        """How many requests that have arrived may be taken from the source and wait."""
         ...
 
     def kind(self, request: Request) -> Hashable:
-        """The kind of a request, asked once."""
+        """The kind of a request, asked once for each."""
         ...
 
     def next(self, waiting: Sequence[Waiting], running: Sequence[Hashable], last: Hashable) -> int:
-        """Which of ``waiting``, at least one, in order of arrival, joins next, given the kinds of the rows in flight, and of the request that joined
-        last (``None`` before the first)."""
+        """The position in ``waiting`` of the request that joins next.
+
+        Args:
+            waiting: at least one, in order of arrival. running: the kinds of the rows in flight.
+            last: the kind of the request that joined last; before the first, that of the oldest that waits.
+        """
         ...
 
 
@@ -61,9 +65,9 @@ class ByKind:
     ``patience`` later requests have passed comes before all others, and then its kind goes on; so no request is passed more often.
 
     Args:
-        kind: of a request: its draft, its temperature, or a ``key`` of yours, for example. It is asked for every request; an error that it raises ends the
+        kind: of a request: its draft, its temperature, or a ``key`` of yours, for example. It is asked once for each; an error that it raises ends the
             stream.
-        patience: how many later requests may join before one; many times the rows in flight, or batches stay mixed.
+        patience: how many later requests may pass one. Make it many times the rows in flight, or batches stay mixed.
         held: how many waiting requests are looked at.
     Raises:
         TypeError: ``kind`` is not a function, or a number is not whole.
@@ -95,7 +99,7 @@ class Arrivals:
     Args:
         clock: the time of the stream.
     Attributes:
-        next: a request that was taken before it arrives.
+        early: the one request that was taken before it arrives, if any. waiting: those that have arrived.
     Raises:
         TypeError, ValueError: the requests are not iterable, or a sequence is not in the order of arrival.
     """
@@ -113,11 +117,11 @@ class Arrivals:
         self.source: Iterator[Request | None] = iter(requests)
         self.admission, self.clock = admission, clock
         self.ended, self.taken, self.latest = False, 0, 0.0
-        self.next: Due | None = None
+        self.early: Due | None = None
         self.waiting: list[Due] = []
-        self.of: list[Waiting] = []  # those
+        self.shown: list[Waiting] = []  # what the admission is shown of each that waits
         self.running: dict[int, Hashable] = {}  # number -> kind
-        self.last: Hashable = None
+        self.last: Waiting | None = None  # joined last
 
     @property
     def over(self) -> bool:
@@ -125,34 +129,35 @@ class Arrivals:
         return not self.waiting and self._peek() is None and self.ended
 
     def take(self, running: Collection[int]) -> Due | None:
-        """The request that joins next, ``None`` if none has arrived that has not joined.
+        """The request that joins next, ``None`` if none waits.
 
         Args:
-            running: the numbers of those that have joined and not ended.
+            running: the numbers of the requests in flight.
         Raises:
-            TypeError, ValueError: the source gives what is no request, or one out of order; the admission chooses one that there is not.
+            TypeError, ValueError: the source gives what is no request, or one out of order; a kind cannot be hashed; the admission's choice is no
+                position in ``waiting``.
         """
         while len(self.waiting) < self.admission.held:
             due = self._peek()
             if due is None or due.arrived > self.clock():
                 break
-            self.next = None
+            self.early = None
             self.waiting.append(due)
-            self.of.append(Waiting(self._kind(due), 0))
+            self.shown.append(Waiting(self._kind(due), 0))
         if not self.waiting:
             return None
         self.running = {number: kind for number, kind in self.running.items() if number in running}
-        kinds = list(self.running.values())
-        at = outside(lambda: self.admission.next(list(self.of), kinds, self.last))
+        kinds, last = list(self.running.values()), self.last or self.shown[0]
+        at = outside(lambda: self.admission.next(list(self.shown), kinds, last.kind))
         if not isinstance(at, Integral) or int(at) not in range(len(self.waiting)):
             raise ValueError(
                 f"admission chose request {at!r} of {len(self.waiting)} that wait: next() returns a position in waiting"
             )
         at = int(at)
         for i in range(at):
-            self.of[i] = Waiting(self.of[i].kind, self.of[i].passed + 1)
-        due = self.waiting.pop(at)
-        self.running[due.number] = self.last = self.of.pop(at).kind
+            self.shown[i] = Waiting(self.shown[i].kind, self.shown[i].passed + 1)
+        due, self.last = self.waiting.pop(at), self.shown.pop(at)
+        self.running[due.number] = self.last.kind
         return due
 
     def _kind(self, due: Due) -> Hashable:
@@ -167,7 +172,7 @@ class Arrivals:
 
     def _peek(self) -> Due | None:
         """The next request, ``None`` if there is none yet or no more; at most one is taken from the source ahead of time."""
-        if self.next is None and not self.ended:
+        if self.early is None and not self.ended:
             request: Any = outside(lambda: next(self.source, self))  # the source is the user's code
             if request is self:
                 self.ended = True
@@ -175,8 +180,8 @@ class Arrivals:
                 _in_order(self.taken, request, self.latest)
                 arrived = max(self.latest, self.clock()) if request.arrival is None else request.arrival
                 self.latest = self.latest if request.arrival is None else arrived
-                self.next, self.taken = Due(self.taken, request, arrived), self.taken + 1
-        return self.next
+                self.early, self.taken = Due(self.taken, request, arrived), self.taken + 1
+        return self.early
 
 
 def _in_order(index: int, request: Any, latest: float) -> None:

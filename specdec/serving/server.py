@@ -148,9 +148,9 @@ class Server:
 
     def _wait(self) -> None:
         """Wait, with no row in flight, until the next request is due, or until the source is asked again."""
-        due = self.arrivals.next
         if self.arrivals.waiting:  # all that joined ended at once
             return
+        due = self.arrivals.early
         if due is None:
             sleep(POLL)
         elif self.settings.clock == "rounds":

@@ -85,8 +85,8 @@ def check(composition: Composition, executor: Executor, settings: Settings) -> N
 
 def rules_of(composition: Composition, settings: Settings) -> StopRules:
     """The stop rules of requests that have none of their own, without budgets; raises TypeError and ValueError for wrong ones."""
-    longest = max((part.info.shortest for part in composition.drafting.parts), default=1)
-    return stop_rules(composition, [[0] * longest], 1, settings.eos_token_id, settings.stop_strings, (), 1)
+    shortest = max((part.info.shortest for part in composition.drafting.parts), default=1)
+    return stop_rules(composition, [[0] * shortest], 1, settings.eos_token_id, settings.stop_strings, (), 1)
 
 
 def _joinable(name: str, model: Any) -> None:

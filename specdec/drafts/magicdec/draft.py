@@ -52,7 +52,7 @@ class MagicDec:
     Raises:
         TypeError: the pruner does not declare what it needs.
         ValueError: a window or a budget below 1, or a pruner with positions in the cache; in ``bind``, a pruner and a mask
-            without a reach, a target without KV to read, or keys that cannot be rotated; a prompt that is shorter than the sinks.
+            without a reach, a target without KV to read, or keys that cannot be rotated; in ``init``, a prompt that is shorter than the sinks.
     """
 
     window: int = 64
@@ -100,7 +100,10 @@ class MagicDec:
 
     @property
     def info(self) -> DraftInfo:
-        return DraftInfo("magicdec", reads_cache=True, sampling=self.sampling, shortest=self._sinks)
+        sinks = self.sinks
+        if self.mask is not None:
+            sinks = 0 if self.mask.reach is None else self.mask.reach.sinks
+        return DraftInfo("magicdec", reads_cache=True, sampling=self.sampling, shortest=sinks)
 
     @staticmethod
     def example(model: Any) -> MagicDec:
@@ -120,7 +123,7 @@ class MagicDec:
         mask = streaming(self.window, self.sinks) if self.mask is None else self.mask
         if self.pruner is not None and mask.reach is None:
             raise ValueError(
-                f"mask is {mask!r}, which has no reach, and a pruner adds to a view of constant size: join the mask with a window, or leave the pruner out"
+                f"mask is {mask!r}, which has no reach, and a pruner adds to a view of constant size: join the mask with a window, or give no pruner"
             )
         extra = 0 if self.pruner is None else max(self._budgets(layers))
         view = View(target, mask, self.block, self.positions == "in_cache", extra)
@@ -128,12 +131,8 @@ class MagicDec:
         return replace(self, sampling=mine, view=view, draft=Model(view, mine).bind(target, mine))
 
     def init(self, context: Context, target_cache: Any) -> MagicDecState:
-        view, shortest = self._bound(), int(context.length.min())
-        if shortest < self._sinks:
-            raise ValueError(
-                f"a row has {shortest} tokens and the draft {self._sinks} sinks: give a prompt of at least as many, or use a draft with fewer sinks"
-            )
-        cache = view.of(target_cache)
+        self.info.check_prompts(context.length.tolist())
+        cache = self._bound().of(target_cache)
         self._choose(cache, range(context.batch))
         return MagicDecState(cache, torch.full((context.batch,), -1))  # the prefill is observed too
 
@@ -179,11 +178,6 @@ class MagicDec:
 
     def join(self, state: MagicDecState, other: MagicDecState) -> MagicDecState:
         return MagicDecState(state.cache.join(other.cache), torch.cat([state.rounds, other.rounds]))
-
-    @property
-    def _sinks(self) -> int:
-        reach = streaming(self.window, self.sinks).reach if self.mask is None else self.mask.reach
-        return 0 if reach is None else reach.sinks
 
     def _bound(self) -> View:
         if self.view is None:

@@ -102,14 +102,10 @@ class Spire:
         Raises:
             ValueError: a row is shorter than the sinks.
         """
-        model, shortest = self.model, int(context.length.min())
-        model.check()
+        self.model.check()
         if self.programs is not None:
-            self.programs.check(model.modules())
-        if shortest < model.sinks:
-            raise ValueError(
-                f"a row has {shortest} tokens and the draft {model.sinks} sinks: give a prompt of at least as many, or use a draft with fewer sinks"
-            )
+            self.programs.check(self.model.modules())
+        self.info.check_prompts(context.length.tolist())
         return SpireState(self.ring(context.batch, context.tokens.shape[1]))
 
     def ring(self, batch: int, capacity: int) -> Ring:
