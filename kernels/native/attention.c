@@ -48,28 +48,34 @@ DOTS(4)
 DOTS(5)
 DOTS(6)
 
+#if W == 8
+#define ACROSS 2 /* vectors of a value at a time, whose sums for QT queries fit the processor's registers */
+#else
+#define ACROSS 4
+#endif
+
 /* acc [NQ][D] += weights [NQ][n slots] x values; slots that are not live (weight 0 for all queries) are not read */
 #define MIX(NQ)                                                                                               \
     static inline __attribute__((always_inline)) void mix##NQ(float *acc, const float *p, const int32_t *live, \
                                                               const void *v, int64_t at, int64_t stride,     \
                                                               int64_t next, int64_t step, int n, int D, int half) {        \
-        for (int d = 0; d < D; d += 4 * W) {                                                                  \
-            int parts = D - d < 4 * W ? (D - d) / W : 4;                                                      \
-            vec sum[NQ][4] = {{{0}}};                                                                                 \
+        for (int d = 0; d < D; d += ACROSS * W) {                                                                  \
+            int parts = D - d < ACROSS * W ? (D - d) / W : ACROSS;                                                      \
+            vec sum[NQ][ACROSS] = {{{0}}};                                                                                 \
             for (int i = 0; i < NQ; i++)                                                                      \
-                for (int c = 0; c < 4; c++)                                                                   \
+                for (int c = 0; c < ACROSS; c++)                                                                   \
                     if (c < parts) sum[i][c] = *(vec *)(acc + i * D + d + c * W);                             \
             for (int s = 0; s < n; s++) {                                                                     \
                 if (!live[s]) continue;                                                                       \
                 if (!d) soon(v, next + s * step, D, half);                                            \
-                for (int c = 0; c < 4; c++)                                                                   \
+                for (int c = 0; c < ACROSS; c++)                                                                   \
                     if (c < parts) {                                                                          \
                         vec x = load(v, at + s * stride + d + c * W, half);                                   \
                         for (int i = 0; i < NQ; i++) sum[i][c] += x * p[i * KC + s];                    \
                     }                                                                                         \
             }                                                                                                 \
             for (int i = 0; i < NQ; i++)                                                                      \
-                for (int c = 0; c < 4; c++)                                                                   \
+                for (int c = 0; c < ACROSS; c++)                                                                   \
                     if (c < parts) *(vec *)(acc + i * D + d + c * W) = sum[i][c];                             \
         }                                                                                                     \
     }
@@ -139,7 +145,7 @@ static inline __attribute__((always_inline)) void block(const Plan *p, const Cal
                             uint8_t bytes[W] = {0};
                             const int64_t x = slot < from ? from - slot : 0, y = slot + W > end ? end - slot : W;
                             memcpy(bytes + x, line + slot + x, y - x);
-                            uint64_t two[2];
+                            uint64_t two[2] = {0};
                             memcpy(two, bytes, W);
                             some |= (two[0] | two[1]) != 0;
                             seen[i] |= __builtin_convertvector(*(const bvec *)bytes, ivec) != 0;
@@ -262,7 +268,7 @@ static inline __attribute__((always_inline)) void task(const Plan *p, const Call
 }
 
 static void some_heads(const Plan *p, const Call *c, int64_t r, int64_t h0, int64_t h1, float *space) {
-#ifdef __AVX512F__ /* elsewhere compilers take minutes over them */
+#ifdef __AVX__
     const int64_t size = c->size == c->value_size ? c->size : 0;
     if (size == 32 && !c->half) return task(p, c, r, h0, h1, 32, 32, 0, space);
     if (size == 32) return task(p, c, r, h0, h1, 32, 32, 1, space);

@@ -25,6 +25,8 @@ import torch
 
 _HERE = Path(__file__).parent
 _FLAGS = ["-O3", "-std=gnu11", "-shared", "-fPIC", "-fno-math-errno", "-fno-trapping-math"]
+# For some processors GCC multiplies and adds apart in some loops and not in others, so that bits would depend on the loop.
+_CHAINS = ["--param=avoid-fma-max-bits=0"]
 
 LONGEST = 300  # seconds for the compiler
 
@@ -89,13 +91,15 @@ def _compile() -> Path:
         version = _run([*words, "--version"], check=True).stdout
     except (OSError, subprocess.CalledProcessError) as error:
         raise RuntimeError(f"the C compiler {command!r} does not run: {error}") from None
-    openmp = _openmp() if "Free Software Foundation" in version else []  # clang uses another thread pool
+    gnu = "Free Software Foundation" in version
+    openmp = _openmp() if gnu else []  # clang uses another thread pool
+    flags = [*_FLAGS, *(_CHAINS if gnu else ())]
     sources, headers = sorted(_HERE.glob("*.c")), sorted(_HERE.glob("*.h"))
     what = hashlib.sha256()
     for part in (
         command,
         version,
-        " ".join(_FLAGS),
+        " ".join(flags),
         openmp,
         _processor(),
         *(s.read_text() for s in [*sources, *headers]),
@@ -108,7 +112,7 @@ def _compile() -> Path:
     with tempfile.TemporaryDirectory(dir=made.parent) as folder:
         out = Path(folder) / made.name
         for more in ([*tuned, *openmp], tuned, []):  # the best options that this compiler supports
-            line = [*words, *_FLAGS, *more, *map(str, sources), "-o", str(out), "-lm"]
+            line = [*words, *flags, *more, *map(str, sources), "-o", str(out), "-lm"]
             try:
                 done = _run(line)
             except subprocess.TimeoutExpired:

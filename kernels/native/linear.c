@@ -1,8 +1,8 @@
 /* x [M, E] times weight [O, E] transposed, for few rows: a batch of new tokens, not a prompt.
 
-   Sixteen outputs at a time against up to six rows, so that a weight is read from memory once, and sums run over the lanes of
-   vectors in one order: a row's result does not depend, to the bit, on how many rows there are. bfloat16 weights of float32 rows are
-   widened as they are read. */
+   W outputs at a time against as many rows as sums fit the processor's registers, so that a weight is read from memory once, and sums
+   run over the lanes of vectors in one order: a row's result does not depend, to the bit, on how many rows there are. bfloat16 weights
+   of float32 rows are widened as they are read. */
 
 #include <stdint.h>
 #include <stdlib.h>
@@ -11,10 +11,18 @@
 #include "tiles.h"
 #include "vector.h"
 
+#if W == 8 /* sums for 4 outputs fit 16 registers, or 32 */
+#define ROWS 3
+#define CASES(ALONE) switch (n) { CASE(1, ALONE) CASE(2, ALONE) CASE(3, ALONE) }
+#else
 #define ROWS 6
+#define CASES(ALONE) switch (n) { CASE(1, ALONE) CASE(2, ALONE) CASE(3, ALONE) CASE(4, ALONE) CASE(5, ALONE) CASE(6, ALONE) }
+#endif
+#define CASE(N, ALONE) case N: tile##N(x + m * E, weight, 0, E, narrow, made, next, each, ALONE); break;
+#define PARTS (W / 4) /* of 4 outputs */
 
-/* The next sixteen outputs' weights are prefetched: all of them spread over the only tile (alone), or `each` bytes for each quarter
-   of one of several tiles. */
+/* The next W outputs' weights are prefetched: all of them spread over the only tile (alone), or `each` bytes for each part of
+   one of several tiles. */
 #define TILE(N)                                                                                                     \
     static inline __attribute__((always_inline)) void tile##N(const float *x, const void *w, int64_t at, int64_t E, \
                                                               const int half, vec *out, const char *soon,           \
@@ -27,7 +35,20 @@
                 for (int o = 0; o < 4; o++) acc[i][o] = (vec){0};                                                   \
             if (!alone)                                                                                             \
                 for (int64_t b = 0; b < each; b += 64) __builtin_prefetch(soon + j / 4 * each + b, 0, 2);           \
-            for (int64_t e = 0; e < E; e += W) {                                                                    \
+            for (int64_t e = 0; W == 8 && e < E; e += W) { /* rows stay in registers */                             \
+                vec z[N];                                                                                           \
+                for (int i = 0; i < N; i++) {                                                                       \
+                    z[i] = *(const vec *)(x + i * E + e);                                                           \
+                    HELD(z[i]);                                                                                     \
+                }                                                                                                   \
+                for (int o = 0; o < 4; o++) {                                                                       \
+                    if (alone) __builtin_prefetch(soon + ((j + o) * E + e) * bytes, 0, 2);                          \
+                    vec y = load(w, at + (j + o) * E + e, half);                                                    \
+                    HELD(y);                                                                                        \
+                    for (int i = 0; i < N; i++) acc[i][o] += z[i] * y;                                              \
+                }                                                                                                   \
+            }                                                                                                       \
+            for (int64_t e = 0; W != 8 && e < E; e += W) { /* weights do */                                         \
                 vec y[4];                                                                                           \
                 for (int o = 0; o < 4; o++) {                                                                       \
                     if (alone) __builtin_prefetch(soon + ((j + o) * E + e) * bytes, 0, 2);                          \
@@ -50,17 +71,14 @@ TILE(4)
 TILE(5)
 TILE(6)
 
-#define CASE(N, ALONE) case N: tile##N(x + m * E, weight, 0, E, narrow, made, next, each, ALONE); break;
-#define CASES(ALONE) switch (n) { CASE(1, ALONE) CASE(2, ALONE) CASE(3, ALONE) CASE(4, ALONE) CASE(5, ALONE) CASE(6, ALONE) }
-
-/* Outputs o .. o + 15, whose weights are bfloat16 where `narrow` is set; `bytes` at `next` will be needed after them. */
+/* Outputs o .. o + W - 1, whose weights are bfloat16 where `narrow` is set; `bytes` at `next` will be needed after them. */
 static inline __attribute__((always_inline)) void outputs(const float *x, const void *weight, const void *bias, void *out, int64_t M,
                                                           int64_t O, int64_t E, int64_t o, const char *next, int64_t bytes,
                                                           const int half, const int narrow) {
     const vec more = bias ? load(bias, o, half) : splat(0);
-    const int64_t tiles = (M + ROWS - 1) / ROWS, each = bytes / tiles / 4 / 64 * 64;
+    const int64_t tiles = (M + ROWS - 1) / ROWS, each = bytes / tiles / PARTS / 64 * 64;
     vec made[ROWS] = {{0}};
-    for (int64_t m = 0; m < M; m += ROWS, next += 4 * each) {
+    for (int64_t m = 0; m < M; m += ROWS, next += PARTS * each) {
         const int n = M - m < ROWS ? (int)(M - m) : ROWS;
         if (tiles == 1) CASES(1)
         else CASES(0)

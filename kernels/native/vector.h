@@ -1,15 +1,29 @@
-/* Vectors of 16 numbers, which a compiler turns into whatever the processor has. */
+/* Vectors of W numbers: as many as a register of the processor holds. More would be kept in memory by some compilers. */
 
 #pragma once
 #include <stdint.h>
 
+#if defined(__AVX512F__)
 #define W 16
+#elif defined(__AVX__)
+#include <immintrin.h>
+#define W 8
+#else
+#define W 4
+#endif
 
 typedef float vec __attribute__((vector_size(4 * W), aligned(4)));
 typedef int32_t ivec __attribute__((vector_size(4 * W)));
 typedef uint16_t hvec __attribute__((vector_size(2 * W), aligned(2)));
 typedef uint8_t bvec __attribute__((vector_size(W), aligned(1)));
 typedef uint32_t uvec __attribute__((vector_size(4 * W)));
+
+/* Keeps x in a register, where compilers would read it from memory for every use. */
+#if W == 8
+#define HELD(x) __asm__("" : "+x"(x))
+#else
+#define HELD(x)
+#endif
 
 static inline vec splat(float x) { return (vec){0} + x; }
 
@@ -51,13 +65,23 @@ static inline float total(vec x) {
     return s;
 }
 
+#if W == 16
 static const ivec LANES = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+#elif W == 8
+static const ivec LANES = {0, 1, 2, 3, 4, 5, 6, 7};
+#else
+static const ivec LANES = {0, 1, 2, 3};
+#endif
 
 /* Values are float32, or bfloat16 if half is set. */
 
 static inline vec load(const void *p, int64_t at, int half) {
     if (half) {
+#if W == 8 && defined(__AVX2__) /* which compilers do not find */
+        uvec w = (uvec)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)((const uint16_t *)p + at)));
+#else
         uvec w = __builtin_convertvector(*(const hvec *)((const uint16_t *)p + at), uvec);
+#endif
         return (vec)(w << 16);
     }
     return *(const vec *)((const float *)p + at);
@@ -99,8 +123,9 @@ static inline __attribute__((always_inline)) void put(void *p, int64_t at, float
 
 #define PAIR __builtin_shufflevector
 
-/* The 16 sums over the lanes of 16 vectors. */
+/* The W sums over the lanes of W vectors. */
 static inline vec sums(const vec *x) {
+#if W == 16
     vec y[8], z[4], u[2];
     for (int i = 0; i < 8; i++)
         y[i] = PAIR(x[2 * i], x[2 * i + 1], 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) +
@@ -113,4 +138,15 @@ static inline vec sums(const vec *x) {
                PAIR(z[2 * i], z[2 * i + 1], 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
     return PAIR(u[0], u[1], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
            PAIR(u[0], u[1], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+#elif W == 8
+    vec y[4], z[2];
+    for (int i = 0; i < 4; i++)
+        y[i] = PAIR(x[2 * i], x[2 * i + 1], 0, 8, 2, 10, 4, 12, 6, 14) + PAIR(x[2 * i], x[2 * i + 1], 1, 9, 3, 11, 5, 13, 7, 15);
+    for (int i = 0; i < 2; i++)
+        z[i] = PAIR(y[2 * i], y[2 * i + 1], 0, 1, 8, 9, 4, 5, 12, 13) + PAIR(y[2 * i], y[2 * i + 1], 2, 3, 10, 11, 6, 7, 14, 15);
+    return PAIR(z[0], z[1], 0, 1, 2, 3, 8, 9, 10, 11) + PAIR(z[0], z[1], 4, 5, 6, 7, 12, 13, 14, 15);
+#else
+    const vec y = PAIR(x[0], x[1], 0, 4, 2, 6) + PAIR(x[0], x[1], 1, 5, 3, 7), z = PAIR(x[2], x[3], 0, 4, 2, 6) + PAIR(x[2], x[3], 1, 5, 3, 7);
+    return PAIR(y, z, 0, 1, 4, 5) + PAIR(y, z, 2, 3, 6, 7);
+#endif
 }

@@ -40,7 +40,7 @@ from specdec.kernels.native.step import Reader, step
 from specdec.kernels.pointwise import Place
 
 STEP = 256  # tokens of a forward up to which it is a step, and not a prompt
-FEW = 6  # the same in bfloat16 without matrix units, where PyTorch is faster from there on
+FEW = 6  # the same in bfloat16 with AVX-512 and without matrix units, where PyTorch is faster from there on
 WIDE = 2048  # inputs of a product up to which C's is as fast
 
 
@@ -56,7 +56,9 @@ def small(x: Tensor) -> bool:
 
 
 def most(dtype: torch.dtype) -> int:
-    """The most tokens of a step for which C's products are faster."""
+    """The most tokens of a forward for which C's products are faster."""
+    if dtype == torch.bfloat16 and torch.backends.cpu.get_cpu_capability() == "AVX2":
+        return sys.maxsize  # PyTorch's products have no instructions for bfloat16 there
     return {torch.float32: STEP, torch.bfloat16: STEP if tiles() else FEW}.get(dtype, 0)
 
 
