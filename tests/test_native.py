@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import platform
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +20,7 @@ from specdec.forward.llama_c import LlamaC
 from specdec.kernels.attention import AttentionPlan, ExplicitPlan, attention
 from specdec.kernels.attention import native as backend
 from specdec.kernels.native import library, ops, reason
+from specdec.kernels.native.build import compiler
 
 needed = pytest.mark.skipif(library() is None, reason=f"no C kernels: {reason()}")
 
@@ -580,3 +583,24 @@ def test_a_model_that_was_cast_after_it_was_wrapped_is_refused():
 def _relaid(model):
     weight = model.model.layers[0].self_attn.q_proj.weight
     weight.data = weight.data.t().contiguous().t()
+
+
+@needed
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="its options are those of x86")
+@pytest.mark.parametrize(("option", "width"), [("-mno-avx512f", 8), ("-mno-avx", 4)])
+def test_with_narrower_vectors(tmp_path, option, width):
+    """The other tests of the kernels, as on a processor whose registers hold fewer numbers."""
+    words = [*shlex.split(compiler()), option]
+    header = tmp_path / "width.c"
+    header.write_text(f'#include "{Path(ops.__file__).with_name("vector.h")}"\nwidth = W\n')
+    seen = subprocess.run(
+        [*words, "-march=native", "-E", "-P", str(header)], capture_output=True, text=True, check=True
+    ).stdout
+    if f"width = {width}" not in seen:
+        pytest.skip(f"this processor has {seen[-20:].split()[-1]} numbers in a register")
+    env = {**os.environ, "CC": shlex.join(words), "SPECDEC_CACHE": str(tmp_path)}
+    files = [str(Path(__file__).with_name(f"test_{n}.py")) for n in ("native", "native_steps", "narrow")]
+    line = [sys.executable, "-m", "pytest", "-n", "0", "-q", "-p", "no:cacheprovider", *files]
+    done = subprocess.run(line, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]

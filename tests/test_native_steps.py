@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from tiny import tiny
@@ -122,3 +124,13 @@ def test_a_slot_that_is_not_there_writes_nothing(case):
     with pytest.raises(IndexError, match="slots are not all in the buffers"):
         step([reader._replace(slots=torch.full_like(reader.slots, 10**6))], TOKENS, 2)
     assert all(map(torch.equal, before, [t for pair in cache.layers for t in pair]))
+
+
+def test_bfloat16_prompts_where_pytorch_has_no_instructions_for_it(monkeypatch):
+    for capability, tokens in (
+        ("AVX2", sys.maxsize),
+        ("AVX512", llama_c.STEP if llama_c.tiles() else llama_c.FEW),
+    ):
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda c=capability: c)
+        assert llama_c.most(torch.bfloat16) == tokens
+        assert llama_c.most(torch.float32) == llama_c.STEP
