@@ -19,8 +19,7 @@ from tiny import tiny
 from specdec.forward.llama_c import LlamaC
 from specdec.kernels.attention import AttentionPlan, ExplicitPlan, attention
 from specdec.kernels.attention import native as backend
-from specdec.kernels.native import library, ops, reason
-from specdec.kernels.native.build import compiler
+from specdec.kernels.native import build, library, ops, reason
 
 needed = pytest.mark.skipif(library() is None, reason=f"no C kernels: {reason()}")
 
@@ -89,6 +88,14 @@ def test_a_compiler_that_takes_too_long_is_named(tmp_path):
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     assert done.stdout.startswith("None "), done.stderr
     assert "slow' did not compile the C kernels in 1 seconds: start again" in done.stdout
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux")
+def test_pytorch_may_keep_its_thread_pool_elsewhere(tmp_path, monkeypatch):
+    expected = build._openmp()
+    monkeypatch.setattr(build.torch, "__file__", str(tmp_path / "torch" / "__init__.py"))
+    if expected:
+        assert Path(build._openmp()[1]).samefile(expected[1])
 
 
 @needed
@@ -591,7 +598,7 @@ def _relaid(model):
 @pytest.mark.parametrize(("option", "width"), [("-mno-avx512f", 8), ("-mno-avx", 4)])
 def test_with_narrower_vectors(tmp_path, option, width):
     """The other tests of the kernels, as on a processor whose registers hold fewer numbers."""
-    words = [*shlex.split(compiler()), option]
+    words = [*shlex.split(build.compiler()), option]
     header = tmp_path / "width.c"
     header.write_text(f'#include "{Path(ops.__file__).with_name("vector.h")}"\nwidth = W\n')
     seen = subprocess.run(

@@ -126,11 +126,18 @@ def test_a_slot_that_is_not_there_writes_nothing(case):
     assert all(map(torch.equal, before, [t for pair in cache.layers for t in pair]))
 
 
-def test_bfloat16_prompts_where_pytorch_has_no_instructions_for_it(monkeypatch):
-    for capability, tokens in (
-        ("AVX2", sys.maxsize),
-        ("AVX512", llama_c.STEP if llama_c.tiles() else llama_c.FEW),
-    ):
-        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda c=capability: c)
-        assert llama_c.most(torch.bfloat16) == tokens
-        assert llama_c.most(torch.float32) == llama_c.STEP
+def test_how_many_tokens_products_in_c_take(monkeypatch):
+    def most(*dtypes, **found):
+        for name, value in found.items():
+            monkeypatch.setattr(llama_c, name, lambda v=value: v)
+        return [llama_c.most(dtype) for dtype in dtypes]
+
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    both, every = (torch.float32, torch.bfloat16), sys.maxsize
+    assert most(*both, threaded=True, tiles=True, half_units=True) == [llama_c.STEP, llama_c.STEP]
+    assert most(*both, tiles=False) == [llama_c.STEP, llama_c.FEW]
+    assert most(*both, half_units=False) == [llama_c.STEP, every]
+    assert most(torch.float64, torch.float16) == [0, 0]
+    assert most(*both, threaded=False) == [0, 0]  # PyTorch's products use both threads
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    assert most(*both) == [llama_c.STEP, every]

@@ -63,3 +63,5 @@ def test_without_triton_and_flash_attn_and_then_without_a_compiler(tmp_path):
         lines[3:], ("SPECDEC_NATIVE=0", "no-such-compiler", "false", "quotation"), strict=True
     ):
         assert why in line
+    assert done.stderr.count("the C kernels for the CPU are missing") == 3  # not where the user asks for it
+    assert "SPECDEC_NATIVE=0 in the environment ends this warning" in done.stderr

@@ -268,16 +268,16 @@ static inline __attribute__((always_inline)) void task(const Plan *p, const Call
 }
 
 static void some_heads(const Plan *p, const Call *c, int64_t r, int64_t h0, int64_t h1, float *space) {
-#ifdef __AVX__
+#if W > 4 || defined(__ARM_NEON)
     const int64_t size = c->size == c->value_size ? c->size : 0;
     if (size == 32 && !c->half) return task(p, c, r, h0, h1, 32, 32, 0, space);
     if (size == 32) return task(p, c, r, h0, h1, 32, 32, 1, space);
     if (size == 64 && !c->half) return task(p, c, r, h0, h1, 64, 64, 0, space);
     if (size == 128 && !c->half) return task(p, c, r, h0, h1, 128, 128, 0, space);
-#endif
-#if defined(__AVX512F__) && !TILES
+#if !TILES
     if (size == 64) return task(p, c, r, h0, h1, 64, 64, 1, space);
     if (size == 128) return task(p, c, r, h0, h1, 128, 128, 1, space);
+#endif
 #endif
     task(p, c, r, h0, h1, (int)c->size, (int)c->value_size, (int)c->half, space);
 }

@@ -17,6 +17,7 @@ import shutil
 import stat
 import subprocess
 import tempfile
+import warnings
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,17 @@ def library() -> ctypes.CDLL | None:
 def reason() -> str | None:
     """Why there are no compiled kernels; ``None`` where there are."""
     return _made()[1]
+
+
+def say_missing() -> None:
+    """Warns that there are no compiled kernels, unless ``SPECDEC_NATIVE=0`` asks for that."""
+    if library() is None and os.environ.get("SPECDEC_NATIVE", "1") != "0":
+        warnings.warn(
+            f"the C kernels for the CPU are missing, and PyTorch's operators take about twice as long: {reason()}. "
+            "SPECDEC_NATIVE=0 in the environment ends this warning",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 _KINDS = {"p": ctypes.c_void_p, "l": ctypes.c_int64, "i": ctypes.c_int, "f": ctypes.c_float}
@@ -137,9 +149,20 @@ def _run(line: list[str], check: bool = False) -> subprocess.CompletedProcess[st
 
 def _openmp() -> list[str]:
     """Options to share PyTorch's thread pool: two pools would compete for cores."""
-    found = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
-    found += sorted((Path(torch.__file__).parents[1] / "torch.libs").glob("libgomp*.so*"))
+    root = Path(torch.__file__).parent
+    found = [*sorted(root.glob("lib/libgomp*.so*")), *sorted(root.parent.glob("torch.libs/libgomp*.so*"))]
+    found = found or _loaded()  # PyTorch of a distribution, whose libraries lie elsewhere
     return ["-fopenmp", str(found[0])] if found else []
+
+
+def _loaded() -> list[Path]:
+    """The OpenMP libraries of this process; each has the functions that GCC calls."""
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return []
+    files = {Path(line.split(maxsplit=5)[-1]) for line in lines}
+    return sorted(f for f in files if f.name.startswith(("libgomp", "libomp", "libiomp5")))
 
 
 def _processor() -> str:

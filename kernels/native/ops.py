@@ -20,6 +20,20 @@ def tiles() -> bool:
     return lib is not None and bool(lib.units())
 
 
+@cache
+def half_units() -> bool:
+    """Whether the processor has instructions for bfloat16, with which PyTorch's products are fast."""
+    lib = library()
+    return lib is not None and bool(lib.half_units())
+
+
+@cache
+def threaded() -> bool:
+    """Whether the kernels use more than one thread: with PyTorch's OpenMP, and so if GCC compiled them."""
+    lib = library()
+    return lib is not None and bool(lib.threaded())
+
+
 def _check(name: str, *tensors: Tensor | None) -> bool:
     """Whether the tensors are bfloat16. The kernels themselves check nothing.
 

@@ -119,3 +119,21 @@ int linear_tiles(const void *x, const void *weight, const void *bias, void *out,
 
 /* tiles(), on every processor */
 int units(void) { return tiles(); }
+
+/* Whether the processor has instructions for bfloat16, with which other libraries' products are fast. */
+int half_units(void) {
+#if defined(__AVX512BF16__) || defined(__AMX_BF16__) || defined(__ARM_FEATURE_BF16)
+    return 1;
+#else
+    return 0;
+#endif
+}
+
+/* Whether kernels use more than one thread. */
+int threaded(void) {
+#ifdef _OPENMP
+    return 1;
+#else
+    return 0;
+#endif
+}

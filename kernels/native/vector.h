@@ -10,6 +10,9 @@
 #define W 8
 #else
 #define W 4
+#ifdef __ARM_NEON
+#include <arm_neon.h>
+#endif
 #endif
 
 typedef float vec __attribute__((vector_size(4 * W), aligned(4)));
@@ -79,6 +82,8 @@ static inline vec load(const void *p, int64_t at, int half) {
     if (half) {
 #if W == 8 && defined(__AVX2__) /* which compilers do not find */
         uvec w = (uvec)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)((const uint16_t *)p + at)));
+#elif W == 4 && defined(__ARM_NEON)
+        uvec w = (uvec)vmovl_u16(vld1_u16((const uint16_t *)p + at));
 #else
         uvec w = __builtin_convertvector(*(const hvec *)((const uint16_t *)p + at), uvec);
 #endif
@@ -121,7 +126,11 @@ static inline __attribute__((always_inline)) void put(void *p, int64_t at, float
     ((uint16_t *)p)[at] = f == f ? (uint16_t)made : 0x7fc0;
 }
 
+#if defined(__GNUC__) && !defined(__clang__) && __GNUC__ < 12
+#define PAIR(a, b, ...) __builtin_shuffle(a, b, (ivec){__VA_ARGS__})
+#else
 #define PAIR __builtin_shufflevector
+#endif
 
 /* The W sums over the lanes of W vectors. */
 static inline vec sums(const vec *x) {

@@ -26,13 +26,16 @@ from specdec.kernels.attention import AttentionPlan
 from specdec.kernels.attention.native import always, lowered, prompt
 from specdec.kernels.native import library
 from specdec.kernels.native.blocks import CAST, Blocks
+from specdec.kernels.native.build import say_missing
 from specdec.kernels.native.narrow import CHANGED, Narrow
 from specdec.kernels.native.ops import (
     MOST,
     add_norm,
     apply_rotary,
+    half_units,
     linear_takes,
     silu_mul,
+    threaded,
     tiles,
     unchecked_linear,
 )
@@ -40,7 +43,7 @@ from specdec.kernels.native.step import Reader, step
 from specdec.kernels.pointwise import Place
 
 STEP = 256  # tokens of a forward up to which it is a step, and not a prompt
-FEW = 6  # the same in bfloat16 with AVX-512 and without matrix units, where PyTorch is faster from there on
+FEW = 6  # the same in bfloat16 with vector instructions for it, where PyTorch is faster from there on
 WIDE = 2048  # inputs of a product up to which C's is as fast
 
 
@@ -57,9 +60,11 @@ def small(x: Tensor) -> bool:
 
 def most(dtype: torch.dtype) -> int:
     """The most tokens of a forward for which C's products are faster."""
-    if dtype == torch.bfloat16 and torch.backends.cpu.get_cpu_capability() == "AVX2":
-        return sys.maxsize  # PyTorch's products have no instructions for bfloat16 there
-    return {torch.float32: STEP, torch.bfloat16: STEP if tiles() else FEW}.get(dtype, 0)
+    if not threaded() and torch.get_num_threads() > 1:
+        return 0
+    if dtype == torch.bfloat16 and not tiles():
+        return FEW if half_units() else sys.maxsize
+    return STEP if dtype in (torch.float32, torch.bfloat16) else 0
 
 
 class Native(Eager):
@@ -119,9 +124,8 @@ class LlamaC(LlamaEager):
     def _use(self, narrow: Narrow | None) -> None:
         """Compute from now on with these copies of the weights, or with the weights themselves."""
         self.narrow = narrow
-        every_size = self._always or (narrow is not None and tiles())
-        self._few = sys.maxsize if every_size else most(self.head.weight.dtype)
-        wide = self._always or narrow is not None
+        plain = self.dtype == torch.bfloat16 and not half_units()  # PyTorch's products are slow at any width
+        wide = self._always or narrow is not None or plain
         self._own = all(linear_takes(*p) and (wide or p[0].shape[1] <= WIDE) for p in self._products)
         self._takes = self._own and self.backend in ("auto", "native") and Blocks.takes(self.blocks)
         ordered = [b.layer for b in self.blocks] == list(range(len(self.blocks)))
@@ -139,9 +143,12 @@ class LlamaC(LlamaEager):
         """Whether the model is one that this path computes: llama-like, in float32 or bfloat16, on a CPU with C kernels."""
         found = {(p.device.type, p.dtype) for p in model.parameters()}
         plain = found in ({("cpu", torch.float32)}, {("cpu", torch.bfloat16)})
-        if not plain or library() is None or not LlamaEager.suits(model, found.pop()[1]):
+        if not plain or not LlamaEager.suits(model, found.pop()[1]):
             return False
-        return all(b.self_attn.head_dim <= MOST and b.self_attn.head_dim % 2 == 0 for b in model.model.layers)
+        if any(b.self_attn.head_dim > MOST or b.self_attn.head_dim % 2 for b in model.model.layers):
+            return False
+        say_missing()
+        return library() is not None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -177,6 +184,14 @@ class LlamaC(LlamaEager):
             raise RuntimeError(CAST)
         ops = Native(few, self.narrow)
         return self.run(ops, x, self.table.at(positions, x), store, plan, keep, caught)
+
+    @property
+    def _few(self) -> int:
+        """The most tokens of a forward for which products are C's."""
+        if self._always:
+            return sys.maxsize
+        few = most(self.dtype)
+        return sys.maxsize if few and self.narrow is not None and tiles() else few
 
     @property
     def _laid(self) -> bool:
