@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 
 import pytest
@@ -11,6 +12,7 @@ from tiny import tiny
 import specdec as sd
 from specdec.forward import llama_c
 from specdec.kernels.native import library, reason
+from specdec.kernels.native.ops import unchecked_linear
 from specdec.kernels.native.step import step
 from specdec.models import StackedModel, stacked
 from specdec.types import Context
@@ -138,6 +140,26 @@ def test_how_many_tokens_products_in_c_take(monkeypatch):
     assert most(*both, tiles=False) == [llama_c.STEP, llama_c.FEW]
     assert most(*both, half_units=False) == [llama_c.STEP, every]
     assert most(torch.float64, torch.float16) == [0, 0]
-    assert most(*both, threaded=False) == [0, 0]  # PyTorch's products use both threads
+    assert most(*both, threaded=False) == [llama_c.ALONE] * 2  # PyTorch's products use both threads
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     assert most(*both) == [llama_c.STEP, every]
+
+
+def test_bfloat16_prompts_in_c_where_pytorch_has_no_products_for_them(monkeypatch):
+    monkeypatch.setattr(llama_c, "half_units", lambda: False)
+    monkeypatch.setattr(llama_c, "tiles", lambda: False)
+    seen = set()
+
+    def spy(x, weight, bias):
+        seen.add((len(x), x.shape[1]))
+        return unchecked_linear(x, weight, bias)
+
+    monkeypatch.setattr(llama_c, "unchecked_linear", spy)
+    sizes = {**SIZES, "intermediate_size": llama_c.WIDE + 16}
+    model = tiny("llama", 0, torch.bfloat16, **sizes)
+    row = [(7 * i) % 96 for i in range(llama_c.STEP + 40)]  # more than a block of rows
+    wrapped, whole = sd.HFModel(model), copy.deepcopy(model).float()
+    logits = wrapped.score(wrapped.cache(1, 400), Context.of([row], capacity=400)).logits[0, 0]
+    assert {(len(row), 64), (len(row), llama_c.WIDE + 16)} <= seen
+    expected = whole(torch.tensor([row])).logits[0, -1]
+    assert (logits.float() - expected).norm() < 3e-2 * expected.norm()

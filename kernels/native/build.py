@@ -1,6 +1,6 @@
 """Compiles the C kernels of this folder at first use with the machine's C compiler, and keeps them in the user's cache folder.
 
-They need a compiler (gcc 12 or clang 14, or newer) but no headers of Python or torch: plain functions on pointers, called by ctypes.
+They need a compiler (gcc 11 or clang 14, or newer) but no headers of Python or torch: plain functions on pointers, called by ctypes.
 Without a compiler, or with ``SPECDEC_NATIVE=0`` in the environment, ``library`` returns ``None`` and ``reason`` says why; everything
 then runs on PyTorch alone. ``SPECDEC_CACHE`` sets another cache folder, ``CC`` another compiler.
 """
@@ -12,6 +12,7 @@ import ctypes
 import hashlib
 import os
 import platform
+import re
 import shlex
 import shutil
 import stat
@@ -104,7 +105,7 @@ def _compile() -> Path:
     except (OSError, subprocess.CalledProcessError) as error:
         raise RuntimeError(f"the C compiler {command!r} does not run: {error}") from None
     gnu = "Free Software Foundation" in version
-    openmp = _openmp() if gnu else []  # clang uses another thread pool
+    openmp = _openmp() if gnu else None  # clang uses another thread pool
     flags = [*_FLAGS, *(_CHAINS if gnu else ())]
     sources, headers = sorted(_HERE.glob("*.c")), sorted(_HERE.glob("*.h"))
     what = hashlib.sha256()
@@ -123,8 +124,9 @@ def _compile() -> Path:
     tuned = ["-mcpu=native"] if platform.machine() in ("arm64", "aarch64") else ["-march=native"]
     with tempfile.TemporaryDirectory(dir=made.parent) as folder:
         out = Path(folder) / made.name
-        for more in ([*tuned, *openmp], tuned, []):  # the best options that this compiler supports
-            line = [*words, *flags, *more, *map(str, sources), "-o", str(out), "-lm"]
+        parallel = (["-fopenmp", *tuned], [str(openmp)]) if openmp else (tuned, [])
+        for more, pool in (parallel, (tuned, []), ([], [])):  # the best options that this compiler supports
+            line = [*words, *flags, *more, *map(str, sources), *pool, "-o", str(out), "-lm"]
             try:
                 done = _run(line)
             except subprocess.TimeoutExpired:
@@ -147,12 +149,14 @@ def _run(line: list[str], check: bool = False) -> subprocess.CompletedProcess[st
     )
 
 
-def _openmp() -> list[str]:
-    """Options to share PyTorch's thread pool: two pools would compete for cores."""
+def _openmp() -> Path | None:
+    """PyTorch's thread pool, to be shared: two pools would compete for cores."""
     root = Path(torch.__file__).parent
     found = [*sorted(root.glob("lib/libgomp*.so*")), *sorted(root.parent.glob("torch.libs/libgomp*.so*"))]
-    found = found or _loaded()  # PyTorch of a distribution, whose libraries lie elsewhere
-    return ["-fopenmp", str(found[0])] if found else []
+    if found:
+        return found[0]
+    others = _loaded()  # PyTorch of a distribution, whose libraries lie elsewhere
+    return others[0] if len(others) == 1 else None
 
 
 def _loaded() -> list[Path]:
@@ -162,7 +166,7 @@ def _loaded() -> list[Path]:
     except OSError:
         return []
     files = {Path(line.split(maxsplit=5)[-1]) for line in lines}
-    return sorted(f for f in files if f.name.startswith(("libgomp", "libomp", "libiomp5")))
+    return sorted(f for f in files if re.match(r"lib(gomp|omp|iomp5)[-.]", f.name))
 
 
 def _processor() -> str:

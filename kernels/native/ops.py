@@ -10,6 +10,7 @@ from torch import Tensor
 from specdec.kernels.native.build import function, library
 
 MOST = 512  # the largest head size of ``apply_rotary``
+BLOCK = 256  # rows of a product at a time, which are read again for every few outputs
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -22,7 +23,7 @@ def tiles() -> bool:
 
 @cache
 def half_units() -> bool:
-    """Whether the processor has instructions for bfloat16, with which PyTorch's products are fast."""
+    """Whether PyTorch has products of bfloat16 made for this processor, and does not multiply number by number."""
     lib = library()
     return lib is not None and bool(lib.half_units())
 
@@ -158,15 +159,17 @@ def unchecked_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     half = weight.dtype == torch.bfloat16
     kind = 0 if not half else 1 if x.dtype == torch.bfloat16 else 2
     out = x.new_empty(T, O)
-    failed = function("linear", "pppplllii")(
-        x.data_ptr(),
-        weight.data_ptr(),
-        None if bias is None else bias.data_ptr(),
-        out.data_ptr(),
-        *(T, O, E, kind, torch.get_num_threads()),
-    )
-    if failed:
-        raise MemoryError(f"linear: no memory for {T} rows of {E} numbers")
+    step = T if tiles() else BLOCK
+    for t in range(0, T, step):
+        failed = function("linear", "pppplllii")(
+            x.data_ptr() + t * E * x.element_size(),
+            weight.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            out.data_ptr() + t * O * out.element_size(),
+            *(min(step, T - t), O, E, kind, torch.get_num_threads()),
+        )
+        if failed:
+            raise MemoryError(f"linear: no memory for {T} rows of {E} numbers")
     return out
 
 

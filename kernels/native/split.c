@@ -9,7 +9,7 @@
 #include "tiles.h"
 #include "vector.h"
 
-/* Sixteen rows of weights [16, E] as linear reads them where weights are NARROW: rows of bfloat16, or, for matrix units, [E / 32] tiles of
+/* W rows of weights [16, E] as linear reads them where weights are NARROW: rows of bfloat16, or, for matrix units, [E / 32] tiles of
    16 pairs of numbers by 16 outputs. Returns bits of numbers that are not bfloat16 ones. */
 static uint32_t narrow_rows(const uint32_t *weight, uint16_t *into, int64_t E, int by_tile) {
     uint32_t lost = 0;

@@ -120,9 +120,9 @@ int linear_tiles(const void *x, const void *weight, const void *bias, void *out,
 /* tiles(), on every processor */
 int units(void) { return tiles(); }
 
-/* Whether the processor has instructions for bfloat16, with which other libraries' products are fast. */
+/* Whether oneDNN, PyTorch's library of products, has bfloat16 ones for this processor. */
 int half_units(void) {
-#if defined(__AVX512BF16__) || defined(__AMX_BF16__) || defined(__ARM_FEATURE_BF16)
+#if (defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)) || defined(__AVXNECONVERT__) || defined(__ARM_FEATURE_BF16)
     return 1;
 #else
     return 0;

@@ -1,8 +1,8 @@
-"""The forward of Llama-like blocks on the CPU with everything but the products of prompts in C (``kernels.native``).
+"""The forward of Llama-like blocks on the CPU with everything but most products of prompts in C (``kernels.native``).
 
 A step is one call for all blocks where its plan and its cache allow it, and one call an operator otherwise, with the same bits.
-Given the same entries of the prompt, a token's logits are the same in a plain step and in a verification. The products of prompts are
-PyTorch's, unless ``invariant`` asks for batch-invariant operators throughout.
+Given the same entries of the prompt, a token's logits are the same in a plain step and in a verification of up to ``most`` tokens. The
+products of larger forwards are PyTorch's, unless ``invariant`` asks for batch-invariant operators throughout.
 
 The results equal ``LlamaEager``'s up to rounding. In bfloat16 there are fewer roundings than in PyTorch.
 """
@@ -43,7 +43,8 @@ from specdec.kernels.native.step import Reader, step
 from specdec.kernels.pointwise import Place
 
 STEP = 256  # tokens of a forward up to which it is a step, and not a prompt
-FEW = 6  # the same in bfloat16 with vector instructions for it, where PyTorch is faster from there on
+FEW = 6  # the same in bfloat16 where PyTorch has products made for the processor, which are faster from there on
+ALONE = 16  # the same where C has one thread and PyTorch more
 WIDE = 2048  # inputs of a product up to which C's is as fast
 
 
@@ -60,11 +61,11 @@ def small(x: Tensor) -> bool:
 
 def most(dtype: torch.dtype) -> int:
     """The most tokens of a forward for which C's products are faster."""
-    if not threaded() and torch.get_num_threads() > 1:
-        return 0
     if dtype == torch.bfloat16 and not tiles():
-        return FEW if half_units() else sys.maxsize
-    return STEP if dtype in (torch.float32, torch.bfloat16) else 0
+        few = FEW if half_units() else sys.maxsize
+    else:
+        few = STEP if dtype in (torch.float32, torch.bfloat16) else 0
+    return few if threaded() or torch.get_num_threads() == 1 else min(few, ALONE)
 
 
 class Native(Eager):
@@ -191,7 +192,7 @@ class LlamaC(LlamaEager):
         if self._always:
             return sys.maxsize
         few = most(self.dtype)
-        return sys.maxsize if few and self.narrow is not None and tiles() else few
+        return sys.maxsize if few >= STEP and self.narrow is not None and tiles() else few
 
     @property
     def _laid(self) -> bool:
