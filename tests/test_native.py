@@ -43,7 +43,6 @@ def doubles(*tensors):
 
 def test_a_machine_with_a_compiler_has_them():
     """So that the tests below do not skip where it matters."""
-
     if any(shutil.which(c) for c in ("cc", "gcc", "clang")) and os.environ.get("SPECDEC_NATIVE") != "0":
         assert library() is not None, reason()
 

@@ -27,7 +27,7 @@ import torch
 
 _HERE = Path(__file__).parent
 _FLAGS = ["-O3", "-std=gnu11", "-shared", "-fPIC", "-fno-math-errno", "-fno-trapping-math"]
-# For some processors GCC multiplies and adds apart in some loops and not in others, so that bits would depend on the loop.
+# For some processors GCC would fuse multiplications and additions in some loops only, and a row's bits would depend on its batch.
 _CHAINS = ["--param=avoid-fma-max-bits=0"]
 
 LONGEST = 300  # seconds for the compiler
@@ -62,7 +62,7 @@ def say_missing() -> None:
     """Warns that there are no compiled kernels, unless ``SPECDEC_NATIVE=0`` asks for that."""
     if library() is None and os.environ.get("SPECDEC_NATIVE", "1") != "0":
         warnings.warn(
-            f"the C kernels for the CPU are missing, and PyTorch's operators take about twice as long: {reason()}. "
+            f"the C kernels for the CPU are missing ({reason()}); PyTorch's operators are used, which take about twice as long. "
             "SPECDEC_NATIVE=0 in the environment ends this warning",
             RuntimeWarning,
             stacklevel=2,

@@ -1,4 +1,4 @@
-/* x [M, E] times weight [O, E] transposed, for few rows: a batch of new tokens, not a prompt.
+/* x [M, E] times weight [O, E] transposed, for few rows: a batch of new tokens, or a block of a prompt.
 
    W outputs at a time against as many rows as sums fit the processor's registers, so that a weight is read from memory once, and sums
    run over the lanes of vectors in one order: a row's result does not depend, to the bit, on how many rows there are. bfloat16 weights
