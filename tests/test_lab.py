@@ -123,7 +123,8 @@ def test_a_report_is_plain_json_and_says_how_it_was_made(tmp_path, monkeypatch):
     assert said["rows"] == [{"a": 1.5, "b": None, "c": [3, None]}]
     assert said["meta"]["seed"] == 7
     assert set(said["meta"]) == {
-        "command", "date", "commit", "dirty", "versions", "machine", "processor", "instruction_sets", "cores", "threads", "seed"
+        "command", "date", "commit", "dirty", "versions", "machine", "processor", "generation", "instruction_sets",
+        "cores", "threads", "c_kernels", "seed"
     }  # fmt: skip
     assert said["meta"]["threads"]["torch"] == torch.get_num_threads()
     assert str(tmp_path) not in file.read_text()

@@ -6,13 +6,17 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
 
+from specdec.kernels.native import build
 from specdec.lab import options, origin, report
 
 INTEL = """processor\t: 0
+cpu family\t: 6
+model\t\t: 143
 model name\t: Intel(R) Xeon(R) Platinum 8488C
 flags\t\t: fpu sse2 avx2 avx512f avx512bw avx512_bf16 amx_bf16 amx_tile amx_int8
 
@@ -111,6 +115,16 @@ def test_a_process_keeps_the_commit_that_it_started_with(repository):
     assert origin.code(package) == first != fresh(package)
 
 
+def test_a_report_says_which_c_kernels_there_were_and_compiles_none(monkeypatch):
+    never = lru_cache(maxsize=1)(lambda: pytest.fail("compiled"))
+    monkeypatch.setattr(build, "_made", never)
+    assert report.meta()["c_kernels"] is None
+    monkeypatch.undo()
+    used = build.library() is not None
+    monkeypatch.setattr(origin, "threaded", lambda: False)
+    assert report.meta()["c_kernels"] == ("one thread" if used else None)
+
+
 def test_a_script_asks_at_its_start(monkeypatch):
     """Before it measures, and so before anyone commits."""
     monkeypatch.setattr(sys, "argv", ["a script"])
@@ -128,12 +142,14 @@ def test_instruction_sets_are_read_as_the_system_lists_them(text, tmp_path, monk
     assert said["instruction_sets"] == SETS[text]
     if text is INTEL:
         assert said["processor"] == "Intel(R) Xeon(R) Platinum 8488C"
+        assert said["generation"] == "cpu family 6, model 143"
     assert said["cores"] >= 1
 
 
 def test_a_system_without_cpuinfo_is_unknown(tmp_path, monkeypatch):
     monkeypatch.setattr(origin, "CPUINFO", tmp_path / "nothing")
     assert origin.processor()["instruction_sets"] is None
+    assert origin.processor()["generation"] is None
     assert report.machine()  # the line for people still has cores and memory
 
 

@@ -53,6 +53,11 @@ def library() -> ctypes.CDLL | None:
     return _made()[0]
 
 
+def loaded() -> bool:
+    """Whether this process has loaded the compiled kernels; compiles nothing."""
+    return _made.cache_info().currsize > 0 and library() is not None
+
+
 def reason() -> str | None:
     """Why there are no compiled kernels; ``None`` where there are."""
     return _made()[1]

@@ -9,6 +9,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from specdec.kernels.native import build
+from specdec.kernels.native.ops import threaded
+
 PACKAGE = Path(__file__).resolve().parents[1]
 CPUINFO = Path("/proc/cpuinfo")
 FLAGS = {
@@ -19,6 +22,8 @@ FLAGS = {
     "NEON": {"asimd", "neon"},
 }
 """Instruction sets, and the words by which Linux lists them."""
+GENERATION = ("cpu family", "model", "CPU implementer", "CPU part")
+"""Linux's words for a processor's generation."""
 
 
 @cache
@@ -43,11 +48,15 @@ def code(package: Path = PACKAGE) -> dict[str, Any]:
 
 
 def processor() -> dict[str, Any]:
-    """``processor``, its ``instruction_sets`` (``None`` where the system does not list them), and the ``cores`` that this process may use."""
+    """The ``processor``; its ``generation``, since one name may be that of several; its ``instruction_sets``; the ``cores`` that this process may use.
+
+    What the system does not say is ``None``.
+    """
     said = _cpuinfo()
     flags = {word for key in ("flags", "Features") for word in said.get(key, "").split()}
     return {
         "processor": said.get("model name") or platform.processor() or platform.machine(),
+        "generation": ", ".join(f"{key} {said[key]}" for key in GENERATION if key in said) or None,
         "instruction_sets": [name for name, words in FLAGS.items() if words & flags] if flags else None,
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
     }
@@ -58,6 +67,13 @@ def threads() -> dict[str, Any]:
     import torch
 
     return {"torch": torch.get_num_threads(), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS")}
+
+
+def c_kernels() -> str | None:
+    """How many threads the C kernels can use: ``"several threads"`` or ``"one thread"``; ``None`` if this process has not loaded them."""
+    if not build.loaded():
+        return None
+    return "several threads" if threaded() else "one thread"
 
 
 def _cpuinfo() -> dict[str, str]:

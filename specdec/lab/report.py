@@ -22,8 +22,8 @@ def meta(seed: int | None = None, packages: Iterable[str] = ()) -> dict[str, Any
 
     Returns:
         ``command`` (file names without folders), UTC ``date``, ``commit`` and ``dirty`` (``origin.code``), ``versions`` (also of
-        ``packages``), ``machine``, ``processor``, ``instruction_sets`` and ``cores`` (``origin.processor``), ``threads``
-        (``origin.threads``), ``seed``.
+        ``packages``), ``machine``, ``processor``, ``generation``, ``instruction_sets`` and ``cores`` (``origin.processor``), ``threads``
+        (``origin.threads``), ``c_kernels`` (``origin.c_kernels``), ``seed``.
     """
     versions = {"python": platform.python_version()}
     for package in ("torch", "transformers", "specdec", *packages):
@@ -39,6 +39,7 @@ def meta(seed: int | None = None, packages: Iterable[str] = ()) -> dict[str, Any
         "machine": machine(),
         **origin.processor(),
         "threads": origin.threads(),
+        "c_kernels": origin.c_kernels(),
         "seed": seed,
     }
 
