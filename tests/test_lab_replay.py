@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
 import socket
 import subprocess
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -24,8 +25,10 @@ from specdec.audit.block import block_chances
 from specdec.audit.planted import LooksThenDrops
 from specdec.audit.tau import efficiency, magicdec_chances, parallel_chances, spire_chances
 from specdec.drafts.spire import SpireModel
-from specdec.lab import recorder
-from specdec.lab.prompt_file import Entry, read, shipped
+from specdec.executors import Pipelined
+from specdec.kernels import native
+from specdec.lab import recorder, timing
+from specdec.lab.prompt_file import Entry, pieces, read, shipped
 from specdec.lab.selection import Requests
 
 V, K = 23, 3
@@ -655,12 +658,12 @@ def test_time_runs_all_decoders(target):
 
 def test_decide_says_what_to_use_where(trace):
     seconds = {
-        ("plain", 0, 1, 5): [1.0, 1.1, 0.9],
-        ("at 0.5", K, 1, 5): [1.2, 1.3, 1.1],
-        ("at 0.8", K, 1, 5): [1.9, 1.8, 2.0],
-        ("plain", 0, 8, 5): [1.0, 1.0, 1.0],
-        ("at 0.5", K, 8, 5): [3.0, 3.1, 2.9],
-        ("at 0.8", K, 8, 5): [4.0, 4.0, 4.0],
+        ("plain", 0, 1, 5): [1.0, 1.1, 0.9, 1.0, 1.0],
+        ("at 0.5", K, 1, 5): [1.2, 1.3, 1.1, 1.2, 1.2],
+        ("at 0.8", K, 1, 5): [1.9, 1.8, 2.0, 1.9, 1.9],
+        ("plain", 0, 8, 5): [1.0] * 5,
+        ("at 0.5", K, 8, 5): [3.0, 3.1, 2.9, 3.0, 3.0],
+        ("at 0.8", K, 8, 5): [4.0] * 5,
     }
     found = lab.decide([made(trace, 0.5), made(trace, 0.8)], lab.Times(seconds))
     assert [(row["batch"], row["method"]) for row in found.best] == [(1, "at 0.5"), (8, "plain")]
@@ -682,6 +685,70 @@ def test_decide_says_what_to_use_where(trace):
     assert [(row["method"], row["k"]) for row in modelled.best] == [("at 0.8", 3), ("plain", 0)]
     with pytest.raises(ValueError, match="clock is a model: give batches"):
         lab.decide([made(trace, 0.8)], Model())
+    few = lab.Times({key: some[:4] for key, some in seconds.items()})
+    with pytest.raises(ValueError, match="clock has 4 repeats, too few for an interval"):
+        lab.decide([made(trace, 0.5), made(trace, 0.8)], few)
+
+
+def test_a_model_that_may_be_wrong_by_more_than_a_lead_decides_nothing(trace):
+    """``made`` accepts alike on all texts, so all that is uncertain here is the clock."""
+
+    @dataclass
+    class Model:
+        error: float | None = None
+        errors: dict = field(default_factory=dict)
+
+        def seconds(self, method, batch, context, k):
+            return {"plain": 1.0, "a": 2.0, "b": 2.1}[method]
+
+    replays = [replace(made(trace, 0.8), name=name) for name in "ab"]
+
+    def best(**known):
+        return lab.decide(replays, Model(**known), places=[(1, 5)]).best[0]
+
+    sure = best()
+    assert (sure["method"], sure["close"]) == ("a", [])
+    assert sure["ratio_low"] == pytest.approx(sure["ratio_high"])
+    assert best(error=0.1)["close"] == ["b 3"]
+    assert best(error=2.0)["close"] == ["b 3", "plain"]
+    assert best(error=0.01)["close"] == []
+    by_pair = best(error=0.1, errors={("a", "b"): 0.01, ("a", "plain"): 0.05})
+    assert by_pair["close"] == []
+    spread = np.exp(1.96 * 0.05)
+    assert by_pair["ratio_high"] / by_pair["ratio"] == pytest.approx(spread, rel=0.02)
+    assert by_pair["ratio"] / by_pair["ratio_low"] == pytest.approx(spread, rel=0.02)
+
+
+def test_a_round_of_a_pipeline_is_a_round_of_all_rows(target, monkeypatch):
+    """With a clock that counts the verified micro-batches."""
+    draft = sd.decoder(target).draft(small(), 2)
+    decoders = {"serial": draft, "two": draft.executor(Pipelined(2)), "three": draft.executor(Pipelined(3))}
+    ticks = itertools.count()
+    monkeypatch.setattr(timing, "perf_counter", lambda: next(ticks))
+    times = lab.time(decoders, prompts(6), 6, 5, rounds=3, repeats=1)
+    assert [times.seconds(name, 6, 5, 2) for name in decoders] == [1, 2, 3]
+
+
+@pytest.mark.skipif(native.library() is None, reason="needs a C compiler")
+def test_rounded_weights_are_another_model(trace):
+    model = tiny("llama", seed=1, vocab_size=V)
+    rounded = sd.HFModel(model, bf16_weights=True)
+    assert "float32 with bfloat16 weights" in repr(rounded)
+    exact = lab.replay(trace, sd.HFModel(model), K)
+    assert not torch.equal(lab.replay(trace, rounded, K).q, exact.q)
+
+
+def test_drafts_are_compared_under_two_verifiers(trace):
+    token = lab.replay(trace, small(), K)
+    block = token.under("block")
+    assert block.name == f"{token.name}, block"
+    assert block.efficiency(2).tau == token.efficiency(2, "block").tau > token.efficiency(2).tau
+    assert torch.equal(block.chances("rejection"), token.accept)
+    row = lab.compare([token, block]).rows[1]
+    assert row["tau"] == pytest.approx(token.efficiency(verifier="block").tau)
+    assert 1 <= row["ratio_low"] <= row["ratio"] <= row["ratio_high"]
+    with pytest.raises(ValueError, match="it takes chains"):
+        lab.replay(trace, sd.drafts.Tree(small(), (2, 1)), 2).under("block")
 
 
 # -- prompts of one's own -----------------------------------------------------------------------------------------------------
@@ -731,6 +798,22 @@ def test_turns_follow_the_targets_own_answers(tmp_path):
     tok.chat_template = None
     with pytest.raises(ValueError, match=r"line 1 of p\.jsonl: turns need a chat template"):
         lab.record(model, read(path), tmp_path / "u", 4, 2, progress=False)
+
+
+def test_a_chat_is_cut_in_its_first_turn():
+    tok = byte_tokenizer()
+    chat, plain = Entry(("abcdefgh", "more"), chat=True, name="line 1"), Entry(("xyzxyzxyzxyz",))
+    with pytest.raises(ValueError, match="line 1: turns need a chat template"):
+        pieces([chat, plain], tok, 4, 1)
+    tok.chat_template = "{% for m in messages %}<{{ m.content }}>{% endfor %}"
+    assert [tok.decode(list(one.given)) for one in pieces([chat, plain], tok, 4, 2)] == [
+        "<abc",
+        "defg",
+        "xyzx",
+        "yzxy",
+    ]
+    with pytest.raises(ValueError, match="no prompt has 13 tokens, and the longest has 12"):
+        pieces([chat, plain], tok, 13, 1)
 
 
 def test_shipped_prompts_have_files_as_sources():

@@ -74,7 +74,7 @@ decoders = [("plain", sd.decoder(target).build())]
 for name, draft in (("vanilla", small), ("tiny", tiny), ("ngram", sd.drafts.NGram())):
     decoders += [(name, sd.decoder(target).draft(draft, length=k).build()) for k in (2, 6)]
 prompts = [list(entry.given) for entry in entries]
-times = lab.time(decoders, prompts, batches=(1, 8), contexts=(64,), rounds=6, repeats=3)
+times = lab.time(decoders, prompts, batches=(1, 8), contexts=(64,), rounds=6)
 print(times)
 
 # %% [markdown]

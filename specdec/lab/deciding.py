@@ -96,16 +96,17 @@ def decide(
 ) -> Decision:
     """Tokens a second of every method, τ without noise times batch over the seconds of a round, at every batch and context.
 
-    Intervals draw sources of texts, and repeats of the clock where it has them. A method is too close to the best one if the interval of
-    their ratio contains 1.
+    Intervals draw sources of texts, repeats of a clock that measured, and the own error of one that is a model (``error``, ``errors``). A method is too
+    close to the best one if the interval of their ratio contains 1. τ is that of the recorded texts at every context: where it changes with the
+    context, as a draft's with a window does, decide from recordings of that context.
 
     Args:
         replays: by name, all of one trace. clock: seconds of rounds; plain decoding is ``"plain"`` with k = 0. k: block lengths; default:
             each replay's own. places: batches and contexts; default: those that the clock measured.
         draws, seed: of the bootstrap.
     Raises:
-        TypeError: the clock is none. ValueError: replays of different traces or of one name, a time that was not measured, too few sources for an interval, or no places for a clock
-            that is a model.
+        TypeError: the clock is none. ValueError: replays of different traces or of one name, a time that was not measured, too few sources or repeats of the clock for
+            an interval, or no places for a clock that is a model.
     """
     named = by_name(replays)
     first = next(iter(named.values()))
@@ -125,7 +126,7 @@ def decide(
         raise ValueError(
             f"the texts have {len(clusters)} sources, too few for an interval: record prompts of at least {LEAST} sources"
         )
-    one = np.ones(draws)
+    one, drawn = np.ones(draws), np.random.default_rng((seed, 2)).standard_normal(draws)
     tau: dict[tuple[str, int], tuple[float, np.ndarray, np.ndarray]] = {(PLAIN, 0): (1.0, one, one)}
     for name, replay in named.items():
         for n in [replay.k] if k is None else np.atleast_1d(k).tolist():
@@ -137,7 +138,7 @@ def decide(
         speed, low, high = {}, {}, {}
         for (name, n), (mean, least, most) in tau.items():
             seconds = np.array(
-                clock.repeats(name, batch, context, n)
+                _repeats(clock, name, batch, context, n)
                 if isinstance(clock, Times)
                 else [clock.seconds(name, batch, context, n)]
             )
@@ -158,15 +159,33 @@ def decide(
                 "k": key[1],
             }
             row |= {"tau": tau[key][0], "tokens_per_second": speed[key], "ratio": speed[key] / speed[plain]}
-            row |= {
-                "ratio_low": interval(low[key] / high[plain])[0],
-                "ratio_high": interval(high[key] / low[plain])[1],
-            }
+            off = np.exp(_error(clock, key[0], PLAIN) * drawn)
+            row["ratio_low"] = interval(low[key] / high[plain] * off)[0]
+            row["ratio_high"] = interval(high[key] / low[plain] * off)[1]
             row |= {"loss": 1 - speed[key] / speed[best], "exact": key == plain or named[key[0]].exact}
             row["lossless"] = kept[key]
-            others = [o for o in order[1:] if kept[o]] if rank == 1 else []
-            row["close"] = [
-                f"{o[0]} {o[1]}" if o[1] else o[0] for o in others if interval(high[o] / low[best])[1] >= 1
-            ]
+            row["close"] = []
+            for other in (o for o in order[1:] if kept[o] and rank == 1):
+                off = np.exp(_error(clock, other[0], best[0]) * drawn)
+                if interval(high[other] / low[best] * off)[1] >= 1:
+                    row["close"].append(f"{other[0]} {other[1]}" if other[1] else other[0])
             rows.append(row)
     return Decision(rows)
+
+
+def _repeats(clock: Times, name: str, batch: int, context: int, k: int) -> Sequence[float]:
+    """The seconds of a method's rounds, enough of them for an interval."""
+    found = clock.repeats(name, batch, context, k)
+    if len(found) < LEAST:
+        raise ValueError(
+            f"the clock has {len(found)} repeats, too few for an interval: lab.time(repeats={LEAST}) or more"
+        )
+    return found
+
+
+def _error(clock: Clock, one: str, other: str) -> float:
+    """A model's standard error of the logarithm of the ratio of two methods' round times; 0 of a clock that states none."""
+    if one == other:
+        return 0.0
+    known: Mapping[tuple[str, ...], float] = getattr(clock, "errors", {})
+    return known.get(tuple(sorted((one, other))), getattr(clock, "error", None) or 0.0)

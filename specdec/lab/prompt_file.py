@@ -143,16 +143,19 @@ def prompt_entries(path: str | Path | None, tokenizer: Any, longest: int) -> lis
 
 
 def pieces(entries: list[Entry], tokenizer: Any, length: int, most: int) -> list[Entry]:
-    """At most ``most`` pieces of exactly ``length`` tokens of each plain prompt.
+    """At most ``most`` pieces of exactly ``length`` tokens of each prompt, of a chat's first turn; shorter ones have none.
 
     Raises:
-        ValueError: no prompt has that many tokens.
+        ValueError: no prompt has that many tokens, or an entry is a chat, and the tokenizer has no chat template.
     """
-    made = []
+    made, longest = [], 0
     for entry in entries:
-        ids = [] if entry.chat else entry.ids(tokenizer)
+        ids = entry.ids(tokenizer)
+        longest = max(longest, len(ids))
         starts = range(0, len(ids) - length + 1, length)[:most]
         made += [replace(entry, given=tuple(ids[a : a + length])) for a in starts]
     if not made:
-        raise ValueError(f"no prompt has {length} tokens: choose smaller contexts")
+        raise ValueError(
+            f"no prompt has {length} tokens, and the longest has {longest}: choose smaller contexts"
+        )
     return made

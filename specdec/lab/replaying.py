@@ -81,7 +81,7 @@ def replay(
     if check:
         run.check(texts[:2])
     C, n = len(trace), max(text.rounds for text in trace.texts)
-    held = {name: torch.zeros(C, n, k, dtype=torch.float64) for name in CHANCES}
+    held: dict[str, Any] = {name: torch.zeros(C, n, k, dtype=torch.float64) for name in CHANCES}
     held |= {name: torch.zeros(C, n, dtype=torch.long) for name in ("size", "proposed")}
     chains = True
     for start in range(0, len(texts), batch):

@@ -40,7 +40,8 @@ class Replay:
 
     Attributes:
         name: of the draft. k: the longest path. q, accept: ``[C, n, k]``, see ``lab.recorder.Recorder``; ``n`` is the largest number of rounds, and
-            entries past a text's end mean nothing. high, size, proposed, most, entropy, chains: likewise.
+            entries past a text's end mean nothing. high, size, proposed, most, entropy, chains: likewise. verifier: the one whose
+            rounds ``tau``, ``efficiency`` and ``sums`` count (``under``).
     """
 
     trace: Trace
@@ -54,6 +55,7 @@ class Replay:
     size: Tensor
     proposed: Tensor
     chains: Tensor
+    verifier: Verification = "rejection"
     exact = True
     lossless = True  # Rejection or block verification
 
@@ -77,15 +79,25 @@ class Replay:
         rows = torch.nn.functional.pad(rows, (0, max(0, n + self.k - rows.shape[1])), value=1.0)
         return rows[:, 1:].unfold(1, self.k, 1)[:, :n]
 
-    def chances(self, verifier: Verification = "rejection") -> Tensor:
+    def under(self, verifier: Verification, name: str | None = None) -> Replay:
+        """The same draft under another verifier, to be compared with it.
+
+        Args:
+            verifier: as for ``chances``, which says what is refused. name: for tables.
+        """
+        self.chances(verifier)
+        return replace(self, verifier=verifier, name=name or f"{self.name}, {verifier}")
+
+    def chances(self, verifier: Verification | None = None) -> Tensor:
         """``[C, n, k]`` the probability, given the text, that a token of a block was accepted if those before it were.
 
         Args:
             verifier: ``"rejection"``; of chains also ``"block"`` and ``"traversal"``, which agree there, and ``"k-SEQ"`` and ``"optimal
-                transport"``, which verify a single candidate as rejection does.
+                transport"``, which verify a single candidate as rejection does. Default: the replay's own.
         Raises:
             ValueError: there is no such verifier, or trees were replayed and it is not ``"rejection"``; the message says why.
         """
+        verifier = verifier or self.verifier
         if verifier == "rejection":
             return self.accept
         if verifier not in _NOT_OF_TREES:
@@ -102,7 +114,7 @@ class Replay:
             return self.accept
         return torch.where(self.q > 0, block_chances(self.p, self.q), 0)
 
-    def efficiency(self, k: int | None = None, verifier: Verification = "rejection") -> Efficiency:
+    def efficiency(self, k: int | None = None, verifier: Verification | None = None) -> Efficiency:
         """Expected rounds and tokens of each text; where chances are bounded, from the lower bounds.
 
         Args:

@@ -130,17 +130,23 @@ class _Enough(Exception):
 
 
 def _rounds(decoder: Decoder, rows: list[list[int]], count: int, seed: int) -> list[float]:
-    """Seconds of ``count`` rounds in which all rows are active."""
+    """Seconds of ``count`` rounds in which all rows are active. Under a pipeline every micro-batch has rounds of its own, as many of which as there
+    are micro-batches are one round of all rows."""
     marks: list[float] = []
+    parts = prefills = 0
 
     def mark(round: Round) -> None:
+        nonlocal parts, prefills
         sync()
         marks.append(perf_counter())
-        if round.number == count:
+        if not round.number:
+            parts, prefills = parts + 1, len(marks)
+        if len(marks) - prefills >= count * parts:
             raise _Enough
 
     budget = 2 + (count + 1) * (decoder.length + 1)
     seeds = [seed + i for i in range(len(rows))]
     with suppress(_Enough):
         decoder.generate(rows, budget, seed=seeds, eos_token_id=(), on_round=mark)
-    return torch.tensor(marks, dtype=torch.float64).diff().tolist()
+    ends = torch.tensor(marks[prefills - 1 :: parts], dtype=torch.float64)
+    return ends.diff().tolist()
