@@ -39,6 +39,8 @@ def pytest_collection_modifyitems(config, items):
     """Cases in ``slow_tier.txt`` are slow: they take longest, and others like them stay in the fast tier."""
     names = HERE / "slow_tier.txt"
     listed = set(names.read_text().splitlines() if names.exists() else ())  # a test may be copied elsewhere
+    if torch.cuda.is_available():  # they are slow in Triton's interpreter
+        listed = {one for one in listed if not one.startswith("tests/test_triton_")}
     root = HERE.parent
     files = {item.path for item in items}
     missing = {one for one in listed if root / one.partition("::")[0] in files} - {

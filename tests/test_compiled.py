@@ -8,6 +8,7 @@ from tiny import tiny
 
 import specdec as sd
 from specdec import drafts
+from specdec.graphs.recorded import record, watch
 from specdec.models import HFModel
 
 ROWS = [[5, 6, 7, 8] * 3, [9, 2]]
@@ -40,6 +41,29 @@ def test_the_compiled_parts_run(monkeypatch):
     sd.decoder(model).build().generate(ROWS, 4, seed=0)
     assert seen
     assert all(seen)
+
+
+@pytest.mark.parametrize("see", [watch, record])
+def test_what_was_compiled_stays_compiled_when_a_step_is_looked_at(see):
+    """As before a capture, which is to record the compiled kernels."""
+    runs = []
+
+    def backend(graph, inputs):
+        def run(*values):
+            runs.append(len(values))
+            return graph.forward(*values)
+
+        return run
+
+    torch._dynamo.reset()
+    layer = torch.compile(torch.nn.Linear(4, 4), backend=backend, dynamic=False)
+    x = torch.randn(2, 4)
+    with torch.inference_mode():
+        layer(x)
+        see(lambda: layer(x))
+        assert len(runs) == 1
+        layer(x)
+    assert len(runs) == 2
 
 
 @pytest.mark.slow

@@ -349,15 +349,20 @@ def test_rows_of_captured_steps_fail_where_nothing_was_captured():
     assert stopped(sd.HFModel(model)) == {}
     assert stopped(made) == {"failed": True, "note": "its steps are not captured: none was"}
     decoder = sd.decoder(made).greedy().build()
-    decoder.generate([[1, 2, 3]], 8)
-    assert stopped(made) == {}
-    made.steps._storages[0].too_large.add("a shape")
+
+    def memory():
+        decoder.generate([[1, 2, 3]], 8)
+        assert stopped(made) == {}  # also after a failure, which the next case has nothing to do with
+        return made.steps._storages[0]
+
+    memory().too_large.add("a shape")
     assert stopped(made)["note"].endswith("too little memory")
-    made.steps._storages[0].too_large.clear()
-    made.steps._storages[0].failed.add("a shape")
+    memory().failed.add("a shape")
     assert "as the warnings say" in stopped(made)["note"]
+    memory()
     made.steps.why = "it waits"
     assert stopped(made)["note"].endswith("it waits")
+    memory()
 
 
 @pytest.fixture
@@ -453,6 +458,31 @@ def test_stages_run_at_the_same_time_and_share_their_cases(suite, monkeypatch, t
     assert asked == [["a", "0/2"], ["a", "1/2"], ["t", "0/1"]]
     assert threads == ["2", "2", "9"]  # those that share cases share the cores
     assert sorted((r["stage"], r["case"]) for r in put) == [("a", "0/2"), ("a", "1/2"), ("t", "0/1")]
+
+
+def test_a_stage_in_a_process_of_its_own_puts_files_beside_the_report(suite, monkeypatch, tmp_path):
+    words, folders = [], []
+    monkeypatch.setattr(suite.subprocess, "Popen", lambda said, **_: words.extend(said))
+    suite.Child(suite.Settings(json=str(tmp_path / "out" / "g.json"), device="cpu"), "p", "0/1", 1.0)
+    monkeypatch.setattr(suite.sys, "argv", words[1:])
+    monkeypatch.setattr("recipes.gpu.profiles.run", lambda stage: folders.append(stage.folder))
+    monkeypatch.setattr("recipes.gpu.tied.tie", lambda: None)
+    assert suite.main(suite.settings()) == 0
+    assert folders == [tmp_path / "out"]
+
+
+def test_a_recipes_refusal_is_a_row_and_an_exit_is_an_exit():
+    from recipes.gpu.stage import Stage
+
+    put = []
+    stage = Stage("d", "cpu", True, 0.0, 0, put.append)
+    with stage.case("tau"):
+        raise SystemExit("no prompt is long enough")
+    assert put[0]["failed"]
+    assert put[0]["note"].startswith("SystemExit: no prompt is long enough (")
+    with pytest.raises(SystemExit), stage.case("another"):
+        raise SystemExit(1)
+    assert len(put) == 1
 
 
 def test_shares_of_a_stage_are_all_of_its_cases():

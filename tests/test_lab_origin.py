@@ -97,6 +97,7 @@ def test_tracked_changes_make_it_dirty_and_others_do_not(repository):
 
 
 def test_there_is_no_commit_outside_a_checkout_or_in_another_ones(repository, tmp_path, monkeypatch):
+    monkeypatch.delenv("SPECDEC_COMMIT", raising=False)
     nothing = {"commit": None, "dirty": None}
     assert fresh(tmp_path) == nothing
     package, _ = repository
@@ -106,6 +107,8 @@ def test_there_is_no_commit_outside_a_checkout_or_in_another_ones(repository, tm
     assert fresh(installed) == nothing
     monkeypatch.setenv("PATH", str(tmp_path))  # no git
     assert fresh(package) == nothing
+    monkeypatch.setenv("SPECDEC_COMMIT", "abc")
+    assert fresh(package) == {"commit": "abc", "dirty": None}
 
 
 def test_a_process_keeps_the_commit_that_it_started_with(repository):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -16,7 +16,17 @@ from recipes.gpu.stage import Stage
 from specdec import tree
 from specdec.cache.ring import Ring
 from specdec.cache.slots import KVShape
-from specdec.kernels.attention import AttentionPlan, ExplicitPlan, Tree, attention, native, reference
+from specdec.graphs.ring_plan import FAR
+from specdec.kernels.attention import (
+    AttentionPlan,
+    ExplicitPlan,
+    Tree,
+    attention,
+    native,
+    reference,
+    triton_backend,
+)
+from specdec.kernels.attention.lowered import Lowered, RingSight, lower
 from specdec.kernels.attention.reach import Reach, reach
 from specdec.lab.errors import worst
 
@@ -44,7 +54,8 @@ class Problem:
 
     Attributes:
         seen: slots that any query of their row sees, summed over rows. pairs: visible (query, slot) pairs. kv: attention is given keys and
-            values in this dtype, in which they are exact; ``None``: as they are.
+            values in this dtype, in which they are exact; ``None``: as they are. sight: what the Triton kernel is to compute from positions,
+            as a captured chain does, in place of the plan's mask.
     """
 
     query: Tensor
@@ -58,6 +69,7 @@ class Problem:
     seen: int = 0
     pairs: int = 0
     kv: torch.dtype | None = None
+    sight: RingSight | None = None
 
     def __post_init__(self) -> None:
         for s in self.plan.runs(alone=True):
@@ -94,7 +106,13 @@ class Problem:
     def flops(self) -> int:
         return 2 * self.pairs * self.query.shape[1] * (self.query.shape[-1] + self.values.shape[-1])
 
+    @cached_property
+    def _lowered(self) -> Lowered:
+        return replace(lower(self.plan, self.query.device), seen=None, ring=self.sight)
+
     def run(self, backend: str) -> Tensor:
+        if self.sight is not None and backend == "triton":
+            return triton_backend.launch(self.query, *self.held, self._lowered, self.query.shape[-1] ** -0.5)
         return attention(
             self.query,
             *self.held,
@@ -235,8 +253,13 @@ def ring(
     counts: Sequence[int],
     sinks: int,
     window: int,
+    masked: bool = False,
 ) -> Problem:
-    """Sinks and a window in constant memory (SPIRe, MagicDec): slots in arbitrary order, a mask by slot."""
+    """Sinks and a window in constant memory (SPIRe, MagicDec): slots in arbitrary order.
+
+    Args:
+        masked: the Triton kernel reads a mask by slot, as it does for several queries of a row; else it computes what the only query sees.
+    """
     R = len(first)
     held = Ring(
         [KVShape(heads.kv, heads.size, heads.size, dtype, stage.device)], R, sinks, window, max(counts)
@@ -247,7 +270,10 @@ def ring(
     where = held.at(torch.from_numpy(np.repeat(range(R), counts)), torch.from_numpy(at))
     plan = ExplicitPlan(range(R), list(counts), held.visible(at), at[:, None] - held.held(at), where)
     query = _query(stage, (1, heads.query, len(at), heads.size), dtype)
-    return Problem(query, *held.layers[0], plan)
+    sight = None
+    if max(counts) == 1 and not masked:
+        sight = RingSight(torch.from_numpy(at).to(stage.device), sinks, held.size, held.window, FAR)
+    return Problem(query, *held.layers[0], plan, sight=sight)
 
 
 # These never read slots that no query sees; the other backends read them with weight 0 and require finite values.

@@ -70,6 +70,7 @@ def problems(stage: Stage, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[
         yield f"ragged verify, {said}", lambda some=some: slots(stage, some, dtype, first, counts)  # type: ignore[misc]
     yield "prompt", make([0], [33 if stage.toy else 1024])
     yield "ring: sinks and window", lambda: ring(stage, heads, dtype, [2 * n, 5, n], [1, 1, 1], 4, w)
+    yield "ring: by a mask", lambda: ring(stage, heads, dtype, [2 * n, 5, n], [1, 1, 1], 4, w, masked=True)
     yield "ring: verify", lambda: ring(stage, heads, dtype, [2 * n, 5, n], counts, 4, w)
     yield "decode, eight bits", make(first, [1, 1, 1], kv=torch.float8_e4m3fn)
     pages = 16 if stage.toy else 256

@@ -84,7 +84,10 @@ class Study:
     def text(self, stage: Stage) -> None:
         """A tokenizer and token streams, in the folders of ``Streams``."""
         megabytes = 0.3 if stage.toy else 120.0
-        texts = list(sources(megabytes, stage.seed, everything=not stage.toy))
+        until = monotonic() + (
+            60.0 if stage.toy else 0.3 * (stage.deadline - monotonic())
+        )  # the rest is for tokens
+        texts = list(sources(megabytes, stage.seed, not stage.toy, until))
         held, rest = texts[: max(2, len(texts) // 50)], texts[max(2, len(texts) // 50) :]
         Path(self.s.work, "shards").mkdir(parents=True)
         self.tokenizer = self.s.tokenizer(dict.fromkeys(DOMAINS, rest))
@@ -273,11 +276,11 @@ class Study:
                     **{f"over_{m}": v for m, v in over.items()}, note=", ".join(f"{m} {v:.2f}" for m, v in over.items()))  # fmt: skip
 
 
-def sources(megabytes: float, seed: int, everything: bool) -> Iterator[str]:
+def sources(megabytes: float, seed: int, everything: bool, until: float) -> Iterator[str]:
     """Python files of this installation in random order, without the packages of the held-out prompts.
 
     Args:
-        everything: include installed packages, not just the top level of the standard library.
+        everything: include installed packages, not just the top level of the standard library. until: when to stop reading.
     """
     paths = sysconfig.get_paths()
     library = Path(paths["stdlib"])
@@ -298,5 +301,5 @@ def sources(megabytes: float, seed: int, everything: bool) -> Iterator[str]:
         if text is not None:
             yield text
             left -= len(text)
-            if left < 0:
+            if left < 0 or monotonic() > until:
                 return

@@ -119,7 +119,8 @@ def markdown(rows: list[Row], about: Row) -> str:
     for made in [about, *about.get("earlier", [])]:
         versions = ", ".join(f"{name} {version}" for name, version in made["versions"].items())
         which = f"stages {made['stages']}: " if "earlier" in about and made["stages"] else ""
-        out += [f"{which}`{made['command']}` — {made['date']}, {made['machine']}, {versions}", ""]
+        commit = f", commit {made['commit'][:7]}" if made.get("commit") else ""
+        out += [f"{which}`{made['command']}` — {made['date']}{commit}, {made['machine']}, {versions}", ""]
     columns = (*COLUMNS, "note")
     out += ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
     for r in rows:

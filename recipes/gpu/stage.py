@@ -87,10 +87,12 @@ class Stage:
 
     @contextmanager
     def case(self, name: str, bar: str | None = None) -> Iterator[None]:
-        """Turn an exception in the body into a row (of ``bar``, which is then not met), and continue."""
+        """Turn an exception in the body, or a recipe's refusal, into a row (of ``bar``, which is then not met), and continue."""
         try:
             yield
-        except Exception as error:
+        except (Exception, SystemExit) as error:
+            if isinstance(error, SystemExit) and not isinstance(error.code, str):
+                raise  # the process is to end
             where = traceback.extract_tb(error.__traceback__)[-1]
             said = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300]
             if type(error).__name__ in TOO_LARGE:

@@ -182,7 +182,7 @@ def filled(stage: Stage, model: Any, batch: int, context: int, more: int) -> tup
 
 
 def stopped(model: Any) -> dict[str, Any]:
-    """The note of a row whose steps should be captured and are not."""
+    """The note of a row whose steps should be captured and are not. Captures begin anew then: they say nothing of later rows."""
     if model.steps is None:
         return {}
     why = model.steps.why
@@ -192,4 +192,6 @@ def stopped(model: Any) -> dict[str, Any]:
         why = "some were not, as the warnings say"
     if why is None and not captured(model):
         why = "none was"
+    if why is not None:
+        model.steps.release()
     return {} if why is None else {"failed": True, "note": f"its steps are not captured: {why}"[:300]}

@@ -153,7 +153,7 @@ def stage(s: Settings, name: str, until: float, put: Callable[[Row], None]) -> N
     from recipes.gpu.stage import Stage
 
     number, of = map(int, s.share.split("/"))
-    beside = s.rows or s.json
+    beside = s.json or s.rows
     folder = None if beside is None else Path(beside).parent
     one = Stage(name, s.device, s.toy, until, s.seed, put, (number, of), folder)
     with one.case("stage"), torch.inference_mode(name not in "de"):
@@ -185,6 +185,7 @@ class Child:
         self.file = tempfile.NamedTemporaryFile("r", suffix=f".{name}.jsonl", encoding="utf-8")  # noqa: SIM115
         words = [sys.executable, __file__, "--stages", name, "--seed", str(s.seed), "--device", s.device]
         words += ["--rows", self.file.name, "--share", share, "--until", str(until)]
+        words += [] if s.json is None else ["--json", s.json]  # files beside the report
         # Several processes share the cores with those of another stage.
         few = {} if share.endswith("/1") else {"OMP_NUM_THREADS": "2"}
         self.process = subprocess.Popen([*words, *(["--toy"] if s.toy else [])], env={**os.environ, **few})
@@ -219,7 +220,8 @@ def _keeper(file: Any) -> Callable[[Row], None]:
 
     def keep(row: Row) -> None:
         if os.getppid() != parent:
-            raise SystemExit("the process that reads the rows is gone")
+            print("the process that reads the rows is gone", file=sys.stderr)
+            sys.exit(1)
         file.write(json.dumps(full(row)) + "\n")
         file.flush()
 

@@ -7,6 +7,7 @@ tensors every time, so results hold until the next call.
 
 from __future__ import annotations
 
+import gc
 import threading
 import warnings
 import weakref
@@ -111,7 +112,8 @@ class CudaGraphs:
             with torch.inference_mode(False):
                 graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
-                out = body()
+                with _uncollected():
+                    out = body()
             finally:
                 graph.capture_end()
         except BaseException:
@@ -121,6 +123,18 @@ class CudaGraphs:
             end_capturing()
             raise
         return _Graph(graph, out)
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without the garbage collector, which may free what another graph or event holds, which a capture does not allow."""
+    on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if on:
+            gc.enable()
 
 
 def end_capturing() -> None:

@@ -7,7 +7,9 @@ is recorded and replays to equal results can therefore be captured on a GPU. Rep
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -55,10 +57,11 @@ def record(body: Body) -> Body:
         NotCapturable: ``body`` cannot be captured, or its two calls differ.
     """
     first, second = Recording(), Recording()
-    with _Guard(), first:
-        body()
-    with _Guard(), second:
-        out = body()
+    with _uncompiled():
+        with _Guard(), first:
+            body()
+        with _Guard(), second:
+            out = body()
     second.compare(first)
 
     def replay(_: Any = first) -> Any:
@@ -85,8 +88,15 @@ def watch(body: Body) -> Any:
     Raises:
         NotCapturable: an operator of it cannot be captured; the message names it.
     """
-    with Watching():
+    with _uncompiled(), Watching():
         return body()
+
+
+def _uncompiled() -> AbstractContextManager[Any]:
+    """A context without ``torch.compile``, which under a dispatch mode would give up what it has compiled, for good."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and an import takes seconds
+        return nullcontext()
+    return torch.compiler.set_stance("force_eager")
 
 
 class Watching(TorchDispatchMode):

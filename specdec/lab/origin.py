@@ -30,7 +30,8 @@ GENERATION = ("cpu family", "model", "CPU implementer", "CPU part")
 def code(package: Path = PACKAGE) -> dict[str, Any]:
     """``commit``: the HEAD of the git checkout that tracks ``package``. ``dirty``: whether a tracked file outside ``docs`` differs from it.
 
-    Both are ``None`` outside a checkout, and in a package that is installed inside the checkout of something else. Reports are written
+    Both are ``None`` outside a checkout, and in a package that is installed inside the checkout of something else. There ``SPECDEC_COMMIT`` in the
+    environment may name the commit, as for a copy of the files on another machine. Reports are written
     below ``docs``, so that a report does not make the next one dirty. The first call decides for the whole process: a commit that is
     made while a measurement runs does not contain the code that runs.
     """
@@ -44,7 +45,7 @@ def code(package: Path = PACKAGE) -> dict[str, Any]:
         changed = git("status", "--porcelain", "--untracked-files=no", "--", ":(top)", ":(top,exclude)docs")
         return {"commit": git("rev-parse", "HEAD"), "dirty": bool(changed)}
     except (OSError, subprocess.CalledProcessError):
-        return {"commit": None, "dirty": None}
+        return {"commit": os.environ.get("SPECDEC_COMMIT") or None, "dirty": None}
 
 
 def processor() -> dict[str, Any]:
