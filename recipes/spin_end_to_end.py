@@ -8,8 +8,8 @@ seconds that rounds are charged; the workloads are made of prompts of test packa
 the same batch, cores and attention, tau, the share of rounds of each `arms`, and the seconds of its stages. Intervals (`_low`, `_high`) are 95 % bootstraps over workloads; with
 fewer than 5 workloads there are none.
 
-- `plain`: no draft. `smallest`: the smallest draft for all rows. `fixed:NAME`: each draft alone; `best_fixed`: the one of these that
-  is best in hindsight, over all workloads, run once more among the others.
+- `plain`: no draft. `smallest`: the smallest draft for all rows. `fixed:NAME`: each draft alone at `auto/1`, and those with at least 0.8 of the fastest
+  one's goodput there at every place. `best_fixed`: the one of these that is best in hindsight at the place, over all workloads.
 - `selection`: the paper's selector: statistics of a request's own, a random draft for 5 rounds, then a maximum-weight matching within
   the drafts' capacities for 2^k rounds. With padded attention; `selection+packed`, `selection+decomposed`, `selection+auto` with others.
 - `spin`: the paper's selector, and a pipeline of `--micro-batches` (drafting in another process, on the other core).
@@ -29,6 +29,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 from typing import Any, Literal, NamedTuple
 
@@ -194,13 +195,13 @@ class Parts:
             pool_run(decoder, work.rows, s.tokens, s.seed + turn, selection)
         return selection
 
-    def plans(self, place: Place, best: str, batch: int, planned: Any) -> dict[str, Callable[[], Any]]:
+    def plans(self, place: Place, fixed: list[str], batch: int, planned: Any) -> dict[str, Callable[[], Any]]:
         """Configuration -> its decoder."""
         at = place.attention
         plans = {
             "plain": lambda: self.plain(batch, at).build(),
             "smallest": lambda: self.fixed(self.smallest, batch, at),
-            "best_fixed": lambda: self.fixed(best, batch, at),
+            **{f"fixed:{name}": partial(self.fixed, name, batch, at) for name in fixed},
             "selection" if at == "padded" else f"selection+{at}": lambda: self.paper(batch, at).build(),
             "pooled": lambda: self.pooled(batch, at),
             "planned": lambda: planned,
@@ -234,16 +235,29 @@ def main(s: Settings) -> list[dict[str, Any]]:
             for name in drafts:
                 run = pool_run(parts.fixed(name, batch, "auto"), work.rows, s.tokens, s.seed + turn)
                 runs[f"fixed:{name}", "auto/1"] += [run] if turn else []
-        best = max(drafts, key=lambda name: goodput(runs[f"fixed:{name}", "auto/1"])[0])
-        compare(parts, works, best, taught, runs)
-        rows += table(runs, batch, best)
+        alone = {name: goodput(runs[f"fixed:{name}", "auto/1"])[0] for name in drafts}
+        fixed = [name for name in drafts if alone[name] >= 0.8 * max(alone.values())]
+        for name in fixed if Place("auto", 1) in parts.places else ():
+            runs.pop((f"fixed:{name}", "auto/1"))  # they run again, among the others
+        compare(parts, works, fixed, taught, runs)
+        rows += table(runs, batch, hindsight(parts, fixed, runs))
         print(f"\nbatch {batch}\n" + console.table([r for r in rows if r["batch"] == batch], COLUMNS))
     s.save(rows)
     s.draw({"spin_end_to_end": lambda: drawn(rows)}, dpi=150)
     return rows
 
 
-def compare(parts: Parts, works: list[Workload], best: str, taught: Any, runs: Runs) -> None:
+def hindsight(parts: Parts, fixed: list[str], runs: Runs) -> dict[str, str]:
+    """The draft that is best at each place; its runs are those of `best_fixed`."""
+    best = {}
+    for place in (f"{place.attention}/{place.cores}" for place in parts.places):
+        speed = {name: goodput(runs[f"fixed:{name}", place])[0] for name in fixed}
+        best[place] = max(fixed, key=speed.__getitem__)
+        runs["best_fixed", place] = runs[f"fixed:{best[place]}", place]
+    return best
+
+
+def compare(parts: Parts, works: list[Workload], fixed: list[str], taught: Any, runs: Runs) -> None:
     """Add the runs of all configurations at all places, in an order that rotates from workload to workload."""
     s, batch = parts.s, len(works[0].rows)
     planned, kept = dict[Place, Any](), dict[tuple[str, Place], Any]()
@@ -253,7 +267,9 @@ def compare(parts: Parts, works: list[Workload], best: str, taught: Any, runs: R
         kept["pooled", place] = parts.pooled(batch, place.attention).begin(batch)
         kept["pooled", place].state = taught.state  # states are values, so this can be shared
     for turn, work in enumerate(works):
-        plans = [(p, *plan) for p in parts.places for plan in parts.plans(p, best, batch, planned[p]).items()]
+        plans = [
+            (p, *plan) for p in parts.places for plan in parts.plans(p, fixed, batch, planned[p]).items()
+        ]
         start = turn * 5 % len(plans)
         for place, name, make in plans[start:] + plans[:start]:
             console.progress(f"workload {turn} of {s.repeats}: {name}, {place.attention}/{place.cores}")
@@ -266,10 +282,13 @@ def compare(parts: Parts, works: list[Workload], best: str, taught: Any, runs: R
             runs[name, f"{place.attention}/{place.cores}"] += [run] if turn else []
 
 
-def table(runs: Runs, batch: int, best: str) -> list[dict[str, Any]]:
-    """A row per configuration and place."""
-    out = []
-    for (name, place), mine in runs.items():
+def table(runs: Runs, batch: int, best: dict[str, str]) -> list[dict[str, Any]]:
+    """A row per configuration and place; ``best``: the best fixed draft of each place."""
+    out, places = [], list(dict.fromkeys(place for _, place in runs))
+    first = ("plain", "smallest", "best_fixed")
+    order = sorted(runs, key=lambda at: (places.index(at[1]), *(at[0] != name for name in first)))
+    for name, place in order:
+        mine = runs[name, place]
         attention, _, cores = place.partition("/")
         row: dict[str, Any] = {
             "configuration": name,
@@ -277,7 +296,7 @@ def table(runs: Runs, batch: int, best: str) -> list[dict[str, Any]]:
             "cores": int(cores),
             "attention": attention,
         }
-        row["is"] = best if name == "best_fixed" else None
+        row["is"] = best[place] if name == "best_fixed" else None
         row |= zip(("goodput", "goodput_low", "goodput_high"), goodput(mine))
         for other in ("plain", "smallest", "best_fixed"):
             found = goodput(mine, runs[other, place]) if (other, place) in runs else (None, None, None)
